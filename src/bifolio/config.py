@@ -1,0 +1,200 @@
+"""Frozen settings, resolved first and validated at birth; nothing is patched later.
+
+`ModelConfig` describes a network of any supported family as data: the families differ in these fields, not in code.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from bifolio.errors import ConfigError
+
+KVDtype = Literal["f32", "f16", "bf16", "q8_0"]
+
+SUPPORTED_ARCHITECTURES = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma3", "phi3")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """One way of rotating queries and keys; a model has one, or one for local and one for global layers."""
+
+    theta: float = 10000.0
+    rotary_dim: int = 0  # leading dimensions of a head that are rotated
+    scaling: Literal["none", "linear", "llama3", "yarn", "longrope"] = "none"
+    factor: float = 1.0
+    original_max_position: int = 0  # context the model was first trained with (llama3, yarn, longrope)
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float = 1.0  # multiplies cos and sin (yarn, longrope)
+    frequency_factors: tuple[float, ...] = ()  # divides each frequency: longrope, or factors given by a file
+    frequency_factors_short: tuple[float, ...] = ()  # longrope, while the context is at most the original one
+
+    def __post_init__(self) -> None:
+        if self.rotary_dim <= 0 or self.rotary_dim % 2:
+            raise ConfigError(f"rope needs a positive even number of rotated dimensions, not {self.rotary_dim}")
+        if not (math.isfinite(self.theta) and self.theta > 0):
+            raise ConfigError(f"rope theta must be a positive number, not {self.theta}")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Everything about a network that is not a weight."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    max_position: int  # tokens of context the model was made for
+
+    norm: Literal["rms", "layer"] = "rms"
+    norm_eps: float = 1e-5
+    norm_offset: float = 0.0  # added to the norm's weight: Gemma stores weight − 1
+    activation: Literal["silu", "gelu_tanh", "gelu"] = "silu"
+    gated_mlp: bool = True
+    qkv_bias: bool = False
+    output_bias: bool = False  # bias of the attention's output projection
+    mlp_bias: bool = False
+    qk_norm: bool = False  # RMS norm on each query and key head before rope
+    post_norms: bool = False  # norms on what attention and MLP add to the residual (Gemma)
+    tie_embeddings: bool = False
+    learned_positions: bool = False
+    ropes: tuple[RopeConfig, ...] = ()  # empty with learned positions
+    rope_interleaved: bool = False  # rotate pairs (2i, 2i+1) instead of (i, i + rotary_dim/2)
+    layer_rope: tuple[int, ...] = ()  # index into `ropes` for each layer; empty: all 0
+    layer_window: tuple[int | None, ...] = ()  # sliding window of each layer in tokens, itself included; empty: none
+    embedding_scale: float = 1.0
+    attention_scale: float = 0.0  # 0: 1/sqrt(head_dim)
+    logit_softcap: float = 0.0  # 0: off
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
+                     "intermediate_size", "max_position"):  # fmt: skip
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+                raise ConfigError(f"the model's {name} must be a positive whole number, not {value!r}")
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"{self.num_heads} query heads cannot share {self.num_kv_heads} key/value heads evenly: "
+                "the first must be a multiple of the second"
+            )
+        if not self.learned_positions and not self.ropes:
+            raise ConfigError("a model without learned positions needs a rope configuration")
+        for name, length in (("layer_rope", len(self.layer_rope)), ("layer_window", len(self.layer_window))):
+            if length not in (0, self.num_layers):
+                raise ConfigError(f"{name} has {length} entries for {self.num_layers} layers")
+        if any(index >= len(self.ropes) for index in self.layer_rope):
+            raise ConfigError("layer_rope names a rope configuration that does not exist")
+
+    @property
+    def scale(self) -> float:
+        """What the dot product of a query and a key is multiplied by."""
+        return self.attention_scale or 1.0 / math.sqrt(self.head_dim)
+
+    @property
+    def query_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    def window(self, layer: int) -> int | None:
+        return self.layer_window[layer] if self.layer_window else None
+
+    def rope_index(self, layer: int) -> int:
+        return self.layer_rope[layer] if self.layer_rope else 0
+
+    @property
+    def num_parameters(self) -> int:
+        """Exact count from the shapes alone, so that a plan can be made before anything is read."""
+        d, ffn = self.hidden_size, self.intermediate_size
+        attention = d * (self.query_size + 2 * self.kv_size) + self.query_size * d
+        attention += (self.query_size + 2 * self.kv_size) * self.qkv_bias + d * self.output_bias
+        attention += 2 * self.head_dim * self.qk_norm
+        mlp = d * ffn * (3 if self.gated_mlp else 2) + (ffn + d) * self.mlp_bias
+        per_norm = d * (2 if self.norm == "layer" else 1)
+        norms = per_norm * (4 if self.post_norms else 2)
+        embeddings = self.vocab_size * d * (1 if self.tie_embeddings else 2)
+        positions = self.max_position * d * self.learned_positions
+        return self.num_layers * (attention + mlp + norms) + per_norm + embeddings + positions
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The pool of blocks."""
+
+    num_blocks: int  # block 0, the padding target, included
+    block_size: int = 16
+    dtype: KVDtype = "f32"
+    enable_prefix_caching: bool = True
+    poison_free_blocks: bool = False  # debug: freed blocks become NaN, so that reading one shows
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1:
+            raise ConfigError(f"block_size must be at least 1, not {self.block_size}")
+        if self.num_blocks < 2:
+            raise ConfigError(f"the cache needs at least 2 blocks (one is for padding), not {self.num_blocks}")
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeConfig:
+    """Guess several tokens, verify them in one pass."""
+
+    method: Literal["ngram", "draft"] = "ngram"
+    length: int = 4  # the most tokens guessed at a time
+    draft_model: str | None = None
+    adaptive: bool = True  # shorten or pause drafts where they cost more than they give
+    ngram_max: int = 4
+    ngram_min: int = 2
+
+    def __post_init__(self) -> None:
+        if self.method not in ("ngram", "draft"):
+            raise ConfigError(f"speculative method must be 'ngram' or 'draft', not {self.method!r}")
+        if not 1 <= self.length <= 32:
+            raise ConfigError(f"speculative length must be between 1 and 32, not {self.length}")
+        if not 1 <= self.ngram_min <= self.ngram_max:
+            raise ConfigError(f"n-gram sizes must satisfy 1 <= {self.ngram_min} <= {self.ngram_max}")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How requests are scheduled onto the model."""
+
+    cache: CacheConfig
+    max_model_len: int
+    max_num_seqs: int = 16
+    token_budget: int = 512  # tokens per step, both phases together
+    chunk_size: int = 512  # the most prompt tokens of one sequence in one step
+    max_waiting: int | None = None  # None: unbounded queue
+    deterministic: bool = True
+    device: str = "cpu"
+    speculative: SpeculativeConfig | None = None
+    limits: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.max_num_seqs < 1:
+            raise ConfigError(f"max_num_seqs must be at least 1, not {self.max_num_seqs}")
+        if self.chunk_size < 1:
+            raise ConfigError(f"chunk_size must be at least 1, not {self.chunk_size}")
+        if self.token_budget < self.max_num_seqs:
+            raise ConfigError(
+                f"the token budget of {self.token_budget} per step is below max_num_seqs={self.max_num_seqs}: every "
+                f"running sequence needs one token a step; pass token_budget >= {self.max_num_seqs} or fewer sequences"
+            )
+        needed = -(-self.max_model_len // self.cache.block_size) + 1
+        if self.cache.num_blocks < needed:
+            most = (self.cache.num_blocks - 1) * self.cache.block_size
+            raise ConfigError(
+                f"{self.cache.num_blocks} blocks of {self.cache.block_size} tokens cannot hold one sequence of "
+                f"max_model_len={self.max_model_len} tokens: pass num_blocks >= {needed} or max_model_len <= {most}"
+            )

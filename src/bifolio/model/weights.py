@@ -1,0 +1,122 @@
+"""The weights of a network, by role. Kernels see these; files and torch modules fill them.
+
+A matrix is [out, in], as it lies in the file (`QuantizedTensor`, memory-mapped) or as a torch tensor. Layers that read
+the same input are parts of one `Linear`, so that a kernel set can fuse them when it prepares the weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from bifolio.config import ModelConfig, RopeConfig
+from bifolio.quant.tensor import QuantizedTensor
+
+Array = Any  # numpy array or torch tensor: the kernel set that allocates it knows
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """One or several matrices applied to the same input; the outputs lie side by side."""
+
+    parts: tuple[QuantizedTensor | Array, ...]  # each [out_i, in]
+    biases: tuple[Array | None, ...]  # each f32[out_i]
+    prepared: Any = None  # what a kernel set made of it at load: packed, fused, on the device
+
+    @property
+    def out_features(self) -> int:
+        return sum(int(part.shape[0]) for part in self.parts)
+
+    @property
+    def in_features(self) -> int:
+        return int(self.parts[0].shape[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """RMS norm, or layer norm when `centered`."""
+
+    weight: Array  # f32[d], the offset already added
+    bias: Array | None
+    eps: float
+    centered: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One transformer layer."""
+
+    index: int
+    attention_norm: Norm
+    qkv: Linear
+    query_norm: Norm | None
+    key_norm: Norm | None
+    output: Linear
+    post_attention_norm: Norm | None
+    mlp_norm: Norm
+    up: Linear  # gate and up side by side when the MLP is gated
+    down: Linear
+    post_mlp_norm: Norm | None
+    rope: int | None  # index into ModelWeights.inverse_frequencies; None: learned positions
+    window: int | None  # sliding window in tokens, the query's own included
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWeights:
+    """The whole network."""
+
+    config: ModelConfig
+    embedding: QuantizedTensor | Array  # [vocab, d]
+    position_embedding: QuantizedTensor | Array | None  # [max_position, d]
+    layers: tuple[LayerWeights, ...]
+    final_norm: Norm
+    head: Linear
+    inverse_frequencies: tuple[Array, ...]  # f32[rotary_dim/2] for each rope configuration
+    rope_scales: tuple[float, ...]  # what cos and sin are multiplied by
+
+
+def inverse_frequencies(rope: RopeConfig, max_model_len: int = 0) -> tuple[np.ndarray, float]:
+    """Rotation per position of each pair, f32[rotary_dim/2], and the factor on cos and sin."""
+    half = np.arange(0, rope.rotary_dim, 2, dtype=np.float32) / np.float32(rope.rotary_dim)
+    frequencies = (1.0 / np.power(np.float32(rope.theta), half)).astype(np.float32)
+    if rope.scaling == "linear":
+        frequencies = frequencies / np.float32(rope.factor)
+    elif rope.scaling == "llama3":
+        frequencies = _llama3_frequencies(frequencies, rope)
+    elif rope.scaling == "yarn":
+        frequencies = _yarn_frequencies(frequencies, rope)
+    factors = rope.frequency_factors
+    if rope.scaling == "longrope" and max_model_len <= rope.original_max_position and rope.frequency_factors_short:
+        factors = rope.frequency_factors_short
+    if factors:
+        frequencies = frequencies / np.asarray(factors, dtype=np.float32)
+    return frequencies.astype(np.float32), rope.attention_factor
+
+
+def _llama3_frequencies(frequencies: np.ndarray, rope: RopeConfig) -> np.ndarray:
+    """Low frequencies are divided by the factor, high ones kept, those between blended."""
+    wavelengths = 2 * np.pi / frequencies
+    low = rope.original_max_position / rope.low_freq_factor
+    high = rope.original_max_position / rope.high_freq_factor
+    blend = (rope.original_max_position / wavelengths - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    blended = (1 - blend) * frequencies / rope.factor + blend * frequencies
+    scaled = np.where(wavelengths > low, frequencies / rope.factor, frequencies)
+    return np.asarray(np.where((wavelengths >= high) & (wavelengths <= low), blended, scaled), dtype=np.float32)
+
+
+def _yarn_frequencies(frequencies: np.ndarray, rope: RopeConfig) -> np.ndarray:
+    """Interpolate slow dimensions, keep fast ones, with a linear ramp between."""
+
+    def dimension(rotations: float) -> float:
+        """The dimension that turns `rotations` times over the original context."""
+        turns = rope.original_max_position / (rotations * 2 * np.pi)
+        return float(rope.rotary_dim * np.log(turns) / (2 * np.log(rope.theta)))
+
+    low = max(np.floor(dimension(rope.beta_fast)), 0)
+    high = min(np.ceil(dimension(rope.beta_slow)), rope.rotary_dim - 1)
+    ramp = np.clip((np.arange(len(frequencies), dtype=np.float32) - low) / max(high - low, 0.001), 0, 1)
+    return np.asarray(frequencies / rope.factor * ramp + frequencies * (1 - ramp), dtype=np.float32)
