@@ -6,53 +6,24 @@ the same input are parts of one `Linear`, so that a kernel set can fuse them whe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from bifolio.config import ModelConfig, RopeConfig
+from bifolio.kernels.interface import Array, AttentionShape, KernelSet, Linear, Norm
 from bifolio.quant.tensor import QuantizedTensor
 
-Array = Any  # numpy array or torch tensor: the kernel set that allocates it knows
-
-
-@dataclass(frozen=True, slots=True)
-class Linear:
-    """One or several matrices applied to the same input; the outputs lie side by side."""
-
-    parts: tuple[QuantizedTensor | Array, ...]  # each [out_i, in]
-    biases: tuple[Array | None, ...]  # each f32[out_i]
-    prepared: Any = None  # what a kernel set made of it at load: packed, fused, on the device
-
-    @property
-    def out_features(self) -> int:
-        return sum(int(part.shape[0]) for part in self.parts)
-
-    @property
-    def in_features(self) -> int:
-        return int(self.parts[0].shape[1])
-
-
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """RMS norm, or layer norm when `centered`."""
-
-    weight: Array  # f32[d], the offset already added
-    bias: Array | None
-    eps: float
-    centered: bool = False
+__all__ = ["LayerWeights", "Linear", "ModelWeights", "Norm", "inverse_frequencies", "prepare"]
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
     """One transformer layer."""
 
-    index: int
+    shape: AttentionShape  # with the norms of single query and key heads
     attention_norm: Norm
     qkv: Linear
-    query_norm: Norm | None
-    key_norm: Norm | None
     output: Linear
     post_attention_norm: Norm | None
     mlp_norm: Norm
@@ -60,7 +31,6 @@ class LayerWeights:
     down: Linear
     post_mlp_norm: Norm | None
     rope: int | None  # index into ModelWeights.inverse_frequencies; None: learned positions
-    window: int | None  # sliding window in tokens, the query's own included
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +45,55 @@ class ModelWeights:
     head: Linear
     inverse_frequencies: tuple[Array, ...]  # f32[rotary_dim/2] for each rope configuration
     rope_scales: tuple[float, ...]  # what cos and sin are multiplied by
+
+
+def attention_shape(
+    config: ModelConfig, layer: int, query_norm: Norm | None = None, key_norm: Norm | None = None
+) -> AttentionShape:
+    return AttentionShape(
+        layer=layer,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        scale=config.scale,
+        window=config.window(layer),
+        rope_interleaved=config.rope_interleaved,
+        query_norm=query_norm,
+        key_norm=key_norm,
+    )
+
+
+def prepare(weights: ModelWeights, kernels: KernelSet) -> ModelWeights:
+    """Hand every weight to the kernel set once, at load: it repacks, fuses, or moves it to its device."""
+
+    def norm(value: Norm | None) -> Norm | None:
+        return None if value is None else kernels.prepare_norm(value)
+
+    layers = tuple(
+        replace(
+            layer,
+            shape=replace(layer.shape, query_norm=norm(layer.shape.query_norm), key_norm=norm(layer.shape.key_norm)),
+            attention_norm=kernels.prepare_norm(layer.attention_norm),
+            qkv=kernels.prepare_linear(layer.qkv),
+            output=kernels.prepare_linear(layer.output),
+            post_attention_norm=norm(layer.post_attention_norm),
+            mlp_norm=kernels.prepare_norm(layer.mlp_norm),
+            up=kernels.prepare_linear(layer.up),
+            down=kernels.prepare_linear(layer.down),
+            post_mlp_norm=norm(layer.post_mlp_norm),
+        )
+        for layer in weights.layers
+    )
+    positions = weights.position_embedding
+    return replace(
+        weights,
+        embedding=kernels.prepare_embedding(weights.embedding),
+        position_embedding=None if positions is None else kernels.prepare_embedding(positions),
+        layers=layers,
+        final_norm=kernels.prepare_norm(weights.final_norm),
+        head=kernels.prepare_linear(weights.head),
+        inverse_frequencies=tuple(kernels.from_host(f) for f in weights.inverse_frequencies),
+    )
 
 
 def inverse_frequencies(rope: RopeConfig, max_model_len: int = 0) -> tuple[np.ndarray, float]:

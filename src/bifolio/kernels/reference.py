@@ -1,0 +1,212 @@
+"""The definition of every operation, written once against the array API.
+
+Runs on numpy without torch installed, and on torch tensors, where it is differentiable. Clear before fast: every other
+kernel set is tested against this one.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from bifolio.kernels.interface import (
+    Array,
+    AttentionSegment,
+    AttentionShape,
+    Batch,
+    Heads,
+    Linear,
+    Norm,
+    Rotation,
+    Storage,
+)
+from bifolio.quant.tensor import QuantizedTensor
+
+
+def namespace(array: Array) -> Any:
+    """The array API functions for this array: numpy's or torch's."""
+    if isinstance(array, np.ndarray):
+        return np
+    import array_api_compat
+
+    return array_api_compat.array_namespace(array)
+
+
+class ReferenceKernels:
+    """Every verb in at most 30 lines."""
+
+    name = "reference"
+    array_backend = "numpy"
+    device = "cpu"
+
+    # -- arrays -----------------------------------------------------------------------------------------
+    def from_host(self, array: np.ndarray) -> Array:
+        return array
+
+    def to_host(self, array: Array) -> np.ndarray:
+        return np.asarray(array)
+
+    def prepare_linear(self, linear: Linear) -> Linear:
+        return linear
+
+    def prepare_norm(self, norm: Norm) -> Norm:
+        return norm
+
+    def prepare_embedding(self, table: QuantizedTensor | Array) -> Any:
+        return table
+
+    # -- the network --------------------------------------------------------------------------------------
+    def embed(self, table: Any, ids: Array, scale: float) -> Array:
+        rows = table.dequantize_rows(ids) if isinstance(table, QuantizedTensor) else table[ids]
+        return rows if scale == 1.0 else rows * scale
+
+    def rotation(self, inverse_frequencies: Array, scale: float, positions: Array) -> Rotation:
+        xp = namespace(inverse_frequencies)
+        angles = xp.astype(positions, inverse_frequencies.dtype)[:, None] * inverse_frequencies[None, :]
+        return Rotation(xp.cos(angles) * scale, xp.sin(angles) * scale)
+
+    def norm(self, x: Array, norm: Norm) -> Array:
+        xp = namespace(x)
+        y = _as_float32(xp, x)
+        if norm.centered:
+            y = y - xp.mean(y, axis=-1, keepdims=True)
+        y = y / xp.sqrt(xp.mean(y * y, axis=-1, keepdims=True) + norm.eps) * norm.weight
+        return xp.astype(y if norm.bias is None else y + norm.bias, x.dtype)
+
+    def add(self, x: Array, y: Array) -> Array:
+        return x + y
+
+    def add_norm(self, x: Array, delta: Array, norm: Norm) -> tuple[Array, Array]:
+        x = self.add(x, delta)
+        return x, self.norm(x, norm)
+
+    def linear(self, x: Array, linear: Linear) -> Array:
+        outputs = []
+        for weight, bias in zip(linear.parts, linear.biases, strict=True):
+            y = weight.matmul(x) if isinstance(weight, QuantizedTensor) else x @ weight.T
+            outputs.append(y if bias is None else y + bias)
+        return outputs[0] if len(outputs) == 1 else namespace(x).concat(outputs, axis=-1)
+
+    def rope_and_write(
+        self, qkv: Array, shape: AttentionShape, rotation: Rotation | None, batch: Batch, storage: Storage | None
+    ) -> Heads:
+        xp = namespace(qkv)
+        heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        split = heads * dim, (heads + kv_heads) * dim
+        query = xp.reshape(qkv[:, : split[0]], (-1, heads, dim))
+        key = xp.reshape(qkv[:, split[0] : split[1]], (-1, kv_heads, dim))
+        value = xp.reshape(qkv[:, split[1] :], (-1, kv_heads, dim))
+        if shape.query_norm is not None and shape.key_norm is not None:
+            query, key = self.norm(query, shape.query_norm), self.norm(key, shape.key_norm)
+        if rotation is not None:
+            query = rotate(query, rotation, shape.rope_interleaved)
+            key = rotate(key, rotation, shape.rope_interleaved)
+        if storage is not None and batch.slots is not None:
+            storage.write(shape.layer, batch.slots, key, value)
+        return Heads(query, key, value)
+
+    def attend(
+        self, heads: Heads, shape: AttentionShape, segments: tuple[AttentionSegment, ...], storage: Storage | None
+    ) -> Array:
+        outputs = []
+        for segment in segments:
+            starts = [segment.token_start + int(start) for start in segment.query_starts]
+            for i in range(segment.num_sequences):
+                queries = heads.query[starts[i] : starts[i + 1]]
+                if segment.fresh or storage is None or segment.block_tables is None:
+                    keys, values = heads.key[starts[i] : starts[i + 1]], heads.value[starts[i] : starts[i + 1]]
+                else:
+                    keys, values = storage.gather(shape.layer, segment.block_tables[i], int(segment.context_lens[i]))
+                outputs.append(causal_attention(queries, keys, values, shape.scale, shape.window))
+        return outputs[0] if len(outputs) == 1 else namespace(heads.query).concat(outputs, axis=0)
+
+    def act_mul(self, x: Array, activation: str) -> Array:
+        half = x.shape[-1] // 2
+        return self.act(x[:, :half], activation) * x[:, half:]
+
+    def act(self, x: Array, activation: str) -> Array:
+        xp = namespace(x)
+        if activation == "silu":
+            return x * sigmoid(xp, x)
+        if activation == "gelu_tanh":
+            return 0.5 * x * (1.0 + xp.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)))
+        return 0.5 * x * (1.0 + erf(xp, x / math.sqrt(2.0)))
+
+    def take(self, x: Array, rows: Array) -> Array:
+        return x[rows]
+
+    def logits(self, x: Array, head: Linear, softcap: float) -> Array:
+        y = self.linear(x, head)
+        xp = namespace(y)
+        y = _as_float32(xp, y)
+        return xp.tanh(y / softcap) * softcap if softcap else y
+
+
+def rotate(x: Array, rotation: Rotation, interleaved: bool) -> Array:
+    """Turn each pair of dimensions by its angle; dimensions past the rotated ones pass through."""
+    xp = namespace(x)
+    cos, sin = rotation.cos[:, None, :], rotation.sin[:, None, :]
+    half = rotation.cos.shape[-1]
+    turned, rest = x[..., : 2 * half], x[..., 2 * half :]
+    first, second = (turned[..., 0::2], turned[..., 1::2]) if interleaved else (turned[..., :half], turned[..., half:])
+    first, second = first * cos - second * sin, second * cos + first * sin
+    if interleaved:
+        turned = xp.reshape(xp.stack([first, second], axis=-1), turned.shape)
+    else:
+        turned = xp.concat([first, second], axis=-1)
+    return xp.astype(xp.concat([turned, rest], axis=-1) if rest.shape[-1] else turned, x.dtype)
+
+
+def causal_attention(query: Array, key: Array, value: Array, scale: float, window: int | None) -> Array:
+    """Queries [n, h, d] at the last n of the L positions that keys and values [L, kv, d] cover: [n, h * d].
+
+    Query i stands at position L − n + i and sees positions ≤ its own, at most `window` of them.
+    """
+    xp = namespace(query)
+    num_queries, heads, dim = query.shape
+    length, kv_heads, _ = key.shape
+    key, value = xp.astype(key, query.dtype), xp.astype(value, query.dtype)
+    grouped = xp.permute_dims(xp.reshape(query, (num_queries, kv_heads, heads // kv_heads, dim)), (1, 2, 0, 3))
+    keys = xp.permute_dims(key, (1, 2, 0))[:, None, :, :]  # [kv, 1, d, L]
+    values = xp.permute_dims(value, (1, 0, 2))[:, None, :, :]  # [kv, 1, L, d]
+    scores = _as_float32(xp, (grouped * scale) @ keys)  # [kv, group, n, L]
+    mask = causal_mask(num_queries, length, window)
+    if not isinstance(query, np.ndarray):
+        mask = xp.asarray(mask, device=query.device)
+    scores = xp.where(mask, scores, xp.full_like(scores, -math.inf))
+    weights = xp.exp(scores - xp.max(scores, axis=-1, keepdims=True))
+    weights = weights / xp.sum(weights, axis=-1, keepdims=True)
+    mixed = xp.astype(weights, query.dtype) @ values  # [kv, group, n, d]
+    return xp.reshape(xp.permute_dims(mixed, (2, 0, 1, 3)), (num_queries, heads * dim))
+
+
+def causal_mask(num_queries: int, length: int, window: int | None) -> np.ndarray:
+    """True where a query may look: bool[num_queries, length]."""
+    distance = np.arange(length - num_queries, length)[:, None] - np.arange(length)[None, :]
+    visible = distance >= 0
+    return visible if window is None else visible & (distance < window)
+
+
+def sigmoid(xp: Any, x: Array) -> Array:
+    """1 / (1 + exp(−x)) without overflow."""
+    return 0.5 * (1.0 + xp.tanh(0.5 * x))
+
+
+def erf(xp: Any, x: Array) -> Array:
+    """The error function; numpy has none, so the rational approximation of W. J. Cody's kind (error < 1.2e-7)."""
+    if not isinstance(x, np.ndarray):
+        import torch
+
+        return torch.erf(x)
+    t = 1.0 / (1.0 + 0.5 * np.abs(x.astype(np.float64)))
+    coefficients = (-1.26551223, 1.00002368, 0.37409196, 0.09678418, -0.18628806,
+                    0.27886807, -1.13520398, 1.48851587, -0.82215223, 0.17087277)  # fmt: skip
+    polynomial = np.polyval(coefficients[::-1], t)
+    tail = t * np.exp(-x.astype(np.float64) ** 2 + polynomial)
+    return np.where(x >= 0, 1.0 - tail, tail - 1.0).astype(x.dtype)
+
+
+def _as_float32(xp: Any, x: Array) -> Array:
+    return x if x.dtype in (xp.float32, xp.float64) else xp.astype(x, xp.float32)

@@ -1,0 +1,46 @@
+"""The network, once: a function of (weights, batch, kernels, storage), made of kernel verbs alone.
+
+Training, serving, the CPU and the GPU all run this function; families differ in the weights' configuration.
+"""
+
+from __future__ import annotations
+
+from bifolio.kernels.interface import Array, Batch, KernelSet, Storage
+from bifolio.model.attention import PagedAttentionLayer
+from bifolio.model.weights import LayerWeights, ModelWeights
+
+
+def hidden_states(weights: ModelWeights, batch: Batch, kernels: KernelSet, storage: Storage | None) -> Array:
+    """The residual stream after the last layer, before the final norm: [t, d]."""
+    config = weights.config
+    x = kernels.embed(weights.embedding, batch.token_ids, config.embedding_scale)
+    if weights.position_embedding is not None:
+        x = kernels.add(x, kernels.embed(weights.position_embedding, batch.positions, 1.0))
+    rotations = tuple(
+        kernels.rotation(frequencies, scale, batch.positions)
+        for frequencies, scale in zip(weights.inverse_frequencies, weights.rope_scales, strict=True)
+    )
+    for layer in weights.layers:
+        attended = PagedAttentionLayer(layer)(
+            kernels.norm(x, layer.attention_norm), batch, kernels, storage, rotations
+        )
+        if layer.post_attention_norm is not None:
+            attended = kernels.norm(attended, layer.post_attention_norm)
+        x, normed = kernels.add_norm(x, attended, layer.mlp_norm)
+        x = kernels.add(x, mlp(layer, normed, config.activation, config.gated_mlp, kernels))
+    return x
+
+
+def mlp(layer: LayerWeights, x: Array, activation: str, gated: bool, kernels: KernelSet) -> Array:
+    up = kernels.linear(x, layer.up)
+    mixed = kernels.act_mul(up, activation) if gated else kernels.act(up, activation)
+    down = kernels.linear(mixed, layer.down)
+    return down if layer.post_mlp_norm is None else kernels.norm(down, layer.post_mlp_norm)
+
+
+def forward(weights: ModelWeights, batch: Batch, kernels: KernelSet, storage: Storage | None) -> Array:
+    """Logits of the tokens that `batch.logit_rows` names (None: all of them): f32[r, vocab]."""
+    x = hidden_states(weights, batch, kernels, storage)
+    if batch.logit_rows is not None:
+        x = kernels.take(x, batch.logit_rows)
+    return kernels.logits(kernels.norm(x, weights.final_norm), weights.head, weights.config.logit_softcap)
