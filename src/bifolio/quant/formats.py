@@ -1,0 +1,246 @@
+"""The numeric formats of weights, byte for byte those of GGML.
+
+A format cuts the last dimension of a tensor into blocks of `block_elements` values, stored in `block_bytes` bytes:
+
+    F32, F16, BF16   one value per block, as it is
+    Q8_0   |d: f16|32 x int8|                  34 bytes   value = d * q
+    Q4_0   |d: f16|16 bytes of nibbles|        18 bytes   value = d * (q - 8)
+    Q4_1   |d: f16|m: f16|16 bytes of nibbles| 20 bytes   value = d * q + m
+
+Low nibbles are the elements 0-15 of a block, high nibbles the elements 16-31. Conversions run in float32 with the
+same roundings as GGML's reference code, so files made here and elsewhere are interchangeable.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bifolio.errors import ConfigError, ModelFileError
+
+Bytes = NDArray[np.uint8]
+Floats = NDArray[np.float32]
+
+
+class _Layout(NamedTuple):
+    ggml_type: int
+    block_elements: int
+    block_bytes: int
+
+
+class QuantFormat(Enum):
+    """A format that the kernels read directly; all others are converted to one of these when a file is loaded."""
+
+    F32 = _Layout(0, 1, 4)
+    F16 = _Layout(1, 1, 2)
+    BF16 = _Layout(30, 1, 2)
+    Q8_0 = _Layout(8, 32, 34)
+    Q4_0 = _Layout(2, 32, 18)
+    Q4_1 = _Layout(3, 32, 20)
+
+    @property
+    def ggml_type(self) -> int:
+        """The number of this format in a GGUF file."""
+        return self.value.ggml_type
+
+    @property
+    def block_elements(self) -> int:
+        return self.value.block_elements
+
+    @property
+    def block_bytes(self) -> int:
+        return self.value.block_bytes
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.block_elements > 1
+
+    @property
+    def activation_format(self) -> QuantFormat:
+        """What a kernel turns activations into before the dot product with weights of this format."""
+        return QuantFormat.Q8_0 if self.is_quantized else QuantFormat.F32
+
+    @property
+    def bits_per_element(self) -> float:
+        return 8 * self.block_bytes / self.block_elements
+
+    def row_bytes(self, num_elements: int) -> int:
+        """Bytes of one row; ConfigError when the row cannot be cut into whole blocks."""
+        if num_elements % self.block_elements:
+            raise ConfigError(
+                f"a row of {num_elements} values cannot be stored as {self.name}, which needs a multiple of "
+                f"{self.block_elements}: use f16 or f32 for this tensor"
+            )
+        return num_elements // self.block_elements * self.block_bytes
+
+    def bytes_for(self, shape: Sequence[int]) -> int:
+        """Bytes of a tensor of this shape."""
+        if not shape:
+            return self.row_bytes(1)
+        return math.prod(shape[:-1]) * self.row_bytes(shape[-1])
+
+    @classmethod
+    def parse(cls, name: str) -> QuantFormat:
+        """The format called `name` (any case); ConfigError lists the valid names."""
+        try:
+            return cls[name.strip().upper()]
+        except KeyError:
+            valid = ", ".join(member.name.lower() for member in cls)
+            raise ConfigError(f"unknown format {name!r}: use one of {valid}") from None
+
+    @classmethod
+    def from_ggml_type(cls, ggml_type: int) -> QuantFormat | None:
+        """The format with this GGUF number, or None when it is not one that is used directly."""
+        return _BY_GGML_TYPE.get(ggml_type)
+
+
+_BY_GGML_TYPE = {member.ggml_type: member for member in QuantFormat}
+
+# Blocks converted at a time: large enough for numpy to be quick, small enough that temporaries stay in the cache.
+_CHUNK_BLOCKS = 1 << 14
+
+
+def encode_blocks(values: Floats, format: QuantFormat) -> Bytes:
+    """f32[blocks, block_elements] -> u8[blocks, block_bytes]."""
+    return _in_chunks(_ENCODERS[format], values, np.dtype(np.uint8), format.block_bytes)
+
+
+def decode_blocks(blocks: Bytes, format: QuantFormat) -> Floats:
+    """u8[blocks, block_bytes] -> f32[blocks, block_elements]; for F32 a view of the same memory."""
+    if format is QuantFormat.F32:
+        return blocks.view(np.float32)
+    return _in_chunks(_DECODERS[format], blocks, np.dtype(np.float32), format.block_elements)
+
+
+def refuse_non_finite(values: Floats, name: str) -> None:
+    """ModelFileError when `values` holds a NaN or an infinity: no format can carry them usefully."""
+    if np.isfinite(values).all():
+        return
+    position = np.argwhere(~np.isfinite(values))[0]
+    value = values[tuple(position)]
+    kind = "NaN" if np.isnan(value) else "an infinity"
+    where = ", ".join(str(int(index)) for index in position)
+    raise ModelFileError(f"{name} holds {kind} at [{where}]: the file is damaged or its training diverged")
+
+
+def _in_chunks(convert: Callable[[Any], Any], source: NDArray[Any], dtype: np.dtype[Any], width: int) -> NDArray[Any]:
+    count = source.shape[0]
+    result = np.empty((count, width), dtype)
+    for start in range(0, count, _CHUNK_BLOCKS):
+        result[start : start + _CHUNK_BLOCKS] = convert(source[start : start + _CHUNK_BLOCKS])
+    return result
+
+
+def _encode_f32(values: Floats) -> Bytes:
+    return np.ascontiguousarray(values).view(np.uint8)
+
+
+def _encode_f16(values: Floats) -> Bytes:
+    with np.errstate(over="ignore"):
+        return np.ascontiguousarray(values).astype(np.float16).view(np.uint8)
+
+
+def _decode_f16(blocks: Bytes) -> Floats:
+    return blocks.view(np.float16).astype(np.float32)
+
+
+def _encode_bf16(values: Floats) -> Bytes:
+    """Round to nearest even on the upper 16 bits; a NaN stays a (quiet) NaN."""
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    rounded = (bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16
+    quiet_nan = (bits >> 16) | np.uint32(0x40)
+    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    return np.where(is_nan, quiet_nan, rounded).astype(np.uint16).view(np.uint8)
+
+
+def _decode_bf16(blocks: Bytes) -> Floats:
+    return (blocks.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+
+
+def _inverse(scale: Floats) -> Floats:
+    """1 / scale, and 0 for a block of zeros. Subnormal scales overflow to infinity, as they do in GGML."""
+    return np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale != 0)
+
+
+def _half(scale: Floats) -> Bytes:
+    return scale.astype(np.float16).view(np.uint8)
+
+
+def _encode_q8_0(values: Floats) -> Bytes:
+    with np.errstate(all="ignore"):
+        scale = np.abs(values).max(axis=1, keepdims=True) / np.float32(127)
+        scaled = values * _inverse(scale)
+        magnitude = np.abs(scaled)
+        whole = np.floor(magnitude)
+        # Halves are rounded away from zero. `magnitude + 0.5` would round 0.49999997 up as well.
+        rounded = np.sign(scaled) * (whole + np.floor(2 * (magnitude - whole)))
+        return np.concatenate([_half(scale), rounded.astype(np.int8).view(np.uint8)], axis=1)
+
+
+def _decode_q8_0(blocks: Bytes) -> Floats:
+    return _scale_at(blocks, 0) * blocks[:, 2:].view(np.int8).astype(np.float32)
+
+
+def _encode_q4_0(values: Floats) -> Bytes:
+    """The value of largest magnitude becomes -8, the end of the range that has one more step."""
+    with np.errstate(all="ignore"):
+        extreme = np.take_along_axis(values, np.abs(values).argmax(axis=1)[:, None], axis=1)
+        scale = extreme / np.float32(-8)
+        codes = np.trunc(values * _inverse(scale) + np.float32(8.5))
+        return np.concatenate([_half(scale), _pack_nibbles(codes)], axis=1)
+
+
+def _decode_q4_0(blocks: Bytes) -> Floats:
+    return _scale_at(blocks, 0) * (_unpack_nibbles(blocks[:, 2:]) - np.float32(8))
+
+
+def _encode_q4_1(values: Floats) -> Bytes:
+    with np.errstate(all="ignore"):
+        lowest = values.min(axis=1, keepdims=True)
+        scale = (values.max(axis=1, keepdims=True) - lowest) / np.float32(15)
+        codes = np.trunc((values - lowest) * _inverse(scale) + np.float32(0.5))
+        return np.concatenate([_half(scale), _half(lowest), _pack_nibbles(codes)], axis=1)
+
+
+def _decode_q4_1(blocks: Bytes) -> Floats:
+    return _scale_at(blocks, 0) * _unpack_nibbles(blocks[:, 4:]) + _scale_at(blocks, 2)
+
+
+def _scale_at(blocks: Bytes, offset: int) -> Floats:
+    return blocks[:, offset : offset + 2].copy().view(np.float16).astype(np.float32)
+
+
+def _pack_nibbles(codes: Floats) -> Bytes:
+    small: Bytes = codes.astype(np.uint8).clip(0, 15)
+    packed: Bytes = small[:, :16] | (small[:, 16:] << np.uint8(4))
+    return packed
+
+
+def _unpack_nibbles(packed: Bytes) -> Floats:
+    codes = np.empty((packed.shape[0], 32), np.float32)
+    codes[:, :16] = packed & 15
+    codes[:, 16:] = packed >> 4
+    return codes
+
+
+_ENCODERS: dict[QuantFormat, Callable[[Floats], Bytes]] = {
+    QuantFormat.F32: _encode_f32,
+    QuantFormat.F16: _encode_f16,
+    QuantFormat.BF16: _encode_bf16,
+    QuantFormat.Q8_0: _encode_q8_0,
+    QuantFormat.Q4_0: _encode_q4_0,
+    QuantFormat.Q4_1: _encode_q4_1,
+}
+
+_DECODERS: dict[QuantFormat, Callable[[Bytes], Floats]] = {
+    QuantFormat.F16: _decode_f16,
+    QuantFormat.BF16: _decode_bf16,
+    QuantFormat.Q8_0: _decode_q8_0,
+    QuantFormat.Q4_0: _decode_q4_0,
+    QuantFormat.Q4_1: _decode_q4_1,
+}

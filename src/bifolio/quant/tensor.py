@@ -1,0 +1,165 @@
+"""Tensors in the bytes of their format: what a file holds, and what a linear layer multiplies by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from bifolio.errors import ConfigError, ModelFileError
+from bifolio.quant.formats import Bytes, Floats, QuantFormat, decode_blocks, encode_blocks, refuse_non_finite
+
+# Rows that `matmul` turns into floats at a time: 512 rows of 4096 values are 8 MB.
+PANEL_ROWS = 512
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantizedTensor:
+    """A tensor in one of the direct formats, dense ones included; nothing is converted until it is used.
+
+    The last dimension is the contiguous one, cut into blocks. A matrix of a linear layer has shape (n, k), [out, in].
+    """
+
+    format: QuantFormat
+    data: Bytes  # u8[rows, row_bytes]  C order; may be a read-only map of a file
+    shape: tuple[int, ...]  # logical shape; rows = product of all dimensions but the last
+
+    def __post_init__(self) -> None:
+        expected = (self._rows_of(self.shape), self.format.row_bytes(self.shape[-1] if self.shape else 1))
+        if self.data.dtype != np.uint8 or self.data.shape != expected:
+            raise ModelFileError(
+                f"a {self.format.name} tensor of shape {self.shape} needs bytes of shape {expected}, "
+                f"got {self.data.dtype} of shape {self.data.shape}"
+            )
+
+    @classmethod
+    def quantize(cls, array: ArrayLike, format: QuantFormat, name: str = "the tensor") -> QuantizedTensor:
+        """Convert floats; NaN and infinities are refused with a ModelFileError that says where they are."""
+        values = np.ascontiguousarray(array, dtype=np.float32)
+        shape = np.shape(array)
+        refuse_non_finite(values, name)
+        row_bytes = format.row_bytes(shape[-1] if shape else 1)
+        blocks = encode_blocks(values.reshape(-1, format.block_elements), format)
+        return cls(format, blocks.reshape(cls._rows_of(shape), row_bytes), shape)
+
+    @classmethod
+    def from_array(cls, array: NDArray[Any]) -> QuantizedTensor:
+        """A dense tensor over the same memory where it is contiguous float32 or float16; other types become F32."""
+        format = QuantFormat.F16 if array.dtype == np.float16 else QuantFormat.F32
+        values = np.ascontiguousarray(array, np.float16 if format is QuantFormat.F16 else np.float32)
+        shape = array.shape
+        last = shape[-1] if shape else 1
+        data = values.reshape(cls._rows_of(shape), last).view(np.uint8)
+        return cls(format, data, shape)
+
+    @staticmethod
+    def _rows_of(shape: Sequence[int]) -> int:
+        return math.prod(shape[:-1])
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.data.shape[0])
+
+    @property
+    def num_blocks(self) -> int:
+        return self.data.size // self.format.block_bytes
+
+    @property
+    def size(self) -> int:
+        """How many values."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.size
+
+    @property
+    def memory_ratio(self) -> float:
+        """How many times smaller than the same tensor in F32."""
+        return 4 * self.size / self.nbytes if self.nbytes else 1.0
+
+    def dequantize(self) -> Floats:
+        """f32[shape]. For F32 this is a view of `data`, which may be read-only."""
+        return self._decode(self.data).reshape(self.shape)
+
+    def dequantize_block(self, block_index: int) -> Floats:
+        """f32[block_elements]: the values of one block, counted through the rows in order."""
+        if not 0 <= block_index < self.num_blocks:
+            raise ConfigError(f"block {block_index} does not exist: the tensor has {self.num_blocks} blocks")
+        blocks_per_row = self.data.shape[1] // self.format.block_bytes
+        row, column = divmod(block_index, blocks_per_row)
+        start = column * self.format.block_bytes
+        block = self.data[row, start : start + self.format.block_bytes]
+        return decode_blocks(block.copy()[None], self.format).reshape(-1)
+
+    def dequantize_rows(self, rows: slice | NDArray[np.integer[Any]]) -> Floats:
+        """f32[len(rows), k]: an embedding lookup (an array of row numbers) or a panel of a product (a slice)."""
+        return self._decode(self.data[rows])
+
+    def matmul(self, x: Floats) -> Floats:
+        """x @ W.T: f32[..., k] -> f32[..., n]. At most PANEL_ROWS rows of W exist as floats at a time."""
+        if len(self.shape) != 2 or x.shape[-1] != self.shape[1]:
+            raise ConfigError(f"cannot multiply values of shape {x.shape} by a weight of shape {self.shape}")
+        flat = np.ascontiguousarray(x, np.float32).reshape(-1, self.shape[1])
+        result = np.empty((flat.shape[0], self.shape[0]), np.float32)
+        for start in range(0, self.shape[0], PANEL_ROWS):
+            panel = slice(start, start + PANEL_ROWS)
+            result[:, panel] = flat @ self.dequantize_rows(panel).T
+        return result.reshape(*x.shape[:-1], self.shape[0])
+
+    def converted(self, format: QuantFormat, name: str = "the tensor") -> QuantizedTensor:
+        """The same values in another format, PANEL_ROWS rows at a time; `self` when it is already the one."""
+        if format is self.format:
+            return self
+        last = self.shape[-1] if self.shape else 1
+        data = np.empty((self.num_rows, format.row_bytes(last)), np.uint8)
+        for start in range(0, self.num_rows, PANEL_ROWS):
+            panel = slice(start, start + PANEL_ROWS)
+            data[panel] = QuantizedTensor.quantize(self.dequantize_rows(panel), format, name).data
+        return QuantizedTensor(format, data, self.shape)
+
+    def select_rows(self, rows: slice | NDArray[np.integer[Any]]) -> QuantizedTensor:
+        """A matrix of some rows, in the order given; a view when `rows` is a slice. Works on quantised rows too."""
+        data = self.data[rows]
+        return QuantizedTensor(self.format, data, (data.shape[0], self.shape[-1]))
+
+    def reshape(self, *shape: int) -> QuantizedTensor:
+        """The same rows seen with other leading dimensions, or dense values seen with any dimensions."""
+        if math.prod(shape) != self.size:
+            raise ConfigError(f"a tensor of shape {self.shape} cannot be seen as {shape}")
+        row_bytes = self.format.row_bytes(shape[-1] if shape else 1)
+        return QuantizedTensor(self.format, self.data.reshape(self._rows_of(shape), row_bytes), shape)
+
+    def transposed(self) -> QuantizedTensor:
+        """A transposed copy of a dense matrix. Quantised rows cannot be transposed without loss: dequantise first."""
+        if self.format.is_quantized or len(self.shape) != 2:
+            raise ConfigError(f"only dense matrices can be transposed, not {self.format.name} of shape {self.shape}")
+        n, k = self.shape
+        words = self.data.view(np.dtype(f"u{self.format.block_bytes}"))
+        data = np.ascontiguousarray(words.T).view(np.uint8)
+        return QuantizedTensor(self.format, data, (k, n))
+
+    def _decode(self, rows: Bytes) -> Floats:
+        contiguous = np.ascontiguousarray(rows)
+        values = decode_blocks(contiguous.reshape(-1, self.format.block_bytes), self.format)
+        return values.reshape(rows.shape[0], -1) if rows.shape[0] else values.reshape(0, self._row_elements(rows))
+
+    def _row_elements(self, rows: Bytes) -> int:
+        return int(rows.shape[1]) // self.format.block_bytes * self.format.block_elements
+
+    def __repr__(self) -> str:
+        return f"QuantizedTensor({self.format.name}, shape={self.shape}, {self.nbytes} bytes)"
+
+
+def concatenate_rows(tensors: Sequence[QuantizedTensor]) -> QuantizedTensor:
+    """Matrices of one format and width, stacked by rows into one copy."""
+    formats = {tensor.format for tensor in tensors}
+    widths = {tensor.shape[-1] for tensor in tensors}
+    if len(formats) != 1 or len(widths) != 1:
+        raise ConfigError(f"cannot stack rows of different formats or widths: {list(tensors)}")
+    data = np.concatenate([tensor.data for tensor in tensors])
+    return QuantizedTensor(tensors[0].format, data, (data.shape[0], widths.pop()))
