@@ -1,0 +1,25 @@
+"""Names for the content of a block: a chain of digests, so that equal names mean equal prefixes.
+
+    root(salt) --tokens of block 0--> digest 0 --tokens of block 1--> digest 1 ...
+
+The keys and values of a block depend on every token before it, so a block's name covers its whole prefix. Two
+tenants with different salts never share a name, hence never a block: a cache hit cannot reveal a neighbour's prompt.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+
+DIGEST_BYTES = 16  # 2^64 blocks before a collision is likely
+
+
+def root_digest(salt: bytes) -> bytes:
+    """The name of the empty prefix under `salt`."""
+    return blake2b(salt, digest_size=DIGEST_BYTES, person=b"bifolio-root").digest()
+
+
+def next_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """The name of the prefix that is `parent`'s and then one more full block of `token_ids` (int32 each)."""
+    return blake2b(parent + array("i", token_ids).tobytes(), digest_size=DIGEST_BYTES).digest()
