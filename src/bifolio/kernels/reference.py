@@ -195,7 +195,7 @@ def sigmoid(xp: Any, x: Array) -> Array:
 
 
 def erf(xp: Any, x: Array) -> Array:
-    """The error function; numpy has none, so the rational approximation of W. J. Cody's kind (error < 1.2e-7)."""
+    """The error function; numpy has none, so a Chebyshev fit of its complement (error < 1.2e-7)."""
     if not isinstance(x, np.ndarray):
         import torch
 
@@ -204,7 +204,7 @@ def erf(xp: Any, x: Array) -> Array:
     coefficients = (-1.26551223, 1.00002368, 0.37409196, 0.09678418, -0.18628806,
                     0.27886807, -1.13520398, 1.48851587, -0.82215223, 0.17087277)  # fmt: skip
     polynomial = np.polyval(coefficients[::-1], t)
-    tail = t * np.exp(-x.astype(np.float64) ** 2 + polynomial)
+    tail = t * np.exp(-(x.astype(np.float64) ** 2) + polynomial)
     return np.where(x >= 0, 1.0 - tail, tail - 1.0).astype(x.dtype)
 
 

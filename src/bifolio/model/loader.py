@@ -1,0 +1,43 @@
+"""A model reference (folder, file or name) → `LoadedModel`. The same everywhere `--model` is taken."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bifolio.errors import ModelFileError
+from bifolio.model.loaded import LoadedModel
+
+
+def load_model(reference: str | Path) -> LoadedModel:
+    """Open a Hugging Face-layout folder, a `.gguf` file, a llama2.c `.bin` file, or a model known by name."""
+    path = resolve(reference)
+    if path.is_dir():
+        from bifolio.model.checkpoint import load_folder
+
+        return load_folder(path)
+    suffix = path.suffix.lower()
+    if suffix == ".gguf":
+        from bifolio.model.gguf import load_gguf
+
+        return load_gguf(path)
+    if suffix == ".bin":
+        from bifolio.model.llama2c import load_llama2c
+
+        return load_llama2c(path)
+    raise ModelFileError(f"{path}: pass a folder with config.json, a .gguf file or a llama2.c .bin file")
+
+
+def resolve(reference: str | Path) -> Path:
+    """The path behind a reference; a name is looked up among the models in the box and those that were pulled."""
+    path = Path(reference).expanduser()
+    if path.exists():
+        return path
+    if isinstance(reference, str) and not any(sign in reference for sign in "/\\") and not path.suffix:
+        from bifolio.model.registry import find_model, known_names
+
+        found = find_model(reference)
+        if found is not None:
+            return found
+        known = ", ".join(known_names()) or "none"
+        raise ModelFileError(f"no model is called {reference!r} and no such file exists; known names: {known}")
+    raise ModelFileError(f"{path} does not exist: pass a model folder, a .gguf file or the name of a model")

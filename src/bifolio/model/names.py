@@ -1,0 +1,165 @@
+"""Where each role of the network lies in a file: one table a layout, one function that assembles the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from bifolio.config import ModelConfig
+from bifolio.kernels.interface import Array, Linear, Norm
+from bifolio.model.weights import LayerWeights, ModelWeights, attention_shape, inverse_frequencies
+from bifolio.quant.tensor import QuantizedTensor
+
+Tensor = QuantizedTensor | Array
+Fetch = Callable[[str, tuple[int, ...]], Tensor]  # (full name, expected shape [out, in]) -> tensor, or a named error
+FetchVector = Callable[[str, tuple[int, ...]], Array]  # the same as f32 array, for norms and biases
+
+
+@dataclass(frozen=True, slots=True)
+class TensorNames:
+    """Names without `.weight` and `.bias`; those of a layer follow `layer` with its number put in."""
+
+    embedding: str
+    layer: str
+    attention_norm: str
+    qkv: tuple[str, ...]  # three names, or one when the file fuses them
+    output: str
+    mlp_norm: str
+    up: tuple[str, ...]  # gate and up, or one name
+    down: str
+    final_norm: str
+    head: str
+    positions: str = ""
+    query_norm: str = ""
+    key_norm: str = ""
+    post_attention_norm: str = ""
+    post_mlp_norm: str = ""
+
+
+HF_LLAMA = TensorNames(
+    embedding="model.embed_tokens",
+    layer="model.layers.{}.",
+    attention_norm="input_layernorm",
+    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    output="self_attn.o_proj",
+    mlp_norm="post_attention_layernorm",
+    up=("mlp.gate_proj", "mlp.up_proj"),
+    down="mlp.down_proj",
+    final_norm="model.norm",
+    head="lm_head",
+    query_norm="self_attn.q_norm",
+    key_norm="self_attn.k_norm",
+)
+HF_GEMMA3 = replace(
+    HF_LLAMA,
+    mlp_norm="pre_feedforward_layernorm",
+    post_attention_norm="post_attention_layernorm",
+    post_mlp_norm="post_feedforward_layernorm",
+)
+HF_PHI3 = replace(HF_LLAMA, qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",))
+HF_GPT2 = TensorNames(
+    embedding="transformer.wte",
+    positions="transformer.wpe",
+    layer="transformer.h.{}.",
+    attention_norm="ln_1",
+    qkv=("attn.c_attn",),
+    output="attn.c_proj",
+    mlp_norm="ln_2",
+    up=("mlp.c_fc",),
+    down="mlp.c_proj",
+    final_norm="transformer.ln_f",
+    head="lm_head",
+)
+HF_NAMES = {"gpt2": HF_GPT2, "gemma3": HF_GEMMA3, "phi3": HF_PHI3}  # every other architecture: HF_LLAMA
+
+GGUF_LLAMA = TensorNames(
+    embedding="token_embd",
+    layer="blk.{}.",
+    attention_norm="attn_norm",
+    qkv=("attn_q", "attn_k", "attn_v"),
+    output="attn_output",
+    mlp_norm="ffn_norm",
+    up=("ffn_gate", "ffn_up"),
+    down="ffn_down",
+    final_norm="output_norm",
+    head="output",
+    query_norm="attn_q_norm",
+    key_norm="attn_k_norm",
+    post_attention_norm="post_attention_norm",
+    post_mlp_norm="post_ffw_norm",
+)
+GGUF_PHI3 = replace(GGUF_LLAMA, qkv=("attn_qkv",), up=("ffn_up",))
+GGUF_GPT2 = replace(GGUF_LLAMA, positions="position_embd", qkv=("attn_qkv",), up=("ffn_up",))
+GGUF_NAMES = {"gpt2": GGUF_GPT2, "phi3": GGUF_PHI3}  # every other architecture: GGUF_LLAMA
+
+
+def hf_names(config: ModelConfig) -> TensorNames:
+    return HF_NAMES.get(config.architecture, HF_LLAMA)
+
+
+def gguf_names(config: ModelConfig) -> TensorNames:
+    return GGUF_NAMES.get(config.architecture, GGUF_LLAMA)
+
+
+def assemble(config: ModelConfig, names: TensorNames, fetch: Fetch, vector: FetchVector) -> ModelWeights:
+    """Build the weights by asking for every tensor by name and shape."""
+    d = config.hidden_size
+    embedding = fetch(names.embedding + ".weight", (config.vocab_size, d))
+    positions = fetch(names.positions + ".weight", (config.max_position, d)) if config.learned_positions else None
+    ropes = [inverse_frequencies(rope, config.max_position) for rope in config.ropes]
+    head = embedding if config.tie_embeddings else fetch(names.head + ".weight", (config.vocab_size, d))
+    return ModelWeights(
+        config=config,
+        embedding=embedding,
+        position_embedding=positions,
+        layers=tuple(_layer(config, names, i, fetch, vector) for i in range(config.num_layers)),
+        final_norm=_norm(config, names.final_norm, d, vector),
+        head=Linear((head,), (None,)),
+        inverse_frequencies=tuple(frequencies for frequencies, _ in ropes),
+        rope_scales=tuple(scale for _, scale in ropes),
+    )
+
+
+def _layer(config: ModelConfig, names: TensorNames, index: int, fetch: Fetch, vector: FetchVector) -> LayerWeights:
+    prefix = names.layer.format(index)
+    d, ffn = config.hidden_size, config.intermediate_size
+
+    def linear(parts: tuple[str, ...], sizes: tuple[int, ...], inputs: int, bias: bool) -> Linear:
+        sizes = sizes if len(parts) > 1 else (sum(sizes),)
+        return Linear(
+            tuple(fetch(f"{prefix}{part}.weight", (size, inputs)) for part, size in zip(parts, sizes, strict=True)),
+            tuple(
+                vector(f"{prefix}{part}.bias", (size,)) if bias else None
+                for part, size in zip(parts, sizes, strict=True)
+            ),
+        )
+
+    def norm(name: str) -> Norm:
+        return _norm(config, prefix + name, d, vector)
+
+    def head_norm(name: str) -> Norm | None:
+        return _norm(config, prefix + name, config.head_dim, vector, rms=True) if config.qk_norm else None
+
+    return LayerWeights(
+        shape=attention_shape(config, index, head_norm(names.query_norm), head_norm(names.key_norm)),
+        attention_norm=norm(names.attention_norm),
+        qkv=linear(names.qkv, (config.query_size, config.kv_size, config.kv_size), d, config.qkv_bias),
+        output=linear((names.output,), (d,), config.query_size, config.output_bias),
+        post_attention_norm=norm(names.post_attention_norm) if config.post_norms else None,
+        mlp_norm=norm(names.mlp_norm),
+        up=linear(names.up, (ffn, ffn) if config.gated_mlp else (ffn,), d, config.mlp_bias),
+        down=linear((names.down,), (d,), ffn, config.mlp_bias),
+        post_mlp_norm=norm(names.post_mlp_norm) if config.post_norms else None,
+        rope=config.rope_index(index) if config.ropes else None,
+    )
+
+
+def _norm(config: ModelConfig, name: str, size: int, vector: FetchVector, rms: bool = False) -> Norm:
+    centered = config.norm == "layer" and not rms
+    weight = vector(name + ".weight", (size,))
+    if config.norm_offset:
+        weight = (
+            weight + np.float32(config.norm_offset) if isinstance(weight, np.ndarray) else weight + config.norm_offset
+        )
+    bias = vector(name + ".bias", (size,)) if centered else None
+    return Norm(weight, bias, config.norm_eps, centered)
