@@ -1,0 +1,319 @@
+"""GGUF files: a header of metadata and tensor entries, then the bytes of the tensors.
+
+    |"GGUF"|version: u32|tensors: u64|entries: u64|metadata ...|tensor entries ...|padding|data ...|
+
+Every count, length, dimension product, offset, alignment and range is checked in exact arithmetic against the size of
+the file, and overlaps are refused, before a tensor can be touched. Long arrays and tensors stay in the file: they are
+views of the map, so that opening a file costs no more than its header.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bifolio.errors import ModelFileError, UnsupportedModelError
+from bifolio.model.file_access import map_file
+from bifolio.quant.formats import Bytes, QuantFormat
+from bifolio.quant.tensor import QuantizedTensor
+
+_STRING, _ARRAY, _BOOL = 8, 9, 7
+_SCALARS: dict[int, str] = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?"}
+_SCALARS |= {10: "<u8", 11: "<i8", 12: "<f8"}
+_SCALAR_CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_SCALAR_STRUCTS = {kind: struct.Struct("<" + code) for kind, code in _SCALAR_CODES.items()}
+_U32, _U64 = _SCALAR_STRUCTS[4], _SCALAR_STRUCTS[10]
+
+_DEFAULT_ALIGNMENT = 32
+_MAX_DIMENSIONS = 4
+_MAX_KEY_BYTES = 65535
+_MAX_STRINGS = 1 << 24  # in one array; the largest vocabularies have a quarter of a million tokens
+_MAX_NESTING = 3
+_MIN_ENTRY_BYTES = 13  # an empty key, its type, one byte
+_MIN_TENSOR_BYTES = 32  # an empty name, one dimension
+
+
+class StringArray(Sequence[str]):
+    """Strings that lie in the file one after the other; decoded when they are asked for."""
+
+    def __init__(self, buffer: memoryview, start: int, count: int, what: str) -> None:
+        self._buffer = buffer
+        self._start = start
+        self._count = count
+        self._what = what
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[str]:
+        for index, raw in enumerate(self.raw()):
+            try:
+                yield raw.decode()
+            except UnicodeDecodeError:
+                raise ModelFileError(f"{self._what}: string {index} is not UTF-8: {raw[:40]!r}") from None
+
+    def raw(self) -> Iterator[bytes]:
+        """The strings as they are stored."""
+        position, buffer, unpack = self._start, self._buffer, _U64.unpack_from
+        for _ in range(self._count):
+            length = unpack(buffer, position)[0]
+            position += 8
+            yield bytes(buffer[position : position + length])
+            position += length
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        return list(self)[index]
+
+    def __repr__(self) -> str:
+        return f"StringArray({self._count} strings)"
+
+
+# A metadata value: a number, a truth value, a string, an array of these, or a (short) list of arrays.
+Value = int | float | bool | str | NDArray[Any] | StringArray | list[Any]
+
+
+class TensorEntry(NamedTuple):
+    """Where a tensor lies and how it is to be read."""
+
+    name: str
+    shape: tuple[int, ...]  # the contiguous dimension last, the reverse of the order in the file
+    ggml_type: int
+    offset: int  # in bytes from the start of the file
+    nbytes: int
+
+    @property
+    def type_name(self) -> str:
+        direct = QuantFormat.from_ggml_type(self.ggml_type)
+        return direct.name if direct else _exotic_type(self.ggml_type)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFile:
+    """A checked, mapped file."""
+
+    path: Path
+    version: int
+    alignment: int
+    metadata: dict[str, Value]
+    entries: dict[str, TensorEntry]  # in the order of the file
+    data: Bytes  # u8[file size]
+    data_start: int
+
+    def raw(self, name: str) -> Bytes:
+        """u8[rows, row_bytes]: the bytes of a tensor in whatever type it has."""
+        entry = self.entries[name]
+        rows = math.prod(entry.shape[:-1])
+        return self.data[entry.offset : entry.offset + entry.nbytes].reshape(rows, -1)
+
+    def tensor(self, name: str) -> QuantizedTensor:
+        """A view of a tensor of a direct format."""
+        entry = self.entries[name]
+        format = QuantFormat.from_ggml_type(entry.ggml_type)
+        if format is None:
+            raise UnsupportedModelError(f"{self.path}: tensor {name!r} has type {entry.type_name}: convert it first")
+        return QuantizedTensor(format, self.raw(name), entry.shape)
+
+
+def open_gguf(path: str | Path) -> GgufFile:
+    """Check the header of `path` and map the file; ModelFileError says what is wrong with it."""
+    path = Path(path)
+    data = map_file(path)
+    return _HeaderParser(path, data).parse()
+
+
+class _HeaderParser:
+    """Reads from `position` on; nothing is read past the end of the file."""
+
+    def __init__(self, path: Path, data: Bytes) -> None:
+        self.path = path
+        self.data = data
+        self.buffer = data.data
+        self.size = int(data.size)
+        self.position = 0
+
+    def parse(self) -> GgufFile:
+        version = self._check_start()
+        num_tensors, num_entries = self._unpack(_U64), self._unpack(_U64)
+        self._check_count(num_entries, _MIN_ENTRY_BYTES, "metadata entries")
+        metadata = self._read_metadata(num_entries)
+        self._check_count(num_tensors, _MIN_TENSOR_BYTES, "tensors")
+        relative = self._read_entries(num_tensors)
+        alignment = self._alignment(metadata)
+        data_start = -(-self.position // alignment) * alignment
+        entries = {name: self._place(entry, data_start, alignment) for name, entry in relative.items()}
+        self._check_overlap(entries)
+        return GgufFile(self.path, version, alignment, metadata, entries, self.data, data_start)
+
+    def fail(self, message: str) -> ModelFileError:
+        return ModelFileError(f"{self.path}: {message}")
+
+    def _check_start(self) -> int:
+        if self.size < 24:
+            raise self.fail(f"{self.size} bytes are too few for a GGUF file: fetch it again")
+        if bytes(self.buffer[:4]) != b"GGUF":
+            raise self.fail("this is not a GGUF file: it does not begin with 'GGUF'")
+        self.position = 4
+        version: int = self._unpack(_U32)
+        if version in (2, 3):
+            return version
+        if version & 0xFFFF == 0 and version:
+            raise UnsupportedModelError(f"{self.path}: the file is big-endian: convert it to little-endian")
+        raise UnsupportedModelError(f"{self.path}: GGUF version {version} is not supported: convert it to version 3")
+
+    def _need(self, num_bytes: int, what: str) -> None:
+        if num_bytes > self.size - self.position:
+            raise self.fail(f"{what} would end after the end of the file, which is damaged or truncated")
+
+    def _check_count(self, count: int, least_bytes: int, what: str) -> None:
+        """A count that the rest of the file cannot hold is refused before anything is made for it."""
+        if count * least_bytes > self.size - self.position:
+            raise self.fail(f"{count} {what} do not fit into the file, which is damaged or truncated")
+
+    def _unpack(self, scalar: struct.Struct) -> Any:
+        self._need(scalar.size, "a number of the header")
+        value = scalar.unpack_from(self.buffer, self.position)[0]
+        self.position += scalar.size
+        return value
+
+    def _read_bytes(self, what: str, limit: int | None = None) -> bytes:
+        length = self._unpack(_U64)
+        if limit is not None and length > limit:
+            raise self.fail(f"{what} has {length} bytes, more than the {limit} allowed")
+        self._need(length, what)
+        value = bytes(self.buffer[self.position : self.position + length])
+        self.position += length
+        return value
+
+    def _read_name(self, what: str) -> str:
+        raw = self._read_bytes(what, _MAX_KEY_BYTES)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            raise self.fail(f"{what} is not UTF-8: {raw[:40]!r}") from None
+
+    def _read_metadata(self, count: int) -> dict[str, Value]:
+        metadata: dict[str, Value] = {}
+        for _ in range(count):
+            key = self._read_name("a metadata key")
+            if key in metadata:
+                raise self.fail(f"metadata key {key!r} occurs twice")
+            metadata[key] = self._read_value(self._unpack(_U32), key, 0)
+        return metadata
+
+    def _read_value(self, kind: int, key: str, nesting: int) -> Value:
+        if kind == _STRING:
+            return self._read_bytes(f"the string {key!r}").decode(errors="replace")
+        if kind == _ARRAY:
+            return self._read_array(key, nesting + 1)
+        scalar = _SCALAR_STRUCTS.get(kind)
+        if scalar is None:
+            raise self.fail(f"metadata {key!r} has the unknown type {kind}")
+        value: int | float | bool = self._unpack(scalar)
+        return value
+
+    def _read_array(self, key: str, nesting: int) -> Value:
+        if nesting > _MAX_NESTING:
+            raise self.fail(f"metadata {key!r} is nested more than {_MAX_NESTING} deep")
+        kind, count = self._unpack(_U32), self._unpack(_U64)
+        if kind == _STRING:
+            return self._read_strings(key, count)
+        if kind == _ARRAY:
+            self._check_count(count, 12, f"arrays of {key!r}")
+            if count > _MAX_KEY_BYTES:
+                raise self.fail(f"metadata {key!r} has {count} arrays, more than the {_MAX_KEY_BYTES} allowed")
+            return [self._read_array(key, nesting + 1) for _ in range(count)]
+        if kind not in _SCALARS:
+            raise self.fail(f"the array {key!r} has the unknown type {kind}")
+        dtype = np.dtype(_SCALARS[kind])
+        self._check_count(count, dtype.itemsize, f"values of {key!r}")
+        start = self.position
+        self.position += count * dtype.itemsize
+        values = self.data[start : self.position].view(np.uint8 if kind == _BOOL else dtype)
+        return values != 0 if kind == _BOOL else values
+
+    def _read_strings(self, key: str, count: int) -> StringArray:
+        """Step over the strings, checking that each ends inside of the file."""
+        self._check_count(count, 8, f"strings of {key!r}")
+        if count > _MAX_STRINGS:
+            raise self.fail(f"{key!r} has {count} strings, more than the {_MAX_STRINGS} allowed")
+        start = position = self.position
+        buffer, unpack, last = self.buffer, _U64.unpack_from, self.size - 8
+        for _ in range(count):
+            if position > last:
+                raise self.fail(f"the strings of {key!r} end after the end of the file, which is damaged or truncated")
+            position += 8 + unpack(buffer, position)[0]
+        if position > self.size:
+            raise self.fail(f"the strings of {key!r} end after the end of the file, which is damaged or truncated")
+        self.position = position
+        return StringArray(buffer, start, count, f"{self.path}: {key}")
+
+    def _read_entries(self, count: int) -> dict[str, TensorEntry]:
+        entries: dict[str, TensorEntry] = {}
+        for _ in range(count):
+            name = self._read_name("a tensor name")
+            if name in entries:
+                raise self.fail(f"tensor {name!r} occurs twice")
+            num_dimensions = self._unpack(_U32)
+            if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
+                raise self.fail(f"tensor {name!r} has {num_dimensions} dimensions instead of 1 to {_MAX_DIMENSIONS}")
+            shape = tuple(reversed([self._unpack(_U64) for _ in range(num_dimensions)]))
+            ggml_type, offset = self._unpack(_U32), self._unpack(_U64)
+            entries[name] = TensorEntry(name, shape, ggml_type, offset, self._tensor_bytes(name, shape, ggml_type))
+        return entries
+
+    def _tensor_bytes(self, name: str, shape: tuple[int, ...], ggml_type: int) -> int:
+        direct = QuantFormat.from_ggml_type(ggml_type)
+        elements, block_bytes = (
+            (direct.block_elements, direct.block_bytes) if direct else _exotic_type(ggml_type, f"{self.path}: ")[1:]
+        )
+        if 0 in shape or shape[-1] % elements:
+            raise self.fail(f"tensor {name!r} of shape {shape} cannot be stored in blocks of {elements} values")
+        return math.prod(shape) // elements * block_bytes
+
+    def _alignment(self, metadata: dict[str, Value]) -> int:
+        alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+        if type(alignment) is not int or not 1 <= alignment <= 1 << 20 or alignment & (alignment - 1):
+            raise self.fail(f"general.alignment must be a power of two, not {alignment!r}")
+        return alignment
+
+    def _place(self, entry: TensorEntry, data_start: int, alignment: int) -> TensorEntry:
+        if entry.offset % alignment:
+            raise self.fail(
+                f"tensor {entry.name!r} starts at {entry.offset}, which is not aligned to {alignment} bytes"
+            )
+        offset = data_start + entry.offset
+        if offset + entry.nbytes > self.size:
+            raise self.fail(f"tensor {entry.name!r} ends after the end of the file, which is damaged or truncated")
+        return entry._replace(offset=offset)
+
+    def _check_overlap(self, entries: dict[str, TensorEntry]) -> None:
+        end, previous = 0, ""
+        for entry in sorted(entries.values(), key=lambda entry: entry.offset):
+            if entry.offset < end:
+                raise self.fail(f"tensors {previous!r} and {entry.name!r} overlap")
+            end, previous = entry.offset + entry.nbytes, entry.name
+
+
+def _exotic_type(ggml_type: int, where: str = "") -> tuple[str, int, int]:
+    """Name, elements and bytes of a block of a type that is not used directly."""
+    import gguf  # only files with such types pay for this import
+
+    try:
+        kind = gguf.GGMLQuantizationType(ggml_type)
+        elements, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    except (ValueError, KeyError):
+        raise UnsupportedModelError(
+            f"{where}tensor type {ggml_type} is unknown: a newer gguf package may help"
+        ) from None
+    return kind.name, elements, block_bytes
