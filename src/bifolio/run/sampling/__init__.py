@@ -1,0 +1,1 @@
+"""The parts of the sampler: noise, exact weights, edits of logits, filters, and the table of parameters."""

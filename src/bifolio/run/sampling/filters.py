@@ -1,0 +1,151 @@
+"""Which tokens may still be drawn: top-k, top-p, min-p, typical, XTC, in this order, and with what weight.
+
+The filters work on candidates, the tokens that can survive, sorted by falling probability. Top-k, top-p and min-p keep
+a beginning of that order, so whatever lies behind it need never be sorted. Each renormalises over what it was given.
+All comparisons are between exact integers or between numbers computed from them one by one, so a row's result does
+not depend on its neighbours or on the width to which the candidates are padded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from array_api_compat import array_namespace, device
+from numpy.typing import NDArray
+
+from bifolio.run.sampling.table import SamplingTable
+from bifolio.run.sampling.weights import ONE, Array, kth_largest, sort_candidates, to_weights
+
+
+@dataclass(slots=True)
+class Filters:
+    """The filter settings of the rows at hand; host arrays."""
+
+    top_k: NDArray[np.int64]  # i64[r]  vocabulary size: off
+    top_p: NDArray[np.float64]  # f64[r]
+    min_p: NDArray[np.float64]  # f64[r]
+    typical_p: NDArray[np.float64]  # f64[r]
+    xtc_threshold: NDArray[np.float64]  # f64[r]
+    xtc_applies: NDArray[np.bool_]  # bool[r]  whether the noise of this position says so
+
+    @classmethod
+    def of(cls, table: SamplingTable, slots: NDArray[Any], xtc_noise: NDArray[np.float64]) -> Filters:
+        """The settings of these slots; xtc_noise: f64[r] in [0, 1)."""
+        return cls(
+            top_k=table.top_k[slots],
+            top_p=table.top_p[slots],
+            min_p=table.min_p[slots],
+            typical_p=table.typical_p[slots],
+            xtc_threshold=table.xtc_threshold[slots],
+            xtc_applies=xtc_noise < table.xtc_probability[slots],
+        )
+
+    def take(self, rows: NDArray[Any]) -> Filters:
+        """The settings of some of the rows."""
+        return Filters(
+            self.top_k[rows],
+            self.top_p[rows],
+            self.min_p[rows],
+            self.typical_p[rows],
+            self.xtc_threshold[rows],
+            self.xtc_applies[rows],
+        )
+
+
+@dataclass(slots=True)
+class Candidates:
+    """The tokens that may be drawn, by falling probability."""
+
+    ids: Array  # i64[r, c]
+    values: Array  # f32[r, c]  shifted logits; -inf in the padding
+    weights: Array  # i64[r, c]  0: excluded
+
+
+def filter_rows(shifted: Array, filters: Filters) -> Candidates:
+    """Candidates of f32[r, n] shifted logits, all filters applied; either every row has a top-k or none has."""
+    if filters.top_k[0] < shifted.shape[-1]:
+        mask, total = shifted >= kth_largest(shifted, filters.top_k), None
+    else:
+        mask, total = _likely(shifted, filters)
+    ids, values = sort_candidates(mask, shifted)
+    weights = _keep_likely(to_weights(values), total, filters)
+    weights = _keep_typical(values, weights, filters)
+    return Candidates(ids, values, _exclude_top_choices(weights, filters))
+
+
+def _column(xp: Any, numbers: NDArray[Any], like: Array) -> Array:
+    """A host array f64[r] as f64[r, 1] beside `like`."""
+    return xp.asarray(np.ascontiguousarray(numbers)[:, None], device=device(like))
+
+
+def _likely(shifted: Array, filters: Filters) -> tuple[Array, Array]:
+    """(bool[r, n] a superset of what top-p and min-p keep, i64[r, 1] the total weight of the row).
+
+    Tokens of at most (1 - top_p) * total / n each weigh at most (1 - top_p) * total together, so top-p drops them all;
+    the factor below 1 covers rounding.
+    """
+    xp = array_namespace(shifted)
+    weights = to_weights(shifted)
+    total = xp.sum(weights, axis=-1, keepdims=True)
+    share = _column(xp, (1.0 - filters.top_p) * (0.999 / shifted.shape[-1]), shifted)
+    least = xp.maximum(xp.astype(total, xp.float64) * share, _column(xp, filters.min_p * (0.999 * ONE), shifted))
+    return weights > xp.astype(least, xp.int64), total
+
+
+def _keep_likely(weights: Array, total: Array | None, filters: Filters) -> Array:
+    """Top-p, then min-p: a token stays while the more likely ones have not reached top_p of the total."""
+    xp = array_namespace(weights)
+    running = xp.cumulative_sum(weights, axis=-1)
+    reach = xp.astype(running[:, -1:] if total is None else total, xp.float64) * _column(xp, filters.top_p, weights)
+    keep = xp.astype(running - weights, xp.float64) < reach
+    keep = keep & (xp.astype(weights, xp.float64) >= _column(xp, filters.min_p * ONE, weights))
+    return xp.where(keep, weights, xp.zeros_like(weights))
+
+
+def _keep_typical(values: Array, weights: Array, filters: Filters) -> Array:
+    """Typical sampling: the tokens whose surprise is closest to the entropy, until their mass reaches typical_p."""
+    rows = np.flatnonzero(filters.typical_p < 1.0)
+    if not len(rows):
+        return weights
+    xp = array_namespace(weights)
+    index = xp.asarray(rows, device=device(weights))
+    chosen = weights[index, :]
+    distance = _distance_from_entropy(xp, values[index, :], chosen)
+    order = xp.argsort(distance, axis=-1, stable=True)
+    running = xp.cumulative_sum(xp.take_along_axis(chosen, order, axis=-1), axis=-1)
+    mass = xp.astype(running[:, -1:], xp.float64) * _column(xp, filters.typical_p[rows], weights)
+    last = xp.count_nonzero(xp.astype(running, xp.float64) < mass, axis=-1)[:, None]
+    last = xp.clip(last, 0, chosen.shape[-1] - 1)
+    farthest = xp.take_along_axis(xp.take_along_axis(distance, order, axis=-1), last, axis=-1)
+    weights = xp.asarray(weights, copy=True)
+    weights[index, :] = xp.where(distance <= farthest, chosen, xp.zeros_like(chosen))
+    return weights
+
+
+def _distance_from_entropy(xp: Any, values: Array, weights: Array) -> Array:
+    """f64[r, c]: |surprise - entropy| of each candidate, infinite for the excluded.
+
+    With shifted logits x and total weight T, the surprise is log T - x and the entropy log T + sum(w * -x) / T, so
+    log T cancels. The sum is taken over integers, for the same reason as everywhere here.
+    """
+    infinite = xp.full_like(values, float("inf"), dtype=xp.float64)
+    surprise = xp.where(weights > 0, -xp.astype(values, xp.float64), xp.zeros_like(infinite))
+    moments = xp.astype(xp.astype(weights, xp.float64) * surprise, xp.int64)
+    total = xp.astype(xp.sum(weights, axis=-1, keepdims=True), xp.float64)
+    entropy = xp.astype(xp.sum(moments, axis=-1, keepdims=True), xp.float64) / xp.maximum(total, xp.ones_like(total))
+    return xp.where(weights > 0, xp.abs(surprise - entropy), infinite)
+
+
+def _exclude_top_choices(weights: Array, filters: Filters) -> Array:
+    """XTC: where it applies, of the tokens that reach the threshold only the least likely stays."""
+    if not filters.xtc_applies.any():
+        return weights
+    xp = array_namespace(weights)
+    total = xp.astype(xp.sum(weights, axis=-1, keepdims=True), xp.float64)
+    threshold = _column(xp, np.where(filters.xtc_applies, filters.xtc_threshold, 2.0), weights)
+    likely = (weights > 0) & (xp.astype(weights, xp.float64) >= threshold * total)
+    rank = xp.cumulative_sum(xp.astype(likely, xp.int64), axis=-1)
+    excluded = likely & (rank < rank[:, -1:])
+    return xp.where(excluded, xp.zeros_like(weights), weights)
