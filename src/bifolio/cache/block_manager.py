@@ -1,10 +1,6 @@
 """The owner of the cache's bookkeeping: block ids, references, digests, rows and pending copies.
 
-A *row* is what one sequence holds: an ordered list of blocks and a number of promised token slots.
-
-    |<------ block_ids[0] ------>|<------ block_ids[1] ------>|<- block_ids[2] ->      |
-    |<------------------------------ num_tokens ------------------------------->| free |
-
+A *row* is what one sequence holds: an ordered list of blocks and a number of promised token slots (`row.py` draws it).
 Four verbs change a row: `append`, `fork`, `truncate`, `release`. Prefix hits, parallel samples, beams and drafts are
 all made of them. A shared block that is about to be written is replaced in the row by a fresh one, and the pair is
 queued as a copy; the caller takes the copies (`take_copies`) and runs them before anything is written.
@@ -14,22 +10,15 @@ Nothing here touches a key or a value: see `KVStorage`.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from threading import RLock
 from typing import NamedTuple
 
-from bifolio.cache.digests import next_digest, root_digest
+from bifolio.cache.block_pool import BlockCopy, BlockPool
+from bifolio.cache.digests import find_chain, next_digest, root_digest
+from bifolio.cache.invariants import filled_slots, find_problems
+from bifolio.cache.row import Row
 from bifolio.errors import CacheError, ConfigError, OutOfBlocksError, UnknownSequenceError
-
-PADDING_BLOCK = 0  # what padded table entries and padded writes point at: never handed out, freed or hashed
-
-
-class BlockCopy(NamedTuple):
-    """Copy the whole of block `src` to block `dst`, in every layer, before the step's first write."""
-
-    src: int
-    dst: int
 
 
 class BlockInfo(NamedTuple):
@@ -39,18 +28,6 @@ class BlockInfo(NamedTuple):
     ref_count: int  # rows that hold the block
     token_count: int  # slots promised by the row that promises most of it
     is_cached: bool  # found by content: a new row with this prefix would share it
-
-
-class _Row:
-    __slots__ = ("block_ids", "chain", "first_changed", "num_tokens", "publishes", "root")
-
-    def __init__(self, root: bytes, publishes: bool) -> None:
-        self.block_ids: list[int] = []
-        self.num_tokens = 0  # slots promised; len(block_ids) == ceil(num_tokens / block_size)
-        self.root = root  # digest of the empty prefix: carries the salt
-        self.chain: list[bytes] = []  # digest of each leading full block whose tokens are known and verified
-        self.publishes = publishes  # its full blocks may be found by content
-        self.first_changed = 0  # table entries from here on are unknown to the device
 
 
 class KVCacheBlockManager:
@@ -71,17 +48,19 @@ class KVCacheBlockManager:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.on_free: Callable[[list[int]], None] | None = None
         self.lock = RLock()  # for views that must look and act in one piece
-        self._rows: dict[int, _Row] = {}
-        self._ref_counts = [0] * num_blocks  # rows that hold the block
-        self._pins = [0] * num_blocks  # pending copies that read the block
-        self._digests: list[bytes | None] = [None] * num_blocks  # of full, verified blocks
-        self._cached: dict[bytes, int] = {}  # digest -> the one block that carries it
-        self._blank = list(range(num_blocks - 1, 0, -1))  # free, content worthless; taken from the end
-        self._evictable: OrderedDict[int, None] = OrderedDict()  # free, but a prefix hit; first is evicted first
-        self._copies: dict[int, int] = {}  # pending: dst -> src; a dst is held by the one row that will write it
+        self._rows: dict[int, Row] = {}
+        self._pool = BlockPool(num_blocks)
         self._next_fresh_id = -1
+
+    @property
+    def on_free(self) -> Callable[[list[int]], None] | None:
+        """Told of blocks whose content is worthless; see the class."""
+        return self._pool.on_free
+
+    @on_free.setter
+    def on_free(self, callback: Callable[[list[int]], None] | None) -> None:
+        self._pool.on_free = callback
 
     # -- asking ------------------------------------------------------------------------------------------------------
 
@@ -89,7 +68,7 @@ class KVCacheBlockManager:
     def num_free_blocks(self) -> int:
         """Blocks that can be handed out now, cached ones included."""
         with self.lock:
-            return len(self._blank) + len(self._evictable)
+            return self._pool.num_free
 
     @property
     def num_used_blocks(self) -> int:
@@ -99,7 +78,7 @@ class KVCacheBlockManager:
     @property
     def num_cached_blocks(self) -> int:
         """Blocks that can be found by content, whether a row holds them or not."""
-        return len(self._cached)
+        return len(self._pool.cached)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
@@ -132,7 +111,7 @@ class KVCacheBlockManager:
 
     def ref_count(self, block_id: int) -> int:
         """Rows that hold the block."""
-        return self._ref_counts[self._checked(block_id)]
+        return self._pool.ref_counts[self._checked(block_id)]
 
     def block_users(self, block_id: int) -> list[int]:
         """The sequences whose rows hold the block (a scan over all rows)."""
@@ -143,22 +122,14 @@ class KVCacheBlockManager:
     def get_block(self, block_id: int) -> BlockInfo:
         """References, promised tokens and cachedness of one block (a scan over all rows)."""
         with self.lock:
-            token_count = 0
-            for sequence_id in self.block_users(block_id):
-                row = self._rows[sequence_id]
-                start = row.block_ids.index(block_id) * self.block_size
-                token_count = max(token_count, min(row.num_tokens - start, self.block_size))
-            return BlockInfo(block_id, self._ref_counts[block_id], token_count, self._digests[block_id] is not None)
+            ref_count, is_cached = self.ref_count(block_id), self._pool.digests[block_id] is not None
+            return BlockInfo(block_id, ref_count, filled_slots(self._rows, self.block_size)[block_id], is_cached)
 
     def utilisation(self) -> float:
         """Promised token slots over the slots of all blocks in use; 1.0 when none is in use."""
         with self.lock:
-            filled: dict[int, int] = {}
-            for row in self._rows.values():
-                for index, block_id in enumerate(row.block_ids):
-                    count = min(row.num_tokens - index * self.block_size, self.block_size)
-                    filled[block_id] = max(filled.get(block_id, 0), count)
-            return sum(filled.values()) / (len(filled) * self.block_size) if filled else 1.0
+            filled = filled_slots(self._rows, self.block_size)
+            return filled.total() / (len(filled) * self.block_size) if filled else 1.0
 
     def cached_prefix_length(
         self, token_ids: Sequence[int], *, salt: bytes = b"", max_cached: int | None = None
@@ -178,12 +149,12 @@ class KVCacheBlockManager:
         """
         with self.lock:
             self._check_new(sequence_id)
-            row = self._rows[sequence_id] = _Row(root_digest(salt), self.enable_prefix_caching)
+            row = self._rows[sequence_id] = Row(root_digest(salt), self.enable_prefix_caching)
             row.chain = self._find_prefix(token_ids, row.root, max_cached)
-            row.block_ids = [self._cached[digest] for digest in row.chain]
+            row.block_ids = [self._pool.cached[digest] for digest in row.chain]
             row.num_tokens = len(row.chain) * self.block_size
             for block_id in row.block_ids:
-                self._retain(block_id)
+                self._pool.retain(block_id)
             return row.num_tokens
 
     def append(self, sequence_id: int, num_tokens: int) -> None:
@@ -202,10 +173,10 @@ class KVCacheBlockManager:
         """All of these (sequence_id, num_tokens) appends, or False and none of them; one lock for a whole step."""
         with self.lock:
             merged = self._merge(appends)
-            if self._count_needed(merged) > len(self._blank) + len(self._evictable):
+            if self._count_needed(merged) > self._pool.num_free:
                 return False
             rows, block_size = self._rows, self.block_size
-            ref_counts, digests = self._ref_counts, self._digests
+            ref_counts, digests = self._pool.ref_counts, self._pool.digests
             for sequence_id, num_tokens in merged.items():
                 row = rows[sequence_id]
                 if row.num_tokens % block_size and num_tokens:
@@ -228,12 +199,12 @@ class KVCacheBlockManager:
             parent = self._row(parent_id)
             self._check_new(child_id)
             self._check_no_pending_copy(parent.block_ids)
-            child = self._rows[child_id] = _Row(parent.root, parent.publishes)
+            child = self._rows[child_id] = Row(parent.root, parent.publishes)
             child.block_ids = list(parent.block_ids)
             child.num_tokens = parent.num_tokens
             child.chain = list(parent.chain)
             for block_id in child.block_ids:
-                self._retain(block_id)
+                self._pool.retain(block_id)
 
     def truncate(self, sequence_id: int, num_tokens: int) -> list[int]:
         """Keep the first `num_tokens` slots; return the ids of the blocks that became free."""
@@ -263,18 +234,11 @@ class KVCacheBlockManager:
         with self.lock:
             if sequence_id in self._rows and block_id in self._rows[sequence_id].block_ids:
                 return
-            row = self._rows.get(sequence_id) or _Row(b"", True)
+            row = self._rows.get(sequence_id) or Row(b"", True)
             holder = self._find_holder(block_id, row)
             self._check_no_pending_copy([block_id])
-            index = len(row.block_ids)
-            if index == 0:
-                row.root, row.publishes = holder.root, holder.publishes
-            if row.root == holder.root and len(row.chain) == index < len(holder.chain):
-                row.chain.append(holder.chain[index])
-            row.block_ids.append(block_id)
-            row.num_tokens = min(holder.num_tokens, (index + 1) * self.block_size)
-            row.first_changed = min(row.first_changed, index)
-            self._retain(block_id)
+            row.adopt(block_id, holder, self.block_size)
+            self._pool.retain(block_id)
             self._rows[sequence_id] = row
 
     # -- after a step ------------------------------------------------------------------------------------------------
@@ -289,8 +253,9 @@ class KVCacheBlockManager:
             row = self._row(sequence_id)
             if num_computed > row.num_tokens:
                 raise CacheError(f"sequence {sequence_id} commits {num_computed} tokens and holds {row.num_tokens}")
-            if row.publishes and num_computed // self.block_size > len(row.chain):
-                self._extend_chain(row, token_ids, num_computed)
+            num_full = num_computed // self.block_size
+            if row.publishes and num_full > len(row.chain):
+                self._extend_chain(row, token_ids, num_full)
 
     def take_copies(self) -> list[BlockCopy]:
         """Hand over the pending copies; run them at once, before any write and before the next verb.
@@ -298,16 +263,12 @@ class KVCacheBlockManager:
         No destination is named twice or is a source, so they may run in any order or all at once.
         """
         with self.lock:
-            copies = [BlockCopy(src, dst) for dst, src in self._copies.items()]
-            self._copies.clear()
-            for copy in copies:
-                self._unpin(copy.src)
-            return copies
+            return self._pool.take_copies()
 
     def take_row_changes(self, sequence_id: int) -> tuple[int, list[int]]:
         """The first table index that changed since the last call, and the block ids from there on."""
         with self.lock:
-            return self._take_changes(self._row(sequence_id))
+            return self._row(sequence_id).take_changes()
 
     def take_many_row_changes(self, sequence_ids: Iterable[int]) -> list[tuple[int, int, list[int]]]:
         """(sequence_id, first index, block ids) for those of the rows that changed; one lock for a whole step."""
@@ -317,19 +278,13 @@ class KVCacheBlockManager:
             for sequence_id in sequence_ids:
                 row = rows.get(sequence_id) or self._row(sequence_id)
                 if row.first_changed < len(row.block_ids):
-                    changed.append((sequence_id, *self._take_changes(row)))
+                    changed.append((sequence_id, *row.take_changes()))
             return changed
 
     def drop_cached(self) -> None:
         """Forget all digests: no later row is opened on what open rows hold now or compute from it later."""
         with self.lock:
-            for block_id in self._cached.values():
-                self._digests[block_id] = None
-            self._cached.clear()
-            dropped = list(self._evictable)
-            self._evictable.clear()
-            self._blank.extend(reversed(dropped))
-            self._announce(dropped)
+            self._pool.forget_all()
             for row in self._rows.values():
                 row.publishes = False
 
@@ -341,9 +296,11 @@ class KVCacheBlockManager:
         Opens the row if needed. Truncate to what is really used, or append tokens instead.
         """
         with self.lock:
+            if num_blocks < 0:
+                raise CacheError(f"{num_blocks} blocks cannot be allocated: ask for 0 or more")
+            if num_blocks > self.num_free_blocks:
+                raise OutOfBlocksError(f"{num_blocks} blocks are asked for and {self.num_free_blocks} are free")
             if sequence_id not in self._rows:
-                if num_blocks > self.num_free_blocks:
-                    raise OutOfBlocksError(f"{num_blocks} blocks are asked for and {self.num_free_blocks} are free")
                 self.open_row(sequence_id)
             row = self._row(sequence_id)
             held = len(row.block_ids)
@@ -376,13 +333,13 @@ class KVCacheBlockManager:
     def check_invariants(self) -> None:
         """Recompute every count from the rows; raises `CacheError` with the list of what does not hold."""
         with self.lock:
-            problems = list(self._problems())
+            problems = find_problems(self._rows, self._pool, self.block_size)
         if problems:
             raise CacheError("the block manager is inconsistent: " + "; ".join(problems))
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _row(self, sequence_id: int) -> _Row:
+    def _row(self, sequence_id: int) -> Row:
         row = self._rows.get(sequence_id)
         if row is None:
             raise UnknownSequenceError(f"sequence {sequence_id} holds no row: open it first")
@@ -398,7 +355,7 @@ class KVCacheBlockManager:
             raise CacheError(f"sequence {sequence_id} already holds a row: release it first or take a fresh id")
 
     def _check_no_pending_copy(self, block_ids: list[int]) -> None:
-        if self._copies and not self._copies.keys().isdisjoint(block_ids):
+        if not self._pool.copies.keys().isdisjoint(block_ids):
             raise CacheError("a block to be shared waits for its copy: take and run the copies first (between steps)")
 
     def _merge(self, appends: Iterable[tuple[int, int]]) -> dict[int, int]:
@@ -413,7 +370,7 @@ class KVCacheBlockManager:
         return merged
 
     def _count_needed(self, merged: dict[int, int]) -> int:
-        rows, block_size, ref_counts = self._rows, self.block_size, self._ref_counts
+        rows, block_size, ref_counts = self._rows, self.block_size, self._pool.ref_counts
         needed = 0
         leaving: dict[int, int] = {}  # shared tail -> sharers of this batch that leave it
         for sequence_id, num_tokens in merged.items():
@@ -430,161 +387,55 @@ class KVCacheBlockManager:
                         leaving[tail] = left + 1
         return needed
 
-    def _own_tail(self, row: _Row) -> None:
-        """The partly filled tail is about to be written: it must be this row's alone, and unnamed."""
+    def _own_tail(self, row: Row) -> None:
+        """The partly filled tail is about to be written: it must be this row's alone, and not findable."""
         tail = row.block_ids[-1]
-        if self._ref_counts[tail] == 1:
-            self._forget(tail)  # it will no longer be what its digest says
-            return
-        fresh = self._take()
-        self._copies[fresh] = tail
-        self._pins[tail] += 1  # else a release in this step could recycle the source before it is copied
-        self._ref_counts[tail] -= 1
-        row.block_ids[-1] = fresh
-        row.first_changed = min(row.first_changed, len(row.block_ids) - 1)
+        if self._pool.ref_counts[tail] > 1:
+            row.block_ids[-1] = self._pool.copy_for_writing(tail)
+            row.mark_changed(len(row.block_ids) - 1)
+        else:
+            self._pool.forget(tail)
 
-    def _extend(self, row: _Row) -> None:
+    def _extend(self, row: Row) -> None:
         """Take blocks until the promised slots are covered."""
-        row.first_changed = min(row.first_changed, len(row.block_ids))
+        row.mark_changed(len(row.block_ids))
         for _ in range(self.blocks_for(row.num_tokens) - len(row.block_ids)):
-            row.block_ids.append(self._take())
+            row.block_ids.append(self._pool.take())
 
-    def _shrink(self, row: _Row, num_kept: int) -> list[int]:
-        """Give back the blocks behind the first `num_kept`, last one first."""
+    def _shrink(self, row: Row, num_kept: int) -> list[int]:
+        """Give back the blocks behind the first `num_kept`, last one first; return what became free."""
         freed: list[int] = []
         while len(row.block_ids) > num_kept:
-            self._drop_reference(row.block_ids.pop(), freed)
-        row.first_changed = min(row.first_changed, num_kept)
-        self._announce([block_id for block_id in freed if self._digests[block_id] is None])
+            self._pool.drop(row.block_ids.pop(), freed)
+        row.mark_changed(num_kept)
+        self._pool.announce(freed)
         return freed
-
-    def _take(self) -> int:
-        """A free block, now with one reference; content that nobody can find goes before cached content."""
-        if self._blank:
-            block_id = self._blank.pop()
-        else:
-            block_id, _ = self._evictable.popitem(last=False)
-            self._forget(block_id)
-        self._ref_counts[block_id] = 1
-        self._announce([block_id])
-        return block_id
-
-    def _retain(self, block_id: int) -> None:
-        if not self._ref_counts[block_id]:
-            self._evictable.pop(block_id, None)  # not there while a pending copy pins it
-        self._ref_counts[block_id] += 1
-
-    def _drop_reference(self, block_id: int, freed: list[int]) -> None:
-        self._ref_counts[block_id] -= 1
-        if self._ref_counts[block_id]:
-            return
-        src = self._copies.pop(block_id, None)
-        if src is not None and self._unpin(src):  # nobody wants the copy any more
-            freed.append(src)
-        if not self._pins[block_id]:
-            self._set_free(block_id)
-            freed.append(block_id)
-
-    def _unpin(self, block_id: int) -> bool:
-        """One copy less reads the block; True when that made it free."""
-        self._pins[block_id] -= 1
-        idle = not self._pins[block_id] and not self._ref_counts[block_id]
-        if idle:
-            self._set_free(block_id)
-        return idle
-
-    def _set_free(self, block_id: int) -> None:
-        if self._digests[block_id] is None:
-            self._blank.append(block_id)
-        else:
-            self._evictable[block_id] = None
-
-    def _announce(self, block_ids: list[int]) -> None:
-        if self.on_free is not None and block_ids:
-            self.on_free(block_ids)
-
-    def _forget(self, block_id: int) -> None:
-        digest = self._digests[block_id]
-        if digest is not None:
-            del self._cached[digest]
-            self._digests[block_id] = None
-
-    def _take_changes(self, row: _Row) -> tuple[int, list[int]]:
-        first, row.first_changed = row.first_changed, len(row.block_ids)
-        return first, row.block_ids[first:]
 
     def _find_prefix(self, token_ids: Sequence[int], root: bytes, max_cached: int | None) -> list[bytes]:
         """Digests of the leading full blocks that are cached, short of the last token."""
         limit = len(token_ids) - 1 if max_cached is None else min(len(token_ids) - 1, max_cached)
-        digest = root
-        chain: list[bytes] = []
-        if not self._cached:
-            return chain
-        for start in range(0, limit - self.block_size + 1, self.block_size):
-            digest = next_digest(digest, token_ids[start : start + self.block_size])
-            if digest not in self._cached:
-                break
-            chain.append(digest)
-        return chain
+        return find_chain(self._pool.cached, root, token_ids, limit // self.block_size, self.block_size)
 
-    def _extend_chain(self, row: _Row, token_ids: Sequence[int], num_computed: int) -> None:
-        if len(token_ids) < num_computed:
-            raise CacheError(f"{num_computed} tokens are committed but only {len(token_ids)} ids are given")
-        for index in range(len(row.chain), num_computed // self.block_size):
-            block_id = row.block_ids[index]
-            self._check_no_pending_copy([block_id])
+    def _extend_chain(self, row: Row, token_ids: Sequence[int], num_full: int) -> None:
+        """Name the blocks from the end of the chain to the first `num_full`."""
+        if len(token_ids) < num_full * self.block_size:
+            raise CacheError(f"{num_full} full blocks are committed but only {len(token_ids)} token ids are given")
+        self._check_no_pending_copy(row.block_ids[len(row.chain) : num_full])
+        for index in range(len(row.chain), num_full):
             parent = row.chain[-1] if row.chain else row.root
             start = index * self.block_size
-            digest = next_digest(parent, token_ids[start : start + self.block_size])
-            row.chain.append(digest)
-            if digest not in self._cached and self._digests[block_id] is None:
-                self._digests[block_id] = digest
-                self._cached[digest] = block_id
+            row.chain.append(next_digest(parent, token_ids[start : start + self.block_size]))
+            self._pool.name(row.block_ids[index], row.chain[-1])
 
-    def _find_holder(self, block_id: int, row: _Row) -> _Row:
+    def _find_holder(self, block_id: int, row: Row) -> Row:
         """A row that holds `block_id` right behind exactly the blocks of `row`."""
         self._checked(block_id)
-        index = len(row.block_ids)
-        for holder in self._rows.values():
-            if (
-                holder.block_ids[: index + 1] == [*row.block_ids, block_id]
-                and row.num_tokens == index * self.block_size
-            ):
-                return holder
+        wanted = [*row.block_ids, block_id]
+        if row.num_tokens == len(row.block_ids) * self.block_size:
+            for holder in self._rows.values():
+                if holder.block_ids[: len(wanted)] == wanted:
+                    return holder
         raise CacheError(
-            f"block {block_id} cannot be shared here: no row holds it behind the same {index} full blocks; "
-            "share the blocks before it first, or fork the row"
+            f"block {block_id} cannot be shared here: no row holds it behind the same {len(row.block_ids)} full "
+            "blocks; share the blocks before it first, or fork the row"
         )
-
-    def _problems(self) -> Iterable[str]:
-        ref_counts = Counter(block_id for row in self._rows.values() for block_id in row.block_ids)
-        pins = Counter(self._copies.values())
-        free = Counter(self._blank) + Counter(self._evictable)
-        for block_id in range(self.num_blocks):
-            if self._ref_counts[block_id] != ref_counts[block_id]:
-                yield f"block {block_id} counts {self._ref_counts[block_id]} references, rows {ref_counts[block_id]}"
-            if self._pins[block_id] != pins[block_id]:
-                yield f"block {block_id} counts {self._pins[block_id]} pins, pending copies {pins[block_id]}"
-            idle = block_id != PADDING_BLOCK and not ref_counts[block_id] and not pins[block_id]
-            if free[block_id] != idle:
-                yield f"block {block_id} is {free[block_id]} times on the free list and should be {int(idle)} times"
-            digest = self._digests[block_id]
-            if digest is not None and self._cached.get(digest) != block_id:
-                yield f"block {block_id} has a digest that leads elsewhere"
-            if (block_id in self._evictable) != (free[block_id] > 0 and digest is not None):
-                yield f"block {block_id} is in the wrong free list"
-        for digest, block_id in self._cached.items():
-            if self._digests[block_id] != digest:
-                yield f"a digest leads to block {block_id}, which does not carry it"
-        if ref_counts[PADDING_BLOCK] or self._digests[PADDING_BLOCK] is not None:
-            yield "block 0 is in use"
-        for sequence_id, row in self._rows.items():
-            if len(row.block_ids) != self.blocks_for(row.num_tokens):
-                yield f"sequence {sequence_id} has {len(row.block_ids)} blocks for {row.num_tokens} tokens"
-            if len(set(row.block_ids)) != len(row.block_ids):
-                yield f"sequence {sequence_id} holds a block twice"
-            if len(row.chain) > row.num_tokens // self.block_size:
-                yield f"sequence {sequence_id} has digests beyond its full blocks"
-        for dst, src in self._copies.items():
-            if src in self._copies or ref_counts[dst] != 1 or self._digests[dst] is not None:
-                yield f"the pending copy from {src} to {dst} is not safe to run"

@@ -9,7 +9,7 @@ tenants with different salts never share a name, hence never a block: a cache hi
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from hashlib import blake2b
 
 DIGEST_BYTES = 16  # 2^64 blocks before a collision is likely
@@ -23,3 +23,16 @@ def root_digest(salt: bytes) -> bytes:
 def next_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """The name of the prefix that is `parent`'s and then one more full block of `token_ids` (int32 each)."""
     return blake2b(parent + array("i", token_ids).tobytes(), digest_size=DIGEST_BYTES).digest()
+
+
+def find_chain(
+    known: Container[bytes], root: bytes, token_ids: Sequence[int], max_blocks: int, block_size: int
+) -> list[bytes]:
+    """Digests of the leading full blocks of `token_ids`, up to the first that is not `known`."""
+    chain: list[bytes] = []
+    for start in range(0, max_blocks * block_size, block_size):
+        digest = next_digest(chain[-1] if chain else root, token_ids[start : start + block_size])
+        if digest not in known:
+            break
+        chain.append(digest)
+    return chain
