@@ -113,6 +113,11 @@ class KVCacheBlockManager:
         """Rows that hold the block."""
         return self._pool.ref_counts[self._checked(block_id)]
 
+    def reference_counts(self) -> dict[int, int]:
+        """Of every block that is in a row: how many rows hold it."""
+        with self.lock:
+            return {block_id: count for block_id, count in enumerate(self._pool.ref_counts) if count}
+
     def block_users(self, block_id: int) -> list[int]:
         """The sequences whose rows hold the block (a scan over all rows)."""
         with self.lock:
