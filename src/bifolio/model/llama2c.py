@@ -1,0 +1,186 @@
+"""llama2.c files: seven numbers, then every weight as float32, matrices of one kind for all layers together.
+
+    |dim|hidden|layers|heads|kv heads|vocabulary|context|  (int32; a negative vocabulary: the head has its own weights)
+    token embedding, attention norms, wq, wk, wv, wo, MLP norms, w1, w2, w3, final norm, two tables of rope
+    (unused since the angles are computed), head where it is not tied
+
+The tokenizer lies beside the model: `NAME.tokenizer.bin`, or `tokenizer.bin` in the same folder. It holds the longest
+token's length (int32), then for every token its score (float32), its length (int32) and its bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from bifolio.config import ModelConfig, RopeConfig
+from bifolio.errors import ConfigError, ModelFileError
+from bifolio.model.file_access import map_file
+from bifolio.model.gguf_tokenizer import TokenType, Vocabulary, sentencepiece_tokenizer
+from bifolio.model.loaded import LoadedModel
+from bifolio.model.names import GGUF_LLAMA, assemble
+from bifolio.model.tokenizer import Tokenizer
+from bifolio.quant.formats import Bytes, Floats, QuantFormat
+from bifolio.quant.tensor import QuantizedTensor
+
+_HEADER = struct.Struct("<7i")
+_LARGEST = 1 << 31
+_MAX_TOKEN_BYTES = 1 << 16
+UNKNOWN, BOS, EOS = 0, 1, 2  # fixed ids; the bytes follow as 3 to 258
+_FIRST_BYTE = 3
+
+
+class _Place(NamedTuple):
+    """Tensors of one kind, one per layer, one after the other."""
+
+    start: int  # in bytes from the start of the file
+    shape: tuple[int, ...]  # of each
+
+
+def load_llama2c(path: str | Path) -> LoadedModel:
+    """Check the header against the file's size and map the weights."""
+    path = Path(path)
+    data = map_file(path)
+    config = _read_config(path, data)
+    places = _layout(path, config, int(data.size))
+
+    def matrix(name: str, shape: tuple[int, ...]) -> QuantizedTensor:
+        kind, layer = _split_name(name)
+        place = places[kind]
+        if place.shape != shape:
+            raise ModelFileError(f"{path}: {name!r} has shape {place.shape} instead of {shape}")
+        size = QuantFormat.F32.bytes_for(shape)
+        start = place.start + layer * size
+        return QuantizedTensor(QuantFormat.F32, data[start : start + size].reshape(-1, 4 * shape[-1]), shape)
+
+    def vector(name: str, shape: tuple[int, ...]) -> Floats:
+        return matrix(name, shape).dequantize()
+
+    tokenizer_path = find_tokenizer(path)
+    return LoadedModel(
+        path=path,
+        config=config,
+        weights=assemble(config, GGUF_LLAMA, matrix, vector),
+        tokenizer_source=(lambda: read_tokenizer(tokenizer_path, config.vocab_size)) if tokenizer_path else None,
+        special_tokens={"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
+    )
+
+
+def find_tokenizer(path: Path) -> Path | None:
+    """The tokenizer that belongs to a model file, if it lies beside it."""
+    for candidate in (path.with_suffix(".tokenizer.bin"), path.with_name("tokenizer.bin")):
+        if candidate.is_file():
+            return candidate
+    return None
+
+
+def _read_config(path: Path, data: Bytes) -> ModelConfig:
+    if data.size < _HEADER.size:
+        raise ModelFileError(f"{path}: {data.size} bytes are too few for a llama2.c file: fetch it again")
+    dim, hidden, layers, heads, kv_heads, vocabulary, context = _HEADER.unpack(data[: _HEADER.size].tobytes())
+    tied, vocabulary = vocabulary > 0, abs(vocabulary)
+    numbers = (dim, hidden, layers, heads, kv_heads, vocabulary, context)
+    if any(not 0 < number < _LARGEST for number in numbers) or dim % heads:
+        raise ModelFileError(f"{path}: {numbers} are not the sizes of a llama2.c model")
+    # One tensor a layer at the least: refuse absurd numbers of layers before anything is made for each.
+    if layers * dim * 4 > data.size:
+        raise ModelFileError(f"{path}: {layers} layers of {dim} values do not fit into {data.size} bytes")
+    try:
+        return ModelConfig(
+            architecture="llama",
+            vocab_size=vocabulary,
+            hidden_size=dim,
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=dim // heads,
+            intermediate_size=hidden,
+            max_position=context,
+            norm_eps=1e-5,
+            tie_embeddings=tied,
+            ropes=(RopeConfig(10000.0, dim // heads),),
+            rope_interleaved=True,
+            bos_token_id=BOS,
+            eos_token_ids=(BOS, EOS) if vocabulary > EOS else (),
+        )
+    except ConfigError as error:
+        raise ModelFileError(f"{path}: {error}") from error
+
+
+def _layout(path: Path, config: ModelConfig, file_size: int) -> dict[str, _Place]:
+    """Where each kind of tensor starts, by the name it would have in a GGUF file."""
+    d, ffn, kv, vocabulary = config.hidden_size, config.intermediate_size, config.kv_size, config.vocab_size
+    rope_bytes = 2 * config.max_position * (config.head_dim // 2) * 4
+    order: list[tuple[str, tuple[int, ...], int]] = [
+        ("token_embd", (vocabulary, d), 1),
+        ("attn_norm", (d,), config.num_layers),
+        ("attn_q", (d, d), config.num_layers),
+        ("attn_k", (kv, d), config.num_layers),
+        ("attn_v", (kv, d), config.num_layers),
+        ("attn_output", (d, d), config.num_layers),
+        ("ffn_norm", (d,), config.num_layers),
+        ("ffn_gate", (ffn, d), config.num_layers),
+        ("ffn_down", (d, ffn), config.num_layers),
+        ("ffn_up", (ffn, d), config.num_layers),
+        ("output_norm", (d,), 1),
+    ]
+    places, position = {}, _HEADER.size
+    for name, shape, count in order:
+        places[name] = _Place(position, shape)
+        position += count * QuantFormat.F32.bytes_for(shape)
+    if not config.tie_embeddings:
+        position += rope_bytes
+        places["output"] = _Place(position, (vocabulary, d))
+        position += QuantFormat.F32.bytes_for((vocabulary, d))
+    # The tables of rope end the file when the head is tied; files without them are complete as well.
+    if not position <= file_size <= position + rope_bytes:
+        raise ModelFileError(f"{path}: the sizes in its header need {position} bytes but the file has {file_size}")
+    return places
+
+
+def _split_name(name: str) -> tuple[str, int]:
+    """ "blk.3.attn_q.weight" -> ("attn_q", 3)."""
+    parts = name.removesuffix(".weight").split(".")
+    return (parts[2], int(parts[1])) if parts[0] == "blk" else (parts[0], 0)
+
+
+def read_tokenizer(path: Path, vocab_size: int) -> Tokenizer:
+    """SentencePiece's tokens and scores; spaces are spelled as spaces, and begin-of-text goes before every prompt."""
+    data = map_file(path)
+    position, buffer, size = 4, data.data, int(data.size)
+    if vocab_size * 8 + 4 > size:
+        raise ModelFileError(f"{path}: {size} bytes cannot hold {vocab_size} tokens")
+    tokens, scores = [], np.empty(vocab_size, np.float32)
+    entry = struct.Struct("<fi")
+    for index in range(vocab_size):
+        if position + 8 > size:
+            raise ModelFileError(f"{path}: the file ends before token {index} of {vocab_size}")
+        scores[index], length = entry.unpack_from(buffer, position)
+        position += 8
+        if not 0 <= length <= min(_MAX_TOKEN_BYTES, size - position):
+            raise ModelFileError(f"{path}: token {index} has {length} bytes")
+        tokens.append(bytes(buffer[position : position + length]))
+        position += length
+    return sentencepiece_tokenizer(_vocabulary(tokens, scores), bos=BOS)
+
+
+def _vocabulary(raw: list[bytes], scores: np.ndarray) -> Vocabulary:
+    types = np.full(len(raw), TokenType.NORMAL, np.int32)
+    names = {UNKNOWN: "<unk>", BOS: "<s>", EOS: "</s>"}
+    tokens: list[str] = []
+    seen: set[str] = set()
+    for index, spelling in enumerate(raw):
+        token = names.get(index) or spelling.decode(errors="replace").replace(" ", "▁")
+        if _FIRST_BYTE <= index < _FIRST_BYTE + 256:
+            token = f"<0x{index - _FIRST_BYTE:02X}>"
+            types[index] = TokenType.BYTE
+        if not token or token in seen:
+            token = f"[REPEATED_{index}]"
+        seen.add(token)
+        tokens.append(token)
+    types[UNKNOWN] = TokenType.UNKNOWN
+    types[[index for index in (BOS, EOS) if index < len(raw)]] = TokenType.CONTROL
+    return Vocabulary(tokens, types, scores)
