@@ -121,7 +121,8 @@ class ModelConfig:
         attention = d * (self.query_size + 2 * self.kv_size) + self.query_size * d
         attention += (self.query_size + 2 * self.kv_size) * self.qkv_bias + d * self.output_bias
         attention += 2 * self.head_dim * self.qk_norm
-        mlp = d * ffn * (3 if self.gated_mlp else 2) + (ffn + d) * self.mlp_bias
+        num_up = 2 if self.gated_mlp else 1
+        mlp = d * ffn * (num_up + 1) + (ffn * num_up + d) * self.mlp_bias
         per_norm = d * (2 if self.norm == "layer" else 1)
         norms = per_norm * (4 if self.post_norms else 2)
         embeddings = self.vocab_size * d * (1 if self.tie_embeddings else 2)

@@ -1,0 +1,262 @@
+"""The reference operations on torch tensors: differentiable, on any device, with torch's fused functions.
+
+The results are those of `ReferenceKernels` up to rounding. Training runs on this set, and so does a GPU without Triton.
+Attention of a fresh segment whose sequences are equally long (training, a batch of equal prompts) and of a decode
+segment is one call for the whole segment; anything else runs sequence by sequence.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from bifolio.errors import ConfigError
+from bifolio.kernels.interface import (
+    Array,
+    AttentionSegment,
+    AttentionShape,
+    Batch,
+    Heads,
+    Linear,
+    Norm,
+    Rotation,
+    Storage,
+)
+from bifolio.kernels.reference import ReferenceKernels
+from bifolio.quant.formats import QuantFormat
+from bifolio.quant.tensor import QuantizedTensor
+
+DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+
+
+class TorchKernels(ReferenceKernels):
+    """Dense weights in `dtype`; quantised files are dequantised when they are prepared."""
+
+    name = "torch"
+    array_backend = "torch"
+
+    def __init__(self, device: str = "cpu", dtype: str = "f32") -> None:
+        if dtype not in DTYPES:
+            raise ConfigError(f"weights cannot be kept in {dtype!r}: choose one of {', '.join(DTYPES)}")
+        self.device = device
+        self.dtype = DTYPES[dtype]
+
+    # -- arrays -----------------------------------------------------------------------------------------
+    def from_host(self, array: np.ndarray) -> Array:
+        """A copy, also on the CPU: callers reuse their staging buffers."""
+        tensor = array if isinstance(array, torch.Tensor) else torch.from_numpy(np.array(array))
+        return tensor.to(self.device)
+
+    def to_host(self, array: Array) -> np.ndarray:
+        tensor = array.detach()
+        if tensor.dtype == torch.bfloat16:  # numpy has no such type
+            tensor = tensor.float()
+        return np.asarray(tensor.cpu().numpy())
+
+    def prepare_linear(self, linear: Linear) -> Linear:
+        """Parts that share an input become one matrix; `prepared` is (weight, bias or None)."""
+        parts = tuple(self.tensor(part) for part in linear.parts)
+        biases = tuple(None if bias is None else self.tensor(bias) for bias in linear.biases)
+        weight, bias = _fuse(parts, biases)
+        return Linear(
+            torch.split(weight, [part.shape[0] for part in parts]), biases, (weight, bias)
+        )  # views: one copy in memory
+
+    def prepare_norm(self, norm: Norm) -> Norm:
+        bias = None if norm.bias is None else self._vector(norm.bias)
+        return Norm(self._vector(norm.weight), bias, norm.eps, norm.centered)
+
+    def prepare_embedding(self, table: QuantizedTensor | Array) -> Any:
+        return self.tensor(table)
+
+    def tensor(self, value: QuantizedTensor | Array) -> torch.Tensor:
+        """A weight as a dense tensor of the set's dtype on its device."""
+        if isinstance(value, QuantizedTensor):
+            value = _dense(value)
+        elif isinstance(value, np.ndarray):
+            value = torch.from_numpy(np.array(value))
+        return value.to(device=self.device, dtype=self.dtype)
+
+    def _vector(self, value: Array) -> torch.Tensor:
+        tensor = torch.from_numpy(np.array(value)) if isinstance(value, np.ndarray) else value
+        return tensor.to(device=self.device, dtype=torch.float32)
+
+    # -- the network --------------------------------------------------------------------------------------
+    def embed(self, table: Any, ids: Array, scale: float) -> Array:
+        rows = F.embedding(ids, table)
+        return rows if scale == 1.0 else rows * scale
+
+    def rotation(self, inverse_frequencies: Array, scale: float, positions: Array) -> Rotation:
+        angles = positions.to(inverse_frequencies.dtype)[:, None] * inverse_frequencies[None, :]
+        return Rotation(angles.cos() * scale, angles.sin() * scale)
+
+    def norm(self, x: Array, norm: Norm) -> Array:
+        y, size = x.float(), (x.shape[-1],)
+        weight = norm.weight.float()
+        if norm.centered:
+            y = F.layer_norm(y, size, weight, None if norm.bias is None else norm.bias.float(), norm.eps)
+        else:
+            y = F.rms_norm(y, size, weight, norm.eps)
+            y = y if norm.bias is None else y + norm.bias
+        return y.to(x.dtype)
+
+    def linear(self, x: Array, linear: Linear) -> Array:
+        weight, bias = linear.prepared or _fuse(linear.parts, linear.biases)
+        return F.linear(x, weight, bias)
+
+    def rope_and_write(
+        self, qkv: Array, shape: AttentionShape, rotation: Rotation | None, batch: Batch, storage: Storage | None
+    ) -> Heads:
+        heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        query, key, value = qkv.unflatten(-1, (heads + 2 * kv_heads, dim)).split((heads, kv_heads, kv_heads), dim=1)
+        if shape.query_norm is not None and shape.key_norm is not None:
+            query, key = self.norm(query, shape.query_norm), self.norm(key, shape.key_norm)
+        if rotation is not None:
+            query = rotate(query, rotation, shape.rope_interleaved)
+            key = rotate(key, rotation, shape.rope_interleaved)
+        if storage is not None and batch.slots is not None:
+            storage.write(shape.layer, batch.slots, key, value)
+        return Heads(query, key, value)
+
+    def attend(
+        self, heads: Heads, shape: AttentionShape, segments: tuple[AttentionSegment, ...], storage: Storage | None
+    ) -> Array:
+        outputs = [self._attend_segment(heads, shape, segment, storage) for segment in segments]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def act_mul(self, x: Array, activation: str) -> Array:
+        gate, up = x.chunk(2, dim=-1)
+        return self.act(gate, activation) * up
+
+    def act(self, x: Array, activation: str) -> Array:
+        if activation == "silu":
+            return F.silu(x)
+        return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+    def logits(self, x: Array, head: Linear, softcap: float) -> Array:
+        y = self.linear(x, head).float()
+        return torch.tanh(y / softcap) * softcap if softcap else y
+
+    # -- attention ------------------------------------------------------------------------------------------
+    def _attend_segment(
+        self, heads: Heads, shape: AttentionShape, segment: AttentionSegment, storage: Storage | None
+    ) -> torch.Tensor:
+        tokens = slice(segment.token_start, segment.token_end)
+        own = Heads(heads.query[tokens], heads.key[tokens], heads.value[tokens])
+        equal = segment.num_sequences * segment.max_query_len == segment.token_end - segment.token_start
+        if storage is None or segment.block_tables is None or segment.fresh:
+            if equal:
+                return _attend_equal(own, shape, segment.num_sequences)
+            starts = segment.query_starts.tolist()
+            return torch.cat([_attend_equal(Heads(*(h[a:b] for h in own)), shape, 1) for a, b in pairwise(starts)])
+        if equal:
+            return _attend_paged(own.query, shape, storage, segment.block_tables, segment.context_lens, segment)
+        starts = segment.query_starts.tolist()
+        rows = range(segment.num_sequences)
+        tables, lens = segment.block_tables, segment.context_lens
+        return torch.cat(
+            [
+                _attend_paged(
+                    own.query[starts[i] : starts[i + 1]], shape, storage, tables[i : i + 1], lens[i : i + 1], segment
+                )
+                for i in rows
+            ]
+        )
+
+
+def rotate(x: torch.Tensor, rotation: Rotation, interleaved: bool) -> torch.Tensor:
+    """Turn each pair of dimensions by its angle, in float32; dimensions past the rotated ones pass through."""
+    cos, sin = rotation.cos[:, None, :], rotation.sin[:, None, :]
+    half = rotation.cos.shape[-1]
+    turned, rest = x[..., : 2 * half].float(), x[..., 2 * half :]
+    first, second = torch.unflatten(turned, -1, (half, 2)).unbind(-1) if interleaved else turned.chunk(2, dim=-1)
+    first, second = first * cos - second * sin, second * cos + first * sin
+    result = torch.stack((first, second), dim=-1).flatten(-2) if interleaved else torch.cat((first, second), dim=-1)
+    result = result.to(x.dtype)
+    return torch.cat((result, rest), dim=-1) if rest.shape[-1] else result
+
+
+def _attend_equal(heads: Heads, shape: AttentionShape, num_sequences: int) -> torch.Tensor:
+    """Causal attention of equally long sequences over their own fresh keys and values: [t, num_heads * head_dim]."""
+    query, key, value = (h.unflatten(0, (num_sequences, -1)).transpose(1, 2) for h in heads)  # [s, heads, n, dim]
+    length = query.shape[2]
+    mask = None
+    if shape.window is not None and shape.window < length:
+        distance = torch.arange(length, device=query.device)
+        distance = distance[:, None] - distance[None, :]
+        mask = (distance >= 0) & (distance < shape.window)
+    mixed = F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=shape.scale,
+        enable_gqa=shape.num_heads != shape.num_kv_heads,
+    )
+    return mixed.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+def _attend_paged(
+    query: torch.Tensor,  # [s * n, num_heads, head_dim], n queries for each of s sequences
+    shape: AttentionShape,
+    storage: Storage,
+    block_tables: torch.Tensor,  # i32[s, max_blocks]
+    context_lens: torch.Tensor,  # i32[s]
+    segment: AttentionSegment,
+) -> torch.Tensor:
+    """Queries at the end of each context over everything the cache holds of it: [s * n, num_heads * head_dim].
+
+    Slots past a context are uninitialised (NaN when poisoned), and 0 * NaN is NaN: they are zeroed, not only masked.
+    """
+    num_blocks = min(block_tables.shape[1], -(-segment.max_context_len // storage.block_size))
+    tables = block_tables[:, :num_blocks].long()
+    queries = torch.unflatten(query, 0, (block_tables.shape[0], -1))  # [s, n, heads, dim]
+    lens = context_lens.to(query.device)
+    slots = torch.arange(num_blocks * storage.block_size, device=query.device)
+    used = (slots[None, :] < lens[:, None])[:, None, :, None]  # [s, 1, L, 1]
+
+    def context(array: torch.Tensor) -> torch.Tensor:
+        gathered = array[tables].transpose(1, 2).flatten(2, 3).to(query.dtype)  # [s, kv_heads, L, dim]
+        return gathered.masked_fill(~used, 0.0)
+
+    num_queries = queries.shape[1]
+    positions = lens[:, None] - num_queries + torch.arange(num_queries, device=query.device)[None, :]  # [s, n]
+    distance = positions[:, :, None] - slots[None, None, :]
+    visible = distance >= 0 if shape.window is None else (distance >= 0) & (distance < shape.window)
+    mixed = F.scaled_dot_product_attention(
+        queries.transpose(1, 2),
+        context(storage.keys[shape.layer]),
+        context(storage.values[shape.layer]),
+        attn_mask=visible[:, None],
+        scale=shape.scale,
+        enable_gqa=shape.num_heads != shape.num_kv_heads,
+    )
+    return mixed.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+def _fuse(parts: tuple[Any, ...], biases: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """One matrix and one bias out of parts that lie side by side."""
+    if len(parts) == 1:
+        return parts[0], biases[0]
+    if all(bias is None for bias in biases):
+        return torch.cat(parts), None
+    filled = [
+        parts[i].new_zeros(parts[i].shape[0]) if bias is None else bias.to(parts[i].dtype)
+        for i, bias in enumerate(biases)
+    ]
+    return torch.cat(parts), torch.cat(filled)
+
+
+def _dense(value: QuantizedTensor) -> torch.Tensor:
+    """The numbers of a file's tensor; 16-bit types keep their bytes, quantised ones become float32."""
+    if value.format is QuantFormat.BF16:
+        words = np.array(value.data).view(np.int16).reshape(value.shape)
+        return torch.from_numpy(words).view(torch.bfloat16)
+    if value.format is QuantFormat.F16:
+        return torch.from_numpy(np.array(value.data).view(np.float16).reshape(value.shape))
+    return torch.from_numpy(np.array(value.dequantize()))
