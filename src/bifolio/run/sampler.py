@@ -34,7 +34,7 @@ from bifolio.run.sampling.filters import Filters, filter_rows
 from bifolio.run.sampling.logprobs import TokenLogprobs, score_tokens
 from bifolio.run.sampling.noise import STREAM_XTC, uniform
 from bifolio.run.sampling.table import SamplingTable, TokenMask
-from bifolio.run.sampling.weights import Array, draw, shift, to_weights
+from bifolio.run.sampling.weights import ONE, Array, draw, shift, to_weights
 
 __all__ = ["SampledTokens", "Sampler", "SamplingTable", "TokenMask", "prompt_logprobs", "uniform"]
 
@@ -93,18 +93,18 @@ class Sampler:
         excluded are 0.
         """
         xp = array_namespace(logits)
-        values, weights = self._final(logits, slots, positions, pending)
-        del values
-        total = xp.maximum(xp.sum(weights, axis=-1, keepdims=True), xp.ones_like(weights[:, :1]))
-        return xp.astype(xp.astype(weights, xp.float64) / xp.astype(total, xp.float64), xp.float32)
+        values, kept = self._final(logits, slots, positions, pending)
+        values = xp.where(kept, values, xp.full_like(values, -float("inf")))
+        total = xp.astype(xp.sum(to_weights(values), axis=-1, keepdims=True), xp.float64) / ONE
+        return xp.exp(values) / xp.astype(xp.where(total > 0.0, total, xp.ones_like(total)), xp.float32)
 
     def process_logits(
         self, logits: Array, slots: Any, positions: Any = None, pending: Sequence[Sequence[int]] | None = None
     ) -> Array:
         """f32[r, vocab]: logits after all options, shifted so that the largest is 0; -inf where excluded."""
         xp = array_namespace(logits)
-        values, weights = self._final(logits, slots, positions, pending)
-        return xp.where(weights > 0, values, xp.full_like(values, -float("inf")))
+        values, kept = self._final(logits, slots, positions, pending)
+        return xp.where(kept, values, xp.full_like(values, -float("inf")))
 
     def _edited(
         self, logits: Array, slots: NDArray[Any], pending: Sequence[Sequence[int]] | None
@@ -149,32 +149,31 @@ class Sampler:
     def _final(
         self, logits: Array, slots: Any, positions: Any, pending: Sequence[Sequence[int]] | None
     ) -> tuple[Array, Array]:
-        """(f32[r, vocab] shifted logits over temperature, i64[r, vocab] weights, 0 where excluded)."""
+        """(f32[r, vocab] shifted logits over temperature, bool[r, vocab] whether the token may be drawn)."""
         xp, slots = array_namespace(logits), _host(slots)
         work, _ = self._edited(_single_precision(logits), slots, pending)
         noise = np.ones(len(slots))
         if positions is not None:
             noise = uniform(self.table.seed[slots], _host(positions), STREAM_XTC)
         values = xp.asarray(work, copy=True)
-        weights = xp.zeros(work.shape, dtype=xp.int64, device=device(work))
+        kept = xp.zeros(work.shape, dtype=xp.bool, device=device(work))
         greedy, filtered = self.table.temperature[slots] == 0.0, self.table.is_filtered[slots]
-        for row in np.flatnonzero(greedy):
-            winner = int(_greedy(work[row : row + 1, :])[0])
+        for row in np.flatnonzero(greedy).tolist():
             values[row : row + 1, :] = shift(work[row : row + 1, :])
-            if winner >= 0:
-                weights[int(row), winner] = 1
+            winner = int(_greedy(work[row : row + 1, :])[0])
+            if winner != NOTHING:
+                kept[row, winner] = True
         for rows in _chunks(np.flatnonzero(~greedy & ~filtered), work):
             index = xp.asarray(rows, device=device(work))
-            values[index, :] = self._cooled(_rows(work, rows), slots[rows])
-            weights[index, :] = to_weights(values[index, :])
+            cooled = self._cooled(_rows(work, rows), slots[rows])
+            values[index, :], kept[index, :] = cooled, cooled > -float("inf")
         for rows in self._filter_groups(slots, filtered, work):
             index = xp.asarray(rows, device=device(work))
             values[index, :] = self._cooled(_rows(work, rows), slots[rows])
             found = filter_rows(values[index, :], Filters.of(self.table, slots[rows], noise[rows]))
-            kept = found.weights > 0
-            where = xp.broadcast_to(index[:, None], kept.shape)
-            weights[where[kept], found.ids[kept]] = found.weights[kept]
-        return values, weights
+            where = xp.broadcast_to(index[:, None], found.kept.shape)
+            kept[where[found.kept], found.ids[found.kept]] = True
+        return values, kept
 
     def _outcome(
         self, logits: Array, slots: NDArray[Any], token_ids: NDArray[np.int32], errors: dict[int, RequestError]

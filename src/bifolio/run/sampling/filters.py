@@ -60,19 +60,27 @@ class Candidates:
 
     ids: Array  # i64[r, c]
     values: Array  # f32[r, c]  shifted logits; -inf in the padding
-    weights: Array  # i64[r, c]  0: excluded
+    weights: Array  # i64[r, c]  0 where not kept
+    kept: Array  # bool[r, c]  includes tokens too unlikely to have a weight
 
 
 def filter_rows(shifted: Array, filters: Filters) -> Candidates:
     """Candidates of f32[r, n] shifted logits, all filters applied; either every row has a top-k or none has."""
+    xp = array_namespace(shifted)
     if filters.top_k[0] < shifted.shape[-1]:
         mask, total = shifted >= kth_largest(shifted, filters.top_k), None
     else:
         mask, total = _likely(shifted, filters)
     ids, values = sort_candidates(mask, shifted)
-    weights = _keep_likely(to_weights(values), total, filters)
-    weights = _keep_typical(values, weights, filters)
-    return Candidates(ids, values, _exclude_top_choices(weights, filters))
+    weights = to_weights(values)
+    kept = (values > -float("inf")) & _likely_enough(weights, total, filters)
+    kept = _keep_typical(values, weights, kept, filters)
+    kept = _exclude_top_choices(weights, kept, filters)
+    return Candidates(ids, values, _only(xp, weights, kept), kept)
+
+
+def _only(xp: Any, weights: Array, kept: Array) -> Array:
+    return xp.where(kept, weights, xp.zeros_like(weights))
 
 
 def _column(xp: Any, numbers: NDArray[Any], like: Array) -> Array:
@@ -90,62 +98,63 @@ def _likely(shifted: Array, filters: Filters) -> tuple[Array, Array]:
     weights = to_weights(shifted)
     total = xp.sum(weights, axis=-1, keepdims=True)
     share = _column(xp, (1.0 - filters.top_p) * (0.999 / shifted.shape[-1]), shifted)
-    least = xp.maximum(xp.astype(total, xp.float64) * share, _column(xp, filters.min_p * (0.999 * ONE), shifted))
+    floor = np.where(filters.min_p > 0.0, filters.min_p * (0.999 * ONE), np.where(filters.top_p < 1.0, 0.0, -1.0))
+    least = xp.maximum(xp.astype(total, xp.float64) * share, _column(xp, floor, shifted))
+    least = xp.where(_column(xp, floor, shifted) < 0.0, -xp.ones_like(least), least)  # neither: keep all
     return weights > xp.astype(least, xp.int64), total
 
 
-def _keep_likely(weights: Array, total: Array | None, filters: Filters) -> Array:
-    """Top-p, then min-p: a token stays while the more likely ones have not reached top_p of the total."""
+def _likely_enough(weights: Array, total: Array | None, filters: Filters) -> Array:
+    """bool[r, c]: top-p, then min-p. A token stays while the more likely ones have not reached top_p of the total."""
     xp = array_namespace(weights)
     running = xp.cumulative_sum(weights, axis=-1)
-    reach = xp.astype(running[:, -1:] if total is None else total, xp.float64) * _column(xp, filters.top_p, weights)
+    share = np.where(filters.top_p < 1.0, filters.top_p, 2.0)  # 1 is off, for tokens without a weight too
+    reach = xp.astype(running[:, -1:] if total is None else total, xp.float64) * _column(xp, share, weights)
     keep = xp.astype(running - weights, xp.float64) < reach
-    keep = keep & (xp.astype(weights, xp.float64) >= _column(xp, filters.min_p * ONE, weights))
-    return xp.where(keep, weights, xp.zeros_like(weights))
+    return keep & (xp.astype(weights, xp.float64) >= _column(xp, filters.min_p * ONE, weights))
 
 
-def _keep_typical(values: Array, weights: Array, filters: Filters) -> Array:
+def _keep_typical(values: Array, weights: Array, kept: Array, filters: Filters) -> Array:
     """Typical sampling: the tokens whose surprise is closest to the entropy, until their mass reaches typical_p."""
     rows = np.flatnonzero(filters.typical_p < 1.0)
     if not len(rows):
-        return weights
+        return kept
     xp = array_namespace(weights)
     index = xp.asarray(rows, device=device(weights))
-    chosen = weights[index, :]
-    distance = _distance_from_entropy(xp, values[index, :], chosen)
+    chosen = _only(xp, weights[index, :], kept[index, :])
+    distance = _distance_from_entropy(xp, values[index, :], chosen, kept[index, :])
     order = xp.argsort(distance, axis=-1, stable=True)
     running = xp.cumulative_sum(xp.take_along_axis(chosen, order, axis=-1), axis=-1)
     mass = xp.astype(running[:, -1:], xp.float64) * _column(xp, filters.typical_p[rows], weights)
     last = xp.count_nonzero(xp.astype(running, xp.float64) < mass, axis=-1)[:, None]
     last = xp.clip(last, 0, chosen.shape[-1] - 1)
     farthest = xp.take_along_axis(xp.take_along_axis(distance, order, axis=-1), last, axis=-1)
-    weights = xp.asarray(weights, copy=True)
-    weights[index, :] = xp.where(distance <= farthest, chosen, xp.zeros_like(chosen))
-    return weights
+    kept[index, :] = kept[index, :] & (distance <= farthest)
+    return kept
 
 
-def _distance_from_entropy(xp: Any, values: Array, weights: Array) -> Array:
-    """f64[r, c]: |surprise - entropy| of each candidate, infinite for the excluded.
+def _distance_from_entropy(xp: Any, values: Array, weights: Array, kept: Array) -> Array:
+    """f64[r, c]: |surprise - entropy| of each candidate, infinite for those not kept.
 
     With shifted logits x and total weight T, the surprise is log T - x and the entropy log T + sum(w * -x) / T, so
     log T cancels. The sum is taken over integers, for the same reason as everywhere here.
     """
     infinite = xp.full_like(values, float("inf"), dtype=xp.float64)
-    surprise = xp.where(weights > 0, -xp.astype(values, xp.float64), xp.zeros_like(infinite))
+    surprise = xp.where(kept, -xp.astype(values, xp.float64), xp.zeros_like(infinite))
     moments = xp.astype(xp.astype(weights, xp.float64) * surprise, xp.int64)
     total = xp.astype(xp.sum(weights, axis=-1, keepdims=True), xp.float64)
     entropy = xp.astype(xp.sum(moments, axis=-1, keepdims=True), xp.float64) / xp.maximum(total, xp.ones_like(total))
-    return xp.where(weights > 0, xp.abs(surprise - entropy), infinite)
+    return xp.where(kept, xp.abs(surprise - entropy), infinite)
 
 
-def _exclude_top_choices(weights: Array, filters: Filters) -> Array:
+def _exclude_top_choices(weights: Array, kept: Array, filters: Filters) -> Array:
     """XTC: where it applies, of the tokens that reach the threshold only the least likely stays."""
     if not filters.xtc_applies.any():
-        return weights
+        return kept
     xp = array_namespace(weights)
-    total = xp.astype(xp.sum(weights, axis=-1, keepdims=True), xp.float64)
+    chosen = _only(xp, weights, kept)
+    total = xp.astype(xp.sum(chosen, axis=-1, keepdims=True), xp.float64)
     threshold = _column(xp, np.where(filters.xtc_applies, filters.xtc_threshold, 2.0), weights)
-    likely = (weights > 0) & (xp.astype(weights, xp.float64) >= threshold * total)
+    likely = kept & (xp.astype(chosen, xp.float64) >= threshold * total)
     rank = xp.cumulative_sum(xp.astype(likely, xp.int64), axis=-1)
-    excluded = likely & (rank < rank[:, -1:])
-    return xp.where(excluded, xp.zeros_like(weights), weights)
+    return kept & ~(likely & (rank < rank[:, -1:]))
