@@ -32,32 +32,43 @@ def map_file(path: Path) -> Bytes:
 
 
 @contextlib.contextmanager
-def atomic_write(path: Path, *, overwrite: bool = True) -> Iterator[BinaryIO]:
-    """A file to write to, which takes the place of `path` only when everything was written and flushed.
+def atomic_path(path: Path, *, overwrite: bool = True) -> Iterator[Path]:
+    """A temporary file to fill, which takes the place of `path` when the block ends without an error.
 
     Readers see the old file or the whole new one, never a part; after an error nothing is left behind.
     """
     refuse_existing(path, overwrite)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
+    os.close(handle)
     try:
-        with os.fdopen(handle, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        _give_ordinary_mode(temporary)
+        yield Path(name)
+        _flush_to_disk(name)
+        _give_ordinary_mode(name)
         refuse_existing(path, overwrite)
-        os.replace(temporary, path)
+        os.replace(name, path)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
+            os.unlink(name)
         raise
+
+
+@contextlib.contextmanager
+def atomic_write(path: Path, *, overwrite: bool = True) -> Iterator[BinaryIO]:
+    """A file to write to, with the promises of `atomic_path`."""
+    with atomic_path(path, overwrite=overwrite) as temporary, temporary.open("wb") as file:
+        yield file
 
 
 def refuse_existing(path: Path, overwrite: bool) -> None:
     """ConfigError when `path` exists and must not be replaced."""
     if not overwrite and path.exists():
         raise ConfigError(f"{path} exists already: choose another name or pass --force to replace it")
+
+
+def _flush_to_disk(path: str) -> None:
+    with open(path, "rb+") as file:
+        os.fsync(file.fileno())
 
 
 def _give_ordinary_mode(path: str) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from bifolio.errors import ModelFileError, UnsupportedModelError
 from bifolio.model.gguf_config import Metadata, config_from_gguf
 from bifolio.model.gguf_reader import GgufFile, TensorEntry, open_gguf
-from bifolio.model.gguf_tokenizer import special_tokens, tokenizer_from_gguf
+from bifolio.model.gguf_tokenizer import has_tokenizer, special_tokens, tokenizer_from_metadata
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.names import assemble, gguf_names
 from bifolio.quant.formats import Bytes, Floats, QuantFormat
@@ -27,13 +27,13 @@ def load_gguf(path: str | Path) -> LoadedModel:
     config = config_from_gguf(file)
     source = TensorSource(file)
     weights = assemble(config, gguf_names(config), source.matrix, source.vector)
-    metadata = Metadata(file)
+    metadata = Metadata(file.metadata, file.path)
     template = file.metadata.get("tokenizer.chat_template")
     return LoadedModel(
         path=file.path,
         config=config,
         weights=weights,
-        tokenizer_source=partial(tokenizer_from_gguf, file) if metadata.strings("tokenizer.ggml.tokens") else None,
+        tokenizer_source=partial(tokenizer_from_metadata, metadata) if has_tokenizer(metadata) else None,
         chat_template=template if isinstance(template, str) else None,
         special_tokens=special_tokens(metadata, config.vocab_size),
         notes=source.notes(),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bifolio.config import ModelConfig, RopeConfig
 from bifolio.errors import ConfigError, ModelFileError, UnsupportedModelError
-from bifolio.model.gguf_reader import GgufFile, StringArray
+from bifolio.model.gguf_reader import GgufFile, StringArray, Value
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3", "gpt2", "phi3")
 # Files of this architecture keep the rows of queries and keys in the order for rope on neighbouring pairs.
@@ -21,28 +23,30 @@ GEMMA_LARGEST_LAYERS = 62  # the 27B model scales attention by hidden_size / hea
 END_TOKENS = frozenset(
     {"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>", "<EOT>"}
 )
+END_NAMES = ("eos", "eot", "eom")  # end of text, of a turn, of a message: a file may name one of each
 _CONTROL = 3  # token type
 
 
 class Metadata:
     """Typed access to the entries of a file; what is missing or of the wrong kind is a named error."""
 
-    def __init__(self, file: GgufFile) -> None:
-        self._file = file
+    def __init__(self, values: Mapping[str, Value], path: Path) -> None:
+        self._values = values
+        self.path = path
         self.architecture = self.text("general.architecture")
 
     def fail(self, message: str) -> ModelFileError:
-        return ModelFileError(f"{self._file.path}: {message}")
+        return ModelFileError(f"{self.path}: {message}")
 
     def _get(self, key: str) -> Any:
         """`.name` stands for a key of the file's architecture."""
-        return self._file.metadata.get(self.architecture + key if key.startswith(".") else key)
+        return self._values.get(self.architecture + key if key.startswith(".") else key)
 
     def has(self, key: str) -> bool:
         return self._get(key) is not None
 
     def text(self, key: str, default: str | None = None) -> str:
-        value = self._file.metadata.get(key, default)
+        value = self._values.get(key, default)
         if not isinstance(value, str):
             raise self.fail(f"the metadata {key!r} is missing or not a string")
         return value
@@ -55,7 +59,7 @@ class Metadata:
         if isinstance(value, np.ndarray):
             distinct = set(value.tolist())
             if len(distinct) != 1:
-                raise UnsupportedModelError(f"{self._file.path}: {key!r} differs between layers")
+                raise UnsupportedModelError(f"{self.path}: {key!r} differs between layers")
             value = distinct.pop()
         if type(value) is not int or not 0 <= value < 2**48:
             raise self.fail(f"the metadata {key!r} is {value!r}, not a whole number")
@@ -81,9 +85,9 @@ class Metadata:
         value = self._get(key)
         return value if isinstance(value, np.ndarray) else None
 
-    def strings(self, key: str) -> StringArray | None:
+    def strings(self, key: str) -> Sequence[str] | None:
         value = self._get(key)
-        return value if isinstance(value, StringArray) else None
+        return value if isinstance(value, StringArray | list) else None
 
     def token_id(self, key: str, vocab_size: int) -> int | None:
         """The id of a special token, or None when there is none or it is outside of the vocabulary."""
@@ -93,7 +97,7 @@ class Metadata:
 
 def config_from_gguf(file: GgufFile) -> ModelConfig:
     """Describe the network in the file."""
-    metadata = Metadata(file)
+    metadata = Metadata(file.metadata, file.path)
     if metadata.architecture not in ARCHITECTURES:
         raise UnsupportedModelError(
             f"{file.path}: the architecture {metadata.architecture!r} is not supported; "
@@ -250,13 +254,11 @@ def _factors(file: GgufFile, name: str, rotary_dim: int) -> tuple[float, ...]:
 
 def _end_ids(metadata: Metadata, vocab_size: int) -> tuple[int, ...]:
     """The ids that end a text: those that the file names, and control tokens with a name that says so."""
-    named = [metadata.token_id(f"tokenizer.ggml.{name}_token_id", vocab_size) for name in ("eos", "eot", "eom")]
+    named = [metadata.token_id(f"tokenizer.ggml.{name}_token_id", vocab_size) for name in END_NAMES]
     tokens, types = metadata.strings("tokenizer.ggml.tokens"), metadata.array("tokenizer.ggml.token_type")
     found = [token_id for token_id in named if token_id is not None]
-    if tokens is not None and types is not None and len(types) == len(tokens):
+    if isinstance(tokens, StringArray) and types is not None and len(types) == len(tokens):
         wanted = {text.encode() for text in END_TOKENS}
-        controls = types == _CONTROL
-        found += [
-            index for index, raw in enumerate(tokens.raw()) if raw in wanted and controls[index] and index < vocab_size
-        ]
+        ends = [index for index, raw in enumerate(tokens.raw()) if raw in wanted]
+        found += [index for index in ends if types[index] == _CONTROL and index < vocab_size]
     return tuple(dict.fromkeys(found))

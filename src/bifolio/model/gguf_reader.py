@@ -24,7 +24,7 @@ from bifolio.model.file_access import map_file
 from bifolio.quant.formats import Bytes, QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
-_STRING, _ARRAY, _BOOL = 8, 9, 7
+_FLOAT32, _BOOL, _STRING, _ARRAY = 6, 7, 8, 9
 _SCALARS: dict[int, str] = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?"}
 _SCALARS |= {10: "<u8", 11: "<i8", 12: "<f8"}
 _SCALAR_CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -220,7 +220,8 @@ class _HeaderParser:
         if scalar is None:
             raise self.fail(f"metadata {key!r} has the unknown type {kind}")
         value: int | float | bool = self._unpack(scalar)
-        return value
+        # The shortest number that rounds to the stored single: 1e-05, not 9.999999747378752e-06.
+        return float(str(np.float32(value))) if kind == _FLOAT32 else value
 
     def _read_array(self, key: str, nesting: int) -> Value:
         if nesting > _MAX_NESTING:

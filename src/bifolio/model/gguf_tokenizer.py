@@ -16,7 +16,7 @@ import numpy as np
 from bifolio.errors import ModelFileError, UnsupportedModelError
 from bifolio.model.gguf_config import Metadata
 from bifolio.model.gguf_pretokenizers import PRE_TOKENIZERS
-from bifolio.model.gguf_reader import GgufFile
+from bifolio.model.gguf_reader import GgufFile, StringArray
 from bifolio.model.tokenizer import Tokenizer
 
 SPACE = "▁"  # how SentencePiece spells a space
@@ -51,20 +51,28 @@ class Vocabulary:
 
 
 def tokenizer_from_gguf(file: GgufFile) -> Tokenizer:
+    """The tokenizer of an open file."""
+    return tokenizer_from_metadata(Metadata(file.metadata, file.path))
+
+
+def has_tokenizer(metadata: Metadata) -> bool:
+    return metadata.has(TOKENIZER_JSON) or bool(metadata.strings("tokenizer.ggml.tokens"))
+
+
+def tokenizer_from_metadata(metadata: Metadata) -> Tokenizer:
     """Build the tokenizer that the metadata describes."""
-    metadata = Metadata(file)
     try:
         return Tokenizer(_build(metadata))
     except (ModelFileError, MemoryError):
         raise
     except Exception as error:  # the library raises plain Exception for every kind of bad vocabulary
-        raise ModelFileError(f"{file.path}: the tokenizer cannot be built: {error}") from error
+        raise ModelFileError(f"{metadata.path}: the tokenizer cannot be built: {error}") from error
 
 
 def special_tokens(metadata: Metadata, vocab_size: int) -> dict[str, str]:
     """bos_token, eos_token and so on, as chat templates name them."""
     tokens = metadata.strings("tokenizer.ggml.tokens")
-    if tokens is None:
+    if not isinstance(tokens, StringArray):
         return {}
     ids = {
         f"{name}_token": metadata.token_id(f"tokenizer.ggml.{key}_token_id", min(vocab_size, len(tokens)))

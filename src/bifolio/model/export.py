@@ -1,0 +1,104 @@
+"""The weights of a model as named tensors, for the writers of files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bifolio.config import ModelConfig
+from bifolio.errors import UnsupportedModelError
+from bifolio.kernels.interface import Linear, Norm
+from bifolio.model.names import TensorNames
+from bifolio.model.weights import LayerWeights, ModelWeights
+from bifolio.quant.tensor import QuantizedTensor
+
+Kind = Literal["matrix", "embedding", "head", "positions", "norm", "bias"]
+ROTATED = ("llama", "mistral")  # architectures whose GGUF files rotate neighbouring pairs, and whose folders do not
+
+
+@dataclass(frozen=True, slots=True)
+class NamedTensor:
+    """One tensor under its name in a file."""
+
+    name: str
+    tensor: QuantizedTensor
+    kind: Kind
+    row_order: NDArray[np.int64] | None = None  # i64[rows]  how the rows are to be rearranged; None: as they are
+
+    def rearranged(self) -> QuantizedTensor:
+        """The tensor with its rows (or the values of a vector) in the order that the file wants."""
+        if self.row_order is None:
+            return self.tensor
+        if len(self.tensor.shape) == 1:
+            return QuantizedTensor.from_array(self.tensor.dequantize()[self.row_order])
+        return self.tensor.select_rows(self.row_order)
+
+
+def named_tensors(weights: ModelWeights, names: TensorNames, *, interleaved: bool) -> Iterator[NamedTensor]:
+    """Every tensor once, layer by layer. `interleaved`: whether the file rotates neighbouring pairs."""
+    yield NamedTensor(names.embedding + ".weight", _quantized(weights.embedding), "embedding")
+    if weights.position_embedding is not None:
+        yield NamedTensor(names.positions + ".weight", _quantized(weights.position_embedding), "positions")
+    for index, layer in enumerate(weights.layers):
+        yield from _layer(weights.config, names, names.layer.format(index), layer, interleaved)
+    yield from _norm(names.final_norm, weights.final_norm)
+    if not weights.config.tie_embeddings:
+        yield NamedTensor(names.head + ".weight", _quantized(weights.head.parts[0]), "head")
+
+
+def _layer(
+    config: ModelConfig, names: TensorNames, prefix: str, layer: LayerWeights, interleaved: bool
+) -> Iterator[NamedTensor]:
+    orders: tuple[NDArray[np.int64] | None, ...] = (None,) * len(layer.qkv.parts)
+    if interleaved != config.rope_interleaved and config.ropes:
+        orders = _row_orders(config, to_interleaved=interleaved, num_parts=len(layer.qkv.parts))
+    yield from _norm(prefix + names.attention_norm, layer.attention_norm)
+    yield from _linear(prefix, names.qkv, layer.qkv, orders)
+    yield from _norm(prefix + names.query_norm, layer.shape.query_norm)
+    yield from _norm(prefix + names.key_norm, layer.shape.key_norm)
+    yield from _linear(prefix, (names.output,), layer.output)
+    yield from _norm(prefix + names.post_attention_norm, layer.post_attention_norm)
+    yield from _norm(prefix + names.mlp_norm, layer.mlp_norm)
+    yield from _linear(prefix, names.up, layer.up)
+    yield from _linear(prefix, (names.down,), layer.down)
+    yield from _norm(prefix + names.post_mlp_norm, layer.post_mlp_norm)
+
+
+def _row_orders(config: ModelConfig, *, to_interleaved: bool, num_parts: int) -> tuple[NDArray[np.int64] | None, ...]:
+    """Rows of queries and keys, rearranged head by head: (i, i + half) become neighbours, or the reverse."""
+    if num_parts != 3 or any(rope.rotary_dim != config.head_dim for rope in config.ropes):
+        raise UnsupportedModelError("only whole heads of separate queries and keys can be rearranged for another rope")
+    half = config.head_dim // 2
+    inner = (2, half) if to_interleaved else (half, 2)
+
+    def order(heads: int) -> NDArray[np.int64]:
+        rows = np.arange(heads * config.head_dim, dtype=np.int64)
+        return rows.reshape(heads, *inner).swapaxes(1, 2).reshape(-1)
+
+    return order(config.num_heads), order(config.num_kv_heads), None
+
+
+def _linear(
+    prefix: str, names: tuple[str, ...], linear: Linear, orders: tuple[NDArray[np.int64] | None, ...] | None = None
+) -> Iterator[NamedTensor]:
+    orders = orders or (None,) * len(names)
+    for name, part, bias, order in zip(names, linear.parts, linear.biases, orders, strict=True):
+        yield NamedTensor(f"{prefix}{name}.weight", _quantized(part), "matrix", order)
+        if bias is not None:
+            yield NamedTensor(f"{prefix}{name}.bias", _quantized(bias), "bias", order)
+
+
+def _norm(name: str, norm: Norm | None) -> Iterator[NamedTensor]:
+    if norm is None:
+        return
+    yield NamedTensor(name + ".weight", _quantized(norm.weight), "norm")
+    if norm.bias is not None:
+        yield NamedTensor(name + ".bias", _quantized(norm.bias), "bias")
+
+
+def _quantized(value: object) -> QuantizedTensor:
+    return value if isinstance(value, QuantizedTensor) else QuantizedTensor.from_array(np.asarray(value))
