@@ -324,10 +324,6 @@ def _check_relations(params: SamplingParams) -> None:
         object.__setattr__(params, "top_k", 0)
     if params.best_of is not None and params.best_of < params.n:
         raise RequestError(f"best_of={params.best_of} must be at least n={params.n}: raise it, or leave it out")
-    if params.is_greedy and params.num_sequences > 1:
-        raise RequestError(
-            f"temperature=0 would give {params.num_sequences} equal completions: use n=1, or a temperature above 0"
-        )
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
         raise RequestError(f"min_tokens={params.min_tokens} must not exceed max_tokens={params.max_tokens}")
     if params.stop and not params.detokenize:

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from bifolio.errors import RequestError
 from bifolio.run.sampling.edits import Edits
-from bifolio.run.sampling.filters import Filters, filter_rows
+from bifolio.run.sampling.filters import Filters, cool, filter_rows
 from bifolio.run.sampling.logprobs import TokenLogprobs, score_tokens
 from bifolio.run.sampling.noise import STREAM_XTC, uniform
 from bifolio.run.sampling.table import SamplingTable, TokenMask
@@ -38,6 +38,7 @@ from bifolio.run.sampling.weights import ONE, Array, draw, shift, to_weights
 
 __all__ = ["SampledTokens", "Sampler", "SamplingTable", "TokenMask", "prompt_logprobs", "uniform"]
 
+_quiet = np.errstate(over="ignore", under="ignore", invalid="ignore")  # odd logits are handled, not reported
 NOTHING = -1  # the token id of a row that could not be drawn
 
 
@@ -59,6 +60,7 @@ class Sampler:
         self.vocab_size = vocab_size
         self.table = table
 
+    @_quiet
     def sample(
         self,
         logits: Array,  # f32[r, vocab]  not changed
@@ -84,6 +86,7 @@ class Sampler:
             token_ids[rows] = self._draw_filtered(_rows(work, rows), slots[rows], positions[rows])
         return self._outcome(logits, slots, token_ids, errors)
 
+    @_quiet
     def probabilities(
         self, logits: Array, slots: Any, positions: Any = None, pending: Sequence[Sequence[int]] | None = None
     ) -> Array:
@@ -98,6 +101,7 @@ class Sampler:
         total = xp.astype(xp.sum(to_weights(values), axis=-1, keepdims=True), xp.float64) / ONE
         return xp.exp(values) / xp.astype(xp.where(total > 0.0, total, xp.ones_like(total)), xp.float32)
 
+    @_quiet
     def process_logits(
         self, logits: Array, slots: Any, positions: Any = None, pending: Sequence[Sequence[int]] | None = None
     ) -> Array:
@@ -121,21 +125,15 @@ class Sampler:
         changed = array_namespace(logits).asarray(logits, copy=True)
         return changed, edits.apply(changed)
 
-    def _cooled(self, logits: Array, slots: NDArray[Any]) -> Array:
-        """f32[r, vocab]: shifted logits over temperature. Shifting first keeps tiny temperatures from overflowing."""
-        xp = array_namespace(logits)
-        temperature = xp.asarray(self.table.temperature[slots][:, None], device=device(logits))
-        return shift(logits) / temperature
-
     def _draw_plain(self, logits: Array, slots: NDArray[Any], positions: NDArray[Any]) -> NDArray[Any]:
-        weights = to_weights(self._cooled(logits, slots))
+        weights = to_weights(cool(logits, self.table.temperature[slots]))
         return _draw(weights, uniform(self.table.seed[slots], positions))
 
     def _draw_filtered(self, logits: Array, slots: NDArray[Any], positions: NDArray[Any]) -> NDArray[Any]:
         xp = array_namespace(logits)
         seeds = self.table.seed[slots]
         filters = Filters.of(self.table, slots, uniform(seeds, positions, STREAM_XTC))
-        found = filter_rows(self._cooled(logits, slots), filters)
+        found = filter_rows(logits, self.table.temperature[slots], filters)
         index = _draw(found.weights, uniform(seeds, positions))
         ids = xp.take_along_axis(found.ids, xp.asarray(np.maximum(index, 0)[:, None], device=device(logits)), axis=-1)
         return np.where(index < 0, NOTHING, _to_numpy(ids[:, 0]))
@@ -165,12 +163,13 @@ class Sampler:
                 kept[row, winner] = True
         for rows in _chunks(np.flatnonzero(~greedy & ~filtered), work):
             index = xp.asarray(rows, device=device(work))
-            cooled = self._cooled(_rows(work, rows), slots[rows])
+            cooled = cool(_rows(work, rows), self.table.temperature[slots[rows]])
             values[index, :], kept[index, :] = cooled, cooled > -float("inf")
         for rows in self._filter_groups(slots, filtered, work):
             index = xp.asarray(rows, device=device(work))
-            values[index, :] = self._cooled(_rows(work, rows), slots[rows])
-            found = filter_rows(values[index, :], Filters.of(self.table, slots[rows], noise[rows]))
+            part, temperature = _rows(work, rows), self.table.temperature[slots[rows]]
+            values[index, :] = cool(part, temperature)
+            found = filter_rows(part, temperature, Filters.of(self.table, slots[rows], noise[rows]))
             where = xp.broadcast_to(index[:, None], found.kept.shape)
             kept[where[found.kept], found.ids[found.kept]] = True
         return values, kept
@@ -205,6 +204,7 @@ class Sampler:
         return outcome
 
 
+@_quiet
 def prompt_logprobs(logits: Array, next_ids: Any, num_top: int) -> TokenLogprobs:
     """Logprobs of the prompt's tokens: f32[t, vocab] logits at each position, i64[t] the token that follows it."""
     logits = _single_precision(logits)
@@ -223,7 +223,7 @@ def _single_precision(logits: Array) -> Array:
 
 
 def _host(values: Any) -> NDArray[Any]:
-    return _to_numpy(values) if is_torch_array(values) else np.asarray(values)
+    return np.asarray(_to_numpy(values), dtype=np.int64)
 
 
 def _to_numpy(values: Array) -> NDArray[Any]:
@@ -249,26 +249,18 @@ def _rows(logits: Array, rows: NDArray[Any]) -> Array:
 def _greedy(logits: Array) -> NDArray[Any]:
     """i64[r]: the largest logit's index, the lowest among equals; -1 where there is none."""
     xp = array_namespace(logits)
-    best = _lowest_argmax(xp, logits)
+    best = xp.argmax(logits, axis=-1)
     values = _to_numpy(xp.take_along_axis(logits, best[:, None], axis=-1)[:, 0])
     token_ids = np.array(_to_numpy(best))
     for row in np.flatnonzero(~np.isfinite(values)):
         cleaned = shift(logits[int(row) : int(row) + 1, :])
-        index = int(_lowest_argmax(xp, cleaned)[0])
+        index = int(xp.argmax(cleaned, axis=-1)[0])
         token_ids[row] = index if float(cleaned[0, index]) == 0.0 else NOTHING
     return token_ids
-
-
-def _lowest_argmax(xp: Any, logits: Array) -> Array:
-    """argmax, which in numpy gives the first of equals and in torch on a GPU any of them."""
-    best = xp.argmax(logits, axis=-1)
-    if not is_torch_array(logits) or not logits.is_cuda:
-        return best
-    return xp.argmax(xp.astype(logits == xp.max(logits, axis=-1, keepdims=True), xp.uint8), axis=-1)
 
 
 def _draw(weights: Array, noise: NDArray[np.float64]) -> NDArray[Any]:
     """i64[r]: the drawn index; -1 in rows without any weight."""
     xp = array_namespace(weights)
-    index = draw(weights, xp.asarray(noise, device=device(weights)))
+    index = draw(weights, noise)
     return np.where(_to_numpy(xp.max(weights, axis=-1)) > 0, _to_numpy(index), NOTHING)

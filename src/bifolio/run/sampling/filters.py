@@ -16,7 +16,16 @@ from array_api_compat import array_namespace, device
 from numpy.typing import NDArray
 
 from bifolio.run.sampling.table import SamplingTable
-from bifolio.run.sampling.weights import ONE, Array, kth_largest, sort_candidates, to_weights
+from bifolio.run.sampling.weights import (
+    ONE,
+    Array,
+    cleaned,
+    descending_keys,
+    kth_bound,
+    shift,
+    sort_candidates,
+    to_weights,
+)
 
 
 @dataclass(slots=True)
@@ -64,19 +73,41 @@ class Candidates:
     kept: Array  # bool[r, c]  includes tokens too unlikely to have a weight
 
 
-def filter_rows(shifted: Array, filters: Filters) -> Candidates:
-    """Candidates of f32[r, n] shifted logits, all filters applied; either every row has a top-k or none has."""
-    xp = array_namespace(shifted)
-    if filters.top_k[0] < shifted.shape[-1]:
-        mask, total = shifted >= kth_largest(shifted, filters.top_k), None
+def filter_rows(logits: Array, temperature: NDArray[np.float32], filters: Filters) -> Candidates:
+    """Candidates of f32[r, n] logits after temperature (f32[r] on the host) and all filters.
+
+    Either every row has a top-k or none has: the two kinds find their candidates in different ways.
+    """
+    xp = array_namespace(logits)
+    total: Array | None = None
+    if filters.top_k[0] < logits.shape[-1]:
+        ids, values = _top_k(logits, temperature, filters.top_k)
     else:
+        shifted = cool(logits, temperature)
         mask, total = _likely(shifted, filters)
-    ids, values = sort_candidates(mask, shifted)
+        ids, values = sort_candidates(mask, shifted)
     weights = to_weights(values)
     kept = (values > -float("inf")) & _likely_enough(weights, total, filters)
     kept = _keep_typical(values, weights, kept, filters)
     kept = _exclude_top_choices(weights, kept, filters)
     return Candidates(ids, values, _only(xp, weights, kept), kept)
+
+
+def cool(logits: Array, temperature: NDArray[np.float32]) -> Array:
+    """f32[r, n]: shifted logits over temperature. Shifting first keeps tiny temperatures from overflowing."""
+    shifted = shift(logits)
+    return shifted if (temperature == 1.0).all() else shifted / _column(array_namespace(logits), temperature, logits)
+
+
+def _top_k(logits: Array, temperature: NDArray[np.float32], top_k: NDArray[np.int64]) -> tuple[Array, Array]:
+    """(i64[r, c] ids, f32[r, c] shifted logits over temperature): the largest, ties with the last included."""
+    xp = array_namespace(logits)
+    logits, highest = cleaned(logits)
+    ids, values = sort_candidates(logits >= kth_bound(logits, top_k), logits)
+    values = (values - highest) / _column(xp, temperature, values)
+    last = xp.asarray(np.minimum(top_k, values.shape[-1])[:, None] - 1, device=device(values))
+    below = values < xp.take_along_axis(values, last, axis=-1)
+    return ids, xp.where(below, xp.full_like(values, -float("inf")), values)
 
 
 def _only(xp: Any, weights: Array, kept: Array) -> Array:
@@ -123,7 +154,9 @@ def _keep_typical(values: Array, weights: Array, kept: Array, filters: Filters) 
     index = xp.asarray(rows, device=device(weights))
     chosen = _only(xp, weights[index, :], kept[index, :])
     distance = _distance_from_entropy(xp, values[index, :], chosen, kept[index, :])
-    order = xp.argsort(distance, axis=-1, stable=True)
+    # Sorting unequal integers is faster than a stable sort, and leaves no choice to the algorithm.
+    places = xp.arange(distance.shape[-1], device=device(weights))
+    order = xp.sort(descending_keys(-distance, places), axis=-1) & 0xFFFFFFFF
     running = xp.cumulative_sum(xp.take_along_axis(chosen, order, axis=-1), axis=-1)
     mass = xp.astype(running[:, -1:], xp.float64) * _column(xp, filters.typical_p[rows], weights)
     last = xp.count_nonzero(xp.astype(running, xp.float64) < mass, axis=-1)[:, None]
@@ -134,17 +167,17 @@ def _keep_typical(values: Array, weights: Array, kept: Array, filters: Filters) 
 
 
 def _distance_from_entropy(xp: Any, values: Array, weights: Array, kept: Array) -> Array:
-    """f64[r, c]: |surprise - entropy| of each candidate, infinite for those not kept.
+    """f32[r, c]: |surprise - entropy| of each candidate, infinite for those not kept.
 
     With shifted logits x and total weight T, the surprise is log T - x and the entropy log T + sum(w * -x) / T, so
     log T cancels. The sum is taken over integers, for the same reason as everywhere here.
     """
-    infinite = xp.full_like(values, float("inf"), dtype=xp.float64)
-    surprise = xp.where(kept, -xp.astype(values, xp.float64), xp.zeros_like(infinite))
+    surprise = xp.astype(xp.where(kept, -values, xp.zeros_like(values)), xp.float64)
     moments = xp.astype(xp.astype(weights, xp.float64) * surprise, xp.int64)
     total = xp.astype(xp.sum(weights, axis=-1, keepdims=True), xp.float64)
     entropy = xp.astype(xp.sum(moments, axis=-1, keepdims=True), xp.float64) / xp.maximum(total, xp.ones_like(total))
-    return xp.where(kept, xp.abs(surprise - entropy), infinite)
+    distance = xp.astype(xp.abs(surprise - entropy), xp.float32)
+    return xp.where(kept, distance, xp.full_like(distance, float("inf")))
 
 
 def _exclude_top_choices(weights: Array, kept: Array, filters: Filters) -> Array:

@@ -9,7 +9,7 @@ import numpy as np
 from array_api_compat import array_namespace, device, is_torch_array
 from numpy.typing import NDArray
 
-from bifolio.run.sampling.weights import Array, kth_largest, log_total, shift, sort_candidates, to_weights
+from bifolio.run.sampling.weights import Array, kth_bound, log_total, shift, sort_candidates, to_weights
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ def _top(xp: Any, shifted: Array, log_sum: Array, num_top: NDArray[Any]) -> list
     counts = np.minimum(num_top, shifted.shape[-1])
     if not counts.any():
         return [[] for _ in counts]
-    mask = shifted >= kth_largest(shifted, np.maximum(counts, 1))
+    mask = shifted >= kth_bound(shifted, np.maximum(counts, 1))
     ids, values = sort_candidates(mask, shifted)
     all_ids, logprobs = _host(ids), _host(values - log_sum)
     return [

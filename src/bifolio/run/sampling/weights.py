@@ -10,13 +10,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from array_api_compat import array_namespace, device, is_torch_array
+from numpy.typing import NDArray
 
 Array = Any
 """A numpy array or a torch tensor; shapes are given in comments."""
 
 ONE = 1 << 40  # the weight of the most likely token
 _LAST = (1 << 63) - 1  # sorts behind every key
+_MAX_GROUP = 64  # values of which only the largest is looked at first
+_BLOCK = 256  # weights summed before any is looked at
 
 
 def to_weights(shifted: Array) -> Array:
@@ -25,18 +29,24 @@ def to_weights(shifted: Array) -> Array:
     return xp.astype(xp.exp(shifted) * float(ONE), xp.int64)
 
 
-def shift(logits: Array) -> Array:
-    """f32[r, n]: the same distributions with 0 as the largest logit; rows of nothing but -inf stay so.
+def cleaned(logits: Array) -> tuple[Array, Array]:
+    """(f32[r, n] logits, f32[r, 1] the largest of each row), with what a broken model may produce made well-defined.
 
-    What a broken model may produce is made well-defined here: NaN counts as excluded (-inf), +inf as the largest
-    finite number. Neither affects other rows.
+    NaN counts as excluded (-inf), +inf as the largest finite number, and a row of nothing but -inf has 0 as largest.
+    Rows without such values are returned as they are.
     """
     xp = array_namespace(logits)
     highest = xp.max(logits, axis=-1, keepdims=True)  # NaN if there is a NaN in the row
-    if not bool(xp.all(xp.isfinite(highest))):
-        logits = _clean(xp, logits)
-        highest = xp.max(logits, axis=-1, keepdims=True)
-        highest = xp.where(xp.isfinite(highest), highest, xp.zeros_like(highest))
+    if bool(xp.all(xp.isfinite(highest))):
+        return logits, highest
+    logits = _clean(xp, logits)
+    highest = xp.max(logits, axis=-1, keepdims=True)
+    return logits, xp.where(xp.isfinite(highest), highest, xp.zeros_like(highest))
+
+
+def shift(logits: Array) -> Array:
+    """f32[r, n]: the same distributions with 0 as the largest logit; rows of nothing but -inf stay so."""
+    logits, highest = cleaned(logits)
     return logits - highest
 
 
@@ -44,13 +54,6 @@ def _clean(xp: Any, logits: Array) -> Array:
     excluded = xp.full_like(logits, -float("inf"))
     largest = xp.full_like(logits, float(xp.finfo(xp.float32).max))
     return xp.where(xp.isnan(logits), excluded, xp.where(logits > largest, largest, logits))
-
-
-def log_softmax(logits: Array) -> Array:
-    """f32[r, n] natural logarithms of the probabilities, each row independent of the others bit for bit."""
-    xp = array_namespace(logits)
-    shifted = shift(logits)
-    return shifted - log_total(xp, to_weights(shifted))
 
 
 def log_total(xp: Any, weights: Array) -> Array:
@@ -66,18 +69,20 @@ def sort_candidates(mask: Array, values: Array) -> tuple[Array, Array]:
     end in values of -inf. Value and id are packed into one integer: sorting those is fast, and no two are equal, so
     every sorting algorithm gives the same order.
     """
-    xp = array_namespace(values)
-    counts = xp.count_nonzero(mask, axis=-1)
-    width = max(int(xp.max(counts)), 1)
-    rows, ids = xp.nonzero(mask)
-    starts = xp.cumulative_sum(counts) - counts
-    offsets = xp.arange(rows.shape[0], device=device(values)) - starts[rows]
-    keys = xp.full((values.shape[0], width), _LAST, dtype=xp.int64, device=device(values))
-    keys[rows, offsets] = _keys(values[rows, ids], ids)
+    xp, where = array_namespace(values), device(values)
+    num_rows, width = values.shape
+    flat = xp.nonzero(xp.reshape(mask, (-1,)))[0]
+    edges = xp.searchsorted(flat, xp.arange(num_rows + 1, device=where) * width)
+    rows = flat // width
+    ids = flat - rows * width
+    offsets = xp.arange(flat.shape[0], device=where) - edges[:-1][rows]
+    longest = max(int(xp.max(edges[1:] - edges[:-1])), 1)
+    keys = xp.full((num_rows, longest), _LAST, dtype=xp.int64, device=where)
+    keys[rows, offsets] = descending_keys(values[rows, ids], ids)
     return _unpack(xp.sort(keys, axis=-1), values)
 
 
-def _keys(values: Array, ids: Array) -> Array:
+def descending_keys(values: Array, ids: Array) -> Array:
     """i64: rising keys order f32 `values` downwards, and equal ones by rising id."""
     xp = array_namespace(values)
     bits = (values + 0.0).view(xp.int32)  # + 0.0 makes -0.0 equal to 0.0
@@ -94,28 +99,55 @@ def _unpack(keys: Array, like: Array) -> tuple[Array, Array]:
     return ids, xp.where(padding, xp.full_like(values, -float("inf")), values)
 
 
-def kth_largest(values: Array, counts: Array) -> Array:
-    """f32[r, 1]: the value at rank `counts[row]` (from 1) of each row of f32[r, n]; counts is a numpy array."""
+def kth_bound(values: Array, counts: NDArray[np.int64]) -> Array:
+    """f32[r, 1]: a number not above the `counts[row]`-th largest value of each row, and seldom far below; finite.
+
+    The values are dealt into groups, and of the groups' maxima the one of that rank is taken: at least as many values
+    reach it. So the vocabulary is read once and never sorted. values: f32[r, n] without NaN; counts: 1 ... n.
+    """
     xp = array_namespace(values)
+    num_rows, width = values.shape
+    group = max(1, min(_MAX_GROUP, width // (4 * int(counts.max()))))
+    num_groups = width // group
+    if group > 1:
+        values = xp.max(xp.reshape(values[:, : group * num_groups], (num_rows, group, num_groups)), axis=1)
+    bound = _kth_largest(xp, values, counts)
+    return xp.maximum(bound, xp.full_like(bound, -float(xp.finfo(xp.float32).max)))
+
+
+def _kth_largest(xp: Any, values: Array, counts: NDArray[np.int64]) -> Array:
+    """f32[r, 1]; the one operation that numpy and torch spell differently."""
     if is_torch_array(values):
-        best, _ = values.topk(int(counts.max()), dim=-1)
-        index = xp.asarray(counts - 1, dtype=xp.int64, device=device(values))
-        return xp.take_along_axis(best, index[:, None], axis=-1)
-    found = xp.empty((values.shape[0], 1), dtype=values.dtype)
-    for row, count in enumerate(counts):
-        split = values.shape[1] - int(count)
-        found[row, 0] = xp.partition(values[row], split)[split]
-    return found
+        best = values.topk(int(counts.max()), dim=-1).values
+        return xp.take_along_axis(best, xp.asarray(counts - 1, device=device(values))[:, None], axis=-1)
+    splits = values.shape[1] - counts
+    parted = np.partition(values, np.unique(splits), axis=-1)
+    return np.take_along_axis(parted, splits[:, None], axis=-1)
 
 
 def draw(weights: Array, noise: Array) -> Array:
     """i64[r]: the first index at which the running sum of i64[r, n] weights exceeds noise times their total.
 
-    noise: f64[r] in [0, 1). Indices of weight 0 are never drawn; the total of each row must be positive.
+    noise: f64[r] in [0, 1). Indices of weight 0 are never drawn; rows without any weight give an arbitrary index. The
+    search goes over sums of blocks first and then inside one block, which gives the same index in less time.
     """
-    xp = array_namespace(weights)
-    running = xp.cumulative_sum(weights, axis=-1)
-    total = running[:, -1]
-    target = xp.astype(noise * xp.astype(total, xp.float64), xp.int64)
+    xp, where = array_namespace(weights), device(weights)
+    width = weights.shape[-1]
+    num_blocks = width // _BLOCK
+    whole = num_blocks * _BLOCK
+    sums = [xp.sum(xp.reshape(weights[:, :whole], (weights.shape[0], num_blocks, _BLOCK)), axis=-1)]
+    if whole < width:
+        sums.append(xp.sum(weights[:, whole:], axis=-1, keepdims=True))
+    block_sums = xp.concat(sums, axis=-1)
+    running = xp.cumulative_sum(block_sums, axis=-1)
+    total = running[:, -1:]
+    target = xp.astype(xp.asarray(noise, device=where)[:, None] * xp.astype(total, xp.float64), xp.int64)
     target = xp.minimum(target, total - 1)  # the product may round up to the total
-    return xp.count_nonzero(running <= target[:, None], axis=-1)
+    block = xp.clip(xp.count_nonzero(running <= target, axis=-1), 0, block_sums.shape[-1] - 1)[:, None]
+    before = xp.take_along_axis(running - block_sums, block, axis=-1)
+    index = block * _BLOCK + xp.arange(_BLOCK, device=where)
+    inside = xp.take_along_axis(
+        weights, xp.clip(index, 0, width - 1), axis=-1
+    )  # what lies behind the end is not reached
+    steps = xp.count_nonzero(xp.cumulative_sum(inside, axis=-1) + before <= target, axis=-1)
+    return xp.clip(block[:, 0] * _BLOCK + steps, 0, width - 1)
