@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,7 @@ class LanguageModel(nn.Module):
         if config.tie_embeddings:
             _register(self, self._names.head + ".weight", self.get_parameter(self._names.embedding + ".weight"))
         self._frequencies: tuple[torch.Tensor, ...] = ()
+        self._network: Callable[..., Any] = transformer.forward
 
     # -- the two phases -----------------------------------------------------------------------------------
     def prefill(
@@ -93,7 +94,7 @@ class LanguageModel(nn.Module):
                 f"the sequences have {length} tokens and the model takes {self.config.max_position}: shorten them"
             )
         batch = fresh_batch(idx)
-        logits = transformer.forward(self.weights(), batch, self._kernels(), None)
+        logits = self._network(self.weights(), batch, self._kernels(), None)
         logits = logits.unflatten(0, (batch_size, length))
         if targets is None:
             return logits, None
@@ -167,6 +168,10 @@ class LanguageModel(nn.Module):
     def generate(self, idx: torch.Tensor, max_new_tokens: int, **options: Any) -> torch.Tensor:
         """The same as `decode`, under its older name."""
         return self.decode(idx, max_new_tokens, **options)
+
+    def compile_network(self) -> None:
+        """Let `prefill` run through torch.compile: slow at the first call of each shape, faster after it."""
+        self._network = torch.compile(transformer.forward)
 
     # -- files --------------------------------------------------------------------------------------------
     @classmethod

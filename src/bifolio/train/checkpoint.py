@@ -1,0 +1,118 @@
+"""Checkpoints of a run: weights and AdamW's moments as safetensors, the rest as JSON. Nothing is pickled.
+
+    checkpoint/step-00001500/{model,optimizer}.safetensors, state.json
+
+The order of the data and the learning rate are functions of the step, so these files are everything: a resumed run
+computes what the uninterrupted one would have.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bifolio.errors import ConfigError, ModelFileError
+from bifolio.model.checkpoint import read_json
+from bifolio.model.language_model import LanguageModel, file_tensor
+from bifolio.model.safetensors_file import open_safetensors, write_safetensors
+from bifolio.train.settings import FREE_ON_RESUME, TrainSettings
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(slots=True)
+class History:
+    """What a run has measured so far."""
+
+    train: list[tuple[int, float]] = field(default_factory=list)  # (step, mean loss since the point before)
+    held_out: list[tuple[int, float]] = field(default_factory=list)  # (step, loss)
+    seconds: float = 0.0
+    unfinished_point: tuple[float, int] = (0.0, 0)  # sum and number of the losses since the last training point
+
+    @property
+    def best(self) -> tuple[int, float] | None:
+        """The evaluation with the lowest loss."""
+        return min(self.held_out, key=lambda point: point[1], default=None)
+
+
+def save_checkpoint(
+    folder: Path,
+    step: int,
+    model: LanguageModel,
+    optimizer: torch.optim.AdamW,
+    history: History,
+    settings: TrainSettings,
+    digest: str,
+) -> None:
+    """Write everything under another name first, then drop the older checkpoint: one whole one exists at any time."""
+    target, partial = folder / f"step-{step:08d}", folder / f"partial-{os.getpid()}"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    parameters = dict(model.named_parameters())
+    write_safetensors(partial / "model.safetensors", {n: file_tensor(p) for n, p in parameters.items()})
+    moments: dict[str, Any] = {}
+    for name, parameter in parameters.items():
+        state = optimizer.state.get(parameter)
+        if state:
+            moments |= {f"{moment}.{name}": file_tensor(state[moment]) for moment in MOMENTS}
+    write_safetensors(partial / "optimizer.safetensors", moments)
+    state_json = {"step": step, "digest": digest, "settings": asdict(settings), "history": asdict(history)}
+    (partial / "state.json").write_text(json.dumps(state_json) + "\n", encoding="utf-8")
+    if target.exists():
+        shutil.rmtree(target)
+    partial.rename(target)
+    for other in folder.glob("step-*"):
+        if other != target:
+            shutil.rmtree(other)
+
+
+def load_checkpoint(
+    folder: Path, model: LanguageModel, optimizer: torch.optim.AdamW, settings: TrainSettings, digest: str
+) -> tuple[int, History]:
+    """Put the newest checkpoint into model and optimizer; return the number of steps done, and what they measured."""
+    found = sorted(folder.glob("step-*"))
+    if not found:
+        raise ModelFileError(f"{folder} holds no checkpoint to resume from: train without --resume first")
+    state = read_json(found[-1] / "state.json")
+    _check_same_run(state, settings, digest, found[-1])
+    model.load_safetensors(found[-1] / "model.safetensors")
+    _load_moments(found[-1] / "optimizer.safetensors", model, optimizer, int(state["step"]))
+    raw = state["history"]
+    points = {name: [(int(step), float(loss)) for step, loss in raw[name]] for name in ("train", "held_out")}
+    loss_sum, loss_count = raw["unfinished_point"]
+    history = History(points["train"], points["held_out"], float(raw["seconds"]), (float(loss_sum), int(loss_count)))
+    return int(state["step"]), history
+
+
+def _check_same_run(state: dict[str, Any], settings: TrainSettings, digest: str, path: Path) -> None:
+    """A checkpoint continues the run it came from; another run would silently be a mixture."""
+    if state.get("digest") != digest:
+        raise ConfigError(f"{path} was made from other text or another tokenizer: pass the same data, or drop --resume")
+    before, now = state.get("settings", {}), json.loads(json.dumps(asdict(settings)))
+    changed = [n for n in now if n not in FREE_ON_RESUME and before.get(n) != now[n]]
+    if changed:
+        listed = ", ".join(f"{name} was {before.get(name)}, is {now[name]}" for name in changed)
+        raise ConfigError(f"{path} belongs to a run with other settings ({listed}): pass the same, or drop --resume")
+
+
+def _load_moments(path: Path, model: LanguageModel, optimizer: torch.optim.AdamW, step: int) -> None:
+    tensors = open_safetensors(path).tensors
+    for group in optimizer.param_groups:
+        on_device = bool(group["fused"]) or bool(group["capturable"])
+        for parameter in group["params"]:
+            device = parameter.device if on_device else torch.device("cpu")
+            optimizer.state[parameter]["step"] = torch.tensor(float(step), device=device)
+    for name, parameter in model.named_parameters():
+        for moment in MOMENTS:
+            tensor = tensors.get(f"{moment}.{name}")
+            if tensor is None or tensor.shape != tuple(parameter.shape):
+                raise ModelFileError(f"{path} has no usable {moment} of {name}: the checkpoint is damaged")
+            value = torch.from_numpy(np.array(tensor.dequantize())).to(parameter.device)
+            optimizer.state[parameter][moment] = value

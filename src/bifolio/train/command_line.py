@@ -1,0 +1,67 @@
+"""`--name value` pairs → `TrainSettings`, from the fields of the record alone: no package is needed for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+from bifolio.errors import ConfigError
+from bifolio.train.settings import TrainSettings
+
+
+def parse(arguments: Sequence[str]) -> TrainSettings:
+    """Flags are the fields with dashes; true/false ones take no value; everything else is a text file or folder."""
+    kinds = typing.get_type_hints(TrainSettings)
+    values: dict[str, Any] = {}
+    data: list[str] = []
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            data.append(word)
+            continue
+        flag, equals, value = word[2:].partition("=")
+        negated = flag.startswith("no-")
+        name = flag.removeprefix("no-").replace("-", "_")
+        if name not in kinds or (negated and bool not in _options(kinds[name])):
+            raise ConfigError(f"there is no option --{flag}; options are:\n{describe()}")
+        if bool in _options(kinds[name]) and not equals:
+            values[name] = not negated
+            continue
+        if not equals and not rest:
+            raise ConfigError(f"the option --{flag} needs a value")
+        text = value if equals else rest.pop(0)
+        if name == "data":
+            data.append(text)
+        else:
+            values[name] = _convert(flag, text, kinds[name])
+    return TrainSettings(data=tuple(data), **values)
+
+
+def describe() -> str:
+    """One line for each option."""
+    lines = []
+    for option in dataclasses.fields(TrainSettings):
+        default = "" if option.default in (None, ()) else f" [{option.default}]"
+        lines.append(f"  --{option.name.replace('_', '-'):22} {option.metadata['help']}{default}")
+    return "\n".join(lines)
+
+
+def _options(kind: Any) -> tuple[Any, ...]:
+    """The types of `int | None` and of plain `int`."""
+    return typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+
+
+def _convert(flag: str, text: str, kind: Any) -> Any:
+    wanted = next(option for option in _options(kind) if option is not type(None))
+    if wanted is bool:
+        if text.lower() not in ("true", "false"):
+            raise ConfigError(f"the option --{flag} is true or false, not {text!r}")
+        return text.lower() == "true"
+    try:
+        return wanted(text)
+    except ValueError:
+        raise ConfigError(f"the option --{flag} takes a value of type {wanted.__name__}, not {text!r}") from None

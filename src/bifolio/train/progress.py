@@ -1,0 +1,87 @@
+"""What a run shows while it works: a live line with rich, plain lines without."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any, Protocol
+
+
+class Progress(Protocol):
+    """Told of everything worth showing."""
+
+    def message(self, text: str) -> None: ...
+
+    def step(self, step: int, steps: int, loss: float, learning_rate: float, tokens_per_second: float) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class SilentProgress:
+    """Shows nothing: for processes other than the first, and for tests."""
+
+    def message(self, text: str) -> None:
+        pass
+
+    def step(self, step: int, steps: int, loss: float, learning_rate: float, tokens_per_second: float) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class PlainProgress(SilentProgress):
+    """One line now and then; works everywhere, also in a log file."""
+
+    def __init__(self, seconds_between: float = 5.0) -> None:
+        self.seconds_between = seconds_between
+        self._last_shown = 0.0
+
+    def message(self, text: str) -> None:
+        print(text, flush=True)
+
+    def step(self, step: int, steps: int, loss: float, learning_rate: float, tokens_per_second: float) -> None:
+        if step < steps and time.monotonic() - self._last_shown < self.seconds_between:
+            return
+        self._last_shown = time.monotonic()
+        print(f"step {step}/{steps}  loss {loss:.4f}  rate {learning_rate:.2e}  {tokens_per_second:,.0f} tokens/s",
+              flush=True)  # fmt: skip
+
+
+class LiveProgress:
+    """A bar with loss, speed and time left, below which messages scroll by."""
+
+    def __init__(self) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bars
+
+        self._bars: Any = Bars(
+            TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[facts]}"),
+            TextColumn("left"), TimeRemainingColumn(),
+        )  # fmt: skip
+        self._task: Any = None
+
+    def message(self, text: str) -> None:
+        self._bars.console.print(text, markup=False, highlight=False)
+
+    def step(self, step: int, steps: int, loss: float, learning_rate: float, tokens_per_second: float) -> None:
+        facts = f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s"
+        if self._task is None:
+            self._bars.start()
+            self._task = self._bars.add_task("", total=steps, facts=facts)
+        self._bars.update(self._task, completed=step, facts=facts)
+
+    def close(self) -> None:
+        self._bars.stop()
+
+
+def make_progress(is_first: bool) -> Progress:
+    """Live on a terminal where rich is installed, plain lines elsewhere, nothing in the other processes."""
+    if not is_first:
+        return SilentProgress()
+    if sys.stdout.isatty():
+        try:
+            return LiveProgress()
+        except ImportError:
+            pass
+    return PlainProgress()

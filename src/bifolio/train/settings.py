@@ -1,0 +1,159 @@
+"""What can be chosen about a training run: one frozen record, from which every command line is made."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from bifolio.config import ModelConfig, RopeConfig
+from bifolio.errors import ConfigError
+
+
+def _option(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """The shape of a network; the vocabulary comes from the tokenizer."""
+
+    architecture: str  # "llama" or "gpt2"
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    intermediate_size: int
+    context: int
+
+
+PRESETS = {
+    "char": Preset("gpt2", 128, 4, 4, 4, 512, 128),  # 0.8 M parameters: minutes on a CPU
+    "shakespeare": Preset("llama", 192, 4, 6, 6, 512, 256),  # 1.8 M
+    "draft": Preset("llama", 128, 2, 4, 2, 352, 512),  # 0.4 M and a tied table: a guesser for speculative decoding
+    "stories": Preset("llama", 384, 6, 6, 3, 1024, 512),  # 9.8 M and a tied table
+    "gpt2-small": Preset("gpt2", 768, 12, 12, 12, 3072, 1024),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSettings:
+    """One run. Times are in steps; a step sees `batch_size` sequences, whatever the processes and accumulation."""
+
+    data: tuple[str, ...] = _option((), "text files (plain or .xz) or folders of them")
+    output: str = _option("trained", "folder for the model, its checkpoints and the loss curve")
+    # the tokenizer
+    tokenizer: str = _option("bpe", "'bpe', 'char', or a tokenizer.json to reuse")
+    vocab_size: int = _option(4096, "tokens of a byte-level BPE")
+    # the network
+    preset: str = _option("stories", f"shape of the network: {', '.join(PRESETS)}")
+    architecture: str | None = _option(None, "'llama' or 'gpt2' instead of the preset's")
+    hidden_size: int | None = _option(None, "width instead of the preset's")
+    num_layers: int | None = _option(None, "layers instead of the preset's")
+    num_heads: int | None = _option(None, "attention heads instead of the preset's")
+    num_kv_heads: int | None = _option(None, "key/value heads instead of the preset's")
+    intermediate_size: int | None = _option(None, "width of the MLP instead of the preset's")
+    context: int | None = _option(None, "tokens of a training sequence instead of the preset's")
+    # the run
+    steps: int = _option(2000, "optimizer steps")
+    batch_size: int = _option(32, "sequences of one step, over all processes and accumulation")
+    accumulate: int = _option(1, "passes that a step is cut into, to save memory")
+    learning_rate: float = _option(1e-3, "highest learning rate, reached after the warm-up")
+    final_learning_rate: float = _option(0.1, "learning rate at the end, as a fraction of the highest")
+    warmup: int = _option(100, "steps of linear warm-up")
+    weight_decay: float = _option(0.1, "decay of matrices and tables")
+    beta1: float = _option(0.9, "AdamW's decay of the mean gradient")
+    beta2: float = _option(0.95, "AdamW's decay of the squared gradient")
+    clip: float = _option(1.0, "largest norm of the gradient; 0: no clipping")
+    seed: int = _option(0, "decides initial weights, order of the data, split and samples")
+    eval_fraction: float = _option(0.05, "share of the text that is held out")
+    eval_every: int = _option(250, "steps between evaluations")
+    eval_sequences: int = _option(128, "held-out sequences of one evaluation, at most")
+    keep_best: bool = _option(False, "export the weights of the best evaluation instead of the last ones")
+    log_every: int = _option(10, "steps between points of the loss curve")
+    save_every: int = _option(500, "steps between checkpoints; 0: only at the end")
+    resume: bool = _option(False, "continue from the checkpoint in the output folder")
+    sample_every: int = _option(500, "steps between printed samples; 0: none")
+    sample_prompt: str = _option("", "text that samples continue")
+    sample_tokens: int = _option(100, "tokens of a sample")
+    sample_temperature: float = _option(0.8, "temperature of samples")
+    max_minutes: float = _option(0.0, "stop, save and export after so many minutes; 0: no limit")
+    device: str = _option("auto", "'cpu', 'cuda', or 'auto'")
+    bf16: bool | None = _option(None, "bfloat16 matrix products; by default on CUDA only")
+    compile: bool = _option(False, "compile the network with torch.compile")
+    gguf: str | None = _option(None, "also write a GGUF in this format: f32, f16, q8_0 or q4_0")
+
+    def __post_init__(self) -> None:
+        if self.preset not in PRESETS:
+            raise ConfigError(f"no preset is called {self.preset!r}; choose one of {', '.join(PRESETS)}")
+        for name in ("steps", "batch_size", "accumulate", "vocab_size", "eval_every", "log_every", "eval_sequences"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.batch_size % self.accumulate:
+            raise ConfigError(
+                f"a batch of {self.batch_size} sequences cannot be cut into {self.accumulate} equal passes: "
+                "choose an accumulate that divides batch_size"
+            )
+        if not 0.0 < self.eval_fraction < 1.0:
+            raise ConfigError(f"eval_fraction must lie between 0 and 1, not {self.eval_fraction}")
+        if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
+            raise ConfigError(f"the learning rate must be positive, not {self.learning_rate}")
+        if self.gguf is not None and self.gguf not in GGUF_FORMATS:
+            raise ConfigError(f"a GGUF cannot be written as {self.gguf!r}: choose one of {', '.join(GGUF_FORMATS)}")
+
+    def shape(self) -> Preset:
+        """The preset with what was chosen instead."""
+        preset = PRESETS[self.preset]
+        names = [f.name for f in dataclasses.fields(Preset)]
+        return dataclasses.replace(preset, **{n: getattr(self, n) for n in names if getattr(self, n) is not None})
+
+    def model_config(self, vocab_size: int, end_of_text: int | None) -> ModelConfig:
+        """The network for a vocabulary; `end_of_text` both begins and ends a document."""
+        shape = self.shape()
+        if shape.architecture not in ("llama", "gpt2"):
+            raise ConfigError(f"train makes 'llama' and 'gpt2' models, not {shape.architecture!r}")
+        if shape.hidden_size % shape.num_heads:
+            raise ConfigError(f"a width of {shape.hidden_size} cannot be divided among {shape.num_heads} heads")
+        head_dim = shape.hidden_size // shape.num_heads
+        gpt2 = shape.architecture == "gpt2"
+        return ModelConfig(
+            architecture=shape.architecture,
+            vocab_size=vocab_size,
+            hidden_size=shape.hidden_size,
+            num_layers=shape.num_layers,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_heads if gpt2 else shape.num_kv_heads,
+            head_dim=head_dim,
+            intermediate_size=shape.intermediate_size,
+            max_position=shape.context,
+            norm="layer" if gpt2 else "rms",
+            activation="gelu_tanh" if gpt2 else "silu",
+            gated_mlp=not gpt2,
+            qkv_bias=gpt2,
+            output_bias=gpt2,
+            mlp_bias=gpt2,
+            tie_embeddings=True,
+            learned_positions=gpt2,
+            ropes=() if gpt2 else (RopeConfig(10000.0, head_dim),),
+            bos_token_id=end_of_text,
+            eos_token_ids=() if end_of_text is None else (end_of_text,),
+        )
+
+    def learning_rate_at(self, step: int) -> float:
+        """Linear warm-up, then half a cosine down to the final rate."""
+        if step < self.warmup:
+            return self.learning_rate * (step + 1) / self.warmup
+        progress = min((step - self.warmup) / max(self.steps - self.warmup, 1), 1.0)
+        low = self.learning_rate * self.final_learning_rate
+        return low + 0.5 * (self.learning_rate - low) * (1.0 + math.cos(math.pi * progress))
+
+
+GGUF_FORMATS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1")
+
+# Settings that may differ between a run and its continuation: they do not change what is computed.
+FREE_ON_RESUME = frozenset(
+    {"output", "resume", "eval_every", "eval_sequences", "log_every", "save_every", "sample_every", "sample_prompt",
+     "sample_tokens", "sample_temperature", "max_minutes", "device", "compile", "gguf", "keep_best", "data",
+     "tokenizer"}
+)  # fmt: skip
