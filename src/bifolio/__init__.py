@@ -1,3 +1,50 @@
-"""bifolio: prefill and decode over one paged KV cache."""
+"""bifolio: prefill and decode over one paged KV cache.
+
+The public names load what they need on first use: `import bifolio` costs next to nothing, and torch is never imported
+unless a torch class is asked for.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+_HOME = {
+    "LLM": "bifolio.run.llm",
+    "SamplingParams": "bifolio.sampling_params",
+    "RequestOutput": "bifolio.run.outputs",
+    "CompletionOutput": "bifolio.run.outputs",
+    "LanguageModel": "bifolio.model.language_model",
+    "ModelConfig": "bifolio.config",
+    "SpeculativeConfig": "bifolio.config",
+    "InferenceEngine": "bifolio.run.engine",
+    "ContinuousBatcher": "bifolio.schedule.batcher",
+    "KVCacheBlockManager": "bifolio.cache.block_manager",
+    "load_model": "bifolio.model.loader",
+    "BifolioError": "bifolio.errors",
+}
+__all__ = [*_HOME, "__version__"]
+
+if TYPE_CHECKING:
+    from bifolio.cache.block_manager import KVCacheBlockManager as KVCacheBlockManager
+    from bifolio.config import ModelConfig as ModelConfig
+    from bifolio.config import SpeculativeConfig as SpeculativeConfig
+    from bifolio.errors import BifolioError as BifolioError
+    from bifolio.model.language_model import LanguageModel as LanguageModel
+    from bifolio.model.loader import load_model as load_model
+    from bifolio.run.engine import InferenceEngine as InferenceEngine
+    from bifolio.run.llm import LLM as LLM
+    from bifolio.run.outputs import CompletionOutput as CompletionOutput
+    from bifolio.run.outputs import RequestOutput as RequestOutput
+    from bifolio.sampling_params import SamplingParams as SamplingParams
+    from bifolio.schedule.batcher import ContinuousBatcher as ContinuousBatcher
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'bifolio' has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value

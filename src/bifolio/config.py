@@ -11,7 +11,7 @@ from typing import Literal
 
 from bifolio.errors import ConfigError
 
-KVDtype = Literal["f32", "f16", "bf16", "q8_0"]
+KVDtype = Literal["f32", "f16", "bf16"]
 
 SUPPORTED_ARCHITECTURES = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma3", "phi3")
 

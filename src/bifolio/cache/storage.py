@@ -207,6 +207,17 @@ class KvCacheEntry:
         """The next token does not fit into the last page."""
         return self.seq_len % self._manager.block_size == 0
 
+    @property
+    def block_ids(self) -> list[int]:
+        """The sequence's blocks, in order of position."""
+        return self._manager.row_block_ids(self.sequence_id)
+
+    def reserve(self, num_tokens: int) -> None:
+        """Make room for a forward pass that will write the next `num_tokens`; copies of shared blocks run now."""
+        with self._manager.lock:
+            self._manager.append(self.sequence_id, num_tokens)
+            self._storage.copy_blocks(self._manager.take_copies())
+
     def append(self, keys: Array, values: Array) -> None:
         """Add the keys and values of one token, each [num_layers, num_kv_heads, head_dim].
 
@@ -227,7 +238,7 @@ class KvCacheEntry:
 
     def pages(self) -> list[Page]:
         """The sequence's pages, in order of position."""
-        return [Page(self._storage, block_id, self._manager) for block_id in self._block_ids()]
+        return [Page(self._storage, block_id, self._manager) for block_id in self.block_ids]
 
     def keys(self, layer: int) -> list[Array]:
         """One view [num_kv_heads, tokens, head_dim] per page, the last one cut at the sequence's end."""
@@ -237,14 +248,11 @@ class KvCacheEntry:
         """One view [num_kv_heads, tokens, head_dim] per page, the last one cut at the sequence's end."""
         return self._views(self._storage.values[layer])
 
-    def _block_ids(self) -> list[int]:
-        return self._manager.row_block_ids(self.sequence_id)
-
     def _views(self, array: Array) -> list[Array]:
         size = self._storage.block_size
         with self._manager.lock:
             counts = range(self.seq_len, 0, -size)  # tokens from each page's start to the end
-            return [array[block_id][:, :count] for block_id, count in zip(self._block_ids(), counts, strict=True)]
+            return [array[block_id][:, :count] for block_id, count in zip(self.block_ids, counts, strict=True)]
 
 
 def _import_torch() -> Any:

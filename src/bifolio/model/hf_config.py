@@ -159,9 +159,9 @@ def _ropes(raw: Raw, head_dim: int, num_layers: int) -> tuple[tuple[RopeConfig, 
 
 def _rope(raw: Raw, parameters: dict[str, Any], head_dim: int) -> RopeConfig:
     kind = str(parameters.get("rope_type", parameters.get("type", "default")))
-    partial = float(parameters.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0)
+    partial: Any = parameters.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
     theta = float(parameters.get("rope_theta", raw.get("rope_theta", 10000.0)))
-    rotary_dim = int(head_dim * partial)
+    rotary_dim = int(head_dim * float(partial))
     max_position = int(raw.get("max_position_embeddings", 2048))
     if kind in ("default", "none"):
         return RopeConfig(theta, rotary_dim)

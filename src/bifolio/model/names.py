@@ -158,8 +158,6 @@ def _norm(config: ModelConfig, name: str, size: int, vector: FetchVector, rms: b
     centered = config.norm == "layer" and not rms
     weight = vector(name + ".weight", (size,))
     if config.norm_offset:
-        weight = (
-            weight + np.float32(config.norm_offset) if isinstance(weight, np.ndarray) else weight + config.norm_offset
-        )
+        weight = weight + config.norm_offset  # a Python float keeps the array's own type
     bias = vector(name + ".bias", (size,)) if centered else None
     return Norm(weight, bias, config.norm_eps, centered)

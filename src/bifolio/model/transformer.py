@@ -21,9 +21,7 @@ def hidden_states(weights: ModelWeights, batch: Batch, kernels: KernelSet, stora
         for frequencies, scale in zip(weights.inverse_frequencies, weights.rope_scales, strict=True)
     )
     for layer in weights.layers:
-        attended = PagedAttentionLayer(layer)(
-            kernels.norm(x, layer.attention_norm), batch, kernels, storage, rotations
-        )
+        attended = PagedAttentionLayer(layer)(kernels.norm(x, layer.attention_norm), batch, kernels, storage, rotations)
         if layer.post_attention_norm is not None:
             attended = kernels.norm(attended, layer.post_attention_norm)
         x, normed = kernels.add_norm(x, attended, layer.mlp_norm)

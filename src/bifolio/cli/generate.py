@@ -1,0 +1,147 @@
+"""`bifolio generate`: text from one prompt, or from a file of prompts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bifolio.cli import options
+
+
+def register(app: typer.Typer) -> None:
+    app.command(help=HELP, epilog=EPILOG)(generate)
+
+
+HELP = """Generate text.
+
+Without a model, the embedded one writes a little story. Text streams to standard output as it is generated."""
+EPILOG = """Examples:
+
+  bifolio generate "Once upon a time"
+
+  bifolio generate -m ./SmolLM2-135M-Instruct.gguf "The capital of France is" -n 8 -t 0
+
+  bifolio generate -m ./model --input prompts.jsonl --output answers.jsonl"""
+
+
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="The text to continue; '-' reads standard input.")] = None,
+    model: options.Model = None,
+    max_tokens: options.MaxTokens = None,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
+    top_k: options.TopK = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
+    seed: options.Seed = None,
+    stop: options.Stop = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Do not stop at the end-of-text token.")] = False,
+    input_file: Annotated[
+        Path | None,
+        typer.Option("--input", "-i", help="JSON lines with 'prompt' or 'prompt_token_ids', and sampling options."),
+    ] = None,
+    output_file: Annotated[Path | None, typer.Option("--output", "-o", help="Where JSON lines of results go.")] = None,
+    memory: options.Memory = None,
+    max_model_len: options.MaxModelLen = None,
+    max_num_seqs: options.MaxNumSeqs = 16,
+    block_size: options.BlockSize = 16,
+    chunk_size: options.ChunkSize = 512,
+    kv_dtype: options.KvDtype = "auto",
+    threads: options.Threads = None,
+    device: options.Device = "auto",
+    verbose: options.Verbose = False,
+) -> None:
+    from bifolio.run.llm import LLM
+
+    llm = LLM(
+        model,
+        dtype=kv_dtype,
+        memory=memory,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        block_size=block_size,
+        chunk_size=chunk_size,
+        threads=threads,
+        device=device,
+        verbose=verbose,
+    )
+    given = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "seed": seed,
+        "stop": stop,
+        "ignore_eos": ignore_eos or None,
+    }
+    explicit = {name: value for name, value in given.items() if value is not None}
+    if input_file is not None:
+        run_file(llm, input_file, output_file, explicit)
+    else:
+        stream_one(llm, prompt, {"max_tokens": 256, **explicit})
+
+
+def stream_one(llm: Any, prompt: str | None, explicit: dict[str, Any]) -> None:
+    text = sys.stdin.read() if prompt == "-" else prompt
+    if text is None:
+        text = "Once upon a time"
+    sys.stdout.write(text)
+    sys.stdout.flush()
+    for result in llm.stream(text, llm.default_params(**explicit)):
+        sys.stdout.write(result.text)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+
+
+def run_file(llm: Any, source: Path, target: Path | None, explicit: dict[str, Any]) -> None:
+    """JSON lines in, JSON lines out, in the same order."""
+    prompts, params = [], []
+    for number, entry in enumerate(read_jsonl(source), start=1):
+        prompt = entry.get("prompt_token_ids", entry.get("prompt"))
+        if prompt is None:
+            raise typer.BadParameter(f"{source}:{number}: needs 'prompt' or 'prompt_token_ids'")
+        prompts.append(prompt)
+        options_of_line = {k: v for k, v in entry.items() if k not in ("prompt", "prompt_token_ids", "id")}
+        params.append(llm.default_params(**{**explicit, **options_of_line}))
+    outputs = llm.generate(prompts, params)
+    stream = sys.stdout if target is None else target.open("w", encoding="utf-8")
+    try:
+        for output in outputs:
+            stream.write(json.dumps(as_record(output), ensure_ascii=False) + "\n")
+    finally:
+        if target is not None:
+            stream.close()
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file():
+        raise typer.BadParameter(f"{path} does not exist")
+    entries = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+        except ValueError as error:
+            raise typer.BadParameter(f"{path}:{number}: not JSON: {error}") from error
+        if not isinstance(entry, dict):
+            raise typer.BadParameter(f'{path}:{number}: every line is an object such as {{"prompt": "Hello"}}')
+        entries.append(entry)
+    return entries
+
+
+def as_record(output: Any) -> dict[str, Any]:
+    return {
+        "prompt": output.prompt,
+        "prompt_token_ids": output.prompt_token_ids,
+        "outputs": [
+            {"text": item.text, "token_ids": item.token_ids, "finish_reason": item.finish_reason}
+            for item in output.outputs
+        ],
+    }

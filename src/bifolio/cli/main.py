@@ -1,0 +1,61 @@
+"""The `bifolio` command: one small file a verb; heavy imports happen inside the verbs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import import_module
+
+import typer
+
+VERBS = ("generate", "chat", "serve", "train", "eval", "quantize", "inspect", "models", "pull", "bench", "profile")
+
+
+def build_app() -> typer.Typer:
+    app = typer.Typer(
+        name="bifolio",
+        help="Run language models: prefill and decode over one paged KV cache.",
+        no_args_is_help=True,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        add_completion=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+    @app.callback(invoke_without_command=True)
+    def root(version: bool = typer.Option(False, "--version", help="Show the version and exit.")) -> None:
+        if version:
+            from bifolio import __version__
+
+            typer.echo(f"bifolio {__version__}")
+            raise typer.Exit
+
+    for verb in VERBS:
+        try:
+            module = import_module(f"bifolio.cli.{verb}")
+        except ModuleNotFoundError as error:
+            if error.name != f"bifolio.cli.{verb}":
+                raise
+            continue
+        module.register(app)
+    return app
+
+
+def main() -> None:
+    """Errors meant for people are one line; Ctrl-C and a closed pipe are quiet."""
+    from bifolio.errors import BifolioError
+
+    try:
+        build_app()()
+    except BifolioError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

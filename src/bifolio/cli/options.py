@@ -1,0 +1,29 @@
+"""Options that several verbs share, spelled once."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+Model = Annotated[
+    str | None,
+    typer.Option("--model", "-m", help="A model folder, a .gguf file, or a model's name (see `bifolio models`)."),
+]
+MaxTokens = Annotated[int | None, typer.Option("--max-tokens", "-n", help="The most tokens to generate.")]
+Temperature = Annotated[float | None, typer.Option("--temperature", "-t", help="0 is greedy.")]
+TopP = Annotated[float | None, typer.Option("--top-p", help="Keep the most likely tokens up to this mass.")]
+TopK = Annotated[int | None, typer.Option("--top-k", help="Keep this many most likely tokens; 0 is off.")]
+MinP = Annotated[float | None, typer.Option("--min-p", help="Drop tokens this much less likely than the best.")]
+RepetitionPenalty = Annotated[float | None, typer.Option("--repetition-penalty", help="Above 1 discourages repeats.")]
+Seed = Annotated[int | None, typer.Option("--seed", help="The same seed gives the same text.")]
+Stop = Annotated[list[str] | None, typer.Option("--stop", help="Text that ends the output; may be repeated.")]
+Memory = Annotated[str | None, typer.Option("--memory", help="Memory for the KV cache, such as 2GB.")]
+MaxModelLen = Annotated[int | None, typer.Option("--max-model-len", help="The longest prompt plus output, in tokens.")]
+MaxNumSeqs = Annotated[int, typer.Option("--max-num-seqs", help="Sequences that run at the same time.")]
+BlockSize = Annotated[int, typer.Option("--block-size", help="Tokens in one block of the cache.")]
+ChunkSize = Annotated[int, typer.Option("--chunk-size", help="The most prompt tokens of one request per step.")]
+KvDtype = Annotated[str, typer.Option("--kv-dtype", help="How keys and values are stored: auto, f32, f16 or bf16.")]
+Threads = Annotated[int | None, typer.Option("--threads", help="Threads of the CPU kernels; default: all cores.")]
+Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print the memory plan and what the loader noted.")]

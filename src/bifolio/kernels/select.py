@@ -1,0 +1,123 @@
+"""Which kernel set runs a model: the first of the candidates that has no reason to refuse.
+
+    cpu    native, then reference (which says once that it is slow)
+    cuda   triton, then torch
+
+`BIFOLIO_KERNELS=reference|native|torch|triton`, or a name passed by the caller, forces one; its refusal is an error
+that lists the reasons.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from bifolio.errors import ConfigError, MissingDependencyError
+from bifolio.kernels.interface import KernelSet
+
+
+class Candidate(NamedTuple):
+    """A kernel set that might be used."""
+
+    devices: tuple[str, ...]
+    refusals: Callable[[], list[str]]  # reasons why it cannot run here; empty: it can
+    make: Callable[[str, int | None], KernelSet]  # (device, threads)
+
+
+def select_kernels(device: str = "auto", *, name: str | None = None, threads: int | None = None) -> KernelSet:
+    """The kernel set for a device ("auto", "cpu", "cuda", "cuda:1"); ConfigError lists why nothing fits."""
+    device = resolve_device(device)
+    kind = device.split(":")[0]
+    forced = name or os.environ.get("BIFOLIO_KERNELS") or None
+    if forced is not None and forced not in CANDIDATES:
+        raise ConfigError(f"there are no kernels called {forced!r}: choose one of {', '.join(CANDIDATES)}")
+    names = [forced] if forced else [n for n, candidate in CANDIDATES.items() if kind in candidate.devices]
+    refusals = []
+    for candidate_name in names:
+        candidate = CANDIDATES[candidate_name]
+        reasons = _refusals(candidate, kind)
+        if not reasons:
+            if candidate_name == "reference" and forced is None:
+                _warn_slow("; ".join(refusals))
+            return candidate.make(device, threads)
+        refusals.append(f"{candidate_name}: {', '.join(reasons)}")
+    raise ConfigError(f"no kernels can run on {device!r} ({'; '.join(refusals) or 'unknown device'}): use cpu or cuda")
+
+
+def resolve_device(device: str) -> str:
+    """"auto" is the GPU when there is one and torch to drive it, else the CPU. Torch is not imported to find out."""
+    if device != "auto":
+        return device
+    has_gpu = Path("/dev/nvidia0").exists() and importlib.util.find_spec("torch") is not None
+    return "cuda" if has_gpu else "cpu"
+
+
+def _refusals(candidate: Candidate, kind: str) -> list[str]:
+    if kind not in candidate.devices:
+        return [f"does not run on {kind}"]
+    return candidate.refusals()
+
+
+def _native_refusals() -> list[str]:
+    from bifolio.kernels.native import library
+
+    try:
+        library()
+    except MissingDependencyError as error:
+        return [str(error)]
+    return []
+
+
+def _module_refusals(*modules: str) -> list[str]:
+    missing = []
+    for module in modules:
+        try:
+            found = importlib.util.find_spec(module)
+        except ModuleNotFoundError:
+            found = None
+        if found is None:
+            missing.append(f"{module} is not installed")
+    return missing
+
+
+def _make_native(device: str, threads: int | None) -> KernelSet:
+    from bifolio.kernels.native import NativeKernels
+
+    return NativeKernels(threads)
+
+
+def _make_reference(device: str, threads: int | None) -> KernelSet:
+    from bifolio.kernels.reference import ReferenceKernels
+
+    return ReferenceKernels()
+
+
+def _make_torch(device: str, threads: int | None) -> KernelSet:
+    from bifolio.kernels.torch_reference import TorchKernels
+
+    return TorchKernels(device)
+
+
+def _make_triton(device: str, threads: int | None) -> KernelSet:
+    kernels: KernelSet = importlib.import_module("bifolio.kernels.triton").TritonKernels(device)
+    return kernels
+
+
+CANDIDATES = {
+    "native": Candidate(("cpu",), _native_refusals, _make_native),
+    "triton": Candidate(("cuda",), lambda: _module_refusals("torch", "triton", "bifolio.kernels.triton"), _make_triton),
+    "torch": Candidate(("cuda", "cpu"), lambda: _module_refusals("torch"), _make_torch),
+    "reference": Candidate(("cpu",), list, _make_reference),
+}
+
+
+@cache
+def _warn_slow(reasons: str) -> None:
+    """Once per process and reason."""
+    print(f"bifolio: running on the reference kernels, which are slow. {reasons}", file=sys.stderr)

@@ -1,0 +1,259 @@
+"""The offline API: `LLM(model).generate(prompts, SamplingParams(...))`."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from bifolio.config import CacheConfig, EngineConfig, KVDtype
+from bifolio.errors import ConfigError, RequestError
+from bifolio.kernels.interface import KernelSet
+from bifolio.kernels.select import select_kernels
+from bifolio.model.chat_template import Message, render_chat
+from bifolio.model.loaded import LoadedModel
+from bifolio.model.loader import load_model
+from bifolio.run.engine import InferenceEngine
+from bifolio.run.memory import MemoryPlan, default_threads, parse_bytes, plan_memory, weight_bytes
+from bifolio.run.outputs import RequestOutput, request_output
+from bifolio.sampling_params import SamplingParams, merge_defaults
+from bifolio.sequence import Request, StepResult
+
+Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
+PROGRESS_FROM = 8  # prompts; fewer are done before a bar would be read
+
+
+class LLM:
+    """A model, a cache and an engine, for use from one thread.
+
+    `model` is a Hugging Face-layout folder, a `.gguf` file, or the name of an embedded or pulled model; None takes
+    the default embedded model. The cache gets `num_blocks` blocks, or as many as fit into `memory` ("2GB"), or a
+    safe share of what is free.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | LoadedModel | None = None,
+        *,
+        dtype: KVDtype | str = "auto",
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        memory: int | str | None = None,
+        max_num_seqs: int = 16,
+        max_model_len: int | None = None,
+        chunk_size: int = 512,
+        token_budget: int | None = None,
+        enable_prefix_caching: bool = True,
+        deterministic: bool = True,
+        device: str = "auto",
+        threads: int | None = None,
+        kernels: KernelSet | str | None = None,
+        max_waiting: int | None = None,
+        poison_free_blocks: bool = False,
+        verbose: bool = False,
+    ) -> None:
+        from bifolio.model.registry import DEFAULT_MODEL
+
+        self.model = model if isinstance(model, LoadedModel) else load_model(model or DEFAULT_MODEL)
+        config = self.model.config
+        kernel_set = (
+            kernels
+            if kernels is not None and not isinstance(kernels, str)
+            else select_kernels(device, name=kernels, threads=threads or default_threads())
+        )
+        length = self._model_len(max_model_len)
+        kv_dtype = self._kv_dtype(dtype, kernel_set)
+        self.plan: MemoryPlan = plan_memory(
+            config,
+            weight_bytes(self.model.weights),
+            block_size=block_size,
+            kv_dtype=kv_dtype,
+            num_blocks=num_blocks,
+            memory=None if memory is None else parse_bytes(memory),
+            max_model_len=length,
+            max_num_seqs=max_num_seqs,
+        )
+        self.engine = InferenceEngine(
+            self.model,
+            EngineConfig(
+                cache=CacheConfig(
+                    self.plan.num_blocks, block_size, kv_dtype, enable_prefix_caching, poison_free_blocks
+                ),
+                max_model_len=length,
+                max_num_seqs=max_num_seqs,
+                token_budget=token_budget or max(chunk_size, max_num_seqs),
+                chunk_size=chunk_size,
+                max_waiting=max_waiting,
+                deterministic=deterministic,
+                device=kernel_set.device,
+            ),
+            kernel_set,
+        )
+        self._ids = itertools.count()
+        if verbose:
+            self.print_plan()
+
+    # -- generating ------------------------------------------------------------------------------------------
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | None = None,
+        priority: int | Sequence[int] = 0,
+    ) -> list[RequestOutput]:
+        """Complete every prompt; the results come in the order of the prompts."""
+        batch = as_prompts(prompts)
+        params = self._params_for(batch, sampling_params)
+        priorities = [priority] * len(batch) if isinstance(priority, int) else list(priority)
+        requests = self._add_all(batch, params, priorities)
+        self._drain(requests, show_progress(use_tqdm, len(requests)))
+        return [request_output(request) for request in requests]
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[StepResult]:
+        """Yield every token as it comes; `StepResult.request_id` is the prompt's index, `.index` the completion's.
+
+        Leaving the loop early ends the requests.
+        """
+        batch = as_prompts(prompts)
+        requests = self._add_all(batch, self._params_for(batch, sampling_params), [0] * len(batch), named=True)
+        try:
+            while any(not request.is_finished for request in requests):
+                yield from self.engine.step()
+        finally:
+            self._abort(requests)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        use_tqdm: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, written with the model's own chat template."""
+        conversations: Any = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        prompts: list[Prompt] = [
+            {"prompt_token_ids": self.chat_tokens(conversation, tools=tools)} for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def chat_tokens(self, messages: Sequence[Message], **options: Any) -> list[int]:
+        """Token ids of a conversation; special tokens come from the template alone."""
+        text = render_chat(self.model.chat_template, messages, special_tokens=self.model.special_tokens, **options)
+        return self.model.require_tokenizer().encode(text, add_special_tokens=False)
+
+    # -- looking -----------------------------------------------------------------------------------------------
+    def print_plan(self) -> None:
+        config = self.model.config
+        print(f"{self.model.path} ({config.architecture}), kernels: {self.engine.runner.kernels.name}", file=sys.stderr)
+        for line in [*self.model.notes, *self.plan.lines()]:
+            print("  " + line, file=sys.stderr)
+
+    def default_params(self, **explicit: Any) -> SamplingParams:
+        """The model's own generation defaults, with `explicit` values winning."""
+        return SamplingParams(**merge_defaults(self.model.generation_config, **explicit))
+
+    # -- details -----------------------------------------------------------------------------------------------
+    def _model_len(self, wanted: int | None) -> int:
+        most = self.model.config.max_position
+        if wanted is None:
+            return min(most, 8192)
+        if not 1 <= wanted <= most:
+            raise ConfigError(f"max_model_len={wanted} is outside 1..{most}, the context this model was made for")
+        return wanted
+
+    def _kv_dtype(self, dtype: str, kernels: KernelSet) -> KVDtype:
+        if dtype == "auto":
+            return "bf16" if kernels.array_backend == "torch" and kernels.device.startswith("cuda") else "f32"
+        if dtype not in ("f32", "f16", "bf16"):
+            raise ConfigError(f"dtype must be auto, f32, f16 or bf16, not {dtype!r}")
+        return dtype  # type: ignore[return-value]
+
+    def _params_for(
+        self, batch: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[SamplingParams]:
+        if params is None:
+            params = self.default_params()
+        if isinstance(params, SamplingParams):
+            return [params] * len(batch)
+        if len(params) != len(batch):
+            raise RequestError(f"{len(batch)} prompts and {len(params)} SamplingParams: pass one, or one for each")
+        return list(params)
+
+    def _add_all(
+        self, batch: list[Prompt], params: list[SamplingParams], priorities: list[int], named: bool = False
+    ) -> list[Request]:
+        """All or nothing: a bad prompt refuses the call before anything runs."""
+        requests: list[Request] = []
+        try:
+            for number, (prompt, each, priority) in enumerate(zip(batch, params, priorities, strict=True)):
+                request_id = str(number) if named else f"request-{next(self._ids)}"
+                requests.append(self._add(request_id, prompt, each, priority))
+        except BaseException:
+            self._abort(requests)
+            raise
+        return requests
+
+    def _add(self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int) -> Request:
+        text, token_ids = None, prompt
+        if isinstance(prompt, Mapping):
+            text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids") or prompt.get("prompt", "")
+        if isinstance(token_ids, str):
+            text, token_ids = token_ids, self.model.require_tokenizer().encode(token_ids)
+        if isinstance(token_ids, Mapping):
+            raise RequestError("a prompt is text, a list of token ids, or {'prompt_token_ids': [...]}")
+        return self.engine.add_request(request_id, token_ids, params, prompt=text, priority=priority)
+
+    def _drain(self, requests: list[Request], progress: bool) -> None:
+        try:
+            if not progress:
+                while any(not request.is_finished for request in requests):
+                    self.engine.step()
+            else:
+                self._drain_with_bar(requests)
+        finally:
+            self._abort(requests)
+
+    def _drain_with_bar(self, requests: list[Request]) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, TextColumn("{task.fields[speed]}"), console=Console(stderr=True)) as bar:
+            task = bar.add_task("generating", total=len(requests), speed="")
+            num_tokens = 0
+            while any(not request.is_finished for request in requests):
+                num_tokens += sum(result.token is not None for result in self.engine.step())
+                elapsed = bar.tasks[0].elapsed or 1e-9
+                done = sum(request.is_finished for request in requests)
+                bar.update(task, completed=done, speed=f"{num_tokens / elapsed:.0f} tok/s")
+
+    def _abort(self, requests: list[Request]) -> None:
+        unfinished = [request for request in requests if not request.is_finished]
+        for request in unfinished:
+            self.engine.abort(request.request_id)
+        if unfinished:
+            self.engine.step()  # gives their rows and blocks back
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several: text, token ids, or mappings."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not len(prompts):
+        return []
+    if all(isinstance(item, int) or hasattr(item, "__index__") for item in prompts):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def show_progress(wanted: bool | None, num_requests: int) -> bool:
+    """Unless told: only for long calls that a person watches."""
+    return sys.stderr.isatty() and num_requests >= PROGRESS_FROM if wanted is None else wanted

@@ -1,0 +1,139 @@
+"""The memory plan: what weights and cache take, and how many blocks fit, before anything is allocated."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from bifolio.cache.storage import KVStorage
+from bifolio.config import KVDtype, ModelConfig
+from bifolio.errors import ConfigError
+from bifolio.model.weights import ModelWeights
+from bifolio.quant.tensor import QuantizedTensor
+
+SAFE_SHARE = 0.5  # of the free memory goes to the cache by default; weights, buffers and others need the rest
+MAX_DEFAULT_BYTES = 4 << 30  # a default cache larger than this surprises more than it helps
+UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes by purpose."""
+
+    weight_bytes: int
+    block_size: int
+    bytes_per_block: int
+    num_blocks: int  # the padding block included
+    free_bytes: int  # of the machine when the plan was made
+
+    @property
+    def cache_bytes(self) -> int:
+        return self.num_blocks * self.bytes_per_block
+
+    @property
+    def max_cached_tokens(self) -> int:
+        return (self.num_blocks - 1) * self.block_size
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.bytes_per_block // self.block_size
+
+    def lines(self) -> list[str]:
+        return [
+            f"weights          {show_bytes(self.weight_bytes)}",
+            f"KV per token     {show_bytes(self.bytes_per_token)}",
+            f"KV cache         {show_bytes(self.cache_bytes)} = {self.num_blocks} blocks of {self.block_size} tokens "
+            f"({self.max_cached_tokens} tokens)",
+            f"free memory      {show_bytes(self.free_bytes)}",
+        ]
+
+
+def plan_memory(
+    config: ModelConfig,
+    weight_bytes: int,
+    *,
+    block_size: int = 16,
+    kv_dtype: KVDtype = "f32",
+    num_blocks: int | None = None,
+    memory: int | None = None,
+    max_model_len: int,
+    max_num_seqs: int = 16,
+    free_bytes: int | None = None,
+) -> MemoryPlan:
+    """How many blocks: as asked (`num_blocks`), as many as fit into `memory` bytes, or a safe share of what is free."""
+    free = free_memory() if free_bytes is None else free_bytes
+    per_block = KVStorage.bytes_per_block(config.num_layers, block_size, config.num_kv_heads, config.head_dim, kv_dtype)
+    needed = -(-max_model_len // block_size) + 1  # one sequence of full length, and the padding block
+    if num_blocks is None:
+        if memory is None:
+            budget = min(max(free - weight_bytes, 0) * SAFE_SHARE, MAX_DEFAULT_BYTES)
+            useful = max_num_seqs * (needed - 1) + 1  # more could never be in use at once
+            num_blocks = min(int(budget // per_block), 2 * useful)
+        else:
+            num_blocks = memory // per_block
+    plan = MemoryPlan(weight_bytes, block_size, per_block, int(num_blocks), free)
+    if plan.num_blocks < needed:
+        fits = max(plan.max_cached_tokens, 0)
+        raise ConfigError(
+            f"the cache would have {plan.num_blocks} blocks of {block_size} tokens ({show_bytes(per_block)} each); a "
+            f"sequence of {max_model_len} tokens needs {needed}: pass max_model_len <= {fits}, or at least "
+            f"{show_bytes(needed * per_block)} of memory for the cache"
+        )
+    return plan
+
+
+def weight_bytes(weights: ModelWeights) -> int:
+    """Bytes of all matrices as they lie in the file; a matrix used twice (tied embeddings) counts once."""
+    tensors = [weights.embedding, weights.position_embedding, *weights.head.parts]
+    for layer in weights.layers:
+        for linear in (layer.qkv, layer.output, layer.up, layer.down):
+            tensors.extend(linear.parts)
+    unique = {id(tensor): tensor for tensor in tensors if tensor is not None}
+    return sum(int(t.nbytes) for t in unique.values() if isinstance(t, QuantizedTensor) or hasattr(t, "nbytes"))
+
+
+def free_memory() -> int:
+    """Bytes this process may still use: what the machine has available, or its control group allows."""
+    import psutil
+
+    available = int(psutil.virtual_memory().available)
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = Path("/sys/fs/cgroup/memory.current").read_text().strip()
+        if limit != "max":
+            available = min(available, int(limit) - int(used))
+    except (OSError, ValueError):
+        pass
+    return max(available, 0)
+
+
+def parse_bytes(text: str | int) -> int:
+    """'2GB', '1.5GiB', '500M' or a number of bytes."""
+    if isinstance(text, int):
+        return text
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text.lower())
+    if match is None or (match[2] not in UNITS and match[2] not in BINARY_UNITS):
+        raise ConfigError(f"{text!r} is not an amount of memory: write for example 2GB, 512MiB or 1500000000")
+    return int(float(match[1]) * (UNITS.get(match[2]) or BINARY_UNITS[match[2]]))
+
+
+def show_bytes(count: int) -> str:
+    if count < 1000:
+        return f"{count} B"
+    value = float(count)
+    for unit in ("kB", "MB", "GB"):
+        value /= 1000
+        if value < 1000:
+            return f"{value:.3g} {unit}" if value < 100 else f"{value:.0f} {unit}"
+    return f"{value / 1000:.3g} TB"
+
+
+def default_threads() -> int:
+    """Cores this process may run on."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:
+        return os.cpu_count() or 1

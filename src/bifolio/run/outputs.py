@@ -1,0 +1,68 @@
+"""What callers get back, in the shape that vLLM's users know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bifolio.sequence import Request, RequestMetrics, Sequence, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One completion of a prompt."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None  # None unless logprobs were asked for
+    logprobs: list[TokenLogprob] | None
+    finish_reason: str | None  # "stop", "length", "abort" or "error"; None while it runs
+    stop_reason: int | str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A prompt and its completions, best first where `best_of` drew more than were asked for."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[TokenLogprob | None] | None
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+    error: str | None = None
+
+
+def request_output(request: Request) -> RequestOutput:
+    """The state of a request as its caller sees it."""
+    chosen = request.sequences
+    if request.is_finished and len(chosen) > request.params.n:
+        chosen = sorted(chosen, key=_mean_logprob, reverse=True)[: request.params.n]
+    return RequestOutput(
+        request_id=request.request_id,
+        prompt=request.prompt,
+        prompt_token_ids=request.prompt_token_ids,
+        prompt_logprobs=request.prompt_logprobs,
+        outputs=[_completion(request, sequence, index) for index, sequence in enumerate(chosen)],
+        finished=request.is_finished,
+        metrics=request.metrics,
+        error=request.error,
+    )
+
+
+def _completion(request: Request, sequence: Sequence, index: int) -> CompletionOutput:
+    wanted = request.params.logprobs is not None
+    return CompletionOutput(
+        index=index,
+        text=sequence.text,
+        token_ids=list(sequence.output_token_ids),
+        cumulative_logprob=sequence.cumulative_logprob if wanted else None,
+        logprobs=list(sequence.logprobs) if wanted else None,
+        finish_reason=None if sequence.finish_reason is None else sequence.finish_reason.value,
+        stop_reason=sequence.stop_reason,
+    )
+
+
+def _mean_logprob(sequence: Sequence) -> float:
+    return sequence.cumulative_logprob / max(len(sequence.output_token_ids), 1)

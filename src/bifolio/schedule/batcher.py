@@ -1,0 +1,180 @@
+"""`ContinuousBatcher`: who waits, who holds which row. Requests join and leave between any two steps."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from bifolio.cache.block_manager import KVCacheBlockManager
+from bifolio.errors import RequestError
+from bifolio.schedule.slot import BatchSlot
+from bifolio.sequence import FinishReason, Request, Sequence, StepResult
+
+
+class SlotListener(Protocol):
+    """Told when a row changes hands, to keep what it stores by row in step."""
+
+    def slot_taken(self, slot: int, sequence: Sequence) -> None: ...
+
+    def slot_freed(self, slot: int, sequence: Sequence) -> None: ...
+
+
+class ContinuousBatcher:
+    """A fixed number of permanent slots, and a queue in order of priority and arrival."""
+
+    def __init__(
+        self,
+        max_slots: int,
+        blocks: KVCacheBlockManager,
+        *,
+        listener: SlotListener | None = None,
+        max_waiting: int | None = None,
+    ) -> None:
+        self.max_slots = max_slots
+        self.max_waiting = max_waiting
+        self.slots = [BatchSlot(index) for index in range(max_slots)]
+        self._blocks = blocks
+        self._listener = listener
+        self._free = list(range(max_slots - 1, -1, -1))  # row numbers; the smallest is taken first
+        self._waiting: list[tuple[tuple[int, int], int, Sequence]] = []  # heap by order, then by index
+        self._slot_of: dict[int, int] = {}  # sequence id → row number
+
+    # -- looking ------------------------------------------------------------------------------------------------
+    @property
+    def num_waiting(self) -> int:
+        return sum(1 for _, _, sequence in self._waiting if sequence.finish_reason is None)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._slot_of)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._slot_of) or self.num_waiting > 0
+
+    def active_slots(self) -> list[BatchSlot]:
+        return [slot for slot in self.slots if slot.sequence is not None]
+
+    def slot_of(self, sequence: Sequence) -> int | None:
+        return self._slot_of.get(sequence.id)
+
+    # -- joining ------------------------------------------------------------------------------------------------
+    def add(self, request: Request) -> None:
+        """Queue a request; its sequences beyond the first wait to be forked from it."""
+        if len(request.sequences) > self.max_slots:
+            raise RequestError(
+                f"the request asks for {len(request.sequences)} sequences at once and the engine runs at most "
+                f"{self.max_slots}: ask for fewer, or start it with max_num_seqs >= {len(request.sequences)}"
+            )
+        if self.max_waiting is not None and self.num_waiting >= self.max_waiting:
+            raise RequestError(f"{self.num_waiting} requests are waiting already: try again later")
+        self._push(request.sequences[0])
+
+    def admit_pending(self) -> list[Sequence]:
+        """Give free slots to those who wait, best first, as long as the blocks for their tokens are there."""
+        admitted = []
+        while self._waiting:
+            sequence = self._waiting[0][2]
+            if sequence.finish_reason is not None:
+                heapq.heappop(self._waiting)
+                continue
+            forks = unforked_children(sequence)
+            if len(self._free) < 1 + len(forks) or not self._open(sequence):
+                break
+            heapq.heappop(self._waiting)
+            rows = [self._take_slot(member) for member in (sequence, *forks)]
+            self.slots[rows[0]].sample_slots = tuple(rows)
+            admitted.append(sequence)
+        return admitted
+
+    def _open(self, sequence: Sequence) -> bool:
+        """Open its row on the cached prefix if the rest will fit beside those who run."""
+        request = sequence.request
+        wants_logits = request.params.prompt_logprobs is not None and not sequence.output_token_ids
+        cached = self._blocks.open_row(
+            sequence.id, sequence.token_ids, salt=request.salt, max_cached=0 if wants_logits else None
+        )
+        needed = self._blocks.blocks_needed([(sequence.id, sequence.num_tokens - cached)])
+        if self._slot_of and needed + len(self._slot_of) > self._blocks.num_free_blocks:
+            self._blocks.release(sequence.id)
+            return False
+        sequence.num_computed = cached
+        if not request.metrics.first_scheduled:
+            request.metrics.first_scheduled = time.perf_counter()
+            request.metrics.num_cached_tokens = cached
+        return True
+
+    # -- leaving --------------------------------------------------------------------------------------------------
+    def evict_completed(self) -> list[Sequence]:
+        """Slots and blocks of sequences that ended go back."""
+        ended = [slot.held for slot in self.slots if slot.sequence is not None and slot.held.finish_reason is not None]
+        for sequence in ended:
+            self._leave(sequence)
+        return ended
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Take row and slot away; the sequence waits again and is recomputed later, from what is still cached."""
+        for member in (*unforked_children(sequence), sequence):
+            self._leave(member)
+        sequence.num_computed = 0
+        sequence.request.metrics.num_preemptions += 1
+        self._push(sequence)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """The child, which has its slot already, takes over everything the parent computed."""
+        self._blocks.fork(parent.id, child.id)
+        child.num_computed = parent.num_computed
+        child.parent = None
+        parent_slot = self._slot_of[parent.id]
+        self.slots[parent_slot].sample_slots = (parent_slot,)
+        child_slot = self._slot_of[child.id]
+        self.slots[child_slot].sample_slots = (child_slot,)
+
+    def finish(self, request: Request, reason: FinishReason) -> list[StepResult]:
+        """End what has not ended of a request; blocks go back at the next `evict_completed`."""
+        results = []
+        for sequence in request.sequences:
+            if sequence.finish_reason is None:
+                sequence.finish_reason = reason
+                results.append(StepResult(request.request_id, None, True, reason, sequence.index, sequence=sequence))
+        request.metrics.finished = time.perf_counter()
+        return results
+
+    def step(self, run_iteration: Callable[[list[BatchSlot]], list[StepResult]]) -> list[StepResult]:
+        """One iteration over all active slots: admit, run, evict."""
+        self.admit_pending()
+        results = run_iteration(self.active_slots())
+        self.evict_completed()
+        return results
+
+    # -- slots ----------------------------------------------------------------------------------------------------
+    def _push(self, sequence: Sequence) -> None:
+        heapq.heappush(self._waiting, (sequence.order, sequence.index, sequence))
+
+    def _take_slot(self, sequence: Sequence) -> int:
+        index = self._free.pop()
+        self.slots[index].sequence = sequence
+        self.slots[index].sample_slots = (index,)
+        self._slot_of[sequence.id] = index
+        if self._listener is not None:
+            self._listener.slot_taken(index, sequence)
+        return index
+
+    def _leave(self, sequence: Sequence) -> None:
+        index = self._slot_of.pop(sequence.id, None)
+        if index is not None:
+            self.slots[index].sequence = None
+            self.slots[index].sample_slots = ()
+            self._free.append(index)
+            self._free.sort(reverse=True)
+            if self._listener is not None:
+                self._listener.slot_freed(index, sequence)
+        if self._blocks.has_row(sequence.id):
+            self._blocks.release(sequence.id)
+
+
+def unforked_children(sequence: Sequence) -> list[Sequence]:
+    """Sequences of the same request that still wait to be forked from this one."""
+    return [child for child in sequence.request.sequences if child.parent is sequence]

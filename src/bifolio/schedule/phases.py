@@ -1,0 +1,139 @@
+"""`PhaseManager`: reads and checks phases, and plans a step: decodes first, then prefill chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Sequences
+
+from bifolio.errors import PhaseError, UnknownSequenceError
+from bifolio.schedule.orchestrators import DecodeOrchestrator, PrefillOrchestrator
+from bifolio.schedule.plan import ScheduledSequence, StepPlan
+from bifolio.schedule.slot import BatchSlot
+from bifolio.sequence import Sequence, SequencePhase
+
+Preempt = Callable[[Sequence], None]
+
+
+class PhaseManager:
+    """Joins the two orchestrators. The phase of a sequence is not stored here: it follows from its progress."""
+
+    def __init__(
+        self,
+        prefill_orchestrator: PrefillOrchestrator,
+        decode_orchestrator: DecodeOrchestrator,
+        *,
+        chunk_size: int = 512,
+        preempt: Preempt | None = None,
+    ) -> None:
+        self.prefill = prefill_orchestrator
+        self.decode = decode_orchestrator
+        self.chunk_size = chunk_size
+        self._preempt = preempt
+        self._sequences: dict[int, Sequence] = {}
+
+    # -- phases ---------------------------------------------------------------------------------------------
+    def track(self, sequence: Sequence) -> None:
+        self._sequences[sequence.id] = sequence
+
+    def remove_sequence(self, sequence_id: int) -> None:
+        self._sequences.pop(sequence_id, None)
+
+    def get_phase(self, sequence_id: int) -> SequencePhase:
+        return self._find(sequence_id).phase
+
+    def is_prefilling(self, sequence_id: int) -> bool:
+        return self.get_phase(sequence_id) is SequencePhase.PREFILL
+
+    def is_decoding(self, sequence_id: int) -> bool:
+        return self.get_phase(sequence_id) is SequencePhase.DECODE
+
+    def set_phase(self, sequence_id: int, phase: SequencePhase) -> None:
+        """Assert that the sequence is in this phase: progress alone moves it."""
+        actual = self.get_phase(sequence_id)
+        if actual is not phase:
+            raise PhaseError(
+                f"{self._find(sequence_id)} cannot be set to {phase.value}: its progress says {actual.value}"
+            )
+
+    def transition_to_decode(self, sequence_id: int) -> None:
+        """The hard boundary: every token of the prompt is computed, or this is an error."""
+        sequence = self._find(sequence_id)
+        if sequence.phase is SequencePhase.COMPLETE:
+            raise PhaseError(f"{sequence} has ended and cannot decode")
+        if sequence.num_computed < sequence.num_prompt:
+            raise PhaseError(
+                f"{sequence} cannot decode: {sequence.num_prompt - sequence.num_computed} tokens of its prompt "
+                "are not computed yet"
+            )
+
+    def _find(self, sequence_id: int) -> Sequence:
+        if sequence_id not in self._sequences:
+            raise UnknownSequenceError(f"no sequence {sequence_id} is tracked")
+        return self._sequences[sequence_id]
+
+    # -- planning ---------------------------------------------------------------------------------------------
+    def plan(self, slots: Sequences[BatchSlot], token_budget: int) -> StepPlan:
+        """Decide which tokens run next and reserve their blocks; preempt the youngest where blocks run out."""
+        preempted: list[Sequence] = []
+        active = [slot for slot in slots if slot.sequence is not None and slot.sequence.parent is None]
+        decodes = self._plan_decodes(active, token_budget, preempted)
+        left = token_budget - sum(item.num_new for item in decodes)
+        prefills = self._plan_prefills(active, left, decodes, preempted)
+        victims = set(map(id, preempted))
+        return StepPlan(
+            decodes=tuple(item for item in decodes if id(item.sequence) not in victims),
+            prefills=tuple(item for item in prefills if id(item.sequence) not in victims),
+            copies=tuple(self.decode.blocks.take_copies()),
+            preempted=tuple(preempted),
+        )
+
+    def _plan_decodes(
+        self, active: list[BatchSlot], token_budget: int, preempted: list[Sequence]
+    ) -> list[ScheduledSequence]:
+        running = [slot for slot in active if slot.phase is SequencePhase.DECODE][:token_budget]
+        while running and not self.decode.reserve([(slot.held.id, 1) for slot in running]):
+            victim = max((slot.held for slot in active if slot.sequence is not None), key=lambda s: s.order)
+            self._evict(victim, preempted)
+            active[:] = [slot for slot in active if slot.sequence is not None]
+            running = [slot for slot in running if slot.sequence is not None]
+        return [ScheduledSequence(slot.index, slot.held, slot.held.num_computed, 1, (slot.index,)) for slot in running]
+
+    def _plan_prefills(
+        self,
+        active: list[BatchSlot],
+        budget: int,
+        decodes: list[ScheduledSequence],
+        preempted: list[Sequence],
+    ) -> list[ScheduledSequence]:
+        scheduled: list[ScheduledSequence] = []
+        waiting = [slot for slot in active if slot.phase is SequencePhase.PREFILL]
+        for slot in sorted(waiting, key=lambda slot: slot.held.order):
+            if budget < 1:
+                break
+            if slot.sequence is None:  # preempted by a better one in this very loop
+                continue
+            sequence = slot.held
+            limit = min(self.chunk_size, budget)
+            num_new = self.prefill.reserve_chunk(sequence, limit)
+            while num_new == 0 and self._make_room(sequence, active, preempted):
+                num_new = self.prefill.reserve_chunk(sequence, limit)
+            if num_new == 0:
+                break  # those behind wait as well: first come, first served
+            budget -= num_new
+            samples = slot.sample_slots if sequence.num_computed + num_new == sequence.num_tokens else ()
+            scheduled.append(ScheduledSequence(slot.index, sequence, sequence.num_computed, num_new, samples))
+        return scheduled
+
+    def _make_room(self, sequence: Sequence, active: Iterable[BatchSlot], preempted: list[Sequence]) -> bool:
+        """Preempt one sequence that comes after this one; False when there is none."""
+        behind = [slot.held for slot in active if slot.sequence is not None and slot.held.order > sequence.order]
+        if not behind:
+            return False
+        self._evict(max(behind, key=lambda s: s.order), preempted)
+        return True
+
+    def _evict(self, victim: Sequence, preempted: list[Sequence]) -> None:
+        if self._preempt is None:
+            raise PhaseError("blocks ran out and nobody told the planner how to preempt")
+        self._preempt(victim)
+        preempted.append(victim)

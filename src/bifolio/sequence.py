@@ -1,0 +1,164 @@
+"""A request, its sequences, and what a step says about them.
+
+    tokens of a sequence   |<-- prompt -->|<-- output -->|
+    progress               |<---- computed ---->|<- not yet ->|
+
+A sequence stores its tokens, how many of them are computed, and why it ended. Its phase follows from these.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from bifolio.sampling_params import SamplingParams
+
+
+class RequestPhase(Enum):
+    """Where a sequence stands; computed, never stored."""
+
+    PREFILL = "prefill"  # tokens that are already known are still to be processed
+    DECODE = "decode"  # one token at a time
+    COMPLETE = "complete"
+
+
+SequencePhase = RequestPhase
+
+
+class FinishReason(Enum):
+    """Why a sequence ended; the values are OpenAI's where it has them."""
+
+    STOP = "stop"  # an end-of-text token, a stop token or a stop string
+    LENGTH = "length"  # max_tokens, or the model's context is full
+    ABORT = "abort"  # the caller gave up
+    ERROR = "error"  # this request alone failed; `Request.error` says why
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """The logprob of one token and of its strongest rivals."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1: the most likely token
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), best first
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Moments of a request's life, in seconds of `time.perf_counter`; 0 while they have not come."""
+
+    arrival: float = 0.0
+    first_scheduled: float = 0.0
+    first_token: float = 0.0
+    finished: float = 0.0
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    num_preemptions: int = 0
+
+    @property
+    def queue_time(self) -> float:
+        return max(self.first_scheduled - self.arrival, 0.0)
+
+    @property
+    def prefill_time(self) -> float:
+        return max(self.first_token - self.first_scheduled, 0.0)
+
+    @property
+    def decode_time(self) -> float:
+        return max(self.finished - self.first_token, 0.0) if self.first_token else 0.0
+
+    @property
+    def time_to_first_token(self) -> float:
+        return max(self.first_token - self.arrival, 0.0)
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One line of tokens that holds one row of the cache while it runs."""
+
+    id: int  # key of its row in the block manager
+    request: Request
+    index: int  # which of the request's completions
+    token_ids: list[int]  # prompt, then output
+    num_prompt: int
+    seed: int
+    output_token_ids: list[int] = field(default_factory=list)  # the sampler reads this live
+    num_computed: int = 0  # tokens whose K and V are in the cache
+    parent: Sequence | None = None  # waits to be forked from this one when its prompt is computed
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the token id or string that ended it
+    text: str = ""  # finished text of the output
+    cumulative_logprob: float = 0.0
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    stopper: Any = None  # decides after every token whether the sequence ends
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_uncomputed(self) -> int:
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def phase(self) -> RequestPhase:
+        if self.finish_reason is not None:
+            return RequestPhase.COMPLETE
+        if self.num_uncomputed > 1 or not self.output_token_ids:
+            return RequestPhase.PREFILL
+        return RequestPhase.DECODE
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Who goes first: smaller is better. Victims of preemption are taken from the other end."""
+        return (self.request.priority, self.request.number)
+
+    def append_token(self, token_id: int) -> None:
+        self.token_ids.append(token_id)
+        self.output_token_ids.append(token_id)
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.id} of {self.request.request_id!r}, {self.phase.value}, "
+            f"{self.num_computed}/{self.num_tokens} computed)"
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """What a caller asked for."""
+
+    request_id: str
+    number: int  # order of arrival
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    prompt: str | None = None
+    priority: int = 0  # smaller goes first
+    salt: bytes = b""  # requests share cached prefixes only with others of the same salt
+    max_tokens: int = 0  # of each completion, resolved against the model's context
+    sequences: list[Sequence] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(arrival=time.perf_counter()))
+    error: str | None = None
+    keep: bool = False  # hold the row after the end, so that the conversation can be branched
+
+    @property
+    def is_finished(self) -> bool:
+        return all(sequence.finish_reason is not None for sequence in self.sequences)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step did for one sequence."""
+
+    request_id: str
+    token: int | None  # the token that was added, if any
+    finished: bool
+    finish_reason: FinishReason | None = None
+    index: int = 0  # which completion of the request
+    text: str = ""  # text that became final with this token
+    logprob: TokenLogprob | None = None
+    sequence: Sequence | None = field(default=None, repr=False, compare=False)
