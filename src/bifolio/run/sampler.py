@@ -25,16 +25,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from array_api_compat import array_namespace, device, is_torch_array
 from numpy.typing import NDArray
 
 from bifolio.errors import RequestError
+from bifolio.run.sampling.arrays import Array, device, is_numpy, namespace, to_host
 from bifolio.run.sampling.edits import Edits
 from bifolio.run.sampling.filters import Filters, cool, filter_rows
 from bifolio.run.sampling.logprobs import TokenLogprobs, score_tokens
 from bifolio.run.sampling.noise import STREAM_XTC, uniform
 from bifolio.run.sampling.table import SamplingTable, TokenMask
-from bifolio.run.sampling.weights import ONE, Array, draw, shift, to_weights
+from bifolio.run.sampling.weights import ONE, draw, shift, to_weights
 
 __all__ = ["SampledTokens", "Sampler", "SamplingTable", "TokenMask", "prompt_logprobs", "uniform"]
 
@@ -95,7 +95,7 @@ class Sampler:
         XTC depends on the noise of the position; without positions it is left out. Rows of which everything is
         excluded are 0.
         """
-        xp = array_namespace(logits)
+        xp = namespace(logits)
         values, kept = self._final(logits, slots, positions, pending)
         values = xp.where(kept, values, xp.full_like(values, -float("inf")))
         total = xp.astype(xp.sum(to_weights(values), axis=-1, keepdims=True), xp.float64) / ONE
@@ -106,7 +106,7 @@ class Sampler:
         self, logits: Array, slots: Any, positions: Any = None, pending: Sequence[Sequence[int]] | None = None
     ) -> Array:
         """f32[r, vocab]: logits after all options, shifted so that the largest is 0; -inf where excluded."""
-        xp = array_namespace(logits)
+        xp = namespace(logits)
         values, kept = self._final(logits, slots, positions, pending)
         return xp.where(kept, values, xp.full_like(values, -float("inf")))
 
@@ -122,7 +122,7 @@ class Sampler:
             state = self.table.states[slots[row]]
             if state is not None:
                 edits.gather(row, state, pending[row] if pending else (), self.vocab_size)
-        changed = array_namespace(logits).asarray(logits, copy=True)
+        changed = namespace(logits).asarray(logits, copy=True)
         return changed, edits.apply(changed)
 
     def _draw_plain(self, logits: Array, slots: NDArray[Any], positions: NDArray[Any]) -> NDArray[Any]:
@@ -130,13 +130,14 @@ class Sampler:
         return _draw(weights, uniform(self.table.seed[slots], positions))
 
     def _draw_filtered(self, logits: Array, slots: NDArray[Any], positions: NDArray[Any]) -> NDArray[Any]:
-        xp = array_namespace(logits)
+        xp = namespace(logits)
         seeds = self.table.seed[slots]
-        filters = Filters.of(self.table, slots, uniform(seeds, positions, STREAM_XTC))
+        uses_xtc = bool(self.table.xtc_probability[slots].any())
+        filters = Filters.of(self.table, slots, uniform(seeds, positions, STREAM_XTC) if uses_xtc else None)
         found = filter_rows(logits, self.table.temperature[slots], filters)
         index = _draw(found.weights, uniform(seeds, positions))
         ids = xp.take_along_axis(found.ids, xp.asarray(np.maximum(index, 0)[:, None], device=device(logits)), axis=-1)
-        return np.where(index < 0, NOTHING, _to_numpy(ids[:, 0]))
+        return np.where(index < 0, NOTHING, to_host(ids[:, 0]))
 
     def _filter_groups(self, slots: NDArray[Any], filtered: NDArray[Any], like: Array) -> Iterator[NDArray[Any]]:
         """Rows with filters, those with a top-k apart: both kinds find their candidates in different ways."""
@@ -148,11 +149,9 @@ class Sampler:
         self, logits: Array, slots: Any, positions: Any, pending: Sequence[Sequence[int]] | None
     ) -> tuple[Array, Array]:
         """(f32[r, vocab] shifted logits over temperature, bool[r, vocab] whether the token may be drawn)."""
-        xp, slots = array_namespace(logits), _host(slots)
+        xp, slots = namespace(logits), _host(slots)
         work, _ = self._edited(_single_precision(logits), slots, pending)
-        noise = np.ones(len(slots))
-        if positions is not None:
-            noise = uniform(self.table.seed[slots], _host(positions), STREAM_XTC)
+        noise = None if positions is None else uniform(self.table.seed[slots], _host(positions), STREAM_XTC)
         values = xp.asarray(work, copy=True)
         kept = xp.zeros(work.shape, dtype=xp.bool, device=device(work))
         greedy, filtered = self.table.temperature[slots] == 0.0, self.table.is_filtered[slots]
@@ -169,7 +168,9 @@ class Sampler:
             index = xp.asarray(rows, device=device(work))
             part, temperature = _rows(work, rows), self.table.temperature[slots[rows]]
             values[index, :] = cool(part, temperature)
-            found = filter_rows(part, temperature, Filters.of(self.table, slots[rows], noise[rows]))
+            found = filter_rows(
+                part, temperature, Filters.of(self.table, slots[rows], None if noise is None else noise[rows])
+            )
             where = xp.broadcast_to(index[:, None], found.kept.shape)
             kept[where[found.kept], found.ids[found.kept]] = True
         return values, kept
@@ -218,21 +219,17 @@ def prompt_logprobs(logits: Array, next_ids: Any, num_top: int) -> TokenLogprobs
 
 
 def _single_precision(logits: Array) -> Array:
-    xp = array_namespace(logits)
+    xp = namespace(logits)
     return xp.astype(logits, xp.float32, copy=False)
 
 
-def _host(values: Any) -> NDArray[Any]:
-    return np.asarray(_to_numpy(values), dtype=np.int64)
-
-
-def _to_numpy(values: Array) -> NDArray[Any]:
-    return np.asarray(values.cpu()) if is_torch_array(values) else np.asarray(values)
+def _host(values: Any) -> NDArray[np.int64]:
+    return np.asarray(to_host(values), dtype=np.int64)
 
 
 def _chunks(rows: NDArray[Any], like: Array) -> Iterator[NDArray[Any]]:
     """`rows` in pieces: on the CPU such that a piece stays in the cache, on a device such that it is worth a launch."""
-    elements = 1 << 26 if is_torch_array(like) else 1 << 19
+    elements = 1 << 19 if is_numpy(like) else 1 << 26
     size = max(1, elements // like.shape[-1])
     for start in range(0, len(rows), size):
         yield rows[start : start + size]
@@ -243,15 +240,15 @@ def _rows(logits: Array, rows: NDArray[Any]) -> Array:
     first, last = int(rows[0]), int(rows[-1])
     if last - first + 1 == len(rows):
         return logits[first : last + 1, :]
-    return logits[array_namespace(logits).asarray(rows, device=device(logits)), :]
+    return logits[namespace(logits).asarray(rows, device=device(logits)), :]
 
 
 def _greedy(logits: Array) -> NDArray[Any]:
     """i64[r]: the largest logit's index, the lowest among equals; -1 where there is none."""
-    xp = array_namespace(logits)
+    xp = namespace(logits)
     best = xp.argmax(logits, axis=-1)
-    values = _to_numpy(xp.take_along_axis(logits, best[:, None], axis=-1)[:, 0])
-    token_ids = np.array(_to_numpy(best))
+    values = to_host(xp.take_along_axis(logits, best[:, None], axis=-1)[:, 0])
+    token_ids = np.array(to_host(best))
     for row in np.flatnonzero(~np.isfinite(values)):
         cleaned = shift(logits[int(row) : int(row) + 1, :])
         index = int(xp.argmax(cleaned, axis=-1)[0])
@@ -261,6 +258,6 @@ def _greedy(logits: Array) -> NDArray[Any]:
 
 def _draw(weights: Array, noise: NDArray[np.float64]) -> NDArray[Any]:
     """i64[r]: the drawn index; -1 in rows without any weight."""
-    xp = array_namespace(weights)
+    xp = namespace(weights)
     index = draw(weights, noise)
-    return np.where(_to_numpy(xp.max(weights, axis=-1)) > 0, _to_numpy(index), NOTHING)
+    return np.where(to_host(xp.max(weights, axis=-1)) > 0, to_host(index), NOTHING)

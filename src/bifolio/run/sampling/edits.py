@@ -10,13 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from array_api_compat import array_namespace, device
 from numpy.typing import NDArray
 
 from bifolio.errors import RequestError
+from bifolio.run.sampling.arrays import Array, device, namespace
 from bifolio.run.sampling.repetition import dry_matches, dry_penalties, ngram_bans, word_bans
 from bifolio.run.sampling.table import SlotState
-from bifolio.run.sampling.weights import Array
 
 
 class _Entries:
@@ -40,7 +39,7 @@ class _Entries:
         """(i64[e] rows, i64[e] ids, f32[e] numbers) beside the logits, or None when there are none."""
         if not self._rows:
             return None
-        xp, where = array_namespace(logits), device(logits)
+        xp, where = namespace(logits), device(logits)
         columns = (np.concatenate(column) for column in (self._rows, self._ids, self._amounts))
         rows, ids, amounts = (xp.asarray(column, device=where) for column in columns)
         return rows, ids, amounts
@@ -96,7 +95,7 @@ class Edits:
 
     def apply(self, logits: Array) -> dict[int, RequestError]:
         """Change f32[r, vocab] logits in place; returns the rows whose own processor failed, with the reason."""
-        xp = array_namespace(logits)
+        xp = namespace(logits)
         if entries := self._bias.on_device_of(logits):
             rows, ids, amounts = entries
             logits[rows, ids] = logits[rows, ids] + amounts
@@ -126,7 +125,7 @@ class Edits:
     def _apply_masks(self, logits: Array) -> None:
         if not self._masks:
             return
-        xp, where = array_namespace(logits), device(logits)
+        xp, where = namespace(logits), device(logits)
         rows = xp.asarray(np.array([row for row, _ in self._masks], dtype=np.int64), device=where)
         allowed = xp.asarray(np.stack([mask for _, mask in self._masks]), device=where)
         values = logits[rows, :]
@@ -135,7 +134,7 @@ class Edits:
 
 def _processed(row: Array, state: SlotState, pending: Sequence[int]) -> Array:
     """f32[vocab]: one row after the user's functions, which may keep or change what they are given."""
-    xp = array_namespace(row)
+    xp = namespace(row)
     values = xp.asarray(row, copy=True)
     prompt, output = list(state.prompt_token_ids), [*state.output_token_ids, *pending]
     for processor in state.processors:

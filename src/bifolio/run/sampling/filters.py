@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from array_api_compat import array_namespace, device
 from numpy.typing import NDArray
 
+from bifolio.run.sampling.arrays import Array, device, namespace
 from bifolio.run.sampling.table import SamplingTable
 from bifolio.run.sampling.weights import (
     ONE,
-    Array,
     cleaned,
     descending_keys,
     kth_bound,
@@ -40,26 +39,15 @@ class Filters:
     xtc_applies: NDArray[np.bool_]  # bool[r]  whether the noise of this position says so
 
     @classmethod
-    def of(cls, table: SamplingTable, slots: NDArray[Any], xtc_noise: NDArray[np.float64]) -> Filters:
-        """The settings of these slots; xtc_noise: f64[r] in [0, 1)."""
+    def of(cls, table: SamplingTable, slots: NDArray[Any], xtc_noise: NDArray[np.float64] | None) -> Filters:
+        """The settings of these slots; xtc_noise: f64[r] in [0, 1), None: leave XTC out."""
         return cls(
             top_k=table.top_k[slots],
             top_p=table.top_p[slots],
             min_p=table.min_p[slots],
             typical_p=table.typical_p[slots],
             xtc_threshold=table.xtc_threshold[slots],
-            xtc_applies=xtc_noise < table.xtc_probability[slots],
-        )
-
-    def take(self, rows: NDArray[Any]) -> Filters:
-        """The settings of some of the rows."""
-        return Filters(
-            self.top_k[rows],
-            self.top_p[rows],
-            self.min_p[rows],
-            self.typical_p[rows],
-            self.xtc_threshold[rows],
-            self.xtc_applies[rows],
+            xtc_applies=(1.0 if xtc_noise is None else xtc_noise) < table.xtc_probability[slots],
         )
 
 
@@ -78,7 +66,7 @@ def filter_rows(logits: Array, temperature: NDArray[np.float32], filters: Filter
 
     Either every row has a top-k or none has: the two kinds find their candidates in different ways.
     """
-    xp = array_namespace(logits)
+    xp = namespace(logits)
     total: Array | None = None
     if filters.top_k[0] < logits.shape[-1]:
         ids, values = _top_k(logits, temperature, filters.top_k)
@@ -96,12 +84,12 @@ def filter_rows(logits: Array, temperature: NDArray[np.float32], filters: Filter
 def cool(logits: Array, temperature: NDArray[np.float32]) -> Array:
     """f32[r, n]: shifted logits over temperature. Shifting first keeps tiny temperatures from overflowing."""
     shifted = shift(logits)
-    return shifted if (temperature == 1.0).all() else shifted / _column(array_namespace(logits), temperature, logits)
+    return shifted if (temperature == 1.0).all() else shifted / _column(namespace(logits), temperature, logits)
 
 
 def _top_k(logits: Array, temperature: NDArray[np.float32], top_k: NDArray[np.int64]) -> tuple[Array, Array]:
     """(i64[r, c] ids, f32[r, c] shifted logits over temperature): the largest, ties with the last included."""
-    xp = array_namespace(logits)
+    xp = namespace(logits)
     logits, highest = cleaned(logits)
     ids, values = sort_candidates(logits >= kth_bound(logits, top_k), logits)
     values = (values - highest) / _column(xp, temperature, values)
@@ -125,7 +113,7 @@ def _likely(shifted: Array, filters: Filters) -> tuple[Array, Array]:
     Tokens of at most (1 - top_p) * total / n each weigh at most (1 - top_p) * total together, so top-p drops them all;
     the factor below 1 covers rounding.
     """
-    xp = array_namespace(shifted)
+    xp = namespace(shifted)
     weights = to_weights(shifted)
     total = xp.sum(weights, axis=-1, keepdims=True)
     share = _column(xp, (1.0 - filters.top_p) * (0.999 / shifted.shape[-1]), shifted)
@@ -137,7 +125,9 @@ def _likely(shifted: Array, filters: Filters) -> tuple[Array, Array]:
 
 def _likely_enough(weights: Array, total: Array | None, filters: Filters) -> Array:
     """bool[r, c]: top-p, then min-p. A token stays while the more likely ones have not reached top_p of the total."""
-    xp = array_namespace(weights)
+    xp = namespace(weights)
+    if not (filters.top_p < 1.0).any() and not filters.min_p.any():
+        return weights >= 0
     running = xp.cumulative_sum(weights, axis=-1)
     share = np.where(filters.top_p < 1.0, filters.top_p, 2.0)  # 1 is off, for tokens without a weight too
     reach = xp.astype(running[:, -1:] if total is None else total, xp.float64) * _column(xp, share, weights)
@@ -150,7 +140,7 @@ def _keep_typical(values: Array, weights: Array, kept: Array, filters: Filters) 
     rows = np.flatnonzero(filters.typical_p < 1.0)
     if not len(rows):
         return kept
-    xp = array_namespace(weights)
+    xp = namespace(weights)
     index = xp.asarray(rows, device=device(weights))
     chosen = _only(xp, weights[index, :], kept[index, :])
     distance = _distance_from_entropy(xp, values[index, :], chosen, kept[index, :])
@@ -184,7 +174,7 @@ def _exclude_top_choices(weights: Array, kept: Array, filters: Filters) -> Array
     """XTC: where it applies, of the tokens that reach the threshold only the least likely stays."""
     if not filters.xtc_applies.any():
         return kept
-    xp = array_namespace(weights)
+    xp = namespace(weights)
     chosen = _only(xp, weights, kept)
     total = xp.astype(xp.sum(chosen, axis=-1, keepdims=True), xp.float64)
     threshold = _column(xp, np.where(filters.xtc_applies, filters.xtc_threshold, 2.0), weights)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from array_api_compat import array_namespace, device, is_torch_array
 from numpy.typing import NDArray
 
-from bifolio.run.sampling.weights import Array, kth_bound, log_total, shift, sort_candidates, to_weights
+from bifolio.run.sampling.arrays import Array, device, namespace, to_host
+from bifolio.run.sampling.weights import kth_bound, log_total, shift, sort_candidates, to_weights
 
 
 @dataclass(slots=True)
@@ -27,15 +27,15 @@ class TokenLogprobs:
 
 def score_tokens(logits: Array, token_ids: NDArray[Any], num_top: NDArray[Any]) -> TokenLogprobs:
     """Logprob and rank of one token per row of f32[r, vocab], and the `num_top[row]` most likely tokens."""
-    xp = array_namespace(logits)
+    xp = namespace(logits)
     shifted = shift(logits)
     log_sum = log_total(xp, to_weights(shifted))
     ids = xp.asarray(np.asarray(token_ids, dtype=np.int64)[:, None], device=device(logits))
     values = xp.take_along_axis(shifted, ids, axis=-1)
     ranks = xp.count_nonzero(shifted > values, axis=-1) + 1
     return TokenLogprobs(
-        logprobs=_host((values - log_sum)[:, 0]),
-        ranks=_host(ranks).astype(np.int32),
+        logprobs=to_host((values - log_sum)[:, 0]),
+        ranks=to_host(ranks).astype(np.int32),
         top=_top(xp, shifted, log_sum, num_top),
     )
 
@@ -46,12 +46,8 @@ def _top(xp: Any, shifted: Array, log_sum: Array, num_top: NDArray[Any]) -> list
         return [[] for _ in counts]
     mask = shifted >= kth_bound(shifted, np.maximum(counts, 1))
     ids, values = sort_candidates(mask, shifted)
-    all_ids, logprobs = _host(ids), _host(values - log_sum)
+    all_ids, logprobs = to_host(ids), to_host(values - log_sum)
     return [
         list(zip(all_ids[row, :count].tolist(), logprobs[row, :count].tolist(), strict=True))
         for row, count in enumerate(counts)
     ]
-
-
-def _host(values: Array) -> NDArray[Any]:
-    return np.asarray(values.cpu()) if is_torch_array(values) else np.asarray(values)

@@ -11,11 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from array_api_compat import array_namespace, device, is_torch_array
 from numpy.typing import NDArray
 
-Array = Any
-"""A numpy array or a torch tensor; shapes are given in comments."""
+from bifolio.run.sampling.arrays import Array, device, is_numpy, namespace
 
 ONE = 1 << 40  # the weight of the most likely token
 _LAST = (1 << 63) - 1  # sorts behind every key
@@ -25,7 +23,7 @@ _BLOCK = 256  # weights summed before any is looked at
 
 def to_weights(shifted: Array) -> Array:
     """i64[..., n] weights of f32[..., n] logits of which the largest is 0."""
-    xp = array_namespace(shifted)
+    xp = namespace(shifted)
     return xp.astype(xp.exp(shifted) * float(ONE), xp.int64)
 
 
@@ -35,7 +33,7 @@ def cleaned(logits: Array) -> tuple[Array, Array]:
     NaN counts as excluded (-inf), +inf as the largest finite number, and a row of nothing but -inf has 0 as largest.
     Rows without such values are returned as they are.
     """
-    xp = array_namespace(logits)
+    xp = namespace(logits)
     highest = xp.max(logits, axis=-1, keepdims=True)  # NaN if there is a NaN in the row
     if bool(xp.all(xp.isfinite(highest))):
         return logits, highest
@@ -69,7 +67,7 @@ def sort_candidates(mask: Array, values: Array) -> tuple[Array, Array]:
     end in values of -inf. Value and id are packed into one integer: sorting those is fast, and no two are equal, so
     every sorting algorithm gives the same order.
     """
-    xp, where = array_namespace(values), device(values)
+    xp, where = namespace(values), device(values)
     num_rows, width = values.shape
     flat = xp.nonzero(xp.reshape(mask, (-1,)))[0]
     edges = xp.searchsorted(flat, xp.arange(num_rows + 1, device=where) * width)
@@ -84,14 +82,14 @@ def sort_candidates(mask: Array, values: Array) -> tuple[Array, Array]:
 
 def descending_keys(values: Array, ids: Array) -> Array:
     """i64: rising keys order f32 `values` downwards, and equal ones by rising id."""
-    xp = array_namespace(values)
+    xp = namespace(values)
     bits = (values + 0.0).view(xp.int32)  # + 0.0 makes -0.0 equal to 0.0
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # negative floats have their order reversed
     return (xp.astype(~ordered, xp.int64) << 32) | xp.astype(ids, xp.int64)
 
 
 def _unpack(keys: Array, like: Array) -> tuple[Array, Array]:
-    xp = array_namespace(keys)
+    xp = namespace(keys)
     padding = keys == _LAST
     ordered = xp.astype(~(keys >> 32), xp.int32)
     values = (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).view(like.dtype)
@@ -105,7 +103,7 @@ def kth_bound(values: Array, counts: NDArray[np.int64]) -> Array:
     The values are dealt into groups, and of the groups' maxima the one of that rank is taken: at least as many values
     reach it. So the vocabulary is read once and never sorted. values: f32[r, n] without NaN; counts: 1 ... n.
     """
-    xp = array_namespace(values)
+    xp = namespace(values)
     num_rows, width = values.shape
     group = max(1, min(_MAX_GROUP, width // (4 * int(counts.max()))))
     num_groups = width // group
@@ -117,7 +115,7 @@ def kth_bound(values: Array, counts: NDArray[np.int64]) -> Array:
 
 def _kth_largest(xp: Any, values: Array, counts: NDArray[np.int64]) -> Array:
     """f32[r, 1]; the one operation that numpy and torch spell differently."""
-    if is_torch_array(values):
+    if not is_numpy(values):
         best = values.topk(int(counts.max()), dim=-1).values
         return xp.take_along_axis(best, xp.asarray(counts - 1, device=device(values))[:, None], axis=-1)
     splits = values.shape[1] - counts
@@ -125,14 +123,18 @@ def _kth_largest(xp: Any, values: Array, counts: NDArray[np.int64]) -> Array:
     return np.take_along_axis(parted, splits[:, None], axis=-1)
 
 
-def draw(weights: Array, noise: Array) -> Array:
+def draw(weights: Array, noise: NDArray[np.float64]) -> Array:
     """i64[r]: the first index at which the running sum of i64[r, n] weights exceeds noise times their total.
 
-    noise: f64[r] in [0, 1). Indices of weight 0 are never drawn; rows without any weight give an arbitrary index. The
-    search goes over sums of blocks first and then inside one block, which gives the same index in less time.
+    noise: f64[r] in [0, 1), on the host. Indices of weight 0 are never drawn; rows without any weight give an arbitrary
+    index. A long row is searched by sums of blocks first and then inside one, which gives the same index in less time.
     """
-    xp, where = array_namespace(weights), device(weights)
+    xp, where = namespace(weights), device(weights)
     width = weights.shape[-1]
+    if width <= 8 * _BLOCK:
+        running = xp.cumulative_sum(weights, axis=-1)
+        target = _target(xp, running[:, -1:], noise)
+        return xp.clip(xp.count_nonzero(running <= target, axis=-1), 0, width - 1)
     num_blocks = width // _BLOCK
     whole = num_blocks * _BLOCK
     sums = [xp.sum(xp.reshape(weights[:, :whole], (weights.shape[0], num_blocks, _BLOCK)), axis=-1)]
@@ -140,9 +142,7 @@ def draw(weights: Array, noise: Array) -> Array:
         sums.append(xp.sum(weights[:, whole:], axis=-1, keepdims=True))
     block_sums = xp.concat(sums, axis=-1)
     running = xp.cumulative_sum(block_sums, axis=-1)
-    total = running[:, -1:]
-    target = xp.astype(xp.asarray(noise, device=where)[:, None] * xp.astype(total, xp.float64), xp.int64)
-    target = xp.minimum(target, total - 1)  # the product may round up to the total
+    target = _target(xp, running[:, -1:], noise)
     block = xp.clip(xp.count_nonzero(running <= target, axis=-1), 0, block_sums.shape[-1] - 1)[:, None]
     before = xp.take_along_axis(running - block_sums, block, axis=-1)
     index = block * _BLOCK + xp.arange(_BLOCK, device=where)
@@ -151,3 +151,9 @@ def draw(weights: Array, noise: Array) -> Array:
     )  # what lies behind the end is not reached
     steps = xp.count_nonzero(xp.cumulative_sum(inside, axis=-1) + before <= target, axis=-1)
     return xp.clip(block[:, 0] * _BLOCK + steps, 0, width - 1)
+
+
+def _target(xp: Any, total: Array, noise: NDArray[np.float64]) -> Array:
+    """i64[r, 1] below the total: the product alone may round up to it."""
+    share = xp.asarray(noise[:, None], device=device(total)) * xp.astype(total, xp.float64)
+    return xp.minimum(xp.astype(share, xp.int64), total - 1)
