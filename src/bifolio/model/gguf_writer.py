@@ -18,8 +18,8 @@ from bifolio.model.gguf_reader import StringArray, Value, open_gguf
 from bifolio.model.gguf_vocabulary import tokenizer_metadata
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.names import gguf_names
-from bifolio.quant.formats import QuantFormat
-from bifolio.quant.tensor import QuantizedTensor
+from bifolio.quant.formats import QuantFormat, refuse_non_finite
+from bifolio.quant.tensor import PANEL_ROWS, QuantizedTensor
 
 # What is copied as it is from a GGUF file to the next.
 _COPIED = ("tokenizer.",)
@@ -111,11 +111,14 @@ def tensor_format(source: NamedTensor, format: QuantFormat) -> QuantFormat:
 def converted(source: NamedTensor, format: QuantFormat) -> QuantizedTensor:
     """The tensor as the file wants it; values that the format cannot hold are refused by name."""
     tensor = source.rearranged().converted(format, source.name)
-    if format is QuantFormat.F16 or format.is_quantized:
-        columns = 2 if format is QuantFormat.F16 else format.block_bytes
-        halves = tensor.data.reshape(-1, columns)[:, :2].copy().view(np.float16)
-        if not np.isfinite(halves).all():
-            raise ModelFileError(f"{source.name} holds values too large for {format.name}: use f32 or bf16")
+    if format in (QuantFormat.F32, QuantFormat.BF16):
+        for start in range(0, tensor.num_rows, PANEL_ROWS):
+            refuse_non_finite(tensor.dequantize_rows(slice(start, start + PANEL_ROWS)), source.name)
+        return tensor
+    columns = 2 if format is QuantFormat.F16 else format.block_bytes
+    halves = tensor.data.reshape(-1, columns)[:, :2].copy().view(np.float16)
+    if not np.isfinite(halves).all():
+        raise ModelFileError(f"{source.name} holds values too large for {format.name}: use f32 or bf16")
     return tensor
 
 

@@ -74,7 +74,7 @@ def _llama_like(config: ModelConfig) -> Raw:
     if config.architecture == "gemma3":
         raw |= {
             "hidden_activation": _activation(config, "gelu_pytorch_tanh"),
-            "query_pre_attn_scalar": round(config.scale**-2, 9),
+            "query_pre_attn_scalar": _whole(config.scale**-2),
             "final_logit_softcapping": config.logit_softcap or None,
             "rope_theta": config.ropes[0].theta,
             "rope_local_base_freq": config.ropes[-1].theta,
@@ -120,3 +120,8 @@ def _activation(config: ModelConfig, preferred: str) -> str:
         if ours == config.activation:
             return spelling
     raise UnsupportedModelError(f"the activation {config.activation!r} has no name in a Hugging Face config.json")
+
+
+def _whole(value: float) -> int | float:
+    """The whole number that a single-precision file rounded, where it is one: transformers insists on it."""
+    return round(value) if abs(value - round(value)) < 1e-5 * value else value

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -98,6 +98,14 @@ def open_safetensors(path: str | Path) -> SafetensorsFile:
     return SafetensorsFile(path, _Tensors(path, data, entries), metadata)
 
 
+class TensorPlan(NamedTuple):
+    """A tensor to be written, before its bytes exist."""
+
+    name: str
+    format: QuantFormat
+    shape: tuple[int, ...]
+
+
 def write_safetensors(
     path: str | Path,
     tensors: Mapping[str, QuantizedTensor | NDArray[Any]],
@@ -105,25 +113,41 @@ def write_safetensors(
     *,
     overwrite: bool = True,
 ) -> None:
-    """Write dense tensors, one after another, to a file that appears only when it is complete."""
+    """Write dense tensors to a file that appears only when it is complete."""
+    dense = {name: _as_dense(name, tensor) for name, tensor in tensors.items()}
+    plans = [TensorPlan(name, tensor.format, tensor.shape) for name, tensor in dense.items()]
+    write_planned(Path(path), plans, dense.__getitem__, metadata, overwrite=overwrite)
+
+
+def write_planned(
+    path: Path,
+    plans: Sequence[TensorPlan],
+    produce: Callable[[str], QuantizedTensor],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    overwrite: bool = True,
+) -> None:
+    """Write tensors that are made one at a time, by name, so that no more than one is in memory."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
-    for name, tensor in tensors.items():
-        dense = _as_dense(name, tensor)
-        end = offset + dense.nbytes
-        header[name] = {
-            "dtype": _DTYPE_NAMES[dense.format],
-            "shape": list(dense.shape),
+    for plan in plans:
+        end = offset + plan.format.bytes_for(plan.shape)
+        header[plan.name] = {
+            "dtype": _DTYPE_NAMES[plan.format],
+            "shape": list(plan.shape),
             "data_offsets": [offset, end],
         }
         offset = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # data starts aligned to 8 bytes
-    with atomic_write(Path(path), overwrite=overwrite) as file:
+    with atomic_write(path, overwrite=overwrite) as file:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
-        for name, tensor in tensors.items():
-            file.write(np.ascontiguousarray(_as_dense(name, tensor).data).data)
+        for plan in plans:
+            tensor = produce(plan.name)
+            if (tensor.format, tensor.shape) != plan[1:]:
+                raise ModelFileError(f"tensor {plan.name!r} became {tensor} where {plan} was announced")
+            file.write(np.ascontiguousarray(tensor.data).data)
 
 
 def _as_dense(name: str, tensor: QuantizedTensor | NDArray[Any]) -> QuantizedTensor:

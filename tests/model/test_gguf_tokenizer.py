@@ -1,0 +1,226 @@
+"""Tokenizers rebuilt from GGUF metadata against llama.cpp's ids and the tokenizers package."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bifolio.config import ModelConfig, RopeConfig
+from bifolio.errors import ModelFileError, UnsupportedModelError
+from bifolio.model.gguf_config import Metadata
+from bifolio.model.gguf_pretokenizers import PRE_TOKENIZERS
+from bifolio.model.gguf_reader import Value, open_gguf
+from bifolio.model.gguf_tokenizer import TOKENIZER_JSON, byte_level_pre_tokenizer, tokenizer_from_gguf
+from bifolio.model.gguf_tokenizer import tokenizer_from_metadata as rebuild
+from bifolio.model.gguf_vocabulary import PROBES, tokenizer_metadata
+from bifolio.model.tokenizer import Tokenizer
+
+VOCABULARIES = ["falcon", "gpt-2", "llama-spm", "starcoder"]
+SEPARATOR = "\n__ggml_vocab_test__\n"
+
+
+def metadata_of(entries: dict[str, Value]) -> Metadata:
+    return Metadata({"general.architecture": "llama", **entries}, Path("test.gguf"))
+
+
+def config_for(vocab_size: int, **changes: int) -> ModelConfig:
+    return ModelConfig("llama", vocab_size, 64, 1, 4, 4, 16, 64, 128, ropes=(RopeConfig(10000.0, 16),), **changes)
+
+
+def random_unicode(generator: random.Random) -> str:
+    """Any characters that can be encoded, with a weakness for ASCII, spaces and neighbours."""
+    ranges = [(32, 126), (32, 126), (9, 13), (0xA0, 0x24F), (0x370, 0x5FF), (0x900, 0xDFF), (0x2000, 0x2FFF),
+              (0x3040, 0x9FFF), (0xAC00, 0xD7A3), (0xE000, 0xFFFD), (0x1F300, 0x1FAFF), (0, 0x10FFFF)]  # fmt: skip
+    text = []
+    for _ in range(generator.randrange(1, 24)):
+        low, high = generator.choice(ranges)
+        point = generator.randint(low, high)
+        text.append(" " if 0xD800 <= point <= 0xDFFF else chr(point) * generator.choice([1, 1, 1, 2, 5]))
+    return "".join(text)
+
+
+def spelled_bytes(tokenizer: Tokenizer) -> set[int]:
+    """The bytes that a byte-level vocabulary has a token for: those of Falcon and StarCoder lack a few rare ones."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [byte for byte in range(256) if byte not in printable]
+    spelling = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(rest)}
+    return {byte for byte, text in spelling.items() if tokenizer.token_id(text) is not None}
+
+
+def allowed_texts(name: str, tokenizer: Tokenizer, count: int) -> list[str]:
+    """Random texts that the vocabulary can express."""
+    generator = random.Random(name)
+    texts = [random_unicode(generator) for _ in range(count)]
+    if name == "llama-spm":  # SentencePiece spells a space as this character, so it cannot tell them apart
+        return [text.replace("▁", "_") for text in texts]
+    missing = set(range(256)) - spelled_bytes(tokenizer)
+    return ["".join(char for char in text if missing.isdisjoint(char.encode())) for text in texts]
+
+
+@pytest.mark.parametrize("name", VOCABULARIES)
+def test_ids_are_those_of_llama_cpp_on_every_test_line(name: str, data_dir: Path) -> None:
+    path = data_dir / "vocab" / f"ggml-vocab-{name}.gguf"
+    tokenizer = tokenizer_from_gguf(open_gguf(path))
+    texts = Path(f"{path}.inp").read_bytes().decode().split(SEPARATOR)
+    lines = Path(f"{path}.out").read_text().split("\n")
+    assert len(texts) > 40
+    for text, line in zip(texts, lines, strict=False):
+        assert tokenizer.encode(text, add_special_tokens=False) == [int(token) for token in line.split()], text
+
+
+@pytest.mark.parametrize("name", VOCABULARIES)
+def test_text_to_ids_to_text_is_the_identity_on_random_unicode(name: str, data_dir: Path) -> None:
+    tokenizer = tokenizer_from_gguf(open_gguf(data_dir / "vocab" / f"ggml-vocab-{name}.gguf"))
+    texts = allowed_texts(name, tokenizer, 10_000)
+    encoded = tokenizer.backend.encode_batch(texts, add_special_tokens=False)
+    decoded = tokenizer.backend.decode_batch([item.ids for item in encoded], skip_special_tokens=False)
+    wrong = [(text, back) for text, back in zip(texts, decoded, strict=True) if text != back]
+    assert wrong == []
+
+
+def test_sentencepiece_adds_begin_of_text_and_finds_special_tokens(data_dir: Path) -> None:
+    tokenizer = tokenizer_from_gguf(open_gguf(data_dir / "vocab" / "ggml-vocab-llama-spm.gguf"))
+    assert tokenizer.encode("Hello") == [1, 15043]
+    assert tokenizer.encode("a</s>b") == [1, 263, 2, 289]
+    assert tokenizer.decode([1, 15043, 2]) == "Hello"
+
+
+def test_llama_cpp_agrees_on_random_text(data_dir: Path) -> None:
+    llama_cpp = pytest.importorskip("llama_cpp", reason="needs llama-cpp-python (extra: peers)")
+    for name in VOCABULARIES:
+        path = data_dir / "vocab" / f"ggml-vocab-{name}.gguf"
+        tokenizer = tokenizer_from_gguf(open_gguf(path))
+        peer = llama_cpp.Llama(str(path), vocab_only=True, verbose=False)
+        for text in allowed_texts(name, tokenizer, 500):
+            theirs = peer.tokenize(text.encode(), add_bos=False, special=False)
+            assert tokenizer.encode(text, add_special_tokens=False) == theirs, (name, text)
+
+
+@pytest.mark.parametrize("name", PRE_TOKENIZERS)
+def test_every_pre_tokenizer_keeps_all_of_the_text(name: str) -> None:
+    pre_tokenizer = byte_level_pre_tokenizer(name)
+    for text in PROBES:
+        pieces = pre_tokenizer.pre_tokenize_str(text)
+        assert "".join(text[start:end] for _, (start, end) in pieces) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("gpt-2", ["It", "'s", " 12345", " US", "'S"]),
+        ("llama-bpe", ["It", "'s", " ", "123", "45", " US", "'S"]),
+        ("qwen2", ["It", "'s", " ", "1", "2", "3", "4", "5", " US", "'S"]),
+        ("smollm", ["It", "'s", " ", "1", "2", "3", "4", "5", " US", "'", "S"]),
+        ("falcon", ["It", "'", "s", " ", "123", "45", " US", "'", "S"]),
+        ("deepseek-coder", ["It", "'", "s", " ", "1", "2", "3", "4", "5", " US", "'", "S"]),
+    ],
+)
+def test_pre_tokenizers_cut_where_their_models_do(name: str, expected: list[str]) -> None:
+    text = "It's 12345 US'S"
+    pieces = [text[start:end] for _, (start, end) in byte_level_pre_tokenizer(name).pre_tokenize_str(text)]
+    expected = expected if name != "gpt-2" else [*expected[:-1], "'", "S"]
+    assert pieces == expected
+
+
+def byte_level_bpe(pre: str) -> Tokenizer:
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    backend = Backend(models.BPE(ignore_merges=PRE_TOKENIZERS[pre].ignore_merges))
+    backend.pre_tokenizer = byte_level_pre_tokenizer(pre)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, special_tokens=["<s>", "</s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    backend.train_from_iterator([*PROBES] * 3, trainer)
+    return Tokenizer(backend)
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "qwen2", "smollm", "falcon", "deepseek-llm", "deepseek-coder"])
+def test_a_byte_level_tokenizer_is_written_under_the_name_of_its_pre_tokenizer(pre: str) -> None:
+    tokenizer = byte_level_bpe(pre)
+    config = config_for(tokenizer.vocab_size + 5)
+    entries, notes = tokenizer_metadata(tokenizer, config, {"bos_token": "<s>", "eos_token": "</s>"})
+    assert notes == []
+    assert entries["tokenizer.ggml.pre"] == pre
+    assert len(entries["tokenizer.ggml.tokens"]) == config.vocab_size  # type: ignore[arg-type]
+    rebuilt = rebuild(metadata_of(entries))
+    generator = random.Random(1)
+    for _ in range(300):
+        text = random_unicode(generator)
+        assert rebuilt.encode(text) == tokenizer.encode(text)
+
+
+def test_what_gguf_cannot_describe_is_stored_whole() -> None:
+    from tokenizers import normalizers
+
+    tokenizer = byte_level_bpe("gpt-2")
+    tokenizer.backend.normalizer = normalizers.Lowercase()
+    entries, notes = tokenizer_metadata(tokenizer, config_for(tokenizer.vocab_size), {})
+    assert "stored whole" in notes[0]
+    assert TOKENIZER_JSON in entries
+    assert rebuild(metadata_of(entries)).encode("HELLO World") == tokenizer.encode("HELLO World")
+
+
+def test_a_tokenizer_of_whole_words_is_stored_whole() -> None:
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import models, pre_tokenizers
+
+    backend = Backend(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    entries, _ = tokenizer_metadata(Tokenizer(backend), config_for(3), {})
+    assert entries["tokenizer.ggml.model"] == "no_vocab"
+    assert rebuild(metadata_of(entries)).encode("b a c") == [1, 0, 2]
+
+
+def test_sentencepiece_survives_being_written(data_dir: Path) -> None:
+    tokenizer = tokenizer_from_gguf(open_gguf(data_dir / "vocab" / "ggml-vocab-llama-spm.gguf"))
+    entries, notes = tokenizer_metadata(tokenizer, config_for(32000, bos_token_id=1), {"unk_token": "<unk>"})
+    assert notes == []
+    assert entries["tokenizer.ggml.model"] == "llama"
+    assert entries["tokenizer.ggml.add_bos_token"] is True
+    rebuilt = rebuild(metadata_of(entries))
+    generator = random.Random(2)
+    for _ in range(300):
+        text = random_unicode(generator)
+        assert rebuilt.encode(text) == tokenizer.encode(text)
+
+
+def test_unigram_survives_being_written() -> None:
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    backend = Backend(models.Unigram())
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    backend.decoder = decoders.Metaspace(prepend_scheme="always")
+    trainer = trainers.UnigramTrainer(vocab_size=120, special_tokens=["<unk>"], unk_token="<unk>")
+    backend.train_from_iterator([probe for probe in PROBES if probe.isascii()] * 20, trainer)
+    tokenizer = Tokenizer(backend)
+    entries, _ = tokenizer_metadata(tokenizer, config_for(tokenizer.vocab_size), {"unk_token": "<unk>"})
+    assert entries["tokenizer.ggml.model"] == "t5"
+    rebuilt = rebuild(metadata_of(entries))
+    assert rebuilt.encode("Hello, two spaces and lines") == tokenizer.encode("Hello, two spaces and lines")
+
+
+def test_damaged_vocabularies_are_refused() -> None:
+    tokens: dict[str, Value] = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a", "b"]}
+    with pytest.raises(UnsupportedModelError, match="pre-tokenizer 'x'"):
+        rebuild(metadata_of(tokens | {"tokenizer.ggml.pre": "x"}))
+    with pytest.raises(UnsupportedModelError, match="tokenizer 'bert'"):
+        rebuild(metadata_of(tokens | {"tokenizer.ggml.model": "bert"}))
+    with pytest.raises(ModelFileError, match="1 entries for 2 tokens"):
+        rebuild(metadata_of(tokens | {"tokenizer.ggml.token_type": np.array([1], np.int32)}))
+    with pytest.raises(ModelFileError, match="no tokens"):
+        rebuild(metadata_of({"tokenizer.ggml.model": "gpt2"}))
+    with pytest.raises(ModelFileError, match="cannot be built"):
+        rebuild(metadata_of({TOKENIZER_JSON: "{}"}))
+
+
+def test_empty_and_repeated_tokens_keep_ids_distinct() -> None:
+    entries: dict[str, Value] = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a", "", "a", "b"]}
+    tokenizer = rebuild(metadata_of(entries))
+    assert tokenizer.vocab_size == 4
+    assert tokenizer.encode("ab") == [0, 3]
