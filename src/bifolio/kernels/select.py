@@ -38,7 +38,7 @@ def select_kernels(device: str = "auto", *, name: str | None = None, threads: in
     if forced is not None and forced not in CANDIDATES:
         raise ConfigError(f"there are no kernels called {forced!r}: choose one of {', '.join(CANDIDATES)}")
     names = [forced] if forced else [n for n, candidate in CANDIDATES.items() if kind in candidate.devices]
-    refusals = []
+    refusals: list[str] = []
     for candidate_name in names:
         candidate = CANDIDATES[candidate_name]
         reasons = _refusals(candidate, kind)
@@ -51,7 +51,7 @@ def select_kernels(device: str = "auto", *, name: str | None = None, threads: in
 
 
 def resolve_device(device: str) -> str:
-    """"auto" is the GPU when there is one and torch to drive it, else the CPU. Torch is not imported to find out."""
+    """ "auto" is the GPU when there is one and torch to drive it, else the CPU. Torch is not imported to find out."""
     if device != "auto":
         return device
     has_gpu = Path("/dev/nvidia0").exists() and importlib.util.find_spec("torch") is not None

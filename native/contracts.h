@@ -1,0 +1,135 @@
+// What the kernels agree on: formats, packed layouts, and one table of function pointers per instruction set.
+//
+// THE ARITHMETIC. Every instruction set computes the same thing in the same order, so that a result depends neither on
+// the number of rows, nor on threads, nor on how a prompt is cut into chunks:
+//
+//   float weights   y = fma(x[k-1], w[k-1], ... fma(x[1], w[1], fma(x[0], w[0], 0))), k ascending, in float32
+//                   (AMX and AVX512-BF16 have their own order and round x to bfloat16: see isa_amx.cpp)
+//   block weights   a row of x is cut into blocks of 32: d = max|x| / 127, q = round_to_even(x * (127 / max|x|));
+//                   y = fma(float(sum of q * w), d_w * d, y) over the blocks, ascending; the sum is an exact integer.
+//                   Q4_1 continues with y = fma(m_w, d * float(sum of q), y).
+//   sums over a row 16 partial sums, element i going to partial sum i mod 16, added as a tree: 8+8, 4+4, 2+2, 1+1
+//   attention       the context is cut at absolute positions into spans of 256 and tiles of 32 tokens. Within a span:
+//                   online softmax, tile by tile; spans are merged in order. A score is a chain of fma over the head's
+//                   dimensions, an output a chain of fma over positions.
+#pragma once
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+namespace bifolio {
+
+enum class Format : int32_t { F32 = 0, F16 = 1, BF16 = 2, Q8_0 = 3, Q4_0 = 4, Q4_1 = 5 };
+enum class KvType : int32_t { F32 = 0, F16 = 1, BF16 = 2, Q8_0 = 3 };
+enum class Activation : int32_t { Silu = 0, GeluTanh = 1, Gelu = 2 };
+
+constexpr int64_t kPanel = 16;      // output columns that lie side by side in a packed matrix
+constexpr int64_t kBlock = 32;      // values of a row that share a scale
+constexpr int64_t kRowGroup = 4;    // rows whose activation scales lie side by side
+constexpr int64_t kTile = 32;       // context positions of one step of the online softmax
+constexpr int64_t kSpan = 256;      // context positions reduced on their own before spans are merged
+constexpr int64_t kMaxRows = 64;    // query rows of one attention unit
+constexpr int64_t kRowBlock = 128;  // rows of activations worked on together in a product
+
+// A matrix [n, k] cut into panels of 16 output columns, the last one padded with zeros. Inside a panel:
+//   F32, F16   [k][16]
+//   BF16       [(k + 1) / 2][16][2]: two consecutive k side by side
+//   Q8_0       quants [k / 32][8][16][4] int8, then scales [k / 32][16] f16
+//   Q4_0, Q4_1 quants [k / 32][4][16][4] bytes: low nibble element e, high nibble element e + 16 of the block;
+//              Q4_0 holds q - 8 as a signed nibble; then scales [k / 32][16] f16, then for Q4_1 minima the same way
+struct PackedMatrix {
+  Format format;
+  int64_t n, k;
+  int64_t num_panels;
+  size_t panel_bytes;
+  size_t scales_offset;  // from the start of a panel
+  size_t minima_offset;
+  const uint8_t* data;   // 64-byte aligned
+
+  const uint8_t* panel(int64_t index) const { return data + size_t(index) * panel_bytes; }
+};
+
+// Rows of activations, as they are and (for block formats) quantised.
+struct Activations {
+  const float* x;      // [rows][x_stride]
+  int64_t x_stride;
+  int64_t rows, k;
+  const int8_t* q;     // [rows][k]
+  const float* scale;  // [rows / 4][k / 32][4]  rows interleaved by 4
+  const float* sum;    // the same: scale * (sum of the block's q)
+  const int32_t* isum; // the same: sum of the block's q
+};
+
+struct NormWeights {
+  const float* weight;
+  const float* bias;  // may be null
+  int64_t size;
+  float eps;
+  bool centered;
+};
+
+// The K/V numbers of one layer: [num_blocks][num_kv_heads][block_size][row], a row being head_dim numbers, or for Q8_0
+// head_dim int8 followed by head_dim / 32 f16 scales.
+struct KvLayer {
+  KvType type;
+  uint8_t* keys;
+  uint8_t* values;
+  int64_t block_size, num_kv_heads, head_dim;
+  size_t row_bytes;
+};
+
+// Query rows of one sequence (or of several with the same leading blocks) against one span of the context.
+struct AttentionRows {
+  int64_t count;
+  const float* query;    // [count][head_dim], scaled
+  const int64_t* begin;  // [count] first visible position
+  const int64_t* end;    // [count] one past the last visible position
+  float* maximum;        // [count]
+  float* total;          // [count]
+  float* mixed;          // [count][padded head_dim]
+};
+
+struct KernelTable {
+  const char* name;
+  int (*score)();  // 0: this machine cannot run it
+
+  void (*norm_row)(const float* x, const NormWeights& norm, float* y);
+  void (*add_row)(const float* x, const float* y, int64_t size, float* out);
+  void (*act_row)(const float* x, int64_t size, Activation activation, float* out);
+  void (*act_mul_row)(const float* gate, const float* up, int64_t size, Activation activation, float* out);
+  void (*softcap_row)(float* x, int64_t size, float cap);
+  int64_t (*argmax_row)(const float* x, int64_t size);
+
+  // q: [k], the scales of one row, kRowGroup apart
+  void (*quantize_row)(const float* x, int64_t k, int8_t* q, float* scale, float* sum, int32_t* isum);
+
+  // Columns of panels [begin, end) of y = x W^T + bias for all rows. scratch: matmul_scratch_bytes(), 64-byte aligned.
+  void (*matmul)(const PackedMatrix& matrix, const Activations& x, const float* bias, float* y, int64_t y_stride,
+                 int64_t panel_begin, int64_t panel_end, uint8_t* scratch);
+
+  // Keys and values of one token into its slot.
+  void (*store_kv_row)(const float* x, int64_t size, KvType type, void* out);
+
+  // Softmax state of the rows over the positions [span_begin, span_begin + kSpan) of a context.
+  void (*attend_span)(const KvLayer& kv, int64_t kv_head, const int32_t* block_table, int64_t span_begin,
+                      const AttentionRows& rows, uint8_t* scratch);
+
+  // Add the state (m, l, a) of a later span to (M, L, A).
+  void (*merge_span)(float* M, float* L, float* A, float m, float l, const float* a, int64_t size);
+};
+
+size_t matmul_scratch_bytes();
+size_t attention_scratch_bytes(int64_t head_dim);
+
+inline int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
+
+extern const KernelTable kGenericKernels;
+#if defined(__aarch64__)
+extern const KernelTable kNeonKernels;
+#elif defined(__x86_64__)
+extern const KernelTable kAvx2Kernels, kAvx512Kernels, kAmxKernels;
+#endif
+
+}  // namespace bifolio

@@ -1,0 +1,15 @@
+// Which instruction set is used: the one with the highest score, or the one that was asked for.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "contracts.h"
+
+namespace bifolio {
+
+const KernelTable& kernels();
+std::vector<std::string> available_isas();  // best first
+void set_isa(const std::string& name);      // "" chooses by score; std::invalid_argument lists what there is
+
+}  // namespace bifolio

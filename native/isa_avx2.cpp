@@ -1,0 +1,72 @@
+// x86 with AVX2, FMA and F16C (since 2013).
+#include <immintrin.h>
+
+#include "contracts.h"
+
+namespace bifolio {
+namespace {
+
+#include "simd/avx2.h"
+
+#include "kernels/elementwise.h"
+#include "kernels/matmul_float.h"
+
+// Bytes of four k values and eight columns against four bytes of a row: exact, since the pairs that are added in 16
+// bits stay below 2^15 (weights at most 128 in size, activations at most 127).
+static inline __m256i dot_bytes(__m256i weights, __m256i row) {
+  const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(weights), _mm256_sign_epi8(row, weights));
+  return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+}
+
+// The same for weights that are not negative.
+static inline __m256i dot_unsigned(__m256i weights, __m256i row) {
+  return _mm256_madd_epi16(_mm256_maddubs_epi16(weights, row), _mm256_set1_epi16(1));
+}
+
+static inline __m256i four_bytes(const int8_t* p) {
+  int32_t four;
+  std::memcpy(&four, p, 4);
+  return _mm256_set1_epi32(four);
+}
+
+template <int Bits, bool Signed, int R>
+static inline void block_dots(const uint8_t* w, const int8_t* x, int64_t stride, const int32_t* isum, V16 sums[R]) {
+  __m256i totals[R][2];
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < 2; ++c) totals[r][c] = _mm256_set1_epi32(Bits == 4 && Signed ? -8 * isum[r] : 0);
+  for (int line = 0; line < Bits; ++line) {
+    for (int c = 0; c < 2; ++c) {
+      const __m256i packed = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + line * 64 + c * 32));
+      if constexpr (Bits == 8) {
+        for (int r = 0; r < R; ++r)
+          totals[r][c] = _mm256_add_epi32(totals[r][c], dot_bytes(packed, four_bytes(x + r * stride + line * 4)));
+      } else {
+        const __m256i mask = _mm256_set1_epi8(15);
+        const __m256i nibbles = Signed ? _mm256_xor_si256(packed, _mm256_set1_epi8(int8_t(0x88))) : packed;
+        const __m256i low = _mm256_and_si256(nibbles, mask), high = _mm256_and_si256(_mm256_srli_epi16(nibbles, 4), mask);
+        for (int r = 0; r < R; ++r) {
+          const __m256i first = dot_unsigned(low, four_bytes(x + r * stride + line * 4));
+          const __m256i second = dot_unsigned(high, four_bytes(x + r * stride + 16 + line * 4));
+          totals[r][c] = _mm256_add_epi32(totals[r][c], _mm256_add_epi32(first, second));
+        }
+      }
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < 2; ++c) sums[r].v[c] = _mm256_cvtepi32_ps(totals[r][c]);
+}
+
+#include "kernels/matmul_int.h"
+#include "kernels/attention.h"
+
+int score() {
+  __builtin_cpu_init();
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") ? 10 : 0;
+}
+
+}  // namespace
+
+#include "kernels/table.h"
+const KernelTable kAvx2Kernels = BIFOLIO_KERNEL_TABLE("avx2");
+
+}  // namespace bifolio

@@ -1,0 +1,51 @@
+// Plain C++ for any processor.
+#include "contracts.h"
+
+namespace bifolio {
+namespace {
+
+#include "simd/generic.h"
+
+#include "kernels/elementwise.h"
+#include "kernels/matmul_float.h"
+
+template <int Bits, bool Signed, int R>
+static inline void block_dots(const uint8_t* w, const int8_t* x, int64_t stride, const int32_t*, V16 sums[R]) {
+  for (int r = 0; r < R; ++r) {
+    int32_t totals[16] = {};
+    for (int e = 0; e < kBlock; ++e) {
+      const int32_t value = x[r * stride + e];
+      for (int column = 0; column < kPanel; ++column) {
+        int32_t weight;
+        if constexpr (Bits == 8) {
+          weight = int8_t(w[(e / 4) * 64 + column * 4 + e % 4]);
+        } else {
+          const uint8_t pair = w[(e % 16 / 4) * 64 + column * 4 + e % 4];
+          const int32_t nibble = e < 16 ? pair & 15 : pair >> 4;
+          weight = Signed ? (nibble ^ 8) - 8 : nibble;
+        }
+        totals[column] += value * weight;
+      }
+    }
+    for (int column = 0; column < kPanel; ++column) sums[r].v[column] = float(totals[column]);
+  }
+}
+
+#include "kernels/matmul_int.h"
+#include "kernels/attention.h"
+
+int score() { return 1; }
+
+}  // namespace
+
+#include "kernels/table.h"
+const KernelTable kGenericKernels = BIFOLIO_KERNEL_TABLE("generic");
+
+size_t matmul_scratch_bytes() { return 48 * 1024; }
+
+size_t attention_scratch_bytes(int64_t head_dim) {
+  const int64_t padded = round_up(head_dim, 16);
+  return size_t(head_dim * kTile + kTile * padded + kMaxRows * kTile) * sizeof(float);
+}
+
+}  // namespace bifolio

@@ -1,0 +1,130 @@
+// Products with F32, F16 and BF16 weights: chains of fma over k, sixteen output columns at a time.
+#pragma once
+
+// acc[r] += x[r][0..count) * w[0..count)[16], for R rows; w has `w_stride` floats from one k to the next.
+#ifndef BIFOLIO_OWN_FMA_TILE
+template <int R>
+static inline void fma_tile(const float* x, int64_t x_stride, const float* w, int64_t w_stride, int64_t count,
+                            V16 acc[R]) {
+  for (int64_t k = 0; k < count; ++k) {
+    const V16 column = load(w + k * w_stride);
+    for (int r = 0; r < R; ++r) acc[r] = fma(column, broadcast(x[r * x_stride + k]), acc[r]);
+  }
+}
+#endif
+
+// The same straight from packed weights, widened in registers: for few rows, where each weight is used a few times.
+template <Format F, int R>
+static inline void fma_packed(const float* x, int64_t x_stride, const uint8_t* panel, int64_t count, V16 acc[R]) {
+  if constexpr (F == Format::F32) {
+    fma_tile<R>(x, x_stride, reinterpret_cast<const float*>(panel), kPanel, count, acc);
+  } else if constexpr (F == Format::F16) {
+    const auto* w = reinterpret_cast<const uint16_t*>(panel);
+    for (int64_t k = 0; k < count; ++k) {
+      const V16 column = load_f16(w + k * kPanel);
+      for (int r = 0; r < R; ++r) acc[r] = fma(column, broadcast(x[r * x_stride + k]), acc[r]);
+    }
+  } else {
+    const auto* w = reinterpret_cast<const uint16_t*>(panel);
+    for (int64_t k = 0; k + 1 < count; k += 2) {
+      V16 first, second;
+      load_bf16_pairs(w + k * kPanel, first, second);
+      for (int r = 0; r < R; ++r) acc[r] = fma(first, broadcast(x[r * x_stride + k]), acc[r]);
+      for (int r = 0; r < R; ++r) acc[r] = fma(second, broadcast(x[r * x_stride + k + 1]), acc[r]);
+    }
+    if (count % 2) {
+      V16 first, second;
+      load_bf16_pairs(w + (count - 1) * kPanel, first, second);
+      for (int r = 0; r < R; ++r) acc[r] = fma(first, broadcast(x[r * x_stride + count - 1]), acc[r]);
+    }
+  }
+}
+
+// k values of a panel as floats: [count][16].
+template <Format F>
+static inline void widen_panel(const uint8_t* panel, int64_t k_begin, int64_t count, float* out) {
+  const auto* w = reinterpret_cast<const uint16_t*>(panel) + k_begin * kPanel;
+  if constexpr (F == Format::F16) {
+    for (int64_t k = 0; k < count; ++k) store(out + k * kPanel, load_f16(w + k * kPanel));
+  } else {
+    for (int64_t k = 0; k < count; k += 2) {
+      V16 first, second;
+      load_bf16_pairs(w + k * kPanel, first, second);
+      store(out + k * kPanel, first);
+      store(out + (k + 1) * kPanel, second);
+    }
+  }
+}
+
+// Columns [column, column + 16) of one row of the result, less where the matrix ends.
+static inline void finish_columns(V16 acc, const PackedMatrix& m, int64_t column, const float* bias, float* y) {
+  const int64_t count = m.n - column < kPanel ? m.n - column : kPanel;
+  if (count == kPanel) {
+    store(y + column, bias ? add(acc, load(bias + column)) : acc);
+  } else {
+    store_part(y + column, bias ? add(acc, load_part(bias + column, count)) : acc, count);
+  }
+}
+
+constexpr int64_t kWidenedK = 512;  // k values of a panel that are floats in the scratch at a time (32 KB)
+
+template <Format F, int R>
+static void matmul_float_few(const PackedMatrix& m, const Activations& x, int64_t row, const float* bias, float* y,
+                             int64_t y_stride, int64_t begin, int64_t end) {
+  for (int64_t p = begin; p < end; ++p) {
+    V16 acc[R];
+    for (int r = 0; r < R; ++r) acc[r] = zero();
+    fma_packed<F, R>(x.x + row * x.x_stride, x.x_stride, m.panel(p), m.k, acc);
+    for (int r = 0; r < R; ++r) finish_columns(acc[r], m, p * kPanel, bias, y + (row + r) * y_stride);
+  }
+}
+
+template <int R>
+static inline void accumulate_rows(const float* x, int64_t x_stride, const float* w, int64_t count, float* sums,
+                                   bool first) {
+  V16 acc[R];
+  for (int r = 0; r < R; ++r) acc[r] = first ? zero() : load(sums + r * kPanel);
+  fma_tile<R>(x, x_stride, w, kPanel, count, acc);
+  for (int r = 0; r < R; ++r) store(sums + r * kPanel, acc[r]);
+}
+
+template <Format F>
+static void matmul_float_many(const PackedMatrix& m, const Activations& x, int64_t row_begin, int64_t rows,
+                              const float* bias, float* y, int64_t y_stride, int64_t begin, int64_t end,
+                              uint8_t* scratch) {
+  auto* widened = reinterpret_cast<float*>(scratch);
+  float* sums = widened + kWidenedK * kPanel;  // [kRowBlock][16]
+  for (int64_t p = begin; p < end; ++p) {
+    for (int64_t k = 0; k < m.k; k += kWidenedK) {
+      const int64_t count = m.k - k < kWidenedK ? m.k - k : kWidenedK;
+      const float* w = reinterpret_cast<const float*>(m.panel(p)) + k * kPanel;
+      if constexpr (F != Format::F32) {
+        widen_panel<F>(m.panel(p), k, count, widened);
+        w = widened;
+      }
+      const float* source = x.x + row_begin * x.x_stride + k;
+      int64_t r = 0;
+      for (; r + 4 <= rows; r += 4) accumulate_rows<4>(source + r * x.x_stride, x.x_stride, w, count, sums + r * kPanel, k == 0);
+      for (; r < rows; ++r) accumulate_rows<1>(source + r * x.x_stride, x.x_stride, w, count, sums + r * kPanel, k == 0);
+    }
+    for (int64_t r = 0; r < rows; ++r)
+      finish_columns(load(sums + r * kPanel), m, p * kPanel, bias, y + (row_begin + r) * y_stride);
+  }
+}
+
+template <Format F>
+static void matmul_float(const PackedMatrix& m, const Activations& x, const float* bias, float* y, int64_t y_stride,
+                         int64_t begin, int64_t end, uint8_t* scratch) {
+  if (x.rows <= 4) {
+    switch (x.rows) {
+      case 1: return matmul_float_few<F, 1>(m, x, 0, bias, y, y_stride, begin, end);
+      case 2: return matmul_float_few<F, 2>(m, x, 0, bias, y, y_stride, begin, end);
+      case 3: return matmul_float_few<F, 3>(m, x, 0, bias, y, y_stride, begin, end);
+      default: return matmul_float_few<F, 4>(m, x, 0, bias, y, y_stride, begin, end);
+    }
+  }
+  for (int64_t row = 0; row < x.rows; row += kRowBlock) {
+    const int64_t rows = x.rows - row < kRowBlock ? x.rows - row : kRowBlock;
+    matmul_float_many<F>(m, x, row, rows, bias, y, y_stride, begin, end, scratch);
+  }
+}

@@ -1,0 +1,140 @@
+// Products with Q8_0, Q4_0 and Q4_1 weights: exact integer dot products per block of 32, scaled and summed in order.
+#pragma once
+
+// The weights of one panel from block `block` on.
+struct IntPanel {
+  const uint8_t* quants;    // [blocks][8 or 4][16][4]
+  const uint16_t* scales;   // [blocks][16] f16
+  const uint16_t* minima;   // the same, Q4_1 only
+};
+
+// Activation rows from block `block` on. Rows r .. r + 3 share a row group when r is a multiple of 4.
+struct IntRows {
+  const int8_t* q;       // [rows][k]
+  int64_t stride;        // k
+  const float* scale;    // [blocks][4]
+  const float* sum;      // [blocks][4]
+  const int32_t* isum;   // [blocks][4]
+};
+
+#ifndef BIFOLIO_OWN_INT_TILE
+// What an instruction set provides: the sums of one block for R rows, `block_dots<Bits, Signed, R>`. Bits is how the
+// quants are packed; four-bit ones are signed (Q4_0) or unsigned (Q4_1).
+template <int Bits, bool Min, int R>
+static inline void int_tile(const IntPanel& w, const IntRows& x, int first_row, int64_t blocks, V16 acc[R]) {
+  constexpr int64_t block_bytes = kBlock * kPanel * Bits / 8;
+  for (int64_t b = 0; b < blocks; ++b) {
+    V16 sums[R];
+    block_dots<Bits, !Min, R>(w.quants + b * block_bytes, x.q + b * kBlock, x.stride,
+                              x.isum + b * kRowGroup + first_row, sums);
+    const V16 scale = load_f16(w.scales + b * kPanel);
+    for (int r = 0; r < R; ++r) {
+      const int64_t at = b * kRowGroup + first_row + r;
+      acc[r] = fma(sums[r], mul(scale, broadcast(x.scale[at])), acc[r]);
+      if constexpr (Min) acc[r] = fma(load_f16(w.minima + b * kPanel), broadcast(x.sum[at]), acc[r]);
+    }
+  }
+}
+#endif
+
+static inline IntPanel int_panel(const PackedMatrix& m, int64_t p) {
+  const uint8_t* panel = m.panel(p);
+  return {panel, reinterpret_cast<const uint16_t*>(panel + m.scales_offset),
+          reinterpret_cast<const uint16_t*>(panel + m.minima_offset)};
+}
+
+static inline IntRows int_rows(const Activations& x, int64_t row, int64_t block) {
+  const int64_t scales = (row / kRowGroup) * (x.k / kBlock) * kRowGroup + block * kRowGroup;
+  return {x.q + row * x.k + block * kBlock, x.k, x.scale + scales, x.sum + scales, x.isum + scales};
+}
+
+template <int Bits, bool Min, int R>
+static void matmul_int_few(const PackedMatrix& m, const Activations& x, const float* bias, float* y, int64_t y_stride,
+                           int64_t begin, int64_t end) {
+  for (int64_t p = begin; p < end; ++p) {
+    V16 acc[R];
+    for (int r = 0; r < R; ++r) acc[r] = zero();
+    int_tile<Bits, Min, R>(int_panel(m, p), int_rows(x, 0, 0), 0, m.k / kBlock, acc);
+    for (int r = 0; r < R; ++r) finish_columns(acc[r], m, p * kPanel, bias, y + r * y_stride);
+  }
+}
+
+template <bool Min, int R>
+static inline void accumulate_int_rows(const IntPanel& w, const IntRows& x, int first_row, int64_t blocks, float* sums,
+                                       bool first) {
+  V16 acc[R];
+  for (int r = 0; r < R; ++r) acc[r] = first ? zero() : load(sums + r * kPanel);
+  int_tile<8, Min, R>(w, x, first_row, blocks, acc);
+  for (int r = 0; r < R; ++r) store(sums + r * kPanel, acc[r]);
+}
+
+constexpr int64_t kUnpackedBlocks = 64;  // blocks of a panel that are worked on at a time: 2048 k values, 32 KB
+
+// Signed nibbles (Q4_0) or unsigned ones (Q4_1) to bytes, in the order of Q8_0.
+template <bool Signed>
+static inline void unpack_blocks(const uint8_t* quants, int64_t blocks, uint8_t* out) {
+  for (int64_t b = 0; b < blocks; ++b, quants += 256, out += 512) {
+    for (int i = 0; i < 256; ++i) {
+      const uint8_t low = quants[i] & 15, high = quants[i] >> 4;
+      out[i] = Signed ? uint8_t((low ^ 8) - 8) : low;
+      out[256 + i] = Signed ? uint8_t((high ^ 8) - 8) : high;
+    }
+  }
+}
+
+template <int Bits, bool Min>
+static void matmul_int_many(const PackedMatrix& m, const Activations& x, int64_t row_begin, int64_t rows,
+                            const float* bias, float* y, int64_t y_stride, int64_t begin, int64_t end,
+                            uint8_t* scratch) {
+  uint8_t* unpacked = scratch;
+  auto* sums = reinterpret_cast<float*>(scratch + kUnpackedBlocks * kBlock * kPanel);  // [kRowBlock][16]
+  const int64_t num_blocks = m.k / kBlock;
+  for (int64_t p = begin; p < end; ++p) {
+    for (int64_t b = 0; b < num_blocks; b += kUnpackedBlocks) {
+      const int64_t blocks = num_blocks - b < kUnpackedBlocks ? num_blocks - b : kUnpackedBlocks;
+      IntPanel w = int_panel(m, p);
+      w.quants += b * kBlock * kPanel * Bits / 8;
+      w.scales += b * kPanel;
+      w.minima += b * kPanel;
+      if constexpr (Bits == 4) {
+        unpack_blocks<!Min>(w.quants, blocks, unpacked);
+        w.quants = unpacked;
+      }
+      int64_t r = 0;
+      for (; r + 4 <= rows; r += 4)
+        accumulate_int_rows<Min, 4>(w, int_rows(x, row_begin + r, b), 0, blocks, sums + r * kPanel, b == 0);
+      for (; r < rows; ++r)
+        accumulate_int_rows<Min, 1>(w, int_rows(x, row_begin + r, b), int(r % 4), blocks, sums + r * kPanel, b == 0);
+    }
+    for (int64_t r = 0; r < rows; ++r)
+      finish_columns(load(sums + r * kPanel), m, p * kPanel, bias, y + (row_begin + r) * y_stride);
+  }
+}
+
+template <int Bits, bool Min>
+static void matmul_int(const PackedMatrix& m, const Activations& x, const float* bias, float* y, int64_t y_stride,
+                       int64_t begin, int64_t end, uint8_t* scratch) {
+  switch (x.rows) {
+    case 1: return matmul_int_few<Bits, Min, 1>(m, x, bias, y, y_stride, begin, end);
+    case 2: return matmul_int_few<Bits, Min, 2>(m, x, bias, y, y_stride, begin, end);
+    case 3: return matmul_int_few<Bits, Min, 3>(m, x, bias, y, y_stride, begin, end);
+    case 4: return matmul_int_few<Bits, Min, 4>(m, x, bias, y, y_stride, begin, end);
+    default: break;
+  }
+  for (int64_t row = 0; row < x.rows; row += kRowBlock) {
+    const int64_t rows = x.rows - row < kRowBlock ? x.rows - row : kRowBlock;
+    matmul_int_many<Bits, Min>(m, x, row, rows, bias, y, y_stride, begin, end, scratch);
+  }
+}
+
+static void matmul(const PackedMatrix& m, const Activations& x, const float* bias, float* y, int64_t y_stride,
+                   int64_t begin, int64_t end, uint8_t* scratch) {
+  switch (m.format) {
+    case Format::F32: return matmul_float<Format::F32>(m, x, bias, y, y_stride, begin, end, scratch);
+    case Format::F16: return matmul_float<Format::F16>(m, x, bias, y, y_stride, begin, end, scratch);
+    case Format::BF16: return matmul_float<Format::BF16>(m, x, bias, y, y_stride, begin, end, scratch);
+    case Format::Q8_0: return matmul_int<8, false>(m, x, bias, y, y_stride, begin, end, scratch);
+    case Format::Q4_0: return matmul_int<4, false>(m, x, bias, y, y_stride, begin, end, scratch);
+    case Format::Q4_1: return matmul_int<4, true>(m, x, bias, y, y_stride, begin, end, scratch);
+  }
+}

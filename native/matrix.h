@@ -1,0 +1,67 @@
+// Weights as the kernels read them, made once at load.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "contracts.h"
+
+namespace bifolio {
+
+// Aligned memory, on huge pages where the system gives them: reading weights is what decoding waits for, and with
+// 4 KB pages every 64 lines end in a page walk.
+class HugeBuffer {
+ public:
+  explicit HugeBuffer(size_t size);
+  HugeBuffer(const HugeBuffer&) = delete;
+  ~HugeBuffer();
+  uint8_t* data() const { return data_; }
+  size_t size() const { return size_; }
+
+ private:
+  uint8_t* data_;
+  size_t size_;
+  bool mapped_;
+};
+
+// Rows of one tensor as they lie in the file.
+struct SourceRows {
+  Format format;
+  const uint8_t* data;
+  int64_t rows;
+  size_t row_bytes;
+};
+
+size_t source_row_bytes(Format format, int64_t k);
+
+// One Linear: its parts side by side, those of one format in one matrix.
+class LinearWeights {
+ public:
+  LinearWeights(const std::vector<SourceRows>& parts, int64_t k, const float* bias);
+  LinearWeights(const LinearWeights&) = delete;
+
+  int64_t in_features() const { return k_; }
+  int64_t out_features() const { return n_; }
+  size_t num_bytes() const;
+  bool quantizes() const { return quantizes_; }
+
+  struct Piece {
+    PackedMatrix matrix;
+    int64_t column;  // where its output begins
+    std::unique_ptr<HugeBuffer> memory;
+  };
+  const std::vector<Piece>& pieces() const { return pieces_; }
+  const float* bias() const { return bias_.empty() ? nullptr : bias_.data(); }
+
+ private:
+  int64_t n_ = 0, k_;
+  bool quantizes_ = false;
+  std::vector<Piece> pieces_;
+  std::vector<float> bias_;
+};
+
+// Row `row` of a table in file order, as floats.
+void dequantize_row(Format format, const uint8_t* data, int64_t k, float* out);
+
+}  // namespace bifolio

@@ -1,0 +1,155 @@
+#include "ops.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "isa.h"
+
+namespace bifolio {
+namespace {
+
+// Rows per piece so that a piece is worth handing out: about 8 K numbers.
+int64_t row_piece(int64_t width) { return std::max<int64_t>(1, 8192 / std::max<int64_t>(1, width)); }
+
+template <class Body>
+void each_row(Member& m, int64_t count, int64_t width, Body body) {
+  m.split(count, row_piece(width), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) body(row);
+  });
+}
+
+}  // namespace
+
+void embed(Member& m, const EmbeddingTable& table, const int32_t* ids, float scale, Rows out) {
+  each_row(m, out.count, out.width, [&](int64_t row) {
+    float* target = out.row(row);
+    dequantize_row(table.format, table.data + size_t(ids[row]) * table.row_bytes, table.width, target);
+    if (scale != 1.0f)
+      for (int64_t i = 0; i < out.width; ++i) target[i] *= scale;
+  });
+}
+
+void norm(Member& m, Rows x, const NormWeights& weights, Rows out) {
+  each_row(m, x.count, x.width, [&](int64_t row) { kernels().norm_row(x.row(row), weights, out.row(row)); });
+}
+
+void add(Member& m, Rows x, Rows y, Rows out) {
+  each_row(m, x.count, x.width, [&](int64_t row) { kernels().add_row(x.row(row), y.row(row), x.width, out.row(row)); });
+}
+
+void add_norm(Member& m, Rows x, Rows delta, const NormWeights& weights, Rows sum, Rows normed) {
+  each_row(m, x.count, x.width, [&](int64_t row) {
+    kernels().add_row(x.row(row), delta.row(row), x.width, sum.row(row));
+    kernels().norm_row(sum.row(row), weights, normed.row(row));
+  });
+}
+
+void act(Member& m, Rows x, Activation activation, Rows out) {
+  each_row(m, x.count, 4 * x.width, [&](int64_t row) { kernels().act_row(x.row(row), x.width, activation, out.row(row)); });
+}
+
+void act_mul(Member& m, Rows x, Activation activation, Rows out) {
+  constexpr int64_t piece = 512;  // columns: a single row of a wide network is worth sharing
+  const int64_t pieces = (out.width + piece - 1) / piece;
+  m.split(x.count * pieces, std::max<int64_t>(1, 1024 / std::min(out.width, piece)), [&](int64_t begin, int64_t end) {
+    for (int64_t unit = begin; unit < end; ++unit) {
+      const int64_t row = unit / pieces, column = unit % pieces * piece;
+      const float* gate = x.row(row) + column;
+      kernels().act_mul_row(gate, gate + out.width, std::min(piece, out.width - column), activation, out.row(row) + column);
+    }
+  });
+}
+
+void take(Member& m, Rows x, const int32_t* rows, Rows out) {
+  each_row(m, out.count, out.width, [&](int64_t row) {
+    std::memcpy(out.row(row), x.row(rows ? rows[row] : row), size_t(out.width) * sizeof(float));
+  });
+}
+
+void softcap(Member& m, Rows x, float cap) {
+  each_row(m, x.count, x.width, [&](int64_t row) { kernels().softcap_row(x.row(row), x.width, cap); });
+}
+
+void linear(Member& m, Rows x, const LinearWeights& weights, Rows out, Workspace& workspace) {
+  const KernelTable& isa = kernels();
+  const int64_t k = weights.in_features();
+  Activations input{x.data, x.stride, x.count, k, nullptr, nullptr, nullptr, nullptr};
+  if (weights.quantizes()) {
+    const int64_t groups = round_up(x.count, kRowGroup) / kRowGroup, scales = groups * kRowGroup * (k / kBlock);
+    if (m.rank == 0) {
+      workspace.quants.bytes(size_t(groups * kRowGroup * k));
+      workspace.scales.bytes(size_t(scales) * 12);
+    }
+    m.barrier();
+    auto* q = workspace.quants.array<int8_t>(0);
+    auto* scale = workspace.scales.array<float>(0);
+    float* sum = scale + scales;
+    auto* isum = reinterpret_cast<int32_t*>(sum + scales);
+    input.q = q, input.scale = scale, input.sum = sum, input.isum = isum;
+    each_row(m, x.count, 4 * k, [&](int64_t row) {
+      const int64_t at = row / kRowGroup * (k / kBlock) * kRowGroup + row % kRowGroup;
+      isa.quantize_row(x.row(row), k, q + row * k, scale + at, sum + at, isum + at);
+    });
+  }
+  for (const LinearWeights::Piece& piece : weights.pieces()) {
+    const PackedMatrix& matrix = piece.matrix;
+    // Pieces of at least 32 KB of weights, and at least eight for each thread where there are so many panels.
+    const int64_t large = std::max<int64_t>(1, int64_t(32768 / matrix.panel_bytes));
+    const int64_t even = std::max<int64_t>(1, matrix.num_panels / (8 * m.size));
+    const float* bias = weights.bias() ? weights.bias() + piece.column : nullptr;
+    m.split(matrix.num_panels, std::max<int64_t>(1, std::min(even, std::max(large, even))), [&](int64_t begin, int64_t end) {
+      isa.matmul(matrix, input, bias, out.data + piece.column, out.stride, begin, end,
+                 m.scratch().bytes(matmul_scratch_bytes()));
+    });
+  }
+}
+
+void rotation(Member& m, const float* frequencies, float scale, const int32_t* positions, Rows cosine, Rows sine) {
+  each_row(m, cosine.count, 64 * cosine.width, [&](int64_t row) {
+    for (int64_t i = 0; i < cosine.width; ++i) {
+      const float angle = float(positions[row]) * frequencies[i];
+      cosine.row(row)[i] = std::cos(angle) * scale;
+      sine.row(row)[i] = std::sin(angle) * scale;
+    }
+  });
+}
+
+namespace {
+
+void rotate(float* head, const float* cosine, const float* sine, int64_t half, bool interleaved) {
+  const int64_t apart = interleaved ? 1 : half, step = interleaved ? 2 : 1;
+  for (int64_t i = 0; i < half; ++i) {
+    float& first = head[i * step];
+    float& second = head[i * step + apart];
+    const float a = first, b = second;
+    first = a * cosine[i] - b * sine[i];
+    second = b * cosine[i] + a * sine[i];
+  }
+}
+
+}  // namespace
+
+void rope_and_write(Member& m, Rows qkv, const AttentionConstants& shape, const Rows* cosine, const Rows* sine,
+                    const KvLayer* kv, const int64_t* slots) {
+  const KernelTable& isa = kernels();
+  const int64_t dim = shape.head_dim, rotated = shape.num_heads + shape.num_kv_heads;
+  each_row(m, qkv.count, qkv.width, [&](int64_t row) {
+    float* heads = qkv.row(row);
+    for (int64_t h = 0; h < rotated; ++h) {
+      float* head = heads + h * dim;
+      const NormWeights* norm = h < shape.num_heads ? shape.query_norm : shape.key_norm;
+      if (norm) isa.norm_row(head, *norm, head);
+      if (cosine) rotate(head, cosine->row(row), sine->row(row), cosine->width, shape.interleaved);
+    }
+    if (!kv) return;
+    const int64_t block = slots[row] / kv->block_size, offset = slots[row] % kv->block_size;
+    for (int64_t h = 0; h < shape.num_kv_heads; ++h) {
+      const size_t at = size_t((block * kv->num_kv_heads + h) * kv->block_size + offset) * kv->row_bytes;
+      isa.store_kv_row(heads + (shape.num_heads + h) * dim, dim, kv->type, kv->keys + at);
+      isa.store_kv_row(heads + (rotated + h) * dim, dim, kv->type, kv->values + at);
+    }
+  });
+}
+
+}  // namespace bifolio

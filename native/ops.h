@@ -1,0 +1,73 @@
+// The verbs of the network, each run by the whole team on rows of floats.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "contracts.h"
+#include "matrix.h"
+#include "pool.h"
+
+namespace bifolio {
+
+struct Rows {
+  float* data;
+  int64_t count;
+  int64_t width;   // numbers of a row
+  int64_t stride;  // from one row to the next
+  float* row(int64_t index) const { return data + index * stride; }
+};
+
+struct EmbeddingTable {
+  Format format;
+  const uint8_t* data;
+  int64_t rows, width;
+  size_t row_bytes;
+};
+
+struct AttentionConstants {
+  int64_t num_heads, num_kv_heads, head_dim;
+  float scale;
+  int64_t window;  // 0: none
+  bool interleaved;
+  const NormWeights* query_norm;
+  const NormWeights* key_norm;
+};
+
+// One segment of a batch: whole sequences one after the other.
+struct Segment {
+  int64_t token_start;
+  int64_t num_sequences;
+  const int32_t* query_starts;  // [s + 1], from token_start
+  const int32_t* context_lens;  // [s]
+  const int32_t* block_tables;  // [s][table_stride]
+  int64_t table_stride;
+  int64_t shared_blocks;
+};
+
+// Memory that an operation needs while it runs, kept from one step to the next.
+struct Workspace {
+  Scratch quants, scales, units, partials;
+};
+
+void embed(Member& m, const EmbeddingTable& table, const int32_t* ids, float scale, Rows out);
+void norm(Member& m, Rows x, const NormWeights& weights, Rows out);
+void add(Member& m, Rows x, Rows y, Rows out);
+void add_norm(Member& m, Rows x, Rows delta, const NormWeights& weights, Rows sum, Rows normed);
+void act(Member& m, Rows x, Activation activation, Rows out);
+void act_mul(Member& m, Rows x, Activation activation, Rows out);
+void take(Member& m, Rows x, const int32_t* rows, Rows out);  // rows may be null: all
+void linear(Member& m, Rows x, const LinearWeights& weights, Rows out, Workspace& workspace);
+void softcap(Member& m, Rows x, float cap);
+void rotation(Member& m, const float* frequencies, float scale, const int32_t* positions, Rows cosine, Rows sine);
+
+// Norms and rotates the queries and keys of [t, (heads + 2 kv_heads) * head_dim] in place; keys and values go to `kv`
+// (null: nowhere).
+void rope_and_write(Member& m, Rows qkv, const AttentionConstants& shape, const Rows* cosine, const Rows* sine,
+                    const KvLayer* kv, const int64_t* slots);
+
+// `qkv` holds rotated queries in its leading columns; the keys and values of all its tokens are already in `kv`.
+void attend(Member& m, Rows qkv, const AttentionConstants& shape, const std::vector<Segment>& segments,
+            const KvLayer& kv, Rows out, Workspace& workspace);
+
+}  // namespace bifolio

@@ -1,0 +1,159 @@
+#include "pool.h"
+
+#include <sched.h>
+
+#include <cstdlib>
+#include <fstream>
+#include <new>
+#include <set>
+#include <string>
+
+namespace bifolio {
+namespace {
+
+// How long a thread looks for work before it sleeps: a decode step follows the last one within some ten microseconds,
+// and waking a thread costs about as much.
+constexpr int kSpins = 4000;
+
+inline void pause_briefly() {
+#if defined(__aarch64__)
+  asm volatile("isb" ::: "memory");
+#elif defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
+// Physical cores this process may use: hyperthreads of one core share its vector units.
+int default_threads() {
+  cpu_set_t allowed;
+  CPU_ZERO(&allowed);
+  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return int(std::thread::hardware_concurrency());
+  std::set<std::string> cores;
+  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
+    if (!CPU_ISSET(cpu, &allowed)) continue;
+    std::ifstream siblings("/sys/devices/system/cpu/cpu" + std::to_string(cpu) + "/topology/thread_siblings_list");
+    std::string line;
+    if (!std::getline(siblings, line)) line = std::to_string(cpu);
+    cores.insert(line);
+  }
+  return cores.empty() ? 1 : int(cores.size());
+}
+
+}  // namespace
+
+Scratch::~Scratch() { std::free(data_); }
+
+uint8_t* Scratch::bytes(size_t size) {
+  if (size > size_) {
+    std::free(data_);
+    size_ = (size + 4095) / 4096 * 4096;
+    data_ = static_cast<uint8_t*>(std::aligned_alloc(4096, size_));
+    if (!data_) {
+      size_ = 0;
+      throw std::bad_alloc();
+    }
+  }
+  return data_;
+}
+
+void Member::barrier() {
+  if (size == 1) return;
+  const uint32_t sense = pool_.sense_.load(std::memory_order_relaxed);
+  if (pool_.arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size) {
+    pool_.arrived_.store(0, std::memory_order_relaxed);
+    pool_.sense_.store(sense + 1, std::memory_order_release);
+  } else {
+    pool_.wait_for_others(sense);
+  }
+}
+
+Scratch& Member::scratch() { return *pool_.scratch_[size_t(rank)]; }
+
+std::atomic<int64_t>& Member::counter() { return pool_.counters_[loop_].value; }
+
+// Three counters in turn: the one reset here was last used two barriers ago, so nobody can still look at it.
+void Member::finish_loop() {
+  if (rank == 0) pool_.counters_[(loop_ + 1) % 3].value.store(0, std::memory_order_relaxed);
+  loop_ = (loop_ + 1) % 3;
+  barrier();
+}
+
+Pool& Pool::instance() {
+  static Pool* pool = new Pool();  // never destroyed: threads may outlive static destructors
+  return *pool;
+}
+
+Pool::Pool() : size_(default_threads()) { start_threads(); }
+
+Pool::~Pool() { stop_threads(); }
+
+void Pool::start_threads() {
+  scratch_.clear();
+  for (int rank = 0; rank < size_; ++rank) scratch_.push_back(std::make_unique<Scratch>());
+  const uint32_t seen = generation_.load();
+  for (int rank = 1; rank < size_; ++rank) threads_.emplace_back(&Pool::work_loop, this, rank, seen);
+}
+
+void Pool::stop_threads() {
+  stopping_ = true;
+  generation_.fetch_add(1);
+  generation_.notify_all();
+  for (auto& thread : threads_) thread.join();
+  threads_.clear();
+  stopping_ = false;
+}
+
+void Pool::set_num_threads(int count) {
+  std::lock_guard lock(mutex_);
+  const int size = count > 0 ? count : default_threads();
+  if (size == size_) return;
+  stop_threads();
+  size_ = size;
+  start_threads();
+}
+
+int Pool::num_threads() {
+  std::lock_guard lock(mutex_);
+  return size_;
+}
+
+void Pool::wait_for_others(uint32_t sense) {
+  for (int spins = 0; sense_.load(std::memory_order_acquire) == sense; ++spins) {
+    if (spins < kSpins) {
+      pause_briefly();
+    } else {
+      sched_yield();  // more threads than free cores: let the one we wait for run
+    }
+  }
+}
+
+void Pool::work_loop(int rank, uint32_t seen) {
+  for (;;) {
+    for (int spins = 0; generation_.load(std::memory_order_acquire) == seen && spins < kSpins; ++spins) pause_briefly();
+    if (generation_.load(std::memory_order_acquire) == seen) {
+      sleepers_.fetch_add(1);
+      generation_.wait(seen);
+      sleepers_.fetch_sub(1);
+    }
+    seen = generation_.load(std::memory_order_acquire);
+    if (stopping_) return;
+    Member member(*this, rank, size_);
+    (*work_)(member);
+    member.barrier();
+  }
+}
+
+void Pool::run(const std::function<void(Member&)>& work) {
+  std::lock_guard lock(mutex_);
+  for (auto& counter : counters_) counter.value.store(0, std::memory_order_relaxed);
+  work_ = &work;
+  if (size_ > 1) {
+    generation_.fetch_add(1, std::memory_order_seq_cst);
+    if (sleepers_.load(std::memory_order_seq_cst) > 0) generation_.notify_all();
+  }
+  Member member(*this, 0, size_);
+  work(member);
+  member.barrier();
+}
+
+}  // namespace bifolio

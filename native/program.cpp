@@ -1,0 +1,164 @@
+#include "program.h"
+
+#include <algorithm>
+
+namespace bifolio {
+
+Program::Register Program::new_value(int64_t width, bool of_logit_rows) {
+  values_.push_back({width, of_logit_rows});
+  return Register(values_.size() - 1);
+}
+
+void Program::record(std::vector<Register> reads, std::vector<Register> writes, Work work) {
+  for (const auto& list : {reads, writes})
+    for (Register value : list) values_[size_t(value)].last_use = int(operations_.size());
+  operations_.push_back({std::move(reads), std::move(writes), std::move(work)});
+}
+
+Rows Program::rows(Register value, const Step& step) const {
+  const Value& v = values_[size_t(value)];
+  const int64_t count = v.of_logit_rows ? step.num_logit_rows : step.num_tokens;
+  const int64_t stride = round_up(v.width, 16);
+  return {buffers_[size_t(v.buffer)]->array<float>(0), count, v.width, stride};
+}
+
+Program::Register Program::embed(const EmbeddingTable& table, float scale, bool of_positions) {
+  const Register out = new_value(table.width, false);
+  record({}, {out}, [=, this](Member& m, const Step& step) {
+    bifolio::embed(m, table, of_positions ? step.positions : step.token_ids, scale, rows(out, step));
+  });
+  return out;
+}
+
+Program::Register Program::norm(Register x, const NormWeights& weights) {
+  const Register out = like(x, weights.size);
+  record({x}, {out}, [=, this](Member& m, const Step& step) { bifolio::norm(m, rows(x, step), weights, rows(out, step)); });
+  return out;
+}
+
+Program::Register Program::add(Register x, Register y) {
+  const Register out = like(x, values_[size_t(x)].width);
+  record({x, y}, {out}, [=, this](Member& m, const Step& step) { bifolio::add(m, rows(x, step), rows(y, step), rows(out, step)); });
+  return out;
+}
+
+std::pair<Program::Register, Program::Register> Program::add_norm(Register x, Register delta, const NormWeights& weights) {
+  const Register sum = like(x, weights.size), normed = like(x, weights.size);
+  record({x, delta}, {sum, normed}, [=, this](Member& m, const Step& step) {
+    bifolio::add_norm(m, rows(x, step), rows(delta, step), weights, rows(sum, step), rows(normed, step));
+  });
+  return {sum, normed};
+}
+
+Program::Register Program::linear(Register x, const LinearWeights& weights) {
+  const Register out = like(x, weights.out_features());
+  record({x}, {out}, [=, this, &weights](Member& m, const Step& step) {
+    bifolio::linear(m, rows(x, step), weights, rows(out, step), workspace_);
+  });
+  return out;
+}
+
+std::pair<Program::Register, Program::Register> Program::rotation(const std::vector<float>& frequencies, float scale) {
+  const Register cosine = new_value(int64_t(frequencies.size()), false), sine = new_value(int64_t(frequencies.size()), false);
+  record({}, {cosine, sine}, [=, this](Member& m, const Step& step) {
+    bifolio::rotation(m, frequencies.data(), scale, step.positions, rows(cosine, step), rows(sine, step));
+  });
+  return {cosine, sine};
+}
+
+Program::Register Program::rope_and_write(Register qkv, int64_t layer, const AttentionConstants& shape, Register cosine,
+                                          Register sine) {
+  std::vector<Register> reads = {qkv};
+  if (cosine >= 0) reads.insert(reads.end(), {cosine, sine});
+  record(reads, {qkv}, [=, this](Member& m, const Step& step) {
+    Rows turns[2] = {};
+    if (cosine >= 0) turns[0] = rows(cosine, step), turns[1] = rows(sine, step);
+    bifolio::rope_and_write(m, rows(qkv, step), shape, cosine >= 0 ? &turns[0] : nullptr, &turns[1],
+                            &(*step.layers)[size_t(layer)], step.slots);
+  });
+  return qkv;
+}
+
+Program::Register Program::attend(Register qkv, int64_t layer, const AttentionConstants& shape) {
+  const Register out = like(qkv, shape.num_heads * shape.head_dim);
+  record({qkv}, {out}, [=, this](Member& m, const Step& step) {
+    bifolio::attend(m, rows(qkv, step), shape, step.segments, (*step.layers)[size_t(layer)], rows(out, step), workspace_);
+  });
+  return out;
+}
+
+Program::Register Program::act(Register x, Activation activation) {
+  const Register out = like(x, values_[size_t(x)].width);
+  record({x}, {out}, [=, this](Member& m, const Step& step) { bifolio::act(m, rows(x, step), activation, rows(out, step)); });
+  return out;
+}
+
+Program::Register Program::act_mul(Register x, Activation activation) {
+  const Register out = like(x, values_[size_t(x)].width / 2);
+  record({x}, {out}, [=, this](Member& m, const Step& step) { bifolio::act_mul(m, rows(x, step), activation, rows(out, step)); });
+  return out;
+}
+
+Program::Register Program::take(Register x) {
+  const Register out = new_value(values_[size_t(x)].width, true);
+  record({x}, {out}, [=, this](Member& m, const Step& step) { bifolio::take(m, rows(x, step), step.logit_rows, rows(out, step)); });
+  return out;
+}
+
+void Program::logits(Register x, const LinearWeights& head, float softcap) {
+  vocab_size_ = head.out_features();
+  record({x}, {}, [=, this, &head](Member& m, const Step& step) {
+    const Rows out{step.logits, step.num_logit_rows, vocab_size_, vocab_size_};
+    bifolio::linear(m, rows(x, step), head, out, workspace_);
+    if (softcap != 0.0f) bifolio::softcap(m, out, softcap);
+  });
+  assign_buffers();
+}
+
+// Values share memory when one is no longer needed before the other is made.
+void Program::assign_buffers() {
+  std::vector<int> free_buffers;
+  for (size_t i = 0; i < operations_.size(); ++i) {
+    for (Register value : operations_[i].writes) {
+      Value& v = values_[size_t(value)];
+      if (v.buffer >= 0) continue;  // rotated in place
+      if (free_buffers.empty()) {
+        free_buffers.push_back(int(buffer_widths_.size()));
+        buffer_widths_.push_back(0);
+      }
+      // the free buffer whose width is closest, so that narrow values do not sit in wide ones
+      auto best = std::min_element(free_buffers.begin(), free_buffers.end(), [&](int a, int b) {
+        return std::abs(buffer_widths_[size_t(a)] - v.width) < std::abs(buffer_widths_[size_t(b)] - v.width);
+      });
+      v.buffer = *best;
+      free_buffers.erase(best);
+      buffer_widths_[size_t(v.buffer)] = std::max(buffer_widths_[size_t(v.buffer)], round_up(v.width, 16));
+    }
+    std::vector<Register> ended = operations_[i].reads;
+    ended.insert(ended.end(), operations_[i].writes.begin(), operations_[i].writes.end());
+    std::sort(ended.begin(), ended.end());
+    ended.erase(std::unique(ended.begin(), ended.end()), ended.end());
+    for (Register value : ended)
+      if (values_[size_t(value)].last_use == int(i)) free_buffers.push_back(values_[size_t(value)].buffer);
+  }
+  for (size_t i = 0; i < buffer_widths_.size(); ++i) buffers_.push_back(std::make_unique<Scratch>());
+}
+
+size_t Program::scratch_bytes() const {
+  size_t bytes = 0;
+  for (int64_t width : buffer_widths_) bytes += size_t(width * allocated_rows_) * sizeof(float);
+  return bytes;
+}
+
+void Program::run(const Step& step) {
+  const int64_t needed = std::max(step.num_tokens, step.num_logit_rows);
+  if (needed > allocated_rows_) {
+    allocated_rows_ = needed;
+    for (size_t i = 0; i < buffers_.size(); ++i) buffers_[i]->bytes(size_t(buffer_widths_[i] * needed) * sizeof(float));
+  }
+  Pool::instance().run([&](Member& member) {
+    for (const Operation& operation : operations_) operation.work(member, step);
+  });
+}
+
+}  // namespace bifolio

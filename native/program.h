@@ -1,0 +1,75 @@
+// A network recorded once as a list of operations and replayed for any batch in one call.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "ops.h"
+
+namespace bifolio {
+
+// One forward pass: everything the recorded operations look up when they run.
+struct Step {
+  int64_t num_tokens;
+  const int32_t* token_ids;   // [t]
+  const int32_t* positions;   // [t]
+  const int64_t* slots;       // [t]
+  const int32_t* logit_rows;  // [r], null: all tokens
+  int64_t num_logit_rows;
+  std::vector<Segment> segments;
+  const std::vector<KvLayer>* layers;
+  float* logits;  // [r, vocab]
+};
+
+class Program {
+ public:
+  using Register = int;  // rows of floats between two operations
+
+  Register embed(const EmbeddingTable& table, float scale, bool of_positions);
+  Register norm(Register x, const NormWeights& weights);
+  Register add(Register x, Register y);
+  std::pair<Register, Register> add_norm(Register x, Register delta, const NormWeights& weights);
+  Register linear(Register x, const LinearWeights& weights);
+  std::pair<Register, Register> rotation(const std::vector<float>& frequencies, float scale);
+  // The same register comes back: queries and keys are rotated where they are. rotation -1: none.
+  Register rope_and_write(Register qkv, int64_t layer, const AttentionConstants& shape, Register cosine, Register sine);
+  Register attend(Register qkv, int64_t layer, const AttentionConstants& shape);
+  Register act(Register x, Activation activation);
+  Register act_mul(Register x, Activation activation);
+  Register take(Register x);  // the rows whose logits are wanted
+  void logits(Register x, const LinearWeights& head, float softcap);
+
+  void run(const Step& step);
+  int64_t vocab_size() const { return vocab_size_; }
+  size_t scratch_bytes() const;
+
+ private:
+  struct Value {
+    int64_t width;
+    bool of_logit_rows;  // as many rows as there are logits, not tokens
+    int last_use = -1;
+    int buffer = -1;
+  };
+  using Work = std::function<void(Member&, const Step&)>;
+  struct Operation {
+    std::vector<Register> reads, writes;
+    Work work;
+  };
+
+  Register new_value(int64_t width, bool of_logit_rows);
+  Register like(Register x, int64_t width) { return new_value(width, values_[size_t(x)].of_logit_rows); }
+  void record(std::vector<Register> reads, std::vector<Register> writes, Work work);
+  void assign_buffers();
+  Rows rows(Register value, const Step& step) const;
+
+  std::vector<Value> values_;
+  std::vector<Operation> operations_;
+  std::vector<int64_t> buffer_widths_;
+  std::vector<std::unique_ptr<Scratch>> buffers_;
+  int64_t allocated_rows_ = 0;
+  int64_t vocab_size_ = 0;
+  Workspace workspace_;
+};
+
+}  // namespace bifolio
