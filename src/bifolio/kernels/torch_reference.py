@@ -216,7 +216,7 @@ def _attend_paged(
     num_blocks = min(block_tables.shape[1], -(-segment.max_context_len // storage.block_size))
     tables = block_tables[:, :num_blocks].long()
     queries = torch.unflatten(query, 0, (block_tables.shape[0], -1))  # [s, n, heads, dim]
-    lens = context_lens.to(query.device)
+    lens = torch.as_tensor(context_lens, device=query.device)  # an engine keeps lengths on the host
     slots = torch.arange(num_blocks * storage.block_size, device=query.device)
     used = (slots[None, :] < lens[:, None])[:, None, :, None]  # [s, 1, L, 1]
 
