@@ -13,6 +13,7 @@
     │   ├── OutOfBlocksError   the pool cannot supply the blocks asked for; nothing was changed
     │   └── UnknownSequenceError
     ├── PhaseError             decode before the prompt is complete, and other wrong transitions
+    ├── EngineDeadError        the engine stopped; requests that ran in it are lost
     └── MissingDependencyError an optional package is needed for this and is not installed
 
 A message says what is wrong and what to do about it, in one or two sentences.
@@ -74,6 +75,10 @@ class UnknownSequenceError(CacheError, KeyError):
 
 class PhaseError(BifolioError, RuntimeError):
     """A sequence was asked for something that its phase does not allow."""
+
+
+class EngineDeadError(BifolioError, RuntimeError):
+    """The engine stopped, by an error of its own or because it was closed; what ran in it is lost."""
 
 
 class MissingDependencyError(BifolioError, ImportError):

@@ -106,7 +106,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete every prompt; the results come in the order of the prompts."""
         batch = as_prompts(prompts)
-        params = self._params_for(batch, sampling_params)
+        params = self.params_for(batch, sampling_params)
         priorities = [priority] * len(batch) if isinstance(priority, int) else list(priority)
         requests = self._add_all(batch, params, priorities)
         self._drain(requests, show_progress(use_tqdm, len(requests)))
@@ -122,7 +122,7 @@ class LLM:
         Leaving the loop early ends the requests.
         """
         batch = as_prompts(prompts)
-        requests = self._add_all(batch, self._params_for(batch, sampling_params), [0] * len(batch), named=True)
+        requests = self._add_all(batch, self.params_for(batch, sampling_params), [0] * len(batch), named=True)
         try:
             while any(not request.is_finished for request in requests):
                 yield from self.engine.step()
@@ -176,7 +176,7 @@ class LLM:
             raise ConfigError(f"dtype must be auto, f32, f16 or bf16, not {dtype!r}")
         return dtype  # type: ignore[return-value]
 
-    def _params_for(
+    def params_for(
         self, batch: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[SamplingParams]:
         if params is None:
@@ -202,6 +202,11 @@ class LLM:
         return requests
 
     def _add(self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int) -> Request:
+        text, token_ids = self.prompt_tokens(prompt)
+        return self.engine.add_request(request_id, token_ids, params, prompt=text, priority=priority)
+
+    def prompt_tokens(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
+        """(text where it is known, token ids) of a prompt in any of its forms."""
         text, token_ids = None, prompt
         if isinstance(prompt, Mapping):
             text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids") or prompt.get("prompt", "")
@@ -209,7 +214,7 @@ class LLM:
             text, token_ids = token_ids, self.model.require_tokenizer().encode(token_ids)
         if isinstance(token_ids, Mapping):
             raise RequestError("a prompt is text, a list of token ids, or {'prompt_token_ids': [...]}")
-        return self.engine.add_request(request_id, token_ids, params, prompt=text, priority=priority)
+        return text, token_ids
 
     def _drain(self, requests: list[Request], progress: bool) -> None:
         try:
