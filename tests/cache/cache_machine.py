@@ -66,16 +66,18 @@ class CacheMachine(RuleBasedStateMachine):
         self.sharing = BlockShareManager(self.manager)
         self.active: dict[int, Modelled] = {}
         self.waiting: dict[int, Modelled] = {}  # preempted: hold no row
-        self.committed: set[tuple[bytes, tuple[int, ...]]] = set()  # prefixes that may be found by content
+        self.committed: dict[tuple[bytes, tuple[int, ...]], None] = {}  # prefixes that may be found by content
         self.device_rows: dict[int, list[int]] = {}  # kept up to date by differences alone
         self.next_id = 0
 
     # -- rules -------------------------------------------------------------------------------------------------------
 
-    @rule(tokens=st.lists(st.sampled_from(TOKENS), min_size=1, max_size=12), salt=st.sampled_from([b"", b"tenant"]))
-    def admit(self, tokens: list[int], salt: bytes) -> None:
-        if len(self.active) < MAX_SEQUENCES:
-            self._open(self._new_id(), Modelled(list(tokens), salt))
+    @rule(seed=seeds)
+    def admit(self, seed: int) -> None:
+        rng = random.Random(seed)
+        for _ in range(min(rng.randint(1, 3), MAX_SEQUENCES - len(self.active))):
+            self._open(self._new_id(), self._prompt(rng))
+        self._go_on(rng)
 
     @rule(seed=seeds)
     def readmit(self, seed: int) -> None:
@@ -208,8 +210,8 @@ class CacheMachine(RuleBasedStateMachine):
             block_ids = self.manager.row_block_ids(sequence_id)
             for layer in range(NUM_LAYERS):
                 keys, values = self.storage.gather(layer, block_ids, model.written)
-                np.testing.assert_array_equal(keys, expected[layer])
-                np.testing.assert_array_equal(values, -expected[layer])
+                assert np.array_equal(keys, expected[layer]), (sequence_id, layer, keys, expected[layer])
+                assert np.array_equal(values, -expected[layer]), (sequence_id, layer, values, -expected[layer])
 
     @invariant()
     def device_rows_follow(self) -> None:
@@ -253,9 +255,17 @@ class CacheMachine(RuleBasedStateMachine):
                 sequence_id = min(self.waiting)
                 self._open(sequence_id, self.waiting.pop(sequence_id))
             else:
-                tokens = [rng.choice(TOKENS) for _ in range(rng.randint(1, 12))]
-                self._open(self._new_id(), Modelled(tokens, rng.choice([b"", b"tenant"])))
+                self._open(self._new_id(), self._prompt(rng))
         return sorted(self.active)
+
+    def _prompt(self, rng: random.Random) -> Modelled:
+        """A new prompt; often one that goes on from a prefix that was seen before, sometimes under another salt."""
+        salt, prefix = b"", ()
+        if self.committed and rng.random() < 0.7:
+            salt, prefix = rng.choice(list(self.committed))
+        if rng.random() < 0.2:
+            salt = rng.choice([b"", b"tenant"])
+        return Modelled([*prefix, *rng.choices(TOKENS, k=rng.randint(1, 6))], salt)
 
     def _open(self, sequence_id: int, model: Modelled) -> None:
         expected = self.manager.cached_prefix_length(model.tokens, salt=model.salt)
@@ -313,8 +323,10 @@ class CacheMachine(RuleBasedStateMachine):
             for sequence_id, num_tokens in order:
                 self.manager.append(sequence_id, num_tokens)
         assert free - self.manager.num_free_blocks == needed, "blocks_needed is not exact"
+        self.is_consistent()
         for _ in range(rng.randint(1, 4) if with_events else 0):
             self._disturb(rng, batch)
+            self.is_consistent()
         self._run_copies(rng)
         for sequence_id, num_tokens in batch.items():
             model = self.active[sequence_id]
@@ -373,7 +385,7 @@ class CacheMachine(RuleBasedStateMachine):
             if model.publishes:
                 size = self.manager.block_size
                 for end in range(size, model.written + 1, size):
-                    self.committed.add((model.salt, tuple(model.tokens[:end])))
+                    self.committed[model.salt, tuple(model.tokens[:end])] = None
         if model.written >= MAX_TOKENS:
             self._cut(rng, sequence_id, rng.randint(0, 4))
 

@@ -21,7 +21,7 @@ PHASES = [Phase.explicit, Phase.generate] + (
 
 TestCacheMachine = pytest.mark.timeout(0)(CacheMachine.TestCase)
 TestCacheMachine.settings = settings(
-    max_examples=int(RUNS or 100),
+    max_examples=int(RUNS or 80),
     stateful_step_count=STEPS,
     phases=PHASES,
     derandomize=RUNS is None,

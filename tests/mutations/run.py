@@ -102,10 +102,15 @@ MUTANTS: dict[str, list[Replacement]] = {
     "fork with a pending copy": [
         Replacement(MANAGER, "self._check_no_pending_copy(parent.block_ids)", "pass"),
     ],
+    "no lock": [
+        Replacement(MANAGER, "from threading import RLock", "from contextlib import nullcontext as RLock"),
+    ],
     "device row misses a replaced block": [
         Replacement(MANAGER, "row.mark_changed(len(row.block_ids) - 1)", "pass"),
     ],
 }
+
+TESTS = {"no lock": "test_cache_threads.py"}  # all others: the state machine
 
 
 def mutated_copy(folder: Path, replacements: list[Replacement]) -> None:
@@ -119,19 +124,18 @@ def mutated_copy(folder: Path, replacements: list[Replacement]) -> None:
         path.write_text(text.replace(replacement.old, replacement.new))
 
 
-def machine_passes(folder: Path, with_invariants: bool) -> bool:
-    """Run the state machine on the package in `folder`."""
+def test_passes(folder: Path, test: str, with_invariants: bool) -> bool:
+    """Run a test of the cache on the package in `folder`."""
     environment = os.environ | {
         "PYTHONPATH": str(folder),
         "PYTHONDONTWRITEBYTECODE": "1",
         "BIFOLIO_MACHINE_SHRINK": "0",
         "BIFOLIO_MACHINE_INVARIANTS": "1" if with_invariants else "0",
     }
-    test = str(ROOT / "tests" / "cache" / "test_state_machine.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(ROOT / "tests" / "cache" / test)]
     result = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
     if result.returncode not in (0, 1):
-        raise SystemExit(f"the state machine could not run:\n{result.stdout}\n{result.stderr}")
+        raise SystemExit(f"{test} could not run:\n{result.stdout}\n{result.stderr}")
     return result.returncode == 0
 
 
@@ -140,7 +144,8 @@ def try_mutant(name: str, replacements: list[Replacement]) -> bool:
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         mutated_copy(Path(folder), replacements)
-        passes, passes_blind = (machine_passes(Path(folder), with_invariants) for with_invariants in (True, False))
+        test = TESTS.get(name, "test_state_machine.py")
+        passes, passes_blind = (test_passes(Path(folder), test, with_invariants) for with_invariants in (True, False))
     if not replacements:
         verdict = "passes, as it should" if passes and passes_blind else "FAILS WITHOUT A BUG"
     else:

@@ -1,0 +1,515 @@
+"""The block manager's verbs, one at a time."""
+
+from __future__ import annotations
+
+import pytest
+
+from bifolio.cache import PADDING_BLOCK, BlockCopy, KVCacheBlockManager
+from bifolio.errors import CacheError, ConfigError, OutOfBlocksError, UnknownSequenceError
+
+
+def make(num_blocks: int = 17, block_size: int = 4) -> KVCacheBlockManager:
+    return KVCacheBlockManager(num_blocks, block_size)
+
+
+def opened(manager: KVCacheBlockManager, sequence_id: int, num_tokens: int) -> list[int]:
+    manager.open_row(sequence_id)
+    manager.append(sequence_id, num_tokens)
+    return manager.row_block_ids(sequence_id)
+
+
+def computed(manager: KVCacheBlockManager, sequence_id: int, tokens: list[int], salt: bytes = b"") -> int:
+    """Open, append, commit: as after a prefill pass. Returns what was found in the cache."""
+    held = manager.open_row(sequence_id, tokens, salt=salt)
+    manager.append(sequence_id, len(tokens) - held)
+    manager.commit(sequence_id, tokens, len(tokens))
+    return held
+
+
+@pytest.mark.parametrize(("num_blocks", "block_size"), [(1, 4), (0, 4), (-3, 4), (8, 0), (8, -1)])
+def test_impossible_sizes_are_refused(num_blocks: int, block_size: int) -> None:
+    with pytest.raises(ConfigError):
+        KVCacheBlockManager(num_blocks, block_size)
+
+
+# -- prefill and decode allocation -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_tokens", "num_blocks"), [(0, 0), (1, 1), (3, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
+def test_prefill_block_allocation_covers_the_prompt(num_tokens: int, num_blocks: int) -> None:
+    manager = make()
+    assert manager.blocks_for(num_tokens) == num_blocks
+    assert len(opened(manager, 1, num_tokens)) == num_blocks
+    assert manager.num_used_blocks == num_blocks
+    assert manager.num_free_blocks == 16 - num_blocks
+
+
+def test_prefill_block_allocation_is_all_or_nothing() -> None:
+    manager = make(num_blocks=5)
+    opened(manager, 1, 8)
+    manager.open_row(2)
+    with pytest.raises(OutOfBlocksError, match="release"):
+        manager.append(2, 9)
+    assert manager.row_block_ids(2) == []
+    assert manager.num_free_blocks == 2
+    assert not manager.try_append(2, 9)
+    assert not manager.try_append_many([(2, 4), (1, 5)])
+    assert manager.row_num_tokens(1) == 8
+    assert manager.try_append_many([(2, 4), (1, 4)])
+    assert manager.num_free_blocks == 0
+
+
+def test_allocate_blocks_is_atomic_and_counts_whole_blocks() -> None:
+    manager = make(num_blocks=5)
+    first = manager.allocate_blocks(7, 3)
+    assert len(set(first)) == 3
+    assert manager.get_sequence_blocks(7) == first
+    with pytest.raises(OutOfBlocksError):
+        manager.allocate_blocks(8, 2)
+    assert not manager.has_row(8)
+    assert manager.allocate_block(8) is not None
+    assert manager.allocate_block(8) is None
+    assert sorted(manager.free_sequence(7)) == sorted(first)
+    with pytest.raises(CacheError):
+        manager.allocate_blocks(8, -1)
+
+
+def test_decode_block_allocation_takes_a_block_only_when_the_last_is_full() -> None:
+    manager = make()
+    opened(manager, 1, 3)
+    taken = []
+    for _ in range(6):
+        before = manager.num_free_blocks
+        manager.append(1, 1)
+        taken.append(before - manager.num_free_blocks)
+    assert taken == [0, 1, 0, 0, 0, 1]
+    assert manager.get_block(manager.row_block_ids(1)[-1]).token_count == 1
+
+
+def test_block_zero_is_never_handed_out() -> None:
+    manager = make(num_blocks=9)
+    assert sorted(opened(manager, 1, 32)) == list(range(1, 9))
+    assert manager.num_free_blocks == 0
+    assert PADDING_BLOCK not in manager.release(1)
+    manager.check_invariants()
+
+
+def test_zero_tokens_change_nothing_and_negative_ones_are_an_error() -> None:
+    manager = make()
+    opened(manager, 1, 2)
+    manager.fork(1, 2)
+    manager.append(2, 0)
+    assert manager.take_copies() == []
+    with pytest.raises(CacheError, match="truncate"):
+        manager.append(1, -1)
+
+
+def test_a_sequence_named_twice_in_a_batch_gets_the_sum() -> None:
+    manager = make()
+    manager.open_row(1)
+    assert manager.blocks_needed([(1, 3), (1, 3)]) == 2
+    assert manager.try_append_many([(1, 3), (1, 3)])
+    assert manager.row_num_tokens(1) == 6
+    manager.check_invariants()
+
+
+# -- misuse ----------------------------------------------------------------------------------------------------------
+
+
+def test_unknown_sequences_are_an_error() -> None:
+    manager = make()
+    for call in (
+        lambda: manager.append(9, 1),
+        lambda: manager.try_append_many([(9, 1)]),
+        lambda: manager.blocks_needed([(9, 1)]),
+        lambda: manager.fork(9, 10),
+        lambda: manager.truncate(9, 0),
+        lambda: manager.release(9),
+        lambda: manager.commit(9, [1], 1),
+        lambda: manager.row_block_ids(9),
+        lambda: manager.take_row_changes(9),
+        lambda: manager.take_many_row_changes([9]),
+    ):
+        with pytest.raises(UnknownSequenceError, match="sequence 9"):
+            call()
+
+
+def test_a_batch_with_an_unknown_sequence_changes_nothing() -> None:
+    manager = make()
+    manager.open_row(1)
+    with pytest.raises(UnknownSequenceError):
+        manager.try_append_many([(1, 4), (9, 1)])
+    assert manager.row_num_tokens(1) == 0
+    assert manager.num_used_blocks == 0
+
+
+def test_releasing_twice_is_an_error_and_frees_once() -> None:
+    manager = make()
+    opened(manager, 1, 8)
+    manager.release(1)
+    with pytest.raises(UnknownSequenceError):
+        manager.release(1)
+    assert manager.num_free_blocks == 16
+    manager.check_invariants()
+
+
+def test_ids_in_use_and_bad_lengths_are_refused() -> None:
+    manager = make()
+    opened(manager, 1, 5)
+    with pytest.raises(CacheError, match="already"):
+        manager.open_row(1)
+    with pytest.raises(CacheError, match="already"):
+        manager.fork(1, 1)
+    for num_tokens in (-1, 6):
+        with pytest.raises(CacheError, match="truncated"):
+            manager.truncate(1, num_tokens)
+    with pytest.raises(CacheError, match="commits"):
+        manager.commit(1, [1] * 6, 6)
+    with pytest.raises(CacheError, match="token ids"):
+        manager.commit(1, [1, 2], 5)
+    with pytest.raises(CacheError, match="no block 99"):
+        manager.ref_count(99)
+
+
+def test_check_invariants_lists_what_is_broken() -> None:
+    manager = make()
+    opened(manager, 1, 5)
+    manager._pool.ref_counts[1] += 1
+    manager._pool.blank.append(2)
+    with pytest.raises(CacheError, match=r"block 1 counts 2 references.*; block 2 is 1 times on the free list"):
+        manager.check_invariants()
+
+
+# -- fork and copy-on-write ------------------------------------------------------------------------------------------
+
+
+def test_fork_shares_every_block_and_takes_none() -> None:
+    manager = make()
+    blocks = opened(manager, 1, 10)
+    free = manager.num_free_blocks
+    manager.fork(1, 2)
+    assert manager.row_block_ids(2) == blocks
+    assert manager.num_free_blocks == free
+    assert [manager.ref_count(block_id) for block_id in blocks] == [2, 2, 2]
+    assert manager.block_users(blocks[0]) == [1, 2]
+    assert manager.release(1) == []
+    assert manager.release(2) == blocks[::-1]
+
+
+def test_writing_a_shared_tail_copies_it_and_n_sharers_need_one_copy_less() -> None:
+    manager = make()
+    tail = opened(manager, 1, 6)[-1]
+    for child in (2, 3, 4):
+        manager.fork(1, child)
+    batch = [(sequence_id, 1) for sequence_id in (1, 2, 3, 4)]
+    assert manager.blocks_needed(batch) == 3
+    assert manager.try_append_many(batch)
+    copies = manager.take_copies()
+    assert [copy.src for copy in copies] == [tail] * 3
+    tails = [manager.row_block_ids(sequence_id)[-1] for sequence_id, _ in batch]
+    assert len(set(tails)) == 4
+    assert tails[3] == tail  # the last to write keeps the original
+    assert {copy.dst for copy in copies} == set(tails[:3])
+    assert manager.take_copies() == []
+
+
+def test_a_full_shared_tail_is_not_copied() -> None:
+    manager = make()
+    opened(manager, 1, 8)
+    manager.fork(1, 2)
+    manager.append(2, 1)
+    assert manager.take_copies() == []
+    assert manager.row_block_ids(1) == manager.row_block_ids(2)[:2]
+
+
+def test_the_source_of_a_pending_copy_is_not_recycled() -> None:
+    manager = make(num_blocks=4)
+    tail = opened(manager, 1, 2)[-1]
+    manager.fork(1, 2)
+    manager.append(2, 1)
+    assert manager.release(1) == []  # the only other holder leaves before the copy has run
+    assert manager.ref_count(tail) == 0
+    manager.open_row(3)
+    assert manager.try_append(3, 4)
+    assert not manager.try_append(3, 1)
+    assert tail not in manager.row_block_ids(3)
+    assert manager.take_copies() == [BlockCopy(tail, manager.row_block_ids(2)[0])]
+    assert manager.try_append(3, 1)
+    assert manager.row_block_ids(3)[-1] == tail
+    manager.check_invariants()
+
+
+def test_a_copy_that_nobody_wants_any_more_is_cancelled() -> None:
+    manager = make()
+    tail = opened(manager, 1, 2)[-1]
+    manager.fork(1, 2)
+    manager.append(2, 1)
+    manager.release(1)
+    copied = manager.row_block_ids(2)[0]
+    assert sorted(manager.release(2)) == sorted([tail, copied])
+    assert manager.take_copies() == []
+    assert manager.num_used_blocks == 0
+    manager.check_invariants()
+
+
+def test_a_row_that_waits_for_its_copy_cannot_be_forked_or_shared() -> None:
+    manager = make()
+    opened(manager, 1, 2)
+    manager.fork(1, 2)
+    manager.append(2, 1)
+    with pytest.raises(CacheError, match="copies first"):
+        manager.fork(2, 3)
+    with pytest.raises(CacheError, match="copies first"):
+        manager.share(manager.row_block_ids(2)[0], 3)
+    assert not manager.has_row(3)
+    manager.fork(1, 4)  # the source's holder can
+    manager.take_copies()
+    manager.fork(2, 3)
+    manager.check_invariants()
+
+
+def test_truncate_returns_the_blocks_that_nobody_else_holds() -> None:
+    manager = make()
+    blocks = opened(manager, 1, 10)
+    manager.fork(1, 2)
+    manager.append(2, 8)
+    own = manager.row_block_ids(2)[2:]
+    assert manager.truncate(2, 3) == own[::-1]
+    assert manager.row_block_ids(2) == blocks[:1]
+    assert manager.truncate(1, 8) == [blocks[2]]
+    assert manager.truncate(1, 0) == [blocks[1]]  # block 0 of the row is still in sequence 2
+    assert manager.row_num_tokens(1) == 0
+    manager.check_invariants()
+
+
+# -- prefixes --------------------------------------------------------------------------------------------------------
+
+PROMPT = list(range(100, 111))  # 11 tokens: two full blocks of 4, and 3 more
+
+
+def test_a_prefix_hit_shares_full_blocks_and_leaves_a_token_to_compute() -> None:
+    manager = make()
+    assert computed(manager, 1, PROMPT) == 0
+    assert manager.num_cached_blocks == 2
+    assert manager.open_row(2, PROMPT) == 8
+    assert manager.row_block_ids(2) == manager.row_block_ids(1)[:2]
+    assert manager.open_row(3, PROMPT[:8]) == 4  # all 8 are cached; one must be computed
+    assert manager.open_row(4, PROMPT[:9]) == 8
+    assert manager.open_row(5, PROMPT, max_cached=7) == 4
+    assert manager.open_row(6, [*PROMPT[:4], 7, *PROMPT[5:]]) == 4
+    assert manager.open_row(7, [7, *PROMPT]) == 0
+    assert manager.open_row(8, []) == 0
+    assert manager.cached_prefix_length(PROMPT) == 8
+    manager.check_invariants()
+
+
+def test_the_same_tokens_behind_another_prefix_are_not_found() -> None:
+    manager = make()
+    computed(manager, 1, [1, 1, 1, 1, 2, 2, 2, 2, 9])
+    assert manager.open_row(2, [3, 3, 3, 3, 2, 2, 2, 2, 9]) == 0
+    assert manager.open_row(3, [2, 2, 2, 2, 9]) == 0
+
+
+def test_tenants_with_different_salts_do_not_share() -> None:
+    manager = make()
+    computed(manager, 1, PROMPT, salt=b"one")
+    assert manager.open_row(2, PROMPT, salt=b"two") == 0
+    assert manager.open_row(3, PROMPT) == 0
+    assert manager.open_row(4, PROMPT, salt=b"one") == 8
+
+
+def test_the_salt_and_the_chain_go_over_to_a_fork() -> None:
+    manager = make()
+    computed(manager, 1, PROMPT, salt=b"one")
+    manager.fork(1, 2)
+    tokens = [*PROMPT, 5, 6]
+    manager.append(2, 2)
+    manager.take_copies()
+    manager.commit(2, tokens, 13)
+    assert manager.open_row(3, tokens, salt=b"one") == 12
+    assert manager.open_row(4, tokens) == 0
+
+
+def test_a_released_prefix_is_found_again_until_it_is_evicted_tail_first() -> None:
+    manager = make(num_blocks=5)
+    computed(manager, 1, PROMPT)
+    manager.release(1)
+    assert manager.num_free_blocks == 4
+    assert manager.cached_prefix_length(PROMPT) == 8
+    opened(manager, 2, 8)  # two blocks are blank: nothing is evicted
+    assert manager.cached_prefix_length(PROMPT) == 8
+    manager.append(2, 4)  # the tail of the prefix goes first
+    assert manager.cached_prefix_length(PROMPT) == 4
+    manager.append(2, 4)
+    assert manager.cached_prefix_length(PROMPT) == 0
+    assert manager.num_cached_blocks == 0
+    manager.check_invariants()
+
+
+def test_the_least_recently_used_prefix_is_evicted_first() -> None:
+    manager = make(num_blocks=4)
+    for sequence_id, token in enumerate((1, 2, 3)):
+        computed(manager, sequence_id, [token] * 4)
+    for sequence_id in (0, 1, 2):
+        manager.release(sequence_id)
+    manager.open_row(9, [1] * 5)  # used again
+    manager.release(9)
+    opened(manager, 10, 4)
+    assert [manager.cached_prefix_length([token] * 5) for token in (1, 2, 3)] == [4, 0, 4]
+
+
+def test_only_full_blocks_are_named_and_commit_goes_on_where_it_stopped() -> None:
+    manager = make()
+    manager.open_row(1)
+    manager.append(1, 11)
+    manager.commit(1, PROMPT, 3)
+    assert manager.num_cached_blocks == 0
+    manager.commit(1, PROMPT, 7)
+    assert manager.num_cached_blocks == 1
+    manager.commit(1, PROMPT, 11)
+    assert manager.num_cached_blocks == 2
+    assert not manager.get_block(manager.row_block_ids(1)[2]).is_cached
+
+
+def test_commit_costs_one_digest_for_each_new_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bifolio.cache import block_manager
+
+    calls = []
+    original = block_manager.next_digest
+    monkeypatch.setattr(block_manager, "next_digest", lambda *args: calls.append(1) or original(*args))
+    manager = KVCacheBlockManager(300, 4)
+    tokens = list(range(1000))
+    manager.open_row(1)
+    for length in range(1, 1001):
+        manager.append(1, 1)
+        manager.commit(1, tokens, length)
+    assert len(calls) == 250
+
+
+def test_a_truncated_named_block_is_forgotten_when_it_is_written() -> None:
+    manager = make()
+    computed(manager, 1, PROMPT)
+    manager.truncate(1, 6)
+    assert manager.cached_prefix_length(PROMPT) == 8  # not written yet: still what its digest says
+    manager.append(1, 1)
+    assert manager.take_copies() == []
+    assert manager.cached_prefix_length(PROMPT) == 4
+    tokens = [*PROMPT[:6], 55, 56]
+    manager.append(1, 1)
+    manager.commit(1, tokens, 8)
+    assert manager.cached_prefix_length([*tokens, 0]) == 8
+    assert manager.cached_prefix_length(PROMPT) == 4
+    manager.check_invariants()
+
+
+def test_a_truncated_named_block_that_another_row_holds_is_copied() -> None:
+    manager = make()
+    computed(manager, 1, PROMPT)
+    manager.open_row(2, PROMPT)
+    manager.truncate(1, 6)
+    shared = manager.row_block_ids(2)[1]
+    manager.append(1, 1)
+    assert manager.take_copies() == [BlockCopy(shared, manager.row_block_ids(1)[1])]
+    assert manager.cached_prefix_length(PROMPT) == 8
+    manager.check_invariants()
+
+
+def test_without_prefix_caching_nothing_is_found() -> None:
+    manager = KVCacheBlockManager(17, 4, enable_prefix_caching=False)
+    computed(manager, 1, PROMPT)
+    assert manager.num_cached_blocks == 0
+    assert manager.open_row(2, PROMPT) == 0
+
+
+def test_dropping_the_cache_forgets_what_is_there_and_what_grows_from_it() -> None:
+    manager = make()
+    computed(manager, 1, PROMPT)
+    computed(manager, 2, [7] * 9)
+    manager.release(2)
+    manager.drop_cached()
+    assert manager.num_cached_blocks == 0
+    assert manager.cached_prefix_length(PROMPT) == 0
+    manager.append(1, 1)
+    manager.commit(1, [*PROMPT, 5], 12)
+    assert manager.num_cached_blocks == 0
+    computed(manager, 3, [*PROMPT, 5])
+    assert manager.open_row(4, [*PROMPT, 5, 6]) == 12
+    assert manager.row_block_ids(4) == manager.row_block_ids(3)
+    manager.check_invariants()
+
+
+# -- device rows and the debug hook ----------------------------------------------------------------------------------
+
+
+def test_row_changes_are_differences() -> None:
+    manager = make()
+    blocks = opened(manager, 1, 6)
+    assert manager.take_row_changes(1) == (0, blocks)
+    manager.append(1, 2)
+    assert manager.take_row_changes(1) == (2, [])
+    manager.append(1, 1)
+    manager.fork(1, 2)
+    manager.append(1, 1)  # the tail is copied
+    assert manager.take_row_changes(1) == (2, manager.row_block_ids(1)[2:])
+    assert manager.take_row_changes(2) == (0, manager.row_block_ids(2))
+    manager.truncate(1, 4)
+    manager.append(1, 7)  # behind the first block nothing can be taken for granted
+    assert manager.take_many_row_changes([1, 2]) == [(1, 1, manager.row_block_ids(1)[1:])]
+    assert manager.take_many_row_changes([1, 2]) == []
+
+
+def test_only_worthless_blocks_are_announced() -> None:
+    manager = make(num_blocks=5)
+    computed(manager, 1, PROMPT)
+    named, partial = manager.row_block_ids(1)[:2], manager.row_block_ids(1)[2]
+    announced: list[int] = []
+    manager.on_free = announced.extend
+    manager.release(1)
+    assert announced == [partial]  # the others can still be found
+    announced.clear()
+    opened(manager, 2, 8)
+    assert set(announced) == set(manager.row_block_ids(2))
+    announced.clear()
+    manager.append(2, 4)  # evicts
+    assert announced == [named[1]]
+    announced.clear()
+    manager.drop_cached()
+    assert announced == [named[0]]
+
+
+def test_the_source_of_a_taken_copy_is_announced_only_when_handed_out() -> None:
+    manager = make()
+    tail = opened(manager, 1, 2)[-1]
+    manager.fork(1, 2)
+    manager.append(2, 1)
+    announced: list[int] = []
+    manager.on_free = announced.extend
+    manager.release(1)
+    manager.take_copies()
+    assert announced == []
+    opened(manager, 3, 4)
+    assert announced == [tail]
+
+
+def test_fresh_ids_meet_nobody() -> None:
+    manager = make()
+    manager.open_row(-1)
+    ids = [manager.fresh_sequence_id() for _ in range(5)]
+    assert len(set(ids)) == 5
+    assert all(sequence_id < 0 and not manager.has_row(sequence_id) for sequence_id in ids)
+
+
+def test_utilisation_counts_a_shared_block_once() -> None:
+    manager = make()
+    assert manager.utilisation() == 1.0
+    opened(manager, 1, 6)
+    manager.fork(1, 2)
+    assert manager.utilisation() == 6 / 8
+
+
+def test_paging_uses_over_ninety_percent_of_what_it_takes() -> None:
+    """Spec: KV utilisation above 90 %; 100 sequences of 50 to 349 tokens in blocks of 16."""
+    manager = KVCacheBlockManager(2000, 16)
+    for sequence_id in range(100):
+        opened(manager, sequence_id, 50 + 3 * sequence_id)
+    assert manager.utilisation() > 0.9
