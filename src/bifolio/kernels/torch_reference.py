@@ -146,22 +146,23 @@ class TorchKernels(ReferenceKernels):
         self, heads: Heads, shape: AttentionShape, segment: AttentionSegment, storage: Storage | None
     ) -> torch.Tensor:
         tokens = slice(segment.token_start, segment.token_end)
-        own = Heads(heads.query[tokens], heads.key[tokens], heads.value[tokens])
+        query = heads.query[tokens]
         equal = segment.num_sequences * segment.max_query_len == segment.token_end - segment.token_start
         if storage is None or segment.block_tables is None or segment.fresh:
+            own = Heads(query, heads.key[tokens], heads.value[tokens])
             if equal:
                 return _attend_equal(own, shape, segment.num_sequences)
             starts = segment.query_starts.tolist()
             return torch.cat([_attend_equal(Heads(*(h[a:b] for h in own)), shape, 1) for a, b in pairwise(starts)])
         if equal:
-            return _attend_paged(own.query, shape, storage, segment.block_tables, segment.context_lens, segment)
+            return _attend_paged(query, shape, storage, segment.block_tables, segment.context_lens, segment)
         starts = segment.query_starts.tolist()
         rows = range(segment.num_sequences)
         tables, lens = segment.block_tables, segment.context_lens
         return torch.cat(
             [
                 _attend_paged(
-                    own.query[starts[i] : starts[i + 1]], shape, storage, tables[i : i + 1], lens[i : i + 1], segment
+                    query[starts[i] : starts[i + 1]], shape, storage, tables[i : i + 1], lens[i : i + 1], segment
                 )
                 for i in rows
             ]
@@ -214,7 +215,7 @@ def _attend_paged(
     Slots past a context are uninitialised (NaN when poisoned), and 0 * NaN is NaN: they are zeroed, not only masked.
     """
     num_blocks = min(block_tables.shape[1], -(-segment.max_context_len // storage.block_size))
-    tables = block_tables[:, :num_blocks].long()
+    tables = torch.as_tensor(block_tables, device=query.device)[:, :num_blocks].long()
     queries = torch.unflatten(query, 0, (block_tables.shape[0], -1))  # [s, n, heads, dim]
     lens = torch.as_tensor(context_lens, device=query.device)  # an engine keeps lengths on the host
     slots = torch.arange(num_blocks * storage.block_size, device=query.device)
