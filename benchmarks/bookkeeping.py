@@ -1,0 +1,131 @@
+"""What one decode step costs in bookkeeping alone, per sequence.
+
+    python benchmarks/bookkeeping.py [--sequences 256] [--repeats 64]
+
+Every sequence has 512 tokens and gets one more in each step; blocks hold 16, so that one step in sixteen takes a new
+block for every sequence: `median` is a usual step, `mean` includes those. The target is under 4 us per sequence at 256
+sequences for the planner, and a cost in proportion to their number. Times are processor time of this thread, which a
+busy machine blurs less than the clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+from bifolio.cache import KVCacheBlockManager
+from bifolio.sampling_params import SamplingParams
+from bifolio.schedule.orchestrators import DecodeOrchestrator, PrefillOrchestrator
+from bifolio.schedule.phases import PhaseManager
+from bifolio.schedule.slot import BatchSlot
+from bifolio.sequence import Request, Sequence
+
+BLOCK_SIZE = 16
+CONTEXT = 512
+WARM_UP = 16
+TARGET_US = 4.0
+Step = Callable[[], None]
+Subject = tuple[Step, Step]  # what is timed, and what goes on between two steps
+
+
+def filled_manager(num_sequences: int, num_steps: int) -> KVCacheBlockManager:
+    """Sequences with a context each, all different, and room for all steps."""
+    blocks_each = (CONTEXT + num_steps) // BLOCK_SIZE + 1
+    manager = KVCacheBlockManager(num_sequences * blocks_each + 1, BLOCK_SIZE)
+    for sequence_id in range(num_sequences):
+        manager.open_row(sequence_id)
+        manager.append(sequence_id, CONTEXT)
+    return manager
+
+
+def manager_alone(num_sequences: int, num_steps: int) -> Subject:
+    """The block manager's part of planning: is there room, append, copies."""
+    manager = filled_manager(num_sequences, num_steps)
+
+    def step() -> None:
+        appends = [(sequence_id, 1) for sequence_id in range(num_sequences)]
+        if manager.blocks_needed(appends) > manager.num_free_blocks or not manager.try_append_many(appends):
+            raise SystemExit("the benchmark's pool is too small")
+        manager.take_copies()
+
+    return step, lambda: None
+
+
+def planner(num_sequences: int, num_steps: int) -> Subject:
+    """A whole plan of decodes, as the engine makes it."""
+    return _planned(num_sequences, num_steps, with_commit=False)
+
+
+def planner_and_commit(num_sequences: int, num_steps: int) -> Subject:
+    """The plan, the table entries that changed, and the prefix cache told of what was computed."""
+    return _planned(num_sequences, num_steps, with_commit=True)
+
+
+def _planned(num_sequences: int, num_steps: int, with_commit: bool) -> Subject:
+    manager = filled_manager(num_sequences, num_steps)
+    phases = PhaseManager(PrefillOrchestrator(manager), DecodeOrchestrator(manager))
+    sequences = [_decoding_sequence(number) for number in range(num_sequences)]
+    slots = [BatchSlot(index, sequence, (index,)) for index, sequence in enumerate(sequences)]
+
+    def step() -> None:
+        plan = phases.plan(slots, num_sequences)
+        if len(plan.decodes) != num_sequences:
+            raise SystemExit("the benchmark's pool is too small")
+        if with_commit:
+            manager.take_many_row_changes(range(num_sequences))
+            for sequence in sequences:
+                manager.commit(sequence.id, sequence.token_ids, sequence.num_computed)
+
+    def advance() -> None:
+        for sequence in sequences:
+            sequence.num_computed += 1
+            sequence.token_ids.append(1)
+
+    return step, advance
+
+
+def _decoding_sequence(number: int) -> Sequence:
+    request = Request(str(number), number, [number] * CONTEXT, SamplingParams(), seed=0)
+    tokens = [number] * (CONTEXT + 1)
+    return Sequence(number, request, 0, tokens, CONTEXT, 0, output_token_ids=tokens[-1:], num_computed=CONTEXT)
+
+
+# Each makes the bookkeeping of one decode step for (sequences, steps to come).
+SUBJECTS: dict[str, Callable[[int, int], Subject]] = {
+    "manager: needed, append, copies": manager_alone,
+    "planner: PhaseManager.plan": planner,
+    "planner, row changes, commit": planner_and_commit,
+}
+
+
+def time_steps(subject: Subject, repeats: int) -> list[float]:
+    """Seconds of processor time of each step, after some to warm up."""
+    step, advance = subject
+    times = []
+    for _ in range(WARM_UP + repeats):
+        started = time.thread_time()
+        step()
+        times.append(time.thread_time() - started)
+        advance()
+    return times[WARM_UP:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sequences", type=int, default=256)
+    parser.add_argument("--repeats", type=int, default=64)
+    arguments = parser.parse_args()
+    print(f"{'':32s} {'sequences':>9s} {'us/step':>9s}   us/sequence: {'median':>6s} {'mean':>6s}")
+    for name, subject in SUBJECTS.items():
+        for num_sequences in (arguments.sequences // 4, arguments.sequences, arguments.sequences * 4):
+            times = time_steps(subject(num_sequences, arguments.repeats + WARM_UP), arguments.repeats)
+            step_us = [statistics.median(times) * 1e6, statistics.mean(times) * 1e6]
+            median, mean = (us / num_sequences for us in step_us)
+            note = f"   target {TARGET_US:.0f}" if num_sequences == arguments.sequences else ""
+            print(f"{name:32s} {num_sequences:9d} {step_us[0]:9.0f} {'':15s} {median:6.2f} {mean:6.2f}{note}")
+
+
+if __name__ == "__main__":
+    main()
