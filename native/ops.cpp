@@ -72,6 +72,7 @@ void softcap(Member& m, Rows x, float cap) {
 }
 
 void linear(Member& m, Rows x, const LinearWeights& weights, Rows out, Workspace& workspace) {
+  if (x.count == 0) return;  // no logits are wanted of a chunk that ends inside its prompt; kernels write whole tiles
   const KernelTable& isa = kernels();
   const int64_t k = weights.in_features();
   Activations input{x.data, x.stride, x.count, k, nullptr, nullptr, nullptr, nullptr};
