@@ -94,7 +94,8 @@ class LanguageModel(nn.Module):
                 f"the sequences have {length} tokens and the model takes {self.config.max_position}: shorten them"
             )
         batch = fresh_batch(idx)
-        logits = self._network(self.weights(), batch, self._kernels(), None)
+        network = self._network if self.training else transformer.forward
+        logits = network(self.weights(), batch, self._kernels(), None)
         logits = logits.unflatten(0, (batch_size, length))
         if targets is None:
             return logits, None
@@ -170,7 +171,7 @@ class LanguageModel(nn.Module):
         return self.decode(idx, max_new_tokens, **options)
 
     def compile_network(self) -> None:
-        """Let `prefill` run through torch.compile: slow at the first call of each shape, faster after it."""
+        """Let `prefill` run through torch.compile while training: slow at the first call of a shape, then faster."""
         self._network = torch.compile(transformer.forward)
 
     # -- files --------------------------------------------------------------------------------------------

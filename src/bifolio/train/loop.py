@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from bifolio.errors import ConfigError
 from bifolio.model.language_model import LanguageModel
@@ -109,6 +110,7 @@ class TrainingRun:
         self.evaluation = evaluation_sequences(
             corpus.tokens.held_out, self.config.max_position, settings.eval_sequences
         )
+        self.teacher = self._load_teacher()
         self.best_weights: dict[str, torch.Tensor] | None = None
         self.interrupted = False
 
@@ -158,7 +160,9 @@ class TrainingRun:
         pairs = list(zip(inputs.chunk(settings.accumulate), targets.chunk(settings.accumulate), strict=True))
         for i, (xb, yb) in enumerate(pairs):
             with self._gradients_at_the_end(i == len(pairs) - 1), self._mixed_precision():
-                _, loss = self._prefill(xb, yb)  # PREFILL PHASE
+                logits, loss = self._prefill(xb, yb)  # PREFILL PHASE
+                if self.teacher is not None:
+                    loss = self._distance_to_teacher(xb, logits)
             (loss / len(pairs)).backward()
             total += loss.detach() / len(pairs)
         if settings.clip:
@@ -175,6 +179,13 @@ class TrainingRun:
             logits, loss = self.replica(xb, yb)
             return logits, loss
         return self.model.prefill(xb, yb)
+
+    def _distance_to_teacher(self, xb: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Cross-entropy against the teacher's whole distribution instead of the one token that the text has."""
+        assert self.teacher is not None
+        with torch.no_grad():
+            expected, _ = self.teacher.prefill(xb)  # PREFILL PHASE
+        return F.cross_entropy(logits.flatten(0, 1), expected.flatten(0, 1).softmax(dim=-1))
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -254,6 +265,17 @@ class TrainingRun:
             f"{len(tokens.train):,} training and {len(tokens.held_out):,} held-out tokens; "
             f"{self.processes.count} process(es) on {self.device}"
         )
+
+    def _load_teacher(self) -> LanguageModel | None:
+        if self.settings.teacher is None:
+            return None
+        teacher = LanguageModel.from_pretrained(self.settings.teacher).to(self.device).eval()
+        if teacher.config.vocab_size != self.config.vocab_size:
+            raise ConfigError(
+                f"the teacher has {teacher.config.vocab_size} tokens and the model {self.config.vocab_size}: "
+                "pass the teacher's tokenizer.json as --tokenizer"
+            )
+        return teacher
 
     def _replicate(self) -> torch.nn.Module:
         if self.processes.count == 1:
