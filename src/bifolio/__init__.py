@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 _HOME = {
     "LLM": "bifolio.run.llm",
     "SamplingParams": "bifolio.sampling_params",
+    "BeamSearchParams": "bifolio.beam_params",
     "RequestOutput": "bifolio.run.outputs",
     "CompletionOutput": "bifolio.run.outputs",
     "LanguageModel": "bifolio.model.language_model",
@@ -28,6 +29,7 @@ _HOME = {
 __all__ = [*_HOME, "__version__"]
 
 if TYPE_CHECKING:
+    from bifolio.beam_params import BeamSearchParams as BeamSearchParams
     from bifolio.cache.block_manager import KVCacheBlockManager as KVCacheBlockManager
     from bifolio.config import ModelConfig as ModelConfig
     from bifolio.config import SpeculativeConfig as SpeculativeConfig

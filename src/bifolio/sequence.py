@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 from bifolio.sampling_params import SamplingParams
 
@@ -74,6 +74,24 @@ class RequestMetrics:
         return max(self.first_token - self.arrival, 0.0)
 
 
+class SequenceGroup(Protocol):
+    """Sequences of one request that advance together, such as the beams of a search."""
+
+    members: list[Sequence]  # each has a slot while the group runs
+
+    def is_live(self, sequence: Sequence) -> bool:
+        """It stands for a hypothesis now; the others lend their slots to later forks."""
+        ...
+
+    def is_ready(self) -> bool:
+        """All live members have computed all tokens but the last: the group can take its next step."""
+        ...
+
+    def may_open(self, sequence: Sequence) -> bool:
+        """After a preemption rows are opened one by one, so that later ones find what earlier ones computed."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One line of tokens that holds one row of the cache while it runs."""
@@ -91,8 +109,13 @@ class Sequence:
     stop_reason: int | str | None = None  # the token id or string that ended it
     text: str = ""  # finished text of the output
     cumulative_logprob: float = 0.0
+    score: float | None = None  # of a hypothesis that beam search returned
     logprobs: list[TokenLogprob] = field(default_factory=list)
     stopper: Any = None  # decides after every token whether the sequence ends
+    group: SequenceGroup | None = None
+    num_draft_computed: int = 0  # tokens whose K and V the draft model has in its cache
+    num_drafted: int = 0  # guessed tokens, and those of them that were right
+    num_accepted: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -109,6 +132,11 @@ class Sequence:
         if self.num_uncomputed > 1 or not self.output_token_ids:
             return RequestPhase.PREFILL
         return RequestPhase.DECODE
+
+    @property
+    def is_dormant(self) -> bool:
+        """Holds a slot but no row: it will be forked from another sequence."""
+        return self.parent is not None or (self.group is not None and not self.group.is_live(self))
 
     @property
     def order(self) -> tuple[int, int]:
@@ -144,6 +172,7 @@ class Request:
     metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(arrival=time.perf_counter()))
     error: str | None = None
     keep: bool = False  # hold the row after the end, so that the conversation can be branched
+    search: Any = None  # the beam search, if it is one
 
     @property
     def is_finished(self) -> bool:

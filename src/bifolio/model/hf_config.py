@@ -160,11 +160,11 @@ def _ropes(raw: Raw, head_dim: int, num_layers: int) -> tuple[tuple[RopeConfig, 
 def _rope(raw: Raw, parameters: dict[str, Any], head_dim: int) -> RopeConfig:
     kind = str(parameters.get("rope_type", parameters.get("type", "default")))
     partial: Any = parameters.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
-    theta = float(parameters.get("rope_theta", raw.get("rope_theta", 10000.0)))
+    theta: Any = parameters.get("rope_theta") or raw.get("rope_theta") or 10000.0
     rotary_dim = int(head_dim * float(partial))
     max_position = int(raw.get("max_position_embeddings", 2048))
     if kind in ("default", "none"):
-        return RopeConfig(theta, rotary_dim)
+        return RopeConfig(float(theta), rotary_dim)
     if kind not in ("linear", "llama3", "yarn", "longrope", "su"):
         raise UnsupportedModelError(
             f"rope scaling {kind!r} is not supported; supported: linear, llama3, yarn, longrope"
@@ -181,7 +181,7 @@ def _rope(raw: Raw, parameters: dict[str, Any], head_dim: int) -> RopeConfig:
     if kind in ("longrope", "su") and attention is None:
         attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     return RopeConfig(
-        theta=theta,
+        theta=float(theta),
         rotary_dim=rotary_dim,
         scaling=cast(Any, "longrope" if kind == "su" else kind),
         factor=factor,

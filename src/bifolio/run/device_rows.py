@@ -5,6 +5,8 @@ A sequence keeps its row as long as it runs, so a step writes only what changed:
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Sequences
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -14,14 +16,46 @@ from bifolio.kernels.interface import AttentionPhase, AttentionSegment, Batch, K
 from bifolio.schedule.plan import ScheduledSequence, StepPlan
 
 
-class StagedStep(NamedTuple):
-    """A batch and what is to be done with its logits, in rows of `batch.logit_rows`."""
+class Run(NamedTuple):
+    """Tokens of one slot that stand next to each other in the batch."""
 
-    batch: Batch
-    sample_rows: np.ndarray  # i32[m]  row of the logits that each drawn token comes from
-    sample_slots: np.ndarray  # i32[m]  slot whose parameters draw it
-    positions: np.ndarray  # i64[m]  index of the token to be drawn in its sequence
-    prompt_rows: dict[int, tuple[int, int]]  # slot → rows of the logits that score its prompt's tokens
+    slot: int
+    start: int  # position of the first
+    tokens: Sequences[int]
+
+
+@dataclass(slots=True)
+class Readout:
+    """What is to be done with the logits of a step; rows count the logits that the batch asks for."""
+
+    logit_rows: list[int] = field(default_factory=list)  # tokens of the batch whose logits are wanted
+    sample_rows: list[int] = field(default_factory=list)  # row that each drawn token comes from
+    sample_slots: list[int] = field(default_factory=list)  # slot whose parameters draw it
+    positions: list[int] = field(default_factory=list)  # index of the token to be drawn in its sequence
+    pending: list[tuple[int, ...]] = field(default_factory=list)  # guesses that stand before the drawn token
+    group_rows: dict[int, int] = field(default_factory=dict)  # sequence id → row: logits that a search looks at
+    prompt_rows: dict[int, int] = field(default_factory=dict)  # slot → first of the rows that score its prompt
+
+    def add(self, item: ScheduledSequence, first: int) -> None:
+        """Ask for what this sequence needs; `first` is the index of its first token in the batch."""
+        end, guesses = first + item.num_new, item.drafts
+        if wants_prompt_logits(item):
+            self.prompt_rows[item.slot] = len(self.logit_rows)
+            self.logit_rows.extend(range(first, end))
+        elif item.sample_slots:
+            self.logit_rows.extend(range(end - 1 - len(guesses), end))
+        if not item.sample_slots:
+            return
+        row = len(self.logit_rows) - 1 - len(guesses)
+        if item.sequence.group is not None:
+            self.group_rows[item.sequence.id] = row
+            return
+        for draw in range(1 + len(guesses)):
+            for slot in item.sample_slots:
+                self.sample_rows.append(row + draw)
+                self.sample_slots.append(slot)
+                self.positions.append(item.start + item.num_new - len(guesses) + draw)
+                self.pending.append(guesses[:draw])
 
 
 class DeviceRows:
@@ -32,51 +66,54 @@ class DeviceRows:
         self._blocks = blocks
         self._kernels = kernels
 
-    def stage(self, plan: StepPlan) -> StagedStep:
-        """Bring the tables up to date and lay the plan out as one flat batch, decodes first."""
-        items = plan.scheduled
-        self._update_tables(items)
-        slots = np.fromiter((item.slot for item in items), dtype=np.int32, count=len(items))
-        starts = np.fromiter((item.start for item in items), dtype=np.int32, count=len(items))
-        lengths = np.fromiter((item.num_new for item in items), dtype=np.int32, count=len(items))
-        offsets = np.concatenate([np.zeros(1, np.int32), np.cumsum(lengths, dtype=np.int32)])
-        owners = np.repeat(np.arange(len(items)), lengths)
-        positions = np.arange(offsets[-1], dtype=np.int32) - offsets[owners] + starts[owners]
-        size = self._blocks.block_size
-        blocks = self.tables[slots[owners], positions // size].astype(np.int64)
-        logit_rows, prompt_rows, samples = self._logit_rows(items, offsets)
-        to_device = self._kernels.from_host
-        batch = Batch(
-            token_ids=to_device(self._token_ids(plan)),
-            positions=to_device(positions),
-            slots=to_device(blocks * size + positions % size),
-            segments=self._segments(plan, slots, starts, lengths, offsets),
-            logit_rows=to_device(logit_rows),
-            max_position=int(positions.max()) if len(positions) else 0,
-        )
-        rows, sample_slots, sample_positions = samples
-        return StagedStep(batch, rows, sample_slots, sample_positions, prompt_rows)
-
-    def _update_tables(self, items: tuple[ScheduledSequence, ...]) -> None:
-        slot_of = {item.sequence.id: item.slot for item in items}
+    def update(self, plan: StepPlan) -> None:
+        """Bring the tables of the scheduled sequences up to date."""
+        slot_of = {item.sequence.id: item.slot for item in plan.scheduled}
         for sequence_id, first, block_ids in self._blocks.take_many_row_changes(slot_of):
             self.tables[slot_of[sequence_id], first : first + len(block_ids)] = block_ids
 
-    def _token_ids(self, plan: StepPlan) -> np.ndarray:
-        tokens: list[int] = []
+    def stage(self, plan: StepPlan) -> tuple[Batch, Readout]:
+        """The plan as one flat batch, decodes first, and what its logits are for."""
+        readout = Readout()
+        first = 0
         for item in plan.scheduled:
-            if item.num_new == 1 and not item.drafts:
-                tokens.append(item.sequence.token_ids[item.start])
-            else:
-                tokens.extend(item.sequence.token_ids[item.start : item.start + item.num_new - len(item.drafts)])
-                tokens.extend(item.drafts)
-        return np.array(tokens, dtype=np.int32)
+            readout.add(item, first)
+            first += item.num_new
+        batch = self.lay_out(
+            [_run(item) for item in plan.decodes], [_run(item) for item in plan.prefills], readout.logit_rows
+        )
+        return batch, readout
+
+    def lay_out(self, decodes: list[Run], prefills: list[Run], logit_rows: Sequences[int]) -> Batch:
+        """Flat arrays for these runs of tokens; every run's blocks are in its slot's table."""
+        runs = decodes + prefills
+        count = len(runs)
+        slots = np.fromiter((run.slot for run in runs), dtype=np.int32, count=count)
+        starts = np.fromiter((run.start for run in runs), dtype=np.int32, count=count)
+        lengths = np.fromiter((len(run.tokens) for run in runs), dtype=np.int32, count=count)
+        offsets = np.zeros(count + 1, dtype=np.int32)
+        np.cumsum(lengths, out=offsets[1:])
+        if int(offsets[-1]) == count:  # one token each, the usual decode step
+            owners, positions = np.arange(count), starts
+        else:
+            owners = np.repeat(np.arange(count), lengths)
+            positions = np.arange(offsets[-1], dtype=np.int32) - offsets[owners] + starts[owners]
+        size = self._blocks.block_size
+        blocks = self.tables[slots[owners], positions // size].astype(np.int64)
+        to_device = self._kernels.from_host
+        return Batch(
+            token_ids=to_device(np.array([token for run in runs for token in run.tokens], dtype=np.int32)),
+            positions=to_device(positions),
+            slots=to_device(blocks * size + positions % size),
+            segments=self._segments(len(decodes), slots, starts, lengths, offsets),
+            logit_rows=to_device(np.asarray(logit_rows, dtype=np.int32)),
+            max_position=int(positions.max()) if count else 0,
+        )
 
     def _segments(
-        self, plan: StepPlan, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, offsets: np.ndarray
+        self, border: int, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, offsets: np.ndarray
     ) -> tuple[AttentionSegment, ...]:
         segments = []
-        border = len(plan.decodes)
         for phase, first, last in (
             (AttentionPhase.DECODE, 0, border),
             (AttentionPhase.PREFILL, border, len(slots)),
@@ -84,7 +121,8 @@ class DeviceRows:
             if first == last:
                 continue
             contexts = starts[first:last] + lengths[first:last]
-            width = self._blocks.blocks_for(int(contexts.max()))
+            longest = int(contexts.max())
+            width = self._blocks.blocks_for(longest)
             segments.append(
                 AttentionSegment(
                     phase=phase,
@@ -93,40 +131,20 @@ class DeviceRows:
                     query_starts=offsets[first : last + 1] - offsets[first],
                     context_lens=contexts,
                     block_tables=self._kernels.from_host(self.tables[slots[first:last], :width]),
-                    fresh=not starts[first:last].any(),
+                    fresh=phase is AttentionPhase.PREFILL and not starts[first:last].any(),
                     max_query_len=int(lengths[first:last].max()),
-                    max_context_len=int(contexts.max()),
+                    max_context_len=longest,
                 )
             )
         return tuple(segments)
 
-    def _logit_rows(
-        self, items: tuple[ScheduledSequence, ...], offsets: np.ndarray
-    ) -> tuple[np.ndarray, dict[int, tuple[int, int]], tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Which tokens need logits: all of a chunk whose prompt is scored, else those that a draw comes from."""
-        wanted: list[int] = []
-        prompt_rows: dict[int, tuple[int, int]] = {}
-        rows: list[int] = []
-        slots: list[int] = []
-        positions: list[int] = []
-        for item, offset, end in zip(items, offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
-            if wants_prompt_logits(item):
-                prompt_rows[item.slot] = (len(wanted), len(wanted) + item.num_new)
-                wanted.extend(range(offset, end))
-            elif item.sample_slots:
-                wanted.extend(range(end - 1 - len(item.drafts), end))
-            if item.sample_slots:
-                first = len(wanted) - 1 - len(item.drafts)
-                for draw in range(1 + len(item.drafts)):
-                    rows.extend([first + draw] * len(item.sample_slots))
-                    slots.extend(item.sample_slots)
-                    at = item.start + item.num_new - len(item.drafts) + draw
-                    positions.extend([at] * len(item.sample_slots))
-        return (
-            np.array(wanted, dtype=np.int32),
-            prompt_rows,
-            (np.array(rows, np.int32), np.array(slots, np.int32), np.array(positions, np.int64)),
-        )
+
+def _run(item: ScheduledSequence) -> Run:
+    tokens = item.sequence.token_ids
+    if item.num_new == 1:
+        return Run(item.slot, item.start, (tokens[item.start],))
+    known = item.num_new - len(item.drafts)
+    return Run(item.slot, item.start, [*tokens[item.start : item.start + known], *item.drafts])
 
 
 def wants_prompt_logits(item: ScheduledSequence) -> bool:

@@ -6,29 +6,37 @@ One thread owns an engine. Other threads talk to it by queue (see `run.async_llm
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+
+from bifolio.beam_params import BeamSearchParams
 from bifolio.cache.block_manager import KVCacheBlockManager
 from bifolio.cache.storage import KVStorage
-from bifolio.config import EngineConfig
-from bifolio.errors import EmptyPromptError, PromptTooLongError, RequestError, TokenIdError
-from bifolio.kernels.interface import KernelSet
+from bifolio.config import CacheConfig, EngineConfig, ModelConfig
+from bifolio.errors import ConfigError, EmptyPromptError, PromptTooLongError, RequestError, TokenIdError
+from bifolio.kernels.interface import Array, KernelSet
 from bifolio.model.detokenizer import IncrementalDetokenizer
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.weights import prepare
-from bifolio.run.device_rows import DeviceRows
+from bifolio.run.beam_search import BeamSearch
+from bifolio.run.device_rows import DeviceRows, Readout
+from bifolio.run.draft_model import DraftModelDrafter, check_pair
 from bifolio.run.executor import DecodeExecutor, ModelRunner, PrefillExecutor
 from bifolio.run.recorder import Recorder
-from bifolio.run.sampler import Sampler, SamplingTable
+from bifolio.run.sampler import SampledTokens, Sampler, SamplingTable
 from bifolio.run.sampling.noise import child_seed
+from bifolio.run.speculative import Drafter, NgramDrafter, Speculator
 from bifolio.run.stopping import StopChecker
 from bifolio.sampling_params import SamplingParams
 from bifolio.schedule.batcher import ContinuousBatcher
 from bifolio.schedule.orchestrators import DecodeOrchestrator, PrefillOrchestrator
 from bifolio.schedule.phases import PhaseManager
 from bifolio.schedule.plan import StepPlan
-from bifolio.sequence import FinishReason, Request, Sequence, StepResult
+from bifolio.sequence import FinishReason, Request, RequestPhase, Sequence, StepResult
 
 
 @dataclass(slots=True)
@@ -51,27 +59,19 @@ class EngineStats:
 class InferenceEngine:
     """Continuous batching over one paged cache."""
 
-    def __init__(self, model: LoadedModel, config: EngineConfig, kernels: KernelSet) -> None:
+    def __init__(
+        self, model: LoadedModel, config: EngineConfig, kernels: KernelSet, draft_model: LoadedModel | None = None
+    ) -> None:
         self.model = model
         self.config = config
         network, cache = model.config, config.cache
         self.blocks = KVCacheBlockManager(
             cache.num_blocks, cache.block_size, enable_prefix_caching=cache.enable_prefix_caching
         )
-        self.storage = KVStorage(
-            network.num_layers,
-            cache.num_blocks,
-            cache.block_size,
-            network.num_kv_heads,
-            network.head_dim,
-            cache.dtype,
-            device=kernels.device,
-            backend="torch" if kernels.array_backend == "torch" else "numpy",
-            poison=cache.poison_free_blocks,
-        )
+        self.storages = [new_storage(network, cache, kernels)]  # the model's own, then the draft model's
         if cache.poison_free_blocks:
-            self.blocks.on_free = self.storage.poison_blocks
-        self.runner = ModelRunner(prepare(model.weights, kernels), kernels, self.storage)
+            self.blocks.on_free = self._poison
+        self.runner = ModelRunner(prepare(model.weights, kernels), kernels, self.storages[0])
         self.prefill_executor = PrefillExecutor(self.runner, config.chunk_size)
         self.decode_executor = DecodeExecutor(self.runner)
         self.table = SamplingTable(config.max_num_seqs, network.vocab_size)
@@ -79,6 +79,7 @@ class InferenceEngine:
         self.rows = DeviceRows(
             config.max_num_seqs, self.blocks.blocks_for(config.max_model_len) + 1, self.blocks, kernels
         )
+        self.speculator = self._new_speculator(draft_model)
         self.batcher = ContinuousBatcher(
             config.max_num_seqs, self.blocks, listener=self, max_waiting=config.max_waiting
         )
@@ -87,8 +88,9 @@ class InferenceEngine:
             DecodeOrchestrator(self.blocks),
             chunk_size=config.chunk_size,
             preempt=self.batcher.preempt,
+            drop_kept=self.batcher.drop_kept,
         )
-        self.recorder = Recorder(self.batcher, self.blocks)
+        self.recorder = Recorder(self.batcher, self.blocks, self.sampler, kernels, self.speculator)
         self.requests: dict[str, Request] = {}  # not finished yet
         self._counters = EngineStats()
         self._num_requests = 0
@@ -99,22 +101,40 @@ class InferenceEngine:
         """Run every active sequence once; say what became of each."""
         self.batcher.evict_completed()  # rows and blocks go back
         self.batcher.admit_pending()  # a slot each, opened on the cached prefix
-        plan = self.phases.plan(self.batcher.active_slots(), self.config.token_budget)
+        plan = self.phases.plan(self.batcher.active_slots(), self.config.token_budget, self._room_for_drafts())
         if plan.is_empty:
             if not self.has_work:
                 self.blocks.check_invariants()  # idle: prove that nothing leaked
             return self._deliver([])
-        staged = self.rows.stage(plan)  # differences to the device rows, then gather
-        self.storage.copy_blocks(plan.copies)  # copy-on-write, before any write
+        started = time.perf_counter()
+        for storage in self.storages:
+            storage.copy_blocks(plan.copies)  # copy-on-write, before any write
+        self.rows.update(plan)  # differences to the device rows
+        if self.speculator is not None:
+            plan = self.speculator.fill(plan)  # guesses; a draft model runs here
+        batch, readout = self.rows.stage(plan)
         executor = self.prefill_executor if plan.prefills else self.decode_executor
-        logits = executor.run(staged.batch)  # one flat forward; attention once per segment
-        sampled = None
-        if len(staged.sample_rows):
-            drawn_from = self.runner.kernels.take(logits, staged.sample_rows)
-            sampled = self.sampler.sample(drawn_from, staged.sample_slots, staged.positions)
-        results = self.recorder.record(plan, staged, logits, sampled)
+        logits = executor.run(batch)  # one flat forward; attention once per segment
+        sampled = self._sample(logits, readout)  # verifies drafts
+        if self.speculator is not None and not plan.prefills:
+            self.speculator.lengths.observe_step(batch.num_tokens, time.perf_counter() - started)
+        results = self.recorder.record(plan, readout, logits, sampled)
         self._count(plan)
         return self._deliver(results)
+
+    def _sample(self, logits: Array, readout: Readout) -> SampledTokens | None:
+        if not readout.sample_rows:
+            return None
+        if readout.sample_rows != list(range(logits.shape[0])):
+            logits = self.runner.kernels.take(logits, np.asarray(readout.sample_rows, dtype=np.int32))
+        pending = readout.pending if any(readout.pending) else None
+        return self.sampler.sample(logits, readout.sample_slots, readout.positions, pending)
+
+    def _room_for_drafts(self) -> dict[int, int]:
+        if self.speculator is None:
+            return {}
+        slots = self.batcher.active_slots()
+        return self.speculator.room([slot.held for slot in slots if slot.phase is RequestPhase.DECODE])
 
     @property
     def has_work(self) -> bool:
@@ -132,27 +152,69 @@ class InferenceEngine:
         salt: bytes = b"",
     ) -> Request:
         """Queue a request; what cannot be served is refused here, before it touches anything."""
-        prompt_ids = [int(token) for token in prompt_token_ids]
-        self._check(request_id, prompt_ids, params)
-        seed = params.seed if params.seed is not None else secrets.randbits(63)
-        room = self.config.max_model_len - len(prompt_ids)
-        request = Request(
-            request_id=request_id,
-            number=self._num_requests,
-            prompt_token_ids=prompt_ids,
-            params=self._resolved(params),
-            seed=seed,
-            prompt=prompt,
-            priority=priority,
-            salt=salt,
-            max_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
-        )
+        request = self._new_request(request_id, prompt_token_ids, params, prompt, priority, salt)
         for index in range(params.num_sequences):
             request.sequences.append(self._new_sequence(request, index))
-        self.batcher.add(request)
-        self._num_requests += 1
-        self.requests[request_id] = request
-        return request
+        return self._enqueue(request)
+
+    def add_beam_search(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequences[int],
+        params: BeamSearchParams,
+        *,
+        prompt: str | None = None,
+        priority: int = 0,
+        salt: bytes = b"",
+    ) -> Request:
+        """Queue a beam search; it runs in the same batches as everything else."""
+        request = self._new_request(request_id, prompt_token_ids, params.sampling, prompt, priority, salt)
+        self._check_beams(request, params)
+        for index in range(params.beam_width):
+            request.sequences.append(self._new_sequence(request, index))
+        eos = self.model.config.eos_token_ids
+        request.search = BeamSearch(request, params, eos, lambda: self._new_stopper(request))
+        for sequence in request.sequences:
+            sequence.group, sequence.parent = request.search, None
+        return self._enqueue(request)
+
+    def keep(self, request_id: str) -> bool:
+        """Hold on to the conversation after its end, so that `fork` can continue it without recomputing anything.
+
+        Kept conversations are given up, the oldest first, when their blocks are needed; False if it is not running.
+        """
+        request = self.requests.get(request_id)
+        if request is not None:
+            request.keep = True
+        return request is not None
+
+    def fork(
+        self, request_id: str, new_request_id: str, token_ids: Sequences[int], params: SamplingParams, **options: Any
+    ) -> Request:
+        """Branch a kept conversation: its tokens, then `token_ids`, then what the model generates.
+
+        If it was given up meanwhile, `RequestError`: send the whole conversation as a new request instead.
+        """
+        parent = self.batcher.kept(request_id)
+        if parent is None:
+            raise RequestError(f"no conversation is kept under {request_id!r}: send it whole, as a new request")
+        salt = parent.request.salt
+        request = self._new_request(new_request_id, [*parent.token_ids, *token_ids], params, salt=salt, **options)
+        for index in range(params.num_sequences):
+            request.sequences.append(self._new_sequence(request, index))
+        first = request.sequences[0]
+        self.blocks.fork(parent.id, first.id)
+        try:
+            self.blocks.truncate(first.id, min(parent.num_computed, first.num_tokens - 1))
+            first.num_draft_computed = min(parent.num_draft_computed, first.num_tokens - 1)
+            return self._enqueue(request)
+        except BaseException:
+            self.blocks.release(first.id)
+            raise
+
+    def release(self, request_id: str) -> bool:
+        """Give up a kept conversation."""
+        return self.batcher.drop_kept(request_id)
 
     def abort(self, request_id: str) -> bool:
         """End a request now, at any moment between two steps; False if it is not known (any more)."""
@@ -189,15 +251,50 @@ class InferenceEngine:
     def slot_freed(self, slot: int, sequence: Sequence) -> None:
         self.table.clear(slot)
         self.phases.remove_sequence(sequence.id)
+        if self.speculator is not None:
+            self.speculator.drafter.forget(sequence)
 
     # -- details ----------------------------------------------------------------------------------------------------
-    def _new_sequence(self, request: Request, index: int) -> Sequence:
+    def _new_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequences[int],
+        params: SamplingParams,
+        prompt: str | None = None,
+        priority: int = 0,
+        salt: bytes = b"",
+    ) -> Request:
+        prompt_ids = [int(token) for token in prompt_token_ids]
+        self._check(request_id, prompt_ids, params)
+        room = self.config.max_model_len - len(prompt_ids)
+        return Request(
+            request_id=request_id,
+            number=self._num_requests,
+            prompt_token_ids=prompt_ids,
+            params=self._resolved(params),
+            seed=params.seed if params.seed is not None else secrets.randbits(63),
+            prompt=prompt,
+            priority=priority,
+            salt=salt,
+            max_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
+        )
+
+    def _enqueue(self, request: Request) -> Request:
+        self.batcher.add(request)
+        self._num_requests += 1
+        self.requests[request.request_id] = request
+        return request
+
+    def _new_stopper(self, request: Request) -> StopChecker:
         tokenizer = self.model.tokenizer if request.params.detokenize else None
         detokenizer = None
         if tokenizer is not None:
-            detokenizer = IncrementalDetokenizer(
-                tokenizer, request.prompt_token_ids, request.params.skip_special_tokens
-            )
+            skip = request.params.skip_special_tokens
+            detokenizer = IncrementalDetokenizer(tokenizer, request.prompt_token_ids, skip)
+        eos, length = self.model.config.eos_token_ids, self.config.max_model_len
+        return StopChecker(request.params, eos, len(request.prompt_token_ids), length, detokenizer)
+
+    def _new_sequence(self, request: Request, index: int) -> Sequence:
         return Sequence(
             id=self.blocks.fresh_sequence_id(),
             request=request,
@@ -206,14 +303,42 @@ class InferenceEngine:
             num_prompt=len(request.prompt_token_ids),
             seed=child_seed(request.seed, index),
             parent=request.sequences[0] if index else None,
-            stopper=StopChecker(
-                request.params,
-                self.model.config.eos_token_ids,
-                len(request.prompt_token_ids),
-                self.config.max_model_len,
-                detokenizer,
-            ),
+            stopper=self._new_stopper(request),
         )
+
+    def _new_speculator(self, draft_model: LoadedModel | None) -> Speculator | None:
+        config = self.config.speculative
+        if config is None:
+            return None
+        drafter: Drafter
+        if config.method == "ngram":
+            drafter = NgramDrafter(config)
+        else:
+            if draft_model is None:
+                raise ConfigError("speculative method 'draft' needs a draft model: pass draft_model=...")
+            check_pair(self.model, draft_model)
+            kernels = self.runner.kernels
+            storage = new_storage(draft_model.config, self.config.cache, kernels)
+            self.storages.append(storage)
+            runner = ModelRunner(prepare(draft_model.weights, kernels), kernels, storage)
+            drafter = DraftModelDrafter(runner, self.rows, self.sampler, self.config.chunk_size)
+        return Speculator(config, drafter, self.config.max_model_len)
+
+    def _poison(self, block_ids: list[int]) -> None:
+        for storage in self.storages:
+            storage.poison_blocks(block_ids)
+
+    def _check_beams(self, request: Request, params: BeamSearchParams) -> None:
+        """A search cannot wait half-way, so its worst case must fit: the prompt once, every beam's own tokens."""
+        shared = len(request.prompt_token_ids) // self.config.cache.block_size
+        longest = self.blocks.blocks_for(len(request.prompt_token_ids) + request.max_tokens)
+        needed = shared + params.beam_width * (longest - shared + 1)
+        available = self.blocks.num_blocks - 1
+        if needed > available:
+            raise RequestError(
+                f"{params.beam_width} beams of {request.max_tokens} tokens may need {needed} blocks and the cache has "
+                f"{available}: ask for fewer beams or tokens, or give the cache more memory"
+            )
 
     def _check(self, request_id: str, prompt_ids: list[int], params: SamplingParams) -> None:
         if request_id in self.requests:
@@ -257,3 +382,17 @@ class InferenceEngine:
         counters.num_decode_tokens += sum(item.num_new for item in plan.decodes)
         counters.num_prefill_tokens += sum(item.num_new for item in plan.prefills)
         counters.num_preemptions += len(plan.preempted)
+
+
+def new_storage(network: ModelConfig, cache: CacheConfig, kernels: KernelSet) -> KVStorage:
+    return KVStorage(
+        network.num_layers,
+        cache.num_blocks,
+        cache.block_size,
+        network.num_kv_heads,
+        network.head_dim,
+        cache.dtype,
+        device=kernels.device,
+        backend="torch" if kernels.array_backend == "torch" else "numpy",
+        poison=cache.poison_free_blocks,
+    )

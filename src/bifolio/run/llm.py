@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from bifolio.config import CacheConfig, EngineConfig, KVDtype
+from bifolio.beam_params import BeamSearchParams
+from bifolio.config import CacheConfig, EngineConfig, KVDtype, SpeculativeConfig
 from bifolio.errors import ConfigError, RequestError
 from bifolio.kernels.interface import KernelSet
 from bifolio.kernels.select import select_kernels
@@ -50,6 +51,7 @@ class LLM:
         device: str = "auto",
         threads: int | None = None,
         kernels: KernelSet | str | None = None,
+        speculative: SpeculativeConfig | None = None,
         max_waiting: int | None = None,
         poison_free_blocks: bool = False,
         verbose: bool = False,
@@ -88,8 +90,10 @@ class LLM:
                 max_waiting=max_waiting,
                 deterministic=deterministic,
                 device=kernel_set.device,
+                speculative=speculative,
             ),
             kernel_set,
+            draft_model=self._draft_model(speculative),
         )
         self._ids = itertools.count()
         if verbose:
@@ -109,6 +113,22 @@ class LLM:
         params = self.params_for(batch, sampling_params)
         priorities = [priority] * len(batch) if isinstance(priority, int) else list(priority)
         requests = self._add_all(batch, params, priorities)
+        self._drain(requests, show_progress(use_tqdm, len(requests)))
+        return [request_output(request) for request in requests]
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams | Sequence[BeamSearchParams] | None = None,
+        *,
+        use_tqdm: bool | None = None,
+    ) -> list[RequestOutput]:
+        """The best texts of a beam search for every prompt; `.outputs` are best first and have a `.score`."""
+        batch = as_prompts(prompts)
+        each = [params or BeamSearchParams()] * len(batch) if not isinstance(params, Sequence) else list(params)
+        if len(each) != len(batch):
+            raise RequestError(f"{len(batch)} prompts and {len(each)} BeamSearchParams: pass one, or one for each")
+        requests = self._add_all(batch, each, [0] * len(batch))
         self._drain(requests, show_progress(use_tqdm, len(requests)))
         return [request_output(request) for request in requests]
 
@@ -169,6 +189,11 @@ class LLM:
             raise ConfigError(f"max_model_len={wanted} is outside 1..{most}, the context this model was made for")
         return wanted
 
+    def _draft_model(self, config: SpeculativeConfig | None) -> LoadedModel | None:
+        if config is None or config.method != "draft":
+            return None
+        return load_model(config.draft_model or f"{self.model.path.stem}-draft")  # `stories` has `stories-draft`
+
     def _kv_dtype(self, dtype: str, kernels: KernelSet) -> KVDtype:
         if dtype == "auto":
             return "bf16" if kernels.array_backend == "torch" and kernels.device.startswith("cuda") else "f32"
@@ -188,7 +213,11 @@ class LLM:
         return list(params)
 
     def _add_all(
-        self, batch: list[Prompt], params: list[SamplingParams], priorities: list[int], named: bool = False
+        self,
+        batch: list[Prompt],
+        params: Sequence[SamplingParams | BeamSearchParams],
+        priorities: list[int],
+        named: bool = False,
     ) -> list[Request]:
         """All or nothing: a bad prompt refuses the call before anything runs."""
         requests: list[Request] = []
@@ -201,8 +230,12 @@ class LLM:
             raise
         return requests
 
-    def _add(self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int) -> Request:
+    def _add(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | BeamSearchParams, priority: int
+    ) -> Request:
         text, token_ids = self.prompt_tokens(prompt)
+        if isinstance(params, BeamSearchParams):
+            return self.engine.add_beam_search(request_id, token_ids, params, prompt=text, priority=priority)
         return self.engine.add_request(request_id, token_ids, params, prompt=text, priority=priority)
 
     def prompt_tokens(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:

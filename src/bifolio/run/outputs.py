@@ -18,6 +18,7 @@ class CompletionOutput:
     logprobs: list[TokenLogprob] | None
     finish_reason: str | None  # "stop", "length", "abort" or "error"; None while it runs
     stop_reason: int | str | None = None
+    score: float | None = None  # of a beam: its logprob over its length to the power of the length penalty
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,9 @@ class RequestOutput:
 def request_output(request: Request) -> RequestOutput:
     """The state of a request as its caller sees it."""
     chosen = request.sequences
-    if request.is_finished and len(chosen) > request.params.n:
+    if request.search is not None:
+        chosen = chosen[: len(request.search.results())]
+    elif request.is_finished and len(chosen) > request.params.n:
         chosen = sorted(chosen, key=_mean_logprob, reverse=True)[: request.params.n]
     return RequestOutput(
         request_id=request.request_id,
@@ -53,14 +56,16 @@ def request_output(request: Request) -> RequestOutput:
 
 def _completion(request: Request, sequence: Sequence, index: int) -> CompletionOutput:
     wanted = request.params.logprobs is not None
+    summed = wanted or request.search is not None
     return CompletionOutput(
         index=index,
         text=sequence.text,
         token_ids=list(sequence.output_token_ids),
-        cumulative_logprob=sequence.cumulative_logprob if wanted else None,
+        cumulative_logprob=sequence.cumulative_logprob if summed else None,
         logprobs=list(sequence.logprobs) if wanted else None,
         finish_reason=None if sequence.finish_reason is None else sequence.finish_reason.value,
         stop_reason=sequence.stop_reason,
+        score=sequence.score,
     )
 
 

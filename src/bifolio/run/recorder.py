@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
+
 from bifolio.cache.block_manager import KVCacheBlockManager
-from bifolio.kernels.interface import Array
-from bifolio.run.device_rows import StagedStep
-from bifolio.run.sampler import SampledTokens, prompt_logprobs
+from bifolio.errors import RequestError
+from bifolio.kernels.interface import Array, KernelSet
+from bifolio.run.device_rows import Readout
+from bifolio.run.sampler import SampledTokens, Sampler, prompt_logprobs
+from bifolio.run.speculative import Speculator, num_accepted
 from bifolio.schedule.batcher import ContinuousBatcher, unforked_children
 from bifolio.schedule.plan import ScheduledSequence, StepPlan
 from bifolio.sequence import FinishReason, Request, Sequence, StepResult, TokenLogprob
@@ -16,34 +20,80 @@ from bifolio.sequence import FinishReason, Request, Sequence, StepResult, TokenL
 class Recorder:
     """Counts computed tokens, appends drawn ones, forks, and decides who has ended."""
 
-    def __init__(self, batcher: ContinuousBatcher, blocks: KVCacheBlockManager) -> None:
+    def __init__(
+        self,
+        batcher: ContinuousBatcher,
+        blocks: KVCacheBlockManager,
+        sampler: Sampler,
+        kernels: KernelSet,
+        speculator: Speculator | None,
+    ) -> None:
         self._batcher = batcher
         self._blocks = blocks
+        self._sampler = sampler
+        self._kernels = kernels
+        self._speculator = speculator
 
     def record(
-        self, plan: StepPlan, staged: StagedStep, logits: Array, sampled: SampledTokens | None
+        self, plan: StepPlan, readout: Readout, logits: Array, sampled: SampledTokens | None
     ) -> list[StepResult]:
-        """Take over the outcome of a step; one result for every sequence that got a token or ended."""
+        """Take over the outcome of a step; one result for every token that was added and every end."""
         results: list[StepResult] = []
+        searches = []
         draw = 0
         for item in plan.scheduled:
-            sequence, request = item.sequence, item.sequence.request
+            sequence = item.sequence
+            if item.slot in readout.prompt_rows:
+                self._score_prompt(item, readout.prompt_rows[item.slot], logits)
             sequence.num_computed += item.num_new
-            self._blocks.commit(sequence.id, sequence.token_ids, sequence.num_computed)
-            if item.slot in staged.prompt_rows:
-                self._score_prompt(item, staged.prompt_rows[item.slot], logits)
-            if not item.sample_slots:
+            if sequence.group is not None or not item.sample_slots:
+                self._blocks.commit(sequence.id, sequence.token_ids, sequence.num_computed)
+                if item.sample_slots and sequence.finish_reason is None:
+                    searches.append(sequence.request)
                 continue
-            rows = range(draw, draw + len(item.sample_slots))
-            draw += len(item.sample_slots)
+            rows = range(draw, draw + len(item.sample_slots) * (1 + len(item.drafts)))
+            draw = rows.stop
             if sequence.finish_reason is not None:  # aborted while the step ran
                 continue
             assert sampled is not None
-            members = [sequence, *unforked_children(sequence)]
-            for child in members[1:]:
-                self._batcher.fork(sequence, child)
-            for member, row in zip(members, rows, strict=True):
-                results.extend(self._add_token(request, member, sampled, row))
+            if item.drafts:
+                results.extend(self._verify(item, sampled, rows))
+            else:
+                results.extend(self._add_tokens(item, sampled, rows))
+        for request in dict.fromkeys(searches):
+            results.extend(self._advance_search(request, readout, logits))
+        return results
+
+    def _add_tokens(self, item: ScheduledSequence, sampled: SampledTokens, rows: range) -> list[StepResult]:
+        """One token for the sequence, and one for each that is forked from it at this moment."""
+        sequence = item.sequence
+        members = [sequence, *unforked_children(sequence)]
+        self._blocks.commit(sequence.id, sequence.token_ids, sequence.num_computed)
+        for child in members[1:]:
+            self._batcher.fork(sequence, child)
+        results: list[StepResult] = []
+        for member, row in zip(members, rows, strict=True):
+            results.extend(self._add_token(sequence.request, member, sampled, row))
+        return results
+
+    def _verify(self, item: ScheduledSequence, sampled: SampledTokens, rows: range) -> list[StepResult]:
+        """Keep the guesses that equal what was drawn, and the draw after them; cut the cache behind."""
+        sequence = item.sequence
+        drawn = sampled.token_ids[rows.start : rows.stop].tolist()
+        accepted = num_accepted(item.drafts, drawn)
+        sequence.num_drafted += len(item.drafts)
+        sequence.num_accepted += accepted
+        if self._speculator is not None:
+            self._speculator.observe(len(item.drafts), accepted)
+        results: list[StepResult] = []
+        for row in rows[: accepted + 1]:
+            results.extend(self._add_token(sequence.request, sequence, sampled, row))
+            if sequence.finish_reason is not None:
+                break
+        sequence.num_computed = min(item.start + item.num_new - len(item.drafts) + accepted, sequence.num_tokens - 1)
+        sequence.num_draft_computed = min(sequence.num_draft_computed, sequence.num_computed)
+        self._blocks.truncate(sequence.id, sequence.num_computed)
+        self._blocks.commit(sequence.id, sequence.token_ids, sequence.num_computed)
         return results
 
     def _add_token(self, request: Request, sequence: Sequence, sampled: SampledTokens, row: int) -> list[StepResult]:
@@ -52,9 +102,8 @@ class Recorder:
             return self._batcher.finish(request, FinishReason.ERROR)
         if sequence.finish_reason is not None:  # a sibling's failure ended the request
             return []
-        now = time.perf_counter()
         if not request.metrics.first_token:
-            request.metrics.first_token = now
+            request.metrics.first_token = time.perf_counter()
         if request.max_tokens == 0:  # only the prompt was wanted
             return [self._end(request, sequence, FinishReason.LENGTH, None, "", None)]
         token = int(sampled.token_ids[row])
@@ -66,9 +115,8 @@ class Recorder:
         decision = sequence.stopper.check(token)
         sequence.text += decision.text
         if decision.finish_reason is None:
-            return [
-                StepResult(request.request_id, token, False, None, sequence.index, decision.text, logprob, sequence)
-            ]
+            index, text = sequence.index, decision.text
+            return [StepResult(request.request_id, token, False, None, index, text, logprob, sequence)]
         sequence.stop_reason = decision.stop_reason
         return [self._end(request, sequence, FinishReason(decision.finish_reason), token, decision.text, logprob)]
 
@@ -86,7 +134,29 @@ class Recorder:
             request.metrics.finished = time.perf_counter()
         return StepResult(request.request_id, token, True, reason, sequence.index, text, logprob, sequence)
 
-    def _score_prompt(self, item: ScheduledSequence, rows: tuple[int, int], logits: Array) -> None:
+    def _advance_search(self, request: Request, readout: Readout, logits: Array) -> list[StepResult]:
+        """All beams of a request at once; results come when the search is done."""
+        search = request.search
+        if not request.metrics.first_token:
+            request.metrics.first_token = time.perf_counter()
+        rows = np.array([readout.group_rows[sequence.id] for sequence in search.live()], dtype=np.int32)
+        slots = {member.id: self._batcher.slot_of(member) for member in search.members}
+        try:
+            scores = self._kernels.to_host(self._kernels.take(logits, rows))
+            search.advance(scores, slots, self._sampler, self._blocks)
+        except RequestError as error:
+            request.error = str(error)
+            return self._batcher.finish(request, FinishReason.ERROR)
+        if not search.is_done:
+            return []
+        search.close()
+        request.metrics.finished = time.perf_counter()
+        return [
+            StepResult(request.request_id, None, True, m.finish_reason, m.index, m.text, None, m)
+            for m in search.members[: len(search.results())]
+        ]
+
+    def _score_prompt(self, item: ScheduledSequence, first_row: int, logits: Array) -> None:
         """Logits at position p score the prompt's token p + 1; the first token has none."""
         request = item.sequence.request
         prompt = request.prompt_token_ids
@@ -97,7 +167,7 @@ class Recorder:
         if count <= 0:
             return
         following = prompt[item.start + 1 : last + 1]
-        scores = prompt_logprobs(logits[rows[0] : rows[0] + count], following, request.params.prompt_logprobs or 0)
+        scores = prompt_logprobs(logits[first_row : first_row + count], following, request.params.prompt_logprobs or 0)
         for offset, token in enumerate(following):
             request.prompt_logprobs[item.start + 1 + offset] = TokenLogprob(
                 token, float(scores.logprobs[offset]), int(scores.ranks[offset]), tuple(scores.top[offset])

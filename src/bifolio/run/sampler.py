@@ -110,6 +110,13 @@ class Sampler:
         values, kept = self._final(logits, slots, positions, pending)
         return xp.where(kept, values, xp.full_like(values, -float("inf")))
 
+    def edit(self, logits: Array, slots: Any) -> Array:
+        """f32[r, vocab] after steps 1 to 8; a row that fails raises its `RequestError`."""
+        work, errors = self._edited(_single_precision(logits), _host(slots), None)
+        if errors:
+            raise next(iter(errors.values()))
+        return work
+
     def _edited(
         self, logits: Array, slots: NDArray[Any], pending: Sequence[Sequence[int]] | None
     ) -> tuple[Array, dict[int, RequestError]]:

@@ -9,8 +9,11 @@ from typing import Protocol
 
 from bifolio.cache.block_manager import KVCacheBlockManager
 from bifolio.errors import RequestError
+from bifolio.schedule.phases import team
 from bifolio.schedule.slot import BatchSlot
 from bifolio.sequence import FinishReason, Request, Sequence, StepResult
+
+KEPT_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 
 
 class SlotListener(Protocol):
@@ -40,6 +43,7 @@ class ContinuousBatcher:
         self._free = list(range(max_slots - 1, -1, -1))  # row numbers; the smallest is taken first
         self._waiting: list[tuple[tuple[int, int], int, Sequence]] = []  # heap by order, then by index
         self._slot_of: dict[int, int] = {}  # sequence id → row number
+        self._kept: dict[str, Sequence] = {}  # ended conversations that may be branched; the oldest first
 
     # -- looking ------------------------------------------------------------------------------------------------
     @property
@@ -80,26 +84,33 @@ class ContinuousBatcher:
             if sequence.finish_reason is not None:
                 heapq.heappop(self._waiting)
                 continue
-            forks = unforked_children(sequence)
-            if len(self._free) < 1 + len(forks) or not self._open(sequence):
+            members = team(sequence)
+            if len(self._free) < len(members) or not self._open(sequence):
                 break
             heapq.heappop(self._waiting)
-            rows = [self._take_slot(member) for member in (sequence, *forks)]
-            self.slots[rows[0]].sample_slots = tuple(rows)
+            rows = [self._take_slot(member) for member in members]
+            if sequence.group is None:
+                self.slots[rows[0]].sample_slots = tuple(rows)
             admitted.append(sequence)
         return admitted
 
     def _open(self, sequence: Sequence) -> bool:
         """Open its row on the cached prefix if the rest will fit beside those who run."""
         request = sequence.request
-        wants_logits = request.params.prompt_logprobs is not None and not sequence.output_token_ids
-        cached = self._blocks.open_row(
-            sequence.id, sequence.token_ids, salt=request.salt, max_cached=0 if wants_logits else None
-        )
+        branched = self._blocks.has_row(sequence.id)  # forked from a kept conversation before it was admitted
+        if branched:
+            cached = self._blocks.row_num_tokens(sequence.id)
+        else:
+            wants_logits = request.params.prompt_logprobs is not None and not sequence.output_token_ids
+            cached = self._blocks.open_row(
+                sequence.id, sequence.token_ids, salt=request.salt, max_cached=0 if wants_logits else None
+            )
         needed = self._blocks.blocks_needed([(sequence.id, sequence.num_tokens - cached)])
-        if self._slot_of and needed + len(self._slot_of) > self._blocks.num_free_blocks:
-            self._blocks.release(sequence.id)
-            return False
+        while self._slot_of and needed + len(self._slot_of) > self._blocks.num_free_blocks:
+            if not self.drop_kept():
+                if not branched:
+                    self._blocks.release(sequence.id)
+                return False
         sequence.num_computed = cached
         if not request.metrics.first_scheduled:
             request.metrics.first_scheduled = time.perf_counter()
@@ -111,21 +122,37 @@ class ContinuousBatcher:
         """Slots and blocks of sequences that ended go back."""
         ended = [slot.held for slot in self.slots if slot.sequence is not None and slot.held.finish_reason is not None]
         for sequence in ended:
-            self._leave(sequence)
+            if sequence.request.keep and sequence.finish_reason in KEPT_ENDS and sequence.group is None:
+                self._kept[sequence.request.request_id] = sequence
+            self._leave(sequence, keep_row=sequence in self._kept.values())
         return ended
+
+    def drop_kept(self, request_id: str | None = None) -> bool:
+        """Give back the row of a kept conversation, by default the oldest; False when there is none."""
+        if request_id is None:
+            request_id = next(iter(self._kept), None)
+        sequence = None if request_id is None else self._kept.pop(request_id, None)
+        if sequence is None:
+            return False
+        self._blocks.release(sequence.id)
+        return True
+
+    def kept(self, request_id: str) -> Sequence | None:
+        return self._kept.get(request_id)
 
     def preempt(self, sequence: Sequence) -> None:
         """Take row and slot away; the sequence waits again and is recomputed later, from what is still cached."""
-        for member in (*unforked_children(sequence), sequence):
+        members = team(sequence)
+        for member in members:
             self._leave(member)
-        sequence.num_computed = 0
+            member.num_computed = member.num_draft_computed = 0
         sequence.request.metrics.num_preemptions += 1
-        self._push(sequence)
+        self._push(next(member for member in members if not member.is_dormant))
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """The child, which has its slot already, takes over everything the parent computed."""
         self._blocks.fork(parent.id, child.id)
-        child.num_computed = parent.num_computed
+        child.num_computed, child.num_draft_computed = parent.num_computed, parent.num_draft_computed
         child.parent = None
         parent_slot = self._slot_of[parent.id]
         self.slots[parent_slot].sample_slots = (parent_slot,)
@@ -153,6 +180,16 @@ class ContinuousBatcher:
     def _push(self, sequence: Sequence) -> None:
         heapq.heappush(self._waiting, (sequence.order, sequence.index, sequence))
 
+    def wait(self, sequence: Sequence) -> None:
+        """Queue a sequence that has neither row nor slot."""
+        self._push(sequence)
+
+    def take_waiting(self) -> list[Sequence]:
+        """Empty the queue; the caller gives back with `wait` those who shall go on waiting."""
+        taken = [sequence for _, _, sequence in self._waiting if sequence.finish_reason is None]
+        self._waiting.clear()
+        return taken
+
     def _take_slot(self, sequence: Sequence) -> int:
         index = self._free.pop()
         self.slots[index].sequence = sequence
@@ -162,7 +199,7 @@ class ContinuousBatcher:
             self._listener.slot_taken(index, sequence)
         return index
 
-    def _leave(self, sequence: Sequence) -> None:
+    def _leave(self, sequence: Sequence, keep_row: bool = False) -> None:
         index = self._slot_of.pop(sequence.id, None)
         if index is not None:
             self.slots[index].sequence = None
@@ -171,10 +208,10 @@ class ContinuousBatcher:
             self._free.sort(reverse=True)
             if self._listener is not None:
                 self._listener.slot_freed(index, sequence)
-        if self._blocks.has_row(sequence.id):
+        if not keep_row and self._blocks.has_row(sequence.id):
             self._blocks.release(sequence.id)
 
 
 def unforked_children(sequence: Sequence) -> list[Sequence]:
     """Sequences of the same request that still wait to be forked from this one."""
-    return [child for child in sequence.request.sequences if child.parent is sequence]
+    return team(sequence)[1:] if sequence.group is None else []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Sequences
 
 from bifolio.errors import PhaseError, UnknownSequenceError
@@ -24,11 +24,13 @@ class PhaseManager:
         *,
         chunk_size: int = 512,
         preempt: Preempt | None = None,
+        drop_kept: Callable[[], bool] | None = None,
     ) -> None:
         self.prefill = prefill_orchestrator
         self.decode = decode_orchestrator
         self.chunk_size = chunk_size
         self._preempt = preempt
+        self._drop_kept = drop_kept or (lambda: False)
         self._sequences: dict[int, Sequence] = {}
 
     # -- phases ---------------------------------------------------------------------------------------------
@@ -72,14 +74,18 @@ class PhaseManager:
         return self._sequences[sequence_id]
 
     # -- planning ---------------------------------------------------------------------------------------------
-    def plan(self, slots: Sequences[BatchSlot], token_budget: int) -> StepPlan:
-        """Decide which tokens run next and reserve their blocks; preempt the youngest where blocks run out."""
+    def plan(self, slots: Sequences[BatchSlot], token_budget: int, drafts: Mapping[int, int] | None = None) -> StepPlan:
+        """Decide which tokens run next and reserve their blocks; preempt the youngest where blocks run out.
+
+        `drafts` says for how many guessed tokens a decoding sequence (by id) wants room; they are dropped before
+        anybody is preempted for them.
+        """
         preempted: list[Sequence] = []
-        active = [slot for slot in slots if slot.sequence is not None and slot.sequence.parent is None]
-        decodes = self._plan_decodes(active, token_budget, preempted)
+        active = [slot for slot in slots if slot.sequence is not None and not slot.sequence.is_dormant]
+        decodes = self._plan_decodes(active, token_budget, dict(drafts or {}), preempted)
         left = token_budget - sum(item.num_new for item in decodes)
-        prefills = self._plan_prefills(active, left, decodes, preempted)
-        victims = set(map(id, preempted))
+        prefills = self._plan_prefills(active, left, preempted)
+        victims = {id(member) for victim in preempted for member in team(victim)}
         return StepPlan(
             decodes=tuple(item for item in decodes if id(item.sequence) not in victims),
             prefills=tuple(item for item in prefills if id(item.sequence) not in victims),
@@ -88,32 +94,44 @@ class PhaseManager:
         )
 
     def _plan_decodes(
-        self, active: list[BatchSlot], token_budget: int, preempted: list[Sequence]
+        self, active: list[BatchSlot], token_budget: int, drafts: dict[int, int], preempted: list[Sequence]
     ) -> list[ScheduledSequence]:
-        running = [slot for slot in active if slot.phase is SequencePhase.DECODE][:token_budget]
-        while running and not self.decode.reserve([(slot.held.id, 1) for slot in running]):
+        running = [slot for slot in active if _can_decode(slot.held)][:token_budget]
+        if drafts:
+            spare = token_budget - len(running)
+            for slot in running:
+                drafts[slot.held.id] = min(drafts.get(slot.held.id, 0), spare)
+                spare -= drafts[slot.held.id]
+            if not self.decode.reserve([(slot.held.id, 1 + drafts[slot.held.id]) for slot in running]):
+                drafts.clear()
+        while not drafts and running and not self.decode.reserve([(slot.held.id, 1) for slot in running]):
+            if self._drop_kept():
+                continue
             victim = max((slot.held for slot in active if slot.sequence is not None), key=lambda s: s.order)
             self._evict(victim, preempted)
             active[:] = [slot for slot in active if slot.sequence is not None]
             running = [slot for slot in running if slot.sequence is not None]
-        return [ScheduledSequence(slot.index, slot.held, slot.held.num_computed, 1, (slot.index,)) for slot in running]
+        return [
+            ScheduledSequence(
+                slot.index, slot.held, slot.held.num_computed, 1 + drafts.get(slot.held.id, 0), (slot.index,)
+            )
+            for slot in running
+        ]
 
     def _plan_prefills(
-        self,
-        active: list[BatchSlot],
-        budget: int,
-        decodes: list[ScheduledSequence],
-        preempted: list[Sequence],
+        self, active: list[BatchSlot], budget: int, preempted: list[Sequence]
     ) -> list[ScheduledSequence]:
         scheduled: list[ScheduledSequence] = []
         waiting = [slot for slot in active if slot.phase is SequencePhase.PREFILL]
         for slot in sorted(waiting, key=lambda slot: slot.held.order):
             if budget < 1:
                 break
-            if slot.sequence is None:  # preempted by a better one in this very loop
+            if slot.sequence is None or not self._has_row(slot.held):  # preempted in this very loop, or not yet opened
                 continue
             sequence = slot.held
-            limit = min(self.chunk_size, budget)
+            limit = min(self.chunk_size, budget, _chunk_limit(sequence))
+            if limit < 1:
+                continue
             num_new = self.prefill.reserve_chunk(sequence, limit)
             while num_new == 0 and self._make_room(sequence, active, preempted):
                 num_new = self.prefill.reserve_chunk(sequence, limit)
@@ -124,8 +142,20 @@ class PhaseManager:
             scheduled.append(ScheduledSequence(slot.index, sequence, sequence.num_computed, num_new, samples))
         return scheduled
 
+    def _has_row(self, sequence: Sequence) -> bool:
+        """Members of a preempted group come back one by one, each on what those before it computed."""
+        blocks = self.prefill.blocks
+        if blocks.has_row(sequence.id):
+            return True
+        if sequence.group is None or not sequence.group.may_open(sequence):
+            return False
+        sequence.num_computed = blocks.open_row(sequence.id, sequence.token_ids, salt=sequence.request.salt)
+        return True
+
     def _make_room(self, sequence: Sequence, active: Iterable[BatchSlot], preempted: list[Sequence]) -> bool:
         """Preempt one sequence that comes after this one; False when there is none."""
+        if self._drop_kept():
+            return True
         behind = [slot.held for slot in active if slot.sequence is not None and slot.held.order > sequence.order]
         if not behind:
             return False
@@ -137,3 +167,22 @@ class PhaseManager:
             raise PhaseError("blocks ran out and nobody told the planner how to preempt")
         self._preempt(victim)
         preempted.append(victim)
+
+
+def _can_decode(sequence: Sequence) -> bool:
+    if sequence.phase is not SequencePhase.DECODE:
+        return False
+    return sequence.group is None or sequence.group.is_ready()
+
+
+def _chunk_limit(sequence: Sequence) -> int:
+    """Members of a group that come back leave their last token for the step they take together."""
+    together = sequence.group is not None and bool(sequence.output_token_ids)
+    return sequence.num_uncomputed - 1 if together else sequence.num_uncomputed
+
+
+def team(sequence: Sequence) -> list[Sequence]:
+    """The sequences that come and go with this one: beams of one search, or those to be forked from it."""
+    if sequence.group is not None:
+        return sequence.group.members
+    return [sequence, *(child for child in sequence.request.sequences if child.parent is sequence)]
