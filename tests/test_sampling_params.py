@@ -46,7 +46,7 @@ NAN, INF = math.nan, math.inf
         ("bad_words_token_ids", [[1], [[]], [[-1]], [[1.5]], ["ab"], [[True]]]),
         ("allowed_token_ids", [[], [-1], [1.5], ["1"], 2.5]),
         ("min_tokens", [-1, 1.5, 17]),
-        ("max_tokens", [0, -5, 1.5, "3", NAN]),
+        ("max_tokens", [-1, -5, 1.5, "3", NAN]),
         ("stop", [[""], [1], 5.0, [None], b"x"]),
         ("stop_token_ids", [[-1], ["1"], [1.0], "ab"]),
         ("include_stop_str_in_output", [1, None, "yes"]),

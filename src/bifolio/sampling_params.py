@@ -54,7 +54,7 @@ class SamplingParams:
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be generated
     allowed_token_ids: tuple[int, ...] | None = None  # nothing else is ever drawn
     min_tokens: int = 0  # until so many tokens are out, nothing ends the request but its limits
-    max_tokens: int | None = 16  # None: as many as the model's context takes
+    max_tokens: int | None = 16  # None: as many as the context takes; 0: only the prompt is computed (and scored)
     stop: tuple[str, ...] = ()  # texts that end the request
     stop_token_ids: tuple[int, ...] = ()  # token ids that end the request
     include_stop_str_in_output: bool = False
@@ -292,7 +292,7 @@ _INTEGERS: dict[str, tuple[int, int | None, bool]] = {
     "dry_allowed_length": (1, None, False),
     "dry_range": (0, None, False),
     "min_tokens": (0, None, False),
-    "max_tokens": (1, None, True),
+    "max_tokens": (0, None, True),
     "seed": (-(1 << (MAX_SEED_BITS - 1)), (1 << MAX_SEED_BITS) - 1, True),
     "logprobs": (0, MAX_LOGPROBS, True),
     "prompt_logprobs": (0, MAX_LOGPROBS, True),
