@@ -238,6 +238,22 @@ def test_wrong_shapes_and_mismatched_managers_are_refused() -> None:
     assert manager.num_used_blocks == 0
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_entry_on_torch(dtype: str) -> None:
+    storage = make("torch", dtype, poison=True)
+    manager = KVCacheBlockManager(6, 4)
+    manager.open_row(1)
+    entry = storage.entry(1, manager)
+    for value in range(6):
+        entry.append(*arrays(storage, token(value), token(-value)))
+    manager.fork(1, 2)
+    storage.entry(2, manager).append(*arrays(storage, token(60), token(60)))
+    assert [view[0, :, 0].tolist() for view in entry.keys(1)] == [[0, 1, 2, 3], [4, 5]]
+    assert [view[2, :, 7].tolist() for view in storage.entry(2, manager).values(0)] == [[0, -1, -2, -3], [-4, -5, 60]]
+    entry.keys(0)[1][0, 0] = 9
+    assert storage.keys[0][manager.row_block_ids(1)[1], 0, 0, 0] == 9  # a view
+
+
 # -- poison ----------------------------------------------------------------------------------------------------------
 
 

@@ -124,7 +124,7 @@ def mutated_copy(folder: Path, replacements: list[Replacement]) -> None:
         path.write_text(text.replace(replacement.old, replacement.new))
 
 
-def test_passes(folder: Path, test: str, with_invariants: bool) -> bool:
+def passes_test(folder: Path, test: str, with_invariants: bool) -> bool:
     """Run a test of the cache on the package in `folder`."""
     environment = os.environ | {
         "PYTHONPATH": str(folder),
@@ -145,7 +145,7 @@ def try_mutant(name: str, replacements: list[Replacement]) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         mutated_copy(Path(folder), replacements)
         test = TESTS.get(name, "test_state_machine.py")
-        passes, passes_blind = (test_passes(Path(folder), test, with_invariants) for with_invariants in (True, False))
+        passes, passes_blind = (passes_test(Path(folder), test, with_invariants) for with_invariants in (True, False))
     if not replacements:
         verdict = "passes, as it should" if passes and passes_blind else "FAILS WITHOUT A BUG"
     else:
