@@ -1,0 +1,72 @@
+"""`bifolio train`: a language model from text files."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import typing
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import typer
+
+HELP = """Train a language model on text files and write a folder that bifolio and transformers load.
+
+Examples:
+
+  bifolio train tinyshakespeare.txt --preset char --tokenizer char --output shakespeare
+
+  bifolio train stories/ --preset stories --vocab-size 4096 --steps 5000 --gguf q8_0 --output my-stories
+
+  bifolio train stories/ --output my-stories --resume
+
+  torchrun --nproc-per-node=2 -m bifolio.train stories/ --output my-stories
+
+Ctrl-C saves a checkpoint; the same command with --resume goes on from it.
+"""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command; its options are the fields of `TrainSettings`."""
+
+    def command(**values: Any) -> None:
+        _train(values)
+
+    command.__signature__ = inspect.Signature(_parameters())  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in _parameters()}
+    app.command("train", help=HELP)(command)
+
+
+def _parameters() -> list[inspect.Parameter]:
+    """One keyword for each setting; the text files are the arguments."""
+    import typer
+
+    from bifolio.train.settings import TrainSettings
+
+    kinds = typing.get_type_hints(TrainSettings)
+    parameters = []
+    for option in dataclasses.fields(TrainSettings):
+        if option.name == "data":
+            kind: Any = list[str]
+            default = typer.Argument(..., help=option.metadata["help"], show_default=False)
+        else:
+            kind = kinds[option.name]
+            default = typer.Option(option.default, help=option.metadata["help"])
+        parameters.append(
+            inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+        )
+    return parameters
+
+
+def _train(values: dict[str, Any]) -> None:
+    from bifolio.errors import MissingDependencyError
+    from bifolio.train.settings import TrainSettings
+
+    settings = TrainSettings(**{**values, "data": tuple(values["data"])})
+    try:
+        import torch  # noqa: F401
+    except ImportError as error:
+        raise MissingDependencyError("training needs torch: pip install 'bifolio[train]'") from error
+    from bifolio.train.loop import train
+
+    train(settings)
