@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import json
-import math
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ import numpy as np
 
 from bifolio.cache.block_manager import KVCacheBlockManager
 from bifolio.cache.storage import KvCacheEntry, KVStorage
-from bifolio.config import CacheConfig, EngineConfig, ModelConfig
+from bifolio.config import CacheConfig, EngineConfig
 from bifolio.kernels.interface import AttentionPhase, KernelSet
 from bifolio.kernels.reference import ReferenceKernels
 from bifolio.kernels.select import CANDIDATES, select_kernels
@@ -229,7 +228,7 @@ def cpu_kernel_names() -> list[str]:
 
 
 def make_kernels(name: str = "reference") -> KernelSet:
-    return ReferenceKernels() if name == "reference" else select_kernels("cpu", name=name, threads=2)
+    return ReferenceKernels() if name == "reference" else select_kernels("cpu", name=name, threads=1)
 
 
 def make_runner(
@@ -322,7 +321,3 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     """In f64, along the last axis."""
     shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
     return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True)))
-
-
-def scale_of(config: ModelConfig) -> float:
-    return 1 / math.sqrt(config.head_dim)
