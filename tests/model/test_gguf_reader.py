@@ -79,6 +79,7 @@ def test_values_of_every_type_equal_those_of_the_package(tmp_path: Path) -> None
     assert not file.tensor("t.matrix").data.flags.writeable
 
 
+@pytest.mark.slow
 def test_a_real_file_equals_what_the_package_reads(models_dir: Path) -> None:
     path = models_dir / "SmolLM2-135M-Instruct.Q4_1.gguf"
     file, oracle = open_gguf(path), gguf.GGUFReader(path)

@@ -41,7 +41,10 @@ def test_stories15m_tells_its_story(models_dir: Path) -> None:
     tokenizer = model.require_tokenizer()
     assert tokenizer.encode("") == [1]
     assert tokenizer.encode("Once upon a time") == [1, 9038, 2501, 263, 931]
-    assert tokenizer.decode(greedy_tokens(model.weights, [1], 27)).startswith(STORY)
+    ids = tokenizer.encode(STORY)
+    chosen = prompt_logits(model.weights, ids[:-1]).argmax(axis=-1).tolist()
+    assert chosen == ids[1:]  # each greedy step, seen in one pass
+    assert greedy_tokens(model.weights, ids, 3) == tokenizer.encode(" One day, she", add_special_tokens=False)[1:4]
 
 
 def test_tokens_are_those_of_the_same_vocabulary_in_gguf(models_dir: Path, data_dir: Path) -> None:

@@ -132,7 +132,7 @@ def _scores_from_merges(tokens: list[str], merges: list[tuple[str, str]]) -> np.
     rank: dict[str, int] = {}
     for index, (left, right) in enumerate(merges):
         rank.setdefault(left + right, index)
-    return np.array([-float(rank.get(token, 0)) for token in tokens], np.float32)
+    return np.array([float(-rank.get(token, 0)) for token in tokens], np.float32)
 
 
 def _unigram_entries(description: Mapping[str, Any], num_tokens: int) -> dict[str, Value]:

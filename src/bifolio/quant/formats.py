@@ -146,7 +146,8 @@ def _encode_f16(values: Floats) -> Bytes:
 
 
 def _decode_f16(blocks: Bytes) -> Floats:
-    return blocks.view(np.float16).astype(np.float32)
+    with np.errstate(invalid="ignore"):  # a signalling NaN in a damaged file is not worth a warning
+        return blocks.view(np.float16).astype(np.float32)
 
 
 def _encode_bf16(values: Floats) -> Bytes:
@@ -212,7 +213,7 @@ def _decode_q4_1(blocks: Bytes) -> Floats:
 
 
 def _scale_at(blocks: Bytes, offset: int) -> Floats:
-    return blocks[:, offset : offset + 2].copy().view(np.float16).astype(np.float32)
+    return _decode_f16(blocks[:, offset : offset + 2].copy())
 
 
 def _pack_nibbles(codes: Floats) -> Bytes:

@@ -1,0 +1,180 @@
+"""`bifolio inspect`: what a model file holds, and what it would take to run."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from bifolio.cli import options
+
+if TYPE_CHECKING:
+    from bifolio.model.gguf_reader import Value
+
+HELP = """Show a model's metadata, tensors, formats, sizes and memory plan."""
+EPILOG = """Examples:
+
+  bifolio inspect smol.q4_0.gguf
+
+  bifolio inspect ./model --json | jq .formats"""
+_SHOWN_ITEMS = 6  # of a long array
+
+
+def register(app: typer.Typer) -> None:
+    app.command("inspect", help=HELP, epilog=EPILOG)(inspect)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLine:
+    """One tensor as it lies in the file."""
+
+    name: str
+    shape: tuple[int, ...]
+    format: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What was found, before anything is shown."""
+
+    path: str
+    kind: str
+    metadata: dict[str, Any]
+    tensors: list[TensorLine]
+
+    def by_format(self) -> dict[str, dict[str, int]]:
+        """Tensors, values and bytes of each format."""
+        groups: dict[str, dict[str, int]] = defaultdict(lambda: {"tensors": 0, "values": 0, "bytes": 0})
+        for tensor in self.tensors:
+            values = 1
+            for size in tensor.shape:
+                values *= size
+            group = groups[tensor.format]
+            group["tensors"] += 1
+            group["values"] += values
+            group["bytes"] += tensor.nbytes
+        return dict(groups)
+
+
+def inspect(
+    model: Annotated[str, typer.Argument(help="A .gguf file, a folder, a llama2.c .bin file or a model's name.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    tensors: Annotated[bool, typer.Option("--tensors/--no-tensors", help="List every tensor.")] = True,
+    max_model_len: options.MaxModelLen = None,
+) -> None:
+    from bifolio.model.loader import resolve
+
+    path = resolve(model)
+    contents = read_contents(path)
+    plan = memory_plan(path, max_model_len)
+    if as_json:
+        record = {
+            **asdict(contents),
+            "formats": contents.by_format(),
+            "total_bytes": sum(tensor.nbytes for tensor in contents.tensors),
+            "memory_plan": plan,
+        }
+        typer.echo(json.dumps(record, ensure_ascii=False, default=str))
+    else:
+        show(contents, plan, tensors)
+
+
+def read_contents(path: Path) -> Contents:
+    """A GGUF file is read by its header alone, so that files of any architecture can be looked at."""
+    if path.is_dir():
+        from bifolio.model.checkpoint import folder_tensors, read_json
+
+        found = folder_tensors(path)
+        lines = [TensorLine(name, t.shape, t.format.name, t.nbytes) for name, t in sorted(found.items())]
+        return Contents(str(path), "folder", read_json(path / "config.json"), lines)
+    if path.suffix.lower() == ".gguf":
+        from bifolio.model.gguf_reader import open_gguf
+
+        file = open_gguf(path)
+        metadata = {key: plain_value(value) for key, value in file.metadata.items()}
+        lines = [TensorLine(e.name, e.shape, e.type_name, e.nbytes) for e in file.entries.values()]
+        return Contents(str(path), f"GGUF version {file.version}", metadata, lines)
+    from bifolio.model.export import named_tensors
+    from bifolio.model.loader import load_model
+    from bifolio.model.names import GGUF_LLAMA
+
+    loaded = load_model(path)
+    named = named_tensors(loaded.weights, GGUF_LLAMA, interleaved=loaded.config.rope_interleaved)
+    lines = [TensorLine(n.name, n.tensor.shape, n.tensor.format.name, n.tensor.nbytes) for n in named]
+    return Contents(str(path), "llama2.c", asdict(loaded.config), lines)
+
+
+def plain_value(value: Value) -> Any:
+    """Something that JSON can hold; long arrays are cut."""
+    if isinstance(value, int | float | bool | str):
+        return value
+    items = [
+        item.item() if hasattr(item, "item") else item for _, item in zip(range(_SHOWN_ITEMS), value, strict=False)
+    ]
+    return items if len(value) <= _SHOWN_ITEMS else {"length": len(value), "first": items}
+
+
+def memory_plan(path: Path, max_model_len: int | None) -> dict[str, Any]:
+    """Bytes of weights and cache if the model were run with the defaults; the reason, when it cannot be."""
+    from bifolio.errors import BifolioError
+    from bifolio.model.loader import load_model
+    from bifolio.run.memory import plan_memory, weight_bytes
+
+    try:
+        loaded = load_model(path)
+        length = min(max_model_len or loaded.config.max_position, loaded.config.max_position)
+        plan = plan_memory(loaded.config, weight_bytes(loaded.weights), max_model_len=length)
+    except BifolioError as error:
+        return {"error": str(error)}
+    return {
+        **asdict(plan),
+        "cache_bytes": plan.cache_bytes,
+        "bytes_per_token": plan.bytes_per_token,
+        "max_model_len": length,
+        "num_parameters": loaded.config.num_parameters,
+        "notes": loaded.notes,
+        "lines": plan.lines(),
+    }
+
+
+def show(contents: Contents, plan: dict[str, Any], with_tensors: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from bifolio.run.memory import show_bytes
+
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(f"{contents.path}: {contents.kind}", markup=False)
+    table = Table("key", "value", box=None, title="metadata", title_justify="left")
+    for key, value in contents.metadata.items():
+        table.add_row(key, shorten(value))
+    console.print(table, markup=False)
+    if with_tensors and contents.tensors:
+        table = Table("tensor", "shape", "format", "size", box=None, title="tensors", title_justify="left")
+        for tensor in contents.tensors:
+            shape = " x ".join(str(size) for size in tensor.shape)
+            table.add_row(tensor.name, shape, tensor.format, show_bytes(tensor.nbytes))
+        console.print(table, markup=False)
+    table = Table("format", "tensors", "values", "size", box=None, title="formats", title_justify="left")
+    for name, group in contents.by_format().items():
+        table.add_row(name, str(group["tensors"]), f"{group['values']:,}", show_bytes(group["bytes"]))
+    console.print(table, markup=False)
+    console.print("memory plan")
+    for line in plan.get("lines", [f"cannot run: {plan.get('error')}"]) + plan.get("notes", []):
+        console.print(f"  {line}", markup=False)
+
+
+def shorten(value: Any, limit: int = 100) -> str:
+    """One line of a value, with what cannot be printed spelled out."""
+    from rich.markup import escape
+
+    if isinstance(value, dict) and value.keys() == {"length", "first"}:
+        text = f"{value['length']} items: {', '.join(repr(item) for item in value['first'])}, ..."
+    else:
+        text = value if isinstance(value, str) and value.isprintable() else repr(value)
+    return escape(text if len(text) <= limit else text[: limit - 3] + "...")

@@ -1,0 +1,127 @@
+"""`bifolio quantize`: a model in another format, from and to folders and GGUF files."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from bifolio.cli import options
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from bifolio.model.gguf_writer import Progress, WriteReport
+    from bifolio.model.loaded import LoadedModel
+    from bifolio.quant import QuantFormat
+
+HELP = """Write a model in another format.
+
+SOURCE is a folder, a .gguf file, a llama2.c .bin file or the name of a model. TARGET is a .gguf file, or a folder for
+dense formats. The target appears only when it is complete."""
+EPILOG = """Examples:
+
+  bifolio quantize ./SmolLM2-135M smol.q4_0.gguf --format q4_0
+
+  bifolio quantize smol.q4_0.gguf ./smol-folder --format bf16
+
+  bifolio quantize ./model model.q8_0.gguf --format q8_0 --eval story.txt"""
+
+
+def register(app: typer.Typer) -> None:
+    app.command(help=HELP, epilog=EPILOG)(quantize)
+
+
+def quantize(
+    source: Annotated[str, typer.Argument(help="The model to read.")],
+    target: Annotated[Path, typer.Argument(help="What to write: NAME.gguf, or a folder.")],
+    format_name: Annotated[str, typer.Option("--format", "-f", help="q4_0, q4_1, q8_0, f16, bf16 or f32.")],
+    force: Annotated[bool, typer.Option("--force", help="Replace the target if it exists.")] = False,
+    evaluate: Annotated[
+        Path | None, typer.Option("--eval", help="A text file: show the perplexity on it before and after.")
+    ] = None,
+    eval_tokens: Annotated[int, typer.Option("--eval-tokens", help="The most tokens of the text to score.")] = 4096,
+    threads: options.Threads = None,
+) -> None:
+    from bifolio.model.file_access import refuse_existing
+    from bifolio.model.loader import load_model
+    from bifolio.quant import QuantFormat
+
+    format = QuantFormat.parse(format_name)
+    refuse_existing(target, overwrite=force)
+    text = None if evaluate is None else read_text(evaluate)
+    model = load_model(source)
+    for note in model.notes:
+        typer.echo(f"note: {note}", err=True)
+    with progress_bar(model) as progress:
+        report = write(target, model, format, force, progress)
+    print_report(report)
+    if text is not None:
+        before = score(model, text, eval_tokens, threads)
+        after = score(load_model(target), text, eval_tokens, threads)
+        typer.echo(f"perplexity       {before:.4f} before, {after:.4f} after ({(after / before - 1) * 100:+.2f} %)")
+
+
+def write(target: Path, model: LoadedModel, format: QuantFormat, force: bool, progress: Progress) -> WriteReport:
+    if target.suffix.lower() == ".gguf":
+        from bifolio.model.gguf_writer import write_gguf
+
+        return write_gguf(target, model, format, overwrite=force, progress=progress)
+    from bifolio.model.folder_writer import write_folder
+
+    return write_folder(target, model, format, overwrite=force, progress=progress)
+
+
+def read_text(path: Path) -> str:
+    from bifolio.errors import ConfigError
+
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist: pass a text file to --eval")
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+@contextmanager
+def progress_bar(model: LoadedModel) -> Iterator[Progress]:
+    """A bar over the bytes of the weights, on standard error and only where a person watches."""
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+    from bifolio.run.memory import weight_bytes
+
+    with Bar(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("converting", total=weight_bytes(model.weights))
+        yield lambda line: bar.update(task, advance=line.old_bytes)
+
+
+def print_report(report: WriteReport) -> None:
+    """Tensors and bytes by format, before and after."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from bifolio.run.memory import show_bytes
+
+    table = Table("from", "to", "tensors", "before", "after", "ratio", box=None)
+    groups: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
+    for line in report.tensors:
+        groups[line.old_format.name, line.new_format.name].append((line.old_bytes, line.new_bytes))
+    for (old_format, new_format), sizes in sorted(groups.items()):
+        old, new = (sum(column) for column in zip(*sizes, strict=True))
+        table.add_row(old_format, new_format, str(len(sizes)), show_bytes(old), show_bytes(new), f"{old / new:.2f}")
+    old, new = report.old_bytes, report.new_bytes
+    table.add_row("all", "", str(len(report.tensors)), show_bytes(old), show_bytes(new), f"{old / new:.2f}")
+    Console(width=100).print(table)
+    for note in report.notes:
+        typer.echo(f"note: {note}", err=True)
+    typer.echo(f"wrote {report.path}")
+
+
+def score(model: LoadedModel, text: str, max_tokens: int, threads: int | None) -> float:
+    from bifolio.run.llm import LLM
+    from bifolio.run.perplexity import WINDOW, text_perplexity
+
+    length = min(model.config.max_position, WINDOW + 1)
+    llm = LLM(model, max_model_len=length, max_num_seqs=1, enable_prefix_caching=False, threads=threads)
+    return text_perplexity(llm, text, max_tokens=max_tokens).value
