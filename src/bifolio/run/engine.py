@@ -5,6 +5,7 @@ One thread owns an engine. Other threads talk to it by queue (see `run.async_llm
 
 from __future__ import annotations
 
+import operator
 import secrets
 import time
 from collections.abc import Sequence as Sequences
@@ -100,7 +101,7 @@ class InferenceEngine:
     def step(self) -> list[StepResult]:
         """Run every active sequence once; say what became of each."""
         self.batcher.evict_completed()  # rows and blocks go back
-        self.batcher.admit_pending()  # a slot each, opened on the cached prefix
+        self._count_admitted(self.batcher.admit_pending())  # a slot each, opened on the cached prefix
         plan = self.phases.plan(self.batcher.active_slots(), self.config.token_budget, self._room_for_drafts())
         if plan.is_empty:
             if not self.has_work:
@@ -264,7 +265,7 @@ class InferenceEngine:
         priority: int = 0,
         salt: bytes = b"",
     ) -> Request:
-        prompt_ids = [int(token) for token in prompt_token_ids]
+        prompt_ids = as_token_ids(prompt_token_ids)
         self._check(request_id, prompt_ids, params)
         room = self.config.max_model_len - len(prompt_ids)
         return Request(
@@ -376,12 +377,27 @@ class InferenceEngine:
             self.batcher.evict_completed()  # nobody will call for the last ones' rows
         return results
 
+    def _count_admitted(self, admitted: list[Sequence]) -> None:
+        for sequence in admitted:
+            metrics = sequence.request.metrics
+            if not metrics.num_preemptions:  # one that comes back was counted before
+                self._counters.num_prompt_tokens += sequence.num_prompt
+                self._counters.num_cached_tokens += metrics.num_cached_tokens
+
     def _count(self, plan: StepPlan) -> None:
         counters = self._counters
         counters.num_steps += 1
         counters.num_decode_tokens += sum(item.num_new for item in plan.decodes)
         counters.num_prefill_tokens += sum(item.num_new for item in plan.prefills)
         counters.num_preemptions += len(plan.preempted)
+
+
+def as_token_ids(prompt: Sequences[int]) -> list[int]:
+    """Whole numbers of any kind (numpy's too) as a list of ints."""
+    try:
+        return [operator.index(token) for token in prompt]
+    except TypeError as error:
+        raise TokenIdError(f"a prompt must be a list of token ids, which are whole numbers: {error}") from error
 
 
 def new_storage(network: ModelConfig, cache: CacheConfig, kernels: KernelSet) -> KVStorage:
