@@ -80,6 +80,11 @@ class KVCacheBlockManager:
         """Blocks that can be found by content, whether a row holds them or not."""
         return len(self._pool.cached)
 
+    def cached_block_ids(self) -> list[int]:
+        """Blocks that can be found by content, in no order."""
+        with self.lock:
+            return list(self._pool.cached.values())
+
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)

@@ -23,6 +23,8 @@ from bifolio.sequence import FinishReason, Request, Sequence, StepResult
 logger = logging.getLogger(__name__)
 MAX_FAILURES_IN_A_ROW = 3  # so many culprits without one good step: the engine itself is broken, a restart is due
 
+STEP_FAILED = "the step that computed this request failed"  # how `Request.error` begins
+
 
 @dataclass(slots=True)
 class Trial:
@@ -105,7 +107,7 @@ class IsolatedSteps:
         if self._failures > MAX_FAILURES_IN_A_ROW:
             raise error
         logger.error("request %s failed and was ended: %r", request.request_id, error, exc_info=error)
-        request.error = f"the step that computed this request failed: {type(error).__name__}"
+        request.error = f"{STEP_FAILED}: {type(error).__name__}"
         results = self._engine.batcher.finish(request, FinishReason.ERROR)
         self._engine.requests.pop(request.request_id, None)
         self._next_trial(passed=False)

@@ -1,0 +1,117 @@
+"""`bifolio serve`: an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bifolio.cli import options
+
+HELP = """Serve a model over HTTP, as OpenAI's clients expect it.
+
+The page at / has a playground and a live view of the KV cache."""
+EPILOG = """Examples:
+
+  bifolio serve
+
+  bifolio serve -m ./SmolLM2-135M-Instruct.gguf --port 8080 --api-key-file keys.txt"""
+
+
+def register(app: typer.Typer) -> None:
+    app.command(help=HELP, epilog=EPILOG)(serve)
+
+
+def serve(
+    model: options.Model = None,
+    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", "-p", help="Port to listen on.")] = 8000,
+    name: Annotated[str | None, typer.Option("--served-model-name", help="What clients call the model.")] = None,
+    api_key: Annotated[list[str] | None, typer.Option("--api-key", help="A key that is let in; repeatable.")] = None,
+    api_key_file: Annotated[
+        list[Path] | None, typer.Option("--api-key-file", help="A file of keys, one a line; repeatable.")
+    ] = None,
+    tls_cert: Annotated[Path | None, typer.Option("--tls-cert", help="Certificate chain (PEM).")] = None,
+    tls_key: Annotated[Path | None, typer.Option("--tls-key", help="Private key of the certificate (PEM).")] = None,
+    cors_origin: Annotated[
+        list[str] | None, typer.Option("--cors-origin", help="An origin whose pages may call; repeatable.")
+    ] = None,
+    max_queue: Annotated[int, typer.Option("--max-queue", help="Requests that may wait; more get 429.")] = 256,
+    max_open_per_key: Annotated[
+        int | None, typer.Option("--max-open-per-key", help="Requests under way that one key may have.")
+    ] = None,
+    request_timeout: Annotated[
+        float, typer.Option("--request-timeout", help="The most seconds a request may take.")
+    ] = 600.0,
+    drain_timeout: Annotated[
+        float, typer.Option("--drain-timeout", help="Seconds for open requests after SIGTERM.")
+    ] = 30.0,
+    max_body: Annotated[str, typer.Option("--max-body", help="Largest request, such as 4MB.")] = "4MiB",
+    log_level: Annotated[str, typer.Option("--log-level", help="debug, info, warning or error.")] = "info",
+    memory: options.Memory = None,
+    max_model_len: options.MaxModelLen = None,
+    max_num_seqs: options.MaxNumSeqs = 16,
+    block_size: options.BlockSize = 16,
+    chunk_size: options.ChunkSize = 512,
+    kv_dtype: options.KvDtype = "auto",
+    threads: options.Threads = None,
+    device: options.Device = "auto",
+) -> None:
+    import asyncio
+    import os
+
+    from bifolio.errors import ConfigError, MissingDependencyError
+
+    try:
+        from bifolio.serve.auth import read_keys
+        from bifolio.serve.context import Limits
+        from bifolio.serve.logs import LEVELS, configure_logging
+        from bifolio.serve.server import ServerSettings
+        from bifolio.serve.server import serve as run_server
+    except ImportError as error:
+        raise MissingDependencyError(f"the server needs {error.name}: pip install 'bifolio[serve]'") from error
+    from bifolio.run.memory import parse_bytes
+
+    if log_level not in LEVELS:
+        raise ConfigError(f"--log-level is one of {', '.join(LEVELS)}, not {log_level!r}")
+    os.environ["BIFOLIO_LOG_LEVEL"] = log_level
+    configure_logging(log_level, "front")
+    settings = ServerSettings(
+        host=host,
+        port=port,
+        model_name=name,
+        keys=read_keys(api_key or [], api_key_file or []),
+        cors_origins=cors_origin or [],
+        tls_certificate=tls_cert,
+        tls_key=tls_key,
+        limits=Limits(
+            max_body_bytes=parse_bytes(max_body),
+            max_queue=max_queue,
+            max_open_per_key=max_open_per_key,
+            request_timeout=request_timeout,
+        ),
+        drain_seconds=drain_timeout,
+    )
+    engine_options = {
+        "model": model,
+        "dtype": kv_dtype,
+        "memory": memory,
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_num_seqs,
+        "block_size": block_size,
+        "chunk_size": chunk_size,
+        "threads": threads,
+        "device": device,
+    }
+    _install_event_loop()
+    asyncio.run(run_server(settings, engine_options))
+
+
+def _install_event_loop() -> None:
+    """uvloop where there is one: it takes a third of the work out of every event."""
+    try:
+        import uvloop
+    except ImportError:
+        return
+    uvloop.install()

@@ -1,0 +1,319 @@
+"""The HTTP application: routes, what surrounds every handler, and the handlers that are short."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import logging
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+import numpy as np
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from bifolio.errors import BifolioError, RequestError
+from bifolio.serve import chat as chat_calls
+from bifolio.serve import completions as completion_calls
+from bifolio.serve import protocol as p
+from bifolio.serve import responses as r
+from bifolio.serve.auth import App, Guard, KeyRing, Receive, Scope, Send, Tenant, send_error
+from bifolio.serve.context import ServerContext
+from bifolio.serve.errors import ApiError, bad_request
+from bifolio.serve.generation import Run, collect
+from bifolio.serve.http import decode, read_body, send_bytes, send_events, send_json
+from bifolio.serve.live import live_events
+from bifolio.serve.logs import request_id
+from bifolio.serve.metrics import CONTENT_TYPE
+from bifolio.serve.openapi import openapi_document
+from bifolio.serve.page import page_files
+from bifolio.serve.tools import ToolPlan
+
+logger = logging.getLogger("bifolio.http")
+Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
+_SANE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,64}")
+
+
+class Endpoint:
+    """An ASGI application around a handler: an id, a log line, and errors in the right shape."""
+
+    def __init__(self, context: ServerContext, path: str, handler: Handler) -> None:
+        self._context = context
+        self._path = path
+        self._handler = handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+        name = given.decode() if _SANE_ID.fullmatch(given) else secrets.token_hex(8)
+        token = request_id.set(name)
+        began = time.perf_counter()
+        status = 0
+
+        async def observed(message: Any) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", name.encode())]
+            await send(message)
+
+        metrics = self._context.metrics
+        metrics.open_responses.inc()
+        try:
+            await self._handler(scope, receive, observed)
+        except ApiError as error:
+            if not status and error.status != 499:
+                await send_error(observed, error)
+            status = error.status
+        except RequestError as error:
+            await send_error(observed, bad_request(str(error)))
+        except Exception as error:
+            logger.exception("a handler failed")
+            if not status:
+                known = isinstance(error, BifolioError)
+                await send_error(observed, ApiError(500, str(error) if known else "internal error", "internal_error"))
+        finally:
+            metrics.open_responses.dec()
+            metrics.responses.labels(self._path, str(status or 499)).inc()
+            self._log(scope, status or 499, time.perf_counter() - began)
+            request_id.reset(token)
+
+    def _log(self, scope: Scope, status: int, seconds: float) -> None:
+        quiet = self._path in ("/health", "/ready", "/metrics") and status == 200
+        logger.log(
+            logging.DEBUG if quiet else logging.INFO,
+            "request",
+            extra={
+                "method": scope["method"],
+                "path": self._path,
+                "status": status,
+                "seconds": round(seconds, 4),
+                "tenant": scope["state"]["tenant"].name if "tenant" in scope.get("state", {}) else None,
+                **scope.get("state", {}).get("books", {}),
+            },
+        )
+
+
+class Handlers:
+    """One method for each route."""
+
+    def __init__(self, context: ServerContext) -> None:
+        self._context = context
+        self._document: dict[str, Any] | None = None
+
+    # -- generating --------------------------------------------------------------------------------------------------
+    async def completions(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = await read_body(scope, receive, self._context.limits)
+        request = decode(body, p.CompletionRequest)
+        await self._generate(
+            await completion_calls.prepare(self._context, request, _tenant(scope)), scope, receive, send
+        )
+
+    async def chat_completions(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = await read_body(scope, receive, self._context.limits)
+        request = decode(body, p.ChatRequest)
+        await self._generate(await chat_calls.prepare(self._context, request, _tenant(scope)), scope, receive, send)
+
+    async def _generate(
+        self, call: completion_calls.CompletionCall | chat_calls.ChatCall, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        context, job = self._context, call.job
+        with context.admission(job.tenant, len(job.prompts)):
+            run = Run(context, job)
+            watcher = asyncio.create_task(run.watch(receive))
+            try:
+                run.start()
+                if job.stream:
+                    await send_events(send, call.events(run), context.limits.write_timeout)
+                else:
+                    whole = await collect(run)
+                    await send_json(send, call.whole(whole, run.usage()))
+            finally:
+                run.close()
+                watcher.cancel()
+                usage = run.usage()
+                scope["state"]["books"] = {
+                    "prompt_tokens": usage.prompt_tokens,
+                    "completion_tokens": usage.completion_tokens,
+                    "cached_tokens": usage.prompt_tokens_details.cached_tokens,
+                    "stream": job.stream,
+                }
+
+    async def embeddings(self, scope: Scope, receive: Receive, send: Send) -> None:
+        context = self._context
+        request = decode(await read_body(scope, receive, context.limits), p.EmbeddingRequest)
+        context.check_model(request.model)
+        size = context.model.config.hidden_size
+        if request.dimensions not in (None, size):
+            raise bad_request(f"dimensions must be {size}, the model's own", "dimensions")
+        inputs = [tokens for _, tokens in await completion_calls.read_prompts(context, request.input, True)]
+        with context.admission(_tenant(scope), len(inputs)):
+            work = asyncio.gather(*(context.engine.embed(tokens) for tokens in inputs))
+            vectors = await _unless_gone(work, receive, context.limits.request_timeout)
+        data = [r.EmbeddingItem(index, _embedding(raw, request.encoding_format)) for index, raw in enumerate(vectors)]
+        count = sum(map(len, inputs))
+        await send_json(send, r.EmbeddingList(data, context.name, r.EmbeddingUsage(count, count)))
+
+    # -- text and tokens -----------------------------------------------------------------------------------------------
+    async def tokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
+        context = self._context
+        request = decode(await read_body(scope, receive, context.limits), p.TokenizeRequest)
+        context.check_model(request.model)
+        if (request.prompt is None) == (request.messages is None):
+            raise bad_request("pass either prompt or messages")
+        if request.messages is not None:
+            chat_request = p.ChatRequest(messages=request.messages)
+            tokens = await chat_calls.chat_tokens(context, chat_request, ToolPlan())
+        else:
+            tokens = await completion_calls.encode(context, request.prompt or "", request.add_special_tokens)
+        texts = [context.texts.text(token) for token in tokens]
+        await send_json(send, r.Tokens(tokens, texts, len(tokens), self._max_model_len()))
+
+    async def detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
+        context = self._context
+        request = decode(await read_body(scope, receive, context.limits), p.DetokenizeRequest)
+        context.check_model(request.model)
+        vocab = context.model.config.vocab_size
+        for token in request.tokens:
+            if token >= vocab:
+                raise bad_request(f"the token id {token} is outside the vocabulary of {vocab} tokens", "tokens")
+        tokenizer = context.model.require_tokenizer()
+        text = await asyncio.to_thread(tokenizer.decode, request.tokens, request.skip_special_tokens)
+        await send_json(send, r.Detokenized(text))
+
+    # -- looking -------------------------------------------------------------------------------------------------------
+    async def models(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send_json(send, r.ModelList([self._card()]))
+
+    async def model(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._context.check_model(scope["path_params"]["name"])
+        await send_json(send, self._card())
+
+    def _card(self) -> r.ModelCard:
+        return r.ModelCard(self._context.name, self._context.created, self._max_model_len())
+
+    def _max_model_len(self) -> int:
+        hello = self._context.engine.hello
+        return self._context.model.config.max_position if hello is None else hello.max_model_len
+
+    async def health(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send_json(send, r.Health("ok"))
+
+    async def ready(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._context.draining or not self._context.engine.is_ready:
+            raise ApiError(503, "not ready", "engine_unavailable", retry_after=2)
+        await send_json(send, r.Health("ready"))
+
+    async def metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send_bytes(send, self._context.metrics.render(), CONTENT_TYPE.encode())
+
+    async def openapi(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._document is None:
+            self._document = openapi_document()
+        await send_json(send, self._document)
+
+    async def live(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await live_events(self._context, scope, receive, send)
+
+
+async def _unless_gone(work: asyncio.Future[Any], receive: Receive, timeout: float) -> Any:
+    """Wait for work that is dropped when the client goes away or time is up."""
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    watcher = asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait([work, watcher], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            return work.result()
+        if watcher.done():
+            raise ApiError(499, "the client has gone", "client_closed")
+        raise ApiError(504, "the request took longer than its time limit", "timeout")
+    finally:
+        watcher.cancel()
+        work.cancel()
+
+
+def _embedding(raw: bytes, encoding: str) -> list[float] | str:
+    if encoding == "base64":
+        return base64.b64encode(raw).decode()
+    values: list[float] = np.frombuffer(raw, dtype="<f4").astype(float).tolist()
+    return values
+
+
+def _tenant(scope: Scope) -> Tenant:
+    tenant: Tenant = scope["state"]["tenant"]
+    return tenant
+
+
+ROUTES: tuple[tuple[str, str, str], ...] = (  # path, method, name of the handler
+    ("/v1/completions", "POST", "completions"),
+    ("/v1/chat/completions", "POST", "chat_completions"),
+    ("/v1/embeddings", "POST", "embeddings"),
+    ("/v1/models", "GET", "models"),
+    ("/v1/models/{name:path}", "GET", "model"),
+    ("/tokenize", "POST", "tokenize"),
+    ("/detokenize", "POST", "detokenize"),
+    ("/health", "GET", "health"),
+    ("/ready", "GET", "ready"),
+    ("/metrics", "GET", "metrics"),
+    ("/openapi.json", "GET", "openapi"),
+    ("/live", "GET", "live"),
+)
+
+
+def make_app(context: ServerContext, keys: KeyRing | None = None, cors_origins: Iterable[str] = ()) -> App:
+    """The application, guarded."""
+    handlers = Handlers(context)
+    routes = [
+        Route(path, Endpoint(context, path, getattr(handlers, name)), methods=[method]) for path, method, name in ROUTES
+    ]
+    files = page_files()
+    routes += [
+        Route(path, Endpoint(context, "page", _file_handler(*file)), methods=["GET"]) for path, file in files.items()
+    ]
+    origins = list(cors_origins)
+    middleware = [
+        Middleware(Guard, keys=keys or KeyRing(), open_paths=files),
+    ]
+    if origins:
+        middleware.insert(
+            0, Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+        )
+    app = Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _http_error})
+    app.router.redirect_slashes = False
+    return app
+
+
+def _file_handler(body: bytes, content_type: bytes) -> Handler:
+    headers = (
+        (b"cache-control", b"no-cache"),
+        (b"x-content-type-options", b"nosniff"),
+        (b"referrer-policy", b"no-referrer"),
+        (
+            b"content-security-policy",
+            b"default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+        ),
+    )
+
+    async def handler(scope: Scope, receive: Receive, send: Send) -> None:
+        await send_bytes(send, body, content_type, headers=headers)
+
+    return handler
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    messages = {404: "there is nothing at this path", 405: "this path does not take this method"}
+    answer = ApiError(status, messages.get(status, "the request was refused"))
+    headers = {**(error.headers or {})} if isinstance(error, HTTPException) else {}
+    return Response(answer.body(), status, {**headers, **answer.headers()})

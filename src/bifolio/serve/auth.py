@@ -1,0 +1,112 @@
+"""Bearer keys. Every route is guarded but those named here; the guard looks at the path alone, never at a host name."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bifolio.errors import ConfigError
+from bifolio.serve.errors import ApiError
+
+OPEN_PATHS = frozenset({"/health", "/ready"})  # and the page's own files, see `Guard`
+MAX_KEY_BYTES = 1024
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Whoever holds a key."""
+
+    name: str  # for books and logs; says nothing about the key
+    salt: bytes  # cached prefixes are shared under the same salt only: a hit would tell what others ask
+
+
+class KeyRing:
+    """The keys that are let in; without any, everybody is."""
+
+    def __init__(self, keys: Iterable[str] = ()) -> None:
+        self._secret = secrets.token_bytes(32)  # fresh for each start: digests of keys are worth nothing elsewhere
+        self._tenants: list[tuple[bytes, Tenant]] = []
+        for number, key in enumerate(dict.fromkeys(keys)):
+            digest = self._digest(key.encode())
+            self._tenants.append((digest, Tenant(f"key-{number}", digest[:16])))
+        self._anyone = Tenant("anyone", b"")
+
+    def __bool__(self) -> bool:
+        return bool(self._tenants)
+
+    def find(self, header: bytes | None) -> Tenant | None:
+        """Whose `Authorization` header this is. Every key is compared, in time that does not depend on the key."""
+        if not self._tenants:
+            return self._anyone
+        scheme, _, key = (header or b"").partition(b" ")
+        if scheme.lower() != b"bearer" or len(key) > MAX_KEY_BYTES:
+            return None
+        digest = self._digest(key.strip())
+        found = None
+        for known, tenant in self._tenants:
+            if hmac.compare_digest(known, digest):
+                found = tenant
+        return found
+
+    def _digest(self, key: bytes) -> bytes:
+        return hmac.new(self._secret, key, hashlib.sha256).digest()
+
+
+def read_keys(keys: Iterable[str], files: Iterable[Path]) -> list[str]:
+    """Keys from the command line and from files, one a line; empty lines and lines with # are skipped."""
+    found = list(keys)
+    for file in files:
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"the key file {file} cannot be read: {error}") from error
+        read = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+        if not read:
+            raise ConfigError(f"the key file {file} holds no key: write one a line")
+        found += read
+    for key in found:
+        if len(key) < 8 or len(key) > MAX_KEY_BYTES or not key.isascii() or any(c.isspace() for c in key):
+            raise ConfigError("an API key has 8 to 1024 ASCII characters without spaces")
+    return found
+
+
+class Guard:
+    """ASGI middleware: the outermost, so that not even a wrong path is answered without a key."""
+
+    def __init__(self, app: App, keys: KeyRing, open_paths: Iterable[str] = ()) -> None:
+        self._app = app
+        self._keys = keys
+        self._open = OPEN_PATHS | frozenset(open_paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":  # no websockets here
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        headers = [value for name, value in scope["headers"] if name == b"authorization"]
+        tenant = self._keys.find(headers[0] if len(headers) == 1 else None)
+        if tenant is None and not (scope["path"] in self._open and scope["method"] in ("GET", "HEAD")):
+            await send_error(send, ApiError(401, "pass a valid key as 'Authorization: Bearer KEY'", "invalid_api_key"))
+            return
+        scope.setdefault("state", {})["tenant"] = tenant or Tenant("anyone", b"")
+        await self._app(scope, receive, send)
+
+
+async def send_error(send: Send, error: ApiError) -> None:
+    body = error.body()
+    headers = [(name.encode(), value.encode()) for name, value in error.headers().items()]
+    headers.append((b"content-length", str(len(body)).encode()))
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

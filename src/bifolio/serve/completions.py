@@ -1,0 +1,223 @@
+"""`/v1/completions`."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import msgspec
+
+from bifolio.serve.auth import Tenant
+from bifolio.serve.context import ServerContext
+from bifolio.serve.errors import ApiError, bad_request
+from bifolio.serve.generation import Answer, Job, Run, Scored, Whole
+from bifolio.serve.protocol import CompletionRequest
+from bifolio.serve.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
+from bifolio.serve.sampling import engine_params
+from bifolio.serve.token_text import TokenTexts
+
+LOWEST = -9999.0  # JSON has no infinity
+Prompts = list[tuple[str | None, list[int]]]
+
+
+@dataclass(slots=True)
+class CompletionCall:
+    """One request, and the shapes of its answer."""
+
+    context: ServerContext
+    request: CompletionRequest
+    prompts: Prompts
+    job: Job
+    id: str = field(default_factory=lambda: f"cmpl-{secrets.token_hex(12)}")
+    created: int = field(default_factory=lambda: int(time.time()))
+    _offsets: dict[int, int] = field(default_factory=dict)  # choice → characters of its text so far
+
+    # -- whole -------------------------------------------------------------------------------------------------------
+    def whole(self, whole: Whole, usage: Usage) -> Completion:
+        choices = []
+        for index, answer in enumerate(whole.answers):
+            number = index // self.job.num_choices
+            choices.append(self._choice(index, number, answer, whole.prompt_logprobs[number]))
+        return self._completion(choices, usage)
+
+    def _choice(
+        self, index: int, number: int, answer: Answer, prompt_logprobs: list[Scored | None] | None
+    ) -> CompletionChoice:
+        request = self.request
+        prefix = self._prompt_text(number) if request.echo else ""
+        scored = list(answer.logprobs)
+        if request.echo and prompt_logprobs is not None:
+            scored = [*self._prompt_scores(number, prompt_logprobs), *scored]
+        choice = CompletionChoice(
+            index,
+            prefix + answer.text,
+            self._logprobs(scored, 0) if request.logprobs is not None else None,
+            answer.finish_reason,
+            stop_reason=answer.stop_reason,
+        )
+        if request.return_token_ids:
+            choice.token_ids, choice.prompt_token_ids = answer.token_ids, self.prompts[number][1]
+        if request.beam_search is not None:
+            choice.beam = answer.beam()
+        return choice
+
+    def _completion(self, choices: list[CompletionChoice], usage: Usage | msgspec.UnsetType | None) -> Completion:
+        return Completion(self.id, "text_completion", self.created, self.context.name, choices, usage)
+
+    # -- in pieces -----------------------------------------------------------------------------------------------------
+    async def events(self, run: Run) -> AsyncIterator[msgspec.Struct]:
+        """Chunks for a stream; the usage comes last where it was asked for."""
+        wants_usage = self.request.stream_options is not None and self.request.stream_options.include_usage
+        usage: msgspec.UnsetType | None = None if wants_usage else msgspec.UNSET
+        while updates := await run.next():
+            for number, update in updates:
+                if update.prompt_logprobs is not None or (self.request.echo and update.num_cached_tokens is not None):
+                    for chunk in self._echoed(number, update.prompt_logprobs):
+                        yield self._completion([chunk], usage)
+                for piece in update.pieces:
+                    index = number * self.job.num_choices + piece.index
+                    answer = Answer()
+                    answer.add(piece)
+                    if self.job.params.drop_output:
+                        answer = Answer(finish_reason="length")
+                    yield self._completion([self._chunk(index, answer)], usage)
+        if wants_usage:
+            yield self._completion([], run.usage())
+
+    def _chunk(self, index: int, answer: Answer) -> CompletionChoice:
+        chunk = CompletionChoice(index, answer.text, None, answer.finish_reason)
+        if answer.finish_reason is not None:
+            chunk.stop_reason = answer.stop_reason
+        if self.request.logprobs is not None:
+            chunk.logprobs = self._logprobs(list(answer.logprobs), self._offsets.get(index, 0))
+            self._offsets[index] = self._offsets.get(index, 0) + sum(map(len, chunk.logprobs.tokens))
+        if self.request.return_token_ids:
+            chunk.token_ids = answer.token_ids
+        if self.request.beam_search is not None and answer.finish_reason is not None:
+            chunk.beam = answer.beam()
+        return chunk
+
+    def _echoed(self, number: int, prompt_logprobs: list[Scored | None] | None) -> list[CompletionChoice]:
+        chunks = []
+        for offset in range(self.job.num_choices if self.request.echo else 0):
+            index = number * self.job.num_choices + offset
+            chunk = CompletionChoice(index, self._prompt_text(number))
+            if self.request.logprobs is not None and prompt_logprobs is not None:
+                chunk.logprobs = self._logprobs(self._prompt_scores(number, prompt_logprobs), 0)
+                self._offsets[index] = sum(map(len, chunk.logprobs.tokens))
+            chunks.append(chunk)
+        return chunks
+
+    # -- details -------------------------------------------------------------------------------------------------------
+    def _prompt_text(self, number: int) -> str:
+        text, tokens = self.prompts[number]
+        if text is not None:
+            return text
+        tokenizer = self.context.model.tokenizer
+        return "" if tokenizer is None else tokenizer.decode(tokens, skip_special_tokens=False)
+
+    def _prompt_scores(self, number: int, scores: list[Scored | None]) -> list[Scored]:
+        """The first token of a prompt has no logprob (NaN here), but it is a token all the same."""
+        tokens = self.prompts[number][1]
+        return [
+            (token, float("nan"), 0, []) if score is None else score
+            for token, score in zip(tokens, scores, strict=True)
+        ]
+
+    def _logprobs(self, scored: list[Scored], offset: int) -> CompletionLogprobs:
+        return completion_logprobs(scored, offset, self.context.texts, wants_top=bool(self.request.logprobs))
+
+
+def completion_logprobs(scored: list[Scored], offset: int, texts: TokenTexts, wants_top: bool) -> CompletionLogprobs:
+    """OpenAI's four lists; `offset` is where the first token begins in the text."""
+    result = CompletionLogprobs([], [], [] if wants_top else None, [])
+    for token_id, logprob, _, top in scored:
+        text = texts.text(token_id)
+        result.tokens.append(text)
+        result.text_offset.append(offset)
+        offset += len(text)
+        unknown = logprob != logprob
+        result.token_logprobs.append(None if unknown else max(logprob, LOWEST))
+        if result.top_logprobs is not None:
+            result.top_logprobs.append(None if unknown else _top(token_id, logprob, top, texts))
+    return result
+
+
+def _top(token_id: int, logprob: float, top: list[tuple[int, float]], texts: TokenTexts) -> dict[str, float]:
+    """By text; of tokens that look the same the most likely counts. The drawn token is always among them."""
+    found: dict[str, float] = {}
+    for rival, value in [*top, (token_id, logprob)]:
+        found.setdefault(texts.text(rival), max(value, LOWEST))
+    return found
+
+
+async def prepare(context: ServerContext, request: CompletionRequest, tenant: Tenant) -> CompletionCall:
+    """Check a request and turn it into a job."""
+    context.check_model(request.model)
+    if request.suffix:
+        raise bad_request("suffix is not supported: leave it out", "suffix")
+    if request.stream and request.best_of is not None and request.best_of > request.n:
+        raise bad_request("best_of chooses among finished texts, so it cannot be streamed", "best_of")
+    if request.beam_search is not None and request.best_of is not None:
+        raise bad_request("best_of has no meaning in a beam search: leave it out", "best_of")
+    prompts = await read_prompts(context, request.prompt, request.add_special_tokens)
+    scores_prompt = request.echo and request.logprobs is not None
+    params = engine_params(
+        request,
+        context.model.generation_config,
+        max_tokens=request.max_tokens if request.max_tokens is not None else 16,
+        logprobs=request.logprobs,
+        best_of=request.best_of,
+        prompt_logprobs=request.logprobs if scores_prompt else None,
+    )
+    drawn = request.beam_search.width if request.beam_search else request.best_of or request.n
+    if len(prompts) * drawn > context.limits.max_sequences:
+        raise bad_request(f"{len(prompts)} prompts × {drawn} completions are too many for one request", "prompt")
+    job = Job(
+        tenant,
+        [tokens for _, tokens in prompts],
+        params,
+        request.n,
+        request.stream,
+        request.priority,
+        request.cache_salt,
+        request.timeout,
+        drawn,
+    )
+    return CompletionCall(context, request, prompts, job)
+
+
+async def read_prompts(
+    context: ServerContext, prompt: str | list[str | int | list[int]], add_special_tokens: bool
+) -> Prompts:
+    """A text, token ids, or a list of either → (text, token ids) of each."""
+    parts: list[str | list[int]]
+    if isinstance(prompt, str):
+        parts = [prompt]
+    elif all(isinstance(item, int) for item in prompt):
+        parts = [prompt]  # type: ignore[list-item]
+    elif all(isinstance(item, str) for item in prompt) or all(isinstance(item, list) for item in prompt):
+        parts = prompt  # type: ignore[assignment]
+    else:
+        raise bad_request("prompt must be a text, a list of texts, token ids, or a list of lists of them", "prompt")
+    if len(parts) > context.limits.max_prompts:
+        raise bad_request(f"{len(parts)} prompts are too many: at most {context.limits.max_prompts}", "prompt")
+    return [(part, await encode(context, part, add_special_tokens)) if isinstance(part, str) else (None, part)
+            for part in parts]  # fmt: skip
+
+
+INLINE_CHARS = 2000  # texts up to this length are encoded at once; longer ones on a thread
+
+
+async def encode(context: ServerContext, text: str, add_special_tokens: bool) -> list[int]:
+    tokenizer = context.model.tokenizer
+    if tokenizer is None:
+        raise bad_request("this model has no tokenizer: pass token ids", "prompt")
+    if len(text) <= INLINE_CHARS:
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    if len(text) > context.limits.max_body_bytes:
+        raise ApiError(413, "the text is too long")
+    return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)

@@ -1,0 +1,70 @@
+"""Errors as OpenAI's clients expect them: `{"error": {"message", "type", "param", "code"}}` and the right status."""
+
+from __future__ import annotations
+
+import msgspec
+
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "invalid_request_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    422: "invalid_request_error",
+    429: "rate_limit_error",
+    431: "invalid_request_error",
+    499: "client_closed_request",
+    500: "server_error",
+    503: "server_error",
+    504: "timeout_error",
+}
+
+
+class ErrorDetail(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorResponse(msgspec.Struct):
+    error: ErrorDetail
+
+
+class ApiError(Exception):
+    """An answer other than the one that was hoped for."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        *,
+        param: str | None = None,
+        retry_after: int | None = None,  # seconds
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
+        self.retry_after = retry_after
+
+    def body(self) -> bytes:
+        kind = TYPES.get(self.status, "server_error")
+        return msgspec.json.encode(ErrorResponse(ErrorDetail(self.message, kind, self.param, self.code)))
+
+    def headers(self) -> dict[str, str]:
+        headers = {"content-type": "application/json"}
+        if self.retry_after is not None:
+            headers["retry-after"] = str(self.retry_after)
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        return headers
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    return ApiError(400, message, code, param=param)

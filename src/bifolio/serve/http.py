@@ -1,0 +1,106 @@
+"""Reading requests and writing answers: sizes and times are limited, and a client that goes away is noticed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, TypeVar
+
+import msgspec
+
+from bifolio.serve.auth import Receive, Scope, Send
+from bifolio.serve.context import Limits
+from bifolio.serve.errors import ApiError, bad_request
+
+T = TypeVar("T")
+_encoder = msgspec.json.Encoder()
+DONE = b"data: [DONE]\n\n"
+SSE_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+async def read_body(scope: Scope, receive: Receive, limits: Limits) -> bytes:
+    """The whole body, or a 413 as soon as it is known to be too long."""
+    declared = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+    if declared.isdigit() and int(declared) > limits.max_body_bytes:
+        raise too_large(limits)
+    body = bytearray()
+    try:
+        async with asyncio.timeout(limits.body_timeout):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ApiError(499, "the client has gone", "client_closed")
+                body += message.get("body", b"")
+                if len(body) > limits.max_body_bytes:
+                    raise too_large(limits)
+                if not message.get("more_body", False):
+                    return bytes(body)
+    except TimeoutError:
+        raise ApiError(408, "the request did not arrive in time", "timeout") from None
+
+
+def too_large(limits: Limits) -> ApiError:
+    return ApiError(413, f"the request is larger than {limits.max_body_bytes} bytes", "request_too_large")
+
+
+def decode(body: bytes, kind: type[T]) -> T:
+    """A request of the given type, or a 400 that names the field."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        _, _, path = text.partition(" - at `$")
+        raise bad_request(text, path.rstrip("`").lstrip(".") or None) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise bad_request(f"the body is not valid JSON: {error}") from None
+    except RecursionError:
+        raise bad_request("the body is nested too deeply") from None
+
+
+async def send_json(send: Send, value: Any, status: int = 200, headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:
+    await send_bytes(send, _encoder.encode(value), b"application/json", status, headers)
+
+
+async def send_bytes(
+    send: Send, body: bytes, content_type: bytes, status: int = 200, headers: tuple[tuple[bytes, bytes], ...] = ()
+) -> None:
+    head = [(b"content-type", content_type), (b"content-length", str(len(body)).encode()), *headers]
+    await send({"type": "http.response.start", "status": status, "headers": head})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def send_events(send: Send, events: AsyncIterator[msgspec.Struct], write_timeout: float) -> None:
+    """Server-sent events. The status is sent with the first of them, so that an error before it has its own."""
+    started = False
+    buffer = bytearray()
+    try:
+        async for event in events:
+            buffer += b"data: "
+            buffer += _encoder.encode(event)
+            buffer += b"\n\n"
+            if not started:
+                started = True
+                await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
+            await _write(send, bytes(buffer), write_timeout)
+            buffer.clear()
+        buffer += DONE
+    except ApiError as error:
+        if not started or error.status == 499:
+            raise
+        buffer += b"data: " + error.body() + b"\n\n"
+    if not started:
+        await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
+    await _write(send, bytes(buffer), write_timeout)
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def _write(send: Send, body: bytes, write_timeout: float) -> None:
+    try:
+        async with asyncio.timeout(write_timeout):
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+    except TimeoutError:
+        raise ApiError(499, "the client stopped reading", "slow_client") from None

@@ -1,0 +1,94 @@
+"""`/live`: the engine as it is, several times a second, for the page's map of blocks and slots.
+
+    {"stats": {...}, "slots": [...], "waiting": [...], "blocks": base64 of u8[n, 2]}
+
+Each block is two bytes: its state (0 free, 1 cached, 2 + slot held) and the number of rows that hold it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import time
+from typing import Any
+from urllib.parse import parse_qs
+
+import msgspec
+
+from bifolio.serve.auth import Receive, Scope, Send
+from bifolio.serve.context import ServerContext
+from bifolio.serve.errors import ApiError, bad_request
+from bifolio.serve.http import SSE_HEADERS
+
+LOOK_TIMEOUT = 5.0  # seconds
+MAX_WATCHERS = 32  # pictures cost the engine a little time each
+
+
+class _Watchers:
+    count = 0
+
+
+async def live_events(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
+    """Server-sent events until the client goes away."""
+    interval = _interval(scope)
+    if _Watchers.count >= MAX_WATCHERS:
+        raise ApiError(429, "too many watch already", "too_many_watchers", retry_after=10)
+    _Watchers.count += 1
+    gone = asyncio.create_task(_until_gone(receive))
+    try:
+        await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
+        while not gone.done() and not context.draining:
+            event = b"data: " + msgspec.json.encode(await picture(context)) + b"\n\n"
+            async with asyncio.timeout(context.limits.write_timeout):
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+            await asyncio.wait([gone], timeout=interval)
+        if not gone.done():
+            await send({"type": "http.response.body", "body": b""})
+    except TimeoutError:
+        raise ApiError(499, "the client stopped reading", "slow_client") from None
+    finally:
+        _Watchers.count -= 1
+        gone.cancel()
+
+
+async def picture(context: ServerContext) -> dict[str, Any]:
+    """One event; without an engine there is little to see."""
+    engine = context.engine
+    seen: dict[str, Any] = {"time": time.time(), "ready": engine.is_ready, "stats": dict(engine.stats)}
+    seen["restarts"] = engine.num_restarts
+    seen["latency"] = _latencies(context)
+    if engine.hello is not None:
+        seen |= {"block_size": engine.hello.block_size, "max_num_seqs": engine.hello.max_num_seqs}
+    with contextlib.suppress(ApiError, TimeoutError):
+        async with asyncio.timeout(LOOK_TIMEOUT):
+            found = await engine.look()
+        seen |= {"slots": found.slots, "waiting": found.waiting, "stats": found.stats}
+        seen["blocks"] = base64.b64encode(found.blocks).decode()
+    return seen
+
+
+def _latencies(context: ServerContext) -> dict[str, float]:
+    """Sums and counts since the start: the page makes averages of its own intervals."""
+    values = {}
+    for name, histogram in (("ttft", context.metrics.time_to_first_token), ("itl", context.metrics.inter_token)):
+        for sample in next(iter(histogram.collect())).samples:
+            if sample.name.endswith(("_sum", "_count")):
+                values[name + sample.name[sample.name.rindex("_") :]] = sample.value
+    return values
+
+
+def _interval(scope: Scope) -> float:
+    text = parse_qs(scope["query_string"].decode("latin-1")).get("interval", ["0.25"])[0]
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not 0.05 <= value <= 60:
+        raise bad_request("interval is a number of seconds from 0.05 to 60", "interval")
+    return value
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

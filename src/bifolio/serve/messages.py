@@ -1,0 +1,184 @@
+"""What the HTTP front end and the engine process say to each other.
+
+Frames of four bytes of length and one msgpack message, over a private pair of connected sockets. Both ends are ours,
+so a message that does not decode means a broken peer and ends the connection. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+MAX_FRAME_BYTES = 256 << 20
+
+
+class Launch(msgspec.Struct, tag="launch"):
+    """First message to a new engine process: the arguments of `LLM`."""
+
+    options: dict[str, Any]
+    update_interval: float = 0.02  # seconds between updates of a running request, at least; 0: one for every step
+
+
+class Start(msgspec.Struct, tag="start", omit_defaults=True):
+    """Run a request."""
+
+    id: str
+    prompt_token_ids: list[int]
+    params: dict[str, Any]  # fields of SamplingParams or BeamSearchParams that differ from the default
+    grammar: tuple[str, str] | None = None  # (kind, text)
+    is_beam_search: bool = False
+    final_only: bool = False  # one update, at the end
+    priority: int = 0
+    salt: bytes = b""
+
+
+class Abort(msgspec.Struct, tag="abort"):
+    ids: list[str]
+
+
+class Embed(msgspec.Struct, tag="embed"):
+    """Mean-pooled hidden states of one text."""
+
+    id: str
+    token_ids: list[int]
+
+
+class Look(msgspec.Struct, tag="look"):
+    """Ask for a picture of slots and blocks."""
+
+    id: str
+
+
+class Shutdown(msgspec.Struct, tag="shutdown"):
+    """Abort everything and exit."""
+
+
+ToEngine = Launch | Start | Abort | Embed | Look | Shutdown
+
+
+class Hello(msgspec.Struct, tag="hello"):
+    """The engine is ready."""
+
+    pid: int
+    model_name: str
+    kernels: str
+    max_model_len: int
+    max_num_seqs: int
+    vocab_size: int
+    num_blocks: int
+    block_size: int
+    plan: list[str]  # the memory plan, for people
+
+
+class Fatal(msgspec.Struct, tag="fatal"):
+    """The engine cannot start: a setting or file that no restart will change."""
+
+    message: str
+
+
+class Refused(msgspec.Struct, tag="refused"):
+    """The request was not accepted; it is the client's fault."""
+
+    id: str
+    kind: str  # class name of the error
+    message: str
+
+
+class Piece(msgspec.Struct, array_like=True, omit_defaults=True):
+    """What is new of one completion."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[tuple[int, float, int, list[tuple[int, float]]]] | None = None  # id, logprob, rank, rivals
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    cumulative_logprob: float | None = None
+    score: float | None = None  # of a beam
+
+
+class Ended(msgspec.Struct, array_like=True):
+    """Numbers of a request's life, in seconds."""
+
+    queue_time: float
+    prefill_time: float
+    decode_time: float
+    num_cached_tokens: int
+    num_preemptions: int
+    error: str | None = None
+    is_our_fault: bool = False  # the computation failed; else the request asked for the impossible
+
+
+class Update(msgspec.Struct, array_like=True, omit_defaults=True):
+    """What is new of one request."""
+
+    id: str
+    pieces: list[Piece]
+    prompt_logprobs: list[tuple[int, float, int, list[tuple[int, float]]] | None] | None = None
+    ended: Ended | None = None
+    num_cached_tokens: int | None = None  # in the first update
+
+
+class Updates(msgspec.Struct, tag="updates"):
+    items: list[Update]
+
+
+class Embedding(msgspec.Struct, tag="embedding"):
+    id: str
+    vector: bytes  # f32[hidden], little-endian
+
+
+class Picture(msgspec.Struct, tag="picture"):
+    """Slots and blocks at one moment."""
+
+    id: str
+    slots: list[dict[str, Any]]
+    waiting: list[dict[str, Any]]
+    stats: dict[str, float]
+    blocks: bytes  # u8[2 * num_blocks]: per block its state and how many rows hold it (see serve.live)
+
+
+class Beat(msgspec.Struct, tag="beat"):
+    """Sent twice a second: the engine's counters, and that its process is alive."""
+
+    stats: dict[str, float]
+    step_seconds: float = 0.0  # how long the present step has been running
+
+
+FromEngine = Hello | Fatal | Refused | Updates | Embedding | Picture | Beat
+
+_encoder = msgspec.msgpack.Encoder()
+to_engine_decoder = msgspec.msgpack.Decoder(ToEngine)
+from_engine_decoder = msgspec.msgpack.Decoder(FromEngine)
+
+
+def frame(message: ToEngine | FromEngine) -> bytes:
+    body = _encoder.encode(message)
+    return len(body).to_bytes(4, "little") + body
+
+
+class FrameReader:
+    """Cuts a stream of bytes into messages."""
+
+    def __init__(self, decoder: msgspec.msgpack.Decoder[Any]) -> None:
+        self._decoder = decoder
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[Any]:
+        """The messages that are complete with these bytes."""
+        buffer = self._buffer
+        buffer += data
+        messages = []
+        start = 0
+        while len(buffer) - start >= 4:
+            size = int.from_bytes(buffer[start : start + 4], "little")
+            if size > MAX_FRAME_BYTES:
+                raise ValueError(f"a frame of {size} bytes is more than any real one")
+            end = start + 4 + size
+            if len(buffer) < end:
+                break
+            messages.append(self._decoder.decode(memoryview(buffer)[start + 4 : end]))
+            start = end
+        del buffer[:start]
+        return messages

@@ -1,0 +1,102 @@
+"""Prometheus metrics, with the names that dashboards for other engines read after their prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from bifolio.serve.messages import Ended
+from bifolio.serve.supervisor import EngineProcess
+
+PREFIX = "bifolio:"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_LATENCY = (0.001, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 30, 60, 120, 300, 600)
+_BETWEEN_TOKENS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
+_COUNTS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+
+# name -> (of the engine's counters, help)
+_ENGINE_COUNTERS = {
+    "num_preemptions": ("num_preemptions", "Sequences that lost their blocks and are recomputed."),
+    "prefix_cache_queries": ("num_prompt_tokens", "Prompt tokens looked up in the prefix cache."),
+    "prefix_cache_hits": ("num_cached_tokens", "Prompt tokens found in the prefix cache."),
+    "prefill_tokens": ("num_prefill_tokens", "Tokens computed in the prefill phase."),
+    "decode_tokens": ("num_decode_tokens", "Tokens computed in the decode phase."),
+    "engine_steps": ("num_steps", "Steps of the engine."),
+    "spec_decode_num_draft_tokens": ("num_draft_tokens", "Tokens guessed by speculation."),
+    "spec_decode_num_accepted_tokens": ("num_accepted_tokens", "Guessed tokens that were right."),
+    "spec_decode_num_drafts": ("num_drafts", "Guesses, of one or more tokens each."),
+}
+
+
+class _EngineCollector(Collector):
+    """Reads what the engine process last reported; nothing is stored twice."""
+
+    def __init__(self, engine: EngineProcess) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Any]:
+        engine, stats = self._engine, self._engine.stats
+        used, total = stats.get("num_used_blocks", 0.0), stats.get("num_blocks", 0.0)
+        for name, text, value in (
+            ("num_requests_running", "Sequences that hold a slot.", stats.get("num_running", 0.0)),
+            ("num_requests_waiting", "Requests that wait for a slot.", stats.get("num_waiting", 0.0)),
+            ("kv_cache_usage_perc", "Share of the KV cache's blocks in use; 1 is all.", used / total if total else 0.0),
+            ("kv_cache_block_utilisation", "Filled token slots of the blocks in use.", stats.get("utilisation", 1.0)),
+            ("kv_cache_num_blocks", "Blocks of the KV cache.", total),
+            ("engine_up", "Whether the engine process is ready.", float(engine.is_ready)),
+        ):
+            yield GaugeMetricFamily(PREFIX + name, text, value)
+        for name, (source, text) in _ENGINE_COUNTERS.items():
+            yield CounterMetricFamily(PREFIX + name, text, engine.counter(source))
+        yield CounterMetricFamily(PREFIX + "engine_restarts", "Restarts of the engine process.", engine.num_restarts)
+
+
+class Metrics:
+    """Counters and histograms of one server."""
+
+    def __init__(self) -> None:
+        registry = self.registry = CollectorRegistry()
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(PREFIX + name, text, buckets=buckets, registry=registry)
+
+        self.time_to_first_token = histogram(
+            "time_to_first_token_seconds", "From the arrival to the first token.", _LATENCY
+        )
+        self.inter_token = histogram(
+            "inter_token_latency_seconds", "Between two tokens of a completion.", _BETWEEN_TOKENS
+        )
+        self.end_to_end = histogram("e2e_request_latency_seconds", "From the arrival to the last token.", _LATENCY)
+        self.queue = histogram("request_queue_time_seconds", "From the arrival to the first scheduling.", _LATENCY)
+        self.prefill = histogram("request_prefill_time_seconds", "From there to the first token.", _LATENCY)
+        self.decode = histogram("request_decode_time_seconds", "From there to the last token.", _LATENCY)
+        self.prompt_length = histogram("request_prompt_tokens", "Tokens of a prompt.", _COUNTS)
+        self.output_length = histogram("request_generation_tokens", "Tokens of a completion.", _COUNTS)
+        self.prompt_tokens = Counter(PREFIX + "prompt_tokens", "Prompt tokens of all requests.", registry=registry)
+        self.generation_tokens = Counter(PREFIX + "generation_tokens", "Generated tokens.", registry=registry)
+        self.successes = Counter(
+            PREFIX + "request_success", "Finished completions by reason.", ["finished_reason"], registry=registry
+        )
+        self.responses = Counter(
+            PREFIX + "http_responses", "HTTP responses by path and status.", ["path", "status"], registry=registry
+        )
+        self.open_responses = Gauge(PREFIX + "http_open_requests", "HTTP requests under way.", registry=registry)
+        self.recent_latency = 1.0  # seconds; an average that forgets
+
+    def watch(self, engine: EngineProcess) -> None:
+        self.registry.register(_EngineCollector(engine))
+
+    def request_ended(self, ended: Ended, seconds: float) -> None:
+        """`seconds` since the arrival at the front end."""
+        self.end_to_end.observe(seconds)
+        self.queue.observe(ended.queue_time)
+        self.prefill.observe(ended.prefill_time)
+        self.decode.observe(ended.decode_time)
+        self.recent_latency += 0.1 * (seconds - self.recent_latency)
+
+    def render(self) -> bytes:
+        return generate_latest(self.registry)

@@ -1,0 +1,92 @@
+"""The OpenAPI document, made from the very types that requests are decoded into and answers are written from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from bifolio import __version__
+from bifolio.serve import protocol as p
+from bifolio.serve import responses as r
+from bifolio.serve.errors import ErrorResponse
+
+# path, method, summary, request type, response type
+OPERATIONS: tuple[tuple[str, str, str, Any, Any], ...] = (
+    ("/v1/completions", "post", "Complete a prompt", p.CompletionRequest, r.Completion),
+    ("/v1/chat/completions", "post", "Answer a conversation", p.ChatRequest, r.ChatCompletion),
+    ("/v1/embeddings", "post", "Embed texts", p.EmbeddingRequest, r.EmbeddingList),
+    ("/v1/models", "get", "The model that is served", None, r.ModelList),
+    ("/v1/models/{name}", "get", "The model, if it has this name", None, r.ModelCard),
+    ("/tokenize", "post", "Text to tokens", p.TokenizeRequest, r.Tokens),
+    ("/detokenize", "post", "Tokens to text", p.DetokenizeRequest, r.Detokenized),
+    ("/health", "get", "Whether the front end is alive", None, r.Health),
+    ("/ready", "get", "Whether requests would be served now", None, r.Health),
+)
+EVENTS = {"/v1/completions": r.Completion, "/v1/chat/completions": r.ChatChunk}
+ERRORS = {
+    "400": "The request is not valid",
+    "401": "No valid key",
+    "404": "Not found",
+    "408": "The request did not arrive in time",
+    "413": "The request is too large",
+    "429": "Too many requests: see Retry-After",
+    "500": "The computation failed",
+    "503": "The engine is not available: see Retry-After",
+    "504": "The request took longer than its time limit",
+}
+
+
+def openapi_document() -> dict[str, Any]:
+    types = [ErrorResponse, r.ChatChunk, *(kind for row in OPERATIONS for kind in row[3:] if kind is not None)]
+    _, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
+    paths: dict[str, Any] = {}
+    for path, method, summary, request, response in OPERATIONS:
+        paths[path] = {method: _operation(path, summary, request, response)}
+    plain = {"schema": {"type": "string"}}
+    metrics = {"description": "Metrics", "content": {"text/plain": plain}}
+    paths["/metrics"] = {"get": {"summary": "Prometheus metrics", "responses": _responses(metrics)}}
+    live = {"description": "Events", "content": {"text/event-stream": plain}}
+    interval = {
+        "name": "interval",
+        "in": "query",
+        "schema": {"type": "number", "minimum": 0.05, "maximum": 60, "default": 0.25},
+    }
+    paths["/live"] = {
+        "get": {"summary": "Slots and blocks, live", "parameters": [interval], "responses": _responses(live)}
+    }
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "bifolio", "version": __version__, "description": "OpenAI-compatible inference"},
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{"key": []}, {}],
+    }
+
+
+def _operation(path: str, summary: str, request: Any, response: Any) -> dict[str, Any]:
+    content = {"application/json": {"schema": _ref(response)}}
+    if path in EVENTS:
+        text = f"Server-sent events, each a {EVENTS[path].__name__}, and `[DONE]` at the end"
+        content["text/event-stream"] = {"schema": {"type": "string", "description": text}}
+    operation: dict[str, Any] = {
+        "summary": summary,
+        "responses": _responses({"description": "The answer", "content": content}),
+    }
+    if request is not None:
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": _ref(request)}}}
+    if "{name}" in path:
+        operation["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+    return operation
+
+
+def _responses(success: dict[str, Any]) -> dict[str, Any]:
+    failure = {"application/json": {"schema": _ref(ErrorResponse)}}
+    return {"200": success, **{code: {"description": text, "content": failure} for code, text in ERRORS.items()}}
+
+
+def _ref(kind: Any) -> dict[str, str]:
+    return {"$ref": f"#/components/schemas/{kind.__name__}"}

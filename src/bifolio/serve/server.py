@@ -1,0 +1,145 @@
+"""Starting and stopping: one front end, one engine process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import ssl
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from bifolio.errors import ConfigError
+from bifolio.model.loader import load_model
+from bifolio.serve.app import make_app
+from bifolio.serve.auth import KeyRing
+from bifolio.serve.connection import make_protocol
+from bifolio.serve.context import Limits, ServerContext, public_name
+from bifolio.serve.errors import ApiError
+from bifolio.serve.messages import Launch
+from bifolio.serve.supervisor import EngineProcess
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """Everything about a server but the engine's own options."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    model_name: str | None = None  # as clients see it
+    keys: Sequence[str] = ()
+    cors_origins: Sequence[str] = ()
+    tls_certificate: Path | None = None
+    tls_key: Path | None = None
+    limits: Limits = field(default_factory=Limits)
+    max_connections: int = 1024
+    drain_seconds: float = 30.0  # that requests under way get when the server is told to stop
+    step_timeout: float = 300.0  # a step that takes longer means a hung engine
+    update_interval: float = 0.02  # seconds between two events of a stream, at least
+    worker_command: Sequence[str] | None = None
+
+
+class Server(uvicorn.Server):
+    """Uvicorn, with a drain: on SIGTERM requests under way are finished, within a time limit."""
+
+    def __init__(self, config: uvicorn.Config, context: ServerContext, drain_seconds: float) -> None:
+        super().__init__(config)
+        self._context = context
+        self._drain_seconds = drain_seconds
+        self._draining: asyncio.Task[None] | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._context.draining and sig == signal.SIGINT:
+            self._context.engine.fail_all(stopped())  # a second Ctrl-C does not wait
+        self.begin_drain()
+        super().handle_exit(sig, frame)
+
+    def begin_drain(self) -> None:
+        """Refuse what is new, let finish what runs."""
+        self._context.draining = True
+        self.should_exit = True
+
+    async def shutdown(self, sockets: Any = None) -> None:
+        logger.info("draining", extra={"open_requests": self._context.engine.num_open})
+        limit = asyncio.create_task(self._end_drain())
+        await super().shutdown(sockets)
+        limit.cancel()
+
+    async def _end_drain(self) -> None:
+        end = time.monotonic() + self._drain_seconds
+        while self._context.engine.num_open and time.monotonic() < end:
+            await asyncio.sleep(0.05)
+        self._context.engine.fail_all(stopped())
+
+
+def stopped() -> ApiError:
+    return ApiError(503, "the server was stopped before the request ended", "shutting_down", retry_after=5)
+
+
+@contextlib.asynccontextmanager
+async def running_context(settings: ServerSettings, engine_options: dict[str, Any]) -> AsyncIterator[ServerContext]:
+    """A loaded tokenizer and a ready engine process."""
+    from bifolio.model.registry import DEFAULT_MODEL
+
+    reference = engine_options.get("model") or DEFAULT_MODEL
+    model = load_model(reference)
+    launch = Launch({**engine_options, "model": str(reference)}, settings.update_interval)
+    engine = EngineProcess(launch, command=settings.worker_command, step_timeout=settings.step_timeout)
+    try:
+        await engine.start()
+        yield ServerContext(model, engine, public_name(reference, settings.model_name), settings.limits)
+    finally:
+        await engine.close()
+
+
+def make_server(settings: ServerSettings, context: ServerContext) -> Server:
+    app = make_app(context, KeyRing(settings.keys), settings.cors_origins)
+    if (settings.tls_certificate is None) != (settings.tls_key is None):
+        raise ConfigError("TLS needs both a certificate and its key")
+    config = uvicorn.Config(
+        app,
+        host=settings.host,
+        port=settings.port,
+        http=make_protocol(),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        date_header=True,
+        proxy_headers=False,
+        limit_concurrency=settings.max_connections,
+        backlog=2048,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=int(settings.drain_seconds) + 5,
+        ssl_certfile=settings.tls_certificate,
+        ssl_keyfile=str(settings.tls_key) if settings.tls_key else None,
+    )
+    try:
+        config.load()
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"the certificate or its key cannot be used: {error}") from error
+    if config.ssl is not None:
+        config.ssl.minimum_version = ssl.TLSVersion.TLSv1_2
+    return Server(config, context, settings.drain_seconds)
+
+
+async def serve(settings: ServerSettings, engine_options: dict[str, Any]) -> None:
+    """Serve until told to stop."""
+    async with running_context(settings, engine_options) as context:
+        hello = context.engine.hello
+        for line in [] if hello is None else hello.plan:
+            logger.info("memory plan: %s", line)
+        server = make_server(settings, context)
+        scheme = "https" if settings.tls_certificate else "http"
+        logger.info("serving", extra={"address": f"{scheme}://{settings.host}:{settings.port}", "model": context.name})
+        await server.serve()

@@ -1,0 +1,282 @@
+"""The engine's side of the conversation: messages in, a step, messages out.
+
+Updates are computed from what a sequence has now and what was sent before, not from single steps: tokens of several
+fast steps travel together, and a step that failed half-way and was repeated neither loses nor doubles anything.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from bifolio.errors import BifolioError, RequestError
+from bifolio.run.engine import InferenceEngine
+from bifolio.run.engine_thread import EngineThread
+from bifolio.run.isolation import STEP_FAILED
+from bifolio.run.llm import LLM
+from bifolio.sampling_params import SamplingParams
+from bifolio.sequence import Request, StepResult, TokenLogprob
+from bifolio.serve import messages as m
+from bifolio.serve.embedding import EmbeddingQueue
+from bifolio.serve.snapshot import blocks_of, slots_of, waiting_of
+
+logger = logging.getLogger(__name__)
+Send = Callable[[m.FromEngine], None]
+
+
+@dataclass(slots=True)
+class _Live:
+    """A running request, and how much of each completion was sent."""
+
+    request: Request
+    sent_tokens: list[int]
+    sent_chars: list[int]
+    ended: list[bool]
+    final_only: bool = False
+    has_news: bool = False
+    sent_first: bool = False
+
+
+@dataclass(slots=True)
+class EngineService:
+    """Serves one engine. `handle` may be called from any thread; `send` is called from the engine's thread."""
+
+    llm: LLM
+    send: Send
+    update_interval: float = 0.02  # seconds
+    thread: EngineThread = field(init=False)
+    _live: dict[str, _Live] = field(init=False, default_factory=dict)
+    _embeddings: EmbeddingQueue = field(init=False)
+    _compilers: ThreadPoolExecutor = field(init=False)
+    _compiling: set[str] = field(init=False, default_factory=set)  # ids whose grammar is being compiled
+    _last_sent: float = field(init=False, default=0.0)
+
+    def __post_init__(self) -> None:
+        self.thread = EngineThread(self.llm.engine, self._after_step)
+        self._embeddings = EmbeddingQueue(self.llm.engine)
+        self._compilers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="bifolio-grammar")
+
+    def hello(self, model_name: str) -> m.Hello:
+        engine = self.llm.engine
+        return m.Hello(
+            pid=os.getpid(),
+            model_name=model_name,
+            kernels=engine.runner.kernels.name,
+            max_model_len=engine.config.max_model_len,
+            max_num_seqs=engine.config.max_num_seqs,
+            vocab_size=engine.model.config.vocab_size,
+            num_blocks=engine.blocks.num_blocks,
+            block_size=engine.blocks.block_size,
+            plan=self.llm.plan.lines(),
+        )
+
+    # -- messages ----------------------------------------------------------------------------------------------------
+    def handle(self, message: m.ToEngine) -> None:
+        """Take a message; everything that touches the engine is queued for its thread."""
+        if isinstance(message, m.Start) and message.grammar is not None:
+            self.thread.post(lambda engine: self._compile_first(message))
+        elif isinstance(message, m.Start):
+            self.thread.post(lambda engine: self._start(engine, message))
+        elif isinstance(message, m.Abort):
+            self.thread.post(lambda engine: self._abort(engine, message.ids))
+        elif isinstance(message, m.Embed):
+            self.thread.post(lambda engine: self._embed(message))
+        elif isinstance(message, m.Look):
+            self.thread.post(lambda engine: self._look(engine, message.id))
+        elif isinstance(message, m.Shutdown):
+            self.thread.stop(timeout=0)
+
+    def beat(self) -> m.Beat:
+        """From any thread: the counters are plain numbers, and a torn read does no harm."""
+        started = self.thread.step_started
+        stats = {name: float(value) for name, value in asdict(self.llm.engine.stats()).items()}
+        stats["num_waiting"] += self.thread.steps.num_parked + len(self._compiling)
+        stats["num_cached_blocks"] = float(self.llm.engine.blocks.num_cached_blocks)
+        return m.Beat(stats, 0.0 if started is None else max(time.monotonic() - started, 0.0))
+
+    # -- on the engine's thread ----------------------------------------------------------------------------------------
+    def _compile_first(self, message: m.Start) -> None:
+        """Grammars are compiled elsewhere: the steps of other requests go on meanwhile."""
+        self._compiling.add(message.id)
+
+        def compile_it() -> None:
+            from bifolio.run.grammar import Grammar, compile_grammar
+
+            kind, text = message.grammar or ("", "")
+            try:
+                compiled = compile_grammar(Grammar(kind, text), self.llm.model)  # type: ignore[arg-type]
+            except BifolioError as error:
+                reason = error
+                self.thread.post(lambda engine: self._refuse_compiled(message.id, reason))
+            else:
+                self.thread.post(lambda engine: self._start_compiled(engine, message, compiled))
+
+        self._compilers.submit(compile_it)
+
+    def _refuse_compiled(self, request_id: str, error: BifolioError) -> None:
+        if request_id in self._compiling:
+            self._compiling.discard(request_id)
+            self._refuse(request_id, error)
+
+    def _start_compiled(self, engine: InferenceEngine, message: m.Start, grammar: object) -> None:
+        if message.id in self._compiling:  # else it was aborted meanwhile
+            self._compiling.discard(message.id)
+            self._start(engine, message, grammar)
+
+    def _start(self, engine: InferenceEngine, message: m.Start, grammar: object | None = None) -> None:
+        try:
+            values = dict(message.params) if grammar is None else {**message.params, "grammar": grammar}
+            params: Any = _beam_params(values) if message.is_beam_search else SamplingParams(**values)
+            request = engine.add_request(
+                message.id, message.prompt_token_ids, params, priority=message.priority, salt=message.salt
+            )
+        except BifolioError as error:
+            self._refuse(message.id, error)
+            return
+        count = len(request.sequences)
+        only_at_the_end = message.final_only or _decided_at_the_end(request)
+        self._live[message.id] = _Live(request, [0] * count, [0] * count, [False] * count, only_at_the_end)
+
+    def _refuse(self, request_id: str, error: BifolioError) -> None:
+        kind = type(error).__name__ if isinstance(error, RequestError) else "RequestError"
+        self.send(m.Refused(request_id, kind, str(error)))
+
+    def _abort(self, engine: InferenceEngine, ids: list[str]) -> None:
+        for request_id in ids:
+            self._compiling.discard(request_id)
+            self._embeddings.abort(request_id)
+            self._live.pop(request_id, None)
+            engine.abort(request_id)
+
+    def _embed(self, message: m.Embed) -> None:
+        def done(vector: np.ndarray | None, error: Exception | None) -> None:
+            if vector is not None:
+                self.send(m.Embedding(message.id, vector.astype("<f4").tobytes()))
+            else:
+                logger.error("an embedding failed", exc_info=error)
+                self.send(m.Refused(message.id, "EngineError", f"the computation failed: {type(error).__name__}"))
+
+        try:
+            self._embeddings.add(message.id, message.token_ids, done)
+        except RequestError as error:
+            self._refuse(message.id, error)
+        self.thread.background = self._embeddings.advance
+
+    def _look(self, engine: InferenceEngine, look_id: str) -> None:
+        self.send(m.Picture(look_id, slots_of(engine), waiting_of(engine), self.beat().stats, blocks_of(engine)))
+
+    # -- after a step --------------------------------------------------------------------------------------------------
+    def _after_step(self, results: list[StepResult]) -> None:
+        """Note who has news; send it when somebody's first token or end is among it, or enough time has passed."""
+        urgent = False
+        for result in results:
+            live = self._live.get(result.request_id)
+            if live is not None:
+                live.has_news = not live.final_only or live.request.is_finished
+                urgent = urgent or (live.has_news and (result.finished or not live.sent_first))
+        now = time.monotonic()
+        if urgent or now - self._last_sent >= self.update_interval:
+            self._last_sent = now
+            self._send_news()
+
+    def _send_news(self) -> None:
+        updates = []
+        for live in list(self._live.values()):
+            if live.has_news:
+                live.has_news = False
+                update = self._update(live)
+                if update is not None:
+                    updates.append(update)
+        if updates:
+            self.send(m.Updates(updates))
+
+    def _update(self, live: _Live) -> m.Update | None:
+        request = live.request
+        pieces = _final_pieces(request) if _decided_at_the_end(request) else self._pieces(live)
+        update = m.Update(request.request_id, pieces)
+        if not live.sent_first and pieces:
+            live.sent_first = True
+            update.num_cached_tokens = request.metrics.num_cached_tokens
+            if request.prompt_logprobs is not None:
+                update.prompt_logprobs = [None if item is None else _logprob(item) for item in request.prompt_logprobs]
+        if request.is_finished:
+            update.ended = _ended(request)
+            del self._live[request.request_id]
+        return update if pieces or update.ended is not None else None
+
+    def _pieces(self, live: _Live) -> list[m.Piece]:
+        request = live.request
+        pieces = []
+        for number, sequence in enumerate(request.sequences):
+            tokens, chars = live.sent_tokens[number], live.sent_chars[number]
+            reason = sequence.finish_reason
+            if live.ended[number] or (len(sequence.output_token_ids) == tokens and reason is None):
+                continue
+            pieces.append(
+                m.Piece(
+                    sequence.index,
+                    sequence.text[chars:],
+                    sequence.output_token_ids[tokens:],
+                    [_logprob(item) for item in sequence.logprobs[tokens:]] if request.params.needs_logprobs else None,
+                    None if reason is None else reason.value,
+                    sequence.stop_reason,
+                    sequence.cumulative_logprob if reason is not None else None,
+                )
+            )
+            live.sent_tokens[number] = len(sequence.output_token_ids)
+            live.sent_chars[number] = len(sequence.text)
+            live.ended[number] = reason is not None
+        return pieces
+
+
+def _beam_params(values: dict[str, Any]) -> Any:
+    from bifolio.beam_params import BeamSearchParams
+
+    return BeamSearchParams(**values)
+
+
+def _decided_at_the_end(request: Request) -> bool:
+    """Which completions are returned, and in which order, is decided at the end."""
+    return request.params.num_sequences > request.params.n or getattr(request, "search", None) is not None
+
+
+def _final_pieces(request: Request) -> list[m.Piece]:
+    from bifolio.run.outputs import request_output
+
+    return [
+        m.Piece(
+            output.index,
+            output.text,
+            output.token_ids,
+            None if output.logprobs is None else [_logprob(item) for item in output.logprobs],
+            output.finish_reason,
+            output.stop_reason,
+            output.cumulative_logprob,
+            getattr(output, "score", None),
+        )
+        for output in request_output(request).outputs
+    ]
+
+
+def _logprob(item: TokenLogprob) -> tuple[int, float, int, list[tuple[int, float]]]:
+    return (item.token_id, item.logprob, item.rank, list(item.top))
+
+
+def _ended(request: Request) -> m.Ended:
+    metrics = request.metrics
+    return m.Ended(
+        metrics.queue_time,
+        metrics.prefill_time,
+        metrics.decode_time,
+        metrics.num_cached_tokens,
+        metrics.num_preemptions,
+        request.error,
+        (request.error or "").startswith(STEP_FAILED),
+    )

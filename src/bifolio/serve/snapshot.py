@@ -1,0 +1,66 @@
+"""A picture of the engine at one moment: who sits in which slot, who waits, and the state of every block."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from bifolio.run.engine import InferenceEngine
+from bifolio.sequence import Sequence
+
+FREE, CACHED, HELD = 0, 1, 2  # HELD + slot % COLOURS is the state of a block that a row holds
+COLOURS = 250
+MAX_WAITING = 100  # listed; the others are counted
+
+
+def slots_of(engine: InferenceEngine) -> list[dict[str, Any]]:
+    """One entry for every slot that is taken."""
+    return [_entry(slot.held) | {"slot": slot.index} for slot in engine.batcher.active_slots()]
+
+
+def waiting_of(engine: InferenceEngine) -> list[dict[str, Any]]:
+    running = {id(slot.sequence) for slot in engine.batcher.active_slots()}
+    entries = []
+    for request in engine.requests.values():
+        lead = next((s for s in request.sequences if s.finish_reason is None), None)
+        if lead is not None and id(lead) not in running:
+            entries.append(_entry(lead))
+        if len(entries) >= MAX_WAITING:
+            break
+    return entries
+
+
+def _entry(sequence: Sequence) -> dict[str, Any]:
+    request = sequence.request
+    return {
+        "id": request.request_id,
+        "index": sequence.index,
+        "phase": sequence.phase.value,
+        "prompt": sequence.num_prompt,
+        "computed": sequence.num_computed,
+        "tokens": sequence.num_tokens,
+        "generated": len(sequence.output_token_ids),
+        "limit": request.max_tokens,
+        "cached": request.metrics.num_cached_tokens,
+        "preemptions": request.metrics.num_preemptions,
+    }
+
+
+def blocks_of(engine: InferenceEngine) -> bytes:
+    """u8[num_blocks - 1, 2]: state and number of holders of each block but the padding block.
+
+    A shared block has the colour of the first slot that holds it.
+    """
+    manager = engine.blocks
+    state = np.zeros(manager.num_blocks, dtype=np.uint8)
+    holders = np.zeros(manager.num_blocks, dtype=np.uint8)
+    with manager.lock:
+        state[manager.cached_block_ids()] = CACHED
+        for block_id, count in manager.reference_counts().items():
+            holders[block_id] = min(count, 255)
+            state[block_id] = HELD  # rows without a slot, such as kept conversations
+        for slot in reversed(engine.batcher.active_slots()):
+            if manager.has_row(slot.held.id):
+                state[manager.row_block_ids(slot.held.id)] = HELD + slot.index % COLOURS
+    return np.stack([state, holders], axis=1)[1:].tobytes()

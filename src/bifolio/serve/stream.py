@@ -1,0 +1,70 @@
+"""The front end's side of the engine requests that belong to one HTTP request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+from bifolio.serve.errors import ApiError
+from bifolio.serve.messages import Update
+
+MAX_BUFFERED_TOKENS = 16384  # more than this unread, and the client is too slow to be served
+
+
+class RequestStream:
+    """Updates of some requests, in order. A reader that stays behind finds them together in one list.
+
+    Lives on the event loop. `close` is called whatever happens, and ends in the engine what still runs.
+    """
+
+    __slots__ = ("_abort", "_buffered", "_error", "_open", "_updates", "_waiter")
+
+    def __init__(self, request_ids: Iterable[str], abort: Callable[[list[str]], None]) -> None:
+        self._open = set(request_ids)  # the engine has more to say of these
+        self._abort = abort
+        self._updates: list[Update] = []
+        self._buffered = 0  # tokens in `_updates`
+        self._error: ApiError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def next(self) -> list[Update]:
+        """What is new; an empty list after the end. Raises what a request failed with."""
+        while not self._updates:
+            if self._error is not None:
+                raise self._error
+            if not self._open:
+                return []
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        updates, self._updates, self._buffered = self._updates, [], 0
+        return updates
+
+    def push(self, update: Update) -> None:
+        if update.id not in self._open:
+            return
+        self._updates.append(update)
+        self._buffered += sum(len(piece.token_ids) for piece in update.pieces)
+        if update.ended is not None:
+            self._open.discard(update.id)
+        elif self._buffered > MAX_BUFFERED_TOKENS:
+            self.fail(ApiError(408, "the client reads too slowly: the request was ended", "slow_client"))
+        self._wake()
+
+    def fail(self, error: ApiError) -> None:
+        """End everything; what was not read yet is dropped."""
+        if self._error is None and (self._open or self._updates):
+            self._updates, self._error = [], error
+        self.close()
+        self._wake()
+
+    def close(self) -> None:
+        if self._open:
+            ids, self._open = list(self._open), set()
+            self._abort(ids)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
