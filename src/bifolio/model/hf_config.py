@@ -43,7 +43,7 @@ def config_from_hf(raw: Raw) -> ModelConfig:
         raw = {**raw["text_config"], "model_type": "gemma3_text"}
     try:
         return _gpt2(raw) if model_type == "gpt2" else _llama_like(raw, MODEL_TYPES[model_type])
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         if isinstance(error, ConfigError | ModelFileError):
             raise
         raise ModelFileError(f"config.json is not usable: {type(error).__name__}: {error}") from error
