@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from bifolio.arrays import array_namespace
 from bifolio.kernels.interface import (
     Array,
     AttentionSegment,
@@ -27,11 +28,7 @@ from bifolio.quant.tensor import QuantizedTensor
 
 def namespace(array: Array) -> Any:
     """The array API functions for this array: numpy's or torch's."""
-    if isinstance(array, np.ndarray):
-        return np
-    import array_api_compat
-
-    return array_api_compat.array_namespace(array)
+    return np if isinstance(array, np.ndarray) else array_namespace(array)
 
 
 class ReferenceKernels:

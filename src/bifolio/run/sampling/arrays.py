@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any, TypeGuard
 
-import array_api_compat
 import numpy as np
 from numpy.typing import NDArray
+
+from bifolio.arrays import array_namespace
 
 Array = Any
 """A numpy array or a torch tensor; shapes are given in comments."""
@@ -19,10 +20,10 @@ def is_numpy(values: Array) -> TypeGuard[NDArray[Any]]:
 
 
 def namespace(values: Array) -> Any:
-    """The module whose functions take this array: numpy without the cost of a wrapper, or torch in array-api-compat."""
+    """The module whose functions take this array: numpy without the cost of a wrapper, or torch under the same names."""
     if _NUMPY is not None and is_numpy(values):
         return _NUMPY
-    return array_api_compat.array_namespace(values)
+    return array_namespace(values)
 
 
 def device(values: Array) -> Any:
