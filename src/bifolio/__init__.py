@@ -13,6 +13,8 @@ __version__ = "0.1.0"
 
 _HOME = {
     "LLM": "bifolio.run.llm",
+    "AsyncLLM": "bifolio.run.async_llm",
+    "Grammar": "bifolio.run.grammar",
     "SamplingParams": "bifolio.sampling_params",
     "BeamSearchParams": "bifolio.beam_params",
     "RequestOutput": "bifolio.run.outputs",
@@ -36,7 +38,9 @@ if TYPE_CHECKING:
     from bifolio.errors import BifolioError as BifolioError
     from bifolio.model.language_model import LanguageModel as LanguageModel
     from bifolio.model.loader import load_model as load_model
+    from bifolio.run.async_llm import AsyncLLM as AsyncLLM
     from bifolio.run.engine import InferenceEngine as InferenceEngine
+    from bifolio.run.grammar import Grammar as Grammar
     from bifolio.run.llm import LLM as LLM
     from bifolio.run.outputs import CompletionOutput as CompletionOutput
     from bifolio.run.outputs import RequestOutput as RequestOutput

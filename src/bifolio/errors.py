@@ -8,7 +8,8 @@
     │   ├── EmptyPromptError
     │   ├── PromptTooLongError
     │   ├── TokenIdError       a token id outside the vocabulary
-    │   └── ChatTemplateError  the template is missing, broken or too expensive
+    │   ├── ChatTemplateError  the template is missing, broken or too expensive
+    │   └── GrammarError       a schema, regular expression or grammar that is wrong or too expensive
     ├── CacheError             a misuse of the KV cache
     │   ├── OutOfBlocksError   the pool cannot supply the blocks asked for; nothing was changed
     │   └── UnknownSequenceError
@@ -56,6 +57,10 @@ class TokenIdError(RequestError):
 
 class ChatTemplateError(RequestError):
     """The chat template is missing, broken, or takes too much time or space."""
+
+
+class GrammarError(RequestError):
+    """A schema, regular expression or grammar that is wrong, or takes too much time or space."""
 
 
 class CacheError(BifolioError, RuntimeError):

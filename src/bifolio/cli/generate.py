@@ -40,6 +40,9 @@ def generate(
     seed: options.Seed = None,
     stop: options.Stop = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Do not stop at the end-of-text token.")] = False,
+    json_schema: Annotated[
+        Path | None, typer.Option("--json-schema", help="A JSON schema that the text must follow.")
+    ] = None,
     input_file: Annotated[
         Path | None,
         typer.Option("--input", "-i", help="JSON lines with 'prompt' or 'prompt_token_ids', and sampling options."),
@@ -69,7 +72,7 @@ def generate(
         device=device,
         verbose=verbose,
     )
-    given = {
+    given: dict[str, Any] = {
         "max_tokens": max_tokens,
         "temperature": temperature,
         "top_p": top_p,
@@ -80,6 +83,10 @@ def generate(
         "stop": stop,
         "ignore_eos": ignore_eos or None,
     }
+    if json_schema is not None:
+        from bifolio.run.grammar import read_schema
+
+        given["grammar"] = read_schema(json_schema)
     explicit = {name: value for name, value in given.items() if value is not None}
     if input_file is not None:
         run_file(llm, input_file, output_file, explicit)

@@ -239,6 +239,7 @@ class InferenceEngine:
     # -- rows change hands (called by the batcher) ------------------------------------------------------------------
     def slot_taken(self, slot: int, sequence: Sequence) -> None:
         request = sequence.request
+        grammar: Any = request.params.grammar  # compiled when the request was added
         self.table.set(
             slot,
             request.params,
@@ -246,6 +247,7 @@ class InferenceEngine:
             request.prompt_token_ids,
             sequence.output_token_ids,
             frozenset(self.model.config.eos_token_ids),
+            mask=None if grammar is None else grammar.follow(sequence.output_token_ids),
         )
         self.phases.track(sequence)
 
@@ -361,6 +363,10 @@ class InferenceEngine:
             raise RequestError("stop strings need a tokenizer, and this model has none: use stop_token_ids")
 
     def _resolved(self, params: SamplingParams) -> SamplingParams:
+        if params.grammar is not None:
+            from bifolio.run.grammar import with_grammar
+
+            params = with_grammar(params, self.model)
         tokenizer = self.model.tokenizer
         if tokenizer is None:
             return params.resolve_strings(lambda text: [])

@@ -5,6 +5,7 @@ It ends when the other end is closed, so a front end that was killed leaves noth
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -110,10 +111,15 @@ def _launch(launch: m.Launch, outbox: Outbox) -> EngineService | None:
 
 
 def make_service(launch: m.Launch, send: Send) -> EngineService:
+    from bifolio.errors import BifolioError
+    from bifolio.run.grammar import prepare_compiler
     from bifolio.run.llm import LLM
     from bifolio.serve.service import EngineService
 
-    return EngineService(LLM(**launch.options), send, update_interval=launch.update_interval)
+    llm = LLM(**launch.options)
+    with contextlib.suppress(BifolioError):  # without a tokenizer or the package, requests for grammars are refused
+        prepare_compiler(llm.model)
+    return EngineService(llm, send, update_interval=launch.update_interval)
 
 
 def main() -> None:

@@ -1,0 +1,317 @@
+"""Structured output: a grammar says after every token which tokens may follow.
+
+    Grammar.json_schema({...})   Grammar.regex("[a-z]+")   Grammar.choice(["yes", "no"])   Grammar.lark("start: ...")
+
+Grammars come from strangers, so everything about them is bounded: the size and depth of their text, the work of
+compiling and of each step, the states of the automaton, and the number of compiled ones that are kept.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bifolio.errors import GrammarError, MissingDependencyError
+from bifolio.model.loaded import LoadedModel
+from bifolio.sampling_params import SamplingParams
+
+Kind = Literal["json_schema", "regex", "choice", "lark"]
+MAX_TEXT_CHARS = {"json_schema": 64 << 10, "regex": 8 << 10, "choice": 64 << 10, "lark": 32 << 10}
+MAX_DEPTH = 48  # of a schema's nesting, or of a regular expression's brackets
+MAX_PATTERNS = 256  # of a schema's strings with a pattern or format: each is an automaton of its own
+MAX_CACHED = 32  # compiled grammars that are kept
+LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 400_000,  # about 10 ms of work
+    "step_lexer_fuel": 100_000,  # about 10 ms, for each token
+    "step_max_items": 20_000,
+    "max_items_in_row": 1_000,
+    "max_lexer_states": 20_000,  # one or two kilobytes each
+    "max_grammar_size": 100_000,
+    "precompute_large_lexemes": False,
+    "verbose_errors": False,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A constraint on the whole text of an output."""
+
+    kind: Kind
+    text: str  # a schema as JSON, a regular expression, a JSON list of choices, or a Lark grammar
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise GrammarError(f"a grammar is one of {', '.join(get_args(Kind))}, not {self.kind!r}")
+        if not isinstance(self.text, str):
+            raise GrammarError(f"the text of a grammar is a string, not {type(self.text).__name__}")
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Grammar:
+        """JSON that follows a schema; text is taken as JSON."""
+        try:
+            return cls("json_schema", schema if isinstance(schema, str) else json.dumps(schema))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise GrammarError(f"the schema is not JSON: {error}") from error
+
+    @classmethod
+    def json_object(cls) -> Grammar:
+        """Any JSON object."""
+        return cls.json_schema({"type": "object"})
+
+    @classmethod
+    def regex(cls, pattern: str) -> Grammar:
+        """Text that matches as a whole."""
+        return cls("regex", pattern)
+
+    @classmethod
+    def choice(cls, choices: Sequence[str]) -> Grammar:
+        """One of these texts."""
+        return cls("choice", json.dumps(list(choices)))
+
+    @classmethod
+    def lark(cls, text: str) -> Grammar:
+        """A context-free grammar in Lark's notation; `start` is its root."""
+        return cls("lark", text)
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledGrammar:
+    """A grammar for one tokenizer, ready to be followed any number of times."""
+
+    grammar: Grammar
+    _pristine: Any = field(repr=False, compare=False)  # an llguidance.LLMatcher that no token was fed to
+
+    def follow(self, output_token_ids: list[int]) -> GrammarMask:
+        """A mask for a sequence whose output is this very list, which the engine appends to."""
+        return GrammarMask(self._pristine.deep_copy(), output_token_ids)
+
+
+class GrammarMask:
+    """Implements `TokenMask`.
+
+    The state is a function of the tokens, not of the calls: it follows the list wherever that went, so forks, beams
+    that change places, drafts that were rejected and recomputed requests need no care.
+    """
+
+    __slots__ = ("_consumed", "_matcher", "_output")
+
+    def __init__(self, matcher: Any, output_token_ids: list[int]) -> None:
+        self._matcher = matcher
+        self._output = output_token_ids
+        self._consumed: list[int] = []  # what the matcher was fed
+
+    def allowed(self, pending: Sequence[int]) -> NDArray[Any]:
+        """Bits of the tokens that may follow; all are set behind a draft that broke the grammar: it is cut anyway."""
+        target = [*self._output, *pending]
+        if not self._go_to(target):
+            broken = len(self._consumed) >= len(self._output) and not self._matcher.is_error()
+            return self._all(broken)
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        return self._all(False) if self._matcher.is_error() else bits
+
+    def _go_to(self, target: list[int]) -> bool:
+        """Feed or take back tokens until exactly `target` was consumed; False if the grammar forbids one of them."""
+        shared = _common_length(self._consumed, target)
+        surplus = len(self._consumed) - shared
+        if surplus:
+            self._matcher.rollback(surplus)
+            del self._consumed[shared:]
+        rest = target[shared:]
+        if rest:
+            taken = self._matcher.validate_tokens(rest)
+            if taken and not self._matcher.consume_tokens(rest[:taken]):
+                return False
+            self._consumed += rest[:taken]
+            return bool(taken == len(rest))
+        return not self._matcher.is_error()
+
+    def _all(self, value: bool) -> NDArray[np.uint8]:
+        return np.full(1 << 16, 255 if value else 0, dtype=np.uint8)  # longer than any vocabulary's bits
+
+
+def _common_length(left: list[int], right: list[int]) -> int:
+    limit = min(len(left), len(right))
+    if left[:limit] == right[:limit]:
+        return limit
+    return next(index for index in range(limit) if left[index] != right[index])
+
+
+# -- compiling ----------------------------------------------------------------------------------------------------
+
+
+class _Compiler:
+    """Compiles for one model; keeps the latest."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        self._lock = threading.Lock()
+        self._cache: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
+        self._limits = _llguidance().LLParserLimits(**LIMITS)
+        self._tokenizer = self._make_tokenizer(model)
+
+    def _make_tokenizer(self, model: LoadedModel) -> Any:
+        tokenizer, ends = model.require_tokenizer(), list(model.config.eos_token_ids)
+        if not ends:
+            raise GrammarError("this model has no end-of-text token, so a text with a grammar could not end")
+        return _llguidance().LLTokenizer(
+            tokenizer.backend.to_str(), n_vocab=max(model.config.vocab_size, tokenizer.vocab_size), eos_token=ends
+        )
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        with self._lock:
+            found = self._cache.get(grammar)
+            if found is not None:
+                self._cache.move_to_end(grammar)
+                return found
+        matcher = _llguidance().LLMatcher(self._tokenizer, _source(grammar), log_level=0, limits=self._limits)
+        if matcher.is_error():
+            raise GrammarError(f"the {_NAMES[grammar.kind]} cannot be used: {_first_line(matcher.get_error())}")
+        compiled = CompiledGrammar(grammar, matcher)
+        probe = matcher.deep_copy()
+        probe.compute_bitmask()  # the first step is the most expensive: what it refuses is refused now
+        if probe.is_error():
+            raise GrammarError(f"the {_NAMES[grammar.kind]} cannot be used: {_first_line(probe.get_error())}")
+        with self._lock:
+            self._cache[grammar] = compiled
+            while len(self._cache) > MAX_CACHED:
+                self._cache.popitem(last=False)
+        return compiled
+
+
+_compilers_lock = threading.Lock()
+_COMPILER = "_grammar_compiler"
+_NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "choice": "choice", "lark": "grammar"}
+
+
+def prepare_compiler(model: LoadedModel) -> _Compiler:
+    """Read the vocabulary: seconds for a large one, so a server does it before it is ready."""
+    with _compilers_lock:
+        known = vars(model)  # lives as long as the model, like its tokenizer
+        if _COMPILER not in known:
+            known[_COMPILER] = _Compiler(model)
+        compiler: _Compiler = known[_COMPILER]
+        return compiler
+
+
+def compile_grammar(grammar: object, model: LoadedModel) -> CompiledGrammar:
+    """Compile within bounds; raises `GrammarError`. May be called from any thread; other threads go on meanwhile."""
+    if isinstance(grammar, CompiledGrammar):
+        return grammar
+    if isinstance(grammar, Mapping | bool):
+        grammar = Grammar.json_schema(grammar)
+    if not isinstance(grammar, Grammar):
+        raise GrammarError(
+            "grammar must be made by Grammar.json_schema, Grammar.regex, Grammar.choice or Grammar.lark, "
+            f"not {type(grammar).__name__}"
+        )
+    check_bounds(grammar)
+    return prepare_compiler(model).compile(grammar)
+
+
+def read_schema(path: Path) -> Grammar:
+    """A JSON schema from a file."""
+    try:
+        grammar = Grammar.json_schema(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise GrammarError(f"the schema {path} cannot be read: {error}") from error
+    check_bounds(grammar)
+    return grammar
+
+
+def with_grammar(params: SamplingParams, model: LoadedModel) -> SamplingParams:
+    """The same parameters with a compiled grammar. The end-of-text token ends the text, whatever was asked for."""
+    if params.grammar is None:
+        return params
+    return replace(params, grammar=compile_grammar(params.grammar, model), ignore_eos=False)
+
+
+def check_bounds(grammar: Grammar) -> None:
+    """Refuse by size and shape what would take long only to be read."""
+    most = MAX_TEXT_CHARS[grammar.kind]
+    if len(grammar.text) > most:
+        raise GrammarError(f"the {_NAMES[grammar.kind]} has {len(grammar.text)} characters: at most {most} are taken")
+    if grammar.kind in ("json_schema", "choice"):
+        try:
+            value = json.loads(grammar.text)
+        except (ValueError, RecursionError) as error:
+            raise GrammarError(f"the {_NAMES[grammar.kind]} is not valid JSON: {error}") from error
+        _check_choices(value) if grammar.kind == "choice" else _check_schema(value)
+    elif grammar.kind == "regex" and _bracket_depth(grammar.text) > MAX_DEPTH:
+        raise GrammarError(f"the regular expression is nested more than {MAX_DEPTH} deep")
+
+
+def _check_choices(value: Any) -> None:
+    if not isinstance(value, list) or not value or not all(isinstance(item, str) for item in value):
+        raise GrammarError("a choice is a list of texts, at least one")
+
+
+def _check_schema(schema: Any) -> None:
+    if not isinstance(schema, dict | bool):
+        raise GrammarError("a JSON schema is an object, true or false")
+    num_patterns = 0
+    level = [schema]
+    for _ in range(MAX_DEPTH):
+        if not level:
+            return
+        below: list[Any] = []
+        for value in level:
+            if isinstance(value, dict):
+                num_patterns += "pattern" in value or "format" in value
+                below.extend(value.values())
+            elif isinstance(value, list):
+                below.extend(value)
+        if num_patterns > MAX_PATTERNS:
+            raise GrammarError(f"the JSON schema has more than {MAX_PATTERNS} patterns and formats")
+        level = below
+    if level:
+        raise GrammarError(f"the JSON schema is nested more than {MAX_DEPTH} deep")
+
+
+def _bracket_depth(pattern: str) -> int:
+    depth = deepest = 0
+    for character in pattern:
+        depth += (character in "([") - (character in ")]")
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def _source(grammar: Grammar) -> str:
+    """In llguidance's own terms."""
+    matcher = _llguidance().LLMatcher
+    try:
+        if grammar.kind == "json_schema":
+            # No whitespace between the parts: a model that has lost its way could go on with it for ever.
+            return str(matcher.grammar_from_json_schema(grammar.text, defaults={"whitespace_flexible": False}))
+        if grammar.kind == "regex":
+            return str(matcher.grammar_from_regex(_without_anchors(grammar.text)))
+        if grammar.kind == "choice":
+            return "start: " + " | ".join(json.dumps(item, ensure_ascii=False) for item in json.loads(grammar.text))
+        return str(matcher.grammar_from_lark(grammar.text))
+    except ValueError as error:
+        raise GrammarError(f"the {_NAMES[grammar.kind]} cannot be used: {_first_line(str(error))}") from error
+
+
+def _without_anchors(pattern: str) -> str:
+    """The whole text is matched anyway."""
+    body = pattern.removesuffix("$")
+    is_escaped = (len(body) - len(body.rstrip("\\"))) % 2 == 1
+    return (pattern if is_escaped else body).removeprefix("^")
+
+
+def _first_line(text: str) -> str:
+    return text.replace("<non-verbose/>", "").strip().partition("\n")[0][:300]
+
+
+def _llguidance() -> Any:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise MissingDependencyError("grammars need llguidance: pip install 'bifolio[serve]'") from error
+    return llguidance
