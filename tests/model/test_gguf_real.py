@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 from whole_prompt import prompt_logits
 
+from bifolio.model.chat_template import render_chat
 from bifolio.model.folder_writer import write_folder
 from bifolio.model.gguf import load_gguf
 from bifolio.model.loaded import LoadedModel
 from bifolio.quant import QuantFormat
-from bifolio.run.llm import LLM
-from bifolio.sampling_params import SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -64,18 +63,19 @@ def check_greedy(smollm: LoadedModel, oracle: Any, prompts: list[str], num_token
         assert chosen.tolist() == whole[len(prompt) :]
 
 
-def test_greedy_tokens_equal_those_of_transformers(smollm: LoadedModel, dequantised: Any, data_dir: Path) -> None:
-    check_greedy(smollm, dequantised, bench_prompts(data_dir, 1), 12)
-
-
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_64_greedy_tokens_on_20_prompts(smollm: LoadedModel, dequantised: Any, data_dir: Path) -> None:
     check_greedy(smollm, dequantised, bench_prompts(data_dir, 20), 64)
 
 
 def test_the_capital_of_france(smollm: LoadedModel) -> None:
     """With exact activations: the margin is 0.08 of a logit, and activations of 8 bits turn it around."""
-    llm = LLM(smollm, kernels="reference", max_model_len=256, max_num_seqs=1)
+    tokenizer = smollm.require_tokenizer()
     messages = [{"role": "user", "content": "What is the capital of France?"}]
-    answer = llm.chat(messages, SamplingParams(temperature=0.0, max_tokens=7))[0].outputs[0].text
-    assert "Paris" in answer
+    prompt = tokenizer.encode(
+        render_chat(smollm.chat_template, messages, special_tokens=smollm.special_tokens), add_special_tokens=False
+    )
+    answer = tokenizer.encode("The capital of France is Paris.<|im_end|>", add_special_tokens=False)
+    chosen = prompt_logits(smollm.weights, prompt + answer[:-1])[len(prompt) - 1 :].argmax(axis=-1)
+    assert chosen.tolist() == answer  # each greedy step, seen in one pass

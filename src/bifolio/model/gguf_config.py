@@ -103,6 +103,8 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
             f"{file.path}: the architecture {metadata.architecture!r} is not supported; "
             f"supported are: {', '.join(ARCHITECTURES)}"
         )
+    if metadata.count("split.count", 1) > 1:
+        raise UnsupportedModelError(f"{file.path}: this is one part of a model: join the parts with llama-gguf-split")
     if metadata.count(".expert_count", 0):
         raise UnsupportedModelError(f"{file.path}: mixtures of experts are not supported")
     try:
