@@ -1,24 +1,28 @@
 """Chat templates: rendered in jinja2's immutable sandbox, with limits on time and size.
 
 A template comes with a model file, so it is data from a stranger: it may loop forever or blow up. It runs in a sandbox
-that gives it no way to change or reach anything, and is stopped when it takes too much time or space.
+that gives it no way to change or reach anything, and is stopped when it takes too much time or space. Whatever makes
+large values out of small ones (operators, methods, filters) is looked at *before* it runs; what a rendering builds
+altogether is counted.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import wraps
 from typing import Any
 
 from bifolio.errors import ChatTemplateError
 
 MAX_TEMPLATE_CHARS = 256 << 10
-MAX_OUTPUT_CHARS = 4 << 20
+MAX_OUTPUT_CHARS = 4 << 20  # of one value, and of the whole text
+MAX_BUILT_CHARS = 64 << 20  # of everything that one rendering builds on its way
 MAX_SECONDS = 2.0
-MAX_RANGE = 100_000
-TICK = "bifolio_tick"  # names of the clock and of the bounded `~` inside a template
-CONCAT = "bifolio_concat"
+MAX_NUMBER = 100_000  # turns of a loop; widths, counts and indents
+WIDE_FIELD = re.compile(r"%[^a-zA-Z%]*(\d{5}|\*)|\{[^}]*\d{5}|\{[^}]*\{")  # padding of 10,000 and more, or computed
 
 Message = Mapping[str, Any]
 
@@ -40,7 +44,8 @@ def render_chat(
     check_messages(messages)
     import jinja2
 
-    compiled = _compile(template)
+    limits = Limits()
+    compiled = _compile(template, limits)
     values = {
         **(special_tokens or {}),
         **variables,
@@ -49,10 +54,11 @@ def render_chat(
         "tools": list(tools) if tools else None,
     }
     try:
-        return _bounded(compiled, values)
+        return _write(compiled, values, limits)
     except ChatTemplateError:
         raise
-    except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, RecursionError) as error:
+    except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError,
+            MemoryError) as error:  # fmt: skip
         raise ChatTemplateError(f"the chat template refused the messages: {error}") from error
 
 
@@ -66,7 +72,71 @@ def check_messages(messages: Sequence[Message]) -> None:
             raise ChatTemplateError("the 'content' of a message must be text")
 
 
-def _compile(template: str) -> Any:
+class Limits:
+    """The clock and the account of one rendering."""
+
+    def __init__(self) -> None:
+        self.deadline = time.monotonic() + MAX_SECONDS
+        self.built = 0
+
+    def tick(self) -> None:
+        if time.monotonic() > self.deadline:
+            raise ChatTemplateError(f"the chat template ran longer than {MAX_SECONDS:g} seconds")
+
+    def count(self, value: Any) -> Any:
+        """The value, once its size is found to be within the limits."""
+        if isinstance(value, str | list | tuple):
+            self.allow(len(value))
+            self.built += len(value)
+            if self.built > MAX_BUILT_CHARS:
+                raise ChatTemplateError(f"the chat template built texts of more than {MAX_BUILT_CHARS} characters")
+            self.tick()
+        return value
+
+    def allow(self, size: int) -> None:
+        if size > MAX_OUTPUT_CHARS:
+            raise ChatTemplateError(f"the chat template built a text of more than {MAX_OUTPUT_CHARS} characters")
+
+    def allow_spelled(self, value: Any) -> Any:
+        """The value, once its spelling is known to be short: a list of one long text many times over is not."""
+        size, left = 0, [value]
+        while left:
+            item = left.pop()
+            if isinstance(item, Mapping):
+                left.extend(item.keys())
+                left.extend(item.values())
+            elif isinstance(item, list | tuple | set):
+                left.extend(item)
+            size += len(item) if isinstance(item, str) else 4
+            self.allow(size)
+        return value
+
+    def check_call(self, name: str, arguments: Sequence[Any]) -> None:
+        """Refuse what would make a large value; `arguments` begin with the object of a method."""
+        for value in arguments:
+            self.allow_spelled(value)
+            if isinstance(value, int | float) and not -MAX_NUMBER <= value <= MAX_NUMBER and name in PADDING:
+                raise ChatTemplateError(f"the chat template calls {name!r} with {value}, which is not allowed")
+        if name in ("format", "format_map", "%") and WIDE_FIELD.search(re.sub(r"\{\{|\}\}", "", str(arguments[0]))):
+            raise ChatTemplateError("the chat template uses format fields of a width that is not allowed")
+        if name == "replace" and len(arguments) >= 3:
+            text, old, new = (str(value) for value in arguments[:3])
+            self.allow(len(text) + text.count(old) * len(new))
+
+    def join(self, separator: str, items: Iterable[Any]) -> str:
+        pieces: list[str] = []
+        size = 0
+        for item in items:
+            pieces.append(str(self.allow_spelled(item)))
+            size += len(pieces[-1]) + len(separator)
+            self.allow(size)
+        return str(self.count(separator.join(pieces)))
+
+
+PADDING = {"center", "ljust", "rjust", "zfill", "expandtabs", "indent", "slice", "batch", "tojson", "wordwrap", "round"}
+
+
+def _compile(template: str, limits: Limits) -> Any:
     import jinja2
     import jinja2.ext
     from jinja2 import nodes
@@ -74,54 +144,83 @@ def _compile(template: str) -> Any:
     from jinja2.visitor import NodeTransformer
 
     class BoundedEnvironment(ImmutableSandboxedEnvironment):
-        """The sandbox, with a watch on operators that make large values out of small ones."""
+        """The sandbox, with a watch on what makes large values out of small ones."""
 
-        intercepted_binops = frozenset({"+", "*", "**"})
+        intercepted_binops = frozenset({"+", "*", "**", "%"})
+        tick = staticmethod(limits.tick)  # attributes of the environment: a template cannot put its own in their place
+        concatenate = staticmethod(lambda *parts: limits.join("", parts))
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
             if operator == "+":
-                return _bounded_size(left + right)
+                return limits.count(left + right)
+            if operator == "%":
+                limits.check_call("%", (left, right) if isinstance(left, str) else ("",))
+                return limits.count(left % right)
             if operator == "*" and _size(left) * _size(right) <= MAX_OUTPUT_CHARS:
-                return left * right
+                return limits.count(left * right)
             raise ChatTemplateError(f"the chat template uses {operator!r} in a way that is not allowed")
+
+        def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+            method = getattr(function, "__wrapped__", function)  # the sandbox wraps `format`
+            owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
+            if isinstance(owner, str) and name == "join" and len(args) == 1:
+                return limits.join(owner, args[0])
+            if isinstance(owner, str):
+                limits.check_call(name, (owner, *args, *kwargs.values()))
+            return limits.count(super().call(context, function, *args, **kwargs))
 
     class Bounds(NodeTransformer):
         """Looks at the clock in every turn of every loop, and at the size of joined texts."""
 
         def visit_For(self, node: Any) -> Any:  # noqa: N802
-            node.body.insert(0, nodes.ExprStmt(nodes.Call(nodes.Name(TICK, "load"), [], [], None, None)))
+            clock = nodes.Call(nodes.EnvironmentAttribute("tick"), [], [], None, None)
+            node.body.insert(0, nodes.ExprStmt(clock))
             return self.generic_visit(node)
 
         visit_Macro = visit_For  # noqa: N815
 
         def visit_Concat(self, node: Any) -> Any:  # noqa: N802
             parts = [self.visit(part) for part in node.nodes]
-            return nodes.Call(nodes.Name(CONCAT, "load"), parts, [], None, None)
+            return nodes.Call(nodes.EnvironmentAttribute("concatenate"), parts, [], None, None)
 
-    environment = BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols])
+    def join_filter(items: Any, separator: str = "", attribute: str | None = None) -> str:
+        if attribute is not None:
+            items = [environment.getitem(item, attribute) for item in items]
+        return limits.join(str(separator), items)
+
+    environment = BoundedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols], finalize=limits.allow_spelled
+    )
     environment.filters["tojson"] = _to_json
+    environment.filters.update({name: _watched(name, f, limits) for name, f in environment.filters.items()})
+    environment.filters["join"] = join_filter
+    del environment.globals["lipsum"]  # invents texts of any length
     environment.globals.update(
         raise_exception=_raise_exception, range=_bounded_range, strftime_now=lambda form: time.strftime(form)
     )
     try:
         tree = Bounds().visit(environment.parse(template))
         return jinja2.Template.from_code(environment, environment.compile(tree), environment.globals)
-    except (jinja2.TemplateError, RecursionError) as error:
+    except (jinja2.TemplateError, RecursionError, ValueError, TypeError) as error:
         raise ChatTemplateError(f"the chat template is broken: {error}") from error
 
 
+def _watched(name: str, function: Callable[..., Any], limits: Limits) -> Callable[..., Any]:
+    """A filter whose arguments and result are looked at; jinja may pass it its own context first."""
+    skipped = 1 if hasattr(function, "jinja_pass_arg") else 0
+
+    @wraps(function)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        limits.check_call(name, (*args[skipped:], *kwargs.values()))
+        return limits.count(function(*args, **kwargs))
+
+    return watched
+
+
 def _size(value: Any) -> int:
-    return len(value) if isinstance(value, str | list | tuple) else int(abs(value))
-
-
-def _bounded_size(value: Any) -> Any:
-    if isinstance(value, str | list) and len(value) > MAX_OUTPUT_CHARS:
-        raise ChatTemplateError(f"the chat template built a text of more than {MAX_OUTPUT_CHARS} characters")
-    return value
-
-
-def _concatenate(*parts: Any) -> str:
-    return str(_bounded_size("".join(str(part) for part in parts)))
+    if isinstance(value, int | float):
+        return int(min(abs(value), MAX_OUTPUT_CHARS + 1))
+    return len(value)
 
 
 def _raise_exception(message: str) -> None:
@@ -134,25 +233,18 @@ def _to_json(value: Any, indent: int | None = None, **_: Any) -> str:
 
 def _bounded_range(*bounds: int) -> range:
     numbers = range(*bounds)
-    if len(numbers) > MAX_RANGE:
+    if len(numbers) > MAX_NUMBER:
         raise ChatTemplateError(f"the chat template loops over {len(numbers)} numbers")
     return numbers
 
 
-def _bounded(compiled: Any, values: dict[str, Any]) -> str:
-    """Stop a template that writes or runs too long: looked at with every piece of output and every turn of a loop."""
-    deadline = time.monotonic() + MAX_SECONDS
-
-    def tick() -> None:
-        if time.monotonic() > deadline:
-            raise ChatTemplateError(f"the chat template ran longer than {MAX_SECONDS:g} seconds")
-
+def _write(compiled: Any, values: dict[str, Any], limits: Limits) -> str:
+    """Stop a template that writes or runs too long: looked at with every piece of output."""
     pieces: list[str] = []
     size = 0
-    for piece in compiled.generate({**values, TICK: tick, CONCAT: _concatenate}):
+    for piece in compiled.generate(values):
         pieces.append(piece)
         size += len(piece)
-        if size > MAX_OUTPUT_CHARS:
-            raise ChatTemplateError(f"the chat template wrote more than {MAX_OUTPUT_CHARS} characters")
-        tick()
+        limits.allow(size)
+        limits.tick()
     return "".join(pieces)
