@@ -240,12 +240,14 @@ class LLM:
 
     def prompt_tokens(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
         """(text where it is known, token ids) of a prompt in any of its forms."""
-        text, token_ids = None, prompt
+        text: str | None = None
+        token_ids: Any = prompt
         if isinstance(prompt, Mapping):
-            text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids") or prompt.get("prompt", "")
+            text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+            token_ids = text if token_ids is None else token_ids
         if isinstance(token_ids, str):
             text, token_ids = token_ids, self.model.require_tokenizer().encode(token_ids)
-        if isinstance(token_ids, Mapping):
+        if token_ids is None or isinstance(token_ids, Mapping):
             raise RequestError("a prompt is text, a list of token ids, or {'prompt_token_ids': [...]}")
         return text, token_ids
 
