@@ -1,0 +1,218 @@
+"""`bifolio bench`: throughput, latency, and traces of production services."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from bifolio.cli import measure_options, options
+
+if TYPE_CHECKING:
+    from bifolio.measure.throughput import Test
+    from bifolio.run.llm import LLM
+
+HELP = "Measure speed: rows as llama-bench prints them, latencies, and replayed request traces."
+THROUGHPUT_HELP = """Tokens per second of prompt processing (pp) and generation (tg).
+
+pp512 processes 512 prompt tokens; tg128 generates 128 tokens, @d1024 behind 1024 tokens of context, x8 in 8 sequences
+together. Lists are separated by commas; 0 leaves a kind out. Without a model, random weights of a shape are used."""
+THROUGHPUT_EPILOG = """Examples:
+
+  bifolio bench throughput -m ./SmolLM2-135M-Instruct.gguf
+
+  bifolio bench throughput --shape S --format q4_0 --prompt 512 --generate 128 --depth 0,1024 --batch 1,8
+
+  bifolio bench throughput --shape tiny --json | jq '.rows[].tokens_per_second'"""
+LATENCY_HELP = """How long a batch of equal requests takes: to the first token, between tokens, and as a whole."""
+LATENCY_EPILOG = """Examples:
+
+  bifolio bench latency -m ./model --prompt 512 --generate 128
+
+  bifolio bench latency --shape S --format q8_0 --batch 4 --json"""
+
+# Verbs of others that join this one when they are there: module -> function that registers them.
+GUESTS = {"bifolio.cli.bench_serve": "register_serve"}
+
+
+def register(app: typer.Typer) -> None:
+    from bifolio.cli import bench_trace
+
+    bench = typer.Typer(help=HELP, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
+    bench.command("throughput", help=THROUGHPUT_HELP, epilog=THROUGHPUT_EPILOG)(throughput)
+    bench.command("latency", help=LATENCY_HELP, epilog=LATENCY_EPILOG)(latency)
+    bench_trace.register(bench)
+    for module_name, function in GUESTS.items():
+        try:
+            module = import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name != module_name:
+                raise
+            continue
+        getattr(module, function)(bench)
+    app.add_typer(bench, name="bench")
+
+
+def throughput(
+    model: options.Model = None,
+    shape: measure_options.Shape = None,
+    format: measure_options.Format = "f32",
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="Prompt tokens to process.")] = "512",
+    generate: Annotated[str, typer.Option("--generate", "-n", help="Tokens to generate.")] = "128",
+    depth: Annotated[str, typer.Option("--depth", "-d", help="Tokens of context before generation.")] = "0",
+    batch: Annotated[str, typer.Option("--batch", "-b", help="Sequences that run together.")] = "1",
+    repetitions: measure_options.Repetitions = 5,
+    chunk_size: options.ChunkSize = 512,
+    block_size: options.BlockSize = 16,
+    kv_dtype: options.KvDtype = "auto",
+    kernels: measure_options.Kernels = None,
+    threads: options.Threads = None,
+    device: options.Device = "auto",
+    as_json: measure_options.AsJson = False,
+) -> None:
+    from bifolio.measure.random_models import open_model
+    from bifolio.measure.throughput import bench_llm, bench_tests, run_tests
+
+    tests = bench_tests(numbers(prompt), numbers(generate), numbers(depth), numbers(batch, least=1))
+    if not tests:
+        raise typer.BadParameter("nothing to measure: --prompt or --generate must be above 0")
+    llm = bench_llm(
+        open_model(model, shape, format),
+        tests,
+        chunk_size=chunk_size,
+        block_size=block_size,
+        dtype=kv_dtype,
+        kernels=kernels,
+        threads=threads,
+        device=device,
+    )
+    with progress(as_json) as note:
+        rows = run_tests(llm.engine, tests, repetitions, lambda test, number: note(step_text(test, number)))
+    setting = describe(llm, threads)
+    if as_json:
+        typer.echo(json.dumps({**setting, "rows": [row.as_dict() for row in rows]}))
+        return
+    from bifolio.measure.tables import throughput_table
+
+    show(throughput_table(title(setting), rows))
+
+
+def latency(
+    model: options.Model = None,
+    shape: measure_options.Shape = None,
+    format: measure_options.Format = "f32",
+    prompt: Annotated[int, typer.Option("--prompt", "-p", min=1, help="Tokens of each prompt.")] = 128,
+    generate: Annotated[int, typer.Option("--generate", "-n", min=1, help="Tokens generated behind each.")] = 64,
+    batch: Annotated[int, typer.Option("--batch", "-b", min=1, help="Requests that are sent together.")] = 1,
+    repetitions: measure_options.Repetitions = 5,
+    chunk_size: options.ChunkSize = 512,
+    block_size: options.BlockSize = 16,
+    kv_dtype: options.KvDtype = "auto",
+    kernels: measure_options.Kernels = None,
+    threads: options.Threads = None,
+    device: options.Device = "auto",
+    as_json: measure_options.AsJson = False,
+) -> None:
+    from bifolio.measure.latency import measure_latency
+    from bifolio.measure.random_models import open_model
+    from bifolio.measure.throughput import Test, bench_llm
+
+    llm = bench_llm(
+        open_model(model, shape, format),
+        [Test(num_prompt=prompt, num_generated=generate, batch=batch)],
+        chunk_size=chunk_size,
+        block_size=block_size,
+        dtype=kv_dtype,
+        kernels=kernels,
+        threads=threads,
+        device=device,
+    )
+    report = measure_latency(llm.engine, batch=batch, num_prompt=prompt, num_output=generate, repetitions=repetitions)
+    setting = describe(llm, threads)
+    if as_json:
+        typer.echo(json.dumps({**setting, **report.as_dict()}))
+        return
+    from bifolio.measure.tables import latency_table
+
+    show(latency_table(f"{title(setting)}: {batch} x {prompt} prompt tokens, {generate} generated", report))
+
+
+# -- shared with the other measuring verbs ------------------------------------------------------------------------
+def numbers(text: str, least: int = 0) -> list[int]:
+    """'1,8,16' -> [1, 8, 16]."""
+    try:
+        values = [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a list of whole numbers such as 1,8,16") from None
+    if not values or min(values) < least:
+        raise typer.BadParameter(f"{text!r}: every number must be at least {least}")
+    return values
+
+
+def describe(llm: LLM, threads: int | None) -> dict[str, Any]:
+    """What was measured, for people and for files."""
+    from bifolio.measure.random_models import stored_format
+    from bifolio.run.memory import default_threads, weight_bytes
+
+    config, cache = llm.model.config, llm.engine.config.cache
+    return {
+        "model": llm.model.path.name,
+        "format": stored_format(llm.model),
+        "num_parameters": config.num_parameters,
+        "weight_bytes": weight_bytes(llm.model.weights),
+        "kernels": llm.engine.runner.kernels.name,
+        "device": llm.engine.runner.kernels.device,
+        "threads": threads or default_threads(),
+        "kv_dtype": cache.dtype,
+        "block_size": cache.block_size,
+    }
+
+
+def title(setting: dict[str, Any]) -> str:
+    from bifolio.run.memory import show_bytes
+
+    size = f"{setting['num_parameters'] / 1e6:.1f} M parameters, {show_bytes(setting['weight_bytes'])}"
+    return f"{setting['model']} ({setting['format']}, {size}), {setting['kernels']}, {setting['threads']} threads"
+
+
+def step_text(test: Test, repetition: int) -> str:
+    return f"{test.name}, run {repetition + 1}"
+
+
+class progress:  # noqa: N801  # used like a function
+    """A line on standard error that says what is being measured; nothing when nobody watches."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._status: Any = None
+        if not quiet and sys.stderr.isatty():
+            from rich.console import Console
+
+            self._status = Console(stderr=True).status("measuring")
+
+    def __enter__(self) -> progress:
+        if self._status is not None:
+            self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def __call__(self, text: str) -> None:
+        if self._status is not None:
+            self._status.update(text)
+
+
+def show(table: Any) -> None:
+    from rich.console import Console
+
+    Console(highlight=False).print(table)
+
+
+def picture_line(plot: Path | None) -> None:
+    if plot is not None:
+        typer.echo(f"picture: {plot}")

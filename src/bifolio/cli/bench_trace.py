@@ -1,0 +1,158 @@
+"""`bifolio bench trace`: replay the requests of a production service."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from bifolio.cli import measure_options, options
+
+if TYPE_CHECKING:
+    from bifolio.measure.trace import TraceReport
+    from bifolio.measure.trace_files import TraceRequest
+    from bifolio.model.loaded import LoadedModel
+
+HELP = """Replay a trace of requests in real time and report waiting times, speed and the use of the cache.
+
+Reads the Azure (CSV) and Mooncake (JSON lines) formats. Prompts are random tokens of the recorded lengths; in
+Mooncake traces, equal hash ids become equal tokens, so prefixes are shared as they were. Lengths are multiplied by
+--scale, arrivals are --speed times as fast (0: all at once)."""
+EPILOG = """Examples:
+
+  bifolio bench trace azure_conv.csv --limit 200 --scale 0.25 --speed 10 --plot trace.png
+
+  bifolio bench trace azure_conv.csv --limit 200 --scale 0.25 --speed 0 --max-num-seqs 32 --num-blocks 400
+  --compare static
+
+  bifolio bench trace mooncake_conversation.jsonl --limit 100 --scale 0.02 --json"""
+
+
+def register(bench: typer.Typer) -> None:
+    bench.command("trace", help=HELP, epilog=EPILOG)(trace)
+
+
+def trace(
+    file: Annotated[Path, typer.Argument(help="An Azure .csv or a Mooncake .jsonl trace.")],
+    model: options.Model = None,
+    shape: measure_options.Shape = None,
+    format: measure_options.Format = "f32",
+    limit: Annotated[int, typer.Option("--limit", min=1, help="Take this many requests from the start.")] = 200,
+    scale: Annotated[float, typer.Option("--scale", help="Multiply prompt and output lengths by this.")] = 0.25,
+    speed: Annotated[float, typer.Option("--speed", min=0, help="Times as fast as recorded; 0: all at once.")] = 1.0,
+    compare: Annotated[str | None, typer.Option("--compare", help="'static': also run static batching.")] = None,
+    num_blocks: Annotated[int | None, typer.Option("--num-blocks", help="Blocks of the cache.")] = None,
+    memory: options.Memory = None,
+    max_model_len: options.MaxModelLen = None,
+    max_num_seqs: options.MaxNumSeqs = 32,
+    block_size: options.BlockSize = 16,
+    chunk_size: options.ChunkSize = 512,
+    kv_dtype: options.KvDtype = "auto",
+    prefix_caching: Annotated[bool, typer.Option(help="Reuse what equal prefixes computed.")] = True,
+    seed: Annotated[int, typer.Option("--seed", help="Of the random tokens.")] = 0,
+    kernels: measure_options.Kernels = None,
+    threads: options.Threads = None,
+    device: options.Device = "auto",
+    plot: measure_options.Plot = None,
+    as_json: measure_options.AsJson = False,
+) -> None:
+    from bifolio.cli.bench import describe, picture_line, progress, show, title
+    from bifolio.measure.figures import check_target
+    from bifolio.measure.random_models import open_model
+    from bifolio.measure.tables import trace_table
+    from bifolio.measure.trace import replay
+    from bifolio.measure.trace_files import longest, make_prompts, read_trace, scaled
+    from bifolio.run.llm import LLM
+
+    check_target(plot)
+    if compare not in (None, "static"):
+        raise typer.BadParameter(f"--compare takes 'static', not {compare!r}")
+    loaded = open_model(model, shape, format)
+    recorded = read_trace(file, limit)
+    length = min(max_model_len or longest(recorded, scale), loaded.config.max_position)
+    requests, num_cut = scaled(recorded, scale, length)
+    prompts = make_prompts(requests, loaded.config.vocab_size, seed)
+    engine_options: dict[str, Any] = {
+        "dtype": kv_dtype,
+        "block_size": block_size,
+        "max_num_seqs": max_num_seqs,
+        "chunk_size": chunk_size,
+        "kernels": kernels,
+        "threads": threads,
+        "device": device,
+    }
+    llm = LLM(
+        loaded,
+        num_blocks=num_blocks,
+        memory=memory,
+        max_model_len=length,
+        enable_prefix_caching=prefix_caching,
+        **engine_options,
+    )
+    with progress(as_json) as note:
+        reports = [
+            replay(llm.engine, requests, prompts, speed=speed,
+                   on_progress=lambda done: note(f"continuous batching: {done} of {len(requests)} requests"))
+        ]  # fmt: skip
+        if compare == "static":
+            reports += run_comparison(loaded, requests, prompts, speed, engine_options, note)
+    setting = {**describe(llm, threads), "trace": file.name, "limit": limit, "scale": scale, "speed": speed,
+               "max_num_seqs": max_num_seqs, "max_model_len": length, "num_cut": num_cut}  # fmt: skip
+    heading = f"{file.name}, {len(requests)} requests, lengths x {scale:g}, {arrival_text(speed)}"
+    if plot is not None:
+        from bifolio.measure.trace_plot import plot_trace
+
+        plot_trace(reports, plot, f"{heading}\n{title(setting)}")
+    if as_json:
+        typer.echo(json.dumps({**setting, "runs": [report.as_dict() for report in reports], **ratios(reports)}))
+        return
+    show(trace_table(f"{heading}\n{title(setting)}", reports))
+    if num_cut:
+        typer.echo(f"{num_cut} prompts were cut to fit into {length} tokens")
+    for name, ratio in ratios(reports).items():
+        typer.echo(f"{name.replace('_', ' ')}: {ratio:.2f}")
+    picture_line(plot)
+
+
+def run_comparison(
+    model: LoadedModel,
+    requests: list[TraceRequest],
+    prompts: list[list[int]],
+    speed: float,
+    engine_options: dict[str, Any],
+    note: Any,
+) -> list[TraceReport]:
+    """Both kinds of static batching, with a pool in which every batch fits whole."""
+    from bifolio.measure.static_batch import run_static, static_model_len
+    from bifolio.run.llm import LLM
+
+    length = min(static_model_len(requests), model.config.max_position)
+    rows, block_size = engine_options["max_num_seqs"], engine_options["block_size"]
+    reports = []
+    for padded in (True, False):
+        llm = LLM(
+            model,
+            max_model_len=length,
+            num_blocks=rows * (-(-length // block_size) + 1) + 2,
+            enable_prefix_caching=False,
+            **engine_options,
+        )
+        reports.append(
+            run_static(llm.engine, requests, prompts, batch_size=rows, padded=padded, speed=speed,
+                       on_progress=lambda done: note(f"static batching: {done} of {len(requests)} requests"))
+        )  # fmt: skip
+    return reports
+
+
+def ratios(reports: list[TraceReport]) -> dict[str, float]:
+    """Output tokens per second of the first run over those of the others."""
+    return {
+        f"throughput_of_continuous_over_{report.name.replace(', ', '_')}": reports[0].output_speed / report.output_speed
+        for report in reports[1:]
+    }
+
+
+def arrival_text(speed: float) -> str:
+    return f"arrivals x {speed:g}" if speed > 0 else "all at once"

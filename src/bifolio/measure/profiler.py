@@ -1,0 +1,227 @@
+"""Where the time of prefill and of decode goes, part by part, and how near both come to the machine's limits.
+
+The engine runs first as it always does, which gives the speed. Then it runs the same work with a stopwatch around
+every verb of the network and every part of a step (`timed_kernels`), which gives the shares. Kernel sets that run a
+whole step in one call are split into their verbs for this, so the sum may be longer than the step it explains; both
+are reported.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from bifolio.kernels.interface import KernelSet
+from bifolio.measure.machine import MachineLimits, measure_limits
+from bifolio.measure.throughput import Test, add_random, bench_llm, measure, start_decoding, stop
+from bifolio.measure.timed_kernels import PartClock, PartTotals, TimedKernels
+from bifolio.model.loaded import LoadedModel
+from bifolio.run.engine import InferenceEngine
+from bifolio.run.memory import default_threads
+
+VERB_PARTS = ("embedding", "norms", "projections", "attention", "MLP", "logits")
+NETWORK_PARTS = (*VERB_PARTS, "dispatch")  # dispatch: Python between the verbs, which a whole-step call does not have
+BOOKKEEPING = ("planning", "staging", "recording", "other")
+PARTS = (*NETWORK_PARTS, "sampling", *BOOKKEEPING)
+RUNS = 3  # of which the best counts, since other programs only make a run slower
+# What a step calls outside the network: attribute of the engine -> method -> part.
+HOOKS = {
+    "batcher": {"evict_completed": "planning", "admit_pending": "planning", "active_slots": "planning"},
+    "phases": {"plan": "planning"},
+    "rows": {"update": "staging", "stage": "staging"},
+    "prefill_executor": {"run": "network"},
+    "decode_executor": {"run": "network"},
+    "sampler": {"sample": "sampling"},
+    "recorder": {"record": "recording"},
+}
+
+
+@dataclass(slots=True)
+class PhaseProfile:
+    """One phase of the workload."""
+
+    name: str
+    num_tokens: int
+    num_steps: int
+    seconds: float  # of all timed steps
+    speed: float  # tokens per second without the stopwatch
+    parts: dict[str, PartTotals] = field(default_factory=dict)  # in the order of PARTS
+
+    @property
+    def flops(self) -> float:
+        return sum(part.flops for part in self.parts.values())
+
+    @property
+    def num_bytes(self) -> float:
+        return sum(part.num_bytes for part in self.parts.values())
+
+    @property
+    def plain_seconds(self) -> float:
+        """What the same tokens take without the stopwatch."""
+        return self.num_tokens / self.speed
+
+    @property
+    def flops_per_second(self) -> float:
+        return self.flops / self.plain_seconds
+
+    @property
+    def bytes_per_second(self) -> float:
+        return self.num_bytes / self.plain_seconds
+
+    def share(self, *names: str) -> float:
+        return sum(self.parts[name].seconds for name in names) / self.seconds
+
+
+@dataclass(slots=True)
+class Profile:
+    """Both phases of one workload, and what the machine could do."""
+
+    model: str
+    kernels: str
+    threads: int
+    batch: int
+    num_prompt: int
+    num_generated: int
+    prefill: PhaseProfile
+    decode: PhaseProfile
+    limits: MachineLimits
+
+    @property
+    def phases(self) -> tuple[PhaseProfile, PhaseProfile]:
+        return self.prefill, self.decode
+
+    def as_dict(self) -> dict[str, Any]:
+        limits = {
+            "bytes_per_second": self.limits.bytes_per_second,
+            "flops_per_second": self.limits.flops_per_second,
+            "bytes_how": self.limits.bytes_how,
+            "flops_how": self.limits.flops_how,
+        }
+        workload = {"batch": self.batch, "num_prompt": self.num_prompt, "num_generated": self.num_generated}
+        head = {"model": self.model, "kernels": self.kernels, "threads": self.threads, **workload, "limits": limits}
+        return {**head, **{phase.name: _phase_dict(phase) for phase in self.phases}}
+
+
+def profile_model(
+    model: LoadedModel,
+    kernels: KernelSet,
+    *,
+    num_prompt: int = 512,
+    num_generated: int = 64,
+    batch: int = 1,
+    threads: int | None = None,
+    limits: MachineLimits | None = None,
+    **options: Any,
+) -> Profile:
+    """Process `batch` prompts of `num_prompt` tokens, then generate `num_generated` tokens behind each."""
+    threads = threads or default_threads()
+    clock = PartClock(wait=_device_wait(kernels))
+    timed = TimedKernels(kernels, clock)
+    prefill, decode = Test(num_prompt=num_prompt, batch=batch), Test(0, num_generated, num_prompt, batch)
+    engine = bench_llm(model, [prefill, decode], kernels=cast(KernelSet, timed), **options).engine
+    timed.attach(engine.runner.weights)
+    hook_step(engine, clock)
+    measure(engine, Test(num_prompt=min(num_prompt, 16)))  # warm up
+    speeds = {test.name: max(measure(engine, test, seed) for seed in range(RUNS)) for test in (prefill, decode)}
+    return Profile(
+        model=str(model.path.name),
+        kernels=kernels.name,
+        threads=threads,
+        batch=batch,
+        num_prompt=num_prompt,
+        num_generated=num_generated,
+        prefill=_best(lambda: _time_prefill(engine, clock, prefill, speeds[prefill.name])),
+        decode=_best(lambda: _time_decode(engine, clock, decode, speeds[decode.name])),
+        limits=limits or measure_limits(kernels.device, threads),
+    )
+
+
+def _best(run: Callable[[], PhaseProfile]) -> PhaseProfile:
+    return min((run() for _ in range(RUNS)), key=lambda phase: phase.seconds)
+
+
+def _time_prefill(engine: InferenceEngine, clock: PartClock, test: Test, speed: float) -> PhaseProfile:
+    """Requests end with their first token, so that no step decodes."""
+    requests = add_random(engine, test.batch, test.num_prompt, 1, seed=1)
+
+    def busy() -> bool:
+        return any(not request.is_finished for request in requests)
+
+    return _timed_steps(engine, clock, "prefill", test.batch * test.num_prompt, speed, busy)
+
+
+def _time_decode(engine: InferenceEngine, clock: PartClock, test: Test, speed: float) -> PhaseProfile:
+    requests = start_decoding(engine, test, seed=1)
+    left = iter(range(test.num_generated))
+    num_tokens = test.batch * test.num_generated
+    phase = _timed_steps(engine, clock, "decode", num_tokens, speed, lambda: next(left, None) is not None)
+    stop(engine, requests)
+    return phase
+
+
+def _timed_steps(
+    engine: InferenceEngine, clock: PartClock, name: str, num_tokens: int, speed: float, busy: Callable[[], bool]
+) -> PhaseProfile:
+    seconds, num_steps = 0.0, 0
+    while busy():
+        clock.phase = name
+        begin = time.perf_counter()
+        engine.step()
+        seconds += time.perf_counter() - begin
+        clock.phase = None
+        num_steps += 1
+    totals = clock.totals.pop(name)
+    network = totals.pop("network").seconds
+    totals["dispatch"].seconds = max(network - sum(totals[part].seconds for part in VERB_PARTS), 0.0)
+    totals["other"].seconds = max(seconds - sum(part.seconds for part in totals.values()), 0.0)
+    return PhaseProfile(name, num_tokens, num_steps, seconds, speed, {part: totals[part] for part in PARTS})
+
+
+class _Hooked:
+    """An object of which some methods are timed and everything else is as it was."""
+
+    def __init__(self, inner: Any, clock: PartClock, parts: dict[str, str]) -> None:
+        self._inner = inner
+        for name, part in parts.items():
+            setattr(self, name, _timed_method(clock, part, getattr(inner, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def _timed_method(clock: PartClock, part: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *arguments: clock.timed(part, method, *arguments)
+
+
+def hook_step(engine: InferenceEngine, clock: PartClock) -> None:
+    """Put a stopwatch around what this engine's step calls outside the network; other engines are not touched."""
+    for attribute, parts in HOOKS.items():
+        setattr(engine, attribute, _Hooked(getattr(engine, attribute), clock, parts))
+
+
+def _device_wait(kernels: KernelSet) -> Callable[[], None] | None:
+    if not kernels.device.startswith("cuda"):
+        return None
+    import torch
+
+    return lambda: torch.cuda.synchronize(kernels.device)
+
+
+def _phase_dict(phase: PhaseProfile) -> dict[str, Any]:
+    return {
+        "tokens_per_second": phase.speed,
+        "num_tokens": phase.num_tokens,
+        "num_steps": phase.num_steps,
+        "timed_seconds": phase.seconds,
+        "plain_seconds": phase.plain_seconds,
+        "flops": phase.flops,
+        "bytes": phase.num_bytes,
+        "flops_per_second": phase.flops_per_second,
+        "bytes_per_second": phase.bytes_per_second,
+        "parts": {
+            name: {"seconds": part.seconds, "share": phase.share(name), "flops": part.flops, "bytes": part.num_bytes}
+            for name, part in phase.parts.items()
+        },
+    }

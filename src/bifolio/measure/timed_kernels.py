@@ -1,0 +1,170 @@
+"""A stopwatch around any kernel set: every verb's time, arithmetic and memory traffic, by part of the network.
+
+While the clock runs, the proxy hides `run`, the whole-step shortcut that some kernel sets have, so that the step is
+made of separate verbs; while it does not run, the proxy is transparent and the step is as fast as ever.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from bifolio.kernels.interface import (
+    Array,
+    AttentionSegment,
+    AttentionShape,
+    Batch,
+    Heads,
+    KernelSet,
+    Linear,
+    Norm,
+    Rotation,
+    Storage,
+)
+from bifolio.model.weights import ModelWeights
+
+
+@dataclass(slots=True)
+class PartTotals:
+    """What one part of a step took, summed."""
+
+    seconds: float = 0.0
+    flops: float = 0.0  # multiplications and additions of matrix products and attention
+    num_bytes: float = 0.0  # that have to be moved at least: weights once per pass, keys and values
+
+
+@dataclass(slots=True)
+class PartClock:
+    """Totals by phase and part; stopped while `phase` is None."""
+
+    phase: str | None = None
+    totals: dict[str, dict[str, PartTotals]] = field(
+        default_factory=lambda: defaultdict(lambda: defaultdict(PartTotals))
+    )
+    wait: Callable[[], None] | None = None  # lets a device finish, so that its work is counted where it was started
+
+    def timed(self, part: str, work: Callable[..., Any], *arguments: Any) -> Any:
+        """Run `work` and book its time."""
+        if self.phase is None:
+            return work(*arguments)
+        begin = time.perf_counter()
+        result = work(*arguments)
+        if self.wait is not None:
+            self.wait()
+        self.totals[self.phase][part].seconds += time.perf_counter() - begin
+        return result
+
+    def count(self, part: str, flops: float, num_bytes: float) -> None:
+        if self.phase is not None:
+            totals = self.totals[self.phase][part]
+            totals.flops += flops
+            totals.num_bytes += num_bytes
+
+
+class TimedKernels:
+    """Looks like the kernel set inside; `attach` tells it which matrix belongs to which part."""
+
+    def __init__(self, inner: KernelSet, clock: PartClock) -> None:
+        self.inner = inner
+        self.clock = clock
+        self._part_of: dict[int, str] = {}  # id of a Linear -> part; absent: the head
+        self._bytes_of: dict[int, int] = {}
+        self._pairs: dict[tuple[int, int | None], tuple[int, int]] = {}  # of the segments of the current pass
+
+    def attach(self, weights: ModelWeights) -> None:
+        """Learn the prepared weights that will be passed to the verbs."""
+        for layer in weights.layers:
+            for linear, part in ((layer.qkv, "projections"), (layer.output, "projections"), (layer.up, "MLP"),
+                                 (layer.down, "MLP")):  # fmt: skip
+                self._part_of[id(linear)] = part
+                self._bytes_of[id(linear)] = linear_bytes(linear)
+        self._bytes_of[id(weights.head)] = linear_bytes(weights.head)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "run" and self.clock.phase is not None:
+            raise AttributeError("the verbs are timed one by one now")
+        return getattr(self.inner, name)
+
+    # -- verbs ------------------------------------------------------------------------------------------------------
+    def embed(self, table: Any, ids: Array, scale: float) -> Array:
+        self._pairs.clear()  # a pass begins here
+        rows = self.clock.timed("embedding", self.inner.embed, table, ids, scale)
+        self.clock.count("embedding", 0, rows.shape[0] * rows.shape[1] * 4)
+        return rows
+
+    def rotation(self, inverse_frequencies: Array, scale: float, positions: Array) -> Rotation:
+        result: Rotation = self.clock.timed("attention", self.inner.rotation, inverse_frequencies, scale, positions)
+        return result
+
+    def norm(self, x: Array, norm: Norm) -> Array:
+        return self.clock.timed("norms", self.inner.norm, x, norm)
+
+    def add(self, x: Array, y: Array) -> Array:
+        return self.clock.timed("norms", self.inner.add, x, y)
+
+    def add_norm(self, x: Array, delta: Array, norm: Norm) -> tuple[Array, Array]:
+        result: tuple[Array, Array] = self.clock.timed("norms", self.inner.add_norm, x, delta, norm)
+        return result
+
+    def linear(self, x: Array, linear: Linear) -> Array:
+        part = self._part_of.get(id(linear), "logits")
+        self._count_linear(part, x, linear)
+        return self.clock.timed(part, self.inner.linear, x, linear)
+
+    def rope_and_write(
+        self, qkv: Array, shape: AttentionShape, rotation: Rotation | None, batch: Batch, storage: Storage | None
+    ) -> Heads:
+        work = self.inner.rope_and_write
+        heads: Heads = self.clock.timed("attention", work, qkv, shape, rotation, batch, storage)
+        return heads
+
+    def attend(
+        self, heads: Heads, shape: AttentionShape, segments: tuple[AttentionSegment, ...], storage: Storage | None
+    ) -> Array:
+        for segment in segments:
+            key = (id(segment), shape.window)
+            if key not in self._pairs:
+                self._pairs[key] = seen_pairs(segment, shape.window)
+            pairs, context = self._pairs[key]
+            size = storage.keys[0].dtype.itemsize if storage is not None else 4
+            flops = 4.0 * shape.num_heads * shape.head_dim * pairs  # one product for scores, one for values
+            self.clock.count("attention", flops, 2.0 * shape.num_kv_heads * shape.head_dim * size * context)
+        return self.clock.timed("attention", self.inner.attend, heads, shape, segments, storage)
+
+    def act_mul(self, x: Array, activation: str) -> Array:
+        return self.clock.timed("MLP", self.inner.act_mul, x, activation)
+
+    def act(self, x: Array, activation: str) -> Array:
+        return self.clock.timed("MLP", self.inner.act, x, activation)
+
+    def take(self, x: Array, rows: Array) -> Array:
+        return self.clock.timed("logits", self.inner.take, x, rows)
+
+    def logits(self, x: Array, head: Linear, softcap: float) -> Array:
+        self._count_linear("logits", x, head)
+        return self.clock.timed("logits", self.inner.logits, x, head, softcap)
+
+    def _count_linear(self, part: str, x: Array, linear: Linear) -> None:
+        flops = 2.0 * int(x.shape[0]) * linear.in_features * linear.out_features
+        self.clock.count(part, flops, self._bytes_of.get(id(linear), 0))
+
+
+def linear_bytes(linear: Linear) -> int:
+    """Bytes of the matrices as they lie in the file."""
+    return sum(int(part.nbytes) for part in linear.parts)
+
+
+def seen_pairs(segment: AttentionSegment, window: int | None) -> tuple[int, int]:
+    """(query, key) pairs that attention looks at, and the cached tokens it reads, over all sequences of a segment."""
+    lengths = np.diff(np.asarray(segment.query_starts)).astype(np.int64)
+    contexts = np.asarray(segment.context_lens).astype(np.int64)
+    first = contexts - lengths + 1  # tokens the first query sees
+    if window is None:
+        return int(((first + contexts) * lengths // 2).sum()), int(contexts.sum())
+    pairs = sum(int(np.minimum(np.arange(a, b + 1), window).sum()) for a, b in zip(first, contexts, strict=True))
+    return pairs, int(np.minimum(contexts, window + lengths - 1).sum())
