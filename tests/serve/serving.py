@@ -63,9 +63,9 @@ class RunningServer:
                 self.loop.call_later(0.0, self._poll_started)
                 await self.server.serve(sockets=[self._listener])
         except BaseException as error:
-            if not self._started.done():
-                self._started.set_exception(error)
-            raise
+            if self._started.done():
+                raise
+            self._started.set_exception(error)
 
     def _poll_started(self) -> None:
         if self.server.started:

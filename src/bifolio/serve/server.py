@@ -55,13 +55,13 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._context = context
         self._drain_seconds = drain_seconds
-        self._draining: asyncio.Task[None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Not uvicorn's own: it would raise the signal again after the drain, before the engine is closed."""
         if self._context.draining and sig == signal.SIGINT:
             self._context.engine.fail_all(stopped())  # a second Ctrl-C does not wait
+            self.force_exit = True
         self.begin_drain()
-        super().handle_exit(sig, frame)
 
     def begin_drain(self) -> None:
         """Refuse what is new, let finish what runs."""

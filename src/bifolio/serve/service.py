@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from bifolio.errors import BifolioError, RequestError
+from bifolio.beam_params import BeamSearchParams
+from bifolio.errors import BifolioError, GrammarError, RequestError
 from bifolio.run.engine import InferenceEngine
 from bifolio.run.engine_thread import EngineThread
 from bifolio.run.isolation import STEP_FAILED
@@ -29,6 +31,7 @@ from bifolio.serve.snapshot import blocks_of, slots_of, waiting_of
 
 logger = logging.getLogger(__name__)
 Send = Callable[[m.FromEngine], None]
+COMPILE_SECONDS = 10.0  # that a request waits for its grammar, at most
 
 
 @dataclass(slots=True)
@@ -119,6 +122,13 @@ class EngineService:
                 self.thread.post(lambda engine: self._start_compiled(engine, message, compiled))
 
         self._compilers.submit(compile_it)
+        late = threading.Timer(COMPILE_SECONDS, lambda: self.thread.post(lambda engine: self._too_late(message.id)))
+        late.daemon = True
+        late.start()
+
+    def _too_late(self, request_id: str) -> None:
+        """The bounds on a grammar make this rare; the thread goes on, but nobody waits for it."""
+        self._refuse_compiled(request_id, GrammarError("the grammar takes too long to compile: make it simpler"))
 
     def _refuse_compiled(self, request_id: str, error: BifolioError) -> None:
         if request_id in self._compiling:
@@ -131,12 +141,14 @@ class EngineService:
             self._start(engine, message, grammar)
 
     def _start(self, engine: InferenceEngine, message: m.Start, grammar: object | None = None) -> None:
+        values = dict(message.params) if grammar is None else {**message.params, "grammar": grammar}
+        options: dict[str, Any] = {"priority": message.priority, "salt": message.salt}
+        prompt = message.prompt_token_ids
         try:
-            values = dict(message.params) if grammar is None else {**message.params, "grammar": grammar}
-            params: Any = _beam_params(values) if message.is_beam_search else SamplingParams(**values)
-            request = engine.add_request(
-                message.id, message.prompt_token_ids, params, priority=message.priority, salt=message.salt
-            )
+            if message.is_beam_search:
+                request = engine.add_beam_search(message.id, prompt, BeamSearchParams(**values), **options)
+            else:
+                request = engine.add_request(message.id, prompt, SamplingParams(**values), **options)
         except BifolioError as error:
             self._refuse(message.id, error)
             return
@@ -236,15 +248,9 @@ class EngineService:
         return pieces
 
 
-def _beam_params(values: dict[str, Any]) -> Any:
-    from bifolio.beam_params import BeamSearchParams
-
-    return BeamSearchParams(**values)
-
-
 def _decided_at_the_end(request: Request) -> bool:
     """Which completions are returned, and in which order, is decided at the end."""
-    return request.params.num_sequences > request.params.n or getattr(request, "search", None) is not None
+    return request.params.num_sequences > request.params.n or request.search is not None
 
 
 def _final_pieces(request: Request) -> list[m.Piece]:
@@ -259,7 +265,7 @@ def _final_pieces(request: Request) -> list[m.Piece]:
             output.finish_reason,
             output.stop_reason,
             output.cumulative_logprob,
-            getattr(output, "score", None),
+            output.score,
         )
         for output in request_output(request).outputs
     ]

@@ -116,7 +116,7 @@ class CallScanner:
                 end = self._held.find(CLOSE_TAG)
                 if end < 0:
                     return out
-                out += self._take(self._held[:end])
+                out += self._take(self._held[:end], CLOSE_TAG)
                 self._held = self._held[end + len(CLOSE_TAG) :]
                 self._inside = False
                 continue
@@ -137,14 +137,14 @@ class CallScanner:
         if not self._inside:
             return held
         self._inside = False
-        return self._take(held)
+        return self._take(held, "")
 
-    def _take(self, inner: str) -> str:
+    def _take(self, inner: str, tail: str) -> str:
         call = read_call(inner.strip())
         if call is not None and call[0] in self.names:
             self.found.append(call)
             return ""
-        return OPEN_TAG + inner
+        return OPEN_TAG + inner + tail
 
 
 def _partial(text: str, tag: str) -> int:
