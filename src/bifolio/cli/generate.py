@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from bifolio.cli import options
+from bifolio.errors import RequestError
 
 
 def register(app: typer.Typer) -> None:
@@ -107,26 +108,36 @@ def stream_one(llm: Any, prompt: str | None, explicit: dict[str, Any]) -> None:
 
 
 def run_file(llm: Any, source: Path, target: Path | None, explicit: dict[str, Any]) -> None:
-    """JSON lines in, JSON lines out, in the same order."""
+    """JSON lines in, JSON lines out, in the same order; an `id` is handed through."""
+    entries = read_jsonl(source)
     prompts, params = [], []
-    for number, entry in enumerate(read_jsonl(source), start=1):
+    for number, entry in entries:
         prompt = entry.get("prompt_token_ids", entry.get("prompt"))
-        if prompt is None:
-            raise typer.BadParameter(f"{source}:{number}: needs 'prompt' or 'prompt_token_ids'")
+        if not isinstance(prompt, str | list):
+            raise typer.BadParameter(f"{source}:{number}: needs a text 'prompt' or a list 'prompt_token_ids'")
         prompts.append(prompt)
-        options_of_line = {k: v for k, v in entry.items() if k not in ("prompt", "prompt_token_ids", "id")}
-        params.append(llm.default_params(**{**explicit, **options_of_line}))
+        params.append(line_params(llm, f"{source}:{number}", entry, explicit))
     outputs = llm.generate(prompts, params)
     stream = sys.stdout if target is None else target.open("w", encoding="utf-8")
     try:
-        for output in outputs:
-            stream.write(json.dumps(as_record(output), ensure_ascii=False) + "\n")
+        for (_, entry), output in zip(entries, outputs, strict=True):
+            record = {**({"id": entry["id"]} if "id" in entry else {}), **as_record(output)}
+            stream.write(json.dumps(record, ensure_ascii=False) + "\n")
     finally:
         if target is not None:
             stream.close()
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
+def line_params(llm: Any, place: str, entry: dict[str, Any], explicit: dict[str, Any]) -> Any:
+    options_of_line = {k: v for k, v in entry.items() if k not in ("prompt", "prompt_token_ids", "id")}
+    try:
+        return llm.default_params(**{**explicit, **options_of_line})
+    except (TypeError, RequestError) as error:  # TypeError: a name that is no sampling option
+        raise typer.BadParameter(f"{place}: {error}") from error
+
+
+def read_jsonl(path: Path) -> list[tuple[int, dict[str, Any]]]:
+    """(line number, object) of every line that is not blank."""
     if not path.is_file():
         raise typer.BadParameter(f"{path} does not exist")
     entries = []
@@ -139,7 +150,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
             raise typer.BadParameter(f"{path}:{number}: not JSON: {error}") from error
         if not isinstance(entry, dict):
             raise typer.BadParameter(f'{path}:{number}: every line is an object such as {{"prompt": "Hello"}}')
-        entries.append(entry)
+        entries.append((number, entry))
     return entries
 
 
