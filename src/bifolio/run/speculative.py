@@ -189,7 +189,7 @@ class Speculator:
         if not items:
             return plan
         guesses = dict(zip((item.slot for item in items), self.drafter.fill(items), strict=True))
-        decodes = tuple(replace(item, drafts=guesses.get(item.slot, ())) for item in plan.decodes)
+        decodes = tuple(item._replace(drafts=guesses.get(item.slot, ())) for item in plan.decodes)
         return replace(plan, decodes=decodes)
 
     def observe(self, num_guessed: int, num_right: int) -> None:

@@ -81,22 +81,25 @@ class PhaseManager:
         anybody is preempted for them.
         """
         preempted: list[Sequence] = []
-        active = [slot for slot in slots if slot.sequence is not None and not slot.sequence.is_dormant]
-        decodes = self._plan_decodes(active, token_budget, dict(drafts or {}), preempted)
+        active, decoding, waiting = _sorted_by_phase(slots)
+        decodes = self._plan_decodes(active, decoding[:token_budget], token_budget, dict(drafts or {}), preempted)
         left = token_budget - sum(item.num_new for item in decodes)
-        prefills = self._plan_prefills(active, left, preempted)
-        victims = {id(member) for victim in preempted for member in team(victim)}
-        return StepPlan(
-            decodes=tuple(item for item in decodes if id(item.sequence) not in victims),
-            prefills=tuple(item for item in prefills if id(item.sequence) not in victims),
-            copies=tuple(self.decode.blocks.take_copies()),
-            preempted=tuple(preempted),
-        )
+        prefills = self._plan_prefills(active, waiting, left, preempted) if waiting and left > 0 else []
+        if preempted:
+            victims = {id(member) for victim in preempted for member in team(victim)}
+            decodes = [item for item in decodes if id(item.sequence) not in victims]
+            prefills = [item for item in prefills if id(item.sequence) not in victims]
+        copies = tuple(self.decode.blocks.take_copies())
+        return StepPlan(tuple(decodes), tuple(prefills), copies, tuple(preempted))
 
     def _plan_decodes(
-        self, active: list[BatchSlot], token_budget: int, drafts: dict[int, int], preempted: list[Sequence]
+        self,
+        active: list[BatchSlot],
+        running: list[BatchSlot],
+        token_budget: int,
+        drafts: dict[int, int],
+        preempted: list[Sequence],
     ) -> list[ScheduledSequence]:
-        running = [slot for slot in active if _can_decode(slot.held)][:token_budget]
         if drafts:
             spare = token_budget - len(running)
             for slot in running:
@@ -111,22 +114,21 @@ class PhaseManager:
             self._evict(victim, preempted)
             active[:] = [slot for slot in active if slot.sequence is not None]
             running = [slot for slot in running if slot.sequence is not None]
-        return [
-            ScheduledSequence(
-                slot.index, slot.held, slot.held.num_computed, 1 + drafts.get(slot.held.id, 0), (slot.index,)
-            )
-            for slot in running
-        ]
+        scheduled = []
+        for slot in running:
+            sequence = slot.held
+            num_new = 1 + drafts.get(sequence.id, 0) if drafts else 1
+            scheduled.append(ScheduledSequence(slot.index, sequence, sequence.num_computed, num_new, (slot.index,)))
+        return scheduled
 
     def _plan_prefills(
-        self, active: list[BatchSlot], budget: int, preempted: list[Sequence]
+        self, active: list[BatchSlot], waiting: list[BatchSlot], budget: int, preempted: list[Sequence]
     ) -> list[ScheduledSequence]:
         scheduled: list[ScheduledSequence] = []
-        waiting = [slot for slot in active if slot.phase is SequencePhase.PREFILL]
-        for slot in sorted(waiting, key=lambda slot: slot.held.order):
+        for slot in sorted((slot for slot in waiting if slot.sequence is not None), key=lambda slot: slot.held.order):
             if budget < 1:
                 break
-            if slot.sequence is None or not self._has_row(slot.held):  # preempted in this very loop, or not yet opened
+            if slot.sequence is None or not self._has_row(slot.held):  # preempted in this step, or not yet opened
                 continue
             sequence = slot.held
             limit = min(self.chunk_size, budget, _chunk_limit(sequence))
@@ -169,10 +171,25 @@ class PhaseManager:
         preempted.append(victim)
 
 
-def _can_decode(sequence: Sequence) -> bool:
-    if sequence.phase is not SequencePhase.DECODE:
-        return False
-    return sequence.group is None or sequence.group.is_ready()
+def _sorted_by_phase(
+    slots: Sequences[BatchSlot],
+) -> tuple[list[BatchSlot], list[BatchSlot], list[BatchSlot]]:
+    """(all that run, those that can decode, those with a prompt to compute); one pass, since it is every step's."""
+    active, decoding, waiting = [], [], []
+    for slot in slots:
+        sequence = slot.sequence
+        if sequence is None or sequence.parent is not None:
+            continue
+        group = sequence.group
+        if group is not None and not group.is_live(sequence):
+            continue
+        active.append(slot)
+        phase = sequence.phase
+        if phase is SequencePhase.PREFILL:
+            waiting.append(slot)
+        elif phase is SequencePhase.DECODE and (group is None or group.is_ready()):
+            decoding.append(slot)
+    return active, decoding, waiting
 
 
 def _chunk_limit(sequence: Sequence) -> int:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from bifolio.cache.block_pool import BlockCopy
 from bifolio.sequence import Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
+class ScheduledSequence(NamedTuple):
     """Tokens [start, start + num_new) of one sequence run in this step.
 
     |<-- computed -->|<----- num_new ----->|<- not in this step ->|
