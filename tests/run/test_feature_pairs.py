@@ -1,0 +1,150 @@
+"""Every two features together: the output is the plain run's.
+
+Some features choose the output (n, beams, penalties, ...), others must not touch it (speculation, prefix hits, chunks,
+preemption). For each pair, a request with the choosing ones runs alone on a roomy plain engine, then with both features
+on and in company; tokens, texts and ends must be equal, and the features must really have happened.
+"""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bifolio import LLM, BeamSearchParams, SamplingParams, SpeculativeConfig
+from bifolio.kernels.reference import ReferenceKernels
+from bifolio.sequence import Request
+from helpers import tiny_folder
+
+PROMPT = "the little fox read the little fox read the"
+WINDOW = 6
+
+
+def shout(output: list[int], logits: Any) -> Any:
+    """A logits processor that depends on what was written."""
+    logits[len(output) % 7 :: 7] += 1.5
+    return logits
+
+
+CHOOSING: dict[str, dict[str, Any]] = {
+    "n": {"n": 3},
+    "beams": {},
+    "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2},
+    "logprobs": {"logprobs": 3},
+    "stop strings": {},  # filled in by `choosing`: a text that really comes
+    "logits processor": {"logits_processors": (shout,)},
+    "logit bias": {"logit_bias": {40: 2.0, 41: -5.0, 50: 1.0}},
+    "sliding window": {},
+}
+NEUTRAL = ("ngram", "draft", "prefix hit", "chunked prefill", "preemption")
+FEATURES = (*CHOOSING, *NEUTRAL)
+BEAMS_WITHOUT = {"n"}  # what has another name in a beam search: n is num_return_sequences
+
+
+@cache
+def folder(window: bool) -> Path:
+    config = {"model_type": "mistral", "sliding_window": WINDOW} if window else {}
+    return tiny_folder(tokenizer=True, seed=3, **config)
+
+
+def make_llm(features: frozenset[str]) -> LLM:
+    speculative = None
+    if "ngram" in features:
+        speculative = SpeculativeConfig("ngram", ngram_min=1, adaptive=False)
+    if "draft" in features:
+        path = str(folder("sliding window" in features))
+        speculative = SpeculativeConfig("draft", draft_model=path, adaptive=False)
+    crowded = "preemption" in features
+    return LLM(
+        folder("sliding window" in features), kernels=ReferenceKernels(), poison_free_blocks=True, block_size=4,
+        num_blocks=32 if crowded else 400, max_model_len=72, max_num_seqs=16, speculative=speculative,
+        chunk_size=3 if "chunked prefill" in features else 64, token_budget=64,
+        enable_prefix_caching=True,
+    )  # fmt: skip
+
+
+def choosing(features: frozenset[str]) -> dict[str, Any]:
+    few = tuple(range(40, 56))  # so few different tokens that the text repeats itself, and n-grams are found
+    options: dict[str, Any] = {"max_tokens": 16, "ignore_eos": True, "allowed_token_ids": few}
+    for feature in sorted(features & CHOOSING.keys()):
+        options.update(CHOOSING[feature])
+    if "stop strings" in features:
+        options["stop"] = (stop_text(features - {"stop strings"} - set(NEUTRAL)),)
+    return options
+
+
+@cache
+def stop_text(features: frozenset[str]) -> str:
+    """Three characters near the end of what this request writes, found by writing it."""
+    request = run_alone(features)
+    text = request.sequences[0].text
+    assert len(text) > 8, text
+    return text[-5:-2]
+
+
+def add(llm: LLM, features: frozenset[str]) -> Request:
+    options = choosing(features)
+    tokens = llm.model.require_tokenizer().encode(PROMPT)
+    if "beams" in features:
+        returned = options.pop("n", None)
+        width = BeamSearchParams(4, num_return_sequences=returned, length_penalty=-1.0, **options)
+        return llm.engine.add_beam_search("request", tokens, width)
+    return llm.engine.add_request("request", tokens, SamplingParams(temperature=0.8, seed=11, **options))
+
+
+def drain(llm: LLM) -> None:
+    for _ in range(3000):
+        if not llm.engine.has_work:
+            break
+        llm.engine.step()
+        llm.engine.blocks.check_invariants()
+    assert not llm.engine.has_work
+    assert llm.engine.blocks.num_used_blocks == 0
+
+
+@cache
+def run_alone(features: frozenset[str]) -> Request:
+    llm = make_llm(features)
+    request = add(llm, features)
+    drain(llm)
+    return request
+
+
+def essence(request: Request) -> list[Any]:
+    return [
+        (s.output_token_ids, s.text, s.finish_reason, s.stop_reason, [t.token_id for t in s.logprobs])
+        for s in request.sequences
+        if s.output_token_ids
+    ]
+
+
+@pytest.mark.parametrize(("first", "second"), itertools.combinations(FEATURES, 2))
+def test_pair(first: str, second: str) -> None:
+    pair = frozenset({first, second})
+    if pair == {"ngram", "draft"}:
+        pytest.skip("one engine guesses in one way; each of the two is tested with every other feature")
+    expected = run_alone(pair - set(NEUTRAL))
+    llm = make_llm(pair)
+    engine = llm.engine
+    company = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    tokens = llm.model.require_tokenizer().encode(PROMPT)
+    if "prefix hit" in pair:
+        engine.add_request("before", tokens, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
+        drain(llm)
+    for number in range(4):
+        engine.add_request(f"older {number}", [*tokens[number:], 5 + number], company)
+    request = add(llm, pair)
+    drain(llm)
+    assert request.error is None
+    assert essence(request) == essence(expected)
+    if "prefix hit" in pair:
+        assert request.metrics.num_cached_tokens > 0
+    if "preemption" in pair:
+        assert request.metrics.num_preemptions > 0
+    if pair & {"ngram", "draft"} and "beams" not in pair:
+        assert sum(sequence.num_drafted for sequence in request.sequences) > 0
+    if "stop strings" in pair:
+        assert any(s.stop_reason is not None for s in request.sequences)
