@@ -173,10 +173,12 @@ def describe(llm: LLM, threads: int | None) -> dict[str, Any]:
 
 
 def title(setting: dict[str, Any]) -> str:
+    from bifolio.measure.statistics import show_count
     from bifolio.run.memory import show_bytes
 
     size = f"{setting['num_parameters'] / 1e6:.1f} M parameters, {show_bytes(setting['weight_bytes'])}"
-    return f"{setting['model']} ({setting['format']}, {size}), {setting['kernels']}, {setting['threads']} threads"
+    threads = show_count(setting["threads"], "thread")
+    return f"{setting['model']} ({setting['format']}, {size}), {setting['kernels']}, {threads}"
 
 
 def step_text(test: Test, repetition: int) -> str:

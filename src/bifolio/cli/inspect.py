@@ -13,15 +13,21 @@ import typer
 from bifolio.cli import options
 
 if TYPE_CHECKING:
+    from bifolio.config import KVDtype, ModelConfig
     from bifolio.model.gguf_reader import Value
 
-HELP = """Show a model's metadata, tensors, formats, sizes and memory plan."""
+HELP = """Show a model's architecture, metadata, tensors, formats, sizes and memory plan.
+
+The plan is made from the file's header: nothing is allocated, and a model that does not fit can be looked at."""
 EPILOG = """Examples:
 
   bifolio inspect smol.q4_0.gguf
 
+  bifolio inspect ./model --memory 4GB --max-model-len 4096 --no-tensors
+
   bifolio inspect ./model --json | jq .formats"""
 _SHOWN_ITEMS = 6  # of a long array
+MAX_DEFAULT_LEN = 8192  # tokens of a sequence unless told, as in `LLM`
 
 
 def register(app: typer.Typer) -> None:
@@ -65,13 +71,20 @@ def inspect(
     model: Annotated[str, typer.Argument(help="A .gguf file, a folder, a llama2.c .bin file or a model's name.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     tensors: Annotated[bool, typer.Option("--tensors/--no-tensors", help="List every tensor.")] = True,
+    memory: options.Memory = None,
     max_model_len: options.MaxModelLen = None,
+    max_num_seqs: options.MaxNumSeqs = 16,
+    block_size: options.BlockSize = 16,
+    kv_dtype: options.KvDtype = "auto",
 ) -> None:
     from bifolio.model.loader import resolve
 
     path = resolve(model)
     contents = read_contents(path)
-    plan = memory_plan(path, max_model_len)
+    plan = memory_plan(
+        path, memory=memory, max_model_len=max_model_len, max_num_seqs=max_num_seqs, block_size=block_size,
+        kv_dtype=kv_dtype,
+    )  # fmt: skip
     if as_json:
         record = {
             **asdict(contents),
@@ -119,16 +132,32 @@ def plain_value(value: Value) -> Any:
     return items if len(value) <= _SHOWN_ITEMS else {"length": len(value), "first": items}
 
 
-def memory_plan(path: Path, max_model_len: int | None) -> dict[str, Any]:
-    """Bytes of weights and cache if the model were run with the defaults; the reason, when it cannot be."""
+def memory_plan(
+    path: Path,
+    *,
+    memory: str | None = None,
+    max_model_len: int | None = None,
+    max_num_seqs: int = 16,
+    block_size: int = 16,
+    kv_dtype: str = "auto",
+) -> dict[str, Any]:
+    """Bytes of weights and cache if the model were run with these settings; the reason, when it cannot be."""
     from bifolio.errors import BifolioError
     from bifolio.model.loader import load_model
-    from bifolio.run.memory import plan_memory, weight_bytes
+    from bifolio.run.memory import parse_bytes, plan_memory, weight_bytes
 
     try:
         loaded = load_model(path)
-        length = min(max_model_len or loaded.config.max_position, loaded.config.max_position)
-        plan = plan_memory(loaded.config, weight_bytes(loaded.weights), max_model_len=length)
+        length = min(max_model_len or MAX_DEFAULT_LEN, loaded.config.max_position)
+        plan = plan_memory(
+            loaded.config,
+            weight_bytes(loaded.weights),
+            block_size=block_size,
+            kv_dtype="f32" if kv_dtype == "auto" else checked_dtype(kv_dtype),
+            memory=None if memory is None else parse_bytes(memory),
+            max_model_len=length,
+            max_num_seqs=max_num_seqs,
+        )
     except BifolioError as error:
         return {"error": str(error)}
     return {
@@ -136,10 +165,32 @@ def memory_plan(path: Path, max_model_len: int | None) -> dict[str, Any]:
         "cache_bytes": plan.cache_bytes,
         "bytes_per_token": plan.bytes_per_token,
         "max_model_len": length,
+        "num_full_sequences": plan.max_cached_tokens // length,
         "num_parameters": loaded.config.num_parameters,
+        "architecture": architecture_lines(loaded.config),
         "notes": loaded.notes,
-        "lines": plan.lines(),
+        "lines": [*plan.lines(), f"fits             {plan.max_cached_tokens // length} sequences of {length} tokens"],
     }
+
+
+def checked_dtype(name: str) -> KVDtype:
+    from bifolio.errors import ConfigError
+
+    if name not in ("f32", "f16", "bf16"):
+        raise ConfigError(f"kv-dtype must be auto, f32, f16 or bf16, not {name!r}")
+    return name  # type: ignore[return-value]
+
+
+def architecture_lines(config: ModelConfig) -> list[str]:
+    """The network in words."""
+    windows = sorted({window for window in config.layer_window if window is not None})
+    sliding = f", sliding window {', '.join(map(str, windows))}" if windows else ""
+    return [
+        f"{config.architecture}, {config.num_parameters:,} parameters, context {config.max_position}",
+        f"{config.num_layers} layers of {config.hidden_size}, MLP {config.intermediate_size} ({config.activation})",
+        f"{config.num_heads} heads of {config.head_dim}, {config.num_kv_heads} for keys and values{sliding}",
+        f"vocabulary {config.vocab_size}, {'tied' if config.tie_embeddings else 'separate'} output matrix",
+    ]
 
 
 def show(contents: Contents, plan: dict[str, Any], with_tensors: bool) -> None:
@@ -150,6 +201,8 @@ def show(contents: Contents, plan: dict[str, Any], with_tensors: bool) -> None:
 
     console = Console(soft_wrap=True, highlight=False)
     console.print(f"{contents.path}: {contents.kind}", markup=False)
+    for line in plan.get("architecture", []):
+        console.print(f"  {line}", markup=False)
     table = Table("key", "value", box=None, title="metadata", title_justify="left")
     for key, value in contents.metadata.items():
         table.add_row(key, shorten(value))

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from bifolio.measure.statistics import show_count
+
 READ_BYTES = 256 << 20  # larger than the caches of any current CPU core complex
 MATRIX_SIZE = 1024
 GPU_MATRIX_SIZE = 8192
@@ -42,7 +44,7 @@ def measure_limits(device: str = "cpu", threads: int = 1, read_bytes: int = READ
     return MachineLimits(
         bytes_per_second=_read_speed(threads, read_bytes),
         flops_per_second=_matmul_speed(size),
-        bytes_how=f"numpy reads {read_bytes >> 20} MiB, {threads} thread{'s' if threads > 1 else ''}",
+        bytes_how=f"numpy reads {read_bytes >> 20} MiB, {show_count(threads, 'thread')}",
         flops_how=f"float32 matrix product {size}x{size}x{size}, numpy",
     )
 

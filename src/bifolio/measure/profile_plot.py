@@ -9,7 +9,7 @@ import numpy as np
 
 from bifolio.measure.figures import new_figure, plain_axes
 from bifolio.measure.profiler import BOOKKEEPING, NETWORK_PARTS, PhaseProfile, Profile
-from bifolio.measure.statistics import show_rate, show_seconds
+from bifolio.measure.statistics import show_count, show_rate, show_seconds
 
 COLOURS = {
     "embedding": "#8c8c8c",
@@ -31,7 +31,7 @@ def plot_profile(profile: Profile, path: Path) -> None:
     """Bars of shares on top, the roofline below."""
     figure = new_figure(11, 9.5)
     figure.suptitle(
-        f"{profile.model} on {profile.kernels} kernels, {profile.threads} threads: {profile.batch} x "
+        f"{profile.model} on {profile.kernels} kernels, {show_count(profile.threads, 'thread')}: {profile.batch} x "
         f"{profile.num_prompt} prompt tokens, then {profile.num_generated} generated",
         fontsize=12,
     )

@@ -40,6 +40,11 @@ def show_seconds(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
 
 
+def show_count(count: int, noun: str) -> str:
+    """1 thread, 2 threads."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def show_rate(value: float, unit: str) -> str:
     """A number per second with a decimal prefix: 12.3 GB/s."""
     for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from bifolio.measure.statistics import Distribution, show_rate, show_seconds
+from bifolio.measure.statistics import Distribution, show_count, show_rate, show_seconds
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -28,12 +28,10 @@ def new_table(title: str, *columns: str) -> Table:
 
 
 def throughput_table(title: str, rows: Sequence[BenchRow]) -> Table:
-    table = new_table(title, "test", "tokens/s", "±", "per token")
+    table = new_table(title, "test", "tokens/s", "±")
     for row in rows:
         summary = Distribution.of(row.speeds)
-        table.add_row(
-            row.test.name, f"{summary.mean:.2f}", f"{summary.std:.2f}", show_seconds(row.test.batch / summary.mean)
-        )
+        table.add_row(row.test.name, f"{summary.mean:.2f}", f"{summary.std:.2f}")
     return table
 
 
@@ -74,7 +72,7 @@ def trace_table(title: str, reports: Sequence[TraceReport]) -> Table:
 
 
 def phase_table(phase: PhaseProfile) -> Table:
-    heading = f"{phase.name}: {phase.num_tokens} tokens, {phase.num_steps} step{'s' if phase.num_steps > 1 else ''}"
+    heading = f"{phase.name}: {phase.num_tokens} tokens in {show_count(phase.num_steps, 'step')}"
     table = new_table(heading, "part", "per token", "%", "FLOP/s", "bytes/s")
     for name in phase.parts:
         table.add_row(name, *_part_cells(phase, name))

@@ -1,0 +1,91 @@
+"""`bifolio bench`: tables, JSON and pictures of every kind of benchmark."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from bifolio.cli.bench import numbers
+from bifolio.cli.main import build_app
+from bifolio.errors import ConfigError
+
+TRACE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
+    f"2023-11-16 18:15:{46 + number}.6805900,{10 + 7 * number},{2 + 5 * (number % 3)}\n" for number in range(6)
+)
+SMALL = ("--shape", "tiny", "--kernels", "reference")
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(build_app(), ["bench", *arguments, *SMALL], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def run_json(*arguments: str) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads(run(*arguments, "--json"))
+    return record
+
+
+@pytest.fixture
+def trace_file(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.csv"
+    path.write_text(TRACE)
+    return path
+
+
+def test_throughput_prints_a_row_for_every_test() -> None:
+    printed = run("throughput", "-p", "8", "-n", "3", "-d", "0,5", "-b", "1,2", "-r", "1")
+    for name in ("pp8", "pp8 x2", "tg3", "tg3@d5", "tg3 x2", "tg3@d5 x2"):
+        assert name in printed
+
+
+def test_throughput_as_json() -> None:
+    record = run_json("throughput", "-p", "8", "-n", "0", "-r", "2", "--format", "q8_0")
+    assert (record["model"], record["format"], record["kernels"]) == ("random-tiny-q8_0", "q8_0", "reference")
+    (row,) = record["rows"]
+    assert (row["test"], len(row["samples"])) == ("pp8", 2)
+    assert row["tokens_per_second"] > 0
+
+
+def test_latency_as_table_and_json() -> None:
+    arguments = ("latency", "-p", "8", "-n", "3", "-b", "2", "-r", "2")
+    assert "between tokens" in run(*arguments)
+    record = run_json(*arguments)
+    assert record["inter_token_latency"]["count"] == 2 * 2 * 2
+    assert record["time_to_first_token"]["p50"] > 0
+
+
+def test_trace_compared_with_static_batching(trace_file: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "trace.png"
+    record = run_json("trace", str(trace_file), "--scale", "1", "--speed", "0", "--max-num-seqs", "3",
+                      "--block-size", "4", "--compare", "static", "--plot", str(picture))  # fmt: skip
+    runs = {entry["name"]: entry for entry in record["runs"]}
+    assert set(runs) == {"continuous", "static, padded", "static, packed"}
+    assert {entry["num_output_tokens"] for entry in runs.values()} == {2 * (2 + 7 + 12)}
+    assert record["throughput_of_continuous_over_static_padded"] == pytest.approx(
+        runs["continuous"]["output_tokens_per_second"] / runs["static, padded"]["output_tokens_per_second"]
+    )
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_trace_prints_the_ratio(trace_file: Path) -> None:
+    printed = run("trace", str(trace_file), "--scale", "0.5", "--speed", "0", "--limit", "3", "--compare", "static")
+    assert "KV slots filled" in printed
+    assert "throughput of continuous over static padded:" in printed
+
+
+def test_wrong_settings_are_refused_before_anything_runs(trace_file: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not a folder"):
+        run("trace", str(trace_file), "--plot", str(tmp_path / "absent" / "out.png"))
+    with pytest.raises(ConfigError, match=r"\.png"):
+        run("trace", str(trace_file), "--plot", str(tmp_path / "out.exe"))
+    for arguments in (["trace", str(trace_file), "--compare", "magic"], ["throughput", "-p", "0", "-n", "0"]):
+        assert CliRunner().invoke(build_app(), ["bench", *arguments]).exit_code == 2
+    for text in ("", "a", "1,-2"):
+        with pytest.raises(Exception, match="number"):
+            numbers(text)
+    assert numbers("1, 8,16") == [1, 8, 16]

@@ -1,0 +1,136 @@
+"""`bifolio chat` with piped turns: answers, commands, the cache, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from bifolio import LLM, SamplingParams
+from bifolio.cli.chat import Conversation, Terminal, answer
+from bifolio.cli.main import build_app
+from bifolio.errors import ChatTemplateError
+from bifolio.kernels.reference import ReferenceKernels
+from helpers import tiny_folder
+
+CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+GREEDY = SamplingParams(temperature=0, max_tokens=6)
+OPTIONS = ("--temperature", "0", "--max-tokens", "6")
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    return tiny_folder(tokenizer=True, chat_template=CHAT)
+
+
+def chat(folder: Path, lines: str, *options: str) -> tuple[str, str]:
+    result = CliRunner().invoke(
+        build_app(), ["chat", "-m", str(folder), *OPTIONS, *options], input=lines, catch_exceptions=False
+    )
+    assert result.exit_code == 0, result.output
+    return result.stdout, result.stderr
+
+
+def expected(folder: Path, turns: list[str], system: str | None = None) -> list[str]:
+    """The same conversation through the offline API."""
+    llm = LLM(folder, max_num_seqs=1)
+    messages = [{"role": "system", "content": system}] if system else []
+    answers = []
+    for turn in turns:
+        messages.append({"role": "user", "content": turn})
+        answers.append(llm.chat(messages, GREEDY)[0].outputs[0].text)
+        messages.append({"role": "assistant", "content": answers[-1]})
+    return answers
+
+
+def test_every_line_is_a_turn_of_one_conversation(folder: Path) -> None:
+    printed, notes = chat(folder, "Once upon a time\n\nand then?\n")
+    assert printed == "".join(text + "\n" for text in expected(folder, ["Once upon a time", "and then?"]))
+    assert notes.count("tok/s") == 2
+
+
+def test_reset_forgets_and_system_stays(folder: Path) -> None:
+    printed, _ = chat(folder, "Hello\n/reset\nHello\n/quit\nnever said\n", "--system", "Be kind.")
+    (text,) = expected(folder, ["Hello"], "Be kind.")
+    assert printed == 2 * (text + "\n")
+
+
+def test_system_starts_over_with_another_prompt(folder: Path) -> None:
+    printed, notes = chat(folder, "Hello\n/system Be brief.\nHello\n/system\n")
+    assert printed.splitlines() == [*expected(folder, ["Hello"]), *expected(folder, ["Hello"], "Be brief.")]
+    assert notes.splitlines()[-1] == "Be brief."
+
+
+def test_save_writes_the_conversation(folder: Path, tmp_path: Path) -> None:
+    target = tmp_path / "conversation.json"
+    chat(folder, f"Hello\n/save {target}\n")
+    (text,) = expected(folder, ["Hello"])
+    assert json.loads(target.read_text())["messages"] == [
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": text},
+    ]
+
+
+def test_bad_commands_say_what_to_do(folder: Path, tmp_path: Path) -> None:
+    _, notes = chat(folder, f"/save\n/save {tmp_path}/absent/file\n/dance\n/help\n")
+    assert "say where" in notes
+    assert "could not write" in notes
+    assert "unknown command /dance" in notes
+    assert notes.count("/reset") == 2
+
+
+def test_later_turns_come_from_the_cache(folder: Path) -> None:
+    llm = LLM(folder, kernels=ReferenceKernels(), block_size=4, max_num_seqs=1, max_model_len=128)
+    conversation = Conversation(llm, GREEDY)
+    conversation.turn("The fox liked to read books about the sea.", lambda text: None)
+    first = len(conversation.llm.chat_tokens(conversation.messages[:1]))
+    request = conversation.turn("And?", lambda text: None)
+    assert request.metrics.num_cached_tokens >= first // 4 * 4
+
+
+def test_a_turn_that_does_not_fit_leaves_the_conversation_alone(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llm = LLM(folder, kernels=ReferenceKernels(), max_model_len=32, max_num_seqs=1)
+    conversation = Conversation(llm, GREEDY)
+    answer("word " * 100, conversation, Terminal(interactive=False))
+    assert conversation.messages == []
+    assert "shorten it" in capsys.readouterr().err
+
+
+def test_interrupting_keeps_what_was_said(folder: Path) -> None:
+    llm = LLM(folder, kernels=ReferenceKernels(), max_model_len=128, max_num_seqs=1)
+    conversation = Conversation(llm, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+    written: list[str] = []
+
+    def write(text: str) -> None:
+        written.append(text)
+        if len(written) == 3:
+            raise KeyboardInterrupt
+
+    conversation.turn("Hello", write)
+    assert conversation.messages[-1]["content"] == "".join(written[:3])
+    stats = llm.engine.stats()
+    assert (stats.num_running, stats.num_used_blocks) == (0, 0)
+
+
+def test_models_without_a_chat_template_are_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ChatTemplateError, match="no chat template"):
+        CliRunner().invoke(
+            build_app(), ["chat", "-m", str(tiny_folder(tmp_path, tokenizer=True))], input="", catch_exceptions=False
+        )
+
+
+def test_a_real_model_knows_the_capital_of_france(models_dir: Path) -> None:
+    model = models_dir / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    if not model.is_file():
+        pytest.skip(f"{model} is absent")
+    result = CliRunner().invoke(
+        build_app(),
+        ["chat", "-m", str(model), "--temperature", "0", "--max-tokens", "10", "--max-model-len", "256"],
+        input="Name the capital of France.\n",
+        catch_exceptions=False,
+    )
+    assert "Paris" in result.stdout

@@ -1,0 +1,125 @@
+"""The stopwatch around kernels and steps: nothing is changed, everything is counted."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from bifolio import LLM, SamplingParams
+from bifolio.kernels.interface import AttentionPhase, AttentionSegment, KernelSet
+from bifolio.kernels.reference import ReferenceKernels
+from bifolio.measure.machine import MachineLimits, measure_limits
+from bifolio.measure.profiler import PARTS, Profile, hook_step, profile_model
+from bifolio.measure.random_models import SHAPES, random_model
+from bifolio.measure.timed_kernels import PartClock, TimedKernels, seen_pairs
+
+LIMITS = MachineLimits(1e10, 1e11, "given", "given")
+PROMPT, GENERATED, BATCH = 24, 5, 2
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    return profile_model(
+        random_model("tiny"), ReferenceKernels(), num_prompt=PROMPT, num_generated=GENERATED, batch=BATCH,
+        threads=1, limits=LIMITS, chunk_size=16,
+    )  # fmt: skip
+
+
+def test_parts_cover_the_whole_time_of_both_phases(profile: Profile) -> None:
+    for phase in profile.phases:
+        assert tuple(phase.parts) == PARTS
+        assert sum(part.seconds for part in phase.parts.values()) == pytest.approx(phase.seconds, rel=1e-6)
+        for name in PARTS:
+            assert phase.parts[name].seconds > 0.0, name
+
+
+def test_phases_are_apart(profile: Profile) -> None:
+    assert (profile.prefill.num_tokens, profile.decode.num_tokens) == (PROMPT * BATCH, GENERATED * BATCH)
+    assert profile.prefill.num_steps == 3  # 48 tokens, 16 a step
+    assert profile.decode.num_steps == GENERATED
+
+
+def test_arithmetic_and_traffic_are_those_of_the_shapes(profile: Profile) -> None:
+    config = SHAPES["tiny"]
+    d, layers = config.hidden_size, config.num_layers
+    projections = layers * d * (2 * config.query_size + 2 * config.kv_size)
+    mlp = layers * 3 * d * config.intermediate_size
+    decode = profile.decode
+    assert decode.parts["projections"].flops == 2 * projections * GENERATED * BATCH
+    assert decode.parts["MLP"].flops == 2 * mlp * GENERATED * BATCH
+    assert decode.parts["MLP"].num_bytes == 4 * mlp * GENERATED  # once a step, not once a sequence
+    assert decode.parts["logits"].flops == 2 * d * config.vocab_size * GENERATED * BATCH
+    prefill = profile.prefill
+    assert prefill.parts["projections"].flops == 2 * projections * PROMPT * BATCH
+    assert prefill.parts["logits"].flops == 2 * d * config.vocab_size * BATCH  # the last token of each prompt
+    pairs = PROMPT * (PROMPT + 1) // 2 * BATCH
+    assert prefill.parts["attention"].flops == 4 * layers * config.query_size * pairs
+
+
+def test_speeds_and_rates_belong_together(profile: Profile) -> None:
+    record = profile.as_dict()
+    for phase in profile.phases:
+        assert phase.speed > 0
+        assert phase.flops_per_second == pytest.approx(phase.flops * phase.speed / phase.num_tokens)
+        assert record[phase.name]["tokens_per_second"] == phase.speed
+        assert sum(part["share"] for part in record[phase.name]["parts"].values()) == pytest.approx(1.0)
+
+
+def test_timing_does_not_change_tokens_and_hides_the_shortcut() -> None:
+    calls: list[str] = []
+
+    class Fused(ReferenceKernels):
+        def run(self, weights: Any, batch: Any, storage: Any) -> Any:
+            from bifolio.model.transformer import forward
+
+            calls.append("run")
+            return forward(weights, batch, self, storage)
+
+    clock = PartClock()
+    timed = cast(KernelSet, TimedKernels(Fused(), clock))
+    llm = LLM(random_model("tiny"), kernels=timed, num_blocks=40, max_model_len=64)
+    cast(TimedKernels, timed).attach(llm.engine.runner.weights)
+    hook_step(llm.engine, clock)
+    greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    plain = llm.generate([[1, 2, 3]], greedy)[0].outputs[0].token_ids
+    assert calls
+    assert not clock.totals
+    calls.clear()
+    clock.phase = "any"
+    assert llm.generate([[1, 2, 3]], greedy)[0].outputs[0].token_ids == plain
+    assert not calls
+    assert set(clock.totals["any"]) >= {"embedding", "norms", "projections", "attention", "MLP", "logits", "sampling"}
+
+
+def test_clock_books_time_only_while_it_runs() -> None:
+    clock = PartClock()
+    clock.timed("nap", time.sleep, 0.001)
+    clock.count("nap", 1, 1)
+    assert not clock.totals
+    clock.phase = "decode"
+    clock.timed("nap", time.sleep, 0.01)
+    assert clock.totals["decode"]["nap"].seconds >= 0.01
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+def test_seen_pairs_are_those_of_a_mask(window: int | None) -> None:
+    from bifolio.kernels.reference import causal_mask
+
+    lengths, contexts = [1, 4, 5], [7, 4, 9]
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    segment = AttentionSegment(AttentionPhase.PREFILL, 0, 10, starts, np.array(contexts, np.int32), None, False, 5, 9)
+    masks = [causal_mask(n, length, window) for n, length in zip(lengths, contexts, strict=True)]
+    assert seen_pairs(segment, window) == (
+        sum(int(mask.sum()) for mask in masks),
+        sum(int(mask.any(axis=0).sum()) for mask in masks),
+    )
+
+
+def test_limits_are_measured() -> None:
+    limits = measure_limits("cpu", threads=2, read_bytes=1 << 20)
+    assert limits.bytes_per_second > 1e6
+    assert limits.flops_per_second > 1e6
+    assert limits.ridge == limits.flops_per_second / limits.bytes_per_second
