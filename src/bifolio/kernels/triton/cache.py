@@ -1,0 +1,165 @@
+# mypy: disallow-untyped-decorators=False
+"""Queries, keys and values on their way into the cache: head norms, rotation and the write, in one pass; block copies."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from bifolio.kernels.interface import AttentionShape, Heads, Rotation, Storage
+
+HEADS_PER_PROGRAM = 8
+
+
+@triton.jit
+def _rope_write_kernel(
+    qkv: tl.tensor,  # [tokens, (heads + 2 * kv_heads) * dim]
+    query_norm: tl.tensor,  # f32[dim]
+    key_norm: tl.tensor,  # f32[dim]
+    cos: tl.tensor,  # f32[tokens, rotated / 2]
+    sin: tl.tensor,
+    slots: tl.tensor,  # i64[tokens]
+    turned: tl.tensor,  # [tokens, heads + kv_heads, dim]  queries, then keys
+    keys: tl.tensor,  # [blocks, kv_heads, block_size, dim]
+    values: tl.tensor,
+    qkv_stride: tl.tensor,
+    eps: tl.tensor,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    ROTATED: tl.constexpr,  # leading dimensions that are turned; 0: none
+    INTERLEAVED: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_CACHE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    dim = tl.arange(0, DIM_BLOCK)
+    exists = (head < HEADS + 2 * KV_HEADS)[:, None] & (dim < DIM)[None, :]
+    is_query = (head < HEADS)[:, None]
+    is_turned = (head < HEADS + KV_HEADS)[:, None]
+    source = qkv + token * qkv_stride + head[:, None] * DIM
+    x = tl.load(source + dim[None, :], mask=exists, other=0.0).to(tl.float32)
+    inverse = tl.zeros([TILE, 1], tl.float32) + 1.0
+    if HAS_NORM:
+        rounded = qkv.dtype.element_ty
+        inverse = tl.where(is_turned, 1.0 / tl.sqrt(tl.sum(x * x, axis=1)[:, None] / DIM + eps), 1.0)
+        weight = tl.load(query_norm + dim, mask=dim < DIM, other=0.0)[None, :]
+        key_weight = tl.load(key_norm + dim, mask=dim < DIM, other=0.0)[None, :]
+        x = (x * inverse * tl.where(is_query, weight, tl.where(is_turned, key_weight, 1.0))).to(rounded).to(tl.float32)
+    if ROTATED > 0:
+        half: tl.constexpr = ROTATED // 2
+        if INTERLEAVED:
+            partner = dim ^ 1
+            angle = dim // 2
+            is_first = dim % 2 == 0
+        else:
+            partner = tl.where(dim < half, dim + half, dim - half)
+            angle = tl.where(dim < half, dim, dim - half)
+            is_first = dim < half
+        turns = dim < ROTATED
+        other = tl.load(source + partner[None, :], mask=exists & turns[None, :], other=0.0).to(tl.float32)
+        if HAS_NORM:
+            weight = tl.load(query_norm + partner, mask=turns, other=0.0)[None, :]
+            key_weight = tl.load(key_norm + partner, mask=turns, other=0.0)[None, :]
+            other = other * inverse * tl.where(is_query, weight, tl.where(is_turned, key_weight, 1.0))
+            other = other.to(rounded).to(tl.float32)
+        cosine = tl.load(cos + token * half + angle, mask=turns, other=1.0)
+        sine = tl.load(sin + token * half + angle, mask=turns, other=0.0)
+        rotated = x * cosine[None, :] + other * tl.where(is_first, -sine, sine)[None, :]
+        x = tl.where(is_turned & turns[None, :], rotated, x)
+    target = turned + (token * (HEADS + KV_HEADS) + head[:, None]) * DIM + dim[None, :]
+    tl.store(target, x.to(turned.dtype.element_ty), mask=exists & is_turned)
+    if HAS_CACHE:
+        slot = tl.load(slots + token)
+        kv_head = tl.where(head < HEADS + KV_HEADS, head - HEADS, head - HEADS - KV_HEADS)
+        place = ((slot // BLOCK_SIZE) * KV_HEADS + kv_head[:, None]) * BLOCK_SIZE + slot % BLOCK_SIZE
+        place = place * DIM + dim[None, :]
+        tl.store(keys + place, x.to(keys.dtype.element_ty), mask=exists & is_turned & (is_query == 0))
+        tl.store(values + place, x.to(values.dtype.element_ty), mask=exists & (is_turned == 0))
+
+
+def rope_and_write(
+    qkv: torch.Tensor,
+    shape: AttentionShape,
+    rotation: Rotation | None,
+    slots: torch.Tensor | None,
+    storage: Storage | None,
+) -> Heads:
+    """Norm and turn the query and key heads; with `slots`, write keys and values to the cache."""
+    heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+    tokens = qkv.shape[0]
+    turned = torch.empty((tokens, heads + kv_heads, dim), dtype=qkv.dtype, device=qkv.device)
+    norms = shape.query_norm, shape.key_norm
+    has_norm = norms[0] is not None and norms[1] is not None
+    cached = storage is not None and slots is not None
+    keys = storage.keys[shape.layer] if cached and storage is not None else turned
+    values = storage.values[shape.layer] if cached and storage is not None else turned
+    dim_block = triton.next_power_of_2(dim)
+    all_heads = heads + 2 * kv_heads
+    tile = min(HEADS_PER_PROGRAM, triton.next_power_of_2(all_heads))
+    if tokens:
+        _rope_write_kernel[(tokens, triton.cdiv(all_heads, tile))](
+            qkv,
+            norms[0].weight if norms[0] is not None else qkv,
+            norms[1].weight if norms[1] is not None else qkv,
+            qkv if rotation is None else rotation.cos,
+            qkv if rotation is None else rotation.sin,
+            slots if cached else qkv,
+            turned,
+            keys,
+            values,
+            qkv.stride(0),
+            norms[0].eps if norms[0] is not None else 0.0,
+            HEADS=heads,
+            KV_HEADS=kv_heads,
+            DIM=dim,
+            DIM_BLOCK=dim_block,
+            ROTATED=0 if rotation is None else 2 * rotation.cos.shape[-1],
+            INTERLEAVED=shape.rope_interleaved,
+            HAS_NORM=has_norm,
+            HAS_CACHE=cached,
+            BLOCK_SIZE=storage.block_size if storage is not None else 1,
+            TILE=tile,
+            num_warps=min(max(tile * dim_block // 256, 1), 8),
+        )
+    value = qkv.unflatten(-1, (all_heads, dim))[:, heads + kv_heads :]
+    return Heads(turned[:, :heads], turned[:, heads:], value)
+
+
+@triton.jit
+def _copy_blocks_kernel(
+    cache: tl.tensor,  # i64 words of every layer's keys and values: [arrays, blocks, words]
+    pairs: tl.tensor,  # i32[copies, 2]  source and destination
+    array_stride: tl.tensor,
+    WORDS: tl.constexpr,  # of one block in one layer
+    BLOCK: tl.constexpr,
+) -> None:
+    pair, array = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    source = tl.load(pairs + 2 * pair).to(tl.int64)
+    destination = tl.load(pairs + 2 * pair + 1).to(tl.int64)
+    base = cache + array * array_stride
+    for start in range(0, WORDS, BLOCK):
+        words = start + tl.arange(0, BLOCK)
+        inside = words < WORDS
+        tl.store(
+            base + destination * WORDS + words, tl.load(base + source * WORDS + words, mask=inside), mask=inside
+        )
+
+
+def copy_blocks(cache: torch.Tensor, pairs: torch.Tensor) -> None:
+    """Copy whole blocks in every layer with one launch; no destination is a source.
+
+    cache: [arrays, blocks, ...], contiguous, a block's bytes a multiple of 8 (or of its own element's size).
+    pairs: i32[copies, 2] on the device.
+    """
+    if not pairs.shape[0]:
+        return
+    flat = cache.view(cache.shape[0], cache.shape[1], -1)
+    words = flat.view(torch.int64) if flat.shape[2] * flat.element_size() % 8 == 0 else flat
+    grid = (pairs.shape[0], words.shape[0])
+    _copy_blocks_kernel[grid](words, pairs, words.stride(0), WORDS=words.shape[2], BLOCK=1024, num_warps=4)

@@ -1,0 +1,397 @@
+# mypy: disallow-untyped-decorators=False
+"""Decode attention: one query per sequence over its paged context, split into pieces that fill the GPU.
+
+    sequence 0  |<- piece 0 ->|<- piece 1 ->|<- piece 2 ->|
+    sequence 1  |<- piece 3 ->|
+    sequence 2  |<- piece 4 ->|<- 5 ->|
+
+Pieces have one length, chosen on the device from all contexts together, so that a graph captured once serves any
+lengths: there are never more than `num_sequences + extra` pieces. Each leaves an average of values and the logarithm
+of its weights' sum; whoever finishes last for a head joins them, always in the order of the context.
+
+The query heads that share a key head are the rows of one small matrix product, so keys and values are read once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+import torch
+import triton
+import triton.language as tl
+
+from bifolio.kernels.interface import AttentionShape, Storage
+
+LOG2_E = 1.4426950408889634
+TILE = 64  # tokens read together
+MIN_ROWS = 16  # rows of the smallest matrix product
+DETERMINISTIC_PIECE = 512  # tokens; a constant, so that no neighbour moves a piece's border
+PIECES_PER_HEAD_SLOT = 4  # pieces wanted for each multiprocessor, before they are dealt to the heads
+
+
+@dataclass(slots=True)
+class Pieces:
+    """How the contexts of one step are cut; filled on the device, once per step and window."""
+
+    sequence: torch.Tensor  # i32[p]  whose piece; -1: none
+    number: torch.Tensor  # i32[p]  which of the sequence's pieces
+    first: torch.Tensor  # i32[s]  index of the sequence's first piece
+    count: torch.Tensor  # i32[s]
+    length: torch.Tensor  # i32[1]  tokens of a piece
+    arrivals: torch.Tensor  # i32[s, kv_heads]  pieces that are done; 0 between two launches
+    mixed: torch.Tensor  # f32[p, heads, dim]
+    weight: torch.Tensor  # f32[p, heads]  log2 of the sum of weights
+    window: int  # 0: none
+
+    @property
+    def most(self) -> int:
+        return int(self.sequence.shape[0])
+
+
+def new_pieces(
+    num_sequences: int, shape: AttentionShape, device: torch.device | str, *, num_processors: int, max_pieces: int = 0
+) -> Pieces:
+    """Room for the pieces of a step; `max_pieces` is given in deterministic mode, where lengths alone decide."""
+    extra = max(PIECES_PER_HEAD_SLOT * num_processors // shape.num_kv_heads, 1)
+    most = max_pieces or num_sequences + extra
+
+    def integers(*size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=torch.int32, device=device)
+
+    return Pieces(
+        sequence=integers(most),
+        number=integers(most),
+        first=integers(num_sequences),
+        count=integers(num_sequences),
+        length=integers(1),
+        arrivals=integers(num_sequences, shape.num_kv_heads),
+        mixed=torch.empty((most, shape.num_heads, shape.head_dim), dtype=torch.float32, device=device),
+        weight=torch.empty((most, shape.num_heads), dtype=torch.float32, device=device),
+        window=shape.window or 0,
+    )
+
+
+@triton.jit
+def _cut_kernel(
+    lengths: tl.tensor,  # i32[s]
+    sequence: tl.tensor,
+    number: tl.tensor,
+    first: tl.tensor,
+    count: tl.tensor,
+    piece_length: tl.tensor,
+    num_sequences: tl.tensor,
+    most: tl.tensor,
+    extra: tl.tensor,
+    window: tl.tensor,
+    skipped: tl.tensor,  # i32[1]  leading tokens that another kernel looks at; 0 without such
+    FIXED: tl.constexpr,  # length of a piece; 0: choose
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ITEMS: tl.constexpr,
+) -> None:
+    row = tl.arange(0, BLOCK)
+    length = tl.load(lengths + row, mask=row < num_sequences, other=0)
+    begin = _first_token(length, window, tl.load(skipped), TILE)
+    span = tl.maximum(length - begin, 0)
+    if FIXED > 0:
+        piece = FIXED
+    else:
+        piece = tl.cdiv(tl.cdiv(tl.maximum(tl.sum(span, axis=0), 1), extra), TILE) * TILE
+    pieces = (span + piece - 1) // piece
+    before = tl.cumsum(pieces, axis=0) - pieces
+    tl.store(first + row, before, mask=row < num_sequences)
+    tl.store(count + row, pieces, mask=row < num_sequences)
+    tl.store(piece_length, piece)
+    total = tl.sum(pieces, axis=0)
+    for start in range(0, most, ITEMS):
+        item = start + tl.arange(0, ITEMS)
+        tl.store(sequence + item, tl.full([ITEMS], -1, tl.int32), mask=(item >= total) & (item < most))
+    for index in range(0, tl.max(pieces, axis=0)):
+        mine = (index < pieces) & (before + index < most)
+        tl.store(sequence + before + index, row, mask=mine)
+        tl.store(number + before + index, tl.zeros([BLOCK], tl.int32) + index, mask=mine)
+
+
+@triton.jit
+def _first_token(length: tl.tensor, window: tl.tensor, skipped: tl.tensor, TILE: tl.constexpr) -> tl.tensor:
+    """Where reading begins: the tile of the window's first token, behind what is skipped (whole tiles)."""
+    begin = tl.where(window > 0, tl.maximum(length - window, 0) // TILE * TILE, 0)
+    return tl.maximum(begin, skipped)
+
+
+def cut(pieces: Pieces, lengths: torch.Tensor, skipped: torch.Tensor, *, deterministic: bool = False) -> None:
+    """Plan the pieces for these context lengths (i32[s], on the device)."""
+    num_sequences = lengths.shape[0]
+    _cut_kernel[(1,)](
+        lengths,
+        pieces.sequence,
+        pieces.number,
+        pieces.first,
+        pieces.count,
+        pieces.length,
+        num_sequences,
+        pieces.most,
+        max(pieces.most - num_sequences, 1),
+        pieces.window,
+        skipped,
+        FIXED=DETERMINISTIC_PIECE if deterministic else 0,
+        TILE=TILE,
+        BLOCK=triton.next_power_of_2(num_sequences),
+        ITEMS=256,
+        num_warps=4,
+    )
+
+
+@triton.jit
+def read_tile(
+    cache: tl.tensor,  # [blocks, kv_heads, block_size, dim]
+    table: tl.tensor,  # i32[...]  of one sequence
+    start: tl.tensor,  # first token of the tile
+    end: tl.tensor,  # tokens from here on are not read
+    kv_head: tl.tensor,
+    dim: tl.tensor,
+    KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    MASKED: tl.constexpr,  # the tile may reach behind the end
+) -> tl.tensor:
+    """[tile, dim] of one head; 0 behind the end, where the cache may hold anything, NaN included."""
+    offset = tl.arange(0, TILE)
+    token = start + offset
+    if BLOCK_SIZE % TILE == 0:
+        block = tl.load(table + start // BLOCK_SIZE).to(tl.int64)
+        place = (block * KV_HEADS + kv_head) * (BLOCK_SIZE * DIM) + (start % BLOCK_SIZE + offset[:, None]) * DIM
+    else:
+        if MASKED:
+            blocks = tl.load(table + token // BLOCK_SIZE, mask=token < end, other=0).to(tl.int64)
+        else:
+            blocks = tl.load(table + token // BLOCK_SIZE).to(tl.int64)
+        place = ((blocks[:, None] * KV_HEADS + kv_head) * BLOCK_SIZE + (token % BLOCK_SIZE)[:, None]) * DIM
+    source = cache + place + dim[None, :]
+    if MASKED:
+        return tl.load(source, mask=(token < end)[:, None] & (dim < DIM)[None, :], other=0.0)
+    if DIM != DIM_BLOCK:
+        return tl.load(source, mask=(dim < DIM)[None, :] & (token >= 0)[:, None], other=0.0)
+    return tl.load(source)
+
+
+@triton.jit
+def mix_tile(
+    query: tl.tensor,  # [rows, dim]
+    key: tl.tensor,  # [tile, dim]
+    value: tl.tensor,
+    visible: tl.tensor,  # bool[1 or rows, tile]
+    highest: tl.tensor,  # f32[rows]
+    total: tl.tensor,  # f32[rows]
+    mixed: tl.tensor,  # f32[rows, dim]
+    scale: tl.tensor,  # softmax scale * log2(e)
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> tl.tensor:
+    """One step of the running softmax: (highest, total, mixed) with this tile taken in."""
+    scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
+    if MASKED:
+        scores = tl.where(visible, scores, -float("inf"))
+    new_highest = tl.maximum(highest, tl.max(scores, axis=1))
+    if MASKED:  # a row that has seen nothing yet stays at 0 weight
+        safe = tl.where(new_highest == -float("inf"), 0.0, new_highest)
+    else:
+        safe = new_highest
+    weights = tl.exp2(scores - safe[:, None])
+    shrink = tl.exp2(highest - safe)
+    total = total * shrink + tl.sum(weights, axis=1)
+    mixed = mixed * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision=PRECISION)
+    return new_highest, total, mixed
+
+
+@triton.jit
+def _decode_kernel(
+    query: tl.tensor,  # [s, heads, dim], rows `query_stride` apart
+    keys: tl.tensor,  # [blocks, kv_heads, block_size, dim]
+    values: tl.tensor,
+    tables: tl.tensor,  # i32[rows, max_blocks]
+    table_rows: tl.tensor,  # i32[s]  row of each sequence in `tables`
+    lengths: tl.tensor,  # i32[s]
+    sequence: tl.tensor,
+    number: tl.tensor,
+    first: tl.tensor,
+    count: tl.tensor,
+    piece_length: tl.tensor,
+    arrivals: tl.tensor,
+    mixed_parts: tl.tensor,
+    weight_parts: tl.tensor,
+    skipped: tl.tensor,  # i32[1]
+    out: tl.tensor,  # [s, heads * dim]
+    query_stride: tl.tensor,
+    table_stride: tl.tensor,
+    window: tl.tensor,
+    scale: tl.tensor,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    JOIN: tl.constexpr,  # the last to arrive joins the pieces; else another kernel does
+) -> None:
+    kv_head, item = tl.program_id(0), tl.program_id(1)
+    owner = tl.load(sequence + item)
+    if owner >= 0:
+        length = tl.load(lengths + owner)
+        piece = tl.load(piece_length)
+        lowest = _first_token(length, window, tl.load(skipped), TILE)
+        begin = lowest + tl.load(number + item) * piece
+        end = tl.minimum(begin + piece, length)
+        table = tables + tl.load(table_rows + owner).to(tl.int64) * table_stride
+        row, dim = tl.arange(0, ROWS), tl.arange(0, DIM_BLOCK)
+        head = kv_head * GROUP + row
+        real = (row < GROUP)[:, None] & (dim < DIM)[None, :]
+        place = query + owner.to(tl.int64) * query_stride + head[:, None] * DIM + dim[None, :]
+        q = tl.load(place, mask=real, other=0.0).to(keys.dtype.element_ty)
+        highest = tl.full([ROWS], -float("inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        mixed = tl.zeros([ROWS, DIM_BLOCK], tl.float32)
+        oldest = tl.where(window > 0, length - window, 0)
+        whole = begin + (end - begin) // TILE * TILE
+        if oldest > begin:  # the window begins inside this piece's first tile
+            whole = begin
+        visible = tl.full([1, TILE], 1, tl.int1)
+        for start in tl.range(begin, whole, TILE, num_stages=STAGES):
+            k = read_tile(
+                keys, table, start, end, kv_head, dim, KV_HEADS, BLOCK_SIZE, DIM, DIM_BLOCK, TILE, MASKED=False
+            )
+            v = read_tile(
+                values, table, start, end, kv_head, dim, KV_HEADS, BLOCK_SIZE, DIM, DIM_BLOCK, TILE, MASKED=False
+            )
+            highest, total, mixed = mix_tile(
+                q, k, v, visible, highest, total, mixed, scale, MASKED=False, PRECISION=PRECISION
+            )
+        for start in tl.range(whole, end, TILE, num_stages=1):
+            token = start + tl.arange(0, TILE)
+            seen = ((token < end) & (token >= oldest))[None, :]
+            k = read_tile(
+                keys, table, start, end, kv_head, dim, KV_HEADS, BLOCK_SIZE, DIM, DIM_BLOCK, TILE, MASKED=True
+            )
+            v = read_tile(
+                values, table, start, end, kv_head, dim, KV_HEADS, BLOCK_SIZE, DIM, DIM_BLOCK, TILE, MASKED=True
+            )
+            highest, total, mixed = mix_tile(
+                q, k, v, seen, highest, total, mixed, scale, MASKED=True, PRECISION=PRECISION
+            )
+        mixed = mixed / total[:, None]
+        num_pieces = tl.load(count + owner)
+        result = out + (owner.to(tl.int64) * HEADS + head[:, None]) * DIM + dim[None, :]
+        if (num_pieces == 1) & JOIN:
+            tl.store(result, mixed.to(out.dtype.element_ty), mask=real)
+        else:
+            part = item.to(tl.int64) * HEADS + head
+            tl.store(mixed_parts + part[:, None] * DIM + dim[None, :], mixed, mask=real)
+            tl.store(weight_parts + part, highest + tl.log2(total), mask=row < GROUP)
+            if JOIN:
+                tl.debug_barrier()  # every thread's part is written before the arrival is announced
+                counter = arrivals + owner * KV_HEADS + kv_head
+                arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+                if arrived == num_pieces - 1:
+                    tl.store(counter, 0)
+                    start_part = tl.load(first + owner)
+                    joined = _join(
+                        mixed_parts, weight_parts, start_part, num_pieces, head, dim, real,
+                        HEADS, DIM, DIM_BLOCK, ROWS, GROUP,
+                    )  # fmt: skip
+                    tl.store(result, joined.to(out.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def _join(
+    mixed_parts: tl.tensor,
+    weight_parts: tl.tensor,
+    start_part: tl.tensor,
+    num_pieces: tl.tensor,
+    head: tl.tensor,
+    dim: tl.tensor,
+    real: tl.tensor,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+) -> tl.tensor:
+    """[rows, dim]: the pieces of one sequence weighted by their sums, in the order of the context."""
+    highest = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    mixed = tl.zeros([ROWS, DIM_BLOCK], tl.float32)
+    exists = tl.arange(0, ROWS) < GROUP
+    for index in range(0, num_pieces):
+        part = (start_part + index).to(tl.int64) * HEADS + head
+        weight = tl.load(weight_parts + part, mask=exists, other=0.0, cache_modifier=".cg")
+        values = tl.load(
+            mixed_parts + part[:, None] * DIM + dim[None, :], mask=real, other=0.0, cache_modifier=".cg"
+        )
+        new_highest = tl.maximum(highest, weight)
+        shrink, grow = tl.exp2(highest - new_highest), tl.exp2(weight - new_highest)
+        total = total * shrink + grow
+        mixed = mixed * shrink[:, None] + values * grow[:, None]
+        highest = new_highest
+    return mixed / total[:, None]
+
+
+def decode_attention(
+    query: torch.Tensor,  # [s, heads, dim]
+    shape: AttentionShape,
+    storage: Storage,
+    tables: torch.Tensor,  # i32[rows, max_blocks]
+    table_rows: torch.Tensor,  # i32[s]
+    lengths: torch.Tensor,  # i32[s]  tokens visible to the query, itself included; 0: a row of padding
+    pieces: Pieces,  # cut for these lengths
+    skipped: torch.Tensor,  # i32[1]
+    *,
+    stages: int = 3,
+    warps: int = 4,
+    tile: int = TILE,
+) -> torch.Tensor:
+    """[s, heads * dim]; rows of padding are left as they are."""
+    num_sequences, heads, dim = query.shape
+    group = heads // shape.num_kv_heads
+    keys, values = storage.keys[shape.layer], storage.values[shape.layer]
+    out = torch.empty((num_sequences, heads * dim), dtype=query.dtype, device=query.device)
+    _decode_kernel[(shape.num_kv_heads, pieces.most)](
+        query,
+        keys,
+        values,
+        tables,
+        table_rows,
+        lengths,
+        pieces.sequence,
+        pieces.number,
+        pieces.first,
+        pieces.count,
+        pieces.length,
+        pieces.arrivals,
+        pieces.mixed,
+        pieces.weight,
+        skipped,
+        out,
+        query.stride(0),
+        tables.stride(0),
+        pieces.window,
+        shape.scale * LOG2_E,
+        HEADS=heads,
+        KV_HEADS=shape.num_kv_heads,
+        GROUP=group,
+        ROWS=max(MIN_ROWS, triton.next_power_of_2(group)),
+        DIM=dim,
+        DIM_BLOCK=max(16, triton.next_power_of_2(dim)),
+        BLOCK_SIZE=storage.block_size,
+        TILE=tile,
+        STAGES=stages if keys.dtype != torch.float32 else 1,
+        PRECISION="ieee" if keys.dtype == torch.float32 else "tf32",
+        JOIN=True,
+        num_warps=warps,
+        num_stages=stages if keys.dtype != torch.float32 else 1,
+    )
+    return out

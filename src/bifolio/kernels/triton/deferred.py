@@ -1,0 +1,83 @@
+"""Values that are not computed yet, so that the operation that needs them can be fused with them.
+
+The network is written in small verbs. With few rows each is bound by its launch, so `norm` and `linear` hand out
+promises, and the verb that consumes them launches one kernel for all:
+
+    norm → linear                          the norm is computed while the weights stream by
+    linear → act_mul                       gate and up are multiplied before anything is written
+    linear → add                           the residual is added where the product is finished
+    add → norm                             (many rows) one pass over the sum
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from bifolio.kernels.interface import Linear, Norm
+
+
+@dataclass(slots=True, eq=False)
+class Sum:
+    """x + delta."""
+
+    x: torch.Tensor
+    delta: torch.Tensor
+    value: torch.Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        return int(self.x.shape[0])
+
+    def tensor(self) -> torch.Tensor:
+        if self.value is None:
+            self.value = self.x + self.delta
+        return self.value
+
+
+@dataclass(slots=True, eq=False)
+class Normed:
+    """The norm of x."""
+
+    x: torch.Tensor
+    norm: Norm
+    compute: Callable[[torch.Tensor, Norm], torch.Tensor]
+    value: torch.Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        return int(self.x.shape[0])
+
+    def tensor(self) -> torch.Tensor:
+        if self.value is None:
+            self.value = self.compute(self.x, self.norm)
+        return self.value
+
+
+@dataclass(slots=True, eq=False)
+class Product:
+    """x, perhaps normed, times the weights of a linear layer."""
+
+    x: torch.Tensor | Normed
+    linear: Linear
+    compute: Callable[[Product, str | None, torch.Tensor | None], torch.Tensor]
+    value: torch.Tensor | None = field(default=None)
+
+    @property
+    def rows(self) -> int:
+        return int(self.x.shape[0]) if isinstance(self.x, torch.Tensor) else self.x.rows
+
+    def tensor(self) -> torch.Tensor:
+        if self.value is None:
+            self.value = self.compute(self, None, None)
+        return self.value
+
+
+Deferred = Sum | Normed | Product
+
+
+def tensor(value: torch.Tensor | Deferred) -> torch.Tensor:
+    """The value itself, computed now if it was not."""
+    return value if isinstance(value, torch.Tensor) else value.tensor()

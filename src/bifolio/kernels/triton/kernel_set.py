@@ -1,0 +1,221 @@
+"""The kernel set for GPUs: torch's matrix library for many rows, kernels of our own for everything else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+
+from bifolio.errors import ConfigError
+from bifolio.kernels.interface import (
+    Array,
+    AttentionPhase,
+    AttentionSegment,
+    AttentionShape,
+    Batch,
+    Heads,
+    Linear,
+    Norm,
+    Rotation,
+    Storage,
+)
+from bifolio.kernels.torch_reference import TorchKernels
+from bifolio.kernels.triton import cache, norm
+from bifolio.kernels.triton.decode import Pieces, cut, decode_attention, new_pieces
+from bifolio.kernels.triton.deferred import Normed, Product, Sum, tensor
+from bifolio.kernels.triton.matmul import few_rows, one_row
+from bifolio.kernels.triton.prefill import (
+    QueryTiles,
+    cudnn_attention,
+    cut_queries,
+    prefill_attention,
+    tile_rows,
+    uses_cudnn,
+)
+
+FEW_ROWS = 16  # products with at most so many rows run on our own kernels
+INTERPRETED_PROCESSORS = 2  # what a "GPU" has when kernels run in Triton's interpreter
+
+
+@dataclass(slots=True)
+class StagedSegment:
+    """What the kernels need of a segment on the device; made once per pass, used by every layer."""
+
+    segment: AttentionSegment
+    lengths: torch.Tensor | None = None  # i32[s]
+    table_rows: torch.Tensor | None = None  # i32[s]
+    pieces: dict[int, Pieces] = field(default_factory=dict)  # by window
+    tiles: dict[int, QueryTiles] = field(default_factory=dict)  # by rows of a tile
+
+
+class TritonKernels(TorchKernels):
+    """Dense weights in bf16 by default. Without a GPU it runs in Triton's interpreter, for tests."""
+
+    name = "triton"
+
+    def __init__(self, device: str = "cuda", dtype: str = "bf16", *, deterministic: bool = False) -> None:
+        super().__init__(device, dtype)
+        if not device.startswith("cuda") and not triton.knobs.runtime.interpret:
+            raise ConfigError(f"Triton kernels cannot run on {device!r}: use cuda, or set TRITON_INTERPRET=1 for tests")
+        self.deterministic = deterministic
+        self.num_processors = (
+            torch.cuda.get_device_properties(device).multi_processor_count
+            if device.startswith("cuda")
+            else INTERPRETED_PROCESSORS
+        )
+        self._staged: list[StagedSegment] = []  # of the pass that runs now
+        self._nothing = torch.zeros(1, dtype=torch.int32, device=device)
+
+    # -- arrays ---------------------------------------------------------------------------------------------------
+    def to_host(self, array: Array) -> np.ndarray:
+        return super().to_host(tensor(array))
+
+    # -- the network ------------------------------------------------------------------------------------------------
+    def norm(self, x: Array, norm: Norm) -> Array:
+        if isinstance(x, Sum) and x.value is None:
+            x.value, normed = self._norm_rows(x.x, norm, x.delta)
+            return normed
+        values = tensor(x)
+        if self._fuses_norm(values, norm):
+            return Normed(values, norm, self._plain_norm)
+        return self._plain_norm(values, norm)
+
+    def add(self, x: Array, y: Array) -> Array:
+        x = tensor(x)
+        if isinstance(y, Product) and y.value is None:
+            return y.compute(y, None, x)
+        return Sum(x, tensor(y))
+
+    def add_norm(self, x: Array, delta: Array, norm: Norm) -> tuple[Array, Array]:
+        total = self.add(x, delta)
+        normed = self.norm(total, norm)
+        return tensor(total), normed
+
+    def linear(self, x: Array, linear: Linear) -> Array:
+        rows = x.rows if isinstance(x, Normed) else int(x.shape[0])
+        if 0 < rows <= FEW_ROWS and linear.prepared is not None:
+            return Product(x, linear, self._multiply)
+        return super().linear(tensor(x), linear)
+
+    def act_mul(self, x: Array, activation: str) -> Array:
+        if isinstance(x, Product) and x.value is None:
+            return x.compute(x, activation, None)
+        return norm.act_mul(tensor(x), activation)
+
+    def act(self, x: Array, activation: str) -> Array:
+        return super().act(tensor(x), activation)
+
+    def take(self, x: Array, rows: Array) -> Array:
+        index = rows if isinstance(rows, torch.Tensor) else self.from_host(np.asarray(rows))
+        return tensor(x)[index]
+
+    def logits(self, x: Array, head: Linear, softcap: float) -> Array:
+        rows = x.rows if isinstance(x, Normed) else int(x.shape[0])
+        if 0 < rows <= FEW_ROWS and head.prepared is not None:
+            y = self._multiply(Product(x, head, self._multiply), None, None, torch.float32)
+        else:
+            y = super().linear(tensor(x), head).float()
+        return torch.tanh(y / softcap) * softcap if softcap else y
+
+    def rope_and_write(
+        self, qkv: Array, shape: AttentionShape, rotation: Rotation | None, batch: Batch, storage: Storage | None
+    ) -> Heads:
+        return cache.rope_and_write(tensor(qkv), shape, rotation, batch.slots, storage)
+
+    # -- attention ----------------------------------------------------------------------------------------------------
+    def attend(
+        self, heads: Heads, shape: AttentionShape, segments: tuple[AttentionSegment, ...], storage: Storage | None
+    ) -> Array:
+        staged = self._stage(segments)
+        if len(segments) == 1:
+            return self._attend(heads, shape, staged[0], storage)
+        return torch.cat([self._attend(heads, shape, part, storage) for part in staged])
+
+    def _attend(
+        self, heads: Heads, shape: AttentionShape, staged: StagedSegment, storage: Storage | None
+    ) -> torch.Tensor:
+        segment = staged.segment
+        tokens = slice(segment.token_start, segment.token_end)
+        own = Heads(*(None if part is None else part[tokens] for part in heads))
+        query = own.query
+        if storage is None or segment.block_tables is None or segment.fresh:
+            if uses_cudnn(query, shape, segment) and not self.deterministic:
+                return cudnn_attention(own, shape, segment.num_sequences)
+        elif segment.max_query_len == 1 and segment.phase is AttentionPhase.DECODE and not self.deterministic:
+            return self._decode(query, shape, staged, storage)
+        rows = 16 if self.deterministic else tile_rows(query.dtype, shape, segment.max_query_len)
+        if rows not in staged.tiles:
+            staged.tiles[rows] = cut_queries(segment, rows, self.device)
+        out = torch.empty((query.shape[0], shape.num_heads * shape.head_dim), dtype=query.dtype, device=query.device)
+        prefill_attention(own, shape, segment, storage, staged.tiles[rows], rows, out)
+        return out
+
+    def _decode(
+        self, query: torch.Tensor, shape: AttentionShape, staged: StagedSegment, storage: Storage
+    ) -> torch.Tensor:
+        segment = staged.segment
+        if staged.lengths is None:
+            staged.lengths = self._integers(segment.context_lens)
+            staged.table_rows = torch.arange(segment.num_sequences, dtype=torch.int32, device=self.device)
+        window = shape.window or 0
+        pieces = staged.pieces.get(window)
+        if pieces is None:
+            pieces = new_pieces(segment.num_sequences, shape, self.device, num_processors=self.num_processors)
+            cut(pieces, staged.lengths, self._nothing)
+            staged.pieces[window] = pieces
+        tables = self._integers(segment.block_tables)
+        assert staged.table_rows is not None
+        return decode_attention(
+            query, shape, storage, tables, staged.table_rows, staged.lengths, pieces, self._nothing
+        )
+
+    def _stage(self, segments: tuple[AttentionSegment, ...]) -> list[StagedSegment]:
+        """Kept from layer to layer: the layers of a pass are handed the same segments."""
+        known = [staged.segment for staged in self._staged]
+        if len(known) != len(segments) or any(a is not b for a, b in zip(known, segments, strict=True)):
+            self._staged = [StagedSegment(segment) for segment in segments]
+        return self._staged
+
+    # -- details ------------------------------------------------------------------------------------------------------
+    def _integers(self, values: Any) -> torch.Tensor:
+        tensor = values if isinstance(values, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(values))
+        return tensor.to(device=self.device, dtype=torch.int32)
+
+    def _fuses_norm(self, x: torch.Tensor, norm: Norm) -> bool:
+        """One row, and a plain RMS norm: the product that follows computes it on the way."""
+        return x.dim() == 2 and x.shape[0] == 1 and not norm.centered and norm.bias is None and not self.deterministic
+
+    def _plain_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        return self._norm_rows(x, norm)[1]
+
+    def _norm_rows(
+        self, x: torch.Tensor, weights: Norm, delta: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return norm.norm_rows(x, weights, delta)
+
+    def _multiply(
+        self,
+        product: Product,
+        activation: str | None,
+        residual: torch.Tensor | None,
+        out_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        weight, bias = product.linear.prepared
+        if product.rows == 1 and not self.deterministic:
+            normed = product.x if isinstance(product.x, Normed) and product.x.value is None else None
+            x = normed.x if normed is not None else tensor(product.x)
+            return one_row(
+                x,
+                weight,
+                norm=None if normed is None else normed.norm,
+                bias=bias,
+                residual=residual,
+                activation=activation,
+                out_dtype=out_dtype,
+            )
+        return few_rows(
+            tensor(product.x), weight, bias=bias, residual=residual, activation=activation, out_dtype=out_dtype
+        )

@@ -1,0 +1,259 @@
+# mypy: disallow-untyped-decorators=False
+"""Matrix products with few rows: bound by reading the weights once, so everything around them is fused in.
+
+    out = act(norm(x) @ weight.T + bias) + residual          (each part optional)
+
+One row: a program holds a few rows of the weight and reads them whole, with plain multiply-adds. Several rows (to about
+64): matrix units, the weight streaming through shared memory. More rows are the matrix library's business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+import torch
+import triton
+import triton.language as tl
+
+from bifolio.kernels.interface import Norm
+from bifolio.kernels.triton.norm import ACTIVATIONS, activate
+
+NO_ACTIVATION = -1
+
+
+@dataclass(frozen=True, slots=True)
+class RowTile:
+    """How one shape of product is cut."""
+
+    outputs: int  # rows of the weight per program
+    depth: int  # columns of the weight read together
+    warps: int
+    stages: int = 1
+    swapped: bool = False  # the weight is the left factor
+
+
+@triton.jit
+def _one_row_kernel(
+    x: tl.tensor,  # [depth]
+    weight: tl.tensor,  # [outputs (times 2 if gated), depth]
+    norm_weight: tl.tensor,  # f32[depth]
+    bias: tl.tensor,
+    residual: tl.tensor,  # [outputs]
+    out: tl.tensor,  # [outputs]
+    num_outputs: tl.tensor,
+    eps: tl.tensor,
+    DEPTH: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr,  # of a gate, with its partner `num_outputs` rows further on; -1: none
+) -> None:
+    row = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    exists = row < num_outputs
+    source = weight + row.to(tl.int64)[:, None] * DEPTH
+    partner = weight + (row + num_outputs).to(tl.int64)[:, None] * DEPTH
+    sums = tl.zeros([OUTPUTS, BLOCK], tl.float32)
+    partner_sums = tl.zeros([OUTPUTS, BLOCK], tl.float32)
+    squares = tl.zeros([BLOCK], tl.float32)
+    for start in tl.range(0, DEPTH, BLOCK, num_stages=STAGES):
+        column = start + tl.arange(0, BLOCK)
+        if DEPTH % BLOCK == 0:
+            inside = exists[:, None]
+            values = tl.load(x + column).to(tl.float32)
+            if HAS_NORM:
+                squares += values * values
+                values = values * tl.load(norm_weight + column)
+        else:
+            inside = exists[:, None] & (column < DEPTH)[None, :]
+            values = tl.load(x + column, mask=column < DEPTH, other=0.0).to(tl.float32)
+            if HAS_NORM:
+                squares += values * values
+                values = values * tl.load(norm_weight + column, mask=column < DEPTH, other=0.0)
+        sums += tl.load(source + column[None, :], mask=inside, other=0.0).to(tl.float32) * values[None, :]
+        if ACTIVATION >= 0:
+            partner_sums += tl.load(partner + column[None, :], mask=inside, other=0.0).to(tl.float32) * values[None, :]
+    result = tl.sum(sums, axis=1)
+    factor = 1.0
+    if HAS_NORM:
+        factor = 1.0 / tl.sqrt(tl.sum(squares, axis=0) / DEPTH + eps)
+    result = result * factor
+    if HAS_BIAS:
+        result += tl.load(bias + row, mask=exists, other=0.0).to(tl.float32)
+    if ACTIVATION >= 0:
+        up = tl.sum(partner_sums, axis=1) * factor
+        if HAS_BIAS:
+            up += tl.load(bias + num_outputs + row, mask=exists, other=0.0).to(tl.float32)
+        result = activate(result, ACTIVATION) * up
+    if HAS_RESIDUAL:
+        result += tl.load(residual + row, mask=exists, other=0.0).to(tl.float32)
+    tl.store(out + row, result.to(out.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def _few_rows_kernel(
+    x: tl.tensor,  # [rows, depth]
+    weight: tl.tensor,  # [outputs (times 2 if gated), depth]
+    bias: tl.tensor,
+    residual: tl.tensor,  # [rows, outputs]
+    out: tl.tensor,  # [rows, outputs]
+    num_rows: tl.tensor,
+    num_outputs: tl.tensor,
+    x_stride: tl.tensor,
+    DEPTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    SWAPPED: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    row_exists, output_exists = row < num_rows, output < num_outputs
+    x_source = x + row[:, None] * x_stride
+    source = weight + output.to(tl.int64)[:, None] * DEPTH
+    partner = weight + (output + num_outputs).to(tl.int64)[:, None] * DEPTH
+    if SWAPPED:
+        sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
+        up_sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    else:
+        sums = tl.zeros([ROWS, OUTPUTS], tl.float32)
+        up_sums = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    for start in tl.range(0, DEPTH, BLOCK, num_stages=STAGES):
+        column = start + tl.arange(0, BLOCK)
+        if DEPTH % BLOCK == 0:
+            values = tl.load(x_source + column[None, :], mask=row_exists[:, None], other=0.0)
+            weights = tl.load(source + column[None, :], mask=output_exists[:, None], other=0.0)
+        else:
+            within = (column < DEPTH)[None, :]
+            values = tl.load(x_source + column[None, :], mask=row_exists[:, None] & within, other=0.0)
+            weights = tl.load(source + column[None, :], mask=output_exists[:, None] & within, other=0.0)
+        if SWAPPED:
+            sums = tl.dot(weights, tl.trans(values), sums, input_precision=PRECISION)
+        else:
+            sums = tl.dot(values, tl.trans(weights), sums, input_precision=PRECISION)
+        if ACTIVATION >= 0:
+            if DEPTH % BLOCK == 0:
+                weights = tl.load(partner + column[None, :], mask=output_exists[:, None], other=0.0)
+            else:
+                weights = tl.load(partner + column[None, :], mask=output_exists[:, None] & within, other=0.0)
+            if SWAPPED:
+                up_sums = tl.dot(weights, tl.trans(values), up_sums, input_precision=PRECISION)
+            else:
+                up_sums = tl.dot(values, tl.trans(weights), up_sums, input_precision=PRECISION)
+    if SWAPPED:
+        sums = tl.trans(sums)
+        up_sums = tl.trans(up_sums)
+    if HAS_BIAS:
+        sums += tl.load(bias + output, mask=output_exists, other=0.0).to(tl.float32)[None, :]
+    if ACTIVATION >= 0:
+        if HAS_BIAS:
+            up_sums += tl.load(bias + num_outputs + output, mask=output_exists, other=0.0).to(tl.float32)[None, :]
+        sums = activate(sums, ACTIVATION) * up_sums
+    inside = row_exists[:, None] & output_exists[None, :]
+    place = row.to(tl.int64)[:, None] * num_outputs + output[None, :]
+    if HAS_RESIDUAL:
+        sums += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + place, sums.to(out.dtype.element_ty), mask=inside)
+
+
+def one_row(
+    x: torch.Tensor,  # [1, depth]
+    weight: torch.Tensor,
+    *,
+    norm: Norm | None = None,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    tile: RowTile | None = None,
+) -> torch.Tensor:
+    """[1, outputs]"""
+    outputs, depth = weight.shape
+    outputs = outputs if activation is None else outputs // 2
+    tile = tile or one_row_tile(outputs, depth, activation is not None)
+    block = min(tile.depth, triton.next_power_of_2(depth))
+    out = torch.empty((1, outputs), dtype=out_dtype or x.dtype, device=x.device)
+    _one_row_kernel[(triton.cdiv(outputs, tile.outputs),)](
+        x,
+        weight,
+        weight if norm is None else norm.weight,
+        weight if bias is None else bias,
+        x if residual is None else residual,
+        out,
+        outputs,
+        0.0 if norm is None else norm.eps,
+        DEPTH=depth,
+        OUTPUTS=tile.outputs,
+        BLOCK=block,
+        STAGES=tile.stages,
+        HAS_NORM=norm is not None,
+        HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None,
+        ACTIVATION=NO_ACTIVATION if activation is None else ACTIVATIONS[activation],
+        num_warps=tile.warps,
+    )
+    return out
+
+
+def few_rows(
+    x: torch.Tensor,  # [rows, depth]
+    weight: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    tile: RowTile | None = None,
+) -> torch.Tensor:
+    """[rows, outputs]"""
+    num_rows, depth = x.shape
+    outputs = weight.shape[0] if activation is None else weight.shape[0] // 2
+    tile = tile or few_rows_tile(num_rows, outputs, depth, x.dtype)
+    rows = min(max(16, triton.next_power_of_2(num_rows)), 128)
+    out = torch.empty((num_rows, outputs), dtype=out_dtype or x.dtype, device=x.device)
+    _few_rows_kernel[(triton.cdiv(outputs, tile.outputs), triton.cdiv(num_rows, rows))](
+        x,
+        weight,
+        weight if bias is None else bias,
+        x if residual is None else residual,
+        out,
+        num_rows,
+        outputs,
+        x.stride(0),
+        DEPTH=depth,
+        ROWS=rows,
+        OUTPUTS=tile.outputs,
+        BLOCK=tile.depth,
+        STAGES=tile.stages,
+        HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None,
+        ACTIVATION=NO_ACTIVATION if activation is None else ACTIVATIONS[activation],
+        SWAPPED=tile.swapped,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return out
+
+
+def one_row_tile(outputs: int, depth: int, gated: bool) -> RowTile:
+    """Enough programs for every multiprocessor several times over, and tiles of about 16 kB."""
+    if gated:
+        return RowTile(4 if outputs >= 4096 else 2, 1024, 4)
+    if outputs >= 32768:
+        return RowTile(8, 1024, 4)
+    return RowTile(4 if outputs >= 2048 else 2, 1024, 4)
+
+
+def few_rows_tile(rows: int, outputs: int, depth: int, dtype: torch.dtype) -> RowTile:
+    if dtype == torch.float32:
+        return RowTile(16, 32, 4, 2)
+    if rows <= 16:
+        return RowTile(16 if outputs <= 4096 else 32, 256, 4, 4)
+    return RowTile(32 if outputs <= 8192 else 64, 128, 4, 4)

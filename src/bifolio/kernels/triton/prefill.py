@@ -1,0 +1,246 @@
+# mypy: disallow-untyped-decorators=False
+"""Prefill attention: packed sequences of any lengths, causal, over fresh keys and values or over the paged context.
+
+    queries  |<- sequence 0 ->|<--- sequence 1 --->|<- 2 ->|
+    tiles    |<- 0 ->|<- 1 ->||<- 2 ->|<- 3 ->|<-4->|<- 5 ->|     a tile never spans two sequences
+
+Each program takes one tile of one head's queries through the keys they may see, first the whole tiles that need no
+mask, then those on the diagonal. Long sequences of one length, without anything before them, go to torch's own attention
+(cuDNN), which is faster still.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from bifolio.kernels.interface import AttentionSegment, AttentionShape, Heads, Storage
+from bifolio.kernels.triton.decode import LOG2_E, mix_tile, read_tile
+
+CUDNN_FROM = 1024  # tokens of each sequence; for shorter ones building cuDNN's plan does not pay
+CUDNN_STEP = 1024  # lengths are padded to multiples of this, so that few plans are ever built
+
+
+@dataclass(frozen=True, slots=True)
+class QueryTiles:
+    """Which queries each program takes."""
+
+    sequence: torch.Tensor  # i32[n]
+    first: torch.Tensor  # i32[n]  first query of the tile, counted from the sequence's own first
+    query_starts: torch.Tensor  # i32[s + 1]
+    context_lens: torch.Tensor  # i32[s]
+
+
+def cut_queries(segment: AttentionSegment, tile: int, device: str) -> QueryTiles:
+    """Tiles of a segment; long sequences first would not matter: every program's work is bounded by its context."""
+    starts = _host(segment.query_starts)
+    counts = -(-np.diff(starts) // tile)
+    owner = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    before = np.concatenate([[0], np.cumsum(counts)])[:-1]
+    first = (np.arange(len(owner)) - before[owner]) * tile
+    contexts = _host(segment.context_lens)
+    packed = np.concatenate([owner, first, starts, contexts]).astype(np.int32)  # one copy to the device
+    tensor = torch.from_numpy(packed).to(device)
+    sizes = [len(owner), len(owner), len(starts), len(contexts)]
+    return QueryTiles(*torch.split(tensor, sizes))
+
+
+def _host(values: Any) -> np.ndarray:
+    return values.cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+
+
+@triton.jit
+def _prefill_kernel(
+    query: tl.tensor,  # [t, heads, dim]
+    keys: tl.tensor,  # fresh: [t, kv_heads, dim]; else the cache [blocks, kv_heads, block_size, dim]
+    values: tl.tensor,
+    tables: tl.tensor,  # i32[s, max_blocks]
+    tile_sequence: tl.tensor,
+    tile_first: tl.tensor,
+    query_starts: tl.tensor,
+    context_lens: tl.tensor,
+    out: tl.tensor,  # [t, heads * dim]
+    query_stride: tl.tensor,
+    key_stride: tl.tensor,
+    value_stride: tl.tensor,
+    table_stride: tl.tensor,
+    scale: tl.tensor,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0: none
+    FRESH: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    tile, head = tl.program_id(1), tl.program_id(0)
+    kv_head = head // (HEADS // KV_HEADS)
+    owner = tl.load(tile_sequence + tile)
+    first = tl.load(tile_first + tile)
+    start_query = tl.load(query_starts + owner).to(tl.int64)
+    num_queries = (tl.load(query_starts + owner + 1) - start_query).to(tl.int32)
+    context = tl.load(context_lens + owner)
+    table = tables + owner.to(tl.int64) * table_stride
+    row, dim = tl.arange(0, ROWS), tl.arange(0, DIM_BLOCK)
+    index = first + row
+    real = (index < num_queries)[:, None] & (dim < DIM)[None, :]
+    token = start_query + index
+    q = tl.load(query + token[:, None] * query_stride + head * DIM + dim[None, :], mask=real, other=0.0)
+    q = q.to(keys.dtype.element_ty)
+    position = context - num_queries + index  # of each query in its sequence
+    lowest = context - num_queries + first  # position of the tile's first query
+    end = tl.minimum(lowest + ROWS, context)  # keys from here on are seen by nobody in this tile
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(lowest - WINDOW + 1, 0) // TILE * TILE
+    whole = (lowest + 1) // TILE * TILE
+    if WINDOW > 0:
+        whole = begin
+    highest = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    mixed = tl.zeros([ROWS, DIM_BLOCK], tl.float32)
+    all_visible = tl.full([1, TILE], 1, tl.int1)
+    for start in tl.range(begin, whole, TILE):
+        if FRESH:
+            k = _read_fresh(keys, start_query + start, end - start, kv_head, dim, key_stride, DIM, DIM_BLOCK, TILE, False)
+            v = _read_fresh(
+                values, start_query + start, end - start, kv_head, dim, value_stride, DIM, DIM_BLOCK, TILE, False
+            )
+        else:
+            k = read_tile(keys, table, start, end, kv_head, dim, KV_HEADS, BLOCK_SIZE, DIM, DIM_BLOCK, TILE, False)
+            v = read_tile(values, table, start, end, kv_head, dim, KV_HEADS, BLOCK_SIZE, DIM, DIM_BLOCK, TILE, False)
+        highest, total, mixed = mix_tile(q, k, v, all_visible, highest, total, mixed, scale, False, PRECISION)
+    for start in tl.range(whole, end, TILE):
+        other = start + tl.arange(0, TILE)
+        visible = position[:, None] >= other[None, :]
+        if WINDOW > 0:
+            visible = visible & (position[:, None] - other[None, :] < WINDOW)
+        if FRESH:
+            k = _read_fresh(keys, start_query + start, end - start, kv_head, dim, key_stride, DIM, DIM_BLOCK, TILE, True)
+            v = _read_fresh(
+                values, start_query + start, end - start, kv_head, dim, value_stride, DIM, DIM_BLOCK, TILE, True
+            )
+        else:
+            k = read_tile(keys, table, start, end, kv_head, dim, KV_HEADS, BLOCK_SIZE, DIM, DIM_BLOCK, TILE, True)
+            v = read_tile(values, table, start, end, kv_head, dim, KV_HEADS, BLOCK_SIZE, DIM, DIM_BLOCK, TILE, True)
+        highest, total, mixed = mix_tile(q, k, v, visible, highest, total, mixed, scale, True, PRECISION)
+    mixed = mixed / total[:, None]
+    place = out + (token[:, None] * HEADS + head) * DIM + dim[None, :]
+    tl.store(place, mixed.to(out.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def _read_fresh(
+    source: tl.tensor,
+    token: tl.tensor,  # first row to read
+    left: tl.tensor,  # rows that may be read
+    kv_head: tl.tensor,
+    dim: tl.tensor,
+    stride: tl.tensor,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    MASKED: tl.constexpr,
+) -> tl.tensor:
+    offset = tl.arange(0, TILE)
+    place = source + (token + offset[:, None]) * stride + kv_head * DIM + dim[None, :]
+    if MASKED:
+        return tl.load(place, mask=(offset < left)[:, None] & (dim < DIM)[None, :], other=0.0)
+    if DIM != DIM_BLOCK:
+        return tl.load(place, mask=(dim < DIM)[None, :] & (offset >= 0)[:, None], other=0.0)
+    return tl.load(place)
+
+
+def tile_rows(dtype: torch.dtype, shape: AttentionShape, max_query_len: int) -> int:
+    """Queries per program."""
+    most = 32 if dtype == torch.float32 else 128 if shape.head_dim <= 128 else 64
+    return int(min(most, max(16, triton.next_power_of_2(max_query_len))))
+
+
+def prefill_attention(
+    heads: Heads,  # of the segment's tokens alone; keys and values may be None when they are read from the cache
+    shape: AttentionShape,
+    segment: AttentionSegment,
+    storage: Storage | None,
+    tiles: QueryTiles,
+    rows: int,
+    out: torch.Tensor,  # [t, heads * dim]
+) -> None:
+    """Attention of a packed segment, written to `out`."""
+    query = heads.query
+    fresh = segment.fresh or storage is None or segment.block_tables is None
+    if fresh:
+        keys, values, tables, block_size = heads.key, heads.value, tiles.sequence, 1
+    else:
+        assert storage is not None
+        keys, values, block_size = storage.keys[shape.layer], storage.values[shape.layer], storage.block_size
+        tables = segment.block_tables
+    wide = keys.dtype == torch.float32
+    _prefill_kernel[(shape.num_heads, tiles.sequence.shape[0])](
+        query,
+        keys,
+        values,
+        tables,
+        tiles.sequence,
+        tiles.first,
+        tiles.query_starts,
+        tiles.context_lens,
+        out,
+        query.stride(0),
+        keys.stride(0) if fresh else 0,
+        values.stride(0) if fresh else 0,
+        0 if fresh else tables.stride(0),
+        shape.scale * LOG2_E,
+        HEADS=shape.num_heads,
+        KV_HEADS=shape.num_kv_heads,
+        DIM=shape.head_dim,
+        DIM_BLOCK=max(16, triton.next_power_of_2(shape.head_dim)),
+        BLOCK_SIZE=block_size,
+        ROWS=rows,
+        TILE=32 if wide else 64,
+        WINDOW=shape.window or 0,
+        FRESH=fresh,
+        PRECISION="ieee" if wide else "tf32",
+        num_warps=8 if rows >= 128 else 4,
+        num_stages=1 if wide else 3 if shape.head_dim <= 128 else 2,
+    )
+
+
+def uses_cudnn(query: torch.Tensor, shape: AttentionShape, segment: AttentionSegment) -> bool:
+    """Whether the segment is what cuDNN's attention is best at: long sequences of one length, nothing before them."""
+    equal = segment.num_sequences * segment.max_query_len == segment.token_end - segment.token_start
+    return (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and segment.fresh
+        and equal
+        and segment.max_query_len >= CUDNN_FROM
+        and (shape.window is None or shape.window >= segment.max_query_len)
+        and shape.head_dim <= 128
+        and shape.head_dim % 8 == 0
+    )
+
+
+def cudnn_attention(heads: Heads, shape: AttentionShape, num_sequences: int) -> torch.Tensor:
+    """Causal attention of equally long sequences over their own fresh keys and values: [t, heads * dim]."""
+    query, key, value = (h.unflatten(0, (num_sequences, -1)).transpose(1, 2) for h in heads)  # [s, heads, n, dim]
+    length = query.shape[2]
+    padding = -length % CUDNN_STEP
+    if padding:  # behind the causal diagonal: no real query sees it
+        query, key, value = (F.pad(h, (0, 0, 0, padding)) for h in (query, key, value))
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=shape.scale, enable_gqa=shape.num_heads != shape.num_kv_heads
+        )
+    mixed = mixed[:, :, :length] if padding else mixed
+    return mixed.transpose(1, 2).reshape(num_sequences * length, -1)
