@@ -9,7 +9,7 @@ import atexit
 import json
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -30,7 +30,7 @@ from bifolio.model.weights import prepare
 from bifolio.run.engine import InferenceEngine
 from bifolio.run.executor import ModelRunner, append_batch
 from bifolio.sampling_params import SamplingParams
-from bifolio.sequence import Request
+from bifolio.sequence import Request, StepResult
 
 ARCHITECTURES = ("gpt2", "llama", "llama3-rope", "smollm2", "mistral", "qwen2", "qwen3", "gemma3", "phi3")
 INIT_RANGE = 0.2
@@ -294,13 +294,18 @@ def make_engine(
     return InferenceEngine(model or tiny_loaded(), config, kernels or ReferenceKernels())
 
 
-def drain(engine: InferenceEngine, max_steps: int = 5000) -> int:
-    """Step until nothing is left; says how many steps it took. An engine that does not get there is stuck."""
-    for step in range(max_steps):
+def steps(engine: InferenceEngine, max_steps: int = 2000) -> Iterator[list[StepResult]]:
+    """What every step says, until nothing is left. An engine that does not get there is stuck."""
+    for _ in range(max_steps):
         if not engine.has_work:
-            return step
-        engine.step()
+            return
+        yield engine.step()
     raise AssertionError(f"still working after {max_steps} steps: {engine.stats()}")
+
+
+def drain(engine: InferenceEngine, max_steps: int = 2000) -> int:
+    """Step until nothing is left; says how many steps it took."""
+    return sum(1 for _ in steps(engine, max_steps))
 
 
 def run_alone(

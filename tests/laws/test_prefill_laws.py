@@ -28,7 +28,7 @@ from bifolio.sampling_params import SamplingParams
 from bifolio.schedule.orchestrators import DecodeOrchestrator, PrefillOrchestrator
 from bifolio.schedule.phases import PhaseManager
 from bifolio.sequence import Request, Sequence
-from helpers import make_engine, make_runner, open_entry, random_prompt, run_chunks, tiny_loaded
+from helpers import drain, make_engine, make_runner, open_entry, random_prompt, run_chunks, tiny_loaded
 
 VOCAB = 61
 LENGTH = 14
@@ -149,8 +149,7 @@ def check_independence(chunk_size: int, token_budget: int, order: list[int]) -> 
 
     def scores(engine: Any, which: list[int]) -> dict[int, list[float]]:
         requests = {i: engine.add_request(str(i), prompts[i], params) for i in which}
-        while engine.has_work:
-            engine.step()
+        drain(engine)
         found = {}
         for i, request in requests.items():
             prompt = [entry.logprob for entry in request.prompt_logprobs[1:]]
@@ -237,8 +236,7 @@ def check_no_uninitialised_reads(chunk_size: int) -> None:
     params = SamplingParams(temperature=0, max_tokens=8, logprobs=0, ignore_eos=True)
     for round_ in range(2):  # the second round runs on blocks that the first gave back
         requests = [engine.add_request(f"{round_}.{i}", PROMPT[: 5 + i], params) for i in range(4)]
-        while engine.has_work:
-            engine.step()
+        drain(engine)
         for request in requests:
             values = [entry.logprob for entry in request.sequences[0].logprobs]
             assert len(values) == 8, f"law 4: {request.error}"

@@ -17,6 +17,7 @@ from bifolio.sampling_params import SamplingParams
 from helpers import (
     ARCHITECTURES,
     WINDOW,
+    drain,
     fresh_folder,
     make_engine,
     make_runner,
@@ -227,8 +228,7 @@ def test_an_engine_runs_every_architecture_on_one_poisoned_cache(pair: tuple[Any
     prompts = [shared + random_prompt(4, seed=i) for i in range(4)]
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     requests = [engine.add_request(str(i), prompt, params) for i, prompt in enumerate(prompts)]
-    while engine.has_work:
-        engine.step()
+    drain(engine)
     for prompt, request in zip(prompts, requests, strict=True):
         assert request.sequences[0].output_token_ids == transformers_greedy(model, prompt, 12)
     assert engine.blocks.num_used_blocks == 0

@@ -13,10 +13,11 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from bifolio.config import SpeculativeConfig
 from bifolio.errors import RequestError
 from bifolio.sampling_params import SamplingParams
 from bifolio.sequence import FinishReason, Request, RequestPhase
-from helpers import drain, make_engine, output_ids, random_prompt, run_alone
+from helpers import make_engine, output_ids, random_prompt, run_alone, steps
 
 VOCAB, MAX_MODEL_LEN, MAX_WAITING = 61, 40, 6
 PROMPTS = [random_prompt(12, seed=s, vocab_size=VOCAB) for s in range(2)]  # few, so that prefixes are found again
@@ -37,10 +38,12 @@ class EngineMachine(RuleBasedStateMachine):
         spare_budget=st.integers(0, 20),
         chunk_size=st.integers(1, 16),
         prefix=st.booleans(),
+        drafts=st.sampled_from([0, 0, 3]),
     )
     def start(
-        self, block_size: int, room: float, max_num_seqs: int, spare_budget: int, chunk_size: int, prefix: bool
-    ) -> None:
+        self, block_size: int, room: float, max_num_seqs: int, spare_budget: int, chunk_size: int, prefix: bool,
+        drafts: int,
+    ) -> None:  # fmt: skip
         self.engine = make_engine(
             block_size=block_size,
             num_blocks=1 + int(-(-MAX_MODEL_LEN // block_size) * room),
@@ -50,6 +53,7 @@ class EngineMachine(RuleBasedStateMachine):
             chunk_size=chunk_size,
             enable_prefix_caching=prefix,
             max_waiting=MAX_WAITING,
+            speculative=SpeculativeConfig("ngram", length=drafts, ngram_min=1, adaptive=False) if drafts else None,
         )
         self.requests: dict[str, tuple[Request, tuple[int, ...], tuple[tuple[str, Any], ...]]] = {}
         self.aborted: set[str] = set()
@@ -122,17 +126,16 @@ class EngineMachine(RuleBasedStateMachine):
             assert 0 <= sequence.num_computed <= sequence.num_tokens, sequence
             if sequence.phase is RequestPhase.DECODE:
                 assert sequence.num_uncomputed == 1, sequence
+            if blocks.has_row(sequence.id):  # between two steps, slots are promised to what is computed alone
+                assert blocks.row_num_tokens(sequence.id) == sequence.num_computed, sequence
         rows = set(blocks.rows())
         assert rows <= {sequence.id for sequence in held}  # who has no slot holds no blocks
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
-        for _ in range(3000):  # nobody starves: everything ends in a bounded number of steps
-            if not self.engine.has_work:
-                break
-            self.take(self.engine.step())
-        drain(self.engine, max_steps=1)
+        for results in steps(self.engine):  # nobody starves: everything ends in a bounded number of steps
+            self.take(results)
         assert self.engine.blocks.num_used_blocks == 0
         assert not self.engine.requests
         self.engine.blocks.check_invariants()
@@ -153,7 +156,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 TestEngineMachine = EngineMachine.TestCase
 TestEngineMachine.settings = settings(
-    max_examples=25,
+    max_examples=50,
     stateful_step_count=25,
     deadline=None,
     derandomize=True,

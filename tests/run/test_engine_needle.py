@@ -1,9 +1,9 @@
 """A needle in a crowd: what a request gets depends on the request alone, whatever runs beside it.
 
 The same requests run alone, then inside random traces: others join, end and are aborted around them, a tiny pool
-forces preemptions, prefixes are found in the cache, and chunk sizes and budgets vary. Tokens must be identical.
-Logprobs agree to 1e-5 on kernels that let the matrix library choose its order of summation, and bit for bit on the
-native kernels.
+forces preemptions, prefixes are found in the cache, drafts are guessed, and chunk sizes and budgets vary. Tokens must
+be identical. Logprobs agree to 1e-5 on kernels that let the matrix library choose its order of summation, and bit for
+bit on the native kernels.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from functools import cache
 import numpy as np
 import pytest
 
+from bifolio.config import SpeculativeConfig
 from bifolio.kernels.interface import KernelSet
 from bifolio.run.engine import InferenceEngine
 from bifolio.sampling_params import SamplingParams
@@ -69,6 +70,7 @@ def crowded_engine(rng: np.random.Generator, kernels: KernelSet) -> InferenceEng
         token_budget=int(rng.integers(max_num_seqs, 30)),
         chunk_size=int(rng.choice([1, 2, 3, 5, 8, 13, 64])),
         enable_prefix_caching=bool(rng.random() < 0.8),
+        speculative=SpeculativeConfig("ngram", ngram_min=1, adaptive=False) if rng.random() < 0.3 else None,
     )
 
 

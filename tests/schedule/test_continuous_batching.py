@@ -11,7 +11,7 @@ from bifolio.sampling_params import SamplingParams
 from bifolio.schedule.batcher import ContinuousBatcher
 from bifolio.schedule.slot import BatchSlot
 from bifolio.sequence import FinishReason, Request, RequestPhase, Sequence, StepResult
-from helpers import drain, make_engine, output_ids, random_prompt, run_alone
+from helpers import drain, make_engine, output_ids, random_prompt, run_alone, steps
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
@@ -172,10 +172,7 @@ def test_continuous_prefill_then_decode() -> None:
     engine = make_engine(chunk_size=4, token_budget=8)
     request = engine.add_request("r", random_prompt(9, vocab_size=61), GREEDY)
     sequence = request.sequences[0]
-    seen = []
-    while engine.has_work:
-        engine.step()
-        seen.append((sequence.phase, sequence.num_computed, len(sequence.output_token_ids)))
+    seen = [(sequence.phase, sequence.num_computed, len(sequence.output_token_ids)) for _ in steps(engine)]
     prefill, decode, complete = RequestPhase.PREFILL, RequestPhase.DECODE, RequestPhase.COMPLETE
     assert seen == [
         (prefill, 4, 0),
@@ -220,8 +217,7 @@ def test_sixteen_concurrent_requests_of_mixed_lengths() -> None:
         jobs.append((prompt, params))
     requests = [engine.add_request(str(i), prompt, params) for i, (prompt, params) in enumerate(jobs)]
     most_running = most_decoding = 0
-    while engine.has_work:
-        results = engine.step()
+    for results in steps(engine):
         most_running = max(most_running, engine.batcher.num_running)
         most_decoding = max(most_decoding, len(results))
         assert engine.batcher.num_running <= 16
@@ -263,8 +259,8 @@ def test_the_youngest_of_the_lowest_priority_is_preempted_and_still_finishes() -
         for i, (prompt, priority) in enumerate(zip(prompts, priorities, strict=True))
     ]
     finished = []
-    while engine.has_work:
-        finished += [result.request_id for result in engine.step() if result.finished]
+    for results in steps(engine):
+        finished += [result.request_id for result in results if result.finished]
     assert requests[1].metrics.num_preemptions == 0
     assert requests[2].metrics.num_preemptions > 0
     assert finished == ["1", "0", "2"]
