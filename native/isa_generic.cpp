@@ -41,7 +41,7 @@ int score() { return 1; }
 #include "kernels/table.h"
 const KernelTable kGenericKernels = BIFOLIO_KERNEL_TABLE("generic");
 
-size_t matmul_scratch_bytes() { return 48 * 1024; }
+size_t matmul_scratch_bytes() { return 56 * 1024; }
 
 size_t attention_scratch_bytes(int64_t head_dim) {
   const int64_t padded = round_up(head_dim, 16);

@@ -15,107 +15,131 @@ namespace {
 #include "kernels/elementwise.h"
 
 #define BIFOLIO_OWN_FMA_TILE
+// The inner loops have constant bounds: unrolled early, their arrays become registers.
+#define UNROLL _Pragma("GCC unroll 16")
+
 template <int R>
 static inline void fma_tile(const float* x, int64_t x_stride, const float* w, int64_t w_stride, int64_t count,
                             V16 acc[R]) {
+  float32x4_t sums[R][4];
+  UNROLL for (int r = 0; r < R; ++r) UNROLL for (int c = 0; c < 4; ++c) sums[r][c] = acc[r].v[c];
   int64_t k = 0;
-#define STEP(LANE)                                                                                        \
-  {                                                                                                       \
-    const V16 column = load(w + (k + LANE) * w_stride);                                                   \
-    for (int r = 0; r < R; ++r)                                                                           \
-      for (int c = 0; c < 4; ++c) acc[r].v[c] = vfmaq_laneq_f32(acc[r].v[c], column.v[c], values[r], LANE); \
+#define STEP(LANE)                                                                             \
+  UNROLL for (int c = 0; c < 4; ++c) {                                                         \
+    const float32x4_t column = vld1q_f32(w + (k + LANE) * w_stride + 4 * c);                   \
+    UNROLL for (int r = 0; r < R; ++r) sums[r][c] = vfmaq_laneq_f32(sums[r][c], column, values[r], LANE); \
   }
   for (; k + 4 <= count; k += 4) {
     float32x4_t values[R];
-    for (int r = 0; r < R; ++r) values[r] = vld1q_f32(x + r * x_stride + k);
+    UNROLL for (int r = 0; r < R; ++r) values[r] = vld1q_f32(x + r * x_stride + k);
     STEP(0) STEP(1) STEP(2) STEP(3)
   }
 #undef STEP
-  for (; k < count; ++k) {
-    const V16 column = load(w + k * w_stride);
-    for (int r = 0; r < R; ++r) acc[r] = fma(column, broadcast(x[r * x_stride + k]), acc[r]);
-  }
+  for (; k < count; ++k)
+    UNROLL for (int c = 0; c < 4; ++c) {
+      const float32x4_t column = vld1q_f32(w + k * w_stride + 4 * c);
+      UNROLL for (int r = 0; r < R; ++r) sums[r][c] = vfmaq_n_f32(sums[r][c], column, x[r * x_stride + k]);
+    }
+  UNROLL for (int r = 0; r < R; ++r) UNROLL for (int c = 0; c < 4; ++c) acc[r].v[c] = sums[r][c];
 }
 
 #include "kernels/matmul_float.h"
 
 #define BIFOLIO_OWN_INT_TILE
+template <class Scale>
 struct IntPanel;
 struct IntRows;
-template <int Bits, bool Min, int R>
-static inline void int_tile(const IntPanel& w, const IntRows& x, int first_row, int64_t blocks, V16 acc[R]);
+template <int Bits, bool Min, int R, class Scale>
+static inline void int_tile(const IntPanel<Scale>& w, const IntRows& x, int first_row, int64_t blocks, V16 acc[R]);
 
 #include "kernels/matmul_int.h"
 
-// Eight columns (two registers of four) against R rows. The rows' bytes stay in registers for the whole block.
-template <int Bits, bool Min, int R>
-static inline void int_half_tile(const IntPanel& w, const IntRows& x, int first_row, int64_t blocks, int half,
-                                 V16 acc[R]) {
-  const uint8_t* quants = w.quants + half * 32;
-  const uint16_t* scales = w.scales + half * 8;
-  const uint16_t* minima = w.minima + half * 8;
-  float32x4_t sums[R][2];
-  for (int r = 0; r < R; ++r)
-    for (int c = 0; c < 2; ++c) sums[r][c] = acc[r].v[2 * half + c];
+static inline void load_scales(const float* p, float32x4_t out[2]) {
+  out[0] = vld1q_f32(p);
+  out[1] = vld1q_f32(p + 4);
+}
+
+static inline void load_scales(const uint16_t* p, float32x4_t out[2]) {
+  const float16x8_t scales = vreinterpretq_f16_u16(vld1q_u16(p));
+  out[0] = vcvt_f32_f16(vget_low_f16(scales));
+  out[1] = vcvt_high_f32_f16(scales);
+}
+
+// Converting integers to floats takes an execution unit for two cycles on some cores. Sums that start at the bits of
+// 1.5 * 2^23 are floats already, off by that number: one subtraction makes them exact. The constant is loaded each
+// time, since loads are cheaper than moves between vector registers.
+alignas(16) static const int32_t kFloatBias[4] = {0x4b400000, 0x4b400000, 0x4b400000, 0x4b400000};
+
+static inline int32x4_t biased_zero(const int32_t* bias) {
+  int32x4_t value;
+  asm volatile("ldr %q0, [%1]" : "=w"(value) : "r"(bias));
+  return value;
+}
+
+static inline float32x4_t unbiased(int32x4_t sum) { return vsubq_f32(vreinterpretq_f32_s32(sum), vdupq_n_f32(12582912.0f)); }
+
+// Columns [column, column + 4 * G) of a panel against R rows. All sums of a block are in registers.
+template <int Bits, bool Min, int R, int G, class Scale>
+static inline void int_columns(const IntPanel<Scale>& w, const IntRows& x, int first_row, int64_t blocks, int column,
+                               V16 acc[R]) {
+  float32x4_t sums[R][G];
+  UNROLL for (int r = 0; r < R; ++r) UNROLL for (int g = 0; g < G; ++g) sums[r][g] = acc[r].v[column / 4 + g];
+  const int32_t* bias = kFloatBias;
+  asm("" : "+r"(bias));  // otherwise the constant is kept in a register and moved
   for (int64_t b = 0; b < blocks; ++b) {
     int8x16_t low[R], high[R];
-    for (int r = 0; r < R; ++r) {
+    UNROLL for (int r = 0; r < R; ++r) {
       low[r] = vld1q_s8(x.q + r * x.stride + b * kBlock);
       high[r] = vld1q_s8(x.q + r * x.stride + b * kBlock + 16);
     }
-    float32x4_t row_scales = vld1q_f32(x.scale + b * kRowGroup);
-    // Signed nibbles are left in the upper half of their byte, sixteen times too large.
-    if constexpr (Bits == 4 && !Min) row_scales = vmulq_n_f32(row_scales, 0.0625f);
-    const float16x8_t scale = vreinterpretq_f16_u16(vld1q_u16(scales + b * kPanel));
-    for (int c = 0; c < 2; ++c) {
-      int32x4_t dots[R];
-      for (int r = 0; r < R; ++r) dots[r] = vdupq_n_s32(0);
-      if constexpr (Bits == 8) {
-        const auto* q = reinterpret_cast<const int8_t*>(quants) + b * 512 + c * 16;
-#define STEP(J, HALF, LANE)                                                                    \
-  {                                                                                            \
-    const int8x16_t weights = vld1q_s8(q + J * 64);                                            \
-    for (int r = 0; r < R; ++r) dots[r] = vdotq_laneq_s32(dots[r], weights, HALF[r], LANE);    \
+    int32x4_t dots[R][G];
+    UNROLL for (int r = 0; r < R; ++r)
+      UNROLL for (int g = 0; g < G; ++g) dots[r][g] = biased_zero(bias);
+    const uint8_t* quants = w.quants + b * (kBlock * kPanel * Bits / 8) + column * 4;
+    if constexpr (Bits == 8) {
+#define STEP(J, HALF, LANE)                                                                              \
+  UNROLL for (int g = 0; g < G; ++g) {                                                                          \
+    const int8x16_t weights = vld1q_s8(reinterpret_cast<const int8_t*>(quants) + J * 64 + g * 16);       \
+    UNROLL for (int r = 0; r < R; ++r) dots[r][g] = vdotq_laneq_s32(dots[r][g], weights, HALF[r], LANE);        \
   }
-        STEP(0, low, 0) STEP(1, low, 1) STEP(2, low, 2) STEP(3, low, 3)
-        STEP(4, high, 0) STEP(5, high, 1) STEP(6, high, 2) STEP(7, high, 3)
+      STEP(0, low, 0) STEP(1, low, 1) STEP(2, low, 2) STEP(3, low, 3)
+      STEP(4, high, 0) STEP(5, high, 1) STEP(6, high, 2) STEP(7, high, 3)
 #undef STEP
-      } else {
-        const uint8_t* q = quants + b * 256 + c * 16;
-#define STEP(J)                                                                                                     \
-  {                                                                                                                 \
-    const uint8x16_t pairs = vld1q_u8(q + J * 64);                                                                  \
-    const int8x16_t first = vreinterpretq_s8_u8(Min ? vandq_u8(pairs, vdupq_n_u8(15)) : vshlq_n_u8(pairs, 4));      \
-    const int8x16_t second = vreinterpretq_s8_u8(Min ? vshrq_n_u8(pairs, 4) : vandq_u8(pairs, vdupq_n_u8(0xf0)));   \
-    for (int r = 0; r < R; ++r) dots[r] = vdotq_laneq_s32(dots[r], first, low[r], J);                               \
-    for (int r = 0; r < R; ++r) dots[r] = vdotq_laneq_s32(dots[r], second, high[r], J);                             \
+    } else {
+      // Signed nibbles stay in the upper half of their byte, sixteen times too large: the row's scale makes up for it.
+#define STEP(J)                                                                                                   \
+  UNROLL for (int g = 0; g < G; ++g) {                                                                                   \
+    const uint8x16_t pairs = vld1q_u8(quants + J * 64 + g * 16);                                                  \
+    const int8x16_t first = vreinterpretq_s8_u8(Min ? vandq_u8(pairs, vdupq_n_u8(15)) : vshlq_n_u8(pairs, 4));    \
+    const int8x16_t second = vreinterpretq_s8_u8(Min ? vshrq_n_u8(pairs, 4) : vandq_u8(pairs, vdupq_n_u8(0xf0))); \
+    UNROLL for (int r = 0; r < R; ++r) dots[r][g] = vdotq_laneq_s32(dots[r][g], first, low[r], J);                       \
+    UNROLL for (int r = 0; r < R; ++r) dots[r][g] = vdotq_laneq_s32(dots[r][g], second, high[r], J);                     \
   }
-        STEP(0) STEP(1) STEP(2) STEP(3)
+      STEP(0) STEP(1) STEP(2) STEP(3)
 #undef STEP
-      }
-      const float32x4_t column_scale = c == 0 ? vcvt_f32_f16(vget_low_f16(scale)) : vcvt_high_f32_f16(scale);
-      for (int r = 0; r < R; ++r) {
-        const float32x4_t product = R == 1 ? vmulq_n_f32(column_scale, row_scales[first_row])
-                                           : vmulq_n_f32(column_scale, row_scales[r]);
-        sums[r][c] = vfmaq_f32(sums[r][c], vcvtq_f32_s32(dots[r]), product);
-      }
-      if constexpr (Min) {
-        const float32x4_t column_min = widen_f16(vld1_u16(minima + b * kPanel + c * 4));
-        const float32x4_t row_sums = vld1q_f32(x.sum + b * kRowGroup);
-        for (int r = 0; r < R; ++r)
-          sums[r][c] = R == 1 ? vfmaq_n_f32(sums[r][c], column_min, row_sums[first_row])
-                              : vfmaq_n_f32(sums[r][c], column_min, row_sums[r]);
-      }
+    }
+    const float* row_scale = x.scale + b * kRowGroup + first_row;
+    const float* row_sum = x.sum + b * kRowGroup + first_row;
+    constexpr float unit = Bits == 4 && !Min ? 0.0625f : 1.0f;
+    UNROLL for (int g = 0; g < G; g += 2) {
+      float32x4_t scale[2], minimum[2];
+      load_scales(w.scales + b * kPanel + column + 4 * g, scale);
+      if constexpr (Min) load_scales(w.minima + b * kPanel + column + 4 * g, minimum);
+      UNROLL for (int h = 0; h < 2; ++h)
+        UNROLL for (int r = 0; r < R; ++r) {
+          sums[r][g + h] = vfmaq_f32(sums[r][g + h], unbiased(dots[r][g + h]), vmulq_n_f32(scale[h], row_scale[r] * unit));
+          if constexpr (Min) sums[r][g + h] = vfmaq_n_f32(sums[r][g + h], minimum[h], row_sum[r]);
+        }
     }
   }
-  for (int r = 0; r < R; ++r)
-    for (int c = 0; c < 2; ++c) acc[r].v[2 * half + c] = sums[r][c];
+  UNROLL for (int r = 0; r < R; ++r) UNROLL for (int g = 0; g < G; ++g) acc[r].v[column / 4 + g] = sums[r][g];
 }
 
-template <int Bits, bool Min, int R>
-static inline void int_tile(const IntPanel& w, const IntRows& x, int first_row, int64_t blocks, V16 acc[R]) {
-  int_half_tile<Bits, Min, R>(w, x, first_row, blocks, 0, acc);
-  int_half_tile<Bits, Min, R>(w, x, first_row, blocks, 1, acc);
+template <int Bits, bool Min, int R, class Scale>
+static inline void int_tile(const IntPanel<Scale>& w, const IntRows& x, int first_row, int64_t blocks, V16 acc[R]) {
+  constexpr int G = R <= 2 ? 4 : 2;
+  for (int column = 0; column < kPanel; column += 4 * G)
+    int_columns<Bits, Min, R, G>(w, x, first_row, blocks, column, acc);
 }
 
 #define BIFOLIO_OWN_TRANSPOSE

@@ -1,6 +1,7 @@
 // What Python sees: packed weights, every verb on numpy arrays, and recorded programs.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -145,8 +146,8 @@ struct ProgramHolder {
   int64_t vocab_rows = 0, position_rows = 0, num_layers = 0;
 };
 
-void run_program(ProgramHolder& self, const CacheHolder& cache, Ints ids, Ints positions, Longs slots,
-                 std::optional<Ints> logit_rows, nb::list segments, Matrix logits) {
+std::map<std::string, double> run_program(ProgramHolder& self, const CacheHolder& cache, Ints ids, Ints positions, Longs slots,
+                 std::optional<Ints> logit_rows, nb::list segments, Matrix logits, bool profile) {
   const int64_t tokens = int64_t(ids.shape(0));
   require(int64_t(positions.shape(0)) == tokens && int64_t(slots.shape(0)) == tokens, "ids, positions and slots must be equally long");
   require(int64_t(cache.layers.size()) >= self.num_layers, "the cache has too few layers for this network");
@@ -160,7 +161,9 @@ void run_program(ProgramHolder& self, const CacheHolder& cache, Ints ids, Ints p
   std::vector<nb::object> keep;
   for (nb::handle item : segments) step.segments.push_back(segment_of(item, tokens, cache, keep));
   nb::gil_scoped_release release;
+  if (profile) return self.program.profile(step);
   self.program.run(step);
+  return {};
 }
 
 Workspace& workspace() {
@@ -259,7 +262,8 @@ void bind_program(nb::module_& m) {
         if (!self.position_rows) self.position_rows = INT32_MAX;
         self.program.logits(x, nb::cast<LinearWeights&>(head), softcap);
       })
-      .def("run", &run_program, "cache"_a, "ids"_a, "positions"_a, "slots"_a, "logit_rows"_a.none(), "segments"_a, "logits"_a)
+      .def("run", &run_program, "cache"_a, "ids"_a, "positions"_a, "slots"_a, "logit_rows"_a.none(), "segments"_a, "logits"_a,
+           "profile"_a = false)
       .def_prop_ro("vocab_size", [](const ProgramHolder& self) { return self.program.vocab_size(); })
       .def_prop_ro("scratch_bytes", [](const ProgramHolder& self) { return self.program.scratch_bytes(); });
 }

@@ -1,5 +1,7 @@
 #include "program.h"
 
+#include <time.h>
+
 #include <algorithm>
 
 namespace bifolio {
@@ -9,10 +11,10 @@ Program::Register Program::new_value(int64_t width, bool of_logit_rows) {
   return Register(values_.size() - 1);
 }
 
-void Program::record(std::vector<Register> reads, std::vector<Register> writes, Work work) {
+void Program::record(const char* name, std::vector<Register> reads, std::vector<Register> writes, Work work) {
   for (const auto& list : {reads, writes})
     for (Register value : list) values_[size_t(value)].last_use = int(operations_.size());
-  operations_.push_back({std::move(reads), std::move(writes), std::move(work)});
+  operations_.push_back({name, std::move(reads), std::move(writes), std::move(work)});
 }
 
 Rows Program::rows(Register value, const Step& step) const {
@@ -24,7 +26,7 @@ Rows Program::rows(Register value, const Step& step) const {
 
 Program::Register Program::embed(const EmbeddingTable& table, float scale, bool of_positions) {
   const Register out = new_value(table.width, false);
-  record({}, {out}, [=, this](Member& m, const Step& step) {
+  record("embed", {}, {out}, [=, this](Member& m, const Step& step) {
     bifolio::embed(m, table, of_positions ? step.positions : step.token_ids, scale, rows(out, step));
   });
   return out;
@@ -32,19 +34,19 @@ Program::Register Program::embed(const EmbeddingTable& table, float scale, bool 
 
 Program::Register Program::norm(Register x, const NormWeights& weights) {
   const Register out = like(x, weights.size);
-  record({x}, {out}, [=, this](Member& m, const Step& step) { bifolio::norm(m, rows(x, step), weights, rows(out, step)); });
+  record("norm", {x}, {out}, [=, this](Member& m, const Step& step) { bifolio::norm(m, rows(x, step), weights, rows(out, step)); });
   return out;
 }
 
 Program::Register Program::add(Register x, Register y) {
   const Register out = like(x, values_[size_t(x)].width);
-  record({x, y}, {out}, [=, this](Member& m, const Step& step) { bifolio::add(m, rows(x, step), rows(y, step), rows(out, step)); });
+  record("add", {x, y}, {out}, [=, this](Member& m, const Step& step) { bifolio::add(m, rows(x, step), rows(y, step), rows(out, step)); });
   return out;
 }
 
 std::pair<Program::Register, Program::Register> Program::add_norm(Register x, Register delta, const NormWeights& weights) {
   const Register sum = like(x, weights.size), normed = like(x, weights.size);
-  record({x, delta}, {sum, normed}, [=, this](Member& m, const Step& step) {
+  record("add_norm", {x, delta}, {sum, normed}, [=, this](Member& m, const Step& step) {
     bifolio::add_norm(m, rows(x, step), rows(delta, step), weights, rows(sum, step), rows(normed, step));
   });
   return {sum, normed};
@@ -52,7 +54,7 @@ std::pair<Program::Register, Program::Register> Program::add_norm(Register x, Re
 
 Program::Register Program::linear(Register x, const LinearWeights& weights) {
   const Register out = like(x, weights.out_features());
-  record({x}, {out}, [=, this, &weights](Member& m, const Step& step) {
+  record("linear", {x}, {out}, [=, this, &weights](Member& m, const Step& step) {
     bifolio::linear(m, rows(x, step), weights, rows(out, step), workspace_);
   });
   return out;
@@ -60,7 +62,7 @@ Program::Register Program::linear(Register x, const LinearWeights& weights) {
 
 std::pair<Program::Register, Program::Register> Program::rotation(const std::vector<float>& frequencies, float scale) {
   const Register cosine = new_value(int64_t(frequencies.size()), false), sine = new_value(int64_t(frequencies.size()), false);
-  record({}, {cosine, sine}, [=, this](Member& m, const Step& step) {
+  record("rotation", {}, {cosine, sine}, [=, this](Member& m, const Step& step) {
     bifolio::rotation(m, frequencies.data(), scale, step.positions, rows(cosine, step), rows(sine, step));
   });
   return {cosine, sine};
@@ -70,7 +72,7 @@ Program::Register Program::rope_and_write(Register qkv, int64_t layer, const Att
                                           Register sine) {
   std::vector<Register> reads = {qkv};
   if (cosine >= 0) reads.insert(reads.end(), {cosine, sine});
-  record(reads, {qkv}, [=, this](Member& m, const Step& step) {
+  record("rope_and_write", reads, {qkv}, [=, this](Member& m, const Step& step) {
     Rows turns[2] = {};
     if (cosine >= 0) turns[0] = rows(cosine, step), turns[1] = rows(sine, step);
     bifolio::rope_and_write(m, rows(qkv, step), shape, cosine >= 0 ? &turns[0] : nullptr, &turns[1],
@@ -81,7 +83,7 @@ Program::Register Program::rope_and_write(Register qkv, int64_t layer, const Att
 
 Program::Register Program::attend(Register qkv, int64_t layer, const AttentionConstants& shape) {
   const Register out = like(qkv, shape.num_heads * shape.head_dim);
-  record({qkv}, {out}, [=, this](Member& m, const Step& step) {
+  record("attend", {qkv}, {out}, [=, this](Member& m, const Step& step) {
     bifolio::attend(m, rows(qkv, step), shape, step.segments, (*step.layers)[size_t(layer)], rows(out, step), workspace_);
   });
   return out;
@@ -89,25 +91,25 @@ Program::Register Program::attend(Register qkv, int64_t layer, const AttentionCo
 
 Program::Register Program::act(Register x, Activation activation) {
   const Register out = like(x, values_[size_t(x)].width);
-  record({x}, {out}, [=, this](Member& m, const Step& step) { bifolio::act(m, rows(x, step), activation, rows(out, step)); });
+  record("act", {x}, {out}, [=, this](Member& m, const Step& step) { bifolio::act(m, rows(x, step), activation, rows(out, step)); });
   return out;
 }
 
 Program::Register Program::act_mul(Register x, Activation activation) {
   const Register out = like(x, values_[size_t(x)].width / 2);
-  record({x}, {out}, [=, this](Member& m, const Step& step) { bifolio::act_mul(m, rows(x, step), activation, rows(out, step)); });
+  record("act_mul", {x}, {out}, [=, this](Member& m, const Step& step) { bifolio::act_mul(m, rows(x, step), activation, rows(out, step)); });
   return out;
 }
 
 Program::Register Program::take(Register x) {
   const Register out = new_value(values_[size_t(x)].width, true);
-  record({x}, {out}, [=, this](Member& m, const Step& step) { bifolio::take(m, rows(x, step), step.logit_rows, rows(out, step)); });
+  record("take", {x}, {out}, [=, this](Member& m, const Step& step) { bifolio::take(m, rows(x, step), step.logit_rows, rows(out, step)); });
   return out;
 }
 
 void Program::logits(Register x, const LinearWeights& head, float softcap) {
   vocab_size_ = head.out_features();
-  record({x}, {}, [=, this, &head](Member& m, const Step& step) {
+  record("logits", {x}, {}, [=, this, &head](Member& m, const Step& step) {
     const Rows out{step.logits, step.num_logit_rows, vocab_size_, vocab_size_};
     bifolio::linear(m, rows(x, step), head, out, workspace_);
     if (softcap != 0.0f) bifolio::softcap(m, out, softcap);
@@ -150,15 +152,37 @@ size_t Program::scratch_bytes() const {
   return bytes;
 }
 
-void Program::run(const Step& step) {
+void Program::allocate(const Step& step) {
   const int64_t needed = std::max(step.num_tokens, step.num_logit_rows);
   if (needed > allocated_rows_) {
     allocated_rows_ = needed;
     for (size_t i = 0; i < buffers_.size(); ++i) buffers_[i]->bytes(size_t(buffer_widths_[i] * needed) * sizeof(float));
   }
+}
+
+void Program::run(const Step& step) {
+  allocate(step);
   Pool::instance().run([&](Member& member) {
     for (const Operation& operation : operations_) operation.work(member, step);
   });
+}
+
+std::map<std::string, double> Program::profile(const Step& step) {
+  const auto now = [] {
+    timespec time;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+    return double(time.tv_sec) + 1e-9 * double(time.tv_nsec);
+  };
+  allocate(step);
+  std::map<std::string, double> seconds;
+  Pool::instance().run([&](Member& member) {
+    for (const Operation& operation : operations_) {
+      const double begin = now();
+      operation.work(member, step);
+      if (member.rank == 0) seconds[operation.name] += now() - begin;
+    }
+  });
+  return seconds;
 }
 
 }  // namespace bifolio

@@ -2,7 +2,9 @@
 #pragma once
 
 #include <functional>
+#include <map>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "ops.h"
@@ -41,6 +43,8 @@ class Program {
   void logits(Register x, const LinearWeights& head, float softcap);
 
   void run(const Step& step);
+  // The same with a clock: the calling thread's processor seconds in all operations of each name.
+  std::map<std::string, double> profile(const Step& step);
   int64_t vocab_size() const { return vocab_size_; }
   size_t scratch_bytes() const;
 
@@ -53,14 +57,16 @@ class Program {
   };
   using Work = std::function<void(Member&, const Step&)>;
   struct Operation {
+    const char* name;
     std::vector<Register> reads, writes;
     Work work;
   };
 
   Register new_value(int64_t width, bool of_logit_rows);
   Register like(Register x, int64_t width) { return new_value(width, values_[size_t(x)].of_logit_rows); }
-  void record(std::vector<Register> reads, std::vector<Register> writes, Work work);
+  void record(const char* name, std::vector<Register> reads, std::vector<Register> writes, Work work);
   void assign_buffers();
+  void allocate(const Step& step);
   Rows rows(Register value, const Step& step) const;
 
   std::vector<Value> values_;

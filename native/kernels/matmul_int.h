@@ -1,12 +1,16 @@
 // Products with Q8_0, Q4_0 and Q4_1 weights: exact integer dot products per block of 32, scaled and summed in order.
 #pragma once
 
-// The weights of one panel from block `block` on.
+// The weights of one panel from some block on. Scales are half floats as packed, or floats when many rows use them.
+template <class Scale>
 struct IntPanel {
-  const uint8_t* quants;    // [blocks][8 or 4][16][4]
-  const uint16_t* scales;   // [blocks][16] f16
-  const uint16_t* minima;   // the same, Q4_1 only
+  const uint8_t* quants;  // [blocks][8 or 4][16][4]
+  const Scale* scales;    // [blocks][16]
+  const Scale* minima;    // the same, Q4_1 only
 };
+
+static inline V16 load_scale(const uint16_t* p) { return load_f16(p); }
+static inline V16 load_scale(const float* p) { return load(p); }
 
 // Activation rows from block `block` on. Rows r .. r + 3 share a row group when r is a multiple of 4.
 struct IntRows {
@@ -20,24 +24,24 @@ struct IntRows {
 #ifndef BIFOLIO_OWN_INT_TILE
 // What an instruction set provides: the sums of one block for R rows, `block_dots<Bits, Signed, R>`. Bits is how the
 // quants are packed; four-bit ones are signed (Q4_0) or unsigned (Q4_1).
-template <int Bits, bool Min, int R>
-static inline void int_tile(const IntPanel& w, const IntRows& x, int first_row, int64_t blocks, V16 acc[R]) {
+template <int Bits, bool Min, int R, class Scale>
+static inline void int_tile(const IntPanel<Scale>& w, const IntRows& x, int first_row, int64_t blocks, V16 acc[R]) {
   constexpr int64_t block_bytes = kBlock * kPanel * Bits / 8;
   for (int64_t b = 0; b < blocks; ++b) {
     V16 sums[R];
     block_dots<Bits, !Min, R>(w.quants + b * block_bytes, x.q + b * kBlock, x.stride,
                               x.isum + b * kRowGroup + first_row, sums);
-    const V16 scale = load_f16(w.scales + b * kPanel);
+    const V16 scale = load_scale(w.scales + b * kPanel);
     for (int r = 0; r < R; ++r) {
       const int64_t at = b * kRowGroup + first_row + r;
       acc[r] = fma(sums[r], mul(scale, broadcast(x.scale[at])), acc[r]);
-      if constexpr (Min) acc[r] = fma(load_f16(w.minima + b * kPanel), broadcast(x.sum[at]), acc[r]);
+      if constexpr (Min) acc[r] = fma(load_scale(w.minima + b * kPanel), broadcast(x.sum[at]), acc[r]);
     }
   }
 }
 #endif
 
-static inline IntPanel int_panel(const PackedMatrix& m, int64_t p) {
+static inline IntPanel<uint16_t> int_panel(const PackedMatrix& m, int64_t p) {
   const uint8_t* panel = m.panel(p);
   return {panel, reinterpret_cast<const uint16_t*>(panel + m.scales_offset),
           reinterpret_cast<const uint16_t*>(panel + m.minima_offset)};
@@ -60,7 +64,7 @@ static void matmul_int_few(const PackedMatrix& m, const Activations& x, const fl
 }
 
 template <bool Min, int R>
-static inline void accumulate_int_rows(const IntPanel& w, const IntRows& x, int first_row, int64_t blocks, float* sums,
+static inline void accumulate_int_rows(const IntPanel<float>& w, const IntRows& x, int first_row, int64_t blocks, float* sums,
                                        bool first) {
   V16 acc[R];
   for (int r = 0; r < R; ++r) acc[r] = first ? zero() : load(sums + r * kPanel);
@@ -82,24 +86,34 @@ static inline void unpack_blocks(const uint8_t* quants, int64_t blocks, uint8_t*
   }
 }
 
+// Blocks [begin, begin + blocks) of a panel with bytes for nibbles and floats for half floats.
+template <int Bits, bool Min>
+static inline IntPanel<float> unpack_panel(const IntPanel<uint16_t>& w, int64_t begin, int64_t blocks, uint8_t* scratch) {
+  auto* scales = reinterpret_cast<float*>(scratch + kUnpackedBlocks * kBlock * kPanel);
+  float* minima = scales + kUnpackedBlocks * kPanel;
+  const uint8_t* quants = w.quants + begin * kBlock * kPanel * Bits / 8;
+  for (int64_t b = 0; b < blocks; ++b) {
+    store(scales + b * kPanel, load_f16(w.scales + (begin + b) * kPanel));
+    if constexpr (Min) store(minima + b * kPanel, load_f16(w.minima + (begin + b) * kPanel));
+  }
+  if constexpr (Bits == 4) {
+    unpack_blocks<!Min>(quants, blocks, scratch);
+    quants = scratch;
+  }
+  return {quants, scales, minima};
+}
+
 template <int Bits, bool Min>
 static void matmul_int_many(const PackedMatrix& m, const Activations& x, int64_t row_begin, int64_t rows,
                             const float* bias, float* y, int64_t y_stride, int64_t begin, int64_t end,
                             uint8_t* scratch) {
-  uint8_t* unpacked = scratch;
-  auto* sums = reinterpret_cast<float*>(scratch + kUnpackedBlocks * kBlock * kPanel);  // [kRowBlock][16]
+  auto* sums = reinterpret_cast<float*>(scratch);  // [kRowBlock][16]
+  uint8_t* unpacked = scratch + kRowBlock * kPanel * sizeof(float);
   const int64_t num_blocks = m.k / kBlock;
   for (int64_t p = begin; p < end; ++p) {
     for (int64_t b = 0; b < num_blocks; b += kUnpackedBlocks) {
       const int64_t blocks = num_blocks - b < kUnpackedBlocks ? num_blocks - b : kUnpackedBlocks;
-      IntPanel w = int_panel(m, p);
-      w.quants += b * kBlock * kPanel * Bits / 8;
-      w.scales += b * kPanel;
-      w.minima += b * kPanel;
-      if constexpr (Bits == 4) {
-        unpack_blocks<!Min>(w.quants, blocks, unpacked);
-        w.quants = unpacked;
-      }
+      const IntPanel<float> w = unpack_panel<Bits, Min>(int_panel(m, p), b, blocks, unpacked);
       int64_t r = 0;
       for (; r + 4 <= rows; r += 4)
         accumulate_int_rows<Min, 4>(w, int_rows(x, row_begin + r, b), 0, blocks, sums + r * kPanel, b == 0);

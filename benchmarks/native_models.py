@@ -1,0 +1,127 @@
+"""Models with random weights in the shapes of real ones, for measuring speed: as `ModelWeights` and as GGUF files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from bifolio.config import ModelConfig, RopeConfig
+from bifolio.kernels.interface import Linear, Norm
+from bifolio.model.weights import LayerWeights, ModelWeights, attention_shape, inverse_frequencies
+from bifolio.quant.formats import QuantFormat
+from bifolio.quant.tensor import QuantizedTensor
+
+
+def model_config(name: str) -> ModelConfig:
+    """S: SmolLM2-135M. M: Llama-3.2-1B."""
+    sizes = {"S": (49152, 576, 30, 9, 3, 1536), "M": (128256, 2048, 16, 32, 8, 8192)}
+    vocab, hidden, layers, heads, kv_heads, ffn = sizes[name]
+    return ModelConfig(
+        architecture="llama",
+        vocab_size=vocab,
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=64,
+        intermediate_size=ffn,
+        max_position=8192,
+        tie_embeddings=True,
+        ropes=(RopeConfig(theta=100000.0, rotary_dim=64),),
+        rope_interleaved=False,
+    )
+
+
+def random_tensor(rows: int, columns: int, format: QuantFormat, rng: np.random.Generator) -> QuantizedTensor:
+    """Random bits with sensible scales. A pattern is repeated: what is measured does not depend on the numbers."""
+    row_bytes = format.row_bytes(columns)
+    pattern = min(rows, 256)
+    if format in (QuantFormat.F32, QuantFormat.F16, QuantFormat.BF16):
+        values = rng.standard_normal((pattern, columns)).astype(np.float32) * 0.02
+        data = QuantizedTensor.quantize(values, format).data
+    else:
+        data = rng.integers(0, 256, (pattern, row_bytes), dtype=np.uint8)
+        blocks = data.reshape(pattern, -1, format.block_bytes)
+        largest = 127 if format is QuantFormat.Q8_0 else 8
+        blocks[:, :, :2] = np.frombuffer(np.float16(0.05 / largest).tobytes(), np.uint8)
+        if format is QuantFormat.Q4_1:
+            blocks[:, :, 2:4] = np.frombuffer(np.float16(-0.05).tobytes(), np.uint8)
+    repeated = np.concatenate([data] * -(-rows // pattern))[:rows]
+    return QuantizedTensor(format, repeated, (rows, columns))
+
+
+def tensors(config: ModelConfig, format: QuantFormat) -> dict[str, QuantizedTensor]:
+    """By GGUF name."""
+    rng = np.random.default_rng(0)
+    d, ffn = config.hidden_size, config.intermediate_size
+    shapes = {"token_embd": (config.vocab_size, d)}
+    for i in range(config.num_layers):
+        shapes |= {
+            f"blk.{i}.attn_q": (config.query_size, d),
+            f"blk.{i}.attn_k": (config.kv_size, d),
+            f"blk.{i}.attn_v": (config.kv_size, d),
+            f"blk.{i}.attn_output": (d, config.query_size),
+            f"blk.{i}.ffn_gate": (ffn, d),
+            f"blk.{i}.ffn_up": (ffn, d),
+            f"blk.{i}.ffn_down": (d, ffn),
+        }
+    return {name: random_tensor(rows, columns, format, rng) for name, (rows, columns) in shapes.items()}
+
+
+def random_weights(config: ModelConfig, format: QuantFormat) -> ModelWeights:
+    named = tensors(config, format)
+    norm = Norm(np.ones(config.hidden_size, np.float32), None, config.norm_eps)
+
+    def linear(*names: str) -> Linear:
+        return Linear(tuple(named[name] for name in names), (None,) * len(names))
+
+    layers = tuple(
+        LayerWeights(
+            shape=attention_shape(config, i),
+            attention_norm=norm,
+            qkv=linear(f"blk.{i}.attn_q", f"blk.{i}.attn_k", f"blk.{i}.attn_v"),
+            output=linear(f"blk.{i}.attn_output"),
+            post_attention_norm=None,
+            mlp_norm=norm,
+            up=linear(f"blk.{i}.ffn_gate", f"blk.{i}.ffn_up"),
+            down=linear(f"blk.{i}.ffn_down"),
+            post_mlp_norm=None,
+            rope=0,
+        )
+        for i in range(config.num_layers)
+    )
+    frequencies, scale = inverse_frequencies(config.ropes[0])
+    return ModelWeights(
+        config, named["token_embd"], None, layers, norm, linear("token_embd"), (frequencies,), (scale,)
+    )
+
+
+def write_gguf(config: ModelConfig, format: QuantFormat, path: Path) -> None:
+    """The same network for other programs, without a vocabulary."""
+    import gguf
+
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_context_length(config.max_position)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_heads)
+    writer.add_head_count_kv(config.num_kv_heads)
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.ropes[0].theta)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("no_vocab")
+    for name, tensor in tensors(config, format).items():
+        kind = gguf.GGMLQuantizationType(format.ggml_type)
+        writer.add_tensor(f"{name}.weight", tensor.data, raw_dtype=kind)
+    ones = np.ones(config.hidden_size, np.float32)
+    for i in range(config.num_layers):
+        writer.add_tensor(f"blk.{i}.attn_norm.weight", ones)
+        writer.add_tensor(f"blk.{i}.ffn_norm.weight", ones)
+    writer.add_tensor("output_norm.weight", ones)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

@@ -1,0 +1,158 @@
+"""Prefill and decode of one kernel set and one random model: seconds per workload."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from bifolio.cache.storage import KVStorage
+from bifolio.config import ModelConfig
+from bifolio.kernels.interface import AttentionPhase, AttentionSegment, Batch
+from bifolio.kernels.native import NativeKernels
+from bifolio.model.weights import prepare
+from bifolio.quant.formats import QuantFormat
+from native_models import random_weights
+
+BLOCK_SIZE = 32
+
+
+class Workload(NamedTuple):
+    """Prefill when `queries` > 1, else decode."""
+
+    name: str
+    sequences: int
+    queries: int  # new tokens of each sequence
+    context: int  # tokens of each sequence before that
+    repeats: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.sequences * self.queries
+
+
+WORKLOADS = (
+    Workload("prefill 512", 1, 512, 0, 3),
+    Workload("decode 1", 1, 1, 64, 24),
+    Workload("decode 1 at 4096", 1, 1, 4096, 12),
+    Workload("decode 16", 16, 1, 200, 10),
+)
+
+
+def time_repeats(step: Callable[[], object], repeats: int) -> float:
+    """Median seconds of a step, after two that warm up."""
+    for _ in range(2):
+        step()
+    seconds = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds)
+
+
+class NativeModel:
+    """A random model on the native kernels with a cache for every workload."""
+
+    def __init__(self, config: ModelConfig, format: QuantFormat, kv_dtype: str, threads: int) -> None:
+        self.config = config
+        self.kernels = NativeKernels(threads)
+        self.weights = prepare(random_weights(config, format), self.kernels)
+        self.storage = KVStorage(
+            config.num_layers, 1 + 16 * 12 + 140, BLOCK_SIZE, config.num_kv_heads, config.head_dim, kv_dtype
+        )
+        rng = np.random.default_rng(1)
+        for array in (*self.storage.keys, *self.storage.values):
+            random = rng.standard_normal(array[:1].shape).astype(np.float32) * 0.1
+            if kv_dtype in ("f32", "f16"):
+                array[:] = random
+
+    def batch(self, workload: Workload) -> Batch:
+        total = workload.context + workload.queries
+        blocks = -(-total // BLOCK_SIZE)
+        tables = 1 + np.arange(workload.sequences * blocks, dtype=np.int32).reshape(workload.sequences, blocks)
+        positions = np.tile(np.arange(workload.context, total, dtype=np.int32), workload.sequences)
+        owners = np.repeat(np.arange(workload.sequences), workload.queries)
+        slots = tables[owners, positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
+        segment = AttentionSegment(
+            phase=AttentionPhase.PREFILL if workload.queries > 1 else AttentionPhase.DECODE,
+            token_start=0,
+            token_end=workload.num_tokens,
+            query_starts=np.arange(workload.sequences + 1, dtype=np.int32) * np.int32(workload.queries),
+            context_lens=np.full(workload.sequences, total, np.int32),
+            block_tables=tables,
+            fresh=workload.context == 0,
+            max_query_len=workload.queries,
+            max_context_len=total,
+        )
+        ids = np.random.default_rng(2).integers(0, self.config.vocab_size, workload.num_tokens).astype(np.int32)
+        last = (np.arange(1, workload.sequences + 1, dtype=np.int32) * workload.queries - 1).astype(np.int32)
+        return Batch(ids, positions, slots, (segment,), last, total - 1)
+
+    def seconds(self, workload: Workload) -> float:
+        batch = self.batch(workload)
+        return time_repeats(lambda: self.kernels.run(self.weights, batch, self.storage), workload.repeats)
+
+
+class LlamaCppModel:
+    """The same through llama.cpp's own C interface."""
+
+    def __init__(self, path: str, threads: int, flash_attention: bool) -> None:
+        import llama_cpp
+
+        self.api = llama_cpp
+        quiet = llama_cpp.llama_log_callback(lambda *_: None)
+        self.quiet = quiet
+        llama_cpp.llama_log_set(quiet, None)
+        parameters = llama_cpp.llama_model_default_params()
+        parameters.use_mmap = True
+        self.model = llama_cpp.llama_model_load_from_file(path.encode(), parameters)
+        self.threads = threads
+        self.flash = 1 if flash_attention else 0
+
+    def context(self, length: int, sequences: int) -> object:
+        parameters = self.api.llama_context_default_params()
+        parameters.n_ctx = (length + 64) * sequences
+        parameters.n_batch = parameters.n_ubatch = 512
+        parameters.n_seq_max = sequences
+        parameters.n_threads = parameters.n_threads_batch = self.threads
+        parameters.flash_attn_type = self.flash
+        return self.api.llama_init_from_model(self.model, parameters)
+
+    def run(self, context: object, sequences: range, queries: int, position: int) -> None:
+        api = self.api
+        tokens = len(sequences) * queries
+        batch = api.llama_batch_init(tokens, 0, 1)
+        batch.n_tokens = tokens
+        for s, sequence in enumerate(sequences):
+            for q in range(queries):
+                i = s * queries + q
+                batch.token[i] = (i * 7919 + 13) % 40000
+                batch.pos[i] = position + q
+                batch.n_seq_id[i] = 1
+                batch.seq_id[i][0] = sequence
+                batch.logits[i] = q == queries - 1
+        status = api.llama_decode(context, batch)
+        if status:
+            raise RuntimeError(f"llama_decode failed with {status}")
+        api.llama_synchronize(context)
+        api.llama_batch_free(batch)
+
+    def seconds(self, workload: Workload) -> float:
+        context = self.context(workload.context + workload.queries, workload.sequences)
+        memory = self.api.llama_get_memory(context)
+        for sequence in range(workload.sequences):
+            for start in range(0, workload.context, 512):
+                self.run(context, range(sequence, sequence + 1), min(512, workload.context - start), start)
+
+        def step() -> None:
+            self.run(context, range(workload.sequences), workload.queries, workload.context)
+            for sequence in range(workload.sequences):
+                self.api.llama_memory_seq_rm(memory, sequence, workload.context, -1)
+
+        seconds = time_repeats(step, workload.repeats)
+        self.api.llama_free(context)
+        return seconds
