@@ -21,8 +21,7 @@ PROMPT = "Once upon a time"
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    options = {name: value for name, value in ENGINE.items() if name != "threads"}
-    return LLM(model_folder(), **options)
+    return LLM(model_folder(), **ENGINE)
 
 
 @pytest.fixture(scope="module")

@@ -205,6 +205,10 @@ async def read_prompts(
         raise bad_request("prompt must be a text, a list of texts, token ids, or a list of lists of them", "prompt")
     if len(parts) > context.limits.max_prompts:
         raise bad_request(f"{len(parts)} prompts are too many: at most {context.limits.max_prompts}", "prompt")
+    vocab = context.model.config.vocab_size
+    for part in parts:
+        if not isinstance(part, str) and part and not 0 <= min(part) <= max(part) < vocab:
+            raise bad_request(f"token ids lie between 0 and {vocab - 1}", "prompt", "invalid_token_id")
     return [(part, await encode(context, part, add_special_tokens)) if isinstance(part, str) else (None, part)
             for part in parts]  # fmt: skip
 

@@ -61,6 +61,8 @@ class ApiError(Exception):
         headers = {"content-type": "application/json"}
         if self.retry_after is not None:
             headers["retry-after"] = str(self.retry_after)
+        if self.status in (408, 413):  # the rest of the request is not wanted
+            headers["connection"] = "close"
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
         return headers

@@ -58,8 +58,11 @@ class _Link(asyncio.Protocol):
             self.closed.set_result(None)
 
     def send(self, message: m.ToEngine) -> None:
+        self.write(m.frame(message))
+
+    def write(self, frames: bytes) -> None:
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(m.frame(message))
+            self._transport.write(frames)
 
     def abort(self) -> None:
         if self._transport is not None:
@@ -204,6 +207,7 @@ class EngineProcess:
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(error)
+                answer.exception()  # whoever asked may be gone
         self._answers.clear()
         for name, value in self.stats.items():
             if name in COUNTERS:
@@ -270,9 +274,9 @@ class EngineProcess:
         """Hand requests to the engine; close the stream when done with them."""
         link = self._ready_link()
         stream = RequestStream((start.id for start in starts), self._abort)
-        for start in starts:
-            self._streams[start.id] = stream
-            link.send(start)
+        frames = b"".join(m.frame(start) for start in starts)
+        self._streams |= dict.fromkeys((start.id for start in starts), stream)
+        link.write(frames)
         return stream
 
     async def embed(self, token_ids: list[int]) -> bytes:

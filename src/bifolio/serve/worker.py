@@ -6,6 +6,7 @@ It ends when the other end is closed, so a front end that was killed leaves noth
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import logging
 import os
 import queue
@@ -123,6 +124,7 @@ def make_service(launch: m.Launch, send: Send) -> EngineService:
 
 
 def main() -> None:
+    faulthandler.enable()  # a crash in a kernel leaves a trace in the log
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the front end decides
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     configure_logging(os.environ.get("BIFOLIO_LOG_LEVEL", "info"), "engine")
