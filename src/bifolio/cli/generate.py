@@ -26,6 +26,8 @@ EPILOG = """Examples:
 
   bifolio generate -m ./SmolLM2-135M-Instruct.gguf "The capital of France is" -n 8 -t 0
 
+  bifolio generate --speculative draft -t 0 -v "One day, a little dog"
+
   bifolio generate -m ./model --input prompts.jsonl --output answers.jsonl"""
 
 
@@ -49,6 +51,8 @@ def generate(
         typer.Option("--input", "-i", help="JSON lines with 'prompt' or 'prompt_token_ids', and sampling options."),
     ] = None,
     output_file: Annotated[Path | None, typer.Option("--output", "-o", help="Where JSON lines of results go.")] = None,
+    speculative: options.Speculative = None,
+    draft_model: options.DraftModel = None,
     memory: options.Memory = None,
     max_model_len: options.MaxModelLen = None,
     max_num_seqs: options.MaxNumSeqs = 16,
@@ -71,6 +75,7 @@ def generate(
         chunk_size=chunk_size,
         threads=threads,
         device=device,
+        speculative=options.speculative_config(speculative, draft_model),
         verbose=verbose,
     )
     given: dict[str, Any] = {
@@ -92,7 +97,12 @@ def generate(
     if input_file is not None:
         run_file(llm, input_file, output_file, explicit)
     else:
-        stream_one(llm, prompt, {"max_tokens": 256, **explicit})
+        most = 256 if prompt is not None else llm.engine.config.max_model_len  # a story ends by itself
+        stream_one(llm, prompt, {"max_tokens": most, **explicit})
+    if verbose and llm.engine.speculator is not None:
+        stats = llm.engine.speculator.stats
+        share = f"{stats.num_accepted_tokens} of {stats.num_draft_tokens} guesses were right"
+        print(f"  speculation      {share} ({stats.acceptance_rate:.0%})", file=sys.stderr)
 
 
 def stream_one(llm: Any, prompt: str | None, explicit: dict[str, Any]) -> None:

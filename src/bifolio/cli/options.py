@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from bifolio.config import SpeculativeConfig
 
 Model = Annotated[
     str | None,
@@ -27,3 +30,24 @@ KvDtype = Annotated[str, typer.Option("--kv-dtype", help="How keys and values ar
 Threads = Annotated[int | None, typer.Option("--threads", help="Threads of the CPU kernels; default: all cores.")]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print the memory plan and what the loader noted.")]
+Speculative = Annotated[
+    str | None,
+    typer.Option("--speculative", help="Guess tokens and verify several at once: 'draft' (a small model) or 'ngram'."),
+]
+DraftModel = Annotated[
+    str | None, typer.Option("--draft-model", help="The model that guesses; by default NAME-draft of the model NAME.")
+]
+
+
+def speculative_config(method: str | None, draft_model: str | None) -> SpeculativeConfig | None:
+    """What the two options say together."""
+    from bifolio.config import SpeculativeConfig
+    from bifolio.errors import ConfigError
+
+    if method is None and draft_model is None:
+        return None
+    if method not in (None, "draft", "ngram"):
+        raise ConfigError(f"--speculative is 'draft' or 'ngram', not {method!r}")
+    if method == "ngram" and draft_model is not None:
+        raise ConfigError("--draft-model is for --speculative draft: leave one of them out")
+    return SpeculativeConfig("ngram" if method == "ngram" else "draft", draft_model=draft_model)

@@ -11,6 +11,7 @@ import numpy as np
 from bifolio.errors import ModelFileError, UnsupportedModelError
 from bifolio.model.gguf_config import Metadata, config_from_gguf
 from bifolio.model.gguf_reader import GgufFile, TensorEntry, open_gguf
+from bifolio.model.gguf_sampling import generation_config_from
 from bifolio.model.gguf_tokenizer import has_tokenizer, special_tokens, tokenizer_from_metadata
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.names import assemble, gguf_names
@@ -34,6 +35,7 @@ def load_gguf(path: str | Path) -> LoadedModel:
         config=config,
         weights=weights,
         tokenizer_source=partial(tokenizer_from_metadata, metadata) if has_tokenizer(metadata) else None,
+        generation_config=generation_config_from(file.metadata),
         chat_template=template if isinstance(template, str) else None,
         special_tokens=special_tokens(metadata, config.vocab_size),
         notes=source.notes(),

@@ -31,6 +31,8 @@ from bifolio.model.gguf_tokenizer import (
 from bifolio.model.tokenizer import Tokenizer
 
 _PREFIX = "tokenizer.ggml."
+# Stands for an empty list, which cannot be written, where other programs insist on one: zero bytes make no token.
+_NO_MERGE = "\u0100 \u0100"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 PROBES = (
     "Hello, world! It's we'LL they'Ve 12345 1,000,000.5 and x=3**2;",
@@ -90,7 +92,7 @@ def _vocabulary_entries(kind: str, description: Mapping[str, Any], backend: Any,
     if kind == "gpt2":
         merges = [_pair(merge) for merge in model["merges"]]
         entries[_PREFIX + "pre"] = _pre_name(backend, bool(model.get("ignore_merges")))
-        entries[_PREFIX + "merges"] = [f"{left} {right}" for left, right in merges]
+        entries[_PREFIX + "merges"] = [f"{left} {right}" for left, right in merges] or [_NO_MERGE]
         return entries
     entries[_PREFIX + "pre"] = "default"
     entries[_PREFIX + "add_space_prefix"] = _starts_with_space(backend)

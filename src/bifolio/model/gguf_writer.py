@@ -15,6 +15,7 @@ from bifolio.model.export import ROTATED, NamedTensor, named_tensors
 from bifolio.model.file_access import atomic_path
 from bifolio.model.gguf_metadata import gguf_architecture, model_metadata, rope_tensors
 from bifolio.model.gguf_reader import StringArray, Value, open_gguf
+from bifolio.model.gguf_sampling import sampling_entries
 from bifolio.model.gguf_vocabulary import tokenizer_metadata
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.names import gguf_names
@@ -23,7 +24,9 @@ from bifolio.quant.tensor import PANEL_ROWS, QuantizedTensor
 
 # What is copied as it is from a GGUF file to the next.
 _COPIED = ("tokenizer.",)
-_COPIED_GENERAL = ("name", "basename", "author", "organization", "license", "languages", "tags", "size_label", "url")
+_COPIED_GENERAL = (
+    "name", "basename", "author", "organization", "license", "description", "languages", "tags", "size_label", "url"
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +68,19 @@ def write_gguf(
     *,
     overwrite: bool = False,
     progress: Progress | None = None,
+    extra: Mapping[str, Value] | None = None,
 ) -> WriteReport:
-    """Write the model with its matrices in `format`. The file appears only when it is complete."""
+    """Write the model with its matrices in `format`. The file appears only when it is complete.
+
+    `extra` metadata, such as `general.license`, is written as it is.
+    """
     import gguf
 
     path = Path(path)
     config = model.config
     interleaved = config.architecture in ROTATED or config.rope_interleaved
     entries, notes = _metadata(model, format)
+    entries |= extra or {}
     sources = list(named_tensors(model.weights, gguf_names(config), interleaved=interleaved))
     sources += [NamedTensor(name, tensor, "norm") for name, tensor in rope_tensors(config).items()]
     targets = [(source, tensor_format(source, format)) for source in sources]
@@ -140,7 +148,7 @@ def _format_notes(targets: list[tuple[NamedTensor, QuantFormat]], format: QuantF
 
 
 def _metadata(model: LoadedModel, format: QuantFormat) -> tuple[dict[str, Value], list[str]]:
-    entries = model_metadata(model.config, format, model.path.stem)
+    entries = model_metadata(model.config, format, model.path.stem) | sampling_entries(model.generation_config)
     notes: list[str] = []
     if model.path.suffix.lower() == ".gguf":
         entries |= _copied_entries(open_gguf(model.path).metadata)

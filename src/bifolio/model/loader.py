@@ -32,12 +32,15 @@ def resolve(reference: str | Path) -> Path:
     path = Path(reference).expanduser()
     if path.exists():
         return path
-    if isinstance(reference, str) and not any(sign in reference for sign in "/\\") and not path.suffix:
-        from bifolio.model.registry import find_model, known_names
+    if isinstance(reference, str):
+        from bifolio.model.registry import PULLABLE, find_model, known_names
 
         found = find_model(reference)
         if found is not None:
             return found
+        if reference.startswith("hf:") or reference in PULLABLE:
+            raise ModelFileError(f"{reference} is not here: fetch it with `bifolio pull {reference}`")
+    if isinstance(reference, str) and not any(sign in reference for sign in "/\\") and not path.suffix:
         known = ", ".join(known_names()) or "none"
         raise ModelFileError(f"no model is called {reference!r} and no such file exists; known names: {known}")
     raise ModelFileError(f"{path} does not exist: pass a model folder, a .gguf file or the name of a model")

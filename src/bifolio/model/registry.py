@@ -1,11 +1,41 @@
-"""Models known by name: those shipped inside the package, and those the user pulled into the cache."""
+"""Models known by name: those shipped inside the package, and those the user pulled into the cache.
+
+src/bifolio/models/stories.gguf          embedded
+$BIFOLIO_CACHE/models/smollm2.gguf       pulled, with smollm2.source.json beside it
+$BIFOLIO_CACHE/models/SmolLM2-135M/      pulled, a folder with config.json
+"""
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
+
+from bifolio.errors import BifolioError
 
 DEFAULT_MODEL = "stories"
+PULLABLE = ("smollm2",)  # names that `bifolio pull` knows
+SOURCE_SUFFIX = ".source.json"
+
+Origin = Literal["embedded", "pulled"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelEntry:
+    """A model by name, as its header describes it; `problem` says why one cannot be read."""
+
+    name: str
+    origin: Origin
+    path: Path
+    size: int  # bytes on disk
+    architecture: str | None = None
+    num_parameters: int | None = None
+    format: str | None = None  # of most of the weights, by bytes
+    source: str | None = None  # what it was pulled from
+    problem: str | None = None
 
 
 def embedded_dir() -> Path:
@@ -20,8 +50,15 @@ def cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "bifolio"
 
 
+def pulled_dir() -> Path:
+    return cache_dir() / "models"
+
+
 def find_model(name: str) -> Path | None:
-    for folder in (embedded_dir(), cache_dir() / "models"):
+    """The path behind a name, or behind the reference (`hf:org/name`) that a model was pulled by."""
+    if not _is_plain(name):
+        return _find_by_source(name)
+    for folder in (embedded_dir(), pulled_dir()):
         for candidate in (folder / f"{name}.gguf", folder / name):
             if candidate.exists():
                 return candidate
@@ -29,9 +66,80 @@ def find_model(name: str) -> Path | None:
 
 
 def known_names() -> list[str]:
-    names = set()
-    for folder in (embedded_dir(), cache_dir() / "models"):
-        if folder.is_dir():
-            names |= {path.stem for path in folder.glob("*.gguf")}
-            names |= {path.name for path in folder.iterdir() if path.is_dir() and (path / "config.json").is_file()}
-    return sorted(names)
+    return sorted({name for name, _, _ in _found()})
+
+
+def list_models() -> list[ModelEntry]:
+    """Embedded models first; only headers are read."""
+    return [describe(name, origin, path) for name, origin, path in _found()]
+
+
+def describe(name: str, origin: Origin, path: Path) -> ModelEntry:
+    """What the header of a model says; one that cannot be read is listed with the reason."""
+    size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) if path.is_dir() else _size(path)
+    source = pulled_source(name) if origin == "pulled" else None
+    try:
+        architecture, num_parameters, format = header(path)
+    except BifolioError as error:
+        return ModelEntry(name, origin, path, size, source=source, problem=str(error))
+    return ModelEntry(name, origin, path, size, architecture, num_parameters, format, source)
+
+
+def pulled_source(name: str) -> str | None:
+    """What the pulled model `name` came from, as it was written down then."""
+    try:
+        record = json.loads((pulled_dir() / (name + SOURCE_SUFFIX)).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    source = record.get("source") if isinstance(record, dict) else None
+    return source if isinstance(source, str) else None
+
+
+def _is_plain(name: str) -> bool:
+    """Whether it can be the name of a file: anything else would lead out of the folders."""
+    return not any(sign in name for sign in "/\\:") and name not in ("", ".", "..")
+
+
+def _found() -> Iterator[tuple[str, Origin, Path]]:
+    folders: tuple[tuple[Origin, Path], ...] = (("embedded", embedded_dir()), ("pulled", pulled_dir()))
+    for origin, folder in folders:
+        if not folder.is_dir():
+            continue
+        for path in sorted(folder.iterdir()):
+            if path.name.startswith("."):  # half-written files of another process
+                continue
+            if path.suffix == ".gguf" and path.is_file():
+                yield path.stem, origin, path
+            elif (path / "config.json").is_file():
+                yield path.name, origin, path
+
+
+def _find_by_source(reference: str) -> Path | None:
+    return next(
+        (path for name, origin, path in _found() if origin == "pulled" and pulled_source(name) == reference), None
+    )
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size
+
+
+def header(path: Path) -> tuple[str, int, str]:
+    """(architecture, parameters, format of most of the weights)."""
+    formats: dict[str, int] = {}
+    if path.is_dir():
+        from bifolio.model.checkpoint import folder_tensors, read_json
+        from bifolio.model.hf_config import config_from_hf
+
+        config = config_from_hf(read_json(path / "config.json"))
+        sizes = [(tensor.format.name, tensor.nbytes) for tensor in folder_tensors(path).values()]
+    else:
+        from bifolio.model.gguf_config import config_from_gguf
+        from bifolio.model.gguf_reader import open_gguf
+
+        file = open_gguf(path)
+        config = config_from_gguf(file)
+        sizes = [(entry.type_name, entry.nbytes) for entry in file.entries.values()]
+    for name, nbytes in sizes:
+        formats[name] = formats.get(name, 0) + nbytes
+    return config.architecture, config.num_parameters, max(formats, key=lambda name: formats[name], default="none")

@@ -1,0 +1,102 @@
+"""`bifolio eval`: how well a model predicts a text."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bifolio.cli import options
+
+HELP = """Measure the perplexity of a model on a text file.
+
+The text is cut into windows that do not overlap; every token but the first of a window is predicted from what stands
+before it in the window. Lower is better: exp of the mean loss per token."""
+EPILOG = """Examples:
+
+  bifolio eval story.txt
+
+  bifolio eval wiki.txt.xz --model ./SmolLM2-135M --window 2048 --json"""
+
+
+def register(app: typer.Typer) -> None:
+    app.command("eval", help=HELP, epilog=EPILOG)(evaluate)
+
+
+def evaluate(
+    text: Annotated[Path, typer.Argument(help="A text file, plain or .xz.", show_default=False)],
+    model: options.Model = None,
+    window: Annotated[int | None, typer.Option("--window", help="Tokens of a window; default: 512.")] = None,
+    max_tokens: Annotated[int | None, typer.Option("--max-tokens", "-n", help="Score only the first ones.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    kv_dtype: options.KvDtype = "auto",
+    threads: options.Threads = None,
+    device: options.Device = "auto",
+) -> None:
+    from bifolio.errors import ConfigError
+    from bifolio.model.loader import load_model
+    from bifolio.model.registry import DEFAULT_MODEL
+    from bifolio.run.llm import LLM
+    from bifolio.run.perplexity import WINDOW, text_perplexity
+
+    content = read_text(text)
+    if window is not None and window < 2:
+        raise ConfigError(f"a window needs at least 2 tokens, not {window}")
+    loaded = load_model(model or DEFAULT_MODEL)
+    most = loaded.config.max_position
+    if window is not None and window > most:
+        raise ConfigError(f"a window of {window} tokens is longer than the model's context of {most}")
+    length = window or min(WINDOW, most)
+    llm = LLM(loaded, max_model_len=length, max_num_seqs=4, enable_prefix_caching=False, dtype=kv_dtype,
+              threads=threads, device=device)  # fmt: skip
+    began = time.perf_counter()
+    with progress_bar() as progress:
+        result = text_perplexity(llm, content, window=length, max_tokens=max_tokens, progress=progress)
+    seconds = time.perf_counter() - began
+    record = {
+        "model": str(loaded.path),
+        "text": str(text),
+        "perplexity": result.value,
+        "loss": math.log(result.value),
+        "tokens": result.num_tokens,
+        "window": length,
+        "seconds": round(seconds, 3),
+    }
+    if as_json:
+        typer.echo(json.dumps(record))
+    else:
+        typer.echo(f"perplexity {result.value:.4f} (loss {record['loss']:.4f} per token)")
+        typer.echo(f"{result.num_tokens} tokens in {seconds:.1f} s, {result.num_tokens / seconds:.0f} tokens/s")
+
+
+def read_text(path: Path) -> str:
+    """UTF-8; bytes that are none become replacement characters, so that any file can be scored."""
+    from bifolio.errors import ConfigError
+
+    try:
+        if path.suffix == ".xz":
+            import lzma
+
+            data = lzma.decompress(path.read_bytes())
+        else:
+            data = path.read_bytes()
+    except Exception as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    return data.decode("utf-8", errors="replace")
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[int, int], None]]:
+    """Windows scored and their total, on standard error where a person watches."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("scoring", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

