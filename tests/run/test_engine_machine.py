@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 import hypothesis.strategies as st
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from bifolio.config import SpeculativeConfig
@@ -31,6 +31,8 @@ def solo(prompt: tuple[int, ...], options: tuple[tuple[str, Any], ...]) -> tuple
 
 
 class EngineMachine(RuleBasedStateMachine):
+    new_engine = staticmethod(make_engine)  # other kinds of engine live the same life
+
     @initialize(
         block_size=st.sampled_from([1, 3, 4, 16]),
         room=st.sampled_from([1.0, 1.3, 4.0]),
@@ -44,7 +46,7 @@ class EngineMachine(RuleBasedStateMachine):
         self, block_size: int, room: float, max_num_seqs: int, spare_budget: int, chunk_size: int, prefix: bool,
         drafts: int,
     ) -> None:  # fmt: skip
-        self.engine = make_engine(
+        self.engine = self.new_engine(
             block_size=block_size,
             num_blocks=1 + int(-(-MAX_MODEL_LEN // block_size) * room),
             max_model_len=MAX_MODEL_LEN,
@@ -160,5 +162,6 @@ TestEngineMachine.settings = settings(
     stateful_step_count=25,
     deadline=None,
     derandomize=True,
+    phases=(Phase.generate,),  # shrinking whole engine runs takes minutes: add Phase.shrink to study a failure
     suppress_health_check=list(HealthCheck),
 )
