@@ -92,9 +92,7 @@ def random_weights(config: ModelConfig, format: QuantFormat) -> ModelWeights:
         for i in range(config.num_layers)
     )
     frequencies, scale = inverse_frequencies(config.ropes[0])
-    return ModelWeights(
-        config, named["token_embd"], None, layers, norm, linear("token_embd"), (frequencies,), (scale,)
-    )
+    return ModelWeights(config, named["token_embd"], None, layers, norm, linear("token_embd"), (frequencies,), (scale,))
 
 
 def write_gguf(config: ModelConfig, format: QuantFormat, path: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
+from native_models import random_weights
 
 from bifolio.cache.storage import KVStorage
 from bifolio.config import ModelConfig
@@ -15,7 +16,6 @@ from bifolio.kernels.interface import AttentionPhase, AttentionSegment, Batch
 from bifolio.kernels.native import NativeKernels
 from bifolio.model.weights import prepare
 from bifolio.quant.formats import QuantFormat
-from native_models import random_weights
 
 BLOCK_SIZE = 32
 

@@ -10,8 +10,10 @@
 //                   Q4_1 continues with y = fma(m_w, d * float(sum of q), y).
 //   sums over a row 16 partial sums, element i going to partial sum i mod 16, added as a tree: 8+8, 4+4, 2+2, 1+1
 //   attention       the context is cut at absolute positions into spans of 256 and tiles of 32 tokens. Within a span:
-//                   online softmax, tile by tile; spans are merged in order. A score is a chain of fma over the head's
-//                   dimensions, an output a chain of fma over positions.
+//                   online softmax, tile by tile; spans are merged in order. A score is four chains of fma, dimension d
+//                   in chain d mod 4, added as (c0 + c1) + (c2 + c3); an output is a chain of fma over positions.
+//                   A Q8_0 cache: queries are quantised like rows of x, and a score is what a product with block
+//                   weights is; the weights of a tile times the values' scales are quantised the same way.
 #pragma once
 
 #include <cmath>

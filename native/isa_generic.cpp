@@ -43,9 +43,11 @@ const KernelTable kGenericKernels = BIFOLIO_KERNEL_TABLE("generic");
 
 size_t matmul_scratch_bytes() { return 56 * 1024; }
 
+// For the larger of the two kinds of cache; see FloatScratch and IntScratch.
 size_t attention_scratch_bytes(int64_t head_dim) {
-  const int64_t padded = round_up(head_dim, 16);
-  return size_t(head_dim * kTile + kTile * padded + kMaxRows * kTile) * sizeof(float);
+  const int64_t padded = round_up(head_dim, 32);
+  const int64_t tile = 2 * kTile * padded, queries = kMaxRows * padded, scales = 4 * padded / kBlock * kMaxRows;
+  return size_t(kMaxRows * kTile + tile + queries + scales) * sizeof(float);
 }
 
 }  // namespace bifolio

@@ -142,28 +142,33 @@ static inline void int_tile(const IntPanel<Scale>& w, const IntRows& x, int firs
     int_columns<Bits, Min, R, G>(w, x, first_row, blocks, column, acc);
 }
 
-#define BIFOLIO_OWN_TRANSPOSE
-static inline void store_transposed(const V16 rows[16], float* out, int64_t stride, int64_t dims, int64_t positions) {
-  for (int64_t i = 0; i < positions; i += 4) {
-    const int64_t count = positions - i < 4 ? positions - i : 4;
-    for (int c = 0; 4 * c < dims; ++c) {
-      const float32x4_t a = rows[i].v[c], b = count > 1 ? rows[i + 1].v[c] : a;
-      const float32x4_t e = count > 2 ? rows[i + 2].v[c] : a, f = count > 3 ? rows[i + 3].v[c] : a;
-      const float32x4_t ae = vzip1q_f32(a, e), bf = vzip1q_f32(b, f), ae2 = vzip2q_f32(a, e), bf2 = vzip2q_f32(b, f);
-      const float32x4_t columns[4] = {vzip1q_f32(ae, bf), vzip2q_f32(ae, bf), vzip1q_f32(ae2, bf2), vzip2q_f32(ae2, bf2)};
-      for (int d = 0; d < 4 && 4 * c + d < dims; ++d) {
-        float* target = out + (4 * c + d) * stride + i;
-        if (count == 4) {
-          vst1q_f32(target, columns[d]);
-        } else {
-          for (int64_t j = 0; j < count; ++j) target[j] = columns[d][j];
-        }
-      }
-    }
+// The sums of one block of bytes for R rows: what attention over a Q8_0 cache is made of.
+template <int Bits, bool Signed, int R>
+static inline void block_dots(const uint8_t* w, const int8_t* x, int64_t stride, const int32_t*, V16 sums[R]) {
+  static_assert(Bits == 8 && Signed);
+  constexpr int G = R <= 2 ? 4 : 2;
+  int8x16_t low[R], high[R];
+  UNROLL for (int r = 0; r < R; ++r) {
+    low[r] = vld1q_s8(x + r * stride);
+    high[r] = vld1q_s8(x + r * stride + 16);
+  }
+  UNROLL for (int first = 0; first < 4; first += G) {
+    int32x4_t dots[R][G];
+    UNROLL for (int r = 0; r < R; ++r) UNROLL for (int g = 0; g < G; ++g) dots[r][g] = vdupq_n_s32(0x4b400000);
+#define STEP(J, HALF, LANE)                                                                                       \
+  UNROLL for (int g = 0; g < G; ++g) {                                                                            \
+    const int8x16_t weights = vld1q_s8(reinterpret_cast<const int8_t*>(w) + J * 64 + (first + g) * 16);           \
+    UNROLL for (int r = 0; r < R; ++r) dots[r][g] = vdotq_laneq_s32(dots[r][g], weights, HALF[r], LANE);          \
+  }
+    STEP(0, low, 0) STEP(1, low, 1) STEP(2, low, 2) STEP(3, low, 3)
+    STEP(4, high, 0) STEP(5, high, 1) STEP(6, high, 2) STEP(7, high, 3)
+#undef STEP
+    UNROLL for (int r = 0; r < R; ++r) UNROLL for (int g = 0; g < G; ++g) sums[r].v[first + g] = unbiased(dots[r][g]);
   }
 }
 
-#include "kernels/attention.h"
+#include "kernels/neon_attention.h"
+
 
 int score() {
 #if defined(__linux__)

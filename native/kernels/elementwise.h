@@ -59,8 +59,8 @@ static inline V16 tanh(V16 x) {
   p = fma(p, s, broadcast(-1.0f / 3.0f));
   const V16 near = fma(mul(p, s), a, a);
   const V16 limit = broadcast(0.125f);
-  const V16 is_far = zero_where_below(a, limit, broadcast(1.0f));
-  return copy_sign(fma(is_far, sub(far, near), near), x);
+  const V16 only_near = sub(near, zero_where_below(a, limit, near));
+  return copy_sign(add(zero_where_below(a, limit, far), only_near), x);
 }
 
 static inline V16 sigmoid(V16 x) { return div(broadcast(1.0f), add(broadcast(1.0f), exp(sub(zero(), x)))); }
@@ -79,10 +79,13 @@ static inline V16 erf(V16 x) {
 
 static inline V16 activate(V16 x, Activation activation) {
   if (activation == Activation::Silu) return mul(x, sigmoid(x));
-  const V16 half = mul(broadcast(0.5f), x);
-  if (activation == Activation::Gelu) return fma(half, erf(mul(x, broadcast(0.70710678f))), half);
+  if (activation == Activation::Gelu) {
+    const V16 half = mul(broadcast(0.5f), x);
+    return fma(half, erf(mul(x, broadcast(0.70710678f))), half);
+  }
+  // (1 + tanh(u)) / 2 is the logistic function of 2u
   const V16 cube = mul(mul(x, x), x);
-  return fma(half, tanh(mul(broadcast(0.79788456f), fma(cube, broadcast(0.044715f), x))), half);
+  return mul(x, sigmoid(mul(broadcast(2.0f * 0.79788456f), fma(cube, broadcast(0.044715f), x))));
 }
 
 static void norm_row(const float* x, const NormWeights& norm, float* y) {
@@ -127,6 +130,7 @@ static int64_t argmax_row(const float* x, int64_t size) {
   int64_t i = 0;
   for (; i + 16 <= size; i += 16) best = max(load(x + i), best);
   float largest = reduce_max(best);
+  if (largest != largest) largest = -INFINITY, i = 0;  // a NaN hides the others on some machines: look one by one
   for (; i < size; ++i) largest = x[i] > largest ? x[i] : largest;
   for (i = 0; i < size; ++i)
     if (x[i] == largest) return i;

@@ -70,8 +70,8 @@ static inline V16 sub(V16 a, V16 b) { EACH a.v[i] = vsubq_f32(a.v[i], b.v[i]); r
 static inline V16 mul(V16 a, V16 b) { EACH a.v[i] = vmulq_f32(a.v[i], b.v[i]); return a; }
 static inline V16 div(V16 a, V16 b) { EACH a.v[i] = vdivq_f32(a.v[i], b.v[i]); return a; }
 static inline V16 fma(V16 a, V16 b, V16 c) { EACH c.v[i] = vfmaq_f32(c.v[i], a.v[i], b.v[i]); return c; }
-static inline V16 max(V16 a, V16 b) { EACH a.v[i] = vbslq_f32(vcgtq_f32(a.v[i], b.v[i]), a.v[i], b.v[i]); return a; }
-static inline V16 min(V16 a, V16 b) { EACH a.v[i] = vbslq_f32(vcltq_f32(a.v[i], b.v[i]), a.v[i], b.v[i]); return a; }
+static inline V16 max(V16 a, V16 b) { EACH a.v[i] = vmaxq_f32(a.v[i], b.v[i]); return a; }
+static inline V16 min(V16 a, V16 b) { EACH a.v[i] = vminq_f32(a.v[i], b.v[i]); return a; }
 static inline V16 abs(V16 a) { EACH a.v[i] = vabsq_f32(a.v[i]); return a; }
 static inline V16 round(V16 a) { EACH a.v[i] = vrndnq_f32(a.v[i]); return a; }
 static inline V16 power_of_two(V16 n) {
