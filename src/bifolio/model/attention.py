@@ -8,7 +8,7 @@ from bifolio.kernels.interface import Array, Batch, KernelSet, Rotation, Storage
 from bifolio.model.weights import LayerWeights
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # the compiler of torch wants to hash it before it is filled
 class PagedAttentionLayer:
     """The attention half of a transformer layer. Blocks were allocated before; a layer never allocates."""
 

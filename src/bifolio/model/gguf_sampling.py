@@ -39,6 +39,8 @@ def generation_config_from(metadata: Mapping[str, Value]) -> dict[str, Any]:
         if _is_number(value):
             # Files hold single precision: 0.8 was meant, not 0.800000011920929.
             found[name] = int(value) if key in _WHOLE else round(float(value), 6)
+    if "temperature" in found:  # transformers samples only when told so
+        found["do_sample"] = found["temperature"] > 0
     return found
 
 

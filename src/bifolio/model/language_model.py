@@ -170,9 +170,9 @@ class LanguageModel(nn.Module):
         """The same as `decode`, under its older name."""
         return self.decode(idx, max_new_tokens, **options)
 
-    def compile_network(self) -> None:
+    def compile_network(self, backend: str = "inductor") -> None:
         """Let `prefill` run through torch.compile while training: slow at the first call of a shape, then faster."""
-        self._network = torch.compile(transformer.forward)
+        self._network = torch.compile(transformer.forward, backend=backend)
 
     # -- files --------------------------------------------------------------------------------------------
     @classmethod
