@@ -127,7 +127,7 @@ def test_static_batches_wait_for_the_longest(padded: bool) -> None:
 
 def test_utilisation_is_weighted_by_time_and_blocks() -> None:
     moments = [Moment(1.0, 1.0, 3, 0, 10, 0.5, 0), Moment(4.0, 3.0, 1, 0, 30, 1.0, 0)]
-    report = TraceReport("x", 1, 1, 1, 4.0, 100, 16, moments=moments)
+    report = TraceReport("x", 1, 1, 1, 4.0, 4.0, 100, 16, moments=moments)
     assert report.utilisation == pytest.approx((1 * 10 * 0.5 + 3 * 30) / (10 + 90))
     assert report.occupancy == pytest.approx((10 + 90) / 4 / 100)
     assert report.mean_running == pytest.approx((3 + 3) / 4)

@@ -153,6 +153,13 @@ class Conversation:
 
     def check(self) -> None:
         """Refuse a model without a chat template or tokenizer before the first turn."""
+        from bifolio.errors import ChatTemplateError
+
+        if self.llm.model.chat_template is None:
+            raise ChatTemplateError(
+                f"{self.llm.model.path.name} has no chat template: `bifolio generate` continues text with it; "
+                "`bifolio pull smollm2` fetches a model that chats (then: bifolio chat -m smollm2)"
+            )
         self.llm.chat_tokens([*self.messages, {"role": "user", "content": "Hello"}])
 
     def turn(self, text: str, write: Callable[[str], None]) -> Request:

@@ -45,7 +45,7 @@ def measure_limits(device: str = "cpu", threads: int = 1, read_bytes: int = READ
         bytes_per_second=_read_speed(threads, read_bytes),
         flops_per_second=_matmul_speed(size),
         bytes_how=f"numpy reads {read_bytes >> 20} MiB, {show_count(threads, 'thread')}",
-        flops_how=f"float32 matrix product {size}x{size}x{size}, numpy",
+        flops_how=f"float32 matrix product {size}x{size}x{size}, numpy with its own threads",
     )
 
 

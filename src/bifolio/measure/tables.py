@@ -54,6 +54,7 @@ def trace_table(title: str, reports: Sequence[TraceReport]) -> Table:
         table.add_row(name, *values)
 
     line("duration", [show_seconds(r.seconds) for r in reports])
+    line("CPU time", [show_seconds(r.cpu_seconds) for r in reports])
     line("output tokens/s", [f"{r.output_speed:.1f}" for r in reports])
     line("all tokens/s", [f"{r.total_speed:.1f}" for r in reports])
     line("requests/s", [f"{r.num_requests / r.seconds:.2f}" for r in reports])

@@ -40,6 +40,7 @@ class TraceReport:
     num_prompt_tokens: int
     num_output_tokens: int  # that were asked for; padding is not counted
     seconds: float
+    cpu_seconds: float  # of this process, all threads: says more than `seconds` where other programs run too
     num_blocks: int
     block_size: int
     num_preemptions: int = 0
@@ -88,6 +89,7 @@ class TraceReport:
             "num_prompt_tokens": self.num_prompt_tokens,
             "num_output_tokens": self.num_output_tokens,
             "seconds": self.seconds,
+            "cpu_seconds": self.cpu_seconds,
             "output_tokens_per_second": self.output_speed,
             "total_tokens_per_second": self.total_speed,
             "requests_per_second": self.num_requests / self.seconds,
@@ -114,6 +116,7 @@ class Recording:
     def __init__(self, engine: InferenceEngine, on_progress: Progress | None = None) -> None:
         self.engine = engine
         self.begin = time.perf_counter()
+        self._begin_cpu = time.process_time()
         self.moments: list[Moment] = []
         self.token_times: dict[str, list[float]] = defaultdict(list)  # request id -> seconds after the start
         self._before = engine.stats().num_preemptions, engine.stats().num_prefill_tokens
@@ -159,6 +162,7 @@ class Recording:
             num_prompt_tokens=sum(request.num_prompt for request in requests),
             num_output_tokens=sum(len(moments) for moments in times),
             seconds=self.moments[-1].at,
+            cpu_seconds=time.process_time() - self._begin_cpu,
             num_blocks=cache.num_blocks - 1,
             block_size=cache.block_size,
             num_preemptions=stats.num_preemptions - self._before[0],
