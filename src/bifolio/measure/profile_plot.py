@@ -12,13 +12,13 @@ from bifolio.measure.profiler import BOOKKEEPING, NETWORK_PARTS, PhaseProfile, P
 from bifolio.measure.statistics import show_count, show_rate, show_seconds
 
 COLOURS = {
-    "embedding": "#8c8c8c",
+    "embedding": "#404040",
     "norms": "#c7b37f",
     "projections": "#1f77b4",
     "attention": "#d62728",
     "MLP": "#2ca02c",
     "logits": "#9467bd",
-    "dispatch": "#c5c5c5",
+    "dispatch": "#7f7f7f",
     "sampling": "#ff7f0e",
     "bookkeeping": "#17becf",
 }
