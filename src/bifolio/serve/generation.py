@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -83,7 +84,8 @@ class Run:
                 updates = await stream.next()
         except TimeoutError:
             stream.close()
-            raise ApiError(504, "the request took longer than its time limit", "timeout") from None
+            own = (self.job.timeout or math.inf) < self.context.limits.request_timeout
+            raise ApiError(408 if own else 504, "the request took longer than its time limit", "timeout") from None
         return [self._note(update) for update in updates]
 
     def close(self) -> None:
@@ -116,6 +118,8 @@ class Run:
             self.num_cached_tokens += update.num_cached_tokens
         if update.ended is not None:
             metrics.request_ended(update.ended, now - self.arrival)
+            if not self.job.stream:
+                metrics.first_tokens_ended(update.ended, max((len(p.token_ids) for p in update.pieces), default=0))
         return number, update
 
     def _note_piece(self, choice: int, piece: Piece, now: float) -> None:
@@ -125,7 +129,9 @@ class Run:
         self.num_completion_tokens += count
         metrics.generation_tokens.inc(count)
         last = self._last_token.get(choice)
-        if last is None and count:
+        if not self.job.stream:
+            pass  # everything comes at once, and the engine's own times are used
+        elif last is None and count:
             metrics.time_to_first_token.observe(now - self.arrival)
         elif last is not None and count:
             for _ in range(count):

@@ -98,5 +98,11 @@ class Metrics:
         self.decode.observe(ended.decode_time)
         self.recent_latency += 0.1 * (seconds - self.recent_latency)
 
+    def first_tokens_ended(self, ended: Ended, num_tokens: int) -> None:
+        """Latencies of a request whose tokens were not streamed, from the engine's own clock."""
+        self.time_to_first_token.observe(ended.queue_time + ended.prefill_time)
+        for _ in range(num_tokens - 1):
+            self.inter_token.observe(ended.decode_time / (num_tokens - 1))
+
     def render(self) -> bytes:
         return generate_latest(self.registry)

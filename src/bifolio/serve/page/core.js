@@ -1,0 +1,94 @@
+// What both halves of the page share: elements, the key, requests, events, the tooltip.
+
+export const $ = (id) => document.getElementById(id);
+
+export function make(tag, properties = {}, ...children) {
+  const node = Object.assign(document.createElement(tag), properties);
+  node.append(...children);
+  return node;
+}
+
+// The key lives as long as the tab.
+export const key = {
+  get: () => sessionStorage.getItem("key") || "",
+  set: (value) => sessionStorage.setItem("key", value),
+};
+
+export class HttpError extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+export async function request(path, { body, signal } = {}) {
+  const headers = {};
+  if (key.get()) headers.authorization = `Bearer ${key.get()}`;
+  if (body !== undefined) headers["content-type"] = "application/json";
+  const answer = await fetch(path, {
+    method: body === undefined ? "GET" : "POST",
+    headers,
+    signal,
+    body: body === undefined ? undefined : JSON.stringify(body),
+  });
+  if (!answer.ok) {
+    let message = `${answer.status} ${answer.statusText}`;
+    try {
+      message = (await answer.json()).error.message;
+    } catch {
+      // not ours: the status has to do
+    }
+    if (answer.status === 401) $("key-form").hidden = false;
+    throw new HttpError(answer.status, message);
+  }
+  return answer;
+}
+
+// Server-sent events of a fetched answer: EventSource cannot send a key.
+export async function* events(answer) {
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  let text = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    text += value;
+    for (let end = text.indexOf("\n\n"); end >= 0; end = text.indexOf("\n\n")) {
+      const event = text.slice(0, end);
+      text = text.slice(end + 2);
+      if (event.startsWith("data: ") && event !== "data: [DONE]") yield JSON.parse(event.slice(6));
+    }
+  }
+}
+
+export function showTip(text, x, y) {
+  const tip = $("tip");
+  tip.textContent = text;
+  tip.hidden = false;
+  const { width, height } = tip.getBoundingClientRect();
+  tip.style.left = `${Math.max(4, Math.min(x + 12, innerWidth - width - 4))}px`;
+  tip.style.top = `${y + 16 + height > innerHeight ? Math.max(4, y - height - 8) : y + 16}px`;
+}
+
+export function hideTip() {
+  $("tip").hidden = true;
+}
+
+// Colours that stay apart: steps of the golden angle around the circle.
+export const slotColour = (slot) => `hsl(${(200 + slot * 137.5) % 360} 55% ${slot % 2 ? 46 : 54}%)`;
+
+// A canvas at the screen's own resolution, cleared.
+export function prepare(canvas, height) {
+  const width = canvas.clientWidth;
+  const scale = devicePixelRatio || 1;
+  canvas.style.height = `${height}px`;
+  if (canvas.width !== Math.round(width * scale) || canvas.height !== Math.round(height * scale)) {
+    canvas.width = Math.round(width * scale);
+    canvas.height = Math.round(height * scale);
+  }
+  const context = canvas.getContext("2d");
+  context.setTransform(scale, 0, 0, scale, 0, 0);
+  context.clearRect(0, 0, width, height);
+  return [context, width];
+}
+
+export const cssColour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
