@@ -194,6 +194,19 @@ def test_best_weights_are_kept(text: Path, tmp_path: Path) -> None:
     assert best_loss < result.history.held_out[-1][1]
 
 
+def test_best_weights_survive_an_interruption(text: Path, tmp_path: Path) -> None:
+    settings = replace(
+        small(text, tmp_path / "a"), steps=12, eval_every=2, learning_rate=0.5, warmup=12, keep_best=True
+    )
+    whole = run(settings)
+    best_step = min(whole.history.held_out, key=lambda point: point[1])[0]
+    cut = replace(settings, output=str(tmp_path / "b"))
+    assert not train(cut, progress=StopAfter(best_step + 2)).finished
+    resumed = run(replace(cut, resume=True))
+    assert resumed.history.held_out == whole.history.held_out
+    assert weights_equal(LanguageModel.from_pretrained(tmp_path / "a"), LanguageModel.from_pretrained(tmp_path / "b"))
+
+
 def test_a_draft_learns_its_teacher(text: Path, tmp_path: Path) -> None:
     teacher = run(replace(small(text, tmp_path / "teacher"), steps=60, eval_every=60, save_every=0))
     settings = replace(small(text, tmp_path / "draft"), num_layers=1, teacher=str(tmp_path / "teacher"), steps=40)
@@ -210,6 +223,7 @@ def test_time_limit_ends_the_run_with_an_export(text: Path, tmp_path: Path) -> N
     result = run(replace(small(text, tmp_path), steps=100_000, max_minutes=0.005))
     assert result.finished
     assert 0 < result.steps_done < 100_000
+    assert result.history.held_out[-1][0] == result.steps_done  # the end is always evaluated
     assert (tmp_path / "config.json").is_file()
 
 

@@ -1,6 +1,6 @@
 """Checkpoints of a run: weights and AdamW's moments as safetensors, the rest as JSON. Nothing is pickled.
 
-    checkpoint/step-00001500/{model,optimizer}.safetensors, state.json
+    checkpoint/step-00001500/{model,optimizer}.safetensors, state.json, and best.safetensors with --keep-best
 
 The order of the data and the learning rate are functions of the step, so these files are everything: a resumed run
 computes what the uninterrupted one would have.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,11 @@ class History:
         """The evaluation with the lowest loss."""
         return min(self.held_out, key=lambda point: point[1], default=None)
 
+    @property
+    def last_evaluation(self) -> int | None:
+        """The step of it."""
+        return self.held_out[-1][0] if self.held_out else None
+
 
 def save_checkpoint(
     folder: Path,
@@ -50,6 +56,7 @@ def save_checkpoint(
     history: History,
     settings: TrainSettings,
     digest: str,
+    best_weights: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Write everything under another name first, then drop the older checkpoint: one whole one exists at any time."""
     target, partial = folder / f"step-{step:08d}", folder / f"partial-{os.getpid()}"
@@ -63,6 +70,8 @@ def save_checkpoint(
         if state:
             moments |= {f"{moment}.{name}": file_tensor(state[moment]) for moment in MOMENTS}
     write_safetensors(partial / "optimizer.safetensors", moments)
+    if best_weights is not None:
+        write_safetensors(partial / "best.safetensors", {n: file_tensor(p) for n, p in best_weights.items()})
     state_json = {"step": step, "digest": digest, "settings": asdict(settings), "history": asdict(history)}
     (partial / "state.json").write_text(json.dumps(state_json) + "\n", encoding="utf-8")
     if target.exists():
@@ -89,6 +98,21 @@ def load_checkpoint(
     loss_sum, loss_count = raw["unfinished_point"]
     history = History(points["train"], points["held_out"], float(raw["seconds"]), (float(loss_sum), int(loss_count)))
     return int(state["step"]), history
+
+
+def load_best_weights(folder: Path, model: LanguageModel) -> dict[str, torch.Tensor] | None:
+    """The weights of the best evaluation so far, where the newest checkpoint holds them, on the model's device."""
+    path = max(folder.glob("step-*")) / "best.safetensors"
+    if not path.is_file():
+        return None
+    tensors = open_safetensors(path).tensors
+    best: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        tensor = tensors.get(name)
+        if tensor is None or tensor.shape != tuple(parameter.shape):
+            raise ModelFileError(f"{path} has no usable {name}: the checkpoint is damaged")
+        best[name] = torch.from_numpy(np.array(tensor.dequantize())).to(parameter.device)
+    return best
 
 
 def _check_same_run(state: dict[str, Any], settings: TrainSettings, digest: str, path: Path) -> None:

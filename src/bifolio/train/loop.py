@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from bifolio.errors import ConfigError
 from bifolio.model.language_model import LanguageModel
 from bifolio.model.tokenizer import Tokenizer
-from bifolio.train.checkpoint import History, load_checkpoint, save_checkpoint
+from bifolio.train.checkpoint import History, load_best_weights, load_checkpoint, save_checkpoint
 from bifolio.train.data import (
     END_OF_TEXT,
     SequenceSource,
@@ -96,6 +96,7 @@ class TrainingRun:
         self.model = LanguageModel(self.config, seed=settings.seed).to(self.device)
         self.optimizer = make_optimizer(self.model, settings)
         self.history, self.step = History(), 0
+        self.best_weights: dict[str, torch.Tensor] | None = None
         self._restart_mean(0.0, 0)
         self.digest = corpus.tokens.digest
         if settings.resume:
@@ -103,6 +104,8 @@ class TrainingRun:
                 self.folder / "checkpoint", self.model, self.optimizer, settings, self.digest
             )
             self._restart_mean(*self.history.unfinished_point)
+            if settings.keep_best:
+                self.best_weights = load_best_weights(self.folder / "checkpoint", self.model)
         if settings.compile:
             self.model.compile_network()
         self.replica = self._replicate()
@@ -111,7 +114,6 @@ class TrainingRun:
             corpus.tokens.held_out, self.config.max_position, settings.eval_sequences
         )
         self.teacher = self._load_teacher()
-        self.best_weights: dict[str, torch.Tensor] | None = None
         self.interrupted = False
 
     # -- the loop -------------------------------------------------------------------------------------------
@@ -120,6 +122,8 @@ class TrainingRun:
         with self._interruptible():
             self._train_steps()
         if self.processes.is_first:
+            if not self.interrupted and self.history.last_evaluation != self.step:
+                self._note_evaluation()  # a time limit ended the run between two
             self._save()
             if self.interrupted:
                 self.progress.message(f"stopped at step {self.step}; continue with --resume")
@@ -225,15 +229,18 @@ class TrainingRun:
             return
         last = self.step == settings.steps
         if self.step % settings.eval_every == 0 or last:
-            loss = self.evaluate()
-            self.history.held_out.append((self.step, loss))
-            if settings.keep_best and self.history.best == (self.step, loss):
-                self.best_weights = {n: p.detach().clone() for n, p in self.model.named_parameters()}
-            self.progress.message(f"step {self.step}: held-out loss {loss:.4f}")
+            self._note_evaluation()
         if settings.sample_every and (self.step % settings.sample_every == 0 or last):
             self.progress.message(f"step {self.step} sample: {self.sample()}")
         if settings.save_every and self.step % settings.save_every == 0 and not last:
             self._save()
+
+    def _note_evaluation(self) -> None:
+        loss = self.evaluate()
+        self.history.held_out.append((self.step, loss))
+        if self.settings.keep_best and self.history.best == (self.step, loss):
+            self.best_weights = {n: p.detach().clone() for n, p in self.model.named_parameters()}
+        self.progress.message(f"step {self.step}: held-out loss {loss:.4f}")
 
     def _save(self) -> None:
         self.history.unfinished_point = (self.loss_sum.item(), self.loss_count)
@@ -245,6 +252,7 @@ class TrainingRun:
             self.history,
             self.settings,
             self.digest,
+            self.best_weights,
         )
         self.corpus.tokenizer.backend.save(str(self.folder / "tokenizer.json"))
 

@@ -1,0 +1,44 @@
+"""`bifolio generate --speculative`: other guesses, the same text."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from bifolio.cli.main import build_app
+from bifolio.errors import BifolioError
+
+
+def generate(*arguments: str) -> tuple[str, str]:
+    result = CliRunner().invoke(build_app(), ["generate", *arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout, result.stderr
+
+
+def test_the_text_is_the_same_and_the_guesses_are_counted() -> None:
+    arguments = ("One day, a little dog", "-t", "0", "-n", "40")
+    plain, _ = generate(*arguments)
+    assert plain.startswith("One day, a little dog")
+    for method in (["--speculative", "draft"], ["--speculative", "ngram"], ["--draft-model", "stories-draft"]):
+        text, log = generate(*arguments, *method, "--verbose")
+        assert text == plain
+        assert "guesses were right (" in log
+
+
+def test_a_sampled_text_is_the_same_too() -> None:
+    arguments = ("Lily and her brother", "--seed", "3", "-n", "40")
+    assert generate(*arguments) == generate(*arguments, "--speculative", "draft")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--speculative", "magic"], "'draft' or 'ngram'"),
+        (["--speculative", "ngram", "--draft-model", "stories-draft"], "leave one of them out"),
+        (["--speculative", "draft", "--model", "shakespeare"], "shakespeare-draft"),
+        (["--draft-model", "shakespeare"], "vocabulary|tokens"),
+    ],
+)
+def test_what_cannot_work_together(arguments: list[str], message: str) -> None:
+    with pytest.raises(BifolioError, match=message):
+        generate("The", *arguments)

@@ -1,0 +1,90 @@
+"""`bifolio train` from the outside: a text becomes a model that the other commands use; Ctrl-C loses nothing."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from bifolio.cli.main import build_app
+from bifolio.errors import BifolioError, MissingDependencyError
+from bifolio.model.loader import load_model
+
+SHAPE = ["--preset", "char", "--tokenizer", "char", "--hidden-size", "32", "--num-layers", "1", "--num-heads", "2",
+         "--intermediate-size", "32", "--context", "16", "--batch-size", "4", "--warmup", "2", "--device", "cpu",
+         "--eval-every", "1000", "--eval-sequences", "2", "--sample-tokens", "8"]  # fmt: skip
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("the cat sat on the mat. " * 200)
+    return path
+
+
+def bifolio(*arguments: str | Path) -> str:
+    result = CliRunner().invoke(build_app(), [str(argument) for argument in arguments])
+    if isinstance(result.exception, BifolioError):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_a_text_becomes_a_model(text: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "cat"
+    shown = bifolio(
+        "train", text, "--output", folder, "--steps", "60", "--learning-rate", "0.02", "--gguf", "q8_0", *SHAPE
+    )
+    assert f"wrote the model to {folder}" in shown
+    assert "step 60: held-out loss" in shown
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((folder / "training.json").read_text())["final_held_out_loss"] < 2.0
+    gguf = folder / "cat.q8_0.gguf"
+    written = [bifolio("generate", "-m", source, "the ca", "-n", "6", "-t", "0") for source in (folder, gguf)]
+    assert written[0] == written[1]
+    assert written[0].startswith("the cat ")
+    loss = json.loads(bifolio("eval", text, "-m", gguf, "--window", "16", "-n", "160", "--json"))["loss"]
+    assert loss < 2.0
+
+
+def test_ctrl_c_saves_and_resume_goes_on(text: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    command = [sys.executable, "-m", "bifolio.cli.main", "train", str(text), "--output", str(folder), *SHAPE]
+    command += ["--steps", "1000000", "--sample-every", "20"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "sample" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    rest = process.communicate(timeout=60)[0]
+    assert "--resume" in rest, rest
+    assert list((folder / "checkpoint").glob("step-*/model.safetensors"))
+    state = json.loads(next((folder / "checkpoint").glob("step-*/state.json")).read_text())
+    assert state["step"] >= 20
+    with pytest.raises(BifolioError, match="steps"):  # the schedule depends on it
+        bifolio("train", text, "--output", folder, "--resume", *SHAPE, "--steps", "40")
+    bifolio("train", text, "--output", folder, "--resume", *SHAPE, "--steps", "1000000", "--max-minutes", "0.001")
+    history = json.loads((folder / "training.json").read_text())["history"]
+    assert [step for step, _ in history["train"]][:2] == [10, 20]  # what was measured before the interruption
+    assert history["held_out"][-1][0] > state["step"]
+    assert load_model(folder).config.hidden_size == 32
+
+
+def test_mistakes_are_named(text: Path, tmp_path: Path) -> None:
+    with pytest.raises(BifolioError, match="does not exist"):
+        bifolio("train", tmp_path / "none.txt", "--output", tmp_path / "m")
+    with pytest.raises(BifolioError, match="preset"):
+        bifolio("train", text, "--preset", "huge")
+    assert CliRunner().invoke(build_app(), ["train"]).exit_code == 2
+
+
+def test_without_torch_the_extra_is_named(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(MissingDependencyError, match=r"bifolio\[train\]"):
+        bifolio("train", text)
