@@ -3,7 +3,7 @@
     python benchmarks/sharing.py [--model stories] [--requests 24]
 
 A block that several sequences hold counts once with sharing and once per sequence without. The saving is averaged over
-all steps of all requests. Lengths are drawn with the means of the paper's two data sets, ShareGPT-like (161 in, 338 out)
+all steps of all requests. Lengths have the means of the paper's two data sets, ShareGPT-like (161 in, 338 out)
 and Alpaca-like (19 in, 58 out), halved, as are the blocks (8 tokens instead of 16), so that they fit a context of 512:
 the ratio of lengths to blocks, which decides what is shared, stays the paper's.
 """

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from bifolio.errors import ConfigError
@@ -180,7 +180,6 @@ class EngineConfig:
     deterministic: bool = True
     device: str = "cpu"
     speculative: SpeculativeConfig | None = None
-    limits: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1:

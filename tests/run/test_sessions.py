@@ -87,3 +87,12 @@ def test_unknown_and_aborted_conversations() -> None:
     assert engine.blocks.num_used_blocks == 0
     with pytest.raises(RequestError, match="no conversation"):
         engine.fork("gone", "x", [3], GREEDY)
+
+
+def test_of_several_samples_one_is_kept() -> None:
+    engine = make_engine()
+    engine.add_request("talk", PROMPT, SamplingParams(temperature=0.9, seed=2, n=3, max_tokens=5, ignore_eos=True))
+    engine.keep("talk")
+    drain(engine)
+    assert engine.release("talk")
+    assert engine.blocks.num_used_blocks == 0

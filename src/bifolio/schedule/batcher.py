@@ -105,7 +105,9 @@ class ContinuousBatcher:
             cached = self._blocks.open_row(
                 sequence.id, sequence.token_ids, salt=request.salt, max_cached=0 if wants_logits else None
             )
-        needed = self._blocks.blocks_needed([(sequence.id, sequence.num_tokens - cached)])
+        needed = self._blocks.blocks_needed(
+            [*self._known_tokens_to_come(), (sequence.id, sequence.num_tokens - cached)]
+        )
         while self._slot_of and needed + len(self._slot_of) > self._blocks.num_free_blocks:
             if not self.drop_kept():
                 if not branched:
@@ -117,13 +119,22 @@ class ContinuousBatcher:
             request.metrics.num_cached_tokens = cached
         return True
 
+    def _known_tokens_to_come(self) -> list[tuple[int, int]]:
+        """(sequence id, tokens) of prompts that are admitted and not reserved yet: their blocks are spoken for."""
+        running = [slot.held for slot in self.slots if slot.sequence is not None]
+        return [
+            (sequence.id, sequence.num_tokens - self._blocks.row_num_tokens(sequence.id))
+            for sequence in running
+            if sequence.num_uncomputed > 1 and self._blocks.has_row(sequence.id)
+        ]
+
     # -- leaving --------------------------------------------------------------------------------------------------
     def evict_completed(self) -> list[Sequence]:
         """Slots and blocks of sequences that ended go back."""
         ended = [slot.held for slot in self.slots if slot.sequence is not None and slot.held.finish_reason is not None]
         for sequence in ended:
             if sequence.request.keep and sequence.finish_reason in KEPT_ENDS and sequence.group is None:
-                self._kept[sequence.request.request_id] = sequence
+                self._kept.setdefault(sequence.request.request_id, sequence)  # of several samples, the first to end
             self._leave(sequence, keep_row=sequence in self._kept.values())
         return ended
 
