@@ -284,6 +284,7 @@ def make_engine(
     chunk_size: int = 32,
     enable_prefix_caching: bool = True,
     poison: bool = True,
+    engine_class: type[InferenceEngine] = InferenceEngine,
     **options: Any,
 ) -> InferenceEngine:
     """An engine on the reference kernels; blocks that nobody may read are NaN."""
@@ -291,7 +292,7 @@ def make_engine(
     config = EngineConfig(
         cache, max_model_len, max_num_seqs, token_budget=token_budget, chunk_size=chunk_size, **options
     )
-    return InferenceEngine(model or tiny_loaded(), config, kernels or ReferenceKernels())
+    return engine_class(model or tiny_loaded(), config, kernels or ReferenceKernels())
 
 
 def steps(engine: InferenceEngine, max_steps: int = 2000) -> Iterator[list[StepResult]]:

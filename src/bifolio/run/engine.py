@@ -77,9 +77,7 @@ class InferenceEngine:
         self.decode_executor = DecodeExecutor(self.runner)
         self.table = SamplingTable(config.max_num_seqs, network.vocab_size)
         self.sampler = Sampler(network.vocab_size, self.table)
-        self.rows = DeviceRows(
-            config.max_num_seqs, self.blocks.blocks_for(config.max_model_len) + 1, self.blocks, kernels
-        )
+        self.rows = self._new_rows(kernels)
         self.speculator = self._new_speculator(draft_model)
         self.batcher = ContinuousBatcher(
             config.max_num_seqs, self.blocks, listener=self, max_waiting=config.max_waiting
@@ -327,6 +325,10 @@ class InferenceEngine:
             drafter = DraftModelDrafter(runner, self.rows, self.sampler, self.config.chunk_size)
         return Speculator(config, drafter, self.config.max_model_len)
 
+    def _new_rows(self, kernels: KernelSet) -> DeviceRows:
+        max_blocks = self.blocks.blocks_for(self.config.max_model_len) + 1
+        return DeviceRows(self.config.max_num_seqs, max_blocks, self.blocks, kernels)
+
     def _poison(self, block_ids: list[int]) -> None:
         for storage in self.storages:
             storage.poison_blocks(block_ids)
@@ -407,7 +409,8 @@ def as_token_ids(prompt: Sequences[int]) -> list[int]:
 
 
 def new_storage(network: ModelConfig, cache: CacheConfig, kernels: KernelSet) -> KVStorage:
-    return KVStorage(
+    storage_class: type[KVStorage] = getattr(kernels, "storage_class", KVStorage)
+    return storage_class(
         network.num_layers,
         cache.num_blocks,
         cache.block_size,

@@ -73,7 +73,7 @@ class Recorder:
             self._batcher.fork(sequence, child)
         results: list[StepResult] = []
         for member, row in zip(members, rows, strict=True):
-            results.extend(self._add_token(sequence.request, member, sampled, row))
+            results.extend(self.add_token(sequence.request, member, sampled, row))
         return results
 
     def _verify(self, item: ScheduledSequence, sampled: SampledTokens, rows: range) -> list[StepResult]:
@@ -87,7 +87,7 @@ class Recorder:
             self._speculator.observe(len(item.drafts), accepted)
         results: list[StepResult] = []
         for row in rows[: accepted + 1]:
-            results.extend(self._add_token(sequence.request, sequence, sampled, row))
+            results.extend(self.add_token(sequence.request, sequence, sampled, row))
             if sequence.finish_reason is not None:
                 break
         sequence.num_computed = min(item.start + item.num_new - len(item.drafts) + accepted, sequence.num_tokens - 1)
@@ -96,7 +96,7 @@ class Recorder:
         self._blocks.commit(sequence.id, sequence.token_ids, sequence.num_computed)
         return results
 
-    def _add_token(self, request: Request, sequence: Sequence, sampled: SampledTokens, row: int) -> list[StepResult]:
+    def add_token(self, request: Request, sequence: Sequence, sampled: SampledTokens, row: int) -> list[StepResult]:
         if row in sampled.errors:
             request.error = str(sampled.errors[row])
             return self._batcher.finish(request, FinishReason.ERROR)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +36,7 @@ from bifolio.kernels.triton.prefill import (
     tile_rows,
     uses_cudnn,
 )
+from bifolio.kernels.triton.rows import look_up_rotation
 
 FEW_ROWS = 16  # products with at most so many rows run on our own kernels
 INTERPRETED_PROCESSORS = 2  # what a "GPU" has when kernels run in Triton's interpreter
@@ -67,13 +69,31 @@ class TritonKernels(TorchKernels):
             else INTERPRETED_PROCESSORS
         )
         self._staged: list[StagedSegment] = []  # of the pass that runs now
+        self._rotations: dict[tuple[int, float], torch.Tensor] = {}  # f32[positions, 2, half] by frequencies and scale
         self._nothing = torch.zeros(1, dtype=torch.int32, device=device)
+
+    @property
+    def storage_class(self) -> Any:
+        """What the engine keeps keys and values in."""
+        return importlib.import_module("bifolio.run.cuda_storage").CudaStorage
 
     # -- arrays ---------------------------------------------------------------------------------------------------
     def to_host(self, array: Array) -> np.ndarray:
         return super().to_host(tensor(array))
 
     # -- the network ------------------------------------------------------------------------------------------------
+    def prepare_rotation(self, inverse_frequencies: torch.Tensor, scale: float, max_position: int) -> None:
+        """Tabulate cosine and sine for all positions below `max_position`: a captured step then looks them up."""
+        positions = torch.arange(max_position, device=self.device)
+        rotation = super().rotation(inverse_frequencies, scale, positions)
+        self._rotations[inverse_frequencies.data_ptr(), scale] = torch.stack(tuple(rotation), dim=1)
+
+    def rotation(self, inverse_frequencies: Array, scale: float, positions: Array) -> Rotation:
+        table = self._rotations.get((inverse_frequencies.data_ptr(), scale))
+        if table is None:
+            return super().rotation(inverse_frequencies, scale, positions)
+        return Rotation(*look_up_rotation(table, positions))
+
     def norm(self, x: Array, norm: Norm) -> Array:
         if isinstance(x, Sum) and x.value is None:
             x.value, normed = self._norm_rows(x.x, norm, x.delta)
@@ -163,7 +183,7 @@ class TritonKernels(TorchKernels):
         window = shape.window or 0
         pieces = staged.pieces.get(window)
         if pieces is None:
-            pieces = new_pieces(segment.num_sequences, shape, self.device, num_processors=self.num_processors)
+            pieces = self._new_pieces(segment, shape)
             cut(pieces, staged.lengths, self._nothing)
             staged.pieces[window] = pieces
         tables = self._integers(segment.block_tables)
@@ -171,6 +191,25 @@ class TritonKernels(TorchKernels):
         return decode_attention(
             query, shape, storage, tables, staged.table_rows, staged.lengths, pieces, self._nothing
         )
+
+    def stage_decode(
+        self,
+        segment: AttentionSegment,  # one query each; lengths and tables on the device
+        table_rows: torch.Tensor,  # i32[s]
+        pieces: dict[int, Pieces],  # by window; kept by the caller, since a captured step uses them again
+        shapes: tuple[AttentionShape, ...],
+    ) -> None:
+        """Cut the contexts now, on the device; the layers that follow in this pass use the result."""
+        for shape in shapes:
+            window = shape.window or 0
+            if window not in pieces:
+                pieces[window] = self._new_pieces(segment, shape)
+        for part in pieces.values():
+            cut(part, segment.context_lens, self._nothing)
+        self._staged = [StagedSegment(segment, segment.context_lens, table_rows, pieces)]
+
+    def _new_pieces(self, segment: AttentionSegment, shape: AttentionShape) -> Pieces:
+        return new_pieces(segment.num_sequences, shape, self.device, num_processors=self.num_processors)
 
     def _stage(self, segments: tuple[AttentionSegment, ...]) -> list[StagedSegment]:
         """Kept from layer to layer: the layers of a pass are handed the same segments."""

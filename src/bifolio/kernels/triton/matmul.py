@@ -18,6 +18,7 @@ from bifolio.kernels.interface import Norm
 from bifolio.kernels.triton.norm import ACTIVATIONS, activate
 
 NO_ACTIVATION = -1
+INTERPRETED = bool(triton.knobs.runtime.interpret)  # then a program costs milliseconds: few, large ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +245,8 @@ def few_rows(
 
 def one_row_tile(outputs: int, depth: int, gated: bool) -> RowTile:
     """Enough programs for every multiprocessor several times over, and tiles of about 16 kB."""
+    if INTERPRETED:
+        return RowTile(64, 64, 4)
     if gated:
         return RowTile(4 if outputs >= 4096 else 2, 1024, 4)
     if outputs >= 32768:
@@ -252,6 +255,8 @@ def one_row_tile(outputs: int, depth: int, gated: bool) -> RowTile:
 
 
 def few_rows_tile(rows: int, outputs: int, depth: int, dtype: torch.dtype) -> RowTile:
+    if INTERPRETED:
+        return RowTile(64, 64, 4)
     if dtype == torch.float32:
         return RowTile(16, 32, 4, 2)
     if rows <= 16:

@@ -1,0 +1,33 @@
+"""Keys and values on a GPU: one tensor for all layers, so that blocks are copied by one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from bifolio.cache.storage import Array, KVStorage
+
+
+class CudaStorage(KVStorage):
+    """A `KVStorage` whose layers are views of one tensor [2 * layers, blocks, kv_heads, block_size, head_dim]."""
+
+    _whole: Any = None
+    _num_taken = 0
+
+    def copy_blocks(self, copies: Iterable[tuple[int, int]]) -> None:
+        """As `KVStorage.copy_blocks`; no destination is a source, which the block manager guarantees."""
+        from bifolio.kernels.triton.cache import copy_blocks
+
+        pairs = np.array([(source, destination) for source, destination in copies], dtype=np.int32).reshape(-1, 2)
+        if len(pairs):
+            import torch
+
+            copy_blocks(self._whole, torch.from_numpy(pairs).to(self.device))
+
+    def _allocate(self, shape: tuple[int, ...]) -> Array:
+        if self._whole is None:
+            self._whole = super()._allocate((2 * self.num_layers, *shape))
+        self._num_taken += 1
+        return self._whole[self._num_taken - 1]

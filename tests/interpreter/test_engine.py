@@ -1,0 +1,63 @@
+"""Engines on the Triton kernels, in the interpreter: the whole way from prompts to tokens on tiny models."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from bifolio.kernels.torch_reference import TorchKernels
+from bifolio.kernels.triton import TritonKernels
+from bifolio.model.checkpoint import load_folder
+from bifolio.run.overlap import OverlappedEngine
+from bifolio.sampling_params import SamplingParams
+from helpers import make_engine, make_runner, open_entry, output_ids, random_prompt, run_chunks, tiny_model
+
+TOKENS = random_prompt(11, seed=4, vocab_size=61)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3", "gpt2"])
+def test_logits_equal_the_reference(architecture: str) -> None:
+    """In one chunk, in several, and token by token."""
+    model = load_folder(tiny_model(architecture)[1])
+    vocab = model.config.vocab_size
+    tokens = [token % vocab for token in TOKENS]
+    expected = None
+    for kernels in (TorchKernels("cpu"), TritonKernels("cpu", "f32")):
+        runner, blocks = make_runner(model, kernels=kernels, poison=True)
+        logits = [
+            run_chunks(runner, open_entry(runner, blocks), tokens, 11),
+            run_chunks(runner, open_entry(runner, blocks), tokens, 6),
+            run_chunks(runner, open_entry(runner, blocks), tokens[:3], 1, decode=True),
+        ]
+        if expected is None:
+            expected = logits
+            continue
+        for ours, theirs in zip(logits, expected, strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=2e-4, rtol=1e-4)
+
+
+def generate(engine: Any) -> list[list[list[int]]]:
+    options = [
+        SamplingParams(temperature=0, max_tokens=4, ignore_eos=True),
+        SamplingParams(temperature=1.0, seed=5, max_tokens=5, ignore_eos=True),
+        SamplingParams(temperature=0.8, seed=6, n=2, max_tokens=3, ignore_eos=True),
+    ]
+    prompts = [random_prompt(4 + 3 * index, seed=index, vocab_size=61) for index in range(3)]
+    requests = [engine.add_request(str(i), p, o) for i, (p, o) in enumerate(zip(prompts, options, strict=True))]
+    while engine.has_work:
+        engine.step()
+    return [output_ids(request) for request in requests]
+
+
+def test_overlapped_steps_on_the_kernels() -> None:
+    """Rows, tables and draws on the "device" give what the reference gives on the host."""
+    expected = generate(make_engine())
+    engine = make_engine(kernels=TritonKernels("cpu", "f32"), engine_class=OverlappedEngine)
+    assert generate(engine) == expected
+    assert engine.stats().num_steps < 20

@@ -1,0 +1,154 @@
+"""The overlapped engine: whatever comes and goes between its steps, requests get what they get alone.
+
+The engine's own state machine and the needle in a crowd run over it unchanged. On the CPU a launched step runs at once
+and its tokens are looked at later, so that every order of events that a GPU allows is tried here without one.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+
+import test_engine_needle
+from bifolio.run.engine import InferenceEngine
+from bifolio.sampling_params import SamplingParams
+from bifolio.sequence import FinishReason, Sequence
+from helpers import drain, make_engine, output_ids, random_prompt, run_alone
+from test_engine_machine import EngineMachine
+
+torch = pytest.importorskip("torch")
+
+from bifolio.kernels.torch_reference import TorchKernels  # noqa: E402
+from bifolio.run.overlap import OverlappedEngine  # noqa: E402
+
+VOCAB = 61
+
+
+@cache
+def kernels() -> TorchKernels:
+    return TorchKernels("cpu")
+
+
+def overlapped(**options: Any) -> OverlappedEngine:
+    engine = make_engine(kernels=kernels(), engine_class=OverlappedEngine, **options)
+    assert isinstance(engine, OverlappedEngine)
+    return engine
+
+
+class OverlappedMachine(EngineMachine):
+    new_engine = staticmethod(overlapped)
+
+    def num_in_flight(self, sequence: Sequence) -> int:
+        flight = self.engine._flight
+        return 0 if flight is None else sum(member is sequence for _, member in flight.members)
+
+
+TestOverlappedMachine = OverlappedMachine.TestCase
+TestOverlappedMachine.settings = settings(
+    max_examples=25,
+    stateful_step_count=25,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def in_flight(engine: OverlappedEngine) -> bool:
+    return engine._flight is not None
+
+
+@pytest.mark.parametrize("params", [
+    SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),
+    SamplingParams(temperature=1.0, seed=3, max_tokens=20, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=20),
+    SamplingParams(temperature=1.3, seed=8, n=3, max_tokens=20, stop_token_ids=tuple(range(40, 61))),
+], ids=["greedy", "seeded", "with ends", "three with stops"])  # fmt: skip
+def test_steps_overlap_and_nothing_changes(params: SamplingParams) -> None:
+    prompts = [random_prompt(7 + 3 * index, seed=index, vocab_size=VOCAB) for index in range(4)]
+    engine = overlapped(max_num_seqs=12)
+    requests = [engine.add_request(str(index), prompt, params) for index, prompt in enumerate(prompts)]
+    overlaps = 0
+    while engine.has_work:
+        engine.step()
+        overlaps += in_flight(engine)
+        engine.blocks.check_invariants()
+    assert overlaps > 3
+    assert engine.blocks.num_used_blocks == 0
+    for request, prompt in zip(requests, prompts, strict=True):
+        alone = run_alone(prompt, params)
+        assert output_ids(request) == output_ids(alone)
+        assert [s.finish_reason for s in request.sequences] == [s.finish_reason for s in alone.sequences]
+
+
+def test_an_end_by_length_is_foreseen() -> None:
+    """No step is launched for a sequence whose last token is already on its way."""
+    engine = overlapped()
+    engine.add_request("a", random_prompt(5, vocab_size=VOCAB), SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+    drain(engine)
+    assert engine.stats().num_decode_tokens == 3  # the first token came from the prompt
+
+
+def test_a_newcomer_waits_for_one_step_at_most() -> None:
+    engine = overlapped()
+    endless = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    engine.add_request("old", random_prompt(5, vocab_size=VOCAB), endless)
+    for _ in range(5):
+        engine.step()
+    assert in_flight(engine)
+    request = engine.add_request("new", random_prompt(9, seed=1, vocab_size=VOCAB), endless)
+    engine.step()  # lands what was in flight
+    engine.step()
+    assert len(request.sequences[0].output_token_ids) == 1
+    drain(engine)
+
+
+def test_an_abort_discards_what_is_in_flight() -> None:
+    engine = overlapped()
+    endless = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    requests = [engine.add_request(str(i), random_prompt(5, seed=i, vocab_size=VOCAB), endless) for i in range(2)]
+    for _ in range(6):
+        engine.step()
+    assert in_flight(engine)
+    seen = len(requests[0].sequences[0].output_token_ids)
+    engine.abort("0")
+    drain(engine)
+    assert len(requests[0].sequences[0].output_token_ids) == seen
+    assert requests[0].sequences[0].finish_reason is FinishReason.ABORT
+    assert output_ids(requests[1]) == output_ids(run_alone(requests[1].prompt_token_ids, endless))
+    assert engine.blocks.num_used_blocks == 0
+
+
+def test_special_requests_take_the_ordinary_way() -> None:
+    """Penalties, filters and logprobs are not captured; mixed with plain requests, everyone still gets the same."""
+    options = [
+        SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
+        SamplingParams(temperature=1, seed=1, top_p=0.8, max_tokens=5, ignore_eos=True),
+        SamplingParams(temperature=0, repetition_penalty=1.3, max_tokens=7, ignore_eos=True),
+        SamplingParams(temperature=0, logprobs=2, max_tokens=6, ignore_eos=True),
+    ]
+    engine = overlapped()
+    prompts = [random_prompt(6 + i, seed=i, vocab_size=VOCAB) for i in range(4)]
+    requests = [engine.add_request(str(i), p, o) for i, (p, o) in enumerate(zip(prompts, options, strict=True))]
+    overlaps = 0
+    while engine.has_work:
+        engine.step()
+        overlaps += in_flight(engine)
+    assert overlaps > 0  # when the special ones are done
+    for request, prompt, params in zip(requests, prompts, options, strict=True):
+        assert output_ids(request) == output_ids(run_alone(prompt, params))
+
+
+def test_a_needle_in_a_crowd(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = SamplingParams(temperature=1.1, seed=77, max_tokens=14, ignore_eos=True)
+    monkeypatch.setattr(test_engine_needle, "make_engine", lambda kernels, **options: overlapped(**options))
+    monkeypatch.setitem(test_engine_needle.NEEDLES, "plain", plain)
+    expected = output_ids(run_alone(test_engine_needle.PROMPT, plain))
+    for trace in range(25):
+        rng = np.random.default_rng(trace)
+        engine: InferenceEngine = test_engine_needle.crowded_engine(rng, kernels())
+        request = test_engine_needle.run_in_crowd(engine, "plain", rng)
+        assert output_ids(request) == expected, f"trace {trace}"
