@@ -242,3 +242,29 @@ def test_a_killed_front_end_leaves_no_engine_behind(tmp_path: Path) -> None:
     while any(_is_running(pid) for pid in workers):
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+def test_a_client_that_stops_reading_is_dropped() -> None:
+    import json
+    import socket
+
+    with running_server(limits=Limits(write_timeout=0.4), engine={"max_model_len": 1024}) as server:
+        body = {"prompt": "Once", "max_tokens": 900, "n": 4, "logprobs": 100, "stream": True, "ignore_eos": True}
+        content = json.dumps(body).encode()
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", server.port))
+        connection.settimeout(30)
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n\r\n"
+        connection.sendall(head.encode() + content)
+        assert connection.recv(4096)
+        assert server.wait_idle()["num_used_blocks"] == 0  # ended although nobody reads
+        received = b""
+        try:
+            while data := connection.recv(1 << 20):
+                received = (received + data)[-1000:]
+        except ConnectionError:
+            pass
+        connection.close()
+        assert b"[DONE]" not in received
+        assert server.http().get("/ready").status_code == 200

@@ -46,6 +46,7 @@ class Run:
     num_completion_tokens: int = 0
     num_cached_tokens: int = 0
     _stream: RequestStream | None = None
+    _timer: asyncio.TimerHandle | None = None
     _numbers: dict[str, int] = field(default_factory=dict)  # engine request → which prompt
     _last_token: dict[int, float] = field(default_factory=dict)  # choice → when its last token came
 
@@ -72,30 +73,32 @@ class Run:
             self.context.metrics.prompt_tokens.inc(len(prompt))
             self.context.metrics.prompt_length.observe(len(prompt))
         self._stream = engine.submit(starts)
+        self._timer = asyncio.get_running_loop().call_later(self.time_limit, self._too_late)
 
     async def next(self) -> list[tuple[int, Update]]:
         """(prompt number, what is new of it); an empty list after the end."""
         stream = self._stream
         if stream is None:
             return []
-        left = self.deadline - time.perf_counter()
-        try:
-            async with asyncio.timeout(max(left, 0.0)):
-                updates = await stream.next()
-        except TimeoutError:
-            stream.close()
-            own = (self.job.timeout or math.inf) < self.context.limits.request_timeout
-            raise ApiError(408 if own else 504, "the request took longer than its time limit", "timeout") from None
+        updates = await stream.next()
         return [self._note(update) for update in updates]
 
     def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
         if self._stream is not None:
             self._stream.close()
 
     @property
-    def deadline(self) -> float:
-        limit = self.context.limits.request_timeout
-        return self.arrival + min(limit, self.job.timeout or limit)
+    def time_limit(self) -> float:
+        """Seconds: the server's, or a shorter one of the client's own."""
+        return min(self.context.limits.request_timeout, self.job.timeout or math.inf)
+
+    def _too_late(self) -> None:
+        own = self.time_limit < self.context.limits.request_timeout
+        error = ApiError(408 if own else 504, "the request took longer than its time limit", "timeout")
+        if self._stream is not None:
+            self._stream.fail(error)
 
     async def watch(self, receive: Receive) -> None:
         """Wait until the client has gone, then end its requests."""

@@ -76,31 +76,58 @@ async def send_bytes(
 async def send_events(send: Send, events: AsyncIterator[msgspec.Struct], write_timeout: float) -> None:
     """Server-sent events. The status is sent with the first of them, so that an error before it has its own."""
     started = False
-    buffer = bytearray()
-    try:
-        async for event in events:
-            buffer += b"data: "
-            buffer += _encoder.encode(event)
-            buffer += b"\n\n"
-            if not started:
-                started = True
-                await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
-            await _write(send, bytes(buffer), write_timeout)
-            buffer.clear()
-        buffer += DONE
-    except ApiError as error:
-        if not started or error.status == 499:
-            raise
-        buffer += b"data: " + error.body() + b"\n\n"
-    if not started:
-        await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
-    await _write(send, bytes(buffer), write_timeout)
-    await send({"type": "http.response.body", "body": b""})
+    tail = DONE
+    with WriteWatch(write_timeout) as watch:
+        try:
+            async for event in events:
+                if not started:
+                    started = True
+                    await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
+                watch.begin()
+                body = b"data: " + _encoder.encode(event) + b"\n\n"
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+                watch.end()
+        except ApiError as error:
+            if not started or error.status == 499:
+                raise
+            tail = b"data: " + error.body() + b"\n\n"
+        if not started:
+            await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
+        watch.begin()
+        await send({"type": "http.response.body", "body": tail})
 
 
-async def _write(send: Send, body: bytes, write_timeout: float) -> None:
-    try:
-        async with asyncio.timeout(write_timeout):
-            await send({"type": "http.response.body", "body": body, "more_body": True})
-    except TimeoutError:
-        raise ApiError(499, "the client stopped reading", "slow_client") from None
+class WriteWatch:
+    """Ends a task whose client has stopped reading. One timer for a whole stream: an own one for each event would cost
+    more than the event."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._since: float | None = None  # when the write that is under way began
+        self._expired = False
+
+    def __enter__(self) -> WriteWatch:
+        self._task = asyncio.current_task()
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(self._seconds, self._check)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._timer.cancel()
+        if self._expired and kind is asyncio.CancelledError and self._task is not None:
+            self._task.uncancel()
+            raise ApiError(499, "the client stopped reading", "slow_client") from None
+
+    def begin(self) -> None:
+        self._since = self._loop.time()
+
+    def end(self) -> None:
+        self._since = None
+
+    def _check(self) -> None:
+        if self._since is not None and self._loop.time() - self._since >= self._seconds:
+            self._expired = True
+            if self._task is not None:
+                self._task.cancel()
+        else:
+            self._timer = self._loop.call_later(self._seconds, self._check)

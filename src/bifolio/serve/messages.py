@@ -17,7 +17,9 @@ class Launch(msgspec.Struct, tag="launch"):
     """First message to a new engine process: the arguments of `LLM`."""
 
     options: dict[str, Any]
-    update_interval: float = 0.02  # seconds between updates of a running request, at least; 0: one for every step
+    max_updates_per_second: float = (
+        400.0  # of all requests together; when they are more, tokens travel in twos, threes...
+    )
 
 
 class Start(msgspec.Struct, tag="start", omit_defaults=True):

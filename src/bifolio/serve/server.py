@@ -44,7 +44,7 @@ class ServerSettings:
     max_connections: int = 1024
     drain_seconds: float = 30.0  # that requests under way get when the server is told to stop
     step_timeout: float = 300.0  # a step that takes longer means a hung engine
-    update_interval: float = 0.02  # seconds between two events of a stream, at least
+    max_updates_per_second: float = 400.0  # events of all streams together, about
     worker_command: Sequence[str] | None = None
 
 
@@ -92,7 +92,7 @@ async def running_context(settings: ServerSettings, engine_options: dict[str, An
 
     reference = engine_options.get("model") or DEFAULT_MODEL
     model = load_model(reference)
-    launch = Launch({**engine_options, "model": str(reference)}, settings.update_interval)
+    launch = Launch({**engine_options, "model": str(reference)}, settings.max_updates_per_second)
     engine = EngineProcess(launch, command=settings.worker_command, step_timeout=settings.step_timeout)
     try:
         await engine.start()

@@ -31,6 +31,7 @@ from bifolio.serve.snapshot import blocks_of, slots_of, waiting_of
 
 logger = logging.getLogger(__name__)
 Send = Callable[[m.FromEngine], None]
+MAX_UPDATE_SECONDS = 0.1  # a stream is never silent for longer because of others
 COMPILE_SECONDS = 10.0  # that a request waits for its grammar, at most
 
 
@@ -53,7 +54,7 @@ class EngineService:
 
     llm: LLM
     send: Send
-    update_interval: float = 0.02  # seconds
+    max_updates_per_second: float = 400.0
     thread: EngineThread = field(init=False)
     _live: dict[str, _Live] = field(init=False, default_factory=dict)
     _embeddings: EmbeddingQueue = field(init=False)
@@ -194,7 +195,8 @@ class EngineService:
                 live.has_news = not live.final_only or live.request.is_finished
                 urgent = urgent or (live.has_news and (result.finished or not live.sent_first))
         now = time.monotonic()
-        if urgent or now - self._last_sent >= self.update_interval:
+        interval = min(len(self._live) / self.max_updates_per_second, MAX_UPDATE_SECONDS)
+        if urgent or now - self._last_sent >= interval:
             self._last_sent = now
             self._send_news()
 

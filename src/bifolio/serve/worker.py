@@ -120,7 +120,7 @@ def make_service(launch: m.Launch, send: Send) -> EngineService:
     llm = LLM(**launch.options)
     with contextlib.suppress(BifolioError):  # without a tokenizer or the package, requests for grammars are refused
         prepare_compiler(llm.model)
-    return EngineService(llm, send, update_interval=launch.update_interval)
+    return EngineService(llm, send, max_updates_per_second=launch.max_updates_per_second)
 
 
 def main() -> None:

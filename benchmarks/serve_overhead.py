@@ -1,0 +1,118 @@
+"""What HTTP costs: tokens per second of concurrent streams through the server, over those of `LLM.generate`.
+
+    python benchmarks/serve_overhead.py [--model REF] [--streams 16] [--tokens 200] [--rounds 3] [--json]
+
+The same requests run in both; the rounds alternate, so that a machine that slows down slows both. The client runs on
+the same machine and takes its share of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+from bifolio.measure.load import LoadRequest, Plan, run_load
+from bifolio.measure.load_client import LoadClient
+
+
+def requests_of(streams: int, tokens: int, vocab_size: int) -> list[LoadRequest]:
+    generator = np.random.default_rng(1)
+    return [LoadRequest(0.0, generator.integers(3, vocab_size, 32).tolist(), tokens) for _ in range(streams)]
+
+
+def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {"max_num_seqs": arguments.streams, "max_model_len": arguments.tokens + 64, "memory": "256MB"}
+
+
+def offline(arguments: argparse.Namespace, connection: Any) -> None:
+    """In a process of its own: one round for every message."""
+    from bifolio import LLM, SamplingParams
+
+    llm = LLM(arguments.model, **engine_options(arguments), enable_prefix_caching=False)
+    connection.send(llm.model.config.vocab_size)
+    while (work := connection.recv()) is not None:
+        params = [SamplingParams(temperature=0.0, max_tokens=item.num_output, ignore_eos=True) for item in work]
+        began = time.perf_counter()
+        outputs = llm.generate([item.prompt for item in work], params, use_tqdm=False)
+        seconds = time.perf_counter() - began
+        connection.send(sum(len(output.outputs[0].token_ids) for output in outputs) / seconds)
+
+
+def start_server(arguments: argparse.Namespace) -> tuple[subprocess.Popen[bytes], str]:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in engine_options(arguments).items()]
+    model = ["--model", arguments.model] if arguments.model else []
+    command = [sys.executable, "-m", "bifolio.cli.main", "serve", *model, "--port", str(port), *options]
+    process = subprocess.Popen([*command, "--log-level", "warning"])
+    client = LoadClient(f"127.0.0.1:{port}")
+    for _ in range(600):
+        try:
+            asyncio.run(client.model_name())
+            return process, f"127.0.0.1:{port}"
+        except Exception:
+            time.sleep(0.1)
+    raise SystemExit("the server did not start")
+
+
+def through_http(address: str, work: list[LoadRequest], salt: int) -> float:
+    """A fresh cache salt for each round: nothing is found in the prefix cache, as offline."""
+    body = {"temperature": 0.0, "ignore_eos": True, "cache_salt": str(salt)}
+    report = asyncio.run(run_load(LoadClient(address), Plan(work), body, "overhead", {}))
+    failed = [timing.error for timing in report.timings if timing.error]
+    if failed:
+        raise SystemExit(f"requests failed: {failed[:3]}")
+    return report.output_tokens / report.seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", default=None)
+    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    ours, theirs = multiprocessing.Pipe()
+    worker = multiprocessing.get_context("spawn").Process(target=offline, args=(arguments, theirs))
+    worker.start()
+    work = requests_of(arguments.streams, arguments.tokens, min(ours.recv(), 4000))
+    server, address = start_server(arguments)
+    try:
+        plain, served = [], []
+        for number in range(arguments.rounds + 1):  # the first warms up
+            ours.send(work)
+            plain.append(ours.recv())
+            served.append(through_http(address, work, number))
+    finally:
+        ours.send(None)
+        server.terminate()
+        server.wait(60)
+        worker.join()
+    report = {
+        "streams": arguments.streams,
+        "tokens": arguments.tokens,
+        "offline_tokens_per_second": [round(value, 1) for value in plain[1:]],
+        "http_tokens_per_second": [round(value, 1) for value in served[1:]],
+        "ratio": round(statistics.median(served[1:]) / statistics.median(plain[1:]), 3),
+        "ratio_of_rounds": [round(b / a, 3) for a, b in zip(plain[1:], served[1:], strict=True)],
+    }
+    if arguments.json:
+        print(json.dumps(report))
+    else:
+        for name, value in report.items():
+            print(f"{name:28s} {value}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""`bifolio bench serve`: load on any OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from bifolio.cli import measure_options
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from bifolio.measure.load import LoadReport, LoadRequest
+
+HELP = """Put load on a server and report waiting times, speed and goodput.
+
+Requests come by --rate (open loop: a Poisson process), by --concurrency (closed loop: always so many under way), or as
+a --trace recorded them. Lengths are 128, 64:256 (evenly between) or 128~0.5 (lognormal: median and spread)."""
+EPILOG = """Examples:
+
+  bifolio bench serve --url http://127.0.0.1:8000/v1 --concurrency 16 --requests 200
+
+  bifolio bench serve --rate 4 --requests 200 --prompt 128~0.6 --output 16:256 --limits ttft:500,tpot:50 --plot load.png
+
+  bifolio bench serve --trace azure_conv.csv --scale 0.1 --speed 5 --requests 300 --json"""
+
+
+def register_serve(bench: typer.Typer) -> None:
+    bench.command("serve", help=HELP, epilog=EPILOG)(serve)
+
+
+def serve(
+    url: Annotated[str, typer.Option("--url", help="Where the server is.")] = "http://127.0.0.1:8000/v1",
+    key: Annotated[str | None, typer.Option("--api-key", envvar="OPENAI_API_KEY", help="Its key.")] = None,
+    model: Annotated[str | None, typer.Option("--served-model-name", help="Default: the first it lists.")] = None,
+    requests: Annotated[int, typer.Option("--requests", "-n", min=1, help="How many.")] = 100,
+    concurrency: Annotated[int | None, typer.Option("--concurrency", "-c", min=1, help="Always so many.")] = None,
+    rate: Annotated[float | None, typer.Option("--rate", help="Requests per second; inf: all at once.")] = None,
+    burstiness: Annotated[float, typer.Option("--burstiness", help="1: Poisson; smaller: in bursts.")] = 1.0,
+    prompt: Annotated[str, typer.Option("--prompt", help="Tokens of a prompt.")] = "128",
+    output: Annotated[str, typer.Option("--output", help="Tokens of an answer.")] = "64",
+    shared: Annotated[int, typer.Option("--shared-prefix", min=0, help="Tokens that all prompts begin with.")] = 0,
+    trace: Annotated[Path | None, typer.Option("--trace", help="An Azure .csv or a Mooncake .jsonl trace.")] = None,
+    scale: Annotated[float, typer.Option("--scale", help="Multiply the trace's lengths by this.")] = 1.0,
+    speed: Annotated[float, typer.Option("--speed", help="Times as fast as recorded.")] = 1.0,
+    max_model_len: Annotated[int, typer.Option("--max-model-len", help="Longest prompt plus output.")] = 2048,
+    vocab_size: Annotated[int, typer.Option("--vocab-size", min=2, help="Random token ids are below this.")] = 256,
+    ignore_eos: Annotated[bool, typer.Option(help="Ask for answers of full length (not OpenAI's own).")] = True,
+    temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy.")] = 0.0,
+    limits: Annotated[
+        str | None, typer.Option("--limits", help="What counts as good, in ms: ttft:500,tpot:50,itl:200,e2e:5000.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Of lengths, arrivals and tokens.")] = 0,
+    timeout: Annotated[float, typer.Option("--timeout", help="Seconds that a request may take.")] = 600.0,
+    plot: measure_options.Plot = None,
+    as_json: measure_options.AsJson = False,
+) -> None:
+    import asyncio
+
+    import numpy as np
+
+    from bifolio.errors import ConfigError
+    from bifolio.measure.figures import check_target
+    from bifolio.measure.load import Plan, parse_limits, run_load
+    from bifolio.measure.load_client import LoadClient
+
+    if sum(option is not None for option in (concurrency, rate, trace)) > 1:
+        raise ConfigError("choose one of --concurrency, --rate and --trace")
+    check_target(plot)
+    generator = np.random.default_rng(seed)
+    if trace is not None:
+        plan = Plan(_from_trace(trace, requests, scale, speed, max_model_len, vocab_size, seed))
+        name = f"{trace.name}, {speed:g} times as fast"
+    elif rate is not None:
+        plan = Plan(_drawn(requests, prompt, output, shared, vocab_size, generator, rate, burstiness))
+        name = f"{rate:g} requests/s"
+    else:
+        size = concurrency or 8
+        plan = Plan(_drawn(requests, prompt, output, shared, vocab_size, generator, None, 1.0), size)
+        name = f"{size} at a time"
+    client = LoadClient(url, key=key, timeout=timeout)
+
+    async def run() -> LoadReport:
+        served = model or await client.model_name()
+        body = {"model": served, "temperature": temperature, **({"ignore_eos": True} if ignore_eos else {})}
+        return await run_load(client, plan, body, name, parse_limits(limits))
+
+    report = asyncio.run(run())
+    if plot is not None:
+        from bifolio.measure.load_plot import plot_load
+
+        plot_load(report, plot)
+    if as_json:
+        json.dump(report.as_dict(), sys.stdout, indent=2)
+        sys.stdout.write("\n")
+    else:
+        show(report)
+
+
+def _drawn(
+    count: int,
+    prompt: str,
+    output: str,
+    shared: int,
+    vocab_size: int,
+    generator: np.random.Generator,
+    rate: float | None,
+    burstiness: float,
+) -> list[LoadRequest]:
+    from bifolio.measure.load import Lengths, LoadRequest, arrivals
+
+    prefix = generator.integers(0, vocab_size, shared).tolist()
+    due = [0.0] * count if rate is None else arrivals(count, rate, generator, burstiness)
+    sizes = zip(Lengths(prompt).draw(count, generator), Lengths(output).draw(count, generator), strict=True)
+    return [
+        LoadRequest(moment, prefix + generator.integers(0, vocab_size, num_prompt).tolist(), num_output)
+        for moment, (num_prompt, num_output) in zip(due, sizes, strict=True)
+    ]
+
+
+def _from_trace(
+    path: Path, count: int, scale: float, speed: float, max_model_len: int, vocab_size: int, seed: int
+) -> list[LoadRequest]:
+    from bifolio.errors import ConfigError
+    from bifolio.measure.load import LoadRequest
+    from bifolio.measure.trace_files import make_prompts, read_trace, scaled
+
+    if not speed > 0:
+        raise ConfigError(f"--speed must be above 0, not {speed:g}")
+    recorded, num_cut = scaled(read_trace(path, count), scale, max_model_len)
+    if num_cut:
+        print(f"{num_cut} prompts were cut to fit into {max_model_len} tokens", file=sys.stderr)
+    prompts = make_prompts(recorded, vocab_size, seed)
+    return [
+        LoadRequest(request.arrival / speed, tokens, request.num_output)
+        for request, tokens in zip(recorded, prompts, strict=True)
+    ]
+
+
+def show(report: LoadReport) -> None:
+    from rich.console import Console
+
+    from bifolio.measure.load import LIMIT_NAMES
+    from bifolio.measure.statistics import Distribution, show_seconds
+    from bifolio.measure.tables import new_table
+
+    figures = report.as_dict()
+    table = new_table(report.plan_name, "", "mean", "p50", "p90", "p99", "max")
+    names = {"ttft": "first token", "tpot": "per token after it", "itl": "between events", "e2e": "whole request"}
+    for name in LIMIT_NAMES:
+        value = Distribution.of(report.values(name))
+        cells = (value.mean, value.p50, value.p90, value.p99, value.max)
+        table.add_row(names[name], *(show_seconds(seconds) for seconds in cells))
+    console = Console()
+    console.print(table)
+    console.print(f"  requests          {figures['requests']}, of which {figures['failed']} failed", highlight=False)
+    console.print(f"  duration          {show_seconds(report.seconds)}", highlight=False)
+    console.print(f"  requests/s        {figures['requests_per_second']:.2f}", highlight=False)
+    console.print(f"  output tokens/s   {figures['output_tokens_per_second']:.1f}", highlight=False)
+    if report.limits:
+        share = f"{100 * figures['goodput_share']:.1f} % within the limits"
+        console.print(f"  goodput           {figures['goodput_requests_per_second']:.2f} requests/s, {share}")
+    for error in figures["errors"]:
+        console.print(f"  failed: {error}", highlight=False, markup=False)
