@@ -11,14 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
-
 import test_engine_needle
+from hypothesis import HealthCheck, settings
+from test_engine_machine import EngineMachine
+
+from bifolio.beam_params import BeamSearchParams
 from bifolio.run.engine import InferenceEngine
 from bifolio.sampling_params import SamplingParams
 from bifolio.sequence import FinishReason, Sequence
 from helpers import drain, make_engine, output_ids, random_prompt, run_alone
-from test_engine_machine import EngineMachine
 
 torch = pytest.importorskip("torch")
 
@@ -87,7 +88,9 @@ def test_steps_overlap_and_nothing_changes(params: SamplingParams) -> None:
 def test_an_end_by_length_is_foreseen() -> None:
     """No step is launched for a sequence whose last token is already on its way."""
     engine = overlapped()
-    engine.add_request("a", random_prompt(5, vocab_size=VOCAB), SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+    engine.add_request(
+        "a", random_prompt(5, vocab_size=VOCAB), SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    )
     drain(engine)
     assert engine.stats().num_decode_tokens == 3  # the first token came from the prompt
 
@@ -147,8 +150,33 @@ def test_a_needle_in_a_crowd(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(test_engine_needle, "make_engine", lambda kernels, **options: overlapped(**options))
     monkeypatch.setitem(test_engine_needle.NEEDLES, "plain", plain)
     expected = output_ids(run_alone(test_engine_needle.PROMPT, plain))
-    for trace in range(25):
+    for trace in range(12):
         rng = np.random.default_rng(trace)
         engine: InferenceEngine = test_engine_needle.crowded_engine(rng, kernels())
         request = test_engine_needle.run_in_crowd(engine, "plain", rng)
         assert output_ids(request) == expected, f"trace {trace}"
+
+
+class ShortListing(TorchKernels):
+    """Kernels that send a search the likeliest tokens alone, as those for GPUs do."""
+
+    def top_logprobs(self, logits: Any, rows: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+        logprobs = torch.log_softmax(logits[torch.from_numpy(rows).long()], dim=-1)
+        values, ids = torch.topk(logprobs, count, dim=-1)
+        return ids.numpy(), values.numpy()
+
+
+@pytest.mark.parametrize("width", [2, 4])
+def test_beams_need_only_the_likeliest_tokens(width: int) -> None:
+    params = BeamSearchParams(beam_width=width, max_tokens=9)
+    outcomes = []
+    for kind in (TorchKernels, ShortListing):
+        engine = make_engine(kernels=kind("cpu"), max_num_seqs=8)
+        requests = [
+            engine.add_beam_search(str(i), random_prompt(6 + i, seed=i, vocab_size=VOCAB), params) for i in range(2)
+        ]
+        drain(engine)
+        outcomes.append([(output_ids(r), [s.score for s in r.sequences[:1]]) for r in requests])
+    for (ours, score), (theirs, expected) in zip(*outcomes, strict=True):
+        assert ours == theirs
+        np.testing.assert_allclose(score, expected, rtol=1e-5)

@@ -75,11 +75,31 @@ class BeamSearch:
     def is_done(self) -> bool:
         return all(self._done)
 
-    def advance(self, logits: np.ndarray, slots: dict[int, int], sampler: Sampler, blocks: KVCacheBlockManager) -> None:
-        """Take the logits of all live beams, f32[b, vocab] in the order of `live`, and choose the next beams."""
+    @property
+    def num_candidates(self) -> int:
+        """So many of each beam's likeliest tokens are all that a step looks at."""
+        return max(group.num_candidates for group in self.groups)
+
+    def needs_all_logits(self, slots: dict[int, int], sampler: Sampler) -> bool:
+        """Whether a step looks at more than the likeliest tokens as the model gave them."""
+        edited = any(sampler.table.is_edited[slot] for slot in slots.values())
+        return edited or self.params.logprobs is not None or bool(self.params.diversity_penalty)
+
+    def advance(
+        self,
+        logits: np.ndarray,
+        slots: dict[int, int],
+        sampler: Sampler,
+        blocks: KVCacheBlockManager,
+        ids: np.ndarray | None = None,
+    ) -> None:
+        """Take the logits of all live beams, f32[b, vocab] in the order of `live`, and choose the next beams.
+
+        With `ids`, i64[b, k], they are logprobs f32[b, k] of the k likeliest tokens of each beam alone.
+        """
         rows = {sequence.id: row for row, sequence in enumerate(self.live())}
         table = np.array([slots[sequence.id] for sequence in self.live()], dtype=np.int64)
-        logprobs = sampler.edit(logits - log_normalisers(logits), table)
+        logprobs = sampler.edit(logits - log_normalisers(logits), table) if ids is None else logits
         chosen: list[int] = []
         moves: list[tuple[int, list[Candidate], list[tuple[Candidate, Hypothesis]]]] = []
         for number, group in enumerate(self.groups):
@@ -90,6 +110,8 @@ class BeamSearch:
             if chosen and self.params.diversity_penalty:
                 scores = scores + diversity_penalties(chosen, scores.shape[1], self.params.diversity_penalty)
             candidates = best_candidates(scores, group.scores, group.num_candidates)
+            if ids is not None:
+                candidates = [c._replace(token=int(ids[rows[beams[c.beam].id], c.token])) for c in candidates]
             running, finished, done = group.advance(candidates, partial(self._ending, beams))
             self._done[number] = done
             chosen.extend(candidate.token for candidate in running)

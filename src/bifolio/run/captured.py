@@ -138,7 +138,8 @@ class GraphRecorder:
     def __init__(self, device: str) -> None:
         self._device = device
         self._pool: Any = None
-        self._stream: Any = torch.cuda.Stream(device) if device.startswith("cuda") else None
+        cuda: Any = torch.cuda
+        self._stream: Any = cuda.Stream(device) if device.startswith("cuda") else None
 
     def record(self, run: Callable[[], None]) -> Any:
         """Run once for real (kernels are compiled, libraries warm up), then record; inputs are padding meanwhile."""
@@ -207,9 +208,7 @@ class CapturedDecode:
             from bifolio.kernels.triton.rows import apply_changes
 
             apply_changes(self.state.words, on_device[len(rows) :].view(2, -1))
-        event = torch.cuda.Event()
-        event.record()
-        self._ring.append((staged, event))
+        self._ring.append((staged, _recorded_event()))
 
     def _staging(self, count: int) -> torch.Tensor:
         """A pinned buffer that no copy reads any more."""
@@ -225,9 +224,7 @@ class CapturedDecode:
             return Ticket(chosen.clone(), count)
         tokens = torch.empty(len(chosen), dtype=torch.int32, pin_memory=True)
         tokens.copy_(chosen, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        return Ticket(tokens, count, event)
+        return Ticket(tokens, count, _recorded_event())
 
     # -- one step ------------------------------------------------------------------------------------------------------
     def _step(self, size: int, draws: bool) -> CapturedStep:
@@ -303,6 +300,14 @@ class CapturedDecode:
         longest = int(lengths.max())
         tables = self.state.tables[step.table_rows.long()] * (step.rows >= 0)[:, None]
         return replace(segment, context_lens=lengths, block_tables=tables, max_context_len=longest)
+
+
+def _recorded_event() -> Any:
+    """Comes when everything launched so far is done."""
+    cuda: Any = torch.cuda
+    event = cuda.Event()
+    event.record()
+    return event
 
 
 def _choose(logits: torch.Tensor, state: RowState, slots: torch.Tensor) -> torch.Tensor:

@@ -65,13 +65,15 @@ class CapturedLogits(DecodeExecutor):
 
     def _fill(self, graph: _Graph, batch: Batch) -> None:
         count, segment = batch.num_tokens, batch.segments[0]
+        tables: Any = segment.block_tables
+        places: Any = batch.slots
         lengths = np.zeros(len(graph.contexts), dtype=np.int32)
         lengths[:count] = segment.context_lens
         graph.token_ids[:count].copy_(batch.token_ids)
         graph.positions[:count].copy_(batch.positions)
-        graph.places[:count].copy_(batch.slots)
+        graph.places[:count].copy_(places)
         graph.places[count:].zero_()  # what padding writes goes to block 0
-        graph.tables[:count, : segment.block_tables.shape[1]].copy_(segment.block_tables)
+        graph.tables[:count, : tables.shape[1]].copy_(tables)
         graph.contexts.copy_(self.runner.kernels.from_host(lengths))
 
     def _record(self, size: int) -> _Graph:

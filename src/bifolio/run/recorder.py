@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import numpy as np
 
@@ -60,9 +61,32 @@ class Recorder:
                 results.extend(self._verify(item, sampled, rows))
             else:
                 results.extend(self._add_tokens(item, sampled, rows))
-        for request in dict.fromkeys(searches):
-            results.extend(self._advance_search(request, readout, logits))
+        unique = list(dict.fromkeys(searches))
+        shortlists = self._shortlists(unique, readout, logits)
+        for request in unique:
+            results.extend(self._advance_search(request, readout, logits, shortlists.get(request.request_id)))
         return results
+
+    def _shortlists(
+        self, requests: list[Request], readout: Readout, logits: Array
+    ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """(ids, logprobs) of the likeliest tokens of every beam, by request; what a GPU sends instead of all logits."""
+        find_best: Any = getattr(self._kernels, "top_logprobs", None)
+        plain = [r for r in requests if not r.search.needs_all_logits(self._slots_of(r), self._sampler)]
+        if find_best is None or not plain:
+            return {}
+        rows = [[readout.group_rows[sequence.id] for sequence in request.search.live()] for request in plain]
+        count = max(request.search.num_candidates for request in plain)
+        ids, logprobs = find_best(logits, np.concatenate(rows).astype(np.int32), count)
+        ends = np.cumsum([len(part) for part in rows])
+        return {
+            request.request_id: (ids[end - len(part) : end], logprobs[end - len(part) : end])
+            for request, part, end in zip(plain, rows, ends, strict=True)
+        }
+
+    def _slots_of(self, request: Request) -> dict[int, int]:
+        slots = ((member.id, self._batcher.slot_of(member)) for member in request.search.members)
+        return {member: slot for member, slot in slots if slot is not None}
 
     def _add_tokens(self, item: ScheduledSequence, sampled: SampledTokens, rows: range) -> list[StepResult]:
         """One token for the sequence, and one for each that is forked from it at this moment."""
@@ -134,16 +158,21 @@ class Recorder:
             request.metrics.finished = time.perf_counter()
         return StepResult(request.request_id, token, True, reason, sequence.index, text, logprob, sequence)
 
-    def _advance_search(self, request: Request, readout: Readout, logits: Array) -> list[StepResult]:
+    def _advance_search(
+        self, request: Request, readout: Readout, logits: Array, shortlist: tuple[np.ndarray, np.ndarray] | None
+    ) -> list[StepResult]:
         """All beams of a request at once; results come when the search is done."""
         search = request.search
         if not request.metrics.first_token:
             request.metrics.first_token = time.perf_counter()
-        rows = np.array([readout.group_rows[sequence.id] for sequence in search.live()], dtype=np.int32)
-        slots = {member.id: self._batcher.slot_of(member) for member in search.members}
+        slots = self._slots_of(request)
         try:
-            scores = self._kernels.to_host(self._kernels.take(logits, rows))
-            search.advance(scores, slots, self._sampler, self._blocks)
+            if shortlist is None:
+                rows = np.array([readout.group_rows[sequence.id] for sequence in search.live()], dtype=np.int32)
+                scores = self._kernels.to_host(self._kernels.take(logits, rows))
+                search.advance(scores, slots, self._sampler, self._blocks)
+            else:
+                search.advance(shortlist[1], slots, self._sampler, self._blocks, shortlist[0])
         except RequestError as error:
             request.error = str(error)
             return self._batcher.finish(request, FinishReason.ERROR)

@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-decorators=False
-"""Queries, keys and values on their way into the cache: head norms, rotation and the write, in one pass; block copies."""
+"""Queries, keys and values on their way into the cache: head norms, rotation and write in one pass; block copies."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def rope_and_write(
             TILE=tile,
             num_warps=min(max(tile * dim_block // 256, 1), 8),
         )
-    value = qkv.unflatten(-1, (all_heads, dim))[:, heads + kv_heads :]
+    value = torch.unflatten(qkv, -1, (all_heads, dim))[:, heads + kv_heads :]
     return Heads(turned[:, :heads], turned[:, heads:], value)
 
 
@@ -146,9 +146,7 @@ def _copy_blocks_kernel(
     for start in range(0, WORDS, BLOCK):
         words = start + tl.arange(0, BLOCK)
         inside = words < WORDS
-        tl.store(
-            base + destination * WORDS + words, tl.load(base + source * WORDS + words, mask=inside), mask=inside
-        )
+        tl.store(base + destination * WORDS + words, tl.load(base + source * WORDS + words, mask=inside), mask=inside)
 
 
 def copy_blocks(cache: torch.Tensor, pairs: torch.Tensor) -> None:

@@ -15,6 +15,7 @@ The query heads that share a key head are the rows of one small matrix product, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -92,7 +93,7 @@ def _cut_kernel(
     length = tl.load(lengths + row, mask=row < num_sequences, other=0)
     begin = _first_token(length, window, tl.load(skipped), TILE)
     span = tl.maximum(length - begin, 0)
-    if FIXED > 0:
+    if FIXED > 0:  # noqa: SIM108 (decided when compiled)
         piece = FIXED
     else:
         piece = tl.cdiv(tl.cdiv(tl.maximum(tl.sum(span, axis=0), 1), extra), TILE) * TILE
@@ -105,7 +106,7 @@ def _cut_kernel(
     for start in range(0, most, ITEMS):
         item = start + tl.arange(0, ITEMS)
         tl.store(sequence + item, tl.full([ITEMS], -1, tl.int32), mask=(item >= total) & (item < most))
-    for index in range(0, tl.max(pieces, axis=0)):
+    for index in range(tl.max(pieces, axis=0)):
         mine = (index < pieces) & (before + index < most)
         tl.store(sequence + before + index, row, mask=mine)
         tl.store(number + before + index, tl.zeros([BLOCK], tl.int32) + index, mask=mine)
@@ -194,7 +195,7 @@ def mix_tile(
     if MASKED:
         scores = tl.where(visible, scores, -float("inf"))
     new_highest = tl.maximum(highest, tl.max(scores, axis=1))
-    if MASKED:  # a row that has seen nothing yet stays at 0 weight
+    if MASKED:  # noqa: SIM108  a row that has seen nothing yet stays at 0 weight
         safe = tl.where(new_highest == -float("inf"), 0.0, new_highest)
     else:
         safe = new_highest
@@ -326,12 +327,10 @@ def _join(
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, DIM_BLOCK], tl.float32)
     exists = tl.arange(0, ROWS) < GROUP
-    for index in range(0, num_pieces):
+    for index in range(num_pieces):
         part = (start_part + index).to(tl.int64) * HEADS + head
         weight = tl.load(weight_parts + part, mask=exists, other=0.0, cache_modifier=".cg")
-        values = tl.load(
-            mixed_parts + part[:, None] * DIM + dim[None, :], mask=real, other=0.0, cache_modifier=".cg"
-        )
+        values = tl.load(mixed_parts + part[:, None] * DIM + dim[None, :], mask=real, other=0.0, cache_modifier=".cg")
         new_highest = tl.maximum(highest, weight)
         shrink, grow = tl.exp2(highest - new_highest), tl.exp2(weight - new_highest)
         total = total * shrink + grow

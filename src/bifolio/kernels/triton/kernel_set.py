@@ -140,6 +140,16 @@ class TritonKernels(TorchKernels):
             y = super().linear(tensor(x), head).float()
         return torch.tanh(y / softcap) * softcap if softcap else y
 
+    def top_logprobs(self, logits: torch.Tensor, rows: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """(ids i64[r, k], logprobs f32[r, k]) of the likeliest tokens of these rows, best first, on the host."""
+        if len(rows) != logits.shape[0] or not np.array_equal(rows, np.arange(len(rows))):
+            logits = self.take(logits, rows)
+        values, ids = torch.topk(logits, min(count, logits.shape[1]), dim=-1)
+        logprobs = values - torch.logsumexp(logits, dim=-1, keepdim=True)
+        packed = torch.cat([ids.to(torch.float64), logprobs.to(torch.float64)], dim=1).cpu().numpy()  # one copy
+        half = packed.shape[1] // 2
+        return packed[:, :half].astype(np.int64), packed[:, half:].astype(np.float32)
+
     def rope_and_write(
         self, qkv: Array, shape: AttentionShape, rotation: Rotation | None, batch: Batch, storage: Storage | None
     ) -> Heads:
@@ -188,9 +198,7 @@ class TritonKernels(TorchKernels):
             staged.pieces[window] = pieces
         tables = self._integers(segment.block_tables)
         assert staged.table_rows is not None
-        return decode_attention(
-            query, shape, storage, tables, staged.table_rows, staged.lengths, pieces, self._nothing
-        )
+        return decode_attention(query, shape, storage, tables, staged.table_rows, staged.lengths, pieces, self._nothing)
 
     def stage_decode(
         self,

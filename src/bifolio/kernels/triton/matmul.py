@@ -10,6 +10,7 @@ One row: a program holds a few rows of the weight and reads them whole, with pla
 from __future__ import annotations
 
 from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl

@@ -91,7 +91,9 @@ def activate(x: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _act_mul_kernel(x: tl.tensor, out: tl.tensor, x_stride: tl.tensor, width: tl.tensor, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr) -> None:
+def _act_mul_kernel(
+    x: tl.tensor, out: tl.tensor, x_stride: tl.tensor, width: tl.tensor, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
     row = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width

@@ -5,8 +5,8 @@
     tiles    |<- 0 ->|<- 1 ->||<- 2 ->|<- 3 ->|<-4->|<- 5 ->|     a tile never spans two sequences
 
 Each program takes one tile of one head's queries through the keys they may see, first the whole tiles that need no
-mask, then those on the diagonal. Long sequences of one length, without anything before them, go to torch's own attention
-(cuDNN), which is faster still.
+mask, then those on the diagonal. Long sequences of one length, without anything before them, go to torch's own
+attention (cuDNN), which is faster still.
 """
 
 from __future__ import annotations
@@ -112,7 +112,9 @@ def _prefill_kernel(
     all_visible = tl.full([1, TILE], 1, tl.int1)
     for start in tl.range(begin, whole, TILE):
         if FRESH:
-            k = _read_fresh(keys, start_query + start, end - start, kv_head, dim, key_stride, DIM, DIM_BLOCK, TILE, False)
+            k = _read_fresh(
+                keys, start_query + start, end - start, kv_head, dim, key_stride, DIM, DIM_BLOCK, TILE, False
+            )
             v = _read_fresh(
                 values, start_query + start, end - start, kv_head, dim, value_stride, DIM, DIM_BLOCK, TILE, False
             )
@@ -126,7 +128,9 @@ def _prefill_kernel(
         if WINDOW > 0:
             visible = visible & (position[:, None] - other[None, :] < WINDOW)
         if FRESH:
-            k = _read_fresh(keys, start_query + start, end - start, kv_head, dim, key_stride, DIM, DIM_BLOCK, TILE, True)
+            k = _read_fresh(
+                keys, start_query + start, end - start, kv_head, dim, key_stride, DIM, DIM_BLOCK, TILE, True
+            )
             v = _read_fresh(
                 values, start_query + start, end - start, kv_head, dim, value_stride, DIM, DIM_BLOCK, TILE, True
             )
@@ -178,6 +182,7 @@ def prefill_attention(
 ) -> None:
     """Attention of a packed segment, written to `out`."""
     query = heads.query
+    tables: Any
     fresh = segment.fresh or storage is None or segment.block_tables is None
     if fresh:
         keys, values, tables, block_size = heads.key, heads.value, tiles.sequence, 1
