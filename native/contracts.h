@@ -5,7 +5,7 @@
 //
 //   float weights   y = fma(x[k-1], w[k-1], ... fma(x[1], w[1], fma(x[0], w[0], 0))), k ascending, in float32
 //                   (AMX and AVX512-BF16 have their own order and round x to bfloat16: see isa_amx.cpp)
-//   block weights   a row of x is cut into blocks of 32: d = max|x| / 127, q = round_to_even(x * (127 / max|x|));
+//   block weights   a row of x is cut into blocks of 32: d = max|x| / 127, q = round_to_even(x * (127 / max|x|)), the product rounded once;
 //                   y = fma(float(sum of q * w), d_w * d, y) over the blocks, ascending; the sum is an exact integer.
 //                   Q4_1 continues with y = fma(m_w, d * float(sum of q), y).
 //   sums over a row 16 partial sums, element i going to partial sum i mod 16, added as a tree: 8+8, 4+4, 2+2, 1+1
@@ -13,7 +13,9 @@
 //                   online softmax, tile by tile; spans are merged in order. A score is four chains of fma, dimension d
 //                   in chain d mod 4, added as (c0 + c1) + (c2 + c3); an output is a chain of fma over positions.
 //                   A Q8_0 cache: queries are quantised like rows of x, and a score is what a product with block
-//                   weights is; the weights of a tile times the values' scales are quantised the same way.
+//                   weights is. The weights p of a tile become bytes too, q = round_to_even(p * s * c) with
+//                   s = d_v / max d_v and c = 127 / max p over the tile; the output grows by
+//                   float(sum of q * v) * (max d_v * max p / 127).
 #pragma once
 
 #include <cmath>

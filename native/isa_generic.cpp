@@ -27,7 +27,7 @@ static inline void block_dots(const uint8_t* w, const int8_t* x, int64_t stride,
         totals[column] += value * weight;
       }
     }
-    for (int column = 0; column < kPanel; ++column) sums[r].v[column] = float(totals[column]);
+    for (int column = 0; column < kPanel; ++column) sums[r].v[0].v[column] = float(totals[column]);
   }
 }
 
@@ -46,7 +46,7 @@ size_t matmul_scratch_bytes() { return 56 * 1024; }
 // For the larger of the two kinds of cache; see FloatScratch and IntScratch.
 size_t attention_scratch_bytes(int64_t head_dim) {
   const int64_t padded = round_up(head_dim, 32);
-  const int64_t tile = 2 * kTile * padded, queries = kMaxRows * padded, scales = 4 * padded / kBlock * kMaxRows;
+  const int64_t tile = 4 * kTile * padded, queries = kMaxRows * padded, scales = 4 * padded / kBlock * kMaxRows;
   return size_t(kMaxRows * kTile + tile + queries + scales) * sizeof(float);
 }
 

@@ -142,31 +142,6 @@ static inline void int_tile(const IntPanel<Scale>& w, const IntRows& x, int firs
     int_columns<Bits, Min, R, G>(w, x, first_row, blocks, column, acc);
 }
 
-// The sums of one block of bytes for R rows: what attention over a Q8_0 cache is made of.
-template <int Bits, bool Signed, int R>
-static inline void block_dots(const uint8_t* w, const int8_t* x, int64_t stride, const int32_t*, V16 sums[R]) {
-  static_assert(Bits == 8 && Signed);
-  constexpr int G = R <= 2 ? 4 : 2;
-  int8x16_t low[R], high[R];
-  UNROLL for (int r = 0; r < R; ++r) {
-    low[r] = vld1q_s8(x + r * stride);
-    high[r] = vld1q_s8(x + r * stride + 16);
-  }
-  UNROLL for (int first = 0; first < 4; first += G) {
-    int32x4_t dots[R][G];
-    UNROLL for (int r = 0; r < R; ++r) UNROLL for (int g = 0; g < G; ++g) dots[r][g] = vdupq_n_s32(0x4b400000);
-#define STEP(J, HALF, LANE)                                                                                       \
-  UNROLL for (int g = 0; g < G; ++g) {                                                                            \
-    const int8x16_t weights = vld1q_s8(reinterpret_cast<const int8_t*>(w) + J * 64 + (first + g) * 16);           \
-    UNROLL for (int r = 0; r < R; ++r) dots[r][g] = vdotq_laneq_s32(dots[r][g], weights, HALF[r], LANE);          \
-  }
-    STEP(0, low, 0) STEP(1, low, 1) STEP(2, low, 2) STEP(3, low, 3)
-    STEP(4, high, 0) STEP(5, high, 1) STEP(6, high, 2) STEP(7, high, 3)
-#undef STEP
-    UNROLL for (int r = 0; r < R; ++r) UNROLL for (int g = 0; g < G; ++g) sums[r].v[first + g] = unbiased(dots[r][g]);
-  }
-}
-
 #include "kernels/neon_attention.h"
 
 

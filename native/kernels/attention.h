@@ -14,22 +14,48 @@ static inline V16 load_kv(KvType type, const uint8_t* row, int64_t at, int64_t h
   return type == KvType::F16 ? load_f16(words) : load_bf16(words);
 }
 
-// One tile of the context: where its visible positions lie. Positions are counted from the start of the tile.
+// One tile of the context. Positions are counted from the start of the tile. Four positions from a multiple of four on
+// lie one row after the other; rows of positions that nobody sees can be read and hold anything.
 struct Tile {
   const KvLayer& kv;
-  int64_t begin, end;            // visible to at least one row
-  const uint8_t* keys[kTile];    // set from begin to end
-  const uint8_t* values[kTile];
+  int64_t begin, end;               // visible to at least one row
+  const uint8_t* keys[kTile / 4];   // of the positions 0, 4, ..., 28
+  const uint8_t* values[kTile / 4];
+
+  const uint8_t* key(int64_t i) const { return keys[i / 4] + size_t(i % 4) * kv.row_bytes; }
+  const uint8_t* value(int64_t i) const { return values[i / 4] + size_t(i % 4) * kv.row_bytes; }
 };
 
-static inline void find_rows(Tile& tile, int64_t kv_head, const int32_t* table, int64_t start) {
+// Blocks whose size is not a multiple of four do not have their rows in fours: they are copied.
+static inline void copy_rows(Tile& tile, int64_t kv_head, const int32_t* table, int64_t start, uint8_t* rows) {
   const KvLayer& kv = tile.kv;
   for (int64_t i = tile.begin; i < tile.end; ++i) {
-    const int64_t position = start + i, block = table[position / kv.block_size];
-    const int64_t row = (block * kv.num_kv_heads + kv_head) * kv.block_size + position % kv.block_size;
-    tile.keys[i] = kv.keys + size_t(row) * kv.row_bytes;
-    tile.values[i] = kv.values + size_t(row) * kv.row_bytes;
+    const int64_t block = table[(start + i) / kv.block_size];
+    const int64_t row = (block * kv.num_kv_heads + kv_head) * kv.block_size + (start + i) % kv.block_size;
+    std::memcpy(rows + size_t(i) * kv.row_bytes, kv.keys + size_t(row) * kv.row_bytes, kv.row_bytes);
+    std::memcpy(rows + size_t(kTile + i) * kv.row_bytes, kv.values + size_t(row) * kv.row_bytes, kv.row_bytes);
   }
+  for (int64_t i = 0; i < kTile; i += 4) {
+    tile.keys[i / 4] = rows + size_t(i) * kv.row_bytes;
+    tile.values[i / 4] = rows + size_t(kTile + i) * kv.row_bytes;
+  }
+}
+
+static inline void find_rows(Tile& tile, int64_t kv_head, const int32_t* table, int64_t start, uint8_t* rows) {
+  const KvLayer& kv = tile.kv;
+  if (kv.block_size % 4) return copy_rows(tile, kv_head, table, start, rows);
+  const int64_t first = tile.begin / 4 * 4, last = (tile.end - 1) / 4 * 4;
+  int64_t offset = (start + first) % kv.block_size;
+  const int32_t* block = table + (start + first) / kv.block_size;
+  for (int64_t i = first; i <= last; ++block, offset = 0) {
+    const size_t base = size_t((int64_t(*block) * kv.num_kv_heads + kv_head) * kv.block_size) * kv.row_bytes;
+    for (; offset < kv.block_size && i <= last; offset += 4, i += 4) {
+      tile.keys[i / 4] = kv.keys + base + size_t(offset) * kv.row_bytes;
+      tile.values[i / 4] = kv.values + base + size_t(offset) * kv.row_bytes;
+    }
+  }
+  for (int64_t g = 0; g < first / 4; ++g) tile.keys[g] = tile.keys[first / 4], tile.values[g] = tile.values[first / 4];
+  for (int64_t g = last / 4 + 1; g < kTile / 4; ++g) tile.keys[g] = tile.keys[last / 4], tile.values[g] = tile.values[last / 4];
 }
 
 // ---- caches of floats ----------------------------------------------------------------------------------------------
@@ -55,7 +81,7 @@ static void transpose_keys(const Tile& tile, int64_t chain_length, float* out) {
     const int64_t count = tile.end - first < 16 ? tile.end - first : 16;
     for (int64_t d = 0; d < head_dim; d += 16) {
       V16 rows[16];
-      for (int64_t i = 0; i < count; ++i) rows[i] = load_kv(T, tile.keys[first + i], d, head_dim);
+      for (int64_t i = 0; i < count; ++i) rows[i] = load_kv(T, tile.key(first + i), d, head_dim);
       store_transposed(rows, count, d, chain_length, out + first);
     }
   }
@@ -64,7 +90,7 @@ static void transpose_keys(const Tile& tile, int64_t chain_length, float* out) {
 template <KvType T>
 static void widen_values(const Tile& tile, int64_t padded, float* out) {
   for (int64_t i = tile.begin; i < tile.end; ++i)
-    for (int64_t d = 0; d < tile.kv.head_dim; d += 16) store(out + i * padded + d, load_kv(T, tile.values[i], d, tile.kv.head_dim));
+    for (int64_t d = 0; d < tile.kv.head_dim; d += 16) store(out + i * padded + d, load_kv(T, tile.value(i), d, tile.kv.head_dim));
 }
 
 // Queries in the order of the transposed keys: [rows][4][chain_length], 0 past head_dim.
@@ -99,8 +125,10 @@ static inline void mix_rows(const float* weights, const float* values, int64_t p
 }
 
 #ifndef BIFOLIO_OWN_FEW_ROWS
-// Whether a few rows are better served without transposing; an instruction set that says so has the two functions.
+// Whether a few rows are better served without transposing; an instruction set that says so has the other functions.
 static inline bool reads_directly(const KvLayer&, int64_t) { return false; }
+template <KvType T>
+static inline void prepare_direct(const AttentionRows&, int64_t, float*) {}
 template <KvType T, int R>
 static inline void score_directly(const Tile&, const float*, float*) {}
 template <KvType T, int R>
@@ -120,7 +148,7 @@ static inline void mix_directly(const Tile&, const float*, int64_t, float*) {}
 struct FloatScratch {
   float* keys;    // [4][chain_length][kTile]
   float* values;  // [kTile][padded]
-  float* query;   // [rows][4][chain_length]
+  float* query;   // [rows][4][chain_length], or what prepare_direct made
   int64_t chain_length, padded;
   bool direct;
 };
@@ -128,7 +156,7 @@ struct FloatScratch {
 template <KvType T>
 static void score_floats(const Tile& tile, const AttentionRows& rows, const FloatScratch& s, float* scores) {
   if (s.direct) {
-#define CALL(R) score_directly<T, R>(tile, rows.query + r * tile.kv.head_dim, scores + r * kTile)
+#define CALL(R) score_directly<T, R>(tile, s.query + r * tile.kv.head_dim, scores + r * kTile)
     BIFOLIO_BY_ROWS(rows.count, CALL)
 #undef CALL
     return;
@@ -157,105 +185,146 @@ static void mix_floats(const Tile& tile, const AttentionRows& rows, const FloatS
 
 // ---- Q8_0 caches ---------------------------------------------------------------------------------------------------
 
-// Scratch of one span; the packed tiles have the layout of Q8_0 weights, so that `block_dots` multiplies by them.
+// Scratch of one span.
 struct IntScratch {
-  uint8_t* keys;        // [head_dim / 32][2][8][16][4]  columns are positions
-  uint8_t* values;      // [head_dim / 16][8][16][4]     columns are dimensions, the block's 32 values are positions
-  float* key_scales;    // [head_dim / 32][kTile]
-  float* value_scales;  // the same
+  uint8_t* packed;      // keys [head_dim / 32][2][8][16][4] or values [head_dim / 16][8][16][4]: the layout of weights
+  float* scales;        // [head_dim / 32][kTile] of keys, or of values divided by the largest
+  float* largest;       // [head_dim / 32] scale of the values
   int8_t* query;        // [rows][head_dim]
   float* query_scales;  // [head_dim / 32][rows]
   int32_t* query_sums;  // the same
 };
 
-#ifndef BIFOLIO_OWN_PACK
+#ifndef BIFOLIO_OWN_INT_TILES
+// Keys with positions as columns.
 static inline void pack_keys(const Tile& tile, uint8_t* out) {
   for (int64_t i = tile.begin; i < tile.end; ++i)
     for (int64_t d = 0; d < tile.kv.head_dim; d += 4)
-      std::memcpy(out + d / 32 * 1024 + i / 16 * 512 + d % 32 / 4 * 64 + i % 16 * 4, tile.keys[i] + d, 4);
+      std::memcpy(out + d / 32 * 1024 + i / 16 * 512 + d % 32 / 4 * 64 + i % 16 * 4, tile.key(i) + d, 4);
 }
 
-static inline void pack_values(const Tile& tile, uint8_t* out) {  // positions that nobody sees are 0
-  if (tile.begin > 0 || tile.end < kTile) std::memset(out, 0, size_t(tile.kv.head_dim * kTile));
-  for (int64_t i = tile.begin; i < tile.end; ++i)
-    for (int64_t d = 0; d < tile.kv.head_dim; ++d) out[d / 16 * 512 + i / 4 * 64 + d % 16 * 4 + i % 4] = tile.values[i][d];
+// Values with dimensions as columns.
+static inline void pack_values(const Tile& tile, uint8_t* out) {
+  for (int64_t i = 0; i < kTile; ++i)
+    for (int64_t d = 0; d < tile.kv.head_dim; ++d) out[d / 16 * 512 + i / 4 * 64 + d % 16 * 4 + i % 4] = tile.value(i)[d];
+}
+
+// dots[r][position] of block b of the queries and keys.
+template <int R>
+static inline void key_dots(const Tile&, const IntScratch& s, int64_t b, const int8_t* query, int64_t stride,
+                            const int32_t* sums, float* dots) {
+  for (int64_t column = 0; column < kTile; column += 16) {
+    V16 found[R];
+    block_dots<8, true, R>(s.packed + b * 1024 + column * 32, query + b * kBlock, stride, sums, found);
+    for (int r = 0; r < R; ++r) store(dots + r * kTile + column, found[r]);
+  }
+}
+
+// dots[r][dimension] of the tile's weights and the 32 dimensions of block b.
+template <int R>
+static inline void value_dots(const Tile&, const IntScratch& s, int64_t b, const int8_t* weights, const int32_t* sums,
+                              float* dots) {
+  for (int64_t d = 0; d < kBlock; d += 16) {
+    V16 found[R];
+    block_dots<8, true, R>(s.packed + (b * kBlock + d) * 32, weights, kTile, sums, found);
+    for (int r = 0; r < R; ++r) store(dots + r * kBlock + d, found[r]);
+  }
 }
 #endif
 
-static inline void load_row_scales(const Tile& tile, const uint8_t* const rows[], float* out) {
-  const int64_t head_dim = tile.kv.head_dim;
-  for (int64_t i = tile.begin; i < tile.end; ++i)
-    for (int64_t b = 0; b < head_dim / kBlock; ++b) {
-      uint16_t half;
-      std::memcpy(&half, rows[i] + head_dim + 2 * b, 2);
-      out[b * kTile + i] = half_to_float(half);
+// The half floats behind the bytes of each row: [head_dim / 32][kTile].
+static inline void load_row_scales(const Tile& tile, const uint8_t* const groups[], float* out) {
+  for (int64_t b = 0; b < tile.kv.head_dim / kBlock; ++b) {
+    uint16_t halves[kTile];
+    for (int64_t g = 0; g < kTile / 4; ++g) {
+      const uint8_t* row = groups[g] + tile.kv.head_dim + 2 * b;
+      for (int64_t i = 0; i < 4; ++i, row += tile.kv.row_bytes) std::memcpy(halves + 4 * g + i, row, 2);
     }
+    store(out + b * kTile, load_f16(halves));
+    store(out + b * kTile + 16, load_f16(halves + 16));
+  }
 }
 
 static void quantize_queries(const AttentionRows& rows, int64_t head_dim, const IntScratch& s) {
-  const int64_t blocks = head_dim / kBlock;
-  float scale[64], sum[64];  // at most 512 dimensions
-  int32_t isum[64];
-  for (int64_t r = 0; r < rows.count; ++r) {
-    quantize_row(rows.query + r * head_dim, head_dim, s.query + r * head_dim, scale, sum, isum);
-    for (int64_t b = 0; b < blocks; ++b) {
-      s.query_scales[b * rows.count + r] = scale[b * kRowGroup];
-      s.query_sums[b * rows.count + r] = isum[b * kRowGroup];
+  for (int64_t r = 0; r < rows.count; ++r)
+    for (int64_t b = 0; b < head_dim / kBlock; ++b) {
+      const int64_t at = r * head_dim + b * kBlock;
+      s.query_sums[b * rows.count + r] = quantize_block(rows.query + at, s.query + at, s.query_scales[b * rows.count + r]);
     }
-  }
 }
 
 template <int R>
-static inline void score_int_rows(const IntScratch& s, int64_t first_row, int64_t num_rows, int64_t head_dim, float* scores) {
-  for (int64_t column = 0; column < kTile; column += 16) {
-    V16 acc[R];
-    for (int r = 0; r < R; ++r) acc[r] = zero();
-    for (int64_t b = 0; b < head_dim / kBlock; ++b) {
-      V16 dots[R];
-      block_dots<8, true, R>(s.keys + b * 1024 + column * 32, s.query + first_row * head_dim + b * kBlock, head_dim,
-                             s.query_sums + b * num_rows + first_row, dots);
-      const V16 scale = load(s.key_scales + b * kTile + column);
+static inline void score_int_rows(const Tile& tile, const IntScratch& s, int64_t first_row, int64_t num_rows, float* scores) {
+  const int64_t head_dim = tile.kv.head_dim;
+  V16 acc[R][2];
+  for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = zero();
+  for (int64_t b = 0; b < head_dim / kBlock; ++b) {
+    float dots[R * kTile];
+    const int64_t at = b * num_rows + first_row;
+    key_dots<R>(tile, s, b, s.query + first_row * head_dim, head_dim, s.query_sums + at, dots);
+    for (int c = 0; c < 2; ++c) {
+      const V16 scale = load(s.scales + b * kTile + 16 * c);
       for (int r = 0; r < R; ++r)
-        acc[r] = fma(dots[r], mul(scale, broadcast(s.query_scales[b * num_rows + first_row + r])), acc[r]);
+        acc[r][c] = fma(load(dots + r * kTile + 16 * c), mul(scale, broadcast(s.query_scales[at + r])), acc[r][c]);
     }
-    for (int r = 0; r < R; ++r) store(scores + r * kTile + column, acc[r]);
   }
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < 2; ++c) store(scores + r * kTile + 16 * c, acc[r][c]);
 }
 
 template <int R>
 static inline void mix_int_rows(const Tile& tile, const IntScratch& s, const float* weights, int64_t padded, float* mixed) {
+  float most[R];  // the largest weight of each row
+  V16 factor[R];
+  for (int r = 0; r < R; ++r) {
+    most[r] = reduce_max(max(load(weights + r * kTile), load(weights + r * kTile + 16)));
+    factor[r] = broadcast(most[r] > 0.0f ? 127.0f / most[r] : 0.0f);
+  }
   for (int64_t b = 0; b < tile.kv.head_dim / kBlock; ++b) {
-    int8_t q[R][kBlock];
-    float scale[R][kRowGroup], sum[R][kRowGroup];
-    int32_t isum[R][kRowGroup], sums[R];
+    int8_t q[R * kTile];
+    int32_t sums[R];
+    float dots[R * kBlock];
     for (int r = 0; r < R; ++r) {
-      float scaled[kTile] = {};
-      for (int64_t i = tile.begin; i < tile.end; ++i) scaled[i] = weights[r * kTile + i] * s.value_scales[b * kTile + i];
-      quantize_row(scaled, kBlock, q[r], scale[r], sum[r], isum[r]);
-      sums[r] = isum[r][0];
+      sums[r] = 0;
+      for (int c = 0; c < 2; ++c) {
+        const V16 share = mul(load(weights + r * kTile + 16 * c), load(s.scales + b * kTile + 16 * c));
+        sums[r] += store_i8(q + r * kTile + 16 * c, whole(share, factor[r]));
+      }
     }
-    for (int64_t d = b * kBlock; d < (b + 1) * kBlock; d += 16) {
-      V16 dots[R];
-      block_dots<8, true, R>(s.values + d * 32, q[0], kBlock, sums, dots);
-      for (int r = 0; r < R; ++r) {
-        float* target = mixed + r * padded + d;
-        store(target, fma(dots[r], broadcast(scale[r][0]), load(target)));
+    value_dots<R>(tile, s, b, q, sums, dots);
+    for (int r = 0; r < R; ++r) {
+      const V16 unit = broadcast(s.largest[b] * most[r] * (1.0f / 127.0f));
+      for (int c = 0; c < 2; ++c) {
+        float* target = mixed + r * padded + b * kBlock + 16 * c;
+        store(target, fma(load(dots + r * kBlock + 16 * c), unit, load(target)));
       }
     }
   }
 }
 
+// Scales of values divided by their largest, which is kept.
+static inline void normalize_scales(int64_t blocks, float* scales, float* largest) {
+  for (int64_t b = 0; b < blocks; ++b) {
+    const V16 low = load(scales + b * kTile), high = load(scales + b * kTile + 16);
+    largest[b] = reduce_max(max(low, high));
+    const V16 inverse = broadcast(largest[b] > 0.0f ? 1.0f / largest[b] : 0.0f);
+    store(scales + b * kTile, mul(low, inverse));
+    store(scales + b * kTile + 16, mul(high, inverse));
+  }
+}
+
 static void score_ints(const Tile& tile, const AttentionRows& rows, const IntScratch& s, float* scores) {
-  pack_keys(tile, s.keys);
-  load_row_scales(tile, tile.keys, s.key_scales);
-#define CALL(R) score_int_rows<R>(s, r, rows.count, tile.kv.head_dim, scores + r * kTile)
+  pack_keys(tile, s.packed);
+  load_row_scales(tile, tile.keys, s.scales);
+#define CALL(R) score_int_rows<R>(tile, s, r, rows.count, scores + r * kTile)
   BIFOLIO_BY_ROWS(rows.count, CALL)
 #undef CALL
 }
 
 static void mix_ints(const Tile& tile, const AttentionRows& rows, const IntScratch& s, const float* weights, int64_t padded) {
-  pack_values(tile, s.values);
-  load_row_scales(tile, tile.values, s.value_scales);
+  pack_values(tile, s.packed);
+  load_row_scales(tile, tile.values, s.scales);
+  normalize_scales(tile.kv.head_dim / kBlock, s.scales, s.largest);
 #define CALL(R) mix_int_rows<R>(tile, s, weights + r * kTile, padded, rows.mixed + r * padded)
   BIFOLIO_BY_ROWS(rows.count, CALL)
 #undef CALL
@@ -268,20 +337,16 @@ static inline void softmax_row(float* scores, int64_t first, int64_t last, float
                                int64_t padded) {
   for (int64_t j = 0; j < first; ++j) scores[j] = -INFINITY;
   for (int64_t j = last; j < kTile; ++j) scores[j] = -INFINITY;
-  const V16 low = load(scores), high = load(scores + 16);
-  const float largest = reduce_max(max(low, high));
+  const float largest = reduce_max(max(load(scores), load(scores + 16)));
   if (!(largest <= maximum)) {
-    const V16 shrink = exp(broadcast(maximum - largest));
-    for (int64_t d = 0; d < padded; d += 16) store(mixed + d, mul(load(mixed + d), shrink));
-    float lanes[16];
-    store(lanes, shrink);
-    total *= lanes[0];
+    const float shrink = exp1(maximum - largest);
+    for (int64_t d = 0; d < padded; d += 16) store(mixed + d, mul(load(mixed + d), broadcast(shrink)));
+    total *= shrink;
     maximum = largest;
   }
-  const V16 weight_low = exp(sub(low, broadcast(maximum))), weight_high = exp(sub(high, broadcast(maximum)));
-  total += reduce_add(add(weight_low, weight_high));
-  store(scores, weight_low);
-  store(scores + 16, weight_high);
+  const Reg top = reg_broadcast(maximum);
+  for (int64_t j = 0; j < kTile; j += kRegLanes) reg_store(scores + j, exp(sub(reg_load(scores + j), top)));
+  total += reduce_add(add(load(scores), load(scores + 16)));
 }
 
 static inline void softmax_rows(const AttentionRows& rows, int64_t start, int64_t padded, float* scores) {
@@ -299,7 +364,7 @@ static inline void softmax_rows(const AttentionRows& rows, int64_t start, int64_
 // Calls step(tile, start of the tile) for every tile of the span that some row sees.
 template <class Step>
 static inline void each_tile(const KvLayer& kv, int64_t kv_head, const int32_t* table, int64_t span_begin,
-                             const AttentionRows& rows, Step step) {
+                             const AttentionRows& rows, uint8_t* copies, Step step) {
   int64_t first = rows.begin[0], last = rows.end[0];
   for (int64_t r = 1; r < rows.count; ++r) {
     first = rows.begin[r] < first ? rows.begin[r] : first;
@@ -308,7 +373,7 @@ static inline void each_tile(const KvLayer& kv, int64_t kv_head, const int32_t* 
   for (int64_t start = span_begin; start < span_begin + kSpan; start += kTile) {
     Tile tile{kv, first > start ? first - start : 0, last < start + kTile ? last - start : kTile, {}, {}};
     if (tile.begin >= tile.end) continue;
-    find_rows(tile, kv_head, table, start);
+    find_rows(tile, kv_head, table, start, copies);
     step(tile, start);
   }
 }
@@ -316,20 +381,20 @@ static inline void each_tile(const KvLayer& kv, int64_t kv_head, const int32_t* 
 template <KvType T>
 static void attend_span_of(const KvLayer& kv, int64_t kv_head, const int32_t* table, int64_t span_begin,
                            const AttentionRows& rows, int64_t padded, uint8_t* scratch) {
-  auto* scores = reinterpret_cast<float*>(scratch);  // [kMaxRows][kTile]
-  float* rest = scores + kMaxRows * kTile;
+  auto* scores = reinterpret_cast<float*>(scratch);                      // [kMaxRows][kTile]
+  uint8_t* copies = scratch + kMaxRows * kTile * sizeof(float);          // [2][kTile] rows
+  float* rest = scores + kMaxRows * kTile + 2 * kTile * padded;
   if constexpr (T == KvType::Q8_0) {
-    const int64_t tile_scales = kv.head_dim / kBlock * kTile, row_scales = kv.head_dim / kBlock * kMaxRows;
+    const int64_t blocks = kv.head_dim / kBlock;
     IntScratch s{};
-    s.key_scales = rest;
-    s.value_scales = s.key_scales + tile_scales;
-    s.query_scales = s.value_scales + tile_scales;
-    s.query_sums = reinterpret_cast<int32_t*>(s.query_scales + row_scales);
-    s.keys = reinterpret_cast<uint8_t*>(s.query_sums + row_scales);
-    s.values = s.keys + kv.head_dim * kTile;
-    s.query = reinterpret_cast<int8_t*>(s.values + kv.head_dim * kTile);
+    s.scales = rest;
+    s.largest = s.scales + blocks * kTile;
+    s.query_scales = s.largest + round_up(blocks, 16);
+    s.query_sums = reinterpret_cast<int32_t*>(s.query_scales + blocks * kMaxRows);
+    s.packed = reinterpret_cast<uint8_t*>(s.query_sums + blocks * kMaxRows);
+    s.query = reinterpret_cast<int8_t*>(s.packed + kv.head_dim * kTile);
     quantize_queries(rows, kv.head_dim, s);
-    each_tile(kv, kv_head, table, span_begin, rows, [&](const Tile& tile, int64_t start) {
+    each_tile(kv, kv_head, table, span_begin, rows, copies, [&](const Tile& tile, int64_t start) {
       score_ints(tile, rows, s, scores);
       softmax_rows(rows, start, padded, scores);
       mix_ints(tile, rows, s, scores, padded);
@@ -342,8 +407,9 @@ static void attend_span_of(const KvLayer& kv, int64_t kv_head, const int32_t* ta
     s.keys = rest;
     s.values = s.keys + 4 * s.chain_length * kTile;
     s.query = s.values + kTile * padded;
-    if (!s.direct) permute_queries(rows.query, rows.count, kv.head_dim, s.chain_length, s.query);
-    each_tile(kv, kv_head, table, span_begin, rows, [&](const Tile& tile, int64_t start) {
+    s.direct ? prepare_direct<T>(rows, kv.head_dim, s.query)
+             : permute_queries(rows.query, rows.count, kv.head_dim, s.chain_length, s.query);
+    each_tile(kv, kv_head, table, span_begin, rows, copies, [&](const Tile& tile, int64_t start) {
       score_floats<T>(tile, rows, s, scores);
       softmax_rows(rows, start, padded, scores);
       mix_floats<T>(tile, rows, s, scores);
@@ -370,11 +436,11 @@ static void attend_span(const KvLayer& kv, int64_t kv_head, const int32_t* table
 static void merge_span(float* M, float* L, float* A, float m, float l, const float* a, int64_t size) {
   if (l == 0.0f) return;  // nothing visible in that span
   const float largest = *M > m ? *M : m;
-  const V16 old_factor = exp(broadcast(*M - largest)), new_factor = exp(broadcast(m - largest));
-  float lanes[16];
-  store(lanes, fma(broadcast(*L), old_factor, mul(broadcast(l), new_factor)));
+  const Reg old_factor = exp(reg_broadcast(*M - largest)), new_factor = exp(reg_broadcast(m - largest));
+  float lanes[kRegLanes];
+  reg_store(lanes, fma(reg_broadcast(*L), old_factor, mul(reg_broadcast(l), new_factor)));
   *L = lanes[0];
   *M = largest;
-  for (int64_t d = 0; d < size; d += 16)
-    store(A + d, fma(load(A + d), old_factor, mul(load(a + d), new_factor)));
+  for (int64_t d = 0; d < size; d += kRegLanes)
+    reg_store(A + d, fma(reg_load(A + d), old_factor, mul(reg_load(a + d), new_factor)));
 }

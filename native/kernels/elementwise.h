@@ -31,62 +31,85 @@ static inline float sum_row(const float* x, int64_t size, F f) {
   return reduce_add(sum);
 }
 
-// e^x, error below 2 units in the last place; 0 below -87; NaN stays NaN.
-static inline V16 exp(V16 x) {
-  const V16 lowest = broadcast(-87.0f);
-  const V16 bounded = min(broadcast(88.0f), max(lowest, x));
-  const V16 n = round(mul(bounded, broadcast(1.44269504f)));
-  V16 r = fma(n, broadcast(-0.693359375f), bounded);
-  r = fma(n, broadcast(2.12194440e-4f), r);
-  V16 p = broadcast(1.9875691500e-4f);
-  p = fma(p, r, broadcast(1.3981999507e-3f));
-  p = fma(p, r, broadcast(8.3334519073e-3f));
-  p = fma(p, r, broadcast(4.1665795894e-2f));
-  p = fma(p, r, broadcast(1.6666665459e-1f));
-  p = fma(p, r, broadcast(5.0000001201e-1f));
-  p = add(fma(p, mul(r, r), r), broadcast(1.0f));
-  return zero_where_below(x, lowest, mul(p, power_of_two(n)));
+// x * factor to the nearest whole number, ties to even, as a float that has it in its last bits: 1.5 * 2^23 is added.
+template <class V>
+static inline V whole(V x, V factor) { return fma(x, factor, constant<V>(12582912.0f)); }
+
+// The functions below work on one register, so that their many constants and intermediate values stay in registers.
+
+// e^x, error below 2 units in the last place; 0 below -86; NaN stays NaN.
+static inline Reg exp(Reg x) {
+  constexpr auto c = constant<Reg>;
+  const Reg lowest = c(-86.0f);
+  const Reg bounded = min(c(88.0f), max(lowest, x));
+  const Reg t = whole(bounded, c(1.44269504f));
+  const Reg n = sub(t, c(12582912.0f));
+  Reg r = fma(n, c(-0.693359375f), bounded);
+  r = fma(n, c(2.12194440e-4f), r);
+  Reg p = c(1.9875691500e-4f);
+  p = fma(p, r, c(1.3981999507e-3f));
+  p = fma(p, r, c(8.3334519073e-3f));
+  p = fma(p, r, c(4.1665795894e-2f));
+  p = fma(p, r, c(1.6666665459e-1f));
+  p = fma(p, r, c(5.0000001201e-1f));
+  p = add(fma(p, mul(r, r), r), c(1.0f));
+  return zero_where_below(x, lowest, mul(p, power_of_two(t)));
 }
 
-// (e^2x - 1) / (e^2x + 1), by its series near 0 where the difference would cancel.
-static inline V16 tanh(V16 x) {
-  const V16 a = min(abs(x), broadcast(10.0f));
-  const V16 e = exp(mul(a, broadcast(-2.0f)));
-  const V16 far = div(sub(broadcast(1.0f), e), add(broadcast(1.0f), e));
-  const V16 s = mul(a, a);
-  V16 p = broadcast(-1.0f / 315.0f * 17.0f);
-  p = fma(p, s, broadcast(2.0f / 15.0f));
-  p = fma(p, s, broadcast(-1.0f / 3.0f));
-  const V16 near = fma(mul(p, s), a, a);
-  const V16 limit = broadcast(0.125f);
-  const V16 only_near = sub(near, zero_where_below(a, limit, near));
+static inline float exp1(float x) {
+  float lanes[kRegLanes];
+  reg_store(lanes, exp(reg_broadcast(x)));
+  return lanes[0];
+}
+
+// (1 - e^-2x) / (1 + e^-2x), by its series near 0 where the difference would cancel.
+static inline Reg tanh(Reg x) {
+  constexpr auto c = constant<Reg>;
+  const Reg a = min(c(10.0f), abs(x)), limit = c(0.125f);
+  const Reg e = exp(mul(a, c(-2.0f)));
+  const Reg far = div(sub(c(1.0f), e), add(c(1.0f), e));
+  const Reg s = mul(a, a);
+  Reg p = c(-17.0f / 315.0f);
+  p = fma(p, s, c(2.0f / 15.0f));
+  p = fma(p, s, c(-1.0f / 3.0f));
+  const Reg near = fma(mul(p, s), a, a);
+  const Reg only_near = sub(near, zero_where_below(a, limit, near));
   return copy_sign(add(zero_where_below(a, limit, far), only_near), x);
 }
 
-static inline V16 sigmoid(V16 x) { return div(broadcast(1.0f), add(broadcast(1.0f), exp(sub(zero(), x)))); }
+static inline Reg sigmoid(Reg x) {
+  constexpr auto c = constant<Reg>;
+  return div(c(1.0f), add(c(1.0f), exp(sub(c(0.0f), x))));
+}
 
 // The error function by Chebyshev's fitting, error below 1.2e-7 everywhere.
-static inline V16 erf(V16 x) {
-  static const float c[] = {0.17087277f, -0.82215223f, 1.48851587f, -1.13520398f, 0.27886807f,
-                            -0.18628806f, 0.09678418f, 0.37409196f, 1.00002368f, -1.26551223f};
-  const V16 a = abs(x);
-  const V16 t = div(broadcast(1.0f), fma(a, broadcast(0.5f), broadcast(1.0f)));
-  V16 p = broadcast(c[0]);
-  for (int i = 1; i < 10; ++i) p = fma(p, t, broadcast(c[i]));
-  const V16 tail = mul(t, exp(sub(p, mul(a, a))));
-  return copy_sign(sub(broadcast(1.0f), tail), x);
+static inline Reg erf(Reg x) {
+  constexpr auto c = constant<Reg>;
+  static const float terms[] = {0.17087277f, -0.82215223f, 1.48851587f, -1.13520398f, 0.27886807f,
+                                -0.18628806f, 0.09678418f, 0.37409196f, 1.00002368f, -1.26551223f};
+  const Reg a = abs(x);
+  const Reg t = div(c(1.0f), fma(a, c(0.5f), c(1.0f)));
+  Reg p = c(terms[0]);
+  for (int i = 1; i < 10; ++i) p = fma(p, t, c(terms[i]));
+  const Reg tail = mul(t, exp(sub(p, mul(a, a))));
+  return copy_sign(sub(c(1.0f), tail), x);
 }
 
-static inline V16 activate(V16 x, Activation activation) {
+static inline Reg activate(Reg x, Activation activation) {
+  constexpr auto c = constant<Reg>;
   if (activation == Activation::Silu) return mul(x, sigmoid(x));
   if (activation == Activation::Gelu) {
-    const V16 half = mul(broadcast(0.5f), x);
-    return fma(half, erf(mul(x, broadcast(0.70710678f))), half);
+    const Reg half = mul(c(0.5f), x);
+    return fma(half, erf(mul(x, c(0.70710678f))), half);
   }
   // (1 + tanh(u)) / 2 is the logistic function of 2u
-  const V16 cube = mul(mul(x, x), x);
-  return mul(x, sigmoid(mul(broadcast(2.0f * 0.79788456f), fma(cube, broadcast(0.044715f), x))));
+  const Reg cube = mul(mul(x, x), x);
+  return mul(x, sigmoid(mul(c(2.0f * 0.79788456f), fma(cube, c(0.044715f), x))));
 }
+
+static inline V16 exp(V16 x) { EACH_REG x.v[i] = exp(x.v[i]); return x; }
+static inline V16 tanh(V16 x) { EACH_REG x.v[i] = tanh(x.v[i]); return x; }
+static inline V16 activate(V16 x, Activation activation) { EACH_REG x.v[i] = activate(x.v[i], activation); return x; }
 
 static void norm_row(const float* x, const NormWeights& norm, float* y) {
   const int64_t size = norm.size;
@@ -137,18 +160,24 @@ static int64_t argmax_row(const float* x, int64_t size) {
   return 0;
 }
 
+// 32 numbers to bytes; returns the sum of the bytes. d is NaN when a number is NaN or infinite, so that it shows.
+static inline int32_t quantize_block(const float* x, int8_t* q, float& d) {
+  const V16 low = load(x), high = load(x + 16);
+  const float largest = reduce_max(max(abs(low), abs(high)));
+  const float poison = reduce_add(fma(low, zero(), mul(high, zero())));  // 0, or NaN
+  d = largest * (1.0f / 127.0f) + poison;
+  if (!(largest > 0.0f) || poison != 0.0f) {
+    std::memset(q, 0, kBlock);
+    return 0;
+  }
+  const V16 inverse = broadcast(127.0f / largest);
+  return store_i8(q, whole(low, inverse)) + store_i8(q + 16, whole(high, inverse));
+}
+
 static void quantize_row(const float* x, int64_t k, int8_t* q, float* scale, float* sum, int32_t* isum) {
   for (int64_t block = 0; block < k / kBlock; ++block) {
-    const V16 low = load(x + block * kBlock), high = load(x + block * kBlock + 16);
-    const float largest = reduce_max(max(abs(low), abs(high)));
-    // 0, or NaN when the block holds a NaN or an infinity: a poisoned input must show in the output
-    const float poison = reduce_add(fma(low, zero(), mul(high, zero())));
-    const float d = largest * (1.0f / 127.0f) + poison;
-    const bool usable = largest > 0.0f && poison == 0.0f;
-    const V16 inverse = broadcast(usable ? 127.0f / largest : 0.0f);
-    const V16 none = zero();
-    int32_t total = store_i8(q + block * kBlock, usable ? round(mul(low, inverse)) : none);
-    total += store_i8(q + block * kBlock + 16, usable ? round(mul(high, inverse)) : none);
+    float d;
+    const int32_t total = quantize_block(x + block * kBlock, q + block * kBlock, d);
     scale[block * kRowGroup] = d;
     sum[block * kRowGroup] = d * float(total);
     isum[block * kRowGroup] = total;
@@ -164,12 +193,9 @@ static void store_kv_row(const float* x, int64_t size, KvType type, void* out) {
     auto* q = static_cast<int8_t*>(out);
     auto* scales = reinterpret_cast<uint16_t*>(q + size);
     for (int64_t block = 0; block < size / kBlock; ++block) {
-      const V16 low = load(x + block * kBlock), high = load(x + block * kBlock + 16);
-      const float largest = reduce_max(max(abs(low), abs(high)));
-      const V16 inverse = broadcast(largest > 0.0f ? 127.0f / largest : 0.0f);
-      store_i8(q + block * kBlock, round(mul(low, inverse)));
-      store_i8(q + block * kBlock + 16, round(mul(high, inverse)));
-      scales[block] = float_to_half(largest * (1.0f / 127.0f));
+      float d;
+      quantize_block(x + block * kBlock, q + block * kBlock, d);
+      scales[block] = float_to_half(d);
     }
     return;
   }

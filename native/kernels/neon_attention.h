@@ -4,18 +4,27 @@
 
 #define BIFOLIO_OWN_TRANSPOSE
 #define BIFOLIO_OWN_FEW_ROWS
-#define BIFOLIO_OWN_PACK
+#define BIFOLIO_OWN_INT_TILES
 
 struct Tile;
 static inline int64_t chain_row(int64_t d, int64_t chain_length);
 static inline void store_transposed(const V16 rows[16], int64_t count, int64_t d, int64_t chain_length, float* out);
 static inline bool reads_directly(const KvLayer& kv, int64_t rows);
+template <KvType T>
+static inline void prepare_direct(const AttentionRows& rows, int64_t head_dim, float* query);
 template <KvType T, int R>
 static inline void score_directly(const Tile& tile, const float* query, float* scores);
 template <KvType T, int R>
 static inline void mix_directly(const Tile& tile, const float* weights, int64_t padded, float* mixed);
-static inline void pack_keys(const Tile& tile, uint8_t* out);
-static inline void pack_values(const Tile& tile, uint8_t* out);
+struct IntScratch;
+static inline void pack_keys(const Tile&, uint8_t*) {}  // bytes are read where they lie, too
+static inline void pack_values(const Tile&, uint8_t*) {}
+template <int R>
+static inline void key_dots(const Tile& tile, const IntScratch& s, int64_t b, const int8_t* query, int64_t stride,
+                            const int32_t* sums, float* dots);
+template <int R>
+static inline void value_dots(const Tile& tile, const IntScratch& s, int64_t b, const int8_t* weights,
+                              const int32_t* sums, float* dots);
 
 #include "attention.h"
 
@@ -41,7 +50,13 @@ static inline void store_transposed(const V16 rows[16], int64_t count, int64_t d
 
 static inline bool reads_directly(const KvLayer& kv, int64_t rows) { return rows <= 8 && kv.head_dim % 16 == 0; }
 
-// Eight numbers of a row as floats.
+// Half floats are widened in two ways at once, because one instruction for it would keep half of the vector units busy:
+// the lower four of eight by conversion, the upper four by moving their bits, which leaves them 2^112 times too small.
+// What they are multiplied by makes up for it, exactly. (Infinities and NaN of the upper four become finite: what writes
+// them fills whole rows.)
+constexpr float kHalfUnit = 5.192296858534828e33f;  // 2^112
+
+// Eight numbers of a row as floats, the upper four in units of 2^-112 if they are half floats.
 template <KvType T>
 static inline void load_eight(const uint8_t* row, int64_t at, float32x4_t& low, float32x4_t& high) {
   if constexpr (T == KvType::F32) {
@@ -51,101 +66,151 @@ static inline void load_eight(const uint8_t* row, int64_t at, float32x4_t& low, 
     const uint16x8_t words = vld1q_u16(reinterpret_cast<const uint16_t*>(row) + at);
     if constexpr (T == KvType::F16) {
       low = vcvt_f32_f16(vget_low_f16(vreinterpretq_f16_u16(words)));
-      high = vcvt_high_f32_f16(vreinterpretq_f16_u16(words));
+      const int32x4_t shifted = vshll_high_n_s16(vreinterpretq_s16_u16(words), 13);
+      high = vreinterpretq_f32_s32(vandq_s32(shifted, vdupq_n_s32(int32_t(0x8fffffffu))));
     } else {
-      low = vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(words), 16));
-      high = vreinterpretq_f32_u32(vshll_high_n_u16(words, 16));
+      low = vreinterpretq_f32_u16(vzip1q_u16(vdupq_n_u16(0), words));
+      high = vreinterpretq_f32_u16(vzip2q_u16(vdupq_n_u16(0), words));
     }
   }
 }
 
-// Four positions at a time; the four lanes of a sum are the four chains.
-template <KvType T, int R>
-static inline void score_directly(const Tile& tile, const float* query, float* scores) {
-  const int64_t head_dim = tile.kv.head_dim;
-  for (int64_t i = tile.begin; i < tile.end; i += 4) {
-    const uint8_t* rows[4];
-    UNROLL for (int p = 0; p < 4; ++p) rows[p] = tile.keys[i + p < tile.end ? i + p : tile.end - 1];
-    float32x4_t sums[R][4];
-    UNROLL for (int r = 0; r < R; ++r) UNROLL for (int p = 0; p < 4; ++p) sums[r][p] = vdupq_n_f32(0.0f);
-    for (int64_t d = 0; d < head_dim; d += 8) {
-      float32x4_t low[R], high[R];
-      UNROLL for (int r = 0; r < R; ++r) {
-        low[r] = vld1q_f32(query + r * head_dim + d);
-        high[r] = vld1q_f32(query + r * head_dim + d + 4);
-      }
-      UNROLL for (int p = 0; p < 4; ++p) {
-        float32x4_t first, second;
-        load_eight<T>(rows[p], d, first, second);
-        UNROLL for (int r = 0; r < R; ++r) sums[r][p] = vfmaq_f32(sums[r][p], first, low[r]);
-        UNROLL for (int r = 0; r < R; ++r) sums[r][p] = vfmaq_f32(sums[r][p], second, high[r]);
-      }
-    }
-    UNROLL for (int r = 0; r < R; ++r) {
-      const float32x4_t four = vpaddq_f32(vpaddq_f32(sums[r][0], sums[r][1]), vpaddq_f32(sums[r][2], sums[r][3]));
-      if (i + 4 <= kTile) {
-        vst1q_f32(scores + r * kTile + i, four);
-      } else {
-        for (int64_t p = 0; i + p < kTile; ++p) scores[r * kTile + i + p] = four[p];
-      }
-    }
+// The queries with the unit of `load_eight` in them.
+template <KvType T>
+static inline void prepare_direct(const AttentionRows& rows, int64_t head_dim, float* query) {
+  constexpr float unit = T == KvType::F16 ? kHalfUnit : 1.0f;
+  for (int64_t i = 0; i < rows.count * head_dim; i += 8) {
+    vst1q_f32(query + i, vld1q_f32(rows.query + i));
+    vst1q_f32(query + i + 4, vmulq_n_f32(vld1q_f32(rows.query + i + 4), unit));
   }
 }
+
+// P positions at a time; the four lanes of a sum are the four chains.
+template <KvType T, int R, int P>
+static inline void score_positions(const uint8_t* const rows[P], const float* query, int64_t head_dim, float* scores) {
+  float32x4_t sums[R][P];
+  UNROLL for (int r = 0; r < R; ++r) UNROLL for (int p = 0; p < P; ++p) sums[r][p] = vdupq_n_f32(0.0f);
+  for (int64_t d = 0; d < head_dim; d += 8) {
+    UNROLL for (int p = 0; p < P; ++p) {
+      float32x4_t low, high;
+      load_eight<T>(rows[p], d, low, high);
+      UNROLL for (int r = 0; r < R; ++r) sums[r][p] = vfmaq_f32(sums[r][p], low, vld1q_f32(query + r * head_dim + d));
+      UNROLL for (int r = 0; r < R; ++r) sums[r][p] = vfmaq_f32(sums[r][p], high, vld1q_f32(query + r * head_dim + d + 4));
+    }
+  }
+  UNROLL for (int r = 0; r < R; ++r) UNROLL for (int p = 0; p < P; p += 4) {
+    const float32x4_t four = vpaddq_f32(vpaddq_f32(sums[r][p], sums[r][p + 1]), vpaddq_f32(sums[r][p + 2], sums[r][p + 3]));
+    vst1q_f32(scores + r * kTile + p, four);
+  }
+}
+
+template <KvType T, int R>
+static inline void score_directly(const Tile& tile, const float* query, float* scores) {
+  constexpr int P = R == 1 ? 8 : 4;
+  for (int64_t i = tile.begin / P * P; i < tile.end; i += P) {
+    const uint8_t* rows[P];
+    UNROLL for (int p = 0; p < P; ++p) rows[p] = tile.key(i + p);
+    score_positions<T, R, P>(rows, query, tile.kv.head_dim, scores + i);
+  }
+}
+
+// One position, sixteen dimensions: values times the weights of lane L.
+#define MIX_POSITION(L)                                                                                             \
+  {                                                                                                                 \
+    float32x4_t values[4];                                                                                          \
+    load_eight<T>(row + L * step, d, values[0], values[1]);                                                         \
+    load_eight<T>(row + L * step, d + 8, values[2], values[3]);                                                     \
+    UNROLL for (int r = 0; r < R; ++r) {                                                                            \
+      sums[r][0] = vfmaq_laneq_f32(sums[r][0], values[0], weight[r], L);                                            \
+      sums[r][1] = vfmaq_laneq_f32(sums[r][1], values[1], upper[r], L);                                             \
+      sums[r][2] = vfmaq_laneq_f32(sums[r][2], values[2], weight[r], L);                                            \
+      sums[r][3] = vfmaq_laneq_f32(sums[r][3], values[3], upper[r], L);                                             \
+    }                                                                                                               \
+  }
 
 // Sixteen dimensions at a time, position after position.
 template <KvType T, int R>
 static inline void mix_directly(const Tile& tile, const float* weights, int64_t padded, float* mixed) {
+  constexpr float unit = T == KvType::F16 ? kHalfUnit : 1.0f;
+  const size_t step = tile.kv.row_bytes;
   for (int64_t d = 0; d < tile.kv.head_dim; d += 16) {
     float32x4_t sums[R][4];
     UNROLL for (int r = 0; r < R; ++r) UNROLL for (int c = 0; c < 4; ++c) sums[r][c] = vld1q_f32(mixed + r * padded + d + 4 * c);
-    for (int64_t i = tile.begin; i < tile.end; ++i) {
-      float32x4_t values[4];
-      load_eight<T>(tile.values[i], d, values[0], values[1]);
-      load_eight<T>(tile.values[i], d + 8, values[2], values[3]);
-      UNROLL for (int r = 0; r < R; ++r) {
-        const float weight = weights[r * kTile + i];
-        UNROLL for (int c = 0; c < 4; ++c) sums[r][c] = vfmaq_n_f32(sums[r][c], values[c], weight);
+    for (int64_t i = tile.begin; i < tile.end;) {
+      const uint8_t* row = tile.value(i);
+      float32x4_t weight[R], upper[R];
+      if (i % 4 == 0 && i + 4 <= tile.end) {
+        UNROLL for (int r = 0; r < R; ++r) {
+          weight[r] = vld1q_f32(weights + r * kTile + i);
+          upper[r] = T == KvType::F16 ? vmulq_n_f32(weight[r], unit) : weight[r];
+        }
+        MIX_POSITION(0) MIX_POSITION(1) MIX_POSITION(2) MIX_POSITION(3)
+        i += 4;
+      } else {
+        UNROLL for (int r = 0; r < R; ++r) {
+          weight[r] = vdupq_n_f32(weights[r * kTile + i]);
+          upper[r] = vmulq_n_f32(weight[r], unit);
+        }
+        MIX_POSITION(0)
+        i += 1;
       }
     }
     UNROLL for (int r = 0; r < R; ++r) UNROLL for (int c = 0; c < 4; ++c) vst1q_f32(mixed + r * padded + d + 4 * c, sums[r][c]);
   }
 }
 
-// Four positions and sixteen dimensions: words of four dimensions side by side for the four positions.
-static inline void pack_keys(const Tile& tile, uint8_t* out) {
-  for (int64_t i = tile.begin / 4 * 4; i < tile.end; i += 4) {
-    const uint8_t* rows[4];
-    for (int p = 0; p < 4; ++p) {
-      const int64_t at = i + p < tile.begin ? tile.begin : i + p < tile.end ? i + p : tile.end - 1;
-      rows[p] = tile.keys[at];
+// Four positions at a time: the four sums of each are added across.
+template <int R>
+static inline void key_dots(const Tile& tile, const IntScratch&, int64_t b, const int8_t* query, int64_t stride,
+                            const int32_t*, float* dots) {
+  const size_t step = tile.kv.row_bytes;
+  int8x16_t low[R], high[R];
+  UNROLL for (int r = 0; r < R; ++r) {
+    low[r] = vld1q_s8(query + r * stride + b * kBlock);
+    high[r] = vld1q_s8(query + r * stride + b * kBlock + 16);
+  }
+  for (int64_t g = 0; g < kTile / 4; ++g) {
+    const auto* row = reinterpret_cast<const int8_t*>(tile.keys[g]) + b * kBlock;
+    int32x4_t sums[R][4];
+    UNROLL for (int p = 0; p < 4; ++p) {
+      const int8x16_t first = vld1q_s8(row + p * step), second = vld1q_s8(row + p * step + 16);
+      UNROLL for (int r = 0; r < R; ++r) sums[r][p] = vdotq_s32(vdotq_s32(vdupq_n_s32(0), first, low[r]), second, high[r]);
     }
-    for (int64_t d = 0; d < tile.kv.head_dim; d += 16) {
-      const uint32x4_t a = vreinterpretq_u32_u8(vld1q_u8(rows[0] + d)), b = vreinterpretq_u32_u8(vld1q_u8(rows[1] + d));
-      const uint32x4_t e = vreinterpretq_u32_u8(vld1q_u8(rows[2] + d)), f = vreinterpretq_u32_u8(vld1q_u8(rows[3] + d));
-      const uint32x4_t ae = vzip1q_u32(a, e), bf = vzip1q_u32(b, f), ae2 = vzip2q_u32(a, e), bf2 = vzip2q_u32(b, f);
-      const uint32x4_t words[4] = {vzip1q_u32(ae, bf), vzip2q_u32(ae, bf), vzip1q_u32(ae2, bf2), vzip2q_u32(ae2, bf2)};
-      uint8_t* target = out + d / 32 * 1024 + i / 16 * 512 + d % 32 / 4 * 64 + i % 16 * 4;
-      UNROLL for (int j = 0; j < 4; ++j) vst1q_u8(target + j * 64, vreinterpretq_u8_u32(words[j]));
+    UNROLL for (int r = 0; r < R; ++r) {
+      const int32x4_t four = vpaddq_s32(vpaddq_s32(sums[r][0], sums[r][1]), vpaddq_s32(sums[r][2], sums[r][3]));
+      vst1q_f32(dots + r * kTile + 4 * g, vcvtq_f32_s32(four));
     }
   }
 }
 
-// Four positions and sixteen dimensions: the four positions of a dimension side by side.
-static inline void pack_values(const Tile& tile, uint8_t* out) {
-  if (tile.begin > 3 || tile.end < kTile - 3) std::memset(out, 0, size_t(tile.kv.head_dim * kTile));
-  static const uint8_t none[512] = {};  // stands for positions that nobody sees
-  for (int64_t i = tile.begin / 4 * 4; i < tile.end; i += 4) {
-    const uint8_t* rows[4];
-    for (int p = 0; p < 4; ++p) rows[p] = i + p >= tile.begin && i + p < tile.end ? tile.values[i + p] : none;
-    for (int64_t d = 0; d < tile.kv.head_dim; d += 16) {
-      const uint8x16_t a = vld1q_u8(rows[0] + d), b = vld1q_u8(rows[1] + d), e = vld1q_u8(rows[2] + d), f = vld1q_u8(rows[3] + d);
-      const uint16x8_t ab = vreinterpretq_u16_u8(vzip1q_u8(a, b)), ab2 = vreinterpretq_u16_u8(vzip2q_u8(a, b));
-      const uint16x8_t ef = vreinterpretq_u16_u8(vzip1q_u8(e, f)), ef2 = vreinterpretq_u16_u8(vzip2q_u8(e, f));
-      uint8_t* target = out + d / 16 * 512 + i / 4 * 64;
-      vst1q_u8(target, vreinterpretq_u8_u16(vzip1q_u16(ab, ef)));
-      vst1q_u8(target + 16, vreinterpretq_u8_u16(vzip2q_u16(ab, ef)));
-      vst1q_u8(target + 32, vreinterpretq_u8_u16(vzip1q_u16(ab2, ef2)));
-      vst1q_u8(target + 48, vreinterpretq_u8_u16(vzip2q_u16(ab2, ef2)));
-    }
+// Four positions and sixteen dimensions at a time, the four positions of a dimension side by side in registers.
+template <int R>
+static inline void value_dots(const Tile& tile, const IntScratch&, int64_t b, const int8_t* weights, const int32_t*,
+                              float* dots) {
+  const size_t step = tile.kv.row_bytes;
+  int8x16_t low[R], high[R];
+  UNROLL for (int r = 0; r < R; ++r) {
+    low[r] = vld1q_s8(weights + r * kTile);
+    high[r] = vld1q_s8(weights + r * kTile + 16);
+  }
+  for (int64_t d = 0; d < kBlock; d += 16) {
+    int32x4_t sums[R][4];
+    UNROLL for (int r = 0; r < R; ++r) UNROLL for (int c = 0; c < 4; ++c) sums[r][c] = vdupq_n_s32(0);
+#define STEP(G, HALF, LANE)                                                                                         \
+  {                                                                                                                 \
+    const uint8_t* row = tile.values[G] + b * kBlock + d;                                                           \
+    const uint8x16_t p0 = vld1q_u8(row), p1 = vld1q_u8(row + step), p2 = vld1q_u8(row + 2 * step), p3 = vld1q_u8(row + 3 * step); \
+    const uint16x8_t a = vreinterpretq_u16_u8(vzip1q_u8(p0, p1)), e = vreinterpretq_u16_u8(vzip2q_u8(p0, p1));      \
+    const uint16x8_t f = vreinterpretq_u16_u8(vzip1q_u8(p2, p3)), h = vreinterpretq_u16_u8(vzip2q_u8(p2, p3));      \
+    const int8x16_t columns[4] = {vreinterpretq_s8_u16(vzip1q_u16(a, f)), vreinterpretq_s8_u16(vzip2q_u16(a, f)),   \
+                                  vreinterpretq_s8_u16(vzip1q_u16(e, h)), vreinterpretq_s8_u16(vzip2q_u16(e, h))};  \
+    UNROLL for (int r = 0; r < R; ++r)                                                                              \
+      UNROLL for (int c = 0; c < 4; ++c) sums[r][c] = vdotq_laneq_s32(sums[r][c], columns[c], HALF[r], LANE);       \
+  }
+    STEP(0, low, 0) STEP(1, low, 1) STEP(2, low, 2) STEP(3, low, 3)
+    STEP(4, high, 0) STEP(5, high, 1) STEP(6, high, 2) STEP(7, high, 3)
+#undef STEP
+    UNROLL for (int r = 0; r < R; ++r)
+      UNROLL for (int c = 0; c < 4; ++c) vst1q_f32(dots + r * kBlock + d + 4 * c, vcvtq_f32_s32(sums[r][c]));
   }
 }

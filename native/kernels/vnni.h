@@ -25,5 +25,5 @@ static inline void block_dots(const uint8_t* w, const int8_t* x, int64_t stride,
       for (int r = 0; r < R; ++r) totals[r] = _mm512_dpbusd_epi32(totals[r], high, four_bytes(x + r * stride + 16 + line * 4));
     }
   }
-  for (int r = 0; r < R; ++r) sums[r].v = _mm512_cvtepi32_ps(totals[r]);
+  for (int r = 0; r < R; ++r) sums[r].v[0] = _mm512_cvtepi32_ps(totals[r]);
 }

@@ -1,19 +1,46 @@
-// Sixteen float lanes in four 128-bit registers.
+// 128-bit registers of ARM.
 #pragma once
 
-struct V16 {
-  float32x4_t v[4];
-};
+using Reg = float32x4_t;
+constexpr int kRegs = 4;
 
-#define EACH for (int i = 0; i < 4; ++i)
-
-static inline V16 broadcast(float x) { V16 r; EACH r.v[i] = vdupq_n_f32(x); return r; }
-static inline V16 zero() { return broadcast(0.0f); }
-static inline V16 load(const float* p) { V16 r; EACH r.v[i] = vld1q_f32(p + 4 * i); return r; }
-static inline void store(float* p, V16 a) { EACH vst1q_f32(p + 4 * i, a.v[i]); }
 static inline float half_to_float(uint16_t h) { __fp16 value; std::memcpy(&value, &h, 2); return float(value); }
 static inline uint16_t float_to_half(float value) { __fp16 h = __fp16(value); uint16_t r; std::memcpy(&r, &h, 2); return r; }
-static inline float32x4_t widen_f16(uint16x4_t h) { return vcvt_f32_f16(vreinterpret_f16_u16(h)); }
+
+static inline Reg reg_broadcast(float x) { return vdupq_n_f32(x); }
+static inline Reg reg_load(const float* p) { return vld1q_f32(p); }
+static inline void reg_store(float* p, Reg a) { vst1q_f32(p, a); }
+static inline Reg reg_load_bf16(const uint16_t* p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
+static inline void reg_load_bf16_pairs(const uint16_t* p, Reg& first, Reg& second) {
+  const uint32x4_t pair = vreinterpretq_u32_u16(vld1q_u16(p));
+  first = vreinterpretq_f32_u32(vshlq_n_u32(pair, 16));
+  second = vreinterpretq_f32_u32(vandq_u32(pair, vdupq_n_u32(0xffff0000u)));
+}
+static inline void reg_store_bf16(uint16_t* p, Reg a) {
+  const uint32x4_t bits = vreinterpretq_u32_f32(a);
+  const uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
+  const uint32x4_t rounded = vshrq_n_u32(vaddq_u32(vaddq_u32(bits, vdupq_n_u32(0x7fff)), odd), 16);
+  const uint32x4_t quiet = vorrq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(0x40));
+  vst1_u16(p, vmovn_u32(vbslq_u32(vceqq_f32(a, a), rounded, quiet)));
+}
+static inline Reg add(Reg a, Reg b) { return vaddq_f32(a, b); }
+static inline Reg sub(Reg a, Reg b) { return vsubq_f32(a, b); }
+static inline Reg mul(Reg a, Reg b) { return vmulq_f32(a, b); }
+static inline Reg div(Reg a, Reg b) { return vdivq_f32(a, b); }
+static inline Reg fma(Reg a, Reg b, Reg c) { return vfmaq_f32(c, a, b); }
+static inline Reg max(Reg a, Reg b) { return vmaxq_f32(a, b); }
+static inline Reg min(Reg a, Reg b) { return vminq_f32(a, b); }
+static inline Reg abs(Reg a) { return vabsq_f32(a); }
+static inline Reg power_of_two(Reg t) {
+  return vreinterpretq_f32_s32(vaddq_s32(vshlq_n_s32(vreinterpretq_s32_f32(t), 23), vdupq_n_s32(127 << 23)));
+}
+static inline Reg zero_where_below(Reg x, Reg limit, Reg a) {
+  return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(a), vcltq_f32(x, limit)));
+}
+static inline Reg copy_sign(Reg magnitude, Reg sign) { return vbslq_f32(vdupq_n_u32(0x80000000u), sign, magnitude); }
+
+#include "v16.h"
+
 static inline V16 load_f16(const uint16_t* p) {
   V16 r;
   for (int i = 0; i < 2; ++i) {
@@ -29,63 +56,6 @@ static inline void store_f16(uint16_t* p, V16 a) {
     vst1q_u16(p + 8 * i, vreinterpretq_u16_f16(h));
   }
 }
-static inline V16 load_bf16(const uint16_t* p) {
-  V16 r;
-  for (int i = 0; i < 2; ++i) {
-    const uint16x8_t h = vld1q_u16(p + 8 * i);
-    r.v[2 * i] = vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(h), 16));
-    r.v[2 * i + 1] = vreinterpretq_f32_u32(vshll_high_n_u16(h, 16));
-  }
-  return r;
-}
-static inline void load_bf16_pairs(const uint16_t* p, V16& first, V16& second) {
-  EACH {
-    const uint32x4_t pair = vreinterpretq_u32_u16(vld1q_u16(p + 8 * i));
-    first.v[i] = vreinterpretq_f32_u32(vshlq_n_u32(pair, 16));
-    second.v[i] = vreinterpretq_f32_u32(vandq_u32(pair, vdupq_n_u32(0xffff0000u)));
-  }
-}
-static inline void store_bf16(uint16_t* p, V16 a) {
-  EACH {
-    const uint32x4_t bits = vreinterpretq_u32_f32(a.v[i]);
-    const uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
-    const uint32x4_t rounded = vshrq_n_u32(vaddq_u32(vaddq_u32(bits, vdupq_n_u32(0x7fff)), odd), 16);
-    const uint32x4_t quiet = vorrq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(0x40));
-    const uint32x4_t is_number = vceqq_f32(a.v[i], a.v[i]);
-    vst1_u16(p + 4 * i, vmovn_u32(vbslq_u32(is_number, rounded, quiet)));
-  }
-}
-static inline V16 load_i8(const int8_t* p) {
-  const int8x16_t b = vld1q_s8(p);
-  const int16x8_t low = vmovl_s8(vget_low_s8(b)), high = vmovl_high_s8(b);
-  V16 r;
-  r.v[0] = vcvtq_f32_s32(vmovl_s16(vget_low_s16(low)));
-  r.v[1] = vcvtq_f32_s32(vmovl_high_s16(low));
-  r.v[2] = vcvtq_f32_s32(vmovl_s16(vget_low_s16(high)));
-  r.v[3] = vcvtq_f32_s32(vmovl_high_s16(high));
-  return r;
-}
-static inline V16 add(V16 a, V16 b) { EACH a.v[i] = vaddq_f32(a.v[i], b.v[i]); return a; }
-static inline V16 sub(V16 a, V16 b) { EACH a.v[i] = vsubq_f32(a.v[i], b.v[i]); return a; }
-static inline V16 mul(V16 a, V16 b) { EACH a.v[i] = vmulq_f32(a.v[i], b.v[i]); return a; }
-static inline V16 div(V16 a, V16 b) { EACH a.v[i] = vdivq_f32(a.v[i], b.v[i]); return a; }
-static inline V16 fma(V16 a, V16 b, V16 c) { EACH c.v[i] = vfmaq_f32(c.v[i], a.v[i], b.v[i]); return c; }
-static inline V16 max(V16 a, V16 b) { EACH a.v[i] = vmaxq_f32(a.v[i], b.v[i]); return a; }
-static inline V16 min(V16 a, V16 b) { EACH a.v[i] = vminq_f32(a.v[i], b.v[i]); return a; }
-static inline V16 abs(V16 a) { EACH a.v[i] = vabsq_f32(a.v[i]); return a; }
-static inline V16 round(V16 a) { EACH a.v[i] = vrndnq_f32(a.v[i]); return a; }
-static inline V16 power_of_two(V16 n) {
-  EACH n.v[i] = vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtq_s32_f32(n.v[i]), vdupq_n_s32(127)), 23));
-  return n;
-}
-static inline V16 zero_where_below(V16 x, V16 limit, V16 a) {
-  EACH a.v[i] = vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(a.v[i]), vcltq_f32(x.v[i], limit.v[i])));
-  return a;
-}
-static inline V16 copy_sign(V16 magnitude, V16 sign) {
-  EACH magnitude.v[i] = vbslq_f32(vdupq_n_u32(0x80000000u), sign.v[i], magnitude.v[i]);
-  return magnitude;
-}
 static inline float reduce_add(V16 a) {
   const float32x4_t s = vaddq_f32(vaddq_f32(a.v[0], a.v[2]), vaddq_f32(a.v[1], a.v[3]));
   const float32x2_t t = vadd_f32(vget_low_f32(s), vget_high_f32(s));
@@ -94,12 +64,11 @@ static inline float reduce_add(V16 a) {
 static inline float reduce_max(V16 a) {
   return vmaxvq_f32(vmaxq_f32(vmaxq_f32(a.v[0], a.v[2]), vmaxq_f32(a.v[1], a.v[3])));
 }
-static inline int32_t store_i8(int8_t* p, V16 a) {
-  int32x4_t n[4];
-  EACH n[i] = vcvtq_s32_f32(a.v[i]);
-  const int16x8_t low = vcombine_s16(vmovn_s32(n[0]), vmovn_s32(n[1]));
-  const int16x8_t high = vcombine_s16(vmovn_s32(n[2]), vmovn_s32(n[3]));
-  vst1q_s8(p, vcombine_s8(vmovn_s16(low), vmovn_s16(high)));
-  return vaddlvq_s16(vaddq_s16(low, high));
+static inline int32_t store_i8(int8_t* p, V16 t) {
+  int16x8_t words[2];
+  for (int i = 0; i < 2; ++i)
+    words[i] = vuzp1q_s16(vreinterpretq_s16_f32(t.v[2 * i]), vreinterpretq_s16_f32(t.v[2 * i + 1]));
+  const int8x16_t bytes = vuzp1q_s8(vreinterpretq_s8_s16(words[0]), vreinterpretq_s8_s16(words[1]));
+  vst1q_s8(p, bytes);
+  return vaddlvq_s8(bytes);
 }
-#undef EACH
