@@ -2,7 +2,8 @@
 
     python benchmarks/train_char.py tinyshakespeare.txt [STEPS]
 
-Prints the held-out loss, the minutes and the processor time, by which a run on a busy machine can be judged. The goal is a loss below 1.9 in under 10 minutes on 2 CPU cores.
+Prints the held-out loss, the minutes and the processor time, by which a run on a busy machine can be judged.
+The goal is a loss below 1.9 in under 10 minutes on 2 CPU cores.
 """
 
 from __future__ import annotations

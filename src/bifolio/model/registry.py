@@ -87,12 +87,26 @@ def describe(name: str, origin: Origin, path: Path) -> ModelEntry:
 
 def pulled_source(name: str) -> str | None:
     """What the pulled model `name` came from, as it was written down then."""
+    source = _pulled_record(name).get("source")
+    return source if isinstance(source, str) else None
+
+
+def pulled_defaults(path: Path) -> dict[str, float]:
+    """How a pulled model wants to be sampled, where it was written down beside the file; {} for any other file."""
+    if path.parent != pulled_dir():
+        return {}
+    found = _pulled_record(path.stem if path.suffix == ".gguf" else path.name).get("generation_config")
+    if not isinstance(found, dict):
+        return {}
+    return {name: value for name, value in found.items() if isinstance(value, int | float)}
+
+
+def _pulled_record(name: str) -> dict[str, object]:
     try:
         record = json.loads((pulled_dir() / (name + SOURCE_SUFFIX)).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return None
-    source = record.get("source") if isinstance(record, dict) else None
-    return source if isinstance(source, str) else None
+        return {}
+    return record if isinstance(record, dict) else {}
 
 
 def _is_plain(name: str) -> bool:
