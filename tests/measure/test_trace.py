@@ -144,7 +144,7 @@ def test_azure_trace_fills_blocks_and_runs_many_at_once(data_dir: Path) -> None:
     """A pool so small that requests are preempted, and still nearly every slot of an allocated block is filled."""
     requests, _ = scaled(read_trace(data_dir / "traces" / "azure_conv.csv", 60), 0.125, 400)
     engine = LLM(
-        random_model("tiny"), num_blocks=700, block_size=4, max_num_seqs=32, max_model_len=400, threads=1
+        random_model("tiny"), num_blocks=260, block_size=4, max_num_seqs=32, max_model_len=400, threads=1
     ).engine
     report = replay(engine, requests, make_prompts(requests, 512), speed=0)
     assert report.utilisation > 0.96

@@ -108,7 +108,7 @@ class ContinuousBatcher:
         needed = self._blocks.blocks_needed(
             [*self._known_tokens_to_come(), (sequence.id, sequence.num_tokens - cached)]
         )
-        while self._slot_of and needed + len(self._slot_of) > self._blocks.num_free_blocks:
+        while self._slot_of and needed + len(self._slot_of) // 4 > self._blocks.num_free_blocks:
             if not self.drop_kept():
                 if not branched:
                     self._blocks.release(sequence.id)
