@@ -49,6 +49,8 @@ def serve(
     ] = 30.0,
     max_body: Annotated[str, typer.Option("--max-body", help="Largest request, such as 4MB.")] = "4MiB",
     log_level: Annotated[str, typer.Option("--log-level", help="debug, info, warning or error.")] = "info",
+    speculative: options.Speculative = None,
+    draft_model: options.DraftModel = None,
     memory: options.Memory = None,
     max_model_len: options.MaxModelLen = None,
     max_num_seqs: options.MaxNumSeqs = 16,
@@ -60,6 +62,7 @@ def serve(
 ) -> None:
     import asyncio
     import os
+    from dataclasses import asdict
 
     from bifolio.errors import ConfigError, MissingDependencyError
 
@@ -93,6 +96,7 @@ def serve(
         ),
         drain_seconds=drain_timeout,
     )
+    guessing = options.speculative_config(speculative, draft_model)
     engine_options = {
         "model": model,
         "dtype": kv_dtype,
@@ -103,6 +107,7 @@ def serve(
         "chunk_size": chunk_size,
         "threads": threads,
         "device": device,
+        "speculative": None if guessing is None else asdict(guessing),
     }
     _install_event_loop()
     asyncio.run(run_server(settings, engine_options))

@@ -48,6 +48,7 @@ class Run:
     _stream: RequestStream | None = None
     _timer: asyncio.TimerHandle | None = None
     _numbers: dict[str, int] = field(default_factory=dict)  # engine request → which prompt
+    _lengths: dict[int, int] = field(default_factory=dict)  # choice → its tokens so far
     _last_token: dict[int, float] = field(default_factory=dict)  # choice → when its last token came
 
     # -- life --------------------------------------------------------------------------------------------------------
@@ -141,8 +142,10 @@ class Run:
                 metrics.inter_token.observe((now - last) / count)
         if count:
             self._last_token[choice] = now
+        self._lengths[choice] = self._lengths.get(choice, 0) + count
         if piece.finish_reason is not None:
             metrics.successes.labels(piece.finish_reason).inc()
+            metrics.output_length.observe(self._lengths[choice])
 
     def usage(self) -> Usage:
         prompt = sum(len(tokens) for tokens in self.job.prompts)

@@ -28,7 +28,6 @@ _ENGINE_COUNTERS = {
     "engine_steps": ("num_steps", "Steps of the engine."),
     "spec_decode_num_draft_tokens": ("num_draft_tokens", "Tokens guessed by speculation."),
     "spec_decode_num_accepted_tokens": ("num_accepted_tokens", "Guessed tokens that were right."),
-    "spec_decode_num_drafts": ("num_drafts", "Guesses, of one or more tokens each."),
 }
 
 

@@ -112,12 +112,16 @@ def _launch(launch: m.Launch, outbox: Outbox) -> EngineService | None:
 
 
 def make_service(launch: m.Launch, send: Send) -> EngineService:
+    from bifolio.config import SpeculativeConfig
     from bifolio.errors import BifolioError
     from bifolio.run.grammar import prepare_compiler
     from bifolio.run.llm import LLM
     from bifolio.serve.service import EngineService
 
-    llm = LLM(**launch.options)
+    options = dict(launch.options)
+    if options.get("speculative") is not None:
+        options["speculative"] = SpeculativeConfig(**options["speculative"])
+    llm = LLM(**options)
     with contextlib.suppress(BifolioError):  # without a tokenizer or the package, requests for grammars are refused
         prepare_compiler(llm.model)
     return EngineService(llm, send, max_updates_per_second=launch.max_updates_per_second)
