@@ -13,9 +13,8 @@
 //                   online softmax, tile by tile; spans are merged in order. A score is four chains of fma, dimension d
 //                   in chain d mod 4, added as (c0 + c1) + (c2 + c3); an output is a chain of fma over positions.
 //                   A Q8_0 cache: queries are quantised like rows of x, and a score is what a product with block
-//                   weights is. The weights p of a tile become bytes too, q = round_to_even(p * s * c) with
-//                   s = d_v / max d_v and c = 127 / max p over the tile; the output grows by
-//                   float(sum of q * v) * (max d_v * max p / 127).
+//                   weights is. The weights p of a tile become bytes too: q = round_to_even(p * d_v * (127 / m)),
+//                   m = max(1e-30, max of p * d_v); the output grows by fma(float(sum of q * v), m * (1 / 127), .)
 #pragma once
 
 #include <cmath>

@@ -188,8 +188,7 @@ static void mix_floats(const Tile& tile, const AttentionRows& rows, const FloatS
 // Scratch of one span.
 struct IntScratch {
   uint8_t* packed;      // keys [head_dim / 32][2][8][16][4] or values [head_dim / 16][8][16][4]: the layout of weights
-  float* scales;        // [head_dim / 32][kTile] of keys, or of values divided by the largest
-  float* largest;       // [head_dim / 32] scale of the values
+  float* scales;        // [head_dim / 32][kTile] of keys or values
   int8_t* query;        // [rows][head_dim]
   float* query_scales;  // [head_dim / 32][rows]
   int32_t* query_sums;  // the same
@@ -274,26 +273,29 @@ static inline void score_int_rows(const Tile& tile, const IntScratch& s, int64_t
 
 template <int R>
 static inline void mix_int_rows(const Tile& tile, const IntScratch& s, const float* weights, int64_t padded, float* mixed) {
-  float most[R];  // the largest weight of each row
-  V16 factor[R];
-  for (int r = 0; r < R; ++r) {
-    most[r] = reduce_max(max(load(weights + r * kTile), load(weights + r * kTile + 16)));
-    factor[r] = broadcast(most[r] > 0.0f ? 127.0f / most[r] : 0.0f);
-  }
   for (int64_t b = 0; b < tile.kv.head_dim / kBlock; ++b) {
+    const V16 low = load(s.scales + b * kTile), high = load(s.scales + b * kTile + 16);
+    float shares[R * kTile], most[16], inverse[16];
+    for (int r = 0; r < 16; ++r) most[r] = 1e-30f;
+    for (int r = 0; r < R; ++r) {
+      const V16 first = mul(load(weights + r * kTile), low), second = mul(load(weights + r * kTile + 16), high);
+      store(shares + r * kTile, first);
+      store(shares + r * kTile + 16, second);
+      const float largest = reduce_max(max(first, second));
+      most[r] = largest > most[r] ? largest : most[r];
+    }
+    for (int r = 0; r < 16; r += kRegLanes) reg_store(inverse + r, div(reg_broadcast(127.0f), reg_load(most + r)));
     int8_t q[R * kTile];
     int32_t sums[R];
-    float dots[R * kBlock];
     for (int r = 0; r < R; ++r) {
-      sums[r] = 0;
-      for (int c = 0; c < 2; ++c) {
-        const V16 share = mul(load(weights + r * kTile + 16 * c), load(s.scales + b * kTile + 16 * c));
-        sums[r] += store_i8(q + r * kTile + 16 * c, whole(share, factor[r]));
-      }
+      const V16 factor = broadcast(inverse[r]);
+      sums[r] = store_i8(q + r * kTile, whole(load(shares + r * kTile), factor));
+      sums[r] += store_i8(q + r * kTile + 16, whole(load(shares + r * kTile + 16), factor));
     }
+    float dots[R * kBlock];
     value_dots<R>(tile, s, b, q, sums, dots);
     for (int r = 0; r < R; ++r) {
-      const V16 unit = broadcast(s.largest[b] * most[r] * (1.0f / 127.0f));
+      const V16 unit = broadcast(most[r] * (1.0f / 127.0f));
       for (int c = 0; c < 2; ++c) {
         float* target = mixed + r * padded + b * kBlock + 16 * c;
         store(target, fma(load(dots + r * kBlock + 16 * c), unit, load(target)));
@@ -302,14 +304,12 @@ static inline void mix_int_rows(const Tile& tile, const IntScratch& s, const flo
   }
 }
 
-// Scales of values divided by their largest, which is kept.
-static inline void normalize_scales(int64_t blocks, float* scales, float* largest) {
-  for (int64_t b = 0; b < blocks; ++b) {
-    const V16 low = load(scales + b * kTile), high = load(scales + b * kTile + 16);
-    largest[b] = reduce_max(max(low, high));
-    const V16 inverse = broadcast(largest[b] > 0.0f ? 1.0f / largest[b] : 0.0f);
-    store(scales + b * kTile, mul(low, inverse));
-    store(scales + b * kTile + 16, mul(high, inverse));
+// Positions that nobody sees may hold anything, NaN included: their values count 0 times.
+static inline void clear_unseen(const Tile& tile, float* scales) {
+  if (tile.begin == 0 && tile.end == kTile) return;
+  for (int64_t b = 0; b < tile.kv.head_dim / kBlock; ++b, scales += kTile) {
+    for (int64_t i = 0; i < tile.begin; ++i) scales[i] = 0.0f;
+    for (int64_t i = tile.end; i < kTile; ++i) scales[i] = 0.0f;
   }
 }
 
@@ -324,7 +324,7 @@ static void score_ints(const Tile& tile, const AttentionRows& rows, const IntScr
 static void mix_ints(const Tile& tile, const AttentionRows& rows, const IntScratch& s, const float* weights, int64_t padded) {
   pack_values(tile, s.packed);
   load_row_scales(tile, tile.values, s.scales);
-  normalize_scales(tile.kv.head_dim / kBlock, s.scales, s.largest);
+  clear_unseen(tile, s.scales);
 #define CALL(R) mix_int_rows<R>(tile, s, weights + r * kTile, padded, rows.mixed + r * padded)
   BIFOLIO_BY_ROWS(rows.count, CALL)
 #undef CALL
@@ -388,8 +388,7 @@ static void attend_span_of(const KvLayer& kv, int64_t kv_head, const int32_t* ta
     const int64_t blocks = kv.head_dim / kBlock;
     IntScratch s{};
     s.scales = rest;
-    s.largest = s.scales + blocks * kTile;
-    s.query_scales = s.largest + round_up(blocks, 16);
+    s.query_scales = s.scales + blocks * kTile;
     s.query_sums = reinterpret_cast<int32_t*>(s.query_scales + blocks * kMaxRows);
     s.packed = reinterpret_cast<uint8_t*>(s.query_sums + blocks * kMaxRows);
     s.query = reinterpret_cast<int8_t*>(s.packed + kv.head_dim * kTile);

@@ -56,7 +56,8 @@ def quantize_blocks(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     largest = np.abs(blocks).max(axis=2)
     with np.errstate(divide="ignore"):
         inverse = np.where(largest > 0, np.float32(127) / largest, np.float32(0)).astype(np.float32)
-    q = np.rint(blocks * inverse[:, :, None]).astype(np.int32)
+    wide = blocks.astype(np.longdouble) * inverse[:, :, None].astype(np.longdouble)
+    q = np.rint(wide).astype(np.int32)
     return q, (largest * np.float32(1 / np.float32(127))).astype(np.float32)
 
 

@@ -54,11 +54,11 @@ def test_decode_over_any_context(isa: str, context: int) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16", "q8_0"])
 @pytest.mark.parametrize("window", [None, 70])
 def test_chunks_threads_and_blocks_do_not_change_a_bit(isa: str, dtype: str, window: int | None) -> None:
     """A query's output is the same alone, in a chunk, in a whole prompt, with other block sizes and thread counts."""
-    length, heads, kv_heads, dim = 530, 6, 2, 48
+    length, heads, kv_heads, dim = 530, 6, 2, 32 if dtype == "q8_0" else 48
     outputs = []
     query = np.random.default_rng(3).standard_normal((length, heads, dim), np.float32)
     shape = shape_of(heads, kv_heads, dim, window)
@@ -89,6 +89,54 @@ def refill(storage, tables, dtype, block_size, length, kv_heads, dim):  # type: 
     slots = tables[0, positions // block_size].astype(np.int64) * block_size + positions % block_size
     storage.write(0, slots, keys, values)
     return storage
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("heads", "dim", "window"), [(2, 32, None), (6, 64, None), (14, 128, 90)])
+def test_q8_cache_is_close_to_its_numbers(isa: str, heads: int, dim: int, window: int | None) -> None:
+    """The reference attends to the same bytes with exact queries and weights; ours rounds both to 8 bits."""
+    rng = np.random.default_rng(dim)
+    contexts, queries = [1, 33, 300, 40], [1, 2, 1, 40]
+    storage, tables = filled_storage(rng, contexts, 2, dim, "q8_0", 16)
+    query = rng.standard_normal((sum(queries), heads, dim), np.float32)
+    segments = (segment(queries, contexts, tables),)
+    shape = shape_of(heads, 2, dim, window)
+    with settings(isa):
+        result = attend(native.NativeKernels(), query, shape, segments, storage)
+    expected = attend(ReferenceKernels(), query, shape, segments, storage)
+    assert np.abs(result - expected).max() < 0.03
+    assert np.sqrt(np.mean((result - expected) ** 2)) < 0.005
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16", "q8_0"])
+def test_instruction_sets_agree_bit_for_bit(dtype: str) -> None:
+    """Plain C++ only where it has a fused multiply-add."""
+    import platform
+
+    isas_to_compare = [isa for isa in ISAS if isa != "generic" or platform.machine() in ("aarch64", "arm64")]
+    rng = np.random.default_rng(21)
+    contexts, queries = [700, 70, 5], [1, 70, 3]
+    storage, tables = filled_storage(rng, contexts, 2, 64, dtype, 32)
+    query = rng.standard_normal((sum(queries), 6, 64), np.float32)
+    results = []
+    for isa in isas_to_compare:
+        with settings(isa):
+            kernels = native.NativeKernels()
+            results.append(attend(kernels, query, shape_of(6, 2, 64), (segment(queries, contexts, tables),), storage))
+    for other in results[1:]:
+        np.testing.assert_array_equal(other, results[0])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16", "q8_0"])
+def test_reading_a_poisoned_block_shows(isa: str, dtype: str) -> None:
+    rng = np.random.default_rng(22)
+    storage, tables = filled_storage(rng, [64], 1, 32, dtype, 16)
+    storage.poison_blocks([int(tables[0, 1])])
+    query = rng.standard_normal((1, 3, 32), np.float32)
+    with settings(isa):
+        result = attend(native.NativeKernels(), query, shape_of(3, 1, 32), (segment([1], [64], tables),), storage)
+    assert np.isnan(result).any()
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -135,10 +183,10 @@ def test_several_segments_and_drafts(isa: str, dtype: str) -> None:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16", "q8_0"])
 def test_rope_and_write(isa: str, interleaved: bool, normed: bool, dtype: str) -> None:
     rng = np.random.default_rng(13)
-    heads, kv_heads, dim, tokens = 4, 2, 48, 21
+    heads, kv_heads, dim, tokens = 4, 2, 64 if dtype == "q8_0" else 48, 21
     norm = Norm(rng.standard_normal(dim).astype(np.float32), None, 1e-6) if normed else None
     shape = AttentionShape(0, heads, kv_heads, dim, 0.1, None, interleaved, norm, norm)
     qkv = rng.standard_normal((tokens, (heads + 2 * kv_heads) * dim), np.float32)
@@ -156,8 +204,8 @@ def test_rope_and_write(isa: str, interleaved: bool, normed: bool, dtype: str) -
     for native_part, reference_part in zip(heads_out[0], heads_out[1], strict=True):
         np.testing.assert_allclose(native_part, reference_part, rtol=1e-5, atol=1e-6)
     for native_part, reference_part in zip(caches[0], caches[1], strict=True):
-        tolerance = {"f32": 1e-5, "f16": 1e-3, "bf16": 8e-3}[dtype]
-        np.testing.assert_allclose(native_part, reference_part, rtol=tolerance, atol=1e-6)
+        relative, absolute = {"f32": (1e-5, 1e-6), "f16": (1e-3, 1e-6), "bf16": (8e-3, 1e-6), "q8_0": (0, 0.04)}[dtype]
+        np.testing.assert_allclose(native_part, reference_part, rtol=relative, atol=absolute)
 
 
 def test_without_a_cache_the_batch_attends_to_itself() -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from bifolio.cache import q8_rows
 from bifolio.errors import CacheError, ConfigError, MissingDependencyError
 from bifolio.quant.bf16 import BF16_NAN, bf16_to_f32, f32_to_bf16
 
@@ -23,15 +24,16 @@ if TYPE_CHECKING:
     from bifolio.cache.block_manager import KVCacheBlockManager
 
 Array = Any  # numpy.ndarray or torch.Tensor: the two share indexing, which is all that is used here
-StorageDtype = Literal["f32", "f16", "bf16"]
-_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
-_NUMPY_DTYPES: dict[str, npt.DTypeLike] = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16}
+StorageDtype = Literal["f32", "f16", "bf16", "q8_0"]
+_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "q8_0": 1}
+_NUMPY_DTYPES: dict[str, npt.DTypeLike] = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16, "q8_0": np.uint8}
 
 
 class KVStorage:
     """All keys and values of one model, in blocks.
 
-    With the numpy backend, bf16 is held as uint16 and converted exactly (round to nearest even) at write and gather.
+    With the numpy backend, bf16 is held as uint16 and converted exactly (round to nearest even) at write and gather;
+    q8_0 is held as rows of bytes (`q8_rows`), so that the last dimension is the bytes of a row.
     Memory is asked for lazily on the CPU: an untouched block costs nothing. `poison` starts every block as NaN, so
     that reading a slot nobody wrote shows; block 0, the padding target, stays zero, since padding may read it.
     """
@@ -55,10 +57,16 @@ class KVStorage:
             raise ConfigError(f"the KV cache cannot be kept in {dtype!r}: choose one of {', '.join(_BYTES)}")
         if backend == "numpy" and device != "cpu":
             raise ConfigError(f"numpy arrays cannot lie on {device!r}: use backend='torch'")
+        if dtype == "q8_0" and (backend != "numpy" or head_dim % q8_rows.BLOCK):
+            raise ConfigError(
+                f"a q8_0 cache needs the CPU kernels and heads of a multiple of {q8_rows.BLOCK} numbers, "
+                f"not {head_dim} on {backend}: use f16"
+            )
         self.num_layers, self.num_blocks, self.block_size = num_layers, num_blocks, block_size
         self.num_kv_heads, self.head_dim, self.dtype = num_kv_heads, head_dim, dtype
         self.device, self.backend, self.poison = device, backend, poison
-        shape = (num_blocks, num_kv_heads, block_size, head_dim)
+        row = q8_rows.row_bytes(head_dim) if dtype == "q8_0" else head_dim
+        shape = (num_blocks, num_kv_heads, block_size, row)
         self.keys: list[Array] = [self._allocate(shape) for _ in range(num_layers)]  # [blocks, kv_heads, slots, head]
         self.values: list[Array] = [self._allocate(shape) for _ in range(num_layers)]  # the same
         if poison:
@@ -69,7 +77,8 @@ class KVStorage:
     @staticmethod
     def bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: str = "f32") -> int:
         """Bytes that one token takes in all layers, keys and values together."""
-        return 2 * num_layers * num_kv_heads * head_dim * _BYTES[dtype]
+        row = q8_rows.row_bytes(head_dim) if dtype == "q8_0" else head_dim * _BYTES[dtype]
+        return 2 * num_layers * num_kv_heads * row
 
     @staticmethod
     def bytes_per_block(num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: str = "f32") -> int:
@@ -111,7 +120,9 @@ class KVStorage:
     def poison_blocks(self, block_ids: Iterable[int]) -> None:
         """Fill blocks with NaN: whoever reads them computes NaN. Fits `KVCacheBlockManager.on_free`."""
         targets = self._indices(block_ids)
-        nan = BF16_NAN if self.backend == "numpy" and self.dtype == "bf16" else float("nan")
+        nan: Any = BF16_NAN if self.backend == "numpy" and self.dtype == "bf16" else float("nan")
+        if self.dtype == "q8_0":
+            nan = q8_rows.POISON
         for array in (*self.keys, *self.values):
             array[targets] = nan
 
@@ -139,6 +150,8 @@ class KVStorage:
     def _encode(self, data: Array) -> Array:
         if self.backend == "torch":
             return data.to(self.keys[0].dtype)
+        if self.dtype == "q8_0":
+            return q8_rows.encode_rows(data)
         return f32_to_bf16(data) if self.dtype == "bf16" else data
 
     def _gather(self, array: Array, block_ids: Sequence[int], length: int) -> Array:
@@ -148,7 +161,9 @@ class KVStorage:
             blocks = array[self._indices(block_ids)].transpose(1, 2)  # [n, slots, heads, head]
             return blocks.reshape(-1, self.num_kv_heads, self.head_dim)[:length]
         blocks = array[self._indices(block_ids)].transpose(0, 2, 1, 3)
-        flat = blocks.reshape(-1, self.num_kv_heads, self.head_dim)[:length]
+        flat = blocks.reshape(-1, self.num_kv_heads, array.shape[-1])[:length]
+        if self.dtype == "q8_0":
+            return q8_rows.decode_rows(flat, self.head_dim)
         return bf16_to_f32(flat) if self.dtype == "bf16" else flat.astype(np.float32, copy=False)
 
     def _indices(self, block_ids: Iterable[int]) -> Array:

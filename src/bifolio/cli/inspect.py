@@ -176,8 +176,8 @@ def memory_plan(
 def checked_dtype(name: str) -> KVDtype:
     from bifolio.errors import ConfigError
 
-    if name not in ("f32", "f16", "bf16"):
-        raise ConfigError(f"kv-dtype must be auto, f32, f16 or bf16, not {name!r}")
+    if name not in ("f32", "f16", "bf16", "q8_0"):
+        raise ConfigError(f"kv-dtype must be auto, f32, f16, bf16 or q8_0, not {name!r}")
     return name  # type: ignore[return-value]
 
 

@@ -1,0 +1,37 @@
+"""Rows of a Q8_0 cache: the bytes of a head's numbers, then one half-precision scale for each 32 of them.
+
+    |head_dim x int8|head_dim / 32 x f16|   value = scale * q
+
+The blocks of GGML's Q8_0 with bytes and scales apart, so that a kernel reads the bytes of a row in one go.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+BLOCK = 32
+POISON = 0xFF  # a row of such bytes has NaN for its scales
+
+
+def row_bytes(head_dim: int) -> int:
+    return head_dim + head_dim // BLOCK * 2
+
+
+def encode_rows(values: np.ndarray) -> np.ndarray:
+    """f32[..., head_dim] -> u8[..., row_bytes]."""
+    blocks = np.ascontiguousarray(values, np.float32).reshape(*values.shape[:-1], -1, BLOCK)
+    largest = np.abs(blocks).max(axis=-1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        inverse = np.where(largest > 0, np.float32(127) / largest, np.float32(0)).astype(np.float32)
+        scaled = blocks * inverse[..., None]
+        quantized = np.nan_to_num(np.rint(scaled)).astype(np.int8)
+        scales = (largest * np.float32(1 / 127)).astype(np.float16)
+    bytes_of_values = quantized.reshape(values.shape).view(np.uint8)
+    return np.concatenate([bytes_of_values, scales.view(np.uint8)], axis=-1)
+
+
+def decode_rows(rows: np.ndarray, head_dim: int) -> np.ndarray:
+    """u8[..., row_bytes] -> f32[..., head_dim]."""
+    quantized = np.ascontiguousarray(rows[..., :head_dim]).view(np.int8).reshape(*rows.shape[:-1], -1, BLOCK)
+    scales = np.ascontiguousarray(rows[..., head_dim:]).view(np.float16).astype(np.float32)
+    return (quantized.astype(np.float32) * scales[..., None]).reshape(*rows.shape[:-1], head_dim)
