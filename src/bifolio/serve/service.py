@@ -102,6 +102,10 @@ class EngineService:
         started = self.thread.step_started
         stats = {name: float(value) for name, value in asdict(self.llm.engine.stats()).items()}
         stats["num_waiting"] += self.thread.steps.num_parked + len(self._compiling)
+        speculator = self.llm.engine.speculator
+        if speculator is not None:
+            stats["num_draft_tokens"] = float(speculator.stats.num_draft_tokens)
+            stats["num_accepted_tokens"] = float(speculator.stats.num_accepted_tokens)
         stats["num_cached_blocks"] = float(self.llm.engine.blocks.num_cached_blocks)
         return m.Beat(stats, 0.0 if started is None else max(time.monotonic() - started, 0.0))
 
