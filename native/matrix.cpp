@@ -96,7 +96,8 @@ HugeBuffer::~HugeBuffer() { std::free(data_); }
 
 size_t source_row_bytes(Format format, int64_t k) { return size_t(k) / block_elements(format) * block_bytes(format); }
 
-LinearWeights::LinearWeights(const std::vector<SourceRows>& parts, int64_t k, const float* bias) : k_(k) {
+LinearWeights::LinearWeights(const std::vector<SourceRows>& parts, int64_t k, const float* bias, int planes)
+    : k_(k), planes_(planes) {
   for (size_t first = 0; first < parts.size();) {
     size_t last = first;
     int64_t rows = 0;

@@ -38,13 +38,14 @@ size_t source_row_bytes(Format format, int64_t k);
 // One Linear: its parts side by side, those of one format in one matrix.
 class LinearWeights {
  public:
-  LinearWeights(const std::vector<SourceRows>& parts, int64_t k, const float* bias);
+  LinearWeights(const std::vector<SourceRows>& parts, int64_t k, const float* bias, int planes = 1);
   LinearWeights(const LinearWeights&) = delete;
 
   int64_t in_features() const { return k_; }
   int64_t out_features() const { return n_; }
   size_t num_bytes() const;
   bool quantizes() const { return quantizes_; }
+  int planes() const { return planes_; }  // bytes that stand for one activation beside quantised weights
 
   struct Piece {
     PackedMatrix matrix;
@@ -56,6 +57,7 @@ class LinearWeights {
 
  private:
   int64_t n_ = 0, k_;
+  int planes_;
   bool quantizes_ = false;
   std::vector<Piece> pieces_;
   std::vector<float> bias_;

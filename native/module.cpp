@@ -61,7 +61,9 @@ struct TableHolder {
 };
 
 // Python owns what comes back.
-LinearWeights* make_linear(const std::vector<std::pair<int, Bytes>>& parts, int64_t k, std::optional<Vector> bias) {
+LinearWeights* make_linear(const std::vector<std::pair<int, Bytes>>& parts, int64_t k, std::optional<Vector> bias,
+                           int planes) {
+  require(planes == 1 || planes == 2, "activations have one plane or two");
   require(!parts.empty(), "a linear layer needs at least one part");
   std::vector<SourceRows> sources;
   int64_t n = 0;
@@ -75,7 +77,7 @@ LinearWeights* make_linear(const std::vector<std::pair<int, Bytes>>& parts, int6
   require(!bias || int64_t(bias->shape(0)) == n, "a bias must have one number for each output");
   const float* bias_data = bias ? bias->data() : nullptr;
   nb::gil_scoped_release release;
-  return new LinearWeights(sources, k, bias_data);
+  return new LinearWeights(sources, k, bias_data, planes);
 }
 
 // The K/V arrays of all layers.
@@ -282,7 +284,7 @@ NB_MODULE(_native, m) {
       .def_prop_ro("out_features", &LinearWeights::out_features)
       .def_prop_ro("in_features", &LinearWeights::in_features)
       .def_prop_ro("num_bytes", &LinearWeights::num_bytes);
-  m.def("make_linear", &make_linear, nb::rv_policy::take_ownership, "parts"_a, "k"_a, "bias"_a.none());
+  m.def("make_linear", &make_linear, nb::rv_policy::take_ownership, "parts"_a, "k"_a, "bias"_a.none(), "planes"_a = 1);
   nb::class_<CacheHolder>(m, "Cache").def(nb::init<nb::list, nb::list, int, int64_t>(), "keys"_a, "values"_a, "kv_type"_a, "head_dim"_a);
   nb::class_<AttentionConstants>(m, "AttentionShape")
       .def("__init__", [](AttentionConstants* self, int64_t heads, int64_t kv_heads, int64_t dim, float scale, int64_t window,

@@ -71,37 +71,70 @@ void softcap(Member& m, Rows x, float cap) {
   each_row(m, x.count, x.width, [&](int64_t row) { kernels().softcap_row(x.row(row), x.width, cap); });
 }
 
+namespace {
+
+// Quantises every row; with two planes also what the first left over, as rows [count, 2 * count). The products of both
+// planes with the same weights, added, are those of activations with about twice as many bits.
+Activations quantize_rows(Member& m, Rows x, int64_t k, int64_t planes, Workspace& workspace) {
+  const KernelTable& isa = kernels();
+  const int64_t rows = x.count * planes, groups = round_up(rows, kRowGroup) / kRowGroup;
+  const int64_t scales = groups * kRowGroup * (k / kBlock);
+  if (m.rank == 0) {
+    workspace.quants.bytes(size_t(groups * kRowGroup * k));
+    workspace.scales.bytes(size_t(scales) * 12);
+    if (planes > 1) workspace.residuals.bytes(size_t(x.count * k) * sizeof(float));
+  }
+  m.barrier();
+  auto* q = workspace.quants.array<int8_t>(0);
+  auto* scale = workspace.scales.array<float>(0);
+  float* sum = scale + scales;
+  auto* isum = reinterpret_cast<int32_t*>(sum + scales);
+  const auto quantize = [&](const float* values, int64_t row) {
+    const int64_t at = row / kRowGroup * (k / kBlock) * kRowGroup + row % kRowGroup;
+    isa.quantize_row(values, k, q + row * k, scale + at, sum + at, isum + at);
+    return at;
+  };
+  each_row(m, x.count, 4 * k * planes, [&](int64_t row) {
+    const int64_t at = quantize(x.row(row), row);
+    if (planes == 1) return;
+    float* rest = workspace.residuals.array<float>(0) + row * k;
+    for (int64_t i = 0; i < k; ++i) rest[i] = x.row(row)[i] - scale[at + i / kBlock * kRowGroup] * float(q[row * k + i]);
+    quantize(rest, x.count + row);
+  });
+  return {x.data, x.stride, rows, k, q, scale, sum, isum};
+}
+
+}  // namespace
+
 void linear(Member& m, Rows x, const LinearWeights& weights, Rows out, Workspace& workspace) {
   if (x.count == 0) return;  // no logits are wanted of a chunk that ends inside its prompt; kernels write whole tiles
   const KernelTable& isa = kernels();
-  const int64_t k = weights.in_features();
-  Activations input{x.data, x.stride, x.count, k, nullptr, nullptr, nullptr, nullptr};
-  if (weights.quantizes()) {
-    const int64_t groups = round_up(x.count, kRowGroup) / kRowGroup, scales = groups * kRowGroup * (k / kBlock);
-    if (m.rank == 0) {
-      workspace.quants.bytes(size_t(groups * kRowGroup * k));
-      workspace.scales.bytes(size_t(scales) * 12);
-    }
-    m.barrier();
-    auto* q = workspace.quants.array<int8_t>(0);
-    auto* scale = workspace.scales.array<float>(0);
-    float* sum = scale + scales;
-    auto* isum = reinterpret_cast<int32_t*>(sum + scales);
-    input.q = q, input.scale = scale, input.sum = sum, input.isum = isum;
-    each_row(m, x.count, 4 * k, [&](int64_t row) {
-      const int64_t at = row / kRowGroup * (k / kBlock) * kRowGroup + row % kRowGroup;
-      isa.quantize_row(x.row(row), k, q + row * k, scale + at, sum + at, isum + at);
-    });
-  }
+  const int64_t k = weights.in_features(), planes = weights.quantizes() ? weights.planes() : 1;
+  const Activations plain{x.data, x.stride, x.count, k, nullptr, nullptr, nullptr, nullptr};
+  const Activations quantized = weights.quantizes() ? quantize_rows(m, x, k, planes, workspace) : plain;
   for (const LinearWeights::Piece& piece : weights.pieces()) {
     const PackedMatrix& matrix = piece.matrix;
+    const bool split_planes = planes > 1 && matrix.format >= Format::Q8_0;
+    const int64_t width = round_up(matrix.n, kPanel);
+    if (split_planes) {
+      if (m.rank == 0) workspace.planes.bytes(size_t(2 * x.count * width) * sizeof(float));
+      m.barrier();
+    }
+    float* target = split_planes ? workspace.planes.array<float>(0) : out.data + piece.column;
+    const int64_t stride = split_planes ? width : out.stride;
+    const Activations& input = matrix.format >= Format::Q8_0 ? quantized : plain;
     // Pieces of at least 32 KB of weights, and at least eight for each thread where there are so many panels.
     const int64_t large = std::max<int64_t>(1, int64_t(32768 / matrix.panel_bytes));
     const int64_t even = std::max<int64_t>(1, matrix.num_panels / (8 * m.size));
-    const float* bias = weights.bias() ? weights.bias() + piece.column : nullptr;
+    const float* bias = weights.bias() && !split_planes ? weights.bias() + piece.column : nullptr;
     m.split(matrix.num_panels, std::max<int64_t>(1, std::min(even, std::max(large, even))), [&](int64_t begin, int64_t end) {
-      isa.matmul(matrix, input, bias, out.data + piece.column, out.stride, begin, end,
-                 m.scratch().bytes(matmul_scratch_bytes()));
+      isa.matmul(matrix, input, bias, target, stride, begin, end, m.scratch().bytes(matmul_scratch_bytes()));
+    });
+    if (!split_planes) continue;
+    each_row(m, x.count, matrix.n, [&](int64_t row) {
+      float* y = out.row(row) + piece.column;
+      isa.add_row(target + row * width, target + (x.count + row) * width, matrix.n, y);
+      if (weights.bias()) isa.add_row(y, weights.bias() + piece.column, matrix.n, y);
     });
   }
 }

@@ -47,7 +47,7 @@ struct Segment {
 
 // Memory that an operation needs while it runs, kept from one step to the next.
 struct Workspace {
-  Scratch quants, scales, units, partials;
+  Scratch quants, scales, units, partials, residuals, planes;
 };
 
 void embed(Member& m, const EmbeddingTable& table, const int32_t* ids, float scale, Rows out);

@@ -58,6 +58,7 @@ def chat(
     block_size: options.BlockSize = 16,
     chunk_size: options.ChunkSize = 512,
     kv_dtype: options.KvDtype = "auto",
+    activations: options.Activations = "int16",  # one sequence: the second byte costs next to nothing
     threads: options.Threads = None,
     device: options.Device = "auto",
     verbose: options.Verbose = False,
@@ -72,6 +73,7 @@ def chat(
         max_num_seqs=1,
         block_size=block_size,
         chunk_size=chunk_size,
+        activations=activations,
         threads=threads,
         device=device,
         verbose=verbose,

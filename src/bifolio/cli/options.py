@@ -27,6 +27,13 @@ MaxNumSeqs = Annotated[int, typer.Option("--max-num-seqs", help="Sequences that 
 BlockSize = Annotated[int, typer.Option("--block-size", help="Tokens in one block of the cache.")]
 ChunkSize = Annotated[int, typer.Option("--chunk-size", help="The most prompt tokens of one request per step.")]
 KvDtype = Annotated[str, typer.Option("--kv-dtype", help="How keys and values are stored: auto, f32, f16 or bf16.")]
+Activations = Annotated[
+    str,
+    typer.Option(
+        "--activations",
+        help="Beside quantised weights: int8 is faster, int16 as good as exact (CPU kernels).",
+    ),
+]
 Threads = Annotated[int | None, typer.Option("--threads", help="Threads of the CPU kernels; default: all cores.")]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print the memory plan and what the loader noted.")]

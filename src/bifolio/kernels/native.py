@@ -32,6 +32,7 @@ from bifolio.quant.tensor import QuantizedTensor
 
 FORMAT_CODES = {name: code for code, name in enumerate(("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"))}
 ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
+ACTIVATION_PLANES = {"int8": 1, "int16": 2}  # bytes of one activation in products with quantised weights
 KV_CODES = {"f32": 0, "f16": 1, "bf16": 2, "q8_0": 3}
 TEMPORARY_BLOCK = 64  # tokens of a block when keys and values are not cached anywhere
 
@@ -85,8 +86,13 @@ class NativeKernels:
     array_backend = "numpy"
     device = "cpu"
 
-    def __init__(self, threads: int | None = None) -> None:
+    def __init__(self, threads: int | None = None, activations: str = "int8") -> None:
+        """`activations`: how they meet quantised weights. "int8" is the usual way; "int16" adds a second byte for what
+        the first leaves over, which makes quantised weights give what they would with exact activations."""
+        if activations not in ACTIVATION_PLANES:
+            raise ConfigError(f"activations must be one of {', '.join(ACTIVATION_PLANES)}, not {activations!r}")
         self._native = library()
+        self._planes = ACTIVATION_PLANES[activations]
         if threads is not None:
             set_num_threads(threads)
         self._caches: WeakKeyDictionary[Storage, Any] = WeakKeyDictionary()
@@ -105,7 +111,7 @@ class NativeKernels:
         """Pack the parts side by side; the bytes of the file are not looked at again."""
         tensors = [as_tensor(part) for part in linear.parts]
         parts = [(FORMAT_CODES[tensor.format.name], np.ascontiguousarray(tensor.data)) for tensor in tensors]
-        packed = self._native.make_linear(parts, tensors[0].shape[1], _joined_bias(linear))
+        packed = self._native.make_linear(parts, tensors[0].shape[1], _joined_bias(linear), self._planes)
         for tensor in tensors:
             release_pages(tensor.data)
         return replace(linear, prepared=packed)

@@ -27,11 +27,16 @@ class Candidate(NamedTuple):
 
     devices: tuple[str, ...]
     refusals: Callable[[], list[str]]  # reasons why it cannot run here; empty: it can
-    make: Callable[[str, int | None], KernelSet]  # (device, threads)
+    make: Callable[[str, int | None, str], KernelSet]  # (device, threads, activations)
 
 
-def select_kernels(device: str = "auto", *, name: str | None = None, threads: int | None = None) -> KernelSet:
-    """The kernel set for a device ("auto", "cpu", "cuda", "cuda:1"); ConfigError lists why nothing fits."""
+def select_kernels(
+    device: str = "auto", *, name: str | None = None, threads: int | None = None, activations: str = "int8"
+) -> KernelSet:
+    """The kernel set for a device ("auto", "cpu", "cuda", "cuda:1"); ConfigError lists why nothing fits.
+
+    `activations` says how the native kernels round them beside quantised weights: see `NativeKernels`.
+    """
     device = resolve_device(device)
     kind = device.split(":")[0]
     forced = name or os.environ.get("BIFOLIO_KERNELS") or None
@@ -45,7 +50,7 @@ def select_kernels(device: str = "auto", *, name: str | None = None, threads: in
         if not reasons:
             if candidate_name == "reference" and forced is None:
                 _warn_slow("; ".join(refusals))
-            return candidate.make(device, threads)
+            return candidate.make(device, threads, activations)
         refusals.append(f"{candidate_name}: {', '.join(reasons)}")
     raise ConfigError(f"no kernels can run on {device!r} ({'; '.join(refusals) or 'unknown device'}): use cpu or cuda")
 
@@ -86,25 +91,25 @@ def _module_refusals(*modules: str) -> list[str]:
     return missing
 
 
-def _make_native(device: str, threads: int | None) -> KernelSet:
+def _make_native(device: str, threads: int | None, activations: str) -> KernelSet:
     from bifolio.kernels.native import NativeKernels
 
-    return NativeKernels(threads)
+    return NativeKernels(threads, activations)
 
 
-def _make_reference(device: str, threads: int | None) -> KernelSet:
+def _make_reference(device: str, threads: int | None, activations: str) -> KernelSet:
     from bifolio.kernels.reference import ReferenceKernels
 
     return ReferenceKernels()
 
 
-def _make_torch(device: str, threads: int | None) -> KernelSet:
+def _make_torch(device: str, threads: int | None, activations: str) -> KernelSet:
     from bifolio.kernels.torch_reference import TorchKernels
 
     return TorchKernels(device)
 
 
-def _make_triton(device: str, threads: int | None) -> KernelSet:
+def _make_triton(device: str, threads: int | None, activations: str) -> KernelSet:
     kernels: KernelSet = importlib.import_module("bifolio.kernels.triton").TritonKernels(device)
     return kernels
 

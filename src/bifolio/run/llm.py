@@ -31,7 +31,8 @@ class LLM:
 
     `model` is a Hugging Face-layout folder, a `.gguf` file, or the name of an embedded or pulled model; None takes
     the default embedded model. The cache gets `num_blocks` blocks, or as many as fit into `memory` ("2GB"), or a
-    safe share of what is free.
+    safe share of what is free. `activations` ("int8" or "int16") says how finely they are rounded beside quantised
+    weights on the native CPU kernels.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class LLM:
         device: str = "auto",
         threads: int | None = None,
         kernels: KernelSet | str | None = None,
+        activations: str = "int8",
         speculative: SpeculativeConfig | None = None,
         max_waiting: int | None = None,
         poison_free_blocks: bool = False,
@@ -63,7 +65,7 @@ class LLM:
         kernel_set = (
             kernels
             if kernels is not None and not isinstance(kernels, str)
-            else select_kernels(device, name=kernels, threads=threads or default_threads())
+            else select_kernels(device, name=kernels, threads=threads or default_threads(), activations=activations)
         )
         length = self._model_len(max_model_len)
         kv_dtype = self._kv_dtype(dtype, kernel_set)
