@@ -10,7 +10,7 @@ from bifolio.errors import BifolioError
 
 
 def generate(*arguments: str) -> tuple[str, str]:
-    result = CliRunner().invoke(build_app(), ["generate", *arguments], catch_exceptions=False)
+    result = CliRunner().invoke(build_app(), ["generate", "--threads", "1", *arguments], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.stdout, result.stderr
 

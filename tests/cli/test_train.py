@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,16 @@ from bifolio.model.loader import load_model
 SHAPE = ["--preset", "char", "--tokenizer", "char", "--hidden-size", "32", "--num-layers", "1", "--num-heads", "2",
          "--intermediate-size", "32", "--context", "16", "--batch-size", "4", "--warmup", "2", "--device", "cpu",
          "--eval-every", "1000", "--eval-sequences", "2", "--sample-tokens", "8"]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models this small are slower on several threads, and much slower on a busy machine."""
+    torch = pytest.importorskip("torch")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -56,13 +68,14 @@ def test_ctrl_c_saves_and_resume_goes_on(text: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     command = [sys.executable, "-m", "bifolio.cli.main", "train", str(text), "--output", str(folder), *SHAPE]
     command += ["--steps", "1000000", "--sample-every", "20"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
     assert process.stdout is not None
     for line in process.stdout:
         if "sample" in line:
             break
     process.send_signal(signal.SIGINT)
-    rest = process.communicate(timeout=60)[0]
+    rest = process.communicate(timeout=240)[0]
     assert "--resume" in rest, rest
     assert list((folder / "checkpoint").glob("step-*/model.safetensors"))
     state = json.loads(next((folder / "checkpoint").glob("step-*/state.json")).read_text())

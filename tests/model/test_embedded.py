@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
 
 @cache
 def llm(name: str = DEFAULT_MODEL) -> LLM:
-    return LLM(name, max_num_seqs=4)
+    return LLM(name, max_num_seqs=4, threads=1)  # models this small gain nothing from more
 
 
 def card(name: str) -> str:
@@ -128,7 +129,7 @@ def test_the_draft_agrees_with_stories() -> None:
 def test_speculation_changes_nothing_but_is_accepted(method: Any) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=60)
     plain = llm().generate(list(BEGINNINGS), params)
-    guessing = LLM(speculative=SpeculativeConfig(method, adaptive=False), max_num_seqs=4)
+    guessing = LLM(speculative=SpeculativeConfig(method, adaptive=False), max_num_seqs=4, threads=1)
     outputs = guessing.generate(list(BEGINNINGS), params)
     assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in plain]
     assert guessing.engine.speculator is not None
@@ -139,6 +140,16 @@ def test_speculation_changes_nothing_but_is_accepted(method: Any) -> None:
 # -- what others make of them ------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def torch_on_one_thread() -> Iterator[None]:
+    torch = pytest.importorskip("torch")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # several only wait for each other with models this small
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("torch_on_one_thread")
 @pytest.mark.parametrize("name", NAMES)
 def test_transformers_gives_the_same_logits(name: str, tmp_path: Path) -> None:
     """GGUF to folder: what is in Q8_0 becomes F32, the network stays the same."""
@@ -159,7 +170,7 @@ def test_transformers_gives_the_same_logits(name: str, tmp_path: Path) -> None:
     continued = theirs.generate(
         torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
     )
-    greedy = LLM(tmp_path / name, max_num_seqs=1).generate(
+    greedy = LLM(tmp_path / name, max_num_seqs=1, threads=1).generate(
         [ids], SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     )
     assert continued[0, len(ids) :].tolist() == list(greedy[0].outputs[0].token_ids)
@@ -171,8 +182,8 @@ def test_llama_cpp_continues_in_the_same_way(name: str, format: QuantFormat, tmp
     llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is an extra of its own (peers)")
     path = tmp_path / f"{name}.gguf"
     write_gguf(path, load_model(name), format)
-    theirs = llama_cpp.Llama(str(path), n_ctx=128, n_threads=2, verbose=False)
-    ours = LLM(path, max_num_seqs=1, max_model_len=128)
+    theirs = llama_cpp.Llama(str(path), n_ctx=128, n_threads=1, verbose=False)
+    ours = LLM(path, max_num_seqs=1, max_model_len=128, threads=1)
     # Prompts without near ties among these tokens: the other side computes GELU and keeps K and V in half precision.
     for text in (BEGINNINGS[0], "The king and his men"):
         ids = theirs.tokenize(text.encode(), add_bos=True, special=False)
