@@ -12,7 +12,7 @@ namespace {
 #include "kernels/matmul_float.h"
 #include "kernels/vnni.h"
 #include "kernels/matmul_int.h"
-#include "kernels/attention.h"
+#include "kernels/x86_attention.h"
 
 int score() { return 0; }
 

@@ -57,7 +57,7 @@ static inline void block_dots(const uint8_t* w, const int8_t* x, int64_t stride,
 }
 
 #include "kernels/matmul_int.h"
-#include "kernels/attention.h"
+#include "kernels/x86_attention.h"
 
 int score() {
   __builtin_cpu_init();

@@ -64,28 +64,17 @@ static inline void find_rows(Tile& tile, int64_t kv_head, const int32_t* table, 
 static inline int64_t chain_row(int64_t d, int64_t chain_length) { return d % 4 * chain_length + d / 4; }
 
 #ifndef BIFOLIO_OWN_TRANSPOSE
-// 16 dimensions of up to 16 positions, row by row, to columns.
-static inline void store_transposed(const V16 rows[16], int64_t count, int64_t d, int64_t chain_length, float* out) {
-  float lanes[16][16];
-  for (int64_t i = 0; i < count; ++i) store(lanes[i], rows[i]);
-  for (int64_t j = 0; j < 16 && d + j < 4 * chain_length; ++j)
-    for (int64_t i = 0; i < count; ++i) out[chain_row(d + j, chain_length) * kTile + i] = lanes[i][j];
-}
-#endif
-
-// The tile's keys as [4][chain_length][kTile]. Columns of positions that nobody sees are left as they are.
+// The tile's keys as [4][chain_length][kTile]. Columns of positions that nobody sees may hold anything.
 template <KvType T>
 static void transpose_keys(const Tile& tile, int64_t chain_length, float* out) {
-  const int64_t head_dim = tile.kv.head_dim;
-  for (int64_t first = tile.begin; first < tile.end; first += 16) {
-    const int64_t count = tile.end - first < 16 ? tile.end - first : 16;
-    for (int64_t d = 0; d < head_dim; d += 16) {
-      V16 rows[16];
-      for (int64_t i = 0; i < count; ++i) rows[i] = load_kv(T, tile.key(first + i), d, head_dim);
-      store_transposed(rows, count, d, chain_length, out + first);
+  for (int64_t i = tile.begin; i < tile.end; ++i)
+    for (int64_t d = 0; d < 4 * chain_length; d += 16) {
+      float lanes[16] = {};
+      if (d < tile.kv.head_dim) store(lanes, load_kv(T, tile.key(i), d, tile.kv.head_dim));
+      for (int64_t j = 0; j < 16 && d + j < 4 * chain_length; ++j) out[chain_row(d + j, chain_length) * kTile + i] = lanes[j];
     }
-  }
 }
+#endif
 
 template <KvType T>
 static void widen_values(const Tile& tile, int64_t padded, float* out) {
@@ -194,7 +183,7 @@ struct IntScratch {
   int32_t* query_sums;  // the same
 };
 
-#ifndef BIFOLIO_OWN_INT_TILES
+#if !defined(BIFOLIO_OWN_INT_TILES) && !defined(BIFOLIO_OWN_PACK)
 // Keys with positions as columns.
 static inline void pack_keys(const Tile& tile, uint8_t* out) {
   for (int64_t i = tile.begin; i < tile.end; ++i)
@@ -207,7 +196,9 @@ static inline void pack_values(const Tile& tile, uint8_t* out) {
   for (int64_t i = 0; i < kTile; ++i)
     for (int64_t d = 0; d < tile.kv.head_dim; ++d) out[d / 16 * 512 + i / 4 * 64 + d % 16 * 4 + i % 4] = tile.value(i)[d];
 }
+#endif
 
+#ifndef BIFOLIO_OWN_INT_TILES
 // dots[r][position] of block b of the queries and keys.
 template <int R>
 static inline void key_dots(const Tile&, const IntScratch& s, int64_t b, const int8_t* query, int64_t stride,

@@ -8,7 +8,8 @@
 
 struct Tile;
 static inline int64_t chain_row(int64_t d, int64_t chain_length);
-static inline void store_transposed(const V16 rows[16], int64_t count, int64_t d, int64_t chain_length, float* out);
+template <KvType T>
+static void transpose_keys(const Tile& tile, int64_t chain_length, float* out);
 static inline bool reads_directly(const KvLayer& kv, int64_t rows);
 template <KvType T>
 static inline void prepare_direct(const AttentionRows& rows, int64_t head_dim, float* query);
@@ -28,24 +29,24 @@ static inline void value_dots(const Tile& tile, const IntScratch& s, int64_t b, 
 
 #include "attention.h"
 
-static inline void store_transposed(const V16 rows[16], int64_t count, int64_t d, int64_t chain_length, float* out) {
-  for (int64_t i = 0; i < count; i += 4) {
-    const int64_t left = count - i;
-    for (int c = 0; c < 4 && d / 4 + c < chain_length; ++c) {
-      const float32x4_t a = rows[i].v[c], b = left > 1 ? rows[i + 1].v[c] : a;
-      const float32x4_t e = left > 2 ? rows[i + 2].v[c] : a, f = left > 3 ? rows[i + 3].v[c] : a;
-      const float32x4_t ae = vzip1q_f32(a, e), bf = vzip1q_f32(b, f), ae2 = vzip2q_f32(a, e), bf2 = vzip2q_f32(b, f);
-      const float32x4_t columns[4] = {vzip1q_f32(ae, bf), vzip2q_f32(ae, bf), vzip1q_f32(ae2, bf2), vzip2q_f32(ae2, bf2)};
-      for (int j = 0; j < 4; ++j) {
-        float* target = out + (j * chain_length + d / 4 + c) * kTile + i;
-        if (left >= 4) {
-          vst1q_f32(target, columns[j]);
-        } else {
-          for (int64_t n = 0; n < left; ++n) target[n] = columns[j][n];
-        }
+// Four positions and sixteen dimensions at a time. Columns of positions that nobody sees get what their rows hold.
+template <KvType T>
+static void transpose_keys(const Tile& tile, int64_t chain_length, float* out) {
+  for (int64_t i = tile.begin / 4 * 4; i < tile.end; i += 4)
+    for (int64_t d = 0; d < 4 * chain_length; d += 16) {
+      V16 rows[4];
+      UNROLL for (int p = 0; p < 4; ++p) rows[p] = load_kv(T, tile.key(i + p), d, tile.kv.head_dim);
+      UNROLL for (int c = 0; c < 4; ++c) {
+        if (d / 4 + c >= chain_length) break;
+        const float32x4_t a = rows[0].v[c], b = rows[1].v[c], e = rows[2].v[c], f = rows[3].v[c];
+        const float32x4_t ae = vzip1q_f32(a, e), bf = vzip1q_f32(b, f), ae2 = vzip2q_f32(a, e), bf2 = vzip2q_f32(b, f);
+        float* target = out + (d / 4 + c) * kTile + i;
+        vst1q_f32(target, vzip1q_f32(ae, bf));
+        vst1q_f32(target + chain_length * kTile, vzip2q_f32(ae, bf));
+        vst1q_f32(target + 2 * chain_length * kTile, vzip1q_f32(ae2, bf2));
+        vst1q_f32(target + 3 * chain_length * kTile, vzip2q_f32(ae2, bf2));
       }
     }
-  }
 }
 
 static inline bool reads_directly(const KvLayer& kv, int64_t rows) { return rows <= 8 && kv.head_dim % 16 == 0; }

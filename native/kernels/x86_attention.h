@@ -1,0 +1,97 @@
+// What attention does differently on x86: keys are transposed and values interleaved in registers. Needs AVX2.
+#pragma once
+
+#define BIFOLIO_OWN_TRANSPOSE
+#define BIFOLIO_OWN_PACK
+
+struct Tile;
+template <KvType T>
+static void transpose_keys(const Tile& tile, int64_t chain_length, float* out);
+static inline void pack_keys(const Tile& tile, uint8_t* out);
+static inline void pack_values(const Tile& tile, uint8_t* out);
+
+#include "attention.h"
+
+// Eight numbers of a row as floats; dimensions past the end are 0.
+template <KvType T>
+static inline __m256 load_eight(const uint8_t* row, int64_t at, int64_t head_dim) {
+  constexpr int64_t bytes = T == KvType::F32 ? 4 : 2;
+  alignas(32) uint8_t part[32] = {};
+  const uint8_t* source = row + at * bytes;
+  if (at + 8 > head_dim) {
+    std::memcpy(part, source, size_t((head_dim - at) * bytes));
+    source = part;
+  }
+  if constexpr (T == KvType::F32) return _mm256_loadu_ps(reinterpret_cast<const float*>(source));
+  const __m128i words = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source));
+  if constexpr (T == KvType::F16) return _mm256_cvtph_ps(words);
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(words), 16));
+}
+
+static inline void transpose_eight(__m256 r[8]) {
+  __m256 t[8], u[8];
+  for (int i = 0; i < 8; i += 2) {
+    t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
+    t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4) {
+    u[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
+    u[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
+    u[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
+    u[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
+  }
+  for (int i = 0; i < 4; ++i) {
+    r[i] = _mm256_permute2f128_ps(u[i], u[i + 4], 0x20);
+    r[i + 4] = _mm256_permute2f128_ps(u[i], u[i + 4], 0x31);
+  }
+}
+
+// Eight positions and eight dimensions at a time. Columns of positions that nobody sees get what their rows hold.
+template <KvType T>
+static void transpose_keys(const Tile& tile, int64_t chain_length, float* out) {
+  for (int64_t first = tile.begin / 8 * 8; first < tile.end; first += 8)
+    for (int64_t d = 0; d < 4 * chain_length; d += 8) {
+      __m256 rows[8];
+      for (int i = 0; i < 8; ++i) rows[i] = load_eight<T>(tile.key(first + i), d, tile.kv.head_dim);
+      transpose_eight(rows);
+      for (int j = 0; j < 8 && d + j < 4 * chain_length; ++j)
+        _mm256_storeu_ps(out + chain_row(d + j, chain_length) * kTile + first, rows[j]);
+    }
+}
+
+static inline __m128i load_bytes(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
+static inline void store_bytes(uint8_t* p, __m128i a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), a); }
+
+// Four positions and sixteen dimensions: words of four dimensions side by side for the four positions.
+static inline void pack_keys(const Tile& tile, uint8_t* out) {
+  const size_t step = tile.kv.row_bytes;
+  for (int64_t i = 0; i < kTile; i += 4)
+    for (int64_t d = 0; d < tile.kv.head_dim; d += 16) {
+      const uint8_t* row = tile.keys[i / 4] + d;
+      const __m128i a = load_bytes(row), b = load_bytes(row + step), e = load_bytes(row + 2 * step), f = load_bytes(row + 3 * step);
+      const __m128i ab = _mm_unpacklo_epi32(a, b), ab2 = _mm_unpackhi_epi32(a, b);
+      const __m128i ef = _mm_unpacklo_epi32(e, f), ef2 = _mm_unpackhi_epi32(e, f);
+      uint8_t* target = out + d / 32 * 1024 + i / 16 * 512 + d % 32 / 4 * 64 + i % 16 * 4;
+      store_bytes(target, _mm_unpacklo_epi64(ab, ef));
+      store_bytes(target + 64, _mm_unpackhi_epi64(ab, ef));
+      store_bytes(target + 128, _mm_unpacklo_epi64(ab2, ef2));
+      store_bytes(target + 192, _mm_unpackhi_epi64(ab2, ef2));
+    }
+}
+
+// Four positions and sixteen dimensions: the four positions of a dimension side by side.
+static inline void pack_values(const Tile& tile, uint8_t* out) {
+  const size_t step = tile.kv.row_bytes;
+  for (int64_t i = 0; i < kTile; i += 4)
+    for (int64_t d = 0; d < tile.kv.head_dim; d += 16) {
+      const uint8_t* row = tile.values[i / 4] + d;
+      const __m128i a = load_bytes(row), b = load_bytes(row + step), e = load_bytes(row + 2 * step), f = load_bytes(row + 3 * step);
+      const __m128i ab = _mm_unpacklo_epi8(a, b), ab2 = _mm_unpackhi_epi8(a, b);
+      const __m128i ef = _mm_unpacklo_epi8(e, f), ef2 = _mm_unpackhi_epi8(e, f);
+      uint8_t* target = out + d / 16 * 512 + i / 4 * 64;
+      store_bytes(target, _mm_unpacklo_epi16(ab, ef));
+      store_bytes(target + 16, _mm_unpackhi_epi16(ab, ef));
+      store_bytes(target + 32, _mm_unpacklo_epi16(ab2, ef2));
+      store_bytes(target + 48, _mm_unpackhi_epi16(ab2, ef2));
+    }
+}

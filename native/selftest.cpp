@@ -1,0 +1,217 @@
+// A test of the kernels without Python: every instruction set of this machine against plain C++, then how fast each is.
+//
+//   scripts/native-selftest          builds this for the machine it runs on, and runs it
+//
+// Results must be equal bit for bit, except where an instruction set has an arithmetic of its own (AMX with bfloat16
+// weights). Plain C++ is compiled with a fused multiply-add here, which it does not have on x86 otherwise.
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "isa.h"
+#include "matrix.h"
+#include "ops.h"
+
+using namespace bifolio;
+
+namespace {
+
+std::mt19937 rng(1);
+int failures = 0;
+
+std::vector<float> normal(size_t count, float scale = 1.0f) {
+  std::normal_distribution<float> distribution(0.0f, scale);
+  std::vector<float> values(count);
+  for (float& value : values) value = distribution(rng);
+  return values;
+}
+
+double now() {
+  timespec time;
+  clock_gettime(CLOCK_MONOTONIC, &time);
+  return double(time.tv_sec) + 1e-9 * double(time.tv_nsec);
+}
+
+// Random bytes with scales that are ordinary half floats.
+std::vector<uint8_t> random_rows(Format format, int64_t rows, int64_t k) {
+  std::vector<uint8_t> bytes(source_row_bytes(format, k) * size_t(rows));
+  if (format == Format::F32) {
+    const auto values = normal(size_t(rows * k));
+    std::memcpy(bytes.data(), values.data(), bytes.size());
+    return bytes;
+  }
+  for (uint8_t& byte : bytes) byte = uint8_t(rng());
+  const auto half = [&](size_t at, uint16_t word) { std::memcpy(bytes.data() + at, &word, 2); };
+  static const size_t block[] = {0, 2, 2, 34, 18, 20};
+  for (size_t at = 0; at < bytes.size(); at += block[int(format)]) {
+    if (format == Format::F16) half(at, uint16_t(0x2000 + rng() % 0x1c00 + (rng() & 1) * 0x8000));
+    if (format == Format::BF16) half(at, uint16_t(0x3d00 + rng() % 0x0200 + (rng() & 1) * 0x8000));
+    if (format >= Format::Q8_0) half(at, uint16_t(0x2000 + rng() % 0x400));
+    if (format == Format::Q4_1) half(at + 2, uint16_t(0xa000 + rng() % 0x400));
+  }
+  return bytes;
+}
+
+struct Comparison {
+  double difference = 0;  // relative to the largest
+  bool equal = true;
+};
+
+Comparison compare(const std::vector<float>& a, const std::vector<float>& b) {
+  Comparison result;
+  double largest = 1e-30;
+  for (float value : b) largest = std::max(largest, double(std::fabs(value)));
+  for (size_t i = 0; i < a.size(); ++i) {
+    result.equal = result.equal && std::memcmp(&a[i], &b[i], 4) == 0;
+    const double error = std::fabs(double(a[i]) - double(b[i])) / largest;
+    result.difference = std::isnan(error) ? 1e30 : std::max(result.difference, error);
+  }
+  return result;
+}
+
+void report(const std::string& what, const std::string& isa, const Comparison& found, double tolerance, bool exact) {
+  const bool good = exact ? found.equal : found.difference <= tolerance;
+  failures += !good;
+  if (!good) std::printf("FAILED %-34s %-8s differs by %.2e%s\n", what.c_str(), isa.c_str(), found.difference, exact ? " (must be equal)" : "");
+}
+
+// The result of each instruction set against that of plain C++.
+template <class Work>
+void check(const std::string& what, double tolerance, bool exact, Work work) {
+  set_isa("generic");
+  const std::vector<float> expected = work();
+  for (const std::string& isa : available_isas()) {
+    if (isa == "generic") continue;
+    set_isa(isa);
+    const bool own_order = isa == "amx" && what.find("bf16") != std::string::npos;
+    report(what, isa, compare(work(), expected), tolerance, exact && !own_order);
+  }
+  set_isa("");
+}
+
+const char* kFormats[] = {"f32", "f16", "bf16", "q8_0", "q4_0", "q4_1"};
+Workspace workspace;
+
+std::vector<float> product(const std::vector<float>& x, int64_t rows, const LinearWeights& weights) {
+  std::vector<float> y(size_t(rows * weights.out_features()));
+  const Rows input{const_cast<float*>(x.data()), rows, weights.in_features(), weights.in_features()};
+  const Rows output{y.data(), rows, weights.out_features(), weights.out_features()};
+  Pool::instance().run([&](Member& m) { linear(m, input, weights, output, workspace); });
+  return y;
+}
+
+void check_products() {
+  for (int format = 0; format < 6; ++format)
+    for (int64_t rows : {1, 2, 3, 4, 5, 8, 9, 15, 16, 17, 33, 70, 140})
+      for (auto [n, k] : std::vector<std::pair<int64_t, int64_t>>{{16, 32}, {37, 96}, {50, 2112}, {33, format < 3 ? 77 : 160}}) {
+        const auto bytes = random_rows(Format(format), n, k);
+        const LinearWeights weights({{Format(format), bytes.data(), n, source_row_bytes(Format(format), k)}}, k, nullptr);
+        const auto x = normal(size_t(rows * k));
+        char name[80];
+        std::snprintf(name, sizeof name, "%s %lldx%lldx%lld", kFormats[format], (long long)rows, (long long)n, (long long)k);
+        check(name, format == 2 ? 0.01 : 1e-5, true, [&] { return product(x, rows, weights); });
+        std::vector<float> alone;  // every row must be what it is alone
+        for (const std::string& isa : available_isas()) {
+          set_isa(isa);
+          const auto all = product(x, rows, weights);
+          alone.clear();
+          for (int64_t r = 0; r < rows; r += std::max<int64_t>(1, rows / 3)) {
+            const auto one = product({x.begin() + r * k, x.begin() + (r + 1) * k}, 1, weights);
+            report(std::string(name) + " row alone", isa, compare(one, {all.begin() + r * n, all.begin() + (r + 1) * n}), 0, true);
+          }
+        }
+        set_isa("");
+      }
+}
+
+void check_rows() {
+  for (int64_t size : {1, 15, 16, 31, 64, 577}) {
+    const auto x = normal(size_t(size), 3.0f), w = normal(size_t(size)), b = normal(size_t(size));
+    std::vector<float> y(x.size());
+    for (bool centered : {false, true})
+      check("norm", 1e-5, true, [&] {
+        kernels().norm_row(x.data(), {w.data(), centered ? b.data() : nullptr, size, 1e-5f, centered}, y.data());
+        return y;
+      });
+    for (int activation = 0; activation < 3; ++activation)
+      check("act", 1e-5, true, [&] { kernels().act_mul_row(x.data(), w.data(), size, Activation(activation), y.data()); return y; });
+    check("softcap", 1e-5, true, [&] { y = x; kernels().softcap_row(y.data(), size, 2.0f); return y; });
+    check("argmax", 0, true, [&] { return std::vector<float>{float(kernels().argmax_row(x.data(), size))}; });
+  }
+}
+
+void check_attention() {
+  for (int type = 0; type < 4; ++type)
+    for (int64_t dim : {32, 64, 96, 128})
+      for (int64_t rows : {1, 3, 4, 7, 16, 63})
+        for (int64_t context : {1, 30, 64, 201}) {
+          const size_t row_bytes = type == 3 ? size_t(dim + dim / 32 * 2) : size_t(dim) * (type == 0 ? 4 : 2);
+          const int64_t block_size = 16, blocks = 16;
+          std::vector<uint8_t> keys(size_t(blocks * block_size) * row_bytes), values(keys.size());
+          for (int64_t i = 0; i < blocks * block_size; ++i) {
+            kGenericKernels.store_kv_row(normal(size_t(dim)).data(), dim, KvType(type), keys.data() + size_t(i) * row_bytes);
+            kGenericKernels.store_kv_row(normal(size_t(dim)).data(), dim, KvType(type), values.data() + size_t(i) * row_bytes);
+          }
+          const KvLayer kv{KvType(type), keys.data(), values.data(), block_size, 1, dim, row_bytes};
+          std::vector<int32_t> table;
+          for (int32_t i = 0; i < blocks; ++i) table.push_back((i * 5 + 3) % int32_t(blocks));
+          const auto query = normal(size_t(rows * dim), 0.3f);
+          std::vector<int64_t> begin, end;
+          for (int64_t r = 0; r < rows; ++r) {
+            end.push_back(std::max<int64_t>(1, context - r % 9));
+            begin.push_back(std::max<int64_t>(0, end.back() - 150));
+          }
+          char name[80];
+          std::snprintf(name, sizeof name, "attention kv%d dim %lld rows %lld ctx %lld", type, (long long)dim, (long long)rows, (long long)context);
+          check(name, 1e-4, true, [&] {
+            const int64_t padded = round_up(dim, 16);
+            std::vector<float> maximum(rows), total(rows), mixed(rows * padded);
+            std::vector<uint8_t> scratch(attention_scratch_bytes(dim));
+            kernels().attend_span(kv, 0, table.data(), 0, {rows, query.data(), begin.data(), end.data(), maximum.data(), total.data(), mixed.data()}, scratch.data());
+            mixed.insert(mixed.end(), total.begin(), total.end());
+            return mixed;
+          });
+        }
+}
+
+void time_products(int64_t n, int64_t k) {
+  for (int format : {0, 1, 2, 3, 4, 5}) {
+    const auto bytes = random_rows(Format(format), n, k);
+    const LinearWeights weights({{Format(format), bytes.data(), n, source_row_bytes(Format(format), k)}}, k, nullptr);
+    for (int64_t rows : {1, 4, 16, 128, 512}) {
+      const auto x = normal(size_t(rows * k));
+      for (const std::string& isa : available_isas()) {
+        if (isa == "generic") continue;
+        set_isa(isa);
+        double best = 1e9;
+        for (int repeat = 0; repeat < 5; ++repeat) {
+          const double begin = now();
+          product(x, rows, weights);
+          best = std::min(best, now() - begin);
+        }
+        std::printf("%-8s %-5s rows %4lld   %8.1f Gop/s   %6.1f GB/s of weights\n", isa.c_str(), kFormats[format],
+                    (long long)rows, 2e-9 * double(rows * n * k) / best, 1e-9 * double(weights.num_bytes()) / best);
+      }
+    }
+  }
+  set_isa("");
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  std::printf("instruction sets:");
+  for (const std::string& isa : available_isas()) std::printf(" %s", isa.c_str());
+  std::printf("\n");
+  check_rows();
+  check_products();
+  check_attention();
+  std::printf(failures ? "%d comparisons failed\n" : "all comparisons passed\n", failures);
+  if (argc > 1 && std::string(argv[1]) == "--time") {
+    std::printf("%d threads\n", Pool::instance().num_threads());
+    time_products(4096, 4096);
+  }
+  return failures != 0;
+}
