@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -16,14 +17,17 @@ import pytest
 
 pytest.importorskip("llguidance")
 
+from typer.testing import CliRunner
+
 from bifolio.beam_params import BeamSearchParams
+from bifolio.cli.main import build_app
 from bifolio.config import SpeculativeConfig
 from bifolio.errors import GrammarError
 from bifolio.run.grammar import MAX_CACHED, Grammar, compile_grammar, prepare_compiler
 from bifolio.run.llm import LLM
 from bifolio.run.outputs import RequestOutput
 from bifolio.sampling_params import SamplingParams
-from helpers import tiny_loaded, tiny_tokenizer
+from helpers import tiny_folder, tiny_loaded, tiny_tokenizer
 
 PERSON = {
     "type": "object",
@@ -67,7 +71,15 @@ def test_a_mapping_is_taken_as_a_schema() -> None:
 
 @pytest.mark.parametrize(
     "pattern",
-    ["[a-f]{3,9}", "^(yes|no)+$", r"\d{3}-\d{4}", r"a\$", "[^a-z]{1,5}", "(ä|ö|ü|🙂){1,4}", r"[a-z]{1,4}@[a-z0-9]{1,4}\.com"],
+    [
+        "[a-f]{3,9}",
+        "^(yes|no)+$",
+        r"\d{3}-\d{4}",
+        r"a\$",
+        "[^a-z]{1,5}",
+        "(ä|ö|ü|🙂){1,4}",
+        r"[a-z]{1,4}@[a-z0-9]{1,4}\.com",
+    ],
 )
 def test_a_regular_expression_holds(pattern: str) -> None:
     for text in finished_texts(run(Grammar.regex(pattern)), 2):
@@ -325,3 +337,15 @@ def test_wrong_types_are_named_errors() -> None:
         Grammar("yaml", "x")  # type: ignore[arg-type]
     with pytest.raises(GrammarError):
         Grammar.json_schema({"a": {1, 2}})  # type: ignore[dict-item]
+
+
+def test_generate_takes_a_schema_file(tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text(json.dumps({"type": "array", "items": {"enum": [1, 2]}, "minItems": 1, "maxItems": 3}))
+    folder = tiny_folder(tokenizer=True)
+    arguments = ["generate", "-m", str(folder), "List: ", "--json-schema", str(schema), "--seed", "1", "-n", "40"]
+    result = CliRunner().invoke(build_app(), arguments, catch_exceptions=False)
+    assert set(json.loads(result.stdout.removeprefix("List: "))) <= {1, 2}
+    schema.write_text("{")
+    with pytest.raises(GrammarError):
+        CliRunner().invoke(build_app(), arguments, catch_exceptions=False)

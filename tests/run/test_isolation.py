@@ -8,9 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bifolio.beam_params import BeamSearchParams
+from bifolio.config import SpeculativeConfig
 from bifolio.kernels.interface import Batch
 from bifolio.run.engine import InferenceEngine
 from bifolio.run.isolation import MAX_FAILURES_IN_A_ROW, IsolatedSteps
+from bifolio.run.outputs import request_output
 from bifolio.sampling_params import SamplingParams
 from bifolio.sequence import FinishReason, Request
 from helpers import make_engine, output_ids, random_prompt, run_alone
@@ -177,3 +180,41 @@ def test_an_engine_that_always_fails_gives_up() -> None:
     with pytest.raises(FloatingPointError):
         drain(steps)
     assert sum(request.error is not None for request in requests) <= MAX_FAILURES_IN_A_ROW + 1
+
+
+def test_beams_survive() -> None:
+    prompt = random_prompt(9, seed=4, vocab_size=POISON)
+    params = BeamSearchParams(beam_width=3, max_tokens=10, ignore_eos=True, logit_bias={POISON: -1e9})
+
+    def run(culprit_after: int | None) -> list[tuple[list[int], float]]:
+        engine = make_engine()
+        steps = IsolatedSteps(engine)
+        break_engine(engine, has_poison)
+        request = engine.add_beam_search("beams", prompt, params)
+        for number in range(6):
+            if number == culprit_after:
+                engine.add_request("bad", [POISON, 5, 6], PARAMS)
+            steps.step()
+        drain(steps)
+        assert engine.stats().num_used_blocks == 0
+        engine.blocks.check_invariants()
+        return [(output.token_ids, output.score or 0.0) for output in request_output(request).outputs]
+
+    expected = run(None)
+    for culprit_after in (0, 3, 5):
+        found = run(culprit_after)
+        assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
+        assert [score for _, score in found] == pytest.approx([score for _, score in expected], abs=1e-5)
+
+
+def test_drafts_survive() -> None:
+    engine = make_engine(speculative=SpeculativeConfig("ngram", adaptive=False))
+    steps = IsolatedSteps(engine)
+    break_engine(engine, has_poison)
+    inputs = [[7, 8, 9] * 4, [11, 12] * 5, [POISON, 3]]
+    requests = [engine.add_request(str(number), prompt, PARAMS) for number, prompt in enumerate(inputs[:2])]
+    for _ in range(3):
+        steps.step()
+    requests.append(engine.add_request("2", inputs[2], PARAMS))
+    drain(steps)
+    check(engine, requests, inputs, [2])
