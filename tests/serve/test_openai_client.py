@@ -380,3 +380,12 @@ def test_wrong_paths_and_methods(server: RunningServer) -> None:
         assert http.get("/nothing").status_code == 404
         assert http.get("/v1/completions").status_code == 405
         assert json.loads(http.get("/nothing").text)["error"]["type"] == "invalid_request_error"
+
+
+def test_a_text_that_cannot_fit_is_refused_without_encoding_it(server: RunningServer) -> None:
+    with server.http() as http:
+        long = http.post("/v1/completions", json={"prompt": "x" * 2_000_000})
+        assert long.status_code == 400
+        assert long.json()["error"]["code"] == "context_length_exceeded"
+        tokens = http.post("/v1/completions", json={"prompt": "x " * 1000})
+        assert tokens.json()["error"]["code"] == "context_length_exceeded"

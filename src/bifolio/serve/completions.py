@@ -12,7 +12,7 @@ import msgspec
 
 from bifolio.serve.auth import Tenant
 from bifolio.serve.context import ServerContext
-from bifolio.serve.errors import ApiError, bad_request
+from bifolio.serve.errors import bad_request
 from bifolio.serve.generation import Answer, Job, Run, Scored, Whole
 from bifolio.serve.protocol import CompletionRequest
 from bifolio.serve.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
@@ -222,6 +222,5 @@ async def encode(context: ServerContext, text: str, add_special_tokens: bool) ->
         raise bad_request("this model has no tokenizer: pass token ids", "prompt")
     if len(text) <= INLINE_CHARS:
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    if len(text) > context.limits.max_body_bytes:
-        raise ApiError(413, "the text is too long")
+    context.check_length(text)
     return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)

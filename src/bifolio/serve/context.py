@@ -47,6 +47,8 @@ class ServerContext:
     texts: TokenTexts = field(init=False)
     _open_per_key: Counter[str] = field(init=False, default_factory=Counter)
 
+    _longest_token: int | None = field(init=False, default=None)
+
     def __post_init__(self) -> None:
         self.texts = TokenTexts(self.model.tokenizer)
         self.metrics.watch(self.engine)
@@ -80,6 +82,21 @@ class ServerContext:
     def _wait(self) -> int:
         """Seconds until the queue has probably moved on by one batch."""
         return max(1, min(60, math.ceil(self.metrics.recent_latency)))
+
+    def check_length(self, text: str) -> None:
+        """Refuse at once a text that cannot fit however it is cut into tokens: encoding megabytes takes seconds."""
+        tokenizer, hello = self.model.tokenizer, self.engine.hello
+        if tokenizer is None or hello is None:
+            return
+        if self._longest_token is None:
+            self._longest_token = max(map(len, tokenizer.backend.get_vocab()), default=1)
+        if len(text) > hello.max_model_len * self._longest_token:
+            raise ApiError(
+                400,
+                f"the text has {len(text)} characters and the model takes {hello.max_model_len} tokens: shorten it",
+                "context_length_exceeded",
+                param="prompt",
+            )
 
     def check_model(self, wanted: str | None) -> None:
         if wanted is not None and wanted not in ("", self.name):

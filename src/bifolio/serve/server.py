@@ -95,7 +95,7 @@ async def running_context(settings: ServerSettings, engine_options: dict[str, An
     launch = Launch({**engine_options, "model": str(reference)}, settings.max_updates_per_second)
     engine = EngineProcess(launch, command=settings.worker_command, step_timeout=settings.step_timeout)
     try:
-        await engine.start()
+        await asyncio.gather(engine.start(), asyncio.to_thread(lambda: model.tokenizer))
         yield ServerContext(model, engine, public_name(reference, settings.model_name), settings.limits)
     finally:
         await engine.close()
