@@ -1,0 +1,130 @@
+"""Models of the shapes that a GPU is measured with, their weights made where they are used: no file, no copy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bifolio.cache.storage import KVStorage
+from bifolio.config import CacheConfig, EngineConfig, ModelConfig, RopeConfig
+from bifolio.kernels.interface import KernelSet
+from bifolio.kernels.torch_reference import DTYPES
+from bifolio.model.loaded import LoadedModel
+from bifolio.model.names import HF_LLAMA, assemble
+from bifolio.run.engine import InferenceEngine
+
+LLAMA3_ROPE = {"scaling": "llama3", "factor": 8.0, "original_max_position": 8192}
+CACHE_SHARE = 0.8  # of what is free when the weights are there
+
+
+def _decoder(
+    architecture: str,
+    vocab: int,
+    hidden: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    ffn: int,
+    rope: RopeConfig,
+    **options: Any,
+) -> ModelConfig:
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=vocab,
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=ffn,
+        max_position=40960,
+        ropes=(rope,),
+        **options,
+    )
+
+
+SHAPES = {
+    "llama-1b": _decoder(
+        "llama", 128256, 2048, 16, 32, 8, 64, 8192,
+        RopeConfig(5e5, 64, "llama3", 32.0, 8192), tie_embeddings=True,
+    ),
+    "qwen3-0.6b": _decoder(
+        "qwen3", 151936, 1024, 28, 16, 8, 128, 3072,
+        RopeConfig(1e6, 128), tie_embeddings=True, qk_norm=True, norm_eps=1e-6,
+    ),
+    "llama-8b": _decoder("llama", 128256, 4096, 32, 32, 8, 128, 14336, RopeConfig(5e5, 128, "llama3", 8.0, 8192)),
+    "tiny": _decoder("llama", 512, 64, 2, 4, 2, 16, 192, RopeConfig(1e4, 16), tie_embeddings=True),
+}  # fmt: skip
+
+
+def random_weights(
+    shape: str, device: str, dtype: str = "bf16", seed: int = 0, num_layers: int | None = None
+) -> LoadedModel:
+    """A model without a tokenizer; its text would be noise, its speed is that of a real model of this shape."""
+    config = SHAPES[shape] if num_layers is None else replace(SHAPES[shape], num_layers=num_layers)
+    generator = torch.Generator(device=device).manual_seed(seed)
+
+    def matrix(name: str, size: tuple[int, ...]) -> torch.Tensor:
+        values = torch.empty(size, dtype=DTYPES[dtype], device=device)
+        return values.normal_(0.0, size[-1] ** -0.5, generator=generator)
+
+    def vector(name: str, size: tuple[int, ...]) -> torch.Tensor:
+        return torch.ones(size, dtype=torch.float32, device=device)
+
+    return LoadedModel(Path(f"random-{shape}"), config, assemble(config, HF_LLAMA, matrix, vector))
+
+
+def weight_bytes(config: ModelConfig, element_size: int = 2) -> int:
+    """Bytes of weights that a decode step reads: everything but the rows of the embedding it does not look up."""
+    embedding = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size
+    return (config.num_parameters - embedding) * element_size
+
+
+def cache_bytes(config: ModelConfig, dtype: str = "bf16") -> int:
+    """Bytes of keys and values of one token."""
+    return KVStorage.bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, dtype)
+
+
+def prefill_operations(config: ModelConfig, lengths: np.ndarray) -> float:
+    """Multiplications and additions of whole prompts, the last token's logits included."""
+    matrices = config.num_parameters - config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
+    attention = 2.0 * config.num_layers * config.query_size * float((lengths.astype(np.float64) ** 2).sum())
+    head = 2.0 * config.vocab_size * config.hidden_size * len(lengths)
+    return 2.0 * matrices * float(lengths.sum()) + attention + head
+
+
+def new_engine(
+    model: LoadedModel,
+    kernels: KernelSet,
+    *,
+    max_num_seqs: int = 256,
+    max_model_len: int = 8448,
+    block_size: int = 64,
+    token_budget: int = 8192,
+    num_blocks: int | None = None,
+    deterministic: bool = False,
+) -> InferenceEngine:
+    """An engine whose cache takes most of what is free."""
+    from bifolio.run.overlap import OverlappedEngine
+
+    dtype: Any = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}[kernels.dtype]  # type: ignore[attr-defined]
+    if num_blocks is None:
+        free = torch.cuda.mem_get_info(kernels.device)[0] if kernels.device.startswith("cuda") else 1 << 28
+        per_block = cache_bytes(model.config, dtype) * block_size
+        useful = max_num_seqs * 2112 // block_size + max_model_len // block_size + 2
+        num_blocks = min(int(free * CACHE_SHARE) // per_block, useful)
+    config = EngineConfig(
+        CacheConfig(num_blocks, block_size, dtype),
+        max_model_len,
+        max_num_seqs,
+        token_budget=max(token_budget, max_num_seqs),
+        chunk_size=token_budget,
+        device=kernels.device,
+        deterministic=deterministic,
+    )
+    return OverlappedEngine(model, config, kernels)

@@ -1,0 +1,123 @@
+"""Whole models against transformers on the same device: logits, and tokens of a greedy run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bifolio.config import ModelConfig
+from bifolio.kernels.interface import AttentionPhase
+from bifolio.kernels.triton import TritonKernels
+from bifolio.measure.gpu_models import SHAPES, new_engine
+from bifolio.measure.gpu_rows import greedy
+from bifolio.measure.kernel_checks import relative_error
+from bifolio.model.loaded import LoadedModel
+from bifolio.model.names import HF_LLAMA, assemble
+from bifolio.run.executor import append_batch
+
+LOGIT_TOLERANCE = {"bf16": 2e-2, "f32": 1e-4}
+PROMPT, NEW = 200, 64
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCheck:
+    """How far we are from transformers."""
+
+    shape: str
+    dtype: str
+    prefill_error: float  # relative, of the logits of a whole prompt
+    chunked_error: float  # the same prompt in chunks, the last tokens one by one
+    equal_tokens: int  # leading tokens of a greedy run that agree
+    num_tokens: int
+
+    @property
+    def passed(self) -> bool:
+        logits = max(self.prefill_error, self.chunked_error) < LOGIT_TOLERANCE[self.dtype]
+        return logits and (self.dtype != "f32" or self.equal_tokens == self.num_tokens)
+
+
+def transformers_model(config: ModelConfig, dtype: torch.dtype, device: str) -> Any:
+    """A transformers model of this shape, its weights drawn on the device."""
+    import transformers
+
+    rope = config.ropes[0]
+    options: dict[str, Any] = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_position,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": rope.theta}
+    if rope.scaling == "llama3":
+        parameters |= {
+            "rope_type": "llama3",
+            "factor": rope.factor,
+            "low_freq_factor": rope.low_freq_factor,
+            "high_freq_factor": rope.high_freq_factor,
+            "original_max_position_embeddings": rope.original_max_position,
+        }
+    name = "Qwen3" if config.architecture == "qwen3" else "Llama"
+    settings = getattr(transformers, f"{name}Config")(**options, rope_parameters=parameters)
+    settings._attn_implementation = "sdpa"
+    with torch.device(device):
+        model = getattr(transformers, f"{name}ForCausalLM")(settings).to(dtype).eval()
+    with torch.no_grad():
+        for key, value in model.named_parameters():  # far from the small numbers a fresh model has
+            value.normal_(1.0 if "norm" in key else 0.0, 0.1 if "norm" in key else value.shape[-1] ** -0.5)
+    return model
+
+
+def check_model(shape: str, dtype: str, device: str = "cuda", num_layers: int | None = None) -> ModelCheck:
+    """Compare logits of a prompt, whole and in chunks, and a greedy run; weights are transformers' own."""
+    config = SHAPES[shape] if num_layers is None else replace(SHAPES[shape], num_layers=num_layers)
+    kernels = TritonKernels(device, dtype)
+    theirs = transformers_model(config, kernels.dtype, device)
+    tensors = dict(theirs.state_dict())
+    model = LoadedModel(
+        Path(shape),
+        config,
+        assemble(config, HF_LLAMA, lambda name, size: tensors[name], lambda name, size: tensors[name].float()),
+    )
+    tokens = np.random.default_rng(1).integers(0, config.vocab_size, PROMPT).tolist()
+    ids = torch.tensor([tokens], device=device)
+    with torch.no_grad():
+        expected = theirs(ids).logits[0].float()
+        written = theirs.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, pad_token_id=0
+        )[0, PROMPT:].tolist()
+    engine = new_engine(model, kernels, max_num_seqs=4, max_model_len=512, block_size=16, num_blocks=160)
+    whole = relative_error(_logits(engine, tokens, [PROMPT]), expected)
+    chunked = relative_error(_logits(engine, tokens, [90, 1, 70, 30, *[1] * 9]), expected)
+    request = engine.add_request("greedy", tokens, greedy(NEW))
+    while engine.has_work:
+        engine.step()
+    ours = request.sequences[0].output_token_ids
+    equal = next((i for i, (a, b) in enumerate(zip(ours, written, strict=True)) if a != b), NEW)
+    return ModelCheck(shape, dtype, whole, chunked, equal, NEW)
+
+
+def _logits(engine: Any, tokens: list[int], chunks: list[int]) -> torch.Tensor:
+    """f32[t, vocab] of all tokens, chunk by chunk through a row of its own."""
+    sequence_id = engine.blocks.fresh_sequence_id()
+    engine.blocks.open_row(sequence_id)
+    entry = engine.storages[0].entry(sequence_id, engine.blocks)
+    parts, start = [], 0
+    for count in chunks:
+        phase = AttentionPhase.DECODE if count == 1 else AttentionPhase.PREFILL
+        batch = append_batch(engine.runner, entry, tokens[start : start + count], phase)
+        parts.append(engine.runner.run(replace(batch, logit_rows=None)).clone())
+        start += count
+    engine.blocks.release(sequence_id)
+    return torch.cat(parts)

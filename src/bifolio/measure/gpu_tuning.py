@@ -1,0 +1,203 @@
+"""How fast the single kernels are, for every way to cut them that is worth a try: where their settings come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from bifolio.config import ModelConfig
+from bifolio.kernels.interface import AttentionShape, Heads, Norm
+from bifolio.kernels.triton.decode import cut, decode_attention, new_pieces
+from bifolio.kernels.triton.matmul import RowTile, few_rows, one_row
+from bifolio.measure.gpu_limits import time_in_graph
+from bifolio.measure.gpu_models import SHAPES
+
+FOOTPRINT = 400 << 20  # bytes of weights that a timed graph goes through: several times the cache
+
+ONE_ROW_TILES = (
+    RowTile(1, 1024, 2), RowTile(2, 1024, 4), RowTile(4, 512, 2), RowTile(4, 1024, 4), RowTile(8, 512, 4),
+    RowTile(16, 256, 4), RowTile(8, 512, 4, 4), RowTile(2, 2048, 8),
+)  # fmt: skip
+FEW_ROWS_TILES = {
+    16: (
+        RowTile(16, 256, 4, 4), RowTile(32, 256, 4, 3), RowTile(64, 128, 4, 5, True), RowTile(64, 256, 4, 3, True),
+        RowTile(16, 512, 4, 3),
+    ),
+    64: (
+        RowTile(32, 128, 4, 5), RowTile(64, 128, 4, 5), RowTile(64, 128, 4, 5, True), RowTile(128, 64, 4, 6, True),
+        RowTile(64, 256, 8, 3),
+    ),
+    256: (RowTile(64, 64, 8, 4), RowTile(128, 64, 8, 4)),
+}  # fmt: skip
+
+
+def products(config: ModelConfig) -> dict[str, tuple[int, int, bool]]:
+    """(outputs, depth, gated) of the products of one layer."""
+    return {
+        "qkv": (config.query_size + 2 * config.kv_size, config.hidden_size, False),
+        "output": (config.hidden_size, config.query_size, False),
+        "up": (config.intermediate_size, config.hidden_size, True),
+        "down": (config.hidden_size, config.intermediate_size, False),
+        "head": (config.vocab_size, config.hidden_size, False),
+    }
+
+
+def tune_products(shape: str, rows: int, device: str = "cuda") -> Iterator[dict[str, Any]]:
+    """Microseconds of every product of one model with so many rows: the matrix library's, then each tile's."""
+    config = SHAPES[shape]
+    for name, (outputs, depth, gated) in products(config).items():
+        size = outputs * (2 if gated else 1) * depth * 2
+        copies = 1 if _compiling_only else max(1, min(64, FOOTPRINT // size))
+        weights = [
+            torch.randn(outputs * (2 if gated else 1), depth, device=device).to(torch.bfloat16) for _ in range(copies)
+        ]
+        x = torch.randn(rows, depth, device=device).to(torch.bfloat16)
+        residual = torch.randn(rows, outputs, device=device).to(torch.bfloat16)
+        norm = Norm(torch.ones(depth, device=device), None, 1e-5)
+        entry: dict[str, Any] = {"shape": shape, "product": name, "rows": rows, "bytes": size}
+        entry["library"] = _microseconds([lambda w=w: F.linear(x, w) for w in weights])
+
+        def call(tile: RowTile, weight: torch.Tensor) -> torch.Tensor:
+            options: dict[str, Any] = {"activation": "silu" if gated else None, "tile": tile}
+            if name in ("output", "down"):
+                options["residual"] = residual
+            if rows == 1:
+                return one_row(x, weight, norm=norm if name in ("qkv", "up", "head") else None, **options)
+            return few_rows(x, weight, **options)
+
+        tiles = ONE_ROW_TILES if rows == 1 else FEW_ROWS_TILES[rows]
+        _compile([lambda t=t: call(t, weights[0]) for t in tiles])
+        for tile in tiles:
+            entry[str(astuple(tile))] = _microseconds([lambda w=w, t=tile: call(t, w) for w in weights])
+        yield entry
+        del weights
+
+
+def tune_decode(shape: str, sequences: int, length: int, device: str = "cuda") -> Iterator[dict[str, Any]]:
+    """Microseconds of decode attention of one layer, and bytes of keys and values it reads."""
+    config = SHAPES[shape]
+    attention = AttentionShape(0, config.num_heads, config.num_kv_heads, config.head_dim, config.scale)
+    for block_size in (16, 64):
+        storage, tables, lengths, rows = _filled_cache(config, sequences, length, block_size, device)
+        query = torch.randn(sequences, config.num_heads, config.head_dim, device=device).to(torch.bfloat16)
+        nothing = torch.zeros(1, dtype=torch.int32, device=device)
+        entry: dict[str, Any] = {
+            "shape": shape, "sequences": sequences, "length": length, "block_size": block_size,
+            "bytes": sequences * length * 2 * config.kv_size * 2,
+        }  # fmt: skip
+        settings = [(stages, warps) for stages in (2, 3, 4) for warps in (2, 4, 8)]
+        if block_size == 16:
+            settings = [(3, 4)]
+        pieces = new_pieces(sequences, attention, device, num_processors=132)
+        cut(pieces, lengths, nothing)
+
+        def call(layer: int, stages: int, warps: int) -> torch.Tensor:
+            from dataclasses import replace
+
+            return decode_attention(
+                query, replace(attention, layer=layer), storage, tables, rows, lengths, pieces, nothing,
+                stages=stages, warps=warps,
+            )  # fmt: skip
+
+        _compile([lambda s=s: call(0, *s) for s in settings])
+        for setting in settings:
+            calls = [lambda n=n, s=setting: call(n, *s) for n in range(len(storage.keys))]
+            entry[str(setting)] = _microseconds(calls)
+        yield entry
+
+
+def _filled_cache(config: ModelConfig, sequences: int, length: int, block_size: int, device: str) -> Any:
+    from bifolio.cache.storage import KVStorage
+
+    count = -(-length // block_size)
+    per_layer = (sequences * count + 1) * block_size * config.kv_size * 4
+    layers = max(1, min(32, FOOTPRINT // per_layer))
+    storage = KVStorage(
+        layers, sequences * count + 1, block_size, config.num_kv_heads, config.head_dim, "bf16",
+        device=device, backend="torch",
+    )  # fmt: skip
+    for array in (*storage.keys, *storage.values):
+        array.normal_()
+    order = 1 + np.random.default_rng(0).permutation(sequences * count).astype(np.int32)
+    tables = torch.from_numpy(order.reshape(sequences, count)).to(device)
+    lengths = torch.full((sequences,), length, dtype=torch.int32, device=device)
+    return storage, tables, lengths, torch.arange(sequences, dtype=torch.int32, device=device)
+
+
+def tune_prefill(heads: int, kv_heads: int, dim: int, sequences: int, length: int) -> dict[str, Any]:
+    """Operations per second of prefill attention: torch's (cuDNN), our own fresh, our own paged."""
+    from bifolio.kernels.interface import AttentionPhase
+    from bifolio.kernels.triton import TritonKernels
+    from bifolio.kernels.triton.prefill import cudnn_attention
+    from bifolio.measure.kernel_checks import Bench, fill, new_context, segment_of
+
+    kernels = TritonKernels("cuda")
+    bench = Bench(kernels)
+    shape = AttentionShape(0, heads, kv_heads, dim, dim**-0.5)
+    lengths = [length] * sequences
+    context = new_context(bench, shape, lengths, 64)
+    fill(bench, context, shape)
+    total = sequences * length
+    own = Heads(bench.normal(total, heads, dim), bench.normal(total, kv_heads, dim), bench.normal(total, kv_heads, dim))
+    operations = 2.0 * heads * dim * sequences * length**2
+    from dataclasses import replace
+
+    from bifolio.kernels.triton import kernel_set
+
+    segment = segment_of(AttentionPhase.PREFILL, lengths, lengths, context.tables)
+    paged = replace(segment, fresh=False)
+    result = {"heads": heads, "dim": dim, "sequences": sequences, "length": length}
+    result["cudnn"] = operations / 1e6 / _microseconds([lambda: cudnn_attention(own, shape, sequences)] * 3)
+    original = kernel_set.uses_cudnn
+    kernel_set.uses_cudnn = lambda *arguments: False
+    try:
+        for name, part in (("fresh", segment), ("paged", paged)):
+            calls = [lambda p=part: kernels.attend(own, shape, (p,), context.storage)] * 3
+            result[name] = operations / 1e6 / _microseconds(calls)
+    finally:
+        kernel_set.uses_cudnn = original
+    return result
+
+
+_compiling_only = False
+
+
+def compile_all(shape: str, rows: int) -> None:
+    """Run every setting once without timing it: compiled kernels are then found on disk."""
+    global _compiling_only
+    _compiling_only = True
+    list(tune_products(shape, rows))
+    if rows == 1:
+        list(tune_decode(shape, 4, 200))
+
+
+def _microseconds(functions: list[Callable[[], Any]]) -> float:
+    """NaN when a setting does not run."""
+    if _compiling_only:
+        return float("nan")
+    try:
+        repeated = functions * max(1, 16 // len(functions))
+        return round(time_in_graph(repeated) * 1e6, 2)
+    except Exception as error:
+        print(f"    a setting failed: {str(error)[:200]}")
+        return float("nan")
+
+
+def _compile(functions: list[Callable[[], Any]]) -> None:
+    """All settings at once: compiling is what takes the time."""
+
+    def attempt(function: Callable[[], Any]) -> None:
+        try:
+            function()
+        except Exception as error:
+            print(f"    a setting failed: {str(error)[:200]}")
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(attempt, functions))
+    torch.cuda.synchronize()
