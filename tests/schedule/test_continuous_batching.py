@@ -267,3 +267,17 @@ def test_the_youngest_of_the_lowest_priority_is_preempted_and_still_finishes() -
     assert engine.stats().num_preemptions == sum(request.metrics.num_preemptions for request in requests)
     for prompt, request in zip(prompts, requests, strict=True):
         assert output_ids(request) == output_ids(run_alone(prompt, params))
+
+
+def test_a_prefix_that_is_being_computed_is_waited_for() -> None:
+    """Requests with one long prompt that arrive together compute it once."""
+    shared = random_prompt(61, 9, 61)
+    engine = make_engine(num_blocks=400, max_model_len=120, max_num_seqs=8, chunk_size=16, token_budget=32)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    requests = [engine.add_request(str(i), [*shared, 3 + i], params) for i in range(6)]
+    other = engine.add_request("other", random_prompt(20, 4, 61), params)
+    drain(engine)
+    for request in [*requests, other]:
+        assert output_ids(request) == output_ids(run_alone(request.prompt_token_ids, params))
+    assert sum(request.metrics.num_cached_tokens for request in requests[1:]) == 5 * 60
+    assert engine.stats().num_prefill_tokens == 62 + 5 * 2 + 20

@@ -85,7 +85,7 @@ class ContinuousBatcher:
                 heapq.heappop(self._waiting)
                 continue
             members = team(sequence)
-            if len(self._free) < len(members) or not self._open(sequence):
+            if len(self._free) < len(members) or self._prefix_is_coming(sequence) or not self._open(sequence):
                 break
             heapq.heappop(self._waiting)
             rows = [self._take_slot(member) for member in members]
@@ -93,6 +93,21 @@ class ContinuousBatcher:
                 self.slots[rows[0]].sample_slots = tuple(rows)
             admitted.append(sequence)
         return admitted
+
+    def _prefix_is_coming(self, sequence: Sequence) -> bool:
+        """Somebody is computing a prefix that this one needs as well: wait a few steps instead of doing it again."""
+        request = sequence.request
+        if not self._blocks.enable_prefix_caching or request.params.prompt_logprobs is not None:
+            return False
+        size, tokens = self._blocks.block_size, sequence.token_ids
+        for slot in self.slots:
+            other = slot.sequence
+            if other is None or other.is_dormant or other.num_uncomputed <= size or other.request.salt != request.salt:
+                continue
+            end = other.num_computed // size * size + size  # the next block that it will complete
+            if end < sequence.num_tokens and other.token_ids[:end] == tokens[:end]:
+                return True
+        return False
 
     def _open(self, sequence: Sequence) -> bool:
         """Open its row on the cached prefix if the rest will fit beside those who run."""
