@@ -104,8 +104,8 @@ def main() -> None:
         "tokens": arguments.tokens,
         "offline_tokens_per_second": [round(value, 1) for value in plain[1:]],
         "http_tokens_per_second": [round(value, 1) for value in served[1:]],
-        "ratio": round(statistics.median(served[1:]) / statistics.median(plain[1:]), 3),
         "ratio_of_rounds": [round(b / a, 3) for a, b in zip(plain[1:], served[1:], strict=True)],
+        "ratio": round(statistics.median(b / a for a, b in zip(plain[1:], served[1:], strict=True)), 3),
     }
     if arguments.json:
         print(json.dumps(report))

@@ -108,6 +108,12 @@ def test_a_log_line_for_each_request_and_no_prompt_in_it(own: RunningServer, cap
         assert "xyzzy" not in text
 
 
+def test_prompts_are_logged_when_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    with running_server(log_prompts=True) as server, caplog.at_level(logging.INFO):
+        server.http().post("/v1/completions", json={"prompt": "xyzzy", "max_tokens": 1})
+    assert ["xyzzy"] in [record.__dict__.get("prompt") for record in caplog.records]
+
+
 def test_log_lines_are_json_with_the_request(caplog: pytest.LogCaptureFixture) -> None:
     token = request_id.set("abc")
     try:

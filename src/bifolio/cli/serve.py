@@ -48,6 +48,10 @@ def serve(
         float, typer.Option("--drain-timeout", help="Seconds for open requests after SIGTERM.")
     ] = 30.0,
     max_body: Annotated[str, typer.Option("--max-body", help="Largest request, such as 4MB.")] = "4MiB",
+    step_timeout: Annotated[
+        float, typer.Option("--step-timeout", help="Seconds of one step after which the engine counts as hung.")
+    ] = 300.0,
+    log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts into the log.")] = False,
     log_level: Annotated[str, typer.Option("--log-level", help="debug, info, warning or error.")] = "info",
     speculative: options.Speculative = None,
     draft_model: options.DraftModel = None,
@@ -95,6 +99,8 @@ def serve(
             request_timeout=request_timeout,
         ),
         drain_seconds=drain_timeout,
+        step_timeout=step_timeout,
+        log_prompts=log_prompts,
     )
     guessing = options.speculative_config(speculative, draft_model)
     engine_options = {

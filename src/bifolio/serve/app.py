@@ -8,7 +8,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -125,6 +125,8 @@ class Handlers:
         self, call: completion_calls.CompletionCall | chat_calls.ChatCall, scope: Scope, receive: Receive, send: Send
     ) -> None:
         context, job = self._context, call.job
+        if context.log_prompts:
+            logger.info("prompt", extra={"prompt_token_ids": job.prompts, "prompt": _texts(context, job.prompts)})
         with context.admission(job.tenant, len(job.prompts)):
             run = Run(context, job)
             watcher = asyncio.create_task(run.watch(receive))
@@ -248,6 +250,11 @@ def _embedding(raw: bytes, encoding: str) -> list[float] | str:
         return base64.b64encode(raw).decode()
     values: list[float] = np.frombuffer(raw, dtype="<f4").astype(float).tolist()
     return values
+
+
+def _texts(context: ServerContext, prompts: Sequence[list[int]]) -> list[str]:
+    tokenizer = context.model.tokenizer
+    return [] if tokenizer is None else [tokenizer.decode(tokens, skip_special_tokens=False) for tokens in prompts]
 
 
 def _tenant(scope: Scope) -> Tenant:

@@ -45,6 +45,7 @@ class ServerSettings:
     drain_seconds: float = 30.0  # that requests under way get when the server is told to stop
     step_timeout: float = 300.0  # a step that takes longer means a hung engine
     max_updates_per_second: float = 400.0  # events of all streams together, about
+    log_prompts: bool = False
     worker_command: Sequence[str] | None = None
 
 
@@ -96,7 +97,8 @@ async def running_context(settings: ServerSettings, engine_options: dict[str, An
     engine = EngineProcess(launch, command=settings.worker_command, step_timeout=settings.step_timeout)
     try:
         await asyncio.gather(engine.start(), asyncio.to_thread(lambda: model.tokenizer))
-        yield ServerContext(model, engine, public_name(reference, settings.model_name), settings.limits)
+        name = public_name(reference, settings.model_name)
+        yield ServerContext(model, engine, name, settings.limits, log_prompts=settings.log_prompts)
     finally:
         await engine.close()
 
