@@ -131,8 +131,6 @@ class PhaseManager:
             if slot.sequence is None or not self._has_row(slot.held):  # preempted in this step, or not yet opened
                 continue
             sequence = slot.held
-            if sequence.num_computed == 0 and self._waits_for_prefix(sequence, scheduled):
-                continue
             limit = min(self.chunk_size, budget, _chunk_limit(sequence))
             if limit < 1:
                 continue
@@ -145,27 +143,6 @@ class PhaseManager:
             samples = slot.sample_slots if sequence.num_computed + num_new == sequence.num_tokens else ()
             scheduled.append(ScheduledSequence(slot.index, sequence, sequence.num_computed, num_new, samples))
         return scheduled
-
-    def _waits_for_prefix(self, sequence: Sequence, scheduled: Sequences[ScheduledSequence]) -> bool:
-        """Whether somebody computes this sequence's beginning in this very step; if not, it takes what is there now.
-
-        Requests with a common prefix often come together: one computes it, the others find it a step later.
-        """
-        blocks, request = self.prefill.blocks, sequence.request
-        if not blocks.enable_prefix_caching or request.params.prompt_logprobs is not None:
-            return False
-        for item in scheduled:
-            end = item.start + blocks.block_size  # of the next block that the other one fills
-            fills = end <= item.start + item.num_new and end < sequence.num_tokens
-            if not fills or item.sequence.request.salt != request.salt:
-                continue
-            if sequence.token_ids[:end] == item.sequence.token_ids[:end]:
-                return True
-        blocks.release(sequence.id)  # empty: it was opened when nothing was found
-        sequence.num_computed = blocks.open_row(sequence.id, sequence.token_ids, salt=request.salt)
-        if not sequence.output_token_ids:
-            request.metrics.num_cached_tokens = sequence.num_computed
-        return False
 
     def _has_row(self, sequence: Sequence) -> bool:
         """Members of a preempted group come back one by one, each on what those before it computed."""
