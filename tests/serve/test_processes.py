@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -268,3 +269,37 @@ def test_a_client_that_stops_reading_is_dropped() -> None:
         connection.close()
         assert b"[DONE]" not in received
         assert server.http().get("/ready").status_code == 200
+
+
+@pytest.mark.slow
+def test_memory_of_both_processes_is_back_after_load(tmp_path: Path) -> None:
+    """Rounds of requests, streamed, whole and cut off: the third leaves both processes as large as the second."""
+    import psutil
+
+    process, port = start_command(tmp_path)
+    try:
+        both = [psutil.Process(process.pid), *(psutil.Process(pid) for pid in worker_pids(process.pid))]
+
+        def sizes() -> list[int]:
+            return [each.memory_info().rss for each in both]
+
+        async def round_of_load() -> None:
+            gate = asyncio.Semaphore(40)
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=120) as http:
+
+                async def one(number: int) -> None:
+                    body = {"prompt": f"Text {number}", "max_tokens": 20, "ignore_eos": True, "stream": number % 3 == 0}
+                    async with gate:
+                        with contextlib.suppress(httpx.TimeoutException):
+                            await http.post("/v1/completions", json=body, timeout=0.05 if number % 7 == 0 else 120)
+
+                await asyncio.gather(*(one(number) for number in range(600)))
+
+        asyncio.run(round_of_load())
+        asyncio.run(round_of_load())
+        before = sizes()
+        asyncio.run(round_of_load())
+        for old, new in zip(before, sizes(), strict=True):
+            assert new < 1.05 * old + (2 << 20), (before, sizes())
+    finally:
+        process.kill()

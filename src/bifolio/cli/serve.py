@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -115,14 +115,14 @@ def serve(
         "device": device,
         "speculative": None if guessing is None else asdict(guessing),
     }
-    _install_event_loop()
-    asyncio.run(run_server(settings, engine_options))
+    with asyncio.Runner(loop_factory=_event_loop()) as runner:
+        runner.run(run_server(settings, engine_options))
 
 
-def _install_event_loop() -> None:
+def _event_loop() -> Any:
     """uvloop where there is one: it takes a third of the work out of every event."""
     try:
         import uvloop
     except ImportError:
-        return
-    uvloop.install()
+        return None
+    return uvloop.new_event_loop
