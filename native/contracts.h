@@ -38,7 +38,7 @@ constexpr int64_t kRowBlock = 128;  // rows of activations worked on together in
 
 // A matrix [n, k] cut into panels of 16 output columns, the last one padded with zeros. Inside a panel:
 //   F32, F16   [k][16]
-//   BF16       [(k + 1) / 2][16][2]: two consecutive k side by side
+//   BF16       [k / 2][16][2]: two consecutive k side by side, k padded with zeros to a multiple of 32
 //   Q8_0       quants [k / 32][8][16][4] int8, then scales [k / 32][16] f16
 //   Q4_0, Q4_1 quants [k / 32][4][16][4] bytes: low nibble element e, high nibble element e + 16 of the block;
 //              Q4_0 holds q - 8 as a signed nibble; then scales [k / 32][16] f16, then for Q4_1 minima the same way
@@ -63,6 +63,7 @@ struct Activations {
   const float* scale;  // [rows / 4][k / 32][4]  rows interleaved by 4
   const float* sum;    // the same: scale * (sum of the block's q)
   const int32_t* isum; // the same: sum of the block's q
+  const uint16_t* bf16; // [rows][k rounded up to 32]  x as bfloat16, for instruction sets that ask for it
 };
 
 struct NormWeights {
@@ -96,7 +97,8 @@ struct AttentionRows {
 
 struct KernelTable {
   const char* name;
-  int (*score)();  // 0: this machine cannot run it
+  int (*score)();          // 0: this machine cannot run it
+  bool rounds_to_bf16;     // products with BF16 weights take activations as bfloat16
 
   void (*norm_row)(const float* x, const NormWeights& norm, float* y);
   void (*add_row)(const float* x, const float* y, int64_t size, float* out);

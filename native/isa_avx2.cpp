@@ -8,6 +8,7 @@ namespace {
 
 #include "simd/avx2.h"
 
+#define BIFOLIO_FLOAT_ROWS 6
 #include "kernels/elementwise.h"
 #include "kernels/matmul_float.h"
 
@@ -67,6 +68,6 @@ int score() {
 }  // namespace
 
 #include "kernels/table.h"
-const KernelTable kAvx2Kernels = BIFOLIO_KERNEL_TABLE("avx2");
+const KernelTable kAvx2Kernels = BIFOLIO_KERNEL_TABLE("avx2", false, matmul);
 
 }  // namespace bifolio

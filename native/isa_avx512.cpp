@@ -8,6 +8,8 @@ namespace {
 
 #include "simd/avx512.h"
 
+#define BIFOLIO_FLOAT_ROWS 12
+#define BIFOLIO_INT_ROWS 8
 #include "kernels/elementwise.h"
 #include "kernels/matmul_float.h"
 #include "kernels/vnni.h"
@@ -25,6 +27,6 @@ int score() {
 }  // namespace
 
 #include "kernels/table.h"
-const KernelTable kAvx512Kernels = BIFOLIO_KERNEL_TABLE("avx512");
+const KernelTable kAvx512Kernels = BIFOLIO_KERNEL_TABLE("avx512", false, matmul);
 
 }  // namespace bifolio

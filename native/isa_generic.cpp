@@ -39,7 +39,7 @@ int score() { return 1; }
 }  // namespace
 
 #include "kernels/table.h"
-const KernelTable kGenericKernels = BIFOLIO_KERNEL_TABLE("generic");
+const KernelTable kGenericKernels = BIFOLIO_KERNEL_TABLE("generic", false, matmul);
 
 size_t matmul_scratch_bytes() { return 56 * 1024; }
 

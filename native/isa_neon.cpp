@@ -157,6 +157,6 @@ int score() {
 }  // namespace
 
 #include "kernels/table.h"
-const KernelTable kNeonKernels = BIFOLIO_KERNEL_TABLE("neon");
+const KernelTable kNeonKernels = BIFOLIO_KERNEL_TABLE("neon", false, matmul);
 
 }  // namespace bifolio

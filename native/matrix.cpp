@@ -33,7 +33,7 @@ PackedMatrix layout(Format format, int64_t n, int64_t k) {
   switch (format) {
     case Format::F32: m.panel_bytes = cells * 4; break;
     case Format::F16: m.panel_bytes = cells * 2; break;
-    case Format::BF16: m.panel_bytes = size_t(kPanel * round_up(k, 2)) * 2; break;
+    case Format::BF16: m.panel_bytes = size_t(kPanel * round_up(k, 32)) * 2; break;
     case Format::Q8_0: m.scales_offset = cells; m.panel_bytes = cells + scales; break;
     case Format::Q4_0: m.scales_offset = cells / 2; m.panel_bytes = cells / 2 + scales; break;
     case Format::Q4_1:

@@ -45,6 +45,11 @@ class LinearWeights {
   int64_t out_features() const { return n_; }
   size_t num_bytes() const;
   bool quantizes() const { return quantizes_; }
+  bool has_format(Format format) const {
+    for (const Piece& piece : pieces_)
+      if (piece.matrix.format == format) return true;
+    return false;
+  }
   int planes() const { return planes_; }  // bytes that stand for one activation beside quantised weights
 
   struct Piece {

@@ -101,7 +101,20 @@ Activations quantize_rows(Member& m, Rows x, int64_t k, int64_t planes, Workspac
     for (int64_t i = 0; i < k; ++i) rest[i] = x.row(row)[i] - scale[at + i / kBlock * kRowGroup] * float(q[row * k + i]);
     quantize(rest, x.count + row);
   });
-  return {x.data, x.stride, rows, k, q, scale, sum, isum};
+  return {x.data, x.stride, rows, k, q, scale, sum, isum, nullptr};
+}
+
+// Every row as bfloat16, padded with zeros to a multiple of 32 numbers.
+const uint16_t* round_rows(Member& m, Rows x, int64_t k, Workspace& workspace) {
+  const int64_t padded = round_up(k, kBlock);
+  if (m.rank == 0) workspace.bf16.bytes(size_t(x.count * padded) * 2);
+  m.barrier();
+  auto* words = workspace.bf16.array<uint16_t>(0);
+  each_row(m, x.count, k, [&](int64_t row) {
+    kernels().store_kv_row(x.row(row), k, KvType::BF16, words + row * padded);
+    std::memset(words + row * padded + k, 0, size_t(padded - k) * 2);
+  });
+  return words;
 }
 
 }  // namespace
@@ -110,7 +123,8 @@ void linear(Member& m, Rows x, const LinearWeights& weights, Rows out, Workspace
   if (x.count == 0) return;  // no logits are wanted of a chunk that ends inside its prompt; kernels write whole tiles
   const KernelTable& isa = kernels();
   const int64_t k = weights.in_features(), planes = weights.quantizes() ? weights.planes() : 1;
-  const Activations plain{x.data, x.stride, x.count, k, nullptr, nullptr, nullptr, nullptr};
+  Activations plain{x.data, x.stride, x.count, k, nullptr, nullptr, nullptr, nullptr, nullptr};
+  if (isa.rounds_to_bf16 && weights.has_format(Format::BF16)) plain.bf16 = round_rows(m, x, k, workspace);
   const Activations quantized = weights.quantizes() ? quantize_rows(m, x, k, planes, workspace) : plain;
   for (const LinearWeights::Piece& piece : weights.pieces()) {
     const PackedMatrix& matrix = piece.matrix;

@@ -47,7 +47,7 @@ struct Segment {
 
 // Memory that an operation needs while it runs, kept from one step to the next.
 struct Workspace {
-  Scratch quants, scales, units, partials, residuals, planes;
+  Scratch quants, scales, units, partials, residuals, planes, bf16;
 };
 
 void embed(Member& m, const EmbeddingTable& table, const int32_t* ids, float scale, Rows out);

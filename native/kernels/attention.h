@@ -92,24 +92,30 @@ static void permute_queries(const float* query, int64_t rows, int64_t head_dim, 
 template <int R>
 static inline void score_rows(const float* query, int64_t chain_length, const float* keys, float* scores) {
   const int64_t stride = 4 * chain_length;
-  for (int64_t column = 0; column < kTile; column += 16) {
-    V16 chains[4][R];
-    for (int c = 0; c < 4; ++c) {
-      for (int r = 0; r < R; ++r) chains[c][r] = zero();
-      fma_tile<R>(query + c * chain_length, stride, keys + c * chain_length * kTile + column, kTile, chain_length, chains[c]);
-    }
-    for (int r = 0; r < R; ++r)
-      store(scores + r * kTile + column, add(add(chains[0][r], chains[1][r]), add(chains[2][r], chains[3][r])));
+  V16 left[4][R], right[4][R];
+  for (int c = 0; c < 4; ++c) {
+    for (int r = 0; r < R; ++r) left[c][r] = right[c][r] = zero();
+    fma_two_tiles<R>(query + c * chain_length, stride, keys + c * chain_length * kTile, kTile, chain_length, left[c], right[c]);
+  }
+  for (int r = 0; r < R; ++r) {
+    store(scores + r * kTile, add(add(left[0][r], left[1][r]), add(left[2][r], left[3][r])));
+    store(scores + r * kTile + 16, add(add(right[0][r], right[1][r]), add(right[2][r], right[3][r])));
   }
 }
 
 template <int R>
 static inline void mix_rows(const float* weights, const float* values, int64_t padded, int64_t count, float* mixed) {
-  for (int64_t d = 0; d < padded; d += 16) {
-    V16 acc[R];
-    for (int r = 0; r < R; ++r) acc[r] = load(mixed + r * padded + d);
-    fma_tile<R>(weights, kTile, values + d, padded, count, acc);
-    for (int r = 0; r < R; ++r) store(mixed + r * padded + d, acc[r]);
+  int64_t d = 0;
+  V16 left[R], right[R];
+  for (; d + 32 <= padded; d += 32) {
+    for (int r = 0; r < R; ++r) left[r] = load(mixed + r * padded + d), right[r] = load(mixed + r * padded + d + 16);
+    fma_two_tiles<R>(weights, kTile, values + d, padded, count, left, right);
+    for (int r = 0; r < R; ++r) store(mixed + r * padded + d, left[r]), store(mixed + r * padded + d + 16, right[r]);
+  }
+  if (d < padded) {
+    for (int r = 0; r < R; ++r) left[r] = load(mixed + r * padded + d);
+    fma_tile<R>(weights, kTile, values + d, padded, count, left);
+    for (int r = 0; r < R; ++r) store(mixed + r * padded + d, left[r]);
   }
 }
 

@@ -13,29 +13,56 @@ static inline void fma_tile(const float* x, int64_t x_stride, const float* w, in
 }
 #endif
 
+// Two panels at once, where one would leave the units waiting for its sums.
+template <int R>
+static inline void fma_two_tiles(const float* x, int64_t x_stride, const float* w, int64_t w_stride, int64_t count,
+                                 V16 first[R], V16 second[R]) {
+#ifdef BIFOLIO_OWN_FMA_TILE
+  fma_tile<R>(x, x_stride, w, w_stride, count, first);
+  fma_tile<R>(x, x_stride, w + kPanel, w_stride, count, second);
+#else
+  for (int64_t k = 0; k < count; ++k) {
+    const V16 left = load(w + k * w_stride), right = load(w + k * w_stride + kPanel);
+    for (int r = 0; r < R; ++r) {
+      const V16 value = broadcast(x[r * x_stride + k]);
+      first[r] = fma(left, value, first[r]);
+      second[r] = fma(right, value, second[r]);
+    }
+  }
+#endif
+}
+
+#ifndef BIFOLIO_FLOAT_ROWS
+#define BIFOLIO_FLOAT_ROWS 4  // rows of a tile when there are many
+#endif
+
 // The same straight from packed weights, widened in registers: for few rows, where each weight is used a few times.
-template <Format F, int R>
-static inline void fma_packed(const float* x, int64_t x_stride, const uint8_t* panel, int64_t count, V16 acc[R]) {
+// P panels that lie `panel_bytes` apart.
+template <Format F, int R, int P>
+static inline void fma_packed(const float* x, int64_t x_stride, const uint8_t* panel, size_t panel_bytes, int64_t count,
+                              V16 acc[P][R]) {
+  const auto add_column = [&](int p, V16 column, int64_t k) {
+    for (int r = 0; r < R; ++r) acc[p][r] = fma(column, broadcast(x[r * x_stride + k]), acc[p][r]);
+  };
   if constexpr (F == Format::F32) {
-    fma_tile<R>(x, x_stride, reinterpret_cast<const float*>(panel), kPanel, count, acc);
+    for (int p = 0; p < P; ++p)
+      fma_tile<R>(x, x_stride, reinterpret_cast<const float*>(panel + size_t(p) * panel_bytes), kPanel, count, acc[p]);
   } else if constexpr (F == Format::F16) {
-    const auto* w = reinterpret_cast<const uint16_t*>(panel);
-    for (int64_t k = 0; k < count; ++k) {
-      const V16 column = load_f16(w + k * kPanel);
-      for (int r = 0; r < R; ++r) acc[r] = fma(column, broadcast(x[r * x_stride + k]), acc[r]);
-    }
+    for (int64_t k = 0; k < count; ++k)
+      for (int p = 0; p < P; ++p)
+        add_column(p, load_f16(reinterpret_cast<const uint16_t*>(panel + size_t(p) * panel_bytes) + k * kPanel), k);
   } else {
-    const auto* w = reinterpret_cast<const uint16_t*>(panel);
-    for (int64_t k = 0; k + 1 < count; k += 2) {
-      V16 first, second;
-      load_bf16_pairs(w + k * kPanel, first, second);
-      for (int r = 0; r < R; ++r) acc[r] = fma(first, broadcast(x[r * x_stride + k]), acc[r]);
-      for (int r = 0; r < R; ++r) acc[r] = fma(second, broadcast(x[r * x_stride + k + 1]), acc[r]);
-    }
-    if (count % 2) {
-      V16 first, second;
-      load_bf16_pairs(w + (count - 1) * kPanel, first, second);
-      for (int r = 0; r < R; ++r) acc[r] = fma(first, broadcast(x[r * x_stride + count - 1]), acc[r]);
+    int64_t k = 0;
+    V16 first, second;
+    for (; k + 1 < count; k += 2)
+      for (int p = 0; p < P; ++p) {
+        load_bf16_pairs(reinterpret_cast<const uint16_t*>(panel + size_t(p) * panel_bytes) + k * kPanel, first, second);
+        add_column(p, first, k);
+        add_column(p, second, k + 1);
+      }
+    for (int p = 0; p < P && k < count; ++p) {
+      load_bf16_pairs(reinterpret_cast<const uint16_t*>(panel + size_t(p) * panel_bytes) + k * kPanel, first, second);
+      add_column(p, first, k);
     }
   }
 }
@@ -68,15 +95,24 @@ static inline void finish_columns(V16 acc, const PackedMatrix& m, int64_t column
 
 constexpr int64_t kWidenedK = 512;  // k values of a panel that are floats in the scratch at a time (32 KB)
 
+template <Format F, int R, int P>
+static inline void multiply_panels(const PackedMatrix& m, const Activations& x, const float* bias, float* y,
+                                   int64_t y_stride, int64_t panel) {
+  V16 acc[P][R];
+  for (int p = 0; p < P; ++p)
+    for (int r = 0; r < R; ++r) acc[p][r] = zero();
+  fma_packed<F, R, P>(x.x, x.x_stride, m.panel(panel), m.panel_bytes, m.k, acc);
+  for (int p = 0; p < P; ++p)
+    for (int r = 0; r < R; ++r) finish_columns(acc[p][r], m, (panel + p) * kPanel, bias, y + r * y_stride);
+}
+
 template <Format F, int R>
-static void matmul_float_few(const PackedMatrix& m, const Activations& x, int64_t row, const float* bias, float* y,
-                             int64_t y_stride, int64_t begin, int64_t end) {
-  for (int64_t p = begin; p < end; ++p) {
-    V16 acc[R];
-    for (int r = 0; r < R; ++r) acc[r] = zero();
-    fma_packed<F, R>(x.x + row * x.x_stride, x.x_stride, m.panel(p), m.k, acc);
-    for (int r = 0; r < R; ++r) finish_columns(acc[r], m, p * kPanel, bias, y + (row + r) * y_stride);
-  }
+static void matmul_float_few(const PackedMatrix& m, const Activations& x, const float* bias, float* y, int64_t y_stride,
+                             int64_t begin, int64_t end) {
+  int64_t p = begin;
+  if constexpr (R <= 2)
+    for (; p + 2 <= end; p += 2) multiply_panels<F, R, 2>(m, x, bias, y, y_stride, p);
+  for (; p < end; ++p) multiply_panels<F, R, 1>(m, x, bias, y, y_stride, p);
 }
 
 template <int R>
@@ -104,6 +140,8 @@ static void matmul_float_many(const PackedMatrix& m, const Activations& x, int64
       }
       const float* source = x.x + row_begin * x.x_stride + k;
       int64_t r = 0;
+      for (; r + BIFOLIO_FLOAT_ROWS <= rows; r += BIFOLIO_FLOAT_ROWS)
+        accumulate_rows<BIFOLIO_FLOAT_ROWS>(source + r * x.x_stride, x.x_stride, w, count, sums + r * kPanel, k == 0);
       for (; r + 4 <= rows; r += 4) accumulate_rows<4>(source + r * x.x_stride, x.x_stride, w, count, sums + r * kPanel, k == 0);
       for (; r < rows; ++r) accumulate_rows<1>(source + r * x.x_stride, x.x_stride, w, count, sums + r * kPanel, k == 0);
     }
@@ -117,10 +155,10 @@ static void matmul_float(const PackedMatrix& m, const Activations& x, const floa
                          int64_t begin, int64_t end, uint8_t* scratch) {
   if (x.rows <= 4) {
     switch (x.rows) {
-      case 1: return matmul_float_few<F, 1>(m, x, 0, bias, y, y_stride, begin, end);
-      case 2: return matmul_float_few<F, 2>(m, x, 0, bias, y, y_stride, begin, end);
-      case 3: return matmul_float_few<F, 3>(m, x, 0, bias, y, y_stride, begin, end);
-      default: return matmul_float_few<F, 4>(m, x, 0, bias, y, y_stride, begin, end);
+      case 1: return matmul_float_few<F, 1>(m, x, bias, y, y_stride, begin, end);
+      case 2: return matmul_float_few<F, 2>(m, x, bias, y, y_stride, begin, end);
+      case 3: return matmul_float_few<F, 3>(m, x, bias, y, y_stride, begin, end);
+      default: return matmul_float_few<F, 4>(m, x, bias, y, y_stride, begin, end);
     }
   }
   for (int64_t row = 0; row < x.rows; row += kRowBlock) {

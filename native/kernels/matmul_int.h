@@ -12,13 +12,14 @@ struct IntPanel {
 static inline V16 load_scale(const uint16_t* p) { return load_f16(p); }
 static inline V16 load_scale(const float* p) { return load(p); }
 
-// Activation rows from block `block` on. Rows r .. r + 3 share a row group when r is a multiple of 4.
+// Activation rows from some block on. Rows r .. r + 3 share a row group when r is a multiple of 4.
 struct IntRows {
   const int8_t* q;       // [rows][k]
   int64_t stride;        // k
   const float* scale;    // [blocks][4]
   const float* sum;      // [blocks][4]
   const int32_t* isum;   // [blocks][4]
+  int64_t group;         // from the scales of one row group to those of the next
 };
 
 #ifndef BIFOLIO_OWN_INT_TILE
@@ -29,11 +30,12 @@ static inline void int_tile(const IntPanel<Scale>& w, const IntRows& x, int firs
   constexpr int64_t block_bytes = kBlock * kPanel * Bits / 8;
   for (int64_t b = 0; b < blocks; ++b) {
     V16 sums[R];
-    block_dots<Bits, !Min, R>(w.quants + b * block_bytes, x.q + b * kBlock, x.stride,
-                              x.isum + b * kRowGroup + first_row, sums);
+    int32_t totals[R];
+    for (int r = 0; r < R; ++r) totals[r] = x.isum[r / 4 * x.group + b * kRowGroup + first_row + r % 4];
+    block_dots<Bits, !Min, R>(w.quants + b * block_bytes, x.q + b * kBlock, x.stride, totals, sums);
     const V16 scale = load_scale(w.scales + b * kPanel);
     for (int r = 0; r < R; ++r) {
-      const int64_t at = b * kRowGroup + first_row + r;
+      const int64_t at = r / 4 * x.group + b * kRowGroup + first_row + r % 4;
       acc[r] = fma(sums[r], mul(scale, broadcast(x.scale[at])), acc[r]);
       if constexpr (Min) acc[r] = fma(load_scale(w.minima + b * kPanel), broadcast(x.sum[at]), acc[r]);
     }
@@ -49,7 +51,7 @@ static inline IntPanel<uint16_t> int_panel(const PackedMatrix& m, int64_t p) {
 
 static inline IntRows int_rows(const Activations& x, int64_t row, int64_t block) {
   const int64_t scales = (row / kRowGroup) * (x.k / kBlock) * kRowGroup + block * kRowGroup;
-  return {x.q + row * x.k + block * kBlock, x.k, x.scale + scales, x.sum + scales, x.isum + scales};
+  return {x.q + row * x.k + block * kBlock, x.k, x.scale + scales, x.sum + scales, x.isum + scales, x.k / kBlock * kRowGroup};
 }
 
 template <int Bits, bool Min, int R>
@@ -71,6 +73,10 @@ static inline void accumulate_int_rows(const IntPanel<float>& w, const IntRows& 
   int_tile<8, Min, R>(w, x, first_row, blocks, acc);
   for (int r = 0; r < R; ++r) store(sums + r * kPanel, acc[r]);
 }
+
+#ifndef BIFOLIO_INT_ROWS
+#define BIFOLIO_INT_ROWS 4  // rows of a tile when there are many
+#endif
 
 constexpr int64_t kUnpackedBlocks = 64;  // blocks of a panel that are worked on at a time: 2048 k values, 32 KB
 
@@ -115,6 +121,12 @@ static void matmul_int_many(const PackedMatrix& m, const Activations& x, int64_t
       const int64_t blocks = num_blocks - b < kUnpackedBlocks ? num_blocks - b : kUnpackedBlocks;
       const IntPanel<float> w = unpack_panel<Bits, Min>(int_panel(m, p), b, blocks, unpacked);
       int64_t r = 0;
+#ifdef BIFOLIO_OWN_INT_16
+      for (; r + 16 <= rows; r += 16)
+        accumulate_int_16<Min>(w, int_rows(x, row_begin + r, b), blocks, sums + r * kPanel, b == 0);
+#endif
+      for (; r + BIFOLIO_INT_ROWS <= rows; r += BIFOLIO_INT_ROWS)
+        accumulate_int_rows<Min, BIFOLIO_INT_ROWS>(w, int_rows(x, row_begin + r, b), 0, blocks, sums + r * kPanel, b == 0);
       for (; r + 4 <= rows; r += 4)
         accumulate_int_rows<Min, 4>(w, int_rows(x, row_begin + r, b), 0, blocks, sums + r * kPanel, b == 0);
       for (; r < rows; ++r)
