@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -162,9 +163,7 @@ def run_models(report: Report, options: argparse.Namespace) -> None:
     for shape in options.shapes:
         for dtype in ("f32", "bf16"):
             layers = 4 if options.quick else None
-            found = report.attempt(
-                f"model {shape} {dtype}", lambda s=shape, d=dtype: check_model(s, d, num_layers=layers)
-            )
+            found = report.attempt(f"model {shape} {dtype}", partial(check_model, shape, dtype, num_layers=layers))
             if found is not None:
                 verdict = "right" if found.passed else "WRONG"
                 report.say(
@@ -185,7 +184,7 @@ def run_rows(report: Report, options: argparse.Namespace) -> None:
     )
     report.add("limits", limits.as_dict())
     for shape in options.shapes:
-        report.attempt(f"rows {shape}", lambda s=shape: _measure_shape(report, options, s, limits))
+        report.attempt(f"rows {shape}", partial(_measure_shape, report, options, shape, limits))
         _forget()
 
 
@@ -212,7 +211,7 @@ def _measure_shape(report: Report, options: argparse.Namespace, shape: str, limi
         report.add("rows", {"shape": shape, "name": name, "deterministic": options.deterministic, **figure.as_dict()})
         report.say(f"{shape} {_line(name, shape, figure.as_dict())}")
     if "profile" in options.only:
-        report.attempt(f"profile {shape}", lambda: _profile(report, shape, engine, rows))
+        report.attempt(f"profile {shape}", partial(_profile, report, shape, engine, rows))
 
 
 def _profile(report: Report, shape: str, engine: Any, rows: Any) -> None:
@@ -239,8 +238,7 @@ def run_tuning(report: Report, options: argparse.Namespace) -> None:
     for shape in options.shapes:
         for rows in (1, 64, 16, 256):
             for entry in (
-                report.attempt(f"tuning {shape} {rows}", lambda s=shape, r=rows: list(gpu_tuning.tune_products(s, r)))
-                or []
+                report.attempt(f"tuning {shape} {rows}", partial(_listed, gpu_tuning.tune_products, shape, rows)) or []
             ):
                 report.add("tuning", entry)
                 report.say(_tuning_line(entry))
@@ -248,7 +246,7 @@ def run_tuning(report: Report, options: argparse.Namespace) -> None:
             for entry in (
                 report.attempt(
                     f"tuning attention {shape}",
-                    lambda s=shape, n=sequences, k=length: list(gpu_tuning.tune_decode(s, n, k)),
+                    partial(_listed, gpu_tuning.tune_decode, shape, sequences, length),
                 )
                 or []
             ):
@@ -256,12 +254,14 @@ def run_tuning(report: Report, options: argparse.Namespace) -> None:
                 report.say(_tuning_line(entry))
         _forget()
     for heads, dim, sequences, length in ((32, 128, 1, 8192), (32, 64, 1, 8192), (32, 128, 16, 560), (32, 64, 4, 2048)):
-        entry = report.attempt(
-            "tuning prefill", lambda h=heads, d=dim, s=sequences, k=length: gpu_tuning.tune_prefill(h, 8, d, s, k)
-        )
+        entry = report.attempt("tuning prefill", partial(gpu_tuning.tune_prefill, heads, 8, dim, sequences, length))
         if entry is not None:
             report.add("tuning", entry)
             report.say(f"prefill {entry}")
+
+
+def _listed(function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    return list(function(*arguments))
 
 
 def _tuning_line(entry: dict[str, Any]) -> str:
@@ -374,11 +374,11 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps(run_worker(options.worker, options)))
         return 0
     report = Report(options.out)
-    runs = {"checks": run_checks, "models": run_models, "rows": run_rows, "tuning": run_tuning, "start": run_start}
-    report.attempt("prepare", lambda: prepare(report, options))
+    runs = {"checks": run_checks, "rows": run_rows, "models": run_models, "tuning": run_tuning, "start": run_start}
+    report.attempt("prepare", partial(prepare, report, options))
     for name, run in runs.items():
         if name in options.only:
-            report.attempt(name, lambda r=run: r(report, options))
+            report.attempt(name, partial(run, report, options))
     print_table(report)
     failed = bool(report.found["errors"]) or any(entry["failed"] for entry in report.found.get("checks", []))
     return int(failed)

@@ -48,7 +48,7 @@ def time_launches(functions: Sequence[Callable[[], Any]], repeats: int = 10) -> 
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) / 1e3)
-    return statistics.median(times)
+    return float(statistics.median(times))
 
 
 def time_in_graph(functions: Sequence[Callable[[], Any]], repeats: int = 7) -> float:

@@ -32,7 +32,7 @@ def profile_steps(engine: Any, sequences: int) -> dict[str, Any]:
     for event in profiler.events():
         if "cuda" in str(event.device_type).lower():
             entry = totals[_short(event.name)]
-            entry[0] += event.device_time_total if hasattr(event, "device_time_total") else event.cuda_time_total
+            entry[0] += event.time_range.elapsed_us()
             entry[1] += 1
     kernels = [
         (name, round(total / NUM_STEPS, 1), round(count / NUM_STEPS, 1)) for name, (total, count) in totals.items()

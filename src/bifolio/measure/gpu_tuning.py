@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple
+from dataclasses import astuple, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+from bifolio.cache.storage import KVStorage
 from bifolio.config import ModelConfig
-from bifolio.kernels.interface import AttentionShape, Heads, Norm
+from bifolio.kernels.interface import AttentionPhase, AttentionShape, Heads, Norm
+from bifolio.kernels.triton import TritonKernels
 from bifolio.kernels.triton.decode import cut, decode_attention, new_pieces
 from bifolio.kernels.triton.matmul import RowTile, few_rows, one_row
+from bifolio.kernels.triton.prefill import cudnn_attention, cut_queries, prefill_attention, tile_rows
 from bifolio.measure.gpu_limits import time_in_graph
 from bifolio.measure.gpu_models import SHAPES
+from bifolio.measure.kernel_checks import Bench, fill, new_context, segment_of
 
 FOOTPRINT = 400 << 20  # bytes of weights that a timed graph goes through: several times the cache
 
@@ -61,20 +66,18 @@ def tune_products(shape: str, rows: int, device: str = "cuda") -> Iterator[dict[
         residual = torch.randn(rows, outputs, device=device).to(torch.bfloat16)
         norm = Norm(torch.ones(depth, device=device), None, 1e-5)
         entry: dict[str, Any] = {"shape": shape, "product": name, "rows": rows, "bytes": size}
-        entry["library"] = _microseconds([lambda w=w: F.linear(x, w) for w in weights])
+        entry["library"] = _microseconds([partial(F.linear, x, w) for w in weights])
 
-        def call(tile: RowTile, weight: torch.Tensor) -> torch.Tensor:
-            options: dict[str, Any] = {"activation": "silu" if gated else None, "tile": tile}
-            if name in ("output", "down"):
-                options["residual"] = residual
-            if rows == 1:
-                return one_row(x, weight, norm=norm if name in ("qkv", "up", "head") else None, **options)
-            return few_rows(x, weight, **options)
-
+        options: dict[str, Any] = {"activation": "silu" if gated else None}
+        if name in ("output", "down"):
+            options["residual"] = residual
+        if rows == 1 and name in ("qkv", "up", "head"):
+            options["norm"] = norm
+        multiply: Callable[..., torch.Tensor] = one_row if rows == 1 else few_rows
         tiles = ONE_ROW_TILES if rows == 1 else FEW_ROWS_TILES[rows]
-        _compile([lambda t=t: call(t, weights[0]) for t in tiles])
+        _compile([partial(multiply, x, weights[0], tile=tile, **options) for tile in tiles])
         for tile in tiles:
-            entry[str(astuple(tile))] = _microseconds([lambda w=w, t=tile: call(t, w) for w in weights])
+            entry[str(astuple(tile))] = _microseconds([partial(multiply, x, w, tile=tile, **options) for w in weights])
         yield entry
         del weights
 
@@ -91,30 +94,34 @@ def tune_decode(shape: str, sequences: int, length: int, device: str = "cuda") -
             "shape": shape, "sequences": sequences, "length": length, "block_size": block_size,
             "bytes": sequences * length * 2 * config.kv_size * 2,
         }  # fmt: skip
-        settings = [(stages, warps) for stages in (2, 3, 4) for warps in (2, 4, 8)]
+        settings = [(stages, warps) for stages in (2, 3, 4, 5) for warps in (2, 4, 8)]
         if block_size == 16:
             settings = [(3, 4)]
         pieces = new_pieces(sequences, attention, device, num_processors=132)
         cut(pieces, lengths, nothing)
 
-        def call(layer: int, stages: int, warps: int) -> torch.Tensor:
-            from dataclasses import replace
-
-            return decode_attention(
-                query, replace(attention, layer=layer), storage, tables, rows, lengths, pieces, nothing,
-                stages=stages, warps=warps,
-            )  # fmt: skip
-
-        _compile([lambda s=s: call(0, *s) for s in settings])
-        for setting in settings:
-            calls = [lambda n=n, s=setting: call(n, *s) for n in range(len(storage.keys))]
-            entry[str(setting)] = _microseconds(calls)
+        layers = [
+            partial(
+                decode_attention,
+                query,
+                replace(attention, layer=layer),
+                storage,
+                tables,
+                rows,
+                lengths,
+                pieces,
+                nothing,
+            )
+            for layer in range(len(storage.keys))
+        ]
+        _compile([partial(layers[0], stages=stages, warps=warps) for stages, warps in settings])
+        for stages, warps in settings:
+            calls: list[Callable[[], Any]] = [partial(layer, stages=stages, warps=warps) for layer in layers]
+            entry[str((stages, warps))] = _microseconds(calls)
         yield entry
 
 
 def _filled_cache(config: ModelConfig, sequences: int, length: int, block_size: int, device: str) -> Any:
-    from bifolio.cache.storage import KVStorage
-
     count = -(-length // block_size)
     per_layer = (sequences * count + 1) * block_size * config.kv_size * 4
     layers = max(1, min(32, FOOTPRINT // per_layer))
@@ -131,12 +138,7 @@ def _filled_cache(config: ModelConfig, sequences: int, length: int, block_size: 
 
 
 def tune_prefill(heads: int, kv_heads: int, dim: int, sequences: int, length: int) -> dict[str, Any]:
-    """Operations per second of prefill attention: torch's (cuDNN), our own fresh, our own paged."""
-    from bifolio.kernels.interface import AttentionPhase
-    from bifolio.kernels.triton import TritonKernels
-    from bifolio.kernels.triton.prefill import cudnn_attention
-    from bifolio.measure.kernel_checks import Bench, fill, new_context, segment_of
-
+    """TFLOP/s of prefill attention: torch's (cuDNN), our own over fresh keys, our own over the cache."""
     kernels = TritonKernels("cuda")
     bench = Bench(kernels)
     shape = AttentionShape(0, heads, kv_heads, dim, dim**-0.5)
@@ -146,22 +148,16 @@ def tune_prefill(heads: int, kv_heads: int, dim: int, sequences: int, length: in
     total = sequences * length
     own = Heads(bench.normal(total, heads, dim), bench.normal(total, kv_heads, dim), bench.normal(total, kv_heads, dim))
     operations = 2.0 * heads * dim * sequences * length**2
-    from dataclasses import replace
-
-    from bifolio.kernels.triton import kernel_set
-
     segment = segment_of(AttentionPhase.PREFILL, lengths, lengths, context.tables)
-    paged = replace(segment, fresh=False)
-    result = {"heads": heads, "dim": dim, "sequences": sequences, "length": length}
-    result["cudnn"] = operations / 1e6 / _microseconds([lambda: cudnn_attention(own, shape, sequences)] * 3)
-    original = kernel_set.uses_cudnn
-    kernel_set.uses_cudnn = lambda *arguments: False
-    try:
-        for name, part in (("fresh", segment), ("paged", paged)):
-            calls = [lambda p=part: kernels.attend(own, shape, (p,), context.storage)] * 3
-            result[name] = operations / 1e6 / _microseconds(calls)
-    finally:
-        kernel_set.uses_cudnn = original
+    result: dict[str, Any] = {"heads": heads, "dim": dim, "sequences": sequences, "length": length}
+    calls: list[Callable[[], Any]] = [partial(cudnn_attention, own, shape, sequences)] * 3
+    result["cudnn"] = operations / 1e6 / _microseconds(calls)
+    rows = tile_rows(kernels.dtype, shape, length)
+    tiles = cut_queries(segment, rows, "cuda")
+    out = torch.empty((total, heads * dim), dtype=kernels.dtype, device="cuda")
+    for name, part in (("fresh", segment), ("paged", replace(segment, fresh=False))):
+        calls = [partial(prefill_attention, own, shape, part, context.storage, tiles, rows, out)] * 3
+        result[name] = operations / 1e6 / _microseconds(calls)
     return result
 
 

@@ -71,7 +71,7 @@ def new_pieces(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_sequences", "most", "extra", "window"])
 def _cut_kernel(
     lengths: tl.tensor,  # i32[s]
     sequence: tl.tensor,
@@ -136,7 +136,7 @@ def cut(pieces: Pieces, lengths: torch.Tensor, skipped: torch.Tensor, *, determi
         skipped,
         FIXED=DETERMINISTIC_PIECE if deterministic else 0,
         TILE=TILE,
-        BLOCK=triton.next_power_of_2(num_sequences),
+        BLOCK=max(256, triton.next_power_of_2(num_sequences)),  # one program serves most batch sizes
         ITEMS=256,
         num_warps=4,
     )
@@ -206,7 +206,7 @@ def mix_tile(
     return new_highest, total, mixed
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window"])
 def _decode_kernel(
     query: tl.tensor,  # [s, heads, dim], rows `query_stride` apart
     keys: tl.tensor,  # [blocks, kv_heads, block_size, dim]

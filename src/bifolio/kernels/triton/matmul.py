@@ -93,7 +93,7 @@ def _one_row_kernel(
     tl.store(out + row, result.to(out.dtype.element_ty), mask=exists)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _few_rows_kernel(
     x: tl.tensor,  # [rows, depth]
     weight: tl.tensor,  # [outputs (times 2 if gated), depth]

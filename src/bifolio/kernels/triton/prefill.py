@@ -168,7 +168,9 @@ def _read_fresh(
 def tile_rows(dtype: torch.dtype, shape: AttentionShape, max_query_len: int) -> int:
     """Queries per program."""
     most = 32 if dtype == torch.float32 else 128 if shape.head_dim <= 128 else 64
-    return int(min(most, max(16, triton.next_power_of_2(max_query_len))))
+    if max_query_len <= 16:
+        return 16
+    return 64 if max_query_len <= 64 < most else most  # few sizes: each is compiled on its own
 
 
 def prefill_attention(

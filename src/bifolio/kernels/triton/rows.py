@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _apply_changes_kernel(
     state: tl.tensor,  # i32[n]
     changes: tl.tensor,  # i32[2, count]  places, then numbers
@@ -27,7 +27,7 @@ def apply_changes(state: torch.Tensor, changes: torch.Tensor) -> None:
     _apply_changes_kernel[(triton.cdiv(count, 256),)](state, changes, count, BLOCK=256, num_warps=4)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _begin_step_kernel(
     rows: tl.tensor,  # i32[r]  slot of each row; -1: padding
     tables: tl.tensor,  # i32[slots, max_blocks]
@@ -71,7 +71,7 @@ def begin_step(
 ) -> None:
     """Lay out the next token of every row: what it is, where it stands, where its K and V go, what it sees."""
     num_rows = rows.shape[0]
-    block = min(triton.next_power_of_2(num_rows), 256)
+    block = 64
     _begin_step_kernel[(triton.cdiv(num_rows, block),)](
         rows,
         tables,

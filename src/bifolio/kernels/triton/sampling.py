@@ -2,9 +2,9 @@
 """From logits to tokens on the device: the largest, or one draw from the whole distribution.
 
 The vocabulary of a row is cut into chunks. Greedy: the best of each chunk, then the best of those. A draw: the weights
-of each chunk are summed, the chunk that the noise falls into is found, and then the token inside it. Weights are integers
-and noise is a function of (seed, position), both as on the CPU (`run.sampling`), so the only difference between the
-two is the last bit of the exponential.
+of each chunk are summed, the chunk that the noise falls into is found, and then the token inside it. Weights are
+integers and noise is a function of (seed, position), both as on the CPU (`run.sampling`), so the only difference
+between the two is the last bit of the exponential.
 """
 
 from __future__ import annotations
