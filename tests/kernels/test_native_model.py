@@ -69,8 +69,7 @@ def test_architectures_give_transformers_logits(architecture: str) -> None:
     results = []
     for kernels in (native.NativeKernels(), VerbByVerb()):
         runner, blocks = make_runner(load_folder(folder), kernels=kernels, poison=True)
-        for chunk_size in (13, 5, 1):
-            results.append(run_chunks(runner, open_entry(runner, blocks), prompt, chunk_size))
+        results += [run_chunks(runner, open_entry(runner, blocks), prompt, size) for size in (13, 5, 1)]
     assert np.abs(results[0] - expected).max() < 1e-4
     for other in results[1:]:
         np.testing.assert_array_equal(other, results[0])

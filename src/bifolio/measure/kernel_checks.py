@@ -355,7 +355,7 @@ def _rope_error(bench: Bench, dim: int, rotated: int, interleaved: bool, normed:
     theirs = bench.reference.rope_and_write(qkv.float(), shape, rotation, batch, contexts[1].storage)
     pairs = [(ours.query, theirs.query), (ours.key, theirs.key), (ours.value, theirs.value)]
     for a, b in zip(*((c.storage.keys[0], c.storage.values[0]) for c in contexts), strict=True):
-        pairs.append((a[slots // 16, :, slots % 16], b[slots // 16, :, slots % 16]))  # noqa: PERF401
+        pairs.append((a[slots // 16, :, slots % 16], b[slots // 16, :, slots % 16]))
     return max(relative_error(a, b) for a, b in pairs)
 
 

@@ -20,7 +20,7 @@ def is_numpy(values: Array) -> TypeGuard[NDArray[Any]]:
 
 
 def namespace(values: Array) -> Any:
-    """The module whose functions take this array: numpy without the cost of a wrapper, or torch under the same names."""
+    """The module whose functions take this array: numpy without a wrapper's cost, or torch under the same names."""
     if _NUMPY is not None and is_numpy(values):
         return _NUMPY
     return array_namespace(values)
