@@ -39,20 +39,24 @@ constexpr int64_t kRowBlock = 128;  // rows of activations worked on together in
 // A matrix [n, k] cut into panels of 16 output columns, the last one padded with zeros. Inside a panel:
 //   F32, F16   [k][16]
 //   BF16       [k / 2][16][2]: two consecutive k side by side, k padded with zeros to a multiple of 32
-//   Q8_0       quants [k / 32][8][16][4] int8, then scales [k / 32][16] f16
-//   Q4_0, Q4_1 quants [k / 32][4][16][4] bytes: low nibble element e, high nibble element e + 16 of the block;
-//              Q4_0 holds q - 8 as a signed nibble; then scales [k / 32][16] f16, then for Q4_1 minima the same way
+//   Q8_0, Q4_0, Q4_1   pairs of blocks, so that a product reads one stream and everything in it is aligned:
+//                      |scales [2][16] f16|minima [2][16] f16 (Q4_1)|quants of the first block|quants of the second|
+//              quants of Q8_0: [8][16][4] int8; of Q4_0 and Q4_1: [4][16][4] bytes, low nibble element e, high nibble
+//              element e + 16 of the block; Q4_0 holds q - 8 as a signed nibble
 struct PackedMatrix {
   Format format;
   int64_t n, k;
   int64_t num_panels;
   size_t panel_bytes;
-  size_t scales_offset;  // from the start of a panel
-  size_t minima_offset;
   const uint8_t* data;   // 64-byte aligned
 
   const uint8_t* panel(int64_t index) const { return data + size_t(index) * panel_bytes; }
 };
+
+constexpr int64_t quant_bits(Format format) { return format == Format::Q8_0 ? 8 : 4; }
+constexpr int64_t quant_bytes(Format format) { return kBlock * kPanel * quant_bits(format) / 8; }  // of a block
+constexpr int64_t header_bytes(Format format) { return format == Format::Q4_1 ? 128 : 64; }        // of a pair
+constexpr int64_t pair_bytes(Format format) { return header_bytes(format) + 2 * quant_bytes(format); }
 
 // Rows of activations, as they are and (for block formats) quantised.
 struct Activations {

@@ -55,22 +55,21 @@ static void configure_bytes() {
 }
 
 #define BIFOLIO_OWN_INT_16
-template <class Scale>
-struct IntPanel;
+struct UnpackedPanel;
 struct IntRows;
 template <bool Min>
-static void accumulate_int_16(const IntPanel<float>& w, const IntRows& x, int64_t blocks, float* sums, bool first);
+static void accumulate_int_16(const UnpackedPanel& w, const IntRows& x, int64_t blocks, float* sums, bool first);
 
 #include "kernels/matmul_int.h"
 
 // The sums of up to four blocks, [block][16 rows][16 columns].
-static inline void tile_dots(const uint8_t* quants, const int8_t* q, int64_t stride, int64_t count, int32_t* out) {
+static inline void tile_dots(const UnpackedPanel& w, int64_t b, const int8_t* q, int64_t stride, int64_t count, int32_t* out) {
   finish_writes();
 #define BLOCK(I, ROWS, WEIGHTS)                              \
   if (count > I) {                                           \
     _tile_zero(I);                                           \
     _tile_loadd(ROWS, q + I * kBlock, stride);               \
-    _tile_loadd(WEIGHTS, quants + I * kBlock * kPanel, 64);  \
+    _tile_loadd(WEIGHTS, w.quants(b + I), 64);               \
     _tile_dpbssd(I, ROWS, WEIGHTS);                          \
     _tile_stored(I, out + I * 256, 64);                      \
   }
@@ -83,25 +82,25 @@ static inline void tile_dots(const uint8_t* quants, const int8_t* q, int64_t str
 
 // Sixteen rows. The tiles work on the next four blocks while the sums of the last four are scaled.
 template <bool Min>
-static void accumulate_int_16(const IntPanel<float>& w, const IntRows& x, int64_t blocks, float* sums, bool first) {
+static void accumulate_int_16(const UnpackedPanel& w, const IntRows& x, int64_t blocks, float* sums, bool first) {
   alignas(64) int32_t dots[2][4 * 256];
   V16 acc[16];
   for (int r = 0; r < 16; ++r) acc[r] = first ? zero() : load(sums + r * kPanel);
   const auto start = [&](int64_t b) {
-    if (b < blocks) tile_dots(w.quants + b * kBlock * kPanel, x.q + b * kBlock, x.stride, blocks - b, dots[b / 4 % 2]);
+    if (b < blocks) tile_dots(w, b, x.q + b * kBlock, x.stride, blocks - b, dots[b / 4 % 2]);
   };
   start(0);
   for (int64_t b = 0; b < blocks; b += 4) {
     start(b + 4);
     for (int64_t i = 0; i < 4 && b + i < blocks; ++i) {
       const int32_t* found = dots[b / 4 % 2] + i * 256;
-      const V16 scale = load(w.scales + (b + i) * kPanel);
+      const V16 scale = load(w.scales(b + i));
 #pragma GCC unroll 16
       for (int r = 0; r < 16; ++r) {
         const int64_t at = r / 4 * x.group + (b + i) * kRowGroup + r % 4;
         const V16 total = {{_mm512_cvtepi32_ps(_mm512_load_si512(found + r * 16))}};
         acc[r] = fma(total, mul(scale, broadcast(x.scale[at])), acc[r]);
-        if constexpr (Min) acc[r] = fma(load(w.minima + (b + i) * kPanel), broadcast(x.sum[at]), acc[r]);
+        if constexpr (Min) acc[r] = fma(load(w.minima(b + i)), broadcast(x.sum[at]), acc[r]);
       }
     }
   }

@@ -43,14 +43,90 @@ static inline void fma_tile(const float* x, int64_t x_stride, const float* w, in
   UNROLL for (int r = 0; r < R; ++r) UNROLL for (int c = 0; c < 4; ++c) acc[r].v[c] = sums[r][c];
 }
 
+#define BIFOLIO_OWN_FMA_PACKED
+template <Format F, int R, int P>
+static inline void fma_packed(const float* x, int64_t x_stride, const uint8_t* panel, size_t panel_bytes, int64_t count,
+                              V16 acc[P][R]);
+
 #include "kernels/matmul_float.h"
 
+// Half floats are widened in two ways at once, because one instruction for it would keep half of the vector units busy:
+// the lower four of eight by conversion, the upper four by moving their bits, which leaves them 2^112 times too small.
+// What they are multiplied by makes up for it, exactly. Infinities and NaN of the upper four become finite.
+constexpr float kHalfUnit = 5.192296858534828e33f;  // 2^112
+
+static inline void widen_halves(uint16x8_t words, float32x4_t& low, float32x4_t& high) {
+  low = vcvt_f32_f16(vget_low_f16(vreinterpretq_f16_u16(words)));
+  const int32x4_t shifted = vshll_high_n_s16(vreinterpretq_s16_u16(words), 13);
+  high = vreinterpretq_f32_s32(vandq_s32(shifted, vdupq_n_s32(int32_t(0x8fffffffu))));
+}
+
+// The sixteen columns of one k, and for half floats the columns whose unit is 2^-112.
+template <Format F>
+static inline void load_columns(const uint16_t* w, int64_t k, float32x4_t columns[4]) {
+  if constexpr (F == Format::F16) {
+    widen_halves(vld1q_u16(w + k * kPanel), columns[0], columns[1]);
+    widen_halves(vld1q_u16(w + k * kPanel + 8), columns[2], columns[3]);
+  } else {  // pairs of k
+    const uint16_t* pairs = w + k / 2 * 2 * kPanel;
+    UNROLL for (int c = 0; c < 4; ++c) {
+      const uint32x4_t both = vreinterpretq_u32_u16(vld1q_u16(pairs + 8 * c));
+      columns[c] = vreinterpretq_f32_u32(k % 2 ? vandq_u32(both, vdupq_n_u32(0xffff0000u)) : vshlq_n_u32(both, 16));
+    }
+  }
+}
+
+// Weights for few rows: four values of k at a time, each panel's sums in registers. Of the 2^112 that half of the columns
+// lack, activations get one half, the sums the other at the end: neither leaves the range of floats.
+constexpr float kHalfOfUnit = 7.205759403792794e16f;  // 2^56
+
+template <Format F, int R, int P>
+static inline void fma_packed(const float* x, int64_t x_stride, const uint8_t* panel, size_t panel_bytes, int64_t count,
+                              V16 acc[P][R]) {  // acc is 0
+  if constexpr (F == Format::F32) {
+    for (int p = 0; p < P; ++p)
+      fma_tile<R>(x, x_stride, reinterpret_cast<const float*>(panel + size_t(p) * panel_bytes), kPanel, count, acc[p]);
+    return;
+  }
+  float32x4_t sums[P][R][4];
+  UNROLL for (int p = 0; p < P; ++p)
+    UNROLL for (int r = 0; r < R; ++r) UNROLL for (int c = 0; c < 4; ++c) sums[p][r][c] = vdupq_n_f32(0.0f);
+  const uint16_t* w[P];
+  UNROLL for (int p = 0; p < P; ++p) w[p] = reinterpret_cast<const uint16_t*>(panel + size_t(p) * panel_bytes);
+#define STEP(LANE)                                                                                       \
+  UNROLL for (int p = 0; p < P; ++p) {                                                                   \
+    float32x4_t columns[4];                                                                              \
+    load_columns<F>(w[p], k + LANE, columns);                                                            \
+    UNROLL for (int r = 0; r < R; ++r) UNROLL for (int c = 0; c < 4; ++c)                                \
+        sums[p][r][c] = vfmaq_laneq_f32(sums[p][r][c], columns[c], c % 2 ? upper[r] : values[r], LANE);  \
+  }
+  int64_t k = 0;
+  for (; k + 4 <= count; k += 4) {
+    float32x4_t values[R], upper[R];
+    UNROLL for (int r = 0; r < R; ++r) {
+      values[r] = vld1q_f32(x + r * x_stride + k);
+      upper[r] = F == Format::F16 ? vmulq_n_f32(values[r], kHalfOfUnit) : values[r];
+    }
+    STEP(0) STEP(1) STEP(2) STEP(3)
+  }
+  for (; k < count; ++k) {
+    float32x4_t values[R], upper[R];
+    UNROLL for (int r = 0; r < R; ++r) {
+      values[r] = vdupq_n_f32(x[r * x_stride + k]);
+      upper[r] = F == Format::F16 ? vmulq_n_f32(values[r], kHalfOfUnit) : values[r];
+    }
+    STEP(0)
+  }
+#undef STEP
+  UNROLL for (int p = 0; p < P; ++p)
+    UNROLL for (int r = 0; r < R; ++r) UNROLL for (int c = 0; c < 4; ++c)
+        acc[p][r].v[c] = F == Format::F16 && c % 2 ? vmulq_n_f32(sums[p][r][c], kHalfOfUnit) : sums[p][r][c];
+}
+
 #define BIFOLIO_OWN_INT_TILE
-template <class Scale>
-struct IntPanel;
 struct IntRows;
-template <int Bits, bool Min, int R, class Scale>
-static inline void int_tile(const IntPanel<Scale>& w, const IntRows& x, int first_row, int64_t blocks, V16 acc[R]);
+template <int Bits, bool Min, int R, class Panel>
+static inline void int_tile(const Panel& w, const IntRows& x, int first_row, int64_t blocks, V16 acc[R]);
 
 #include "kernels/matmul_int.h"
 
@@ -79,8 +155,8 @@ static inline int32x4_t biased_zero(const int32_t* bias) {
 static inline float32x4_t unbiased(int32x4_t sum) { return vsubq_f32(vreinterpretq_f32_s32(sum), vdupq_n_f32(12582912.0f)); }
 
 // Columns [column, column + 4 * G) of a panel against R rows. All sums of a block are in registers.
-template <int Bits, bool Min, int R, int G, class Scale>
-static inline void int_columns(const IntPanel<Scale>& w, const IntRows& x, int first_row, int64_t blocks, int column,
+template <int Bits, bool Min, int R, int G, class Panel>
+static inline void int_columns(const Panel& w, const IntRows& x, int first_row, int64_t blocks, int column,
                                V16 acc[R]) {
   float32x4_t sums[R][G];
   UNROLL for (int r = 0; r < R; ++r) UNROLL for (int g = 0; g < G; ++g) sums[r][g] = acc[r].v[column / 4 + g];
@@ -95,7 +171,7 @@ static inline void int_columns(const IntPanel<Scale>& w, const IntRows& x, int f
     int32x4_t dots[R][G];
     UNROLL for (int r = 0; r < R; ++r)
       UNROLL for (int g = 0; g < G; ++g) dots[r][g] = biased_zero(bias);
-    const uint8_t* quants = w.quants + b * (kBlock * kPanel * Bits / 8) + column * 4;
+    const uint8_t* quants = w.quants(b) + column * 4;
     if constexpr (Bits == 8) {
 #define STEP(J, HALF, LANE)                                                                              \
   UNROLL for (int g = 0; g < G; ++g) {                                                                          \
@@ -123,8 +199,8 @@ static inline void int_columns(const IntPanel<Scale>& w, const IntRows& x, int f
     constexpr float unit = Bits == 4 && !Min ? 0.0625f : 1.0f;
     UNROLL for (int g = 0; g < G; g += 2) {
       float32x4_t scale[2], minimum[2];
-      load_scales(w.scales + b * kPanel + column + 4 * g, scale);
-      if constexpr (Min) load_scales(w.minima + b * kPanel + column + 4 * g, minimum);
+      load_scales(w.scales(b) + column + 4 * g, scale);
+      if constexpr (Min) load_scales(w.minima(b) + column + 4 * g, minimum);
       UNROLL for (int h = 0; h < 2; ++h)
         UNROLL for (int r = 0; r < R; ++r) {
           sums[r][g + h] = vfmaq_f32(sums[r][g + h], unbiased(dots[r][g + h]), vmulq_n_f32(scale[h], row_scale[r] * unit));
@@ -135,8 +211,8 @@ static inline void int_columns(const IntPanel<Scale>& w, const IntRows& x, int f
   UNROLL for (int r = 0; r < R; ++r) UNROLL for (int g = 0; g < G; ++g) acc[r].v[column / 4 + g] = sums[r][g];
 }
 
-template <int Bits, bool Min, int R, class Scale>
-static inline void int_tile(const IntPanel<Scale>& w, const IntRows& x, int first_row, int64_t blocks, V16 acc[R]) {
+template <int Bits, bool Min, int R, class Panel>
+static inline void int_tile(const Panel& w, const IntRows& x, int first_row, int64_t blocks, V16 acc[R]) {
   constexpr int G = R <= 2 ? 4 : 2;
   for (int column = 0; column < kPanel; column += 4 * G)
     int_columns<Bits, Min, R, G>(w, x, first_row, blocks, column, acc);

@@ -29,18 +29,11 @@ PackedMatrix layout(Format format, int64_t n, int64_t k) {
   m.k = k;
   m.num_panels = round_up(n, kPanel) / kPanel;
   const size_t cells = size_t(kPanel) * size_t(k);
-  const size_t scales = size_t(k / kBlock * kPanel) * 2;
   switch (format) {
     case Format::F32: m.panel_bytes = cells * 4; break;
     case Format::F16: m.panel_bytes = cells * 2; break;
     case Format::BF16: m.panel_bytes = size_t(kPanel * round_up(k, 32)) * 2; break;
-    case Format::Q8_0: m.scales_offset = cells; m.panel_bytes = cells + scales; break;
-    case Format::Q4_0: m.scales_offset = cells / 2; m.panel_bytes = cells / 2 + scales; break;
-    case Format::Q4_1:
-      m.scales_offset = cells / 2;
-      m.minima_offset = cells / 2 + scales;
-      m.panel_bytes = cells / 2 + 2 * scales;
-      break;
+    default: m.panel_bytes = size_t(round_up(k / kBlock, 2) / 2 * pair_bytes(format)); break;
   }
   m.panel_bytes = size_t(round_up(int64_t(m.panel_bytes), 64));
   return m;
@@ -63,9 +56,10 @@ void pack_blocks(const PackedMatrix& m, const uint8_t* row, int64_t column, uint
   const size_t header = m.format == Format::Q4_1 ? 4 : 2;
   const int64_t lines = m.format == Format::Q8_0 ? 8 : 4;  // of 64 bytes, per block
   for (int64_t b = 0; b < m.k / kBlock; ++b, row += stride) {
-    std::memcpy(panel + m.scales_offset + size_t(b * kPanel + column) * 2, row, 2);
-    if (m.format == Format::Q4_1) std::memcpy(panel + m.minima_offset + size_t(b * kPanel + column) * 2, row + 2, 2);
-    uint8_t* out = panel + b * lines * 64 + column * 4;
+    uint8_t* pair = panel + b / 2 * pair_bytes(m.format);
+    std::memcpy(pair + (b % 2 * kPanel + column) * 2, row, 2);
+    if (m.format == Format::Q4_1) std::memcpy(pair + 64 + (b % 2 * kPanel + column) * 2, row + 2, 2);
+    uint8_t* out = pair + header_bytes(m.format) + b % 2 * quant_bytes(m.format) + column * 4;
     for (int64_t line = 0; line < lines; ++line) {
       uint32_t four;
       std::memcpy(&four, row + header + line * 4, 4);

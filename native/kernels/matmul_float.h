@@ -37,6 +37,7 @@ static inline void fma_two_tiles(const float* x, int64_t x_stride, const float* 
 #endif
 
 // The same straight from packed weights, widened in registers: for few rows, where each weight is used a few times.
+#ifndef BIFOLIO_OWN_FMA_PACKED
 // P panels that lie `panel_bytes` apart.
 template <Format F, int R, int P>
 static inline void fma_packed(const float* x, int64_t x_stride, const uint8_t* panel, size_t panel_bytes, int64_t count,
@@ -66,6 +67,7 @@ static inline void fma_packed(const float* x, int64_t x_stride, const uint8_t* p
     }
   }
 }
+#endif
 
 // k values of a panel as floats: [count][16].
 template <Format F>

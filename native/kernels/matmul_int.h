@@ -1,12 +1,27 @@
 // Products with Q8_0, Q4_0 and Q4_1 weights: exact integer dot products per block of 32, scaled and summed in order.
 #pragma once
 
-// The weights of one panel from some block on. Scales are half floats as packed, or floats when many rows use them.
-template <class Scale>
-struct IntPanel {
-  const uint8_t* quants;  // [blocks][8 or 4][16][4]
-  const Scale* scales;    // [blocks][16]
-  const Scale* minima;    // the same, Q4_1 only
+// The weights of one panel as they are packed.
+template <Format F>
+struct PackedPanel {
+  const uint8_t* data;
+
+  const uint8_t* pair(int64_t b) const { return data + b / 2 * pair_bytes(F); }
+  const uint8_t* quants(int64_t b) const { return pair(b) + header_bytes(F) + b % 2 * quant_bytes(F); }
+  const uint16_t* scales(int64_t b) const { return reinterpret_cast<const uint16_t*>(pair(b)) + b % 2 * kPanel; }
+  const uint16_t* minima(int64_t b) const { return scales(b) + 2 * kPanel; }
+};
+
+// Some blocks of a panel for many rows: bytes, and floats for half floats.
+struct UnpackedPanel {
+  const uint8_t* first;  // quants of the first block
+  int64_t pair;          // bytes from one pair of blocks to the next
+  const float* scale;    // [blocks][16]
+  const float* minimum;  // the same, Q4_1 only
+
+  const uint8_t* quants(int64_t b) const { return first + b / 2 * pair + b % 2 * kBlock * kPanel; }
+  const float* scales(int64_t b) const { return scale + b * kPanel; }
+  const float* minima(int64_t b) const { return minimum + b * kPanel; }
 };
 
 static inline V16 load_scale(const uint16_t* p) { return load_f16(p); }
@@ -25,48 +40,41 @@ struct IntRows {
 #ifndef BIFOLIO_OWN_INT_TILE
 // What an instruction set provides: the sums of one block for R rows, `block_dots<Bits, Signed, R>`. Bits is how the
 // quants are packed; four-bit ones are signed (Q4_0) or unsigned (Q4_1).
-template <int Bits, bool Min, int R, class Scale>
-static inline void int_tile(const IntPanel<Scale>& w, const IntRows& x, int first_row, int64_t blocks, V16 acc[R]) {
-  constexpr int64_t block_bytes = kBlock * kPanel * Bits / 8;
+template <int Bits, bool Min, int R, class Panel>
+static inline void int_tile(const Panel& w, const IntRows& x, int first_row, int64_t blocks, V16 acc[R]) {
   for (int64_t b = 0; b < blocks; ++b) {
     V16 sums[R];
     int32_t totals[R];
     for (int r = 0; r < R; ++r) totals[r] = x.isum[r / 4 * x.group + b * kRowGroup + first_row + r % 4];
-    block_dots<Bits, !Min, R>(w.quants + b * block_bytes, x.q + b * kBlock, x.stride, totals, sums);
-    const V16 scale = load_scale(w.scales + b * kPanel);
+    block_dots<Bits, !Min, R>(w.quants(b), x.q + b * kBlock, x.stride, totals, sums);
+    const V16 scale = load_scale(w.scales(b));
     for (int r = 0; r < R; ++r) {
       const int64_t at = r / 4 * x.group + b * kRowGroup + first_row + r % 4;
       acc[r] = fma(sums[r], mul(scale, broadcast(x.scale[at])), acc[r]);
-      if constexpr (Min) acc[r] = fma(load_scale(w.minima + b * kPanel), broadcast(x.sum[at]), acc[r]);
+      if constexpr (Min) acc[r] = fma(load_scale(w.minima(b)), broadcast(x.sum[at]), acc[r]);
     }
   }
 }
 #endif
-
-static inline IntPanel<uint16_t> int_panel(const PackedMatrix& m, int64_t p) {
-  const uint8_t* panel = m.panel(p);
-  return {panel, reinterpret_cast<const uint16_t*>(panel + m.scales_offset),
-          reinterpret_cast<const uint16_t*>(panel + m.minima_offset)};
-}
 
 static inline IntRows int_rows(const Activations& x, int64_t row, int64_t block) {
   const int64_t scales = (row / kRowGroup) * (x.k / kBlock) * kRowGroup + block * kRowGroup;
   return {x.q + row * x.k + block * kBlock, x.k, x.scale + scales, x.sum + scales, x.isum + scales, x.k / kBlock * kRowGroup};
 }
 
-template <int Bits, bool Min, int R>
+template <Format F, int R>
 static void matmul_int_few(const PackedMatrix& m, const Activations& x, const float* bias, float* y, int64_t y_stride,
                            int64_t begin, int64_t end) {
   for (int64_t p = begin; p < end; ++p) {
     V16 acc[R];
     for (int r = 0; r < R; ++r) acc[r] = zero();
-    int_tile<Bits, Min, R>(int_panel(m, p), int_rows(x, 0, 0), 0, m.k / kBlock, acc);
+    int_tile<quant_bits(F), F == Format::Q4_1, R>(PackedPanel<F>{m.panel(p)}, int_rows(x, 0, 0), 0, m.k / kBlock, acc);
     for (int r = 0; r < R; ++r) finish_columns(acc[r], m, p * kPanel, bias, y + r * y_stride);
   }
 }
 
 template <bool Min, int R>
-static inline void accumulate_int_rows(const IntPanel<float>& w, const IntRows& x, int first_row, int64_t blocks, float* sums,
+static inline void accumulate_int_rows(const UnpackedPanel& w, const IntRows& x, int first_row, int64_t blocks, float* sums,
                                        bool first) {
   V16 acc[R];
   for (int r = 0; r < R; ++r) acc[r] = first ? zero() : load(sums + r * kPanel);
@@ -80,76 +88,73 @@ static inline void accumulate_int_rows(const IntPanel<float>& w, const IntRows& 
 
 constexpr int64_t kUnpackedBlocks = 64;  // blocks of a panel that are worked on at a time: 2048 k values, 32 KB
 
-// Signed nibbles (Q4_0) or unsigned ones (Q4_1) to bytes, in the order of Q8_0.
+// Signed nibbles (Q4_0) or unsigned ones (Q4_1) of a block to bytes, in the order of Q8_0.
 template <bool Signed>
-static inline void unpack_blocks(const uint8_t* quants, int64_t blocks, uint8_t* out) {
-  for (int64_t b = 0; b < blocks; ++b, quants += 256, out += 512) {
-    for (int i = 0; i < 256; ++i) {
-      const uint8_t low = quants[i] & 15, high = quants[i] >> 4;
-      out[i] = Signed ? uint8_t((low ^ 8) - 8) : low;
-      out[256 + i] = Signed ? uint8_t((high ^ 8) - 8) : high;
-    }
+static inline void unpack_block(const uint8_t* quants, uint8_t* out) {
+  for (int i = 0; i < 256; ++i) {
+    const uint8_t low = quants[i] & 15, high = quants[i] >> 4;
+    out[i] = Signed ? uint8_t((low ^ 8) - 8) : low;
+    out[256 + i] = Signed ? uint8_t((high ^ 8) - 8) : high;
   }
 }
 
-// Blocks [begin, begin + blocks) of a panel with bytes for nibbles and floats for half floats.
-template <int Bits, bool Min>
-static inline IntPanel<float> unpack_panel(const IntPanel<uint16_t>& w, int64_t begin, int64_t blocks, uint8_t* scratch) {
+// Blocks [begin, begin + blocks) of a panel, begin being even.
+template <Format F>
+static inline UnpackedPanel unpack_panel(const PackedPanel<F>& w, int64_t begin, int64_t blocks, uint8_t* scratch) {
+  constexpr bool min = F == Format::Q4_1;
   auto* scales = reinterpret_cast<float*>(scratch + kUnpackedBlocks * kBlock * kPanel);
   float* minima = scales + kUnpackedBlocks * kPanel;
-  const uint8_t* quants = w.quants + begin * kBlock * kPanel * Bits / 8;
   for (int64_t b = 0; b < blocks; ++b) {
-    store(scales + b * kPanel, load_f16(w.scales + (begin + b) * kPanel));
-    if constexpr (Min) store(minima + b * kPanel, load_f16(w.minima + (begin + b) * kPanel));
+    store(scales + b * kPanel, load_f16(w.scales(begin + b)));
+    if constexpr (min) store(minima + b * kPanel, load_f16(w.minima(begin + b)));
+    if constexpr (F != Format::Q8_0) unpack_block<!min>(w.quants(begin + b), scratch + b * kBlock * kPanel);
   }
-  if constexpr (Bits == 4) {
-    unpack_blocks<!Min>(quants, blocks, scratch);
-    quants = scratch;
-  }
-  return {quants, scales, minima};
+  if constexpr (F == Format::Q8_0) return {w.quants(begin), pair_bytes(F), scales, minima};
+  return {scratch, 2 * kBlock * kPanel, scales, minima};
 }
 
-template <int Bits, bool Min>
+template <Format F>
 static void matmul_int_many(const PackedMatrix& m, const Activations& x, int64_t row_begin, int64_t rows,
                             const float* bias, float* y, int64_t y_stride, int64_t begin, int64_t end,
                             uint8_t* scratch) {
+  constexpr bool min = F == Format::Q4_1;
   auto* sums = reinterpret_cast<float*>(scratch);  // [kRowBlock][16]
   uint8_t* unpacked = scratch + kRowBlock * kPanel * sizeof(float);
   const int64_t num_blocks = m.k / kBlock;
   for (int64_t p = begin; p < end; ++p) {
     for (int64_t b = 0; b < num_blocks; b += kUnpackedBlocks) {
       const int64_t blocks = num_blocks - b < kUnpackedBlocks ? num_blocks - b : kUnpackedBlocks;
-      const IntPanel<float> w = unpack_panel<Bits, Min>(int_panel(m, p), b, blocks, unpacked);
+      const UnpackedPanel w = unpack_panel(PackedPanel<F>{m.panel(p)}, b, blocks, unpacked);
       int64_t r = 0;
 #ifdef BIFOLIO_OWN_INT_16
       for (; r + 16 <= rows; r += 16)
-        accumulate_int_16<Min>(w, int_rows(x, row_begin + r, b), blocks, sums + r * kPanel, b == 0);
+        accumulate_int_16<min>(w, int_rows(x, row_begin + r, b), blocks, sums + r * kPanel, b == 0);
 #endif
       for (; r + BIFOLIO_INT_ROWS <= rows; r += BIFOLIO_INT_ROWS)
-        accumulate_int_rows<Min, BIFOLIO_INT_ROWS>(w, int_rows(x, row_begin + r, b), 0, blocks, sums + r * kPanel, b == 0);
+        accumulate_int_rows<min, BIFOLIO_INT_ROWS>(w, int_rows(x, row_begin + r, b), 0, blocks, sums + r * kPanel, b == 0);
       for (; r + 4 <= rows; r += 4)
-        accumulate_int_rows<Min, 4>(w, int_rows(x, row_begin + r, b), 0, blocks, sums + r * kPanel, b == 0);
+        accumulate_int_rows<min, 4>(w, int_rows(x, row_begin + r, b), 0, blocks, sums + r * kPanel, b == 0);
       for (; r < rows; ++r)
-        accumulate_int_rows<Min, 1>(w, int_rows(x, row_begin + r, b), int(r % 4), blocks, sums + r * kPanel, b == 0);
+        accumulate_int_rows<min, 1>(w, int_rows(x, row_begin + r, b), int(r % 4), blocks, sums + r * kPanel, b == 0);
     }
     for (int64_t r = 0; r < rows; ++r)
       finish_columns(load(sums + r * kPanel), m, p * kPanel, bias, y + (row_begin + r) * y_stride);
   }
 }
 
-template <int Bits, bool Min>
+template <Format F>
 static void matmul_int(const PackedMatrix& m, const Activations& x, const float* bias, float* y, int64_t y_stride,
                        int64_t begin, int64_t end, uint8_t* scratch) {
   switch (x.rows) {
-    case 1: return matmul_int_few<Bits, Min, 1>(m, x, bias, y, y_stride, begin, end);
-    case 2: return matmul_int_few<Bits, Min, 2>(m, x, bias, y, y_stride, begin, end);
-    case 3: return matmul_int_few<Bits, Min, 3>(m, x, bias, y, y_stride, begin, end);
-    case 4: return matmul_int_few<Bits, Min, 4>(m, x, bias, y, y_stride, begin, end);
+    case 1: return matmul_int_few<F, 1>(m, x, bias, y, y_stride, begin, end);
+    case 2: return matmul_int_few<F, 2>(m, x, bias, y, y_stride, begin, end);
+    case 3: return matmul_int_few<F, 3>(m, x, bias, y, y_stride, begin, end);
+    case 4: return matmul_int_few<F, 4>(m, x, bias, y, y_stride, begin, end);
     default: break;
   }
   for (int64_t row = 0; row < x.rows; row += kRowBlock) {
     const int64_t rows = x.rows - row < kRowBlock ? x.rows - row : kRowBlock;
-    matmul_int_many<Bits, Min>(m, x, row, rows, bias, y, y_stride, begin, end, scratch);
+    matmul_int_many<F>(m, x, row, rows, bias, y, y_stride, begin, end, scratch);
   }
 }
 
@@ -159,8 +164,8 @@ static void matmul(const PackedMatrix& m, const Activations& x, const float* bia
     case Format::F32: return matmul_float<Format::F32>(m, x, bias, y, y_stride, begin, end, scratch);
     case Format::F16: return matmul_float<Format::F16>(m, x, bias, y, y_stride, begin, end, scratch);
     case Format::BF16: return matmul_float<Format::BF16>(m, x, bias, y, y_stride, begin, end, scratch);
-    case Format::Q8_0: return matmul_int<8, false>(m, x, bias, y, y_stride, begin, end, scratch);
-    case Format::Q4_0: return matmul_int<4, false>(m, x, bias, y, y_stride, begin, end, scratch);
-    case Format::Q4_1: return matmul_int<4, true>(m, x, bias, y, y_stride, begin, end, scratch);
+    case Format::Q8_0: return matmul_int<Format::Q8_0>(m, x, bias, y, y_stride, begin, end, scratch);
+    case Format::Q4_0: return matmul_int<Format::Q4_0>(m, x, bias, y, y_stride, begin, end, scratch);
+    case Format::Q4_1: return matmul_int<Format::Q4_1>(m, x, bias, y, y_stride, begin, end, scratch);
   }
 }

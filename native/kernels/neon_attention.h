@@ -51,12 +51,6 @@ static void transpose_keys(const Tile& tile, int64_t chain_length, float* out) {
 
 static inline bool reads_directly(const KvLayer& kv, int64_t rows) { return rows <= 8 && kv.head_dim % 16 == 0; }
 
-// Half floats are widened in two ways at once, because one instruction for it would keep half of the vector units busy:
-// the lower four of eight by conversion, the upper four by moving their bits, which leaves them 2^112 times too small.
-// What they are multiplied by makes up for it, exactly. (Infinities and NaN of the upper four become finite: what writes
-// them fills whole rows.)
-constexpr float kHalfUnit = 5.192296858534828e33f;  // 2^112
-
 // Eight numbers of a row as floats, the upper four in units of 2^-112 if they are half floats.
 template <KvType T>
 static inline void load_eight(const uint8_t* row, int64_t at, float32x4_t& low, float32x4_t& high) {
@@ -66,9 +60,7 @@ static inline void load_eight(const uint8_t* row, int64_t at, float32x4_t& low, 
   } else {
     const uint16x8_t words = vld1q_u16(reinterpret_cast<const uint16_t*>(row) + at);
     if constexpr (T == KvType::F16) {
-      low = vcvt_f32_f16(vget_low_f16(vreinterpretq_f16_u16(words)));
-      const int32x4_t shifted = vshll_high_n_s16(vreinterpretq_s16_u16(words), 13);
-      high = vreinterpretq_f32_s32(vandq_s32(shifted, vdupq_n_s32(int32_t(0x8fffffffu))));
+      widen_halves(words, low, high);
     } else {
       low = vreinterpretq_f32_u16(vzip1q_u16(vdupq_n_u16(0), words));
       high = vreinterpretq_f32_u16(vzip2q_u16(vdupq_n_u16(0), words));
