@@ -44,6 +44,7 @@ static inline void fma_tile(const float* x, int64_t x_stride, const float* w, in
 }
 
 #define BIFOLIO_OWN_FMA_PACKED
+#define BIFOLIO_PAIRED_ROWS 0  // one panel has four sums
 template <Format F, int R, int P>
 static inline void fma_packed(const float* x, int64_t x_stride, const uint8_t* panel, size_t panel_bytes, int64_t count,
                               V16 acc[P][R]);
@@ -70,8 +71,9 @@ static inline void load_columns(const uint16_t* w, int64_t k, float32x4_t column
   } else {  // pairs of k
     const uint16_t* pairs = w + k / 2 * 2 * kPanel;
     UNROLL for (int c = 0; c < 4; ++c) {
-      const uint32x4_t both = vreinterpretq_u32_u16(vld1q_u16(pairs + 8 * c));
-      columns[c] = vreinterpretq_f32_u32(k % 2 ? vandq_u32(both, vdupq_n_u32(0xffff0000u)) : vshlq_n_u32(both, 16));
+      const uint16x8_t both = vld1q_u16(pairs + 8 * c);
+      columns[c] = vreinterpretq_f32_u16(k % 2 ? vandq_u16(both, vreinterpretq_u16_u32(vdupq_n_u32(0xffff0000u)))
+                                               : vtrn1q_u16(vdupq_n_u16(0), both));  // a shift has one unit, this two
     }
   }
 }

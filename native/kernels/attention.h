@@ -21,9 +21,17 @@ struct Tile {
   int64_t begin, end;               // visible to at least one row
   const uint8_t* keys[kTile / 4];   // of the positions 0, 4, ..., 28
   const uint8_t* values[kTile / 4];
+  const Tile* next;                 // may be null
 
   const uint8_t* key(int64_t i) const { return keys[i / 4] + size_t(i % 4) * kv.row_bytes; }
   const uint8_t* value(int64_t i) const { return values[i / 4] + size_t(i % 4) * kv.row_bytes; }
+
+  // Ask for the same four rows of the next tile. Bit by bit: a burst would stop the work it is meant to hide behind.
+  void prefetch_keys(int64_t i) const { if (next) prefetch(next->keys[i / 4]); }
+  void prefetch_values(int64_t i) const { if (next) prefetch(next->values[i / 4]); }
+  void prefetch(const uint8_t* rows) const {
+    for (size_t at = 0; at < 4 * kv.row_bytes; at += 64) __builtin_prefetch(rows + at);
+  }
 };
 
 // Blocks whose size is not a multiple of four do not have their rows in fours: they are copied.
@@ -78,6 +86,7 @@ static void transpose_keys(const Tile& tile, int64_t chain_length, float* out) {
 
 template <KvType T>
 static void widen_values(const Tile& tile, int64_t padded, float* out) {
+  for (int64_t i = 0; i < kTile; i += 4) tile.prefetch_values(i);
   for (int64_t i = tile.begin; i < tile.end; ++i)
     for (int64_t d = 0; d < tile.kv.head_dim; d += 16) store(out + i * padded + d, load_kv(T, tile.value(i), d, tile.kv.head_dim));
 }
@@ -367,11 +376,28 @@ static inline void each_tile(const KvLayer& kv, int64_t kv_head, const int32_t* 
     first = rows.begin[r] < first ? rows.begin[r] : first;
     last = rows.end[r] > last ? rows.end[r] : last;
   }
-  for (int64_t start = span_begin; start < span_begin + kSpan; start += kTile) {
-    Tile tile{kv, first > start ? first - start : 0, last < start + kTile ? last - start : kTile, {}, {}};
-    if (tile.begin >= tile.end) continue;
+  first = first > span_begin ? first : span_begin;
+  last = last < span_begin + kSpan ? last : span_begin + kSpan;
+  const bool copied = kv.block_size % 4 != 0;  // into one place: only one tile at a time
+  const auto tile_at = [&](int64_t start) {
+    Tile tile{kv, first > start ? first - start : 0, last < start + kTile ? last - start : kTile, {}, {}, nullptr};
     find_rows(tile, kv_head, table, start, copies);
+    return tile;
+  };
+  int64_t start = first / kTile * kTile;
+  if (first >= last) return;
+  Tile tile = tile_at(start);
+  for (; start < last; start += kTile) {
+    const bool more = start + kTile < last;
+    if (copied || !more) {
+      step(tile, start);
+      if (more) new (&tile) Tile(tile_at(start + kTile));
+      continue;
+    }
+    const Tile next = tile_at(start + kTile);
+    tile.next = &next;
     step(tile, start);
+    new (&tile) Tile(next);
   }
 }
 

@@ -32,6 +32,10 @@ static inline void fma_two_tiles(const float* x, int64_t x_stride, const float* 
 #endif
 }
 
+#ifndef BIFOLIO_PAIRED_ROWS
+#define BIFOLIO_PAIRED_ROWS 2  // up to so many rows two panels are read side by side, to have more sums under way
+#endif
+
 #ifndef BIFOLIO_FLOAT_ROWS
 #define BIFOLIO_FLOAT_ROWS 4  // rows of a tile when there are many
 #endif
@@ -112,7 +116,7 @@ template <Format F, int R>
 static void matmul_float_few(const PackedMatrix& m, const Activations& x, const float* bias, float* y, int64_t y_stride,
                              int64_t begin, int64_t end) {
   int64_t p = begin;
-  if constexpr (R <= 2)
+  if constexpr (R <= BIFOLIO_PAIRED_ROWS)
     for (; p + 2 <= end; p += 2) multiply_panels<F, R, 2>(m, x, bias, y, y_stride, p);
   for (; p < end; ++p) multiply_panels<F, R, 1>(m, x, bias, y, y_stride, p);
 }

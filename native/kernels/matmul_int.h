@@ -113,6 +113,12 @@ static inline UnpackedPanel unpack_panel(const PackedPanel<F>& w, int64_t begin,
   return {scratch, 2 * kBlock * kPanel, scales, minima};
 }
 
+// Ask for one part of `size` bytes, `part` of `parts`: the next panel comes while this one is multiplied.
+static inline void prefetch_part(const uint8_t* data, size_t size, int64_t part, int64_t parts) {
+  const size_t begin = size * size_t(part) / size_t(parts), end = size * size_t(part + 1) / size_t(parts);
+  for (size_t at = begin / 64 * 64; at < end; at += 64) __builtin_prefetch(data + at);
+}
+
 template <Format F>
 static void matmul_int_many(const PackedMatrix& m, const Activations& x, int64_t row_begin, int64_t rows,
                             const float* bias, float* y, int64_t y_stride, int64_t begin, int64_t end,
@@ -125,13 +131,17 @@ static void matmul_int_many(const PackedMatrix& m, const Activations& x, int64_t
     for (int64_t b = 0; b < num_blocks; b += kUnpackedBlocks) {
       const int64_t blocks = num_blocks - b < kUnpackedBlocks ? num_blocks - b : kUnpackedBlocks;
       const UnpackedPanel w = unpack_panel(PackedPanel<F>{m.panel(p)}, b, blocks, unpacked);
+      const uint8_t* next = m.panel(p) + (b + blocks) / 2 * pair_bytes(F);  // what follows in memory comes next
+      const size_t next_bytes = p + 1 < end ? size_t(blocks / 2 * pair_bytes(F)) : 0;
       int64_t r = 0;
 #ifdef BIFOLIO_OWN_INT_16
       for (; r + 16 <= rows; r += 16)
         accumulate_int_16<min>(w, int_rows(x, row_begin + r, b), blocks, sums + r * kPanel, b == 0);
 #endif
-      for (; r + BIFOLIO_INT_ROWS <= rows; r += BIFOLIO_INT_ROWS)
+      for (; r + BIFOLIO_INT_ROWS <= rows; r += BIFOLIO_INT_ROWS) {
+        if (r < 16) prefetch_part(next, next_bytes, r / BIFOLIO_INT_ROWS, 16 / BIFOLIO_INT_ROWS);
         accumulate_int_rows<min, BIFOLIO_INT_ROWS>(w, int_rows(x, row_begin + r, b), 0, blocks, sums + r * kPanel, b == 0);
+      }
       for (; r + 4 <= rows; r += 4)
         accumulate_int_rows<min, 4>(w, int_rows(x, row_begin + r, b), 0, blocks, sums + r * kPanel, b == 0);
       for (; r < rows; ++r)

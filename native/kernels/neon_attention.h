@@ -32,7 +32,8 @@ static inline void value_dots(const Tile& tile, const IntScratch& s, int64_t b, 
 // Four positions and sixteen dimensions at a time. Columns of positions that nobody sees get what their rows hold.
 template <KvType T>
 static void transpose_keys(const Tile& tile, int64_t chain_length, float* out) {
-  for (int64_t i = tile.begin / 4 * 4; i < tile.end; i += 4)
+  for (int64_t i = tile.begin / 4 * 4; i < tile.end; i += 4) {
+    tile.prefetch_keys(i);
     for (int64_t d = 0; d < 4 * chain_length; d += 16) {
       V16 rows[4];
       UNROLL for (int p = 0; p < 4; ++p) rows[p] = load_kv(T, tile.key(i + p), d, tile.kv.head_dim);
@@ -47,6 +48,7 @@ static void transpose_keys(const Tile& tile, int64_t chain_length, float* out) {
         vst1q_f32(target + 3 * chain_length * kTile, vzip2q_f32(ae2, bf2));
       }
     }
+  }
 }
 
 static inline bool reads_directly(const KvLayer& kv, int64_t rows) { return rows <= 8 && kv.head_dim % 16 == 0; }
@@ -103,6 +105,7 @@ static inline void score_directly(const Tile& tile, const float* query, float* s
   for (int64_t i = tile.begin / P * P; i < tile.end; i += P) {
     const uint8_t* rows[P];
     UNROLL for (int p = 0; p < P; ++p) rows[p] = tile.key(i + p);
+    UNROLL for (int p = 0; p < P; p += 4) tile.prefetch_keys(i + p);
     score_positions<T, R, P>(rows, query, tile.kv.head_dim, scores + i);
   }
 }
@@ -132,6 +135,7 @@ static inline void mix_directly(const Tile& tile, const float* weights, int64_t 
     for (int64_t i = tile.begin; i < tile.end;) {
       const uint8_t* row = tile.value(i);
       float32x4_t weight[R], upper[R];
+      if (i % 4 == 0 && d == 0) tile.prefetch_values(i);
       if (i % 4 == 0 && i + 4 <= tile.end) {
         UNROLL for (int r = 0; r < R; ++r) {
           weight[r] = vld1q_f32(weights + r * kTile + i);
@@ -164,6 +168,7 @@ static inline void key_dots(const Tile& tile, const IntScratch&, int64_t b, cons
   }
   for (int64_t g = 0; g < kTile / 4; ++g) {
     const auto* row = reinterpret_cast<const int8_t*>(tile.keys[g]) + b * kBlock;
+    if (b == 0) tile.prefetch_keys(4 * g);
     int32x4_t sums[R][4];
     UNROLL for (int p = 0; p < 4; ++p) {
       const int8x16_t first = vld1q_s8(row + p * step), second = vld1q_s8(row + p * step + 16);
@@ -192,6 +197,7 @@ static inline void value_dots(const Tile& tile, const IntScratch&, int64_t b, co
 #define STEP(G, HALF, LANE)                                                                                         \
   {                                                                                                                 \
     const uint8_t* row = tile.values[G] + b * kBlock + d;                                                           \
+    if (b == 0 && d == 0) tile.prefetch_values(4 * G);                                                              \
     const uint8x16_t p0 = vld1q_u8(row), p1 = vld1q_u8(row + step), p2 = vld1q_u8(row + 2 * step), p3 = vld1q_u8(row + 3 * step); \
     const uint16x8_t a = vreinterpretq_u16_u8(vzip1q_u8(p0, p1)), e = vreinterpretq_u16_u8(vzip2q_u8(p0, p1));      \
     const uint16x8_t f = vreinterpretq_u16_u8(vzip1q_u8(p2, p3)), h = vreinterpretq_u16_u8(vzip2q_u8(p2, p3));      \

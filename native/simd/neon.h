@@ -12,9 +12,9 @@ static inline Reg reg_load(const float* p) { return vld1q_f32(p); }
 static inline void reg_store(float* p, Reg a) { vst1q_f32(p, a); }
 static inline Reg reg_load_bf16(const uint16_t* p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
 static inline void reg_load_bf16_pairs(const uint16_t* p, Reg& first, Reg& second) {
-  const uint32x4_t pair = vreinterpretq_u32_u16(vld1q_u16(p));
-  first = vreinterpretq_f32_u32(vshlq_n_u32(pair, 16));
-  second = vreinterpretq_f32_u32(vandq_u32(pair, vdupq_n_u32(0xffff0000u)));
+  const uint16x8_t pair = vld1q_u16(p);
+  first = vreinterpretq_f32_u16(vtrn1q_u16(vdupq_n_u16(0), pair));
+  second = vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_u16(pair), vdupq_n_u32(0xffff0000u)));
 }
 static inline void reg_store_bf16(uint16_t* p, Reg a) {
   const uint32x4_t bits = vreinterpretq_u32_f32(a);
