@@ -65,10 +65,11 @@ class NativeModel:
             config.num_layers, 1 + 16 * 12 + 140, BLOCK_SIZE, config.num_kv_heads, config.head_dim, kv_dtype
         )
         rng = np.random.default_rng(1)
-        for array in (*self.storage.keys, *self.storage.values):
-            random = rng.standard_normal(array[:1].shape).astype(np.float32) * 0.1
-            if kv_dtype in ("f32", "f16"):
-                array[:] = random
+        slots = np.arange(self.storage.num_blocks * BLOCK_SIZE, dtype=np.int64)
+        shape = (len(slots), config.num_kv_heads, config.head_dim)
+        random = rng.standard_normal(shape, np.float32) * np.float32(0.1)
+        for layer in range(config.num_layers):
+            self.storage.write(layer, slots, random, random)
 
     def batch(self, workload: Workload) -> Batch:
         total = workload.context + workload.queries
@@ -156,3 +157,43 @@ class LlamaCppModel:
         seconds = time_repeats(step, workload.repeats)
         self.api.llama_free(context)
         return seconds
+
+
+class TransformersModel:
+    """The same network in bfloat16 through torch; decode with transformers' own cache."""
+
+    def __init__(self, config: ModelConfig, threads: int) -> None:
+        import torch
+        import transformers
+
+        torch.set_num_threads(threads)
+        self.torch = torch
+        self.transformers = transformers
+        options = transformers.LlamaConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_heads,
+            num_key_value_heads=config.num_kv_heads,
+            max_position_embeddings=config.max_position,
+            tie_word_embeddings=True,
+        )
+        torch.set_default_dtype(torch.bfloat16)
+        self.model = transformers.LlamaForCausalLM(options).eval()
+        torch.set_default_dtype(torch.float32)
+
+    def seconds(self, workload: Workload) -> float:
+        torch = self.torch
+        prompt = torch.ones((workload.sequences, max(workload.context, 1)), dtype=torch.long)
+        step_ids = torch.ones((workload.sequences, workload.queries), dtype=torch.long)
+        cache = self.transformers.DynamicCache(config=self.model.config)
+        with torch.inference_mode():
+            if workload.context:
+                self.model(prompt, past_key_values=cache, logits_to_keep=1)
+
+            def step() -> None:
+                self.model(step_ids, past_key_values=cache, logits_to_keep=1)
+                cache.crop(workload.context)
+
+            return time_repeats(step, workload.repeats)

@@ -126,6 +126,9 @@ struct KernelTable {
   void (*attend_span)(const KvLayer& kv, int64_t kv_head, const int32_t* block_table, int64_t span_begin,
                       const AttentionRows& rows, uint8_t* scratch);
 
+  // Products in registers alone, of bytes or of what suits 16-bit weights best; returns how many operations they were.
+  int64_t (*peak_loop)(bool bytes);
+
   // Add the state (m, l, a) of a later span to (M, L, A).
   void (*merge_span)(float* M, float* L, float* A, float m, float l, const float* a, int64_t size);
 };

@@ -179,6 +179,24 @@ static void matmul_tiles(const PackedMatrix& m, const Activations& x, const floa
 
 #include "kernels/x86_attention.h"
 
+int64_t peak_loop(bool bytes) {
+  constexpr int64_t rounds = 1 << 17;
+  TileConfig config;
+  for (int tile = 0; tile < 8; ++tile) config.set(tile, 16, 64);
+  configure(config);
+  _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
+  _tile_zero(4); _tile_zero(5); _tile_zero(6); _tile_zero(7);
+  for (int64_t i = 0; i < rounds; ++i) {
+    if (bytes) {
+      _tile_dpbssd(0, 4, 6); _tile_dpbssd(1, 4, 7); _tile_dpbssd(2, 5, 6); _tile_dpbssd(3, 5, 7);
+    } else {
+      _tile_dpbf16ps(0, 4, 6); _tile_dpbf16ps(1, 4, 7); _tile_dpbf16ps(2, 5, 6); _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  _tile_release();
+  return rounds * 4 * 16 * 16 * (bytes ? 128 : 64);
+}
+
 // The system must be asked before tiles may be used; the answer holds for the whole process.
 bool tiles_allowed() {
   constexpr long request_permission = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA

@@ -16,6 +16,27 @@ namespace {
 #include "kernels/matmul_int.h"
 #include "kernels/x86_attention.h"
 
+int64_t peak_loop(bool bytes) {
+  constexpr int64_t rounds = 1 << 19;
+  __m512 sums[12] = {};
+  __m512i totals[12] = {};
+  const __m512 factor = _mm512_set1_ps(0.5f);
+  const __m512i ones = _mm512_set1_epi8(1);
+  for (int64_t i = 0; i < rounds; ++i) {
+#pragma GCC unroll 12
+    for (int j = 0; j < 12; ++j) {
+      if (bytes) {
+        totals[j] = _mm512_dpbusd_epi32(totals[j], ones, ones);
+        asm volatile("" : "+v"(totals[j]));
+      } else {
+        sums[j] = _mm512_fmadd_ps(sums[j], factor, factor);
+        asm volatile("" : "+v"(sums[j]));
+      }
+    }
+  }
+  return rounds * 12 * (bytes ? 128 : 32);
+}
+
 int score() {
   __builtin_cpu_init();
   const bool usable = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&

@@ -223,6 +223,28 @@ static inline void int_tile(const Panel& w, const IntRows& x, int first_row, int
 #include "kernels/neon_attention.h"
 
 
+int64_t peak_loop(bool bytes) {
+  constexpr int64_t rounds = 1 << 20;
+#define EACH_REGISTER(INSTRUCTION)                                                                     \
+  INSTRUCTION(0) INSTRUCTION(1) INSTRUCTION(2) INSTRUCTION(3) INSTRUCTION(4) INSTRUCTION(5) INSTRUCTION(6) \
+  INSTRUCTION(7) INSTRUCTION(8) INSTRUCTION(9) INSTRUCTION(10) INSTRUCTION(11)
+#define DOT(N) "sdot v" #N ".4s, v16.16b, v16.4b[0]\n"
+#define FMA(N) "fmla v" #N ".4s, v16.4s, v16.s[0]\n"
+#define CLOBBERS "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v8", "v9", "v10", "v11", "v16"
+  for (int64_t i = 0; i < rounds; ++i) {
+    if (bytes) {
+      asm volatile("movi v16.4s, #0\n" EACH_REGISTER(DOT) ::: CLOBBERS);
+    } else {
+      asm volatile("movi v16.4s, #0\n" EACH_REGISTER(FMA) ::: CLOBBERS);
+    }
+  }
+#undef EACH_REGISTER
+#undef DOT
+#undef FMA
+#undef CLOBBERS
+  return rounds * 12 * (bytes ? 32 : 8);
+}
+
 int score() {
 #if defined(__linux__)
   constexpr unsigned long dotprod = 1ul << 20;  // HWCAP_ASIMDDP

@@ -10,6 +10,7 @@
 #include <optional>
 
 #include "isa.h"
+#include "limits.h"
 #include "program.h"
 
 namespace nb = nanobind;
@@ -297,6 +298,8 @@ NB_MODULE(_native, m) {
   m.def("isa", [] { return std::string(kernels().name); });
   m.def("available_isas", &available_isas);
   m.def("set_isa", &set_isa);
+  m.def("read_bandwidth", &read_bandwidth, nb::call_guard<nb::gil_scoped_release>());
+  m.def("product_rate", &product_rate, nb::call_guard<nb::gil_scoped_release>());
   m.def("set_num_threads", [](int count) { nb::gil_scoped_release release; Pool::instance().set_num_threads(count); });
   m.def("num_threads", [] { nb::gil_scoped_release release; return Pool::instance().num_threads(); });
 }

@@ -79,6 +79,16 @@ def num_threads() -> int:
     return int(library().num_threads())
 
 
+def read_bandwidth(num_bytes: int = 256 << 20) -> float:
+    """Bytes per second that all threads together read from memory: what bounds decoding."""
+    return float(library().read_bandwidth(num_bytes))
+
+
+def product_rate(of_bytes: bool) -> float:
+    """Operations per second in registers alone, of bytes or of floats (with AMX: bfloat16): what bounds prefill."""
+    return float(library().product_rate(of_bytes))
+
+
 class NativeKernels:
     """Every verb of the network on the machine's best instruction set. Arrays are float32."""
 
