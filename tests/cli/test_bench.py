@@ -89,3 +89,14 @@ def test_wrong_settings_are_refused_before_anything_runs(trace_file: Path, tmp_p
         with pytest.raises(Exception, match="number"):
             numbers(text)
     assert numbers("1, 8,16") == [1, 8, 16]
+
+
+def test_targets_of_a_file_with_random_weights() -> None:
+    record = run_json("targets", "-n", "2", "-r", "1", "--requests", "16")
+    assert (record["model"], record["format"], record["kv_dtype"]) == ("random-tiny-q4_0.gguf", "q4_0", "f16")
+    rows = {row["name"]: row for row in record["rows"]}
+    assert rows["sequences at once"] == {"name": "sequences at once", "value": 16, "target": 16, "met": True}
+    assert rows["KV slots filled"]["met"]
+    printed = run("targets", "-n", "2", "-r", "1", "--requests", "16")
+    assert "< 1.15" in printed
+    assert "> 90%" in printed

@@ -40,12 +40,13 @@ GUESTS = {"bifolio.cli.bench_serve": "register_serve"}
 
 
 def register(app: typer.Typer) -> None:
-    from bifolio.cli import bench_trace
+    from bifolio.cli import bench_targets, bench_trace
 
     bench = typer.Typer(help=HELP, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
     bench.command("throughput", help=THROUGHPUT_HELP, epilog=THROUGHPUT_EPILOG)(throughput)
     bench.command("latency", help=LATENCY_HELP, epilog=LATENCY_EPILOG)(latency)
     bench_trace.register(bench)
+    bench_targets.register(bench)
     for module_name, function in GUESTS.items():
         try:
             module = import_module(module_name)

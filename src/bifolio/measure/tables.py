@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from bifolio.measure.latency import LatencyReport
     from bifolio.measure.profiler import PhaseProfile, Profile
+    from bifolio.measure.targets import TargetRow
     from bifolio.measure.throughput import BenchRow
     from bifolio.measure.trace import TraceReport
 
@@ -69,6 +70,14 @@ def trace_table(title: str, reports: Sequence[TraceReport]) -> Table:
     line("prompt tokens computed", [f"{r.num_computed_prompt_tokens} of {r.num_prompt_tokens}" for r in reports])
     line("prompt tokens cached", [str(r.num_cached_tokens) for r in reports])
     line("steps", [str(len(r.moments)) for r in reports])
+    return table
+
+
+def targets_table(title: str, rows: Sequence[TargetRow]) -> Table:
+    table = new_table(title, "", "value", "target", "met")
+    words = {True: "yes", False: "no", None: ""}
+    for row in rows:
+        table.add_row(row.name, row.shown, row.shown_target, words[row.met])
     return table
 
 

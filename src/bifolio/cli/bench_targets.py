@@ -1,0 +1,92 @@
+"""`bifolio bench targets`: the planned figures, and whether they are reached here."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bifolio.cli import measure_options, options
+
+HELP = """Hold this machine against the figures that were planned for a small model in 4 bits.
+
+Speed of one sequence, memory of the whole process, sequences at once and use of the cache. Without a model, a file with
+random weights of a shape is made and measured."""
+EPILOG = """Examples:
+
+  bifolio quantize SmolLM2-135M-Instruct.gguf smollm2.q4_0.gguf --format q4_0
+
+  bifolio bench targets -m smollm2.q4_0.gguf --threads 2"""
+
+
+def register(bench: typer.Typer) -> None:
+    bench.command("targets", help=HELP, epilog=EPILOG)(targets)
+
+
+def targets(
+    model: options.Model = None,
+    shape: measure_options.Shape = None,
+    format: measure_options.Format = "q4_0",
+    generate: Annotated[int, typer.Option("--generate", "-n", min=1, help="Tokens that one sequence generates.")] = 128,
+    requests: Annotated[int, typer.Option("--requests", min=16, help="Requests of the crowd.")] = 32,
+    repetitions: measure_options.Repetitions = 5,
+    block_size: options.BlockSize = 16,
+    kv_dtype: options.KvDtype = "f16",
+    kernels: measure_options.Kernels = None,
+    threads: options.Threads = 2,
+    as_json: measure_options.AsJson = False,
+) -> None:
+    if model is not None and shape is not None:
+        raise typer.BadParameter("pass --model or --shape, not both: a shape is a model made of random weights")
+    with tempfile.TemporaryDirectory() as folder:
+        path = model or str(make_file(shape or "S", format, Path(folder)))
+        measure(path, generate, requests, repetitions, block_size, kv_dtype, kernels, threads, as_json)
+
+
+def measure(
+    path: str,
+    generate: int,
+    requests: int,
+    repetitions: int,
+    block_size: int,
+    kv_dtype: str,
+    kernels: str | None,
+    threads: int | None,
+    as_json: bool,
+) -> None:
+    from bifolio.cli.bench import describe, progress, show, title
+    from bifolio.measure.targets import measure_targets, targets_llm
+    from bifolio.model.loader import load_model
+
+    llm = targets_llm(load_model(path), block_size=block_size, dtype=kv_dtype, kernels=kernels, threads=threads)
+    with progress(as_json) as note:
+        rows = measure_targets(llm, num_generated=generate, repetitions=repetitions, num_requests=requests, note=note)
+    setting = describe(llm, threads)
+    if as_json:
+        typer.echo(json.dumps({**setting, "rows": [row.as_dict() for row in rows]}))
+        return
+    from bifolio.measure.tables import targets_table
+
+    show(targets_table(f"{title(setting)}, {setting['kv_dtype']} cache", rows))
+
+
+def make_file(shape: str, format: str, folder: Path) -> Path:
+    """Random weights in a file, written by another process: making them takes memory that is not to be measured."""
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
+
+    path = folder / f"random-{shape}-{format}.gguf"
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        pool.submit(write_random, shape, format, path).result()
+    return path
+
+
+def write_random(shape: str, format: str, path: Path) -> None:
+    from bifolio.measure.random_models import random_model
+    from bifolio.model.gguf_writer import write_gguf
+    from bifolio.quant.formats import QuantFormat
+
+    write_gguf(path, random_model(shape, format), QuantFormat.parse(format))
