@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from bifolio.kernels.interface import AttentionShape, Heads, Rotation, Storage
+from bifolio.kernels.triton.dependent import OVERLAPPED, wait_for_inputs
 
 HEADS_PER_PROGRAM = 8
 
@@ -43,6 +44,7 @@ def _rope_write_kernel(
     is_query = (head < HEADS)[:, None]
     is_turned = (head < HEADS + KV_HEADS)[:, None]
     source = qkv + token * qkv_stride + head[:, None] * DIM
+    wait_for_inputs()
     x = tl.load(source + dim[None, :], mask=exists, other=0.0).to(tl.float32)
     inverse = tl.zeros([TILE, 1], tl.float32) + 1.0
     if HAS_NORM:
@@ -126,6 +128,7 @@ def rope_and_write(
             BLOCK_SIZE=storage.block_size if storage is not None else 1,
             TILE=tile,
             num_warps=min(max(tile * dim_block // 256, 1), 8),
+            **OVERLAPPED,
         )
     value = torch.unflatten(qkv, -1, (all_heads, dim))[:, heads + kv_heads :]
     return Heads(turned[:, :heads], turned[:, heads:], value)

@@ -21,12 +21,13 @@ import triton
 import triton.language as tl
 
 from bifolio.kernels.interface import AttentionShape, Storage
+from bifolio.kernels.triton.dependent import OVERLAPPED, wait_for_inputs
 
 LOG2_E = 1.4426950408889634
 TILE = 64  # tokens read together
 MIN_ROWS = 16  # rows of the smallest matrix product
 DETERMINISTIC_PIECE = 512  # tokens; a constant, so that no neighbour moves a piece's border
-PIECES_PER_HEAD_SLOT = 4  # pieces wanted for each multiprocessor, before they are dealt to the heads
+PIECE_BYTES = 1024  # of head dimensions wanted for each multiprocessor, before they are dealt to the heads
 
 
 @dataclass(slots=True)
@@ -52,7 +53,7 @@ def new_pieces(
     num_sequences: int, shape: AttentionShape, device: torch.device | str, *, num_processors: int, max_pieces: int = 0
 ) -> Pieces:
     """Room for the pieces of a step; `max_pieces` is given in deterministic mode, where lengths alone decide."""
-    extra = max(PIECES_PER_HEAD_SLOT * num_processors // shape.num_kv_heads, 1)
+    extra = max(PIECE_BYTES // shape.head_dim * num_processors // shape.num_kv_heads, 1)
     most = max_pieces or num_sequences + extra
 
     def integers(*size: int) -> torch.Tensor:
@@ -242,13 +243,15 @@ def _decode_kernel(
 ) -> None:
     kv_head, item = tl.program_id(0), tl.program_id(1)
     owner = tl.load(sequence + item)
+    length = tl.load(lengths + owner, mask=owner >= 0, other=0)
+    table_row = tl.load(table_rows + owner, mask=owner >= 0, other=0)
+    piece = tl.load(piece_length)
+    lowest = _first_token(length, window, tl.load(skipped), TILE)
+    begin = lowest + tl.load(number + item) * piece
+    wait_for_inputs()
     if owner >= 0:
-        length = tl.load(lengths + owner)
-        piece = tl.load(piece_length)
-        lowest = _first_token(length, window, tl.load(skipped), TILE)
-        begin = lowest + tl.load(number + item) * piece
         end = tl.minimum(begin + piece, length)
-        table = tables + tl.load(table_rows + owner).to(tl.int64) * table_stride
+        table = tables + table_row.to(tl.int64) * table_stride
         row, dim = tl.arange(0, ROWS), tl.arange(0, DIM_BLOCK)
         head = kv_head * GROUP + row
         real = (row < GROUP)[:, None] & (dim < DIM)[None, :]
@@ -350,8 +353,9 @@ def decode_attention(
     skipped: torch.Tensor,  # i32[1]
     *,
     stages: int = 3,
-    warps: int = 4,
+    warps: int = 2,
     tile: int = TILE,
+    overlapped: bool = False,  # the pieces were cut before the kernel in front of this one
 ) -> torch.Tensor:
     """[s, heads * dim]; rows of padding are left as they are."""
     num_sequences, heads, dim = query.shape
@@ -392,5 +396,6 @@ def decode_attention(
         JOIN=True,
         num_warps=warps,
         num_stages=stages if keys.dtype != torch.float32 else 1,
+        **(OVERLAPPED if overlapped else {}),
     )
     return out

@@ -51,6 +51,7 @@ class StagedSegment:
     table_rows: torch.Tensor | None = None  # i32[s]
     pieces: dict[int, Pieces] = field(default_factory=dict)  # by window
     tiles: dict[int, QueryTiles] = field(default_factory=dict)  # by rows of a tile
+    is_cut: bool = False  # the pieces were cut before the first layer
 
 
 class TritonKernels(TorchKernels):
@@ -198,7 +199,10 @@ class TritonKernels(TorchKernels):
             staged.pieces[window] = pieces
         tables = self._integers(segment.block_tables)
         assert staged.table_rows is not None
-        return decode_attention(query, shape, storage, tables, staged.table_rows, staged.lengths, pieces, self._nothing)
+        return decode_attention(
+            query, shape, storage, tables, staged.table_rows, staged.lengths, pieces, self._nothing,
+            overlapped=staged.is_cut,
+        )  # fmt: skip
 
     def stage_decode(
         self,
@@ -214,7 +218,7 @@ class TritonKernels(TorchKernels):
                 pieces[window] = self._new_pieces(segment, shape)
         for part in pieces.values():
             cut(part, segment.context_lens, self._nothing)
-        self._staged = [StagedSegment(segment, segment.context_lens, table_rows, pieces)]
+        self._staged = [StagedSegment(segment, segment.context_lens, table_rows, pieces, is_cut=True)]
 
     def _new_pieces(self, segment: AttentionSegment, shape: AttentionShape) -> Pieces:
         return new_pieces(segment.num_sequences, shape, self.device, num_processors=self.num_processors)

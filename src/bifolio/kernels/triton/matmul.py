@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from bifolio.kernels.interface import Norm
+from bifolio.kernels.triton.dependent import OVERLAPPED, wait_for_inputs
 from bifolio.kernels.triton.norm import ACTIVATIONS, activate
 
 NO_ACTIVATION = -1
@@ -59,23 +60,25 @@ def _one_row_kernel(
     sums = tl.zeros([OUTPUTS, BLOCK], tl.float32)
     partner_sums = tl.zeros([OUTPUTS, BLOCK], tl.float32)
     squares = tl.zeros([BLOCK], tl.float32)
-    for start in tl.range(0, DEPTH, BLOCK, num_stages=STAGES):
+    column = tl.arange(0, BLOCK)
+    inside = exists[:, None] & (column < DEPTH)[None, :]
+    first = tl.load(source + column[None, :], mask=inside, other=0.0)  # the weights depend on nobody
+    if ACTIVATION >= 0:
+        first_partner = tl.load(partner + column[None, :], mask=inside, other=0.0)
+    wait_for_inputs()
+    values, squares = _normed_values(x, norm_weight, column, squares, DEPTH, DEPTH % BLOCK != 0, HAS_NORM)
+    sums += first.to(tl.float32) * values[None, :]
+    if ACTIVATION >= 0:
+        partner_sums += first_partner.to(tl.float32) * values[None, :]
+    for start in tl.range(BLOCK, DEPTH, BLOCK, num_stages=STAGES):
         column = start + tl.arange(0, BLOCK)
-        if DEPTH % BLOCK == 0:
-            inside = exists[:, None]
-            values = tl.load(x + column).to(tl.float32)
-            if HAS_NORM:
-                squares += values * values
-                values = values * tl.load(norm_weight + column)
-        else:
-            inside = exists[:, None] & (column < DEPTH)[None, :]
-            values = tl.load(x + column, mask=column < DEPTH, other=0.0).to(tl.float32)
-            if HAS_NORM:
-                squares += values * values
-                values = values * tl.load(norm_weight + column, mask=column < DEPTH, other=0.0)
-        sums += tl.load(source + column[None, :], mask=inside, other=0.0).to(tl.float32) * values[None, :]
+        inside = exists[:, None] & (column < DEPTH)[None, :]
+        weights = tl.load(source + column[None, :], mask=inside, other=0.0)
+        values, squares = _normed_values(x, norm_weight, column, squares, DEPTH, DEPTH % BLOCK != 0, HAS_NORM)
+        sums += weights.to(tl.float32) * values[None, :]
         if ACTIVATION >= 0:
-            partner_sums += tl.load(partner + column[None, :], mask=inside, other=0.0).to(tl.float32) * values[None, :]
+            weights = tl.load(partner + column[None, :], mask=inside, other=0.0)
+            partner_sums += weights.to(tl.float32) * values[None, :]
     result = tl.sum(sums, axis=1)
     factor = 1.0
     if HAS_NORM:
@@ -91,6 +94,30 @@ def _one_row_kernel(
     if HAS_RESIDUAL:
         result += tl.load(residual + row, mask=exists, other=0.0).to(tl.float32)
     tl.store(out + row, result.to(out.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def _normed_values(
+    x: tl.tensor,
+    norm_weight: tl.tensor,
+    column: tl.tensor,
+    squares: tl.tensor,
+    DEPTH: tl.constexpr,
+    MASKED: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+) -> tl.tensor:
+    """(values of these columns, times the norm's weights; the sums of squares so far)."""
+    if MASKED:
+        values = tl.load(x + column, mask=column < DEPTH, other=0.0).to(tl.float32)
+    else:
+        values = tl.load(x + column).to(tl.float32)
+    if HAS_NORM:
+        squares += values * values
+        if MASKED:
+            values = values * tl.load(norm_weight + column, mask=column < DEPTH, other=0.0)
+        else:
+            values = values * tl.load(norm_weight + column)
+    return values, squares
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -126,6 +153,7 @@ def _few_rows_kernel(
     else:
         sums = tl.zeros([ROWS, OUTPUTS], tl.float32)
         up_sums = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    wait_for_inputs()
     for start in tl.range(0, DEPTH, BLOCK, num_stages=STAGES):
         column = start + tl.arange(0, BLOCK)
         if DEPTH % BLOCK == 0:
@@ -199,6 +227,7 @@ def one_row(
         HAS_RESIDUAL=residual is not None,
         ACTIVATION=NO_ACTIVATION if activation is None else ACTIVATIONS[activation],
         num_warps=tile.warps,
+        **OVERLAPPED,
     )
     return out
 
@@ -240,6 +269,7 @@ def few_rows(
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **OVERLAPPED,
     )
     return out
 

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from bifolio.kernels.interface import Norm
+from bifolio.kernels.triton.dependent import OVERLAPPED, wait_for_inputs
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 
@@ -35,6 +36,7 @@ def _norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < num_columns
+    wait_for_inputs()
     values = tl.load(x + row * x_stride + columns, mask=inside, other=0.0)
     if HAS_DELTA:
         change = tl.load(delta + row * delta_stride + columns, mask=inside, other=0.0)
@@ -75,6 +77,7 @@ def norm_rows(x: torch.Tensor, norm: Norm, delta: torch.Tensor | None = None) ->
         CENTERED=norm.centered,
         BLOCK=block,
         num_warps=min(max(block // 512, 1), 16),
+        **OVERLAPPED,
     )
     return total, out
 
@@ -97,6 +100,7 @@ def _act_mul_kernel(
     row = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
+    wait_for_inputs()
     gate = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * x_stride + width + columns, mask=inside, other=0.0).to(tl.float32)
     gate = activate(gate, ACTIVATION).to(out.dtype.element_ty).to(tl.float32)  # rounded as the separate operation does
@@ -111,5 +115,6 @@ def act_mul(x: torch.Tensor, activation: str) -> torch.Tensor:
         return out
     block = min(triton.next_power_of_2(width), 2048)
     grid = (triton.cdiv(width, block), rows)
-    _act_mul_kernel[grid](x, out, x.stride(0), width, ACTIVATION=ACTIVATIONS[activation], BLOCK=block, num_warps=4)
+    kind = ACTIVATIONS[activation]
+    _act_mul_kernel[grid](x, out, x.stride(0), width, ACTIVATION=kind, BLOCK=block, num_warps=4, **OVERLAPPED)
     return out

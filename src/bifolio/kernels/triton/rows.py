@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from bifolio.kernels.triton.dependent import OVERLAPPED, wait_for_inputs
+
 
 @triton.jit(do_not_specialize=["count"])
 def _apply_changes_kernel(
@@ -45,6 +47,7 @@ def _begin_step_kernel(
 ) -> None:
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = row < num_rows
+    wait_for_inputs()
     slot = tl.load(rows + row, mask=exists, other=-1)
     real = slot >= 0
     position = tl.load(lengths + slot, mask=real, other=0)
@@ -87,6 +90,7 @@ def begin_step(
         BLOCK_SIZE=block_size,
         BLOCK=block,
         num_warps=1,
+        **OVERLAPPED,
     )
 
 
@@ -102,6 +106,7 @@ def _rotation_kernel(
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     inside = column < HALF
+    wait_for_inputs()
     source = table + tl.load(positions + row).to(tl.int64) * (2 * HALF) + column
     tl.store(cos + row * HALF + column, tl.load(source, mask=inside), mask=inside)
     tl.store(sin + row * HALF + column, tl.load(source + HALF, mask=inside), mask=inside)
@@ -113,7 +118,6 @@ def look_up_rotation(table: torch.Tensor, positions: torch.Tensor) -> tuple[torc
     cos = torch.empty((rows, half), dtype=torch.float32, device=table.device)
     sin = torch.empty_like(cos)
     if rows:
-        _rotation_kernel[(rows,)](
-            table, positions, cos, sin, HALF=half, BLOCK=triton.next_power_of_2(half), num_warps=1
-        )
+        block = triton.next_power_of_2(half)
+        _rotation_kernel[(rows,)](table, positions, cos, sin, HALF=half, BLOCK=block, num_warps=1, **OVERLAPPED)
     return cos, sin

@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from bifolio.kernels.triton.dependent import OVERLAPPED, wait_for_inputs
+
 CHUNK = 4096  # logits looked at together
 
 
@@ -34,6 +36,7 @@ def _best_of_chunks_kernel(
 ) -> None:
     chunk, row = tl.program_id(0), tl.program_id(1)
     column = chunk * CHUNK + tl.arange(0, CHUNK)
+    wait_for_inputs()
     values = tl.load(logits + row.to(tl.int64) * vocab + column, mask=column < vocab, other=-float("inf"))
     value, index = tl.max(cleaned(values), axis=0, return_indices=True, return_indices_tie_break_left=True)
     tl.store(best_value + row * num_chunks + chunk, value)
@@ -54,6 +57,7 @@ def _chunk_sums_kernel(
 ) -> None:
     chunk, row = tl.program_id(0), tl.program_id(1)
     warmth = tl.load(temperature + tl.maximum(tl.load(rows + row), 0))
+    wait_for_inputs()
     if warmth > 0:
         every = tl.arange(0, CHUNKS)
         highest = tl.max(
@@ -118,6 +122,7 @@ def _choose_kernel(
 ) -> None:
     row = tl.program_id(0)
     slot = tl.load(rows + row)
+    wait_for_inputs()
     if slot >= 0:
         every = tl.arange(0, CHUNKS)
         exists = every < num_chunks
@@ -163,12 +168,13 @@ def choose_tokens(
     sums = torch.empty((num_rows, num_chunks), dtype=torch.int64, device=logits.device)
     chunks = triton.next_power_of_2(num_chunks)
     _best_of_chunks_kernel[(num_chunks, num_rows)](
-        logits, best_value, best_index, vocab, num_chunks, CHUNK=CHUNK, num_warps=4
+        logits, best_value, best_index, vocab, num_chunks, CHUNK=CHUNK, num_warps=4, **OVERLAPPED
     )
     if draws:
         _chunk_sums_kernel[(num_chunks, num_rows)](
-            logits, best_value, rows, temperature, sums, vocab, num_chunks, CHUNK=CHUNK, CHUNKS=chunks, num_warps=4
-        )
+            logits, best_value, rows, temperature, sums, vocab, num_chunks, CHUNK=CHUNK, CHUNKS=chunks, num_warps=4,
+            **OVERLAPPED,
+        )  # fmt: skip
     _choose_kernel[(num_rows,)](
         logits,
         best_value,
@@ -186,4 +192,5 @@ def choose_tokens(
         CHUNK=CHUNK,
         CHUNKS=chunks,
         num_warps=8,
+        **OVERLAPPED,
     )
