@@ -70,6 +70,8 @@ def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 def all_checks(kernels: TritonKernels, *, large: bool = False, seed: int = 0) -> Iterator[Check]:
     """Small shapes for the interpreter; `large` adds those that only a GPU gets through in time."""
+    from bifolio.measure.quantised_checks import quantised_checks
+
     bench = Bench(kernels, seed)
     tolerance = TOLERANCE[kernels.dtype]
     for name, error in (
@@ -79,6 +81,7 @@ def all_checks(kernels: TritonKernels, *, large: bool = False, seed: int = 0) ->
         *_decode_checks(bench, large),
         *_prefill_checks(bench, large),
         *_copy_checks(bench),
+        *quantised_checks(bench, large),
     ):
         yield Check(f"{NAMES[kernels.dtype]} {name}", error, tolerance)
 

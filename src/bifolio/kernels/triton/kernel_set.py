@@ -23,8 +23,7 @@ from bifolio.kernels.interface import (
     Rotation,
     Storage,
 )
-from bifolio.kernels.torch_reference import TorchKernels
-from bifolio.kernels.triton import cache, norm
+from bifolio.kernels.triton import cache, norm, quantised
 from bifolio.kernels.triton.decode import Pieces, cut, decode_attention, new_pieces
 from bifolio.kernels.triton.deferred import Normed, Product, Sum, tensor
 from bifolio.kernels.triton.matmul import few_rows, one_row
@@ -36,6 +35,7 @@ from bifolio.kernels.triton.prefill import (
     tile_rows,
     uses_cudnn,
 )
+from bifolio.kernels.triton.quantised import QuantisedKernels, QuantisedWeight, most_rows
 from bifolio.kernels.triton.rows import look_up_rotation
 
 FEW_ROWS = 16  # products with at most so many rows run on our own kernels
@@ -54,7 +54,7 @@ class StagedSegment:
     is_cut: bool = False  # the pieces were cut before the first layer
 
 
-class TritonKernels(TorchKernels):
+class TritonKernels(QuantisedKernels):
     """Dense weights in bf16 by default. Without a GPU it runs in Triton's interpreter, for tests."""
 
     name = "triton"
@@ -117,7 +117,7 @@ class TritonKernels(TorchKernels):
 
     def linear(self, x: Array, linear: Linear) -> Array:
         rows = x.rows if isinstance(x, Normed) else int(x.shape[0])
-        if 0 < rows <= FEW_ROWS and linear.prepared is not None:
+        if linear.prepared is not None and 0 < rows <= most_rows(linear, FEW_ROWS, self.deterministic):
             return Product(x, linear, self._multiply)
         return super().linear(tensor(x), linear)
 
@@ -135,7 +135,7 @@ class TritonKernels(TorchKernels):
 
     def logits(self, x: Array, head: Linear, softcap: float) -> Array:
         rows = x.rows if isinstance(x, Normed) else int(x.shape[0])
-        if 0 < rows <= FEW_ROWS and head.prepared is not None:
+        if head.prepared is not None and 0 < rows <= most_rows(head, FEW_ROWS, self.deterministic):
             y = self._multiply(Product(x, head, self._multiply), None, None, torch.float32)
         else:
             y = super().linear(tensor(x), head).float()
@@ -255,6 +255,8 @@ class TritonKernels(TorchKernels):
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         weight, bias = product.linear.prepared
+        if isinstance(weight, QuantisedWeight):
+            return quantised.multiply(product, weight, bias, residual, activation, out_dtype, self.deterministic)
         if product.rows == 1 and not self.deterministic:
             normed = product.x if isinstance(product.x, Normed) and product.x.value is None else None
             x = normed.x if normed is not None else tensor(product.x)

@@ -1,0 +1,313 @@
+"""Weights in the blocks of Q8_0, Q4_0 and Q4_1, used as they are: a GPU reads a half or a quarter of the bytes.
+
+A block holds 32 values of a row. On the device the parts of all blocks lie apart, so that each is read in long runs:
+
+    values   Q8_0: i8[outputs, depth]    Q4_0, Q4_1: u8[outputs, depth / 2], element j of a block beside element j + 16
+    scales   f16[outputs, depth / 32]
+    minima   f16[outputs, depth / 32]    Q4_1 alone
+
+    out = act(norm(x) @ dequantised.T + bias) + residual          (each part optional)
+
+One row: plain multiply-adds while the blocks stream by. Few rows: a tile of the weight is dequantised in registers and
+goes to the matrix units. Many rows: the whole weight is dequantised once, and the matrix library multiplies.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+
+from bifolio.kernels.interface import Array, Linear, Norm
+from bifolio.kernels.torch_reference import TorchKernels
+from bifolio.kernels.triton.deferred import Normed, Product, tensor
+from bifolio.kernels.triton.dependent import OVERLAPPED
+from bifolio.kernels.triton.norm import ACTIVATIONS
+from bifolio.kernels.triton.quantised_kernels import dequantise_kernel, few_rows_kernel, one_row_kernel
+from bifolio.quant.formats import QuantFormat
+from bifolio.quant.tensor import QuantizedTensor
+
+NO_ACTIVATION = -1
+INTERPRETED = bool(triton.knobs.runtime.interpret)  # then a program costs milliseconds: few, large ones
+KINDS = {QuantFormat.Q8_0: 0, QuantFormat.Q4_0: 1, QuantFormat.Q4_1: 2}  # what kernels call the formats
+HEADER_BYTES = {QuantFormat.Q8_0: 2, QuantFormat.Q4_0: 2, QuantFormat.Q4_1: 4}  # of a block, before its values
+FEW_ROWS = 64  # products with at most so many rows dequantise as they go
+FIXED_ROWS = 64  # rows of a tile in deterministic mode, however many there are
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedWeight:
+    """A matrix [outputs, depth] on the device, in blocks."""
+
+    format: QuantFormat
+    values: torch.Tensor
+    scales: torch.Tensor
+    minima: torch.Tensor | None
+    shape: tuple[int, int]
+
+    @property
+    def kind(self) -> int:
+        return KINDS[self.format]
+
+    @property
+    def num_bytes(self) -> int:
+        parts = (self.values, self.scales, self.minima)
+        return sum(part.numel() * part.element_size() for part in parts if part is not None)
+
+
+def pack(parts: tuple[QuantizedTensor, ...], device: str) -> QuantisedWeight:
+    """Matrices of one format and width, one under the other; the bytes are taken apart on the device."""
+    format, (_, depth) = parts[0].format, parts[0].shape
+    raw = torch.cat([torch.from_numpy(np.array(part.data)).to(device) for part in parts])
+    blocks = raw.view(raw.shape[0], depth // 32, format.block_bytes)
+    header = HEADER_BYTES[format]
+    values = blocks[:, :, header:].contiguous().view(raw.shape[0], -1)
+    factors = blocks[:, :, :header].contiguous().view(torch.float16)
+    return QuantisedWeight(
+        format,
+        values.view(torch.int8) if format is QuantFormat.Q8_0 else values,
+        factors[:, :, 0].contiguous(),
+        factors[:, :, 1].contiguous() if format is QuantFormat.Q4_1 else None,
+        (raw.shape[0], depth),
+    )
+
+
+# -- launching ---------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class QuantisedTile:
+    """How one shape of product is cut."""
+
+    outputs: int  # rows of the weight per program
+    blocks: int  # of 32 columns each, read together
+    warps: int
+    stages: int = 1
+
+
+def one_row(
+    x: torch.Tensor,  # [1, depth]
+    weight: QuantisedWeight,
+    *,
+    norm: Norm | None = None,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    tile: QuantisedTile | None = None,
+) -> torch.Tensor:
+    """[1, outputs]"""
+    outputs, depth = weight.shape
+    outputs = outputs if activation is None else outputs // 2
+    tile = tile or one_row_tile(weight.format, outputs)
+    out = torch.empty((1, outputs), dtype=out_dtype or x.dtype, device=x.device)
+    one_row_kernel[(triton.cdiv(outputs, tile.outputs),)](
+        x,
+        weight.values,
+        weight.scales,
+        weight.scales if weight.minima is None else weight.minima,
+        x if norm is None else norm.weight,
+        x if bias is None else bias,
+        x if residual is None else residual,
+        out,
+        outputs,
+        0.0 if norm is None else norm.eps,
+        DEPTH=depth,
+        KIND=weight.kind,
+        OUTPUTS=tile.outputs,
+        BLOCKS=min(tile.blocks, triton.next_power_of_2(depth // 32)),
+        STAGES=tile.stages,
+        HAS_NORM=norm is not None,
+        HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None,
+        ACTIVATION=NO_ACTIVATION if activation is None else ACTIVATIONS[activation],
+        num_warps=tile.warps,
+        **OVERLAPPED,
+    )
+    return out
+
+
+def few_rows(
+    x: torch.Tensor,  # [rows, depth]
+    weight: QuantisedWeight,
+    *,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    deterministic: bool = False,
+    tile: QuantisedTile | None = None,
+) -> torch.Tensor:
+    """[rows, outputs]; any number of rows is right, few are fast."""
+    num_rows, depth = x.shape
+    outputs = weight.shape[0] if activation is None else weight.shape[0] // 2
+    tile = tile or few_rows_tile(x.dtype, outputs)
+    rows = FIXED_ROWS if deterministic else min(max(16, triton.next_power_of_2(num_rows)), 128)
+    out = torch.empty((num_rows, outputs), dtype=out_dtype or x.dtype, device=x.device)
+    few_rows_kernel[(triton.cdiv(outputs, tile.outputs), triton.cdiv(num_rows, rows))](
+        x,
+        weight.values,
+        weight.scales,
+        weight.scales if weight.minima is None else weight.minima,
+        x if bias is None else bias,
+        x if residual is None else residual,
+        out,
+        num_rows,
+        outputs,
+        x.stride(0),
+        DEPTH=depth,
+        KIND=weight.kind,
+        ROWS=rows,
+        OUTPUTS=tile.outputs,
+        BLOCKS=tile.blocks,
+        STAGES=tile.stages,
+        HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None,
+        ACTIVATION=NO_ACTIVATION if activation is None else ACTIVATIONS[activation],
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **OVERLAPPED,
+    )
+    return out
+
+
+def dequantise(
+    weight: QuantisedWeight, dtype: torch.dtype, *, rows: torch.Tensor | None = None, factor: float = 1.0
+) -> torch.Tensor:
+    """[n, depth]: the matrix as numbers, or the rows that are asked for, times `factor`."""
+    depth = weight.shape[1]
+    count = weight.shape[0] if rows is None else int(rows.shape[0])
+    out = torch.empty((count, depth), dtype=dtype, device=weight.values.device)
+    blocks = min(triton.next_power_of_2(depth // 32), 64)
+    if count:
+        dequantise_kernel[(count, triton.cdiv(depth // 32, blocks))](
+            weight.values,
+            weight.scales,
+            weight.scales if weight.minima is None else weight.minima,
+            weight.scales if rows is None else rows,
+            out,
+            factor,
+            DEPTH=depth,
+            KIND=weight.kind,
+            BLOCKS=blocks,
+            LOOKS_UP=rows is not None,
+            num_warps=4,
+            **OVERLAPPED,
+        )
+    return out
+
+
+def one_row_tile(format: QuantFormat, outputs: int) -> QuantisedTile:
+    """Tiles of 4 to 16 kB, and programs for every multiprocessor several times over."""
+    if INTERPRETED:
+        return QuantisedTile(64, 2, 4)
+    blocks = 64 if format is QuantFormat.Q8_0 else 128
+    return QuantisedTile(4 if outputs >= 2048 else 2, blocks, 4)
+
+
+def few_rows_tile(dtype: torch.dtype, outputs: int) -> QuantisedTile:
+    if INTERPRETED:
+        return QuantisedTile(64, 2, 4)
+    if dtype == torch.float32:
+        return QuantisedTile(32, 1, 4, 2)
+    return QuantisedTile(64 if outputs >= 8192 else 32, 4, 4, 4)
+
+
+# -- the kernel set's part ---------------------------------------------------------------------------------------------
+class QuantisedKernels(TorchKernels):
+    """A torch kernel set that keeps quantised weights as they are; `Linear.prepared` is (weight, bias or None)."""
+
+    def __init__(self, device: str = "cuda", dtype: str = "bf16") -> None:
+        super().__init__(device, dtype)
+        self._tables: deque[tuple[Any, Any]] = deque(maxlen=2)  # as given and as prepared: tokens, then positions
+
+    def prepare_linear(self, linear: Linear) -> Linear:
+        weight = next((prepared for table, prepared in self._tables if _is_tied(linear, table)), None)
+        if weight is None:
+            if not usable(linear.parts):
+                return super().prepare_linear(linear)
+            weight = pack(linear.parts, self.device)
+        bias = self._bias(linear)
+        return Linear((weight,), (bias,), (weight, bias))
+
+    def prepare_embedding(self, table: QuantizedTensor | Array) -> Any:
+        prepared = pack((table,), self.device) if usable((table,)) else super().prepare_embedding(table)
+        self._tables.append((table, prepared))
+        return prepared
+
+    def embed(self, table: Any, ids: Array, scale: float) -> Array:
+        if isinstance(table, QuantisedWeight):
+            return dequantise(table, self.dtype, rows=ids, factor=scale)
+        return super().embed(table, ids, scale)
+
+    def linear(self, x: Array, linear: Linear) -> Array:
+        weight = None if linear.prepared is None else linear.prepared[0]
+        if not isinstance(weight, QuantisedWeight):
+            return super().linear(x, linear)
+        bias = linear.prepared[1]
+        if x.shape[0] <= FEW_ROWS:
+            return few_rows(x, weight, bias=bias)
+        return torch.nn.functional.linear(x, dequantise(weight, x.dtype), bias)
+
+    def _bias(self, linear: Linear) -> torch.Tensor | None:
+        """One bias for all parts; zeros where a part has none."""
+        if all(bias is None for bias in linear.biases):
+            return None
+        each = [
+            torch.zeros(part.shape[0], dtype=self.dtype, device=self.device) if bias is None else self.tensor(bias)
+            for part, bias in zip(linear.parts, linear.biases, strict=True)
+        ]
+        return torch.cat(each)
+
+
+def multiply(
+    product: Product,
+    weight: QuantisedWeight,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    activation: str | None,
+    out_dtype: torch.dtype | None,
+    deterministic: bool,
+) -> torch.Tensor:
+    """Few rows, with everything around the product that could be fused into it."""
+    if product.rows == 1 and not deterministic:
+        normed = product.x if isinstance(product.x, Normed) and product.x.value is None else None
+        x = normed.x if normed is not None else tensor(product.x)
+        norm = None if normed is None else normed.norm
+        return one_row(
+            x, weight, norm=norm, bias=bias, residual=residual, activation=activation, out_dtype=out_dtype
+        )  # fmt: skip
+    return few_rows(
+        tensor(product.x),
+        weight,
+        bias=bias,
+        residual=residual,
+        activation=activation,
+        out_dtype=out_dtype,
+        deterministic=deterministic,
+    )
+
+
+def usable(parts: tuple[Any, ...]) -> bool:
+    """Whether these matrices, which share their input, can stay in their blocks: one format, and one with kernels."""
+    formats = {part.format if isinstance(part, QuantizedTensor) else None for part in parts}
+    return len(formats) == 1 and formats.pop() in KINDS
+
+
+def _is_tied(linear: Linear, table: Any) -> bool:
+    """The head of many models is their embedding: one copy in memory serves both."""
+    return len(linear.parts) == 1 and linear.parts[0] is table
+
+
+def most_rows(linear: Linear, dense: int, deterministic: bool) -> int:
+    """Up to how many rows a product runs on kernels of our own; `dense` with dense weights.
+
+    Deterministic, all do: what is fused and how sums are cut must not depend on the number of rows.
+    """
+    if not isinstance(linear.prepared[0], QuantisedWeight):
+        return dense
+    return sys.maxsize if deterministic else FEW_ROWS

@@ -1,0 +1,264 @@
+# mypy: disallow-untyped-decorators=False
+"""Kernels over weights in blocks of 32 values (see `quantised`): KIND is 0 for Q8_0, 1 for Q4_0, 2 for Q4_1.
+
+A tile is [outputs, blocks, elements]: 32 elements of Q8_0, or 16 pairs of elements j and j + 16.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from bifolio.kernels.triton.dependent import wait_for_inputs
+from bifolio.kernels.triton.norm import activate
+
+
+@triton.jit
+def _load_tile(values: tl.tensor, place: tl.tensor, inside: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
+    """i8 values or u8 pairs of the blocks numbered `place` i64[outputs, blocks]."""
+    if KIND == 0:
+        source = values + place[:, :, None] * 32 + tl.arange(0, 32)[None, None, :]
+    else:
+        source = values + place[:, :, None] * 16 + tl.arange(0, 16)[None, None, :]
+    return tl.load(source, mask=inside[:, :, None], other=0)
+
+
+@triton.jit
+def _load_factors(
+    scales: tl.tensor, minima: tl.tensor, place: tl.tensor, inside: tl.tensor, KIND: tl.constexpr
+) -> tl.tensor:
+    """(scale, offset) of each block, such that value = scale * code + offset: f32[outputs, blocks, 1]."""
+    scale = tl.load(scales + place, mask=inside, other=0.0).to(tl.float32)[:, :, None]
+    if KIND == 1:
+        offset = scale * -8.0
+    elif KIND == 2:
+        offset = tl.load(minima + place, mask=inside, other=0.0).to(tl.float32)[:, :, None]
+    else:
+        offset = scale * 0.0
+    return scale, offset
+
+
+@triton.jit
+def _weighted(
+    tile: tl.tensor,
+    scale: tl.tensor,
+    offset: tl.tensor,
+    first: tl.tensor,  # f32[blocks, elements]  x at the elements of a block, or at those of low nibbles
+    second: tl.tensor,  # at those of high nibbles
+    KIND: tl.constexpr,
+) -> tl.tensor:
+    """Products of a tile and x: f32[outputs, blocks, elements]."""
+    if KIND == 0:
+        products = tile.to(tl.float32) * scale * first[None, :, :]
+    else:
+        low = (tile & 15).to(tl.float32) * scale + offset
+        high = (tile >> 4).to(tl.float32) * scale + offset
+        products = low * first[None, :, :] + high * second[None, :, :]
+    return products
+
+
+@triton.jit
+def _load_x(
+    x: tl.tensor,
+    norm_weight: tl.tensor,
+    column: tl.tensor,
+    squares: tl.tensor,
+    DEPTH: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+) -> tl.tensor:
+    """(x at these columns, times the norm's weights; the sums of squares so far)."""
+    inside = column < DEPTH
+    values = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        squares += values * values
+        values = values * tl.load(norm_weight + column, mask=inside, other=0.0)
+    return values, squares
+
+
+@triton.jit
+def one_row_kernel(
+    x: tl.tensor,  # [depth]
+    values: tl.tensor,
+    scales: tl.tensor,
+    minima: tl.tensor,
+    norm_weight: tl.tensor,  # f32[depth]
+    bias: tl.tensor,
+    residual: tl.tensor,  # [outputs]
+    out: tl.tensor,  # [outputs]
+    num_outputs: tl.tensor,
+    eps: tl.tensor,
+    DEPTH: tl.constexpr,
+    KIND: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    STAGES: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr,  # of a gate, with its partner `num_outputs` rows further on; -1: none
+) -> None:
+    ELEMENTS: tl.constexpr = 32 if KIND == 0 else 16
+    row = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    exists = row < num_outputs
+    start = row.to(tl.int64)[:, None] * (DEPTH // 32)
+    partner_start = (row + num_outputs).to(tl.int64)[:, None] * (DEPTH // 32)
+    sums = tl.zeros([OUTPUTS, BLOCKS, ELEMENTS], tl.float32)
+    partner_sums = tl.zeros([OUTPUTS, BLOCKS, ELEMENTS], tl.float32)
+    squares = tl.zeros([BLOCKS, ELEMENTS], tl.float32)
+    for first_block in tl.range(0, DEPTH // 32, BLOCKS, num_stages=STAGES):
+        block = first_block + tl.arange(0, BLOCKS)
+        inside = exists[:, None] & (block < DEPTH // 32)[None, :]
+        tile = _load_tile(values, start + block[None, :], inside, KIND)
+        scale, offset = _load_factors(scales, minima, start + block[None, :], inside, KIND)
+        if first_block == 0:
+            wait_for_inputs()  # the weights depend on nobody
+        column = block[:, None] * 32 + tl.arange(0, ELEMENTS)[None, :]
+        first, squares = _load_x(x, norm_weight, column, squares, DEPTH, HAS_NORM)
+        second = first
+        if KIND != 0:
+            second, squares = _load_x(x, norm_weight, column + 16, squares, DEPTH, HAS_NORM)
+        sums += _weighted(tile, scale, offset, first, second, KIND)
+        if ACTIVATION >= 0:
+            tile = _load_tile(values, partner_start + block[None, :], inside, KIND)
+            scale, offset = _load_factors(scales, minima, partner_start + block[None, :], inside, KIND)
+            partner_sums += _weighted(tile, scale, offset, first, second, KIND)
+    result = tl.sum(tl.sum(sums, axis=2), axis=1)
+    factor = 1.0
+    if HAS_NORM:
+        factor = 1.0 / tl.sqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / DEPTH + eps)
+    result = result * factor
+    if HAS_BIAS:
+        result += tl.load(bias + row, mask=exists, other=0.0).to(tl.float32)
+    if ACTIVATION >= 0:
+        up = tl.sum(tl.sum(partner_sums, axis=2), axis=1) * factor
+        if HAS_BIAS:
+            up += tl.load(bias + num_outputs + row, mask=exists, other=0.0).to(tl.float32)
+        result = activate(result, ACTIVATION) * up
+    if HAS_RESIDUAL:
+        result += tl.load(residual + row, mask=exists, other=0.0).to(tl.float32)
+    tl.store(out + row, result.to(out.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def _multiply_tile(
+    sums: tl.tensor,  # f32[outputs, rows]
+    tile: tl.tensor,
+    scale: tl.tensor,
+    offset: tl.tensor,
+    first: tl.tensor,  # [rows, blocks * elements]
+    second: tl.tensor,
+    KIND: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> tl.tensor:
+    OUTPUTS: tl.constexpr = sums.shape[0]
+    WIDTH: tl.constexpr = first.shape[1]
+    if KIND == 0:
+        weight = (tile.to(tl.float32) * scale).to(first.dtype)
+        sums = tl.dot(tl.reshape(weight, [OUTPUTS, WIDTH]), tl.trans(first), sums, input_precision=PRECISION)
+    else:
+        low = ((tile & 15).to(tl.float32) * scale + offset).to(first.dtype)
+        high = ((tile >> 4).to(tl.float32) * scale + offset).to(first.dtype)
+        sums = tl.dot(tl.reshape(low, [OUTPUTS, WIDTH]), tl.trans(first), sums, input_precision=PRECISION)
+        sums = tl.dot(tl.reshape(high, [OUTPUTS, WIDTH]), tl.trans(second), sums, input_precision=PRECISION)
+    return sums
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def few_rows_kernel(
+    x: tl.tensor,  # [rows, depth]
+    values: tl.tensor,
+    scales: tl.tensor,
+    minima: tl.tensor,
+    bias: tl.tensor,
+    residual: tl.tensor,  # [rows, outputs]
+    out: tl.tensor,  # [rows, outputs]
+    num_rows: tl.tensor,
+    num_outputs: tl.tensor,
+    x_stride: tl.tensor,
+    DEPTH: tl.constexpr,
+    KIND: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    STAGES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    ELEMENTS: tl.constexpr = 32 if KIND == 0 else 16
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    row_exists, output_exists = row < num_rows, output < num_outputs
+    start = output.to(tl.int64)[:, None] * (DEPTH // 32)
+    partner_start = (output + num_outputs).to(tl.int64)[:, None] * (DEPTH // 32)
+    x_source = x + row.to(tl.int64)[:, None] * x_stride
+    position = tl.arange(0, BLOCKS * ELEMENTS)
+    sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    up_sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    wait_for_inputs()
+    for first_block in tl.range(0, DEPTH // 32, BLOCKS, num_stages=STAGES):
+        block = first_block + tl.arange(0, BLOCKS)
+        inside = output_exists[:, None] & (block < DEPTH // 32)[None, :]
+        column = ((first_block + position // ELEMENTS) * 32 + position % ELEMENTS)[None, :]
+        wanted = row_exists[:, None] & (column < DEPTH)
+        tile = _load_tile(values, start + block[None, :], inside, KIND)
+        scale, offset = _load_factors(scales, minima, start + block[None, :], inside, KIND)
+        first = tl.load(x_source + column, mask=wanted, other=0.0)
+        second = first
+        if KIND != 0:
+            second = tl.load(x_source + column + 16, mask=wanted, other=0.0)
+        sums = _multiply_tile(sums, tile, scale, offset, first, second, KIND, PRECISION)
+        if ACTIVATION >= 0:
+            tile = _load_tile(values, partner_start + block[None, :], inside, KIND)
+            scale, offset = _load_factors(scales, minima, partner_start + block[None, :], inside, KIND)
+            up_sums = _multiply_tile(up_sums, tile, scale, offset, first, second, KIND, PRECISION)
+    if HAS_BIAS:
+        sums += tl.load(bias + output, mask=output_exists, other=0.0).to(tl.float32)[:, None]
+    if ACTIVATION >= 0:
+        if HAS_BIAS:
+            up_sums += tl.load(bias + num_outputs + output, mask=output_exists, other=0.0).to(tl.float32)[:, None]
+        sums = activate(sums, ACTIVATION) * up_sums
+    result = tl.trans(sums)
+    exists = row_exists[:, None] & output_exists[None, :]
+    place = row.to(tl.int64)[:, None] * num_outputs + output[None, :]
+    if HAS_RESIDUAL:
+        result += tl.load(residual + place, mask=exists, other=0.0).to(tl.float32)
+    tl.store(out + place, result.to(out.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def dequantise_kernel(
+    values: tl.tensor,
+    scales: tl.tensor,
+    minima: tl.tensor,
+    rows: tl.tensor,  # int[n]  which row goes where, or nothing: all in order
+    out: tl.tensor,  # [n, depth]
+    factor: tl.tensor,
+    DEPTH: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    LOOKS_UP: tl.constexpr,
+) -> None:
+    target = tl.program_id(0).to(tl.int64)
+    row = target
+    wait_for_inputs()
+    if LOOKS_UP:
+        row = tl.load(rows + target).to(tl.int64)
+    block = (tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS))[None, :]
+    inside = block < DEPTH // 32
+    place = row * (DEPTH // 32) + block
+    tile = _load_tile(values, place, inside, KIND)
+    scale, offset = _load_factors(scales, minima, place, inside, KIND)
+    destination = out + target * DEPTH + block[:, :, None] * 32
+    if KIND == 0:
+        result = tile.to(tl.float32) * scale * factor
+        tl.store(
+            destination + tl.arange(0, 32)[None, None, :], result.to(out.dtype.element_ty), mask=inside[:, :, None]
+        )
+    else:
+        destination += tl.arange(0, 16)[None, None, :]
+        low = ((tile & 15).to(tl.float32) * scale + offset) * factor
+        high = ((tile >> 4).to(tl.float32) * scale + offset) * factor
+        tl.store(destination, low.to(out.dtype.element_ty), mask=inside[:, :, None])
+        tl.store(destination + 16, high.to(out.dtype.element_ty), mask=inside[:, :, None])
