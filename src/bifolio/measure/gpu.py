@@ -151,7 +151,7 @@ def prepare(report: Report, options: argparse.Namespace) -> None:
     """Compile everything that is timed later, in as many processes as there are parts."""
     names = [f"rows:{shape}" for shape in options.shapes] if "rows" in options.only else []
     if "tuning" in options.only:
-        names += [f"tuning:{shape}:{rows}" for shape in options.shapes for rows in (1, 16, 64, 256)]
+        names += [f"tuning:{shape}:{rows}" for shape in options.shapes for rows in (1, 32, 64)]
     if names:
         found = run_workers(report, names, options)
         report.say(f"compiled: {found}")
@@ -236,7 +236,7 @@ def run_tuning(report: Report, options: argparse.Namespace) -> None:
     from bifolio.measure import gpu_tuning
 
     for shape in options.shapes:
-        for rows in (1, 64, 16, 256):
+        for rows in (1, 64, 32):
             for entry in (
                 report.attempt(f"tuning {shape} {rows}", partial(_listed, gpu_tuning.tune_products, shape, rows)) or []
             ):

@@ -29,17 +29,24 @@ ONE_ROW_TILES = (
     RowTile(1, 1024, 2), RowTile(2, 1024, 4), RowTile(4, 512, 2), RowTile(4, 1024, 4), RowTile(8, 512, 4),
     RowTile(16, 256, 4), RowTile(8, 512, 4, 4), RowTile(2, 2048, 8),
 )  # fmt: skip
-FEW_ROWS_TILES = {
-    16: (
-        RowTile(16, 256, 4, 4), RowTile(32, 256, 4, 3), RowTile(64, 128, 4, 5, True), RowTile(64, 256, 4, 3, True),
-        RowTile(16, 512, 4, 3),
-    ),
-    64: (
-        RowTile(32, 128, 4, 5), RowTile(64, 128, 4, 5), RowTile(64, 128, 4, 5, True), RowTile(128, 64, 4, 6, True),
-        RowTile(64, 256, 8, 3),
-    ),
-    256: (RowTile(64, 64, 8, 4), RowTile(128, 64, 8, 4)),
-}  # fmt: skip
+SHARED_MEMORY = 220_000  # bytes that a program may use
+
+
+def few_rows_tiles(rows: int, outputs: int, depth: int, gated: bool) -> list[RowTile]:
+    """Settings worth timing: enough programs to occupy the GPU, and they fit."""
+    found = []
+    for count, step, warps, stages, swapped in (
+        (16, 256, 4, 4, False), (32, 128, 4, 4, False), (32, 128, 4, 5, False), (32, 256, 4, 3, False),
+        (64, 128, 4, 3, True), (64, 128, 4, 4, True), (64, 64, 4, 6, True), (128, 64, 4, 4, True),
+        (128, 64, 8, 5, True), (128, 128, 8, 3, True),
+    ):  # fmt: skip
+        memory = stages * step * 2 * (count * (2 if gated else 1) + max(16, rows))
+        tiles = -(-outputs // count)
+        for splits in (1, 2, 4, 8):
+            too_many = splits > 1 and (tiles * splits > 800 or depth // splits < step * 2)
+            if memory <= SHARED_MEMORY and tiles * splits >= 64 and not too_many:
+                found.append(RowTile(count, step, warps, stages, swapped, splits))
+    return found
 
 
 def products(config: ModelConfig) -> dict[str, tuple[int, int, bool]]:
@@ -74,7 +81,7 @@ def tune_products(shape: str, rows: int, device: str = "cuda") -> Iterator[dict[
         if rows == 1 and name in ("qkv", "up", "head"):
             options["norm"] = norm
         multiply: Callable[..., torch.Tensor] = one_row if rows == 1 else few_rows
-        tiles = ONE_ROW_TILES if rows == 1 else FEW_ROWS_TILES[rows]
+        tiles = ONE_ROW_TILES if rows == 1 else few_rows_tiles(rows, outputs, depth, gated)
         _compile([partial(multiply, x, weights[0], tile=tile, **options) for tile in tiles])
         for tile in tiles:
             entry[str(astuple(tile))] = _microseconds([partial(multiply, x, w, tile=tile, **options) for w in weights])

@@ -104,17 +104,28 @@ class CapturedStep:
     places: torch.Tensor  # i64[r]
     contexts: torch.Tensor  # i32[r]
     table_rows: torch.Tensor  # i32[r]
-    chosen: torch.Tensor  # i32[r]
+    turn: torch.Tensor  # i32[1]  which row of `chosen` the last launch wrote
+    chosen: torch.Tensor  # i32[IN_FLIGHT, r]  on the host; the device writes there itself, launches take turns
     pieces: dict[int, Any] = field(default_factory=dict)
     graph: Any = None
+    sent: bytes = b""  # what `rows` holds
+    next_turn: int = 0
 
     @classmethod
     def new(cls, size: int, device: str) -> CapturedStep:
         def integers(dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
 
-        rows, chosen = integers().fill_(-1), integers()
-        return cls(rows, integers(), integers(), integers(torch.int64), integers(), integers(), chosen)
+        chosen = torch.zeros((IN_FLIGHT, size), dtype=torch.int32, pin_memory=device.startswith("cuda"))
+        turn = torch.full((1,), IN_FLIGHT - 1, dtype=torch.int32, device=device)
+        tokens, positions, places, contexts = integers(), integers(), integers(torch.int64), integers()
+        return cls(integers().fill_(-1), tokens, positions, places, contexts, integers(), turn, chosen)
+
+    def take_turn(self) -> torch.Tensor:
+        """i32[r]: where the next launch will write what it chose."""
+        place = self.chosen[self.next_turn]
+        self.next_turn = (self.next_turn + 1) % IN_FLIGHT
+        return place
 
 
 @dataclass(slots=True)
@@ -148,9 +159,13 @@ class GraphRecorder:
         with torch.cuda.stream(self._stream):
             run()
         torch.cuda.synchronize(self._device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            run()
+        graph: Any = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):  # torch.cuda.graph() would also collect garbage, for up to a second
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                run()
+            finally:
+                graph.capture_end()
         self._pool = self._pool or graph.pool()
         return graph
 
@@ -179,23 +194,28 @@ class CapturedDecode:
         step = self._step(size, draws)
         rows = np.full(size, -1, dtype=np.int32)
         rows[: len(slots)] = slots
-        self._send(rows, step.rows)
+        self._send(rows, step)
+        tokens = step.take_turn()
         if step.graph is None:
             self._run(step, draws)
-        else:
-            step.graph.replay()
-        return self._fetch(step.chosen, len(slots))
+            return Ticket(tokens, len(slots))
+        step.graph.replay()
+        return Ticket(tokens, len(slots), _recorded_event())
 
     def capture_all(self, *, draws: bool = False) -> None:
         """Capture every batch size now, the largest first, instead of when it is first needed."""
         for size in reversed(self._sizes):
             self._step(size, draws)
 
-    def _send(self, rows: np.ndarray, target: torch.Tensor) -> None:
-        """Rows and pending changes to the device, in one copy each from pinned memory."""
+    def _send(self, rows: np.ndarray, step: CapturedStep) -> None:
+        """Rows and pending changes to the device, in one copy from pinned memory; nothing when it has them already."""
         changes = self.state.take_changes()
+        wanted = rows.tobytes()
+        if changes is None and step.sent == wanted:
+            return
+        step.sent = wanted
         if not self.on_gpu:
-            target.copy_(torch.from_numpy(rows))
+            step.rows.copy_(torch.from_numpy(rows))
             if changes is not None:
                 self.state.words[torch.from_numpy(changes[0]).long()] = torch.from_numpy(changes[1])
             return
@@ -203,7 +223,7 @@ class CapturedDecode:
         staged = self._staging(len(words))
         staged.numpy()[: len(words)] = words
         on_device = staged[: len(words)].to(self.device, non_blocking=True)
-        target.copy_(on_device[: len(rows)])
+        step.rows.copy_(on_device[: len(rows)])
         if changes is not None:
             from bifolio.kernels.triton.rows import apply_changes
 
@@ -219,13 +239,6 @@ class CapturedDecode:
                 return buffer
         return torch.empty(max(4096, 2 * count), dtype=torch.int32, pin_memory=True)
 
-    def _fetch(self, chosen: torch.Tensor, count: int) -> Ticket:
-        if not self.on_gpu:
-            return Ticket(chosen.clone(), count)
-        tokens = torch.empty(len(chosen), dtype=torch.int32, pin_memory=True)
-        tokens.copy_(chosen, non_blocking=True)
-        return Ticket(tokens, count, _recorded_event())
-
     # -- one step ------------------------------------------------------------------------------------------------------
     def _step(self, size: int, draws: bool) -> CapturedStep:
         key = size, draws
@@ -233,6 +246,7 @@ class CapturedDecode:
             step = CapturedStep.new(size, self.device)
             if self.on_gpu:
                 step.graph = self.recorder.record(lambda: self._run(step, draws))
+                step.turn.fill_(IN_FLIGHT - 1)  # recording took a turn
             self._steps[key] = step
         return self._steps[key]
 
@@ -265,9 +279,10 @@ class CapturedDecode:
 
             begin_step(
                 step.rows, state.tables, state.lengths, state.tokens, step.token_ids, step.positions, step.places,
-                step.contexts, step.table_rows, size,
+                step.contexts, step.table_rows, step.turn, size, IN_FLIGHT,
             )  # fmt: skip
             return
+        step.turn.add_(1).remainder_(IN_FLIGHT)
         real, slots = step.rows >= 0, step.rows.clamp_min(0).long()
         position = torch.where(real, state.lengths[slots], 0)
         block = torch.where(real, state.tables[slots, position.long() // size], 0)
@@ -283,14 +298,14 @@ class CapturedDecode:
             from bifolio.kernels.triton.sampling import choose_tokens
 
             choose_tokens(
-                logits, step.rows, state.lengths, state.tokens, state.temperatures, state.seeds, step.chosen,
-                draws=draws,
+                logits, step.rows, state.lengths, state.tokens, state.temperatures, state.seeds, step.turn,
+                step.chosen, draws=draws,
             )  # fmt: skip
             return
         real = torch.nonzero(step.rows >= 0)[:, 0]
         slots = step.rows[real].long()
         tokens = _choose(logits[real], state, slots)
-        step.chosen[real] = tokens
+        step.chosen[int(step.turn), real] = tokens
         state.tokens[slots] = tokens
         state.lengths[slots] += 1
 

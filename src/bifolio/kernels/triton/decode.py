@@ -352,7 +352,7 @@ def decode_attention(
     pieces: Pieces,  # cut for these lengths
     skipped: torch.Tensor,  # i32[1]
     *,
-    stages: int = 3,
+    stages: int = 0,  # 0: choose
     warps: int = 2,
     tile: int = TILE,
     overlapped: bool = False,  # the pieces were cut before the kernel in front of this one
@@ -362,6 +362,7 @@ def decode_attention(
     group = heads // shape.num_kv_heads
     keys, values = storage.keys[shape.layer], storage.values[shape.layer]
     out = torch.empty((num_sequences, heads * dim), dtype=query.dtype, device=query.device)
+    stages = 1 if keys.dtype == torch.float32 else stages or (5 if num_sequences > 96 or dim <= 64 else 4)
     _decode_kernel[(shape.num_kv_heads, pieces.most)](
         query,
         keys,
@@ -391,11 +392,11 @@ def decode_attention(
         DIM_BLOCK=max(16, triton.next_power_of_2(dim)),
         BLOCK_SIZE=storage.block_size,
         TILE=tile,
-        STAGES=stages if keys.dtype != torch.float32 else 1,
+        STAGES=stages,
         PRECISION="ieee" if keys.dtype == torch.float32 else "tf32",
         JOIN=True,
         num_warps=warps,
-        num_stages=stages if keys.dtype != torch.float32 else 1,
+        num_stages=stages,
         **(OVERLAPPED if overlapped else {}),
     )
     return out

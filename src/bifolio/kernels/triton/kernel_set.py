@@ -26,7 +26,7 @@ from bifolio.kernels.interface import (
 from bifolio.kernels.triton import cache, norm, quantised
 from bifolio.kernels.triton.decode import Pieces, cut, decode_attention, new_pieces
 from bifolio.kernels.triton.deferred import Normed, Product, Sum, tensor
-from bifolio.kernels.triton.matmul import few_rows, one_row
+from bifolio.kernels.triton.matmul import few_rows, library_is_faster, one_row
 from bifolio.kernels.triton.prefill import (
     QueryTiles,
     cudnn_attention,
@@ -35,10 +35,9 @@ from bifolio.kernels.triton.prefill import (
     tile_rows,
     uses_cudnn,
 )
-from bifolio.kernels.triton.quantised import QuantisedKernels, QuantisedWeight, most_rows
+from bifolio.kernels.triton.quantised import QuantisedKernels, QuantisedWeight
 from bifolio.kernels.triton.rows import look_up_rotation
 
-FEW_ROWS = 16  # products with at most so many rows run on our own kernels
 INTERPRETED_PROCESSORS = 2  # what a "GPU" has when kernels run in Triton's interpreter
 
 
@@ -117,7 +116,7 @@ class TritonKernels(QuantisedKernels):
 
     def linear(self, x: Array, linear: Linear) -> Array:
         rows = x.rows if isinstance(x, Normed) else int(x.shape[0])
-        if linear.prepared is not None and 0 < rows <= most_rows(linear, FEW_ROWS, self.deterministic):
+        if self._is_ours(rows, linear):
             return Product(x, linear, self._multiply)
         return super().linear(tensor(x), linear)
 
@@ -135,7 +134,7 @@ class TritonKernels(QuantisedKernels):
 
     def logits(self, x: Array, head: Linear, softcap: float) -> Array:
         rows = x.rows if isinstance(x, Normed) else int(x.shape[0])
-        if head.prepared is not None and 0 < rows <= most_rows(head, FEW_ROWS, self.deterministic):
+        if self._is_ours(rows, head):
             y = self._multiply(Product(x, head, self._multiply), None, None, torch.float32)
         else:
             y = super().linear(tensor(x), head).float()
@@ -235,6 +234,18 @@ class TritonKernels(QuantisedKernels):
         tensor = values if isinstance(values, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(values))
         return tensor.to(device=self.device, dtype=torch.int32)
 
+    def _is_ours(self, rows: int, linear: Linear) -> bool:
+        """Whether our own kernels multiply; what comes before and after is then fused in.
+
+        Deterministic, they always do: neither what is fused nor how sums are cut may depend on the number of rows.
+        """
+        if not rows or linear.prepared is None:
+            return False
+        weight = linear.prepared[0]
+        if self.deterministic or isinstance(weight, QuantisedWeight):
+            return self.deterministic or rows <= quantised.FEW_ROWS
+        return not library_is_faster(rows, *weight.shape, gated=len(linear.parts) == 2)
+
     def _fuses_norm(self, x: torch.Tensor, norm: Norm) -> bool:
         """One row, and a plain RMS norm: the product that follows computes it on the way."""
         return x.dim() == 2 and x.shape[0] == 1 and not norm.centered and norm.bias is None and not self.deterministic
@@ -270,5 +281,6 @@ class TritonKernels(QuantisedKernels):
                 out_dtype=out_dtype,
             )
         return few_rows(
-            tensor(product.x), weight, bias=bias, residual=residual, activation=activation, out_dtype=out_dtype
-        )
+            tensor(product.x), weight, bias=bias, residual=residual, activation=activation, out_dtype=out_dtype,
+            fixed=self.deterministic,
+        )  # fmt: skip

@@ -4,12 +4,14 @@
     out = act(norm(x) @ weight.T + bias) + residual          (each part optional)
 
 One row: a program holds a few rows of the weight and reads them whole, with plain multiply-adds. Several rows (to about
-64): matrix units, the weight streaming through shared memory. More rows are the matrix library's business.
+64): matrix units, the weight streaming through shared memory. Where the outputs are too few to occupy the GPU, several
+programs share the depth of one tile; whoever finishes last adds their sums, always in the same order. More rows are
+the matrix library's business.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -20,6 +22,7 @@ from bifolio.kernels.triton.dependent import OVERLAPPED, wait_for_inputs
 from bifolio.kernels.triton.norm import ACTIVATIONS, activate
 
 NO_ACTIVATION = -1
+MOST_ROWS = 64  # that our own products are made for
 INTERPRETED = bool(triton.knobs.runtime.interpret)  # then a program costs milliseconds: few, large ones
 
 
@@ -32,6 +35,7 @@ class RowTile:
     warps: int
     stages: int = 1
     swapped: bool = False  # the weight is the left factor
+    splits: int = 1  # programs that share the depth of a tile
 
 
 @triton.jit
@@ -127,10 +131,13 @@ def _few_rows_kernel(
     bias: tl.tensor,
     residual: tl.tensor,  # [rows, outputs]
     out: tl.tensor,  # [rows, outputs]
+    partial_sums: tl.tensor,  # f32[tiles, splits, rows of a tile * outputs of a tile (times 2 if gated)]
+    arrivals: tl.tensor,  # i32[tiles]  0 between two launches
     num_rows: tl.tensor,
     num_outputs: tl.tensor,
     x_stride: tl.tensor,
     DEPTH: tl.constexpr,
+    SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -153,8 +160,11 @@ def _few_rows_kernel(
     else:
         sums = tl.zeros([ROWS, OUTPUTS], tl.float32)
         up_sums = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    part = tl.program_id(2)
+    share: tl.constexpr = (DEPTH + BLOCK * SPLITS - 1) // (BLOCK * SPLITS) * BLOCK
+    end = tl.minimum(part * share + share, DEPTH)
     wait_for_inputs()
-    for start in tl.range(0, DEPTH, BLOCK, num_stages=STAGES):
+    for start in tl.range(part * share, end, BLOCK, num_stages=STAGES):
         column = start + tl.arange(0, BLOCK)
         if DEPTH % BLOCK == 0:
             values = tl.load(x_source + column[None, :], mask=row_exists[:, None], other=0.0)
@@ -179,6 +189,25 @@ def _few_rows_kernel(
     if SWAPPED:
         sums = tl.trans(sums)
         up_sums = tl.trans(up_sums)
+    if SPLITS > 1:
+        tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        width: tl.constexpr = ROWS * OUTPUTS * (2 if ACTIVATION >= 0 else 1)
+        offset = tl.arange(0, ROWS)[:, None] * OUTPUTS + tl.arange(0, OUTPUTS)[None, :]
+        place = partial_sums + tile.to(tl.int64) * (SPLITS * width) + offset
+        tl.store(place + part * width, sums)
+        if ACTIVATION >= 0:
+            tl.store(place + part * width + ROWS * OUTPUTS, up_sums)
+        tl.debug_barrier()  # every thread's share is written before the arrival is announced
+        arrived = tl.atomic_add(arrivals + tile, 1, sem="acq_rel", scope="gpu")
+        if arrived == SPLITS - 1:
+            tl.store(arrivals + tile, 0)
+            sums = tl.load(place, cache_modifier=".cg")
+            if ACTIVATION >= 0:
+                up_sums = tl.load(place + ROWS * OUTPUTS, cache_modifier=".cg")
+            for other in range(1, SPLITS):
+                sums += tl.load(place + other * width, cache_modifier=".cg")
+                if ACTIVATION >= 0:
+                    up_sums += tl.load(place + other * width + ROWS * OUTPUTS, cache_modifier=".cg")
     if HAS_BIAS:
         sums += tl.load(bias + output, mask=output_exists, other=0.0).to(tl.float32)[None, :]
     if ACTIVATION >= 0:
@@ -186,6 +215,8 @@ def _few_rows_kernel(
             up_sums += tl.load(bias + num_outputs + output, mask=output_exists, other=0.0).to(tl.float32)[None, :]
         sums = activate(sums, ACTIVATION) * up_sums
     inside = row_exists[:, None] & output_exists[None, :]
+    if SPLITS > 1:
+        inside = inside & (tl.zeros([ROWS, OUTPUTS], tl.int32) + arrived == SPLITS - 1)
     place = row.to(tl.int64)[:, None] * num_outputs + output[None, :]
     if HAS_RESIDUAL:
         sums += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
@@ -241,23 +272,29 @@ def few_rows(
     activation: str | None = None,
     out_dtype: torch.dtype | None = None,
     tile: RowTile | None = None,
+    fixed: bool = False,  # cut alike for any number of rows: then nobody's bits depend on the others
 ) -> torch.Tensor:
     """[rows, outputs]"""
     num_rows, depth = x.shape
     outputs = weight.shape[0] if activation is None else weight.shape[0] // 2
-    tile = tile or few_rows_tile(num_rows, outputs, depth, x.dtype)
-    rows = min(max(16, triton.next_power_of_2(num_rows)), 128)
+    tile = tile or few_rows_tile(outputs, depth, x.dtype)
+    rows = min(max(16, triton.next_power_of_2(num_rows)), MOST_ROWS)
+    if fixed:
+        tile, rows = replace(tile, splits=1), 16 if INTERPRETED else MOST_ROWS
     out = torch.empty((num_rows, outputs), dtype=out_dtype or x.dtype, device=x.device)
-    _few_rows_kernel[(triton.cdiv(outputs, tile.outputs), triton.cdiv(num_rows, rows))](
+    grid = triton.cdiv(outputs, tile.outputs), triton.cdiv(num_rows, rows), tile.splits
+    _few_rows_kernel[grid](
         x,
         weight,
         weight if bias is None else bias,
         x if residual is None else residual,
         out,
+        *_shared_tiles(grid, rows * tile.outputs * (1 if activation is None else 2), out),
         num_rows,
         outputs,
         x.stride(0),
         DEPTH=depth,
+        SPLITS=tile.splits,
         ROWS=rows,
         OUTPUTS=tile.outputs,
         BLOCK=tile.depth,
@@ -274,22 +311,56 @@ def few_rows(
     return out
 
 
+def _shared_tiles(grid: tuple[int, int, int], width: int, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(room for the sums of every program, a counter for each tile); unused where nobody shares."""
+    if grid[2] == 1:
+        return out, out
+    tiles = grid[0] * grid[1]
+    counters = _arrivals.get(out.device)
+    if counters is None or len(counters) < tiles:
+        counters = torch.zeros(max(tiles, 4096), dtype=torch.int32, device=out.device)
+        _arrivals[out.device] = counters
+        _kept.append(counters)
+    return torch.empty(tiles * grid[2] * width, dtype=torch.float32, device=out.device), counters
+
+
+_arrivals: dict[torch.device, torch.Tensor] = {}  # one set serves all: a kernel begins to count when all before it ended
+_kept: list[torch.Tensor] = []  # captured steps go on using the counters they were captured with
+
+
 def one_row_tile(outputs: int, depth: int, gated: bool) -> RowTile:
-    """Enough programs for every multiprocessor several times over, and tiles of about 16 kB."""
+    """Tiles of 8 to 16 kB, and programs for every multiprocessor several times over; the fastest of those timed."""
     if INTERPRETED:
         return RowTile(64, 64, 4)
-    if gated:
-        return RowTile(4 if outputs >= 4096 else 2, 1024, 4)
     if outputs >= 32768:
-        return RowTile(8, 1024, 4)
-    return RowTile(4 if outputs >= 2048 else 2, 1024, 4)
+        return RowTile(16, 256, 4) if depth <= 2048 else RowTile(8, 512, 4, 4)
+    if gated:
+        return RowTile(4, 512, 2) if depth <= 2048 else RowTile(4, 1024, 4)
+    if depth >= 8192:
+        return RowTile(4, 1024, 4) if outputs >= 4096 else RowTile(8, 512, 4, 4)
+    if depth <= 1024:
+        return RowTile(8, 512, 4)
+    if outputs <= 2048 or outputs <= 4096 <= depth:
+        return RowTile(2, 2048, 8)
+    return RowTile(4 if depth <= 2048 else 2, 1024, 4)
 
 
-def few_rows_tile(rows: int, outputs: int, depth: int, dtype: torch.dtype) -> RowTile:
+def few_rows_tile(outputs: int, depth: int, dtype: torch.dtype) -> RowTile:
+    """A product of a few hundred outputs shares its depth among programs until there is one per multiprocessor."""
     if INTERPRETED:
         return RowTile(64, 64, 4)
     if dtype == torch.float32:
         return RowTile(16, 32, 4, 2)
-    if rows <= 16:
-        return RowTile(16 if outputs <= 4096 else 32, 256, 4, 4)
-    return RowTile(32 if outputs <= 8192 else 64, 128, 4, 4)
+    if outputs >= 32768:
+        return RowTile(128, 64, 4, 4, swapped=True)
+    swapped = depth > 3072 or outputs > 4096
+    tile = 64 if swapped else 32
+    splits = min(max(128 // triton.cdiv(outputs, tile), 1), 4, depth // 256)
+    return RowTile(tile, 128, 4, 4, swapped, splits)
+
+
+def library_is_faster(rows: int, outputs: int, depth: int, gated: bool) -> bool:
+    """Whether the matrix library's product is better than ours with all that we fuse into it."""
+    if rows > MOST_ROWS:
+        return True
+    return rows > 32 and not gated and 2048 <= depth <= outputs < 32768

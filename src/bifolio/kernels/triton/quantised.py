@@ -14,7 +14,6 @@ goes to the matrix units. Many rows: the whole weight is dequantised once, and t
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -301,13 +300,3 @@ def usable(parts: tuple[Any, ...]) -> bool:
 def _is_tied(linear: Linear, table: Any) -> bool:
     """The head of many models is their embedding: one copy in memory serves both."""
     return len(linear.parts) == 1 and linear.parts[0] is table
-
-
-def most_rows(linear: Linear, dense: int, deterministic: bool) -> int:
-    """Up to how many rows a product runs on kernels of our own; `dense` with dense weights.
-
-    Deterministic, all do: what is fused and how sums are cut must not depend on the number of rows.
-    """
-    if not isinstance(linear.prepared[0], QuantisedWeight):
-        return dense
-    return sys.maxsize if deterministic else FEW_ROWS

@@ -40,14 +40,18 @@ def _begin_step_kernel(
     places: tl.tensor,  # i64[r]
     contexts: tl.tensor,  # i32[r]
     table_rows: tl.tensor,  # i32[r]
+    turn: tl.tensor,  # i32[1]
     num_rows: tl.tensor,
     table_stride: tl.tensor,
+    TURNS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = row < num_rows
     wait_for_inputs()
+    if tl.program_id(0) == 0:
+        tl.store(turn, (tl.load(turn) + 1) % TURNS)
     slot = tl.load(rows + row, mask=exists, other=-1)
     real = slot >= 0
     position = tl.load(lengths + slot, mask=real, other=0)
@@ -70,7 +74,9 @@ def begin_step(
     places: torch.Tensor,
     contexts: torch.Tensor,
     table_rows: torch.Tensor,
+    turn: torch.Tensor,
     block_size: int,
+    turns: int,
 ) -> None:
     """Lay out the next token of every row: what it is, where it stands, where its K and V go, what it sees."""
     num_rows = rows.shape[0]
@@ -85,8 +91,10 @@ def begin_step(
         places,
         contexts,
         table_rows,
+        turn,
         num_rows,
         tables.stride(0),
+        TURNS=turns,
         BLOCK_SIZE=block_size,
         BLOCK=block,
         num_warps=1,

@@ -102,7 +102,7 @@ def uniform(seed: tl.tensor, position: tl.tensor, STREAM: tl.constexpr) -> tl.te
     return (state >> 11).to(tl.float64) * 1.1102230246251565e-16
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _choose_kernel(
     logits: tl.tensor,
     best_value: tl.tensor,  # f32[r, chunks]
@@ -113,9 +113,11 @@ def _choose_kernel(
     last_tokens: tl.tensor,  # i32[slots]  becomes the chosen token
     temperature: tl.tensor,  # f32[slots]
     seeds: tl.tensor,  # i64[slots]
-    chosen: tl.tensor,  # i32[r]  -1 where nothing can be chosen
+    turn: tl.tensor,  # i32[1]
+    chosen: tl.tensor,  # i32[turns, r]  -1 where nothing can be chosen
     vocab: tl.tensor,
     num_chunks: tl.tensor,
+    num_rows: tl.tensor,
     DRAWS: tl.constexpr,  # some row has a temperature
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -144,7 +146,7 @@ def _choose_kernel(
                 step = tl.sum((inside <= target).to(tl.int32), axis=0)
                 token = tl.minimum(chunk * CHUNK + step, vocab - 1)
         token = tl.where(highest == -float("inf"), -1, token)
-        tl.store(chosen + row, token)
+        tl.store(chosen + tl.load(turn) * num_rows + row, token)
         tl.store(last_tokens + slot, token)
         tl.store(lengths + slot, length + 1)
 
@@ -156,7 +158,8 @@ def choose_tokens(
     last_tokens: torch.Tensor,
     temperature: torch.Tensor,
     seeds: torch.Tensor,
-    chosen: torch.Tensor,  # i32[r]  written
+    turn: torch.Tensor,  # i32[1]
+    chosen: torch.Tensor,  # i32[turns, r]  its row `turn` is written
     *,
     draws: bool,
 ) -> None:
@@ -185,9 +188,11 @@ def choose_tokens(
         last_tokens,
         temperature,
         seeds,
+        turn,
         chosen,
         vocab,
         num_chunks,
+        num_rows,
         DRAWS=draws,
         CHUNK=CHUNK,
         CHUNKS=chunks,
