@@ -89,7 +89,7 @@ struct KvLayer {
   size_t row_bytes;
 };
 
-// Query rows of one sequence (or of several with the same leading blocks) against one span of the context.
+// Query rows against a part of a context, and the softmax state that each has reached.
 struct AttentionRows {
   int64_t count;
   const float* query;    // [count][head_dim], scaled
@@ -98,6 +98,11 @@ struct AttentionRows {
   float* maximum;        // [count]
   float* total;          // [count]
   float* mixed;          // [count][padded head_dim]
+
+  void clear(int64_t padded) const {
+    for (int64_t r = 0; r < count; ++r) maximum[r] = -INFINITY, total[r] = 0.0f;
+    std::memset(mixed, 0, size_t(count * padded) * sizeof(float));
+  }
 };
 
 struct KernelTable {
@@ -122,8 +127,8 @@ struct KernelTable {
   // Keys and values of one token into its slot.
   void (*store_kv_row)(const float* x, int64_t size, KvType type, void* out);
 
-  // Softmax state of the rows over the positions [span_begin, span_begin + kSpan) of a context.
-  void (*attend_span)(const KvLayer& kv, int64_t kv_head, const int32_t* block_table, int64_t span_begin,
+  // Moves the softmax state of the rows on over the positions [begin, end) of a span, begin being the first of a tile.
+  void (*attend_part)(const KvLayer& kv, int64_t kv_head, const int32_t* block_table, int64_t begin, int64_t end,
                       const AttentionRows& rows, uint8_t* scratch);
 
   // Products in registers alone, of bytes or of what suits 16-bit weights best; returns how many operations they were.

@@ -109,14 +109,17 @@ AttentionConstants constants(int64_t heads, int64_t kv_heads, int64_t dim, float
   return {heads, kv_heads, dim, scale, window, interleaved, query_norm ? &query_norm->norm : nullptr, key_norm ? &key_norm->norm : nullptr};
 }
 
-// (token_start, query_starts, context_lens, block_tables, shared_blocks), checked against the cache: kernels trust it.
-Segment segment_of(nb::handle item, int64_t num_tokens, const CacheHolder& cache, std::vector<nb::object>& keep) {
-  const auto fields = nb::cast<nb::tuple>(item);
+using Tables = Array<const int32_t, nb::ndim<2>>;
+
+// (token_start, query_starts, context_lens, block_tables), checked against the cache: kernels trust it.
+Segment segment_of(const nb::tuple& fields, int64_t num_tokens, const CacheHolder& cache, std::vector<Ints>& arrays,
+                   std::vector<Tables>& all_tables) {
   const auto starts = nb::cast<Ints>(fields[1]), lens = nb::cast<Ints>(fields[2]);
-  const auto tables = nb::cast<Array<const int32_t, nb::ndim<2>>>(fields[3]);
-  keep.push_back(nb::borrow(item));
+  const auto tables = nb::cast<Tables>(fields[3]);
+  arrays.insert(arrays.end(), {starts, lens});
+  all_tables.push_back(tables);
   const Segment s{nb::cast<int64_t>(fields[0]), int64_t(lens.shape(0)), starts.data(), lens.data(), tables.data(),
-                  int64_t(tables.shape(1)), nb::cast<int64_t>(fields[4])};
+                  int64_t(tables.shape(1))};
   const int64_t block_size = cache.layers.empty() ? 1 : cache.layers[0].block_size;
   require(starts.shape(0) == lens.shape(0) + 1 && tables.shape(0) == lens.shape(0), "a segment's arrays disagree");
   require(s.token_start >= 0 && starts.data()[0] == 0 && s.token_start + starts.data()[s.num_sequences] <= num_tokens,
@@ -131,6 +134,15 @@ Segment segment_of(nb::handle item, int64_t num_tokens, const CacheHolder& cache
     }
   }
   return s;
+}
+
+// `tables` keeps alive what the queries point at.
+std::vector<Query> queries_of(const nb::list& segments, int64_t num_tokens, const CacheHolder& cache, bool share,
+                              std::vector<Tables>& tables) {
+  std::vector<Segment> parsed;
+  std::vector<Ints> arrays;
+  for (nb::handle item : segments) parsed.push_back(segment_of(nb::cast<nb::tuple>(item), num_tokens, cache, arrays, tables));
+  return order_queries(parsed, cache.layers.empty() ? 1 : cache.layers[0].block_size, share);
 }
 
 void check_range(const int32_t* values, size_t count, int64_t limit, const char* message) {
@@ -150,7 +162,7 @@ struct ProgramHolder {
 };
 
 std::map<std::string, double> run_program(ProgramHolder& self, const CacheHolder& cache, Ints ids, Ints positions, Longs slots,
-                 std::optional<Ints> logit_rows, nb::list segments, Matrix logits, bool profile) {
+                 std::optional<Ints> logit_rows, nb::list segments, bool share, Matrix logits, bool profile) {
   const int64_t tokens = int64_t(ids.shape(0));
   require(int64_t(positions.shape(0)) == tokens && int64_t(slots.shape(0)) == tokens, "ids, positions and slots must be equally long");
   require(int64_t(cache.layers.size()) >= self.num_layers, "the cache has too few layers for this network");
@@ -161,8 +173,8 @@ std::map<std::string, double> run_program(ProgramHolder& self, const CacheHolder
   Step step{tokens, ids.data(), positions.data(), slots.data(), logit_rows ? logit_rows->data() : nullptr,
             logit_rows ? int64_t(logit_rows->shape(0)) : tokens, {}, &cache.layers, logits.data()};
   require(int64_t(logits.shape(0)) == step.num_logit_rows && int64_t(logits.shape(1)) == self.program.vocab_size(), "logits has the wrong shape");
-  std::vector<nb::object> keep;
-  for (nb::handle item : segments) step.segments.push_back(segment_of(item, tokens, cache, keep));
+  std::vector<Tables> tables;
+  step.queries = queries_of(segments, tokens, cache, share, tables);
   nb::gil_scoped_release release;
   if (profile) return self.program.profile(step);
   self.program.run(step);
@@ -208,11 +220,11 @@ void bind_verbs(nb::module_& m) {
                      cache ? &cache->layers.at(size_t(layer)) : nullptr, cache ? slots->data() : nullptr);
     });
   }, "qkv"_a, "shape"_a, "cosine"_a.none(), "sine"_a.none(), "cache"_a.none(), "layer"_a, "slots"_a.none());
-  m.def("attend", [](Matrix query, const AttentionConstants& shape, nb::list segments, const CacheHolder& cache, int64_t layer, Matrix out) {
-    std::vector<nb::object> keep;
-    std::vector<Segment> parsed;
-    for (nb::handle item : segments) parsed.push_back(segment_of(item, int64_t(query.shape(0)), cache, keep));
-    run_team([&](Member& t) { attend(t, rows_of(query), shape, parsed, cache.layers.at(size_t(layer)), rows_of(out), workspace()); });
+  m.def("attend", [](Matrix query, const AttentionConstants& shape, nb::list segments, bool share,
+                     const CacheHolder& cache, int64_t layer, Matrix out) {
+    std::vector<Tables> tables;
+    const std::vector<Query> queries = queries_of(segments, int64_t(query.shape(0)), cache, share, tables);
+    run_team([&](Member& t) { attend(t, rows_of(query), shape, queries, cache.layers.at(size_t(layer)), rows_of(out), workspace()); });
   });
   m.def("argmax", [](Matrix x, Array<int64_t, nb::ndim<1>> out) {
     run_team([&](Member& t) {
@@ -265,7 +277,7 @@ void bind_program(nb::module_& m) {
         if (!self.position_rows) self.position_rows = INT32_MAX;
         self.program.logits(x, nb::cast<LinearWeights&>(head), softcap);
       })
-      .def("run", &run_program, "cache"_a, "ids"_a, "positions"_a, "slots"_a, "logit_rows"_a.none(), "segments"_a, "logits"_a,
+      .def("run", &run_program, "cache"_a, "ids"_a, "positions"_a, "slots"_a, "logit_rows"_a.none(), "segments"_a, "share"_a, "logits"_a,
            "profile"_a = false)
       .def_prop_ro("vocab_size", [](const ProgramHolder& self) { return self.program.vocab_size(); })
       .def_prop_ro("scratch_bytes", [](const ProgramHolder& self) { return self.program.scratch_bytes(); });

@@ -42,8 +42,19 @@ struct Segment {
   const int32_t* context_lens;  // [s]
   const int32_t* block_tables;  // [s][table_stride]
   int64_t table_stride;
-  int64_t shared_blocks;
 };
+
+// One token that asks, with where its context lies.
+struct Query {
+  int64_t token;         // row of the batch
+  int64_t position;      // in its context
+  const int32_t* table;  // blocks of its context
+  int64_t shared;        // leading tokens that it has in the same blocks as the query before it; no end within a sequence
+};
+
+// The queries of all segments, so that contexts that begin with the same blocks are neighbours. share = false: as if no
+// two had a block in common.
+std::vector<Query> order_queries(const std::vector<Segment>& segments, int64_t block_size, bool share);
 
 // Memory that an operation needs while it runs, kept from one step to the next.
 struct Workspace {
@@ -67,7 +78,7 @@ void rope_and_write(Member& m, Rows qkv, const AttentionConstants& shape, const 
                     const KvLayer* kv, const int64_t* slots);
 
 // `qkv` holds rotated queries in its leading columns; the keys and values of all its tokens are already in `kv`.
-void attend(Member& m, Rows qkv, const AttentionConstants& shape, const std::vector<Segment>& segments,
-            const KvLayer& kv, Rows out, Workspace& workspace);
+void attend(Member& m, Rows qkv, const AttentionConstants& shape, const std::vector<Query>& queries, const KvLayer& kv,
+            Rows out, Workspace& workspace);
 
 }  // namespace bifolio

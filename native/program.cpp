@@ -84,7 +84,7 @@ Program::Register Program::rope_and_write(Register qkv, int64_t layer, const Att
 Program::Register Program::attend(Register qkv, int64_t layer, const AttentionConstants& shape) {
   const Register out = like(qkv, shape.num_heads * shape.head_dim);
   record("attend", {qkv}, {out}, [=, this](Member& m, const Step& step) {
-    bifolio::attend(m, rows(qkv, step), shape, step.segments, (*step.layers)[size_t(layer)], rows(out, step), workspace_);
+    bifolio::attend(m, rows(qkv, step), shape, step.queries, (*step.layers)[size_t(layer)], rows(out, step), workspace_);
   });
   return out;
 }

@@ -170,7 +170,9 @@ void check_attention() {
             const int64_t padded = round_up(dim, 16);
             std::vector<float> maximum(rows), total(rows), mixed(rows * padded);
             std::vector<uint8_t> scratch(attention_scratch_bytes(dim));
-            kernels().attend_span(kv, 0, table.data(), 0, {rows, query.data(), begin.data(), end.data(), maximum.data(), total.data(), mixed.data()}, scratch.data());
+            const AttentionRows state{rows, query.data(), begin.data(), end.data(), maximum.data(), total.data(), mixed.data()};
+            state.clear(padded);
+            kernels().attend_part(kv, 0, table.data(), 0, kSpan, state, scratch.data());
             mixed.insert(mixed.end(), total.begin(), total.end());
             return mixed;
           });

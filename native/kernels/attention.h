@@ -1,4 +1,4 @@
-// Attention of query rows over one span of a paged context, in tiles of 32 positions.
+// Attention of query rows over a part of a paged context, in tiles of 32 positions.
 #pragma once
 
 static inline V16 load_kv(KvType type, const uint8_t* row, int64_t at, int64_t head_dim) {  // lanes past the end are 0
@@ -148,7 +148,7 @@ static inline void mix_directly(const Tile&, const float*, int64_t, float*) {}
     if (COUNT - r == 1) CALL(1);                  \
   }
 
-// Scratch of one span.
+// Scratch of one call.
 struct FloatScratch {
   float* keys;    // [4][chain_length][kTile]
   float* values;  // [kTile][padded]
@@ -189,7 +189,7 @@ static void mix_floats(const Tile& tile, const AttentionRows& rows, const FloatS
 
 // ---- Q8_0 caches ---------------------------------------------------------------------------------------------------
 
-// Scratch of one span.
+// Scratch of one call.
 struct IntScratch {
   uint8_t* packed;      // keys [head_dim / 32][2][8][16][4] or values [head_dim / 16][8][16][4]: the layout of weights
   float* scales;        // [head_dim / 32][kTile] of keys or values
@@ -367,17 +367,17 @@ static inline void softmax_rows(const AttentionRows& rows, int64_t start, int64_
   }
 }
 
-// Calls step(tile, start of the tile) for every tile of the span that some row sees.
+// Calls step(tile, start of the tile) for every tile in [begin, end) that some row sees.
 template <class Step>
-static inline void each_tile(const KvLayer& kv, int64_t kv_head, const int32_t* table, int64_t span_begin,
+static inline void each_tile(const KvLayer& kv, int64_t kv_head, const int32_t* table, int64_t begin, int64_t end,
                              const AttentionRows& rows, uint8_t* copies, Step step) {
   int64_t first = rows.begin[0], last = rows.end[0];
   for (int64_t r = 1; r < rows.count; ++r) {
     first = rows.begin[r] < first ? rows.begin[r] : first;
     last = rows.end[r] > last ? rows.end[r] : last;
   }
-  first = first > span_begin ? first : span_begin;
-  last = last < span_begin + kSpan ? last : span_begin + kSpan;
+  first = first > begin ? first : begin;
+  last = last < end ? last : end;
   const bool copied = kv.block_size % 4 != 0;  // into one place: only one tile at a time
   const auto tile_at = [&](int64_t start) {
     Tile tile{kv, first > start ? first - start : 0, last < start + kTile ? last - start : kTile, {}, {}, nullptr};
@@ -402,8 +402,8 @@ static inline void each_tile(const KvLayer& kv, int64_t kv_head, const int32_t* 
 }
 
 template <KvType T>
-static void attend_span_of(const KvLayer& kv, int64_t kv_head, const int32_t* table, int64_t span_begin,
-                           const AttentionRows& rows, int64_t padded, uint8_t* scratch) {
+static void attend_to(const KvLayer& kv, int64_t kv_head, const int32_t* table, int64_t begin, int64_t end,
+                      const AttentionRows& rows, int64_t padded, uint8_t* scratch) {
   auto* scores = reinterpret_cast<float*>(scratch);                      // [kMaxRows][kTile]
   uint8_t* copies = scratch + kMaxRows * kTile * sizeof(float);          // [2][kTile] rows
   float* rest = scores + kMaxRows * kTile + 2 * kTile * padded;
@@ -416,7 +416,7 @@ static void attend_span_of(const KvLayer& kv, int64_t kv_head, const int32_t* ta
     s.packed = reinterpret_cast<uint8_t*>(s.query_sums + blocks * kMaxRows);
     s.query = reinterpret_cast<int8_t*>(s.packed + kv.head_dim * kTile);
     quantize_queries(rows, kv.head_dim, s);
-    each_tile(kv, kv_head, table, span_begin, rows, copies, [&](const Tile& tile, int64_t start) {
+    each_tile(kv, kv_head, table, begin, end, rows, copies, [&](const Tile& tile, int64_t start) {
       score_ints(tile, rows, s, scores);
       softmax_rows(rows, start, padded, scores);
       mix_ints(tile, rows, s, scores, padded);
@@ -431,7 +431,7 @@ static void attend_span_of(const KvLayer& kv, int64_t kv_head, const int32_t* ta
     s.query = s.values + kTile * padded;
     s.direct ? prepare_direct<T>(rows, kv.head_dim, s.query)
              : permute_queries(rows.query, rows.count, kv.head_dim, s.chain_length, s.query);
-    each_tile(kv, kv_head, table, span_begin, rows, copies, [&](const Tile& tile, int64_t start) {
+    each_tile(kv, kv_head, table, begin, end, rows, copies, [&](const Tile& tile, int64_t start) {
       score_floats<T>(tile, rows, s, scores);
       softmax_rows(rows, start, padded, scores);
       mix_floats<T>(tile, rows, s, scores);
@@ -439,19 +439,14 @@ static void attend_span_of(const KvLayer& kv, int64_t kv_head, const int32_t* ta
   }
 }
 
-static void attend_span(const KvLayer& kv, int64_t kv_head, const int32_t* table, int64_t span_begin,
+static void attend_part(const KvLayer& kv, int64_t kv_head, const int32_t* table, int64_t begin, int64_t end,
                         const AttentionRows& rows, uint8_t* scratch) {
   const int64_t padded = round_up(kv.head_dim, 16);
-  for (int64_t r = 0; r < rows.count; ++r) {
-    rows.maximum[r] = -INFINITY;
-    rows.total[r] = 0.0f;
-  }
-  std::memset(rows.mixed, 0, size_t(rows.count * padded) * sizeof(float));
   switch (kv.type) {
-    case KvType::F32: return attend_span_of<KvType::F32>(kv, kv_head, table, span_begin, rows, padded, scratch);
-    case KvType::F16: return attend_span_of<KvType::F16>(kv, kv_head, table, span_begin, rows, padded, scratch);
-    case KvType::BF16: return attend_span_of<KvType::BF16>(kv, kv_head, table, span_begin, rows, padded, scratch);
-    case KvType::Q8_0: return attend_span_of<KvType::Q8_0>(kv, kv_head, table, span_begin, rows, padded, scratch);
+    case KvType::F32: return attend_to<KvType::F32>(kv, kv_head, table, begin, end, rows, padded, scratch);
+    case KvType::F16: return attend_to<KvType::F16>(kv, kv_head, table, begin, end, rows, padded, scratch);
+    case KvType::BF16: return attend_to<KvType::BF16>(kv, kv_head, table, begin, end, rows, padded, scratch);
+    case KvType::Q8_0: return attend_to<KvType::Q8_0>(kv, kv_head, table, begin, end, rows, padded, scratch);
   }
 }
 

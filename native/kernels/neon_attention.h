@@ -51,7 +51,10 @@ static void transpose_keys(const Tile& tile, int64_t chain_length, float* out) {
   }
 }
 
-static inline bool reads_directly(const KvLayer& kv, int64_t rows) { return rows <= 8 && kv.head_dim % 16 == 0; }
+// Numbers that must be widened first are better widened once, when many rows want them.
+static inline bool reads_directly(const KvLayer& kv, int64_t rows) {
+  return rows <= (kv.type == KvType::F32 ? 16 : 8) && kv.head_dim % 16 == 0;
+}
 
 // Eight numbers of a row as floats, the upper four in units of 2^-112 if they are half floats.
 template <KvType T>

@@ -4,5 +4,5 @@
 #define BIFOLIO_KERNEL_TABLE(NAME, ROUNDS_TO_BF16, MATMUL)                                                             \
   {                                                                                                                    \
     NAME, score, ROUNDS_TO_BF16, norm_row, add_row, act_row, act_mul_row, softcap_row, argmax_row, quantize_row, MATMUL, \
-        store_kv_row, attend_span, peak_loop, merge_span                                                                          \
+        store_kv_row, attend_part, peak_loop, merge_span                                                                          \
   }

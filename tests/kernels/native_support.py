@@ -117,7 +117,7 @@ def filled_storage(
 
 
 def segment(
-    queries: Sequence[int], contexts: Sequence[int], tables: np.ndarray | None, shared_blocks: int = 0, start: int = 0
+    queries: Sequence[int], contexts: Sequence[int], tables: np.ndarray | None, start: int = 0
 ) -> AttentionSegment:
     starts = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
     phase = AttentionPhase.PREFILL if max(queries) > 1 else AttentionPhase.DECODE
@@ -131,5 +131,4 @@ def segment(
         fresh=False,
         max_query_len=max(queries),
         max_context_len=max(contexts),
-        shared_blocks=shared_blocks,
     )

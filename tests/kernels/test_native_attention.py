@@ -149,9 +149,16 @@ def test_shared_prefix_read_once_gives_the_same_bits(isa: str) -> None:
     query = rng.standard_normal((3, heads, dim), np.float32)
     shape = shape_of(heads, kv_heads, dim)
     with settings(isa):
-        kernels = native.NativeKernels()
-        apart = attend(kernels, query, shape, (segment([1] * 3, contexts, tables),), storage)
-        together = attend(kernels, query, shape, (segment([1] * 3, contexts, tables, shared_blocks=40),), storage)
+        apart, together = (
+            attend(
+                native.NativeKernels(share_prefixes=share),
+                query,
+                shape,
+                (segment([1] * 3, contexts, tables),),
+                storage,
+            )
+            for share in (False, True)
+        )
     np.testing.assert_array_equal(together, apart)
 
 

@@ -82,7 +82,6 @@ class AttentionSegment:
     fresh: bool  # no sequence has anything before its queries: the cache is written but not read
     max_query_len: int
     max_context_len: int
-    shared_blocks: int = 0  # leading blocks that all sequences of the segment have in common
 
     @property
     def num_sequences(self) -> int:

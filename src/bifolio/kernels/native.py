@@ -96,13 +96,15 @@ class NativeKernels:
     array_backend = "numpy"
     device = "cpu"
 
-    def __init__(self, threads: int | None = None, activations: str = "int8") -> None:
+    def __init__(self, threads: int | None = None, activations: str = "int8", share_prefixes: bool = True) -> None:
         """`activations`: how they meet quantised weights. "int8" is the usual way; "int16" adds a second byte for what
-        the first leaves over, which makes quantised weights give what they would with exact activations."""
+        the first leaves over, which makes quantised weights give what they would with exact activations.
+        `share_prefixes`: attention reads blocks that contexts have in common once; the same bits either way."""
         if activations not in ACTIVATION_PLANES:
             raise ConfigError(f"activations must be one of {', '.join(ACTIVATION_PLANES)}, not {activations!r}")
         self._native = library()
         self._planes = ACTIVATION_PLANES[activations]
+        self.share_prefixes = share_prefixes
         if threads is not None:
             set_num_threads(threads)
         self._caches: WeakKeyDictionary[Storage, Any] = WeakKeyDictionary()
@@ -151,6 +153,7 @@ class NativeKernels:
             batch.slots,
             batch.logit_rows,
             [_segment(segment) for segment in batch.segments],
+            self.share_prefixes,
             logits,
         )
         return logits
@@ -227,7 +230,7 @@ class NativeKernels:
             layer = 0
         else:
             cache, described, layer = self._cache(storage), [_segment(s) for s in segments], shape.layer
-        self._native.attend(query, self.native_shape(shape), described, cache, layer, out)
+        self._native.attend(query, self.native_shape(shape), described, self.share_prefixes, cache, layer, out)
         return out
 
     def act_mul(self, x: Array, activation: str) -> Array:
@@ -305,7 +308,7 @@ class NativeKernels:
                     values[next_block, :, : stop - token] = heads.value[token:stop].transpose(1, 0, 2)
                     tables[i, number] = next_block
                     next_block += 1
-            described.append((segment.token_start, starts, np.diff(starts).astype(np.int32), tables, 0))
+            described.append((segment.token_start, starts, np.diff(starts).astype(np.int32), tables))
         return self._native.Cache([keys], [values], KV_CODES["f32"], shape.head_dim), described
 
 
@@ -340,13 +343,7 @@ def _joined_bias(linear: Linear) -> np.ndarray | None:
 
 
 def _segment(segment: AttentionSegment) -> tuple[Any, ...]:
-    return (
-        segment.token_start,
-        segment.query_starts,
-        segment.context_lens,
-        segment.block_tables,
-        segment.shared_blocks,
-    )
+    return segment.token_start, segment.query_starts, segment.context_lens, segment.block_tables
 
 
 def _dtype_name(array: np.ndarray) -> str:

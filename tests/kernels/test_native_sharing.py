@@ -1,0 +1,147 @@
+"""Attention over blocks that several contexts share: the same bits as each sequence by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from native_support import filled_storage, isas, segment, settings
+
+from bifolio.cache.storage import KVStorage
+from bifolio.kernels import native
+from bifolio.kernels.interface import AttentionSegment, AttentionShape, Heads
+
+ISAS = isas()
+DTYPES = ["f32", "f16", "bf16", "q8_0"]
+GROUP = tuple[Sequence[int], int]  # contexts of its members, tokens they have in common
+
+
+@dataclass
+class Crowd:
+    """A step: sequences that share blocks in groups, shuffled."""
+
+    storage: KVStorage
+    tables: np.ndarray  # i32[s, max_blocks]
+    contexts: list[int]
+    queries: list[int]
+    starts: np.ndarray  # i64[s + 1]  tokens of each sequence
+
+    def segment(self, rows: slice = slice(None)) -> AttentionSegment:
+        return segment(self.queries[rows], self.contexts[rows], self.tables[rows].copy())
+
+
+def crowd(
+    groups: Sequence[GROUP], kv_heads: int, dim: int, dtype: str, block_size: int = 16, drafts: bool = False
+) -> Crowd:
+    """Sequences of all groups in random order; with `drafts` some have several queries."""
+    rng = np.random.default_rng(len(groups) + dim)
+    contexts = [length for members, _ in groups for length in members]
+    storage, tables = filled_storage(rng, contexts, kv_heads, dim, dtype, block_size)
+    first = 0
+    for members, common in groups:
+        tables[first : first + len(members), : common // block_size] = tables[first, : common // block_size]
+        first += len(members)
+    order = rng.permutation(len(contexts))
+    queries = [int(rng.integers(1, 6)) if drafts else 1 for _ in contexts]
+    queries = [min(count, contexts[i]) for count, i in zip(queries, order, strict=True)]
+    starts = np.concatenate([[0], np.cumsum(queries)])
+    return Crowd(storage, tables[order], [contexts[i] for i in order], queries, starts)
+
+
+def attend(
+    kernels: native.NativeKernels, query: np.ndarray, shape: AttentionShape, part: AttentionSegment, s: KVStorage
+):  # type: ignore[no-untyped-def]
+    return kernels.attend(Heads(query, None, None), shape, (part,), s)
+
+
+def check(
+    crowd: Crowd, heads: int, kv_heads: int, dim: int, window: int | None, isa: str, threads: Sequence[int]
+) -> None:
+    """Together == apart == each sequence alone, whatever the number of threads."""
+    query = np.random.default_rng(5).standard_normal((int(crowd.starts[-1]), heads, dim), np.float32)
+    shape = AttentionShape(0, heads, kv_heads, dim, 1 / np.sqrt(dim), window)
+    sharing, separate = native.NativeKernels(), native.NativeKernels(share_prefixes=False)
+    with settings(isa, 1):
+        alone = np.concatenate(
+            [
+                attend(separate, query[start:end], shape, crowd.segment(slice(i, i + 1)), crowd.storage)
+                for i, (start, end) in enumerate(zip(crowd.starts[:-1], crowd.starts[1:], strict=True))
+            ]
+        )
+    assert np.isfinite(alone).all()
+    for count in threads:
+        with settings(isa, count):
+            together = attend(sharing, query, shape, crowd.segment(), crowd.storage)
+            apart = attend(separate, query, shape, crowd.segment(), crowd.storage)
+        np.testing.assert_array_equal(together, alone)
+        np.testing.assert_array_equal(apart, alone)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "window"), [(2, 2, None), (6, 2, None), (7, 1, 300), (9, 3, 70)])
+def test_groups_and_loners_in_one_step(isa: str, dtype: str, heads: int, kv_heads: int, window: int | None) -> None:
+    dim = 64 if dtype == "q8_0" else 48
+    groups: list[GROUP] = [
+        ([641, 655, 700, 900], 640),  # whole spans and a part of one
+        ([130, 131], 112),  # less than a span
+        ([33], 0),
+        ([300, 290, 600], 256),  # exactly a span
+        ([1], 0),
+        ([520, 530], 16),  # too little to be worth it
+        ([257], 0),
+    ]
+    check(crowd(groups, kv_heads, dim, dtype), heads, kv_heads, dim, window, isa, (1, 2))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [2, 3, 5, 21, 22, 40])
+def test_groups_of_any_size(dtype: str, size: int) -> None:
+    """Groups of fewer rows than a unit holds, exactly as many, and more; every member has another length."""
+    members = [400 + 7 * i for i in range(size)]
+    check(crowd([(members, 384)], 1, 32, dtype), 3, 1, 32, None, "", (1, 2, 3))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 200])
+def test_sequences_with_drafts(dtype: str, window: int | None) -> None:
+    groups: list[GROUP] = [([700 + i for i in range(9)], 688), ([50, 260, 266], 48), ([900, 901], 896)]
+    check(crowd(groups, 2, 64, dtype, drafts=True), 6, 2, 64, window, "", (1, 2))
+
+
+@pytest.mark.parametrize("block_size", [4, 5, 32, 128])
+def test_block_sizes(block_size: int) -> None:
+    common = 500 // block_size * block_size
+    groups: list[GROUP] = [([501, 510, 640, 777], common), ([300], 0)]
+    check(crowd(groups, 2, 64, "f16", block_size), 4, 2, 64, None, "", (1, 2))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_tree_of_prefixes(dtype: str) -> None:
+    """All share a little, some share more, a few share nearly everything: as beams do."""
+    made = crowd([([1000 + i for i in range(12)], 320)], 2, 32, dtype)
+    for members, blocks in ((slice(0, 6), 34), (slice(2, 5), 47), (slice(3, 5), 61), (slice(8, 11), 25)):
+        made.tables[members, :blocks] = made.tables[members.start, :blocks]
+    check(made, 4, 2, 32, None, "", (1, 2))
+
+
+def test_units_that_walk_over_all_spans() -> None:
+    """With so many rows there are units enough without cutting the context."""
+    made = crowd([([1000 + i for i in range(90)], 800), ([700 + i for i in range(30)], 640)], 4, 16, "f16")
+    check(made, 32, 4, 16, None, "", (1, 2))
+
+
+def test_shared_blocks_are_read_for_everyone() -> None:
+    """A change to a shared block is seen by exactly those that share it."""
+    made = crowd([([400, 410, 420], 384), ([390], 0)], 1, 32, "f32")
+    query = np.random.default_rng(7).standard_normal((4, 1, 32), np.float32)
+    shape = AttentionShape(0, 1, 1, 32, 0.2, None)
+    before = attend(native.NativeKernels(), query, shape, made.segment(), made.storage)
+    loner = made.contexts.index(390)
+    block = int(made.tables[(loner + 1) % 4, 3])
+    made.storage.values[0][block] += 1
+    after = attend(native.NativeKernels(), query, shape, made.segment(), made.storage)
+    changed = [bool((before[i] != after[i]).any()) for i in range(4)]
+    assert changed == [i != loner for i in range(4)]
