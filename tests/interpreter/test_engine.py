@@ -61,3 +61,31 @@ def test_overlapped_steps_on_the_kernels() -> None:
     engine = make_engine(kernels=TritonKernels("cpu", "f32"), engine_class=OverlappedEngine)
     assert generate(engine) == expected
     assert engine.stats().num_steps < 20
+
+
+def test_a_shared_prompt_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four samples of one long prompt beside a stranger: the tokens are those of an engine that shares nothing."""
+    monkeypatch.setattr("bifolio.run.shared_work.MIN_SAVED", 1)
+    shared: list[int] = []
+    expected: list[Any] = []
+    for kernels in (None, TritonKernels("cpu", "f32")):
+        options: dict[str, Any] = {} if kernels is None else {"kernels": kernels, "engine_class": OverlappedEngine}
+        engine = make_engine(num_blocks=64, **options)
+        if kernels is not None:
+            launch = engine.captured.launch
+
+            def watched(slots: Any, *, draws: bool, work: Any = None, launch: Any = launch) -> Any:
+                shared.append(0 if work is None else int(work.skipped.max()))
+                return launch(slots, draws=draws, work=work)
+
+            engine.captured.launch = watched
+        params = SamplingParams(temperature=1.0, seed=3, n=4, max_tokens=4, ignore_eos=True)
+        requests = [
+            engine.add_request("many", random_prompt(70, seed=1, vocab_size=61), params),
+            engine.add_request("stranger", random_prompt(5, seed=2, vocab_size=61), params),
+        ]
+        while engine.has_work:
+            engine.step()
+        expected.append([output_ids(request) for request in requests])
+    assert expected[0] == expected[1]
+    assert max(shared) == 64

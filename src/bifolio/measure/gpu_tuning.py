@@ -96,7 +96,6 @@ def tune_decode(shape: str, sequences: int, length: int, device: str = "cuda") -
     for block_size in (16, 64):
         storage, tables, lengths, rows = _filled_cache(config, sequences, length, block_size, device)
         query = torch.randn(sequences, config.num_heads, config.head_dim, device=device).to(torch.bfloat16)
-        nothing = torch.zeros(1, dtype=torch.int32, device=device)
         entry: dict[str, Any] = {
             "shape": shape, "sequences": sequences, "length": length, "block_size": block_size,
             "bytes": sequences * length * 2 * config.kv_size * 2,
@@ -105,7 +104,7 @@ def tune_decode(shape: str, sequences: int, length: int, device: str = "cuda") -
         if block_size == 16:
             settings = [(3, 4)]
         pieces = new_pieces(sequences, attention, device, num_processors=132)
-        cut(pieces, lengths, nothing)
+        cut(pieces, lengths)
 
         layers = [
             partial(
@@ -117,7 +116,6 @@ def tune_decode(shape: str, sequences: int, length: int, device: str = "cuda") -
                 rows,
                 lengths,
                 pieces,
-                nothing,
             )
             for layer in range(len(storage.keys))
         ]

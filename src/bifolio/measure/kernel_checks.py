@@ -71,6 +71,7 @@ def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 def all_checks(kernels: TritonKernels, *, large: bool = False, seed: int = 0) -> Iterator[Check]:
     """Small shapes for the interpreter; `large` adds those that only a GPU gets through in time."""
     from bifolio.measure.quantised_checks import quantised_checks
+    from bifolio.measure.shared_checks import shared_checks
 
     bench = Bench(kernels, seed)
     tolerance = TOLERANCE[kernels.dtype]
@@ -79,6 +80,7 @@ def all_checks(kernels: TritonKernels, *, large: bool = False, seed: int = 0) ->
         *_product_checks(bench, large),
         *_rope_checks(bench, large),
         *_decode_checks(bench, large),
+        *shared_checks(bench, large),
         *_prefill_checks(bench, large),
         *_copy_checks(bench),
         *quantised_checks(bench, large),
@@ -126,6 +128,7 @@ def _product_checks(bench: Bench, large: bool) -> Iterator[Named]:
     shapes = [(1, 48, 64), (1, 33, 80), (2, 48, 64), (5, 33, 80), (16, 70, 96)]
     if large:
         shapes += [(1, 3072, 2048), (1, 1024, 3072), (16, 4096, 4096), (9, 2048, 8192), (1, 50001, 512), (64, 512, 512)]
+        shapes += [(64, 4096, 4096), (33, 40000, 512), (24, 1024, 3072), (48, 2048, 8192), (2, 6144, 4096)]
     for rows, outputs, depth in shapes:
         for extra in ("plain", "norm", "bias", "residual", "gated"):
 
@@ -263,7 +266,7 @@ def _decode_checks(bench: Bench, large: bool) -> Iterator[Named]:
                 worst = max(worst, relative_error(result, expected))
             return worst
 
-        yield f"decode {_describe(shape)} block {block_size} lengths {_brief(lengths)}", error
+        yield f"decode {describe(shape)} block {block_size} lengths {_brief(lengths)}", error
 
 
 def _prefill_checks(bench: Bench, large: bool) -> Iterator[Named]:
@@ -294,7 +297,7 @@ def _prefill_checks(bench: Bench, large: bool) -> Iterator[Named]:
         ) -> float:
             return _prefill_error(bench, shape, query_lens, lengths, block_size)
 
-        yield f"prefill {_describe(shape)} block {block_size} {_brief(query_lens)} of {_brief(lengths)}", error
+        yield f"prefill {describe(shape)} block {block_size} {_brief(query_lens)} of {_brief(lengths)}", error
 
 
 def _prefill_error(
@@ -317,7 +320,7 @@ def _prefill_error(
     return relative_error(result, expected_attention(bench, query, shape, context, query_lens))
 
 
-def _describe(shape: AttentionShape) -> str:
+def describe(shape: AttentionShape) -> str:
     window = "" if shape.window is None else f" window {shape.window}"
     return f"{shape.num_heads}/{shape.num_kv_heads}x{shape.head_dim}{window}"
 

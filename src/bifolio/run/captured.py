@@ -28,6 +28,7 @@ from bifolio.run.executor import ModelRunner
 from bifolio.run.sampling.filters import cool
 from bifolio.run.sampling.noise import uniform
 from bifolio.run.sampling.weights import draw, to_weights
+from bifolio.run.shared_work import SharedWork, share_work
 
 IN_FLIGHT = 4  # staging buffers that take turns; more than the steps that are ever launched ahead
 
@@ -108,7 +109,8 @@ class CapturedStep:
     chosen: torch.Tensor  # i32[IN_FLIGHT, r]  on the host; the device writes there itself, launches take turns
     pieces: dict[int, Any] = field(default_factory=dict)
     graph: Any = None
-    sent: bytes = b""  # what `rows` holds
+    shared: Any = None  # SharedRows: what rows share is read once for all; None: in this step nothing is
+    sent: bytes = b""  # what `rows` and `shared` hold
     next_turn: int = 0
 
     @classmethod
@@ -178,7 +180,8 @@ class CapturedDecode:
         self.device = state.device
         self.on_gpu = self.device.startswith("cuda")
         self._sizes = batch_sizes(state.max_slots)
-        self._steps: dict[tuple[int, bool], CapturedStep] = {}
+        self._steps: dict[tuple[int, bool, bool], CapturedStep] = {}  # by size, draws, shares
+        self._parts: Any = None  # SharedRows whose room for results serves all steps
         self.recorder = GraphRecorder(self.device)
         self._ring: deque[tuple[torch.Tensor, Any]] = deque()  # pinned staging buffers and the events that free them
         self._shapes = tuple({layer.shape.window: layer.shape for layer in runner.weights.layers}.values())
@@ -188,13 +191,16 @@ class CapturedDecode:
                 prepare(frequencies, scale, max_model_len)
 
     # -- launching ---------------------------------------------------------------------------------------------------
-    def launch(self, slots: np.ndarray, *, draws: bool) -> Ticket:
-        """Run the next step of these slots (i32[n]) after everything launched before; does not wait for anything."""
+    def launch(self, slots: np.ndarray, *, draws: bool, work: SharedWork | None = None) -> Ticket:
+        """Run the next step of these slots (i32[n]) after everything launched before; does not wait for anything.
+
+        `work` says what the rows share, in the order of `slots`.
+        """
         size = self._sizes[bisect_left(self._sizes, len(slots))]
-        step = self._step(size, draws)
+        step = self._step(size, draws, work is not None)
         rows = np.full(size, -1, dtype=np.int32)
         rows[: len(slots)] = slots
-        self._send(rows, step)
+        self._send(rows if work is None else np.concatenate([rows, shared_words(work, size, step.shared.max_items)]), step)
         tokens = step.take_turn()
         if step.graph is None:
             self._run(step, draws)
@@ -205,17 +211,17 @@ class CapturedDecode:
     def capture_all(self, *, draws: bool = False) -> None:
         """Capture every batch size now, the largest first, instead of when it is first needed."""
         for size in reversed(self._sizes):
-            self._step(size, draws)
+            self._step(size, draws, shares=False)
 
     def _send(self, rows: np.ndarray, step: CapturedStep) -> None:
-        """Rows and pending changes to the device, in one copy from pinned memory; nothing when it has them already."""
+        """Rows, what they share and pending changes to the device, in one copy; nothing when it has them already."""
         changes = self.state.take_changes()
         wanted = rows.tobytes()
         if changes is None and step.sent == wanted:
             return
         step.sent = wanted
         if not self.on_gpu:
-            step.rows.copy_(torch.from_numpy(rows))
+            _put(torch.from_numpy(rows), step)
             if changes is not None:
                 self.state.words[torch.from_numpy(changes[0]).long()] = torch.from_numpy(changes[1])
             return
@@ -223,7 +229,7 @@ class CapturedDecode:
         staged = self._staging(len(words))
         staged.numpy()[: len(words)] = words
         on_device = staged[: len(words)].to(self.device, non_blocking=True)
-        step.rows.copy_(on_device[: len(rows)])
+        _put(on_device[: len(rows)], step)
         if changes is not None:
             from bifolio.kernels.triton.rows import apply_changes
 
@@ -240,15 +246,42 @@ class CapturedDecode:
         return torch.empty(max(4096, 2 * count), dtype=torch.int32, pin_memory=True)
 
     # -- one step ------------------------------------------------------------------------------------------------------
-    def _step(self, size: int, draws: bool) -> CapturedStep:
-        key = size, draws
+    def _step(self, size: int, draws: bool, shares: bool) -> CapturedStep:
+        key = size, draws, shares
         if key not in self._steps:
             step = CapturedStep.new(size, self.device)
+            step.shared = self._shared_rows(size) if shares else None
             if self.on_gpu:
                 step.graph = self.recorder.record(lambda: self._run(step, draws))
                 step.turn.fill_(IN_FLIGHT - 1)  # recording took a turn
             self._steps[key] = step
         return self._steps[key]
+
+    @property
+    def can_share(self) -> bool:
+        """Whether steps can read once what several rows share: some layer sees the whole context."""
+        kernels: Any = self.runner.kernels
+        has_kernel = kernels.name == "triton" and not kernels.deterministic
+        return has_kernel and any(shape.window is None for shape in self._shapes)
+
+    def share(self, slots: np.ndarray, tables: np.ndarray, lengths: np.ndarray) -> SharedWork | None:
+        """What these slots share, given all block tables (i32[slots, blocks]) and the slots' cached tokens."""
+        if len(slots) < 2 or not self.can_share:
+            return None
+        from bifolio.kernels.triton.shared import MAX_ITEMS, rows_per_item
+
+        blocks = int(lengths.max()) // self.runner.storage.block_size + 1
+        own = tables[slots, :blocks]
+        return share_work(own, lengths, self.runner.storage.block_size, rows_per_item(self._shapes[0]), MAX_ITEMS)
+
+    def _shared_rows(self, size: int) -> Any:
+        from bifolio.kernels.triton.shared import new_shared_rows
+
+        full = next(shape for shape in self._shapes if shape.window is None)
+        shared = new_shared_rows(size, full, self.device)
+        self._parts = self._parts or shared
+        shared.mixed, shared.weight = self._parts.mixed, self._parts.weight
+        return shared
 
     def _run(self, step: CapturedStep, draws: bool) -> None:
         state, runner = self.state, self.runner
@@ -268,7 +301,7 @@ class CapturedDecode:
         if stage is None:
             segment = self._without_padding(segment, step)
         else:
-            stage(segment, step.table_rows, step.pieces, self._shapes)
+            stage(segment, step.table_rows, step.pieces, self._shapes, step.shared)
         batch = Batch(step.token_ids, step.positions, step.places, (segment,), None)
         self._finish(step, forward(runner.weights, batch, runner.kernels, runner.storage), draws)
 
@@ -315,6 +348,23 @@ class CapturedDecode:
         longest = int(lengths.max())
         tables = self.state.tables[step.table_rows.long()] * (step.rows >= 0)[:, None]
         return replace(segment, context_lens=lengths, block_tables=tables, max_context_len=longest)
+
+
+def _put(words: torch.Tensor, step: CapturedStep) -> None:
+    """Rows, then what they share."""
+    step.rows.copy_(words[: len(step.rows)])
+    if step.shared is not None:
+        step.shared.words.copy_(words[len(step.rows) :])
+
+
+def shared_words(work: SharedWork, size: int, max_items: int) -> np.ndarray:
+    """What `size` rows share, padding included, as the device keeps it: i32[4 * (size + max_items)]."""
+    words: np.ndarray = np.zeros(4 * (size + max_items), dtype=np.int32)
+    for index, part in enumerate((work.skipped, work.first, work.count, work.offset)):
+        words[index * size : index * size + len(part)] = part
+    words[4 * size :] = -1
+    words[4 * size : 4 * size + work.items.size] = work.items.reshape(-1)
+    return words
 
 
 def _recorded_event() -> Any:

@@ -28,6 +28,7 @@ from bifolio.run.captured_logits import CapturedLogits
 from bifolio.run.device_rows import DeviceRows
 from bifolio.run.engine import InferenceEngine
 from bifolio.run.sampler import SampledTokens
+from bifolio.run.shared_work import SharedWork
 from bifolio.schedule.plan import StepPlan
 from bifolio.schedule.slot import BatchSlot
 from bifolio.sequence import Request, RequestPhase, Sequence, StepResult
@@ -64,6 +65,7 @@ class OverlappedEngine(InferenceEngine):
         super().__init__(*arguments, **options)
         self._flight: Flight | None = None
         self._stalled = False  # somebody waits who cannot be admitted before another ends
+        self._work: tuple[bytes, SharedWork | None] = (b"", None)  # what the rows of the last launch share
         self.captured = CapturedDecode(self.runner, self.rows.state, self.config.max_model_len)
         if self.captured.on_gpu and self.runner.kernels.name == "triton":
             state = self.rows.state
@@ -122,6 +124,7 @@ class OverlappedEngine(InferenceEngine):
         if not self._reserve(members):
             return None
         index = np.array([slot for slot, _ in members])
+        self._work = b"", None
         self.rows.state.set_rows(
             index,
             np.array([sequence.num_computed for _, sequence in members]),
@@ -146,7 +149,13 @@ class OverlappedEngine(InferenceEngine):
 
     def _launch(self, members: list[tuple[int, Sequence]], draws: bool) -> Flight:
         slots = np.fromiter((slot for slot, _ in members), dtype=np.int32, count=len(members))
-        return Flight(members, draws, self.captured.launch(slots, draws=draws))
+        if self._work[0] != slots.tobytes():  # somebody left, or these are the first
+            lengths = np.fromiter((sequence.num_computed for _, sequence in members), np.int64, len(members))
+            work = self.captured.share(slots, self.rows.tables, lengths)
+            if work is not None:
+                members, slots = [members[row] for row in work.order], slots[work.order]
+            self._work = slots.tobytes(), work
+        return Flight(members, draws, self.captured.launch(slots, draws=draws, work=self._work[1]))
 
     def _reserve(self, members: list[tuple[int, Sequence]]) -> bool:
         """A slot in the cache for everyone's next token; False, with nothing changed, when blocks lack."""

@@ -26,7 +26,6 @@ from bifolio.kernels.triton.dependent import OVERLAPPED, wait_for_inputs
 LOG2_E = 1.4426950408889634
 TILE = 64  # tokens read together
 MIN_ROWS = 16  # rows of the smallest matrix product
-DETERMINISTIC_PIECE = 512  # tokens; a constant, so that no neighbour moves a piece's border
 PIECE_BYTES = 1024  # of head dimensions wanted for each multiprocessor, before they are dealt to the heads
 
 
@@ -50,11 +49,11 @@ class Pieces:
 
 
 def new_pieces(
-    num_sequences: int, shape: AttentionShape, device: torch.device | str, *, num_processors: int, max_pieces: int = 0
+    num_sequences: int, shape: AttentionShape, device: torch.device | str, *, num_processors: int
 ) -> Pieces:
-    """Room for the pieces of a step; `max_pieces` is given in deterministic mode, where lengths alone decide."""
+    """Room for the pieces of a step."""
     extra = max(PIECE_BYTES // shape.head_dim * num_processors // shape.num_kv_heads, 1)
-    most = max_pieces or num_sequences + extra
+    most = num_sequences + extra
 
     def integers(*size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.int32, device=device)
@@ -84,20 +83,20 @@ def _cut_kernel(
     most: tl.tensor,
     extra: tl.tensor,
     window: tl.tensor,
-    skipped: tl.tensor,  # i32[1]  leading tokens that another kernel looks at; 0 without such
-    FIXED: tl.constexpr,  # length of a piece; 0: choose
+    skipped: tl.tensor,  # i32[s]  leading tokens that another kernel looks at
+    IS_SHARED: tl.constexpr,  # there are such
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
     ITEMS: tl.constexpr,
 ) -> None:
     row = tl.arange(0, BLOCK)
     length = tl.load(lengths + row, mask=row < num_sequences, other=0)
-    begin = _first_token(length, window, tl.load(skipped), TILE)
+    skip = tl.zeros([BLOCK], tl.int32)
+    if IS_SHARED:
+        skip = tl.load(skipped + row, mask=row < num_sequences, other=0)
+    begin = _first_token(length, window, skip, TILE)
     span = tl.maximum(length - begin, 0)
-    if FIXED > 0:  # noqa: SIM108 (decided when compiled)
-        piece = FIXED
-    else:
-        piece = tl.cdiv(tl.cdiv(tl.maximum(tl.sum(span, axis=0), 1), extra), TILE) * TILE
+    piece = tl.cdiv(tl.cdiv(tl.maximum(tl.sum(span, axis=0), 1), extra), TILE) * TILE
     pieces = (span + piece - 1) // piece
     before = tl.cumsum(pieces, axis=0) - pieces
     tl.store(first + row, before, mask=row < num_sequences)
@@ -120,7 +119,7 @@ def _first_token(length: tl.tensor, window: tl.tensor, skipped: tl.tensor, TILE:
     return tl.maximum(begin, skipped)
 
 
-def cut(pieces: Pieces, lengths: torch.Tensor, skipped: torch.Tensor, *, deterministic: bool = False) -> None:
+def cut(pieces: Pieces, lengths: torch.Tensor, skipped: torch.Tensor | None = None) -> None:
     """Plan the pieces for these context lengths (i32[s], on the device)."""
     num_sequences = lengths.shape[0]
     _cut_kernel[(1,)](
@@ -134,8 +133,8 @@ def cut(pieces: Pieces, lengths: torch.Tensor, skipped: torch.Tensor, *, determi
         pieces.most,
         max(pieces.most - num_sequences, 1),
         pieces.window,
-        skipped,
-        FIXED=DETERMINISTIC_PIECE if deterministic else 0,
+        lengths if skipped is None else skipped,
+        IS_SHARED=skipped is not None,
         TILE=TILE,
         BLOCK=max(256, triton.next_power_of_2(num_sequences)),  # one program serves most batch sizes
         ITEMS=256,
@@ -207,7 +206,7 @@ def mix_tile(
     return new_highest, total, mixed
 
 
-@triton.jit(do_not_specialize=["window"])
+@triton.jit(do_not_specialize=["window", "num_sequences"])
 def _decode_kernel(
     query: tl.tensor,  # [s, heads, dim], rows `query_stride` apart
     keys: tl.tensor,  # [blocks, kv_heads, block_size, dim]
@@ -223,7 +222,10 @@ def _decode_kernel(
     arrivals: tl.tensor,
     mixed_parts: tl.tensor,
     weight_parts: tl.tensor,
-    skipped: tl.tensor,  # i32[1]
+    shared_words: tl.tensor,  # i32[4, s]  tokens skipped, first item, number of items, place among an item's rows
+    shared_mixed: tl.tensor,  # f32[items, kv_heads, SHARED_ROWS, dim]
+    shared_weight: tl.tensor,
+    num_sequences: tl.tensor,
     out: tl.tensor,  # [s, heads * dim]
     query_stride: tl.tensor,
     table_stride: tl.tensor,
@@ -239,15 +241,19 @@ def _decode_kernel(
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
-    JOIN: tl.constexpr,  # the last to arrive joins the pieces; else another kernel does
+    SHARED_ROWS: tl.constexpr,  # 0: nothing is shared
 ) -> None:
     kv_head, item = tl.program_id(0), tl.program_id(1)
     owner = tl.load(sequence + item)
     length = tl.load(lengths + owner, mask=owner >= 0, other=0)
     table_row = tl.load(table_rows + owner, mask=owner >= 0, other=0)
     piece = tl.load(piece_length)
-    lowest = _first_token(length, window, tl.load(skipped), TILE)
-    begin = lowest + tl.load(number + item) * piece
+    skip = 0
+    num_shared = 0
+    if SHARED_ROWS > 0:
+        skip = tl.load(shared_words + owner, mask=owner >= 0, other=0)
+        num_shared = tl.load(shared_words + 2 * num_sequences + owner, mask=owner >= 0, other=0)
+    begin = _first_token(length, window, skip, TILE) + tl.load(number + item) * piece
     wait_for_inputs()
     if owner >= 0:
         end = tl.minimum(begin + piece, length)
@@ -290,48 +296,57 @@ def _decode_kernel(
         mixed = mixed / total[:, None]
         num_pieces = tl.load(count + owner)
         result = out + (owner.to(tl.int64) * HEADS + head[:, None]) * DIM + dim[None, :]
-        if (num_pieces == 1) & JOIN:
+        if num_pieces + num_shared == 1:
             tl.store(result, mixed.to(out.dtype.element_ty), mask=real)
         else:
             part = item.to(tl.int64) * HEADS + head
             tl.store(mixed_parts + part[:, None] * DIM + dim[None, :], mixed, mask=real)
             tl.store(weight_parts + part, highest + tl.log2(total), mask=row < GROUP)
-            if JOIN:
-                tl.debug_barrier()  # every thread's part is written before the arrival is announced
-                counter = arrivals + owner * KV_HEADS + kv_head
-                arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-                if arrived == num_pieces - 1:
-                    tl.store(counter, 0)
-                    start_part = tl.load(first + owner)
-                    joined = _join(
-                        mixed_parts, weight_parts, start_part, num_pieces, head, dim, real,
-                        HEADS, DIM, DIM_BLOCK, ROWS, GROUP,
+            tl.debug_barrier()  # every thread's part is written before the arrival is announced
+            counter = arrivals + owner * KV_HEADS + kv_head
+            arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+            if arrived == num_pieces - 1:
+                tl.store(counter, 0)
+                highest = tl.full([ROWS], -float("inf"), tl.float32)
+                total = tl.zeros([ROWS], tl.float32)
+                mixed = tl.zeros([ROWS, DIM_BLOCK], tl.float32)
+                if SHARED_ROWS > 0:
+                    first_item = tl.load(shared_words + num_sequences + owner)
+                    place = tl.load(shared_words + 3 * num_sequences + owner) * GROUP + row
+                    first_part = (first_item.to(tl.int64) * KV_HEADS + kv_head) * SHARED_ROWS + place
+                    highest, total, mixed = _join(
+                        shared_mixed, shared_weight, first_part, KV_HEADS * SHARED_ROWS, num_shared, dim, real,
+                        highest, total, mixed, DIM, DIM_BLOCK, ROWS, GROUP,
                     )  # fmt: skip
-                    tl.store(result, joined.to(out.dtype.element_ty), mask=real)
+                first_part = tl.load(first + owner).to(tl.int64) * HEADS + head
+                highest, total, mixed = _join(
+                    mixed_parts, weight_parts, first_part, HEADS, num_pieces, dim, real,
+                    highest, total, mixed, DIM, DIM_BLOCK, ROWS, GROUP,
+                )  # fmt: skip
+                tl.store(result, (mixed / total[:, None]).to(out.dtype.element_ty), mask=real)
 
 
 @triton.jit
 def _join(
     mixed_parts: tl.tensor,
     weight_parts: tl.tensor,
-    start_part: tl.tensor,
-    num_pieces: tl.tensor,
-    head: tl.tensor,
+    first_part: tl.tensor,  # i64[rows]  index of each row's first part
+    stride: tl.tensor,  # parts from one of a row's to its next
+    count: tl.tensor,
     dim: tl.tensor,
     real: tl.tensor,
-    HEADS: tl.constexpr,
+    highest: tl.tensor,  # f32[rows]
+    total: tl.tensor,  # f32[rows]
+    mixed: tl.tensor,  # f32[rows, dim]
     DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     GROUP: tl.constexpr,
 ) -> tl.tensor:
-    """[rows, dim]: the pieces of one sequence weighted by their sums, in the order of the context."""
-    highest = tl.full([ROWS], -float("inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    mixed = tl.zeros([ROWS, DIM_BLOCK], tl.float32)
+    """The running softmax with these parts taken in, weighted by their sums, in the order of the context."""
     exists = tl.arange(0, ROWS) < GROUP
-    for index in range(num_pieces):
-        part = (start_part + index).to(tl.int64) * HEADS + head
+    for index in range(count):
+        part = first_part + index * stride
         weight = tl.load(weight_parts + part, mask=exists, other=0.0, cache_modifier=".cg")
         values = tl.load(mixed_parts + part[:, None] * DIM + dim[None, :], mask=real, other=0.0, cache_modifier=".cg")
         new_highest = tl.maximum(highest, weight)
@@ -339,7 +354,7 @@ def _join(
         total = total * shrink + grow
         mixed = mixed * shrink[:, None] + values * grow[:, None]
         highest = new_highest
-    return mixed / total[:, None]
+    return highest, total, mixed
 
 
 def decode_attention(
@@ -350,8 +365,8 @@ def decode_attention(
     table_rows: torch.Tensor,  # i32[s]
     lengths: torch.Tensor,  # i32[s]  tokens visible to the query, itself included; 0: a row of padding
     pieces: Pieces,  # cut for these lengths
-    skipped: torch.Tensor,  # i32[1]
     *,
+    shared: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,  # (words, mixed, weight) of `SharedRows`
     stages: int = 0,  # 0: choose
     warps: int = 2,
     tile: int = TILE,
@@ -378,7 +393,8 @@ def decode_attention(
         pieces.arrivals,
         pieces.mixed,
         pieces.weight,
-        skipped,
+        *(shared or (lengths, pieces.mixed, pieces.weight)),
+        num_sequences,
         out,
         query.stride(0),
         tables.stride(0),
@@ -394,7 +410,7 @@ def decode_attention(
         TILE=tile,
         STAGES=stages,
         PRECISION="ieee" if keys.dtype == torch.float32 else "tf32",
-        JOIN=True,
+        SHARED_ROWS=0 if shared is None else shared[2].shape[2],
         num_warps=warps,
         num_stages=stages,
         **(OVERLAPPED if overlapped else {}),

@@ -37,6 +37,7 @@ from bifolio.kernels.triton.prefill import (
 )
 from bifolio.kernels.triton.quantised import QuantisedKernels, QuantisedWeight
 from bifolio.kernels.triton.rows import look_up_rotation
+from bifolio.kernels.triton.shared import SharedRows, shared_attention
 
 INTERPRETED_PROCESSORS = 2  # what a "GPU" has when kernels run in Triton's interpreter
 
@@ -51,6 +52,7 @@ class StagedSegment:
     pieces: dict[int, Pieces] = field(default_factory=dict)  # by window
     tiles: dict[int, QueryTiles] = field(default_factory=dict)  # by rows of a tile
     is_cut: bool = False  # the pieces were cut before the first layer
+    shared: SharedRows | None = None
 
 
 class TritonKernels(QuantisedKernels):
@@ -70,7 +72,6 @@ class TritonKernels(QuantisedKernels):
         )
         self._staged: list[StagedSegment] = []  # of the pass that runs now
         self._rotations: dict[tuple[int, float], torch.Tensor] = {}  # f32[positions, 2, half] by frequencies and scale
-        self._nothing = torch.zeros(1, dtype=torch.int32, device=device)
 
     @property
     def storage_class(self) -> Any:
@@ -194,13 +195,16 @@ class TritonKernels(QuantisedKernels):
         pieces = staged.pieces.get(window)
         if pieces is None:
             pieces = self._new_pieces(segment, shape)
-            cut(pieces, staged.lengths, self._nothing)
+            cut(pieces, staged.lengths)
             staged.pieces[window] = pieces
         tables = self._integers(segment.block_tables)
         assert staged.table_rows is not None
+        shared = staged.shared if window == 0 else None
+        if shared is not None:
+            shared_attention(query, shape, storage, tables, staged.table_rows, shared)
         return decode_attention(
-            query, shape, storage, tables, staged.table_rows, staged.lengths, pieces, self._nothing,
-            overlapped=staged.is_cut,
+            query, shape, storage, tables, staged.table_rows, staged.lengths, pieces,
+            shared=None if shared is None else (shared.words, shared.mixed, shared.weight), overlapped=staged.is_cut,
         )  # fmt: skip
 
     def stage_decode(
@@ -209,15 +213,16 @@ class TritonKernels(QuantisedKernels):
         table_rows: torch.Tensor,  # i32[s]
         pieces: dict[int, Pieces],  # by window; kept by the caller, since a captured step uses them again
         shapes: tuple[AttentionShape, ...],
+        shared: SharedRows | None = None,
     ) -> None:
         """Cut the contexts now, on the device; the layers that follow in this pass use the result."""
         for shape in shapes:
             window = shape.window or 0
             if window not in pieces:
                 pieces[window] = self._new_pieces(segment, shape)
-        for part in pieces.values():
-            cut(part, segment.context_lens, self._nothing)
-        self._staged = [StagedSegment(segment, segment.context_lens, table_rows, pieces, is_cut=True)]
+        for window, part in pieces.items():
+            cut(part, segment.context_lens, None if shared is None or window else shared.skipped)
+        self._staged = [StagedSegment(segment, segment.context_lens, table_rows, pieces, is_cut=True, shared=shared)]
 
     def _new_pieces(self, segment: AttentionSegment, shape: AttentionShape) -> Pieces:
         return new_pieces(segment.num_sequences, shape, self.device, num_processors=self.num_processors)

@@ -1,0 +1,99 @@
+"""Checks of decode attention over shared prefixes: the same result as when every row reads its own context."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from bifolio.kernels.interface import AttentionPhase, AttentionShape, Heads
+from bifolio.kernels.triton.shared import MAX_ITEMS, new_shared_rows, rows_per_item
+from bifolio.measure.kernel_checks import (
+    Bench,
+    Context,
+    describe,
+    expected_attention,
+    fill,
+    new_context,
+    relative_error,
+    segment_of,
+)
+from bifolio.run.captured import shared_words
+from bifolio.run.shared_work import Group, deal, find_groups
+
+
+def shared_checks(bench: Bench, large: bool) -> Iterator[tuple[str, Callable[[], float]]]:
+    cases: list[tuple[AttentionShape, list[int], list[list[int]], list[int], int]] = [
+        (_shape(4, 2, 64), [80, 100, 65, 9], [[0, 1, 2]], [64], 16),
+        (_shape(2, 1, 80), [140, 30, 200, 130, 90, 70], [[0, 2, 3], [4, 5]], [128, 64], 32),
+    ]
+    if large:
+        many = list(range(1, 65))
+        cases += [
+            (_shape(32, 8, 64), [4200 + row for row in range(64)], [list(range(64))], [4096], 64),
+            (_shape(32, 8, 128), [50, *(2100 + row for row in many), 700, 701], [many, [65, 66]], [2048, 640], 64),
+            (_shape(16, 8, 128), [1000 + row for row in range(40)], [list(range(0, 40, 2))], [960], 16),
+        ]
+    for shape, lengths, groups, shared, block_size in cases:
+
+        def error(
+            shape: AttentionShape = shape,
+            lengths: list[int] = lengths,
+            groups: list[list[int]] = groups,
+            shared: list[int] = shared,
+            block_size: int = block_size,
+        ) -> float:
+            return _error(bench, shape, lengths, list(zip(groups, shared, strict=True)), block_size)
+
+        yield f"shared {describe(shape)} block {block_size} {shared} of {len(lengths)} rows", error
+
+
+def _shape(heads: int, kv_heads: int, dim: int) -> AttentionShape:
+    return AttentionShape(0, heads, kv_heads, dim, dim**-0.5)
+
+
+def _error(
+    bench: Bench, shape: AttentionShape, lengths: list[int], groups: list[tuple[list[int], int]], block_size: int
+) -> float:
+    kernels: Any = bench.kernels
+    context = _shared_context(bench, shape, lengths, groups, block_size)
+    fill(bench, context, shape)
+    found = find_groups(context.tables.cpu().numpy(), np.asarray(lengths) - 1, block_size)
+    if [sorted(group.rows.tolist()) for group in found] != [rows for rows, _ in _by_table(context, groups)]:
+        return float("inf")
+    work = deal([Group(group.rows, group.shared) for group in found], len(lengths), rows_per_item(shape))
+    order = work.order.tolist()
+    query = bench.normal(len(lengths), shape.num_heads, shape.head_dim)
+    segment = segment_of(AttentionPhase.DECODE, [1] * len(lengths), [lengths[row] for row in order], context.tables)
+    segment = replace(segment, context_lens=bench.integers(segment.context_lens))
+    rows = new_shared_rows(len(lengths), shape, bench.device)
+    rows.words.copy_(torch.from_numpy(shared_words(work, len(lengths), MAX_ITEMS)))
+    expected = expected_attention(bench, query, shape, context, [1] * len(lengths))[order]
+    pieces: dict[int, Any] = {}
+    worst = 0.0
+    for _ in range(2):
+        kernels.stage_decode(segment, bench.integers(order), pieces, (shape,), rows)
+        result = kernels.attend(Heads(query[order], None, None), shape, (segment,), context.storage)
+        worst = max(worst, relative_error(result, expected))
+    return worst
+
+
+def _by_table(context: Context, groups: list[tuple[list[int], int]]) -> list[tuple[list[int], int]]:
+    """Groups in the order in which they are found."""
+    return sorted(groups, key=lambda group: int(context.tables[group[0][0], 0]))
+
+
+def _shared_context(
+    bench: Bench, shape: AttentionShape, lengths: list[int], groups: list[tuple[list[int], int]], block_size: int
+) -> Context:
+    """Every row of a group begins with the blocks of its first."""
+    context = new_context(bench, shape, lengths, block_size)
+    for rows, shared in groups:
+        for row in rows[1:]:
+            blocks = shared // block_size
+            context.tables[row, :blocks] = context.tables[rows[0], :blocks]
+            context.slots[row][:shared] = context.slots[rows[0]][:shared]
+    return context

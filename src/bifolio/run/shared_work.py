@@ -1,0 +1,101 @@
+"""Rows of a decode step that begin with the same blocks, and how the work on these blocks is dealt out.
+
+Beams, parallel samples and requests with a common system prompt share the blocks of their prefix. A GPU reads such a
+prefix once for all of them: rows that share it lie side by side, and an item of work is a few of these rows against a
+stretch of the prefix.
+
+    rows      a b c d | e | f g              a..d share 4096 tokens, f and g share 512
+    items     [a b c d] x tokens 0..1024, [a b c d] x 1024..2048, ..., [f g] x 0..512
+    the rest  what lies behind the prefix, row by row as always
+
+Only whole blocks that every sharer has filled count: nobody writes to them any more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+MIN_SAVED = 16384  # tokens that need not be read again; below, another kernel costs more than it saves
+WANTED_ITEMS = 32  # with the key heads of usual models this occupies a GPU
+GRANULE = 64  # tokens that kernels read together
+
+
+@dataclass(frozen=True, slots=True)
+class SharedWork:
+    """For rows in a new order; parts are what the items leave behind, an item's rows side by side."""
+
+    order: np.ndarray  # i32[n]  rows as they were, sharers side by side
+    skipped: np.ndarray  # i32[n]  leading tokens that items look at; 0: none
+    first: np.ndarray  # i32[n]  the first of the items that look at the row's prefix
+    count: np.ndarray  # i32[n]  how many, in the order of the context
+    offset: np.ndarray  # i32[n]  the row's place among the rows of these items
+    items: np.ndarray  # i32[m, 4]  first row, number of rows, first token, token behind the last
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Rows with a common prefix."""
+
+    rows: np.ndarray  # i64[k]
+    shared: int  # tokens
+
+    @property
+    def saved(self) -> int:
+        return (len(self.rows) - 1) * self.shared
+
+
+def find_groups(tables: np.ndarray, lengths: np.ndarray, block_size: int) -> list[Group]:
+    """Rows whose tables (i32[n, blocks]) begin alike, with as many whole granules as all of them have filled."""
+    order = np.argsort(tables[:, 0], kind="stable")
+    borders = np.flatnonzero(np.diff(tables[order, 0])) + 1
+    groups = []
+    for rows in np.split(order, borders):
+        if len(rows) < 2:
+            continue
+        most = int(lengths[rows].min()) // block_size
+        alike = (tables[rows, :most] == tables[rows[0], :most]).all(axis=0)
+        blocks = most if alike.all() else int(alike.argmin())
+        shared = blocks * block_size // GRANULE * GRANULE
+        if shared:
+            groups.append(Group(rows, shared))
+    return groups
+
+
+def share_work(
+    tables: np.ndarray,  # i32[n, blocks]
+    lengths: np.ndarray,  # i64[n]  tokens in the cache
+    block_size: int,
+    rows_per_item: int,
+    max_items: int,
+) -> SharedWork | None:
+    """None when too little would be saved."""
+    groups = sorted(find_groups(tables, lengths, block_size), key=lambda group: -group.saved)
+    groups = [group for group in groups if group.saved * len(groups) * 2 >= MIN_SAVED]  # no crumbs beside a big one
+    tiles = np.cumsum([-(-len(group.rows) // rows_per_item) for group in groups])
+    groups = groups[: int(np.searchsorted(tiles, max_items - WANTED_ITEMS, side="right"))]
+    if sum(group.saved for group in groups) < MIN_SAVED:
+        return None
+    return deal(groups, len(lengths), rows_per_item)
+
+
+def deal(groups: list[Group], num_rows: int, rows_per_item: int) -> SharedWork:
+    """Items of about one size for all of them."""
+    total = sum(-(-len(group.rows) // rows_per_item) * group.shared for group in groups)
+    stretch = -(-total // (WANTED_ITEMS * GRANULE)) * GRANULE
+    sharers = np.concatenate([group.rows for group in groups])
+    order = np.concatenate([sharers, np.setdiff1d(np.arange(num_rows), sharers)])
+    skipped, first, count, offset = np.zeros((4, num_rows), dtype=np.int32)
+    items: list[tuple[int, int, int, int]] = []
+    row = 0
+    for group in groups:
+        for start in range(0, len(group.rows), rows_per_item):
+            size = min(rows_per_item, len(group.rows) - start)
+            mine = slice(row, row + size)
+            begins = range(0, group.shared, stretch)
+            skipped[mine], first[mine], count[mine] = group.shared, len(items), len(begins)
+            offset[mine] = np.arange(size)
+            items += [(row, size, begin, min(begin + stretch, group.shared)) for begin in begins]
+            row += size
+    return SharedWork(order.astype(np.int32), skipped, first, count, offset, np.array(items, dtype=np.int32))
