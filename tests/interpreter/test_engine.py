@@ -89,3 +89,25 @@ def test_a_shared_prompt_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
         expected.append([output_ids(request) for request in requests])
     assert expected[0] == expected[1]
     assert max(shared) == 64
+
+
+def test_deterministic_output_is_the_same_in_a_crowd() -> None:
+    """Alone, in company, in chunks and after a preemption: the same logprobs, bit for bit."""
+
+    def run(company: int, **options: Any) -> list[Any]:
+        kernels = TritonKernels("cpu", "f16", deterministic=True)
+        engine = make_engine(kernels=kernels, engine_class=OverlappedEngine, **options)
+        for index in range(company):
+            params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+            engine.add_request(f"other-{index}", random_prompt(5 + index, seed=20 + index, vocab_size=61), params)
+        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=1)
+        needle = engine.add_request("needle", random_prompt(19, seed=9, vocab_size=61), params)
+        while engine.has_work:
+            engine.step()
+        sequence = needle.sequences[0]
+        return [(entry.token_id, entry.logprob) for entry in sequence.logprobs]
+
+    alone = run(0)
+    assert len(alone) == 4
+    assert run(3) == alone
+    assert run(2, chunk_size=7, token_budget=9) == alone

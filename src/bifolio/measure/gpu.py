@@ -168,7 +168,8 @@ def run_models(report: Report, options: argparse.Namespace) -> None:
                 verdict = "right" if found.passed else "WRONG"
                 report.say(
                     f"{shape} {dtype} against transformers: {verdict}; logits {found.prefill_error:.1e}, in chunks "
-                    f"{found.chunked_error:.1e}; {found.equal_tokens} of {found.num_tokens} greedy tokens"
+                    f"{found.chunked_error:.1e}; against its f32 {found.exact_error:.1e} (its own in {dtype}: "
+                    f"{found.peer_error:.1e}); {found.equal_tokens} of {found.num_tokens} greedy tokens"
                 )
                 report.add("models", {**asdict(found), "passed": found.passed})
             _forget()

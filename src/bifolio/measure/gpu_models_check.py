@@ -30,6 +30,8 @@ class ModelCheck:
     shape: str
     dtype: str
     prefill_error: float  # relative, of the logits of a whole prompt
+    exact_error: float  # the same against transformers with the same weights in f32
+    peer_error: float  # transformers' own in this dtype against f32
     chunked_error: float  # the same prompt in chunks, the last tokens one by one
     equal_tokens: int  # leading tokens of a greedy run that agree
     num_tokens: int
@@ -98,14 +100,21 @@ def check_model(shape: str, dtype: str, device: str = "cuda", num_layers: int | 
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, pad_token_id=0
         )[0, PROMPT:].tolist()
     engine = new_engine(model, kernels, max_num_seqs=4, max_model_len=512, block_size=16, num_blocks=160)
-    whole = relative_error(_logits(engine, tokens, [PROMPT]), expected)
+    logits = _logits(engine, tokens, [PROMPT])
+    whole = relative_error(logits, expected)
     chunked = relative_error(_logits(engine, tokens, [90, 1, 70, 30, *[1] * 9]), expected)
     request = engine.add_request("greedy", tokens, greedy(NEW))
     while engine.has_work:
         engine.step()
     ours = request.sequences[0].output_token_ids
     equal = next((i for i, (a, b) in enumerate(zip(ours, written, strict=True)) if a != b), NEW)
-    return ModelCheck(shape, dtype, whole, chunked, equal, NEW)
+    if dtype == "f32":
+        return ModelCheck(shape, dtype, whole, whole, 0.0, chunked, equal, NEW)
+    with torch.no_grad():
+        exact = theirs.float()(ids).logits[0]
+    return ModelCheck(
+        shape, dtype, whole, relative_error(logits, exact), relative_error(expected, exact), chunked, equal, NEW
+    )
 
 
 def _logits(engine: Any, tokens: list[int], chunks: list[int]) -> torch.Tensor:

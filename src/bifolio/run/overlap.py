@@ -172,8 +172,13 @@ class OverlappedEngine(InferenceEngine):
         return not self._stalled and self.batcher.num_waiting > 0
 
     def _is_plain(self, slot: BatchSlot) -> bool:
-        """Decodes, and draws from the model's own distribution (or takes the largest)."""
+        """Decodes, and draws from the model's own distribution (or takes the largest).
+
+        Deterministic, drawing is always the ordinary way's: the two differ in the last bit of the exponential.
+        """
         index, table = slot.index, self.table
+        if getattr(self.runner.kernels, "deterministic", False) and table.temperature[index] > 0:
+            return False
         return (
             slot.phase is RequestPhase.DECODE
             and slot.sample_slots == (index,)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ from bifolio.kernels.triton.prefill import (
     cudnn_attention,
     cut_queries,
     prefill_attention,
+    single_queries,
     tile_rows,
     uses_cudnn,
 )
@@ -39,6 +40,7 @@ from bifolio.kernels.triton.quantised import QuantisedKernels, QuantisedWeight
 from bifolio.kernels.triton.rows import look_up_rotation
 from bifolio.kernels.triton.shared import SharedRows, shared_attention
 
+FIXED_TILE = 16  # queries of a tile in deterministic mode, in both phases
 INTERPRETED_PROCESSORS = 2  # what a "GPU" has when kernels run in Triton's interpreter
 
 
@@ -169,6 +171,8 @@ class TritonKernels(QuantisedKernels):
         self, heads: Heads, shape: AttentionShape, staged: StagedSegment, storage: Storage | None
     ) -> torch.Tensor:
         segment = staged.segment
+        if self.deterministic and storage is not None and segment.block_tables is not None:
+            segment = replace(segment, fresh=False)  # chunks, too, read what lies in the cache
         tokens = slice(segment.token_start, segment.token_end)
         own = Heads(*(None if part is None else part[tokens] for part in heads))
         query = own.query
@@ -177,7 +181,7 @@ class TritonKernels(QuantisedKernels):
                 return cudnn_attention(own, shape, segment.num_sequences)
         elif segment.max_query_len == 1 and segment.phase is AttentionPhase.DECODE and not self.deterministic:
             return self._decode(query, shape, staged, storage)
-        rows = 16 if self.deterministic else tile_rows(query.dtype, shape, segment.max_query_len)
+        rows = FIXED_TILE if self.deterministic else tile_rows(query.dtype, shape, segment.max_query_len)
         if rows not in staged.tiles:
             staged.tiles[rows] = cut_queries(segment, rows, self.device)
         out = torch.empty((query.shape[0], shape.num_heads * shape.head_dim), dtype=query.dtype, device=query.device)
@@ -216,6 +220,10 @@ class TritonKernels(QuantisedKernels):
         shared: SharedRows | None = None,
     ) -> None:
         """Cut the contexts now, on the device; the layers that follow in this pass use the result."""
+        if self.deterministic:
+            tiles = {FIXED_TILE: single_queries(segment.context_lens, table_rows)}
+            self._staged = [StagedSegment(segment, tiles=tiles)]
+            return
         for shape in shapes:
             window = shape.window or 0
             if window not in pieces:

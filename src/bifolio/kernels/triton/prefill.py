@@ -36,6 +36,7 @@ class QueryTiles:
     first: torch.Tensor  # i32[n]  first query of the tile, counted from the sequence's own first
     query_starts: torch.Tensor  # i32[s + 1]
     context_lens: torch.Tensor  # i32[s]
+    table_rows: torch.Tensor  # i32[s]  row of each sequence in the block tables
 
 
 def cut_queries(segment: AttentionSegment, tile: int, device: str) -> QueryTiles:
@@ -46,10 +47,17 @@ def cut_queries(segment: AttentionSegment, tile: int, device: str) -> QueryTiles
     before = np.concatenate([[0], np.cumsum(counts)])[:-1]
     first = (np.arange(len(owner)) - before[owner]) * tile
     contexts = _host(segment.context_lens)
-    packed = np.concatenate([owner, first, starts, contexts]).astype(np.int32)  # one copy to the device
+    rows = np.arange(len(contexts))
+    packed = np.concatenate([owner, first, starts, contexts, rows]).astype(np.int32)  # one copy to the device
     tensor = torch.from_numpy(packed).to(device)
-    sizes = [len(owner), len(owner), len(starts), len(contexts)]
+    sizes = [len(owner), len(owner), len(starts), len(contexts), len(rows)]
     return QueryTiles(*torch.split(tensor, sizes))
+
+
+def single_queries(context_lens: torch.Tensor, table_rows: torch.Tensor) -> QueryTiles:
+    """One query each, for contexts (i32[s]) that only the device knows; 0: a row of padding."""
+    rows = torch.arange(len(context_lens) + 1, dtype=torch.int32, device=context_lens.device)
+    return QueryTiles(rows[:-1], torch.zeros_like(rows[:-1]), rows, context_lens, table_rows)
 
 
 def _host(values: Any) -> np.ndarray:
@@ -61,11 +69,12 @@ def _prefill_kernel(
     query: tl.tensor,  # [t, heads, dim]
     keys: tl.tensor,  # fresh: [t, kv_heads, dim]; else the cache [blocks, kv_heads, block_size, dim]
     values: tl.tensor,
-    tables: tl.tensor,  # i32[s, max_blocks]
+    tables: tl.tensor,  # i32[rows, max_blocks]
     tile_sequence: tl.tensor,
     tile_first: tl.tensor,
     query_starts: tl.tensor,
     context_lens: tl.tensor,
+    table_rows: tl.tensor,
     out: tl.tensor,  # [t, heads * dim]
     query_stride: tl.tensor,
     key_stride: tl.tensor,
@@ -90,7 +99,7 @@ def _prefill_kernel(
     start_query = tl.load(query_starts + owner).to(tl.int64)
     num_queries = (tl.load(query_starts + owner + 1) - start_query).to(tl.int32)
     context = tl.load(context_lens + owner)
-    table = tables + owner.to(tl.int64) * table_stride
+    table = tables + tl.load(table_rows + owner).to(tl.int64) * table_stride
     row, dim = tl.arange(0, ROWS), tl.arange(0, DIM_BLOCK)
     index = first + row
     real = (index < num_queries)[:, None] & (dim < DIM)[None, :]
@@ -138,7 +147,7 @@ def _prefill_kernel(
             k = read_tile(keys, table, start, end, kv_head, dim, KV_HEADS, BLOCK_SIZE, DIM, DIM_BLOCK, TILE, True)
             v = read_tile(values, table, start, end, kv_head, dim, KV_HEADS, BLOCK_SIZE, DIM, DIM_BLOCK, TILE, True)
         highest, total, mixed = mix_tile(q, k, v, visible, highest, total, mixed, scale, True, PRECISION)
-    mixed = mixed / total[:, None]
+    mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]  # a row of padding sees nothing
     place = out + (token[:, None] * HEADS + head) * DIM + dim[None, :]
     tl.store(place, mixed.to(out.dtype.element_ty), mask=real)
 
@@ -202,6 +211,7 @@ def prefill_attention(
         tiles.first,
         tiles.query_starts,
         tiles.context_lens,
+        tiles.table_rows,
         out,
         query.stride(0),
         keys.stride(0) if fresh else 0,
