@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +20,7 @@ from bifolio.model.weights import prepare
 from bifolio.quant.formats import QuantFormat
 
 BLOCK_SIZE = 32
+NUM_SLOTS = 10_624  # of a cache, more than any workload fills
 
 
 class Workload(NamedTuple):
@@ -57,15 +60,19 @@ def time_repeats(step: Callable[[], object], repeats: int) -> float:
 class NativeModel:
     """A random model on the native kernels with a cache for every workload."""
 
-    def __init__(self, config: ModelConfig, format: QuantFormat, kv_dtype: str, threads: int) -> None:
+    def __init__(
+        self, config: ModelConfig, format: QuantFormat, kv_dtype: str, threads: int, block_size: int = BLOCK_SIZE
+    ) -> None:
         self.config = config
+        self.block_size = block_size
         self.kernels = NativeKernels(threads)
         self.weights = prepare(random_weights(config, format), self.kernels)
+        num_blocks = 17 + NUM_SLOTS // block_size
         self.storage = KVStorage(
-            config.num_layers, 1 + 16 * 12 + 140, BLOCK_SIZE, config.num_kv_heads, config.head_dim, kv_dtype
+            config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim, kv_dtype
         )
         rng = np.random.default_rng(1)
-        slots = np.arange(self.storage.num_blocks * BLOCK_SIZE, dtype=np.int64)
+        slots = np.arange(self.storage.num_blocks * block_size, dtype=np.int64)
         shape = (len(slots), config.num_kv_heads, config.head_dim)
         random = rng.standard_normal(shape, np.float32) * np.float32(0.1)
         for layer in range(config.num_layers):
@@ -73,11 +80,12 @@ class NativeModel:
 
     def batch(self, workload: Workload) -> Batch:
         total = workload.context + workload.queries
-        blocks = -(-total // BLOCK_SIZE)
+        size = self.block_size
+        blocks = -(-total // size)
         tables = 1 + np.arange(workload.sequences * blocks, dtype=np.int32).reshape(workload.sequences, blocks)
         positions = np.tile(np.arange(workload.context, total, dtype=np.int32), workload.sequences)
         owners = np.repeat(np.arange(workload.sequences), workload.queries)
-        slots = tables[owners, positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
+        slots = tables[owners, positions // size].astype(np.int64) * size + positions % size
         segment = AttentionSegment(
             phase=AttentionPhase.PREFILL if workload.queries > 1 else AttentionPhase.DECODE,
             token_start=0,
@@ -99,9 +107,13 @@ class NativeModel:
 
 
 class LlamaCppModel:
-    """The same through llama.cpp's own C interface."""
+    """The same through llama.cpp's own C interface.
 
-    def __init__(self, path: str, threads: int, flash_attention: bool) -> None:
+    Contexts are computed once per shape and kept in files: what keys and values say does not matter here, and some of
+    its formats take minutes for a long prompt.
+    """
+
+    def __init__(self, path: Path, threads: int, flash_attention: bool) -> None:
         import llama_cpp
 
         self.api = llama_cpp
@@ -110,7 +122,8 @@ class LlamaCppModel:
         llama_cpp.llama_log_set(quiet, None)
         parameters = llama_cpp.llama_model_default_params()
         parameters.use_mmap = True
-        self.model = llama_cpp.llama_model_load_from_file(path.encode(), parameters)
+        self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), parameters)
+        self.states = path.with_name(f"{path.stem.split('-')[0]}-state{'-flash' * flash_attention}")
         self.threads = threads
         self.flash = 1 if flash_attention else 0
 
@@ -145,9 +158,8 @@ class LlamaCppModel:
     def seconds(self, workload: Workload) -> float:
         context = self.context(workload.context + workload.queries, workload.sequences)
         memory = self.api.llama_get_memory(context)
-        for sequence in range(workload.sequences):
-            for start in range(0, workload.context, 512):
-                self.run(context, range(sequence, sequence + 1), min(512, workload.context - start), start)
+        if workload.context:
+            self.fill(context, workload)
 
         def step() -> None:
             self.run(context, range(workload.sequences), workload.queries, workload.context)
@@ -157,6 +169,23 @@ class LlamaCppModel:
         seconds = time_repeats(step, workload.repeats)
         self.api.llama_free(context)
         return seconds
+
+    def fill(self, context: object, workload: Workload) -> None:
+        """Give every sequence its own copy of a context of this length."""
+        api, kept = self.api, self.states.with_name(f"{self.states.name}-{workload.context}")
+        if not kept.exists():
+            for start in range(0, workload.context, 512):
+                self.run(context, range(1), min(512, workload.context - start), start)
+            size = api.llama_state_seq_get_size(context, 0)
+            buffer = (ctypes.c_uint8 * size)()
+            api.llama_state_seq_get_data(context, buffer, size, 0)
+            kept.write_bytes(bytes(buffer))
+        data = kept.read_bytes()
+        buffer = (ctypes.c_uint8 * len(data)).from_buffer_copy(data)
+        for sequence in range(workload.sequences):
+            api.llama_memory_seq_rm(api.llama_get_memory(context), sequence, -1, -1)
+            if api.llama_state_seq_set_data(context, buffer, len(data), sequence) == 0:
+                raise RuntimeError("llama.cpp refused a context that it had saved")
 
 
 class TransformersModel:

@@ -43,7 +43,7 @@ def available(engine: str, format: QuantFormat) -> bool:
 
 def make_engine(name: str, config: ModelConfig, format: QuantFormat, path: Path, threads: int) -> Any:
     if name.startswith("llama.cpp"):
-        return LlamaCppModel(str(path), threads, name.endswith("flash"))
+        return LlamaCppModel(path, threads, name.endswith("flash"))
     if name == "transformers":
         return TransformersModel(config, threads)
     return NativeModel(config, format, "q8_0" if name.endswith("q8_0 cache") else "f16", threads)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 
 import typer
@@ -11,7 +12,7 @@ import typer
 VERBS = ("generate", "chat", "serve", "train", "eval", "quantize", "inspect", "models", "pull", "bench", "profile")
 
 
-def build_app() -> typer.Typer:
+def build_app(verbs: Sequence[str] = VERBS) -> typer.Typer:
     app = typer.Typer(
         name="bifolio",
         help="Run language models: prefill and decode over one paged KV cache.",
@@ -30,7 +31,7 @@ def build_app() -> typer.Typer:
             typer.echo(f"bifolio {__version__}")
             raise typer.Exit
 
-    for verb in VERBS:
+    for verb in verbs:
         try:
             module = import_module(f"bifolio.cli.{verb}")
         except ModuleNotFoundError as error:
@@ -41,12 +42,17 @@ def build_app() -> typer.Typer:
     return app
 
 
+def wanted_verbs(arguments: Sequence[str]) -> Sequence[str]:
+    """The verb that was asked for, so that only its options are put together; all of them for help and for mistakes."""
+    return arguments[:1] if arguments and arguments[0] in VERBS else VERBS
+
+
 def main() -> None:
     """Errors meant for people are one line; Ctrl-C and a closed pipe are quiet."""
     from bifolio.errors import BifolioError
 
     try:
-        build_app()()
+        build_app(wanted_verbs(sys.argv[1:]))()
     except BifolioError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

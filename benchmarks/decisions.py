@@ -1,0 +1,244 @@
+"""Three questions that were open when the engine was planned, answered by measuring: block size, format, batching.
+
+    python benchmarks/decisions.py --only blocks
+    python benchmarks/decisions.py --only formats --model SmolLM2.f16.gguf --text sample.txt
+    python benchmarks/decisions.py --only batching
+
+Settings that are compared take turns, round by round, and the median counts: a machine that slows down for a while
+slows all of them. Weights are random in the SmolLM2-135M shape, except where `--model` and `--text` ask how well a
+model still predicts a text. `docs/decisions.md` says what was found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from native_workloads import WORKLOADS, NativeModel, Workload
+
+from bifolio import LLM
+from bifolio.measure.random_models import SHAPES, random_model
+from bifolio.measure.targets import crowd
+from bifolio.measure.throughput import Test, bench_llm, measure, run_until_done
+from bifolio.measure.trace import exactly
+from bifolio.model.loader import load_model
+from bifolio.model.transformer import forward
+from bifolio.quant.formats import QuantFormat
+from bifolio.run.memory import weight_bytes
+from bifolio.run.perplexity import text_perplexity
+
+BLOCK_SIZES = (8, 16, 32, 64, 128)
+FORMATS = ("f16", "bf16", "q8_0", "q4_1", "q4_0")
+GROUPS = (1, 2, 4, 16)  # into which sixteen sequences are cut
+MANY = Test(num_generated=16, depth=200, batch=16)
+PROMPT = Test(num_prompt=512)
+ONE = Test(num_generated=48)
+Key = TypeVar("Key")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=("blocks", "formats", "batching"))
+    parser.add_argument("--shape", default="S", help="of random weights: tiny, S or M")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--model", help="in 16 bits or more: its perplexity in every format")
+    parser.add_argument("--text", type=Path, help="what that model predicts")
+    arguments = parser.parse_args()
+    for name, answer in (("blocks", blocks), ("formats", formats), ("batching", batching)):
+        if arguments.only in (None, name):
+            answer(arguments)
+
+
+# -- block size ---------------------------------------------------------------------------------------------------
+def blocks(arguments: argparse.Namespace) -> None:
+    print(f"block size: shape {arguments.shape} in q4_0, f16 cache, tokens/s")
+    config, format = SHAPES[arguments.shape], QuantFormat.parse("q4_0")
+    models = {size: NativeModel(config, format, "f16", arguments.threads, size) for size in BLOCK_SIZES}
+    seconds = in_turn(
+        {(size, work): lambda m=model, w=work: m.seconds(w) for size, model in models.items() for work in WORKLOADS},
+        arguments.rounds,
+    )
+    print_table(
+        ["tokens per block", *(work.name for work in WORKLOADS), "slots filled", "of short texts", "planning a step"],
+        [
+            [str(size), *(f"{work.num_tokens / seconds[size, work]:.1f}" for work in WORKLOADS), *cache_use(size)]
+            for size in BLOCK_SIZES
+        ],
+    )
+
+
+def cache_use(block_size: int) -> list[str]:
+    """What does not depend on the kernels is measured on a tiny model: slots filled, time to plan a step."""
+    filled = [filled_slots(block_size, longest)[0] for longest in (448, 64)]
+    return [*(f"{value:.1%}" for value in filled), f"{filled_slots(block_size, 448)[1] * 1e6:.0f} us"]
+
+
+def filled_slots(block_size: int, longest: int) -> tuple[float, float]:
+    """(filled over allocated slots, summed over the steps; median seconds of planning a step of 16 sequences)."""
+    llm = LLM(random_model("tiny"), max_model_len=longest, block_size=block_size, enable_prefix_caching=False)
+    engine, plan = llm.engine, llm.engine.phases.plan
+    seconds: list[float] = []
+
+    def timed_plan(*given: object, **named: object) -> object:
+        begin = time.perf_counter()
+        result = plan(*given, **named)  # type: ignore[arg-type]
+        seconds.append(time.perf_counter() - begin)
+        return result
+
+    engine.phases.plan = timed_plan  # type: ignore[method-assign,assignment]
+    rng = np.random.default_rng(0)
+    requests = [
+        engine.add_request(str(i), rng.integers(0, 512, r.num_prompt).tolist(), exactly(r.num_output))
+        for i, r in enumerate(crowd(48, longest))
+    ]
+    filled = allocated = 0.0
+    while any(not request.is_finished for request in requests):
+        engine.step()
+        stats = engine.stats()
+        filled += stats.utilisation * stats.num_used_blocks
+        allocated += stats.num_used_blocks
+    return filled / allocated, statistics.median(seconds)
+
+
+# -- format -------------------------------------------------------------------------------------------------------
+def formats(arguments: argparse.Namespace) -> None:
+    print(f"format: shape {arguments.shape}, f16 cache, tokens/s")
+    tests = (PROMPT, ONE, MANY)
+    models = {name: random_model(arguments.shape, name) for name in FORMATS}
+    sizes = {name: weight_bytes(model.weights) / 1e6 for name, model in models.items()}
+    engines = {
+        name: bench_llm(model, tests, dtype="f16", threads=arguments.threads).engine for name, model in models.items()
+    }
+    speeds = in_turn(
+        {(name, test): lambda e=engine, t=test: measure(e, t) for name, engine in engines.items() for test in tests},
+        arguments.rounds,
+    )
+    predicted = {name: predict(arguments, name) for name in FORMATS}
+    print_table(
+        ["format", "bits a weight", "weights, MB", *(test.name for test in tests), "perplexity"],
+        [
+            [
+                name,
+                f"{QuantFormat.parse(name).bits_per_element:.1f}",
+                f"{sizes[name]:.0f}",
+                *(f"{speeds[name, test]:.1f}" for test in tests),
+                predicted[name],
+            ]
+            for name in FORMATS
+        ],
+    )
+
+
+def predict(arguments: argparse.Namespace, format: str) -> str:
+    """The perplexity of `--model` with its matrices in a format, the vocabulary's in 8 bits at least."""
+    if arguments.model is None or arguments.text is None:
+        return "-"
+    from bifolio.model.gguf_writer import write_gguf
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"{format}.gguf"
+        write_gguf(path, load_model(arguments.model), QuantFormat.parse(format))
+        llm = LLM(path, max_model_len=512, max_num_seqs=4, enable_prefix_caching=False, threads=arguments.threads)
+        return f"{text_perplexity(llm, arguments.text.read_text(encoding='utf-8')).value:.2f}"
+
+
+# -- batching -----------------------------------------------------------------------------------------------------
+def batching(arguments: argparse.Namespace) -> None:
+    """Requests that may join between layers would run apart: every group then reads the weights for itself."""
+    print(f"batching: 16 sequences at context 200, shape {arguments.shape} in q4_0")
+    model = NativeModel(SHAPES[arguments.shape], QuantFormat.parse("q4_0"), "f16", arguments.threads)
+    work: dict[tuple[str, int], Callable[[], float]] = {}
+    for groups in GROUPS:
+        batch = model.batch(Workload("", 16 // groups, 1, 200, 1))
+        work["one call", groups] = lambda b=batch, g=groups: (
+            g * timed(lambda: model.kernels.run(model.weights, b, model.storage))
+        )
+        work["a call for each operation", groups] = lambda b=batch, g=groups: (
+            g * timed(lambda: forward(model.weights, b, model.kernels, model.storage))
+        )
+    seconds = in_turn(work, max(arguments.rounds, 5))
+    names = ("one call", "a call for each operation")
+    print_table(
+        ["groups", *(f"{name}, ms" for name in names), "tokens/s of one call", "wait to join, ms at most"],
+        [
+            [
+                f"{groups} x {16 // groups}",
+                *(f"{seconds[name, groups] * 1e3:.1f}" for name in names),
+                f"{16 / seconds['one call', groups]:.0f}",
+                f"{seconds['one call', groups] / groups * 1e3:.1f}",
+            ]
+            for groups in GROUPS
+        ],
+    )
+    outside, whole = engine_overhead(arguments)
+    share = f"{outside * 1e3:.2f} ms of {whole * 1e3:.2f} ms ({outside / whole:.1%})"
+    print(f"the engine's own work for a step of 16: {share}")
+
+
+def engine_overhead(arguments: argparse.Namespace) -> tuple[float, float]:
+    """Median seconds of a step of 16 sequences: outside the kernels, and in all."""
+    llm = bench_llm(random_model(arguments.shape, "q4_0"), [MANY], dtype="f16", threads=arguments.threads)
+    engine = llm.engine
+    run = engine.runner.kernels.run  # type: ignore[attr-defined]
+    inside: list[float] = []
+
+    def timed_run(*given: object) -> object:
+        begin = time.perf_counter()
+        result = run(*given)
+        inside.append(time.perf_counter() - begin)
+        return result
+
+    engine.runner.kernels.run = timed_run  # type: ignore[attr-defined]
+    rng = np.random.default_rng(0)
+    vocabulary = engine.model.config.vocab_size
+    requests = [engine.add_request(str(i), rng.integers(0, vocabulary, 100).tolist(), exactly(24)) for i in range(16)]
+    while any(not request.sequences[0].output_token_ids for request in requests):
+        engine.step()
+    inside.clear()
+    whole = [timed(engine.step) for _ in range(12)]
+    outside = [step - kernels for step, kernels in zip(whole, inside, strict=True)]
+    run_until_done(engine, requests)
+    return statistics.median(outside), statistics.median(whole)
+
+
+# -- measuring ----------------------------------------------------------------------------------------------------
+def timed(work: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+def in_turn(work: dict[Key, Callable[[], float]], rounds: int) -> dict[Key, float]:
+    """The median of what each piece of work returns, all of them taking turns; the first round warms up."""
+    values: dict[Key, list[float]] = {key: [] for key in work}
+    for number in range(rounds + 1):
+        for key, piece in work.items():
+            value = piece()
+            if number:
+                values[key].append(value)
+    return {key: statistics.median(found) for key, found in values.items()}
+
+
+def print_table(columns: list[str], rows: list[list[str]]) -> None:
+    """As Markdown, ready for the page that explains it."""
+    print("| " + " | ".join(columns) + " |")
+    print("|" + "---:|" * len(columns))
+    for row in rows:
+        print("| " + " | ".join(row) + " |")
+    print(flush=True)
+
+
+if __name__ == "__main__":
+    main()
