@@ -74,7 +74,11 @@ def transformers_model(config: ModelConfig, dtype: torch.dtype, device: str) -> 
     settings = getattr(transformers, f"{name}Config")(**options, rope_parameters=parameters)
     settings._attn_implementation = "sdpa"
     with torch.device(device):
-        model = getattr(transformers, f"{name}ForCausalLM")(settings).to(dtype).eval()
+        model = getattr(transformers, f"{name}ForCausalLM")(settings).eval()
+    frequencies = {key: value.clone() for key, value in model.model.rotary_emb.named_buffers()}
+    model.to(dtype)
+    for key, value in frequencies.items():  # a model that is loaded keeps them in f32
+        model.model.rotary_emb.register_buffer(key, value, persistent=False)
     with torch.no_grad():
         for key, value in model.named_parameters():  # far from the small numbers a fresh model has
             value.normal_(1.0 if "norm" in key else 0.0, 0.1 if "norm" in key else value.shape[-1] ** -0.5)

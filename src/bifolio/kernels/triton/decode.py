@@ -312,15 +312,15 @@ def _decode_kernel(
                 mixed = tl.zeros([ROWS, DIM_BLOCK], tl.float32)
                 if SHARED_ROWS > 0:
                     first_item = tl.load(shared_words + num_sequences + owner)
-                    place = tl.load(shared_words + 3 * num_sequences + owner) * GROUP + row
-                    first_part = (first_item.to(tl.int64) * KV_HEADS + kv_head) * SHARED_ROWS + place
+                    member = tl.load(shared_words + 3 * num_sequences + owner)
+                    first_part = (first_item.to(tl.int64) * KV_HEADS + kv_head) * SHARED_ROWS + member * GROUP + row
                     highest, total, mixed = _join(
                         shared_mixed, shared_weight, first_part, KV_HEADS * SHARED_ROWS, num_shared, dim, real,
                         highest, total, mixed, DIM, DIM_BLOCK, ROWS, GROUP,
                     )  # fmt: skip
-                first_part = tl.load(first + owner).to(tl.int64) * HEADS + head
+                own_part = tl.load(first + owner).to(tl.int64) * HEADS + head
                 highest, total, mixed = _join(
-                    mixed_parts, weight_parts, first_part, HEADS, num_pieces, dim, real,
+                    mixed_parts, weight_parts, own_part, HEADS, num_pieces, dim, real,
                     highest, total, mixed, DIM, DIM_BLOCK, ROWS, GROUP,
                 )  # fmt: skip
                 tl.store(result, (mixed / total[:, None]).to(out.dtype.element_ty), mask=real)

@@ -355,7 +355,7 @@ def few_rows_tile(outputs: int, depth: int, dtype: torch.dtype) -> RowTile:
         return RowTile(128, 64, 4, 4, swapped=True)
     swapped = depth > 3072 or outputs > 4096
     tile = 64 if swapped else 32
-    splits = min(max(128 // triton.cdiv(outputs, tile), 1), 4, depth // 256)
+    splits = max(min(128 // triton.cdiv(outputs, tile), 4, depth // 256), 1)
     return RowTile(tile, 128, 4, 4, swapped, splits)
 
 
