@@ -53,7 +53,7 @@ def test_torch_is_not_imported_where_it_is_installed(verb: str, saved: Path) -> 
     options = ["--model", str(saved)] if verb == "generate" else [str(saved)]
     code = (
         "import sys; from bifolio.cli.main import build_app\n"
-        "build_app()(sys.argv[1:], standalone_mode=False)\n"
+        "build_app()(sys.argv[1:])\n"
         f"print('imported:', [name for name in {FORBIDDEN!r} if name in sys.modules])"
     )
     command = [sys.executable, "-c", code, verb, *options, *VERBS[verb]]

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from bifolio.cli.bench import numbers
 from bifolio.cli.main import build_app
 from bifolio.errors import ConfigError
+from cli_runner import CliRunner
 
 TRACE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
     f"2023-11-16 18:15:{46 + number}.6805900,{10 + 7 * number},{2 + 5 * (number % 3)}\n" for number in range(6)

@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from bifolio import LLM, SamplingParams
 from bifolio.cli.chat import Conversation, Terminal, answer
 from bifolio.cli.main import build_app
 from bifolio.errors import ChatTemplateError
 from bifolio.kernels.reference import ReferenceKernels
+from cli_runner import CliRunner
 from helpers import tiny_folder
 
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"

@@ -8,11 +8,11 @@ import math
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from bifolio.cli.main import build_app
 from bifolio.errors import BifolioError
 from bifolio.model.loader import load_model
+from cli_runner import CliRunner
 from helpers import CORPUS, tiny_folder
 
 TEXT = " ".join(CORPUS) * 3

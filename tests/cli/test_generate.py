@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from bifolio import LLM, SamplingParams
 from bifolio.cli.main import build_app
 from bifolio.errors import BifolioError
+from cli_runner import CliRunner
 from helpers import CORPUS, tiny_folder
 
 TEXT = "Once upon a time"

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from bifolio import LLM
 from bifolio.cli.main import build_app
+from cli_runner import CliRunner
 from helpers import TINY, tiny_folder
 
 

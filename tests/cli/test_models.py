@@ -7,10 +7,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from bifolio.cli.main import build_app
 from bifolio.model.registry import embedded_dir, pulled_dir
+from cli_runner import CliRunner
 
 
 @pytest.fixture(autouse=True)

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from bifolio.cli.main import build_app
 from bifolio.measure import profiler
 from bifolio.measure.machine import MachineLimits
+from cli_runner import CliRunner
 
 ARGUMENTS = ["profile", "--shape", "tiny", "--kernels", "reference", "-p", "16", "-n", "3"]
 

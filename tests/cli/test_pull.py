@@ -13,13 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hub_server import Hub, local_hub
-from typer.testing import CliRunner
 
 from bifolio.cli.main import build_app
 from bifolio.errors import BifolioError, ConfigError, MissingDependencyError, ModelFileError
 from bifolio.model import pull as pulling
 from bifolio.model.loader import load_model, resolve
 from bifolio.model.registry import embedded_dir, find_model, pulled_dir
+from cli_runner import CliRunner
 from helpers import tiny_folder
 
 MEMBER = "pack/model.gguf"

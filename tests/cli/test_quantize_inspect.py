@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from bifolio.cli.main import build_app
 from bifolio.errors import BifolioError
 from bifolio.model.checkpoint import load_folder
 from bifolio.model.gguf import load_gguf
+from cli_runner import CliRunner
 
 
 def bifolio(*arguments: str | Path) -> str:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from typer.testing import CliRunner
 
 from bifolio.cli.main import build_app
 from bifolio.errors import BifolioError
+from cli_runner import CliRunner
 
 
 def generate(*arguments: str) -> tuple[str, str]:

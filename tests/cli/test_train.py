@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from bifolio.cli.main import build_app
 from bifolio.errors import BifolioError, MissingDependencyError
 from bifolio.model.loader import load_model
+from cli_runner import CliRunner
 
 SHAPE = ["--preset", "char", "--tokenizer", "char", "--hidden-size", "32", "--num-layers", "1", "--num-heads", "2",
          "--intermediate-size", "32", "--context", "16", "--batch-size", "4", "--warmup", "2", "--device", "cpu",

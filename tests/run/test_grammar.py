@@ -17,7 +17,6 @@ import pytest
 
 pytest.importorskip("llguidance")
 
-from typer.testing import CliRunner
 
 from bifolio.beam_params import BeamSearchParams
 from bifolio.cli.main import build_app
@@ -27,6 +26,7 @@ from bifolio.run.grammar import MAX_CACHED, Grammar, compile_grammar, prepare_co
 from bifolio.run.llm import LLM
 from bifolio.run.outputs import RequestOutput
 from bifolio.sampling_params import SamplingParams
+from cli_runner import CliRunner
 from helpers import tiny_folder, tiny_loaded, tiny_tokenizer
 
 PERSON = {

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 from serving import RunningServer
-from typer.testing import CliRunner
 
 from bifolio.cli.main import build_app
 from bifolio.errors import ConfigError
 from bifolio.measure.load import Lengths, LoadReport, arrivals, parse_limits
 from bifolio.measure.load_client import LoadClient, Timing
+from cli_runner import CliRunner
 
 
 def run(*arguments: str) -> dict[str, Any]:

@@ -8,9 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from bifolio.cli import measure_options, options
+from bifolio.cli import commands, measure_options, options
 
 if TYPE_CHECKING:
     from bifolio.measure.throughput import Test
@@ -36,13 +34,13 @@ LATENCY_EPILOG = """Examples:
   bifolio bench latency --shape S --format q8_0 --batch 4 --json"""
 
 # Verbs of others that join this one when they are there: module -> function that registers them.
-GUESTS = {"bifolio.cli.bench_serve": "register_serve"}
+GUESTS = {"bifolio.cli.bench_serve": "register_serve", "bifolio.cli.bench_gpu": "register_gpu"}
 
 
-def register(app: typer.Typer) -> None:
+def register(app: commands.App) -> None:
     from bifolio.cli import bench_targets, bench_trace
 
-    bench = typer.Typer(help=HELP, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
+    bench = commands.App("bench", HELP)
     bench.command("throughput", help=THROUGHPUT_HELP, epilog=THROUGHPUT_EPILOG)(throughput)
     bench.command("latency", help=LATENCY_HELP, epilog=LATENCY_EPILOG)(latency)
     bench_trace.register(bench)
@@ -55,17 +53,17 @@ def register(app: typer.Typer) -> None:
                 raise
             continue
         getattr(module, function)(bench)
-    app.add_typer(bench, name="bench")
+    app.add_app(bench)
 
 
 def throughput(
     model: options.Model = None,
     shape: measure_options.Shape = None,
     format: measure_options.Format = "f32",
-    prompt: Annotated[str, typer.Option("--prompt", "-p", help="Prompt tokens to process.")] = "512",
-    generate: Annotated[str, typer.Option("--generate", "-n", help="Tokens to generate.")] = "128",
-    depth: Annotated[str, typer.Option("--depth", "-d", help="Tokens of context before generation.")] = "0",
-    batch: Annotated[str, typer.Option("--batch", "-b", help="Sequences that run together.")] = "1",
+    prompt: Annotated[str, commands.option("--prompt", "-p", help="Prompt tokens to process.")] = "512",
+    generate: Annotated[str, commands.option("--generate", "-n", help="Tokens to generate.")] = "128",
+    depth: Annotated[str, commands.option("--depth", "-d", help="Tokens of context before generation.")] = "0",
+    batch: Annotated[str, commands.option("--batch", "-b", help="Sequences that run together.")] = "1",
     repetitions: measure_options.Repetitions = 5,
     chunk_size: options.ChunkSize = 512,
     block_size: options.BlockSize = 16,
@@ -80,7 +78,7 @@ def throughput(
 
     tests = bench_tests(numbers(prompt), numbers(generate), numbers(depth), numbers(batch, least=1))
     if not tests:
-        raise typer.BadParameter("nothing to measure: --prompt or --generate must be above 0")
+        raise commands.BadParameter("nothing to measure: --prompt or --generate must be above 0")
     llm = bench_llm(
         open_model(model, shape, format),
         tests,
@@ -95,7 +93,7 @@ def throughput(
         rows = run_tests(llm.engine, tests, repetitions, lambda test, number: note(step_text(test, number)))
     setting = describe(llm, threads)
     if as_json:
-        typer.echo(json.dumps({**setting, "rows": [row.as_dict() for row in rows]}))
+        commands.echo(json.dumps({**setting, "rows": [row.as_dict() for row in rows]}))
         return
     from bifolio.measure.tables import throughput_table
 
@@ -106,9 +104,9 @@ def latency(
     model: options.Model = None,
     shape: measure_options.Shape = None,
     format: measure_options.Format = "f32",
-    prompt: Annotated[int, typer.Option("--prompt", "-p", min=1, help="Tokens of each prompt.")] = 128,
-    generate: Annotated[int, typer.Option("--generate", "-n", min=1, help="Tokens generated behind each.")] = 64,
-    batch: Annotated[int, typer.Option("--batch", "-b", min=1, help="Requests that are sent together.")] = 1,
+    prompt: Annotated[int, commands.option("--prompt", "-p", min=1, help="Tokens of each prompt.")] = 128,
+    generate: Annotated[int, commands.option("--generate", "-n", min=1, help="Tokens generated behind each.")] = 64,
+    batch: Annotated[int, commands.option("--batch", "-b", min=1, help="Requests that are sent together.")] = 1,
     repetitions: measure_options.Repetitions = 5,
     chunk_size: options.ChunkSize = 512,
     block_size: options.BlockSize = 16,
@@ -135,7 +133,7 @@ def latency(
     report = measure_latency(llm.engine, batch=batch, num_prompt=prompt, num_output=generate, repetitions=repetitions)
     setting = describe(llm, threads)
     if as_json:
-        typer.echo(json.dumps({**setting, **report.as_dict()}))
+        commands.echo(json.dumps({**setting, **report.as_dict()}))
         return
     from bifolio.measure.tables import latency_table
 
@@ -148,9 +146,9 @@ def numbers(text: str, least: int = 0) -> list[int]:
     try:
         values = [int(part) for part in text.split(",") if part.strip()]
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a list of whole numbers such as 1,8,16") from None
+        raise commands.BadParameter(f"{text!r} is not a list of whole numbers such as 1,8,16") from None
     if not values or min(values) < least:
-        raise typer.BadParameter(f"{text!r}: every number must be at least {least}")
+        raise commands.BadParameter(f"{text!r}: every number must be at least {least}")
     return values
 
 
@@ -218,4 +216,4 @@ def show(table: Any) -> None:
 
 def picture_line(plot: Path | None) -> None:
     if plot is not None:
-        typer.echo(f"picture: {plot}")
+        commands.echo(f"picture: {plot}")

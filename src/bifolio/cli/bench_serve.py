@@ -7,9 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from bifolio.cli import measure_options
+from bifolio.cli import commands, measure_options
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,33 +27,33 @@ EPILOG = """Examples:
   bifolio bench serve --trace azure_conv.csv --scale 0.1 --speed 5 --requests 300 --json"""
 
 
-def register_serve(bench: typer.Typer) -> None:
+def register_serve(bench: commands.App) -> None:
     bench.command("serve", help=HELP, epilog=EPILOG)(serve)
 
 
 def serve(
-    url: Annotated[str, typer.Option("--url", help="Where the server is.")] = "http://127.0.0.1:8000/v1",
-    key: Annotated[str | None, typer.Option("--api-key", envvar="OPENAI_API_KEY", help="Its key.")] = None,
-    model: Annotated[str | None, typer.Option("--served-model-name", help="Default: the first it lists.")] = None,
-    requests: Annotated[int, typer.Option("--requests", "-n", min=1, help="How many.")] = 100,
-    concurrency: Annotated[int | None, typer.Option("--concurrency", "-c", min=1, help="Always so many.")] = None,
-    rate: Annotated[float | None, typer.Option("--rate", help="Requests per second; inf: all at once.")] = None,
-    burstiness: Annotated[float, typer.Option("--burstiness", help="1: Poisson; smaller: in bursts.")] = 1.0,
-    prompt: Annotated[str, typer.Option("--prompt", help="Tokens of a prompt.")] = "128",
-    output: Annotated[str, typer.Option("--output", help="Tokens of an answer.")] = "64",
-    shared: Annotated[int, typer.Option("--shared-prefix", min=0, help="Tokens that all prompts begin with.")] = 0,
-    trace: Annotated[Path | None, typer.Option("--trace", help="An Azure .csv or a Mooncake .jsonl trace.")] = None,
-    scale: Annotated[float, typer.Option("--scale", help="Multiply the trace's lengths by this.")] = 1.0,
-    speed: Annotated[float, typer.Option("--speed", help="Times as fast as recorded.")] = 1.0,
-    max_model_len: Annotated[int, typer.Option("--max-model-len", help="Longest prompt plus output.")] = 2048,
-    vocab_size: Annotated[int, typer.Option("--vocab-size", min=2, help="Random token ids are below this.")] = 256,
-    ignore_eos: Annotated[bool, typer.Option(help="Ask for answers of full length (not OpenAI's own).")] = True,
-    temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy.")] = 0.0,
+    url: Annotated[str, commands.option("--url", help="Where the server is.")] = "http://127.0.0.1:8000/v1",
+    key: Annotated[str | None, commands.option("--api-key", variable="OPENAI_API_KEY", help="Its key.")] = None,
+    model: Annotated[str | None, commands.option("--served-model-name", help="Default: the first it lists.")] = None,
+    requests: Annotated[int, commands.option("--requests", "-n", min=1, help="How many.")] = 100,
+    concurrency: Annotated[int | None, commands.option("--concurrency", "-c", min=1, help="Always so many.")] = None,
+    rate: Annotated[float | None, commands.option("--rate", help="Requests per second; inf: all at once.")] = None,
+    burstiness: Annotated[float, commands.option("--burstiness", help="1: Poisson; smaller: in bursts.")] = 1.0,
+    prompt: Annotated[str, commands.option("--prompt", help="Tokens of a prompt.")] = "128",
+    output: Annotated[str, commands.option("--output", help="Tokens of an answer.")] = "64",
+    shared: Annotated[int, commands.option("--shared-prefix", min=0, help="Tokens that all prompts begin with.")] = 0,
+    trace: Annotated[Path | None, commands.option("--trace", help="An Azure .csv or a Mooncake .jsonl trace.")] = None,
+    scale: Annotated[float, commands.option("--scale", help="Multiply the trace's lengths by this.")] = 1.0,
+    speed: Annotated[float, commands.option("--speed", help="Times as fast as recorded.")] = 1.0,
+    max_model_len: Annotated[int, commands.option("--max-model-len", help="Longest prompt plus output.")] = 2048,
+    vocab_size: Annotated[int, commands.option("--vocab-size", min=2, help="Random token ids are below this.")] = 256,
+    ignore_eos: Annotated[bool, commands.option(help="Ask for answers of full length (not OpenAI's own).")] = True,
+    temperature: Annotated[float, commands.option("--temperature", help="0 is greedy.")] = 0.0,
     limits: Annotated[
-        str | None, typer.Option("--limits", help="What counts as good, in ms: ttft:500,tpot:50,itl:200,e2e:5000.")
+        str | None, commands.option("--limits", help="What counts as good, in ms: ttft:500,tpot:50,itl:200,e2e:5000.")
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of lengths, arrivals and tokens.")] = 0,
-    timeout: Annotated[float, typer.Option("--timeout", help="Seconds that a request may take.")] = 600.0,
+    seed: Annotated[int, commands.option("--seed", help="Of lengths, arrivals and tokens.")] = 0,
+    timeout: Annotated[float, commands.option("--timeout", help="Seconds that a request may take.")] = 600.0,
     plot: measure_options.Plot = None,
     as_json: measure_options.AsJson = False,
 ) -> None:

@@ -7,9 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from bifolio.cli import measure_options, options
+from bifolio.cli import commands, measure_options, options
 
 HELP = """Hold this machine against the figures that were planned for a small model in 4 bits.
 
@@ -22,7 +20,7 @@ EPILOG = """Examples:
   bifolio bench targets -m smollm2.q4_0.gguf --threads 2"""
 
 
-def register(bench: typer.Typer) -> None:
+def register(bench: commands.App) -> None:
     bench.command("targets", help=HELP, epilog=EPILOG)(targets)
 
 
@@ -30,8 +28,10 @@ def targets(
     model: options.Model = None,
     shape: measure_options.Shape = None,
     format: measure_options.Format = "q4_0",
-    generate: Annotated[int, typer.Option("--generate", "-n", min=1, help="Tokens that one sequence generates.")] = 128,
-    requests: Annotated[int, typer.Option("--requests", min=16, help="Requests of the crowd.")] = 32,
+    generate: Annotated[
+        int, commands.option("--generate", "-n", min=1, help="Tokens that one sequence generates.")
+    ] = 128,
+    requests: Annotated[int, commands.option("--requests", min=16, help="Requests of the crowd.")] = 32,
     repetitions: measure_options.Repetitions = 5,
     block_size: options.BlockSize = 16,
     kv_dtype: options.KvDtype = "f16",
@@ -40,7 +40,7 @@ def targets(
     as_json: measure_options.AsJson = False,
 ) -> None:
     if model is not None and shape is not None:
-        raise typer.BadParameter("pass --model or --shape, not both: a shape is a model made of random weights")
+        raise commands.BadParameter("pass --model or --shape, not both: a shape is a model made of random weights")
     with tempfile.TemporaryDirectory() as folder:
         path = model or str(make_file(shape or "S", format, Path(folder)))
         measure(path, generate, requests, repetitions, block_size, kv_dtype, kernels, threads, as_json)
@@ -66,7 +66,7 @@ def measure(
         rows = measure_targets(llm, num_generated=generate, repetitions=repetitions, num_requests=requests, note=note)
     setting = describe(llm, threads)
     if as_json:
-        typer.echo(json.dumps({**setting, "rows": [row.as_dict() for row in rows]}))
+        commands.echo(json.dumps({**setting, "rows": [row.as_dict() for row in rows]}))
         return
     from bifolio.measure.tables import targets_table
 

@@ -6,9 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from bifolio.cli import measure_options, options
+from bifolio.cli import commands, measure_options, options
 
 if TYPE_CHECKING:
     from bifolio.measure.trace import TraceReport
@@ -30,28 +28,28 @@ EPILOG = """Examples:
   bifolio bench trace mooncake_conversation.jsonl --limit 100 --scale 0.02 --json"""
 
 
-def register(bench: typer.Typer) -> None:
+def register(bench: commands.App) -> None:
     bench.command("trace", help=HELP, epilog=EPILOG)(trace)
 
 
 def trace(
-    file: Annotated[Path, typer.Argument(help="An Azure .csv or a Mooncake .jsonl trace.")],
+    file: Annotated[Path, commands.argument(help="An Azure .csv or a Mooncake .jsonl trace.")],
     model: options.Model = None,
     shape: measure_options.Shape = None,
     format: measure_options.Format = "f32",
-    limit: Annotated[int, typer.Option("--limit", min=1, help="Take this many requests from the start.")] = 200,
-    scale: Annotated[float, typer.Option("--scale", help="Multiply prompt and output lengths by this.")] = 0.25,
-    speed: Annotated[float, typer.Option("--speed", min=0, help="Times as fast as recorded; 0: all at once.")] = 1.0,
-    compare: Annotated[str | None, typer.Option("--compare", help="'static': also run static batching.")] = None,
-    num_blocks: Annotated[int | None, typer.Option("--num-blocks", help="Blocks of the cache.")] = None,
+    limit: Annotated[int, commands.option("--limit", min=1, help="Take this many requests from the start.")] = 200,
+    scale: Annotated[float, commands.option("--scale", help="Multiply prompt and output lengths by this.")] = 0.25,
+    speed: Annotated[float, commands.option("--speed", min=0, help="Times as fast as recorded; 0: all at once.")] = 1.0,
+    compare: Annotated[str | None, commands.option("--compare", help="'static': also run static batching.")] = None,
+    num_blocks: Annotated[int | None, commands.option("--num-blocks", help="Blocks of the cache.")] = None,
     memory: options.Memory = None,
     max_model_len: options.MaxModelLen = None,
     max_num_seqs: options.MaxNumSeqs = 32,
     block_size: options.BlockSize = 16,
     chunk_size: options.ChunkSize = 512,
     kv_dtype: options.KvDtype = "auto",
-    prefix_caching: Annotated[bool, typer.Option(help="Reuse what equal prefixes computed.")] = True,
-    seed: Annotated[int, typer.Option("--seed", help="Of the random tokens.")] = 0,
+    prefix_caching: Annotated[bool, commands.option(help="Reuse what equal prefixes computed.")] = True,
+    seed: Annotated[int, commands.option("--seed", help="Of the random tokens.")] = 0,
     kernels: measure_options.Kernels = None,
     threads: options.Threads = None,
     device: options.Device = "auto",
@@ -68,7 +66,7 @@ def trace(
 
     check_target(plot)
     if compare not in (None, "static"):
-        raise typer.BadParameter(f"--compare takes 'static', not {compare!r}")
+        raise commands.BadParameter(f"--compare takes 'static', not {compare!r}")
     loaded = open_model(model, shape, format)
     recorded = read_trace(file, limit)
     length = min(max_model_len or longest(recorded, scale), loaded.config.max_position)
@@ -106,13 +104,13 @@ def trace(
 
         plot_trace(reports, plot, f"{heading}\n{title(setting)}")
     if as_json:
-        typer.echo(json.dumps({**setting, "runs": [report.as_dict() for report in reports], **ratios(reports)}))
+        commands.echo(json.dumps({**setting, "runs": [report.as_dict() for report in reports], **ratios(reports)}))
         return
     show(trace_table(f"{heading}\n{title(setting)}", reports))
     if num_cut:
-        typer.echo(f"{num_cut} prompts were cut to fit into {length} tokens")
+        commands.echo(f"{num_cut} prompts were cut to fit into {length} tokens")
     for name, ratio in ratios(reports).items():
-        typer.echo(f"{name.replace('_', ' ')}: {ratio:.2f}")
+        commands.echo(f"{name.replace('_', ' ')}: {ratio:.2f}")
     picture_line(plot)
 
 

@@ -8,9 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from bifolio.cli import options
+from bifolio.cli import commands, options
 
 if TYPE_CHECKING:
     from bifolio.run.llm import LLM
@@ -38,13 +36,13 @@ COMMANDS = {
 }
 
 
-def register(app: typer.Typer) -> None:
+def register(app: commands.App) -> None:
     app.command("chat", help=HELP, epilog=EPILOG)(chat)
 
 
 def chat(
     model: options.Model = None,
-    system: Annotated[str | None, typer.Option("--system", "-s", help="The system prompt.")] = None,
+    system: Annotated[str | None, commands.option("--system", "-s", help="The system prompt.")] = None,
     max_tokens: options.MaxTokens = None,
     temperature: options.Temperature = None,
     top_p: options.TopP = None,

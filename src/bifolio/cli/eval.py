@@ -10,9 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from bifolio.cli import options
+from bifolio.cli import commands, options
 
 HELP = """Measure the perplexity of a model on a text file.
 
@@ -25,16 +23,16 @@ EPILOG = """Examples:
   bifolio eval wiki.txt.xz --model ./SmolLM2-135M --window 2048 --json"""
 
 
-def register(app: typer.Typer) -> None:
+def register(app: commands.App) -> None:
     app.command("eval", help=HELP, epilog=EPILOG)(evaluate)
 
 
 def evaluate(
-    text: Annotated[Path, typer.Argument(help="A text file, plain or .xz.", show_default=False)],
+    text: Annotated[Path, commands.argument(help="A text file, plain or .xz.")],
     model: options.Model = None,
-    window: Annotated[int | None, typer.Option("--window", help="Tokens of a window; default: 512.")] = None,
-    max_tokens: Annotated[int | None, typer.Option("--max-tokens", "-n", help="Score only the first ones.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    window: Annotated[int | None, commands.option("--window", help="Tokens of a window; default: 512.")] = None,
+    max_tokens: Annotated[int | None, commands.option("--max-tokens", "-n", help="Score only the first ones.")] = None,
+    as_json: Annotated[bool, commands.option("--json", help="Print one JSON object.")] = False,
     kv_dtype: options.KvDtype = "auto",
     threads: options.Threads = None,
     device: options.Device = "auto",
@@ -69,10 +67,10 @@ def evaluate(
         "seconds": round(seconds, 3),
     }
     if as_json:
-        typer.echo(json.dumps(record))
+        commands.echo(json.dumps(record))
     else:
-        typer.echo(f"perplexity {result.value:.4f} (loss {record['loss']:.4f} per token)")
-        typer.echo(f"{result.num_tokens} tokens in {seconds:.1f} s, {result.num_tokens / seconds:.0f} tokens/s")
+        commands.echo(f"perplexity {result.value:.4f} (loss {record['loss']:.4f} per token)")
+        commands.echo(f"{result.num_tokens} tokens in {seconds:.1f} s, {result.num_tokens / seconds:.0f} tokens/s")
 
 
 def read_text(path: Path) -> str:

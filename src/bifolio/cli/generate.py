@@ -7,13 +7,11 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
-from bifolio.cli import options
+from bifolio.cli import commands, options
 from bifolio.errors import RequestError
 
 
-def register(app: typer.Typer) -> None:
+def register(app: commands.App) -> None:
     app.command(help=HELP, epilog=EPILOG)(generate)
 
 
@@ -32,7 +30,7 @@ EPILOG = """Examples:
 
 
 def generate(
-    prompt: Annotated[str | None, typer.Argument(help="The text to continue; '-' reads standard input.")] = None,
+    prompt: Annotated[str | None, commands.argument(help="The text to continue; '-' reads standard input.")] = None,
     model: options.Model = None,
     max_tokens: options.MaxTokens = None,
     temperature: options.Temperature = None,
@@ -42,15 +40,17 @@ def generate(
     repetition_penalty: options.RepetitionPenalty = None,
     seed: options.Seed = None,
     stop: options.Stop = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Do not stop at the end-of-text token.")] = False,
+    ignore_eos: Annotated[bool, commands.option("--ignore-eos", help="Do not stop at the end-of-text token.")] = False,
     json_schema: Annotated[
-        Path | None, typer.Option("--json-schema", help="A JSON schema that the text must follow.")
+        Path | None, commands.option("--json-schema", help="A JSON schema that the text must follow.")
     ] = None,
     input_file: Annotated[
         Path | None,
-        typer.Option("--input", "-i", help="JSON lines with 'prompt' or 'prompt_token_ids', and sampling options."),
+        commands.option("--input", "-i", help="JSON lines with 'prompt' or 'prompt_token_ids', and sampling options."),
     ] = None,
-    output_file: Annotated[Path | None, typer.Option("--output", "-o", help="Where JSON lines of results go.")] = None,
+    output_file: Annotated[
+        Path | None, commands.option("--output", "-o", help="Where JSON lines of results go.")
+    ] = None,
     speculative: options.Speculative = None,
     draft_model: options.DraftModel = None,
     memory: options.Memory = None,
@@ -126,7 +126,7 @@ def run_file(llm: Any, source: Path, target: Path | None, explicit: dict[str, An
     for number, entry in entries:
         prompt = entry.get("prompt_token_ids", entry.get("prompt"))
         if not isinstance(prompt, str | list):
-            raise typer.BadParameter(f"{source}:{number}: needs a text 'prompt' or a list 'prompt_token_ids'")
+            raise commands.BadParameter(f"{source}:{number}: needs a text 'prompt' or a list 'prompt_token_ids'")
         prompts.append(prompt)
         params.append(line_params(llm, f"{source}:{number}", entry, explicit))
     outputs = llm.generate(prompts, params)
@@ -145,13 +145,13 @@ def line_params(llm: Any, place: str, entry: dict[str, Any], explicit: dict[str,
     try:
         return llm.default_params(**{**explicit, **options_of_line})
     except (TypeError, RequestError) as error:  # TypeError: a name that is no sampling option
-        raise typer.BadParameter(f"{place}: {error}") from error
+        raise commands.BadParameter(f"{place}: {error}") from error
 
 
 def read_jsonl(path: Path) -> list[tuple[int, dict[str, Any]]]:
     """(line number, object) of every line that is not blank."""
     if not path.is_file():
-        raise typer.BadParameter(f"{path} does not exist")
+        raise commands.BadParameter(f"{path} does not exist")
     entries = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         if not line.strip():
@@ -159,9 +159,9 @@ def read_jsonl(path: Path) -> list[tuple[int, dict[str, Any]]]:
         try:
             entry = json.loads(line)
         except ValueError as error:
-            raise typer.BadParameter(f"{path}:{number}: not JSON: {error}") from error
+            raise commands.BadParameter(f"{path}:{number}: not JSON: {error}") from error
         if not isinstance(entry, dict):
-            raise typer.BadParameter(f'{path}:{number}: every line is an object such as {{"prompt": "Hello"}}')
+            raise commands.BadParameter(f'{path}:{number}: every line is an object such as {{"prompt": "Hello"}}')
         entries.append((number, entry))
     return entries
 

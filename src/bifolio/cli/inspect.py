@@ -8,9 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from bifolio.cli import options
+from bifolio.cli import commands, options
 
 if TYPE_CHECKING:
     from bifolio.config import KVDtype, ModelConfig
@@ -30,7 +28,7 @@ _SHOWN_ITEMS = 6  # of a long array
 MAX_DEFAULT_LEN = 8192  # tokens of a sequence unless told, as in `LLM`
 
 
-def register(app: typer.Typer) -> None:
+def register(app: commands.App) -> None:
     app.command("inspect", help=HELP, epilog=EPILOG)(inspect)
 
 
@@ -68,9 +66,9 @@ class Contents:
 
 
 def inspect(
-    model: Annotated[str, typer.Argument(help="A .gguf file, a folder, a llama2.c .bin file or a model's name.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    tensors: Annotated[bool, typer.Option("--tensors/--no-tensors", help="List every tensor.")] = True,
+    model: Annotated[str, commands.argument(help="A .gguf file, a folder, a llama2.c .bin file or a model's name.")],
+    as_json: Annotated[bool, commands.option("--json", help="Print one JSON object.")] = False,
+    tensors: Annotated[bool, commands.option(help="List every tensor.")] = True,
     memory: options.Memory = None,
     max_model_len: options.MaxModelLen = None,
     max_num_seqs: options.MaxNumSeqs = 16,
@@ -92,7 +90,7 @@ def inspect(
             "total_bytes": sum(tensor.nbytes for tensor in contents.tensors),
             "memory_plan": plan,
         }
-        typer.echo(json.dumps(record, ensure_ascii=False, default=str))
+        commands.echo(json.dumps(record, ensure_ascii=False, default=str))
     else:
         show(contents, plan, tensors)
 

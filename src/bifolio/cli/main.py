@@ -7,30 +7,19 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-import typer
+from bifolio.cli import commands
 
 VERBS = ("generate", "chat", "serve", "train", "eval", "quantize", "inspect", "models", "pull", "bench", "profile")
 
 
-def build_app(verbs: Sequence[str] = VERBS) -> typer.Typer:
-    app = typer.Typer(
-        name="bifolio",
-        help="Run language models: prefill and decode over one paged KV cache.",
-        no_args_is_help=True,
-        rich_markup_mode=None,
-        pretty_exceptions_enable=False,
-        add_completion=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
+def build_app(verbs: Sequence[str] = VERBS) -> commands.App:
+    from bifolio import __version__
+
+    app = commands.App(
+        "bifolio",
+        "Run language models: prefill and decode over one paged KV cache.",
+        version=f"bifolio {__version__}",
     )
-
-    @app.callback(invoke_without_command=True)
-    def root(version: bool = typer.Option(False, "--version", help="Show the version and exit.")) -> None:
-        if version:
-            from bifolio import __version__
-
-            typer.echo(f"bifolio {__version__}")
-            raise typer.Exit
-
     for verb in verbs:
         try:
             module = import_module(f"bifolio.cli.{verb}")

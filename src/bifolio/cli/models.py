@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from bifolio.cli import commands
 
 if TYPE_CHECKING:
     from bifolio.model.registry import ModelEntry
@@ -19,16 +19,16 @@ EPILOG = """Examples:
   bifolio models --json | jq '.[].name'"""
 
 
-def register(app: typer.Typer) -> None:
+def register(app: commands.App) -> None:
     app.command("models", help=HELP, epilog=EPILOG)(models)
 
 
-def models(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON array.")] = False) -> None:
+def models(as_json: Annotated[bool, commands.option("--json", help="Print one JSON array.")] = False) -> None:
     from bifolio.model.registry import list_models
 
     entries = list_models()
     if as_json:
-        typer.echo(json.dumps([asdict(entry) for entry in entries], default=str, ensure_ascii=False))
+        commands.echo(json.dumps([asdict(entry) for entry in entries], default=str, ensure_ascii=False))
     else:
         show(entries)
 
@@ -40,12 +40,12 @@ def show(entries: list[ModelEntry]) -> None:
     rows = [("name", "from", "architecture", "parameters", "format", "size", "path"), *map(row, entries)]
     widths = [max(len(cells[column]) for cells in rows) for column in range(len(rows[0]) - 1)]
     for *cells, path in rows:
-        typer.echo("  ".join([*(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)), path]))
+        commands.echo("  ".join([*(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)), path]))
     for entry in entries:
         if entry.problem is not None:
-            typer.echo(f"{entry.name} cannot be used: {entry.problem}")
+            commands.echo(f"{entry.name} cannot be used: {entry.problem}")
     if not any(entry.origin == "pulled" for entry in entries):
-        typer.echo(f"more: bifolio pull {PULLABLE[0]}")
+        commands.echo(f"more: bifolio pull {PULLABLE[0]}")
 
 
 def row(entry: ModelEntry) -> tuple[str, ...]:

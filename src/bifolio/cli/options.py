@@ -4,45 +4,52 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from bifolio.cli import commands
 
 if TYPE_CHECKING:
     from bifolio.config import SpeculativeConfig
 
 Model = Annotated[
     str | None,
-    typer.Option("--model", "-m", help="A model folder, a .gguf file, or a model's name (see `bifolio models`)."),
+    commands.option("--model", "-m", help="A model folder, a .gguf file, or a model's name (see `bifolio models`)."),
 ]
-MaxTokens = Annotated[int | None, typer.Option("--max-tokens", "-n", help="The most tokens to generate.")]
-Temperature = Annotated[float | None, typer.Option("--temperature", "-t", help="0 is greedy.")]
-TopP = Annotated[float | None, typer.Option("--top-p", help="Keep the most likely tokens up to this mass.")]
-TopK = Annotated[int | None, typer.Option("--top-k", help="Keep this many most likely tokens; 0 is off.")]
-MinP = Annotated[float | None, typer.Option("--min-p", help="Drop tokens this much less likely than the best.")]
-RepetitionPenalty = Annotated[float | None, typer.Option("--repetition-penalty", help="Above 1 discourages repeats.")]
-Seed = Annotated[int | None, typer.Option("--seed", help="The same seed gives the same text.")]
-Stop = Annotated[list[str] | None, typer.Option("--stop", help="Text that ends the output; may be repeated.")]
-Memory = Annotated[str | None, typer.Option("--memory", help="Memory for the KV cache, such as 2GB.")]
-MaxModelLen = Annotated[int | None, typer.Option("--max-model-len", help="The longest prompt plus output, in tokens.")]
-MaxNumSeqs = Annotated[int, typer.Option("--max-num-seqs", help="Sequences that run at the same time.")]
-BlockSize = Annotated[int, typer.Option("--block-size", help="Tokens in one block of the cache.")]
-ChunkSize = Annotated[int, typer.Option("--chunk-size", help="The most prompt tokens of one request per step.")]
-KvDtype = Annotated[str, typer.Option("--kv-dtype", help="How keys and values are stored: auto, f32, f16 or bf16.")]
+MaxTokens = Annotated[int | None, commands.option("--max-tokens", "-n", help="The most tokens to generate.")]
+Temperature = Annotated[float | None, commands.option("--temperature", "-t", help="0 is greedy.")]
+TopP = Annotated[float | None, commands.option("--top-p", help="Keep the most likely tokens up to this mass.")]
+TopK = Annotated[int | None, commands.option("--top-k", help="Keep this many most likely tokens; 0 is off.")]
+MinP = Annotated[float | None, commands.option("--min-p", help="Drop tokens this much less likely than the best.")]
+RepetitionPenalty = Annotated[
+    float | None, commands.option("--repetition-penalty", help="Above 1 discourages repeats.")
+]
+Seed = Annotated[int | None, commands.option("--seed", help="The same seed gives the same text.")]
+Stop = Annotated[list[str] | None, commands.option("--stop", help="Text that ends the output; may be repeated.")]
+Memory = Annotated[str | None, commands.option("--memory", help="Memory for the KV cache, such as 2GB.")]
+MaxModelLen = Annotated[
+    int | None, commands.option("--max-model-len", help="The longest prompt plus output, in tokens.")
+]
+MaxNumSeqs = Annotated[int, commands.option("--max-num-seqs", help="Sequences that run at the same time.")]
+BlockSize = Annotated[int, commands.option("--block-size", help="Tokens in one block of the cache.")]
+ChunkSize = Annotated[int, commands.option("--chunk-size", help="The most prompt tokens of one request per step.")]
+KvDtype = Annotated[str, commands.option("--kv-dtype", help="How keys and values are stored: auto, f32, f16 or bf16.")]
 Activations = Annotated[
     str,
-    typer.Option(
+    commands.option(
         "--activations",
         help="Beside quantised weights: int8 is faster, int16 as good as exact (CPU kernels).",
     ),
 ]
-Threads = Annotated[int | None, typer.Option("--threads", help="Threads of the CPU kernels; default: all cores.")]
-Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print the memory plan and what the loader noted.")]
+Threads = Annotated[int | None, commands.option("--threads", help="Threads of the CPU kernels; default: all cores.")]
+Device = Annotated[str, commands.option("--device", help="auto, cpu or cuda.")]
+Verbose = Annotated[bool, commands.option("--verbose", "-v", help="Print the memory plan and what the loader noted.")]
 Speculative = Annotated[
     str | None,
-    typer.Option("--speculative", help="Guess tokens and verify several at once: 'draft' (a small model) or 'ngram'."),
+    commands.option(
+        "--speculative", help="Guess tokens and verify several at once: 'draft' (a small model) or 'ngram'."
+    ),
 ]
 DraftModel = Annotated[
-    str | None, typer.Option("--draft-model", help="The model that guesses; by default NAME-draft of the model NAME.")
+    str | None,
+    commands.option("--draft-model", help="The model that guesses; by default NAME-draft of the model NAME."),
 ]
 
 

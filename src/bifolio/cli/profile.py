@@ -6,9 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from bifolio.cli import measure_options, options
+from bifolio.cli import commands, measure_options, options
 
 if TYPE_CHECKING:
     from bifolio.measure.profiler import Profile
@@ -27,7 +25,7 @@ EPILOG = """Examples:
   bifolio profile --shape S --format q4_0 --batch 8 --json"""
 
 
-def register(app: typer.Typer) -> None:
+def register(app: commands.App) -> None:
     app.command("profile", help=HELP, epilog=EPILOG)(profile)
 
 
@@ -35,9 +33,9 @@ def profile(
     model: options.Model = None,
     shape: measure_options.Shape = None,
     format: measure_options.Format = "f32",
-    prompt: Annotated[int, typer.Option("--prompt", "-p", min=1, help="Tokens of each prompt.")] = 512,
-    generate: Annotated[int, typer.Option("--generate", "-n", min=1, help="Tokens generated behind each.")] = 64,
-    batch: Annotated[int, typer.Option("--batch", "-b", min=1, help="Sequences that run together.")] = 1,
+    prompt: Annotated[int, commands.option("--prompt", "-p", min=1, help="Tokens of each prompt.")] = 512,
+    generate: Annotated[int, commands.option("--generate", "-n", min=1, help="Tokens generated behind each.")] = 64,
+    batch: Annotated[int, commands.option("--batch", "-b", min=1, help="Sequences that run together.")] = 1,
     chunk_size: options.ChunkSize = 512,
     kv_dtype: options.KvDtype = "auto",
     kernels: measure_options.Kernels = None,
@@ -69,7 +67,7 @@ def profile(
 
         plot_profile(result, plot)
     if as_json:
-        typer.echo(json.dumps(result.as_dict()))
+        commands.echo(json.dumps(result.as_dict()))
     else:
         show(result, plot)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
+from bifolio.cli import commands
 
 HELP = """Fetch a model into the cache, for use by its name.
 
@@ -19,22 +19,22 @@ EPILOG = """Examples:
   bifolio pull hf:ggml-org/models:tinyllamas/stories260K.gguf"""
 
 
-def register(app: typer.Typer) -> None:
+def register(app: commands.App) -> None:
     app.command("pull", help=HELP, epilog=EPILOG)(pull)
 
 
 def pull(
-    model: Annotated[str, typer.Argument(help="smollm2, hf:ORG/NAME or hf:ORG/NAME:FILE.gguf")],
-    name: Annotated[str | None, typer.Option("--name", help="Keep it under this name.")] = None,
+    model: Annotated[str, commands.argument(help="smollm2, hf:ORG/NAME or hf:ORG/NAME:FILE.gguf")],
+    name: Annotated[str | None, commands.option("--name", help="Keep it under this name.")] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Fetch it again, and replace another of the same name.")
+        bool, commands.option("--force", help="Fetch it again, and replace another of the same name.")
     ] = False,
 ) -> None:
     from bifolio.model.pull import pull as fetch
     from bifolio.model.registry import describe
     from bifolio.run.memory import show_bytes
 
-    path = fetch(model, name=name, force=force, say=lambda line: typer.echo(line, err=True))
+    path = fetch(model, name=name, force=force, say=lambda line: commands.echo(line, err=True))
     kept = path.stem if path.suffix == ".gguf" else path.name
-    typer.echo(f"{kept}: {show_bytes(describe(kept, 'pulled', path).size)} in {path}")
-    typer.echo(f"try: bifolio chat --model {kept}")
+    commands.echo(f"{kept}: {show_bytes(describe(kept, 'pulled', path).size)} in {path}")
+    commands.echo(f"try: bifolio chat --model {kept}")

@@ -7,9 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from bifolio.cli import options
+from bifolio.cli import commands, options
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,19 +29,19 @@ EPILOG = """Examples:
   bifolio quantize ./model model.q8_0.gguf --format q8_0 --eval story.txt"""
 
 
-def register(app: typer.Typer) -> None:
+def register(app: commands.App) -> None:
     app.command(help=HELP, epilog=EPILOG)(quantize)
 
 
 def quantize(
-    source: Annotated[str, typer.Argument(help="The model to read.")],
-    target: Annotated[Path, typer.Argument(help="What to write: NAME.gguf, or a folder.")],
-    format_name: Annotated[str, typer.Option("--format", "-f", help="q4_0, q4_1, q8_0, f16, bf16 or f32.")],
-    force: Annotated[bool, typer.Option("--force", help="Replace the target if it exists.")] = False,
+    source: Annotated[str, commands.argument(help="The model to read.")],
+    target: Annotated[Path, commands.argument(help="What to write: NAME.gguf, or a folder.")],
+    format_name: Annotated[str, commands.option("--format", "-f", help="q4_0, q4_1, q8_0, f16, bf16 or f32.")],
+    force: Annotated[bool, commands.option("--force", help="Replace the target if it exists.")] = False,
     evaluate: Annotated[
-        Path | None, typer.Option("--eval", help="A text file: show the perplexity on it before and after.")
+        Path | None, commands.option("--eval", help="A text file: show the perplexity on it before and after.")
     ] = None,
-    eval_tokens: Annotated[int, typer.Option("--eval-tokens", help="The most tokens of the text to score.")] = 4096,
+    eval_tokens: Annotated[int, commands.option("--eval-tokens", help="The most tokens of the text to score.")] = 4096,
     threads: options.Threads = None,
 ) -> None:
     from bifolio.model.file_access import refuse_existing
@@ -55,14 +53,14 @@ def quantize(
     text = None if evaluate is None else read_text(evaluate)
     model = load_model(source)
     for note in model.notes:
-        typer.echo(f"note: {note}", err=True)
+        commands.echo(f"note: {note}", err=True)
     with progress_bar(model) as progress:
         report = write(target, model, format, force, progress)
     print_report(report)
     if text is not None:
         before = score(model, text, eval_tokens, threads)
         after = score(load_model(target), text, eval_tokens, threads)
-        typer.echo(f"perplexity       {before:.4f} before, {after:.4f} after ({(after / before - 1) * 100:+.2f} %)")
+        commands.echo(f"perplexity       {before:.4f} before, {after:.4f} after ({(after / before - 1) * 100:+.2f} %)")
 
 
 def write(target: Path, model: LoadedModel, format: QuantFormat, force: bool, progress: Progress) -> WriteReport:
@@ -114,8 +112,8 @@ def print_report(report: WriteReport) -> None:
     table.add_row("all", "", str(len(report.tensors)), show_bytes(old), show_bytes(new), f"{old / new:.2f}")
     Console(width=100).print(table)
     for note in report.notes:
-        typer.echo(f"note: {note}", err=True)
-    typer.echo(f"wrote {report.path}")
+        commands.echo(f"note: {note}", err=True)
+    commands.echo(f"wrote {report.path}")
 
 
 def score(model: LoadedModel, text: str, max_tokens: int, threads: int | None) -> float:

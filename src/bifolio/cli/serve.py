@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
-from bifolio.cli import options
+from bifolio.cli import commands, options
 
 HELP = """Serve a model over HTTP, as OpenAI's clients expect it.
 
@@ -19,40 +17,40 @@ EPILOG = """Examples:
   bifolio serve -m ./SmolLM2-135M-Instruct.gguf --port 8080 --api-key-file keys.txt"""
 
 
-def register(app: typer.Typer) -> None:
+def register(app: commands.App) -> None:
     app.command(help=HELP, epilog=EPILOG)(serve)
 
 
 def serve(
     model: options.Model = None,
-    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", "-p", help="Port to listen on.")] = 8000,
-    name: Annotated[str | None, typer.Option("--served-model-name", help="What clients call the model.")] = None,
-    api_key: Annotated[list[str] | None, typer.Option("--api-key", help="A key that is let in; repeatable.")] = None,
+    host: Annotated[str, commands.option("--host", help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, commands.option("--port", "-p", help="Port to listen on.")] = 8000,
+    name: Annotated[str | None, commands.option("--served-model-name", help="What clients call the model.")] = None,
+    api_key: Annotated[list[str] | None, commands.option("--api-key", help="A key that is let in; repeatable.")] = None,
     api_key_file: Annotated[
-        list[Path] | None, typer.Option("--api-key-file", help="A file of keys, one a line; repeatable.")
+        list[Path] | None, commands.option("--api-key-file", help="A file of keys, one a line; repeatable.")
     ] = None,
-    tls_cert: Annotated[Path | None, typer.Option("--tls-cert", help="Certificate chain (PEM).")] = None,
-    tls_key: Annotated[Path | None, typer.Option("--tls-key", help="Private key of the certificate (PEM).")] = None,
+    tls_cert: Annotated[Path | None, commands.option("--tls-cert", help="Certificate chain (PEM).")] = None,
+    tls_key: Annotated[Path | None, commands.option("--tls-key", help="Private key of the certificate (PEM).")] = None,
     cors_origin: Annotated[
-        list[str] | None, typer.Option("--cors-origin", help="An origin whose pages may call; repeatable.")
+        list[str] | None, commands.option("--cors-origin", help="An origin whose pages may call; repeatable.")
     ] = None,
-    max_queue: Annotated[int, typer.Option("--max-queue", help="Requests that may wait; more get 429.")] = 256,
+    max_queue: Annotated[int, commands.option("--max-queue", help="Requests that may wait; more get 429.")] = 256,
     max_open_per_key: Annotated[
-        int | None, typer.Option("--max-open-per-key", help="Requests under way that one key may have.")
+        int | None, commands.option("--max-open-per-key", help="Requests under way that one key may have.")
     ] = None,
     request_timeout: Annotated[
-        float, typer.Option("--request-timeout", help="The most seconds a request may take.")
+        float, commands.option("--request-timeout", help="The most seconds a request may take.")
     ] = 600.0,
     drain_timeout: Annotated[
-        float, typer.Option("--drain-timeout", help="Seconds for open requests after SIGTERM.")
+        float, commands.option("--drain-timeout", help="Seconds for open requests after SIGTERM.")
     ] = 30.0,
-    max_body: Annotated[str, typer.Option("--max-body", help="Largest request, such as 4MB.")] = "4MiB",
+    max_body: Annotated[str, commands.option("--max-body", help="Largest request, such as 4MB.")] = "4MiB",
     step_timeout: Annotated[
-        float, typer.Option("--step-timeout", help="Seconds of one step after which the engine counts as hung.")
+        float, commands.option("--step-timeout", help="Seconds of one step after which the engine counts as hung.")
     ] = 300.0,
-    log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts into the log.")] = False,
-    log_level: Annotated[str, typer.Option("--log-level", help="debug, info, warning or error.")] = "info",
+    log_prompts: Annotated[bool, commands.option("--log-prompts", help="Write prompts into the log.")] = False,
+    log_level: Annotated[str, commands.option("--log-level", help="debug, info, warning or error.")] = "info",
     speculative: options.Speculative = None,
     draft_model: options.DraftModel = None,
     memory: options.Memory = None,

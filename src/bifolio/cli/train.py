@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import typing
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
 
-if TYPE_CHECKING:
-    import typer
+from bifolio.cli import commands
 
 HELP = """Train a language model on text files and write a folder that bifolio and transformers load.
 
@@ -26,7 +25,7 @@ Ctrl-C saves a checkpoint; the same command with --resume goes on from it.
 """
 
 
-def register(app: typer.Typer) -> None:
+def register(app: commands.App) -> None:
     """Add the command; its options are the fields of `TrainSettings`."""
 
     def command(**values: Any) -> None:
@@ -39,21 +38,20 @@ def register(app: typer.Typer) -> None:
 
 def _parameters() -> list[inspect.Parameter]:
     """One keyword for each setting; the text files are the arguments."""
-    import typer
-
     from bifolio.train.settings import TrainSettings
 
     kinds = typing.get_type_hints(TrainSettings)
     parameters = []
     for option in dataclasses.fields(TrainSettings):
+        help, default = option.metadata["help"], option.default
         if option.name == "data":
-            kind: Any = list[str]
-            default = typer.Argument(..., help=option.metadata["help"], show_default=False)
+            written, kind, default = commands.argument(help=help), list[str], inspect.Parameter.empty
         else:
-            kind = kinds[option.name]
-            default = typer.Option(option.default, help=option.metadata["help"])
+            written, kind = commands.option(help=help), kinds[option.name]
         parameters.append(
-            inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+            inspect.Parameter(
+                option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, written]
+            )
         )
     return parameters
 

@@ -1,0 +1,210 @@
+"""Functions as commands: every parameter of a function becomes an option, its type and default say how it is read.
+
+    def generate(
+        prompt: Annotated[str | None, argument(help="The text to continue.")] = None,
+        max_tokens: Annotated[int | None, option("--max-tokens", "-n", help="The most tokens to generate.")] = None,
+    ) -> None: ...
+
+    app = App("bifolio", "Run language models.")
+    app.command(help="Generate text.")(generate)
+    app(["generate", "Once", "-n", "8"])
+
+Python's own argparse does the reading: a larger library would take longer to import than a small model to load.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import os
+import sys
+import types
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+Function = TypeVar("Function", bound=Callable[..., None])
+LITERAL = "\0"  # no argument of a program can hold this character
+DEST_PREFIX = "value_of_"  # keeps names such as `format_usage` apart from what argparse uses itself
+
+
+class BadParameter(Exception):  # noqa: N818  # says what is wrong with an option; ends the program with code 2
+    """An option's value makes no sense; the message says what to write instead."""
+
+
+class Exit(Exception):  # noqa: N818
+    """End the program with this code."""
+
+    def __init__(self, code: int = 0) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """How a parameter of a function is written on the command line; stands in `Annotated[type, ...]`."""
+
+    names: tuple[str, ...] = ()  # "--max-tokens", "-n"; empty: made from the parameter's own name
+    help: str = ""
+    min: float | None = None
+    variable: str | None = None  # of the environment, read where the option is not given
+    positional: bool = False
+
+
+def option(*names: str, help: str = "", min: float | None = None, variable: str | None = None) -> Parameter:
+    return Parameter(names, help, min, variable)
+
+
+def argument(*, help: str = "") -> Parameter:
+    return Parameter(help=help, positional=True)
+
+
+def echo(text: str, err: bool = False) -> None:
+    print(text, file=sys.stderr if err else sys.stdout)
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One verb."""
+
+    function: Callable[..., None]
+    help: str
+    epilog: str
+
+    def run(self, program: str, arguments: Sequence[str]) -> None:
+        parser, hints = _parser(program, self.help, self.epilog), _hints(self.function)
+        for parameter in inspect.signature(self.function).parameters.values():
+            _add(parser, parameter, hints[parameter.name])
+        parser.usage = " ".join([program, "[options]", *_shown_arguments(parser)])
+        values = vars(parser.parse_intermixed_args(_literal_tail(arguments)))
+        try:
+            self.function(**{name.removeprefix(DEST_PREFIX): value for name, value in values.items()})
+        except BadParameter as error:
+            parser.error(str(error))
+
+
+@dataclass(slots=True)
+class App:
+    """Verbs under one name; a verb may be an App again."""
+
+    name: str
+    help: str = ""
+    version: str = ""
+    verbs: dict[str, Command | App] = field(default_factory=dict)
+
+    def command(self, name: str | None = None, *, help: str = "", epilog: str = "") -> Callable[[Function], Function]:
+        def register(function: Function) -> Function:
+            text = help or inspect.getdoc(function) or ""
+            self.verbs[name or function.__name__.replace("_", "-")] = Command(function, text, epilog)
+            return function
+
+        return register
+
+    def add_app(self, app: App) -> None:
+        self.verbs[app.name] = app
+
+    def __call__(self, arguments: Sequence[str] | None = None) -> None:
+        """Run the verb that the arguments name. Ends by SystemExit where there is nothing to run."""
+        try:
+            self.run(self.name, sys.argv[1:] if arguments is None else arguments)
+        except Exit as exit:
+            raise SystemExit(exit.code) from None
+
+    def run(self, program: str, arguments: Sequence[str]) -> None:
+        verb = arguments[0] if arguments else ""
+        if verb in self.verbs:
+            self.verbs[verb].run(f"{program} {verb}", arguments[1:])
+            return
+        parser = _parser(program, self.help, "")
+        parser.usage = f"{program} VERB ..."
+        if self.version:
+            parser.add_argument("--version", action="version", version=self.version, help="Show the version and exit.")
+        group = parser.add_argument_group("verbs")
+        for name, entry in self.verbs.items():
+            group.add_argument(name, nargs="?", help=_escaped(entry.help.split("\n")[0]))
+        if not verb:
+            parser.print_help()
+            raise Exit(2)
+        parser.parse_known_args([verb] if verb.startswith("-") else [])  # --help and --version end here
+        parser.error(f"there is no {verb!r}: choose one of {', '.join(self.verbs)}")
+
+
+def _parser(program: str, help: str, epilog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        program,
+        description=help,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        add_help=False,
+    )
+    parser.add_argument("-h", "--help", action="help", help="Show this and exit.")
+    return parser
+
+
+def _shown_arguments(parser: argparse.ArgumentParser) -> list[str]:
+    """The positional ones as a line of usage shows them: FILE, [PROMPT], DATA..."""
+    marks = {None: "{}", "?": "[{}]", "+": "{}...", "*": "[{}...]"}
+    return [marks[action.nargs].format(action.metavar) for action in parser._actions if not action.option_strings]  # type: ignore[index]
+
+
+def _literal_tail(arguments: Sequence[str]) -> list[str]:
+    """What comes after "--" is no option, even if it looks like one: a mark keeps argparse from looking."""
+    split = arguments.index("--") if "--" in arguments else len(arguments)
+    return [*arguments[:split], *(LITERAL + text for text in arguments[split + 1 :])]
+
+
+def _escaped(text: str) -> str:
+    return text.replace("%", "%%")
+
+
+def _hints(function: Callable[..., None]) -> dict[str, Any]:
+    return typing.get_type_hints(function, include_extras=True)
+
+
+def _add(parser: argparse.ArgumentParser, parameter: inspect.Parameter, hint: Any) -> None:
+    """One option or argument; what has no default must be given."""
+    kind, *notes = typing.get_args(hint) if typing.get_origin(hint) is typing.Annotated else (hint,)
+    written = next((note for note in notes if isinstance(note, Parameter)), Parameter())
+    kind = _without_none(kind)
+    several = typing.get_origin(kind) is list
+    required = parameter.default is inspect.Parameter.empty
+    default = None if required else parameter.default
+    if written.variable is not None:
+        default = os.environ.get(written.variable, default)
+    shown = "" if default is None or isinstance(default, bool) or written.positional else f" [default: {default}]"
+    settings: dict[str, Any] = {"help": _escaped(written.help + shown)}
+    if kind is bool:
+        settings |= {"action": "store_true" if written.names else argparse.BooleanOptionalAction}
+    else:
+        settings["type"] = _reader(typing.get_args(kind)[0] if several else kind, written.min)
+    if written.positional:
+        settings["nargs"] = ("+" if required else "*") if several else None if required else "?"
+        parser.add_argument(DEST_PREFIX + parameter.name, metavar=parameter.name.upper(), default=default, **settings)
+        return
+    if several:
+        settings["action"] = "append"
+    if kind is not bool:
+        settings["metavar"] = parameter.name.upper()
+    names = written.names or ("--" + parameter.name.replace("_", "-"),)
+    parser.add_argument(*names, dest=DEST_PREFIX + parameter.name, default=default, required=required, **settings)
+
+
+def _without_none(kind: Any) -> Any:
+    if typing.get_origin(kind) in (types.UnionType, typing.Union):
+        return next(part for part in typing.get_args(kind) if part is not type(None))
+    return kind
+
+
+def _reader(kind: Callable[[str], Any], least: float | None) -> Callable[[str], Any]:
+    """Text to a value; the error says what was expected."""
+
+    def read(text: str) -> Any:
+        value = kind(text.removeprefix(LITERAL))
+        if least is not None and value < least:
+            raise argparse.ArgumentTypeError(f"{text} is below {least:g}")
+        return value
+
+    read.__name__ = getattr(kind, "__name__", str(kind))  # argparse puts it into "invalid int value"
+    return read
