@@ -11,12 +11,16 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from bifolio import LLM
+from bifolio.kernels.reference import ReferenceKernels
+from bifolio.kernels.select import CANDIDATES, Wanted
 from bifolio.kernels.torch_reference import TorchKernels
 from bifolio.kernels.triton import TritonKernels
 from bifolio.model.checkpoint import load_folder
+from bifolio.run.cuda_storage import CudaStorage
 from bifolio.run.overlap import OverlappedEngine
 from bifolio.sampling_params import SamplingParams
-from helpers import make_engine, make_runner, open_entry, output_ids, random_prompt, run_chunks, tiny_model
+from helpers import make_engine, make_runner, open_entry, output_ids, random_prompt, run_chunks, tiny_folder, tiny_model
 
 TOKENS = random_prompt(11, seed=4, vocab_size=61)
 
@@ -111,3 +115,20 @@ def test_deterministic_output_is_the_same_in_a_crowd() -> None:
     assert len(alone) == 4
     assert run(3) == alone
     assert run(2, chunk_size=7, token_budget=9) == alone
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_offline_api_takes_the_overlapped_engine(deterministic: bool) -> None:
+    """What a user of a GPU gets, settings included; greedy output equals the plain engine's."""
+    folder = tiny_folder()
+    prompts = [random_prompt(5 + index, seed=index, vocab_size=61) for index in range(2)]
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    wanted = Wanted("cpu", None, "int8", "f32", deterministic)
+    kernels = CANDIDATES["triton"].make(wanted)
+    llm = LLM(folder, kernels=kernels, block_size=16, max_model_len=64, num_blocks=20, deterministic=deterministic)
+    assert isinstance(llm.engine, OverlappedEngine)
+    assert isinstance(llm.engine.storages[0], CudaStorage)
+    assert kernels.deterministic is deterministic  # type: ignore[attr-defined]
+    ours = llm.generate(prompts, params)
+    theirs = LLM(folder, kernels=ReferenceKernels(), max_model_len=64).generate(prompts, params)
+    assert [o.outputs[0].token_ids for o in ours] == [t.outputs[0].token_ids for t in theirs]

@@ -47,7 +47,7 @@ def test_weights_keep_their_bytes_and_tied_ones_lie_in_memory_once() -> None:
     assert prepared.head.prepared[0] is prepared.embedding
     source: Any = model.weights.layers[0].up
     packed = prepared.layers[0].up.prepared[0]
-    assert packed.num_bytes == sum(part.nbytes for part in source.parts)
+    assert packed.nbytes == sum(part.nbytes for part in source.parts)
     assert prepared.layers[0].up.out_features == source.out_features
 
 

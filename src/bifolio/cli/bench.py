@@ -65,12 +65,13 @@ def throughput(
     depth: Annotated[str, commands.option("--depth", "-d", help="Tokens of context before generation.")] = "0",
     batch: Annotated[str, commands.option("--batch", "-b", help="Sequences that run together.")] = "1",
     repetitions: measure_options.Repetitions = 5,
-    chunk_size: options.ChunkSize = 512,
-    block_size: options.BlockSize = 16,
+    chunk_size: options.AnyChunkSize = None,
+    block_size: options.AnyBlockSize = None,
     kv_dtype: options.KvDtype = "auto",
     kernels: measure_options.Kernels = None,
     threads: options.Threads = None,
     device: options.Device = "auto",
+    deterministic: options.Deterministic = False,
     as_json: measure_options.AsJson = False,
 ) -> None:
     from bifolio.measure.random_models import open_model
@@ -88,6 +89,7 @@ def throughput(
         kernels=kernels,
         threads=threads,
         device=device,
+        deterministic=deterministic or None,
     )
     with progress(as_json) as note:
         rows = run_tests(llm.engine, tests, repetitions, lambda test, number: note(step_text(test, number)))
@@ -108,12 +110,13 @@ def latency(
     generate: Annotated[int, commands.option("--generate", "-n", min=1, help="Tokens generated behind each.")] = 64,
     batch: Annotated[int, commands.option("--batch", "-b", min=1, help="Requests that are sent together.")] = 1,
     repetitions: measure_options.Repetitions = 5,
-    chunk_size: options.ChunkSize = 512,
-    block_size: options.BlockSize = 16,
+    chunk_size: options.AnyChunkSize = None,
+    block_size: options.AnyBlockSize = None,
     kv_dtype: options.KvDtype = "auto",
     kernels: measure_options.Kernels = None,
     threads: options.Threads = None,
     device: options.Device = "auto",
+    deterministic: options.Deterministic = False,
     as_json: measure_options.AsJson = False,
 ) -> None:
     from bifolio.measure.latency import measure_latency
@@ -129,6 +132,7 @@ def latency(
         kernels=kernels,
         threads=threads,
         device=device,
+        deterministic=deterministic or None,
     )
     report = measure_latency(llm.engine, batch=batch, num_prompt=prompt, num_output=generate, repetitions=repetitions)
     setting = describe(llm, threads)

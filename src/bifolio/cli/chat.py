@@ -53,12 +53,14 @@ def chat(
     stop: options.Stop = None,
     memory: options.Memory = None,
     max_model_len: options.MaxModelLen = None,
-    block_size: options.BlockSize = 16,
-    chunk_size: options.ChunkSize = 512,
+    block_size: options.AnyBlockSize = None,
+    chunk_size: options.AnyChunkSize = None,
     kv_dtype: options.KvDtype = "auto",
     activations: options.Activations = "int16",  # one sequence: the second byte costs next to nothing
     threads: options.Threads = None,
     device: options.Device = "auto",
+    deterministic: options.Deterministic = False,
+    gpu_memory_utilization: options.GpuMemoryUtilization = 0.9,
     verbose: options.Verbose = False,
 ) -> None:
     from bifolio.run.llm import LLM
@@ -74,6 +76,8 @@ def chat(
         activations=activations,
         threads=threads,
         device=device,
+        deterministic=deterministic or None,
+        gpu_memory_utilization=gpu_memory_utilization,
         verbose=verbose,
     )
     given = {

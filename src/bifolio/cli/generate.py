@@ -55,13 +55,15 @@ def generate(
     draft_model: options.DraftModel = None,
     memory: options.Memory = None,
     max_model_len: options.MaxModelLen = None,
-    max_num_seqs: options.MaxNumSeqs = 16,
-    block_size: options.BlockSize = 16,
-    chunk_size: options.ChunkSize = 512,
+    max_num_seqs: options.AnyNumSeqs = None,
+    block_size: options.AnyBlockSize = None,
+    chunk_size: options.AnyChunkSize = None,
     kv_dtype: options.KvDtype = "auto",
     activations: options.Activations = "int8",
     threads: options.Threads = None,
     device: options.Device = "auto",
+    deterministic: options.Deterministic = False,
+    gpu_memory_utilization: options.GpuMemoryUtilization = 0.9,
     verbose: options.Verbose = False,
 ) -> None:
     from bifolio.run.llm import LLM
@@ -77,6 +79,8 @@ def generate(
         activations=activations,
         threads=threads,
         device=device,
+        deterministic=deterministic or None,
+        gpu_memory_utilization=gpu_memory_utilization,
         speculative=options.speculative_config(speculative, draft_model),
         verbose=verbose,
     )

@@ -30,6 +30,29 @@ MaxModelLen = Annotated[
 MaxNumSeqs = Annotated[int, commands.option("--max-num-seqs", help="Sequences that run at the same time.")]
 BlockSize = Annotated[int, commands.option("--block-size", help="Tokens in one block of the cache.")]
 ChunkSize = Annotated[int, commands.option("--chunk-size", help="The most prompt tokens of one request per step.")]
+AnyNumSeqs = Annotated[
+    int | None,
+    commands.option("--max-num-seqs", help="Sequences that run at the same time; default: 16, 256 on a GPU."),
+]
+AnyBlockSize = Annotated[
+    int | None, commands.option("--block-size", help="Tokens in one block of the cache; default: 16, 64 on a GPU.")
+]
+AnyChunkSize = Annotated[
+    int | None,
+    commands.option(
+        "--chunk-size", help="The most prompt tokens of one request per step; default: 512, 8192 on a GPU."
+    ),
+]
+Deterministic = Annotated[
+    bool,
+    commands.option("--deterministic", help="On a GPU: output that depends on the request alone, bit for bit; slower."),
+]
+GpuMemoryUtilization = Annotated[
+    float,
+    commands.option(
+        "--gpu-memory-utilization", help="Share of what is free beside weights and steps that the cache takes."
+    ),
+]
 KvDtype = Annotated[str, commands.option("--kv-dtype", help="How keys and values are stored: auto, f32, f16 or bf16.")]
 Activations = Annotated[
     str,

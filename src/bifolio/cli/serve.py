@@ -55,12 +55,14 @@ def serve(
     draft_model: options.DraftModel = None,
     memory: options.Memory = None,
     max_model_len: options.MaxModelLen = None,
-    max_num_seqs: options.MaxNumSeqs = 16,
-    block_size: options.BlockSize = 16,
-    chunk_size: options.ChunkSize = 512,
+    max_num_seqs: options.AnyNumSeqs = None,
+    block_size: options.AnyBlockSize = None,
+    chunk_size: options.AnyChunkSize = None,
     kv_dtype: options.KvDtype = "auto",
     threads: options.Threads = None,
     device: options.Device = "auto",
+    deterministic: options.Deterministic = False,
+    gpu_memory_utilization: options.GpuMemoryUtilization = 0.9,
 ) -> None:
     import asyncio
     import os
@@ -111,6 +113,8 @@ def serve(
         "chunk_size": chunk_size,
         "threads": threads,
         "device": device,
+        "deterministic": deterministic or None,
+        "gpu_memory_utilization": gpu_memory_utilization,
         "speculative": None if guessing is None else asdict(guessing),
     }
     with asyncio.Runner(loop_factory=_event_loop()) as runner:

@@ -22,20 +22,38 @@ from bifolio.errors import ConfigError, MissingDependencyError
 from bifolio.kernels.interface import KernelSet
 
 
+class Wanted(NamedTuple):
+    """What a kernel set is made for."""
+
+    device: str
+    threads: int | None
+    activations: str
+    dtype: str | None
+    deterministic: bool
+
+
 class Candidate(NamedTuple):
     """A kernel set that might be used."""
 
     devices: tuple[str, ...]
     refusals: Callable[[], list[str]]  # reasons why it cannot run here; empty: it can
-    make: Callable[[str, int | None, str], KernelSet]  # (device, threads, activations)
+    make: Callable[[Wanted], KernelSet]
 
 
 def select_kernels(
-    device: str = "auto", *, name: str | None = None, threads: int | None = None, activations: str = "int8"
+    device: str = "auto",
+    *,
+    name: str | None = None,
+    threads: int | None = None,
+    activations: str = "int8",
+    dtype: str | None = None,
+    deterministic: bool = False,
 ) -> KernelSet:
     """The kernel set for a device ("auto", "cpu", "cuda", "cuda:1"); ConfigError lists why nothing fits.
 
-    `activations` says how the native kernels round them beside quantised weights: see `NativeKernels`.
+    `activations` says how the native kernels round them beside quantised weights: see `NativeKernels`. `dtype` ("f32",
+    "f16", "bf16") is that of dense weights on a GPU, bf16 unless told. `deterministic` asks a GPU for results that do
+    not depend on the rest of the batch; on the CPU they never do.
     """
     device = resolve_device(device)
     kind = device.split(":")[0]
@@ -50,7 +68,7 @@ def select_kernels(
         if not reasons:
             if candidate_name == "reference" and forced is None:
                 _warn_slow("; ".join(refusals))
-            return candidate.make(device, threads, activations)
+            return candidate.make(Wanted(device, threads, activations, dtype, deterministic))
         refusals.append(f"{candidate_name}: {', '.join(reasons)}")
     raise ConfigError(f"no kernels can run on {device!r} ({'; '.join(refusals) or 'unknown device'}): use cpu or cuda")
 
@@ -91,26 +109,27 @@ def _module_refusals(*modules: str) -> list[str]:
     return missing
 
 
-def _make_native(device: str, threads: int | None, activations: str) -> KernelSet:
+def _make_native(wanted: Wanted) -> KernelSet:
     from bifolio.kernels.native import NativeKernels
 
-    return NativeKernels(threads, activations)
+    return NativeKernels(wanted.threads, wanted.activations)
 
 
-def _make_reference(device: str, threads: int | None, activations: str) -> KernelSet:
+def _make_reference(wanted: Wanted) -> KernelSet:
     from bifolio.kernels.reference import ReferenceKernels
 
     return ReferenceKernels()
 
 
-def _make_torch(device: str, threads: int | None, activations: str) -> KernelSet:
+def _make_torch(wanted: Wanted) -> KernelSet:
     from bifolio.kernels.torch_reference import TorchKernels
 
-    return TorchKernels(device)
+    return TorchKernels(wanted.device, (wanted.dtype or "bf16") if wanted.device.startswith("cuda") else "f32")
 
 
-def _make_triton(device: str, threads: int | None, activations: str) -> KernelSet:
-    kernels: KernelSet = importlib.import_module("bifolio.kernels.triton").TritonKernels(device)
+def _make_triton(wanted: Wanted) -> KernelSet:
+    make = importlib.import_module("bifolio.kernels.triton").TritonKernels
+    kernels: KernelSet = make(wanted.device, wanted.dtype or "bf16", deterministic=wanted.deterministic)
     return kernels
 
 

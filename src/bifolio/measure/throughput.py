@@ -15,8 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from bifolio.kernels.select import resolve_device
 from bifolio.measure.statistics import Distribution
 from bifolio.model.loaded import LoadedModel
+from bifolio.run.build import SIZES
 from bifolio.run.engine import InferenceEngine
 from bifolio.run.llm import LLM
 from bifolio.sampling_params import SamplingParams
@@ -77,18 +79,27 @@ def bench_tests(
     return tests + [Test(num_generated=n, depth=d, batch=b) for b in batches for d in depths for n in generated if n]
 
 
-def bench_llm(model: LoadedModel, tests: Sequence[Test], *, chunk_size: int = 512, **options: Any) -> LLM:
+def bench_llm(
+    model: LoadedModel,
+    tests: Sequence[Test],
+    *,
+    chunk_size: int | None = None,
+    block_size: int | None = None,
+    **options: Any,
+) -> LLM:
     """An engine that is large enough for every test, without prefix reuse: every token is computed."""
     batch = max(test.batch for test in tests)
+    usual = SIZES[resolve_device(options.get("device", "auto")).split(":")[0]]
+    chunk_size, block_size = chunk_size or usual.chunk_size, block_size or usual.block_size
     budget = max(chunk_size, batch)
     slack = max(-(-test.batch * (test.depth + 1) // budget) for test in tests) + WARM_UP_TOKENS + 2
     length = min(max(test.num_tokens for test in tests) + slack, model.config.max_position)
-    block_size = options.get("block_size", 16)
     settings: dict[str, Any] = {
         "max_model_len": length,
         "max_num_seqs": batch,
         "num_blocks": batch * (-(-length // block_size) + 1) + 2,
         "chunk_size": chunk_size,
+        "block_size": block_size,
         "token_budget": budget,
         "enable_prefix_caching": False,
         **options,

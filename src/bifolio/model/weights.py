@@ -45,6 +45,7 @@ class ModelWeights:
     head: Linear
     inverse_frequencies: tuple[Array, ...]  # f32[rotary_dim/2] for each rope configuration
     rope_scales: tuple[float, ...]  # what cos and sin are multiplied by
+    prepared_for: KernelSet | None = None  # whose arrays these are; None: as they came from a file
 
 
 def attention_shape(
@@ -65,6 +66,8 @@ def attention_shape(
 
 def prepare(weights: ModelWeights, kernels: KernelSet) -> ModelWeights:
     """Hand every weight to the kernel set once, at load: it repacks, fuses, or moves it to its device."""
+    if weights.prepared_for is kernels:
+        return weights
 
     def norm(value: Norm | None) -> Norm | None:
         return None if value is None else kernels.prepare_norm(value)
@@ -93,6 +96,7 @@ def prepare(weights: ModelWeights, kernels: KernelSet) -> ModelWeights:
         final_norm=kernels.prepare_norm(weights.final_norm),
         head=kernels.prepare_linear(weights.head),
         inverse_frequencies=tuple(kernels.from_host(f) for f in weights.inverse_frequencies),
+        prepared_for=kernels,
     )
 
 

@@ -27,6 +27,7 @@ from bifolio.run.beam_search import BeamSearch
 from bifolio.run.device_rows import DeviceRows, Readout
 from bifolio.run.draft_model import DraftModelDrafter, check_pair
 from bifolio.run.executor import DecodeExecutor, ModelRunner, PrefillExecutor
+from bifolio.run.out_of_memory import MemoryRecovery, is_out_of_memory
 from bifolio.run.recorder import Recorder
 from bifolio.run.sampler import SampledTokens, Sampler, SamplingTable
 from bifolio.run.sampling.noise import child_seed
@@ -90,6 +91,7 @@ class InferenceEngine:
             drop_kept=self.batcher.drop_kept,
         )
         self.recorder = Recorder(self.batcher, self.blocks, self.sampler, kernels, self.speculator)
+        self.recovery = MemoryRecovery(self)
         self.requests: dict[str, Request] = {}  # not finished yet
         self._counters = EngineStats()
         self._num_requests = 0
@@ -97,10 +99,25 @@ class InferenceEngine:
 
     # -- one step -----------------------------------------------------------------------------------------------
     def step(self) -> list[StepResult]:
-        """Run every active sequence once; say what became of each."""
+        """Run every active sequence once; say what became of each. Running out of memory fails the step alone."""
+        try:
+            results = self._step()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            failure = error.with_traceback(None)  # whose frames hold what the step had allocated
+        else:
+            if self.recovery.step_succeeded():
+                self._more_may_run()
+            return results
+        results = self.recovery.recover(failure)
+        self._more_may_run()
+        return self._deliver(results)
+
+    def _step(self) -> list[StepResult]:
         self.batcher.evict_completed()  # rows and blocks go back
         self._count_admitted(self.batcher.admit_pending())  # a slot each, opened on the cached prefix
-        plan = self.phases.plan(self.batcher.active_slots(), self.config.token_budget, self._room_for_drafts())
+        plan = self.phases.plan(self.batcher.active_slots(), self.recovery.token_budget, self._room_for_drafts())
         if plan.is_empty:
             if not self.has_work:
                 self.blocks.check_invariants()  # idle: prove that nothing leaked
@@ -117,9 +134,17 @@ class InferenceEngine:
         sampled = self._sample(logits, readout)  # verifies drafts
         if self.speculator is not None and not plan.prefills:
             self.speculator.lengths.observe_step(batch.num_tokens, time.perf_counter() - started)
-        results = self.recorder.record(plan, readout, logits, sampled)
+        results: list[StepResult] = []
+        try:
+            self.recorder.record(plan, readout, logits, sampled, results)
+        except Exception:
+            self._outbox.extend(results)  # what was recorded before the error is told all the same
+            raise
         self._count(plan)
         return self._deliver(results)
+
+    def _more_may_run(self) -> None:
+        """Called when those who wait should be looked at again."""
 
     def _sample(self, logits: Array, readout: Readout) -> SampledTokens | None:
         if not readout.sample_rows:

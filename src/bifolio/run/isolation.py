@@ -18,12 +18,11 @@ import logging
 from dataclasses import dataclass, field
 
 from bifolio.run.engine import InferenceEngine
+from bifolio.run.out_of_memory import STEP_FAILED
 from bifolio.sequence import FinishReason, Request, Sequence, StepResult
 
 logger = logging.getLogger(__name__)
 MAX_FAILURES_IN_A_ROW = 3  # so many culprits without one good step: the engine itself is broken, a restart is due
-
-STEP_FAILED = "the step that computed this request failed"  # how `Request.error` begins
 
 
 @dataclass(slots=True)

@@ -16,8 +16,8 @@ from bifolio.kernels.select import select_kernels
 from bifolio.model.chat_template import Message, render_chat
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.loader import load_model
-from bifolio.run.engine import InferenceEngine
-from bifolio.run.memory import MemoryPlan, default_threads, parse_bytes, plan_memory, weight_bytes
+from bifolio.run.build import build_engine, resolve_sizes
+from bifolio.run.memory import default_threads, parse_bytes
 from bifolio.run.outputs import RequestOutput, request_output
 from bifolio.sampling_params import SamplingParams, merge_defaults
 from bifolio.sequence import Request, StepResult
@@ -31,8 +31,11 @@ class LLM:
 
     `model` is a Hugging Face-layout folder, a `.gguf` file, or the name of an embedded or pulled model; None takes
     the default embedded model. The cache gets `num_blocks` blocks, or as many as fit into `memory` ("2GB"), or a
-    safe share of what is free. `activations` ("int8" or "int16") says how finely they are rounded beside quantised
-    weights on the native CPU kernels.
+    safe share of what is free; on a GPU, `gpu_memory_utilization` of what is free beside the weights and the largest
+    step. `activations` ("int8" or "int16") says how finely they are rounded beside quantised weights on the native CPU
+    kernels. `dtype` is that of the cache, and on a GPU of dense weights too. `deterministic` asks a GPU for output that
+    depends on the request alone, to the last bit; on the CPU it always does. Sizes that are not given are small on the
+    CPU and large on a GPU (`run.build.SIZES`).
     """
 
     def __init__(
@@ -40,19 +43,20 @@ class LLM:
         model: str | Path | LoadedModel | None = None,
         *,
         dtype: KVDtype | str = "auto",
-        block_size: int = 16,
+        block_size: int | None = None,
         num_blocks: int | None = None,
         memory: int | str | None = None,
-        max_num_seqs: int = 16,
+        max_num_seqs: int | None = None,
         max_model_len: int | None = None,
-        chunk_size: int = 512,
+        chunk_size: int | None = None,
         token_budget: int | None = None,
         enable_prefix_caching: bool = True,
-        deterministic: bool = True,
+        deterministic: bool | None = None,
         device: str = "auto",
         threads: int | None = None,
         kernels: KernelSet | str | None = None,
         activations: str = "int8",
+        gpu_memory_utilization: float = 0.9,
         speculative: SpeculativeConfig | None = None,
         max_waiting: int | None = None,
         poison_free_blocks: bool = False,
@@ -61,41 +65,44 @@ class LLM:
         from bifolio.model.registry import DEFAULT_MODEL
 
         self.model = model if isinstance(model, LoadedModel) else load_model(model or DEFAULT_MODEL)
-        config = self.model.config
         kernel_set = (
             kernels
             if kernels is not None and not isinstance(kernels, str)
-            else select_kernels(device, name=kernels, threads=threads or default_threads(), activations=activations)
+            else select_kernels(
+                device,
+                name=kernels,
+                threads=threads or default_threads(),
+                activations=activations,
+                dtype=dtype if dtype in ("f32", "f16", "bf16") else None,
+                deterministic=bool(deterministic),
+            )
         )
-        length = self._model_len(max_model_len)
-        kv_dtype = self._kv_dtype(dtype, kernel_set)
-        self.plan: MemoryPlan = plan_memory(
-            config,
-            weight_bytes(self.model.weights),
-            block_size=block_size,
-            kv_dtype=kv_dtype,
-            num_blocks=num_blocks,
-            memory=None if memory is None else parse_bytes(memory),
-            max_model_len=length,
-            max_num_seqs=max_num_seqs,
-        )
-        self.engine = InferenceEngine(
-            self.model,
-            EngineConfig(
-                cache=CacheConfig(
-                    self.plan.num_blocks, block_size, kv_dtype, enable_prefix_caching, poison_free_blocks
-                ),
-                max_model_len=length,
-                max_num_seqs=max_num_seqs,
-                token_budget=token_budget or max(chunk_size, max_num_seqs),
-                chunk_size=chunk_size,
-                max_waiting=max_waiting,
-                deterministic=deterministic,
-                device=kernel_set.device,
-                speculative=speculative,
+        sizes = resolve_sizes(kernel_set, block_size, max_num_seqs, chunk_size, token_budget)
+        wanted = EngineConfig(
+            cache=CacheConfig(
+                sys.maxsize,  # until memory is planned
+                sizes.block_size,
+                self._kv_dtype(dtype, kernel_set),
+                enable_prefix_caching,
+                poison_free_blocks,
             ),
+            max_model_len=self._model_len(max_model_len),
+            max_num_seqs=sizes.max_num_seqs,
+            token_budget=sizes.token_budget,
+            chunk_size=sizes.chunk_size,
+            max_waiting=max_waiting,
+            deterministic=deterministic is not False if kernel_set.device == "cpu" else bool(deterministic),
+            device=kernel_set.device,
+            speculative=speculative,
+        )
+        self.plan, self.engine = build_engine(
+            self.model,
+            wanted,
             kernel_set,
             draft_model=self._draft_model(speculative),
+            num_blocks=num_blocks,
+            memory=None if memory is None else parse_bytes(memory),
+            utilisation=gpu_memory_utilization,
         )
         self._ids = itertools.count()
         if verbose:

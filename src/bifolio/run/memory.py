@@ -28,6 +28,7 @@ class MemoryPlan:
     bytes_per_block: int
     num_blocks: int  # the padding block included
     free_bytes: int  # of the machine when the plan was made
+    step_bytes: int = 0  # kept free for what a step needs on a GPU
 
     @property
     def cache_bytes(self) -> int:
@@ -48,6 +49,7 @@ class MemoryPlan:
             f"KV cache         {show_bytes(self.cache_bytes)} = {self.num_blocks} blocks of {self.block_size} tokens "
             f"({self.max_cached_tokens} tokens)",
             f"free memory      {show_bytes(self.free_bytes)}",
+            *([f"a step           {show_bytes(self.step_bytes)}"] if self.step_bytes else []),
         ]
 
 
@@ -81,6 +83,42 @@ def plan_memory(
             f"the cache would have {plan.num_blocks} blocks of {block_size} tokens ({show_bytes(per_block)} each); a "
             f"sequence of {max_model_len} tokens needs {needed}: pass max_model_len <= {fits}, or at least "
             f"{show_bytes(needed * per_block)} of memory for the cache"
+        )
+    return plan
+
+
+def plan_gpu_memory(
+    config: ModelConfig,
+    *,
+    weight_bytes: int,  # on the device already
+    free_bytes: int,  # of the device, beside the weights
+    step_bytes: int,  # the most that a step takes
+    utilisation: float,  # share of the rest that becomes the cache
+    block_size: int,
+    kv_dtype: KVDtype,
+    max_model_len: int,
+    max_num_seqs: int,
+    draft: ModelConfig | None = None,  # its keys and values lie in a second pool with the same blocks
+) -> MemoryPlan:
+    """As many blocks as fit beside weights and steps, but not more than could be of use."""
+    if not 0.0 < utilisation <= 1.0:
+        raise ConfigError(f"gpu_memory_utilization is a share above 0 and at most 1, not {utilisation}")
+    per_block = sum(
+        KVStorage.bytes_per_block(c.num_layers, block_size, c.num_kv_heads, c.head_dim, kv_dtype)
+        for c in (config, draft)
+        if c is not None
+    )
+    needed = -(-max_model_len // block_size) + 1  # one sequence of full length, and the padding block
+    fitting = int(max(free_bytes - step_bytes, 0) * utilisation) // per_block
+    num_blocks = min(fitting, 2 * (max_num_seqs * (needed - 1) + 1))
+    plan = MemoryPlan(weight_bytes, block_size, per_block, num_blocks, free_bytes, step_bytes)
+    if num_blocks < needed:
+        raise ConfigError(
+            f"beside weights of {show_bytes(weight_bytes)} the GPU has {show_bytes(free_bytes)} free, a step takes "
+            f"{show_bytes(step_bytes)} of it, and {utilisation:.0%} of the rest are {max(fitting, 0)} blocks of "
+            f"{block_size} tokens ({show_bytes(per_block)} each); a sequence of {max_model_len} tokens needs {needed}: "
+            f"pass max_model_len <= {max(plan.max_cached_tokens, 0)}, a smaller token_budget or max_num_seqs, a larger "
+            "gpu_memory_utilization, or end what else uses the GPU"
         )
     return plan
 

@@ -82,13 +82,13 @@ class OverlappedEngine(InferenceEngine):
         return rows
 
     # -- one step ----------------------------------------------------------------------------------------------------
-    def step(self) -> list[StepResult]:
+    def _step(self) -> list[StepResult]:
         """The results of one step, while the next may be running already."""
         flight, self._flight = self._flight, None  # an error below leaves nothing in flight
         if flight is None:
             flight = self._take_off()
             if flight is None:
-                results = super().step()
+                results = super()._step()
                 self._stalled = self.batcher.num_waiting > 0 and not any(result.finished for result in results)
                 return results
         following = self._follow(flight)
@@ -107,6 +107,9 @@ class OverlappedEngine(InferenceEngine):
     def release(self, request_id: str) -> bool:
         self._stalled = False
         return super().release(request_id)
+
+    def _more_may_run(self) -> None:
+        self._stalled = False
 
     def _enqueue(self, request: Request) -> Request:
         self._stalled = False

@@ -36,10 +36,14 @@ class Recorder:
         self._speculator = speculator
 
     def record(
-        self, plan: StepPlan, readout: Readout, logits: Array, sampled: SampledTokens | None
-    ) -> list[StepResult]:
-        """Take over the outcome of a step; one result for every token that was added and every end."""
-        results: list[StepResult] = []
+        self,
+        plan: StepPlan,
+        readout: Readout,
+        logits: Array,
+        sampled: SampledTokens | None,
+        results: list[StepResult],
+    ) -> None:
+        """Take over the outcome of a step; `results` gets one for every token that was added and every end."""
         searches = []
         draw = 0
         for item in plan.scheduled:
@@ -65,7 +69,6 @@ class Recorder:
         shortlists = self._shortlists(unique, readout, logits)
         for request in unique:
             results.extend(self._advance_search(request, readout, logits, shortlists.get(request.request_id)))
-        return results
 
     def _shortlists(
         self, requests: list[Request], readout: Readout, logits: Array

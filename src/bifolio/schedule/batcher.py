@@ -37,6 +37,7 @@ class ContinuousBatcher:
     ) -> None:
         self.max_slots = max_slots
         self.max_waiting = max_waiting
+        self.max_running: int | None = None  # fewer than there are slots while memory is short; a request alone may run
         self.slots = [BatchSlot(index) for index in range(max_slots)]
         self._blocks = blocks
         self._listener = listener
@@ -85,7 +86,12 @@ class ContinuousBatcher:
                 heapq.heappop(self._waiting)
                 continue
             members = team(sequence)
-            if len(self._free) < len(members) or self._prefix_is_coming(sequence) or not self._open(sequence):
+            if (
+                len(self._free) < len(members)
+                or self._is_too_many(len(members))
+                or self._prefix_is_coming(sequence)
+                or not self._open(sequence)
+            ):
                 break
             heapq.heappop(self._waiting)
             rows = [self._take_slot(member) for member in members]
@@ -93,6 +99,9 @@ class ContinuousBatcher:
                 self.slots[rows[0]].sample_slots = tuple(rows)
             admitted.append(sequence)
         return admitted
+
+    def _is_too_many(self, count: int) -> bool:
+        return self.max_running is not None and bool(self._slot_of) and len(self._slot_of) + count > self.max_running
 
     def _prefix_is_coming(self, sequence: Sequence) -> bool:
         """Somebody is computing a prefix that this one needs as well: wait a few steps instead of doing it again."""

@@ -21,8 +21,8 @@ from bifolio.beam_params import BeamSearchParams
 from bifolio.errors import BifolioError, GrammarError, RequestError
 from bifolio.run.engine import InferenceEngine
 from bifolio.run.engine_thread import EngineThread
-from bifolio.run.isolation import STEP_FAILED
 from bifolio.run.llm import LLM
+from bifolio.run.out_of_memory import STEP_FAILED
 from bifolio.sampling_params import SamplingParams
 from bifolio.sequence import Request, StepResult, TokenLogprob
 from bifolio.serve import messages as m

@@ -54,7 +54,7 @@ class QuantisedWeight:
         return KINDS[self.format]
 
     @property
-    def num_bytes(self) -> int:
+    def nbytes(self) -> int:
         parts = (self.values, self.scales, self.minima)
         return sum(part.numel() * part.element_size() for part in parts if part is not None)
 
