@@ -74,10 +74,12 @@ class Rows:
         capture: Any = getattr(self.engine, "captured", None)
         if capture is not None:
             capture.capture_all()
-        for lengths in ((128,), (300, 40, 700), (2048, 2048), (130,)):
+        for lengths in ((128,), (300, 40, 700), (2048, 2048), (130,), (*range(40, 1000, 30),)):
             for length in lengths:
-                self.add(self.prompt(length), greedy(4))
+                self.add(self.prompt(length), greedy(4 + length % 5))
             self.drain()
+        self._run_common_prefix(512, 64, 4)
+        self._run_beams(4)
 
     def _scaled(self, count: int, least: int = 1) -> int:
         return max(least, int(count * self.scale))
@@ -155,29 +157,36 @@ class Rows:
         return sum(len(request.sequences[0].output_token_ids) for request in requests)
 
     def common_prefix(self) -> Figure:
-        prefix, own, new = self.prompt(self._scaled(4096, 256)), 64, self._scaled(128, 16)
-        for _ in range(64):
-            self.add(prefix + self.prompt(own), greedy(new))
-        seconds = self.drain()
+        prefix, own, new = self._scaled(4096, 256), 64, self._scaled(128, 16)
+        seconds = min(self._run_common_prefix(prefix, own, new) for _ in range(2))
         count = 64 * new
-        read = weight_bytes(self.config) + (len(prefix) + 64 * (own + new / 2)) * cache_bytes(self.config)
+        read = weight_bytes(self.config) + (prefix + 64 * (own + new / 2)) * cache_bytes(self.config)
         least = new * read / self.limits.bytes_per_second
-        lengths = np.array([len(prefix), *[own] * 64])
+        lengths = np.array([prefix, *[own] * 64])
         least += prefill_operations(self.config, lengths) / self.limits.operations_per_second
-        name = f"64 requests, common prefix {len(prefix)} + 64 own"
+        name = f"64 requests, common prefix {prefix} + 64 own"
         return Figure(name, "output tok/s", count / seconds, count / least, False)
+
+    def _run_common_prefix(self, prefix: int, own: int, new: int) -> float:
+        """Seconds for 64 requests that begin alike."""
+        beginning = self.prompt(prefix)
+        for _ in range(64):
+            self.add(beginning + self.prompt(own), greedy(new))
+        return self.drain()
 
     def beams(self) -> Figure:
         new = self._scaled(128, 8)
-        best = float("inf")
-        for _ in range(2):
-            for _ in range(8):
-                self._number += 1
-                params = BeamSearchParams(beam_width=4, max_tokens=new, ignore_eos=True)
-                self.engine.add_beam_search(f"bench-{self._number}", self.prompt(128), params)
-            best = min(best, self.drain())
+        best = min(self._run_beams(new) for _ in range(2))
         limit = new * self._decode_seconds(32, 128 + new / 2)
         return Figure("beams: width 4, 8 prompts of 128, 128 new", "seconds", best, limit, True)
+
+    def _run_beams(self, new: int) -> float:
+        """Seconds for eight prompts of 128 tokens, four beams each."""
+        for _ in range(8):
+            self._number += 1
+            params = BeamSearchParams(beam_width=4, max_tokens=new, ignore_eos=True)
+            self.engine.add_beam_search(f"bench-{self._number}", self.prompt(128), params)
+        return self.drain()
 
     def all(self) -> dict[str, Callable[[], Figure]]:
         return {

@@ -13,7 +13,7 @@ from bifolio.kernels.triton.dependent import OVERLAPPED, wait_for_inputs
 HEADS_PER_PROGRAM = 8
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots", "cos", "sin"])
 def _rope_write_kernel(
     qkv: tl.tensor,  # [tokens, (heads + 2 * kv_heads) * dim]
     query_norm: tl.tensor,  # f32[dim]
@@ -44,15 +44,6 @@ def _rope_write_kernel(
     is_query = (head < HEADS)[:, None]
     is_turned = (head < HEADS + KV_HEADS)[:, None]
     source = qkv + token * qkv_stride + head[:, None] * DIM
-    wait_for_inputs()
-    x = tl.load(source + dim[None, :], mask=exists, other=0.0).to(tl.float32)
-    inverse = tl.zeros([TILE, 1], tl.float32) + 1.0
-    if HAS_NORM:
-        rounded = qkv.dtype.element_ty
-        inverse = tl.where(is_turned, 1.0 / tl.sqrt(tl.sum(x * x, axis=1)[:, None] / DIM + eps), 1.0)
-        weight = tl.load(query_norm + dim, mask=dim < DIM, other=0.0)[None, :]
-        key_weight = tl.load(key_norm + dim, mask=dim < DIM, other=0.0)[None, :]
-        x = (x * inverse * tl.where(is_query, weight, tl.where(is_turned, key_weight, 1.0))).to(rounded).to(tl.float32)
     if ROTATED > 0:
         half: tl.constexpr = ROTATED // 2
         if INTERLEAVED:
@@ -64,25 +55,50 @@ def _rope_write_kernel(
             angle = tl.where(dim < half, dim, dim - half)
             is_first = dim < half
         turns = dim < ROTATED
+        cosine = tl.load(cos + token * half + angle, mask=turns, other=1.0)[None, :]
+        sine = tl.load(sin + token * half + angle, mask=turns, other=0.0)
+        sine = tl.where(is_first, -sine, sine)[None, :]
+    if HAS_CACHE:
+        slot = tl.load(slots + token)
+    if HAS_NORM:
+        factor = _norm_weights(query_norm, key_norm, dim, dim < DIM, is_query, is_turned)
+        if ROTATED > 0:
+            other_factor = _norm_weights(query_norm, key_norm, partner, turns, is_query, is_turned)
+    wait_for_inputs()
+    x = tl.load(source + dim[None, :], mask=exists, other=0.0).to(tl.float32)
+    inverse = tl.zeros([TILE, 1], tl.float32) + 1.0
+    if HAS_NORM:
+        rounded = qkv.dtype.element_ty
+        inverse = tl.where(is_turned, 1.0 / tl.sqrt(tl.sum(x * x, axis=1)[:, None] / DIM + eps), 1.0)
+        x = (x * inverse * factor).to(rounded).to(tl.float32)
+    if ROTATED > 0:
         other = tl.load(source + partner[None, :], mask=exists & turns[None, :], other=0.0).to(tl.float32)
         if HAS_NORM:
-            weight = tl.load(query_norm + partner, mask=turns, other=0.0)[None, :]
-            key_weight = tl.load(key_norm + partner, mask=turns, other=0.0)[None, :]
-            other = other * inverse * tl.where(is_query, weight, tl.where(is_turned, key_weight, 1.0))
-            other = other.to(rounded).to(tl.float32)
-        cosine = tl.load(cos + token * half + angle, mask=turns, other=1.0)
-        sine = tl.load(sin + token * half + angle, mask=turns, other=0.0)
-        rotated = x * cosine[None, :] + other * tl.where(is_first, -sine, sine)[None, :]
-        x = tl.where(is_turned & turns[None, :], rotated, x)
+            other = (other * inverse * other_factor).to(rounded).to(tl.float32)
+        x = tl.where(is_turned & turns[None, :], x * cosine + other * sine, x)
     target = turned + (token * (HEADS + KV_HEADS) + head[:, None]) * DIM + dim[None, :]
     tl.store(target, x.to(turned.dtype.element_ty), mask=exists & is_turned)
     if HAS_CACHE:
-        slot = tl.load(slots + token)
         kv_head = tl.where(head < HEADS + KV_HEADS, head - HEADS, head - HEADS - KV_HEADS)
         place = ((slot // BLOCK_SIZE) * KV_HEADS + kv_head[:, None]) * BLOCK_SIZE + slot % BLOCK_SIZE
         place = place * DIM + dim[None, :]
         tl.store(keys + place, x.to(keys.dtype.element_ty), mask=exists & is_turned & (is_query == 0))
         tl.store(values + place, x.to(values.dtype.element_ty), mask=exists & (is_turned == 0))
+
+
+@triton.jit
+def _norm_weights(
+    query_norm: tl.tensor,
+    key_norm: tl.tensor,
+    dim: tl.tensor,
+    inside: tl.tensor,
+    is_query: tl.tensor,
+    is_turned: tl.tensor,
+) -> tl.tensor:
+    """[heads, dim]: a query's, a key's, or 1 for a value."""
+    weight = tl.load(query_norm + dim, mask=inside, other=0.0)[None, :]
+    key_weight = tl.load(key_norm + dim, mask=inside, other=0.0)[None, :]
+    return tl.where(is_query, weight, tl.where(is_turned, key_weight, 1.0))
 
 
 def rope_and_write(
@@ -134,7 +150,7 @@ def rope_and_write(
     return Heads(turned[:, :heads], turned[:, heads:], value)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["pairs"])
 def _copy_blocks_kernel(
     cache: tl.tensor,  # i64 words of every layer's keys and values: [arrays, blocks, words]
     pairs: tl.tensor,  # i32[copies, 2]  source and destination

@@ -71,7 +71,10 @@ def new_pieces(
     )
 
 
-@triton.jit(do_not_specialize=["num_sequences", "most", "extra", "window"])
+@triton.jit(
+    do_not_specialize=["num_sequences", "most", "extra", "window"],
+    do_not_specialize_on_alignment=["lengths", "sequence", "number", "first", "count", "piece_length", "skipped"],
+)
 def _cut_kernel(
     lengths: tl.tensor,  # i32[s]
     sequence: tl.tensor,
@@ -206,7 +209,12 @@ def mix_tile(
     return new_highest, total, mixed
 
 
-@triton.jit(do_not_specialize=["window", "num_sequences"])
+@triton.jit(
+    do_not_specialize=["window", "num_sequences", "table_stride"],
+    do_not_specialize_on_alignment=[
+        "tables", "table_rows", "lengths", "sequence", "number", "first", "count", "piece_length", "shared_words",
+    ],
+)  # fmt: skip
 def _decode_kernel(
     query: tl.tensor,  # [s, heads, dim], rows `query_stride` apart
     keys: tl.tensor,  # [blocks, kv_heads, block_size, dim]

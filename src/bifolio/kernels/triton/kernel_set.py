@@ -37,7 +37,7 @@ from bifolio.kernels.triton.prefill import (
     uses_cudnn,
 )
 from bifolio.kernels.triton.quantised import QuantisedKernels, QuantisedWeight
-from bifolio.kernels.triton.rows import look_up_rotation
+from bifolio.kernels.triton.rows import embed_rows, look_up_rotation
 from bifolio.kernels.triton.shared import SharedRows, shared_attention
 
 FIXED_TILE = 16  # queries of a tile in deterministic mode, in both phases
@@ -96,6 +96,12 @@ class TritonKernels(QuantisedKernels):
         if table is None:
             return super().rotation(inverse_frequencies, scale, positions)
         return Rotation(*look_up_rotation(table, positions))
+
+    def embed(self, table: Any, ids: Array, scale: float) -> Array:
+        """In f32, as all that is added to it: the sum over the layers is not rounded on its way."""
+        if isinstance(table, QuantisedWeight):
+            return super().embed(table, ids, scale).float()
+        return embed_rows(table, ids, scale)
 
     def norm(self, x: Array, norm: Norm) -> Array:
         if isinstance(x, Sum) and x.value is None:
@@ -269,7 +275,7 @@ class TritonKernels(QuantisedKernels):
     def _norm_rows(
         self, x: torch.Tensor, weights: Norm, delta: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return norm.norm_rows(x, weights, delta)
+        return norm.norm_rows(x, weights, delta, out_dtype=self.dtype)
 
     def _multiply(
         self,
@@ -279,6 +285,7 @@ class TritonKernels(QuantisedKernels):
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         weight, bias = product.linear.prepared
+        out_dtype = out_dtype or (self.dtype if residual is None else residual.dtype)
         if isinstance(weight, QuantisedWeight):
             return quantised.multiply(product, weight, bias, residual, activation, out_dtype, self.deterministic)
         if product.rows == 1 and not self.deterministic:

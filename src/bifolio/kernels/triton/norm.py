@@ -36,6 +36,7 @@ def _norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < num_columns
+    factor = tl.load(weight + columns, mask=inside, other=0.0)
     wait_for_inputs()
     values = tl.load(x + row * x_stride + columns, mask=inside, other=0.0)
     if HAS_DELTA:
@@ -47,17 +48,19 @@ def _norm_kernel(
         numbers = tl.where(inside, numbers - tl.sum(numbers, axis=0) / num_columns, 0.0)
     spread = tl.sum(numbers * numbers, axis=0) / num_columns
     numbers = numbers * (1.0 / tl.sqrt(spread + eps))
-    numbers = numbers * tl.load(weight + columns, mask=inside, other=0.0)
+    numbers = numbers * factor
     if HAS_BIAS:
         numbers = numbers + tl.load(bias + columns, mask=inside, other=0.0)
     tl.store(out + row * num_columns + columns, numbers.to(out.dtype.element_ty), mask=inside)
 
 
-def norm_rows(x: torch.Tensor, norm: Norm, delta: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def norm_rows(
+    x: torch.Tensor, norm: Norm, delta: torch.Tensor | None = None, *, out_dtype: torch.dtype | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(x + delta, or x itself without a delta; the norm of that), each [rows, columns]."""
     rows, columns = x.shape
-    out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
-    total = x if delta is None else torch.empty_like(out)
+    out = torch.empty((rows, columns), dtype=out_dtype or x.dtype, device=x.device)
+    total = x if delta is None else torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     if not rows:
         return total, out
     block = triton.next_power_of_2(columns)

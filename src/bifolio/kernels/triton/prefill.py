@@ -25,7 +25,6 @@ from bifolio.kernels.interface import AttentionSegment, AttentionShape, Heads, S
 from bifolio.kernels.triton.decode import LOG2_E, mix_tile, read_tile
 
 CUDNN_FROM = 1024  # tokens of each sequence; for shorter ones building cuDNN's plan does not pay
-ALIGNED = 4  # integers; kernels are compiled anew for arrays that do not begin at a multiple of 16 bytes
 CUDNN_STEP = 1024  # lengths are padded to multiples of this, so that few plans are ever built
 
 
@@ -48,13 +47,10 @@ def cut_queries(segment: AttentionSegment, tile: int, device: str) -> QueryTiles
     before = np.concatenate([[0], np.cumsum(counts)])[:-1]
     first = (np.arange(len(owner)) - before[owner]) * tile
     contexts = _host(segment.context_lens)
-    parts = owner, first, starts, contexts, np.arange(len(contexts))
-    borders = np.cumsum([0, *(-(-len(part) // ALIGNED) * ALIGNED for part in parts)])
-    packed = np.zeros(borders[-1], dtype=np.int32)  # one copy to the device
-    for part, border in zip(parts, borders, strict=False):
-        packed[border : border + len(part)] = part
-    tensor = torch.from_numpy(packed).to(device)
-    return QueryTiles(*(tensor[b : b + len(part)] for part, b in zip(parts, borders.tolist(), strict=False)))
+    rows = np.arange(len(contexts))
+    packed = np.concatenate([owner, first, starts, contexts, rows]).astype(np.int32)  # one copy to the device
+    sizes = [len(owner), len(owner), len(starts), len(contexts), len(rows)]
+    return QueryTiles(*torch.split(torch.from_numpy(packed).to(device), sizes))
 
 
 def single_queries(context_lens: torch.Tensor, table_rows: torch.Tensor) -> QueryTiles:
@@ -67,7 +63,12 @@ def _host(values: Any) -> np.ndarray:
     return values.cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["table_stride"],
+    do_not_specialize_on_alignment=[
+        "tables", "tile_sequence", "tile_first", "query_starts", "context_lens", "table_rows",
+    ],
+)  # fmt: skip
 def _prefill_kernel(
     query: tl.tensor,  # [t, heads, dim]
     keys: tl.tensor,  # fresh: [t, kv_heads, dim]; else the cache [blocks, kv_heads, block_size, dim]

@@ -1,5 +1,8 @@
 # mypy: disallow-untyped-decorators=False
-"""Permanent rows on the device: changes arrive as one small list; a step reads what it needs from its rows."""
+"""Permanent rows on the device: changes arrive as one small list; a step reads what it needs from its rows.
+
+Also what else looks rows up: rotations by position, embeddings by token.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import triton.language as tl
 from bifolio.kernels.triton.dependent import OVERLAPPED, wait_for_inputs
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["state", "changes"])
 def _apply_changes_kernel(
     state: tl.tensor,  # i32[n]
     changes: tl.tensor,  # i32[2, count]  places, then numbers
@@ -29,7 +32,10 @@ def apply_changes(state: torch.Tensor, changes: torch.Tensor) -> None:
     _apply_changes_kernel[(triton.cdiv(count, 256),)](state, changes, count, BLOCK=256, num_warps=4)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(
+    do_not_specialize=["num_rows", "table_stride"],
+    do_not_specialize_on_alignment=["rows", "tables", "lengths", "last_tokens"],
+)
 def _begin_step_kernel(
     rows: tl.tensor,  # i32[r]  slot of each row; -1: padding
     tables: tl.tensor,  # i32[slots, max_blocks]
@@ -102,7 +108,7 @@ def begin_step(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions"])
 def _rotation_kernel(
     table: tl.tensor,  # f32[positions, 2, half]  cosine, sine
     positions: tl.tensor,  # i32[r]
@@ -129,3 +135,32 @@ def look_up_rotation(table: torch.Tensor, positions: torch.Tensor) -> tuple[torc
         block = triton.next_power_of_2(half)
         _rotation_kernel[(rows,)](table, positions, cos, sin, HALF=half, BLOCK=block, num_warps=1, **OVERLAPPED)
     return cos, sin
+
+
+@triton.jit(do_not_specialize_on_alignment=["ids"])
+def _embed_kernel(
+    table: tl.tensor,  # [vocab, columns]
+    ids: tl.tensor,  # i32[r]
+    out: tl.tensor,  # f32[r, columns]
+    num_columns: tl.tensor,
+    scale: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < num_columns
+    wait_for_inputs()
+    source = table + tl.load(ids + row).to(tl.int64) * num_columns + column
+    values = tl.load(source, mask=inside, other=0.0).to(tl.float32) * scale
+    tl.store(out + row * num_columns + column, values, mask=inside)
+
+
+def embed_rows(table: torch.Tensor, ids: torch.Tensor, scale: float) -> torch.Tensor:
+    """f32[r, columns]: rows of an embedding, times a factor."""
+    rows, columns = ids.shape[0], table.shape[1]
+    out = torch.empty((rows, columns), dtype=torch.float32, device=table.device)
+    if rows:
+        block = min(triton.next_power_of_2(columns), 1024)
+        grid = rows, triton.cdiv(columns, block)
+        _embed_kernel[grid](table, ids, out, columns, float(scale), BLOCK=block, num_warps=4, **OVERLAPPED)
+    return out

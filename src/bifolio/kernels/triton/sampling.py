@@ -43,7 +43,7 @@ def _best_of_chunks_kernel(
     tl.store(best_index + row * num_chunks + chunk, chunk * CHUNK + index)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows", "temperature"])
 def _chunk_sums_kernel(
     logits: tl.tensor,
     best_value: tl.tensor,
@@ -102,7 +102,10 @@ def uniform(seed: tl.tensor, position: tl.tensor, STREAM: tl.constexpr) -> tl.te
     return (state >> 11).to(tl.float64) * 1.1102230246251565e-16
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(
+    do_not_specialize=["num_rows"],
+    do_not_specialize_on_alignment=["rows", "lengths", "last_tokens", "temperature", "seeds", "chosen"],
+)
 def _choose_kernel(
     logits: tl.tensor,
     best_value: tl.tensor,  # f32[r, chunks]
