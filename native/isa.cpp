@@ -3,10 +3,21 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
+#include <sstream>
 #include <stdexcept>
+#include <string>
 
 namespace bifolio {
 namespace {
+
+// BIFOLIO_MASK_ISA=avx512,amx: run as on a machine that lacks these. The generic kernels cannot be masked.
+bool is_masked(const std::string& name) {
+  const char* list = std::getenv("BIFOLIO_MASK_ISA");
+  std::stringstream names(list ? list : "");
+  for (std::string each; std::getline(names, each, ',');)
+    if (each == name) return true;
+  return false;
+}
 
 std::vector<const KernelTable*> usable_tables() {
   std::vector<const KernelTable*> tables = {&kGenericKernels};
@@ -15,7 +26,9 @@ std::vector<const KernelTable*> usable_tables() {
 #elif defined(__x86_64__)
   tables.insert(tables.end(), {&kAvx2Kernels, &kAvx512Kernels, &kAmxKernels});
 #endif
-  std::erase_if(tables, [](const KernelTable* table) { return table->score() == 0; });
+  std::erase_if(tables, [](const KernelTable* table) {
+    return table->score() == 0 || (table != &kGenericKernels && is_masked(table->name));
+  });
   std::sort(tables.begin(), tables.end(), [](auto* a, auto* b) { return a->score() > b->score(); });
   return tables;
 }

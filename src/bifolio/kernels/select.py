@@ -1,6 +1,6 @@
 """Which kernel set runs a model: the first of the candidates that has no reason to refuse.
 
-    cpu    native, then reference (which says once that it is slow)
+    cpu    native, then torch or reference (which say once that they are slow)
     cuda   triton, then torch
 
 `BIFOLIO_KERNELS=reference|native|torch|triton`, or a name passed by the caller, forces one; its refusal is an error
@@ -66,8 +66,8 @@ def select_kernels(
         candidate = CANDIDATES[candidate_name]
         reasons = _refusals(candidate, kind)
         if not reasons:
-            if candidate_name == "reference" and forced is None:
-                _warn_slow("; ".join(refusals))
+            if kind == "cpu" and candidate_name != "native" and forced is None:
+                _warn_slow(candidate_name, "; ".join(refusals))
             return candidate.make(Wanted(device, threads, activations, dtype, deterministic))
         refusals.append(f"{candidate_name}: {', '.join(reasons)}")
     raise ConfigError(f"no kernels can run on {device!r} ({'; '.join(refusals) or 'unknown device'}): use cpu or cuda")
@@ -142,6 +142,6 @@ CANDIDATES = {
 
 
 @cache
-def _warn_slow(reasons: str) -> None:
+def _warn_slow(name: str, reasons: str) -> None:
     """Once per process and reason."""
-    print(f"bifolio: running on the reference kernels, which are slow. {reasons}", file=sys.stderr)
+    print(f"bifolio: running on the {name} kernels, which are slow. {reasons}", file=sys.stderr)
