@@ -109,6 +109,19 @@ def test_a_newcomer_waits_for_one_step_at_most() -> None:
     drain(engine)
 
 
+def test_who_waits_for_a_common_beginning_follows_at_once() -> None:
+    """The second reads the prefix that the first one has just computed; it does not wait until the first has ended."""
+    engine = overlapped()
+    endless = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    beginning = random_prompt(24, vocab_size=VOCAB)
+    first, second = (engine.add_request(name, [*beginning, token], endless) for name, token in (("a", 1), ("b", 2)))
+    for _ in range(3):
+        engine.step()
+    assert first.sequences[0].output_token_ids and second.sequences[0].output_token_ids
+    assert second.metrics.num_cached_tokens >= 20
+    drain(engine)
+
+
 def test_an_abort_discards_what_is_in_flight() -> None:
     engine = overlapped()
     endless = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)

@@ -74,11 +74,12 @@ class Rows:
         capture: Any = getattr(self.engine, "captured", None)
         if capture is not None:
             capture.capture_all()
-        for lengths in ((128,), (300, 40, 700), (2048, 2048), (130,), (*range(40, 1000, 30),)):
+        for lengths in ((128,), (300, 40, 700), (2048, 2048), (130,), (10,), (50,), (*range(40, 1000, 30),)):
             for length in lengths:
                 self.add(self.prompt(length), greedy(4 + length % 5))
             self.drain()
-        self._run_common_prefix(512, 64, 4)
+        for own in (10, 200, 64):
+            self._run_common_prefix(512, own, 4)
         self._run_beams(4)
 
     def _scaled(self, count: int, least: int = 1) -> int:

@@ -35,7 +35,7 @@ IN_FLIGHT = 4  # staging buffers that take turns; more than the steps that are e
 
 def batch_sizes(most: int) -> list[int]:
     """Sizes that steps are captured for: a step of fewer rows is padded to the next."""
-    sizes = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256]
+    sizes = [1, 2, 4, 8, 16, 24, *range(32, 256, 16), 256]
     sizes += range(320, max(most, 320) + 64, 64)
     return [*(size for size in sizes if size < most), most]
 

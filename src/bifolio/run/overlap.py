@@ -88,8 +88,11 @@ class OverlappedEngine(InferenceEngine):
         if flight is None:
             flight = self._take_off()
             if flight is None:
+                before = self._counters.num_prefill_tokens
                 results = super()._step()
-                self._stalled = self.batcher.num_waiting > 0 and not any(result.finished for result in results)
+                # A prompt that was read now may be the beginning that others wait for.
+                has_changed = self._counters.num_prefill_tokens > before or any(result.finished for result in results)
+                self._stalled = self.batcher.num_waiting > 0 and not has_changed
                 return results
         following = self._follow(flight)
         results = self._land(flight)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 MIN_SAVED = 16384  # tokens that need not be read again; below, another kernel costs more than it saves
-WANTED_ITEMS = 32  # with the key heads of usual models this occupies a GPU
+WANTED_ITEMS = 16  # with the key heads of usual models this occupies a GPU; every row joins what its items leave
 GRANULE = 64  # tokens that kernels read together
 
 

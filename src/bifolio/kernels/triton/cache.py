@@ -16,8 +16,8 @@ HEADS_PER_PROGRAM = 8
 @triton.jit(do_not_specialize_on_alignment=["slots", "cos", "sin"])
 def _rope_write_kernel(
     qkv: tl.tensor,  # [tokens, (heads + 2 * kv_heads) * dim]
-    query_norm: tl.tensor,  # f32[dim]
-    key_norm: tl.tensor,  # f32[dim]
+    query_norm: tl.tensor,  # [dim]
+    key_norm: tl.tensor,  # [dim]
     cos: tl.tensor,  # f32[tokens, rotated / 2]
     sin: tl.tensor,
     slots: tl.tensor,  # i64[tokens]
@@ -96,8 +96,8 @@ def _norm_weights(
     is_turned: tl.tensor,
 ) -> tl.tensor:
     """[heads, dim]: a query's, a key's, or 1 for a value."""
-    weight = tl.load(query_norm + dim, mask=inside, other=0.0)[None, :]
-    key_weight = tl.load(key_norm + dim, mask=inside, other=0.0)[None, :]
+    weight = tl.load(query_norm + dim, mask=inside, other=0.0).to(tl.float32)[None, :]
+    key_weight = tl.load(key_norm + dim, mask=inside, other=0.0).to(tl.float32)[None, :]
     return tl.where(is_query, weight, tl.where(is_turned, key_weight, 1.0))
 
 

@@ -97,6 +97,12 @@ class TritonKernels(QuantisedKernels):
             return super().rotation(inverse_frequencies, scale, positions)
         return Rotation(*look_up_rotation(table, positions))
 
+    def prepare_norm(self, norm: Norm) -> Norm:
+        """Weights that lose nothing are kept in the set's dtype: with few rows every program reads them."""
+        prepared = super().prepare_norm(norm)
+        narrow = prepared.weight.to(self.dtype)
+        return replace(prepared, weight=narrow) if torch.equal(narrow.float(), prepared.weight) else prepared
+
     def embed(self, table: Any, ids: Array, scale: float) -> Array:
         """In f32, as all that is added to it: the sum over the layers is not rounded on its way."""
         if isinstance(table, QuantisedWeight):
@@ -146,8 +152,15 @@ class TritonKernels(QuantisedKernels):
         if self._is_ours(rows, head):
             y = self._multiply(Product(x, head, self._multiply), None, None, torch.float32)
         else:
-            y = super().linear(tensor(x), head).float()
+            y = self._library_logits(tensor(x), head)
         return torch.tanh(y / softcap) * softcap if softcap else y
+
+    def _library_logits(self, x: torch.Tensor, head: Linear) -> torch.Tensor:
+        """f32[rows, vocab]; on a GPU the matrix library writes f32 itself."""
+        weight, bias = head.prepared or (None, None)
+        if not x.is_cuda or not isinstance(weight, torch.Tensor) or bias is not None or x.dtype == torch.float32:
+            return super().linear(x, head).float()
+        return torch.mm(x, weight.T, out_dtype=torch.float32)
 
     def top_logprobs(self, logits: torch.Tensor, rows: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
         """(ids i64[r, k], logprobs f32[r, k]) of the likeliest tokens of these rows, best first, on the host."""

@@ -42,7 +42,7 @@ class RowTile:
 def _one_row_kernel(
     x: tl.tensor,  # [depth]
     weight: tl.tensor,  # [outputs (times 2 if gated), depth]
-    norm_weight: tl.tensor,  # f32[depth]
+    norm_weight: tl.tensor,  # [depth]
     bias: tl.tensor,
     residual: tl.tensor,  # [outputs]
     out: tl.tensor,  # [outputs]
@@ -118,9 +118,9 @@ def _normed_values(
     if HAS_NORM:
         squares += values * values
         if MASKED:
-            values = values * tl.load(norm_weight + column, mask=column < DEPTH, other=0.0)
+            values = values * tl.load(norm_weight + column, mask=column < DEPTH, other=0.0).to(tl.float32)
         else:
-            values = values * tl.load(norm_weight + column)
+            values = values * tl.load(norm_weight + column).to(tl.float32)
     return values, squares
 
 

@@ -20,7 +20,7 @@ ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 def _norm_kernel(
     x: tl.tensor,  # [rows, columns]
     delta: tl.tensor,  # the same; added to x first
-    weight: tl.tensor,  # f32[columns]
+    weight: tl.tensor,  # [columns]
     bias: tl.tensor,  # f32[columns]
     total: tl.tensor,  # [rows, columns]  x + delta
     out: tl.tensor,  # [rows, columns]
@@ -36,7 +36,7 @@ def _norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < num_columns
-    factor = tl.load(weight + columns, mask=inside, other=0.0)
+    factor = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     wait_for_inputs()
     values = tl.load(x + row * x_stride + columns, mask=inside, other=0.0)
     if HAS_DELTA:

@@ -71,7 +71,7 @@ def _load_x(
     values = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
     if HAS_NORM:
         squares += values * values
-        values = values * tl.load(norm_weight + column, mask=inside, other=0.0)
+        values = values * tl.load(norm_weight + column, mask=inside, other=0.0).to(tl.float32)
     return values, squares
 
 
@@ -81,7 +81,7 @@ def one_row_kernel(
     values: tl.tensor,
     scales: tl.tensor,
     minima: tl.tensor,
-    norm_weight: tl.tensor,  # f32[depth]
+    norm_weight: tl.tensor,  # [depth]
     bias: tl.tensor,
     residual: tl.tensor,  # [outputs]
     out: tl.tensor,  # [outputs]
