@@ -117,7 +117,8 @@ def test_who_waits_for_a_common_beginning_follows_at_once() -> None:
     first, second = (engine.add_request(name, [*beginning, token], endless) for name, token in (("a", 1), ("b", 2)))
     for _ in range(3):
         engine.step()
-    assert first.sequences[0].output_token_ids and second.sequences[0].output_token_ids
+    assert first.sequences[0].output_token_ids
+    assert second.sequences[0].output_token_ids
     assert second.metrics.num_cached_tokens >= 20
     drain(engine)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from bifolio.run import shared_work
-from bifolio.run.shared_work import GRANULE, SharedWork, share_work
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from bifolio.run import shared_work
+from bifolio.run.shared_work import GRANULE, SharedWork, share_work
 
 BLOCK = 32
 
@@ -43,7 +44,9 @@ def check(work: SharedWork, tables: np.ndarray, lengths: np.ndarray, rows_per_it
             first, count, begin, end = work.items[item].tolist()
             assert count <= rows_per_item
             assert first + work.offset[row] == row < first + count
-            assert begin == reached and end > begin and begin % GRANULE == 0
+            assert begin == reached
+            assert end > begin
+            assert begin % GRANULE == 0
             reached = end
             leader = work.order[first]
             blocks = slice(begin // BLOCK, -(-end // BLOCK))
@@ -86,4 +89,5 @@ def test_blocks_that_somebody_has_not_filled_are_not_shared() -> None:
     lengths = np.full(64, 1000 * BLOCK)
     lengths[7] = 600 * BLOCK + 3
     work = share_work(tables, lengths, BLOCK, 32, 96)
-    assert work is not None and work.skipped.max() == 600 * BLOCK
+    assert work is not None
+    assert work.skipped.max() == 600 * BLOCK

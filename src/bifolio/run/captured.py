@@ -200,7 +200,9 @@ class CapturedDecode:
         step = self._step(size, draws, work is not None)
         rows = np.full(size, -1, dtype=np.int32)
         rows[: len(slots)] = slots
-        self._send(rows if work is None else np.concatenate([rows, shared_words(work, size, step.shared.max_items)]), step)
+        self._send(
+            rows if work is None else np.concatenate([rows, shared_words(work, size, step.shared.max_items)]), step
+        )
         tokens = step.take_turn()
         if step.graph is None:
             self._run(step, draws)

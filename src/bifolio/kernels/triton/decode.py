@@ -48,9 +48,7 @@ class Pieces:
         return int(self.sequence.shape[0])
 
 
-def new_pieces(
-    num_sequences: int, shape: AttentionShape, device: torch.device | str, *, num_processors: int
-) -> Pieces:
+def new_pieces(num_sequences: int, shape: AttentionShape, device: torch.device | str, *, num_processors: int) -> Pieces:
     """Room for the pieces of a step."""
     extra = max(PIECE_BYTES // shape.head_dim * num_processors // shape.num_kv_heads, 1)
     most = num_sequences + extra

@@ -159,7 +159,8 @@ class TritonKernels(QuantisedKernels):
         """f32[rows, vocab]; on a GPU the matrix library writes f32 itself."""
         weight, bias = head.prepared or (None, None)
         if not x.is_cuda or not isinstance(weight, torch.Tensor) or bias is not None or x.dtype == torch.float32:
-            return super().linear(x, head).float()
+            logits: torch.Tensor = super().linear(x, head)
+            return logits.float()
         return torch.mm(x, weight.T, out_dtype=torch.float32)
 
     def top_logprobs(self, logits: torch.Tensor, rows: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -276,7 +277,8 @@ class TritonKernels(QuantisedKernels):
         weight = linear.prepared[0]
         if self.deterministic or isinstance(weight, QuantisedWeight):
             return self.deterministic or rows <= quantised.FEW_ROWS
-        return not library_is_faster(rows, *weight.shape, gated=len(linear.parts) == 2)
+        outputs, depth = weight.shape
+        return not library_is_faster(rows, outputs, depth, gated=len(linear.parts) == 2)
 
     def _fuses_norm(self, x: torch.Tensor, norm: Norm) -> bool:
         """One row, and a plain RMS norm: the product that follows computes it on the way."""

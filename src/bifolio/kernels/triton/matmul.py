@@ -324,7 +324,9 @@ def _shared_tiles(grid: tuple[int, int, int], width: int, out: torch.Tensor) -> 
     return torch.empty(tiles * grid[2] * width, dtype=torch.float32, device=out.device), counters
 
 
-_arrivals: dict[torch.device, torch.Tensor] = {}  # one set serves all: a kernel begins to count when all before it ended
+_arrivals: dict[
+    torch.device, torch.Tensor
+] = {}  # one set serves all: a kernel begins to count when all before it ended
 _kept: list[torch.Tensor] = []  # captured steps go on using the counters they were captured with
 
 

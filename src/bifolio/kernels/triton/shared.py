@@ -60,9 +60,7 @@ def new_shared_rows(num_rows: int, shape: AttentionShape, device: torch.device |
     )
 
 
-@triton.jit(
-    do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["tables", "table_rows", "items"]
-)
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["tables", "table_rows", "items"])
 def _shared_kernel(
     query: tl.tensor,  # [s, heads, dim], rows `query_stride` apart
     keys: tl.tensor,  # [blocks, kv_heads, block_size, dim]
