@@ -3,9 +3,30 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from bifolio.kernels.interface import KernelSet
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--device",
+        default="cpu",
+        help="where tests/gpu run: cuda (or cuda:1); see tests/gpu/conftest.py for ways to try them without a GPU",
+    )
+
+
+@pytest.fixture(scope="session")
+def new_kernels() -> Callable[[], KernelSet]:
+    """Makes the kernels that a test of the network or the engine runs on; in tests/gpu those of a GPU."""
+    from bifolio.kernels.reference import ReferenceKernels
+
+    return ReferenceKernels
 
 
 def _folder(variable: str) -> Path:

@@ -19,7 +19,7 @@ import numpy as np
 
 from bifolio.cache.block_manager import KVCacheBlockManager
 from bifolio.cache.storage import KvCacheEntry, KVStorage
-from bifolio.config import CacheConfig, EngineConfig
+from bifolio.config import CacheConfig, EngineConfig, KVDtype
 from bifolio.kernels.interface import AttentionPhase, KernelSet
 from bifolio.kernels.reference import ReferenceKernels
 from bifolio.kernels.select import CANDIDATES, select_kernels
@@ -238,12 +238,13 @@ def make_runner(
     block_size: int = 4,
     kernels: KernelSet | None = None,
     poison: bool = False,
+    cache_dtype: KVDtype = "f32",
 ) -> tuple[ModelRunner, KVCacheBlockManager]:
     """A model on a small cache; freed and untouched blocks are NaN when `poison` is set."""
     kernels = kernels or ReferenceKernels()
     config = model.config
     storage = KVStorage(
-        config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim,
+        config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim, cache_dtype,
         device=kernels.device, backend="torch" if kernels.array_backend == "torch" else "numpy", poison=poison,
     )  # fmt: skip
     blocks = KVCacheBlockManager(num_blocks, block_size)
@@ -284,11 +285,12 @@ def make_engine(
     chunk_size: int = 32,
     enable_prefix_caching: bool = True,
     poison: bool = True,
+    cache_dtype: KVDtype = "f32",
     engine_class: type[InferenceEngine] = InferenceEngine,
     **options: Any,
 ) -> InferenceEngine:
     """An engine on the reference kernels; blocks that nobody may read are NaN."""
-    cache = CacheConfig(num_blocks, block_size, "f32", enable_prefix_caching, poison)
+    cache = CacheConfig(num_blocks, block_size, cache_dtype, enable_prefix_caching, poison)
     config = EngineConfig(
         cache, max_model_len, max_num_seqs, token_budget=token_budget, chunk_size=chunk_size, **options
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bifolio.kernels.reference import ReferenceKernels
+from bifolio.kernels.interface import KernelSet
 from bifolio.kernels.torch_reference import TorchKernels
 from bifolio.model.checkpoint import load_folder
 from bifolio.run.llm import LLM
@@ -29,6 +30,7 @@ from helpers import (
     transformers_logits,
 )
 
+NewKernels = Callable[[], KernelSet]
 LENGTH = 13
 TOLERANCE = 1e-4  # absolute, on logits of several units, in f32
 
@@ -43,12 +45,14 @@ def worst(ours: np.ndarray, theirs: np.ndarray) -> float:
     return float(np.abs(ours - theirs).max())
 
 
-def test_prefill_in_chunks_of_every_size_gives_transformers_logits(pair: tuple[Any, Path]) -> None:
+def test_prefill_in_chunks_of_every_size_gives_transformers_logits(
+    pair: tuple[Any, Path], new_kernels: NewKernels
+) -> None:
     model, folder = pair
     prompt = random_prompt(LENGTH)
     theirs = transformers_logits(model, prompt)
     assert theirs.std() > 0.5  # a network whose logits are all alike proves nothing
-    runner, blocks = make_runner(load_folder(folder), poison=True)
+    runner, blocks = make_runner(load_folder(folder), kernels=new_kernels(), poison=True)
     for chunk_size in range(1, LENGTH + 1):
         entry = open_entry(runner, blocks)
         ours = run_chunks(runner, entry, prompt, chunk_size)
@@ -56,22 +60,22 @@ def test_prefill_in_chunks_of_every_size_gives_transformers_logits(pair: tuple[A
         blocks.release(entry.sequence_id)
 
 
-def test_decode_token_by_token_gives_transformers_logits(pair: tuple[Any, Path]) -> None:
+def test_decode_token_by_token_gives_transformers_logits(pair: tuple[Any, Path], new_kernels: NewKernels) -> None:
     model, folder = pair
     tokens = random_prompt(LENGTH + 20, seed=1)
     theirs = transformers_logits(model, tokens)
-    runner, blocks = make_runner(load_folder(folder), poison=True)
+    runner, blocks = make_runner(load_folder(folder), kernels=new_kernels(), poison=True)
     entry = open_entry(runner, blocks)
     prefilled = run_chunks(runner, entry, tokens[:LENGTH], LENGTH)
     decoded = run_chunks(runner, entry, tokens[LENGTH:], 1, decode=True)
     assert worst(np.concatenate([prefilled, decoded]), theirs) < TOLERANCE
 
 
-def test_the_same_64_greedy_tokens_as_transformers(pair: tuple[Any, Path]) -> None:
+def test_the_same_64_greedy_tokens_as_transformers(pair: tuple[Any, Path], new_kernels: NewKernels) -> None:
     model, folder = pair
     prompts = [random_prompt(length, seed=length) for length in (LENGTH, 1, 17)]
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False)
-    llm = LLM(folder, kernels=ReferenceKernels(), block_size=4, chunk_size=5, max_num_seqs=3, poison_free_blocks=True)
+    llm = LLM(folder, kernels=new_kernels(), block_size=4, chunk_size=5, max_num_seqs=3, poison_free_blocks=True)
     for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
         assert output.outputs[0].token_ids == transformers_greedy(model, prompt, 64)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from bifolio import LLM, BeamSearchParams, SamplingParams
 from bifolio.errors import RequestError
+from bifolio.kernels.interface import KernelSet
 from bifolio.kernels.reference import ReferenceKernels
 from bifolio.run.beam import best_candidates, top_of_rows
 from helpers import random_prompt, tiny_folder, tiny_model
@@ -21,9 +23,9 @@ WIDTHS, PENALTIES, STOPPING = (1, 2, 4, 8), (0.0, 1.0, 2.0), (True, False, "neve
 
 
 @cache
-def tiny_llm(folder: Any, **options: Any) -> LLM:
+def tiny_llm(folder: Any, new_kernels: Callable[[], KernelSet] = ReferenceKernels, **options: Any) -> LLM:
     settings = {"num_blocks": 400, "block_size": 4, "max_model_len": 120, "max_num_seqs": 16, **options}
-    return LLM(folder, kernels=ReferenceKernels(), poison_free_blocks=True, **settings)
+    return LLM(folder, kernels=new_kernels(), poison_free_blocks=True, **settings)
 
 
 def transformers_beams(
@@ -47,9 +49,11 @@ def transformers_beams(
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma3"])
 @pytest.mark.parametrize("eos", [None, [7], [5, 60]])
-def test_beams_equal_transformers(architecture: str, eos: list[int] | None) -> None:
+def test_beams_equal_transformers(
+    architecture: str, eos: list[int] | None, new_kernels: Callable[[], KernelSet]
+) -> None:
     model, folder = tiny_model(architecture)
-    llm = tiny_llm(folder)
+    llm = tiny_llm(folder, new_kernels)
     for number, (width, penalty, stopping) in enumerate(itertools.product(WIDTHS[1:], PENALTIES, STOPPING)):
         if (number + len(architecture) + len(eos or ())) % 3:  # a third of them for each architecture and end
             continue

@@ -205,7 +205,8 @@ class LLM:
 
     def _kv_dtype(self, dtype: str, kernels: KernelSet) -> KVDtype:
         if dtype == "auto":
-            return "bf16" if kernels.array_backend == "torch" and kernels.device.startswith("cuda") else "f32"
+            own = str(getattr(kernels, "dtype", ""))  # torch kernels compute in the type of their weights
+            return "bf16" if own == "torch.bfloat16" else "f16" if own == "torch.float16" else "f32"
         if dtype not in ("f32", "f16", "bf16", "q8_0"):
             raise ConfigError(f"dtype must be auto, f32, f16, bf16 or q8_0, not {dtype!r}")
         return dtype  # type: ignore[return-value]
