@@ -22,7 +22,7 @@ import triton.language as tl
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bifolio.kernels.interface import AttentionSegment, AttentionShape, Heads, Storage
-from bifolio.kernels.triton.decode import LOG2_E, mix_tile, read_tile
+from bifolio.kernels.triton.tiles import LOG2_E, mix_tile, read_tile
 
 CUDNN_FROM = 1024  # tokens of each sequence; for shorter ones building cuDNN's plan does not pay
 CUDNN_STEP = 1024  # lengths are padded to multiples of this, so that few plans are ever built

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 
 from bifolio.kernels.interface import AttentionShape, Storage
-from bifolio.kernels.triton.decode import LOG2_E, TILE, mix_tile, read_tile
 from bifolio.kernels.triton.dependent import OVERLAPPED, wait_for_inputs
+from bifolio.kernels.triton.tiles import LOG2_E, TILE, mix_tile, read_tile
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 QUERY_ROWS = 16 if INTERPRETED else 128  # queries of an item: rows of the step times query heads of a key head

@@ -1,0 +1,74 @@
+# mypy: disallow-untyped-decorators=False
+"""What all attention kernels do with a tile of keys and values: find it in the cache, and take it into a softmax."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = 1.4426950408889634
+TILE = 64  # tokens read together
+
+
+@triton.jit
+def read_tile(
+    cache: tl.tensor,  # [blocks, kv_heads, block_size, dim]
+    table: tl.tensor,  # i32[...]  of one sequence
+    start: tl.tensor,  # first token of the tile
+    end: tl.tensor,  # tokens from here on are not read
+    kv_head: tl.tensor,
+    dim: tl.tensor,
+    KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    MASKED: tl.constexpr,  # the tile may reach behind the end
+) -> tl.tensor:
+    """[tile, dim] of one head; 0 behind the end, where the cache may hold anything, NaN included."""
+    offset = tl.arange(0, TILE)
+    token = start + offset
+    if BLOCK_SIZE % TILE == 0:
+        block = tl.load(table + start // BLOCK_SIZE).to(tl.int64)
+        place = (block * KV_HEADS + kv_head) * (BLOCK_SIZE * DIM) + (start % BLOCK_SIZE + offset[:, None]) * DIM
+    else:
+        if MASKED:
+            blocks = tl.load(table + token // BLOCK_SIZE, mask=token < end, other=0).to(tl.int64)
+        else:
+            blocks = tl.load(table + token // BLOCK_SIZE).to(tl.int64)
+        place = ((blocks[:, None] * KV_HEADS + kv_head) * BLOCK_SIZE + (token % BLOCK_SIZE)[:, None]) * DIM
+    source = cache + place + dim[None, :]
+    if MASKED:
+        return tl.load(source, mask=(token < end)[:, None] & (dim < DIM)[None, :], other=0.0)
+    if DIM != DIM_BLOCK:
+        return tl.load(source, mask=(dim < DIM)[None, :] & (token >= 0)[:, None], other=0.0)
+    return tl.load(source)
+
+
+@triton.jit
+def mix_tile(
+    query: tl.tensor,  # [rows, dim]
+    key: tl.tensor,  # [tile, dim]
+    value: tl.tensor,
+    visible: tl.tensor,  # bool[1 or rows, tile]
+    highest: tl.tensor,  # f32[rows]
+    total: tl.tensor,  # f32[rows]
+    mixed: tl.tensor,  # f32[rows, dim]
+    scale: tl.tensor,  # softmax scale * log2(e)
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> tl.tensor:
+    """One step of the running softmax: (highest, total, mixed) with this tile taken in."""
+    scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
+    if MASKED:
+        scores = tl.where(visible, scores, -float("inf"))
+    new_highest = tl.maximum(highest, tl.max(scores, axis=1))
+    if MASKED:  # noqa: SIM108  a row that has seen nothing yet stays at 0 weight
+        safe = tl.where(new_highest == -float("inf"), 0.0, new_highest)
+    else:
+        safe = new_highest
+    weights = tl.exp2(scores - safe[:, None])
+    shrink = tl.exp2(highest - safe)
+    total = total * shrink + tl.sum(weights, axis=1)
+    mixed = mixed * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision=PRECISION)
+    return new_highest, total, mixed

@@ -1,0 +1,63 @@
+"""A picture of the GPU benchmark: how much of the limit each row reaches, beside the peer's figure.
+
+    python -m bifolio.measure.gpu_plot results/gpu.json gpu.png
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from bifolio.measure.gpu import PEER, SHAPES
+
+TITLES = {
+    "single": "1 sequence",
+    "decode": "64 at context 2048",
+    "crowd": "256 requests",
+    "common_prefix": "64 with a common prefix",
+    "beams": "8 x 4 beams",
+    "first_token": "prompt of 8192",
+    "prompts": "16 prompts of 2048",
+}
+
+
+def fractions(row: dict[str, Any], shape: str) -> tuple[float, float]:
+    """(ours, the peer's) of the limit."""
+    peer = PEER[row["name"]][SHAPES.index(shape)]
+    ours: float = row["fraction"]
+    ratio = row["value"] / peer if row["smaller_is_better"] else peer / row["value"]
+    return ours, ours * ratio
+
+
+def plot(found: dict[str, Any], path: Path) -> None:
+    """One panel per model, two bars per row."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(SHAPES), figsize=(13, 4.2), sharey=True)
+    for axis, shape in zip(axes, SHAPES, strict=True):
+        rows = {row["name"]: row for row in found["rows"] if row["shape"] == shape}
+        names = [name for name in TITLES if name in rows and rows[name]["fraction"]]
+        for place, name in enumerate(names):
+            ours, theirs = fractions(rows[name], shape)
+            for shift, value, color in ((-0.2, ours, "#2b6cb0"), (0.2, theirs, "#c0a060")):
+                axis.barh(place + shift, value, 0.38, color=color)
+                axis.text(value + 0.01, place + shift, f"{value:.0%}", va="center", fontsize=7)
+        axis.set_yticks(range(len(names)), [TITLES[name] for name in names])
+        axis.set_xlim(0, 1)
+        axis.set_title(shape)
+        axis.set_xlabel("fraction of the limit")
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].invert_yaxis()
+    handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in ("#2b6cb0", "#c0a060")]
+    figure.legend(handles, ["bifolio", "vLLM 0.26"], loc="lower center", ncols=2, frameon=False)
+    figure.tight_layout(rect=(0, 0.05, 1, 1))
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    plot(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))
