@@ -1,0 +1,126 @@
+"""Triton kernels compile for a GPU that is not here: what the interpreter accepts, the compiler may not."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("Triton's interpreter is on, which compiles nothing", allow_module_level=True)
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from bifolio.kernels.triton import cache, decode, matmul, norm, prefill, rows, sampling, shared
+
+HOPPER = GPUTarget("cuda", 90, 32)
+INTEGERS = set(
+    [
+        "window",
+        "num_sequences",
+        "most",
+        "extra",
+        "query_stride",
+        "key_stride",
+        "value_stride",
+        "table_stride",
+        "qkv_stride",
+        "x_stride",
+        "delta_stride",
+        "num_columns",
+        "num_rows",
+        "num_outputs",
+        "vocab",
+        "num_chunks",
+    ]
+)
+FLOATS = {"scale", "eps"}
+WIDE = set(
+    [
+        "mixed_parts",
+        "weight_parts",
+        "shared_mixed",
+        "shared_weight",
+        "partial_sums",
+        "logits",
+        "best_value",
+        "cos",
+        "sin",
+        "temperature",
+        "total",
+    ]
+)
+LONG = {"slots", "places", "sums", "seeds"}
+NARROW = set(
+    [
+        "query",
+        "keys",
+        "values",
+        "x",
+        "weight",
+        "bias",
+        "residual",
+        "norm_weight",
+        "delta",
+        "qkv",
+        "query_norm",
+        "key_norm",
+        "turned",
+        "table",
+        "out",
+    ]
+)
+
+
+def kind(name: str) -> str:
+    for names, text in ((INTEGERS, "i32"), (FLOATS, "fp32"), (WIDE, "*fp32"), (LONG, "*i64"), (NARROW, "*bf16")):
+        if name in names:
+            return text
+    return "*i32"
+
+
+HEADS = {"KV_HEADS": 8, "GROUP": 4, "DIM": 128, "DIM_BLOCK": 128, "BLOCK_SIZE": 64, "TILE": 64, "PRECISION": "tf32"}
+PRODUCT = {"DEPTH": 4096, "HAS_BIAS": False, "HAS_RESIDUAL": True, "ACTIVATION": -1}
+FEW = {"ROWS": 64, "OUTPUTS": 64, "BLOCK": 128, "STAGES": 4, "SWAPPED": True, "PRECISION": "tf32"}
+CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
+    "decode": (decode._decode_kernel, {**HEADS, "HEADS": 32, "ROWS": 16, "STAGES": 4, "SHARED_ROWS": 0}, 2),
+    "decode, shared": (decode._decode_kernel, {**HEADS, "HEADS": 32, "ROWS": 16, "STAGES": 4, "SHARED_ROWS": 128}, 2),
+    "cut": (decode._cut_kernel, {"IS_SHARED": True, "TILE": 64, "BLOCK": 256, "ITEMS": 256}, 4),
+    "shared": (shared._shared_kernel, {**HEADS, "ROWS": 128, "STAGES": 3}, 8),
+    "prefill": (
+        prefill._prefill_kernel,
+        {**{k: v for k, v in HEADS.items() if k != "GROUP"}, "HEADS": 32, "ROWS": 16, "WINDOW": 0, "FRESH": False},
+        4,
+    ),
+    "one row": (
+        matmul._one_row_kernel, {**PRODUCT, "OUTPUTS": 4, "BLOCK": 1024, "STAGES": 1, "HAS_NORM": True}, 4,
+    ),
+    "few rows": (matmul._few_rows_kernel, {**PRODUCT, **FEW, "SPLITS": 1}, 4),
+    "few rows, split": (matmul._few_rows_kernel, {**PRODUCT, **FEW, "SPLITS": 4}, 4),
+    "few rows, gated": (matmul._few_rows_kernel, {**PRODUCT, **FEW, "SPLITS": 2, "ACTIVATION": 0}, 4),
+    "norm": (norm._norm_kernel, {"HAS_DELTA": True, "HAS_BIAS": False, "CENTERED": False, "BLOCK": 4096}, 8),
+    "rope": (
+        cache._rope_write_kernel,
+        {"HEADS": 32, "KV_HEADS": 8, "DIM": 128, "DIM_BLOCK": 128, "ROTATED": 128, "INTERLEAVED": False,
+         "HAS_NORM": True, "HAS_CACHE": True, "BLOCK_SIZE": 64, "TILE": 8},
+        4,
+    ),
+    "begin": (rows._begin_step_kernel, {"TURNS": 4, "BLOCK_SIZE": 64, "BLOCK": 64}, 1),
+    "embed": (rows._embed_kernel, {"BLOCK": 1024}, 4),
+    "choose": (sampling._choose_kernel, {"DRAWS": True, "CHUNK": 4096, "CHUNKS": 32}, 8),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernel_compiles_for_a_gpu(name: str) -> None:
+    kernel, constants, warps = CASES[name]
+    signature = {a: "constexpr" if a in constants else kind(a) for a in kernel.arg_names}
+    source = ASTSource(kernel, signature, constants)
+    compiled = triton.compile(source, target=HOPPER, options={"num_warps": warps, "num_stages": 3})
+    assert "ptx" in compiled.asm
