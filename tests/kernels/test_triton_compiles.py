@@ -20,62 +20,56 @@ from triton.compiler import ASTSource
 from bifolio.kernels.triton import cache, decode, matmul, norm, prefill, rows, sampling, shared
 
 HOPPER = GPUTarget("cuda", 90, 32)
-INTEGERS = set(
-    [
-        "window",
-        "num_sequences",
-        "most",
-        "extra",
-        "query_stride",
-        "key_stride",
-        "value_stride",
-        "table_stride",
-        "qkv_stride",
-        "x_stride",
-        "delta_stride",
-        "num_columns",
-        "num_rows",
-        "num_outputs",
-        "vocab",
-        "num_chunks",
-    ]
-)
+INTEGERS = {
+    "window",
+    "num_sequences",
+    "most",
+    "extra",
+    "query_stride",
+    "key_stride",
+    "value_stride",
+    "table_stride",
+    "qkv_stride",
+    "x_stride",
+    "delta_stride",
+    "num_columns",
+    "num_rows",
+    "num_outputs",
+    "vocab",
+    "num_chunks",
+}
 FLOATS = {"scale", "eps"}
-WIDE = set(
-    [
-        "mixed_parts",
-        "weight_parts",
-        "shared_mixed",
-        "shared_weight",
-        "partial_sums",
-        "logits",
-        "best_value",
-        "cos",
-        "sin",
-        "temperature",
-        "total",
-    ]
-)
+WIDE = {
+    "mixed_parts",
+    "weight_parts",
+    "shared_mixed",
+    "shared_weight",
+    "partial_sums",
+    "logits",
+    "best_value",
+    "cos",
+    "sin",
+    "temperature",
+    "total",
+}
 LONG = {"slots", "places", "sums", "seeds"}
-NARROW = set(
-    [
-        "query",
-        "keys",
-        "values",
-        "x",
-        "weight",
-        "bias",
-        "residual",
-        "norm_weight",
-        "delta",
-        "qkv",
-        "query_norm",
-        "key_norm",
-        "turned",
-        "table",
-        "out",
-    ]
-)
+NARROW = {
+    "query",
+    "keys",
+    "values",
+    "x",
+    "weight",
+    "bias",
+    "residual",
+    "norm_weight",
+    "delta",
+    "qkv",
+    "query_norm",
+    "key_norm",
+    "turned",
+    "table",
+    "out",
+}
 
 
 def kind(name: str) -> str:
