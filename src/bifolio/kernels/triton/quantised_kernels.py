@@ -27,19 +27,19 @@ def _load_tile(values: tl.tensor, place: tl.tensor, inside: tl.tensor, KIND: tl.
 def _load_factors(
     scales: tl.tensor, minima: tl.tensor, place: tl.tensor, inside: tl.tensor, KIND: tl.constexpr
 ) -> tl.tensor:
-    """(scale, offset) of each block, such that value = scale * code + offset: f32[outputs, blocks, 1]."""
-    scale = tl.load(scales + place, mask=inside, other=0.0).to(tl.float32)[:, :, None]
+    """(scale, offset) of each block, such that value = scale * code + offset: f32[outputs, blocks]."""
+    scale = tl.load(scales + place, mask=inside, other=0.0).to(tl.float32)
     if KIND == 1:
         offset = scale * -8.0
     elif KIND == 2:
-        offset = tl.load(minima + place, mask=inside, other=0.0).to(tl.float32)[:, :, None]
+        offset = tl.load(minima + place, mask=inside, other=0.0).to(tl.float32)
     else:
         offset = scale * 0.0
     return scale, offset
 
 
 @triton.jit
-def _weighted(
+def _dot_blocks(
     tile: tl.tensor,
     scale: tl.tensor,
     offset: tl.tensor,
@@ -47,14 +47,14 @@ def _weighted(
     second: tl.tensor,  # at those of high nibbles
     KIND: tl.constexpr,
 ) -> tl.tensor:
-    """Products of a tile and x: f32[outputs, blocks, elements]."""
+    """Products of each block and x: f32[outputs, blocks]. Codes are multiplied first, scales once per block."""
     if KIND == 0:
-        products = tile.to(tl.float32) * scale * first[None, :, :]
+        sums = tl.sum(tile.to(tl.float32) * first[None, :, :], axis=2) * scale
     else:
-        low = (tile & 15).to(tl.float32) * scale + offset
-        high = (tile >> 4).to(tl.float32) * scale + offset
-        products = low * first[None, :, :] + high * second[None, :, :]
-    return products
+        low, high = (tile & 15).to(tl.float32), (tile >> 4).to(tl.float32)
+        sums = tl.sum(low * first[None, :, :] + high * second[None, :, :], axis=2) * scale
+        sums += tl.sum(first + second, axis=1)[None, :] * offset
+    return sums
 
 
 @triton.jit
@@ -102,8 +102,8 @@ def one_row_kernel(
     exists = row < num_outputs
     start = row.to(tl.int64)[:, None] * (DEPTH // 32)
     partner_start = (row + num_outputs).to(tl.int64)[:, None] * (DEPTH // 32)
-    sums = tl.zeros([OUTPUTS, BLOCKS, ELEMENTS], tl.float32)
-    partner_sums = tl.zeros([OUTPUTS, BLOCKS, ELEMENTS], tl.float32)
+    sums = tl.zeros([OUTPUTS, BLOCKS], tl.float32)
+    partner_sums = tl.zeros([OUTPUTS, BLOCKS], tl.float32)
     squares = tl.zeros([BLOCKS, ELEMENTS], tl.float32)
     for first_block in tl.range(0, DEPTH // 32, BLOCKS, num_stages=STAGES):
         block = first_block + tl.arange(0, BLOCKS)
@@ -117,12 +117,12 @@ def one_row_kernel(
         second = first
         if KIND != 0:
             second, squares = _load_x(x, norm_weight, column + 16, squares, DEPTH, HAS_NORM)
-        sums += _weighted(tile, scale, offset, first, second, KIND)
+        sums += _dot_blocks(tile, scale, offset, first, second, KIND)
         if ACTIVATION >= 0:
             tile = _load_tile(values, partner_start + block[None, :], inside, KIND)
             scale, offset = _load_factors(scales, minima, partner_start + block[None, :], inside, KIND)
-            partner_sums += _weighted(tile, scale, offset, first, second, KIND)
-    result = tl.sum(tl.sum(sums, axis=2), axis=1)
+            partner_sums += _dot_blocks(tile, scale, offset, first, second, KIND)
+    result = tl.sum(sums, axis=1)
     factor = 1.0
     if HAS_NORM:
         factor = 1.0 / tl.sqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / DEPTH + eps)
@@ -130,7 +130,7 @@ def one_row_kernel(
     if HAS_BIAS:
         result += tl.load(bias + row, mask=exists, other=0.0).to(tl.float32)
     if ACTIVATION >= 0:
-        up = tl.sum(tl.sum(partner_sums, axis=2), axis=1) * factor
+        up = tl.sum(partner_sums, axis=1) * factor
         if HAS_BIAS:
             up += tl.load(bias + num_outputs + row, mask=exists, other=0.0).to(tl.float32)
         result = activate(result, ACTIVATION) * up
@@ -152,6 +152,7 @@ def _multiply_tile(
 ) -> tl.tensor:
     OUTPUTS: tl.constexpr = sums.shape[0]
     WIDTH: tl.constexpr = first.shape[1]
+    scale, offset = scale[:, :, None], offset[:, :, None]
     if KIND == 0:
         weight = (tile.to(tl.float32) * scale).to(first.dtype)
         sums = tl.dot(tl.reshape(weight, [OUTPUTS, WIDTH]), tl.trans(first), sums, input_precision=PRECISION)
@@ -250,6 +251,7 @@ def dequantise_kernel(
     place = row * (DEPTH // 32) + block
     tile = _load_tile(values, place, inside, KIND)
     scale, offset = _load_factors(scales, minima, place, inside, KIND)
+    scale, offset = scale[:, :, None], offset[:, :, None]
     destination = out + target * DEPTH + block[:, :, None] * 32
     if KIND == 0:
         result = tile.to(tl.float32) * scale * factor
