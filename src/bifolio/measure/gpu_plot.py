@@ -1,6 +1,6 @@
 """A picture of the GPU benchmark: how much of the limit each row reaches, beside the peer's figure.
 
-    python -m bifolio.measure.gpu_plot results/gpu.json gpu.png
+python -m bifolio.measure.gpu_plot results/gpu.json gpu.png
 """
 
 from __future__ import annotations

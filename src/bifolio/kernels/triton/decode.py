@@ -318,7 +318,9 @@ def decode_attention(
     group = heads // shape.num_kv_heads
     keys, values = storage.keys[shape.layer], storage.values[shape.layer]
     out = torch.empty((num_sequences, heads * dim), dtype=query.dtype, device=query.device)
-    stages = 1 if keys.dtype == torch.float32 else stages or (5 if num_sequences > 96 or dim <= 64 else 4)
+    stages = (
+        1 if keys.dtype == torch.float32 else stages or (5 if dim <= 64 or (overlapped and num_sequences > 96) else 4)
+    )
     _decode_kernel[(shape.num_kv_heads, pieces.most)](
         query,
         keys,
