@@ -30,20 +30,17 @@ from native_workloads import WORKLOADS, NativeModel, Workload
 from bifolio import LLM
 from bifolio.measure.random_models import SHAPES, random_model
 from bifolio.measure.targets import crowd
-from bifolio.measure.throughput import Test, bench_llm, measure, run_until_done
+from bifolio.measure.throughput import Test, bench_llm, run_until_done
 from bifolio.measure.trace import exactly
 from bifolio.model.loader import load_model
 from bifolio.model.transformer import forward
 from bifolio.quant.formats import QuantFormat
-from bifolio.run.memory import weight_bytes
 from bifolio.run.perplexity import text_perplexity
 
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 FORMATS = ("f16", "bf16", "q8_0", "q4_1", "q4_0")
 GROUPS = (1, 2, 4, 16)  # into which sixteen sequences are cut
 MANY = Test(num_generated=16, depth=200, batch=16)
-PROMPT = Test(num_prompt=512)
-ONE = Test(num_generated=48)
 Key = TypeVar("Key")
 
 
@@ -115,26 +112,21 @@ def filled_slots(block_size: int, longest: int) -> tuple[float, float]:
 # -- format -------------------------------------------------------------------------------------------------------
 def formats(arguments: argparse.Namespace) -> None:
     print(f"format: shape {arguments.shape}, f16 cache, tokens/s")
-    tests = (PROMPT, ONE, MANY)
-    models = {name: random_model(arguments.shape, name) for name in FORMATS}
-    sizes = {name: weight_bytes(model.weights) / 1e6 for name, model in models.items()}
-    engines = {
-        name: bench_llm(model, tests, dtype="f16", threads=arguments.threads).engine for name, model in models.items()
-    }
-    speeds = in_turn(
-        {(name, test): lambda e=engine, t=test: measure(e, t) for name, engine in engines.items() for test in tests},
+    config = SHAPES[arguments.shape]
+    models = {name: NativeModel(config, QuantFormat.parse(name), "f16", arguments.threads) for name in FORMATS}
+    seconds = in_turn(
+        {(name, work): lambda m=model, w=work: m.seconds(w) for name, model in models.items() for work in WORKLOADS},
         arguments.rounds,
     )
-    predicted = {name: predict(arguments, name) for name in FORMATS}
     print_table(
-        ["format", "bits a weight", "weights, MB", *(test.name for test in tests), "perplexity"],
+        ["format", "bits a weight", "weights, MB", *(work.name for work in WORKLOADS), "perplexity"],
         [
             [
                 name,
                 f"{QuantFormat.parse(name).bits_per_element:.1f}",
-                f"{sizes[name]:.0f}",
-                *(f"{speeds[name, test]:.1f}" for test in tests),
-                predicted[name],
+                f"{config.num_parameters * QuantFormat.parse(name).bits_per_element / 8e6:.0f}",
+                *(f"{work.num_tokens / seconds[name, work]:.1f}" for work in WORKLOADS),
+                predict(arguments, name),
             ]
             for name in FORMATS
         ],

@@ -125,6 +125,19 @@ static inline void fma_packed(const float* x, int64_t x_stride, const uint8_t* p
         acc[p][r].v[c] = F == Format::F16 && c % 2 ? vmulq_n_f32(sums[p][r][c], kHalfOfUnit) : sums[p][r][c];
 }
 
+#define BIFOLIO_OWN_UNPACK
+constexpr float kNibbleUnit = 0.0625f;  // signed nibbles stay in the upper half of their byte
+
+// Two instructions for sixteen bytes, one for each vector unit: shifts have only one of them.
+template <bool Signed>
+static inline void unpack_block(const uint8_t* quants, uint8_t* out) {
+  UNROLL for (int i = 0; i < 256; i += 16) {
+    const uint8x16_t pairs = vld1q_u8(quants + i);
+    vst1q_u8(out + i, Signed ? vshlq_n_u8(pairs, 4) : vandq_u8(pairs, vdupq_n_u8(15)));
+    vst1q_u8(out + 256 + i, Signed ? vandq_u8(pairs, vdupq_n_u8(0xf0)) : vshrq_n_u8(pairs, 4));
+  }
+}
+
 #define BIFOLIO_OWN_INT_TILE
 struct IntRows;
 template <int Bits, bool Min, int R, class Panel>

@@ -88,6 +88,9 @@ static inline void accumulate_int_rows(const UnpackedPanel& w, const IntRows& x,
 
 constexpr int64_t kUnpackedBlocks = 64;  // blocks of a panel that are worked on at a time: 2048 k values, 32 KB
 
+#ifndef BIFOLIO_OWN_UNPACK
+constexpr float kNibbleUnit = 1.0f;  // what a signed nibble of 1 is divided by when it has become a byte
+
 // Signed nibbles (Q4_0) or unsigned ones (Q4_1) of a block to bytes, in the order of Q8_0.
 template <bool Signed>
 static inline void unpack_block(const uint8_t* quants, uint8_t* out) {
@@ -97,6 +100,7 @@ static inline void unpack_block(const uint8_t* quants, uint8_t* out) {
     out[256 + i] = Signed ? uint8_t((high ^ 8) - 8) : high;
   }
 }
+#endif
 
 // Blocks [begin, begin + blocks) of a panel, begin being even.
 template <Format F>
@@ -105,7 +109,8 @@ static inline UnpackedPanel unpack_panel(const PackedPanel<F>& w, int64_t begin,
   auto* scales = reinterpret_cast<float*>(scratch + kUnpackedBlocks * kBlock * kPanel);
   float* minima = scales + kUnpackedBlocks * kPanel;
   for (int64_t b = 0; b < blocks; ++b) {
-    store(scales + b * kPanel, load_f16(w.scales(begin + b)));
+    const V16 scale = load_f16(w.scales(begin + b));
+    store(scales + b * kPanel, F == Format::Q4_0 && kNibbleUnit != 1.0f ? mul(scale, broadcast(kNibbleUnit)) : scale);
     if constexpr (min) store(minima + b * kPanel, load_f16(w.minima(begin + b)));
     if constexpr (F != Format::Q8_0) unpack_block<!min>(w.quants(begin + b), scratch + b * kBlock * kPanel);
   }
