@@ -2,8 +2,9 @@
 
     python benchmarks/speculative.py --model MODEL --prompts spec_bench.jsonl [--method ngram|draft] [--draft MODEL]
 
-Prompts are JSON lines with 'turns' or 'prompt'. Both sides run the same prompts greedily, one after the other, in
-alternating order; the ratio is that of the medians over the rounds. Outputs are compared as well: they must be equal.
+Prompts are JSON lines with 'turns' or 'prompt'. Both sides run the same prompts greedily, taking turns with every
+group of prompts that run together; the ratio is that of the medians over the rounds, added up. Times include prefill.
+Outputs are compared as well: they must be equal.
 """
 
 from __future__ import annotations
@@ -13,9 +14,15 @@ import json
 import statistics
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bifolio import LLM, SamplingParams, SpeculativeConfig
+
+
+class Run(NamedTuple):
+    seconds: float
+    cpu_seconds: float
+    outputs: list[list[int]]
 
 
 def read_prompts(path: Path | None, llm: LLM, count: int) -> list[list[int]]:
@@ -35,19 +42,29 @@ def read_prompts(path: Path | None, llm: LLM, count: int) -> list[list[int]]:
     return [tokens[: llm.engine.config.max_model_len // 2] for tokens in ids]
 
 
-def run(llm: LLM, prompts: list[list[int]], max_tokens: int, batch: int) -> tuple[float, list[list[int]]]:
-    """(output tokens per second of decoding, outputs), `batch` prompts at a time."""
+def run(llm: LLM, group: list[list[int]], max_tokens: int) -> Run:
+    """Complete a group of prompts together."""
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    outputs, seconds, tokens = [], 0.0, 0
-    for first in range(0, len(prompts), batch):
-        llm.engine.blocks.drop_cached()
-        group = prompts[first : first + batch]
-        started = time.perf_counter()
-        results = llm.generate(group, params, use_tqdm=False)
-        seconds += time.perf_counter() - started
-        tokens += sum(len(result.outputs[0].token_ids) for result in results)
-        outputs += [result.outputs[0].token_ids for result in results]
-    return tokens / seconds, outputs
+    llm.engine.blocks.drop_cached()
+    started, started_cpu = time.perf_counter(), time.process_time()
+    results = llm.generate(group, params, use_tqdm=False)
+    seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - started_cpu
+    return Run(seconds, cpu_seconds, [result.outputs[0].token_ids for result in results])
+
+
+def compare(plain: LLM, guessing: LLM, group: list[list[int]], max_tokens: int, rounds: int) -> tuple[Run, Run]:
+    """The median times of both sides, which take turns."""
+    runs: list[list[Run]] = [[], []]
+    for number in range(rounds):
+        for side in (0, 1) if number % 2 == 0 else (1, 0):
+            runs[side].append(run((plain, guessing)[side], group, max_tokens))
+        if runs[0][-1].outputs != runs[1][-1].outputs:
+            raise SystemExit("the outputs differ: speculation must not change them")
+    first, second = (
+        Run(statistics.median(r.seconds for r in side), statistics.median(r.cpu_seconds for r in side), side[0].outputs)
+        for side in runs
+    )
+    return first, second
 
 
 def main() -> None:
@@ -60,29 +77,33 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--max-model-len", type=int)
+    parser.add_argument("--threads", type=int)
     arguments = parser.parse_args()
-    options: dict[str, Any] = {"max_num_seqs": 16, "max_model_len": arguments.max_model_len}
+    options: dict[str, Any] = {
+        "max_num_seqs": 16,
+        "max_model_len": arguments.max_model_len,
+        "threads": arguments.threads,
+    }
     plain = LLM(arguments.model, **options)
     config = SpeculativeConfig(arguments.method, length=arguments.length, draft_model=arguments.draft)
     guessing = LLM(plain.model, speculative=config, **options)
     prompts = read_prompts(arguments.prompts, plain, arguments.count)
-    for batch in (1, 16):
-        speeds: dict[str, list[float]] = {"plain": [], "guessing": []}
-        sides = [("plain", plain), ("guessing", guessing)]
-        for number in range(arguments.rounds):
-            outputs = {}
-            for name, llm in sides if number % 2 == 0 else reversed(sides):
-                speed, outputs[name] = run(llm, prompts, arguments.max_tokens, batch)
-                speeds[name].append(speed)
-            if outputs["plain"] != outputs["guessing"]:
-                raise SystemExit("the outputs differ: speculation must not change them")
+    for batch in arguments.batch:
+        groups = [prompts[first : first + batch] for first in range(0, len(prompts), batch)]
+        pairs = [compare(plain, guessing, group, arguments.max_tokens, arguments.rounds) for group in groups]
+        tokens = sum(len(output) for first, _ in pairs for output in first.outputs)
+        (off, off_cpu), (on, on_cpu) = (
+            (sum(pair[side].seconds for pair in pairs), sum(pair[side].cpu_seconds for pair in pairs))
+            for side in (0, 1)
+        )
         assert guessing.engine.speculator is not None
         stats = guessing.engine.speculator.stats
-        off, on = (statistics.median(speeds[name]) for name in ("plain", "guessing"))
         print(
-            f"batch {batch:2}: {off:7.1f} tok/s plain, {on:7.1f} with {arguments.method}: {on / off:.2f}x; "
-            f"{stats.acceptance_rate:.0%} of {stats.num_draft_tokens} guesses right",
+            f"batch {batch:2}: {tokens / off:7.1f} tok/s plain, {tokens / on:7.1f} with {arguments.method}: "
+            f"{off / on:.2f}x ({off_cpu / on_cpu:.2f}x by processor time); "
+            f"{stats.acceptance_rate:.0%} of {stats.num_draft_tokens} guesses right so far",
             flush=True,
         )
 

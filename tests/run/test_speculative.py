@@ -15,7 +15,7 @@ from bifolio import LLM, SamplingParams, SpeculativeConfig
 from bifolio.errors import ConfigError
 from bifolio.kernels.reference import ReferenceKernels
 from bifolio.run.outputs import RequestOutput
-from bifolio.run.speculative import DraftLengths, _NgramIndex, num_accepted
+from bifolio.run.speculative import _NgramIndex, num_accepted
 from helpers import random_prompt, tiny_folder
 
 VOCAB = 61
@@ -77,7 +77,7 @@ def test_the_output_is_the_plain_run_s(name: str, num_blocks: int) -> None:
             )
     speculator = llm.engine.speculator
     assert speculator is not None
-    assert speculator.stats.num_draft_tokens > 0
+    assert speculator.stats.num_draft_tokens > 0 or name == "draft, adaptive"  # which is as slow as the model
     assert llm.engine.blocks.num_used_blocks == 0
     llm.engine.blocks.check_invariants()
 
@@ -116,18 +116,23 @@ def test_distribution_over_many_draws(temperature: float, length: int) -> None:
 
 
 def check_distribution(temperature: float, length: int, draws: int) -> None:
-    """Three tokens of many draws against their exact distribution, by chi-square; the draft is another model."""
+    """The first three tokens of many draws against their exact distribution, by chi-square; the draft is another model.
+
+    There is room for a whole draft: the first pass verifies `length` guesses at once.
+    """
     target, draft = folder(vocab_size=8), folder(seed=3, vocab_size=8)
     config = SpeculativeConfig("draft", draft_model=str(draft), adaptive=False, length=length)
-    llm = LLM(target, kernels=ReferenceKernels(), speculative=config, num_blocks=4000, block_size=4, max_model_len=24,
+    llm = LLM(target, device="cpu", speculative=config, num_blocks=4000, block_size=4, max_model_len=24,
               max_num_seqs=512, token_budget=8192, enable_prefix_caching=True)  # fmt: skip
     prompt = [3, 4, 5]
     params = [
-        SamplingParams(temperature=temperature, seed=1000 * length + i, max_tokens=3, ignore_eos=True)
+        SamplingParams(temperature=temperature, seed=1000 * length + i, max_tokens=max(length + 1, 3), ignore_eos=True)
         for i in range(draws)
     ]
     outputs = llm.generate([prompt] * draws, params, use_tqdm=False)
-    counts = Counter(tuple(output.outputs[0].token_ids) for output in outputs)
+    counts = Counter(tuple(output.outputs[0].token_ids[:3]) for output in outputs)
+    assert llm.engine.speculator is not None
+    assert llm.engine.speculator.stats.num_draft_tokens > 0.9 * length * draws
     exact = exact_distribution(llm, prompt, 3, temperature)
     likely = {tokens: p for tokens, p in exact.items() if p * draws >= 5}
     observed = [counts[tokens] for tokens in likely]
@@ -140,7 +145,7 @@ def check_distribution(temperature: float, length: int, draws: int) -> None:
 def exact_distribution(llm: LLM, prompt: list[int], length: int, temperature: float) -> dict[tuple[int, ...], float]:
     """Probability of every continuation, from the prompt logprobs of a plain engine."""
     frontier: dict[tuple[int, ...], float] = {(): 1.0}
-    scorer = LLM(llm.model, kernels=ReferenceKernels(), num_blocks=2000, block_size=4, max_model_len=24,
+    scorer = LLM(llm.model, device="cpu", num_blocks=2000, block_size=4, max_model_len=24,
                  max_num_seqs=128, token_budget=2048)  # fmt: skip
     greedy = SamplingParams(temperature=0, max_tokens=1, logprobs=8)
     for _ in range(length):
@@ -160,34 +165,16 @@ def exact_distribution(llm: LLM, prompt: list[int], length: int, temperature: fl
 def test_ngram_index_finds_the_latest_longest_match() -> None:
     index = _NgramIndex(range(3, 0, -1))
     tokens = [1, 2, 3, 9, 1, 2, 3, 8, 5, 1, 2, 3]
-    assert index.guess(tokens, 3) == (8, 5, 1)
-    assert index.guess([*tokens, 7], 3) == ()  # 7 was never seen before
-    assert index.guess([*tokens, 7, 9], 2) == (1, 2)  # one token matches
-    assert _NgramIndex(range(2, 1, -1)).guess([4], 3) == ()
+    assert index.guess(tokens, 3) == ((8, 5, 1), 3)
+    assert index.guess([*tokens, 7], 3) == ((), 0)  # 7 was never seen before
+    assert index.guess([*tokens, 7, 9], 2) == ((1, 2), 1)  # one token matches
+    assert _NgramIndex(range(2, 1, -1)).guess([4], 3) == ((), 0)
 
 
 def test_num_accepted() -> None:
     assert num_accepted((1, 2, 3), [1, 2, 3, 4]) == 3
     assert num_accepted((1, 2, 3), [1, 5, 3, 4]) == 1
     assert num_accepted((), [1]) == 0
-
-
-def test_lengths_follow_acceptance_and_cost() -> None:
-    lengths = DraftLengths(longest=6)
-    for _ in range(50):
-        lengths.observe_step(1, 0.100)
-        lengths.observe_step(5, 0.104)  # rows are nearly free
-        lengths.observe_verification(4, 4)
-    assert lengths.choose(1) == 6
-    for _ in range(200):
-        lengths.observe_verification(4, 0)
-    assert lengths.choose(1) <= 1
-    costly = DraftLengths(longest=6)
-    for _ in range(50):
-        costly.observe_step(16, 0.016)
-        costly.observe_step(80, 0.080)  # every row costs as much as a step
-        costly.observe_verification(4, 2)
-    assert costly.choose(16) == 0
 
 
 def test_a_draft_model_with_another_vocabulary_is_refused() -> None:

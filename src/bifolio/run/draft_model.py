@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence as Sequences
 
 from bifolio.errors import ConfigError
 from bifolio.model.loaded import LoadedModel
 from bifolio.run.device_rows import DeviceRows, Run
+from bifolio.run.draft_lengths import Offer, PassCosts
 from bifolio.run.executor import ModelRunner
 from bifolio.run.sampler import Sampler
 from bifolio.schedule.plan import ScheduledSequence
@@ -25,9 +27,14 @@ class DraftModelDrafter:
         self._rows = rows
         self._sampler = sampler
         self._chunk_size = chunk_size
+        self.costs = PassCosts()
 
-    def room(self, sequences: list[Sequence], length: int) -> dict[int, int]:
-        return {sequence.id: length for sequence in sequences}
+    def offers(self, sequences: list[Sequence], length: int) -> dict[int, Offer]:
+        """The last two tokens are read on the way, whatever came before must be caught up with."""
+        return {
+            sequence.id: Offer(length, 0, max(sequence.num_tokens - sequence.num_draft_computed - 2, 0))
+            for sequence in sequences
+        }
 
     def fill(self, items: Sequences[ScheduledSequence]) -> list[tuple[int, ...]]:
         guesses: list[list[int]] = [[] for _ in items]
@@ -54,9 +61,11 @@ class DraftModelDrafter:
         for run in runs:
             end += len(run.tokens)
             ends.append(end - 1)
+        started = time.perf_counter()
         logits = self.runner.run(self._rows.lay_out(runs, [], ends))
         positions = [items[i].sequence.num_tokens + len(guesses[i]) for i in active]
         drawn = self._sampler.sample(logits, [items[i].slot for i in active], positions, [guesses[i] for i in active])
+        self.costs.observe(end, time.perf_counter() - started)
         return [max(int(token), 0) for token in drawn.token_ids]  # a row that cannot be drawn guesses anything
 
     def _catch_up(self, items: Sequences[ScheduledSequence]) -> None:

@@ -25,13 +25,15 @@ from bifolio.model.loaded import LoadedModel
 from bifolio.model.weights import prepare
 from bifolio.run.beam_search import BeamSearch
 from bifolio.run.device_rows import DeviceRows, Readout
+from bifolio.run.draft_lengths import DraftLengths
 from bifolio.run.draft_model import DraftModelDrafter, check_pair
 from bifolio.run.executor import DecodeExecutor, ModelRunner, PrefillExecutor
+from bifolio.run.memory import weight_bytes
 from bifolio.run.out_of_memory import MemoryRecovery, is_out_of_memory
 from bifolio.run.recorder import Recorder
 from bifolio.run.sampler import SampledTokens, Sampler, SamplingTable
 from bifolio.run.sampling.noise import child_seed
-from bifolio.run.speculative import Drafter, NgramDrafter, Speculator
+from bifolio.run.speculative import NgramDrafter, Speculator
 from bifolio.run.stopping import StopChecker
 from bifolio.sampling_params import SamplingParams
 from bifolio.schedule.batcher import ContinuousBatcher
@@ -133,7 +135,7 @@ class InferenceEngine:
         logits = executor.run(batch)  # one flat forward; attention once per segment
         sampled = self._sample(logits, readout)  # verifies drafts
         if self.speculator is not None and not plan.prefills:
-            self.speculator.lengths.observe_step(batch.num_tokens, time.perf_counter() - started)
+            self.speculator.observe_step(batch.num_tokens, time.perf_counter() - started)
         results: list[StepResult] = []
         try:
             self.recorder.record(plan, readout, logits, sampled, results)
@@ -336,19 +338,19 @@ class InferenceEngine:
         config = self.config.speculative
         if config is None:
             return None
-        drafter: Drafter
         if config.method == "ngram":
-            drafter = NgramDrafter(config)
-        else:
-            if draft_model is None:
-                raise ConfigError("speculative method 'draft' needs a draft model: pass draft_model=...")
-            check_pair(self.model, draft_model)
-            kernels = self.runner.kernels
-            storage = new_storage(draft_model.config, self.config.cache, kernels)
-            self.storages.append(storage)
-            runner = ModelRunner(prepare(draft_model.weights, kernels), kernels, storage)
-            drafter = DraftModelDrafter(runner, self.rows, self.sampler, self.config.chunk_size)
-        return Speculator(config, drafter, self.config.max_model_len)
+            return Speculator(config, NgramDrafter(config), self.config.max_model_len)
+        if draft_model is None:
+            raise ConfigError("speculative method 'draft' needs a draft model: pass draft_model=...")
+        check_pair(self.model, draft_model)
+        kernels = self.runner.kernels
+        storage = new_storage(draft_model.config, self.config.cache, kernels)
+        self.storages.append(storage)
+        runner = ModelRunner(prepare(draft_model.weights, kernels), kernels, storage)
+        drafter = DraftModelDrafter(runner, self.rows, self.sampler, self.config.chunk_size)
+        relative_cost = weight_bytes(draft_model.weights) / max(weight_bytes(self.model.weights), 1)
+        lengths = DraftLengths(config.length, config.adaptive, drafter.costs, relative_cost)
+        return Speculator(config, drafter, self.config.max_model_len, lengths)
 
     def _new_rows(self, kernels: KernelSet) -> DeviceRows:
         max_blocks = self.blocks.blocks_for(self.config.max_model_len) + 1

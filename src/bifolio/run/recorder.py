@@ -111,7 +111,7 @@ class Recorder:
         sequence.num_drafted += len(item.drafts)
         sequence.num_accepted += accepted
         if self._speculator is not None:
-            self._speculator.observe(len(item.drafts), accepted)
+            self._speculator.observe(sequence, len(item.drafts), accepted)
         results: list[StepResult] = []
         for row in rows[: accepted + 1]:
             results.extend(self.add_token(sequence.request, sequence, sampled, row))

@@ -12,11 +12,13 @@ as rejection sampling does: with the target's probability of the token.)
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence as Sequences
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from bifolio.config import SpeculativeConfig
+from bifolio.run.draft_lengths import DraftLengths, Offer
 from bifolio.schedule.plan import ScheduledSequence, StepPlan
 from bifolio.sequence import Sequence
 
@@ -24,8 +26,8 @@ from bifolio.sequence import Sequence
 class Drafter(Protocol):
     """Where guesses come from."""
 
-    def room(self, sequences: list[Sequence], length: int) -> dict[int, int]:
-        """For how many guesses each sequence (by id) wants slots; at most `length`."""
+    def offers(self, sequences: list[Sequence], length: int) -> dict[int, Offer]:
+        """What guesses each sequence (by id) could have; at most `length`."""
         ...
 
     def fill(self, items: Sequences[ScheduledSequence]) -> list[tuple[int, ...]]:
@@ -43,16 +45,19 @@ class NgramDrafter:
         self._indexes: dict[int, _NgramIndex] = {}
         self._guesses: dict[int, tuple[int, ...]] = {}
 
-    def room(self, sequences: list[Sequence], length: int) -> dict[int, int]:
+    def offers(self, sequences: list[Sequence], length: int) -> dict[int, Offer]:
+        """A guess is of the kind of its match: long ones are right more often."""
         self._guesses = {}
+        offers = {}
         for sequence in sequences:
             index = self._indexes.get(sequence.id)
             if index is None:
                 index = self._indexes[sequence.id] = _NgramIndex(self._sizes)
-            guess = index.guess(sequence.token_ids, length)
+            guess, size = index.guess(sequence.token_ids, length)
             if guess:
                 self._guesses[sequence.id] = guess
-        return {sequence_id: len(guess) for sequence_id, guess in self._guesses.items()}
+                offers[sequence.id] = Offer(len(guess), size)
+        return offers
 
     def fill(self, items: Sequences[ScheduledSequence]) -> list[tuple[int, ...]]:
         return [self._guesses.get(item.sequence.id, ())[: item.num_new - 1] for item in items]
@@ -71,8 +76,8 @@ class _NgramIndex:
         self._ends: dict[tuple[int, ...], int] = {}
         self._num_indexed = 0
 
-    def guess(self, tokens: list[int], length: int) -> tuple[int, ...]:
-        """Up to `length` tokens that followed the latest earlier occurrence of the longest matching end."""
+    def guess(self, tokens: list[int], length: int) -> tuple[tuple[int, ...], int]:
+        """(Up to `length` tokens that followed the latest earlier occurrence of the longest matching end, its size)."""
         for end in range(self._num_indexed + 1, len(tokens)):  # the n-gram at the very end is not its own precedent
             for size in self._sizes:
                 if size <= end:
@@ -81,66 +86,8 @@ class _NgramIndex:
         for size in self._sizes:
             found = self._ends.get(tuple(tokens[-size:])) if size <= len(tokens) else None
             if found is not None:
-                return tuple(tokens[found : found + length])
-        return ()
-
-
-@dataclass(slots=True)
-class DraftLengths:
-    """How many guesses pay: acceptance is measured, and so is what a step with more rows costs.
-
-    A step over r rows takes about `fixed + per_row * r` seconds (fitted to recent steps). With acceptance p, k guesses
-    give 1 + p + ... + p^k tokens. The k with the most tokens per second wins, and 0 is among the choices.
-    """
-
-    longest: int
-    adaptive: bool = True
-    acceptance: float = 0.7  # prior; moves with every verified guess
-    _rows: list[float] = field(default_factory=lambda: [0.0] * 5)  # decayed sums: 1, r, t, rr, rt
-    _since_probe: int = 0
-
-    PROBE_EVERY = 64  # steps without guesses before one is tried again: texts change
-
-    def choose(self, num_sequences: int) -> int:
-        if not self.adaptive:
-            return self.longest
-        fixed, per_row = self._cost()
-        best, best_rate = 0, 0.0
-        tokens = 0.0
-        for k in range(self.longest + 1):
-            tokens += self.acceptance**k
-            rate = tokens / (fixed + per_row * num_sequences * (1 + k))
-            if rate > best_rate * (1.0 if k == 0 else 1.02):  # a gain within the noise is none
-                best, best_rate = k, rate
-        if best == 0:
-            self._since_probe += 1
-            if self._since_probe >= self.PROBE_EVERY:
-                self._since_probe = 0
-                return 1
-        return best
-
-    def observe_verification(self, num_guessed: int, num_accepted: int) -> None:
-        """Every guess up to the first wrong one is a trial."""
-        for trial in range(min(num_accepted + 1, num_guessed)):
-            self.acceptance += 0.05 * (float(trial < num_accepted) - self.acceptance)
-        self.acceptance = min(max(self.acceptance, 0.02), 0.98)
-
-    def observe_step(self, num_rows: int, seconds: float) -> None:
-        decay = 0.98
-        values = (1.0, num_rows, seconds, num_rows * num_rows, num_rows * seconds)
-        self._rows = [decay * old + new for old, new in zip(self._rows, values, strict=True)]
-
-    def _cost(self) -> tuple[float, float]:
-        """(seconds of any step, seconds of each row); rows count as cheap until they were measured."""
-        n, r, t, rr, rt = self._rows
-        if n < 4:
-            return 1.0, 0.01
-        variance = rr / n - (r / n) ** 2
-        if variance < 1e-9:
-            return max(t / n, 1e-9), 0.02 * max(t / n, 1e-9) / max(r / n, 1.0)
-        per_row = max((rt / n - r * t / n / n) / variance, 0.0)
-        fixed = max(t / n - per_row * r / n, 0.05 * t / n)
-        return fixed, per_row
+                return tuple(tokens[found : found + length]), size
+        return (), 0
 
 
 def num_accepted(guesses: Sequences[int], drawn: Sequences[int]) -> int:
@@ -167,36 +114,74 @@ class SpeculativeStats:
 class Speculator:
     """Joins a drafter, the choice of lengths, and the statistics; the engine talks to this."""
 
-    def __init__(self, config: SpeculativeConfig, drafter: Drafter, max_model_len: int) -> None:
+    def __init__(
+        self, config: SpeculativeConfig, drafter: Drafter, max_model_len: int, lengths: DraftLengths | None = None
+    ) -> None:
         self.drafter = drafter
-        self.lengths = DraftLengths(config.length, config.adaptive)
+        self.lengths = lengths or DraftLengths(config.length, config.adaptive)
         self.stats = SpeculativeStats()
         self._max_model_len = max_model_len
+        self._kinds: dict[int, int] = {}  # of the guesses of this step, by sequence id
+        self._draft_seconds = 0.0  # of this step
+        self._rest = 0  # steps for which guesses are not thought about, while there are `_num_resting` sequences
+        self._num_resting = 0
 
     def room(self, sequences: list[Sequence]) -> dict[int, int]:
         """Slots wanted for guesses, by sequence id; sequences of a search do not guess."""
-        eligible = [sequence for sequence in sequences if sequence.group is None and self._most(sequence) > 0]
-        length = self.lengths.choose(len(sequences)) if eligible else 0
-        if length == 0:
+        self._kinds, self._draft_seconds = {}, 0.0
+        if self._rest > 0 and len(sequences) == self._num_resting:
+            self._rest -= 1
             return {}
-        wanted = self.drafter.room(eligible, length)
-        most = {sequence.id: self._most(sequence) for sequence in eligible}
-        return {sequence_id: min(count, most[sequence_id]) for sequence_id, count in wanted.items()}
+        self._rest = 0
+        most = {sequence.id: self._most(sequence) for sequence in sequences if sequence.group is None}
+        eligible = [sequence for sequence in sequences if most.get(sequence.id, 0) > 0]
+        offers = self.drafter.offers(eligible, self.lengths.longest) if eligible else {}
+        if not offers:
+            return {}
+        if self.lengths.adaptive:
+            tokens_left = sum(most[sequence_id] for sequence_id in offers) // len(offers)
+            offers = self._accepted_offers(offers, len(sequences), tokens_left)
+        self._kinds = {sequence_id: offer.kind for sequence_id, offer in offers.items()}
+        return {sequence_id: min(offer.length, most[sequence_id]) for sequence_id, offer in offers.items()}
+
+    def _accepted_offers(self, offers: dict[int, Offer], num_sequences: int, tokens_left: int) -> dict[int, Offer]:
+        """Those that pay, cut to the lengths that pay; now and then one that may."""
+        every = list(offers.values())
+        lengths, all_join = self.lengths.choose(num_sequences, every, tokens_left)
+        if lengths:
+            return {
+                sequence_id: offer._replace(length=min(offer.length, lengths[offer.kind]))
+                for sequence_id, offer in offers.items()
+                if offer.kind in lengths and (all_join or not offer.num_behind)
+            }
+        probe, self._rest = self.lengths.declined(num_sequences, every, tokens_left)
+        self._num_resting = num_sequences
+        if probe:
+            probed = min(offers, key=lambda sequence_id: offers[sequence_id].num_behind)
+            return {probed: offers[probed]._replace(length=1)}
+        return {}
 
     def fill(self, plan: StepPlan) -> StepPlan:
         """The plan with its guesses; the draft model runs here."""
         items = [item for item in plan.decodes if item.num_new > 1]
         if not items:
             return plan
+        started = time.perf_counter()
         guesses = dict(zip((item.slot for item in items), self.drafter.fill(items), strict=True))
+        self._draft_seconds = time.perf_counter() - started
         decodes = tuple(item._replace(drafts=guesses.get(item.slot, ())) for item in plan.decodes)
         return replace(plan, decodes=decodes)
 
-    def observe(self, num_guessed: int, num_right: int) -> None:
+    def observe_step(self, num_rows: int, seconds: float) -> None:
+        """A step without prefill took this long, making guesses included."""
+        if not self._rest:
+            self.lengths.steps.observe(num_rows, max(seconds - self._draft_seconds, 0.0))
+
+    def observe(self, sequence: Sequence, num_guessed: int, num_right: int) -> None:
         self.stats.num_drafts += 1
         self.stats.num_draft_tokens += num_guessed
         self.stats.num_accepted_tokens += num_right
-        self.lengths.observe_verification(num_guessed, num_right)
+        self.lengths.acceptance.observe(self._kinds.get(sequence.id, 0), num_guessed, num_right)
 
     def _most(self, sequence: Sequence) -> int:
         """Guesses that can still be of use before a limit is reached."""
