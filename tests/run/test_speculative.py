@@ -126,7 +126,7 @@ def check_distribution(temperature: float, length: int, draws: int) -> None:
               max_num_seqs=512, token_budget=8192, enable_prefix_caching=True)  # fmt: skip
     prompt = [3, 4, 5]
     params = [
-        SamplingParams(temperature=temperature, seed=1000 * length + i, max_tokens=max(length + 1, 3), ignore_eos=True)
+        SamplingParams(temperature=temperature, seed=1000 * length + i, max_tokens=length + 2, ignore_eos=True)
         for i in range(draws)
     ]
     outputs = llm.generate([prompt] * draws, params, use_tqdm=False)
