@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from bifolio.kernels.triton import cache, decode, matmul, norm, prefill, rows, sampling, shared
+from bifolio.kernels.triton import cache, decode, matmul, norm, prefill, quantised_kernels, rows, sampling, shared
 
 HOPPER = GPUTarget("cuda", 90, 32)
 INTEGERS = {
@@ -111,10 +111,27 @@ CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
 }  # fmt: skip
 
 
+for number, format in enumerate(("Q8_0", "Q4_0", "Q4_1")):
+    shape = {**PRODUCT, "KIND": number, "OUTPUTS": 32}
+    CASES[f"one row {format}"] = (
+        quantised_kernels.one_row_kernel, {**shape, "BLOCKS": 64, "STAGES": 1, "HAS_NORM": True, "OUTPUTS": 4}, 4,
+    )  # fmt: skip
+    CASES[f"few rows {format}"] = (
+        quantised_kernels.few_rows_kernel,
+        {**shape, "ROWS": 64, "BLOCKS": 4, "STAGES": 4, "PRECISION": "tf32", "ACTIVATION": 0},
+        4,
+    )
+    CASES[f"dequantise {format}"] = (
+        quantised_kernels.dequantise_kernel, {"DEPTH": 4096, "KIND": number, "BLOCKS": 32, "LOOKS_UP": True}, 4,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_kernel_compiles_for_a_gpu(name: str) -> None:
     kernel, constants, warps = CASES[name]
-    signature = {a: "constexpr" if a in constants else kind(a) for a in kernel.arg_names}
+    stored = {0: "*i8", 1: "*u8", 2: "*u8"}.get(constants.get("KIND", -1), kind("values"))
+    kinds = {"values": stored, "scales": "*fp16", "minima": "*fp16", "factor": "fp32"}
+    signature = {a: "constexpr" if a in constants else kinds.get(a, kind(a)) for a in kernel.arg_names}
     source = ASTSource(kernel, signature, constants)
     compiled = triton.compile(source, target=HOPPER, options={"num_warps": warps, "num_stages": 3})
     assert "ptx" in compiled.asm
