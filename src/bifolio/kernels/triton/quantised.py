@@ -240,7 +240,7 @@ class QuantisedKernels(TorchKernels):
 
     def embed(self, table: Any, ids: Array, scale: float) -> Array:
         if isinstance(table, QuantisedWeight):
-            return dequantise(table, self.dtype, rows=ids, factor=scale)
+            return dequantise(table, torch.float32, rows=ids, factor=scale)  # the sum over the layers is in f32
         return super().embed(table, ids, scale)
 
     def linear(self, x: Array, linear: Linear) -> Array:
