@@ -74,6 +74,7 @@ class TritonKernels(QuantisedKernels):
         )
         self._staged: list[StagedSegment] = []  # of the pass that runs now
         self._rotations: dict[tuple[int, float], torch.Tensor] = {}  # f32[positions, 2, half] by frequencies and scale
+        self._tabulated: list[torch.Tensor] = []
 
     @property
     def storage_class(self) -> Any:
@@ -90,6 +91,7 @@ class TritonKernels(QuantisedKernels):
         positions = torch.arange(max_position, device=self.device)
         rotation = super().rotation(inverse_frequencies, scale, positions)
         self._rotations[inverse_frequencies.data_ptr(), scale] = torch.stack(tuple(rotation), dim=1)
+        self._tabulated.append(inverse_frequencies)  # another's must not come to lie where these were
 
     def rotation(self, inverse_frequencies: Array, scale: float, positions: Array) -> Rotation:
         table = self._rotations.get((inverse_frequencies.data_ptr(), scale))
