@@ -12,9 +12,9 @@ import torch
 from bifolio.config import ModelConfig
 from bifolio.kernels.interface import AttentionPhase
 from bifolio.kernels.triton import TritonKernels
+from bifolio.measure.check_bench import relative_error
 from bifolio.measure.gpu_models import SHAPES, new_engine
 from bifolio.measure.gpu_rows import greedy
-from bifolio.measure.kernel_checks import relative_error
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.names import HF_LLAMA, assemble
 from bifolio.run.executor import append_batch

@@ -37,6 +37,7 @@ def plot(found: dict[str, Any], path: Path) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.patches import Rectangle
 
     figure, axes = plt.subplots(1, len(SHAPES), figsize=(13, 4.2), sharey=True)
     for axis, shape in zip(axes, SHAPES, strict=True):
@@ -53,7 +54,7 @@ def plot(found: dict[str, Any], path: Path) -> None:
         axis.set_xlabel("fraction of the limit")
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].invert_yaxis()
-    handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in ("#2b6cb0", "#c0a060")]
+    handles = [Rectangle((0, 0), 1, 1, color=color) for color in ("#2b6cb0", "#c0a060")]
     figure.legend(handles, ["bifolio", "vLLM 0.26"], loc="lower center", ncols=2, frameon=False)
     figure.tight_layout(rect=(0, 0.05, 1, 1))
     figure.savefig(path, dpi=120)

@@ -19,9 +19,9 @@ from bifolio.kernels.triton import TritonKernels
 from bifolio.kernels.triton.decode import cut, decode_attention, new_pieces
 from bifolio.kernels.triton.matmul import RowTile, few_rows, one_row
 from bifolio.kernels.triton.prefill import cudnn_attention, cut_queries, prefill_attention, tile_rows
+from bifolio.measure.check_bench import Bench, fill, new_context, segment_of
 from bifolio.measure.gpu_limits import time_in_graph
 from bifolio.measure.gpu_models import SHAPES
-from bifolio.measure.kernel_checks import Bench, fill, new_context, segment_of
 
 FOOTPRINT = 400 << 20  # bytes of weights that a timed graph goes through: several times the cache
 

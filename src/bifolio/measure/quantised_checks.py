@@ -11,7 +11,7 @@ import torch
 from bifolio.kernels.interface import Linear, Norm
 from bifolio.kernels.triton.deferred import tensor
 from bifolio.kernels.triton.quantised import FEW_ROWS, KINDS
-from bifolio.measure.kernel_checks import Bench, Named, relative_error
+from bifolio.measure.check_bench import Bench, Named, relative_error
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 

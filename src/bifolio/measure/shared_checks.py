@@ -11,7 +11,7 @@ import torch
 
 from bifolio.kernels.interface import AttentionPhase, AttentionShape, Heads
 from bifolio.kernels.triton.shared import MAX_ITEMS, new_shared_rows, rows_per_item
-from bifolio.measure.kernel_checks import (
+from bifolio.measure.check_bench import (
     Bench,
     Context,
     describe,

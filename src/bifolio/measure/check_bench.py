@@ -1,0 +1,122 @@
+"""What checks of GPU kernels share: random inputs, sequences in a cache, the attention they should get."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from bifolio.cache.storage import KVStorage
+from bifolio.kernels.interface import AttentionPhase, AttentionSegment, AttentionShape
+from bifolio.kernels.torch_reference import TorchKernels
+from bifolio.kernels.triton import TritonKernels
+
+Named = tuple[str, Callable[[], float]]  # a check's name, and what computes its error
+
+
+class Bench:
+    """A kernel set, its reference, and a source of random inputs."""
+
+    def __init__(self, kernels: TritonKernels, seed: int = 0) -> None:
+        self.kernels = kernels
+        self.reference = TorchKernels(kernels.device, "f32")
+        self.dtype, self.device = kernels.dtype, kernels.device
+        self.generator = torch.Generator(device=kernels.device).manual_seed(seed)
+
+    def normal(self, *size: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> torch.Tensor:
+        values = torch.randn(size, generator=self.generator, device=self.device) * scale
+        return values.to(dtype or self.dtype)
+
+    def integers(self, values: Any) -> torch.Tensor:
+        return torch.as_tensor(np.asarray(values), dtype=torch.int32, device=self.device)
+
+
+def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """NaN and infinities count as infinite error."""
+    ours, theirs = ours.double(), theirs.double()
+    if not bool(torch.isfinite(ours).all()):
+        return math.inf
+    return float((ours - theirs).norm() / theirs.norm().clamp_min(1e-30))
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """Sequences in a cache, with the rows to find them."""
+
+    storage: KVStorage
+    tables: torch.Tensor  # i32[s, blocks]
+    slots: list[torch.Tensor]  # i64[n] of each sequence's tokens
+
+
+def new_context(bench: Bench, shape: AttentionShape, lengths: list[int], block_size: int) -> Context:
+    """A cache in which these sequences lie in blocks of random order; everything else in it is NaN."""
+    names = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+    counts = [-(-length // block_size) for length in lengths]
+    storage = KVStorage(
+        shape.layer + 1, sum(counts) + 3, block_size, shape.num_kv_heads, shape.head_dim, names[bench.dtype],  # type: ignore[arg-type]
+        device=bench.device, backend="torch", poison=True,
+    )  # fmt: skip
+    order = 1 + np.random.default_rng(sum(lengths)).permutation(sum(counts) + 2)
+    tables = np.zeros((len(lengths), max(counts) + 2), dtype=np.int32)
+    slots, used = [], 0
+    for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        tables[row, :count] = order[used : used + count]
+        used += count
+        positions = np.arange(length)
+        places = tables[row, positions // block_size].astype(np.int64) * block_size + positions % block_size
+        slots.append(torch.from_numpy(places).to(bench.device))
+    return Context(storage, bench.integers(tables), slots)
+
+
+def fill(bench: Bench, context: Context, shape: AttentionShape) -> None:
+    """Random keys and values for every token of every sequence."""
+    for slots in context.slots:
+        size = (len(slots), shape.num_kv_heads, shape.head_dim)
+        context.storage.write(shape.layer, slots, bench.normal(*size), bench.normal(*size))
+
+
+def expected_attention(
+    bench: Bench, query: torch.Tensor, shape: AttentionShape, context: Context, query_lens: list[int]
+) -> torch.Tensor:
+    """[t, heads * dim] in float32, sequence by sequence."""
+    from bifolio.kernels.reference import causal_attention
+
+    outputs, start = [], 0
+    for slots, count in zip(context.slots, query_lens, strict=True):
+        size = context.storage.block_size
+        keys, values = (
+            array[slots // size, :, slots % size].float()
+            for array in (context.storage.keys[shape.layer], context.storage.values[shape.layer])
+        )
+        part = query[start : start + count].float()
+        outputs.append(causal_attention(part, keys, values, shape.scale, shape.window))
+        start += count
+    return torch.cat(outputs)
+
+
+def segment_of(phase: AttentionPhase, query_lens: list[int], lengths: list[int], tables: Any) -> AttentionSegment:
+    starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
+    return AttentionSegment(
+        phase=phase,
+        token_start=0,
+        token_end=int(starts[-1]),
+        query_starts=starts,
+        context_lens=np.asarray(lengths, dtype=np.int32),
+        block_tables=tables,
+        fresh=phase is AttentionPhase.PREFILL and query_lens == lengths,
+        max_query_len=max(query_lens),
+        max_context_len=max(lengths),
+    )
+
+
+def describe(shape: AttentionShape) -> str:
+    window = "" if shape.window is None else f" window {shape.window}"
+    return f"{shape.num_heads}/{shape.num_kv_heads}x{shape.head_dim}{window}"
+
+
+def brief(lengths: list[int]) -> str:
+    return str(lengths) if len(lengths) < 6 else f"[{lengths[0]}..{lengths[-1]}]*{len(lengths)}"
