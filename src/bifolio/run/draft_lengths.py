@@ -114,7 +114,7 @@ class DraftLengths:
     PROBE_EVERY = 64  # steps without guesses before one is tried again: texts change
     REST = 16  # steps for which nothing is looked at where guesses cannot pay
     HOPE = 0.9  # acceptance that is thought possible: where even this does not pay, nothing is tried
-    GAIN = 1.02  # less is within the noise
+    GAIN = 1.05  # less is within the noise of the measured costs
     HORIZON = 64  # tokens over which catching up must pay for itself
 
     def choose(self, num_sequences: int, offers: Sequence[Offer], tokens_left: int) -> tuple[Lengths, bool]:
