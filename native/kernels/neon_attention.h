@@ -127,34 +127,35 @@ static inline void score_directly(const Tile& tile, const float* query, float* s
     }                                                                                                               \
   }
 
-// Sixteen dimensions at a time, position after position.
+// Sixteen dimensions at a time, position after position: first those in fours, then what is left.
 template <KvType T, int R>
 static inline void mix_directly(const Tile& tile, const float* weights, int64_t padded, float* mixed) {
   constexpr float unit = T == KvType::F16 ? kHalfUnit : 1.0f;
   const size_t step = tile.kv.row_bytes;
+  const int64_t first = (tile.begin + 3) / 4 * 4, last = tile.end / 4 * 4;
+  float scaled[R * kTile];
+  if constexpr (T == KvType::F16)
+    for (int64_t i = 0; i < R * kTile; i += 4) vst1q_f32(scaled + i, vmulq_n_f32(vld1q_f32(weights + i), unit));
+  const float* above = T == KvType::F16 ? scaled : weights;
   for (int64_t d = 0; d < tile.kv.head_dim; d += 16) {
     float32x4_t sums[R][4];
     UNROLL for (int r = 0; r < R; ++r) UNROLL for (int c = 0; c < 4; ++c) sums[r][c] = vld1q_f32(mixed + r * padded + d + 4 * c);
-    for (int64_t i = tile.begin; i < tile.end;) {
+    const auto one = [&](int64_t i) {
       const uint8_t* row = tile.value(i);
       float32x4_t weight[R], upper[R];
-      if (i % 4 == 0 && d == 0) tile.prefetch_values(i);
-      if (i % 4 == 0 && i + 4 <= tile.end) {
-        UNROLL for (int r = 0; r < R; ++r) {
-          weight[r] = vld1q_f32(weights + r * kTile + i);
-          upper[r] = T == KvType::F16 ? vmulq_n_f32(weight[r], unit) : weight[r];
-        }
-        MIX_POSITION(0) MIX_POSITION(1) MIX_POSITION(2) MIX_POSITION(3)
-        i += 4;
-      } else {
-        UNROLL for (int r = 0; r < R; ++r) {
-          weight[r] = vdupq_n_f32(weights[r * kTile + i]);
-          upper[r] = vmulq_n_f32(weight[r], unit);
-        }
-        MIX_POSITION(0)
-        i += 1;
-      }
+      UNROLL for (int r = 0; r < R; ++r) weight[r] = vdupq_n_f32(weights[r * kTile + i]), upper[r] = vdupq_n_f32(above[r * kTile + i]);
+      MIX_POSITION(0)
+    };
+    int64_t i = tile.begin;
+    for (; i < first && i < tile.end; ++i) one(i);
+    for (; i < last; i += 4) {
+      const uint8_t* row = tile.values[i / 4];
+      float32x4_t weight[R], upper[R];
+      UNROLL for (int r = 0; r < R; ++r) weight[r] = vld1q_f32(weights + r * kTile + i), upper[r] = vld1q_f32(above + r * kTile + i);
+      if (d == 0) tile.prefetch_values(i);
+      MIX_POSITION(0) MIX_POSITION(1) MIX_POSITION(2) MIX_POSITION(3)
     }
+    for (; i < tile.end; ++i) one(i);
     UNROLL for (int r = 0; r < R; ++r) UNROLL for (int c = 0; c < 4; ++c) vst1q_f32(mixed + r * padded + d + 4 * c, sums[r][c]);
   }
 }
