@@ -38,7 +38,7 @@ from bifolio.quant.formats import QuantFormat
 from bifolio.run.perplexity import text_perplexity
 
 BLOCK_SIZES = (8, 16, 32, 64, 128)
-FORMATS = ("f16", "bf16", "q8_0", "q4_1", "q4_0")
+FORMATS = ("f16", "q8_0", "q4_1", "q4_0")
 GROUPS = (1, 2, 4, 16)  # into which sixteen sequences are cut
 MANY = Test(num_generated=16, depth=200, batch=16)
 Key = TypeVar("Key")
