@@ -53,7 +53,9 @@ GpuMemoryUtilization = Annotated[
         "--gpu-memory-utilization", help="Share of what is free beside weights and steps that the cache takes."
     ),
 ]
-KvDtype = Annotated[str, commands.option("--kv-dtype", help="How keys and values are stored: auto, f32, f16, bf16 or q8_0.")]
+KvDtype = Annotated[
+    str, commands.option("--kv-dtype", help="How keys and values are stored: auto, f32, f16, bf16 or q8_0.")
+]
 Activations = Annotated[
     str,
     commands.option(
