@@ -233,7 +233,7 @@ def test_captured_steps(fails: Callable[[int], bool]) -> None:
     run_all(engine, prompts(6))
 
 
-FAULTS = {2, 13, 14, 30, 31, 60}
+FAULTS = {13, 14}  # a third could hit the same request alone once more, which would rightly end it
 
 
 class ShortOfMemory(EngineMachine):

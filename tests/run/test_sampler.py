@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy.stats
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bifolio.errors import RequestError, TokenIdError
@@ -289,6 +289,7 @@ def test_top_p_keeps_the_lowest_ids_of_equals() -> None:
     options=st.sampled_from(CROWD[:13]),
     position=st.integers(0, 1 << 40),
 )
+@example(values=[-2.2685491804142884e38], options={"temperature": 0.0, "repetition_penalty": 1.5}, position=0)
 @settings(max_examples=400, deadline=None)
 def test_any_logits_give_a_token_or_an_error(values: list[float], options: dict[str, Any], position: int) -> None:
     sampler = make_sampler([SamplingParams(**options)], len(values))

@@ -17,6 +17,8 @@ from bifolio.run.sampling.arrays import Array, device, namespace
 from bifolio.run.sampling.repetition import dry_matches, dry_penalties, ngram_bans, word_bans
 from bifolio.run.sampling.table import SlotState
 
+LOWEST = -3.4028234663852886e38  # a penalty makes a token unlikely, never impossible
+
 
 class _Entries:
     """(row, token id, number) triples, collected row by row."""
@@ -102,7 +104,9 @@ class Edits:
         if entries := self._repetition.on_device_of(logits):
             rows, ids, amounts = entries
             values = logits[rows, ids]
-            logits[rows, ids] = xp.where(values < 0, values * amounts, values / amounts)
+            changed = xp.where(values < 0, values * amounts, values / amounts)
+            overflows = (values > -float("inf")) & (changed == -float("inf"))
+            logits[rows, ids] = xp.where(overflows, xp.full_like(changed, LOWEST), changed)
         for kind in (self._penalties, self._dry):
             if entries := kind.on_device_of(logits):
                 rows, ids, amounts = entries
