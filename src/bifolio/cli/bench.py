@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from importlib import import_module
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from bifolio.cli import commands, measure_options, options
+from bifolio.cli.bench_output import describe, progress, show, title
 
 if TYPE_CHECKING:
     from bifolio.measure.throughput import Test
-    from bifolio.run.llm import LLM
 
 HELP = "Measure speed: rows as llama-bench prints them, latencies, and replayed request traces."
 THROUGHPUT_HELP = """Tokens per second of prompt processing (pp) and generation (tg).
@@ -144,7 +142,6 @@ def latency(
     show(latency_table(f"{title(setting)}: {batch} x {prompt} prompt tokens, {generate} generated", report))
 
 
-# -- shared with the other measuring verbs ------------------------------------------------------------------------
 def numbers(text: str, least: int = 0) -> list[int]:
     """'1,8,16' -> [1, 8, 16]."""
     try:
@@ -156,68 +153,5 @@ def numbers(text: str, least: int = 0) -> list[int]:
     return values
 
 
-def describe(llm: LLM, threads: int | None) -> dict[str, Any]:
-    """What was measured, for people and for files."""
-    from bifolio.measure.random_models import stored_format
-    from bifolio.run.memory import default_threads, weight_bytes
-
-    config, cache = llm.model.config, llm.engine.config.cache
-    return {
-        "model": llm.model.path.name,
-        "format": stored_format(llm.model),
-        "num_parameters": config.num_parameters,
-        "weight_bytes": weight_bytes(llm.model.weights),
-        "kernels": llm.engine.runner.kernels.name,
-        "device": llm.engine.runner.kernels.device,
-        "threads": threads or default_threads(),
-        "kv_dtype": cache.dtype,
-        "block_size": cache.block_size,
-    }
-
-
-def title(setting: dict[str, Any]) -> str:
-    from bifolio.measure.statistics import show_count
-    from bifolio.run.memory import show_bytes
-
-    size = f"{setting['num_parameters'] / 1e6:.1f} M parameters, {show_bytes(setting['weight_bytes'])}"
-    threads = show_count(setting["threads"], "thread")
-    return f"{setting['model']} ({setting['format']}, {size}), {setting['kernels']}, {threads}"
-
-
 def step_text(test: Test, repetition: int) -> str:
     return f"{test.name}, run {repetition + 1}"
-
-
-class progress:  # noqa: N801  # used like a function
-    """A line on standard error that says what is being measured; nothing when nobody watches."""
-
-    def __init__(self, quiet: bool) -> None:
-        self._status: Any = None
-        if not quiet and sys.stderr.isatty():
-            from rich.console import Console
-
-            self._status = Console(stderr=True).status("measuring")
-
-    def __enter__(self) -> progress:
-        if self._status is not None:
-            self._status.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._status is not None:
-            self._status.stop()
-
-    def __call__(self, text: str) -> None:
-        if self._status is not None:
-            self._status.update(text)
-
-
-def show(table: Any) -> None:
-    from rich.console import Console
-
-    Console(highlight=False).print(table)
-
-
-def picture_line(plot: Path | None) -> None:
-    if plot is not None:
-        commands.echo(f"picture: {plot}")

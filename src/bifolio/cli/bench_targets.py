@@ -57,7 +57,7 @@ def measure(
     threads: int | None,
     as_json: bool,
 ) -> None:
-    from bifolio.cli.bench import describe, progress, show, title
+    from bifolio.cli.bench_output import describe, progress, show, title
     from bifolio.measure.targets import measure_targets, targets_llm
     from bifolio.model.loader import load_model
 

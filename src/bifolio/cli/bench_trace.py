@@ -56,7 +56,7 @@ def trace(
     plot: measure_options.Plot = None,
     as_json: measure_options.AsJson = False,
 ) -> None:
-    from bifolio.cli.bench import describe, picture_line, progress, show, title
+    from bifolio.cli.bench_output import describe, picture_line, progress, show, title
     from bifolio.measure.figures import check_target
     from bifolio.measure.random_models import open_model
     from bifolio.measure.tables import trace_table

@@ -1,0 +1,75 @@
+"""What the measuring verbs say: what was measured, how far they are, the table and the picture."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bifolio.cli import commands
+
+if TYPE_CHECKING:
+    from bifolio.run.llm import LLM
+
+
+def describe(llm: LLM, threads: int | None) -> dict[str, Any]:
+    """What was measured, for people and for files."""
+    from bifolio.measure.random_models import stored_format
+    from bifolio.run.memory import default_threads, weight_bytes
+
+    config, cache = llm.model.config, llm.engine.config.cache
+    return {
+        "model": llm.model.path.name,
+        "format": stored_format(llm.model),
+        "num_parameters": config.num_parameters,
+        "weight_bytes": weight_bytes(llm.model.weights),
+        "kernels": llm.engine.runner.kernels.name,
+        "device": llm.engine.runner.kernels.device,
+        "threads": threads or default_threads(),
+        "kv_dtype": cache.dtype,
+        "block_size": cache.block_size,
+    }
+
+
+def title(setting: dict[str, Any]) -> str:
+    from bifolio.measure.statistics import show_count
+    from bifolio.run.memory import show_bytes
+
+    size = f"{setting['num_parameters'] / 1e6:.1f} M parameters, {show_bytes(setting['weight_bytes'])}"
+    threads = show_count(setting["threads"], "thread")
+    return f"{setting['model']} ({setting['format']}, {size}), {setting['kernels']}, {threads}"
+
+
+class progress:  # noqa: N801  # used like a function
+    """A line on standard error that says what is being measured; nothing when nobody watches."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._status: Any = None
+        if not quiet and sys.stderr.isatty():
+            from rich.console import Console
+
+            self._status = Console(stderr=True).status("measuring")
+
+    def __enter__(self) -> progress:
+        if self._status is not None:
+            self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def __call__(self, text: str) -> None:
+        if self._status is not None:
+            self._status.update(text)
+
+
+def show(table: Any) -> None:
+    from rich.console import Console
+
+    Console(highlight=False).print(table)
+
+
+def picture_line(plot: Path | None) -> None:
+    if plot is not None:
+        commands.echo(f"picture: {plot}")
