@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bifolio.run import shared_work
-from bifolio.run.shared_work import GRANULE, SharedWork, share_work
+from bifolio.run.shared_work import SharedWork, share_work
 
-BLOCK = 32
+BLOCK, TILE = 32, 64
 
 
 @st.composite
@@ -46,7 +46,7 @@ def check(work: SharedWork, tables: np.ndarray, lengths: np.ndarray, rows_per_it
             assert first + work.offset[row] == row < first + count
             assert begin == reached
             assert end > begin
-            assert begin % GRANULE == 0
+            assert begin % TILE == 0
             reached = end
             leader = work.order[first]
             blocks = slice(begin // BLOCK, -(-end // BLOCK))
@@ -62,7 +62,7 @@ def test_every_shared_token_is_looked_at_once(family: tuple[np.ndarray, np.ndarr
     tables, lengths = family
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared_work, "MIN_SAVED", 1)
-        work = share_work(tables, lengths, BLOCK, rows_per_item, 96)
+        work = share_work(tables, lengths, BLOCK, TILE, rows_per_item, 96)
     if work is not None:
         check(work, tables, lengths, rows_per_item)
         assert len(work.items) <= 96
@@ -73,7 +73,7 @@ def test_sixty_four_rows_of_one_prompt() -> None:
     tables[:, :64] = 1 + np.arange(64)
     tables[:, 64:] = 100 + np.arange(64 * 6).reshape(64, 6)
     lengths = np.full(64, 64 * BLOCK + 5, dtype=np.int64)
-    work = share_work(tables, lengths, BLOCK, 32, 96)
+    work = share_work(tables, lengths, BLOCK, TILE, 32, 96)
     assert work is not None
     assert check(work, tables, lengths, 32) == 62 * 64 * BLOCK  # 2 items of 32 rows each read everything once
     assert set(work.skipped.tolist()) == {64 * BLOCK}
@@ -81,13 +81,13 @@ def test_sixty_four_rows_of_one_prompt() -> None:
 
 def test_little_to_save_is_left_alone() -> None:
     tables = np.tile(np.arange(1, 5, dtype=np.int32), (2, 1))
-    assert share_work(tables, np.array([100, 100]), BLOCK, 32, 96) is None
+    assert share_work(tables, np.array([100, 100]), BLOCK, TILE, 32, 96) is None
 
 
 def test_blocks_that_somebody_has_not_filled_are_not_shared() -> None:
     tables = np.tile(np.arange(1, 1001, dtype=np.int32), (64, 1))
     lengths = np.full(64, 1000 * BLOCK)
     lengths[7] = 600 * BLOCK + 3
-    work = share_work(tables, lengths, BLOCK, 32, 96)
+    work = share_work(tables, lengths, BLOCK, TILE, 32, 96)
     assert work is not None
     assert work.skipped.max() == 600 * BLOCK

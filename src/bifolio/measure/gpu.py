@@ -99,7 +99,8 @@ def check_share(dtype: str, index: int, count: int, options: argparse.Namespace)
 
 def run_workers(report: Report, names: list[str], options: argparse.Namespace) -> list[dict[str, Any]]:
     """Other processes of this program, all at once; the lists they found, joined."""
-    passed_on = ["--device", options.device, *(["--quick"] if options.quick else [])]
+    passed_on = ["--device", options.device]
+    passed_on += ["--quick"] * options.quick + ["--deterministic"] * options.deterministic
     running = [
         subprocess.Popen(
             [sys.executable, "-m", "bifolio.measure.gpu", "--worker", name, *passed_on],

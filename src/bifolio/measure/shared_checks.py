@@ -11,6 +11,7 @@ import torch
 
 from bifolio.kernels.interface import AttentionPhase, AttentionShape, Heads
 from bifolio.kernels.triton.shared import MAX_ITEMS, new_shared_rows, rows_per_item
+from bifolio.kernels.triton.tiles import TILE
 from bifolio.measure.check_bench import (
     Bench,
     Context,
@@ -61,10 +62,10 @@ def _error(
     kernels: Any = bench.kernels
     context = _shared_context(bench, shape, lengths, groups, block_size)
     fill(bench, context, shape)
-    found = find_groups(context.tables.cpu().numpy(), np.asarray(lengths) - 1, block_size)
+    found = find_groups(context.tables.cpu().numpy(), np.asarray(lengths) - 1, block_size, TILE)
     if [sorted(group.rows.tolist()) for group in found] != [rows for rows, _ in _by_table(context, groups)]:
         return float("inf")
-    work = deal([Group(group.rows, group.shared) for group in found], len(lengths), rows_per_item(shape))
+    work = deal([Group(group.rows, group.shared) for group in found], len(lengths), TILE, rows_per_item(shape))
     order = work.order.tolist()
     query = bench.normal(len(lengths), shape.num_heads, shape.head_dim)
     segment = segment_of(AttentionPhase.DECODE, [1] * len(lengths), [lengths[row] for row in order], context.tables)

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bifolio.kernels.interface import Array, AttentionPhase, AttentionSegment, Batch
+from bifolio.kernels.interface import Array, AttentionPhase, AttentionSegment, AttentionShape, Batch
 from bifolio.model.transformer import forward
 from bifolio.run.executor import ModelRunner
 from bifolio.run.sampling.filters import cool
@@ -271,16 +271,21 @@ class CapturedDecode:
         if len(slots) < 2 or not self.can_share:
             return None
         from bifolio.kernels.triton.shared import MAX_ITEMS, rows_per_item
+        from bifolio.kernels.triton.tiles import TILE
 
-        blocks = int(lengths.max()) // self.runner.storage.block_size + 1
-        own = tables[slots, :blocks]
-        return share_work(own, lengths, self.runner.storage.block_size, rows_per_item(self._shapes[0]), MAX_ITEMS)
+        size = self.runner.storage.block_size
+        own = tables[slots, : int(lengths.max()) // size + 1]
+        return share_work(own, lengths, size, TILE, rows_per_item(self._full_shape), MAX_ITEMS)
+
+    @property
+    def _full_shape(self) -> AttentionShape:
+        """Of layers that see the whole context: what is shared is shared in these."""
+        return next(shape for shape in self._shapes if shape.window is None)
 
     def _shared_rows(self, size: int) -> Any:
         from bifolio.kernels.triton.shared import new_shared_rows
 
-        full = next(shape for shape in self._shapes if shape.window is None)
-        shared = new_shared_rows(size, full, self.device)
+        shared = new_shared_rows(size, self._full_shape, self.device)
         self._parts = self._parts or shared
         shared.mixed, shared.weight = self._parts.mixed, self._parts.weight
         return shared

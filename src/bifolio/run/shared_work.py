@@ -19,7 +19,6 @@ import numpy as np
 
 MIN_SAVED = 16384  # tokens that need not be read again; below, another kernel costs more than it saves
 WANTED_ITEMS = 16  # with the key heads of usual models this occupies a GPU; every row joins what its items leave
-GRANULE = 64  # tokens that kernels read together
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +45,8 @@ class Group:
         return (len(self.rows) - 1) * self.shared
 
 
-def find_groups(tables: np.ndarray, lengths: np.ndarray, block_size: int) -> list[Group]:
-    """Rows whose tables (i32[n, blocks]) begin alike, with as many whole granules as all of them have filled."""
+def find_groups(tables: np.ndarray, lengths: np.ndarray, block_size: int, tile: int) -> list[Group]:
+    """Rows whose tables (i32[n, blocks]) begin alike, with as many whole tiles as all of them have filled."""
     order = np.argsort(tables[:, 0], kind="stable")
     borders = np.flatnonzero(np.diff(tables[order, 0])) + 1
     groups = []
@@ -57,7 +56,7 @@ def find_groups(tables: np.ndarray, lengths: np.ndarray, block_size: int) -> lis
         most = int(lengths[rows].min()) // block_size
         alike = (tables[rows, :most] == tables[rows[0], :most]).all(axis=0)
         blocks = most if alike.all() else int(alike.argmin())
-        shared = blocks * block_size // GRANULE * GRANULE
+        shared = blocks * block_size // tile * tile
         if shared:
             groups.append(Group(rows, shared))
     return groups
@@ -67,23 +66,24 @@ def share_work(
     tables: np.ndarray,  # i32[n, blocks]
     lengths: np.ndarray,  # i64[n]  tokens in the cache
     block_size: int,
+    tile: int,  # tokens that kernels read together
     rows_per_item: int,
     max_items: int,
 ) -> SharedWork | None:
     """None when too little would be saved."""
-    groups = sorted(find_groups(tables, lengths, block_size), key=lambda group: -group.saved)
+    groups = sorted(find_groups(tables, lengths, block_size, tile), key=lambda group: -group.saved)
     groups = [group for group in groups if group.saved * len(groups) * 2 >= MIN_SAVED]  # no crumbs beside a big one
     tiles = np.cumsum([-(-len(group.rows) // rows_per_item) for group in groups])
     groups = groups[: int(np.searchsorted(tiles, max_items - WANTED_ITEMS, side="right"))]
     if sum(group.saved for group in groups) < MIN_SAVED:
         return None
-    return deal(groups, len(lengths), rows_per_item)
+    return deal(groups, len(lengths), tile, rows_per_item)
 
 
-def deal(groups: list[Group], num_rows: int, rows_per_item: int) -> SharedWork:
+def deal(groups: list[Group], num_rows: int, tile: int, rows_per_item: int) -> SharedWork:
     """Items of about one size for all of them."""
     total = sum(-(-len(group.rows) // rows_per_item) * group.shared for group in groups)
-    stretch = -(-total // (WANTED_ITEMS * GRANULE)) * GRANULE
+    stretch = -(-total // (WANTED_ITEMS * tile)) * tile
     sharers = np.concatenate([group.rows for group in groups])
     order = np.concatenate([sharers, np.setdiff1d(np.arange(num_rows), sharers)])
     skipped, first, count, offset = np.zeros((4, num_rows), dtype=np.int32)
