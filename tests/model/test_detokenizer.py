@@ -100,7 +100,9 @@ def test_any_bytes_give_the_text_of_all_tokens(ids: list[int]) -> None:
 @given(ids=st.lists(st.integers(0, 360), max_size=120))
 @settings(deadline=None, max_examples=100)
 def test_broken_byte_fallback_never_fails(ids: list[int]) -> None:
-    push_all(IncrementalDetokenizer(byte_fallback()), ids)
+    pieces = push_all(IncrementalDetokenizer(byte_fallback()), ids)
+    assert len(pieces) == len(ids) + 1  # one for each token, and what finishing shows
+    "".join(pieces).encode()  # text that can be sent: no half of a surrogate pair
 
 
 def test_a_character_in_four_tokens_comes_with_the_last() -> None:

@@ -258,6 +258,8 @@ def test_a_constrained_beam_search(client: openai.OpenAI) -> None:
         response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}},
         extra_body={"beam_search": {"width": 3, "length_penalty": 0.5}},
     )
+    assert len(answer.choices) == 2
+    assert all((choice.message.content or "").startswith("{") for choice in answer.choices)
     for choice in answer.choices:
         if choice.finish_reason == "stop":
             jsonschema.validate(json.loads(choice.message.content or ""), SCHEMA)
