@@ -68,13 +68,12 @@ def _rope_write_kernel(
     x = tl.load(source + dim[None, :], mask=exists, other=0.0).to(tl.float32)
     inverse = tl.zeros([TILE, 1], tl.float32) + 1.0
     if HAS_NORM:
-        rounded = qkv.dtype.element_ty
         inverse = tl.where(is_turned, 1.0 / tl.sqrt(tl.sum(x * x, axis=1)[:, None] / DIM + eps), 1.0)
-        x = (x * inverse * factor).to(rounded).to(tl.float32)
+        x = x * inverse * factor
     if ROTATED > 0:
         other = tl.load(source + partner[None, :], mask=exists & turns[None, :], other=0.0).to(tl.float32)
         if HAS_NORM:
-            other = (other * inverse * other_factor).to(rounded).to(tl.float32)
+            other = other * inverse * other_factor
         x = tl.where(is_turned & turns[None, :], x * cosine + other * sine, x)
     target = turned + (token * (HEADS + KV_HEADS) + head[:, None]) * DIM + dim[None, :]
     tl.store(target, x.to(turned.dtype.element_ty), mask=exists & is_turned)

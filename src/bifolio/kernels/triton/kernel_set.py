@@ -133,9 +133,7 @@ class TritonKernels(QuantisedKernels):
 
     def linear(self, x: Array, linear: Linear) -> Array:
         rows = x.rows if isinstance(x, Normed) else int(x.shape[0])
-        if self._is_ours(rows, linear):
-            return Product(x, linear, self._multiply)
-        return super().linear(tensor(x), linear)
+        return Product(x, linear, self._multiply if self._is_ours(rows, linear) else self._library_multiply)
 
     def act_mul(self, x: Array, activation: str) -> Array:
         if isinstance(x, Product) and x.value is None:
@@ -154,15 +152,23 @@ class TritonKernels(QuantisedKernels):
         if self._is_ours(rows, head):
             y = self._multiply(Product(x, head, self._multiply), None, None, torch.float32)
         else:
-            y = self._library_logits(tensor(x), head)
+            y = self._library_exact(tensor(x), head)
         return torch.tanh(y / softcap) * softcap if softcap else y
 
-    def _library_logits(self, x: torch.Tensor, head: Linear) -> torch.Tensor:
-        """f32[rows, vocab]; on a GPU the matrix library writes f32 itself."""
-        weight, bias = head.prepared or (None, None)
+    def _library_multiply(self, product: Product, activation: str | None, residual: torch.Tensor | None) -> Array:
+        """Many rows. What is added to the sum over the layers comes in f32, as the matrix units have it."""
+        x = tensor(product.x)
+        if residual is not None:
+            return Sum(residual, self._library_exact(x, product.linear))
+        y = super().linear(x, product.linear)
+        return y if activation is None else norm.act_mul(y, activation)
+
+    def _library_exact(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
+        """f32[rows, outputs]; on a GPU the matrix library writes f32 itself."""
+        weight, bias = linear.prepared or (None, None)
         if not x.is_cuda or not isinstance(weight, torch.Tensor) or bias is not None or x.dtype == torch.float32:
-            logits: torch.Tensor = super().linear(x, head)
-            return logits.float()
+            y: torch.Tensor = super().linear(x, linear)
+            return y.float()
         return torch.mm(x, weight.T, out_dtype=torch.float32)
 
     def top_logprobs(self, logits: torch.Tensor, rows: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:

@@ -106,8 +106,7 @@ def _act_mul_kernel(
     wait_for_inputs()
     gate = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * x_stride + width + columns, mask=inside, other=0.0).to(tl.float32)
-    gate = activate(gate, ACTIVATION).to(out.dtype.element_ty).to(tl.float32)  # rounded as the separate operation does
-    tl.store(out + row * width + columns, (gate * up).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * width + columns, (activate(gate, ACTIVATION) * up).to(out.dtype.element_ty), mask=inside)
 
 
 def act_mul(x: torch.Tensor, activation: str) -> torch.Tensor:
