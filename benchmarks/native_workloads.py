@@ -21,6 +21,7 @@ from bifolio.quant.formats import QuantFormat
 
 BLOCK_SIZE = 32
 NUM_SLOTS = 10_624  # of a cache, more than any workload fills
+SLOW_STEP = 4.0  # seconds; such a step is measured once in a round
 
 
 class Workload(NamedTuple):
@@ -46,15 +47,17 @@ WORKLOADS = (
 
 
 def time_repeats(step: Callable[[], object], repeats: int) -> float:
-    """Median seconds of a step, after two that warm up."""
-    for _ in range(2):
-        step()
-    seconds = []
-    for _ in range(repeats):
+    """Median seconds of a step, after two that warm up (one, where a step takes long)."""
+
+    def timed() -> float:
         begin = time.perf_counter()
         step()
-        seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds)
+        return time.perf_counter() - begin
+
+    if timed() > SLOW_STEP:
+        return timed()
+    timed()
+    return statistics.median(timed() for _ in range(repeats))
 
 
 class NativeModel:
@@ -113,7 +116,7 @@ class LlamaCppModel:
     its formats take minutes for a long prompt.
     """
 
-    def __init__(self, path: Path, threads: int, flash_attention: bool) -> None:
+    def __init__(self, path: Path, threads: int, flash_attention: bool, bf16_keys: bool = False) -> None:
         import llama_cpp
 
         self.api = llama_cpp
@@ -123,9 +126,11 @@ class LlamaCppModel:
         parameters = llama_cpp.llama_model_default_params()
         parameters.use_mmap = True
         self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), parameters)
-        self.states = path.with_name(f"{path.stem.split('-')[0]}-state{'-flash' * flash_attention}")
+        variant = "-flash" * flash_attention + "-bf16" * bf16_keys
+        self.states = path.with_name(f"{path.stem.split('-')[0]}-state{variant}")
         self.threads = threads
         self.flash = 1 if flash_attention else 0
+        self.key_type = (QuantFormat.BF16 if bf16_keys else QuantFormat.F16).ggml_type
 
     def context(self, length: int, sequences: int) -> object:
         parameters = self.api.llama_context_default_params()
@@ -134,6 +139,7 @@ class LlamaCppModel:
         parameters.n_seq_max = sequences
         parameters.n_threads = parameters.n_threads_batch = self.threads
         parameters.flash_attn_type = self.flash
+        parameters.type_k = self.key_type
         return self.api.llama_init_from_model(self.model, parameters)
 
     def run(self, context: object, sequences: range, queries: int, position: int) -> None:

@@ -1,11 +1,11 @@
-"""Prefill and decode of random models on this CPU: bifolio beside llama.cpp and transformers, in one interleaved run.
+"""Prefill and decode of random models on this CPU: bifolio beside its peers, in one interleaved run.
 
     python benchmarks/peers_cpu.py --models S --formats q8_0,q4_0 --rounds 3
 
 Each engine runs in a process of its own, one after the other, round by round; the median of the rounds is shown with
 its ratio to bifolio's and, for bifolio, the fraction of what the machine allows: for decode the bytes of weights and
 cache divided by the measured read bandwidth, for prefill the operations divided by the measured rate of products in
-registers. Peers that are not installed are left out.
+registers. Peers (llama.cpp, OpenVINO, transformers) that are not installed are left out.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +25,31 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from native_models import model_config, write_gguf
 from native_workloads import WORKLOADS, LlamaCppModel, NativeModel, TransformersModel, Workload
+from openvino_models import OpenVINOModel, PagedOpenVINOModel
 
 from bifolio.config import ModelConfig
 from bifolio.quant.formats import QuantFormat
 
-ENGINES = ("bifolio", "bifolio q8_0 cache", "llama.cpp", "llama.cpp flash", "transformers")
+ENGINES = (
+    "bifolio",
+    "bifolio q8_0 cache",
+    "llama.cpp",
+    "llama.cpp flash",
+    "llama.cpp bf16 keys",
+    "openvino",
+    "openvino paged",
+    "openvino paged f32",
+    "transformers",
+)
+LONG_CONTEXT = ("bifolio q8_0 cache", "llama.cpp flash")  # differ where the cache is large
 WORKER_SECONDS = 1800
 
 
 def available(engine: str, format: QuantFormat) -> bool:
     if engine.startswith("llama.cpp"):
         return importlib.util.find_spec("llama_cpp") is not None
+    if engine.startswith("openvino"):
+        return importlib.util.find_spec("openvino") is not None
     if engine == "transformers":
         installed = all(importlib.util.find_spec(name) is not None for name in ("torch", "transformers"))
         return installed and format is QuantFormat.BF16
@@ -43,7 +58,10 @@ def available(engine: str, format: QuantFormat) -> bool:
 
 def make_engine(name: str, config: ModelConfig, format: QuantFormat, path: Path, threads: int) -> Any:
     if name.startswith("llama.cpp"):
-        return LlamaCppModel(path, threads, name.endswith("flash"))
+        return LlamaCppModel(path, threads, name.endswith("flash"), name.endswith("bf16 keys"))
+    if name.startswith("openvino"):
+        kind = PagedOpenVINOModel if "paged" in name else OpenVINOModel
+        return kind(config, format, threads, "f32" if name.endswith("f32") else None)
     if name == "transformers":
         return TransformersModel(config, threads)
     return NativeModel(config, format, "q8_0" if name.endswith("q8_0 cache") else "f16", threads)
@@ -64,7 +82,7 @@ def gguf_path(folder: Path, model: str, format: QuantFormat) -> Path:
 
 def measure(engine: str, model: str, format: QuantFormat, arguments: argparse.Namespace) -> dict[str, float]:
     names = [workload.name for workload in WORKLOADS if workload.name in arguments.workloads]
-    if engine == "bifolio q8_0 cache" or engine.endswith("flash"):  # of interest where the cache is large
+    if engine in LONG_CONTEXT:
         names = [name for name in names if "4096" in name]
     if not names:
         return {}
@@ -111,8 +129,11 @@ def compare(model: str, format: QuantFormat, arguments: argparse.Namespace, mach
     seconds: dict[str, dict[str, list[float]]] = {name: {} for name in engines}
     for _ in range(arguments.rounds):
         for name in engines:
-            for workload, value in measure(name, model, format, arguments).items():
-                seconds[name].setdefault(workload, []).append(value)
+            if time.monotonic() > arguments.end:
+                print("  out of time: the rest is left out", file=sys.stderr)
+                break
+            for measured, value in measure(name, model, format, arguments).items():
+                seconds[name].setdefault(measured, []).append(value)
     rows = []
     for workload in WORKLOADS:
         ours = seconds.get("bifolio", {}).get(workload.name)
@@ -155,9 +176,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--folder", type=Path, default=Path("out/peers"), help="where the peers' model files go")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start nothing after that long")
     parser.add_argument("--json", type=Path, help="also write the rows here")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    arguments.end = time.monotonic() + arguments.seconds
     arguments.workloads = arguments.workloads.split(",")
     if arguments.worker:
         work(arguments)
@@ -172,8 +195,8 @@ def main() -> None:
     for model in arguments.models.split(","):
         for format in arguments.formats.split(","):
             rows += compare(model, QuantFormat.parse(format), arguments, machine)
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1))
+            if arguments.json:
+                arguments.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

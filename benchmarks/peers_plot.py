@@ -17,6 +17,10 @@ COLOURS = {
     "bifolio q8_0 cache": "#6fb1dd",
     "llama.cpp": "#c46210",
     "llama.cpp flash": "#e7a977",
+    "llama.cpp bf16 keys": "#f2cfae",
+    "openvino": "#3f7d4e",
+    "openvino paged": "#78b285",
+    "openvino paged f32": "#b4d6bc",
     "transformers": "#7a7a7a",
 }
 
@@ -56,7 +60,9 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         axes.set_xlabel("% of the limit; figures: tokens/s", fontsize=8)
         plain_axes(axes)
     order = [name for name in COLOURS if name in seen]
-    figure.legend([seen[name] for name in order], order, loc="outside upper center", ncols=len(order), frameon=False)
+    figure.legend(
+        [seen[name] for name in order], order, loc="outside upper center", ncols=min(len(order), 5), frameon=False
+    )
     figure.savefig(path, dpi=130)
 
 
