@@ -176,7 +176,7 @@ class GraphBuilder:
 
 
 def compile_model(model: Any, threads: int, precision: str | None) -> Any:
-    """With the plugin's own defaults for low latency; in "f32" it multiplies compressed weights as bytes."""
+    """With the plugin's own defaults for low latency; the precision of activations is its own choice unless given."""
     import openvino
 
     options: dict[str, Any] = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY", "NUM_STREAMS": 1}
