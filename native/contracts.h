@@ -32,6 +32,7 @@ enum class Activation : int32_t { Silu = 0, GeluTanh = 1, Gelu = 2 };
 constexpr int64_t kPanel = 16;      // output columns that lie side by side in a packed matrix
 constexpr int64_t kBlock = 32;      // values of a row that share a scale
 constexpr int64_t kRowGroup = 4;    // rows whose activation scales lie side by side
+constexpr int64_t kTileRows = 16;   // rows of activations in a tile of an instruction set that has tiles
 constexpr int64_t kTile = 32;       // context positions of one step of the online softmax
 constexpr int64_t kSpan = 256;      // context positions reduced on their own before spans are merged
 constexpr int64_t kMaxRows = 64;    // query rows of one attention unit
@@ -68,7 +69,10 @@ struct Activations {
   const float* scale;  // [rows / 4][k / 32][4]  rows interleaved by 4
   const float* sum;    // the same: scale * (sum of the block's q)
   const int32_t* isum; // the same: sum of the block's q
-  const uint16_t* bf16; // [rows][k rounded up to 32]  x as bfloat16, for instruction sets that ask for it
+  // For instruction sets with tiles: sixteen rows (of bf16: or all, if there are fewer) side by side, the last ones
+  // padded with zeros, and k cut into pieces of 32.
+  const int8_t* tiles;   // [rows / 16][k / 32][16][32]  q again; null with fewer than 16 rows
+  const uint16_t* bf16;  // [rows / 16][k / 32][16][32]  x as bfloat16, k padded with zeros
 };
 
 struct NormWeights {
@@ -108,7 +112,7 @@ struct AttentionRows {
 struct KernelTable {
   const char* name;
   int (*score)();          // 0: this machine cannot run it
-  bool rounds_to_bf16;     // products with BF16 weights take activations as bfloat16
+  bool has_tiles;          // products take activations in tiles, beside BF16 weights as bfloat16
 
   void (*norm_row)(const float* x, const NormWeights& norm, float* y);
   void (*add_row)(const float* x, const float* y, int64_t size, float* out);

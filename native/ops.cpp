@@ -73,15 +73,29 @@ void softcap(Member& m, Rows x, float cap) {
 
 namespace {
 
+// Row `row` to where it belongs in tiles of `height` rows and 32 numbers, which lie one after the other.
+template <class Number>
+void to_tiles(const Number* values, int64_t blocks, int64_t height, int64_t row, Number* tiles) {
+  Number* target = tiles + row / height * height * blocks * kBlock + row % height * kBlock;
+  for (int64_t b = 0; b < blocks; ++b) std::memcpy(target + b * height * kBlock, values + b * kBlock, kBlock * sizeof(Number));
+}
+
 // Quantises every row; with two planes also what the first left over, as rows [count, 2 * count). The products of both
 // planes with the same weights, added, are those of activations with about twice as many bits.
 Activations quantize_rows(Member& m, Rows x, int64_t k, int64_t planes, Workspace& workspace) {
   const KernelTable& isa = kernels();
-  const int64_t rows = x.count * planes, groups = round_up(rows, kRowGroup) / kRowGroup;
-  const int64_t scales = groups * kRowGroup * (k / kBlock);
+  const int64_t rows = x.count * planes, blocks = k / kBlock;
+  const bool tiled = isa.has_tiles && rows >= kTileRows;
+  const int64_t padded_rows = round_up(rows, tiled ? kTileRows : kRowGroup), scales = padded_rows * blocks;
   if (m.rank == 0) {
-    workspace.quants.bytes(size_t(groups * kRowGroup * k));
-    workspace.scales.bytes(size_t(scales) * 12);
+    workspace.quants.bytes(size_t(padded_rows * k));
+    auto* numbers = workspace.scales.array<float>(size_t(scales) * 3);
+    if (tiled) {  // nobody looks at what comes of the padding, but it must not be what lay there before
+      const int64_t whole = rows / kTileRows * kTileRows;
+      for (int kind = 0; kind < 3; ++kind)
+        std::memset(numbers + kind * scales + whole * blocks, 0, size_t((padded_rows - whole) * blocks) * sizeof(float));
+      std::memset(workspace.tiles.bytes(size_t(padded_rows * k)) + whole * k, 0, size_t((padded_rows - whole) * k));
+    }
     if (planes > 1) workspace.residuals.bytes(size_t(x.count * k) * sizeof(float));
   }
   m.barrier();
@@ -89,9 +103,11 @@ Activations quantize_rows(Member& m, Rows x, int64_t k, int64_t planes, Workspac
   auto* scale = workspace.scales.array<float>(0);
   float* sum = scale + scales;
   auto* isum = reinterpret_cast<int32_t*>(sum + scales);
+  auto* tiles = tiled ? workspace.tiles.array<int8_t>(0) : nullptr;
   const auto quantize = [&](const float* values, int64_t row) {
-    const int64_t at = row / kRowGroup * (k / kBlock) * kRowGroup + row % kRowGroup;
+    const int64_t at = row / kRowGroup * blocks * kRowGroup + row % kRowGroup;
     isa.quantize_row(values, k, q + row * k, scale + at, sum + at, isum + at);
+    if (tiled) to_tiles(q + row * k, blocks, kTileRows, row, tiles);
     return at;
   };
   each_row(m, x.count, 4 * k * planes, [&](int64_t row) {
@@ -101,18 +117,24 @@ Activations quantize_rows(Member& m, Rows x, int64_t k, int64_t planes, Workspac
     for (int64_t i = 0; i < k; ++i) rest[i] = x.row(row)[i] - scale[at + i / kBlock * kRowGroup] * float(q[row * k + i]);
     quantize(rest, x.count + row);
   });
-  return {x.data, x.stride, rows, k, q, scale, sum, isum, nullptr};
+  return {x.data, x.stride, rows, k, q, scale, sum, isum, tiles, nullptr};
 }
 
-// Every row as bfloat16, padded with zeros to a multiple of 32 numbers.
+// Every row as bfloat16, in tiles.
 const uint16_t* round_rows(Member& m, Rows x, int64_t k, Workspace& workspace) {
-  const int64_t padded = round_up(k, kBlock);
-  if (m.rank == 0) workspace.bf16.bytes(size_t(x.count * padded) * 2);
+  const int64_t blocks = round_up(k, kBlock) / kBlock, height = std::min(x.count, kTileRows);
+  const int64_t padded_rows = round_up(x.count, height), whole = x.count / height * height;
+  if (m.rank == 0) {
+    auto* words = workspace.tiles.array<uint16_t>(size_t(padded_rows * blocks * kBlock));
+    std::memset(words + whole * blocks * kBlock, 0, size_t((padded_rows - whole) * blocks * kBlock) * 2);
+  }
   m.barrier();
-  auto* words = workspace.bf16.array<uint16_t>(0);
+  auto* words = workspace.tiles.array<uint16_t>(0);
   each_row(m, x.count, k, [&](int64_t row) {
-    kernels().store_kv_row(x.row(row), k, KvType::BF16, words + row * padded);
-    std::memset(words + row * padded + k, 0, size_t(padded - k) * 2);
+    auto* rounded = m.scratch().array<uint16_t>(size_t(blocks * kBlock));
+    kernels().store_kv_row(x.row(row), k, KvType::BF16, rounded);
+    std::memset(rounded + k, 0, size_t(blocks * kBlock - k) * 2);
+    to_tiles(rounded, blocks, height, row, words);
   });
   return words;
 }
@@ -123,8 +145,8 @@ void linear(Member& m, Rows x, const LinearWeights& weights, Rows out, Workspace
   if (x.count == 0) return;  // no logits are wanted of a chunk that ends inside its prompt; kernels write whole tiles
   const KernelTable& isa = kernels();
   const int64_t k = weights.in_features(), planes = weights.quantizes() ? weights.planes() : 1;
-  Activations plain{x.data, x.stride, x.count, k, nullptr, nullptr, nullptr, nullptr, nullptr};
-  if (isa.rounds_to_bf16 && weights.has_format(Format::BF16)) plain.bf16 = round_rows(m, x, k, workspace);
+  Activations plain{x.data, x.stride, x.count, k, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
+  if (isa.has_tiles && weights.has_format(Format::BF16)) plain.bf16 = round_rows(m, x, k, workspace);
   const Activations quantized = weights.quantizes() ? quantize_rows(m, x, k, planes, workspace) : plain;
   for (const LinearWeights::Piece& piece : weights.pieces()) {
     const PackedMatrix& matrix = piece.matrix;

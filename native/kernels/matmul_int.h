@@ -139,10 +139,6 @@ static void matmul_int_many(const PackedMatrix& m, const Activations& x, int64_t
       const uint8_t* next = m.panel(p) + (b + blocks) / 2 * pair_bytes(F);  // what follows in memory comes next
       const size_t next_bytes = p + 1 < end ? size_t(blocks / 2 * pair_bytes(F)) : 0;
       int64_t r = 0;
-#ifdef BIFOLIO_OWN_INT_16
-      for (; r + 16 <= rows; r += 16)
-        accumulate_int_16<min>(w, int_rows(x, row_begin + r, b), blocks, sums + r * kPanel, b == 0);
-#endif
       for (; r + BIFOLIO_INT_ROWS <= rows; r += BIFOLIO_INT_ROWS) {
         if (r < 16) prefetch_part(next, next_bytes, r / BIFOLIO_INT_ROWS, 16 / BIFOLIO_INT_ROWS);
         accumulate_int_rows<min, BIFOLIO_INT_ROWS>(w, int_rows(x, row_begin + r, b), 0, blocks, sums + r * kPanel, b == 0);

@@ -1,8 +1,8 @@
 // The table that an instruction set exports, after its namespace holds all kernels.
 #pragma once
 
-#define BIFOLIO_KERNEL_TABLE(NAME, ROUNDS_TO_BF16, MATMUL)                                                             \
+#define BIFOLIO_KERNEL_TABLE(NAME, HAS_TILES, MATMUL)                                                                  \
   {                                                                                                                    \
-    NAME, score, ROUNDS_TO_BF16, norm_row, add_row, act_row, act_mul_row, softcap_row, argmax_row, quantize_row, MATMUL, \
-        store_kv_row, attend_part, peak_loop, merge_span                                                                          \
+    NAME, score, HAS_TILES, norm_row, add_row, act_row, act_mul_row, softcap_row, argmax_row, quantize_row, MATMUL,    \
+        store_kv_row, attend_part, peak_loop, merge_span                                                                \
   }

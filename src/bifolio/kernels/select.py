@@ -77,7 +77,7 @@ def resolve_device(device: str) -> str:
     """ "auto" is the GPU when there is one and torch to drive it, else the CPU. Torch is not imported to find out."""
     if device != "auto":
         return device
-    has_gpu = Path("/dev/nvidia0").exists() and importlib.util.find_spec("torch") is not None
+    has_gpu = Path("/dev/nvidia0").exists() and not _module_refusals("torch")
     return "cuda" if has_gpu else "cpu"
 
 
