@@ -145,9 +145,10 @@ void check_rows() {
 
 void check_attention() {
   for (int type = 0; type < 4; ++type)
-    for (int64_t dim : {32, 64, 96, 128})
-      for (int64_t rows : {1, 3, 4, 7, 16, 63})
+    for (int64_t dim : {32, 40, 64, 80, 96, 128, 256})
+      for (int64_t rows : {1, 2, 3, 4, 5, 7, 8, 9, 16, 63})
         for (int64_t context : {1, 30, 64, 201}) {
+          if (type == 3 && dim % kBlock) continue;
           const size_t row_bytes = type == 3 ? size_t(dim + dim / 32 * 2) : size_t(dim) * (type == 0 ? 4 : 2);
           const int64_t block_size = 16, blocks = 16;
           std::vector<uint8_t> keys(size_t(blocks * block_size) * row_bytes), values(keys.size());

@@ -137,6 +137,10 @@ template <KvType T, int R>
 static inline void score_directly(const Tile&, const float*, float*) {}
 template <KvType T, int R>
 static inline void mix_directly(const Tile&, const float*, int64_t, float*) {}
+template <int R>
+static inline void direct_key_dots(const Tile&, int64_t, const int8_t*, int64_t, const int32_t*, float*) {}
+template <int R>
+static inline void direct_value_dots(const Tile&, int64_t, const int8_t*, float*) {}
 #endif
 
 #define BIFOLIO_BY_ROWS(COUNT, CALL)              \
@@ -196,6 +200,7 @@ struct IntScratch {
   int8_t* query;        // [rows][head_dim]
   float* query_scales;  // [head_dim / 32][rows]
   int32_t* query_sums;  // the same
+  bool direct;          // nothing is packed
 };
 
 #if !defined(BIFOLIO_OWN_INT_TILES) && !defined(BIFOLIO_OWN_PACK)
@@ -216,8 +221,9 @@ static inline void pack_values(const Tile& tile, uint8_t* out) {
 #ifndef BIFOLIO_OWN_INT_TILES
 // dots[r][position] of block b of the queries and keys.
 template <int R>
-static inline void key_dots(const Tile&, const IntScratch& s, int64_t b, const int8_t* query, int64_t stride,
+static inline void key_dots(const Tile& tile, const IntScratch& s, int64_t b, const int8_t* query, int64_t stride,
                             const int32_t* sums, float* dots) {
+  if (s.direct) return direct_key_dots<R>(tile, b, query, stride, sums, dots);
   for (int64_t column = 0; column < kTile; column += 16) {
     V16 found[R];
     block_dots<8, true, R>(s.packed + b * 1024 + column * 32, query + b * kBlock, stride, sums, found);
@@ -227,8 +233,9 @@ static inline void key_dots(const Tile&, const IntScratch& s, int64_t b, const i
 
 // dots[r][dimension] of the tile's weights and the 32 dimensions of block b.
 template <int R>
-static inline void value_dots(const Tile&, const IntScratch& s, int64_t b, const int8_t* weights, const int32_t* sums,
+static inline void value_dots(const Tile& tile, const IntScratch& s, int64_t b, const int8_t* weights, const int32_t* sums,
                               float* dots) {
+  if (s.direct) return direct_value_dots<R>(tile, b, weights, dots);
   for (int64_t d = 0; d < kBlock; d += 16) {
     V16 found[R];
     block_dots<8, true, R>(s.packed + (b * kBlock + d) * 32, weights, kTile, sums, found);
@@ -237,6 +244,7 @@ static inline void value_dots(const Tile&, const IntScratch& s, int64_t b, const
 }
 #endif
 
+#ifndef BIFOLIO_OWN_ROW_SCALES
 // The half floats behind the bytes of each row: [head_dim / 32][kTile].
 static inline void load_row_scales(const Tile& tile, const uint8_t* const groups[], float* out) {
   for (int64_t b = 0; b < tile.kv.head_dim / kBlock; ++b) {
@@ -249,6 +257,7 @@ static inline void load_row_scales(const Tile& tile, const uint8_t* const groups
     store(out + b * kTile + 16, load_f16(halves + 16));
   }
 }
+#endif
 
 static void quantize_queries(const AttentionRows& rows, int64_t head_dim, const IntScratch& s) {
   for (int64_t r = 0; r < rows.count; ++r)
@@ -320,7 +329,7 @@ static inline void clear_unseen(const Tile& tile, float* scales) {
 }
 
 static void score_ints(const Tile& tile, const AttentionRows& rows, const IntScratch& s, float* scores) {
-  pack_keys(tile, s.packed);
+  if (!s.direct) pack_keys(tile, s.packed);
   load_row_scales(tile, tile.keys, s.scales);
 #define CALL(R) score_int_rows<R>(tile, s, r, rows.count, scores + r * kTile)
   BIFOLIO_BY_ROWS(rows.count, CALL)
@@ -328,7 +337,7 @@ static void score_ints(const Tile& tile, const AttentionRows& rows, const IntScr
 }
 
 static void mix_ints(const Tile& tile, const AttentionRows& rows, const IntScratch& s, const float* weights, int64_t padded) {
-  pack_values(tile, s.packed);
+  if (!s.direct) pack_values(tile, s.packed);
   load_row_scales(tile, tile.values, s.scales);
   clear_unseen(tile, s.scales);
 #define CALL(R) mix_int_rows<R>(tile, s, weights + r * kTile, padded, rows.mixed + r * padded)
@@ -410,6 +419,7 @@ static void attend_to(const KvLayer& kv, int64_t kv_head, const int32_t* table, 
   if constexpr (T == KvType::Q8_0) {
     const int64_t blocks = kv.head_dim / kBlock;
     IntScratch s{};
+    s.direct = reads_directly(kv, rows.count);
     s.scales = rest;
     s.query_scales = s.scales + blocks * kTile;
     s.query_sums = reinterpret_cast<int32_t*>(s.query_scales + blocks * kMaxRows);

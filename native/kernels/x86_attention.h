@@ -1,16 +1,32 @@
-// What attention does differently on x86: keys are transposed and values interleaved in registers. Needs AVX2.
+// What attention does differently on x86: a few queries read the rows of a cache where they lie, four dimensions of a
+// position in a quarter of a register; for many, tiles are transposed and interleaved in registers. Needs AVX2.
 #pragma once
 
 #define BIFOLIO_OWN_TRANSPOSE
+#define BIFOLIO_OWN_FEW_ROWS
 #define BIFOLIO_OWN_PACK
+#define BIFOLIO_OWN_ROW_SCALES
 
 struct Tile;
 template <KvType T>
 static void transpose_keys(const Tile& tile, int64_t chain_length, float* out);
+static inline bool reads_directly(const KvLayer& kv, int64_t rows);
+template <KvType T>
+static inline void prepare_direct(const AttentionRows& rows, int64_t head_dim, float* query);
+template <KvType T, int R>
+static void score_directly(const Tile& tile, const float* query, float* scores);
+template <KvType T, int R>
+static inline void mix_directly(const Tile& tile, const float* weights, int64_t padded, float* mixed);
 static inline void pack_keys(const Tile& tile, uint8_t* out);
 static inline void pack_values(const Tile& tile, uint8_t* out);
+template <int R>
+static void direct_key_dots(const Tile& tile, int64_t b, const int8_t* query, int64_t stride, const int32_t* sums, float* dots);
+template <int R>
+static void direct_value_dots(const Tile& tile, int64_t b, const int8_t* weights, float* dots);
+static inline void load_row_scales(const Tile& tile, const uint8_t* const groups[], float* out);
 
 #include "attention.h"
+#include "x86_few_rows.h"
 
 // Eight numbers of a row as floats; dimensions past the end are 0.
 template <KvType T>
@@ -59,7 +75,6 @@ static void transpose_keys(const Tile& tile, int64_t chain_length, float* out) {
     }
 }
 
-static inline __m128i load_bytes(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
 static inline void store_bytes(uint8_t* p, __m128i a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), a); }
 
 // Four positions and sixteen dimensions: words of four dimensions side by side for the four positions.
