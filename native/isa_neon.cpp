@@ -143,7 +143,38 @@ struct IntRows;
 template <int Bits, bool Min, int R, class Panel>
 static inline void int_tile(const Panel& w, const IntRows& x, int first_row, int64_t blocks, V16 acc[R]);
 
+#define BIFOLIO_OWN_INT_4
+template <Format F>
+constexpr bool kUnpacksInTile = F == Format::Q4_0;
+template <Format F>
+struct PackedPanel;
+struct UnpackedPanel;
+template <Format F>
+static inline void accumulate_int_4(const PackedPanel<F>& packed, const UnpackedPanel& w, const IntRows& x, int64_t block,
+                                    int64_t blocks, bool first_rows, float* sums, int64_t stride);
+
 #include "kernels/matmul_int.h"
+#include "kernels/neon_int_tile.h"
+
+// Four rows from block `block` on.
+template <Format F>
+static inline void accumulate_int_4(const PackedPanel<F>& packed, const UnpackedPanel& w, const IntRows& x, int64_t block,
+                                    int64_t blocks, bool first_rows, float* sums, int64_t stride) {
+  static const float zeros[8] = {};
+  for (int column = 0; column < kPanel; column += 8) {
+    IntTile tile{w.first, w.pair - 2 * kBlock * kPanel, w.scale + column, x.q, x.stride, x.scale, blocks,
+                 block ? sums + column : zeros, block ? stride : 0, sums + column, stride};
+    if (kUnpacksInTile<F> && first_rows) {
+      tile.weights = packed.quants(block);
+      tile.gap = header_bytes(F);
+      tile.weights += 4 * column;
+      int_tile_4x8<true>(tile, const_cast<uint8_t*>(w.first) + 4 * column);
+    } else {
+      tile.weights += 4 * column;
+      int_tile_4x8<false>(tile, nullptr);
+    }
+  }
+}
 
 static inline void load_scales(const float* p, float32x4_t out[2]) {
   out[0] = vld1q_f32(p);
@@ -156,11 +187,7 @@ static inline void load_scales(const uint16_t* p, float32x4_t out[2]) {
   out[1] = vcvt_high_f32_f16(scales);
 }
 
-// Converting integers to floats takes an execution unit for two cycles on some cores. Sums that start at the bits of
-// 1.5 * 2^23 are floats already, off by that number: one subtraction makes them exact. The constant is loaded each
-// time, since loads are cheaper than moves between vector registers.
-alignas(16) static const int32_t kFloatBias[4] = {0x4b400000, 0x4b400000, 0x4b400000, 0x4b400000};
-
+// See kTileConstants.
 static inline int32x4_t biased_zero(const int32_t* bias) {
   int32x4_t value;
   asm volatile("ldr %q0, [%1]" : "=w"(value) : "r"(bias));
@@ -175,7 +202,7 @@ static inline void int_columns(const Panel& w, const IntRows& x, int first_row, 
                                V16 acc[R]) {
   float32x4_t sums[R][G];
   UNROLL for (int r = 0; r < R; ++r) UNROLL for (int g = 0; g < G; ++g) sums[r][g] = acc[r].v[column / 4 + g];
-  const int32_t* bias = kFloatBias;
+  const int32_t* bias = kTileConstants;
   asm("" : "+r"(bias));  // otherwise the constant is kept in a register and moved
   for (int64_t b = 0; b < blocks; ++b) {
     int8x16_t low[R], high[R];

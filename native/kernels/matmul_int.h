@@ -75,11 +75,11 @@ static void matmul_int_few(const PackedMatrix& m, const Activations& x, const fl
 
 template <bool Min, int R>
 static inline void accumulate_int_rows(const UnpackedPanel& w, const IntRows& x, int first_row, int64_t blocks, float* sums,
-                                       bool first) {
+                                       int64_t stride, bool first) {
   V16 acc[R];
-  for (int r = 0; r < R; ++r) acc[r] = first ? zero() : load(sums + r * kPanel);
+  for (int r = 0; r < R; ++r) acc[r] = first ? zero() : load(sums + r * stride);
   int_tile<8, Min, R>(w, x, first_row, blocks, acc);
-  for (int r = 0; r < R; ++r) store(sums + r * kPanel, acc[r]);
+  for (int r = 0; r < R; ++r) store(sums + r * stride, acc[r]);
 }
 
 #ifndef BIFOLIO_INT_ROWS
@@ -102,9 +102,15 @@ static inline void unpack_block(const uint8_t* quants, uint8_t* out) {
 }
 #endif
 
-// Blocks [begin, begin + blocks) of a panel, begin being even.
+#ifndef BIFOLIO_OWN_INT_4
 template <Format F>
-static inline UnpackedPanel unpack_panel(const PackedPanel<F>& w, int64_t begin, int64_t blocks, uint8_t* scratch) {
+constexpr bool kUnpacksInTile = false;  // the tile of the first four rows unpacks quants for those that follow
+#endif
+
+// Blocks [begin, begin + blocks) of a panel, begin being even; without `quants` their bytes are left to be written.
+template <Format F>
+static inline UnpackedPanel unpack_panel(const PackedPanel<F>& w, int64_t begin, int64_t blocks, uint8_t* scratch,
+                                         bool quants = true) {
   constexpr bool min = F == Format::Q4_1;
   auto* scales = reinterpret_cast<float*>(scratch + kUnpackedBlocks * kBlock * kPanel);
   float* minima = scales + kUnpackedBlocks * kPanel;
@@ -112,7 +118,7 @@ static inline UnpackedPanel unpack_panel(const PackedPanel<F>& w, int64_t begin,
     const V16 scale = load_f16(w.scales(begin + b));
     store(scales + b * kPanel, F == Format::Q4_0 && kNibbleUnit != 1.0f ? mul(scale, broadcast(kNibbleUnit)) : scale);
     if constexpr (min) store(minima + b * kPanel, load_f16(w.minima(begin + b)));
-    if constexpr (F != Format::Q8_0) unpack_block<!min>(w.quants(begin + b), scratch + b * kBlock * kPanel);
+    if (F != Format::Q8_0 && quants) unpack_block<!min>(w.quants(begin + b), scratch + b * kBlock * kPanel);
   }
   if constexpr (F == Format::Q8_0) return {w.quants(begin), pair_bytes(F), scales, minima};
   return {scratch, 2 * kBlock * kPanel, scales, minima};
@@ -129,27 +135,37 @@ static void matmul_int_many(const PackedMatrix& m, const Activations& x, int64_t
                             const float* bias, float* y, int64_t y_stride, int64_t begin, int64_t end,
                             uint8_t* scratch) {
   constexpr bool min = F == Format::Q4_1;
-  auto* sums = reinterpret_cast<float*>(scratch);  // [kRowBlock][16]
   uint8_t* unpacked = scratch + kRowBlock * kPanel * sizeof(float);
   const int64_t num_blocks = m.k / kBlock;
+  y += row_begin * y_stride;
   for (int64_t p = begin; p < end; ++p) {
+    const PackedPanel<F> panel{m.panel(p)};
+    const bool whole = (p + 1) * kPanel <= m.n;  // then sums grow where they end up
+    float* sums = whole ? y + p * kPanel : reinterpret_cast<float*>(scratch);
+    const int64_t stride = whole ? y_stride : kPanel;
     for (int64_t b = 0; b < num_blocks; b += kUnpackedBlocks) {
       const int64_t blocks = num_blocks - b < kUnpackedBlocks ? num_blocks - b : kUnpackedBlocks;
-      const UnpackedPanel w = unpack_panel(PackedPanel<F>{m.panel(p)}, b, blocks, unpacked);
+      const UnpackedPanel w = unpack_panel(panel, b, blocks, unpacked, !kUnpacksInTile<F> || rows < 4);
       const uint8_t* next = m.panel(p) + (b + blocks) / 2 * pair_bytes(F);  // what follows in memory comes next
       const size_t next_bytes = p + 1 < end ? size_t(blocks / 2 * pair_bytes(F)) : 0;
       int64_t r = 0;
+#ifdef BIFOLIO_OWN_INT_4
+      for (; r + 4 <= rows && !min; r += 4) {
+        if (r < 16) prefetch_part(next, next_bytes, r / 4, 4);
+        accumulate_int_4(panel, w, int_rows(x, row_begin + r, b), b, blocks, r == 0, sums + r * stride, stride);
+      }
+#endif
       for (; r + BIFOLIO_INT_ROWS <= rows; r += BIFOLIO_INT_ROWS) {
         if (r < 16) prefetch_part(next, next_bytes, r / BIFOLIO_INT_ROWS, 16 / BIFOLIO_INT_ROWS);
-        accumulate_int_rows<min, BIFOLIO_INT_ROWS>(w, int_rows(x, row_begin + r, b), 0, blocks, sums + r * kPanel, b == 0);
+        accumulate_int_rows<min, BIFOLIO_INT_ROWS>(w, int_rows(x, row_begin + r, b), 0, blocks, sums + r * stride, stride, b == 0);
       }
       for (; r + 4 <= rows; r += 4)
-        accumulate_int_rows<min, 4>(w, int_rows(x, row_begin + r, b), 0, blocks, sums + r * kPanel, b == 0);
+        accumulate_int_rows<min, 4>(w, int_rows(x, row_begin + r, b), 0, blocks, sums + r * stride, stride, b == 0);
       for (; r < rows; ++r)
-        accumulate_int_rows<min, 1>(w, int_rows(x, row_begin + r, b), int(r % 4), blocks, sums + r * kPanel, b == 0);
+        accumulate_int_rows<min, 1>(w, int_rows(x, row_begin + r, b), int(r % 4), blocks, sums + r * stride, stride, b == 0);
     }
-    for (int64_t r = 0; r < rows; ++r)
-      finish_columns(load(sums + r * kPanel), m, p * kPanel, bias, y + (row_begin + r) * y_stride);
+    if (whole && !bias) continue;
+    for (int64_t r = 0; r < rows; ++r) finish_columns(load(sums + r * stride), m, p * kPanel, bias, y + r * y_stride);
   }
 }
 
