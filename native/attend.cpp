@@ -8,6 +8,7 @@
 // for all of them. Every query goes over its positions in the same order whatever its company, so all of this computes
 // the same numbers, bit for bit.
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 
@@ -18,6 +19,8 @@ namespace bifolio {
 namespace {
 
 constexpr int64_t kMinShared = 2 * kTile;  // tokens that sequences must have in common to come into one unit
+
+std::atomic<int64_t> tokens_shared{0};
 
 struct Unit {
   int32_t first, count;  // queries
@@ -178,9 +181,20 @@ class Attention {
       const int64_t row = i * group_;
       const AttentionRows part{(next - i) * group_, rows.query + row * shape_.head_dim, rows.begin + row, rows.end + row,
                                rows.maximum + row, rows.total + row, rows.mixed + row * padded_};
+      if (unit.kv_head == 0) count_shared(queries + i, queries + next, begin, shared, part);
       kernels().attend_part(kv_, unit.kv_head, queries[i].table, begin, shared, part, scratch);
       if (shared < end) attend_between(unit, i, next, shared, end, rows, scratch);
     }
+  }
+
+  // Sequences beyond the first are spared the reading of what the rows see in [begin, end).
+  static void count_shared(const Query* first, const Query* last, int64_t begin, int64_t end, const AttentionRows& rows) {
+    int64_t others = 0;
+    for (const Query* query = first + 1; query < last; ++query) others += query->table != query[-1].table;
+    if (others == 0) return;
+    const int64_t seen_from = std::max(begin, *std::min_element(rows.begin, rows.begin + rows.count));
+    const int64_t seen_to = std::min(end, *std::max_element(rows.end, rows.end + rows.count));
+    tokens_shared.fetch_add(others * std::max<int64_t>(0, seen_to - seen_from), std::memory_order_relaxed);
   }
 
   void store_partials(const Unit& unit, const AttentionRows& rows, const Plan& plan, float* partials) const {
@@ -225,6 +239,8 @@ struct Context {
 };
 
 }  // namespace
+
+int64_t shared_tokens() { return tokens_shared.load(std::memory_order_relaxed); }
 
 std::vector<Query> order_queries(const std::vector<Segment>& segments, int64_t block_size, bool share) {
   std::vector<Context> contexts;

@@ -307,6 +307,7 @@ NB_MODULE(_native, m) {
          nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>());
   bind_verbs(m);
   bind_program(m);
+  m.def("shared_tokens", &shared_tokens);
   m.def("isa", [] { return std::string(kernels().name); });
   m.def("available_isas", &available_isas);
   m.def("set_isa", &set_isa);

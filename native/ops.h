@@ -81,4 +81,8 @@ void rope_and_write(Member& m, Rows qkv, const AttentionConstants& shape, const 
 void attend(Member& m, Rows qkv, const AttentionConstants& shape, const std::vector<Query>& queries, const KvLayer& kv,
             Rows out, Workspace& workspace);
 
+// Tokens of contexts that attention did not read again, since the start of the process: those of a prefix that several
+// sequences share count once for each sequence but the first, in every layer.
+int64_t shared_tokens();
+
 }  // namespace bifolio

@@ -59,7 +59,7 @@ def attend(
 def check(
     crowd: Crowd, heads: int, kv_heads: int, dim: int, window: int | None, isa: str, threads: Sequence[int]
 ) -> None:
-    """Together == apart == each sequence alone, whatever the number of threads."""
+    """Together == apart == each sequence alone, whatever the number of threads; together, something is shared."""
     query = np.random.default_rng(5).standard_normal((int(crowd.starts[-1]), heads, dim), np.float32)
     shape = AttentionShape(0, heads, kv_heads, dim, 1 / np.sqrt(dim), window)
     sharing, separate = native.NativeKernels(), native.NativeKernels(share_prefixes=False)
@@ -73,8 +73,12 @@ def check(
     assert np.isfinite(alone).all()
     for count in threads:
         with settings(isa, count):
+            before = native.shared_tokens()
             together = attend(sharing, query, shape, crowd.segment(), crowd.storage)
+            shared = native.shared_tokens()
             apart = attend(separate, query, shape, crowd.segment(), crowd.storage)
+            assert shared > before
+            assert native.shared_tokens() == shared
         np.testing.assert_array_equal(together, alone)
         np.testing.assert_array_equal(apart, alone)
 
@@ -99,9 +103,10 @@ def test_groups_and_loners_in_one_step(isa: str, dtype: str, heads: int, kv_head
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [2, 3, 5, 21, 22, 40])
 def test_groups_of_any_size(dtype: str, size: int) -> None:
-    """Groups of fewer rows than a unit holds, exactly as many, and more; every member has another length."""
+    """Groups of fewer rows than a unit holds, exactly as many, and more; every member has another length. With fewer
+    heads a small group would be cut up, so that every thread has something to do."""
     members = [400 + 7 * i for i in range(size)]
-    check(crowd([(members, 384)], 1, 32, dtype), 3, 1, 32, None, "", (1, 2, 3))
+    check(crowd([(members, 384)], 8, 32, dtype), 24, 8, 32, None, "", (1, 2, 3))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -131,6 +136,31 @@ def test_units_that_walk_over_all_spans() -> None:
     """With so many rows there are units enough without cutting the context."""
     made = crowd([([1000 + i for i in range(90)], 800), ([700 + i for i in range(30)], 640)], 4, 16, "f16")
     check(made, 32, 4, 16, None, "", (1, 2))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(
+    ("groups", "window", "spared"),
+    [
+        ([([700] * 5, 640)], None, 4 * 640),
+        ([([700] * 5, 640), ([400, 500, 600], 384), ([90], 0)], None, 4 * 640 + 2 * 384),
+        ([([520, 530], 16)], None, 0),  # too little to be worth it
+        ([([300], 0), ([301], 0)], None, 0),
+        ([([700] * 3, 640)], 300, 2 * (640 - 400)),  # the window begins at 400
+    ],
+)
+def test_a_shared_prefix_is_read_once(
+    isa: str, threads: int, groups: list[GROUP], window: int | None, spared: int
+) -> None:
+    """Sequences after the first of a group are spared the reading of what they have in common, if they see it."""
+    made = crowd(groups, 8, 32, "f16")
+    query = np.random.default_rng(3).standard_normal((len(made.contexts), 8, 32), np.float32)
+    shape = AttentionShape(0, 8, 8, 32, 0.2, window)
+    with settings(isa, threads):
+        before = native.shared_tokens()
+        attend(native.NativeKernels(), query, shape, made.segment(), made.storage)
+    assert native.shared_tokens() - before == spared
 
 
 def test_shared_blocks_are_read_for_everyone() -> None:

@@ -89,6 +89,12 @@ def product_rate(of_bytes: bool) -> float:
     return float(library().product_rate(of_bytes))
 
 
+def shared_tokens() -> int:
+    """Tokens of contexts that attention was spared reading, since the start of the process: those of a prefix that
+    sequences share count once for each sequence but the first, in every layer."""
+    return int(library().shared_tokens())
+
+
 class NativeKernels:
     """Every verb of the network on the machine's best instruction set. Arrays are float32."""
 
