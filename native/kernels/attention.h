@@ -91,6 +91,7 @@ static void widen_values(const Tile& tile, int64_t padded, float* out) {
     for (int64_t d = 0; d < tile.kv.head_dim; d += 16) store(out + i * padded + d, load_kv(T, tile.value(i), d, tile.kv.head_dim));
 }
 
+#ifndef BIFOLIO_OWN_MANY_ROWS
 // Queries in the order of the transposed keys: [rows][4][chain_length], 0 past head_dim.
 static void permute_queries(const float* query, int64_t rows, int64_t head_dim, int64_t chain_length, float* out) {
   for (int64_t r = 0; r < rows; ++r)
@@ -128,6 +129,8 @@ static inline void mix_rows(const float* weights, const float* values, int64_t p
   }
 }
 
+#endif
+
 #ifndef BIFOLIO_OWN_FEW_ROWS
 // Whether a few rows are better served without transposing; an instruction set that says so has the other functions.
 static inline bool reads_directly(const KvLayer&, int64_t) { return false; }
@@ -156,7 +159,7 @@ static inline void direct_value_dots(const Tile&, int64_t, const int8_t*, float*
 struct FloatScratch {
   float* keys;    // [4][chain_length][kTile]
   float* values;  // [kTile][padded]
-  float* query;   // [rows][4][chain_length], or what prepare_direct made
+  float* query;   // what permute_queries or prepare_direct made of them
   int64_t chain_length, padded;
   bool direct;
 };
@@ -290,22 +293,15 @@ template <int R>
 static inline void mix_int_rows(const Tile& tile, const IntScratch& s, const float* weights, int64_t padded, float* mixed) {
   for (int64_t b = 0; b < tile.kv.head_dim / kBlock; ++b) {
     const V16 low = load(s.scales + b * kTile), high = load(s.scales + b * kTile + 16);
-    float shares[R * kTile], most[16], inverse[16];
-    for (int r = 0; r < 16; ++r) most[r] = 1e-30f;
-    for (int r = 0; r < R; ++r) {
-      const V16 first = mul(load(weights + r * kTile), low), second = mul(load(weights + r * kTile + 16), high);
-      store(shares + r * kTile, first);
-      store(shares + r * kTile + 16, second);
-      const float largest = reduce_max(max(first, second));
-      most[r] = largest > most[r] ? largest : most[r];
-    }
-    for (int r = 0; r < 16; r += kRegLanes) reg_store(inverse + r, div(reg_broadcast(127.0f), reg_load(most + r)));
+    float most[R];
     int8_t q[R * kTile];
     int32_t sums[R];
     for (int r = 0; r < R; ++r) {
-      const V16 factor = broadcast(inverse[r]);
-      sums[r] = store_i8(q + r * kTile, whole(load(shares + r * kTile), factor));
-      sums[r] += store_i8(q + r * kTile + 16, whole(load(shares + r * kTile + 16), factor));
+      const V16 first = mul(load(weights + r * kTile), low), second = mul(load(weights + r * kTile + 16), high);
+      const float largest = reduce_max(max(first, second));
+      most[r] = largest > 1e-30f ? largest : 1e-30f;
+      const V16 factor = broadcast(127.0f / most[r]);
+      sums[r] = store_i8(q + r * kTile, whole(first, factor)) + store_i8(q + r * kTile + 16, whole(second, factor));
     }
     float dots[R * kBlock];
     value_dots<R>(tile, s, b, q, sums, dots);

@@ -4,12 +4,18 @@
 
 #define BIFOLIO_OWN_TRANSPOSE
 #define BIFOLIO_OWN_FEW_ROWS
+#define BIFOLIO_OWN_MANY_ROWS
 #define BIFOLIO_OWN_PACK
 #define BIFOLIO_OWN_ROW_SCALES
 
 struct Tile;
 template <KvType T>
 static void transpose_keys(const Tile& tile, int64_t chain_length, float* out);
+static inline void permute_queries(const float* query, int64_t rows, int64_t head_dim, int64_t chain_length, float* out);
+template <int R>
+static void score_rows(const float* query, int64_t chain_length, const float* keys, float* scores);
+template <int R>
+static inline void mix_rows(const float* weights, const float* values, int64_t padded, int64_t count, float* mixed);
 static inline bool reads_directly(const KvLayer& kv, int64_t rows);
 template <KvType T>
 static inline void prepare_direct(const AttentionRows& rows, int64_t head_dim, float* query);
@@ -73,6 +79,66 @@ static void transpose_keys(const Tile& tile, int64_t chain_length, float* out) {
       for (int j = 0; j < 8 && d + j < 4 * chain_length; ++j)
         _mm256_storeu_ps(out + chain_row(d + j, chain_length) * kTile + first, rows[j]);
     }
+}
+
+// Queries in the order of the transposed keys, those that are worked on together, four or what is left, side by side:
+// [chain_length][4][those rows], 0 past head_dim.
+static inline void permute_queries(const float* query, int64_t rows, int64_t head_dim, int64_t chain_length, float* out) {
+  for (int64_t first = 0; first < rows; first += 4) {
+    const int64_t last = first + 4 < rows ? first + 4 : rows;
+    for (int64_t d = 0; d < 4 * chain_length; ++d)
+      for (int64_t r = first; r < last; ++r) *out++ = d < head_dim ? query[r * head_dim + d] : 0.0f;
+  }
+}
+
+// N neighbouring chains for two registers of positions; keys of the first of the chains.
+template <int R, int N>
+static inline void score_chains(const float* query, int64_t chain_length, const float* keys, Reg sums[N][R][2]) {
+  UNROLL for (int c = 0; c < N; ++c) UNROLL for (int r = 0; r < R; ++r) sums[c][r][0] = sums[c][r][1] = reg_broadcast(0.0f);
+  for (int64_t k = 0; k < chain_length; ++k, query += 4 * R, keys += kTile)
+    UNROLL for (int c = 0; c < N; ++c) {
+      const float* column = keys + c * chain_length * kTile;
+      const Reg left = reg_load(column), right = reg_load(column + kRegLanes);
+      UNROLL for (int r = 0; r < R; ++r) {
+        const Reg x = reg_broadcast(query[c * R + r]);
+        sums[c][r][0] = fma(left, x, sums[c][r][0]);
+        sums[c][r][1] = fma(right, x, sums[c][r][1]);
+      }
+    }
+}
+
+// Two chains at a time where the registers hold their sums: one alone would leave the units waiting.
+template <int R>
+ALONE static void score_rows(const float* query, int64_t chain_length, const float* keys, float* scores) {
+  constexpr int N = kRegs == 1 ? 2 : 1;
+  for (int64_t p = 0; p < kTile; p += 2 * kRegLanes) {
+    Reg sums[4][R][2];
+    UNROLL for (int c = 0; c < 4; c += N) score_chains<R, N>(query + c * R, chain_length, keys + c * chain_length * kTile + p, sums + c);
+    UNROLL for (int r = 0; r < R; ++r) UNROLL for (int i = 0; i < 2; ++i)
+      reg_store(scores + r * kTile + p + i * kRegLanes, add(add(sums[0][r][i], sums[1][r][i]), add(sums[2][r][i], sums[3][r][i])));
+  }
+}
+
+template <int R, int C>
+ALONE static void mix_block(const float* weights, const float* values, int64_t padded, int64_t count, float* mixed) {
+  Reg sums[R][C];
+  UNROLL for (int r = 0; r < R; ++r) UNROLL for (int c = 0; c < C; ++c) sums[r][c] = reg_load(mixed + r * padded + c * kRegLanes);
+  for (int64_t i = 0; i < count; ++i, ++weights, values += padded) {
+    Reg column[C];
+    UNROLL for (int c = 0; c < C; ++c) column[c] = reg_load(values + c * kRegLanes);
+    UNROLL for (int r = 0; r < R; ++r) {
+      const Reg weight = reg_broadcast(weights[r * kTile]);
+      UNROLL for (int c = 0; c < C; ++c) sums[r][c] = fma(column[c], weight, sums[r][c]);
+    }
+  }
+  UNROLL for (int r = 0; r < R; ++r) UNROLL for (int c = 0; c < C; ++c) reg_store(mixed + r * padded + c * kRegLanes, sums[r][c]);
+}
+
+template <int R>
+static inline void mix_rows(const float* weights, const float* values, int64_t padded, int64_t count, float* mixed) {
+  each_columns<kMixed<R>>(0, padded, [&](auto columns, int64_t d) {
+    mix_block<R, columns.value>(weights, values + d, padded, count, mixed + d);
+  });
 }
 
 static inline void store_bytes(uint8_t* p, __m128i a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), a); }

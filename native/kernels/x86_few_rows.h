@@ -166,6 +166,23 @@ static inline void prefetch_bytes(const uint8_t* p) {
   UNROLL for (int at = 0; at < Bytes; at += 64) __builtin_prefetch(p + at);
 }
 
+// Registers of outputs of R rows that can be summed at a time.
+template <int R>
+constexpr int kMixed = kRegs == 1 || R <= 2 ? 4 : 2;
+
+template <int N>
+struct Count {
+  static constexpr int value = N;
+};
+
+// Calls work(Count<registers>, begin) for all columns from `begin` to `end`, C registers at a time and what is left by
+// halves; they are a multiple of 16.
+template <int C, class Work>
+static inline void each_columns(int64_t begin, int64_t end, Work work) {
+  for (; begin + C * kRegLanes <= end; begin += C * kRegLanes) work(Count<C>{}, begin);
+  if constexpr (C > kRegs) each_columns<C / 2>(begin, end, work);
+}
+
 // ---- caches of floats ----------------------------------------------------------------------------------------------
 
 // Every four rows read the cache again: from some number on it is better transposed once.
@@ -253,10 +270,7 @@ ALONE static void mix_columns(const Tile& tile, const float* weights, int64_t pa
 
 template <KvType T, int R>
 static inline void mix_directly(const Tile& tile, const float* weights, int64_t padded, float* mixed) {
-  constexpr int C = kRegs == 1 || R <= 2 ? 4 : 2;  // what the registers hold
-  int64_t d = 0;
-  for (; d + C * kRegLanes <= tile.kv.head_dim; d += C * kRegLanes) mix_columns<T, R, C>(tile, weights, padded, d, mixed);
-  for (; d < tile.kv.head_dim; d += 16) mix_columns<T, R, kRegs>(tile, weights, padded, d, mixed);
+  each_columns<kMixed<R>>(0, padded, [&](auto count, int64_t d) { mix_columns<T, R, count.value>(tile, weights, padded, d, mixed); });
 }
 
 // ---- Q8_0 caches ---------------------------------------------------------------------------------------------------
