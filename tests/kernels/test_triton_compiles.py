@@ -13,13 +13,26 @@ if importlib.util.find_spec("triton") is None:
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("Triton's interpreter is on, which compiles nothing", allow_module_level=True)
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from bifolio.kernels.triton import cache, decode, matmul, norm, prefill, quantised_kernels, rows, sampling, shared
+from bifolio.kernels.triton import (
+    cache,
+    decode,
+    matmul,
+    norm,
+    prefill,
+    quantised_kernels,
+    row_tiles,
+    rows,
+    sampling,
+    shared,
+)
 
 HOPPER = GPUTarget("cuda", 90, 32)
+SHARED_MEMORY = 232448  # bytes that a program may have there
 INTEGERS = {
     "window",
     "num_sequences",
@@ -81,7 +94,9 @@ def kind(name: str) -> str:
 
 HEADS = {"KV_HEADS": 8, "GROUP": 4, "DIM": 128, "DIM_BLOCK": 128, "BLOCK_SIZE": 64, "TILE": 64, "PRECISION": "tf32"}
 PRODUCT = {"DEPTH": 4096, "HAS_BIAS": False, "HAS_RESIDUAL": True, "ACTIVATION": -1}
-FEW = {"ROWS": 64, "OUTPUTS": 64, "BLOCK": 128, "STAGES": 4, "SWAPPED": True, "PRECISION": "tf32"}
+FEW = {
+    "ROWS": 64, "OUTPUTS": 64, "BLOCK": 128, "STAGES": 4, "SWAPPED": True, "PRECISION": "tf32", "DESCRIBED": False,
+}  # fmt: skip
 CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
     "decode": (decode._decode_kernel, {**HEADS, "HEADS": 32, "ROWS": 16, "STAGES": 4, "SHARED_ROWS": 0}, 2),
     "decode, shared": (decode._decode_kernel, {**HEADS, "HEADS": 32, "ROWS": 16, "STAGES": 4, "SHARED_ROWS": 128}, 2),
@@ -135,3 +150,50 @@ def test_kernel_compiles_for_a_gpu(name: str) -> None:
     source = ASTSource(kernel, signature, constants)
     compiled = triton.compile(source, target=HOPPER, options={"num_warps": warps, "num_stages": 3})
     assert "ptx" in compiled.asm
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [17, 64])
+@pytest.mark.parametrize(
+    ("outputs", "depth", "gated"), [(14336, 4096, True), (4096, 14336, False), (128256, 4096, False)]
+)
+def test_described_products_use_the_copy_engine(
+    rows: int, outputs: int, depth: int, gated: bool, dtype: torch.dtype
+) -> None:
+    """The tiles that the products of a large model get: fetched without an address, multiplied by whole warp groups."""
+    tile = row_tiles.few_rows_tile(rows, outputs, depth, dtype, gated=gated, described=True)
+    assert tile.described
+    constants = {
+        **PRODUCT, **FEW, "DEPTH": depth, "ROWS": triton.next_power_of_2(rows), "OUTPUTS": tile.outputs,
+        "BLOCK": tile.depth, "STAGES": tile.stages, "SPLITS": tile.splits, "ACTIVATION": 0 if gated else -1,
+        "DESCRIBED": True,
+    }  # fmt: skip
+    kernel = matmul._few_rows_kernel
+    signature = {a: "constexpr" if a in constants else kind(a) for a in kernel.arg_names}
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    signature["x"] = f"tensordesc<{name}[{constants['ROWS']}, {tile.depth}]>"
+    signature["weight"] = f"tensordesc<{name}[{tile.outputs}, {tile.depth}]>"
+    source = ASTSource(kernel, signature, constants)
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    compiled = triton.compile(source, target=HOPPER, options=options)
+    assert "cp.async.bulk.tensor" in compiled.asm["ptx"]
+    assert "cp.async.cg" not in compiled.asm["ptx"]
+    assert "wgmma" in compiled.asm["ptx"]
+    assert compiled.metadata.shared <= SHARED_MEMORY
+
+
+def test_which_products_are_described() -> None:
+    """As timed: enough outputs for tiles of 64, 17 to 64 rows of 16 bits, and never where it is impossible."""
+
+    def is_described(rows: int, outputs: int, *, gated: bool = False, described: bool = True) -> bool:
+        tile = row_tiles.few_rows_tile(rows, outputs, 1024, torch.bfloat16, gated=gated, described=described)
+        return tile.described
+
+    assert [is_described(rows, 4096) for rows in (2, 16, 17, 33, 64, 65)] == [False, False, True, True, True, False]
+    assert [is_described(64, outputs) for outputs in (1024, 2048, 128256)] == [False, True, True]
+    assert [is_described(64, outputs, gated=True) for outputs in (3072, 8192)] == [False, True]
+    assert not is_described(64, 4096, described=False)
+    assert not row_tiles.few_rows_tile(64, 4096, 4096, torch.float32, described=True).described
+    for described in (False, True):
+        assert row_tiles.library_is_faster(64, 6144, 4096, gated=False, described=described) is not described
+        assert row_tiles.library_is_faster(65, 6144, 4096, gated=False, described=described)

@@ -17,8 +17,9 @@ from bifolio.config import ModelConfig
 from bifolio.kernels.interface import AttentionPhase, AttentionShape, Heads, Norm
 from bifolio.kernels.triton import TritonKernels
 from bifolio.kernels.triton.decode import cut, decode_attention, new_pieces
-from bifolio.kernels.triton.matmul import RowTile, few_rows, one_row
+from bifolio.kernels.triton.matmul import few_rows, one_row
 from bifolio.kernels.triton.prefill import cudnn_attention, cut_queries, prefill_attention, tile_rows
+from bifolio.kernels.triton.row_tiles import RowTile
 from bifolio.measure.check_bench import Bench, fill, new_context, segment_of
 from bifolio.measure.gpu_limits import time_in_graph
 from bifolio.measure.gpu_models import SHAPES
@@ -35,17 +36,20 @@ SHARED_MEMORY = 220_000  # bytes that a program may use
 def few_rows_tiles(rows: int, outputs: int, depth: int, gated: bool) -> list[RowTile]:
     """Settings worth timing: enough programs to occupy the GPU, and they fit."""
     found = []
-    for count, step, warps, stages, swapped in (
-        (16, 256, 4, 4, False), (32, 128, 4, 4, False), (32, 128, 4, 5, False), (32, 256, 4, 3, False),
-        (64, 128, 4, 3, True), (64, 128, 4, 4, True), (64, 64, 4, 6, True), (128, 64, 4, 4, True),
-        (128, 64, 8, 5, True), (128, 128, 8, 3, True),
+    for count, step, warps, stages, swapped, described in (
+        (16, 256, 4, 4, False, False), (32, 128, 4, 4, False, False), (32, 128, 4, 5, False, False),
+        (32, 256, 4, 3, False, False), (64, 128, 4, 3, True, False), (64, 128, 4, 4, True, False),
+        (64, 64, 4, 6, True, False), (128, 64, 4, 4, True, False), (128, 64, 8, 5, True, False),
+        (128, 128, 8, 3, True, False), (64, 64, 4, 8, True, True), (64, 128, 4, 4, True, True),
+        (64, 128, 4, 5, True, True), (128, 64, 4, 4, True, True), (128, 64, 4, 5, True, True),
+        (128, 128, 8, 3, True, True),
     ):  # fmt: skip
         memory = stages * step * 2 * (count * (2 if gated else 1) + max(16, rows))
         tiles = -(-outputs // count)
         for splits in (1, 2, 4, 8):
             too_many = splits > 1 and (tiles * splits > 800 or depth // splits < step * 2)
             if memory <= SHARED_MEMORY and tiles * splits >= 64 and not too_many:
-                found.append(RowTile(count, step, warps, stages, swapped, splits))
+                found.append(RowTile(count, step, warps, stages, swapped, splits, described))
     return found
 
 
@@ -70,14 +74,14 @@ def tune_products(shape: str, rows: int, device: str = "cuda") -> Iterator[dict[
             torch.randn(outputs * (2 if gated else 1), depth, device=device).to(torch.bfloat16) for _ in range(copies)
         ]
         x = torch.randn(rows, depth, device=device).to(torch.bfloat16)
-        residual = torch.randn(rows, outputs, device=device).to(torch.bfloat16)
+        residual = torch.randn(rows, outputs, device=device)
         norm = Norm(torch.ones(depth, device=device), None, 1e-5)
         entry: dict[str, Any] = {"shape": shape, "product": name, "rows": rows, "bytes": size}
         entry["library"] = _microseconds([partial(F.linear, x, w) for w in weights])
 
         options: dict[str, Any] = {"activation": "silu" if gated else None}
         if name in ("output", "down"):
-            options["residual"] = residual
+            options |= {"residual": residual, "out_dtype": residual.dtype}
         if rows == 1 and name in ("qkv", "up", "head"):
             options["norm"] = norm
         multiply: Callable[..., torch.Tensor] = one_row if rows == 1 else few_rows
@@ -199,6 +203,11 @@ def _compile(functions: list[Callable[[], Any]]) -> None:
         except Exception as error:
             print(f"    a setting failed: {str(error)[:200]}")
 
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(4, initializer=_touch_device) as pool:
         list(pool.map(attempt, functions))
     torch.cuda.synchronize()
+
+
+def _touch_device() -> None:
+    """A thread that has not used the device has no context in which matrices could be described."""
+    torch.zeros(1, device="cuda").item()

@@ -35,6 +35,7 @@ from bifolio.measure.check_bench import (
     relative_error,
     segment_of,
 )
+from bifolio.measure.described_checks import described_checks
 from bifolio.measure.quantised_checks import quantised_checks
 from bifolio.measure.shared_checks import shared_checks
 
@@ -58,6 +59,7 @@ def all_checks(kernels: TritonKernels, *, large: bool = False, seed: int = 0) ->
     for name, error in (
         *_norm_checks(bench, large),
         *_product_checks(bench, large),
+        *described_checks(bench, large),
         *_rope_checks(bench, large),
         *_decode_checks(bench, large),
         *shared_checks(bench, large),
@@ -106,6 +108,8 @@ def _product_checks(bench: Bench, large: bool) -> Iterator[Named]:
     if large:
         shapes += [(1, 3072, 2048), (1, 1024, 3072), (16, 4096, 4096), (9, 2048, 8192), (1, 50001, 512), (64, 512, 512)]
         shapes += [(64, 4096, 4096), (33, 40000, 512), (24, 1024, 3072), (48, 2048, 8192), (2, 6144, 4096)]
+        shapes += [(17, 6144, 4096), (33, 4100, 1000), (48, 4096, 4096), (64, 2048, 2048), (64, 4096, 14336)]
+        shapes += [(40, 3072, 2044), (64, 14336, 4096)]
     for rows, outputs, depth in shapes:
         for extra in ("plain", "norm", "bias", "residual", "gated"):
 

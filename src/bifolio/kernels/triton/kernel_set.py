@@ -23,10 +23,10 @@ from bifolio.kernels.interface import (
     Rotation,
     Storage,
 )
-from bifolio.kernels.triton import cache, norm, quantised
+from bifolio.kernels.triton import cache, matmul, norm, quantised
 from bifolio.kernels.triton.decode import Pieces, cut, decode_attention, new_pieces
 from bifolio.kernels.triton.deferred import Normed, Product, Sum, tensor
-from bifolio.kernels.triton.matmul import few_rows, library_is_faster, one_row
+from bifolio.kernels.triton.described import can_be_described
 from bifolio.kernels.triton.prefill import (
     QueryTiles,
     cudnn_attention,
@@ -37,6 +37,7 @@ from bifolio.kernels.triton.prefill import (
     uses_cudnn,
 )
 from bifolio.kernels.triton.quantised import QuantisedKernels, QuantisedWeight
+from bifolio.kernels.triton.row_tiles import library_is_faster
 from bifolio.kernels.triton.rows import embed_rows, look_up_rotation
 from bifolio.kernels.triton.shared import SharedRows, shared_attention
 
@@ -286,7 +287,9 @@ class TritonKernels(QuantisedKernels):
         if self.deterministic or isinstance(weight, QuantisedWeight):
             return self.deterministic or rows <= quantised.FEW_ROWS
         outputs, depth = weight.shape
-        return not library_is_faster(rows, outputs, depth, gated=len(linear.parts) == 2)
+        return not library_is_faster(
+            rows, outputs, depth, gated=len(linear.parts) == 2, described=can_be_described(weight)
+        )
 
     def _fuses_norm(self, x: torch.Tensor, norm: Norm) -> bool:
         """One row, and a plain RMS norm: the product that follows computes it on the way."""
@@ -309,21 +312,12 @@ class TritonKernels(QuantisedKernels):
     ) -> torch.Tensor:
         weight, bias = product.linear.prepared
         out_dtype = out_dtype or (self.dtype if residual is None else residual.dtype)
-        if isinstance(weight, QuantisedWeight):
-            return quantised.multiply(product, weight, bias, residual, activation, out_dtype, self.deterministic)
-        if product.rows == 1 and not self.deterministic:
-            normed = product.x if isinstance(product.x, Normed) and product.x.value is None else None
-            x = normed.x if normed is not None else tensor(product.x)
-            return one_row(
-                x,
-                weight,
-                norm=None if normed is None else normed.norm,
-                bias=bias,
-                residual=residual,
-                activation=activation,
-                out_dtype=out_dtype,
-            )
-        return few_rows(
-            tensor(product.x), weight, bias=bias, residual=residual, activation=activation, out_dtype=out_dtype,
-            fixed=self.deterministic,
-        )  # fmt: skip
+        own: Any = quantised if isinstance(weight, QuantisedWeight) else matmul
+        options = {"bias": bias, "residual": residual, "activation": activation, "out_dtype": out_dtype}
+        if product.rows > 1 or self.deterministic:
+            result: torch.Tensor = own.few_rows(tensor(product.x), weight, fixed=self.deterministic, **options)
+        elif isinstance(product.x, Normed) and product.x.value is None:
+            result = own.one_row(product.x.x, weight, norm=product.x.norm, **options)
+        else:
+            result = own.one_row(tensor(product.x), weight, **options)
+        return result

@@ -4,14 +4,15 @@
     out = act(norm(x) @ weight.T + bias) + residual          (each part optional)
 
 One row: a program holds a few rows of the weight and reads them whole, with plain multiply-adds. Several rows (to about
-64): matrix units, the weight streaming through shared memory. Where the outputs are too few to occupy the GPU, several
-programs share the depth of one tile; whoever finishes last adds their sums, always in the same order. More rows are
-the matrix library's business.
+64): matrix units, the weight streaming through shared memory, fetched by the copy engine where that is faster (see
+`described`; how products are cut: `row_tiles`). Where the outputs are too few to occupy the GPU, several programs share
+the depth of one tile; whoever finishes last adds their sums, always in the same order. More rows are the matrix
+library's business.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import triton
@@ -19,23 +20,9 @@ import triton.language as tl
 
 from bifolio.kernels.interface import Norm
 from bifolio.kernels.triton.dependent import OVERLAPPED, wait_for_inputs
-from bifolio.kernels.triton.norm import ACTIVATIONS, activate
-
-NO_ACTIVATION = -1
-MOST_ROWS = 64  # that our own products are made for
-INTERPRETED = bool(triton.knobs.runtime.interpret)  # then a program costs milliseconds: few, large ones
-
-
-@dataclass(frozen=True, slots=True)
-class RowTile:
-    """How one shape of product is cut."""
-
-    outputs: int  # rows of the weight per program
-    depth: int  # columns of the weight read together
-    warps: int
-    stages: int = 1
-    swapped: bool = False  # the weight is the left factor
-    splits: int = 1  # programs that share the depth of a tile
+from bifolio.kernels.triton.described import can_be_described, describe, load_tile
+from bifolio.kernels.triton.epilogue import finish, fused
+from bifolio.kernels.triton.row_tiles import INTERPRETED, MOST_ROWS, RowTile, few_rows_tile, one_row_tile
 
 
 @triton.jit
@@ -88,16 +75,11 @@ def _one_row_kernel(
     if HAS_NORM:
         factor = 1.0 / tl.sqrt(tl.sum(squares, axis=0) / DEPTH + eps)
     result = result * factor
-    if HAS_BIAS:
-        result += tl.load(bias + row, mask=exists, other=0.0).to(tl.float32)
-    if ACTIVATION >= 0:
-        up = tl.sum(partner_sums, axis=1) * factor
-        if HAS_BIAS:
-            up += tl.load(bias + num_outputs + row, mask=exists, other=0.0).to(tl.float32)
-        result = activate(result, ACTIVATION) * up
-    if HAS_RESIDUAL:
-        result += tl.load(residual + row, mask=exists, other=0.0).to(tl.float32)
-    tl.store(out + row, result.to(out.dtype.element_ty), mask=exists)
+    up = tl.sum(partner_sums, axis=1) * factor
+    finish(
+        result, up, row, row, exists, bias, residual, out, num_outputs,
+        HAS_BIAS=HAS_BIAS, HAS_RESIDUAL=HAS_RESIDUAL, ACTIVATION=ACTIVATION,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -126,8 +108,8 @@ def _normed_values(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _few_rows_kernel(
-    x: tl.tensor,  # [rows, depth]
-    weight: tl.tensor,  # [outputs (times 2 if gated), depth]
+    x: tl.tensor,  # [rows, depth], or its description
+    weight: tl.tensor,  # [outputs (times 2 if gated), depth], or its description
     bias: tl.tensor,
     residual: tl.tensor,  # [rows, outputs]
     out: tl.tensor,  # [rows, outputs]
@@ -147,13 +129,17 @@ def _few_rows_kernel(
     ACTIVATION: tl.constexpr,
     SWAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
+    DESCRIBED: tl.constexpr,
 ) -> None:
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    first_row, first_output = tl.program_id(1) * ROWS, tl.program_id(0) * OUTPUTS
+    row, output = first_row + tl.arange(0, ROWS), first_output + tl.arange(0, OUTPUTS)
     row_exists, output_exists = row < num_rows, output < num_outputs
-    x_source = x + row[:, None] * x_stride
-    source = weight + output.to(tl.int64)[:, None] * DEPTH
-    partner = weight + (output + num_outputs).to(tl.int64)[:, None] * DEPTH
+    if DESCRIBED:
+        x_source, source, partner = x, weight, weight
+    else:
+        x_source = x + row[:, None] * x_stride
+        source = weight + output.to(tl.int64)[:, None] * DEPTH
+        partner = weight + (output + num_outputs).to(tl.int64)[:, None] * DEPTH
     if SWAPPED:
         sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
         up_sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
@@ -165,62 +151,73 @@ def _few_rows_kernel(
     end = tl.minimum(part * share + share, DEPTH)
     wait_for_inputs()
     for start in tl.range(part * share, end, BLOCK, num_stages=STAGES):
-        column = start + tl.arange(0, BLOCK)
-        if DEPTH % BLOCK == 0:
-            values = tl.load(x_source + column[None, :], mask=row_exists[:, None], other=0.0)
-            weights = tl.load(source + column[None, :], mask=output_exists[:, None], other=0.0)
-        else:
-            within = (column < DEPTH)[None, :]
-            values = tl.load(x_source + column[None, :], mask=row_exists[:, None] & within, other=0.0)
-            weights = tl.load(source + column[None, :], mask=output_exists[:, None] & within, other=0.0)
-        if SWAPPED:
-            sums = tl.dot(weights, tl.trans(values), sums, input_precision=PRECISION)
-        else:
-            sums = tl.dot(values, tl.trans(weights), sums, input_precision=PRECISION)
+        values = load_tile(x_source, first_row, row_exists, start, DEPTH, BLOCK, DESCRIBED)
+        weights = load_tile(source, first_output, output_exists, start, DEPTH, BLOCK, DESCRIBED)
+        sums = _multiply(values, weights, sums, SWAPPED, PRECISION)
         if ACTIVATION >= 0:
-            if DEPTH % BLOCK == 0:
-                weights = tl.load(partner + column[None, :], mask=output_exists[:, None], other=0.0)
-            else:
-                weights = tl.load(partner + column[None, :], mask=output_exists[:, None] & within, other=0.0)
-            if SWAPPED:
-                up_sums = tl.dot(weights, tl.trans(values), up_sums, input_precision=PRECISION)
-            else:
-                up_sums = tl.dot(values, tl.trans(weights), up_sums, input_precision=PRECISION)
+            weights = load_tile(partner, num_outputs + first_output, output_exists, start, DEPTH, BLOCK, DESCRIBED)
+            up_sums = _multiply(values, weights, up_sums, SWAPPED, PRECISION)
     if SWAPPED:
         sums = tl.trans(sums)
         up_sums = tl.trans(up_sums)
-    if SPLITS > 1:
-        tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        width: tl.constexpr = ROWS * OUTPUTS * (2 if ACTIVATION >= 0 else 1)
-        offset = tl.arange(0, ROWS)[:, None] * OUTPUTS + tl.arange(0, OUTPUTS)[None, :]
-        place = partial_sums + tile.to(tl.int64) * (SPLITS * width) + offset
-        tl.store(place + part * width, sums)
-        if ACTIVATION >= 0:
-            tl.store(place + part * width + ROWS * OUTPUTS, up_sums)
-        tl.debug_barrier()  # every thread's share is written before the arrival is announced
-        arrived = tl.atomic_add(arrivals + tile, 1, sem="acq_rel", scope="gpu")
-        if arrived == SPLITS - 1:
-            tl.store(arrivals + tile, 0)
-            sums = tl.load(place, cache_modifier=".cg")
-            if ACTIVATION >= 0:
-                up_sums = tl.load(place + ROWS * OUTPUTS, cache_modifier=".cg")
-            for other in range(1, SPLITS):
-                sums += tl.load(place + other * width, cache_modifier=".cg")
-                if ACTIVATION >= 0:
-                    up_sums += tl.load(place + other * width + ROWS * OUTPUTS, cache_modifier=".cg")
-    if HAS_BIAS:
-        sums += tl.load(bias + output, mask=output_exists, other=0.0).to(tl.float32)[None, :]
-    if ACTIVATION >= 0:
-        if HAS_BIAS:
-            up_sums += tl.load(bias + num_outputs + output, mask=output_exists, other=0.0).to(tl.float32)[None, :]
-        sums = activate(sums, ACTIVATION) * up_sums
     inside = row_exists[:, None] & output_exists[None, :]
     if SPLITS > 1:
-        inside = inside & (tl.zeros([ROWS, OUTPUTS], tl.int32) + arrived == SPLITS - 1)
+        sums, up_sums, is_last = _add_parts(sums, up_sums, partial_sums, arrivals, SPLITS, ACTIVATION >= 0)
+        inside = inside & is_last
     place = row.to(tl.int64)[:, None] * num_outputs + output[None, :]
-    if HAS_RESIDUAL:
-        sums += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + place, sums.to(out.dtype.element_ty), mask=inside)
+    finish(
+        sums, up_sums, output[None, :], place, inside, bias, residual, out, num_outputs,
+        HAS_BIAS=HAS_BIAS, HAS_RESIDUAL=HAS_RESIDUAL, ACTIVATION=ACTIVATION,
+    )  # fmt: skip
+
+
+@triton.jit
+def _multiply(
+    values: tl.tensor,  # [rows, block]
+    weights: tl.tensor,  # [outputs, block]
+    sums: tl.tensor,  # f32[rows, outputs], or the other way round if swapped
+    SWAPPED: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> tl.tensor:
+    if SWAPPED:
+        sums = tl.dot(weights, tl.trans(values), sums, input_precision=PRECISION)
+    else:
+        sums = tl.dot(values, tl.trans(weights), sums, input_precision=PRECISION)
+    return sums
+
+
+@triton.jit
+def _add_parts(
+    sums: tl.tensor,  # f32[rows, outputs]  of this program
+    up_sums: tl.tensor,
+    partial_sums: tl.tensor,
+    arrivals: tl.tensor,
+    SPLITS: tl.constexpr,
+    GATED: tl.constexpr,
+) -> tl.tensor:
+    """(sums, partner's sums) of all programs of the tile, for the one that comes last; bool[rows, outputs]: it is."""
+    ROWS: tl.constexpr = sums.shape[0]
+    OUTPUTS: tl.constexpr = sums.shape[1]
+    part = tl.program_id(2)
+    tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    width: tl.constexpr = ROWS * OUTPUTS * (2 if GATED else 1)
+    offset = tl.arange(0, ROWS)[:, None] * OUTPUTS + tl.arange(0, OUTPUTS)[None, :]
+    place = partial_sums + tile.to(tl.int64) * (SPLITS * width) + offset
+    tl.store(place + part * width, sums)
+    if GATED:
+        tl.store(place + part * width + ROWS * OUTPUTS, up_sums)
+    tl.debug_barrier()  # every thread's share is written before the arrival is announced
+    arrived = tl.atomic_add(arrivals + tile, 1, sem="acq_rel", scope="gpu")
+    if arrived == SPLITS - 1:
+        tl.store(arrivals + tile, 0)
+        sums = tl.load(place, cache_modifier=".cg")
+        if GATED:
+            up_sums = tl.load(place + ROWS * OUTPUTS, cache_modifier=".cg")
+        for other in range(1, SPLITS):
+            sums += tl.load(place + other * width, cache_modifier=".cg")
+            if GATED:
+                up_sums += tl.load(place + other * width + ROWS * OUTPUTS, cache_modifier=".cg")
+    return sums, up_sums, tl.zeros([ROWS, OUTPUTS], tl.int32) + arrived == SPLITS - 1
 
 
 def one_row(
@@ -254,9 +251,7 @@ def one_row(
         BLOCK=block,
         STAGES=tile.stages,
         HAS_NORM=norm is not None,
-        HAS_BIAS=bias is not None,
-        HAS_RESIDUAL=residual is not None,
-        ACTIVATION=NO_ACTIVATION if activation is None else ACTIVATIONS[activation],
+        **fused(bias, residual, activation),
         num_warps=tile.warps,
         **OVERLAPPED,
     )
@@ -277,15 +272,19 @@ def few_rows(
     """[rows, outputs]"""
     num_rows, depth = x.shape
     outputs = weight.shape[0] if activation is None else weight.shape[0] // 2
-    tile = tile or few_rows_tile(outputs, depth, x.dtype)
+    described = not fixed and can_be_described(x) and can_be_described(weight)
+    if tile is None:
+        tile = few_rows_tile(num_rows, outputs, depth, x.dtype, gated=activation is not None, described=described)
+    if tile.described and not described:
+        tile = replace(tile, described=False)
     rows = min(max(16, triton.next_power_of_2(num_rows)), MOST_ROWS)
     if fixed:
         tile, rows = replace(tile, splits=1), 16 if INTERPRETED else MOST_ROWS
     out = torch.empty((num_rows, outputs), dtype=out_dtype or x.dtype, device=x.device)
     grid = triton.cdiv(outputs, tile.outputs), triton.cdiv(num_rows, rows), tile.splits
     _few_rows_kernel[grid](
-        x,
-        weight,
+        describe(x, rows, tile.depth) if tile.described else x,
+        describe(weight, tile.outputs, tile.depth) if tile.described else weight,
         weight if bias is None else bias,
         x if residual is None else residual,
         out,
@@ -299,11 +298,10 @@ def few_rows(
         OUTPUTS=tile.outputs,
         BLOCK=tile.depth,
         STAGES=tile.stages,
-        HAS_BIAS=bias is not None,
-        HAS_RESIDUAL=residual is not None,
-        ACTIVATION=NO_ACTIVATION if activation is None else ACTIVATIONS[activation],
+        **fused(bias, residual, activation),
         SWAPPED=tile.swapped,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        DESCRIBED=tile.described,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **OVERLAPPED,
@@ -328,41 +326,3 @@ _arrivals: dict[
     torch.device, torch.Tensor
 ] = {}  # one set serves all: a kernel begins to count when all before it ended
 _kept: list[torch.Tensor] = []  # captured steps go on using the counters they were captured with
-
-
-def one_row_tile(outputs: int, depth: int, gated: bool) -> RowTile:
-    """Tiles of 8 to 16 kB, and programs for every multiprocessor several times over; the fastest of those timed."""
-    if INTERPRETED:
-        return RowTile(64, 64, 4)
-    if outputs >= 32768:
-        return RowTile(16, 256, 4) if depth <= 2048 else RowTile(8, 512, 4, 4)
-    if gated:
-        return RowTile(4, 512, 2) if depth <= 2048 else RowTile(4, 1024, 4)
-    if depth >= 8192:
-        return RowTile(4, 1024, 4) if outputs >= 4096 else RowTile(8, 512, 4, 4)
-    if depth <= 1024:
-        return RowTile(8, 512, 4)
-    if outputs <= 2048 or outputs <= 4096 <= depth:
-        return RowTile(2, 2048, 8)
-    return RowTile(4 if depth <= 2048 else 2, 1024, 4)
-
-
-def few_rows_tile(outputs: int, depth: int, dtype: torch.dtype) -> RowTile:
-    """A product of a few hundred outputs shares its depth among programs until there is one per multiprocessor."""
-    if INTERPRETED:
-        return RowTile(64, 64, 4)
-    if dtype == torch.float32:
-        return RowTile(16, 32, 4, 2)
-    if outputs >= 32768:
-        return RowTile(128, 64, 4, 4, swapped=True)
-    swapped = depth > 3072 or outputs > 4096
-    tile = 64 if swapped else 32
-    splits = max(min(128 // triton.cdiv(outputs, tile), 4, depth // 256), 1)
-    return RowTile(tile, 128, 4, 4, swapped, splits)
-
-
-def library_is_faster(rows: int, outputs: int, depth: int, gated: bool) -> bool:
-    """Whether the matrix library's product is better than ours with all that we fuse into it."""
-    if rows > MOST_ROWS:
-        return True
-    return rows > 32 and not gated and 2048 <= depth <= outputs < 32768

@@ -24,15 +24,13 @@ import triton
 
 from bifolio.kernels.interface import Array, Linear, Norm
 from bifolio.kernels.torch_reference import TorchKernels
-from bifolio.kernels.triton.deferred import Normed, Product, tensor
 from bifolio.kernels.triton.dependent import OVERLAPPED
-from bifolio.kernels.triton.norm import ACTIVATIONS
+from bifolio.kernels.triton.epilogue import fused
 from bifolio.kernels.triton.quantised_kernels import dequantise_kernel, few_rows_kernel, one_row_kernel
+from bifolio.kernels.triton.row_tiles import INTERPRETED
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
-NO_ACTIVATION = -1
-INTERPRETED = bool(triton.knobs.runtime.interpret)  # then a program costs milliseconds: few, large ones
 KINDS = {QuantFormat.Q8_0: 0, QuantFormat.Q4_0: 1, QuantFormat.Q4_1: 2}  # what kernels call the formats
 HEADER_BYTES = {QuantFormat.Q8_0: 2, QuantFormat.Q4_0: 2, QuantFormat.Q4_1: 4}  # of a block, before its values
 FEW_ROWS = 64  # products with at most so many rows dequantise as they go
@@ -120,9 +118,7 @@ def one_row(
         BLOCKS=min(tile.blocks, triton.next_power_of_2(depth // 32)),
         STAGES=tile.stages,
         HAS_NORM=norm is not None,
-        HAS_BIAS=bias is not None,
-        HAS_RESIDUAL=residual is not None,
-        ACTIVATION=NO_ACTIVATION if activation is None else ACTIVATIONS[activation],
+        **fused(bias, residual, activation),
         num_warps=tile.warps,
         **OVERLAPPED,
     )
@@ -137,14 +133,14 @@ def few_rows(
     residual: torch.Tensor | None = None,
     activation: str | None = None,
     out_dtype: torch.dtype | None = None,
-    deterministic: bool = False,
     tile: QuantisedTile | None = None,
+    fixed: bool = False,  # cut alike for any number of rows: then nobody's bits depend on the others
 ) -> torch.Tensor:
     """[rows, outputs]; any number of rows is right, few are fast."""
     num_rows, depth = x.shape
     outputs = weight.shape[0] if activation is None else weight.shape[0] // 2
     tile = tile or few_rows_tile(x.dtype, outputs)
-    rows = FIXED_ROWS if deterministic else min(max(16, triton.next_power_of_2(num_rows)), 128)
+    rows = FIXED_ROWS if fixed else min(max(16, triton.next_power_of_2(num_rows)), 128)
     out = torch.empty((num_rows, outputs), dtype=out_dtype or x.dtype, device=x.device)
     few_rows_kernel[(triton.cdiv(outputs, tile.outputs), triton.cdiv(num_rows, rows))](
         x,
@@ -163,9 +159,7 @@ def few_rows(
         OUTPUTS=tile.outputs,
         BLOCKS=tile.blocks,
         STAGES=tile.stages,
-        HAS_BIAS=bias is not None,
-        HAS_RESIDUAL=residual is not None,
-        ACTIVATION=NO_ACTIVATION if activation is None else ACTIVATIONS[activation],
+        **fused(bias, residual, activation),
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=tile.warps,
         num_stages=tile.stages,
@@ -261,34 +255,6 @@ class QuantisedKernels(TorchKernels):
             for part, bias in zip(linear.parts, linear.biases, strict=True)
         ]
         return torch.cat(each)
-
-
-def multiply(
-    product: Product,
-    weight: QuantisedWeight,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    activation: str | None,
-    out_dtype: torch.dtype | None,
-    deterministic: bool,
-) -> torch.Tensor:
-    """Few rows, with everything around the product that could be fused into it."""
-    if product.rows == 1 and not deterministic:
-        normed = product.x if isinstance(product.x, Normed) and product.x.value is None else None
-        x = normed.x if normed is not None else tensor(product.x)
-        norm = None if normed is None else normed.norm
-        return one_row(
-            x, weight, norm=norm, bias=bias, residual=residual, activation=activation, out_dtype=out_dtype
-        )  # fmt: skip
-    return few_rows(
-        tensor(product.x),
-        weight,
-        bias=bias,
-        residual=residual,
-        activation=activation,
-        out_dtype=out_dtype,
-        deterministic=deterministic,
-    )
 
 
 def usable(parts: tuple[Any, ...]) -> bool:

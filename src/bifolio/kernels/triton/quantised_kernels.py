@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from bifolio.kernels.triton.dependent import wait_for_inputs
-from bifolio.kernels.triton.norm import activate
+from bifolio.kernels.triton.epilogue import finish
 
 
 @triton.jit
@@ -127,16 +127,11 @@ def one_row_kernel(
     if HAS_NORM:
         factor = 1.0 / tl.sqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / DEPTH + eps)
     result = result * factor
-    if HAS_BIAS:
-        result += tl.load(bias + row, mask=exists, other=0.0).to(tl.float32)
-    if ACTIVATION >= 0:
-        up = tl.sum(partner_sums, axis=1) * factor
-        if HAS_BIAS:
-            up += tl.load(bias + num_outputs + row, mask=exists, other=0.0).to(tl.float32)
-        result = activate(result, ACTIVATION) * up
-    if HAS_RESIDUAL:
-        result += tl.load(residual + row, mask=exists, other=0.0).to(tl.float32)
-    tl.store(out + row, result.to(out.dtype.element_ty), mask=exists)
+    up = tl.sum(partner_sums, axis=1) * factor
+    finish(
+        result, up, row, row, exists, bias, residual, out, num_outputs,
+        HAS_BIAS=HAS_BIAS, HAS_RESIDUAL=HAS_RESIDUAL, ACTIVATION=ACTIVATION,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -214,18 +209,12 @@ def few_rows_kernel(
             tile = _load_tile(values, partner_start + block[None, :], inside, KIND)
             scale, offset = _load_factors(scales, minima, partner_start + block[None, :], inside, KIND)
             up_sums = _multiply_tile(up_sums, tile, scale, offset, first, second, KIND, PRECISION)
-    if HAS_BIAS:
-        sums += tl.load(bias + output, mask=output_exists, other=0.0).to(tl.float32)[:, None]
-    if ACTIVATION >= 0:
-        if HAS_BIAS:
-            up_sums += tl.load(bias + num_outputs + output, mask=output_exists, other=0.0).to(tl.float32)[:, None]
-        sums = activate(sums, ACTIVATION) * up_sums
-    result = tl.trans(sums)
     exists = row_exists[:, None] & output_exists[None, :]
     place = row.to(tl.int64)[:, None] * num_outputs + output[None, :]
-    if HAS_RESIDUAL:
-        result += tl.load(residual + place, mask=exists, other=0.0).to(tl.float32)
-    tl.store(out + place, result.to(out.dtype.element_ty), mask=exists)
+    finish(
+        tl.trans(sums), tl.trans(up_sums), output[None, :], place, exists, bias, residual, out, num_outputs,
+        HAS_BIAS=HAS_BIAS, HAS_RESIDUAL=HAS_RESIDUAL, ACTIVATION=ACTIVATION,
+    )  # fmt: skip
 
 
 @triton.jit

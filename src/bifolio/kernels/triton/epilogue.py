@@ -1,0 +1,51 @@
+# mypy: disallow-untyped-decorators=False
+"""What every product does with its sums before they are written, whatever the weights were stored in.
+
+out = act(sums + bias) + residual          (each part optional; a gate is multiplied by its partner)
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from bifolio.kernels.triton.norm import ACTIVATIONS, activate
+
+NO_ACTIVATION = -1
+
+
+def fused(bias: torch.Tensor | None, residual: torch.Tensor | None, activation: str | None) -> dict[str, int]:
+    """What of it a launch asks for, as `finish` and the kernels around it call it."""
+    return {
+        "HAS_BIAS": bias is not None,
+        "HAS_RESIDUAL": residual is not None,
+        "ACTIVATION": NO_ACTIVATION if activation is None else ACTIVATIONS[activation],
+    }
+
+
+@triton.jit
+def finish(
+    sums: tl.tensor,  # f32[...]
+    up_sums: tl.tensor,  # f32[...]  the gate's partner; unused without an activation
+    output: tl.tensor,  # i32[outputs], or with a dimension of 1 in front
+    place: tl.tensor,  # [...]  where in `out` and `residual`
+    inside: tl.tensor,  # bool[...]  whether it is written
+    bias: tl.tensor,  # [outputs (times 2 if gated)]
+    residual: tl.tensor,
+    out: tl.tensor,
+    num_outputs: tl.tensor,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr,  # of a gate; -1: none
+) -> None:
+    exists = output < num_outputs
+    if HAS_BIAS:
+        sums += tl.load(bias + output, mask=exists, other=0.0).to(tl.float32)
+    if ACTIVATION >= 0:
+        if HAS_BIAS:
+            up_sums += tl.load(bias + num_outputs + output, mask=exists, other=0.0).to(tl.float32)
+        sums = activate(sums, ACTIVATION) * up_sums
+    if HAS_RESIDUAL:
+        sums += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + place, sums.to(out.dtype.element_ty), mask=inside)

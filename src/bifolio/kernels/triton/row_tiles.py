@@ -1,0 +1,90 @@
+"""How products with few rows are cut into programs, and which are left to the matrix library: what was timed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+MOST_ROWS = 64  # that our own products are made for
+INTERPRETED = bool(triton.knobs.runtime.interpret)  # then a program costs milliseconds: few, large ones
+
+
+@dataclass(frozen=True, slots=True)
+class RowTile:
+    """How one shape of product is cut."""
+
+    outputs: int  # rows of the weight per program
+    depth: int  # columns of the weight read together
+    warps: int
+    stages: int = 1
+    swapped: bool = False  # the weight is the left factor
+    splits: int = 1  # programs that share the depth of a tile
+    described: bool = False  # fetched by the copy engine, where the device has one
+
+
+def one_row_tile(outputs: int, depth: int, gated: bool) -> RowTile:
+    """Tiles of 8 to 16 kB, and programs for every multiprocessor several times over; the fastest of those timed."""
+    if INTERPRETED:
+        return RowTile(64, 64, 4)
+    if outputs >= 32768:
+        return RowTile(16, 256, 4) if depth <= 2048 else RowTile(8, 512, 4, 4)
+    if gated:
+        return RowTile(4, 512, 2) if depth <= 2048 else RowTile(4, 1024, 4)
+    if depth >= 8192:
+        return RowTile(4, 1024, 4) if outputs >= 4096 else RowTile(8, 512, 4, 4)
+    if depth <= 1024:
+        return RowTile(8, 512, 4)
+    if outputs <= 2048 or outputs <= 4096 <= depth:
+        return RowTile(2, 2048, 8)
+    return RowTile(4 if depth <= 2048 else 2, 1024, 4)
+
+
+def few_rows_tile(
+    rows: int, outputs: int, depth: int, dtype: torch.dtype, *, gated: bool = False, described: bool = False
+) -> RowTile:
+    """A product of a few hundred outputs shares its depth among programs until there is one per multiprocessor.
+
+    `described`: the copy engine can fetch both factors; whether it does was timed (17 rows and more).
+    """
+    if INTERPRETED:
+        return RowTile(64, 64, 4)
+    if dtype == torch.float32:
+        return RowTile(16, 32, 4, 2)
+    if described and 16 < rows <= MOST_ROWS and outputs >= _fewest_described(rows, gated):
+        return _described_tile(rows, outputs, depth, gated)
+    if outputs >= 32768:
+        return RowTile(128, 64, 4, 4, swapped=True)
+    swapped = depth > 3072 or outputs > 4096
+    tile = 64 if swapped else 32
+    splits = max(min(128 // triton.cdiv(outputs, tile), 4, depth // 256), 1)
+    return RowTile(tile, 128, 4, 4, swapped, splits)
+
+
+def _fewest_described(rows: int, gated: bool) -> int:
+    """Outputs below which tiles of 64, which the copy engine needs to be ahead, are too few for the GPU."""
+    if gated:
+        return 4097
+    return 2048 if rows > 32 else 3072
+
+
+def _described_tile(rows: int, outputs: int, depth: int, gated: bool) -> RowTile:
+    """One program for every multiprocessor, or for every other one where sharing would leave little to each."""
+    if outputs >= 32768:
+        return RowTile(128, 64, 4, 4 if rows > 32 else 5, swapped=True, described=True)
+    if gated:
+        return RowTile(64, 128, 4, 4, swapped=True, described=True)
+    splits = triton.cdiv(128 if depth > 4096 else 64, triton.cdiv(outputs, 64))
+    splits = max(min(splits, 4, depth // 256), 1)
+    return RowTile(64, 128, 4, 5 if splits < 4 else 4, swapped=True, splits=splits, described=True)
+
+
+def library_is_faster(rows: int, outputs: int, depth: int, *, gated: bool, described: bool) -> bool:
+    """Whether the matrix library's product is better than ours with all that we fuse into it.
+
+    `described`: the copy engine can fetch our factors; then it is not, up to the rows that ours are made for.
+    """
+    if rows > MOST_ROWS:
+        return True
+    return rows > 32 and not gated and not described and 2048 <= depth <= outputs < 32768
