@@ -69,10 +69,10 @@ struct Activations {
   const float* scale;  // [rows / 4][k / 32][4]  rows interleaved by 4
   const float* sum;    // the same: scale * (sum of the block's q)
   const int32_t* isum; // the same: sum of the block's q
-  // For instruction sets with tiles: sixteen rows (of bf16: or all, if there are fewer) side by side, the last ones
-  // padded with zeros, and k cut into pieces of 32.
-  const int8_t* tiles;   // [rows / 16][k / 32][16][32]  q again; null with fewer than 16 rows
-  const uint16_t* bf16;  // [rows / 16][k / 32][16][32]  x as bfloat16, k padded with zeros
+  // For instruction sets with tiles: 32 numbers of sixteen rows (of bf16: or all, if there are fewer) together, where
+  // tile_place says; rows and k are padded with zeros.
+  const int8_t* tiles;   // [pieces][16][32]  q again; null with fewer than 16 rows
+  const uint16_t* bf16;  // [pieces][16][32]  x as bfloat16
 };
 
 struct NormWeights {
@@ -144,6 +144,14 @@ struct KernelTable {
 
 size_t matmul_scratch_bytes();
 size_t attention_scratch_bytes(int64_t head_dim);
+
+// Which piece of a tiled matrix holds the 32 numbers `step` of row tile `tile`. Sixteen steps of a tile lie one after the
+// other, then come those of the next tile: what is worked on together is one stretch of memory.
+constexpr int64_t kPartSteps = 16;
+inline int64_t tile_place(int64_t tile, int64_t step, int64_t tiles, int64_t steps) {
+  const int64_t part = step / kPartSteps * kPartSteps;
+  return part * tiles + tile * (steps - part < kPartSteps ? steps - part : kPartSteps) + step - part;
+}
 
 inline int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 

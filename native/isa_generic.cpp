@@ -52,7 +52,7 @@ int score() { return 1; }
 #include "kernels/table.h"
 const KernelTable kGenericKernels = BIFOLIO_KERNEL_TABLE("generic", false, matmul);
 
-size_t matmul_scratch_bytes() { return 576 * 1024; }  // most of it is touched by tiles alone
+size_t matmul_scratch_bytes() { return 640 * 1024; }  // most of it is touched by tiles alone
 
 // For the larger of the two kinds of cache; see FloatScratch and IntScratch.
 size_t attention_scratch_bytes(int64_t head_dim) {

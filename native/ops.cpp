@@ -73,11 +73,22 @@ void softcap(Member& m, Rows x, float cap) {
 
 namespace {
 
-// Row `row` to where it belongs in tiles of `height` rows and 32 numbers, which lie one after the other.
+// Row `row` of `rows` to where it belongs in tiles of `height` rows.
 template <class Number>
-void to_tiles(const Number* values, int64_t blocks, int64_t height, int64_t row, Number* tiles) {
-  Number* target = tiles + row / height * height * blocks * kBlock + row % height * kBlock;
-  for (int64_t b = 0; b < blocks; ++b) std::memcpy(target + b * height * kBlock, values + b * kBlock, kBlock * sizeof(Number));
+void to_tiles(const Number* values, int64_t steps, int64_t height, int64_t row, int64_t rows, Number* tiles) {
+  const int64_t count = round_up(rows, height) / height;
+  for (int64_t step = 0; step < steps; ++step)
+    std::memcpy(tiles + (tile_place(row / height, step, count, steps) * height + row % height) * kBlock,
+                values + step * kBlock, kBlock * sizeof(Number));
+}
+
+// Sets what pads the last of the tiles to zero.
+template <class Number>
+void pad_tiles(int64_t steps, int64_t height, int64_t rows, Number* tiles) {
+  const int64_t count = round_up(rows, height) / height, used = rows - (count - 1) * height;
+  for (int64_t step = 0; step < steps && used < height; ++step)
+    std::memset(tiles + (tile_place(count - 1, step, count, steps) * height + used) * kBlock, 0,
+                size_t((height - used) * kBlock) * sizeof(Number));
 }
 
 // Quantises every row; with two planes also what the first left over, as rows [count, 2 * count). The products of both
@@ -94,7 +105,7 @@ Activations quantize_rows(Member& m, Rows x, int64_t k, int64_t planes, Workspac
       const int64_t whole = rows / kTileRows * kTileRows;
       for (int kind = 0; kind < 3; ++kind)
         std::memset(numbers + kind * scales + whole * blocks, 0, size_t((padded_rows - whole) * blocks) * sizeof(float));
-      std::memset(workspace.tiles.bytes(size_t(padded_rows * k)) + whole * k, 0, size_t((padded_rows - whole) * k));
+      pad_tiles(blocks, kTileRows, rows, workspace.tiles.array<int8_t>(size_t(padded_rows * k)));
     }
     if (planes > 1) workspace.residuals.bytes(size_t(x.count * k) * sizeof(float));
   }
@@ -107,7 +118,7 @@ Activations quantize_rows(Member& m, Rows x, int64_t k, int64_t planes, Workspac
   const auto quantize = [&](const float* values, int64_t row) {
     const int64_t at = row / kRowGroup * blocks * kRowGroup + row % kRowGroup;
     isa.quantize_row(values, k, q + row * k, scale + at, sum + at, isum + at);
-    if (tiled) to_tiles(q + row * k, blocks, kTileRows, row, tiles);
+    if (tiled) to_tiles(q + row * k, blocks, kTileRows, row, rows, tiles);
     return at;
   };
   each_row(m, x.count, 4 * k * planes, [&](int64_t row) {
@@ -123,18 +134,15 @@ Activations quantize_rows(Member& m, Rows x, int64_t k, int64_t planes, Workspac
 // Every row as bfloat16, in tiles.
 const uint16_t* round_rows(Member& m, Rows x, int64_t k, Workspace& workspace) {
   const int64_t blocks = round_up(k, kBlock) / kBlock, height = std::min(x.count, kTileRows);
-  const int64_t padded_rows = round_up(x.count, height), whole = x.count / height * height;
-  if (m.rank == 0) {
-    auto* words = workspace.tiles.array<uint16_t>(size_t(padded_rows * blocks * kBlock));
-    std::memset(words + whole * blocks * kBlock, 0, size_t((padded_rows - whole) * blocks * kBlock) * 2);
-  }
+  if (m.rank == 0)
+    pad_tiles(blocks, height, x.count, workspace.tiles.array<uint16_t>(size_t(round_up(x.count, height) * blocks * kBlock)));
   m.barrier();
   auto* words = workspace.tiles.array<uint16_t>(0);
   each_row(m, x.count, k, [&](int64_t row) {
     auto* rounded = m.scratch().array<uint16_t>(size_t(blocks * kBlock));
     kernels().store_kv_row(x.row(row), k, KvType::BF16, rounded);
     std::memset(rounded + k, 0, size_t(blocks * kBlock - k) * 2);
-    to_tiles(rounded, blocks, height, row, words);
+    to_tiles(rounded, blocks, height, row, x.count, words);
   });
   return words;
 }

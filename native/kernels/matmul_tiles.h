@@ -7,16 +7,16 @@
 //
 //   for 16 panels, for 512 rows          their sums [panel][row][16] are in the second cache level
 //     for a part of k                    so are the rows' values of this part
-//       for one or two panels            their weights of this part are in the first level
-//         for 16 or 32 rows              tiles
+//       for two panels                   their weights of this part are in the first level
+//         for 32 rows                    2 x 2 tiles: loading tiles takes longer than multiplying them
 //
-// With up to 32 rows everything but the weights is near anyway: then a panel is read from beginning to end.
+// With one tile of rows everything but the weights is near anyway: then panels are read from beginning to end.
 #pragma once
 
-constexpr int64_t kPartBlocks = 32;  // of k that are worked on at a time: a panel's bytes are 16 KB
 constexpr int64_t kGroupTiles = 32, kGroupPanels = 16;
 constexpr int64_t kGroupSums = kGroupPanels * kGroupTiles * kTileRows * kPanel;
 
+// Tiles 0-3 are 2 x 2 results, unit 2 * panel + tile of rows; 4 and 5 rows, 6 and 7 weights.
 struct TileGroup {
   int64_t first_panel, panels, first_tile, tiles;
   float* sums;
@@ -28,10 +28,11 @@ struct TileGroup {
 template <class Body>
 static inline void each_group(const PackedMatrix& m, int64_t rows, const float* bias, float* y, int64_t y_stride,
                               int64_t begin, int64_t end, float* sums, Body body) {
-  const int64_t tiles = round_up(rows, kTileRows) / kTileRows, most_panels = tiles <= 2 ? 2 : kGroupPanels;
+  const int64_t tiles = round_up(rows, kTileRows) / kTileRows, most_panels = tiles == 1 ? 2 : kGroupPanels;
   for (int64_t p = begin; p < end; p += most_panels)
     for (int64_t t = 0; t < tiles; t += kGroupTiles) {
-      const TileGroup group{p, end - p < most_panels ? end - p : most_panels, t, tiles - t < kGroupTiles ? tiles - t : kGroupTiles, sums};
+      const TileGroup group{p, end - p < most_panels ? end - p : most_panels, t,
+                            tiles - t < kGroupTiles ? tiles - t : kGroupTiles, sums};
       body(group);
       for (int64_t row = t * kTileRows; row < rows && row < (t + group.tiles) * kTileRows; ++row)
         for (int64_t i = 0; i < group.panels; ++i) {
@@ -41,7 +42,7 @@ static inline void each_group(const PackedMatrix& m, int64_t rows, const float* 
     }
 }
 
-// ---- bytes: tiles 0-3 are sums of 16 rows and 16 columns, 4 and 5 rows, 6 and 7 weights ---------------------------
+// ---- bytes --------------------------------------------------------------------------------------------------------
 
 static void configure_bytes() {
   TileConfig config;
@@ -51,84 +52,120 @@ static void configure_bytes() {
   configure(config);
 }
 
-// The sums of up to four blocks, [block][16 rows][16 columns]. q: [block][16 rows][32]
-static inline void tile_dots(const UnpackedPanel& w, int64_t b, const int8_t* q, int64_t count, int32_t* out) {
-  finish_writes();
-#define BLOCK(I, ROWS, WEIGHTS)                              \
-  if (count > I) {                                           \
-    _tile_zero(I);                                           \
-    _tile_loadd(ROWS, q + I * kTileRows * kBlock, kBlock);   \
-    _tile_loadd(WEIGHTS, w.quants(b + I), 64);               \
-    _tile_dpbssd(I, ROWS, WEIGHTS);                          \
-    _tile_stored(I, out + I * 256, 64);                      \
-  }
-  BLOCK(0, 4, 6)
-  BLOCK(1, 5, 7)
-  BLOCK(2, 4, 6)
-  BLOCK(3, 5, 7)
-#undef BLOCK
-}
+// One or two panels and one or two tiles of rows, `blocks` blocks of k. While the tiles multiply two blocks, the sums of
+// the two before are scaled and added.
+template <bool Min, bool Lower, bool Right>
+struct ByteTiles {
+  const UnpackedPanel* w;  // [2]
+  const IntRows* x;        // [2], q being tiles
+  int64_t blocks;
+  float* const* sums;  // [unit]
+  bool first;
+  alignas(64) int32_t dots[2][2][4][256];  // of two pairs of blocks: [pair][block][unit][row][column]
 
-// Sixteen rows. The tiles work on the next four blocks while the sums of the last four are scaled.
-// x.q: [block][16 rows][32]
-template <bool Min>
-static void accumulate_int_16(const UnpackedPanel& w, const IntRows& x, int64_t blocks, float* sums, bool first) {
-  alignas(64) int32_t dots[2][4 * 256];
-  V16 acc[16];
-  for (int r = 0; r < 16; ++r) acc[r] = first ? zero() : load(sums + r * kPanel);
-  const auto start = [&](int64_t b) {
-    if (b < blocks) tile_dots(w, b, x.q + b * kTileRows * kBlock, blocks - b, dots[b / 4 % 2]);
-  };
-  start(0);
-  for (int64_t b = 0; b < blocks; b += 4) {
-    start(b + 4);
-    for (int64_t i = 0; i < 4 && b + i < blocks; ++i) {
-      const int32_t* found = dots[b / 4 % 2] + i * 256;
-      const V16 scale = load(w.scales(b + i));
-      const float* factors = x.scale + (b + i) * kRowGroup;
+  inline void multiply(int64_t b) const {
+    if (b >= blocks) return;
+    _tile_loadd(4, x[0].q + b * kTileRows * kBlock, kBlock);
+    if constexpr (Lower) _tile_loadd(5, x[1].q + b * kTileRows * kBlock, kBlock);
+    _tile_loadd(6, w[0].quants(b), 64);
+    if constexpr (Right) _tile_loadd(7, w[1].quants(b), 64);
+    _tile_zero(0);
+    if constexpr (Lower) _tile_zero(1);
+    if constexpr (Right) _tile_zero(2);
+    if constexpr (Lower && Right) _tile_zero(3);
+    _tile_dpbssd(0, 4, 6);
+    if constexpr (Lower) _tile_dpbssd(1, 5, 6);
+    if constexpr (Right) _tile_dpbssd(2, 4, 7);
+    if constexpr (Lower && Right) _tile_dpbssd(3, 5, 7);
+  }
+
+  inline void keep(int64_t b) {
+    if (b >= blocks) return;
+    auto* out = dots[b / 2 % 2][b % 2];
+    _tile_stored(0, out[0], 64);
+    if constexpr (Lower) _tile_stored(1, out[1], 64);
+    if constexpr (Right) _tile_stored(2, out[2], 64);
+    if constexpr (Lower && Right) _tile_stored(3, out[3], 64);
+  }
+
+  inline void scale(int unit, int64_t begin) const {
+    if (begin < 0 || (!Lower && unit % 2) || (!Right && unit / 2)) return;
+    const UnpackedPanel& panel = w[unit / 2];
+    const IntRows& rows = x[unit % 2];
+    V16 acc[kTileRows];
 #pragma GCC unroll 16
-      for (int r = 0; r < 16; ++r) {
-        acc[r] = fma(from_ints(found + r * kPanel), mul(scale, broadcast(factors[r / 4 * x.group + r % 4])), acc[r]);
-        if constexpr (Min)
-          acc[r] = fma(load(w.minima(b + i)), broadcast(x.sum[r / 4 * x.group + (b + i) * kRowGroup + r % 4]), acc[r]);
+    for (int r = 0; r < kTileRows; ++r) acc[r] = first && begin == 0 ? zero() : load(sums[unit] + r * kPanel);
+    for (int64_t b = begin; b < begin + 2 && b < blocks; ++b) {
+      const int32_t* found = dots[b / 2 % 2][b % 2][unit];
+      const V16 factor = load(panel.scales(b));
+      const int64_t at = b * kRowGroup;
+#pragma GCC unroll 16
+      for (int r = 0; r < kTileRows; ++r) {
+        const int64_t place = at + r / kRowGroup * rows.group + r % kRowGroup;
+        acc[r] = fma(from_ints(found + r * kPanel), mul(factor, broadcast(rows.scale[place])), acc[r]);
+        if constexpr (Min) acc[r] = fma(load(panel.minima(b)), broadcast(rows.sum[place]), acc[r]);
       }
     }
+#pragma GCC unroll 16
+    for (int r = 0; r < kTileRows; ++r) store(sums[unit] + r * kPanel, acc[r]);
   }
-  for (int r = 0; r < 16; ++r) store(sums + r * kPanel, acc[r]);
+
+  void run() {
+    finish_writes();
+    for (int64_t b = 0; b < blocks + 2; b += 2) {
+      multiply(b);
+      scale(0, b - 2);
+      keep(b);
+      scale(1, b - 2);
+      multiply(b + 1);
+      scale(2, b - 2);
+      keep(b + 1);
+      scale(3, b - 2);
+    }
+  }
+};
+
+template <bool Min, bool Lower, bool Right>
+static void multiply_bytes(const UnpackedPanel* w, const IntRows* x, int64_t blocks, float* const* sums, bool first) {
+  ByteTiles<Min, Lower, Right> tiles;
+  tiles.w = w, tiles.x = x, tiles.blocks = blocks, tiles.sums = sums, tiles.first = first;
+  tiles.run();
 }
 
 template <Format F>
 static void matmul_bytes(const PackedMatrix& m, const Activations& x, const float* bias, float* y, int64_t y_stride,
                          int64_t begin, int64_t end, uint8_t* scratch) {
-  auto* sums = reinterpret_cast<float*>(scratch);
+  constexpr bool min = F == Format::Q4_1;
+  constexpr int64_t unpacked_bytes = kUnpackedBlocks * (kBlock * kPanel + 2 * kPanel * int64_t(sizeof(float)));
   uint8_t* unpacked = scratch + kGroupSums * sizeof(float);
-  const int64_t num_blocks = m.k / kBlock;
+  const int64_t num_blocks = m.k / kBlock, num_tiles = round_up(x.rows, kTileRows) / kTileRows;
   configure_bytes();
-  each_group(m, x.rows, bias, y, y_stride, begin, end, sums, [&](const TileGroup& group) {
-    const bool in_parts = group.panels > 2;  // else a panel is read to its end
-    const auto add = [&](int64_t p, int64_t b) {
-      const int64_t blocks = num_blocks - b < kPartBlocks ? num_blocks - b : kPartBlocks;
-      const UnpackedPanel w = unpack_panel(PackedPanel<F>{m.panel(group.first_panel + p)}, b, blocks, unpacked);
-      for (int64_t t = 0; t < group.tiles; ++t) {
-        IntRows rows = int_rows(x, (group.first_tile + t) * kTileRows, b);
-        rows.q = x.tiles + ((group.first_tile + t) * num_blocks + b) * kTileRows * kBlock;
-        accumulate_int_16<F == Format::Q4_1>(w, rows, blocks, group.at(p, t), b == 0);
+  each_group(m, x.rows, bias, y, y_stride, begin, end, reinterpret_cast<float*>(scratch), [&](const TileGroup& group) {
+    for (int64_t b = 0; b < num_blocks; b += kPartSteps)
+      for (int64_t p = 0; p < group.panels; p += 2) {
+        const int64_t blocks = num_blocks - b < kPartSteps ? num_blocks - b : kPartSteps;
+        const bool right = p + 1 < group.panels;
+        UnpackedPanel w[2];
+        for (int64_t i = 0; i < (right ? 2 : 1); ++i)
+          w[i] = unpack_panel(PackedPanel<F>{m.panel(group.first_panel + p + i)}, b, blocks, unpacked + i * unpacked_bytes);
+        for (int64_t t = 0; t < group.tiles; t += 2) {
+          const bool lower = t + 1 < group.tiles;
+          IntRows rows[2];
+          for (int64_t i = 0; i < (lower ? 2 : 1); ++i) {
+            const int64_t tile = group.first_tile + t + i;
+            rows[i] = int_rows(x, tile * kTileRows, b);
+            rows[i].q = x.tiles + tile_place(tile, b, num_tiles, num_blocks) * kTileRows * kBlock;
+          }
+          float* const sums[4] = {group.at(p, t), group.at(p, t + lower), group.at(p + right, t), group.at(p + right, t + lower)};
+          const auto multiply = lower ? (right ? multiply_bytes<min, true, true> : multiply_bytes<min, true, false>)
+                                      : (right ? multiply_bytes<min, false, true> : multiply_bytes<min, false, false>);
+          multiply(w, rows, blocks, sums, b == 0);
+        }
       }
-    };
-    if (in_parts) {
-      for (int64_t b = 0; b < num_blocks; b += kPartBlocks)
-        for (int64_t p = 0; p < group.panels; ++p) add(p, b);
-    } else {
-      for (int64_t p = 0; p < group.panels; ++p)
-        for (int64_t b = 0; b < num_blocks; b += kPartBlocks) add(p, b);
-    }
   });
 }
 
-// ---- bfloat16: tiles 0-3 are 2 x 2 results, 4 and 5 rows, 6 and 7 weights -----------------------------------------
-
-constexpr int64_t kStep = 32;        // k values of a tile
-constexpr int64_t kPartSteps = 16;   // tiles of k in a part: two panels' weights are 32 KB
+// ---- bfloat16 -----------------------------------------------------------------------------------------------------
 
 static void configure_words(int64_t rows) {
   TileConfig config;
@@ -137,10 +174,10 @@ static void configure_words(int64_t rows) {
   configure(config);
 }
 
-// One or two tiles of rows against one or two panels, `steps` tiles of k: sums[panel][tile] go on, or begin.
+// One or two tiles of rows against one or two panels, `steps` tiles of k: the sums go on, or begin.
 template <bool Lower, bool Right>
 static inline void multiply_words(const uint16_t* upper, const uint16_t* lower, int64_t tile_words, const uint8_t* left,
-                                  const uint8_t* right, int64_t steps, float* const sums[2][2], bool first) {
+                                  const uint8_t* right, int64_t steps, float* const* sums, bool first) {
   finish_writes();
   if (first) {
     _tile_zero(0);
@@ -148,53 +185,46 @@ static inline void multiply_words(const uint16_t* upper, const uint16_t* lower, 
     if constexpr (Right) _tile_zero(2);
     if constexpr (Lower && Right) _tile_zero(3);
   } else {
-    _tile_loadd(0, sums[0][0], 64);
-    if constexpr (Lower) _tile_loadd(1, sums[0][1], 64);
-    if constexpr (Right) _tile_loadd(2, sums[1][0], 64);
-    if constexpr (Lower && Right) _tile_loadd(3, sums[1][1], 64);
+    _tile_loadd(0, sums[0], 64);
+    if constexpr (Lower) _tile_loadd(1, sums[1], 64);
+    if constexpr (Right) _tile_loadd(2, sums[2], 64);
+    if constexpr (Lower && Right) _tile_loadd(3, sums[3], 64);
   }
   for (int64_t step = 0; step < steps; ++step) {
-    _tile_loadd(6, left + step * 1024, 64);
     _tile_loadd(4, upper + step * tile_words, 64);
+    if constexpr (Lower) _tile_loadd(5, lower + step * tile_words, 64);
+    _tile_loadd(6, left + step * 1024, 64);
+    if constexpr (Right) _tile_loadd(7, right + step * 1024, 64);
     _tile_dpbf16ps(0, 4, 6);
-    if constexpr (Lower) {
-      _tile_loadd(5, lower + step * tile_words, 64);
-      _tile_dpbf16ps(1, 5, 6);
-    }
-    if constexpr (Right) {
-      _tile_loadd(7, right + step * 1024, 64);
-      _tile_dpbf16ps(2, 4, 7);
-      if constexpr (Lower) _tile_dpbf16ps(3, 5, 7);
-    }
+    if constexpr (Lower) _tile_dpbf16ps(1, 5, 6);
+    if constexpr (Right) _tile_dpbf16ps(2, 4, 7);
+    if constexpr (Lower && Right) _tile_dpbf16ps(3, 5, 7);
   }
-  _tile_stored(0, sums[0][0], 64);
-  if constexpr (Lower) _tile_stored(1, sums[0][1], 64);
-  if constexpr (Right) _tile_stored(2, sums[1][0], 64);
-  if constexpr (Lower && Right) _tile_stored(3, sums[1][1], 64);
+  _tile_stored(0, sums[0], 64);
+  if constexpr (Lower) _tile_stored(1, sums[1], 64);
+  if constexpr (Right) _tile_stored(2, sums[2], 64);
+  if constexpr (Lower && Right) _tile_stored(3, sums[3], 64);
   finish_writes();
 }
 
 static void matmul_words(const PackedMatrix& m, const Activations& x, const float* bias, float* y, int64_t y_stride,
                          int64_t begin, int64_t end, uint8_t* scratch) {
-  const int64_t num_steps = round_up(m.k, kStep) / kStep;
-  const int64_t height = x.rows < kTileRows ? x.rows : kTileRows, tile_words = height * kStep;
+  const int64_t num_steps = round_up(m.k, kBlock) / kBlock, num_tiles = round_up(x.rows, kTileRows) / kTileRows;
+  const int64_t height = x.rows < kTileRows ? x.rows : kTileRows, tile_words = height * kBlock;
+  const int64_t part = num_tiles == 1 ? num_steps : kPartSteps;
   configure_words(height);
   each_group(m, x.rows, bias, y, y_stride, begin, end, reinterpret_cast<float*>(scratch), [&](const TileGroup& group) {
-    const int64_t part = group.tiles <= 2 ? num_steps : kPartSteps;
     for (int64_t s = 0; s < num_steps; s += part)
       for (int64_t p = 0; p < group.panels; p += 2)
         for (int64_t t = 0; t < group.tiles; t += 2) {
-          const bool has_right = p + 1 < group.panels, has_lower = t + 1 < group.tiles;
+          const bool right = p + 1 < group.panels, lower = t + 1 < group.tiles;
           const int64_t steps = num_steps - s < part ? num_steps - s : part;
-          const uint16_t* upper = x.bf16 + ((group.first_tile + t) * num_steps + s) * tile_words;
-          const uint16_t* lower = upper + num_steps * tile_words;
+          const uint16_t* rows = x.bf16 + tile_place(group.first_tile + t, s, num_tiles, num_steps) * tile_words;
           const uint8_t* left = m.panel(group.first_panel + p) + s * 1024;
-          const uint8_t* right = left + m.panel_bytes;
-          float* const sums[2][2] = {{group.at(p, t), group.at(p, t + has_lower)},
-                                     {group.at(p + has_right, t), group.at(p + has_right, t + has_lower)}};
-          const auto multiply = has_lower ? (has_right ? multiply_words<true, true> : multiply_words<true, false>)
-                                          : (has_right ? multiply_words<false, true> : multiply_words<false, false>);
-          multiply(upper, lower, tile_words, left, right, steps, sums, s == 0);
+          float* const sums[4] = {group.at(p, t), group.at(p, t + lower), group.at(p + right, t), group.at(p + right, t + lower)};
+          const auto multiply = lower ? (right ? multiply_words<true, true> : multiply_words<true, false>)
+                                      : (right ? multiply_words<false, true> : multiply_words<false, false>);
+          multiply(rows, rows + steps * tile_words, tile_words, left, left + m.panel_bytes, steps, sums, s == 0);
         }
   });
 }
