@@ -161,17 +161,16 @@ template <Format F>
 static inline void accumulate_int_4(const PackedPanel<F>& packed, const UnpackedPanel& w, const IntRows& x, int64_t block,
                                     int64_t blocks, bool first_rows, float* sums, int64_t stride) {
   static const float zeros[8] = {};
+  const bool unpack = kUnpacksInTile<F> && first_rows;
+  for (int64_t i = 0; unpack && i < 2 && i < blocks; ++i)
+    unpack_block<true>(packed.quants(block + i), const_cast<uint8_t*>(w.quants(i)));
   for (int column = 0; column < kPanel; column += 8) {
-    IntTile tile{w.first, w.pair - 2 * kBlock * kPanel, w.scale + column, x.q, x.stride, x.scale, blocks,
-                 block ? sums + column : zeros, block ? stride : 0, sums + column, stride};
-    if (kUnpacksInTile<F> && first_rows) {
-      tile.weights = packed.quants(block);
-      tile.gap = header_bytes(F);
-      tile.weights += 4 * column;
-      int_tile_4x8<true>(tile, const_cast<uint8_t*>(w.first) + 4 * column);
+    const IntTile tile{w.first + 4 * column, w.pair - 2 * kBlock * kPanel, w.scale + column, x.q, x.stride, x.scale, blocks,
+                       block ? sums + column : zeros, block ? stride : 0, sums + column, stride};
+    if (unpack) {
+      int_tile_4x8_unpacking(tile, packed.quants(block + (blocks > 1)) + 4 * column, header_bytes(F));
     } else {
-      tile.weights += 4 * column;
-      int_tile_4x8<false>(tile, nullptr);
+      int_tile_4x8(tile);
     }
   }
 }
