@@ -12,6 +12,8 @@ namespace {
 
 #include "simd/neon.h"
 
+#include "kernels/neon_exp.h"
+
 #include "kernels/elementwise.h"
 
 #define BIFOLIO_OWN_FMA_TILE

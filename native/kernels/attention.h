@@ -343,13 +343,6 @@ static void mix_ints(const Tile& tile, const AttentionRows& rows, const IntScrat
 
 // ---- the online softmax --------------------------------------------------------------------------------------------
 
-#ifndef BIFOLIO_OWN_EXP_TILE
-// e^(score - top) of all scores of a row.
-static inline void exp_tile(float* scores, Reg top) {
-  for (int64_t j = 0; j < kTile; j += kRegLanes) reg_store(scores + j, exp(sub(reg_load(scores + j), top)));
-}
-#endif
-
 // Scores of one row to weights: positions outside [first, last) get 0. The row's state moves to the new maximum.
 static inline void softmax_row(float* scores, int64_t first, int64_t last, float& maximum, float& total, float* mixed,
                                int64_t padded) {
@@ -362,7 +355,8 @@ static inline void softmax_row(float* scores, int64_t first, int64_t last, float
     total *= shrink;
     maximum = largest;
   }
-  exp_tile(scores, reg_broadcast(maximum));
+  const V16 top = broadcast(maximum);
+  for (int64_t j = 0; j < kTile; j += 16) store(scores + j, exp(sub(load(scores + j), top)));
   total += reduce_add(add(load(scores), load(scores + 16)));
 }
 

@@ -107,9 +107,17 @@ static inline Reg activate(Reg x, Activation activation) {
   return mul(x, sigmoid(mul(c(2.0f * 0.79788456f), fma(cube, c(0.044715f), x))));
 }
 
+#ifndef BIFOLIO_OWN_EXP
 static inline V16 exp(V16 x) { EACH_REG x.v[i] = exp(x.v[i]); return x; }
+#endif
 static inline V16 tanh(V16 x) { EACH_REG x.v[i] = tanh(x.v[i]); return x; }
-static inline V16 activate(V16 x, Activation activation) { EACH_REG x.v[i] = activate(x.v[i], activation); return x; }
+static inline V16 activate(V16 x, Activation activation) {
+#ifdef BIFOLIO_OWN_EXP
+  if (activation == Activation::Silu) return mul(x, div(broadcast(1.0f), add(broadcast(1.0f), exp(sub(zero(), x)))));
+#endif
+  EACH_REG x.v[i] = activate(x.v[i], activation);
+  return x;
+}
 
 static void norm_row(const float* x, const NormWeights& norm, float* y) {
   const int64_t size = norm.size;

@@ -27,47 +27,6 @@ template <int R>
 static inline void value_dots(const Tile& tile, const IntScratch& s, int64_t b, const int8_t* weights,
                               const int32_t* sums, float* dots);
 
-// Sixteen scores at a time, so that no operation waits for the one before it. The same steps as in `exp`; constants that are
-// added to are loaded each time, since loads are cheaper than moves between vector registers.
-#define BIFOLIO_OWN_EXP_TILE
-alignas(16) static const float kExpTerms[6][4] = {
-#define FOUR(X) {X, X, X, X}
-    FOUR(12582912.0f),      FOUR(1.3981999507e-3f), FOUR(8.3334519073e-3f),
-    FOUR(4.1665795894e-2f), FOUR(1.6666665459e-1f), FOUR(5.0000001201e-1f)
-#undef FOUR
-};
-
-static inline float32x4_t loaded(const float* from) {
-  float32x4_t value;
-  asm volatile("ldr %q0, [%1]" : "=w"(value) : "r"(from));
-  return value;
-}
-
-static inline void exp_tile(float* scores, float32x4_t top) {
-  const float* terms = kExpTerms[0];
-  asm("" : "+r"(terms));
-  const float32x4_t lowest = vdupq_n_f32(-86.0f), highest = vdupq_n_f32(88.0f), inverse = vdupq_n_f32(1.44269504f);
-  const float32x4_t one = vdupq_n_f32(1.0f), bias = vdupq_n_f32(12582912.0f), first = vdupq_n_f32(1.9875691500e-4f);
-  const float32x4_t parts = {-0.693359375f, 2.12194440e-4f, 0.0f, 0.0f};
-#define EACH UNROLL for (int i = 0; i < 4; ++i)
-  UNROLL for (int64_t j = 0; j < kTile; j += 16) {
-    float32x4_t r[4], t[4], p[4];
-    EACH r[i] = vminq_f32(highest, vmaxq_f32(lowest, vsubq_f32(vld1q_f32(scores + j + 4 * i), top)));
-    EACH t[i] = vfmaq_f32(loaded(terms), r[i], inverse);
-    EACH {
-      const float32x4_t n = vsubq_f32(t[i], bias);
-      r[i] = vfmaq_laneq_f32(r[i], n, parts, 0);
-      r[i] = vfmaq_laneq_f32(r[i], n, parts, 1);
-    }
-    EACH p[i] = vfmaq_f32(loaded(terms + 4), first, r[i]);
-    UNROLL for (int c = 2; c < 6; ++c) EACH p[i] = vfmaq_f32(loaded(terms + 4 * c), p[i], r[i]);
-    EACH p[i] = vaddq_f32(vfmaq_f32(r[i], p[i], vmulq_f32(r[i], r[i])), one);
-    EACH p[i] = vmulq_f32(p[i], power_of_two(t[i]));
-    EACH vst1q_f32(scores + j + 4 * i, zero_where_below(vsubq_f32(vld1q_f32(scores + j + 4 * i), top), lowest, p[i]));
-  }
-#undef EACH
-}
-
 #include "attention.h"
 
 // Four positions and sixteen dimensions at a time. Columns of positions that nobody sees get what their rows hold.
