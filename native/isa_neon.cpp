@@ -84,6 +84,8 @@ static inline void load_columns(const uint16_t* w, int64_t k, float32x4_t column
 // lack, activations get one half, the sums the other at the end: neither leaves the range of floats.
 constexpr float kHalfOfUnit = 7.205759403792794e16f;  // 2^56
 
+#include "kernels/neon_halves.h"
+
 template <Format F, int R, int P>
 static inline void fma_packed(const float* x, int64_t x_stride, const uint8_t* panel, size_t panel_bytes, int64_t count,
                               V16 acc[P][R]) {  // acc is 0
@@ -105,6 +107,10 @@ static inline void fma_packed(const float* x, int64_t x_stride, const uint8_t* p
         sums[p][r][c] = vfmaq_laneq_f32(sums[p][r][c], columns[c], c % 2 ? upper[r] : values[r], LANE);  \
   }
   int64_t k = 0;
+  if constexpr (F == Format::F16 && R == 1 && P == 1) {
+    k = (count - 1) / 4 * 4;
+    multiply_halves(x, w[0], k, sums[0][0]);
+  }
   for (; k + 4 <= count; k += 4) {
     float32x4_t values[R], upper[R];
     UNROLL for (int r = 0; r < R; ++r) {
