@@ -65,7 +65,7 @@ struct Activations {
   const float* x;      // [rows][x_stride]
   int64_t x_stride;
   int64_t rows, k;
-  const int8_t* q;     // [rows][k]
+  const int8_t* q;     // [rows][k]; null where there are tiles
   const float* scale;  // [rows / 4][k / 32][4]  rows interleaved by 4
   const float* sum;    // the same: scale * (sum of the block's q)
   const int32_t* isum; // the same: sum of the block's q

@@ -99,7 +99,7 @@ Activations quantize_rows(Member& m, Rows x, int64_t k, int64_t planes, Workspac
   const bool tiled = isa.has_tiles && rows >= kTileRows;
   const int64_t padded_rows = round_up(rows, tiled ? kTileRows : kRowGroup), scales = padded_rows * blocks;
   if (m.rank == 0) {
-    workspace.quants.bytes(size_t(padded_rows * k));
+    if (!tiled) workspace.quants.bytes(size_t(padded_rows * k));
     auto* numbers = workspace.scales.array<float>(size_t(scales) * 3);
     if (tiled) {  // nobody looks at what comes of the padding, but it must not be what lay there before
       const int64_t whole = rows / kTileRows * kTileRows;
@@ -110,22 +110,24 @@ Activations quantize_rows(Member& m, Rows x, int64_t k, int64_t planes, Workspac
     if (planes > 1) workspace.residuals.bytes(size_t(x.count * k) * sizeof(float));
   }
   m.barrier();
-  auto* q = workspace.quants.array<int8_t>(0);
+  auto* q = tiled ? nullptr : workspace.quants.array<int8_t>(0);
   auto* scale = workspace.scales.array<float>(0);
   float* sum = scale + scales;
   auto* isum = reinterpret_cast<int32_t*>(sum + scales);
   auto* tiles = tiled ? workspace.tiles.array<int8_t>(0) : nullptr;
-  const auto quantize = [&](const float* values, int64_t row) {
+  const auto quantize = [&](const float* values, int64_t row) {  // returns the bytes of the row
     const int64_t at = row / kRowGroup * blocks * kRowGroup + row % kRowGroup;
-    isa.quantize_row(values, k, q + row * k, scale + at, sum + at, isum + at);
-    if (tiled) to_tiles(q + row * k, blocks, kTileRows, row, rows, tiles);
-    return at;
+    int8_t* bytes = tiled ? m.scratch().array<int8_t>(size_t(k)) : q + row * k;
+    isa.quantize_row(values, k, bytes, scale + at, sum + at, isum + at);
+    if (tiled) to_tiles(bytes, blocks, kTileRows, row, rows, tiles);
+    return bytes;
   };
   each_row(m, x.count, 4 * k * planes, [&](int64_t row) {
-    const int64_t at = quantize(x.row(row), row);
+    const int8_t* bytes = quantize(x.row(row), row);
     if (planes == 1) return;
     float* rest = workspace.residuals.array<float>(0) + row * k;
-    for (int64_t i = 0; i < k; ++i) rest[i] = x.row(row)[i] - scale[at + i / kBlock * kRowGroup] * float(q[row * k + i]);
+    const float* factors = scale + row / kRowGroup * blocks * kRowGroup + row % kRowGroup;
+    for (int64_t i = 0; i < k; ++i) rest[i] = x.row(row)[i] - factors[i / kBlock * kRowGroup] * float(bytes[i]);
     quantize(rest, x.count + row);
   });
   return {x.data, x.stride, rows, k, q, scale, sum, isum, tiles, nullptr};
