@@ -83,12 +83,22 @@ static inline void prepare_direct(const AttentionRows& rows, int64_t head_dim, f
   }
 }
 
+// Ask for what `count` numbers of four rows, from number `at` on, take of the rows' memory: all of it is asked for once, a
+// little in every round of the work that it is to hide behind.
+template <KvType T>
+static inline void prefetch_numbers(const uint8_t* four_rows, int64_t at, int64_t count) {
+  constexpr int64_t bytes = T == KvType::F32 ? 4 : 2;
+  for (int64_t i = 4 * bytes * at; i < 4 * bytes * (at + count); i += 64) __builtin_prefetch(four_rows + i);
+}
+
 // P positions at a time; the four lanes of a sum are the four chains.
 template <KvType T, int R, int P>
-static inline void score_positions(const uint8_t* const rows[P], const float* query, int64_t head_dim, float* scores) {
+static inline void score_positions(const uint8_t* const rows[P], const uint8_t* const* ahead, const float* query,
+                                   int64_t head_dim, float* scores) {
   float32x4_t sums[R][P];
   UNROLL for (int r = 0; r < R; ++r) UNROLL for (int p = 0; p < P; ++p) sums[r][p] = vdupq_n_f32(0.0f);
   for (int64_t d = 0; d < head_dim; d += 8) {
+    UNROLL for (int p = 0; p < P; p += 4) prefetch_numbers<T>(ahead[p / 4], d, 8);
     UNROLL for (int p = 0; p < P; ++p) {
       float32x4_t low, high;
       load_eight<T>(rows[p], d, low, high);
@@ -105,11 +115,11 @@ static inline void score_positions(const uint8_t* const rows[P], const float* qu
 template <KvType T, int R>
 static inline void score_directly(const Tile& tile, const float* query, float* scores) {
   constexpr int P = R == 1 ? 8 : 4;
+  const uint8_t* const* ahead = (tile.next ? tile.next : &tile)->keys;
   for (int64_t i = tile.begin / P * P; i < tile.end; i += P) {
     const uint8_t* rows[P];
     UNROLL for (int p = 0; p < P; ++p) rows[p] = tile.key(i + p);
-    UNROLL for (int p = 0; p < P; p += 4) tile.prefetch_keys(i + p);
-    score_positions<T, R, P>(rows, query, tile.kv.head_dim, scores + i);
+    score_positions<T, R, P>(rows, ahead + i / 4, query, tile.kv.head_dim, scores + i);
   }
 }
 
@@ -137,6 +147,7 @@ static inline void mix_directly(const Tile& tile, const float* weights, int64_t 
   if constexpr (T == KvType::F16)
     for (int64_t i = 0; i < R * kTile; i += 4) vst1q_f32(scaled + i, vmulq_n_f32(vld1q_f32(weights + i), unit));
   const float* above = T == KvType::F16 ? scaled : weights;
+  const uint8_t* const* ahead = (tile.next ? tile.next : &tile)->values;
   for (int64_t d = 0; d < tile.kv.head_dim; d += 16) {
     float32x4_t sums[R][4];
     UNROLL for (int r = 0; r < R; ++r) UNROLL for (int c = 0; c < 4; ++c) sums[r][c] = vld1q_f32(mixed + r * padded + d + 4 * c);
@@ -152,7 +163,7 @@ static inline void mix_directly(const Tile& tile, const float* weights, int64_t 
       const uint8_t* row = tile.values[i / 4];
       float32x4_t weight[R], upper[R];
       UNROLL for (int r = 0; r < R; ++r) weight[r] = vld1q_f32(weights + r * kTile + i), upper[r] = vld1q_f32(above + r * kTile + i);
-      if (d == 0) tile.prefetch_values(i);
+      prefetch_numbers<T>(ahead[i / 4], d, 16);
       MIX_POSITION(0) MIX_POSITION(1) MIX_POSITION(2) MIX_POSITION(3)
     }
     for (; i < tile.end; ++i) one(i);
