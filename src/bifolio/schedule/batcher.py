@@ -24,6 +24,54 @@ class SlotListener(Protocol):
     def slot_freed(self, slot: int, sequence: Sequence) -> None: ...
 
 
+class ReadPrompts:
+    """The prompts that are being read: blocks that are spoken for, and prefixes that will be known.
+
+    Made once for all who are admitted between two steps, and kept up: looking at everybody for everybody would take
+    longer than the step when hundreds come at once.
+    """
+
+    def __init__(self, running: list[Sequence], blocks: KVCacheBlockManager) -> None:
+        self._blocks = blocks
+        self._tokens: list[tuple[int, int]] = []  # (sequence id, tokens whose slots are not reserved yet)
+        self._prefixes: list[tuple[bytes, list[int], int]] = []  # salt, tokens, how many of them come next
+        for sequence in running:
+            self._note(sequence)
+        self._num_blocks = blocks.blocks_needed(self._tokens)
+
+    def _note(self, sequence: Sequence) -> None:
+        blocks, size = self._blocks, self._blocks.block_size
+        if sequence.num_uncomputed > 1 and blocks.has_row(sequence.id):
+            self._tokens.append((sequence.id, sequence.num_tokens - blocks.row_num_tokens(sequence.id)))
+        if not sequence.is_dormant and sequence.num_uncomputed > size:
+            end = sequence.num_computed // size * size + size  # the next block that it will complete
+            self._prefixes.append((sequence.request.salt, sequence.token_ids, end))
+
+    def will_know_prefix(self, sequence: Sequence) -> bool:
+        """Somebody is computing a prefix that this one needs as well: wait a few steps instead of doing it again."""
+        request, tokens, count = sequence.request, sequence.token_ids, sequence.num_tokens
+        if not self._blocks.enable_prefix_caching or request.params.prompt_logprobs is not None:
+            return False
+        return any(
+            end < count and other[end - 1] == tokens[end - 1] and salt == request.salt and other[:end] == tokens[:end]
+            for salt, other, end in self._prefixes
+        )
+
+    def blocks_with(self, sequence: Sequence, cached: int) -> int:
+        """Blocks that these prompts and the rest of this one take together; its row is open."""
+        own = (sequence.id, sequence.num_tokens - cached)
+        if cached % self._blocks.block_size:  # a tail that others may share: copies depend on all of them
+            return self._blocks.blocks_needed([*self._tokens, own])
+        return self._num_blocks + self._blocks.blocks_needed([own])
+
+    def add(self, sequence: Sequence, num_blocks: int) -> None:
+        """It is admitted; `num_blocks` are spoken for now."""
+        known = len(self._tokens)
+        self._note(sequence)
+        if len(self._tokens) > known:
+            self._num_blocks = num_blocks
+
+
 class ContinuousBatcher:
     """A fixed number of permanent slots, and a queue in order of priority and arrival."""
 
@@ -79,7 +127,10 @@ class ContinuousBatcher:
 
     def admit_pending(self) -> list[Sequence]:
         """Give free slots to those who wait, best first, as long as the blocks for their tokens are there."""
-        admitted = []
+        admitted: list[Sequence] = []
+        if not self._waiting:
+            return admitted
+        reading = ReadPrompts([slot.held for slot in self.slots if slot.sequence is not None], self._blocks)
         while self._waiting:
             sequence = self._waiting[0][2]
             if sequence.finish_reason is not None:
@@ -89,8 +140,8 @@ class ContinuousBatcher:
             if (
                 len(self._free) < len(members)
                 or self._is_too_many(len(members))
-                or self._prefix_is_coming(sequence)
-                or not self._open(sequence)
+                or reading.will_know_prefix(sequence)
+                or not self._open(sequence, reading)
             ):
                 break
             heapq.heappop(self._waiting)
@@ -103,22 +154,7 @@ class ContinuousBatcher:
     def _is_too_many(self, count: int) -> bool:
         return self.max_running is not None and bool(self._slot_of) and len(self._slot_of) + count > self.max_running
 
-    def _prefix_is_coming(self, sequence: Sequence) -> bool:
-        """Somebody is computing a prefix that this one needs as well: wait a few steps instead of doing it again."""
-        request = sequence.request
-        if not self._blocks.enable_prefix_caching or request.params.prompt_logprobs is not None:
-            return False
-        size, tokens = self._blocks.block_size, sequence.token_ids
-        for slot in self.slots:
-            other = slot.sequence
-            if other is None or other.is_dormant or other.num_uncomputed <= size or other.request.salt != request.salt:
-                continue
-            end = other.num_computed // size * size + size  # the next block that it will complete
-            if end < sequence.num_tokens and other.token_ids[:end] == tokens[:end]:
-                return True
-        return False
-
-    def _open(self, sequence: Sequence) -> bool:
+    def _open(self, sequence: Sequence, reading: ReadPrompts) -> bool:
         """Open its row on the cached prefix if the rest will fit beside those who run."""
         request = sequence.request
         branched = self._blocks.has_row(sequence.id)  # forked from a kept conversation before it was admitted
@@ -129,28 +165,18 @@ class ContinuousBatcher:
             cached = self._blocks.open_row(
                 sequence.id, sequence.token_ids, salt=request.salt, max_cached=0 if wants_logits else None
             )
-        needed = self._blocks.blocks_needed(
-            [*self._known_tokens_to_come(), (sequence.id, sequence.num_tokens - cached)]
-        )
+        needed = reading.blocks_with(sequence, cached)
         while self._slot_of and needed + len(self._slot_of) // 4 > self._blocks.num_free_blocks:
             if not self.drop_kept():
                 if not branched:
                     self._blocks.release(sequence.id)
                 return False
         sequence.num_computed = cached
+        reading.add(sequence, needed)
         if not request.metrics.first_scheduled:
             request.metrics.first_scheduled = time.perf_counter()
             request.metrics.num_cached_tokens = cached
         return True
-
-    def _known_tokens_to_come(self) -> list[tuple[int, int]]:
-        """(sequence id, tokens) of prompts that are admitted and not reserved yet: their blocks are spoken for."""
-        running = [slot.held for slot in self.slots if slot.sequence is not None]
-        return [
-            (sequence.id, sequence.num_tokens - self._blocks.row_num_tokens(sequence.id))
-            for sequence in running
-            if sequence.num_uncomputed > 1 and self._blocks.has_row(sequence.id)
-        ]
 
     # -- leaving --------------------------------------------------------------------------------------------------
     def evict_completed(self) -> list[Sequence]:
