@@ -29,7 +29,7 @@ class ModelCheck:
 
     shape: str
     dtype: str
-    prefill_error: float  # relative, of the logits of a whole prompt
+    prefill_error: float  # relative, of the logits of a whole prompt, against transformers in the same dtype
     exact_error: float  # the same against transformers with the same weights in f32
     peer_error: float  # transformers' own in this dtype against f32
     chunked_error: float  # the same prompt in chunks, the last tokens one by one
@@ -38,8 +38,15 @@ class ModelCheck:
 
     @property
     def passed(self) -> bool:
-        logits = max(self.prefill_error, self.chunked_error) < LOGIT_TOLERANCE[self.dtype]
-        return logits and (self.dtype != "f32" or self.equal_tokens == self.num_tokens)
+        """In f32: equal to transformers, token for token. In 16 bits both round on their way, each in its own places:
+
+        then what counts is the distance from f32, and that the two are no farther apart than their roundings explain.
+        """
+        if self.dtype == "f32":
+            equal = self.equal_tokens == self.num_tokens
+            return equal and max(self.prefill_error, self.chunked_error) < LOGIT_TOLERANCE["f32"]
+        apart = max(self.prefill_error, self.chunked_error)
+        return self.exact_error < LOGIT_TOLERANCE[self.dtype] and apart < self.exact_error + self.peer_error
 
 
 def transformers_model(config: ModelConfig, dtype: torch.dtype, device: str) -> Any:

@@ -42,6 +42,7 @@ from bifolio.kernels.triton.rows import embed_rows, look_up_rotation
 from bifolio.kernels.triton.shared import SharedRows, shared_attention
 
 FIXED_TILE = 16  # queries of a tile in deterministic mode, in both phases
+EXACT_ROWS = 512  # up to so many, products that are added up are not rounded to the set's dtype first
 INTERPRETED_PROCESSORS = 2  # what a "GPU" has when kernels run in Triton's interpreter
 
 
@@ -157,11 +158,13 @@ class TritonKernels(QuantisedKernels):
         return torch.tanh(y / softcap) * softcap if softcap else y
 
     def _library_multiply(self, product: Product, activation: str | None, residual: torch.Tensor | None) -> Array:
-        """Many rows. What is added to the sum over the layers comes in f32, as the matrix units have it."""
+        """Many rows. What is added to the sum over the layers comes in f32, unless writing that much takes its time."""
         x = tensor(product.x)
-        if residual is not None:
+        if residual is not None and x.shape[0] <= EXACT_ROWS:
             return Sum(residual, self._library_exact(x, product.linear))
         y = super().linear(x, product.linear)
+        if residual is not None:
+            return Sum(residual, y)
         return y if activation is None else norm.act_mul(y, activation)
 
     def _library_exact(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
