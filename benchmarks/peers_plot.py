@@ -39,8 +39,10 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """One panel a workload; in it a group of bars a format, the figure in tokens per second at the end of each."""
     workloads = list(dict.fromkeys((row["model"], row["workload"]) for row in rows))
     figure = new_figure(11, 2.2 + 2.6 * ((len(workloads) + 1) // 2))
-    panels = figure.subplots((len(workloads) + 1) // 2, 2, squeeze=False).flat
+    panels = figure.subplots((len(workloads) + 1) // 2, 2, squeeze=False).ravel()
     seen: dict[str, Any] = {}
+    for axes in list(panels)[len(workloads) :]:
+        axes.set_axis_off()
     for axes, (model, workload) in zip(panels, workloads, strict=False):
         chosen = [row for row in rows if (row["model"], row["workload"]) == (model, workload)]
         place, ticks = 0.0, []
@@ -55,7 +57,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
             place += 0.7
         axes.set_yticks([at for at, _ in ticks], [name for _, name in ticks])
         axes.invert_yaxis()
-        axes.set_xlim(0, 100)
+        axes.set_xlim(0, 100 * max(1.0, *(1.1 * row["of the limit"] for row in chosen)))
         axes.set_title(f"{model}: {workload}", loc="left", fontsize=10)
         axes.set_xlabel("% of the limit; figures: tokens/s", fontsize=8)
         plain_axes(axes)
