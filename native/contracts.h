@@ -156,6 +156,9 @@ inline int64_t tile_place(int64_t tile, int64_t step, int64_t tiles, int64_t ste
 inline int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 
 extern const KernelTable kGenericKernels;
+#ifdef BIFOLIO_SOFTWARE_TILES
+extern const KernelTable kTileKernels;  // for tests
+#endif
 #if defined(__aarch64__)
 extern const KernelTable kNeonKernels;
 #elif defined(__x86_64__)

@@ -21,6 +21,9 @@ bool is_masked(const std::string& name) {
 
 std::vector<const KernelTable*> usable_tables() {
   std::vector<const KernelTable*> tables = {&kGenericKernels};
+#ifdef BIFOLIO_SOFTWARE_TILES
+  tables.push_back(&kTileKernels);
+#endif
 #if defined(__aarch64__)
   tables.push_back(&kNeonKernels);
 #elif defined(__x86_64__)

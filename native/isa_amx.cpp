@@ -9,8 +9,6 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <initializer_list>
-
 #include "contracts.h"
 
 namespace bifolio {
@@ -24,17 +22,7 @@ namespace {
 #include "kernels/matmul_float.h"
 #include "kernels/vnni.h"
 
-struct TileConfig {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t row_bytes[16] = {};
-  uint8_t rows[16] = {};
-
-  void set(int tile, int64_t row_count, int64_t bytes) {
-    rows[tile] = uint8_t(row_count);
-    row_bytes[tile] = uint16_t(bytes);
-  }
-};
-static_assert(sizeof(TileConfig) == 64);
+#include "simd/tile_config.h"
 
 // The compiler does not know that tile instructions read memory: what was written before must be there.
 static inline void finish_writes() { asm volatile("" ::: "memory"); }

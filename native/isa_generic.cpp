@@ -33,6 +33,10 @@ static inline void block_dots(const uint8_t* w, const int8_t* x, int64_t stride,
 
 #include "kernels/matmul_int.h"
 #include "kernels/attention.h"
+#ifdef BIFOLIO_SOFTWARE_TILES
+#include "simd/software_tiles.h"
+#include "kernels/matmul_tiles.h"
+#endif
 
 int64_t peak_loop(bool) {  // nothing to compare with: the compiler decides
   V16 sums[4] = {zero(), zero(), zero(), zero()};
@@ -51,6 +55,9 @@ int score() { return 1; }
 
 #include "kernels/table.h"
 const KernelTable kGenericKernels = BIFOLIO_KERNEL_TABLE("generic", false, matmul);
+#ifdef BIFOLIO_SOFTWARE_TILES
+const KernelTable kTileKernels = BIFOLIO_KERNEL_TABLE("tiles", true, matmul_tiles);
+#endif
 
 size_t matmul_scratch_bytes() { return 640 * 1024; }  // most of it is touched by tiles alone
 

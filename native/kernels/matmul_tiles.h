@@ -170,7 +170,7 @@ static void matmul_bytes(const PackedMatrix& m, const Activations& x, const floa
 static void configure_words(int64_t rows) {
   TileConfig config;
   for (int tile = 0; tile < 6; ++tile) config.set(tile, rows, 64);
-  for (int tile : {6, 7}) config.set(tile, 16, 64);
+  for (int tile = 6; tile < 8; ++tile) config.set(tile, 16, 64);
   configure(config);
 }
 
