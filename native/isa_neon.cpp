@@ -151,6 +151,7 @@ struct IntRows;
 template <int Bits, bool Min, int R, class Panel>
 static inline void int_tile(const Panel& w, const IntRows& x, int first_row, int64_t blocks, V16 acc[R]);
 
+#define BIFOLIO_FEW_ROWS_BLOCKS 32  // they and the rows fit into 64 KB, the first cache level of a Neoverse N1
 #define BIFOLIO_OWN_INT_4
 template <Format F>
 constexpr bool kUnpacksInTile = F == Format::Q4_0;

@@ -88,6 +88,10 @@ static inline void accumulate_int_rows(const UnpackedPanel& w, const IntRows& x,
 
 constexpr int64_t kUnpackedBlocks = 64;  // blocks of a panel that are worked on at a time: 2048 k values, 32 KB
 
+#ifndef BIFOLIO_FEW_ROWS_BLOCKS
+#define BIFOLIO_FEW_ROWS_BLOCKS kUnpackedBlocks  // the same for up to 32 rows and quants that are unpacked
+#endif
+
 #ifndef BIFOLIO_OWN_UNPACK
 constexpr float kNibbleUnit = 1.0f;  // what a signed nibble of 1 is divided by when it has become a byte
 
@@ -125,9 +129,10 @@ static inline UnpackedPanel unpack_panel(const PackedPanel<F>& w, int64_t begin,
 }
 
 // Ask for one part of `size` bytes, `part` of `parts`: the next panel comes while this one is multiplied.
+template <int Locality = 3>
 static inline void prefetch_part(const uint8_t* data, size_t size, int64_t part, int64_t parts) {
   const size_t begin = size * size_t(part) / size_t(parts), end = size * size_t(part + 1) / size_t(parts);
-  for (size_t at = begin / 64 * 64; at < end; at += 64) __builtin_prefetch(data + at);
+  for (size_t at = begin / 64 * 64; at < end; at += 64) __builtin_prefetch(data + at, 0, Locality);
 }
 
 template <Format F>
@@ -137,21 +142,22 @@ static void matmul_int_many(const PackedMatrix& m, const Activations& x, int64_t
   constexpr bool min = F == Format::Q4_1;
   uint8_t* unpacked = scratch + kRowBlock * kPanel * sizeof(float);
   const int64_t num_blocks = m.k / kBlock;
+  const int64_t most = F != Format::Q8_0 && rows <= 32 ? BIFOLIO_FEW_ROWS_BLOCKS : kUnpackedBlocks;
   y += row_begin * y_stride;
   for (int64_t p = begin; p < end; ++p) {
     const PackedPanel<F> panel{m.panel(p)};
     const bool whole = (p + 1) * kPanel <= m.n;  // then sums grow where they end up
     float* sums = whole ? y + p * kPanel : reinterpret_cast<float*>(scratch);
     const int64_t stride = whole ? y_stride : kPanel;
-    for (int64_t b = 0; b < num_blocks; b += kUnpackedBlocks) {
-      const int64_t blocks = num_blocks - b < kUnpackedBlocks ? num_blocks - b : kUnpackedBlocks;
+    for (int64_t b = 0; b < num_blocks; b += most) {
+      const int64_t blocks = num_blocks - b < most ? num_blocks - b : most;
       const UnpackedPanel w = unpack_panel(panel, b, blocks, unpacked, !kUnpacksInTile<F> || rows < 4);
       const uint8_t* next = m.panel(p) + (b + blocks) / 2 * pair_bytes(F);  // what follows in memory comes next
       const size_t next_bytes = p + 1 < end ? size_t(blocks / 2 * pair_bytes(F)) : 0;
       int64_t r = 0;
 #ifdef BIFOLIO_OWN_INT_4
       for (; r + 4 <= rows && !min; r += 4) {
-        if (r < 16) prefetch_part(next, next_bytes, r / 4, 4);
+        if (r < 16) prefetch_part<F == Format::Q8_0 ? 1 : 2>(next, next_bytes, r / 4, 4);  // nearer, it would drive out this one
         accumulate_int_4(panel, w, int_rows(x, row_begin + r, b), b, blocks, r == 0, sums + r * stride, stride);
       }
 #endif
