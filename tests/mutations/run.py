@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-POOL, MANAGER, STORAGE = "block_pool.py", "block_manager.py", "storage.py"
+POOL, MANAGER, GROWTH, STORAGE = "block_pool.py", "block_manager.py", "growth.py", "storage.py"
 
 
 class Replacement(NamedTuple):
@@ -76,16 +76,16 @@ MUTANTS: dict[str, list[Replacement]] = {
         ),
     ],
     "written block stays findable": [
-        Replacement(MANAGER, "self._pool.forget(tail)", "pass"),
+        Replacement(GROWTH, "pool.forget(tail)", "pass"),
     ],
     "evicted block stays findable": [
         Replacement(POOL, "popitem(last=False)\n            self.forget(block_id)", "popitem(last=False)"),
     ],
     "shared tail written in place": [
-        Replacement(MANAGER, "if ref_counts[tail] > 1 or digests[tail] is not None:", "if digests[tail] is not None:"),
+        Replacement(GROWTH, "if ref_counts[tail] > 1 or digests[tail] is not None:", "if digests[tail] is not None:"),
     ],
     "siblings not counted": [
-        Replacement(MANAGER, "if ref_counts[tail] - left > 1:", "if ref_counts[tail] > 1:"),
+        Replacement(GROWTH, "if ref_counts[tail] - left > 1:", "if ref_counts[tail] > 1:"),
     ],
     "prefix hit leaves the block on the free list": [
         Replacement(POOL, "self.evictable.pop(block_id, None)", "pass"),
@@ -106,7 +106,7 @@ MUTANTS: dict[str, list[Replacement]] = {
         Replacement(MANAGER, "from threading import RLock", "from contextlib import nullcontext as RLock"),
     ],
     "device row misses a replaced block": [
-        Replacement(MANAGER, "row.mark_changed(len(row.block_ids) - 1)", "pass"),
+        Replacement(GROWTH, "row.mark_changed(len(row.block_ids) - 1)", "pass"),
     ],
 }
 

@@ -16,9 +16,10 @@ from typing import NamedTuple
 
 from bifolio.cache.block_pool import BlockCopy, BlockPool
 from bifolio.cache.digests import find_chain, next_digest, root_digest
+from bifolio.cache.growth import count_needed_blocks, grow, merge_appends
 from bifolio.cache.invariants import filled_slots, find_problems
-from bifolio.cache.row import Row
-from bifolio.errors import CacheError, ConfigError, OutOfBlocksError, UnknownSequenceError
+from bifolio.cache.row import Row, find_holder, find_row
+from bifolio.errors import CacheError, ConfigError, OutOfBlocksError
 
 
 class BlockInfo(NamedTuple):
@@ -95,7 +96,7 @@ class KVCacheBlockManager:
         n sharers of a partly filled tail need n-1 copies: the last one to write keeps the original.
         """
         with self.lock:
-            return self._count_needed(self._merge(appends))
+            return count_needed_blocks(merge_appends(appends), self._rows, self._pool, self.block_size)
 
     def has_row(self, sequence_id: int) -> bool:
         return sequence_id in self._rows
@@ -108,11 +109,11 @@ class KVCacheBlockManager:
     def row_block_ids(self, sequence_id: int) -> list[int]:
         """The row's blocks, in order of position (a copy)."""
         with self.lock:
-            return list(self._row(sequence_id).block_ids)
+            return list(find_row(self._rows, sequence_id).block_ids)
 
     def row_num_tokens(self, sequence_id: int) -> int:
         """Token slots promised to the row."""
-        return self._row(sequence_id).num_tokens
+        return find_row(self._rows, sequence_id).num_tokens
 
     def ref_count(self, block_id: int) -> int:
         """Rows that hold the block."""
@@ -182,20 +183,10 @@ class KVCacheBlockManager:
     def try_append_many(self, appends: Iterable[tuple[int, int]]) -> bool:
         """All of these (sequence_id, num_tokens) appends, or False and none of them; one lock for a whole step."""
         with self.lock:
-            merged = self._merge(appends)
-            if self._count_needed(merged) > self._pool.num_free:
+            merged = merge_appends(appends)
+            if count_needed_blocks(merged, self._rows, self._pool, self.block_size) > self._pool.num_free:
                 return False
-            rows, block_size = self._rows, self.block_size
-            ref_counts, digests = self._pool.ref_counts, self._pool.digests
-            for sequence_id, num_tokens in merged.items():
-                row = rows[sequence_id]
-                if row.num_tokens % block_size and num_tokens:
-                    tail = row.block_ids[-1]
-                    if ref_counts[tail] > 1 or digests[tail] is not None:
-                        self._own_tail(row)
-                row.num_tokens += num_tokens
-                if row.num_tokens > len(row.block_ids) * block_size:
-                    self._extend(row)
+            grow(merged, self._rows, self._pool, self.block_size)
             return True
 
     def fork(self, parent_id: int, child_id: int) -> None:
@@ -206,7 +197,7 @@ class KVCacheBlockManager:
         was promised but has not written yet belong to the parent's write; write them before the child appends.
         """
         with self.lock:
-            parent = self._row(parent_id)
+            parent = find_row(self._rows, parent_id)
             self._check_new(child_id)
             self._check_no_pending_copy(parent.block_ids)
             child = self._rows[child_id] = Row(parent.root, parent.publishes)
@@ -219,7 +210,7 @@ class KVCacheBlockManager:
     def truncate(self, sequence_id: int, num_tokens: int) -> list[int]:
         """Keep the first `num_tokens` slots; return the ids of the blocks that became free."""
         with self.lock:
-            row = self._row(sequence_id)
+            row = find_row(self._rows, sequence_id)
             if not 0 <= num_tokens <= row.num_tokens:
                 raise CacheError(
                     f"sequence {sequence_id} cannot be truncated to {num_tokens} tokens: it has {row.num_tokens}"
@@ -231,7 +222,7 @@ class KVCacheBlockManager:
     def release(self, sequence_id: int) -> list[int]:
         """Close the row; return the ids of the blocks that became free, the tail first: it is evicted first."""
         with self.lock:
-            row = self._row(sequence_id)
+            row = find_row(self._rows, sequence_id)
             del self._rows[sequence_id]
             return self._shrink(row, 0)
 
@@ -245,7 +236,7 @@ class KVCacheBlockManager:
             if sequence_id in self._rows and block_id in self._rows[sequence_id].block_ids:
                 return
             row = self._rows.get(sequence_id) or Row(b"", True)
-            holder = self._find_holder(block_id, row)
+            holder = find_holder(self._rows, self._checked(block_id), row, self.block_size)
             self._check_no_pending_copy([block_id])
             row.adopt(block_id, holder, self.block_size)
             self._pool.retain(block_id)
@@ -260,7 +251,7 @@ class KVCacheBlockManager:
         committed, never a draft. Costs a digest for each block that is newly full, whatever the length.
         """
         with self.lock:
-            row = self._row(sequence_id)
+            row = find_row(self._rows, sequence_id)
             if num_computed > row.num_tokens:
                 raise CacheError(f"sequence {sequence_id} commits {num_computed} tokens and holds {row.num_tokens}")
             num_full = num_computed // self.block_size
@@ -278,7 +269,7 @@ class KVCacheBlockManager:
     def take_row_changes(self, sequence_id: int) -> tuple[int, list[int]]:
         """The first table index that changed since the last call, and the block ids from there on."""
         with self.lock:
-            return self._row(sequence_id).take_changes()
+            return find_row(self._rows, sequence_id).take_changes()
 
     def take_many_row_changes(self, sequence_ids: Iterable[int]) -> list[tuple[int, int, list[int]]]:
         """(sequence_id, first index, block ids) for those of the rows that changed; one lock for a whole step."""
@@ -286,7 +277,7 @@ class KVCacheBlockManager:
             rows = self._rows
             changed = []
             for sequence_id in sequence_ids:
-                row = rows.get(sequence_id) or self._row(sequence_id)
+                row = rows.get(sequence_id) or find_row(rows, sequence_id)
                 if row.first_changed < len(row.block_ids):
                     changed.append((sequence_id, *row.take_changes()))
             return changed
@@ -312,7 +303,7 @@ class KVCacheBlockManager:
                 raise OutOfBlocksError(f"{num_blocks} blocks are asked for and {self.num_free_blocks} are free")
             if sequence_id not in self._rows:
                 self.open_row(sequence_id)
-            row = self._row(sequence_id)
+            row = find_row(self._rows, sequence_id)
             held = len(row.block_ids)
             self.append(sequence_id, (held + num_blocks) * self.block_size - row.num_tokens)
             return row.block_ids[held:]
@@ -349,12 +340,6 @@ class KVCacheBlockManager:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _row(self, sequence_id: int) -> Row:
-        row = self._rows.get(sequence_id)
-        if row is None:
-            raise UnknownSequenceError(f"sequence {sequence_id} holds no row: open it first")
-        return row
-
     def _checked(self, block_id: int) -> int:
         if not 0 <= block_id < self.num_blocks:
             raise CacheError(f"there is no block {block_id}: the cache has blocks 0 to {self.num_blocks - 1}")
@@ -367,50 +352,6 @@ class KVCacheBlockManager:
     def _check_no_pending_copy(self, block_ids: list[int]) -> None:
         if not self._pool.copies.keys().isdisjoint(block_ids):
             raise CacheError("a block to be shared waits for its copy: take and run the copies first (between steps)")
-
-    def _merge(self, appends: Iterable[tuple[int, int]]) -> dict[int, int]:
-        pairs = appends if isinstance(appends, list) else list(appends)
-        merged = dict(pairs)
-        if len(merged) != len(pairs):  # a sequence named twice gets the sum
-            merged = dict.fromkeys(merged, 0)
-            for sequence_id, num_tokens in pairs:
-                merged[sequence_id] += num_tokens
-        if merged and min(merged.values()) < 0:
-            raise CacheError("a row cannot grow by a negative number of tokens: truncate it instead")
-        return merged
-
-    def _count_needed(self, merged: dict[int, int]) -> int:
-        rows, block_size, ref_counts = self._rows, self.block_size, self._pool.ref_counts
-        needed = 0
-        leaving: dict[int, int] = {}  # shared tail -> sharers of this batch that leave it
-        for sequence_id, num_tokens in merged.items():
-            row = rows.get(sequence_id) or self._row(sequence_id)
-            missing = row.num_tokens + num_tokens - len(row.block_ids) * block_size
-            if missing > 0:
-                needed += -(-missing // block_size)
-            if num_tokens and row.num_tokens % block_size:
-                tail = row.block_ids[-1]
-                if ref_counts[tail] > 1:
-                    left = leaving.get(tail, 0)
-                    if ref_counts[tail] - left > 1:
-                        needed += 1
-                        leaving[tail] = left + 1
-        return needed
-
-    def _own_tail(self, row: Row) -> None:
-        """The partly filled tail is about to be written: it must be this row's alone, and not findable."""
-        tail = row.block_ids[-1]
-        if self._pool.ref_counts[tail] > 1:
-            row.block_ids[-1] = self._pool.copy_for_writing(tail)
-            row.mark_changed(len(row.block_ids) - 1)
-        else:
-            self._pool.forget(tail)
-
-    def _extend(self, row: Row) -> None:
-        """Take blocks until the promised slots are covered."""
-        row.mark_changed(len(row.block_ids))
-        for _ in range(self.blocks_for(row.num_tokens) - len(row.block_ids)):
-            row.block_ids.append(self._pool.take())
 
     def _shrink(self, row: Row, num_kept: int) -> list[int]:
         """Give back the blocks behind the first `num_kept`, last one first; return what became free."""
@@ -436,16 +377,3 @@ class KVCacheBlockManager:
             start = index * self.block_size
             row.chain.append(next_digest(parent, token_ids[start : start + self.block_size]))
             self._pool.name(row.block_ids[index], row.chain[-1])
-
-    def _find_holder(self, block_id: int, row: Row) -> Row:
-        """A row that holds `block_id` right behind exactly the blocks of `row`."""
-        self._checked(block_id)
-        wanted = [*row.block_ids, block_id]
-        if row.num_tokens == len(row.block_ids) * self.block_size:
-            for holder in self._rows.values():
-                if holder.block_ids[: len(wanted)] == wanted:
-                    return holder
-        raise CacheError(
-            f"block {block_id} cannot be shared here: no row holds it behind the same {len(row.block_ids)} full "
-            "blocks; share the blocks before it first, or fork the row"
-        )

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from bifolio.errors import CacheError, UnknownSequenceError
+
 
 class Row:
     """An ordered list of blocks and a number of promised token slots.
@@ -42,3 +46,24 @@ class Row:
         self.block_ids.append(block_id)
         self.num_tokens = min(holder.num_tokens, (index + 1) * block_size)
         self.mark_changed(index)
+
+
+def find_row(rows: Mapping[int, Row], sequence_id: int) -> Row:
+    """The sequence's row, or `UnknownSequenceError`."""
+    row = rows.get(sequence_id)
+    if row is None:
+        raise UnknownSequenceError(f"sequence {sequence_id} holds no row: open it first")
+    return row
+
+
+def find_holder(rows: Mapping[int, Row], block_id: int, row: Row, block_size: int) -> Row:
+    """A row that holds `block_id` right behind exactly the blocks of `row`, all of them full; else `CacheError`."""
+    wanted = [*row.block_ids, block_id]
+    if row.num_tokens == len(row.block_ids) * block_size:
+        for holder in rows.values():
+            if holder.block_ids[: len(wanted)] == wanted:
+                return holder
+    raise CacheError(
+        f"block {block_id} cannot be shared here: no row holds it behind the same {len(row.block_ids)} full "
+        "blocks; share the blocks before it first, or fork the row"
+    )
