@@ -5,8 +5,6 @@ One thread owns an engine. Other threads talk to it by queue (see `run.async_llm
 
 from __future__ import annotations
 
-import operator
-import secrets
 import time
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
@@ -18,23 +16,20 @@ from bifolio.beam_params import BeamSearchParams
 from bifolio.cache.block_manager import KVCacheBlockManager
 from bifolio.cache.storage import KVStorage
 from bifolio.config import CacheConfig, EngineConfig, ModelConfig
-from bifolio.errors import ConfigError, EmptyPromptError, PromptTooLongError, RequestError, TokenIdError
+from bifolio.errors import ConfigError, RequestError
 from bifolio.kernels.interface import Array, KernelSet
-from bifolio.model.detokenizer import IncrementalDetokenizer
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.weights import prepare
-from bifolio.run.beam_search import BeamSearch
 from bifolio.run.device_rows import DeviceRows, Readout
 from bifolio.run.draft_lengths import DraftLengths
 from bifolio.run.draft_model import DraftModelDrafter, check_pair
 from bifolio.run.executor import DecodeExecutor, ModelRunner, PrefillExecutor
+from bifolio.run.intake import RequestIntake
 from bifolio.run.memory import weight_bytes
 from bifolio.run.out_of_memory import MemoryRecovery, is_out_of_memory
 from bifolio.run.recorder import Recorder
 from bifolio.run.sampler import SampledTokens, Sampler, SamplingTable
-from bifolio.run.sampling.noise import child_seed
 from bifolio.run.speculative import NgramDrafter, Speculator
-from bifolio.run.stopping import StopChecker
 from bifolio.sampling_params import SamplingParams
 from bifolio.schedule.batcher import ContinuousBatcher
 from bifolio.schedule.orchestrators import DecodeOrchestrator, PrefillOrchestrator
@@ -95,8 +90,8 @@ class InferenceEngine:
         self.recorder = Recorder(self.batcher, self.blocks, self.sampler, kernels, self.speculator)
         self.recovery = MemoryRecovery(self)
         self.requests: dict[str, Request] = {}  # not finished yet
+        self.intake = RequestIntake(model, config, self.blocks, self.requests)
         self._counters = EngineStats()
-        self._num_requests = 0
         self._outbox: list[StepResult] = []  # ends that happened outside a step
 
     # -- one step -----------------------------------------------------------------------------------------------
@@ -178,9 +173,8 @@ class InferenceEngine:
         salt: bytes = b"",
     ) -> Request:
         """Queue a request; what cannot be served is refused here, before it touches anything."""
-        request = self._new_request(request_id, prompt_token_ids, params, prompt, priority, salt)
-        for index in range(params.num_sequences):
-            request.sequences.append(self._new_sequence(request, index))
+        request = self.intake.new_request(request_id, prompt_token_ids, params, prompt, priority, salt)
+        self.intake.add_completions(request)
         return self._enqueue(request)
 
     def add_beam_search(
@@ -194,14 +188,8 @@ class InferenceEngine:
         salt: bytes = b"",
     ) -> Request:
         """Queue a beam search; it runs in the same batches as everything else."""
-        request = self._new_request(request_id, prompt_token_ids, params.sampling, prompt, priority, salt)
-        self._check_beams(request, params)
-        for index in range(params.beam_width):
-            request.sequences.append(self._new_sequence(request, index))
-        eos = self.model.config.eos_token_ids
-        request.search = BeamSearch(request, params, eos, lambda: self._new_stopper(request))
-        for sequence in request.sequences:
-            sequence.group, sequence.parent = request.search, None
+        request = self.intake.new_request(request_id, prompt_token_ids, params.sampling, prompt, priority, salt)
+        self.intake.add_beams(request, params)
         return self._enqueue(request)
 
     def keep(self, request_id: str) -> bool:
@@ -225,9 +213,8 @@ class InferenceEngine:
         if parent is None:
             raise RequestError(f"no conversation is kept under {request_id!r}: send it whole, as a new request")
         salt = parent.request.salt
-        request = self._new_request(new_request_id, [*parent.token_ids, *token_ids], params, salt=salt, **options)
-        for index in range(params.num_sequences):
-            request.sequences.append(self._new_sequence(request, index))
+        request = self.intake.new_request(new_request_id, [*parent.token_ids, *token_ids], params, salt=salt, **options)
+        self.intake.add_completions(request)
         first = request.sequences[0]
         self.blocks.fork(parent.id, first.id)
         try:
@@ -283,56 +270,10 @@ class InferenceEngine:
             self.speculator.drafter.forget(sequence)
 
     # -- details ----------------------------------------------------------------------------------------------------
-    def _new_request(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequences[int],
-        params: SamplingParams,
-        prompt: str | None = None,
-        priority: int = 0,
-        salt: bytes = b"",
-    ) -> Request:
-        prompt_ids = as_token_ids(prompt_token_ids)
-        self._check(request_id, prompt_ids, params)
-        room = self.config.max_model_len - len(prompt_ids)
-        return Request(
-            request_id=request_id,
-            number=self._num_requests,
-            prompt_token_ids=prompt_ids,
-            params=self._resolved(params),
-            seed=params.seed if params.seed is not None else secrets.randbits(63),
-            prompt=prompt,
-            priority=priority,
-            salt=salt,
-            max_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
-        )
-
     def _enqueue(self, request: Request) -> Request:
         self.batcher.add(request)
-        self._num_requests += 1
         self.requests[request.request_id] = request
         return request
-
-    def _new_stopper(self, request: Request) -> StopChecker:
-        tokenizer = self.model.tokenizer if request.params.detokenize else None
-        detokenizer = None
-        if tokenizer is not None:
-            skip = request.params.skip_special_tokens
-            detokenizer = IncrementalDetokenizer(tokenizer, request.prompt_token_ids, skip)
-        eos, length = self.model.config.eos_token_ids, self.config.max_model_len
-        return StopChecker(request.params, eos, len(request.prompt_token_ids), length, detokenizer)
-
-    def _new_sequence(self, request: Request, index: int) -> Sequence:
-        return Sequence(
-            id=self.blocks.fresh_sequence_id(),
-            request=request,
-            index=index,
-            token_ids=list(request.prompt_token_ids),
-            num_prompt=len(request.prompt_token_ids),
-            seed=child_seed(request.seed, index),
-            parent=request.sequences[0] if index else None,
-            stopper=self._new_stopper(request),
-        )
 
     def _new_speculator(self, draft_model: LoadedModel | None) -> Speculator | None:
         config = self.config.speculative
@@ -360,47 +301,6 @@ class InferenceEngine:
         for storage in self.storages:
             storage.poison_blocks(block_ids)
 
-    def _check_beams(self, request: Request, params: BeamSearchParams) -> None:
-        """A search cannot wait half-way, so its worst case must fit: the prompt once, every beam's own tokens."""
-        shared = len(request.prompt_token_ids) // self.config.cache.block_size
-        longest = self.blocks.blocks_for(len(request.prompt_token_ids) + request.max_tokens)
-        needed = shared + params.beam_width * (longest - shared + 1)
-        available = self.blocks.num_blocks - 1
-        if needed > available:
-            raise RequestError(
-                f"{params.beam_width} beams of {request.max_tokens} tokens may need {needed} blocks and the cache has "
-                f"{available}: ask for fewer beams or tokens, or give the cache more memory"
-            )
-
-    def _check(self, request_id: str, prompt_ids: list[int], params: SamplingParams) -> None:
-        if request_id in self.requests:
-            raise RequestError(f"a request {request_id!r} is running already: choose another id")
-        if not prompt_ids:
-            raise EmptyPromptError("the prompt is empty: pass at least one token")
-        vocab = self.model.config.vocab_size
-        for token in prompt_ids:
-            if not 0 <= token < vocab:
-                raise TokenIdError(f"the token id {token} is outside the vocabulary of {vocab} tokens")
-        limit = self.config.max_model_len - (0 if params.max_tokens == 0 else 1)
-        if len(prompt_ids) > limit:
-            raise PromptTooLongError(
-                f"the prompt has {len(prompt_ids)} tokens and {limit} fit (max_model_len="
-                f"{self.config.max_model_len}, at least one is generated): shorten it or raise max_model_len"
-            )
-        params.validate_for(vocab)
-        if params.stop and self.model.tokenizer is None:
-            raise RequestError("stop strings need a tokenizer, and this model has none: use stop_token_ids")
-
-    def _resolved(self, params: SamplingParams) -> SamplingParams:
-        if params.grammar is not None:
-            from bifolio.run.grammar import with_grammar
-
-            params = with_grammar(params, self.model)
-        tokenizer = self.model.tokenizer
-        if tokenizer is None:
-            return params.resolve_strings(lambda text: [])
-        return params.resolve_strings(lambda text: tokenizer.encode(text, add_special_tokens=False))
-
     def _deliver(self, results: list[StepResult]) -> list[StepResult]:
         results = [*self._outbox, *results]
         self._outbox = []
@@ -425,14 +325,6 @@ class InferenceEngine:
         counters.num_decode_tokens += sum(item.num_new for item in plan.decodes)
         counters.num_prefill_tokens += sum(item.num_new for item in plan.prefills)
         counters.num_preemptions += len(plan.preempted)
-
-
-def as_token_ids(prompt: Sequences[int]) -> list[int]:
-    """Whole numbers of any kind (numpy's too) as a list of ints."""
-    try:
-        return [operator.index(token) for token in prompt]
-    except TypeError as error:
-        raise TokenIdError(f"a prompt must be a list of token ids, which are whole numbers: {error}") from error
 
 
 def new_storage(network: ModelConfig, cache: CacheConfig, kernels: KernelSet) -> KVStorage:
