@@ -63,10 +63,6 @@ def test_a_life_at_random(new_engine: NewEngine) -> None:
     class Machine(EngineMachine):
         new_engine: Any = None
 
-        def num_in_flight(self, sequence: Any) -> int:
-            flight = self.engine._flight
-            return 0 if flight is None else sum(member is sequence for _, member in flight.members)
-
     Machine.new_engine = staticmethod(new_engine)
     run_state_machine_as_test(
         Machine,

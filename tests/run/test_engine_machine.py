@@ -135,8 +135,9 @@ class EngineMachine(RuleBasedStateMachine):
         assert rows <= {sequence.id for sequence in held}  # who has no slot holds no blocks
 
     def num_in_flight(self, sequence: Sequence) -> int:
-        """Tokens that a launched step is computing while nobody looks."""
-        return 0
+        """Tokens that a launched step is computing while nobody looks; only an overlapped engine has such steps."""
+        flight = getattr(self.engine, "_flight", None)
+        return 0 if flight is None else sum(member is sequence for _, member in flight.members)
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):

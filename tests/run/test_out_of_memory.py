@@ -247,10 +247,6 @@ class ShortOfMemory(EngineMachine):
         fail_launches(engine, lambda call: next(calls) in FAULTS)
         return engine
 
-    def num_in_flight(self, sequence: Any) -> int:
-        flight = self.engine._flight
-        return 0 if flight is None else sum(member is sequence for _, member in flight.members)
-
 
 TestShortOfMemory = ShortOfMemory.TestCase
 TestShortOfMemory.settings = settings(

@@ -18,7 +18,7 @@ from test_engine_machine import EngineMachine
 from bifolio.beam_params import BeamSearchParams
 from bifolio.run.engine import InferenceEngine
 from bifolio.sampling_params import SamplingParams
-from bifolio.sequence import FinishReason, Sequence
+from bifolio.sequence import FinishReason
 from helpers import drain, make_engine, output_ids, random_prompt, run_alone
 
 torch = pytest.importorskip("torch")
@@ -42,10 +42,6 @@ def overlapped(**options: Any) -> OverlappedEngine:
 
 class OverlappedMachine(EngineMachine):
     new_engine = staticmethod(overlapped)
-
-    def num_in_flight(self, sequence: Sequence) -> int:
-        flight = self.engine._flight
-        return 0 if flight is None else sum(member is sequence for _, member in flight.members)
 
 
 TestOverlappedMachine = OverlappedMachine.TestCase
