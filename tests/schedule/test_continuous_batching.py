@@ -136,6 +136,21 @@ def test_nobody_is_admitted_whose_blocks_are_not_there() -> None:
     assert blocks.rows() == [batcher.slots[0].held.id]  # the one who was tried holds nothing
 
 
+@pytest.mark.parametrize("already", [0, 1, 3])
+def test_prompts_that_come_together_are_counted_together(already: int) -> None:
+    """Seven prompts of five blocks each in a cache for four, some of them admitted a step before: nothing of theirs is
+    reserved yet, and their blocks are spoken for all the same."""
+    batcher, blocks = new_batcher(max_slots=8, num_blocks=4 * 5 + 1)
+    for number in range(already):
+        batcher.add(new_request(blocks, number, length=20))
+    assert len(batcher.admit_pending()) == already
+    for number in range(already, 7):
+        batcher.add(new_request(blocks, number, length=20))
+    assert len(batcher.admit_pending()) == 4 - already
+    assert blocks.num_free_blocks == 4 * 5
+    assert blocks.try_append_many([(slot.held.id, 20) for slot in batcher.active_slots()])  # all four can go on
+
+
 def test_step_admits_runs_and_evicts() -> None:
     batcher, blocks = new_batcher(max_slots=1)
     requests = [new_request(blocks, 0), new_request(blocks, 1)]
