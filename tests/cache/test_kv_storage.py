@@ -138,8 +138,10 @@ def test_impossible_storages_are_refused() -> None:
 
 
 def test_the_cache_does_not_import_torch() -> None:
-    code = "import sys, bifolio.cache as c; c.KVStorage(1, 2, 4, 1, 1); sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})
+    code = "import sys, bifolio.cache as c; c.KVStorage(1, 2, 4, 1, 1); print('torch' in sys.modules)"
+    environment = {"PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], check=True, env=environment, capture_output=True, text=True)
+    assert done.stdout == "False\n"
 
 
 # -- pages and entries -----------------------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ def attend(
     return kernels.attend(Heads(query, None, None), shape, (part,), s)
 
 
-def check(
+def assert_the_same_bits(
     crowd: Crowd, heads: int, kv_heads: int, dim: int, window: int | None, isa: str, threads: Sequence[int]
 ) -> None:
     """Together == apart == each sequence alone, whatever the number of threads; together, something is shared."""
@@ -97,7 +97,7 @@ def test_groups_and_loners_in_one_step(isa: str, dtype: str, heads: int, kv_head
         ([520, 530], 16),  # too little to be worth it
         ([257], 0),
     ]
-    check(crowd(groups, kv_heads, dim, dtype), heads, kv_heads, dim, window, isa, (1, 2))
+    assert_the_same_bits(crowd(groups, kv_heads, dim, dtype), heads, kv_heads, dim, window, isa, (1, 2))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -106,21 +106,21 @@ def test_groups_of_any_size(dtype: str, size: int) -> None:
     """Groups of fewer rows than a unit holds, exactly as many, and more; every member has another length. With fewer
     heads a small group would be cut up, so that every thread has something to do."""
     members = [400 + 7 * i for i in range(size)]
-    check(crowd([(members, 384)], 8, 32, dtype), 24, 8, 32, None, "", (1, 2, 3))
+    assert_the_same_bits(crowd([(members, 384)], 8, 32, dtype), 24, 8, 32, None, "", (1, 2, 3))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 200])
 def test_sequences_with_drafts(dtype: str, window: int | None) -> None:
     groups: list[GROUP] = [([700 + i for i in range(9)], 688), ([50, 260, 266], 48), ([900, 901], 896)]
-    check(crowd(groups, 2, 64, dtype, drafts=True), 6, 2, 64, window, "", (1, 2))
+    assert_the_same_bits(crowd(groups, 2, 64, dtype, drafts=True), 6, 2, 64, window, "", (1, 2))
 
 
 @pytest.mark.parametrize("block_size", [4, 5, 32, 128])
 def test_block_sizes(block_size: int) -> None:
     common = 500 // block_size * block_size
     groups: list[GROUP] = [([501, 510, 640, 777], common), ([300], 0)]
-    check(crowd(groups, 2, 64, "f16", block_size), 4, 2, 64, None, "", (1, 2))
+    assert_the_same_bits(crowd(groups, 2, 64, "f16", block_size), 4, 2, 64, None, "", (1, 2))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -129,13 +129,13 @@ def test_a_tree_of_prefixes(dtype: str) -> None:
     made = crowd([([1000 + i for i in range(12)], 320)], 2, 32, dtype)
     for members, blocks in ((slice(0, 6), 34), (slice(2, 5), 47), (slice(3, 5), 61), (slice(8, 11), 25)):
         made.tables[members, :blocks] = made.tables[members.start, :blocks]
-    check(made, 4, 2, 32, None, "", (1, 2))
+    assert_the_same_bits(made, 4, 2, 32, None, "", (1, 2))
 
 
 def test_units_that_walk_over_all_spans() -> None:
     """With so many rows there are units enough without cutting the context."""
     made = crowd([([1000 + i for i in range(90)], 800), ([700 + i for i in range(30)], 640)], 4, 16, "f16")
-    check(made, 32, 4, 16, None, "", (1, 2))
+    assert_the_same_bits(made, 32, 4, 16, None, "", (1, 2))
 
 
 @pytest.mark.parametrize("isa", ISAS)

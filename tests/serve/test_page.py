@@ -156,3 +156,4 @@ def test_a_server_with_keys_asks_for_one(browser: Any) -> None:
         page.wait_for_selector(".token", state="attached")  # a line break has no size
         page.click("#tab-live")
         page.wait_for_selector("#blocks[data-held]")
+        assert page.locator("#key-form").is_hidden()
