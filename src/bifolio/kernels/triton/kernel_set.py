@@ -37,7 +37,7 @@ from bifolio.kernels.triton.prefill import (
     uses_cudnn,
 )
 from bifolio.kernels.triton.quantised import QuantisedKernels, QuantisedWeight
-from bifolio.kernels.triton.row_tiles import library_is_faster
+from bifolio.kernels.triton.row_tiles import MOST_ROWS, library_is_faster
 from bifolio.kernels.triton.rows import embed_rows, look_up_rotation
 from bifolio.kernels.triton.shared import SharedRows, shared_attention
 
@@ -290,9 +290,8 @@ class TritonKernels(QuantisedKernels):
         if self.deterministic or isinstance(weight, QuantisedWeight):
             return self.deterministic or rows <= quantised.FEW_ROWS
         outputs, depth = weight.shape
-        return not library_is_faster(
-            rows, outputs, depth, gated=len(linear.parts) == 2, described=can_be_described(weight)
-        )
+        described = rows <= MOST_ROWS and can_be_described(weight)  # not asked for the many rows of a prompt
+        return not library_is_faster(rows, outputs, depth, gated=len(linear.parts) == 2, described=described)
 
     def _fuses_norm(self, x: torch.Tensor, norm: Norm) -> bool:
         """One row, and a plain RMS norm: the product that follows computes it on the way."""
