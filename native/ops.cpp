@@ -133,13 +133,13 @@ Activations quantize_rows(Member& m, Rows x, int64_t k, int64_t planes, Workspac
   return {x.data, x.stride, rows, k, q, scale, sum, isum, tiles, nullptr};
 }
 
-// Every row as bfloat16, in tiles.
+// Every row as bfloat16, in tiles; in memory of its own, for a layer may have quantised parts as well.
 const uint16_t* round_rows(Member& m, Rows x, int64_t k, Workspace& workspace) {
   const int64_t blocks = round_up(k, kBlock) / kBlock, height = std::min(x.count, kTileRows);
   if (m.rank == 0)
-    pad_tiles(blocks, height, x.count, workspace.tiles.array<uint16_t>(size_t(round_up(x.count, height) * blocks * kBlock)));
+    pad_tiles(blocks, height, x.count, workspace.bf16.array<uint16_t>(size_t(round_up(x.count, height) * blocks * kBlock)));
   m.barrier();
-  auto* words = workspace.tiles.array<uint16_t>(0);
+  auto* words = workspace.bf16.array<uint16_t>(0);
   each_row(m, x.count, k, [&](int64_t row) {
     auto* rounded = m.scratch().array<uint16_t>(size_t(blocks * kBlock));
     kernels().store_kv_row(x.row(row), k, KvType::BF16, rounded);

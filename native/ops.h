@@ -58,7 +58,7 @@ std::vector<Query> order_queries(const std::vector<Segment>& segments, int64_t b
 
 // Memory that an operation needs while it runs, kept from one step to the next.
 struct Workspace {
-  Scratch quants, scales, tiles, units, partials, residuals, planes;
+  Scratch quants, scales, tiles, bf16, units, partials, residuals, planes;
 };
 
 void embed(Member& m, const EmbeddingTable& table, const int32_t* ids, float scale, Rows out);

@@ -128,6 +128,30 @@ void check_products() {
       }
 }
 
+// Parts of several formats in one layer: each must be what it is alone.
+void check_mixed_formats() {
+  const int64_t n = 40, k = 96;
+  for (int first : {1, 2, 4})
+    for (int64_t rows : {1, 5, 16, 35}) {
+      const auto left = random_rows(Format(first), n, k), right = random_rows(Format::Q8_0, n, k);
+      const SourceRows parts[] = {{Format(first), left.data(), n, source_row_bytes(Format(first), k)},
+                                  {Format::Q8_0, right.data(), n, source_row_bytes(Format::Q8_0, k)}};
+      const LinearWeights both({parts[0], parts[1]}, k, nullptr), one({parts[0]}, k, nullptr), other({parts[1]}, k, nullptr);
+      const auto x = normal(size_t(rows * k));
+      for (const std::string& isa : available_isas()) {
+        set_isa(isa);
+        const auto all = product(x, rows, both), a = product(x, rows, one), b = product(x, rows, other);
+        std::vector<float> joined;
+        for (int64_t r = 0; r < rows; ++r) {
+          joined.insert(joined.end(), a.begin() + r * n, a.begin() + (r + 1) * n);
+          joined.insert(joined.end(), b.begin() + r * n, b.begin() + (r + 1) * n);
+        }
+        report(std::string(kFormats[first]) + " beside q8_0", isa, compare(all, joined), 0, true);
+      }
+    }
+  set_isa("");
+}
+
 void check_rows() {
   for (int64_t size : {1, 15, 16, 31, 64, 577}) {
     const auto x = normal(size_t(size), 3.0f), w = normal(size_t(size)), b = normal(size_t(size));
@@ -212,6 +236,7 @@ int main(int argc, char** argv) {
   std::printf("\n");
   check_rows();
   check_products();
+  check_mixed_formats();
   check_attention();
   std::printf(failures ? "%d comparisons failed\n" : "all comparisons passed\n", failures);
   if (argc > 1 && std::string(argv[1]) == "--time") {
