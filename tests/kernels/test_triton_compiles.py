@@ -21,8 +21,9 @@ from triton.compiler import ASTSource
 from bifolio.kernels.triton import (
     cache,
     decode,
-    matmul,
+    few_rows,
     norm,
+    one_row,
     prefill,
     quantised_kernels,
     row_tiles,
@@ -108,11 +109,11 @@ CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
         4,
     ),
     "one row": (
-        matmul._one_row_kernel, {**PRODUCT, "OUTPUTS": 4, "BLOCK": 1024, "STAGES": 1, "HAS_NORM": True}, 4,
+        one_row._one_row_kernel, {**PRODUCT, "OUTPUTS": 4, "BLOCK": 1024, "STAGES": 1, "HAS_NORM": True}, 4,
     ),
-    "few rows": (matmul._few_rows_kernel, {**PRODUCT, **FEW, "SPLITS": 1}, 4),
-    "few rows, split": (matmul._few_rows_kernel, {**PRODUCT, **FEW, "SPLITS": 4}, 4),
-    "few rows, gated": (matmul._few_rows_kernel, {**PRODUCT, **FEW, "SPLITS": 2, "ACTIVATION": 0}, 4),
+    "few rows": (few_rows._few_rows_kernel, {**PRODUCT, **FEW, "SPLITS": 1}, 4),
+    "few rows, split": (few_rows._few_rows_kernel, {**PRODUCT, **FEW, "SPLITS": 4}, 4),
+    "few rows, gated": (few_rows._few_rows_kernel, {**PRODUCT, **FEW, "SPLITS": 2, "ACTIVATION": 0}, 4),
     "norm": (norm._norm_kernel, {"HAS_DELTA": True, "HAS_BIAS": False, "CENTERED": False, "BLOCK": 4096}, 8),
     "rope": (
         cache._rope_write_kernel,
@@ -166,9 +167,9 @@ def test_described_products_use_the_copy_engine(
     constants = {
         **PRODUCT, **FEW, "DEPTH": depth, "ROWS": triton.next_power_of_2(rows), "OUTPUTS": tile.outputs,
         "BLOCK": tile.depth, "STAGES": tile.stages, "SPLITS": tile.splits, "ACTIVATION": 0 if gated else -1,
-        "DESCRIBED": True,
+        "DESCRIBED": True, "SWAPPED": tile.swapped,
     }  # fmt: skip
-    kernel = matmul._few_rows_kernel
+    kernel = few_rows._few_rows_kernel
     signature = {a: "constexpr" if a in constants else kind(a) for a in kernel.arg_names}
     name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
     signature["x"] = f"tensordesc<{name}[{constants['ROWS']}, {tile.depth}]>"
@@ -191,7 +192,8 @@ def test_which_products_are_described() -> None:
 
     assert [is_described(rows, 4096) for rows in (2, 16, 17, 33, 64, 65)] == [False, False, True, True, True, False]
     assert [is_described(64, outputs) for outputs in (1024, 2048, 128256)] == [False, True, True]
-    assert [is_described(64, outputs, gated=True) for outputs in (3072, 8192)] == [False, True]
+    assert [is_described(64, outputs, gated=True) for outputs in (2048, 3072, 8192)] == [False, True, True]
+    assert [is_described(32, outputs, gated=True) for outputs in (3072, 8192)] == [False, True]
     assert not is_described(64, 4096, described=False)
     assert not row_tiles.few_rows_tile(64, 4096, 4096, torch.float32, described=True).described
     for described in (False, True):

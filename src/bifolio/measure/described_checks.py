@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from bifolio.kernels.triton.described import can_be_described
-from bifolio.kernels.triton.matmul import few_rows
+from bifolio.kernels.triton.few_rows import few_rows
 from bifolio.kernels.triton.row_tiles import RowTile
 from bifolio.measure.check_bench import Bench, Named, relative_error
 
@@ -20,6 +20,7 @@ EXTRAS = ("plain", "bias", "residual", "gated", "gated bias residual")
 DEEP = RowTile(64, 128, 4, 4, swapped=True, described=True)
 SHARED, FOUR = replace(DEEP, splits=2), replace(DEEP, splits=4)
 WIDE = RowTile(128, 64, 4, 4, swapped=True, described=True)
+NARROW = RowTile(32, 128, 4, 4, described=True)
 
 
 def described_checks(bench: Bench, large: bool) -> Iterator[Named]:
@@ -30,6 +31,7 @@ def described_checks(bench: Bench, large: bool) -> Iterator[Named]:
         (17, 70, 128, DEEP),
         (33, 100, 256, SHARED),
         (48, 33, 200, DEEP),
+        (40, 70, 200, NARROW),
         (64, 130, 328, replace(WIDE, splits=2)),
     ]
     if large:
@@ -38,6 +40,9 @@ def described_checks(bench: Bench, large: bool) -> Iterator[Named]:
             (33, 4100, 14336, SHARED),
             (48, 2040, 8200, FOUR),
             (64, 8200, 2048, DEEP),
+            (64, 4096, 4096, NARROW),
+            (64, 2040, 8192, replace(NARROW, splits=2)),
+            (50, 14336, 4096, replace(DEEP, swapped=False)),
             (64, 1024, 3000, FOUR),
             (40, 50001, 1000, WIDE),
             (100, 4096, 1024, SHARED),  # two tiles of rows

@@ -17,7 +17,8 @@ from bifolio.config import ModelConfig
 from bifolio.kernels.interface import AttentionPhase, AttentionShape, Heads, Norm
 from bifolio.kernels.triton import TritonKernels
 from bifolio.kernels.triton.decode import cut, decode_attention, new_pieces
-from bifolio.kernels.triton.matmul import few_rows, one_row
+from bifolio.kernels.triton.few_rows import few_rows
+from bifolio.kernels.triton.one_row import one_row
 from bifolio.kernels.triton.prefill import cudnn_attention, cut_queries, prefill_attention, tile_rows
 from bifolio.kernels.triton.row_tiles import RowTile
 from bifolio.measure.check_bench import Bench, fill, new_context, segment_of
@@ -42,7 +43,8 @@ def few_rows_tiles(rows: int, outputs: int, depth: int, gated: bool) -> list[Row
         (64, 64, 4, 6, True, False), (128, 64, 4, 4, True, False), (128, 64, 8, 5, True, False),
         (128, 128, 8, 3, True, False), (64, 64, 4, 8, True, True), (64, 128, 4, 4, True, True),
         (64, 128, 4, 5, True, True), (128, 64, 4, 4, True, True), (128, 64, 4, 5, True, True),
-        (128, 128, 8, 3, True, True),
+        (128, 128, 8, 3, True, True), (32, 128, 4, 4, False, True), (32, 128, 4, 8, False, True),
+        (64, 128, 4, 4, False, True),
     ):  # fmt: skip
         memory = stages * step * 2 * (count * (2 if gated else 1) + max(16, rows))
         tiles = -(-outputs // count)

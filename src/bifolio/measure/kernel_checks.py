@@ -117,6 +117,32 @@ def _product_checks(bench: Bench, large: bool) -> Iterator[Named]:
                 return _product_error(bench, rows, outputs, depth, extra)
 
             yield f"linear {rows}x{outputs}x{depth} {extra}", error
+        if rows > 1:
+
+            def chain_error(rows: int = rows, outputs: int = outputs, depth: int = depth) -> float:
+                return _chain_error(bench, rows, outputs, depth)
+
+            yield f"linear, added, normed, linear {rows}x{outputs}x{depth}", chain_error
+
+
+def _chain_error(bench: Bench, rows: int, outputs: int, depth: int) -> float:
+    """Of the sum between two products, of its norm, and of the second product, which may do half of that norm."""
+    kernels, reference = bench.kernels, bench.reference
+    matrices = bench.normal(depth, outputs, scale=outputs**-0.5), bench.normal(outputs, depth, scale=depth**-0.5)
+    layers = [Linear((matrix,), (None,)) for matrix in matrices]
+    first, second = (kernels.prepare_linear(layer) for layer in layers)
+    norm = Norm(bench.normal(depth, dtype=torch.float32), None, 1e-5)
+    x, residual = bench.normal(rows, outputs), bench.normal(rows, depth, dtype=torch.float32)
+    total, normed = kernels.add_norm(residual, kernels.linear(x, first), norm)
+    result = tensor(kernels.linear(normed, second))
+    expected = residual + reference.linear(x.float(), reference.prepare_linear(layers[0]))
+    expected_normed = reference.norm(expected, norm)
+    expected_result = reference.linear(expected_normed, reference.prepare_linear(layers[1]))
+    return max(
+        relative_error(total, expected),
+        relative_error(result, expected_result),
+        relative_error(tensor(normed), expected_normed),
+    )
 
 
 def _product_error(bench: Bench, rows: int, outputs: int, depth: int, extra: str) -> float:

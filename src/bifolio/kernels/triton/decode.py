@@ -2,12 +2,14 @@
 """Decode attention: one query per sequence over its paged context, split into pieces that fill the GPU.
 
     sequence 0  |<- piece 0 ->|<- piece 1 ->|<- piece 2 ->|
-    sequence 1  |<- piece 3 ->|
-    sequence 2  |<- piece 4 ->|<- 5 ->|
+    sequence 1  |<--- piece 3 --->|
+    sequence 2  |<- piece 4 ->|<- piece 5 ->|
 
-Pieces have one length, chosen on the device from all contexts together, so that a graph captured once serves any
-lengths: there are never more than `num_sequences + extra` pieces. Each leaves an average of values and the logarithm
-of its weights' sum; whoever finishes last for a head joins them, always in the order of the context.
+How long a piece should be is found on the device from all contexts together, so that a graph captured once serves any
+lengths; there are never more than `num_sequences + extra`. Each context is cut into the nearest number of pieces of one
+length: a remainder of a few tokens would keep a multiprocessor as long waiting as a piece does. Each leaves an average
+of values and the logarithm of its weights' sum; whoever finishes last for a head joins them, always in the order of the
+context.
 
 The query heads that share a key head are the rows of one small matrix product, so keys and values are read once.
 """
@@ -36,7 +38,7 @@ class Pieces:
     number: torch.Tensor  # i32[p]  which of the sequence's pieces
     first: torch.Tensor  # i32[s]  index of the sequence's first piece
     count: torch.Tensor  # i32[s]
-    length: torch.Tensor  # i32[1]  tokens of a piece
+    length: torch.Tensor  # i32[s]  tokens of each of the sequence's pieces, but for the last
     arrivals: torch.Tensor  # i32[s, kv_heads]  pieces that are done; 0 between two launches
     mixed: torch.Tensor  # f32[p, heads, dim]
     weight: torch.Tensor  # f32[p, heads]  log2 of the sum of weights
@@ -60,7 +62,7 @@ def new_pieces(num_sequences: int, shape: AttentionShape, device: torch.device |
         number=integers(most),
         first=integers(num_sequences),
         count=integers(num_sequences),
-        length=integers(1),
+        length=integers(num_sequences),
         arrivals=integers(num_sequences, shape.num_kv_heads),
         mixed=torch.empty((most, shape.num_heads, shape.head_dim), dtype=torch.float32, device=device),
         weight=torch.empty((most, shape.num_heads), dtype=torch.float32, device=device),
@@ -96,12 +98,15 @@ def _cut_kernel(
         skip = tl.load(skipped + row, mask=row < num_sequences, other=0)
     begin = _first_token(length, window, skip, TILE)
     span = tl.maximum(length - begin, 0)
-    piece = tl.cdiv(tl.cdiv(tl.maximum(tl.sum(span, axis=0), 1), extra), TILE) * TILE
+    wanted = tl.cdiv(tl.cdiv(tl.maximum(tl.sum(span, axis=0), 1), extra), TILE) * TILE
+    shares = tl.maximum((span + wanted // 2) // wanted, 1)
+    tiles = tl.maximum(span + TILE - 1, TILE) // TILE
+    piece = (tiles + shares - 1) // shares * TILE
     pieces = (span + piece - 1) // piece
     before = tl.cumsum(pieces, axis=0) - pieces
     tl.store(first + row, before, mask=row < num_sequences)
     tl.store(count + row, pieces, mask=row < num_sequences)
-    tl.store(piece_length, piece)
+    tl.store(piece_length + row, piece, mask=row < num_sequences)
     total = tl.sum(pieces, axis=0)
     for start in range(0, most, ITEMS):
         item = start + tl.arange(0, ITEMS)
@@ -188,7 +193,7 @@ def _decode_kernel(
     owner = tl.load(sequence + item)
     length = tl.load(lengths + owner, mask=owner >= 0, other=0)
     table_row = tl.load(table_rows + owner, mask=owner >= 0, other=0)
-    piece = tl.load(piece_length)
+    piece = tl.load(piece_length + owner, mask=owner >= 0, other=0)
     skip = 0
     num_shared = 0
     if SHARED_ROWS > 0:

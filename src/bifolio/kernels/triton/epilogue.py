@@ -25,14 +25,23 @@ def fused(bias: torch.Tensor | None, residual: torch.Tensor | None, activation: 
 
 
 @triton.jit
+def load_residual(residual: tl.tensor, place: tl.tensor, inside: tl.tensor, HAS_RESIDUAL: tl.constexpr) -> tl.tensor:
+    """f32[...]: asked for before the product, so that it is there when it is needed."""
+    added = tl.zeros(place.shape, tl.float32)
+    if HAS_RESIDUAL:
+        added = tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+    return added
+
+
+@triton.jit
 def finish(
     sums: tl.tensor,  # f32[...]
     up_sums: tl.tensor,  # f32[...]  the gate's partner; unused without an activation
     output: tl.tensor,  # i32[outputs], or with a dimension of 1 in front
-    place: tl.tensor,  # [...]  where in `out` and `residual`
+    place: tl.tensor,  # [...]  where in `out`
     inside: tl.tensor,  # bool[...]  whether it is written
     bias: tl.tensor,  # [outputs (times 2 if gated)]
-    residual: tl.tensor,
+    added: tl.tensor,  # f32[...]  what lay at `place` in the residual; unused without one
     out: tl.tensor,
     num_outputs: tl.tensor,
     HAS_BIAS: tl.constexpr,
@@ -47,5 +56,5 @@ def finish(
             up_sums += tl.load(bias + num_outputs + output, mask=exists, other=0.0).to(tl.float32)
         sums = activate(sums, ACTIVATION) * up_sums
     if HAS_RESIDUAL:
-        sums += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+        sums += added
     tl.store(out + place, sums.to(out.dtype.element_ty), mask=inside)

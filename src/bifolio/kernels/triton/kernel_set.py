@@ -23,10 +23,12 @@ from bifolio.kernels.interface import (
     Rotation,
     Storage,
 )
-from bifolio.kernels.triton import cache, matmul, norm, quantised
+from bifolio.kernels.triton import cache, norm, quantised
 from bifolio.kernels.triton.decode import Pieces, cut, decode_attention, new_pieces
 from bifolio.kernels.triton.deferred import Normed, Product, Sum, tensor
 from bifolio.kernels.triton.described import can_be_described
+from bifolio.kernels.triton.few_rows import few_rows
+from bifolio.kernels.triton.one_row import one_row
 from bifolio.kernels.triton.prefill import (
     QueryTiles,
     cudnn_attention,
@@ -43,6 +45,8 @@ from bifolio.kernels.triton.shared import SharedRows, shared_attention
 
 FIXED_TILE = 16  # queries of a tile in deterministic mode, in both phases
 EXACT_ROWS = 512  # up to so many, products that are added up are not rounded to the set's dtype first
+DENSE_PRODUCTS: tuple[Any, Any] = few_rows, one_row
+QUANTISED_PRODUCTS: tuple[Any, Any] = quantised.few_rows, quantised.one_row
 INTERPRETED_PROCESSORS = 2  # what a "GPU" has when kernels run in Triton's interpreter
 
 
@@ -314,12 +318,12 @@ class TritonKernels(QuantisedKernels):
     ) -> torch.Tensor:
         weight, bias = product.linear.prepared
         out_dtype = out_dtype or (self.dtype if residual is None else residual.dtype)
-        own: Any = quantised if isinstance(weight, QuantisedWeight) else matmul
         options = {"bias": bias, "residual": residual, "activation": activation, "out_dtype": out_dtype}
+        few, one = QUANTISED_PRODUCTS if isinstance(weight, QuantisedWeight) else DENSE_PRODUCTS
         if product.rows > 1 or self.deterministic:
-            result: torch.Tensor = own.few_rows(tensor(product.x), weight, fixed=self.deterministic, **options)
+            result: torch.Tensor = few(tensor(product.x), weight, fixed=self.deterministic, **options)
         elif isinstance(product.x, Normed) and product.x.value is None:
-            result = own.one_row(product.x.x, weight, norm=product.x.norm, **options)
+            result = one(product.x.x, weight, norm=product.x.norm, **options)
         else:
-            result = own.one_row(tensor(product.x), weight, **options)
+            result = one(tensor(product.x), weight, **options)
         return result

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from bifolio.kernels.triton.dependent import wait_for_inputs
-from bifolio.kernels.triton.epilogue import finish
+from bifolio.kernels.triton.epilogue import finish, load_residual
 
 
 @triton.jit
@@ -122,6 +122,7 @@ def one_row_kernel(
             tile = _load_tile(values, partner_start + block[None, :], inside, KIND)
             scale, offset = _load_factors(scales, minima, partner_start + block[None, :], inside, KIND)
             partner_sums += _dot_blocks(tile, scale, offset, first, second, KIND)
+    added = load_residual(residual, row, exists, HAS_RESIDUAL)
     result = tl.sum(sums, axis=1)
     factor = 1.0
     if HAS_NORM:
@@ -129,7 +130,7 @@ def one_row_kernel(
     result = result * factor
     up = tl.sum(partner_sums, axis=1) * factor
     finish(
-        result, up, row, row, exists, bias, residual, out, num_outputs,
+        result, up, row, row, exists, bias, added, out, num_outputs,
         HAS_BIAS=HAS_BIAS, HAS_RESIDUAL=HAS_RESIDUAL, ACTIVATION=ACTIVATION,
     )  # fmt: skip
 
@@ -192,7 +193,10 @@ def few_rows_kernel(
     position = tl.arange(0, BLOCKS * ELEMENTS)
     sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
     up_sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    exists = row_exists[:, None] & output_exists[None, :]
+    place = row.to(tl.int64)[:, None] * num_outputs + output[None, :]
     wait_for_inputs()
+    added = load_residual(residual, place, exists, HAS_RESIDUAL)
     for first_block in tl.range(0, DEPTH // 32, BLOCKS, num_stages=STAGES):
         block = first_block + tl.arange(0, BLOCKS)
         inside = output_exists[:, None] & (block < DEPTH // 32)[None, :]
@@ -209,10 +213,8 @@ def few_rows_kernel(
             tile = _load_tile(values, partner_start + block[None, :], inside, KIND)
             scale, offset = _load_factors(scales, minima, partner_start + block[None, :], inside, KIND)
             up_sums = _multiply_tile(up_sums, tile, scale, offset, first, second, KIND, PRECISION)
-    exists = row_exists[:, None] & output_exists[None, :]
-    place = row.to(tl.int64)[:, None] * num_outputs + output[None, :]
     finish(
-        tl.trans(sums), tl.trans(up_sums), output[None, :], place, exists, bias, residual, out, num_outputs,
+        tl.trans(sums), tl.trans(up_sums), output[None, :], place, exists, bias, added, out, num_outputs,
         HAS_BIAS=HAS_BIAS, HAS_RESIDUAL=HAS_RESIDUAL, ACTIVATION=ACTIVATION,
     )  # fmt: skip
 

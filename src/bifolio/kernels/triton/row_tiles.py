@@ -63,9 +63,9 @@ def few_rows_tile(
 
 
 def _fewest_described(rows: int, gated: bool) -> int:
-    """Outputs below which tiles of 64, which the copy engine needs to be ahead, are too few for the GPU."""
+    """Outputs below which the tiles that the copy engine needs to be ahead are too few for the GPU."""
     if gated:
-        return 4097
+        return 3072 if rows > 32 else 4097
     return 2048 if rows > 32 else 3072
 
 
@@ -73,8 +73,11 @@ def _described_tile(rows: int, outputs: int, depth: int, gated: bool) -> RowTile
     """One program for every multiprocessor, or for every other one where sharing would leave little to each."""
     if outputs >= 32768:
         return RowTile(128, 64, 4, 4 if rows > 32 else 5, swapped=True, described=True)
+    if rows > 32 and outputs <= 4096:  # twice the programs; the weights are the right factor, for they are fewer
+        splits = 2 if outputs <= 2048 and depth > 4096 else 1
+        return RowTile(32, 128, 4, 4 if gated else 8, splits=1 if gated else splits, described=True)
     if gated:
-        return RowTile(64, 128, 4, 4, swapped=True, described=True)
+        return RowTile(64, 128, 4, 4, swapped=rows <= 32, described=True)
     splits = triton.cdiv(128 if depth > 4096 else 64, triton.cdiv(outputs, 64))
     splits = max(min(splits, 4, depth // 256), 1)
     return RowTile(64, 128, 4, 5 if splits < 4 else 4, swapped=True, splits=splits, described=True)

@@ -1,13 +1,12 @@
 # mypy: disallow-untyped-decorators=False
 """Matrix products with few rows: bound by reading the weights once, so everything around them is fused in.
 
-    out = act(norm(x) @ weight.T + bias) + residual          (each part optional)
+    out = act(x @ weight.T + bias) + residual          (each part optional)
 
-One row: a program holds a few rows of the weight and reads them whole, with plain multiply-adds. Several rows (to about
-64): matrix units, the weight streaming through shared memory, fetched by the copy engine where that is faster (see
+Matrix units multiply, the weight streaming through shared memory, fetched by the copy engine where that is faster (see
 `described`; how products are cut: `row_tiles`). Where the outputs are too few to occupy the GPU, several programs share
 the depth of one tile; whoever finishes last adds their sums, always in the same order. More rows are the matrix
-library's business.
+library's business, one row has a kernel of its own (`one_row`).
 """
 
 from __future__ import annotations
@@ -18,92 +17,10 @@ import torch
 import triton
 import triton.language as tl
 
-from bifolio.kernels.interface import Norm
 from bifolio.kernels.triton.dependent import OVERLAPPED, wait_for_inputs
 from bifolio.kernels.triton.described import can_be_described, describe, load_tile
-from bifolio.kernels.triton.epilogue import finish, fused
-from bifolio.kernels.triton.row_tiles import INTERPRETED, MOST_ROWS, RowTile, few_rows_tile, one_row_tile
-
-
-@triton.jit
-def _one_row_kernel(
-    x: tl.tensor,  # [depth]
-    weight: tl.tensor,  # [outputs (times 2 if gated), depth]
-    norm_weight: tl.tensor,  # [depth]
-    bias: tl.tensor,
-    residual: tl.tensor,  # [outputs]
-    out: tl.tensor,  # [outputs]
-    num_outputs: tl.tensor,
-    eps: tl.tensor,
-    DEPTH: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    ACTIVATION: tl.constexpr,  # of a gate, with its partner `num_outputs` rows further on; -1: none
-) -> None:
-    row = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    exists = row < num_outputs
-    source = weight + row.to(tl.int64)[:, None] * DEPTH
-    partner = weight + (row + num_outputs).to(tl.int64)[:, None] * DEPTH
-    sums = tl.zeros([OUTPUTS, BLOCK], tl.float32)
-    partner_sums = tl.zeros([OUTPUTS, BLOCK], tl.float32)
-    squares = tl.zeros([BLOCK], tl.float32)
-    column = tl.arange(0, BLOCK)
-    inside = exists[:, None] & (column < DEPTH)[None, :]
-    first = tl.load(source + column[None, :], mask=inside, other=0.0)  # the weights depend on nobody
-    if ACTIVATION >= 0:
-        first_partner = tl.load(partner + column[None, :], mask=inside, other=0.0)
-    wait_for_inputs()
-    values, squares = _normed_values(x, norm_weight, column, squares, DEPTH, DEPTH % BLOCK != 0, HAS_NORM)
-    sums += first.to(tl.float32) * values[None, :]
-    if ACTIVATION >= 0:
-        partner_sums += first_partner.to(tl.float32) * values[None, :]
-    for start in tl.range(BLOCK, DEPTH, BLOCK, num_stages=STAGES):
-        column = start + tl.arange(0, BLOCK)
-        inside = exists[:, None] & (column < DEPTH)[None, :]
-        weights = tl.load(source + column[None, :], mask=inside, other=0.0)
-        values, squares = _normed_values(x, norm_weight, column, squares, DEPTH, DEPTH % BLOCK != 0, HAS_NORM)
-        sums += weights.to(tl.float32) * values[None, :]
-        if ACTIVATION >= 0:
-            weights = tl.load(partner + column[None, :], mask=inside, other=0.0)
-            partner_sums += weights.to(tl.float32) * values[None, :]
-    result = tl.sum(sums, axis=1)
-    factor = 1.0
-    if HAS_NORM:
-        factor = 1.0 / tl.sqrt(tl.sum(squares, axis=0) / DEPTH + eps)
-    result = result * factor
-    up = tl.sum(partner_sums, axis=1) * factor
-    finish(
-        result, up, row, row, exists, bias, residual, out, num_outputs,
-        HAS_BIAS=HAS_BIAS, HAS_RESIDUAL=HAS_RESIDUAL, ACTIVATION=ACTIVATION,
-    )  # fmt: skip
-
-
-@triton.jit
-def _normed_values(
-    x: tl.tensor,
-    norm_weight: tl.tensor,
-    column: tl.tensor,
-    squares: tl.tensor,
-    DEPTH: tl.constexpr,
-    MASKED: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-) -> tl.tensor:
-    """(values of these columns, times the norm's weights; the sums of squares so far)."""
-    if MASKED:
-        values = tl.load(x + column, mask=column < DEPTH, other=0.0).to(tl.float32)
-    else:
-        values = tl.load(x + column).to(tl.float32)
-    if HAS_NORM:
-        squares += values * values
-        if MASKED:
-            values = values * tl.load(norm_weight + column, mask=column < DEPTH, other=0.0).to(tl.float32)
-        else:
-            values = values * tl.load(norm_weight + column).to(tl.float32)
-    return values, squares
+from bifolio.kernels.triton.epilogue import finish, fused, load_residual
+from bifolio.kernels.triton.row_tiles import INTERPRETED, MOST_ROWS, RowTile, few_rows_tile
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -148,9 +65,12 @@ def _few_rows_kernel(
         up_sums = tl.zeros([ROWS, OUTPUTS], tl.float32)
     part = tl.program_id(2)
     share: tl.constexpr = (DEPTH + BLOCK * SPLITS - 1) // (BLOCK * SPLITS) * BLOCK
-    end = tl.minimum(part * share + share, DEPTH)
+    begin, end = part * share, tl.minimum(part * share + share, DEPTH)
+    inside = row_exists[:, None] & output_exists[None, :]
+    place = row.to(tl.int64)[:, None] * num_outputs + output[None, :]
     wait_for_inputs()
-    for start in tl.range(part * share, end, BLOCK, num_stages=STAGES):
+    added = load_residual(residual, place, inside, HAS_RESIDUAL)
+    for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
         values = load_tile(x_source, first_row, row_exists, start, DEPTH, BLOCK, DESCRIBED)
         weights = load_tile(source, first_output, output_exists, start, DEPTH, BLOCK, DESCRIBED)
         sums = _multiply(values, weights, sums, SWAPPED, PRECISION)
@@ -160,13 +80,11 @@ def _few_rows_kernel(
     if SWAPPED:
         sums = tl.trans(sums)
         up_sums = tl.trans(up_sums)
-    inside = row_exists[:, None] & output_exists[None, :]
     if SPLITS > 1:
         sums, up_sums, is_last = _add_parts(sums, up_sums, partial_sums, arrivals, SPLITS, ACTIVATION >= 0)
         inside = inside & is_last
-    place = row.to(tl.int64)[:, None] * num_outputs + output[None, :]
     finish(
-        sums, up_sums, output[None, :], place, inside, bias, residual, out, num_outputs,
+        sums, up_sums, output[None, :], place, inside, bias, added, out, num_outputs,
         HAS_BIAS=HAS_BIAS, HAS_RESIDUAL=HAS_RESIDUAL, ACTIVATION=ACTIVATION,
     )  # fmt: skip
 
@@ -218,44 +136,6 @@ def _add_parts(
             if GATED:
                 up_sums += tl.load(place + other * width + ROWS * OUTPUTS, cache_modifier=".cg")
     return sums, up_sums, tl.zeros([ROWS, OUTPUTS], tl.int32) + arrived == SPLITS - 1
-
-
-def one_row(
-    x: torch.Tensor,  # [1, depth]
-    weight: torch.Tensor,
-    *,
-    norm: Norm | None = None,
-    bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    activation: str | None = None,
-    out_dtype: torch.dtype | None = None,
-    tile: RowTile | None = None,
-) -> torch.Tensor:
-    """[1, outputs]"""
-    outputs, depth = weight.shape
-    outputs = outputs if activation is None else outputs // 2
-    tile = tile or one_row_tile(outputs, depth, activation is not None)
-    block = min(tile.depth, triton.next_power_of_2(depth))
-    out = torch.empty((1, outputs), dtype=out_dtype or x.dtype, device=x.device)
-    _one_row_kernel[(triton.cdiv(outputs, tile.outputs),)](
-        x,
-        weight,
-        weight if norm is None else norm.weight,
-        weight if bias is None else bias,
-        x if residual is None else residual,
-        out,
-        outputs,
-        0.0 if norm is None else norm.eps,
-        DEPTH=depth,
-        OUTPUTS=tile.outputs,
-        BLOCK=block,
-        STAGES=tile.stages,
-        HAS_NORM=norm is not None,
-        **fused(bias, residual, activation),
-        num_warps=tile.warps,
-        **OVERLAPPED,
-    )
-    return out
 
 
 def few_rows(
