@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bifolio.kernels.interface import AttentionShape
-from bifolio.kernels.triton.decode import Pieces, cut, new_pieces
+from bifolio.kernels.triton.pieces import Pieces, cut, new_pieces
 from bifolio.kernels.triton.tiles import TILE
 
 PROCESSORS = 4
@@ -40,6 +40,11 @@ def test_every_token_is_looked_at_once(lengths: list[int], window: int) -> None:
         assert [begin for begin, _ in spans[1:]] == [end for _, end in spans[:-1]]  # no gap, no overlap
         assert not length or (spans[0][0], spans[-1][1]) == (first, length)
         assert all(begin < end and begin % TILE == 0 for begin, end in spans)
+    order = [int(pieces.length[owner]) for owner in pieces.sequence.tolist() if owner >= 0]
+    assert order == sorted(order, reverse=True)  # the longest are begun first
+    for sequence in found:
+        first = int(pieces.first[sequence])
+        assert pieces.sequence[first : first + len(found[sequence])].tolist() == [sequence] * len(found[sequence])
 
 
 def test_contexts_are_cut_evenly() -> None:

@@ -24,6 +24,7 @@ from bifolio.kernels.triton import (
     few_rows,
     norm,
     one_row,
+    pieces,
     prefill,
     quantised_kernels,
     row_tiles,
@@ -101,7 +102,7 @@ FEW = {
 CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
     "decode": (decode._decode_kernel, {**HEADS, "HEADS": 32, "ROWS": 16, "STAGES": 4, "SHARED_ROWS": 0}, 2),
     "decode, shared": (decode._decode_kernel, {**HEADS, "HEADS": 32, "ROWS": 16, "STAGES": 4, "SHARED_ROWS": 128}, 2),
-    "cut": (decode._cut_kernel, {"IS_SHARED": True, "TILE": 64, "BLOCK": 256, "ITEMS": 256}, 4),
+    "cut": (pieces._cut_kernel, {"IS_SHARED": True, "TILE": 64, "BLOCK": 256, "ITEMS": 256, "OTHERS": 32}, 8),
     "shared": (shared._shared_kernel, {**HEADS, "ROWS": 128, "STAGES": 3}, 8),
     "prefill": (
         prefill._prefill_kernel,

@@ -1,22 +1,13 @@
 # mypy: disallow-untyped-decorators=False
-"""Decode attention: one query per sequence over its paged context, split into pieces that fill the GPU.
+"""Decode attention: one query per sequence over its paged context, in pieces (see `pieces`) that fill the GPU.
 
-    sequence 0  |<- piece 0 ->|<- piece 1 ->|<- piece 2 ->|
-    sequence 1  |<--- piece 3 --->|
-    sequence 2  |<- piece 4 ->|<- piece 5 ->|
-
-How long a piece should be is found on the device from all contexts together, so that a graph captured once serves any
-lengths; there are never more than `num_sequences + extra`. Each context is cut into the nearest number of pieces of one
-length: a remainder of a few tokens would keep a multiprocessor as long waiting as a piece does. Each leaves an average
-of values and the logarithm of its weights' sum; whoever finishes last for a head joins them, always in the order of the
-context.
+Each piece leaves an average of values and the logarithm of its weights' sum; whoever finishes last for a head joins
+them, always in the order of the context.
 
 The query heads that share a key head are the rows of one small matrix product, so keys and values are read once.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -24,127 +15,10 @@ import triton.language as tl
 
 from bifolio.kernels.interface import AttentionShape, Storage
 from bifolio.kernels.triton.dependent import OVERLAPPED, wait_for_inputs
+from bifolio.kernels.triton.pieces import Pieces, first_token
 from bifolio.kernels.triton.tiles import LOG2_E, TILE, mix_tile, read_tile
 
 MIN_ROWS = 16  # rows of the smallest matrix product
-PIECE_BYTES = 1024  # of head dimensions wanted for each multiprocessor, before they are dealt to the heads
-
-
-@dataclass(slots=True)
-class Pieces:
-    """How the contexts of one step are cut; filled on the device, once per step and window."""
-
-    sequence: torch.Tensor  # i32[p]  whose piece; -1: none
-    number: torch.Tensor  # i32[p]  which of the sequence's pieces
-    first: torch.Tensor  # i32[s]  index of the sequence's first piece
-    count: torch.Tensor  # i32[s]
-    length: torch.Tensor  # i32[s]  tokens of each of the sequence's pieces, but for the last
-    arrivals: torch.Tensor  # i32[s, kv_heads]  pieces that are done; 0 between two launches
-    mixed: torch.Tensor  # f32[p, heads, dim]
-    weight: torch.Tensor  # f32[p, heads]  log2 of the sum of weights
-    window: int  # 0: none
-
-    @property
-    def most(self) -> int:
-        return int(self.sequence.shape[0])
-
-
-def new_pieces(num_sequences: int, shape: AttentionShape, device: torch.device | str, *, num_processors: int) -> Pieces:
-    """Room for the pieces of a step."""
-    extra = max(PIECE_BYTES // shape.head_dim * num_processors // shape.num_kv_heads, 1)
-    most = num_sequences + extra
-
-    def integers(*size: int) -> torch.Tensor:
-        return torch.zeros(size, dtype=torch.int32, device=device)
-
-    return Pieces(
-        sequence=integers(most),
-        number=integers(most),
-        first=integers(num_sequences),
-        count=integers(num_sequences),
-        length=integers(num_sequences),
-        arrivals=integers(num_sequences, shape.num_kv_heads),
-        mixed=torch.empty((most, shape.num_heads, shape.head_dim), dtype=torch.float32, device=device),
-        weight=torch.empty((most, shape.num_heads), dtype=torch.float32, device=device),
-        window=shape.window or 0,
-    )
-
-
-@triton.jit(
-    do_not_specialize=["num_sequences", "most", "extra", "window"],
-    do_not_specialize_on_alignment=["lengths", "sequence", "number", "first", "count", "piece_length", "skipped"],
-)
-def _cut_kernel(
-    lengths: tl.tensor,  # i32[s]
-    sequence: tl.tensor,
-    number: tl.tensor,
-    first: tl.tensor,
-    count: tl.tensor,
-    piece_length: tl.tensor,
-    num_sequences: tl.tensor,
-    most: tl.tensor,
-    extra: tl.tensor,
-    window: tl.tensor,
-    skipped: tl.tensor,  # i32[s]  leading tokens that another kernel looks at
-    IS_SHARED: tl.constexpr,  # there are such
-    TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ITEMS: tl.constexpr,
-) -> None:
-    row = tl.arange(0, BLOCK)
-    length = tl.load(lengths + row, mask=row < num_sequences, other=0)
-    skip = tl.zeros([BLOCK], tl.int32)
-    if IS_SHARED:
-        skip = tl.load(skipped + row, mask=row < num_sequences, other=0)
-    begin = _first_token(length, window, skip, TILE)
-    span = tl.maximum(length - begin, 0)
-    wanted = tl.cdiv(tl.cdiv(tl.maximum(tl.sum(span, axis=0), 1), extra), TILE) * TILE
-    shares = tl.maximum((span + wanted // 2) // wanted, 1)
-    tiles = tl.maximum(span + TILE - 1, TILE) // TILE
-    piece = (tiles + shares - 1) // shares * TILE
-    pieces = (span + piece - 1) // piece
-    before = tl.cumsum(pieces, axis=0) - pieces
-    tl.store(first + row, before, mask=row < num_sequences)
-    tl.store(count + row, pieces, mask=row < num_sequences)
-    tl.store(piece_length + row, piece, mask=row < num_sequences)
-    total = tl.sum(pieces, axis=0)
-    for start in range(0, most, ITEMS):
-        item = start + tl.arange(0, ITEMS)
-        tl.store(sequence + item, tl.full([ITEMS], -1, tl.int32), mask=(item >= total) & (item < most))
-    for index in range(tl.max(pieces, axis=0)):
-        mine = (index < pieces) & (before + index < most)
-        tl.store(sequence + before + index, row, mask=mine)
-        tl.store(number + before + index, tl.zeros([BLOCK], tl.int32) + index, mask=mine)
-
-
-@triton.jit
-def _first_token(length: tl.tensor, window: tl.tensor, skipped: tl.tensor, TILE: tl.constexpr) -> tl.tensor:
-    """Where reading begins: the tile of the window's first token, behind what is skipped (whole tiles)."""
-    begin = tl.where(window > 0, tl.maximum(length - window, 0) // TILE * TILE, 0)
-    return tl.maximum(begin, skipped)
-
-
-def cut(pieces: Pieces, lengths: torch.Tensor, skipped: torch.Tensor | None = None) -> None:
-    """Plan the pieces for these context lengths (i32[s], on the device)."""
-    num_sequences = lengths.shape[0]
-    _cut_kernel[(1,)](
-        lengths,
-        pieces.sequence,
-        pieces.number,
-        pieces.first,
-        pieces.count,
-        pieces.length,
-        num_sequences,
-        pieces.most,
-        max(pieces.most - num_sequences, 1),
-        pieces.window,
-        lengths if skipped is None else skipped,
-        IS_SHARED=skipped is not None,
-        TILE=TILE,
-        BLOCK=max(256, triton.next_power_of_2(num_sequences)),  # one program serves most batch sizes
-        ITEMS=256,
-        num_warps=4,
-    )
 
 
 @triton.jit(
@@ -199,7 +73,7 @@ def _decode_kernel(
     if SHARED_ROWS > 0:
         skip = tl.load(shared_words + owner, mask=owner >= 0, other=0)
         num_shared = tl.load(shared_words + 2 * num_sequences + owner, mask=owner >= 0, other=0)
-    begin = _first_token(length, window, skip, TILE) + tl.load(number + item) * piece
+    begin = first_token(length, window, skip, TILE) + tl.load(number + item) * piece
     wait_for_inputs()
     if owner >= 0:
         end = tl.minimum(begin + piece, length)

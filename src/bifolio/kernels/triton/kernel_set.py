@@ -24,11 +24,12 @@ from bifolio.kernels.interface import (
     Storage,
 )
 from bifolio.kernels.triton import cache, norm, quantised
-from bifolio.kernels.triton.decode import Pieces, cut, decode_attention, new_pieces
+from bifolio.kernels.triton.decode import decode_attention
 from bifolio.kernels.triton.deferred import Normed, Product, Sum, tensor
 from bifolio.kernels.triton.described import can_be_described
 from bifolio.kernels.triton.few_rows import few_rows
 from bifolio.kernels.triton.one_row import one_row
+from bifolio.kernels.triton.pieces import Pieces, cut, new_pieces
 from bifolio.kernels.triton.prefill import (
     QueryTiles,
     cudnn_attention,

@@ -1,0 +1,170 @@
+# mypy: disallow-untyped-decorators=False
+"""How the contexts of a decode step are cut into pieces that fill the GPU.
+
+    sequence 0  |<- piece 0 ->|<- piece 1 ->|<- piece 2 ->|
+    sequence 1  |<--- piece 3 --->|
+    sequence 2  |<- piece 4 ->|<- piece 5 ->|
+
+How long a piece should be is found on the device from all contexts together, so that a graph captured once serves any
+lengths; there are never more than `num_sequences + extra`. Each context is cut into the nearest number of pieces of one
+length: a remainder of a few tokens would keep a multiprocessor as long waiting as a piece does. The longest come first:
+begun last, they would be waited for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from bifolio.kernels.interface import AttentionShape
+from bifolio.kernels.triton.tiles import TILE
+
+PIECE_BYTES = 1024  # of head dimensions wanted for each multiprocessor, before they are dealt to the heads
+
+
+@dataclass(slots=True)
+class Pieces:
+    """How the contexts of one step are cut; filled on the device, once per step and window."""
+
+    sequence: torch.Tensor  # i32[p]  whose piece; -1: none
+    number: torch.Tensor  # i32[p]  which of the sequence's pieces
+    first: torch.Tensor  # i32[s]  index of the sequence's first piece
+    count: torch.Tensor  # i32[s]
+    length: torch.Tensor  # i32[s]  tokens of each of the sequence's pieces, but for the last
+    arrivals: torch.Tensor  # i32[s, kv_heads]  pieces that are done; 0 between two launches
+    mixed: torch.Tensor  # f32[p, heads, dim]
+    weight: torch.Tensor  # f32[p, heads]  log2 of the sum of weights
+    window: int  # 0: none
+
+    @property
+    def most(self) -> int:
+        return int(self.sequence.shape[0])
+
+
+def new_pieces(num_sequences: int, shape: AttentionShape, device: torch.device | str, *, num_processors: int) -> Pieces:
+    """Room for the pieces of a step."""
+    extra = max(PIECE_BYTES // shape.head_dim * num_processors // shape.num_kv_heads, 1)
+    most = num_sequences + extra
+
+    def integers(*size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=torch.int32, device=device)
+
+    return Pieces(
+        sequence=integers(most),
+        number=integers(most),
+        first=integers(num_sequences),
+        count=integers(num_sequences),
+        length=integers(num_sequences),
+        arrivals=integers(num_sequences, shape.num_kv_heads),
+        mixed=torch.empty((most, shape.num_heads, shape.head_dim), dtype=torch.float32, device=device),
+        weight=torch.empty((most, shape.num_heads), dtype=torch.float32, device=device),
+        window=shape.window or 0,
+    )
+
+
+@triton.jit(
+    do_not_specialize=["num_sequences", "most", "extra", "window"],
+    do_not_specialize_on_alignment=["lengths", "sequence", "number", "first", "count", "piece_length", "skipped"],
+)
+def _cut_kernel(
+    lengths: tl.tensor,  # i32[s]
+    sequence: tl.tensor,
+    number: tl.tensor,
+    first: tl.tensor,
+    count: tl.tensor,
+    piece_length: tl.tensor,
+    num_sequences: tl.tensor,
+    most: tl.tensor,
+    extra: tl.tensor,
+    window: tl.tensor,
+    skipped: tl.tensor,  # i32[s]  leading tokens that another kernel looks at
+    IS_SHARED: tl.constexpr,  # there are such
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ITEMS: tl.constexpr,
+    OTHERS: tl.constexpr,
+) -> None:
+    row = tl.arange(0, BLOCK)
+    span = _span(lengths, skipped, row, num_sequences, window, IS_SHARED, TILE)
+    wanted = tl.cdiv(tl.cdiv(tl.maximum(tl.sum(span, axis=0), 1), extra), TILE) * TILE
+    piece, pieces = _share(span, wanted, TILE)
+    before = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, num_sequences, OTHERS):
+        other = start + tl.arange(0, OTHERS)
+        their_span = _span(lengths, skipped, other, num_sequences, window, IS_SHARED, TILE)
+        their_piece, their_pieces = _share(their_span, wanted, TILE)
+        is_longer = their_piece[None, :] > piece[:, None]
+        comes_first = is_longer | ((their_piece[None, :] == piece[:, None]) & (other[None, :] < row[:, None]))
+        before += tl.sum(tl.where(comes_first, their_pieces[None, :], 0), axis=1)
+    tl.store(first + row, before, mask=row < num_sequences)
+    tl.store(count + row, pieces, mask=row < num_sequences)
+    tl.store(piece_length + row, piece, mask=row < num_sequences)
+    total = tl.sum(pieces, axis=0)
+    for start in range(0, most, ITEMS):
+        item = start + tl.arange(0, ITEMS)
+        tl.store(sequence + item, tl.full([ITEMS], -1, tl.int32), mask=(item >= total) & (item < most))
+    for index in range(tl.max(pieces, axis=0)):
+        mine = (index < pieces) & (before + index < most)
+        tl.store(sequence + before + index, row, mask=mine)
+        tl.store(number + before + index, tl.zeros([BLOCK], tl.int32) + index, mask=mine)
+
+
+@triton.jit
+def _span(
+    lengths: tl.tensor,
+    skipped: tl.tensor,
+    row: tl.tensor,
+    num_sequences: tl.tensor,
+    window: tl.tensor,
+    IS_SHARED: tl.constexpr,
+    TILE: tl.constexpr,
+) -> tl.tensor:
+    """How many tokens of these sequences are read: i32[rows], 0 past the last."""
+    length = tl.load(lengths + row, mask=row < num_sequences, other=0)
+    skip = length * 0
+    if IS_SHARED:
+        skip = tl.load(skipped + row, mask=row < num_sequences, other=0)
+    return tl.maximum(length - first_token(length, window, skip, TILE), 0)
+
+
+@triton.jit
+def _share(span: tl.tensor, wanted: tl.tensor, TILE: tl.constexpr) -> tl.tensor:
+    """(tokens of a piece, number of pieces): the nearest number to `wanted` tokens each, all of one length."""
+    shares = tl.maximum((span + wanted // 2) // wanted, 1)
+    tiles = tl.maximum(span + TILE - 1, TILE) // TILE
+    piece = (tiles + shares - 1) // shares * TILE
+    return piece, (span + piece - 1) // piece
+
+
+@triton.jit
+def first_token(length: tl.tensor, window: tl.tensor, skipped: tl.tensor, TILE: tl.constexpr) -> tl.tensor:
+    """Where reading begins: the tile of the window's first token, behind what is skipped (whole tiles)."""
+    begin = tl.where(window > 0, tl.maximum(length - window, 0) // TILE * TILE, 0)
+    return tl.maximum(begin, skipped)
+
+
+def cut(pieces: Pieces, lengths: torch.Tensor, skipped: torch.Tensor | None = None) -> None:
+    """Plan the pieces for these context lengths (i32[s], on the device)."""
+    num_sequences = lengths.shape[0]
+    _cut_kernel[(1,)](
+        lengths,
+        pieces.sequence,
+        pieces.number,
+        pieces.first,
+        pieces.count,
+        pieces.length,
+        num_sequences,
+        pieces.most,
+        max(pieces.most - num_sequences, 1),
+        pieces.window,
+        lengths if skipped is None else skipped,
+        IS_SHARED=skipped is not None,
+        TILE=TILE,
+        BLOCK=max(256, triton.next_power_of_2(num_sequences)),  # one program serves most batch sizes
+        ITEMS=256,
+        OTHERS=32,
+        num_warps=8,
+    )
