@@ -51,8 +51,16 @@ struct PackedMatrix {
   int64_t num_panels;
   size_t panel_bytes;
   const uint8_t* data;   // 64-byte aligned
+  int64_t gap_panel = INT64_MAX;  // panels from this one on lie `gap` bytes further on
+  size_t gap = 0;
 
-  const uint8_t* panel(int64_t index) const { return data + size_t(index) * panel_bytes; }
+  const uint8_t* panel(int64_t index) const { return data + size_t(index) * panel_bytes + (index >= gap_panel ? gap : 0); }
+
+  // Panels [begin, begin + count) beside as many from `other` on.
+  PackedMatrix side_by_side(int64_t begin, int64_t other, int64_t count) const {
+    const size_t between = size_t(other - begin - count) * panel_bytes;
+    return {format, 2 * count * kPanel, k, 2 * count, panel_bytes, panel(begin), count, between};
+  }
 };
 
 constexpr int64_t quant_bits(Format format) { return format == Format::Q8_0 ? 8 : 4; }
@@ -70,7 +78,7 @@ struct Activations {
   const float* sum;    // the same: scale * (sum of the block's q)
   const int32_t* isum; // the same: sum of the block's q
   // For instruction sets with tiles: 32 numbers of sixteen rows (of bf16: or all, if there are fewer) together, where
-  // tile_place says; rows and k are padded with zeros.
+  // KParts says; rows and k are padded with zeros.
   const int8_t* tiles;   // [pieces][16][32]  q again; null with fewer than 16 rows
   const uint16_t* bf16;  // [pieces][16][32]  x as bfloat16
 };
@@ -121,8 +129,10 @@ struct KernelTable {
   void (*softcap_row)(float* x, int64_t size, float cap);
   int64_t (*argmax_row)(const float* x, int64_t size);
 
-  // q: [k], the scales of one row, kRowGroup apart
-  void (*quantize_row)(const float* x, int64_t k, int8_t* q, float* scale, float* sum, int32_t* isum);
+  // Some numbers of a row in blocks of 32, `step` apart: quantised, with their scales kRowGroup apart; as bfloat16, with
+  // zeros up to the end of the last block.
+  void (*quantize_row)(const float* x, int64_t k, int8_t* q, int64_t step, float* scale, float* sum, int32_t* isum);
+  void (*round_row)(const float* x, int64_t k, uint16_t* words, int64_t step);
 
   // Columns of panels [begin, end) of y = x W^T + bias for all rows. scratch: matmul_scratch_bytes(), 64-byte aligned.
   void (*matmul)(const PackedMatrix& matrix, const Activations& x, const float* bias, float* y, int64_t y_stride,
@@ -145,13 +155,22 @@ struct KernelTable {
 size_t matmul_scratch_bytes();
 size_t attention_scratch_bytes(int64_t head_dim);
 
-// Which piece of a tiled matrix holds the 32 numbers `step` of row tile `tile`. Sixteen steps of a tile lie one after the
-// other, then come those of the next tile: what is worked on together is one stretch of memory.
-constexpr int64_t kPartSteps = 16;
-inline int64_t tile_place(int64_t tile, int64_t step, int64_t tiles, int64_t steps) {
-  const int64_t part = step / kPartSteps * kPartSteps;
-  return part * tiles + tile * (steps - part < kPartSteps ? steps - part : kPartSteps) + step - part;
-}
+// How k is cut for products on tiles, in steps of 32 numbers: into parts whose rows stay in a near cache, of about
+// the same size, since each part costs a look at all sums. Blocks of weights come in pairs: parts begin at even steps.
+struct KParts {
+  static constexpr int64_t kMost = 32;  // steps of a part
+  int64_t steps, count;
+
+  explicit KParts(int64_t steps) : steps(steps), count((steps + kMost - 1) / kMost) {}
+  KParts(int64_t steps, int64_t count) : steps(steps), count(count) {}
+
+  int64_t begin(int64_t part) const { return part == count ? steps : (steps + 1) / 2 * part / count * 2; }
+  int64_t size(int64_t part) const { return begin(part + 1) - begin(part); }
+
+  // Which piece of a matrix of `tiles` row tiles holds the first step of a part. The steps of a tile lie one after the
+  // other, then come those of the next tile: what is worked on together is one stretch of memory.
+  int64_t place(int64_t part, int64_t tile, int64_t tiles) const { return begin(part) * tiles + tile * size(part); }
+};
 
 inline int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 

@@ -18,7 +18,9 @@ namespace {
 
 #define BIFOLIO_FLOAT_ROWS 12
 #define BIFOLIO_INT_ROWS 8
+#define BIFOLIO_OWN_QUANTIZE
 #include "kernels/elementwise.h"
+#include "kernels/avx512_quantize.h"
 #include "kernels/matmul_float.h"
 #include "kernels/vnni.h"
 

@@ -57,8 +57,12 @@ struct Query {
 std::vector<Query> order_queries(const std::vector<Segment>& segments, int64_t block_size, bool share);
 
 // Memory that an operation needs while it runs, kept from one step to the next.
+struct RowMemory {  // the rows of a product
+  Scratch bytes, scales, words;
+};
 struct Workspace {
-  Scratch quants, scales, tiles, bf16, units, partials, residuals, planes;
+  RowMemory input, middle;
+  Scratch partials, residuals, planes;
 };
 
 void embed(Member& m, const EmbeddingTable& table, const int32_t* ids, float scale, Rows out);
@@ -69,6 +73,13 @@ void act(Member& m, Rows x, Activation activation, Rows out);
 void act_mul(Member& m, Rows x, Activation activation, Rows out);
 void take(Member& m, Rows x, const int32_t* rows, Rows out);  // rows may be null: all
 void linear(Member& m, Rows x, const LinearWeights& weights, Rows out, Workspace& workspace);
+
+// out = last (act(gate x) * (up x)), `pair` being gate and up one after the other: the same as linear, act_mul and linear,
+// which `middle` would be the rows between. Only for what can_gate says.
+void gated_linear(Member& m, Rows x, const LinearWeights& pair, Activation activation, const LinearWeights& last, Rows middle,
+                  Rows out, Workspace& workspace);
+bool can_gate(const LinearWeights& pair, const LinearWeights& last, int64_t rows);
+
 void softcap(Member& m, Rows x, float cap);
 void rotation(Member& m, const float* frequencies, float scale, const int32_t* positions, Rows cosine, Rows sine);
 

@@ -1,6 +1,7 @@
 #include "pool.h"
 
 #include <sched.h>
+#include <sys/mman.h>
 
 #include <cstdlib>
 #include <fstream>
@@ -14,6 +15,8 @@ namespace {
 // How long a thread looks for work before it sleeps: a decode step follows the last one within some ten microseconds,
 // and waking a thread costs about as much.
 constexpr int kSpins = 4000;
+
+constexpr size_t kHugePage = size_t(2) << 20;
 
 inline void pause_briefly() {
 #if defined(__aarch64__)
@@ -43,15 +46,20 @@ int default_threads() {
 
 Scratch::~Scratch() { std::free(data_); }
 
+// On huge pages from some size on: rows that are far apart would each need a page of their own.
 uint8_t* Scratch::bytes(size_t size) {
   if (size > size_) {
     std::free(data_);
-    size_ = (size + 4095) / 4096 * 4096;
-    data_ = static_cast<uint8_t*>(std::aligned_alloc(4096, size_));
+    const size_t page = size >= kHugePage / 4 ? kHugePage : 4096;
+    size_ = (size + page - 1) / page * page;
+    data_ = static_cast<uint8_t*>(std::aligned_alloc(page, size_));
     if (!data_) {
       size_ = 0;
       throw std::bad_alloc();
     }
+#if defined(MADV_HUGEPAGE)
+    if (page == kHugePage) madvise(data_, size_, MADV_HUGEPAGE);
+#endif
   }
   return data_;
 }

@@ -64,6 +64,16 @@ class Member {
   int loop_ = 0;  // which of the counters comes next
 };
 
+// Rows per piece so that a piece is worth handing out: about 8 K numbers.
+inline int64_t row_piece(int64_t width) { return width > 8192 ? 1 : 8192 / (width > 0 ? width : 1); }
+
+template <class Body>
+void each_row(Member& m, int64_t count, int64_t width, Body body) {
+  m.split(count, row_piece(width), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) body(row);
+  });
+}
+
 class Pool {
  public:
   static Pool& instance();

@@ -11,10 +11,9 @@ Program::Register Program::new_value(int64_t width, bool of_logit_rows) {
   return Register(values_.size() - 1);
 }
 
-void Program::record(const char* name, std::vector<Register> reads, std::vector<Register> writes, Work work) {
-  for (const auto& list : {reads, writes})
-    for (Register value : list) values_[size_t(value)].last_use = int(operations_.size());
+Program::Operation& Program::record(const char* name, std::vector<Register> reads, std::vector<Register> writes, Work work) {
   operations_.push_back({name, std::move(reads), std::move(writes), std::move(work)});
+  return operations_.back();
 }
 
 Rows Program::rows(Register value, const Step& step) const {
@@ -56,7 +55,7 @@ Program::Register Program::linear(Register x, const LinearWeights& weights) {
   const Register out = like(x, weights.out_features());
   record("linear", {x}, {out}, [=, this, &weights](Member& m, const Step& step) {
     bifolio::linear(m, rows(x, step), weights, rows(out, step), workspace_);
-  });
+  }).weights = &weights;
   return out;
 }
 
@@ -97,7 +96,9 @@ Program::Register Program::act(Register x, Activation activation) {
 
 Program::Register Program::act_mul(Register x, Activation activation) {
   const Register out = like(x, values_[size_t(x)].width / 2);
-  record("act_mul", {x}, {out}, [=, this](Member& m, const Step& step) { bifolio::act_mul(m, rows(x, step), activation, rows(out, step)); });
+  record("act_mul", {x}, {out}, [=, this](Member& m, const Step& step) {
+    bifolio::act_mul(m, rows(x, step), activation, rows(out, step));
+  }).activation = activation;
   return out;
 }
 
@@ -114,11 +115,47 @@ void Program::logits(Register x, const LinearWeights& head, float softcap) {
     bifolio::linear(m, rows(x, step), head, out, workspace_);
     if (softcap != 0.0f) bifolio::softcap(m, out, softcap);
   });
+  join_gated();
   assign_buffers();
+}
+
+// Whether a product, act_mul and another product follow each other, and nobody else looks at what lies between them.
+bool Program::is_gated(size_t first) const {
+  if (first + 2 >= operations_.size()) return false;
+  const Operation &pair = operations_[first], &gate = operations_[first + 1], &last = operations_[first + 2];
+  if (!pair.weights || gate.name != std::string("act_mul") || !last.weights) return false;
+  if (gate.reads != pair.writes || last.reads != gate.writes) return false;
+  const auto readers = [&](Register value) {
+    return std::count_if(operations_.begin(), operations_.end(), [&](const Operation& operation) {
+      return std::count(operation.reads.begin(), operation.reads.end(), value) > 0;
+    });
+  };
+  return readers(gate.reads[0]) == 1 && readers(last.reads[0]) == 1;
+}
+
+// Three such operations become one, which leaves little of what lies between them in memory when there are many rows.
+void Program::join_gated() {
+  for (size_t i = 0; i < operations_.size(); ++i) {
+    if (!is_gated(i)) continue;
+    const Operation pair = operations_[i], gate = operations_[i + 1], last = operations_[i + 2];
+    const auto work = [=, this](Member& m, const Step& step) {
+      const Rows x = rows(pair.reads[0], step);
+      if (can_gate(*pair.weights, *last.weights, x.count)) {
+        gated_linear(m, x, *pair.weights, gate.activation, *last.weights, rows(gate.writes[0], step), rows(last.writes[0], step), workspace_);
+      } else {
+        pair.work(m, step), gate.work(m, step), last.work(m, step);
+      }
+    };
+    operations_[i] = {"gated", pair.reads, {pair.writes[0], gate.writes[0], last.writes[0]}, work};
+    operations_.erase(operations_.begin() + std::ptrdiff_t(i) + 1, operations_.begin() + std::ptrdiff_t(i) + 3);
+  }
 }
 
 // Values share memory when one is no longer needed before the other is made.
 void Program::assign_buffers() {
+  for (size_t i = 0; i < operations_.size(); ++i)
+    for (const auto& list : {operations_[i].reads, operations_[i].writes})
+      for (Register value : list) values_[size_t(value)].last_use = int(i);
   std::vector<int> free_buffers;
   for (size_t i = 0; i < operations_.size(); ++i) {
     for (Register value : operations_[i].writes) {

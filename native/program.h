@@ -60,11 +60,15 @@ class Program {
     const char* name;
     std::vector<Register> reads, writes;
     Work work;
+    const LinearWeights* weights = nullptr;  // of a product
+    Activation activation = Activation::Silu;  // of act_mul
   };
 
   Register new_value(int64_t width, bool of_logit_rows);
   Register like(Register x, int64_t width) { return new_value(width, values_[size_t(x)].of_logit_rows); }
-  void record(const char* name, std::vector<Register> reads, std::vector<Register> writes, Work work);
+  Operation& record(const char* name, std::vector<Register> reads, std::vector<Register> writes, Work work);
+  bool is_gated(size_t first) const;
+  void join_gated();
   void assign_buffers();
   void allocate(const Step& step);
   Rows rows(Register value, const Step& step) const;

@@ -152,6 +152,31 @@ void check_mixed_formats() {
   set_isa("");
 }
 
+// Two products with a gate between them, at once and one after the other.
+void check_gated() {
+  const int64_t k = 64, width = 352;
+  for (int first : {0, 2, 3, 4})
+    for (int last : {1, 2, 3, 5})
+      for (int64_t rows : {16, 35, 530}) {
+        const auto pair_rows = random_rows(Format(first), 2 * width, k), last_rows = random_rows(Format(last), k, width);
+        const auto x = normal(size_t(rows * k)), bias = normal(size_t(2 * width));
+        const LinearWeights pair({{Format(first), pair_rows.data(), 2 * width, source_row_bytes(Format(first), k)}}, k, bias.data());
+        const LinearWeights end({{Format(last), last_rows.data(), k, source_row_bytes(Format(last), width)}}, width, nullptr);
+        for (const std::string& isa : available_isas()) {
+          set_isa(isa);
+          std::vector<float> products = product(x, rows, pair), middle(size_t(rows * width)), found(size_t(rows * k));
+          const Rows input{const_cast<float*>(x.data()), rows, k, k}, between{middle.data(), rows, width, width};
+          Pool::instance().run([&](Member& m) { act_mul(m, {products.data(), rows, 2 * width, 2 * width}, Activation::Silu, between); });
+          const auto expected = product(middle, rows, end);
+          Pool::instance().run([&](Member& m) {
+            gated_linear(m, input, pair, Activation::Silu, end, between, {found.data(), rows, k, k}, workspace);
+          });
+          report(std::string("gated ") + kFormats[first] + " " + kFormats[last], isa, compare(found, expected), 0, true);
+        }
+      }
+  set_isa("");
+}
+
 void check_rows() {
   for (int64_t size : {1, 15, 16, 31, 64, 577}) {
     const auto x = normal(size_t(size), 3.0f), w = normal(size_t(size)), b = normal(size_t(size));
@@ -237,6 +262,7 @@ int main(int argc, char** argv) {
   check_rows();
   check_products();
   check_mixed_formats();
+  check_gated();
   check_attention();
   std::printf(failures ? "%d comparisons failed\n" : "all comparisons passed\n", failures);
   if (argc > 1 && std::string(argv[1]) == "--time") {

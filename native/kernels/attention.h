@@ -215,8 +215,26 @@ static inline void softmax_row(float* scores, int64_t first, int64_t last, float
   total += reduce_add(add(load(scores), load(scores + 16)));
 }
 
+#ifndef BIFOLIO_OWN_SOFTMAX
+constexpr int64_t kSoftmaxRows = INT64_MAX;  // rows that an instruction set works on together
+static inline void softmax_four(float*, float*, float*, float*, int64_t) {}
+#endif
+
+// Whether the next kSoftmaxRows rows see all positions of a tile.
+static inline bool all_visible(const AttentionRows& rows, int64_t r, int64_t start) {
+  if (rows.count - r < kSoftmaxRows) return false;
+  for (int64_t i = r; i < r + kSoftmaxRows; ++i)
+    if (rows.begin[i] > start || rows.end[i] < start + kTile) return false;
+  return true;
+}
+
 static inline void softmax_rows(const AttentionRows& rows, int64_t start, int64_t padded, float* scores) {
   for (int64_t r = 0; r < rows.count; ++r) {
+    if (all_visible(rows, r, start)) {
+      softmax_four(scores + r * kTile, rows.maximum + r, rows.total + r, rows.mixed + r * padded, padded);
+      r += kSoftmaxRows - 1;
+      continue;
+    }
     const int64_t first = (rows.begin[r] > start ? rows.begin[r] : start) - start;
     const int64_t last = (rows.end[r] < start + kTile ? rows.end[r] : start + kTile) - start;
     if (first >= last) {

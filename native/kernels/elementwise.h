@@ -182,14 +182,28 @@ static inline int32_t quantize_block(const float* x, int8_t* q, float& d) {
   return store_i8(q, whole(low, inverse)) + store_i8(q + 16, whole(high, inverse));
 }
 
-static void quantize_row(const float* x, int64_t k, int8_t* q, float* scale, float* sum, int32_t* isum) {
+#ifndef BIFOLIO_OWN_QUANTIZE
+static void quantize_row(const float* x, int64_t k, int8_t* q, int64_t step, float* scale, float* sum, int32_t* isum) {
   for (int64_t block = 0; block < k / kBlock; ++block) {
     float d;
-    const int32_t total = quantize_block(x + block * kBlock, q + block * kBlock, d);
+    const int32_t total = quantize_block(x + block * kBlock, q + block * step, d);
     scale[block * kRowGroup] = d;
     sum[block * kRowGroup] = d * float(total);
     isum[block * kRowGroup] = total;
   }
+}
+#endif
+
+static void round_row(const float* x, int64_t k, uint16_t* words, int64_t step) {
+  for (; k >= kBlock; k -= kBlock, x += kBlock, words += step) {
+    store_bf16(words, load(x));
+    store_bf16(words + 16, load(x + 16));
+  }
+  if (k == 0) return;
+  float lanes[kBlock] = {};
+  std::memcpy(lanes, x, size_t(k) * sizeof(float));
+  store_bf16(words, load(lanes));
+  store_bf16(words + 16, load(lanes + 16));
 }
 
 static void store_kv_row(const float* x, int64_t size, KvType type, void* out) {

@@ -3,12 +3,12 @@
 // What an instruction set provides: TileConfig and configure, _tile_zero, _tile_loadd, _tile_stored, _tile_dpbssd,
 // _tile_dpbf16ps, _tile_release; finish_writes, after which tiles see what was stored; from_ints, 16 int32 as floats.
 //
-// With many rows the weights are read once for 512 rows, and what is multiplied lies in the nearest caches:
+// With many rows the weights are read once for 512 rows, and what is multiplied lies in the nearer caches:
 //
 //   for 16 panels, for 512 rows          their sums [panel][row][16] are in the second cache level
 //     for a part of k                    so are the rows' values of this part
-//       for two panels                   their weights of this part are in the first level
-//         for 32 rows                    2 x 2 tiles: loading tiles takes longer than multiplying them
+//       for one or two panels            and the weights, which are asked for while the panels before are multiplied
+//         for one or two tiles of rows
 //
 // With one tile of rows everything but the weights is near anyway: then panels are read from beginning to end.
 #pragma once
@@ -16,7 +16,6 @@
 constexpr int64_t kGroupTiles = 32, kGroupPanels = 16;
 constexpr int64_t kGroupSums = kGroupPanels * kGroupTiles * kTileRows * kPanel;
 
-// Tiles 0-3 are 2 x 2 results, unit 2 * panel + tile of rows; 4 and 5 rows, 6 and 7 weights.
 struct TileGroup {
   int64_t first_panel, panels, first_tile, tiles;
   float* sums;
@@ -42,6 +41,18 @@ static inline void each_group(const PackedMatrix& m, int64_t rows, const float* 
     }
 }
 
+// What is multiplied after some panels of a part: the same part of the next ones, or the first ones of the next part.
+struct NextPanels {
+  int64_t panel, part;
+
+  NextPanels(const TileGroup& group, const KParts& parts, int64_t p, int64_t step, int64_t part)
+      : panel(group.first_panel + p + step), part(part) {
+    if (p + step < group.panels) return;
+    panel = part + 1 < parts.count ? group.first_panel : panel;
+    this->part = (part + 1) % parts.count;
+  }
+};
+
 // ---- bytes --------------------------------------------------------------------------------------------------------
 
 static void configure_bytes() {
@@ -52,114 +63,91 @@ static void configure_bytes() {
   configure(config);
 }
 
-// One or two panels and one or two tiles of rows, `blocks` blocks of k. While the tiles multiply two blocks, the sums of
-// the two before are scaled and added.
-template <bool Min, bool Lower, bool Right>
-struct ByteTiles {
-  const UnpackedPanel* w;  // [2]
-  const IntRows* x;        // [2], q being tiles
-  int64_t blocks;
-  float* const* sums;  // [unit]
-  bool first;
-  alignas(64) int32_t dots[2][2][4][256];  // of two pairs of blocks: [pair][block][unit][row][column]
-
-  inline void multiply(int64_t b) const {
-    if (b >= blocks) return;
-    _tile_loadd(4, x[0].q + b * kTileRows * kBlock, kBlock);
-    if constexpr (Lower) _tile_loadd(5, x[1].q + b * kTileRows * kBlock, kBlock);
-    _tile_loadd(6, w[0].quants(b), 64);
-    if constexpr (Right) _tile_loadd(7, w[1].quants(b), 64);
-    _tile_zero(0);
-    if constexpr (Lower) _tile_zero(1);
-    if constexpr (Right) _tile_zero(2);
-    if constexpr (Lower && Right) _tile_zero(3);
-    _tile_dpbssd(0, 4, 6);
-    if constexpr (Lower) _tile_dpbssd(1, 5, 6);
-    if constexpr (Right) _tile_dpbssd(2, 4, 7);
-    if constexpr (Lower && Right) _tile_dpbssd(3, 5, 7);
-  }
-
-  inline void keep(int64_t b) {
-    if (b >= blocks) return;
-    auto* out = dots[b / 2 % 2][b % 2];
-    _tile_stored(0, out[0], 64);
-    if constexpr (Lower) _tile_stored(1, out[1], 64);
-    if constexpr (Right) _tile_stored(2, out[2], 64);
-    if constexpr (Lower && Right) _tile_stored(3, out[3], 64);
-  }
-
-  inline void scale(int unit, int64_t begin) const {
-    if (begin < 0 || (!Lower && unit % 2) || (!Right && unit / 2)) return;
-    const UnpackedPanel& panel = w[unit / 2];
-    const IntRows& rows = x[unit % 2];
-    V16 acc[kTileRows];
+// acc += what a block adds to sixteen rows, whose products with the weights are `found`. Row r has its numbers at
+// rows[r / 4][r % 4], and those that minima are multiplied by `sums` further on.
+template <bool Min>
+static inline void scale_block(const int32_t* found, const float* factors, const float* minima, const float* const rows[4],
+                               int64_t sums, V16 acc[kTileRows]) {
+  const V16 factor = load(factors);
 #pragma GCC unroll 16
-    for (int r = 0; r < kTileRows; ++r) acc[r] = first && begin == 0 ? zero() : load(sums[unit] + r * kPanel);
-    for (int64_t b = begin; b < begin + 2 && b < blocks; ++b) {
-      const int32_t* found = dots[b / 2 % 2][b % 2][unit];
-      const V16 factor = load(panel.scales(b));
-      const int64_t at = b * kRowGroup;
+  for (int r = 0; r < kTileRows; ++r) {
+    const float* row = rows[r / kRowGroup] + r % kRowGroup;
+    acc[r] = fma(from_ints(found + r * kPanel), mul(factor, broadcast(*row)), acc[r]);
+    if constexpr (Min) acc[r] = fma(load(minima), broadcast(row[sums]), acc[r]);
+  }
+}
+
+// One panel and one tile of rows, x.q being tiles. Products of bytes go through memory into registers, where they are
+// scaled and added. In between come the products of the next two blocks, so that nothing waits for them.
+template <bool Min>
+static void multiply_bytes(UnpackedPanel w, IntRows x, int64_t blocks, float* sums, bool first) {
+  alignas(64) int32_t dots[4][kTileRows * kPanel];  // of block b in b % 4
+  const float* rows[4] = {x.scale, x.scale + x.group, x.scale + 2 * x.group, x.scale + 3 * x.group};
+  V16 acc[kTileRows];
 #pragma GCC unroll 16
-      for (int r = 0; r < kTileRows; ++r) {
-        const int64_t place = at + r / kRowGroup * rows.group + r % kRowGroup;
-        acc[r] = fma(from_ints(found + r * kPanel), mul(factor, broadcast(rows.scale[place])), acc[r]);
-        if constexpr (Min) acc[r] = fma(load(panel.minima(b)), broadcast(rows.sum[place]), acc[r]);
-      }
+  for (int r = 0; r < kTileRows; ++r) acc[r] = first ? zero() : load(sums + r * kPanel);
+  finish_writes();
+// Tiles 0 to 3 are products of block b in b % 4, 4 and 5 rows, 6 and 7 weights; the compiler takes their numbers literally.
+#define MULTIPLY(I, ROWS, WEIGHTS)                                                  \
+  _tile_loadd(ROWS, x.q + I * kTileRows * kBlock, kBlock);                          \
+  _tile_loadd(WEIGHTS, w.first + I / 2 * w.pair + I % 2 * kBlock * kPanel, 64);     \
+  _tile_zero(I);                                                                    \
+  _tile_dpbssd(I, ROWS, WEIGHTS);
+#define KEEP(I) _tile_stored(I, dots[I], 64);
+#define ADD(I)                                                                              \
+  scale_block<Min>(dots[I], w.scale, w.minimum, rows, x.sum - x.scale, acc);                \
+  w.scale += kPanel, w.minimum += kPanel;                                                   \
+  for (int i = 0; i < 4; ++i) rows[i] += kRowGroup;
+  for (int64_t left = blocks; left > -3; left -= 4, x.q += 4 * kTileRows * kBlock, w.first += 2 * w.pair) {
+    const bool begun = left < blocks;
+    if (begun && left >= 4) {
+      MULTIPLY(0, 4, 6) KEEP(2) ADD(1)
+      MULTIPLY(1, 5, 7) KEEP(3) ADD(2)
+      MULTIPLY(2, 4, 6) KEEP(0) ADD(3)
+      MULTIPLY(3, 5, 7) KEEP(1) ADD(0)
+      continue;
     }
+    if (left > 0) { MULTIPLY(0, 4, 6) }
+    if (begun && left > -2) { KEEP(2) }
+    if (begun) { ADD(1) }
+    if (left > 1) { MULTIPLY(1, 5, 7) }
+    if (begun && left > -1) { KEEP(3) }
+    if (begun && left > -2) { ADD(2) }
+    if (left > 2) { MULTIPLY(2, 4, 6) }
+    if (left > 0) { KEEP(0) }
+    if (begun && left > -1) { ADD(3) }
+    if (left > 3) { MULTIPLY(3, 5, 7) }
+    if (left > 1) { KEEP(1) }
+    if (left > 0) { ADD(0) }
+  }
+#undef MULTIPLY
+#undef KEEP
+#undef ADD
 #pragma GCC unroll 16
-    for (int r = 0; r < kTileRows; ++r) store(sums[unit] + r * kPanel, acc[r]);
-  }
-
-  void run() {
-    finish_writes();
-    for (int64_t b = 0; b < blocks + 2; b += 2) {
-      multiply(b);
-      scale(0, b - 2);
-      keep(b);
-      scale(1, b - 2);
-      multiply(b + 1);
-      scale(2, b - 2);
-      keep(b + 1);
-      scale(3, b - 2);
-    }
-  }
-};
-
-template <bool Min, bool Lower, bool Right>
-static void multiply_bytes(const UnpackedPanel* w, const IntRows* x, int64_t blocks, float* const* sums, bool first) {
-  ByteTiles<Min, Lower, Right> tiles;
-  tiles.w = w, tiles.x = x, tiles.blocks = blocks, tiles.sums = sums, tiles.first = first;
-  tiles.run();
+  for (int r = 0; r < kTileRows; ++r) store(sums + r * kPanel, acc[r]);
 }
 
 template <Format F>
 static void matmul_bytes(const PackedMatrix& m, const Activations& x, const float* bias, float* y, int64_t y_stride,
                          int64_t begin, int64_t end, uint8_t* scratch) {
-  constexpr bool min = F == Format::Q4_1;
-  constexpr int64_t unpacked_bytes = kUnpackedBlocks * (kBlock * kPanel + 2 * kPanel * int64_t(sizeof(float)));
   uint8_t* unpacked = scratch + kGroupSums * sizeof(float);
-  const int64_t num_blocks = m.k / kBlock, num_tiles = round_up(x.rows, kTileRows) / kTileRows;
+  const KParts parts(m.k / kBlock);
+  const int64_t num_tiles = round_up(x.rows, kTileRows) / kTileRows;
   configure_bytes();
   each_group(m, x.rows, bias, y, y_stride, begin, end, reinterpret_cast<float*>(scratch), [&](const TileGroup& group) {
-    for (int64_t b = 0; b < num_blocks; b += kPartSteps)
-      for (int64_t p = 0; p < group.panels; p += 2) {
-        const int64_t blocks = num_blocks - b < kPartSteps ? num_blocks - b : kPartSteps;
-        const bool right = p + 1 < group.panels;
-        UnpackedPanel w[2];
-        for (int64_t i = 0; i < (right ? 2 : 1); ++i)
-          w[i] = unpack_panel(PackedPanel<F>{m.panel(group.first_panel + p + i)}, b, blocks, unpacked + i * unpacked_bytes);
-        for (int64_t t = 0; t < group.tiles; t += 2) {
-          const bool lower = t + 1 < group.tiles;
-          IntRows rows[2];
-          for (int64_t i = 0; i < (lower ? 2 : 1); ++i) {
-            const int64_t tile = group.first_tile + t + i;
-            rows[i] = int_rows(x, tile * kTileRows, b);
-            rows[i].q = x.tiles + tile_place(tile, b, num_tiles, num_blocks) * kTileRows * kBlock;
-          }
-          float* const sums[4] = {group.at(p, t), group.at(p, t + lower), group.at(p + right, t), group.at(p + right, t + lower)};
-          const auto multiply = lower ? (right ? multiply_bytes<min, true, true> : multiply_bytes<min, true, false>)
-                                      : (right ? multiply_bytes<min, false, true> : multiply_bytes<min, false, false>);
-          multiply(w, rows, blocks, sums, b == 0);
+    for (int64_t part = 0; part < parts.count; ++part)
+      for (int64_t p = 0; p < group.panels; ++p) {
+        const int64_t b = parts.begin(part), blocks = parts.size(part);
+        const UnpackedPanel w = unpack_panel(PackedPanel<F>{m.panel(group.first_panel + p)}, b, blocks, unpacked);
+        const NextPanels next(group, parts, p, 1, part);
+        const uint8_t* ahead = next.panel < end ? PackedPanel<F>{m.panel(next.panel)}.pair(parts.begin(next.part)) : nullptr;
+        const size_t ahead_bytes = ahead ? size_t(round_up(parts.size(next.part), 2) / 2 * pair_bytes(F)) : 0;
+        for (int64_t t = 0; t < group.tiles; ++t) {
+          const int64_t tile = group.first_tile + t;
+          prefetch_part<2>(ahead, ahead_bytes, t, group.tiles);
+          IntRows rows = int_rows(x, tile * kTileRows, b);
+          rows.q = x.tiles + parts.place(part, tile, num_tiles) * kTileRows * kBlock;
+          multiply_bytes<F == Format::Q4_1>(w, rows, blocks, group.at(p, t), part == 0);
         }
       }
   });
@@ -174,10 +162,21 @@ static void configure_words(int64_t rows) {
   configure(config);
 }
 
-// One or two tiles of rows against one or two panels, `steps` tiles of k: the sums go on, or begin.
+// What two panels and two tiles of rows have in memory.
+struct WordTiles {
+  const uint16_t *upper, *lower;  // rows
+  int64_t tile_words;
+  const uint8_t *left, *right;    // weights
+  const uint8_t* ahead[2];        // weights to ask for
+  int64_t ahead_lines;            // at each step
+  int64_t steps;
+  float* sums[4];                 // unit 2 * panel + tile of rows
+};
+
+// One or two tiles of rows against one or two panels: the sums go on, or begin. Tiles 0-3 are 2 x 2 results; 4 and 5
+// rows, 6 and 7 weights.
 template <bool Lower, bool Right>
-static inline void multiply_words(const uint16_t* upper, const uint16_t* lower, int64_t tile_words, const uint8_t* left,
-                                  const uint8_t* right, int64_t steps, float* const* sums, bool first) {
+static void multiply_words(const WordTiles& x, bool first) {
   finish_writes();
   if (first) {
     _tile_zero(0);
@@ -185,47 +184,61 @@ static inline void multiply_words(const uint16_t* upper, const uint16_t* lower, 
     if constexpr (Right) _tile_zero(2);
     if constexpr (Lower && Right) _tile_zero(3);
   } else {
-    _tile_loadd(0, sums[0], 64);
-    if constexpr (Lower) _tile_loadd(1, sums[1], 64);
-    if constexpr (Right) _tile_loadd(2, sums[2], 64);
-    if constexpr (Lower && Right) _tile_loadd(3, sums[3], 64);
+    _tile_loadd(0, x.sums[0], 64);
+    if constexpr (Lower) _tile_loadd(1, x.sums[1], 64);
+    if constexpr (Right) _tile_loadd(2, x.sums[2], 64);
+    if constexpr (Lower && Right) _tile_loadd(3, x.sums[3], 64);
   }
-  for (int64_t step = 0; step < steps; ++step) {
-    _tile_loadd(4, upper + step * tile_words, 64);
-    if constexpr (Lower) _tile_loadd(5, lower + step * tile_words, 64);
-    _tile_loadd(6, left + step * 1024, 64);
-    if constexpr (Right) _tile_loadd(7, right + step * 1024, 64);
+  const uint8_t *ahead = x.ahead[0], *ahead_right = x.ahead[1];
+  for (int64_t step = 0; step < x.steps; ++step) {
+    _tile_loadd(4, x.upper + step * x.tile_words, 64);
+    _tile_loadd(6, x.left + step * 1024, 64);
+    if constexpr (Lower) _tile_loadd(5, x.lower + step * x.tile_words, 64);
+    if constexpr (Right) _tile_loadd(7, x.right + step * 1024, 64);
     _tile_dpbf16ps(0, 4, 6);
     if constexpr (Lower) _tile_dpbf16ps(1, 5, 6);
     if constexpr (Right) _tile_dpbf16ps(2, 4, 7);
     if constexpr (Lower && Right) _tile_dpbf16ps(3, 5, 7);
+    for (int64_t line = 0; line < x.ahead_lines; ++line, ahead += 64, ahead_right += 64) {
+      __builtin_prefetch(ahead, 0, 2);
+      __builtin_prefetch(ahead_right, 0, 2);
+    }
   }
-  _tile_stored(0, sums[0], 64);
-  if constexpr (Lower) _tile_stored(1, sums[1], 64);
-  if constexpr (Right) _tile_stored(2, sums[2], 64);
-  if constexpr (Lower && Right) _tile_stored(3, sums[3], 64);
+  _tile_stored(0, x.sums[0], 64);
+  if constexpr (Lower) _tile_stored(1, x.sums[1], 64);
+  if constexpr (Right) _tile_stored(2, x.sums[2], 64);
+  if constexpr (Lower && Right) _tile_stored(3, x.sums[3], 64);
   finish_writes();
 }
 
 static void matmul_words(const PackedMatrix& m, const Activations& x, const float* bias, float* y, int64_t y_stride,
                          int64_t begin, int64_t end, uint8_t* scratch) {
   const int64_t num_steps = round_up(m.k, kBlock) / kBlock, num_tiles = round_up(x.rows, kTileRows) / kTileRows;
+  const KParts parts = num_tiles == 1 ? KParts(num_steps, 1) : KParts(num_steps);
   const int64_t height = x.rows < kTileRows ? x.rows : kTileRows, tile_words = height * kBlock;
-  const int64_t part = num_tiles == 1 ? num_steps : kPartSteps;
   configure_words(height);
   each_group(m, x.rows, bias, y, y_stride, begin, end, reinterpret_cast<float*>(scratch), [&](const TileGroup& group) {
-    for (int64_t s = 0; s < num_steps; s += part)
-      for (int64_t p = 0; p < group.panels; p += 2)
+    for (int64_t part = 0; part < parts.count; ++part)
+      for (int64_t p = 0; p < group.panels; p += 2) {
+        const bool right = p + 1 < group.panels;
+        const uint8_t* weights[2] = {m.panel(group.first_panel + p) + parts.begin(part) * 1024,
+                                     m.panel(group.first_panel + p + right) + parts.begin(part) * 1024};
+        const NextPanels next(group, parts, p, 2, part);
+        const bool more = num_tiles > 1 && next.panel < end;
+        const int64_t pairs = (group.tiles + 1) / 2, lines = more ? (16 + pairs - 1) / pairs : 0;
         for (int64_t t = 0; t < group.tiles; t += 2) {
-          const bool right = p + 1 < group.panels, lower = t + 1 < group.tiles;
-          const int64_t steps = num_steps - s < part ? num_steps - s : part;
-          const uint16_t* rows = x.bf16 + tile_place(group.first_tile + t, s, num_tiles, num_steps) * tile_words;
-          const uint8_t* left = m.panel(group.first_panel + p) + s * 1024;
-          float* const sums[4] = {group.at(p, t), group.at(p, t + lower), group.at(p + right, t), group.at(p + right, t + lower)};
+          const bool lower = t + 1 < group.tiles;
+          const int64_t steps = parts.size(part), at = parts.begin(next.part) * 1024 + t / 2 * lines * steps * 64;
+          const uint16_t* rows = x.bf16 + parts.place(part, group.first_tile + t, num_tiles) * tile_words;
+          const WordTiles tiles{rows, rows + steps * tile_words, tile_words, weights[0], weights[1],
+                                {more ? m.panel(next.panel) + at : nullptr, more ? m.panel(next.panel + (next.panel + 1 < end)) + at : nullptr},
+                                lines, steps,
+                                {group.at(p, t), group.at(p, t + lower), group.at(p + right, t), group.at(p + right, t + lower)}};
           const auto multiply = lower ? (right ? multiply_words<true, true> : multiply_words<true, false>)
                                       : (right ? multiply_words<false, true> : multiply_words<false, false>);
-          multiply(rows, rows + steps * tile_words, tile_words, left, left + m.panel_bytes, steps, sums, s == 0);
+          multiply(tiles, part == 0);
         }
+      }
   });
 }
 

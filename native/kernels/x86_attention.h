@@ -8,6 +8,12 @@
 #define BIFOLIO_OWN_PACK
 #define BIFOLIO_OWN_ROW_SCALES
 
+#ifdef __AVX512F__
+#define BIFOLIO_OWN_SOFTMAX
+constexpr int64_t kSoftmaxRows = 4;
+static inline void softmax_four(float* scores, float* maximum, float* total, float* mixed, int64_t padded);
+#endif
+
 struct Tile;
 template <KvType T>
 static void transpose_keys(const Tile& tile, int64_t chain_length, float* out);
@@ -33,6 +39,9 @@ static inline void load_row_scales(const Tile& tile, const uint8_t* const groups
 
 #include "attention.h"
 #include "x86_few_rows.h"
+#ifdef __AVX512F__
+#include "avx512_softmax.h"
+#endif
 
 // Eight numbers of a row as floats; dimensions past the end are 0.
 template <KvType T>

@@ -1,0 +1,289 @@
+// Products of rows with the matrices of a layer: how rows are prepared, and how the work is cut.
+#include <algorithm>
+#include <cstring>
+
+#include "isa.h"
+#include "ops.h"
+
+namespace bifolio {
+namespace {
+
+// Rows in pieces of 32 numbers: as they are, or in tiles of `height` rows.
+template <class Number>
+struct Pieces {
+  Number* data;
+  KParts parts;
+  int64_t height, rows;
+
+  int64_t tiles() const { return (rows + height - 1) / height; }
+  int64_t step() const { return height * kBlock; }  // from one piece of a row to the next of the same part
+  Number* at(int64_t row, int64_t part) const {
+    return data + (parts.place(part, row / height, tiles()) * height + row % height) * kBlock;
+  }
+
+  // Sets what pads the last of the tiles to zero.
+  void clear_padding() const {
+    const int64_t padding = tiles() * height - rows;
+    for (int64_t part = 0; part < parts.count && padding > 0; ++part)
+      for (int64_t piece = 0; piece < parts.size(part); ++piece)
+        std::memset(at(rows - 1, part) + piece * step() + kBlock, 0, size_t(padding * kBlock) * sizeof(Number));
+  }
+
+  // Calls work(from, to, where) for what each part has of the columns [begin, end); begin is the first of a piece.
+  template <class Work>
+  void each_part(int64_t row, int64_t begin, int64_t end, Work work) const {
+    for (int64_t part = 0; part < parts.count; ++part) {
+      const int64_t start = parts.begin(part), from = std::max(start * kBlock, begin);
+      const int64_t to = std::min((start + parts.size(part)) * kBlock, end);
+      if (from < to) work(from, to, at(row, part) + (from / kBlock - start) * step());
+    }
+  }
+};
+
+// Rows as bytes, with the scales of their blocks.
+struct QuantizedRows {
+  Pieces<int8_t> pieces;
+  float *scale, *sum;
+  int32_t* isum;
+
+  int64_t scale_at(int64_t row, int64_t column) const {
+    return (row / kRowGroup * pieces.parts.steps + column / kBlock) * kRowGroup + row % kRowGroup;
+  }
+
+  // x holds the columns [begin, end) of a row.
+  void put(const float* x, int64_t row, int64_t begin, int64_t end) const {
+    pieces.each_part(row, begin, end, [&](int64_t from, int64_t to, int8_t* bytes) {
+      const int64_t at = scale_at(row, from);
+      kernels().quantize_row(x + from - begin, to - from, bytes, pieces.step(), scale + at, sum + at, isum + at);
+    });
+  }
+
+  // What is lost when a row is taken for its bytes.
+  void subtract(const float* x, int64_t row, float* rest) const {
+    pieces.each_part(row, 0, pieces.parts.steps * kBlock, [&](int64_t from, int64_t to, const int8_t* bytes) {
+      for (int64_t i = from; i < to; ++i)
+        rest[i] = x[i] - scale[scale_at(row, i)] * float(bytes[(i - from) / kBlock * pieces.step() + i % kBlock]);
+    });
+  }
+};
+
+// Memory for rows of k numbers as bytes; every member calls this.
+QuantizedRows quantized_rows(Member& m, int64_t rows, int64_t k, RowMemory& memory) {
+  const int64_t blocks = k / kBlock;
+  const bool tiled = kernels().has_tiles && rows >= kTileRows;
+  const int64_t padded_rows = round_up(rows, tiled ? kTileRows : kRowGroup), scales = padded_rows * blocks;
+  QuantizedRows result{{nullptr, tiled ? KParts(blocks) : KParts(blocks, 1), tiled ? kTileRows : 1, rows}, nullptr, nullptr, nullptr};
+  if (m.rank == 0) {
+    result.pieces.data = memory.bytes.array<int8_t>(size_t(padded_rows * k));
+    auto* numbers = memory.scales.array<float>(size_t(scales) * 3);
+    if (tiled) {  // nobody looks at what comes of the padding, but it must not be what lay there before
+      const int64_t whole = rows / kTileRows * kTileRows;
+      for (int kind = 0; kind < 3; ++kind)
+        std::memset(numbers + kind * scales + whole * blocks, 0, size_t((padded_rows - whole) * blocks) * sizeof(float));
+      result.pieces.clear_padding();
+    }
+  }
+  m.barrier();
+  result.pieces.data = memory.bytes.array<int8_t>(0);
+  result.scale = memory.scales.array<float>(0);
+  result.sum = result.scale + scales;
+  result.isum = reinterpret_cast<int32_t*>(result.sum + scales);
+  return result;
+}
+
+// Rows as bfloat16, in tiles.
+struct RoundedRows {
+  Pieces<uint16_t> pieces;
+
+  void put(const float* x, int64_t row, int64_t begin, int64_t end) const {
+    pieces.each_part(row, begin, end, [&](int64_t from, int64_t to, uint16_t* words) {
+      kernels().round_row(x + from - begin, to - from, words, pieces.step());
+    });
+  }
+};
+
+// Memory for rows of k numbers as bfloat16; fewer than sixteen rows make lower tiles.
+RoundedRows rounded_rows(Member& m, int64_t rows, int64_t k, RowMemory& memory) {
+  const int64_t steps = round_up(k, kBlock) / kBlock, height = std::min(rows, kTileRows);
+  RoundedRows result{{nullptr, KParts(steps), height, rows}};
+  if (m.rank == 0) {
+    result.pieces.data = memory.words.array<uint16_t>(size_t(result.pieces.tiles() * height * steps * kBlock));
+    result.pieces.clear_padding();
+  }
+  m.barrier();
+  result.pieces.data = memory.words.array<uint16_t>(0);
+  return result;
+}
+
+bool needs_words(const LinearWeights& weights) { return kernels().has_tiles && weights.has_format(Format::BF16); }
+
+// The rows of a product in the forms that its weights ask for.
+struct Inputs {
+  Activations plain, quantized;
+
+  Inputs(Rows x, int64_t k) : plain{x.data, x.stride, x.count, k, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr}, quantized(plain) {}
+  void set(const QuantizedRows& rows) {
+    const bool tiled = rows.pieces.height > 1;
+    quantized.rows = rows.pieces.rows;
+    quantized.scale = rows.scale, quantized.sum = rows.sum, quantized.isum = rows.isum;
+    (tiled ? quantized.tiles : quantized.q) = rows.pieces.data;
+  }
+  const Activations& of(Format format) const { return format >= Format::Q8_0 ? quantized : plain; }
+};
+
+// With two planes also what the first left over is quantised, as rows [count, 2 * count). The products of both planes with
+// the same weights, added, are those of activations with about twice as many bits.
+void quantize_rows(Member& m, Rows x, int64_t planes, const QuantizedRows& rows, Workspace& workspace) {
+  // Four neighbours share lines of memory, which two threads would take from each other.
+  const int64_t piece = row_piece(4 * x.width * planes), unit = x.count < kTileRows ? 1 : kRowGroup;
+  m.split(x.count, round_up(piece, unit), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      rows.put(x.row(row), row, 0, x.width);
+      if (planes == 1) continue;
+      float* rest = workspace.residuals.array<float>(0) + row * x.width;
+      rows.subtract(x.row(row), row, rest);
+      rows.put(rest, x.count + row, 0, x.width);
+    }
+  });
+}
+
+int64_t planes_of(const LinearWeights& weights) { return weights.quantizes() ? weights.planes() : 1; }
+
+Inputs prepare(Member& m, Rows x, const LinearWeights& weights, Workspace& workspace) {
+  Inputs inputs(x, x.width);
+  if (needs_words(weights)) {
+    const RoundedRows rows = rounded_rows(m, x.count, x.width, workspace.input);
+    each_row(m, x.count, x.width, [&](int64_t row) { rows.put(x.row(row), row, 0, x.width); });
+    inputs.plain.bf16 = rows.pieces.data;
+  }
+  if (!weights.quantizes()) return inputs;
+  const int64_t planes = planes_of(weights);
+  if (m.rank == 0 && planes > 1) workspace.residuals.bytes(size_t(x.count * x.width) * sizeof(float));
+  const QuantizedRows rows = quantized_rows(m, x.count * planes, x.width, workspace.input);
+  quantize_rows(m, x, planes, rows, workspace);
+  inputs.set(rows);
+  return inputs;
+}
+
+// Panels that are handed out at a time: at least eight such pieces for each thread, where there are so many panels. Tiles
+// take two panels side by side.
+int64_t panel_piece(const PackedMatrix& matrix, int threads, int64_t rows) {
+  const int64_t even = std::max<int64_t>(1, matrix.num_panels / (8 * threads));
+  return kernels().has_tiles && rows >= kTileRows ? round_up(even, 2) : even;
+}
+
+void multiply(Member& m, const Inputs& inputs, int64_t count, const LinearWeights& weights, Rows out, Workspace& workspace) {
+  const KernelTable& isa = kernels();
+  for (const LinearWeights::Piece& piece : weights.pieces()) {
+    const PackedMatrix& matrix = piece.matrix;
+    const bool split_planes = planes_of(weights) > 1 && matrix.format >= Format::Q8_0;
+    const int64_t width = round_up(matrix.n, kPanel);
+    if (split_planes) {
+      if (m.rank == 0) workspace.planes.bytes(size_t(2 * count * width) * sizeof(float));
+      m.barrier();
+    }
+    float* target = split_planes ? workspace.planes.array<float>(0) : out.data + piece.column;
+    const int64_t stride = split_planes ? width : out.stride;
+    const float* bias = weights.bias() && !split_planes ? weights.bias() + piece.column : nullptr;
+    m.split(matrix.num_panels, panel_piece(matrix, m.size, count), [&](int64_t begin, int64_t end) {
+      isa.matmul(matrix, inputs.of(matrix.format), bias, target, stride, begin, end, m.scratch().bytes(matmul_scratch_bytes()));
+    });
+    if (!split_planes) continue;
+    each_row(m, count, matrix.n, [&](int64_t row) {
+      float* y = out.row(row) + piece.column;
+      isa.add_row(target + row * width, target + (count + row) * width, matrix.n, y);
+      if (weights.bias()) isa.add_row(y, weights.bias() + piece.column, matrix.n, y);
+    });
+  }
+}
+
+}  // namespace
+
+void linear(Member& m, Rows x, const LinearWeights& weights, Rows out, Workspace& workspace) {
+  if (x.count == 0) return;  // no logits are wanted of a chunk that ends inside its prompt; kernels write whole tiles
+  const Rows input{x.data, x.count, weights.in_features(), x.stride};
+  multiply(m, prepare(m, input, weights, workspace), x.count, weights, out, workspace);
+}
+
+namespace {
+
+// What a product makes of some columns of all rows, on its way to the next product.
+struct Middle {
+  Rows floats;  // where weights are multiplied with floats
+  bool has_floats, has_words, has_bytes;
+  RoundedRows words;
+  QuantizedRows bytes;
+
+  void put(const float* x, int64_t row, int64_t begin, int64_t end) const {
+    if (has_floats) std::memcpy(floats.row(row) + begin, x, size_t(end - begin) * sizeof(float));
+    if (has_words) words.put(x, row, begin, end);
+    if (has_bytes) bytes.put(x, row, begin, end);
+  }
+
+  Inputs inputs() const {
+    Inputs inputs(floats, floats.width);
+    if (has_words) inputs.plain.bf16 = words.pieces.data;
+    if (has_bytes) inputs.set(bytes);
+    return inputs;
+  }
+};
+
+bool needs_floats(const LinearWeights& weights) {
+  return weights.has_format(Format::F32) || weights.has_format(Format::F16) || (weights.has_format(Format::BF16) && !kernels().has_tiles);
+}
+
+Middle make_middle(Member& m, Rows floats, const LinearWeights& next, RowMemory& memory) {
+  const bool words = needs_words(next), bytes = next.quantizes();
+  const Pieces<uint16_t> no_words{nullptr, KParts(1), 1, 1};
+  const Pieces<int8_t> no_bytes{nullptr, KParts(1), 1, 1};
+  return {floats, needs_floats(next), words, bytes,
+          words ? rounded_rows(m, floats.count, floats.width, memory) : RoundedRows{no_words},
+          bytes ? quantized_rows(m, floats.count, floats.width, memory) : QuantizedRows{no_bytes, nullptr, nullptr, nullptr}};
+}
+
+// Columns of gate and of up that are worked on together: what comes of them stays in a core's own cache, beside what a
+// product needs there.
+int64_t gated_columns(int64_t width, int64_t rows, int threads) {
+  const int64_t near = 128 * 1024 / (2 * rows), even = width / (4 * threads);
+  return std::max(kBlock, std::min<int64_t>({near, even, 128}) / kBlock * kBlock);
+}
+
+// Columns [begin, end) between the products.
+void gate_columns(Member& m, const Inputs& inputs, const LinearWeights& pair, Activation activation, int64_t begin, int64_t end,
+                  const Middle& target) {
+  const KernelTable& isa = kernels();
+  const int64_t width = pair.out_features() / 2, columns = end - begin, rows = inputs.plain.rows;
+  uint8_t* scratch = m.scratch().bytes(matmul_scratch_bytes() + size_t((rows + 1) * 2 * columns) * sizeof(float));
+  auto* bias = reinterpret_cast<float*>(scratch + matmul_scratch_bytes());
+  float* products = bias + 2 * columns;  // [rows][gate, up]
+  for (int64_t i = 0; i < columns && pair.bias(); ++i)
+    bias[i] = pair.bias()[begin + i], bias[columns + i] = pair.bias()[width + begin + i];
+  const PackedMatrix both = pair.pieces().front().matrix.side_by_side(begin / kPanel, (width + begin) / kPanel, columns / kPanel);
+  isa.matmul(both, inputs.of(both.format), pair.bias() ? bias : nullptr, products, 2 * columns, 0, both.num_panels, scratch);
+  for (int64_t row = 0; row < rows; ++row) {
+    float* gate = products + row * 2 * columns;
+    isa.act_mul_row(gate, gate + columns, columns, activation, gate);
+    target.put(gate, row, begin, end);
+  }
+}
+
+}  // namespace
+
+bool can_gate(const LinearWeights& pair, const LinearWeights& last, int64_t rows) {
+  return rows >= kTileRows && pair.pieces().size() == 1 && pair.out_features() == 2 * last.in_features() &&
+         last.in_features() % kBlock == 0 && planes_of(pair) == 1 && planes_of(last) == 1;
+}
+
+void gated_linear(Member& m, Rows x, const LinearWeights& pair, Activation activation, const LinearWeights& last, Rows middle,
+                  Rows out, Workspace& workspace) {
+  const int64_t width = last.in_features(), most = gated_columns(width, x.count, m.size);
+  const Inputs inputs = prepare(m, {x.data, x.count, pair.in_features(), x.stride}, pair, workspace);
+  const Middle target = make_middle(m, {middle.data, x.count, width, middle.stride}, last, workspace.middle);
+  m.split((width + most - 1) / most, 1, [&](int64_t first, int64_t end) {
+    for (int64_t begin = first * most; begin < std::min(end * most, width); begin += most)
+      gate_columns(m, inputs, pair, activation, begin, std::min(begin + most, width), target);
+  });
+  multiply(m, target.inputs(), x.count, last, out, workspace);
+}
+
+}  // namespace bifolio
