@@ -155,10 +155,14 @@ def test_kernel_compiles_for_a_gpu(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("rows", [17, 64])
 @pytest.mark.parametrize(
-    ("outputs", "depth", "gated"), [(14336, 4096, True), (4096, 14336, False), (128256, 4096, False)]
-)
+    ("rows", "outputs", "depth", "gated"),
+    [
+        (17, 14336, 4096, True), (64, 14336, 4096, True), (128, 14336, 4096, True), (100, 3072, 1024, True),
+        (17, 4096, 14336, False), (64, 4096, 14336, False), (64, 2048, 8192, False),
+        (17, 128256, 4096, False), (64, 128256, 4096, False),
+    ],
+)  # fmt: skip
 def test_described_products_use_the_copy_engine(
     rows: int, outputs: int, depth: int, gated: bool, dtype: torch.dtype
 ) -> None:
@@ -166,7 +170,7 @@ def test_described_products_use_the_copy_engine(
     tile = row_tiles.few_rows_tile(rows, outputs, depth, dtype, gated=gated, described=True)
     assert tile.described
     constants = {
-        **PRODUCT, **FEW, "DEPTH": depth, "ROWS": triton.next_power_of_2(rows), "OUTPUTS": tile.outputs,
+        **PRODUCT, **FEW, "DEPTH": depth, "ROWS": min(triton.next_power_of_2(rows), tile.rows), "OUTPUTS": tile.outputs,
         "BLOCK": tile.depth, "STAGES": tile.stages, "SPLITS": tile.splits, "ACTIVATION": 0 if gated else -1,
         "DESCRIBED": True, "SWAPPED": tile.swapped,
     }  # fmt: skip
@@ -197,6 +201,11 @@ def test_which_products_are_described() -> None:
     assert [is_described(32, outputs, gated=True) for outputs in (3072, 8192)] == [False, True]
     assert not is_described(64, 4096, described=False)
     assert not row_tiles.few_rows_tile(64, 4096, 4096, torch.float32, described=True).described
+    assert [is_described(rows, 8192, gated=True) for rows in (64, 65, 128, 129)] == [True, True, True, False]
+    for count, gated in ((65, True), (128, True), (129, True), (128, False)):
+        ours = gated and count <= 128
+        assert row_tiles.library_is_faster(count, 8192, 2048, gated=gated, described=True) is not ours
+        assert row_tiles.library_is_faster(count, 8192, 2048, gated=gated, described=False)
     for described in (False, True):
         assert row_tiles.library_is_faster(64, 6144, 4096, gated=False, described=described) is not described
         assert row_tiles.library_is_faster(65, 6144, 4096, gated=False, described=described)

@@ -32,6 +32,7 @@ def described_checks(bench: Bench, large: bool) -> Iterator[Named]:
         (33, 100, 256, SHARED),
         (48, 33, 200, DEEP),
         (40, 70, 200, NARROW),
+        (100, 70, 200, replace(NARROW, rows=128)),
         (64, 130, 328, replace(WIDE, splits=2)),
     ]
     if large:
@@ -41,6 +42,8 @@ def described_checks(bench: Bench, large: bool) -> Iterator[Named]:
             (48, 2040, 8200, FOUR),
             (64, 8200, 2048, DEEP),
             (64, 4096, 4096, NARROW),
+            (127, 3072, 1024, replace(NARROW, rows=128)),
+            (80, 14336, 4096, RowTile(64, 64, 4, 5, swapped=True, described=True, rows=128)),
             (64, 2040, 8192, replace(NARROW, splits=2)),
             (50, 14336, 4096, replace(DEEP, swapped=False)),
             (64, 1024, 3000, FOUR),

@@ -157,7 +157,7 @@ def few_rows(
         tile = few_rows_tile(num_rows, outputs, depth, x.dtype, gated=activation is not None, described=described)
     if tile.described and not described:
         tile = replace(tile, described=False)
-    rows = min(max(16, triton.next_power_of_2(num_rows)), MOST_ROWS)
+    rows = min(max(16, triton.next_power_of_2(num_rows)), tile.rows)
     if fixed:
         tile, rows = replace(tile, splits=1), 16 if INTERPRETED else MOST_ROWS
     out = torch.empty((num_rows, outputs), dtype=out_dtype or x.dtype, device=x.device)

@@ -40,7 +40,7 @@ from bifolio.kernels.triton.prefill import (
     uses_cudnn,
 )
 from bifolio.kernels.triton.quantised import QuantisedKernels, QuantisedWeight
-from bifolio.kernels.triton.row_tiles import MOST_ROWS, library_is_faster
+from bifolio.kernels.triton.row_tiles import library_is_faster, most_rows
 from bifolio.kernels.triton.rows import embed_rows, look_up_rotation
 from bifolio.kernels.triton.shared import SharedRows, shared_attention
 
@@ -294,9 +294,10 @@ class TritonKernels(QuantisedKernels):
         weight = linear.prepared[0]
         if self.deterministic or isinstance(weight, QuantisedWeight):
             return self.deterministic or rows <= quantised.FEW_ROWS
-        outputs, depth = weight.shape
-        described = rows <= MOST_ROWS and can_be_described(weight)  # not asked for the many rows of a prompt
-        return not library_is_faster(rows, outputs, depth, gated=len(linear.parts) == 2, described=described)
+        gated = len(linear.parts) == 2
+        outputs, depth = weight.shape[0] // (2 if gated else 1), weight.shape[1]
+        described = rows <= most_rows(gated) and can_be_described(weight)  # not asked for the many rows of a prompt
+        return not library_is_faster(rows, outputs, depth, gated=gated, described=described)
 
     def _fuses_norm(self, x: torch.Tensor, norm: Norm) -> bool:
         """One row, and a plain RMS norm: the product that follows computes it on the way."""

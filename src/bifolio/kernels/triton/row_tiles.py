@@ -8,6 +8,7 @@ import torch
 import triton
 
 MOST_ROWS = 64  # that our own products are made for
+MOST_GATED_ROWS = 128  # the same for a gate and its partner, whose activation saves a pass of its own
 INTERPRETED = bool(triton.knobs.runtime.interpret)  # then a program costs milliseconds: few, large ones
 
 
@@ -22,6 +23,11 @@ class RowTile:
     swapped: bool = False  # the weight is the left factor
     splits: int = 1  # programs that share the depth of a tile
     described: bool = False  # fetched by the copy engine, where the device has one
+    rows: int = MOST_ROWS  # of x per program, at most
+
+
+def most_rows(gated: bool) -> int:
+    return MOST_GATED_ROWS if gated else MOST_ROWS
 
 
 def one_row_tile(outputs: int, depth: int, gated: bool) -> RowTile:
@@ -52,7 +58,7 @@ def few_rows_tile(
         return RowTile(64, 64, 4)
     if dtype == torch.float32:
         return RowTile(16, 32, 4, 2)
-    if described and 16 < rows <= MOST_ROWS and outputs >= _fewest_described(rows, gated):
+    if described and 16 < rows <= most_rows(gated) and outputs >= _fewest_described(rows, gated):
         return _described_tile(rows, outputs, depth, gated)
     if outputs >= 32768:
         return RowTile(128, 64, 4, 4, swapped=True)
@@ -73,6 +79,10 @@ def _described_tile(rows: int, outputs: int, depth: int, gated: bool) -> RowTile
     """One program for every multiprocessor, or for every other one where sharing would leave little to each."""
     if outputs >= 32768:
         return RowTile(128, 64, 4, 4 if rows > 32 else 5, swapped=True, described=True)
+    if rows > MOST_ROWS and outputs <= 4096:  # a gate and its partner
+        return RowTile(32, 128, 4, 4, described=True, rows=MOST_GATED_ROWS)
+    if rows > MOST_ROWS:
+        return RowTile(64, 64, 4, 5, swapped=True, described=True, rows=MOST_GATED_ROWS)
     if rows > 32 and outputs <= 4096:  # twice the programs; the weights are the right factor, for they are fewer
         splits = 2 if outputs <= 2048 and depth > 4096 else 1
         return RowTile(32, 128, 4, 4 if gated else 8, splits=1 if gated else splits, described=True)
@@ -89,5 +99,5 @@ def library_is_faster(rows: int, outputs: int, depth: int, *, gated: bool, descr
     `described`: the copy engine can fetch our factors; then it is not, up to the rows that ours are made for.
     """
     if rows > MOST_ROWS:
-        return True
+        return not described or rows > most_rows(gated) or outputs < _fewest_described(rows, gated)
     return rows > 32 and not gated and not described and 2048 <= depth <= outputs < 32768
