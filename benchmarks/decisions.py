@@ -18,8 +18,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -64,7 +65,7 @@ def blocks(arguments: argparse.Namespace) -> None:
     config, format = SHAPES[arguments.shape], QuantFormat.parse("q4_0")
     models = {size: NativeModel(config, format, "f16", arguments.threads, size) for size in BLOCK_SIZES}
     seconds = in_turn(
-        {(size, work): lambda m=model, w=work: m.seconds(w) for size, model in models.items() for work in WORKLOADS},
+        {(size, work): partial(model.seconds, work) for size, model in models.items() for work in WORKLOADS},
         arguments.rounds,
     )
     print_table(
@@ -115,7 +116,7 @@ def formats(arguments: argparse.Namespace) -> None:
     config = SHAPES[arguments.shape]
     models = {name: NativeModel(config, QuantFormat.parse(name), "f16", arguments.threads) for name in FORMATS}
     seconds = in_turn(
-        {(name, work): lambda m=model, w=work: m.seconds(w) for name, model in models.items() for work in WORKLOADS},
+        {(name, work): partial(model.seconds, work) for name, model in models.items() for work in WORKLOADS},
         arguments.rounds,
     )
     print_table(
@@ -147,6 +148,10 @@ def predict(arguments: argparse.Namespace, format: str) -> str:
 
 
 # -- batching -----------------------------------------------------------------------------------------------------
+def _seconds_of_groups(groups: int, run: Callable[[], Any]) -> float:
+    return groups * timed(run)
+
+
 def batching(arguments: argparse.Namespace) -> None:
     """Requests that may join between layers would run apart: every group then reads the weights for itself."""
     print(f"batching: 16 sequences at context 200, shape {arguments.shape} in q4_0")
@@ -154,12 +159,10 @@ def batching(arguments: argparse.Namespace) -> None:
     work: dict[tuple[str, int], Callable[[], float]] = {}
     for groups in GROUPS:
         batch = model.batch(Workload("", 16 // groups, 1, 200, 1))
-        work["one call", groups] = lambda b=batch, g=groups: (
-            g * timed(lambda: model.kernels.run(model.weights, b, model.storage))
-        )
-        work["a call for each operation", groups] = lambda b=batch, g=groups: (
-            g * timed(lambda: forward(model.weights, b, model.kernels, model.storage))
-        )
+        one_call = partial(model.kernels.run, model.weights, batch, model.storage)
+        calls = partial(forward, model.weights, batch, model.kernels, model.storage)
+        work["one call", groups] = partial(_seconds_of_groups, groups, one_call)
+        work["a call for each operation", groups] = partial(_seconds_of_groups, groups, calls)
     seconds = in_turn(work, max(arguments.rounds, 5))
     names = ("one call", "a call for each operation")
     print_table(

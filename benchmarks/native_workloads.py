@@ -7,12 +7,12 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from native_models import random_weights
 
-from bifolio.cache.storage import KVStorage
+from bifolio.cache.storage import KVStorage, StorageDtype
 from bifolio.config import ModelConfig
 from bifolio.kernels.interface import AttentionPhase, AttentionSegment, Batch
 from bifolio.kernels.native import NativeKernels
@@ -64,7 +64,12 @@ class NativeModel:
     """A random model on the native kernels with a cache for every workload."""
 
     def __init__(
-        self, config: ModelConfig, format: QuantFormat, kv_dtype: str, threads: int, block_size: int = BLOCK_SIZE
+        self,
+        config: ModelConfig,
+        format: QuantFormat,
+        kv_dtype: StorageDtype,
+        threads: int,
+        block_size: int = BLOCK_SIZE,
     ) -> None:
         self.config = config
         self.block_size = block_size
@@ -215,7 +220,8 @@ class TransformersModel:
             tie_word_embeddings=True,
         )
         torch.set_default_dtype(torch.bfloat16)
-        self.model = transformers.LlamaForCausalLM(options).eval()
+        model: Any = transformers.LlamaForCausalLM
+        self.model = model(options).eval()
         torch.set_default_dtype(torch.float32)
 
     def seconds(self, workload: Workload) -> float:
