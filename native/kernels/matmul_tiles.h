@@ -16,29 +16,43 @@
 constexpr int64_t kGroupTiles = 32, kGroupPanels = 16;
 constexpr int64_t kGroupSums = kGroupPanels * kGroupTiles * kTileRows * kPanel;
 
+// Some panels and tiles of rows of a product.
 struct TileGroup {
+  const PackedMatrix& m;
+  const float* bias;
+  float* y;
+  int64_t y_stride, rows;
   int64_t first_panel, panels, first_tile, tiles;
   float* sums;
 
   float* at(int64_t panel, int64_t tile) const { return sums + (panel * tiles + tile) * kTileRows * kPanel; }
+  float* result(int64_t panel, int64_t tile) const {
+    return y + (first_tile + tile) * kTileRows * y_stride + (first_panel + panel) * kPanel;
+  }
+  const float* bias_of(int64_t panel) const { return bias ? bias + (first_panel + panel) * kPanel : nullptr; }
+
+  // Whether the product has all rows and columns of a tile.
+  bool is_whole(int64_t panel, int64_t tile) const {
+    return (first_tile + tile + 1) * kTileRows <= rows && (first_panel + panel + 1) * kPanel <= m.n;
+  }
+
+  // Writes the part of a tile that the product has.
+  void finish(int64_t panel, int64_t tile) const {
+    const int64_t row = (first_tile + tile) * kTileRows;
+    for (int64_t r = 0; r < kTileRows && row + r < rows; ++r)
+      finish_columns(load(at(panel, tile) + r * kPanel), m, (first_panel + panel) * kPanel, bias, y + (row + r) * y_stride);
+  }
 };
 
-// Calls body(group) for the groups of a product and writes what they summed.
+// Calls body(group) for the groups of a product.
 template <class Body>
 static inline void each_group(const PackedMatrix& m, int64_t rows, const float* bias, float* y, int64_t y_stride,
                               int64_t begin, int64_t end, float* sums, Body body) {
   const int64_t tiles = round_up(rows, kTileRows) / kTileRows, most_panels = tiles == 1 ? 2 : kGroupPanels;
   for (int64_t p = begin; p < end; p += most_panels)
-    for (int64_t t = 0; t < tiles; t += kGroupTiles) {
-      const TileGroup group{p, end - p < most_panels ? end - p : most_panels, t,
-                            tiles - t < kGroupTiles ? tiles - t : kGroupTiles, sums};
-      body(group);
-      for (int64_t row = t * kTileRows; row < rows && row < (t + group.tiles) * kTileRows; ++row)
-        for (int64_t i = 0; i < group.panels; ++i) {
-          const float* found = group.at(i, row / kTileRows - t) + row % kTileRows * kPanel;
-          finish_columns(load(found), m, (p + i) * kPanel, bias, y + row * y_stride);
-        }
-    }
+    for (int64_t t = 0; t < tiles; t += kGroupTiles)
+      body(TileGroup{m, bias, y, y_stride, rows, p, end - p < most_panels ? end - p : most_panels, t,
+                     tiles - t < kGroupTiles ? tiles - t : kGroupTiles, sums});
 }
 
 // What is multiplied after some panels of a part: the same part of the next ones, or the first ones of the next part.
@@ -77,54 +91,66 @@ static inline void scale_block(const int32_t* found, const float* factors, const
   }
 }
 
+// Where the sums of a tile come from, and where they go.
+struct TileSums {
+  const float* begin;  // [16][16], null: zeros
+  float* end;
+  int64_t stride;      // from one row to the next
+  const float* bias;   // may be null
+};
+
+constexpr int64_t kKept = 8;  // blocks whose products lie in memory
+#ifndef LAG
+#define LAG 3
+#endif
+constexpr int64_t kLag = LAG;   // blocks that are multiplied between the product of a block and its scaling
+
 // One panel and one tile of rows, x.q being tiles. Products of bytes go through memory into registers, where they are
-// scaled and added. In between come the products of the next two blocks, so that nothing waits for them.
+// scaled and added. In between come the products of other blocks, so that nothing waits for them.
 template <bool Min>
-static void multiply_bytes(UnpackedPanel w, IntRows x, int64_t blocks, float* sums, bool first) {
-  alignas(64) int32_t dots[4][kTileRows * kPanel];  // of block b in b % 4
+static void multiply_bytes(UnpackedPanel w, IntRows x, int64_t blocks, const TileSums& sums) {
+  alignas(64) int32_t dots[kKept][kTileRows * kPanel];
   const float* rows[4] = {x.scale, x.scale + x.group, x.scale + 2 * x.group, x.scale + 3 * x.group};
+  int64_t kept = 0, added = 0;
   V16 acc[kTileRows];
 #pragma GCC unroll 16
-  for (int r = 0; r < kTileRows; ++r) acc[r] = first ? zero() : load(sums + r * kPanel);
+  for (int r = 0; r < kTileRows; ++r) acc[r] = sums.begin ? load(sums.begin + r * kPanel) : zero();
   finish_writes();
 // Tiles 0 to 3 are products of block b in b % 4, 4 and 5 rows, 6 and 7 weights; the compiler takes their numbers literally.
-#define MULTIPLY(I, ROWS, WEIGHTS)                                                  \
-  _tile_loadd(ROWS, x.q + I * kTileRows * kBlock, kBlock);                          \
-  _tile_loadd(WEIGHTS, w.first + I / 2 * w.pair + I % 2 * kBlock * kPanel, 64);     \
-  _tile_zero(I);                                                                    \
+#define MULTIPLY(I, ROWS, WEIGHTS)                                               \
+  _tile_loadd(ROWS, x.q + I * kTileRows * kBlock, kBlock);                       \
+  _tile_loadd(WEIGHTS, w.first + I / 2 * w.pair + I % 2 * kBlock * kPanel, 64);  \
+  _tile_zero(I);                                                                 \
   _tile_dpbssd(I, ROWS, WEIGHTS);
-#define KEEP(I) _tile_stored(I, dots[I], 64);
-#define ADD(I)                                                                              \
-  scale_block<Min>(dots[I], w.scale, w.minimum, rows, x.sum - x.scale, acc);                \
-  w.scale += kPanel, w.minimum += kPanel;                                                   \
+#define KEEP(I) _tile_stored(I, dots[kept++ % kKept], 64);
+#define ADD                                                                                      \
+  scale_block<Min>(dots[added++ % kKept], w.scale, w.minimum, rows, x.sum - x.scale, acc);       \
+  w.scale += kPanel, w.minimum += kPanel;                                                        \
   for (int i = 0; i < 4; ++i) rows[i] += kRowGroup;
-  for (int64_t left = blocks; left > -3; left -= 4, x.q += 4 * kTileRows * kBlock, w.first += 2 * w.pair) {
-    const bool begun = left < blocks;
-    if (begun && left >= 4) {
-      MULTIPLY(0, 4, 6) KEEP(2) ADD(1)
-      MULTIPLY(1, 5, 7) KEEP(3) ADD(2)
-      MULTIPLY(2, 4, 6) KEEP(0) ADD(3)
-      MULTIPLY(3, 5, 7) KEEP(1) ADD(0)
-      continue;
+#define STEP(I, ROWS, WEIGHTS, DONE)                               \
+  if (b + I < blocks) { MULTIPLY(I, ROWS, WEIGHTS) }               \
+  if (b + I >= 2 && b + I - 2 < blocks) { KEEP(DONE) }             \
+  if (b + I >= kLag && b + I - kLag < blocks) { ADD }
+  for (int64_t b = 0; b < blocks + kLag; b += 4, x.q += 4 * kTileRows * kBlock, w.first += 2 * w.pair) {
+    if (b >= kLag && b + 4 <= blocks) {
+      MULTIPLY(0, 4, 6) KEEP(2) ADD
+      MULTIPLY(1, 5, 7) KEEP(3) ADD
+      MULTIPLY(2, 4, 6) KEEP(0) ADD
+      MULTIPLY(3, 5, 7) KEEP(1) ADD
+    } else {
+      STEP(0, 4, 6, 2)
+      STEP(1, 5, 7, 3)
+      STEP(2, 4, 6, 0)
+      STEP(3, 5, 7, 1)
     }
-    if (left > 0) { MULTIPLY(0, 4, 6) }
-    if (begun && left > -2) { KEEP(2) }
-    if (begun) { ADD(1) }
-    if (left > 1) { MULTIPLY(1, 5, 7) }
-    if (begun && left > -1) { KEEP(3) }
-    if (begun && left > -2) { ADD(2) }
-    if (left > 2) { MULTIPLY(2, 4, 6) }
-    if (left > 0) { KEEP(0) }
-    if (begun && left > -1) { ADD(3) }
-    if (left > 3) { MULTIPLY(3, 5, 7) }
-    if (left > 1) { KEEP(1) }
-    if (left > 0) { ADD(0) }
   }
 #undef MULTIPLY
 #undef KEEP
 #undef ADD
+#undef STEP
+  const V16 bias = sums.bias ? load(sums.bias) : zero();
 #pragma GCC unroll 16
-  for (int r = 0; r < kTileRows; ++r) store(sums + r * kPanel, acc[r]);
+  for (int r = 0; r < kTileRows; ++r) store(sums.end + r * sums.stride, sums.bias ? add(acc[r], bias) : acc[r]);
 }
 
 template <Format F>
@@ -147,7 +173,12 @@ static void matmul_bytes(const PackedMatrix& m, const Activations& x, const floa
           prefetch_part<2>(ahead, ahead_bytes, t, group.tiles);
           IntRows rows = int_rows(x, tile * kTileRows, b);
           rows.q = x.tiles + parts.place(part, tile, num_tiles) * kTileRows * kBlock;
-          multiply_bytes<F == Format::Q4_1>(w, rows, blocks, group.at(p, t), part == 0);
+          const bool last = part + 1 == parts.count, direct = last && group.is_whole(p, t);
+          float* near = group.at(p, t);
+          const TileSums sums{part > 0 ? near : nullptr, direct ? group.result(p, t) : near, direct ? y_stride : kPanel,
+                              direct ? group.bias_of(p) : nullptr};
+          multiply_bytes<F == Format::Q4_1>(w, rows, blocks, sums);
+          if (last && !direct) group.finish(p, t);
         }
       }
   });
@@ -171,6 +202,8 @@ struct WordTiles {
   int64_t ahead_lines;            // at each step
   int64_t steps;
   float* sums[4];                 // unit 2 * panel + tile of rows
+  float* results[4];              // where they go
+  int64_t result_bytes;           // from one row of a result to the next
 };
 
 // One or two tiles of rows against one or two panels: the sums go on, or begin. Tiles 0-3 are 2 x 2 results; 4 and 5
@@ -204,10 +237,10 @@ static void multiply_words(const WordTiles& x, bool first) {
       __builtin_prefetch(ahead_right, 0, 2);
     }
   }
-  _tile_stored(0, x.sums[0], 64);
-  if constexpr (Lower) _tile_stored(1, x.sums[1], 64);
-  if constexpr (Right) _tile_stored(2, x.sums[2], 64);
-  if constexpr (Lower && Right) _tile_stored(3, x.sums[3], 64);
+  _tile_stored(0, x.results[0], x.result_bytes);
+  if constexpr (Lower) _tile_stored(1, x.results[1], x.result_bytes);
+  if constexpr (Right) _tile_stored(2, x.results[2], x.result_bytes);
+  if constexpr (Lower && Right) _tile_stored(3, x.results[3], x.result_bytes);
   finish_writes();
 }
 
@@ -230,13 +263,20 @@ static void matmul_words(const PackedMatrix& m, const Activations& x, const floa
           const bool lower = t + 1 < group.tiles;
           const int64_t steps = parts.size(part), at = parts.begin(next.part) * 1024 + t / 2 * lines * steps * 64;
           const uint16_t* rows = x.bf16 + parts.place(part, group.first_tile + t, num_tiles) * tile_words;
-          const WordTiles tiles{rows, rows + steps * tile_words, tile_words, weights[0], weights[1],
-                                {more ? m.panel(next.panel) + at : nullptr, more ? m.panel(next.panel + (next.panel + 1 < end)) + at : nullptr},
-                                lines, steps,
-                                {group.at(p, t), group.at(p, t + lower), group.at(p + right, t), group.at(p + right, t + lower)}};
+          const bool last = part + 1 == parts.count, direct = last && !bias && group.is_whole(p + right, t + lower);
+          WordTiles tiles{rows, rows + steps * tile_words, tile_words, weights[0], weights[1],
+                          {more ? m.panel(next.panel) + at : nullptr, more ? m.panel(next.panel + (next.panel + 1 < end)) + at : nullptr},
+                          lines, steps, {}, {}, direct ? y_stride * int64_t(sizeof(float)) : 64};
+          for (int unit = 0; unit < 4; ++unit) {
+            const int64_t panel = p + (unit / 2 && right), tile = t + (unit % 2 && lower);
+            tiles.sums[unit] = group.at(panel, tile);
+            tiles.results[unit] = direct ? group.result(panel, tile) : tiles.sums[unit];
+          }
           const auto multiply = lower ? (right ? multiply_words<true, true> : multiply_words<true, false>)
                                       : (right ? multiply_words<false, true> : multiply_words<false, false>);
           multiply(tiles, part == 0);
+          for (int64_t i = 0; last && !direct && i <= right; ++i)
+            for (int64_t j = 0; j <= lower; ++j) group.finish(p + i, t + j);
         }
       }
   });
