@@ -35,7 +35,7 @@ constexpr int64_t kRowGroup = 4;    // rows whose activation scales lie side by 
 constexpr int64_t kTileRows = 16;   // rows of activations in a tile of an instruction set that has tiles
 constexpr int64_t kTile = 32;       // context positions of one step of the online softmax
 constexpr int64_t kSpan = 256;      // context positions reduced on their own before spans are merged
-constexpr int64_t kMaxRows = 64;    // query rows of one attention unit
+constexpr int64_t kMaxRows = 128;   // query rows of one attention unit
 constexpr int64_t kRowBlock = 128;  // rows of activations worked on together in a product
 
 // A matrix [n, k] cut into panels of 16 output columns, the last one padded with zeros. Inside a panel:

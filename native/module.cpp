@@ -105,7 +105,7 @@ struct CacheHolder {
 
 AttentionConstants constants(int64_t heads, int64_t kv_heads, int64_t dim, float scale, int64_t window, bool interleaved,
                              const NormHolder* query_norm, const NormHolder* key_norm) {
-  require(heads > 0 && kv_heads > 0 && heads % kv_heads == 0 && heads / kv_heads <= kMaxRows, "query heads must be a multiple of kv heads, at most 64 times");
+  require(heads > 0 && kv_heads > 0 && heads % kv_heads == 0 && heads / kv_heads <= kMaxRows, "query heads must be a multiple of kv heads, at most 128 times");
   return {heads, kv_heads, dim, scale, window, interleaved, query_norm ? &query_norm->norm : nullptr, key_norm ? &key_norm->norm : nullptr};
 }
 

@@ -196,7 +196,7 @@ void check_rows() {
 void check_attention() {
   for (int type = 0; type < 4; ++type)
     for (int64_t dim : {32, 40, 64, 80, 96, 128, 256})
-      for (int64_t rows : {1, 2, 3, 4, 5, 7, 8, 9, 16, 63})
+      for (int64_t rows : {1, 2, 3, 4, 5, 7, 8, 9, 16, 63, 128})
         for (int64_t context : {1, 30, 64, 201}) {
           if (type == 3 && dim % kBlock) continue;
           const size_t row_bytes = type == 3 ? size_t(dim + dim / 32 * 2) : size_t(dim) * (type == 0 ? 4 : 2);

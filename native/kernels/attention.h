@@ -146,9 +146,9 @@ template <int R>
 static inline void direct_value_dots(const Tile&, int64_t, const int8_t*, float*) {}
 #endif
 
-#define BIFOLIO_BY_ROWS(COUNT, CALL)              \
+#define BIFOLIO_BY_ROWS(FIRST, COUNT, CALL)       \
   {                                               \
-    int64_t r = 0;                                \
+    int64_t r = FIRST;                            \
     for (; r + 4 <= COUNT; r += 4) CALL(4);       \
     if (COUNT - r == 3) CALL(3);                  \
     if (COUNT - r == 2) CALL(2);                  \
@@ -165,24 +165,24 @@ struct FloatScratch {
 };
 
 template <KvType T>
-static void score_floats(const Tile& tile, const AttentionRows& rows, const FloatScratch& s, float* scores) {
+static void score_floats(const Tile& tile, const AttentionRows& rows, int64_t first, const FloatScratch& s, float* scores) {
   if (s.direct) {
 #define CALL(R) score_directly<T, R>(tile, s.query + r * tile.kv.head_dim, scores + r * kTile)
-    BIFOLIO_BY_ROWS(rows.count, CALL)
+    BIFOLIO_BY_ROWS(first, rows.count, CALL)
 #undef CALL
     return;
   }
   transpose_keys<T>(tile, s.chain_length, s.keys);
 #define CALL(R) score_rows<R>(s.query + r * 4 * s.chain_length, s.chain_length, s.keys, scores + r * kTile)
-  BIFOLIO_BY_ROWS(rows.count, CALL)
+  BIFOLIO_BY_ROWS(first, rows.count, CALL)
 #undef CALL
 }
 
 template <KvType T>
-static void mix_floats(const Tile& tile, const AttentionRows& rows, const FloatScratch& s, const float* weights) {
+static void mix_floats(const Tile& tile, const AttentionRows& rows, int64_t first, const FloatScratch& s, const float* weights) {
   if (s.direct) {
 #define CALL(R) mix_directly<T, R>(tile, weights + r * kTile, s.padded, rows.mixed + r * s.padded)
-    BIFOLIO_BY_ROWS(rows.count, CALL)
+    BIFOLIO_BY_ROWS(first, rows.count, CALL)
 #undef CALL
     return;
   }
@@ -190,7 +190,7 @@ static void mix_floats(const Tile& tile, const AttentionRows& rows, const FloatS
 #define CALL(R)                                                                                                \
   mix_rows<R>(weights + r * kTile + tile.begin, s.values + tile.begin * s.padded, s.padded, tile.end - tile.begin, \
               rows.mixed + r * s.padded)
-  BIFOLIO_BY_ROWS(rows.count, CALL)
+  BIFOLIO_BY_ROWS(first, rows.count, CALL)
 #undef CALL
 }
 
@@ -228,8 +228,8 @@ static inline bool all_visible(const AttentionRows& rows, int64_t r, int64_t sta
   return true;
 }
 
-static inline void softmax_rows(const AttentionRows& rows, int64_t start, int64_t padded, float* scores) {
-  for (int64_t r = 0; r < rows.count; ++r) {
+static inline void softmax_rows(const AttentionRows& rows, int64_t first_row, int64_t start, int64_t padded, float* scores) {
+  for (int64_t r = first_row; r < rows.count; ++r) {
     if (all_visible(rows, r, start)) {
       softmax_four(scores + r * kTile, rows.maximum + r, rows.total + r, rows.mixed + r * padded, padded);
       r += kSoftmaxRows - 1;
@@ -243,6 +243,13 @@ static inline void softmax_rows(const AttentionRows& rows, int64_t start, int64_
       softmax_row(scores + r * kTile, first, last, rows.maximum[r], rows.total[r], rows.mixed + r * padded, padded);
     }
   }
+}
+
+// The rows before this one, in fours, end before a tile: queries of one sequence come in the order of their positions.
+static inline int64_t first_row(const AttentionRows& rows, int64_t start) {
+  int64_t r = 0;
+  while (r < rows.count && rows.end[r] <= start) ++r;
+  return r / 4 * 4;
 }
 
 // Calls step(tile, start of the tile) for every tile in [begin, end) that some row sees.
@@ -296,9 +303,10 @@ static void attend_to(const KvLayer& kv, int64_t kv_head, const int32_t* table, 
     s.query = reinterpret_cast<int8_t*>(s.packed + kv.head_dim * kTile);
     quantize_queries(rows, kv.head_dim, s);
     each_tile(kv, kv_head, table, begin, end, rows, copies, [&](const Tile& tile, int64_t start) {
-      score_ints(tile, rows, s, scores);
-      softmax_rows(rows, start, padded, scores);
-      mix_ints(tile, rows, s, scores, padded);
+      const int64_t first = first_row(rows, start);
+      score_ints(tile, rows, first, s, scores);
+      softmax_rows(rows, first, start, padded, scores);
+      mix_ints(tile, rows, first, s, scores, padded);
     });
   } else {
     FloatScratch s{};
@@ -311,9 +319,10 @@ static void attend_to(const KvLayer& kv, int64_t kv_head, const int32_t* table, 
     s.direct ? prepare_direct<T>(rows, kv.head_dim, s.query)
              : permute_queries(rows.query, rows.count, kv.head_dim, s.chain_length, s.query);
     each_tile(kv, kv_head, table, begin, end, rows, copies, [&](const Tile& tile, int64_t start) {
-      score_floats<T>(tile, rows, s, scores);
-      softmax_rows(rows, start, padded, scores);
-      mix_floats<T>(tile, rows, s, scores);
+      const int64_t first = first_row(rows, start);
+      score_floats<T>(tile, rows, first, s, scores);
+      softmax_rows(rows, first, start, padded, scores);
+      mix_floats<T>(tile, rows, first, s, scores);
     });
   }
 }

@@ -129,19 +129,20 @@ static inline void clear_unseen(const Tile& tile, float* scales) {
   }
 }
 
-static void score_ints(const Tile& tile, const AttentionRows& rows, const IntScratch& s, float* scores) {
+static void score_ints(const Tile& tile, const AttentionRows& rows, int64_t first, const IntScratch& s, float* scores) {
   if (!s.direct) pack_keys(tile, s.packed);
   load_row_scales(tile, tile.keys, s.scales);
 #define CALL(R) score_int_rows<R>(tile, s, r, rows.count, scores + r * kTile)
-  BIFOLIO_BY_ROWS(rows.count, CALL)
+  BIFOLIO_BY_ROWS(first, rows.count, CALL)
 #undef CALL
 }
 
-static void mix_ints(const Tile& tile, const AttentionRows& rows, const IntScratch& s, const float* weights, int64_t padded) {
+static void mix_ints(const Tile& tile, const AttentionRows& rows, int64_t first, const IntScratch& s, const float* weights,
+                     int64_t padded) {
   if (!s.direct) pack_values(tile, s.packed);
   load_row_scales(tile, tile.values, s.scales);
   clear_unseen(tile, s.scales);
 #define CALL(R) mix_int_rows<R>(tile, s, weights + r * kTile, padded, rows.mixed + r * padded)
-  BIFOLIO_BY_ROWS(rows.count, CALL)
+  BIFOLIO_BY_ROWS(first, rows.count, CALL)
 #undef CALL
 }

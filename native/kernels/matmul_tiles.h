@@ -100,10 +100,7 @@ struct TileSums {
 };
 
 constexpr int64_t kKept = 8;  // blocks whose products lie in memory
-#ifndef LAG
-#define LAG 3
-#endif
-constexpr int64_t kLag = LAG;   // blocks that are multiplied between the product of a block and its scaling
+constexpr int64_t kLag = 3;   // blocks that are multiplied between the product of a block and its scaling
 
 // One panel and one tile of rows, x.q being tiles. Products of bytes go through memory into registers, where they are
 // scaled and added. In between come the products of other blocks, so that nothing waits for them.
