@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from bifolio.sampling_params import SamplingParams
 
 
@@ -133,6 +136,10 @@ class Sequence:
             return RequestPhase.PREFILL
         return RequestPhase.DECODE
 
+    def tokens_until(self, end: int) -> list[int] | NDArray[np.int32]:
+        """The first `end` tokens at least; as an array, which is cheaper to hand on, if the prompt has them all."""
+        return self.request.prompt_array if end <= self.num_prompt else self.token_ids
+
     @property
     def is_dormant(self) -> bool:
         """Holds a slot but no row: it will be forked from another sequence."""
@@ -173,6 +180,10 @@ class Request:
     error: str | None = None
     keep: bool = False  # hold the row after the end, so that the conversation can be branched
     search: Any = None  # the beam search, if it is one
+    prompt_array: NDArray[np.int32] = field(init=False, repr=False)  # the prompt for those who take it in bulk
+
+    def __post_init__(self) -> None:
+        self.prompt_array = np.array(self.prompt_token_ids, dtype=np.int32)
 
     @property
     def is_finished(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from bifolio.cache import BlockCopy, KVCacheBlockManager
@@ -90,6 +91,16 @@ def test_only_full_blocks_are_named_and_commit_goes_on_where_it_stopped() -> Non
     manager.commit(1, PROMPT, 11)
     assert manager.num_cached_blocks == 2
     assert not manager.get_block(manager.row_block_ids(1)[2]).is_cached
+
+
+def test_an_array_of_tokens_has_the_names_of_the_list() -> None:
+    """A prompt is committed as an array; whoever comes with the same tokens in a list finds it."""
+    manager = make()
+    manager.open_row(1)
+    manager.append(1, len(PROMPT))
+    manager.commit(1, np.array(PROMPT, dtype=np.int32), len(PROMPT))
+    assert manager.open_row(2, PROMPT) == 8
+    manager.check_invariants()
 
 
 def test_commit_costs_one_digest_for_each_new_block(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -207,6 +207,22 @@ def test_prefixes_are_found_again_but_not_across_salts() -> None:
     assert len({tuple(output_ids(request)[0]) for request in requests}) == 1
 
 
+def test_a_prompt_can_be_found_while_its_step_is_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU is still busy when the host goes on to the samples: the blocks are named by then."""
+    engine = make_engine()
+    found = []
+    sample = engine._sample
+
+    def watched(*arguments):  # type: ignore[no-untyped-def]
+        found.append(engine.blocks.cached_prefix_length(PROMPTS[3]))
+        return sample(*arguments)
+
+    monkeypatch.setattr(engine, "_sample", watched)
+    engine.add_request("a", PROMPTS[3], SamplingParams(temperature=0, max_tokens=1))
+    drain(engine)
+    assert found == [12]
+
+
 def test_without_prefix_caching_nothing_is_found() -> None:
     engine = make_engine(enable_prefix_caching=False)
     for number in range(2):

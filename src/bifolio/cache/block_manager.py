@@ -15,7 +15,7 @@ from threading import RLock
 from typing import NamedTuple
 
 from bifolio.cache.block_pool import BlockCopy, BlockPool
-from bifolio.cache.digests import find_chain, next_digest, root_digest
+from bifolio.cache.digests import TokenIds, find_chain, next_digest, root_digest
 from bifolio.cache.growth import count_needed_blocks, grow, merge_appends
 from bifolio.cache.invariants import filled_slots, find_problems
 from bifolio.cache.row import Row, find_holder, find_row
@@ -244,7 +244,7 @@ class KVCacheBlockManager:
 
     # -- after a step ------------------------------------------------------------------------------------------------
 
-    def commit(self, sequence_id: int, token_ids: Sequence[int], num_computed: int) -> None:
+    def commit(self, sequence_id: int, token_ids: TokenIds, num_computed: int) -> None:
         """Make the full blocks among the first `num_computed` tokens findable by content.
 
         `token_ids` are the sequence's tokens from its first one on. Only what is written and accepted may be
@@ -367,7 +367,7 @@ class KVCacheBlockManager:
         limit = len(token_ids) - 1 if max_cached is None else min(len(token_ids) - 1, max_cached)
         return find_chain(self._pool.cached, root, token_ids, limit // self.block_size, self.block_size)
 
-    def _extend_chain(self, row: Row, token_ids: Sequence[int], num_full: int) -> None:
+    def _extend_chain(self, row: Row, token_ids: TokenIds, num_full: int) -> None:
         """Name the blocks from the end of the chain to the first `num_full`."""
         if len(token_ids) < num_full * self.block_size:
             raise CacheError(f"{num_full} full blocks are committed but only {len(token_ids)} token ids are given")

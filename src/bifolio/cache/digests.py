@@ -12,6 +12,10 @@ from array import array
 from collections.abc import Container, Sequence
 from hashlib import blake2b
 
+import numpy as np
+from numpy.typing import NDArray
+
+TokenIds = Sequence[int] | NDArray[np.int32]
 DIGEST_BYTES = 16  # 2^64 blocks before a collision is likely
 
 
@@ -20,9 +24,10 @@ def root_digest(salt: bytes) -> bytes:
     return blake2b(salt, digest_size=DIGEST_BYTES, person=b"bifolio-root").digest()
 
 
-def next_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
+def next_digest(parent: bytes, token_ids: TokenIds) -> bytes:
     """The name of the prefix that is `parent`'s and then one more full block of `token_ids` (int32 each)."""
-    return blake2b(parent + array("i", token_ids).tobytes(), digest_size=DIGEST_BYTES).digest()
+    words = token_ids.tobytes() if isinstance(token_ids, np.ndarray) else array("i", token_ids).tobytes()
+    return blake2b(parent + words, digest_size=DIGEST_BYTES).digest()
 
 
 def find_chain(

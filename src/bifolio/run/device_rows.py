@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bifolio.cache.block_manager import KVCacheBlockManager
 from bifolio.kernels.interface import AttentionPhase, AttentionSegment, Batch, KernelSet
@@ -21,7 +22,7 @@ class Run(NamedTuple):
 
     slot: int
     start: int  # position of the first
-    tokens: Sequences[int]
+    tokens: Sequences[int] | NDArray[np.int32]
 
 
 @dataclass(slots=True)
@@ -102,7 +103,7 @@ class DeviceRows:
         blocks = self.tables[slots[owners], positions // size].astype(np.int64)
         to_device = self._kernels.from_host
         return Batch(
-            token_ids=to_device(np.array([token for run in runs for token in run.tokens], dtype=np.int32)),
+            token_ids=to_device(_joined(runs, int(offsets[-1]))),
             positions=to_device(positions),
             slots=to_device(blocks * size + positions % size),
             segments=self._segments(len(decodes), slots, starts, lengths, offsets),
@@ -143,8 +144,17 @@ def _run(item: ScheduledSequence) -> Run:
     tokens = item.sequence.token_ids
     if item.num_new == 1:
         return Run(item.slot, item.start, (tokens[item.start],))
-    known = item.num_new - len(item.drafts)
-    return Run(item.slot, item.start, [*tokens[item.start : item.start + known], *item.drafts])
+    end = item.start + item.num_new - len(item.drafts)
+    if not item.drafts:
+        return Run(item.slot, item.start, item.sequence.tokens_until(end)[item.start : end])
+    return Run(item.slot, item.start, [*tokens[item.start : end], *item.drafts])
+
+
+def _joined(runs: list[Run], count: int) -> NDArray[np.int32]:
+    """i32[count]: the tokens of all runs."""
+    if count == len(runs):
+        return np.array([token for run in runs for token in run.tokens], dtype=np.int32)
+    return np.concatenate([np.asarray(run.tokens, dtype=np.int32) for run in runs])
 
 
 def wants_prompt_logits(item: ScheduledSequence) -> bool:

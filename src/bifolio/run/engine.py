@@ -128,6 +128,7 @@ class InferenceEngine:
         batch, readout = self.rows.stage(plan)
         executor = self.prefill_executor if plan.prefills else self.decode_executor
         logits = executor.run(batch)  # one flat forward; attention once per segment
+        self.recorder.publish_prompts(plan)
         sampled = self._sample(logits, readout)  # verifies drafts
         if self.speculator is not None and not plan.prefills:
             self.speculator.observe_step(batch.num_tokens, time.perf_counter() - started)
@@ -256,7 +257,7 @@ class InferenceEngine:
             slot,
             request.params,
             sequence.seed,
-            request.prompt_token_ids,
+            request.prompt_array,
             sequence.output_token_ids,
             frozenset(self.model.config.eos_token_ids),
             mask=None if grammar is None else grammar.follow(sequence.output_token_ids),

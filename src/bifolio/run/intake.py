@@ -110,7 +110,7 @@ class RequestIntake:
         if not prompt_ids:
             raise EmptyPromptError("the prompt is empty: pass at least one token")
         vocab = self._model.config.vocab_size
-        for token in prompt_ids:
+        for token in (min(prompt_ids), max(prompt_ids)):
             if not 0 <= token < vocab:
                 raise TokenIdError(f"the token id {token} is outside the vocabulary of {vocab} tokens")
         limit = self._config.max_model_len - (0 if params.max_tokens == 0 else 1)

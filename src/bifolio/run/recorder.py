@@ -35,6 +35,18 @@ class Recorder:
         self._kernels = kernels
         self._speculator = speculator
 
+    def publish_prompts(self, plan: StepPlan) -> None:
+        """Make what a step reads of prompts findable as soon as it is launched.
+
+        A GPU is busy with the step meanwhile, and whoever finds the blocks uses them in a later one.
+        """
+        for item in plan.prefills:
+            if not item.drafts and item.sequence.finish_reason is None:
+                self._commit(item.sequence, item.start + item.num_new)
+
+    def _commit(self, sequence: Sequence, num_computed: int) -> None:
+        self._blocks.commit(sequence.id, sequence.tokens_until(num_computed), num_computed)
+
     def record(
         self,
         plan: StepPlan,
@@ -52,7 +64,7 @@ class Recorder:
                 self._score_prompt(item, readout.prompt_rows[item.slot], logits)
             sequence.num_computed += item.num_new
             if sequence.group is not None or not item.sample_slots:
-                self._blocks.commit(sequence.id, sequence.token_ids, sequence.num_computed)
+                self._commit(sequence, sequence.num_computed)
                 if item.sample_slots and sequence.finish_reason is None:
                     searches.append(sequence.request)
                 continue
@@ -95,7 +107,7 @@ class Recorder:
         """One token for the sequence, and one for each that is forked from it at this moment."""
         sequence = item.sequence
         members = [sequence, *unforked_children(sequence)]
-        self._blocks.commit(sequence.id, sequence.token_ids, sequence.num_computed)
+        self._commit(sequence, sequence.num_computed)
         for child in members[1:]:
             self._batcher.fork(sequence, child)
         results: list[StepResult] = []
@@ -120,7 +132,7 @@ class Recorder:
         sequence.num_computed = min(item.start + item.num_new - len(item.drafts) + accepted, sequence.num_tokens - 1)
         sequence.num_draft_computed = min(sequence.num_draft_computed, sequence.num_computed)
         self._blocks.truncate(sequence.id, sequence.num_computed)
-        self._blocks.commit(sequence.id, sequence.token_ids, sequence.num_computed)
+        self._commit(sequence, sequence.num_computed)
         return results
 
     def add_token(self, request: Request, sequence: Sequence, sampled: SampledTokens, row: int) -> list[StepResult]:

@@ -34,7 +34,8 @@ class ReadPrompts:
     def __init__(self, running: list[Sequence], blocks: KVCacheBlockManager) -> None:
         self._blocks = blocks
         self._tokens: list[tuple[int, int]] = []  # (sequence id, tokens whose slots are not reserved yet)
-        self._prefixes: list[tuple[bytes, list[int], int]] = []  # salt, tokens, how many of them come next
+        self._prefixes: dict[tuple[bytes, int, int], list[list[int]]] = {}  # by salt, number of tokens, last token
+        self._ends: set[int] = set()  # those numbers
         for sequence in running:
             self._note(sequence)
         self._num_blocks = blocks.blocks_needed(self._tokens)
@@ -45,7 +46,9 @@ class ReadPrompts:
             self._tokens.append((sequence.id, sequence.num_tokens - blocks.row_num_tokens(sequence.id)))
         if not sequence.is_dormant and sequence.num_uncomputed > size:
             end = sequence.num_computed // size * size + size  # the next block that it will complete
-            self._prefixes.append((sequence.request.salt, sequence.token_ids, end))
+            self._ends.add(end)
+            key = sequence.request.salt, end, sequence.token_ids[end - 1]
+            self._prefixes.setdefault(key, []).append(sequence.token_ids)
 
     def will_know_prefix(self, sequence: Sequence) -> bool:
         """Somebody is computing a prefix that this one needs as well: wait a few steps instead of doing it again."""
@@ -53,8 +56,10 @@ class ReadPrompts:
         if not self._blocks.enable_prefix_caching or request.params.prompt_logprobs is not None:
             return False
         return any(
-            end < count and other[end - 1] == tokens[end - 1] and salt == request.salt and other[:end] == tokens[:end]
-            for salt, other, end in self._prefixes
+            other[:end] == tokens[:end]
+            for end in self._ends
+            if end < count
+            for other in self._prefixes.get((request.salt, end, tokens[end - 1]), ())
         )
 
     def blocks_with(self, sequence: Sequence, cached: int) -> int:

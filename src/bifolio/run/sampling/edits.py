@@ -140,7 +140,7 @@ def _processed(row: Array, state: SlotState, pending: Sequence[int]) -> Array:
     """f32[vocab]: one row after the user's functions, which may keep or change what they are given."""
     xp = namespace(row)
     values = xp.asarray(row, copy=True)
-    prompt, output = list(state.prompt_token_ids), [*state.output_token_ids, *pending]
+    prompt, output = state.history.prompt.tolist(), [*state.output_token_ids, *pending]
     for processor in state.processors:
         values = processor(prompt, output, values)
     result = xp.asarray(values, dtype=xp.float32, device=device(row))

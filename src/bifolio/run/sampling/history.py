@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,13 +22,18 @@ class History:
 
     __slots__ = ("_buffer", "_counts", "_length", "_num_prompt", "_output", "_prompt_seen", "_vocab_size")
 
-    def __init__(self, prompt: Sequence[int], output: list[int], vocab_size: int) -> None:
+    def __init__(self, prompt: Sequence[int] | NDArray[Any], output: list[int], vocab_size: int) -> None:
         self._buffer: NDArray[np.int32] = np.asarray(prompt, dtype=np.int32)  # i32[capacity], filled up to _length
         self._num_prompt = self._length = len(self._buffer)
         self._output = output
         self._vocab_size = vocab_size
         self._counts: NDArray[np.int32] | None = None  # i32[vocab] occurrences in the output, once asked for
         self._prompt_seen: NDArray[np.bool_] | None = None  # bool[vocab], once asked for
+
+    @property
+    def prompt(self) -> NDArray[np.int32]:
+        """i32[prompt]"""
+        return self._buffer[: self._num_prompt]
 
     @property
     def num_output(self) -> int:

@@ -30,7 +30,6 @@ class SlotState:
 
     params: SamplingParams
     history: History
-    prompt_token_ids: Sequence[int]
     output_token_ids: list[int]  # the engine's own list, not a copy
     bias_ids: NDArray[np.int64]  # i64[b]
     bias_amounts: NDArray[np.float32]  # f32[b]
@@ -84,7 +83,7 @@ class SamplingTable:
         slot: int,
         params: SamplingParams,
         seed: int,
-        prompt_token_ids: Sequence[int],
+        prompt_token_ids: Sequence[int] | NDArray[np.int32],
         output_token_ids: list[int],
         eos_token_ids: Collection[int] = frozenset(),
         mask: TokenMask | None = None,
@@ -148,7 +147,7 @@ def _has_edits(state: SlotState) -> bool:
 
 def _make_state(
     params: SamplingParams,
-    prompt: Sequence[int],
+    prompt: Sequence[int] | NDArray[np.int32],
     output: list[int],
     eos_token_ids: Collection[int],
     mask: TokenMask | None,
@@ -156,12 +155,12 @@ def _make_state(
 ) -> SlotState:
     bias = params.logit_bias or {}
     ends = sorted({*eos_token_ids, *params.stop_token_ids})
-    if len(prompt) and not 0 <= min(prompt) <= max(prompt) < vocab_size:
+    tokens = np.asarray(prompt)
+    if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
         raise TokenIdError(f"the prompt has a token id outside the vocabulary of {vocab_size} tokens")
     return SlotState(
         params=params,
-        history=History(prompt, output, vocab_size),
-        prompt_token_ids=prompt,
+        history=History(tokens, output, vocab_size),
         output_token_ids=output,
         bias_ids=np.fromiter(bias.keys(), dtype=np.int64, count=len(bias)),
         bias_amounts=np.fromiter(bias.values(), dtype=np.float32, count=len(bias)),
