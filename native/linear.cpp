@@ -241,11 +241,11 @@ Middle make_middle(Member& m, Rows floats, const LinearWeights& next, RowMemory&
           bytes ? quantized_rows(m, floats.count, floats.width, memory) : QuantizedRows{no_bytes, nullptr, nullptr, nullptr}};
 }
 
-// Columns of gate and of up that are worked on together: what comes of them stays in a core's own cache, beside what a
-// product needs there.
-int64_t gated_columns(int64_t width, int64_t rows, int threads) {
-  const int64_t near = 128 * 1024 / (2 * rows), even = width / (4 * threads);
-  return std::max(kBlock, std::min<int64_t>({near, even, 128}) / kBlock * kBlock);
+constexpr int64_t kGatedRows = 512, kGatedColumns = 128;  // what comes of so many stays in a core's own cache
+
+// Columns of gate and of up that are worked on together: at least four pieces for each thread.
+int64_t gated_columns(int64_t width, int threads) {
+  return std::max(kBlock, std::min(width / (4 * threads), kGatedColumns) / kBlock * kBlock);
 }
 
 // Columns [begin, end) between the products.
@@ -267,6 +267,21 @@ void gate_columns(Member& m, const Inputs& inputs, const LinearWeights& pair, Ac
   }
 }
 
+Rows some_rows(Rows x, int64_t begin, int64_t count, int64_t width) { return {x.row(begin), count, width, x.stride}; }
+
+// At most kGatedRows rows of gated_linear.
+void gate_rows(Member& m, Rows x, const LinearWeights& pair, Activation activation, const LinearWeights& last, Rows middle, Rows out,
+               Workspace& workspace) {
+  const int64_t width = last.in_features(), most = gated_columns(width, m.size);
+  const Inputs inputs = prepare(m, x, pair, workspace);
+  const Middle target = make_middle(m, middle, last, workspace.middle);
+  m.split((width + most - 1) / most, 1, [&](int64_t first, int64_t end) {
+    for (int64_t begin = first * most; begin < std::min(end * most, width); begin += most)
+      gate_columns(m, inputs, pair, activation, begin, std::min(begin + most, width), target);
+  });
+  multiply(m, target.inputs(), x.count, last, out, workspace);
+}
+
 }  // namespace
 
 bool can_gate(const LinearWeights& pair, const LinearWeights& last, int64_t rows) {
@@ -276,14 +291,12 @@ bool can_gate(const LinearWeights& pair, const LinearWeights& last, int64_t rows
 
 void gated_linear(Member& m, Rows x, const LinearWeights& pair, Activation activation, const LinearWeights& last, Rows middle,
                   Rows out, Workspace& workspace) {
-  const int64_t width = last.in_features(), most = gated_columns(width, x.count, m.size);
-  const Inputs inputs = prepare(m, {x.data, x.count, pair.in_features(), x.stride}, pair, workspace);
-  const Middle target = make_middle(m, {middle.data, x.count, width, middle.stride}, last, workspace.middle);
-  m.split((width + most - 1) / most, 1, [&](int64_t first, int64_t end) {
-    for (int64_t begin = first * most; begin < std::min(end * most, width); begin += most)
-      gate_columns(m, inputs, pair, activation, begin, std::min(begin + most, width), target);
-  });
-  multiply(m, target.inputs(), x.count, last, out, workspace);
+  const int64_t pieces = (x.count + kGatedRows - 1) / kGatedRows, most = round_up((x.count + pieces - 1) / pieces, kTileRows);
+  for (int64_t begin = 0; begin < x.count; begin += most) {
+    const int64_t count = std::min(most, x.count - begin);
+    gate_rows(m, some_rows(x, begin, count, pair.in_features()), pair, activation, last,
+              some_rows(middle, begin, count, last.in_features()), some_rows(out, begin, count, last.out_features()), workspace);
+  }
 }
 
 }  // namespace bifolio
