@@ -163,8 +163,9 @@ static void matmul_bytes(const PackedMatrix& m, const Activations& x, const floa
         const int64_t b = parts.begin(part), blocks = parts.size(part);
         const UnpackedPanel w = unpack_panel(PackedPanel<F>{m.panel(group.first_panel + p)}, b, blocks, unpacked);
         const NextPanels next(group, parts, p, 1, part);
-        const uint8_t* ahead = next.panel < end ? PackedPanel<F>{m.panel(next.panel)}.pair(parts.begin(next.part)) : nullptr;
-        const size_t ahead_bytes = ahead ? size_t(round_up(parts.size(next.part), 2) / 2 * pair_bytes(F)) : 0;
+        const bool more = num_tiles > 1 && next.panel < end;  // a single tile takes less time than asking at once
+        const uint8_t* ahead = more ? PackedPanel<F>{m.panel(next.panel)}.pair(parts.begin(next.part)) : nullptr;
+        const size_t ahead_bytes = more ? size_t(round_up(parts.size(next.part), 2) / 2 * pair_bytes(F)) : 0;
         for (int64_t t = 0; t < group.tiles; ++t) {
           const int64_t tile = group.first_tile + t;
           prefetch_part<2>(ahead, ahead_bytes, t, group.tiles);
