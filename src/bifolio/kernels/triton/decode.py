@@ -191,12 +191,14 @@ def decode_attention(
     warps: int = 2,
     tile: int = TILE,
     overlapped: bool = False,  # the pieces were cut before the kernel in front of this one
+    out: torch.Tensor | None = None,  # [s, heads * dim], to be written
 ) -> torch.Tensor:
     """[s, heads * dim]; rows of padding are left as they are."""
     num_sequences, heads, dim = query.shape
     group = heads // shape.num_kv_heads
     keys, values = storage.keys[shape.layer], storage.values[shape.layer]
-    out = torch.empty((num_sequences, heads * dim), dtype=query.dtype, device=query.device)
+    if out is None:
+        out = torch.empty((num_sequences, heads * dim), dtype=query.dtype, device=query.device)
     stages = (
         1 if keys.dtype == torch.float32 else stages or (5 if dim <= 64 or (overlapped and num_sequences > 96) else 4)
     )

@@ -202,10 +202,21 @@ class TritonKernels(QuantisedKernels):
         staged = self._stage(segments)
         if len(segments) == 1:
             return self._attend(heads, shape, staged[0], storage)
-        return torch.cat([self._attend(heads, shape, part, storage) for part in staged])
+        out = heads.query.new_empty((heads.query.shape[0], shape.num_heads * shape.head_dim))
+        for part in staged:
+            rows = out[part.segment.token_start : part.segment.token_end]
+            found = self._attend(heads, shape, part, storage, rows)
+            if found is not rows:
+                rows.copy_(found)
+        return out
 
     def _attend(
-        self, heads: Heads, shape: AttentionShape, staged: StagedSegment, storage: Storage | None
+        self,
+        heads: Heads,
+        shape: AttentionShape,
+        staged: StagedSegment,
+        storage: Storage | None,
+        out: torch.Tensor | None = None,  # where our own kernels shall write
     ) -> torch.Tensor:
         segment = staged.segment
         if self.deterministic and storage is not None and segment.block_tables is not None:
@@ -217,16 +228,22 @@ class TritonKernels(QuantisedKernels):
             if uses_cudnn(query, shape, segment) and not self.deterministic:
                 return cudnn_attention(own, shape, segment.num_sequences)
         elif segment.max_query_len == 1 and segment.phase is AttentionPhase.DECODE and not self.deterministic:
-            return self._decode(query, shape, staged, storage)
+            return self._decode(query, shape, staged, storage, out)
         rows = FIXED_TILE if self.deterministic else tile_rows(query.dtype, shape, segment.max_query_len)
         if rows not in staged.tiles:
             staged.tiles[rows] = cut_queries(segment, rows, self.device)
-        out = torch.empty((query.shape[0], shape.num_heads * shape.head_dim), dtype=query.dtype, device=query.device)
+        if out is None:
+            out = query.new_empty((query.shape[0], shape.num_heads * shape.head_dim))
         prefill_attention(own, shape, segment, storage, staged.tiles[rows], rows, out)
         return out
 
     def _decode(
-        self, query: torch.Tensor, shape: AttentionShape, staged: StagedSegment, storage: Storage
+        self,
+        query: torch.Tensor,
+        shape: AttentionShape,
+        staged: StagedSegment,
+        storage: Storage,
+        out: torch.Tensor | None,
     ) -> torch.Tensor:
         segment = staged.segment
         if staged.lengths is None:
@@ -244,7 +261,7 @@ class TritonKernels(QuantisedKernels):
         if shared is not None:
             shared_attention(query, shape, storage, tables, staged.table_rows, shared)
         return decode_attention(
-            query, shape, storage, tables, staged.table_rows, staged.lengths, pieces,
+            query, shape, storage, tables, staged.table_rows, staged.lengths, pieces, out=out,
             shared=None if shared is None else (shared.words, shared.mixed, shared.weight), overlapped=staged.is_cut,
         )  # fmt: skip
 
