@@ -3,7 +3,8 @@
 //   scripts/native-selftest          builds this for the machine it runs on, and runs it
 //
 // Results must be equal bit for bit, except where an instruction set has an arithmetic of its own (tiles with bfloat16
-// weights). "tiles" is what AMX runs, on tile registers in plain C++. Plain C++ is compiled with a fused multiply-add here, which it does not have on x86 otherwise.
+// weights). "tiles" is what AMX runs, on tile registers in plain C++. Plain C++ is compiled with a fused multiply-add here,
+// which it does not have on x86 otherwise.
 #include <cstdio>
 #include <cstdlib>
 #include <random>
