@@ -33,6 +33,7 @@ from bifolio.quant.formats import QuantFormat
 ENGINES = (
     "bifolio",
     "bifolio q8_0 cache",
+    "bifolio bf16 cache",
     "llama.cpp",
     "llama.cpp flash",
     "llama.cpp bf16 keys",
@@ -64,7 +65,8 @@ def make_engine(name: str, config: ModelConfig, format: QuantFormat, path: Path,
         return kind(config, format, threads, "f32" if name.endswith("f32") else None)
     if name == "transformers":
         return TransformersModel(config, threads)
-    return NativeModel(config, format, "q8_0" if name.endswith("q8_0 cache") else "f16", threads)
+    cache = name.split()[1] if name.endswith("cache") else "f16"
+    return NativeModel(config, format, cache, threads)
 
 
 def work(arguments: argparse.Namespace) -> None:

@@ -15,6 +15,7 @@ from bifolio.measure.figures import check_target, new_figure, plain_axes
 COLOURS = {
     "bifolio": "#1b6ca8",
     "bifolio q8_0 cache": "#6fb1dd",
+    "bifolio bf16 cache": "#123f63",
     "llama.cpp": "#c46210",
     "llama.cpp flash": "#e7a977",
     "llama.cpp bf16 keys": "#f2cfae",

@@ -89,7 +89,7 @@ class Attention {
           kernels().merge_span(M + r, L + r, merged + r * padded_, maximum[r], total[r], mixed + r * padded_, padded_);
       }
     }
-    for (int64_t r = 0; r < count; ++r) write_out(query_of(unit, r), head_of(unit, r), L[r], merged + r * padded_);
+    each_row(unit, [&](int64_t r, int64_t query, int64_t head) { write_out(query, head, L[r], merged + r * padded_); });
   }
 
   // Merge the spans of one (query, head) in order.
@@ -150,18 +150,25 @@ class Attention {
     for (int64_t span = first; span <= last; ++span) add(span);
   }
 
-  int64_t query_of(const Unit& unit, int64_t row) const { return unit.first + row / group_; }
-  int64_t head_of(const Unit& unit, int64_t row) const { return unit.kv_head * group_ + row % group_; }
+  // Calls body(row, query, head) for the rows of a unit.
+  template <class Body>
+  void each_row(const Unit& unit, Body body) const {
+    for (int64_t i = 0, row = 0; i < unit.count; ++i)
+      for (int64_t head = 0; head < group_; ++head) body(row++, unit.first + i, unit.kv_head * group_ + head);
+  }
+
+  static void scale_row(const float* __restrict x, float factor, int64_t size, float* __restrict out) {
+    for (int64_t i = 0; i < size; ++i) out[i] = x[i] * factor;
+  }
 
   void gather_rows(const Unit& unit, float* query, int64_t* begin, int64_t* end) const {
     const int64_t dim = shape_.head_dim;
-    for (int64_t r = 0; r < unit.count * group_; ++r) {
-      const Query& which = queries_[size_t(query_of(unit, r))];
+    each_row(unit, [&](int64_t r, int64_t index, int64_t head) {
+      const Query& which = queries_[size_t(index)];
       begin[r] = window_begin(which.position);
       end[r] = which.position + 1;
-      const float* source = qkv_.row(which.token) + head_of(unit, r) * dim;
-      for (int64_t d = 0; d < dim; ++d) query[r * dim + d] = source[d] * shape_.scale;
-    }
+      scale_row(qkv_.row(which.token) + head * dim, shape_.scale, dim, query + r * dim);
+    });
   }
 
   void attend_span(const Unit& unit, int64_t span, const AttentionRows& rows, uint8_t* scratch) const {
@@ -198,19 +205,16 @@ class Attention {
   }
 
   void store_partials(const Unit& unit, const AttentionRows& rows, const Plan& plan, float* partials) const {
-    for (int64_t r = 0; r < rows.count; ++r) {
-      const int64_t index = query_of(unit, r) * shape_.num_heads + head_of(unit, r);
-      float* state = partials + (index * plan.max_spans + unit.span) * (padded_ + 2);
+    each_row(unit, [&](int64_t r, int64_t query, int64_t head) {
+      float* state = partials + ((query * shape_.num_heads + head) * plan.max_spans + unit.span) * (padded_ + 2);
       state[0] = rows.maximum[r];
       state[1] = rows.total[r];
       std::memcpy(state + 2, rows.mixed + r * padded_, size_t(padded_) * 4);
-    }
+    });
   }
 
   void write_out(int64_t query, int64_t head, float total, const float* mixed) const {
-    const float inverse = 1.0f / total;
-    float* target = out_.row(queries_[size_t(query)].token) + head * shape_.head_dim;
-    for (int64_t d = 0; d < shape_.head_dim; ++d) target[d] = mixed[d] * inverse;
+    scale_row(mixed, 1.0f / total, shape_.head_dim, out_.row(queries_[size_t(query)].token) + head * shape_.head_dim);
   }
 
   const Rows qkv_;

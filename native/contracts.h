@@ -15,6 +15,7 @@
 //                   A Q8_0 cache: queries are quantised like rows of x, and a score is what a product with block
 //                   weights is. The weights p of a tile become bytes too: q = round_to_even(p * d_v * (127 / m)),
 //                   m = max(1e-30, max of p * d_v); the output grows by fma(float(sum of q * v), m * (1 / 127), .)
+//                   A bf16 cache on AMX has an arithmetic of its own: see kernels/attention_tiles.h.
 #pragma once
 
 #include <cmath>

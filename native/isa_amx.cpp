@@ -1,9 +1,10 @@
 // x86 with AVX-512 and the AMX tiles: bytes and bfloat16.
 //
-// Products with BF16 weights run on tiles for any number of rows, so that a row does not depend on the others. Their
-// arithmetic is the tiles': activations are rounded to bfloat16; for 32 values of k, sixteen pairs of products are
-// accumulated in float32 in two sums, even and odd k, which are added to the result. Everything else gives the same bits
-// as the other instruction sets: sums of bytes are exact.
+// Products with BF16 weights and attention over bf16 caches run on tiles for any number of rows, so that a row does not depend
+// on the others. Their arithmetic is the tiles': for 32 values of k, sixteen pairs of products are accumulated in float32 in
+// two sums, even and odd k, which are added to the result. Activations are rounded to bfloat16; queries and the weights of
+// attention go as sums of two (kernels/attention_tiles.h). Everything else gives the same bits as the other instruction
+// sets: sums of bytes are exact.
 #include <cpuid.h>
 #include <immintrin.h>
 #include <sys/syscall.h>
@@ -40,6 +41,9 @@ static inline V16 from_ints(const int32_t* p) { return {{_mm512_cvtepi32_ps(_mm5
 
 #include "kernels/matmul_tiles.h"
 #include "kernels/x86_attention.h"
+#define BIFOLIO_OWN_TILE_PACKING
+#include "kernels/attention_tiles.h"
+#include "kernels/avx512_tile_packing.h"
 
 int64_t peak_loop(bool bytes) {
   constexpr int64_t rounds = 1 << 17;
@@ -85,6 +89,6 @@ int score() {
 }  // namespace
 
 #include "kernels/table.h"
-const KernelTable kAmxKernels = BIFOLIO_KERNEL_TABLE("amx", true, matmul_tiles);
+const KernelTable kAmxKernels = BIFOLIO_KERNEL_TABLE("amx", true, matmul_tiles, attend_part_on_tiles);
 
 }  // namespace bifolio

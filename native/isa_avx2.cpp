@@ -89,6 +89,6 @@ int score() {
 }  // namespace
 
 #include "kernels/table.h"
-const KernelTable kAvx2Kernels = BIFOLIO_KERNEL_TABLE("avx2", false, matmul);
+const KernelTable kAvx2Kernels = BIFOLIO_KERNEL_TABLE("avx2", false, matmul, attend_part);
 
 }  // namespace bifolio

@@ -50,6 +50,6 @@ int score() {
 }  // namespace
 
 #include "kernels/table.h"
-const KernelTable kAvx512Kernels = BIFOLIO_KERNEL_TABLE("avx512", false, matmul);
+const KernelTable kAvx512Kernels = BIFOLIO_KERNEL_TABLE("avx512", false, matmul, attend_part);
 
 }  // namespace bifolio

@@ -36,6 +36,7 @@ static inline void block_dots(const uint8_t* w, const int8_t* x, int64_t stride,
 #ifdef BIFOLIO_SOFTWARE_TILES
 #include "simd/software_tiles.h"
 #include "kernels/matmul_tiles.h"
+#include "kernels/attention_tiles.h"
 #endif
 
 int64_t peak_loop(bool) {  // nothing to compare with: the compiler decides
@@ -54,14 +55,14 @@ int score() { return 1; }
 }  // namespace
 
 #include "kernels/table.h"
-const KernelTable kGenericKernels = BIFOLIO_KERNEL_TABLE("generic", false, matmul);
+const KernelTable kGenericKernels = BIFOLIO_KERNEL_TABLE("generic", false, matmul, attend_part);
 #ifdef BIFOLIO_SOFTWARE_TILES
-const KernelTable kTileKernels = BIFOLIO_KERNEL_TABLE("tiles", true, matmul_tiles);
+const KernelTable kTileKernels = BIFOLIO_KERNEL_TABLE("tiles", true, matmul_tiles, attend_part_on_tiles);
 #endif
 
 size_t matmul_scratch_bytes() { return 640 * 1024; }  // most of it is touched by tiles alone
 
-// For the larger of the two kinds of cache; see FloatScratch and IntScratch.
+// For the largest of the ways to attend; see FloatScratch, IntScratch and TileScratch.
 size_t attention_scratch_bytes(int64_t head_dim) {
   const int64_t padded = round_up(head_dim, 32);
   const int64_t tile = 4 * kTile * padded, queries = kMaxRows * padded, scales = 4 * padded / kBlock * kMaxRows;

@@ -305,6 +305,6 @@ int score() {
 }  // namespace
 
 #include "kernels/table.h"
-const KernelTable kNeonKernels = BIFOLIO_KERNEL_TABLE("neon", false, matmul);
+const KernelTable kNeonKernels = BIFOLIO_KERNEL_TABLE("neon", false, matmul, attend_part);
 
 }  // namespace bifolio

@@ -21,7 +21,7 @@ struct Tile {
   int64_t begin, end;               // visible to at least one row
   const uint8_t* keys[kTile / 4];   // of the positions 0, 4, ..., 28
   const uint8_t* values[kTile / 4];
-  const Tile* next;                 // may be null
+  const Tile* next;                 // null at the end; two tiles know what comes next, the one that is worked on and its next
 
   const uint8_t* key(int64_t i) const { return keys[i / 4] + size_t(i % 4) * kv.row_bytes; }
   const uint8_t* value(int64_t i) const { return values[i / 4] + size_t(i % 4) * kv.row_bytes; }
@@ -272,17 +272,22 @@ static inline void each_tile(const KvLayer& kv, int64_t kv_head, const int32_t* 
   int64_t start = first / kTile * kTile;
   if (first >= last) return;
   Tile tile = tile_at(start);
-  for (; start < last; start += kTile) {
-    const bool more = start + kTile < last;
-    if (copied || !more) {
+  if (copied) {
+    for (; start < last; start += kTile) {
+      if (start > first) new (&tile) Tile(tile_at(start));
       step(tile, start);
-      if (more) new (&tile) Tile(tile_at(start + kTile));
-      continue;
     }
-    const Tile next = tile_at(start + kTile);
-    tile.next = &next;
+    return;
+  }
+  const auto following = [&](int64_t at) { return tile_at(at < last ? at : start); };
+  Tile next = following(start + kTile);
+  for (; start < last; start += kTile) {
+    const Tile after = following(start + 2 * kTile);
+    next.next = start + 2 * kTile < last ? &after : nullptr;
+    tile.next = start + kTile < last ? &next : nullptr;
     step(tile, start);
     new (&tile) Tile(next);
+    new (&next) Tile(after);
   }
 }
 

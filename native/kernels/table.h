@@ -1,8 +1,8 @@
 // The table that an instruction set exports, after its namespace holds all kernels.
 #pragma once
 
-#define BIFOLIO_KERNEL_TABLE(NAME, HAS_TILES, MATMUL)                                                                  \
+#define BIFOLIO_KERNEL_TABLE(NAME, HAS_TILES, MATMUL, ATTEND)                                                          \
   {                                                                                                                    \
     NAME, score, HAS_TILES, norm_row, add_row, act_row, act_mul_row, softcap_row, argmax_row, quantize_row, round_row, \
-        MATMUL, store_kv_row, attend_part, peak_loop, merge_span                                                       \
+        MATMUL, store_kv_row, ATTEND, peak_loop, merge_span                                                            \
   }
