@@ -203,7 +203,7 @@ void check_attention() {
         for (int64_t context : {1, 30, 64, 201}) {
           if (type == 3 && dim % kBlock) continue;
           const size_t row_bytes = type == 3 ? size_t(dim + dim / 32 * 2) : size_t(dim) * (type == 0 ? 4 : 2);
-          const int64_t block_size = 16, blocks = 16;
+          const int64_t block_size = dim == 96 ? 8 : 16, blocks = 256 / block_size;
           std::vector<uint8_t> keys(size_t(blocks * block_size) * row_bytes), values(keys.size());
           for (int64_t i = 0; i < blocks * block_size; ++i) {
             kGenericKernels.store_kv_row(normal(size_t(dim)).data(), dim, KvType(type), keys.data() + size_t(i) * row_bytes);

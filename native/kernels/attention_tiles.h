@@ -9,6 +9,7 @@
 #pragma once
 
 constexpr int64_t kPiece = kTileRows * 32;  // words of a tile
+constexpr int64_t kFewRows = 4;             // that are columns, so that keys are multiplied as they lie in the cache
 constexpr float kLog2E = 1.44269504f;
 constexpr float kPowerTerms[6] = {1.00000012f, 0.69314718f, 0.24022107f, 0.05550357f, 0.00967603f, 0.00133909f};  // of 2^f, |f| <= 1/2
 
@@ -20,6 +21,7 @@ struct TileScratch {
   uint16_t* query;    // [groups of 16 rows][steps][2]
   float* state;       // [16][padded]: the last rows, where they are fewer
   uint8_t* copies;    // [2][kTile] rows of the cache
+  float* few_scores;  // [kTile][kFewRows]: of few rows, as tiles make them
   int64_t steps, columns, padded;
 };
 
@@ -33,6 +35,7 @@ static inline void split_row(const float* x, int64_t count, uint16_t* first, uin
 static void pair_keys(const Tile& tile, const TileScratch& s);
 static void pair_values(const Tile& tile, const TileScratch& s);
 static void weigh_four(float* scores, const uint32_t visible[4], const RowState& rows, int64_t padded);
+static void turn_columns(const float* columns, float* scores);
 #else
 static inline uint16_t nearest_word(float x) {
   uint32_t bits;
@@ -98,6 +101,11 @@ static inline void weigh_row(float* scores, uint32_t visible, const RowState& ro
 static void weigh_four(float* scores, const uint32_t visible[4], const RowState& rows, int64_t padded) {
   for (int64_t r = 0; r < 4; ++r)
     weigh_row(scores + r * kTile, visible[r], {rows.maximum + r, rows.total + r, rows.mixed + r * padded}, padded);
+}
+
+static void turn_columns(const float* columns, float* scores) {
+  for (int64_t i = 0; i < kTile; ++i)
+    for (int64_t r = 0; r < kFewRows; ++r) scores[r * kTile + i] = columns[i * kFewRows + r];
 }
 #endif
 
@@ -226,7 +234,8 @@ static TileScratch tile_scratch(int64_t head_dim, uint8_t* memory) {
   s.values = s.keys + s.steps * 2 * kPiece;
   s.query = s.values + s.columns * kPiece;
   s.state = reinterpret_cast<float*>(s.query + kMaxRows / kTileRows * s.steps * 2 * kPiece);
-  s.copies = reinterpret_cast<uint8_t*>(s.state + kTileRows * s.padded);
+  s.few_scores = s.state + kTileRows * s.padded;
+  s.copies = reinterpret_cast<uint8_t*>(s.few_scores + kTile * kFewRows);
   return s;
 }
 
@@ -257,8 +266,10 @@ static void attend_bf16_on_tiles(const KvLayer& kv, int64_t kv_head, const int32
   _tile_release();
 }
 
+#include "attention_few_on_tiles.h"
+
 static void attend_part_on_tiles(const KvLayer& kv, int64_t kv_head, const int32_t* table, int64_t begin, int64_t end,
                                  const AttentionRows& rows, uint8_t* scratch) {
-  const auto attend = kv.type == KvType::BF16 ? attend_bf16_on_tiles : attend_part;
+  const auto attend = kv.type != KvType::BF16 ? attend_part : few_rows(kv, rows.count) ? attend_few_on_tiles : attend_bf16_on_tiles;
   attend(kv, kv_head, table, begin, end, rows, scratch);
 }

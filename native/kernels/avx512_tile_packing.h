@@ -57,10 +57,7 @@ static void pair_keys(const Tile& tile, const TileScratch& s) {
     for (int64_t step = 0; step < s.steps; ++step) {
       uint16_t* out = s.keys + (step * 2 + half) * kPiece;
       __m512i rows[16];
-      UNROLL for (int i = 0; i < 16; ++i) {
-        rows[i] = load_dimensions(tile.key(half * 16 + i), step * 32, tile.kv.head_dim);
-        if (tile.next) __builtin_prefetch(tile.next->key(half * 16 + i) + step * 64);
-      }
+      UNROLL for (int i = 0; i < 16; ++i) rows[i] = load_dimensions(tile.key(half * 16 + i), step * 32, tile.kv.head_dim);
       transpose_sixteen(rows);
       UNROLL for (int i = 0; i < 16; ++i) _mm512_storeu_si512(out + i * 32, rows[i]);
     }
@@ -77,8 +74,10 @@ static void pair_values(const Tile& tile, const TileScratch& s) {
     for (int64_t d = 0; d < tile.kv.head_dim; d += 32) {
       const __m512i a = load_row(i, d), b = load_row(i + 1, d);
       if (tile.next) {
-        __builtin_prefetch(tile.next->value(i) + d * 2);
-        __builtin_prefetch(tile.next->value(i + 1) + d * 2);
+        for (int64_t j = i; j < i + 2; ++j) {
+          __builtin_prefetch(tile.next->value(j) + d * 2);
+          __builtin_prefetch(tile.next->key(j) + d * 2);
+        }
       }
       uint16_t* out = s.values + d / 16 * kPiece + i / 2 * 32;
       _mm512_storeu_si512(out, _mm512_permutex2var_epi16(a, low, b));
@@ -125,4 +124,19 @@ static void weigh_four(float* scores, const uint32_t visible[4], const RowState&
     split_registers(a, b, words + r * 64, words + r * 64 + 32);
   }
   from_quarters(rows.total, add(sums, reduce_rows(pairs, [](Reg a, Reg b) { return add(a, b); })));
+}
+
+static void turn_columns(const float* columns, float* scores) {
+  alignas(64) static const int32_t first[16] = {0, 4, 8, 12, 16, 20, 24, 28, 1, 5, 9, 13, 17, 21, 25, 29};
+  const __m512i low = _mm512_load_si512(first), high = _mm512_add_epi32(low, _mm512_set1_epi32(2));
+  UNROLL for (int half = 0; half < 2; ++half) {
+    Reg x[4];  // four positions each
+    UNROLL for (int i = 0; i < 4; ++i) x[i] = reg_load(columns + half * 64 + i * 16);
+    UNROLL for (int pair = 0; pair < 2; ++pair) {  // of rows: eight positions of the first, then of the second
+      const __m512i order = pair ? high : low;
+      const Reg left = _mm512_permutex2var_ps(x[0], order, x[1]), right = _mm512_permutex2var_ps(x[2], order, x[3]);
+      reg_store(scores + 2 * pair * kTile + half * 16, _mm512_shuffle_f32x4(left, right, 0x44));
+      reg_store(scores + (2 * pair + 1) * kTile + half * 16, _mm512_shuffle_f32x4(left, right, 0xee));
+    }
+  }
 }
