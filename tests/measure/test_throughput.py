@@ -47,6 +47,19 @@ def test_every_repetition_is_kept() -> None:
     assert record["tokens_per_second_std"] == pytest.approx(np.std(rows[0].speeds, ddof=1))
 
 
+def test_a_gpu_runs_every_test_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are compiled and steps captured for the sizes of a test when it is first run."""
+    tests = [Test(num_prompt=16, batch=2)]
+    computed = []
+    for on_gpu in (False, True):
+        monkeypatch.setattr("bifolio.measure.throughput.runs_on_gpu", lambda _, on_gpu=on_gpu: on_gpu)
+        engine = bench_llm(random_model("tiny"), tests, kernels=ReferenceKernels()).engine
+        (row,) = run_tests(engine, tests, 3)
+        assert len(row.speeds) == 3
+        computed.append(engine.stats().num_prefill_tokens)
+    assert computed[1] - computed[0] == 32
+
+
 def test_latency_counts_every_gap() -> None:
     engine = bench_llm(random_model("tiny"), [Test(8, 5, 0, 2)], kernels=ReferenceKernels()).engine
     report = measure_latency(engine, batch=2, num_prompt=8, num_output=5, repetitions=3)

@@ -190,3 +190,16 @@ def test_beams_need_only_the_likeliest_tokens(width: int) -> None:
     for (ours, score), (theirs, expected) in zip(*outcomes, strict=True):
         assert ours == theirs
         np.testing.assert_allclose(score, expected, rtol=1e-5)
+
+
+def test_benchmarks_run_on_overlapping_steps() -> None:
+    from bifolio.measure.latency import measure_latency
+    from bifolio.measure.throughput import Test, run_tests
+
+    engine = overlapped(max_model_len=64, num_blocks=80, max_num_seqs=4)
+    tests = [Test(num_prompt=12, batch=3), Test(num_generated=6, depth=10, batch=2)]
+    rows = run_tests(engine, tests, 2)
+    assert [len(row.speeds) for row in rows] == [2, 2]
+    report = measure_latency(engine, batch=3, num_prompt=8, num_output=5, repetitions=2)
+    assert (report.whole.count, report.first_token.count, report.between_tokens.count) == (2, 6, 24)
+    assert not engine.has_work

@@ -8,6 +8,7 @@ from itertools import pairwise
 from bifolio.measure.statistics import Distribution
 from bifolio.measure.throughput import WARM_UP_TOKENS, add_random, run_until_done
 from bifolio.measure.trace import Recording
+from bifolio.run.build import runs_on_gpu
 from bifolio.run.engine import InferenceEngine
 
 
@@ -36,8 +37,10 @@ class LatencyReport:
 def measure_latency(
     engine: InferenceEngine, *, batch: int, num_prompt: int, num_output: int, repetitions: int
 ) -> LatencyReport:
-    """Send `batch` requests at once and wait for all, `repetitions` times, after a short warm-up."""
-    run_until_done(engine, add_random(engine, 1, WARM_UP_TOKENS, WARM_UP_TOKENS))
+    """Send `batch` requests and wait for all, `repetitions` times, after a warm-up: a short one, on a GPU a whole one."""
+    on_gpu = runs_on_gpu(engine.runner.kernels)
+    first_sizes = (batch, num_prompt, num_output) if on_gpu else (1, WARM_UP_TOKENS, WARM_UP_TOKENS)
+    run_until_done(engine, add_random(engine, *first_sizes))
     whole: list[float] = []
     first: list[float] = []
     between: list[float] = []
