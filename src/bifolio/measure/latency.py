@@ -37,7 +37,7 @@ class LatencyReport:
 def measure_latency(
     engine: InferenceEngine, *, batch: int, num_prompt: int, num_output: int, repetitions: int
 ) -> LatencyReport:
-    """Send `batch` requests and wait for all, `repetitions` times, after a warm-up: a short one, on a GPU a whole one."""
+    """Send `batch` requests and wait for all, `repetitions` times, after a warm-up: short, but on a GPU a whole one."""
     on_gpu = runs_on_gpu(engine.runner.kernels)
     first_sizes = (batch, num_prompt, num_output) if on_gpu else (1, WARM_UP_TOKENS, WARM_UP_TOKENS)
     run_until_done(engine, add_random(engine, *first_sizes))
