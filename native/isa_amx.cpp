@@ -41,9 +41,9 @@ static inline V16 from_ints(const int32_t* p) { return {{_mm512_cvtepi32_ps(_mm5
 
 #include "kernels/matmul_tiles.h"
 #include "kernels/x86_attention.h"
-#define BIFOLIO_OWN_TILE_PACKING
+#define BIFOLIO_OWN_TILE_ATTENTION
 #include "kernels/attention_tiles.h"
-#include "kernels/avx512_tile_packing.h"
+#include "kernels/avx512_tile_attention.h"
 
 int64_t peak_loop(bool bytes) {
   constexpr int64_t rounds = 1 << 17;

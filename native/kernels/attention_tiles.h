@@ -30,7 +30,7 @@ struct RowState {
   float *maximum, *total, *mixed;
 };
 
-#ifdef BIFOLIO_OWN_TILE_PACKING
+#ifdef BIFOLIO_OWN_TILE_ATTENTION
 static inline void split_row(const float* x, int64_t count, uint16_t* first, uint16_t* second);
 static void pair_keys(const Tile& tile, const TileScratch& s);
 static void pair_values(const Tile& tile, const TileScratch& s);
