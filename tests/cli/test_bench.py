@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from bifolio.cli.bench import numbers
+from bifolio.cli.bench_output import title
 from bifolio.cli.main import build_app
 from bifolio.errors import ConfigError
 from cli_runner import CliRunner
@@ -41,6 +42,12 @@ def test_throughput_prints_a_row_for_every_test() -> None:
     printed = run("throughput", "-p", "8", "-n", "3", "-d", "0,5", "-b", "1,2", "-r", "1")
     for name in ("pp8", "pp8 x2", "tg3", "tg3@d5", "tg3 x2", "tg3@d5 x2"):
         assert name in printed
+
+
+@pytest.mark.parametrize(("device", "place"), [("cpu", "2 threads"), ("cuda:1", "cuda:1")])
+def test_a_title_says_where_it_ran(device: str, place: str) -> None:
+    setting = {"model": "m", "format": "f32", "num_parameters": 1, "weight_bytes": 4, "kernels": "k", "threads": 2}
+    assert title({**setting, "device": device}).endswith(f", k, {place}")
 
 
 def test_throughput_as_json() -> None:

@@ -36,8 +36,8 @@ def title(setting: dict[str, Any]) -> str:
     from bifolio.run.memory import show_bytes
 
     size = f"{setting['num_parameters'] / 1e6:.1f} M parameters, {show_bytes(setting['weight_bytes'])}"
-    threads = show_count(setting["threads"], "thread")
-    return f"{setting['model']} ({setting['format']}, {size}), {setting['kernels']}, {threads}"
+    place = show_count(setting["threads"], "thread") if setting["device"] == "cpu" else setting["device"]
+    return f"{setting['model']} ({setting['format']}, {size}), {setting['kernels']}, {place}"
 
 
 class progress:  # noqa: N801  # used like a function
