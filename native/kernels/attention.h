@@ -22,13 +22,14 @@ struct Tile {
   const uint8_t* keys[kTile / 4];   // of the positions 0, 4, ..., 28
   const uint8_t* values[kTile / 4];
   const Tile* next;                 // null at the end; two tiles know what comes next, the one that is worked on and its next
+  const Tile* ahead;                // what to ask for: the next one, or what is likely to be worked on after the end; may be null
 
   const uint8_t* key(int64_t i) const { return keys[i / 4] + size_t(i % 4) * kv.row_bytes; }
   const uint8_t* value(int64_t i) const { return values[i / 4] + size_t(i % 4) * kv.row_bytes; }
 
-  // Ask for the same four rows of the next tile. Bit by bit: a burst would stop the work it is meant to hide behind.
-  void prefetch_keys(int64_t i) const { if (next) prefetch(next->keys[i / 4]); }
-  void prefetch_values(int64_t i) const { if (next) prefetch(next->values[i / 4]); }
+  // Ask for the same four rows of the tile ahead. Bit by bit: a burst would stop the work it is meant to hide behind.
+  void prefetch_keys(int64_t i) const { if (ahead) prefetch(ahead->keys[i / 4]); }
+  void prefetch_values(int64_t i) const { if (ahead) prefetch(ahead->values[i / 4]); }
   void prefetch(const uint8_t* rows) const {
     for (size_t at = 0; at < 4 * kv.row_bytes; at += 64) __builtin_prefetch(rows + at);
   }
@@ -52,6 +53,13 @@ static inline void copy_rows(Tile& tile, int64_t kv_head, const int32_t* table, 
 static inline void find_rows(Tile& tile, int64_t kv_head, const int32_t* table, int64_t start, uint8_t* rows) {
   const KvLayer& kv = tile.kv;
   if (kv.block_size % 4) return copy_rows(tile, kv_head, table, start, rows);
+  if (kv.block_size % kTile == 0) {  // one block has them all
+    const int64_t block = table[start / kv.block_size];
+    const size_t at = size_t((block * kv.num_kv_heads + kv_head) * kv.block_size + start % kv.block_size) * kv.row_bytes;
+    _Pragma("GCC unroll 8") for (size_t g = 0; g < kTile / 4; ++g)
+      tile.keys[g] = kv.keys + at + 4 * g * kv.row_bytes, tile.values[g] = kv.values + at + 4 * g * kv.row_bytes;
+    return;
+  }
   const int64_t first = tile.begin / 4 * 4, last = (tile.end - 1) / 4 * 4;
   int64_t offset = (start + first) % kv.block_size;
   const int32_t* block = table + (start + first) / kv.block_size;
@@ -245,6 +253,14 @@ static inline void softmax_rows(const AttentionRows& rows, int64_t first_row, in
   }
 }
 
+#ifndef BIFOLIO_OWN_FEW_SOFTMAX
+// The same before mix_directly, which an instruction set can leave some of the work to.
+template <KvType T>
+static inline void softmax_directly(const AttentionRows& rows, int64_t first_row, int64_t start, int64_t padded, float* scores) {
+  softmax_rows(rows, first_row, start, padded, scores);
+}
+#endif
+
 // The rows before this one, in fours, end before a tile: queries of one sequence come in the order of their positions.
 static inline int64_t first_row(const AttentionRows& rows, int64_t start) {
   int64_t r = 0;
@@ -264,8 +280,10 @@ static inline void each_tile(const KvLayer& kv, int64_t kv_head, const int32_t* 
   first = first > begin ? first : begin;
   last = last < end ? last : end;
   const bool copied = kv.block_size % 4 != 0;  // into one place: only one tile at a time
+  const int64_t known = rows.end[0] > last ? rows.end[0] : last;  // the table is the first row's
   const auto tile_at = [&](int64_t start) {
-    Tile tile{kv, first > start ? first - start : 0, last < start + kTile ? last - start : kTile, {}, {}, nullptr};
+    const int64_t stop = start < last ? last : known;
+    Tile tile{kv, first > start ? first - start : 0, stop < start + kTile ? stop - start : kTile, {}, {}, nullptr, nullptr};
     find_rows(tile, kv_head, table, start, copies);
     return tile;
   };
@@ -279,11 +297,13 @@ static inline void each_tile(const KvLayer& kv, int64_t kv_head, const int32_t* 
     }
     return;
   }
-  const auto following = [&](int64_t at) { return tile_at(at < last ? at : start); };
+  const auto following = [&](int64_t at) { return tile_at(at < known ? at : start); };
   Tile next = following(start + kTile);
   for (; start < last; start += kTile) {
     const Tile after = following(start + 2 * kTile);
+    next.ahead = start + 2 * kTile < known ? &after : nullptr;
     next.next = start + 2 * kTile < last ? &after : nullptr;
+    tile.ahead = start + kTile < known ? &next : nullptr;
     tile.next = start + kTile < last ? &next : nullptr;
     step(tile, start);
     new (&tile) Tile(next);
@@ -326,7 +346,7 @@ static void attend_to(const KvLayer& kv, int64_t kv_head, const int32_t* table, 
     each_tile(kv, kv_head, table, begin, end, rows, copies, [&](const Tile& tile, int64_t start) {
       const int64_t first = first_row(rows, start);
       score_floats<T>(tile, rows, first, s, scores);
-      softmax_rows(rows, first, start, padded, scores);
+      s.direct ? softmax_directly<T>(rows, first, start, padded, scores) : softmax_rows(rows, first, start, padded, scores);
       mix_floats<T>(tile, rows, first, s, scores);
     });
   }
