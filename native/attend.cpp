@@ -55,8 +55,10 @@ class Attention {
       plan.by_spans = plan.max_spans > 1 && partial_bytes < (int64_t(64) << 20) && units < 8 * num_threads;
       plan.units.clear();
       for (auto chunk = chunks.rbegin(); chunk != chunks.rend(); ++chunk) add_units(*chunk, plan);
-      if (most <= 1 || int64_t(plan.units.size()) >= 4 * num_threads) return plan;
+      if (most <= 1 || int64_t(plan.units.size()) >= 4 * num_threads) break;
     }
+    if (plan.by_spans) plan.units = take_turns(plan.units, size_t(num_threads));
+    return plan;
   }
 
   void run_unit(const Unit& unit, const Plan& plan, float* partials, Scratch& scratch) const {
@@ -98,7 +100,8 @@ class Attention {
     float M = -INFINITY, L = 0.0f;
     float* merged = states + 2;  // of the first span, which is merged first
     bool started = false;
-    for (int64_t span = 0; span < plan.max_spans; ++span) {
+    const int64_t position = queries_[size_t(query)].position;
+    for (int64_t span = window_begin(position) / kSpan; span <= position / kSpan; ++span) {
       float* state = states + span * (padded_ + 2);
       if (state[1] == 0.0f) continue;
       if (!started) {
@@ -109,11 +112,6 @@ class Attention {
       }
     }
     write_out(query, head, L, merged);
-  }
-
-  void clear_partials(int64_t query, const Plan& plan, float* partials) const {
-    float* states = partials + query * shape_.num_heads * plan.max_spans * (padded_ + 2);
-    for (int64_t i = 0; i < shape_.num_heads * plan.max_spans; ++i) states[i * (padded_ + 2) + 1] = 0.0f;
   }
 
   size_t partial_floats(const Plan& plan) const {
@@ -137,17 +135,26 @@ class Attention {
   }
 
   void add_units(const Chunk& chunk, Plan& plan) const {
-    const auto add = [&](int64_t span) {
-      for (int32_t head = 0; head < shape_.num_kv_heads; ++head)
-        plan.units.push_back({int32_t(chunk.first), int32_t(chunk.count), head, int32_t(span)});
-    };
-    if (!plan.by_spans) return add(-1);
     int64_t first = INT64_MAX, last = 0;
     for (int64_t i = chunk.first; i < chunk.first + chunk.count; ++i) {
       first = std::min(first, window_begin(queries_[size_t(i)].position) / kSpan);
       last = std::max(last, queries_[size_t(i)].position / kSpan);
     }
-    for (int64_t span = first; span <= last; ++span) add(span);
+    if (!plan.by_spans) first = last = -1;
+    for (int32_t head = 0; head < shape_.num_kv_heads; ++head)
+      for (int64_t span = first; span <= last; ++span)
+        plan.units.push_back({int32_t(chunk.first), int32_t(chunk.count), head, int32_t(span)});
+  }
+
+  // Threads take units one after the other, mostly in turns: so ordered, what a thread takes next is what follows in memory
+  // on what it had before.
+  static std::vector<Unit> take_turns(const std::vector<Unit>& units, size_t num_threads) {
+    std::vector<Unit> turns;
+    turns.reserve(units.size());
+    const size_t part = (units.size() + num_threads - 1) / num_threads;
+    for (size_t i = 0; i < part; ++i)
+      for (size_t unit = i; unit < units.size(); unit += part) turns.push_back(units[unit]);
+    return turns;
   }
 
   // Calls body(row, query, head) for the rows of a unit.
@@ -273,16 +280,11 @@ void attend(Member& m, Rows qkv, const AttentionConstants& shape, const std::vec
   if (m.rank == 0 && plan.by_spans) workspace.partials.array<float>(attention.partial_floats(plan));
   m.barrier();
   auto* partials = workspace.partials.array<float>(0);
-  const auto count = int64_t(queries.size());
-  if (plan.by_spans)
-    m.split(count, 64, [&](int64_t begin, int64_t end) {
-      for (int64_t query = begin; query < end; ++query) attention.clear_partials(query, plan, partials);
-    });
   m.split(int64_t(plan.units.size()), 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) attention.run_unit(plan.units[size_t(i)], plan, partials, m.scratch());
   });
   if (plan.by_spans)
-    m.split(count * shape.num_heads, 16, [&](int64_t begin, int64_t end) {
+    m.split(int64_t(queries.size()) * shape.num_heads, std::max<int64_t>(1, 32 / plan.max_spans), [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) attention.merge(i / shape.num_heads, i % shape.num_heads, plan, partials);
     });
 }
