@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,16 @@ def test_the_dashboard_asks_for_metrics_that_exist(own: RunningServer) -> None:
             assert name in known, (name, expression)
 
 
+def wait_for_log(caplog: pytest.LogCaptureFixture, count: int) -> list[logging.LogRecord]:
+    """The lines of `count` requests: a line is written when the answer has gone out, which a client may see before."""
+    end = time.monotonic() + 10.0
+    while True:
+        records = [record for record in caplog.records if record.name == "bifolio.http"]
+        if len(records) >= count or time.monotonic() > end:
+            return records
+        time.sleep(0.01)
+
+
 def test_a_log_line_for_each_request_and_no_prompt_in_it(own: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         secret = "xyzzy the secret word"
@@ -97,9 +108,9 @@ def test_a_log_line_for_each_request_and_no_prompt_in_it(own: RunningServer, cap
         own.http().post("/v1/completions", json={"prompt": secret, "temperature": -5})
         own.http().post("/v1/chat/completions", json={"messages": [{"role": "user", "content": secret}], "stop": [""]})
         bad = own.http().post("/v1/completions", json=body, headers={"x-request-id": "bad id"})
+        records = wait_for_log(caplog, 4)
     assert answer.headers["x-request-id"] == "my-id-7"
     assert bad.headers["x-request-id"] != "bad id"
-    records = [record for record in caplog.records if record.name == "bifolio.http"]
     assert len(records) == 4
     assert [record.__dict__["status"] for record in records] == [200, 400, 400, 200]
     assert records[0].__dict__["prompt_tokens"] > 0
@@ -112,7 +123,8 @@ def test_a_log_line_for_each_request_and_no_prompt_in_it(own: RunningServer, cap
 def test_prompts_are_logged_when_asked_for(caplog: pytest.LogCaptureFixture) -> None:
     with running_server(log_prompts=True) as server, caplog.at_level(logging.INFO):
         server.http().post("/v1/completions", json={"prompt": "xyzzy", "max_tokens": 1})
-    assert ["xyzzy"] in [record.__dict__.get("prompt") for record in caplog.records]
+        records = wait_for_log(caplog, 1)
+    assert ["xyzzy"] in [record.__dict__.get("prompt") for record in records]
 
 
 def test_log_lines_are_json_with_the_request(caplog: pytest.LogCaptureFixture) -> None:
