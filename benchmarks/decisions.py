@@ -1,8 +1,9 @@
-"""Three questions that were open when the engine was planned, answered by measuring: block size, format, batching.
+"""Questions that were open when the engine was planned, answered by measuring: block size, format, batching, cache.
 
     python benchmarks/decisions.py --only blocks
     python benchmarks/decisions.py --only formats --model SmolLM2.f16.gguf --text sample.txt
     python benchmarks/decisions.py --only batching
+    python benchmarks/decisions.py --only caches
 
 Settings that are compared take turns, round by round, and the median counts: a machine that slows down for a while
 slows all of them. Weights are random in the SmolLM2-135M shape, except where `--model` and `--text` ask how well a
@@ -17,7 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from native_workloads import WORKLOADS, NativeModel, Workload
 
 from bifolio import LLM
+from bifolio.cache.storage import StorageDtype
 from bifolio.measure.random_models import SHAPES, random_model
 from bifolio.measure.targets import crowd
 from bifolio.measure.throughput import Test, bench_llm, run_until_done
@@ -39,6 +41,7 @@ from bifolio.quant.formats import QuantFormat
 from bifolio.run.perplexity import text_perplexity
 
 BLOCK_SIZES = (8, 16, 32, 64, 128)
+CACHES: tuple[StorageDtype, ...] = ("f32", "f16", "bf16", "q8_0")
 FORMATS = ("f16", "q8_0", "q4_1", "q4_0")
 GROUPS = (1, 2, 4, 16)  # into which sixteen sequences are cut
 MANY = Test(num_generated=16, depth=200, batch=16)
@@ -47,14 +50,14 @@ Key = TypeVar("Key")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("blocks", "formats", "batching"))
+    parser.add_argument("--only", choices=("blocks", "formats", "batching", "caches"))
     parser.add_argument("--shape", default="S", help="of random weights: tiny, S or M")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--model", help="in 16 bits or more: its perplexity in every format")
     parser.add_argument("--text", type=Path, help="what that model predicts")
     arguments = parser.parse_args()
-    for name, answer in (("blocks", blocks), ("formats", formats), ("batching", batching)):
+    for name, answer in (("blocks", blocks), ("formats", formats), ("batching", batching), ("caches", caches)):
         if arguments.only in (None, name):
             answer(arguments)
 
@@ -64,16 +67,10 @@ def blocks(arguments: argparse.Namespace) -> None:
     print(f"block size: shape {arguments.shape} in q4_0, f16 cache, tokens/s")
     config, format = SHAPES[arguments.shape], QuantFormat.parse("q4_0")
     models = {size: NativeModel(config, format, "f16", arguments.threads, size) for size in BLOCK_SIZES}
-    seconds = in_turn(
-        {(size, work): partial(model.seconds, work) for size, model in models.items() for work in WORKLOADS},
-        arguments.rounds,
-    )
+    rates = measure_rates(models, arguments.rounds)
     print_table(
         ["tokens per block", *(work.name for work in WORKLOADS), "slots filled", "of short texts", "planning a step"],
-        [
-            [str(size), *(f"{work.num_tokens / seconds[size, work]:.1f}" for work in WORKLOADS), *cache_use(size)]
-            for size in BLOCK_SIZES
-        ],
+        [[str(size), *rates[size], *cache_use(size)] for size in BLOCK_SIZES],
     )
 
 
@@ -115,10 +112,7 @@ def formats(arguments: argparse.Namespace) -> None:
     print(f"format: shape {arguments.shape}, f16 cache, tokens/s")
     config = SHAPES[arguments.shape]
     models = {name: NativeModel(config, QuantFormat.parse(name), "f16", arguments.threads) for name in FORMATS}
-    seconds = in_turn(
-        {(name, work): partial(model.seconds, work) for name, model in models.items() for work in WORKLOADS},
-        arguments.rounds,
-    )
+    rates = measure_rates(models, arguments.rounds)
     print_table(
         ["format", "bits a weight", "weights, MB", *(work.name for work in WORKLOADS), "perplexity"],
         [
@@ -126,7 +120,7 @@ def formats(arguments: argparse.Namespace) -> None:
                 name,
                 f"{QuantFormat.parse(name).bits_per_element:.1f}",
                 f"{config.num_parameters * QuantFormat.parse(name).bits_per_element / 8e6:.0f}",
-                *(f"{work.num_tokens / seconds[name, work]:.1f}" for work in WORKLOADS),
+                *rates[name],
                 predict(arguments, name),
             ]
             for name in FORMATS
@@ -208,6 +202,16 @@ def engine_overhead(arguments: argparse.Namespace) -> tuple[float, float]:
     return statistics.median(outside), statistics.median(whole)
 
 
+# -- the numbers of the cache -------------------------------------------------------------------------------------
+def caches(arguments: argparse.Namespace) -> None:
+    print(f"cache: shape {arguments.shape} in q8_0, tokens/s")
+    config = SHAPES[arguments.shape]
+    names = CACHES if config.head_dim % 32 == 0 else CACHES[:-1]  # q8_0 has blocks of 32
+    models = {name: NativeModel(config, QuantFormat.Q8_0, name, arguments.threads) for name in names}
+    rates = measure_rates(models, arguments.rounds)
+    print_table(["cache", *(work.name for work in WORKLOADS)], [[name, *rates[name]] for name in names])
+
+
 # -- measuring ----------------------------------------------------------------------------------------------------
 def timed(work: Callable[[], object]) -> float:
     begin = time.perf_counter()
@@ -215,7 +219,14 @@ def timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def in_turn(work: dict[Key, Callable[[], float]], rounds: int) -> dict[Key, float]:
+def measure_rates(models: dict[Key, NativeModel], rounds: int) -> dict[Key, list[str]]:
+    """Tokens per second of each model in each workload, as they are printed."""
+    work = {(key, each): partial(model.seconds, each) for key, model in models.items() for each in WORKLOADS}
+    seconds = in_turn(work, rounds)
+    return {key: [f"{each.num_tokens / seconds[key, each]:.1f}" for each in WORKLOADS] for key in models}
+
+
+def in_turn(work: Mapping[Key, Callable[[], float]], rounds: int) -> dict[Key, float]:
     """The median of what each piece of work returns, all of them taking turns; the first round warms up."""
     values: dict[Key, list[float]] = {key: [] for key in work}
     for number in range(rounds + 1):
