@@ -43,6 +43,7 @@ static inline V16 from_ints(const int32_t* p) { return {{_mm512_cvtepi32_ps(_mm5
 #include "kernels/x86_attention.h"
 #define BIFOLIO_OWN_TILE_ATTENTION
 #include "kernels/attention_tiles.h"
+#include "kernels/attention_few_on_tiles.h"
 #include "kernels/avx512_tile_attention.h"
 
 int64_t peak_loop(bool bytes) {

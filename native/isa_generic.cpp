@@ -37,6 +37,7 @@ static inline void block_dots(const uint8_t* w, const int8_t* x, int64_t stride,
 #include "simd/software_tiles.h"
 #include "kernels/matmul_tiles.h"
 #include "kernels/attention_tiles.h"
+#include "kernels/attention_few_on_tiles.h"
 #endif
 
 int64_t peak_loop(bool) {  // nothing to compare with: the compiler decides

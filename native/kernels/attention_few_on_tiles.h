@@ -1,5 +1,5 @@
 // Attention of few rows over a bf16 cache on tiles. Positions and rows change places: keys are the rows of a product and the
-// queries its columns. The same products are added in the same order as with many rows, and no key has to be moved.
+// queries its columns. The same products are added in the same order as with many rows (attention_tiles.h), and no key has to be moved.
 #pragma once
 
 // A half of a tile must lie in one block.
@@ -90,4 +90,11 @@ static void attend_few_on_tiles(const KvLayer& kv, int64_t kv_head, const int32_
     scored = tile.next != nullptr;
   });
   _tile_release();
+}
+
+// All caches and any number of rows.
+static void attend_part_on_tiles(const KvLayer& kv, int64_t kv_head, const int32_t* table, int64_t begin, int64_t end,
+                                 const AttentionRows& rows, uint8_t* scratch) {
+  const auto attend = kv.type != KvType::BF16 ? attend_part : few_rows(kv, rows.count) ? attend_few_on_tiles : attend_bf16_on_tiles;
+  attend(kv, kv_head, table, begin, end, rows, scratch);
 }

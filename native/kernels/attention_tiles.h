@@ -265,11 +265,3 @@ static void attend_bf16_on_tiles(const KvLayer& kv, int64_t kv_head, const int32
   });
   _tile_release();
 }
-
-#include "attention_few_on_tiles.h"
-
-static void attend_part_on_tiles(const KvLayer& kv, int64_t kv_head, const int32_t* table, int64_t begin, int64_t end,
-                                 const AttentionRows& rows, uint8_t* scratch) {
-  const auto attend = kv.type != KvType::BF16 ? attend_part : few_rows(kv, rows.count) ? attend_few_on_tiles : attend_bf16_on_tiles;
-  attend(kv, kv_head, table, begin, end, rows, scratch);
-}
