@@ -1,5 +1,6 @@
 // Attention of few rows over a bf16 cache on tiles. Positions and rows change places: keys are the rows of a product and the
-// queries its columns. The same products are added in the same order as with many rows (attention_tiles.h), and no key has to be moved.
+// queries its columns. The same products are added in the same order as with many rows (attention_tiles.h), and no key has
+// to be moved.
 #pragma once
 
 // A half of a tile must lie in one block.
