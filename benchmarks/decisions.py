@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from native_workloads import WORKLOADS, NativeModel, Workload
 
 from bifolio import LLM
-from bifolio.cache.storage import StorageDtype
+from bifolio.config import KVDtype
 from bifolio.measure.random_models import SHAPES, random_model
 from bifolio.measure.targets import crowd
 from bifolio.measure.throughput import Test, bench_llm, run_until_done
@@ -41,7 +41,7 @@ from bifolio.quant.formats import QuantFormat
 from bifolio.run.perplexity import text_perplexity
 
 BLOCK_SIZES = (8, 16, 32, 64, 128)
-CACHES: tuple[StorageDtype, ...] = ("f32", "f16", "bf16", "q8_0")
+CACHES: tuple[KVDtype, ...] = ("f32", "f16", "bf16", "q8_0")
 FORMATS = ("f16", "q8_0", "q4_1", "q4_0")
 GROUPS = (1, 2, 4, 16)  # into which sixteen sequences are cut
 MANY = Test(num_generated=16, depth=200, batch=16)

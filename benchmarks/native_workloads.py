@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from native_models import random_weights
 
-from bifolio.cache.storage import KVStorage, StorageDtype
-from bifolio.config import ModelConfig
+from bifolio.cache.storage import KVStorage
+from bifolio.config import KVDtype, ModelConfig
 from bifolio.kernels.interface import AttentionPhase, AttentionSegment, Batch
 from bifolio.kernels.native import NativeKernels
 from bifolio.model.weights import prepare
@@ -67,7 +67,7 @@ class NativeModel:
         self,
         config: ModelConfig,
         format: QuantFormat,
-        kv_dtype: StorageDtype,
+        kv_dtype: KVDtype,
         threads: int,
         block_size: int = BLOCK_SIZE,
     ) -> None:

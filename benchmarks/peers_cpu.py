@@ -27,8 +27,7 @@ from native_models import model_config, write_gguf
 from native_workloads import WORKLOADS, LlamaCppModel, NativeModel, TransformersModel, Workload
 from openvino_models import OpenVINOModel, PagedOpenVINOModel
 
-from bifolio.cache.storage import StorageDtype
-from bifolio.config import ModelConfig
+from bifolio.config import KVDtype, ModelConfig
 from bifolio.quant.formats import QuantFormat
 
 ENGINES = (
@@ -66,7 +65,7 @@ def make_engine(name: str, config: ModelConfig, format: QuantFormat, path: Path,
         return kind(config, format, threads, "f32" if name.endswith("f32") else None)
     if name == "transformers":
         return TransformersModel(config, threads)
-    cache: StorageDtype = "q8_0" if "q8_0" in name else "bf16" if "bf16" in name else "f16"
+    cache: KVDtype = "q8_0" if "q8_0" in name else "bf16" if "bf16" in name else "f16"
     return NativeModel(config, format, cache, threads)
 
 

@@ -7,13 +7,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast, get_args
 
 from bifolio.errors import ConfigError
 
-KVDtype = Literal["f32", "f16", "bf16"]
-
+KVDtype = Literal["f32", "f16", "bf16", "q8_0"]
 SUPPORTED_ARCHITECTURES = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma3", "phi3")
+
+
+def checked_kv_dtype(name: str) -> KVDtype:
+    """How keys and values are stored, by its name; `auto` is for those who know the kernels to decide."""
+    if name not in get_args(KVDtype):
+        raise ConfigError(f"dtype (--kv-dtype) must be auto, {', '.join(get_args(KVDtype))}, not {name!r}")
+    return cast(KVDtype, name)
 
 
 @dataclass(frozen=True, slots=True)

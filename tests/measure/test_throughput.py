@@ -67,6 +67,14 @@ def test_latency_counts_every_gap() -> None:
     assert report.whole.p50 >= report.first_token.p50
 
 
+def test_latency_on_a_gpu_begins_with_a_whole_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = bench_llm(random_model("tiny"), [Test(8, 5, 0, 2)], kernels=ReferenceKernels()).engine
+    monkeypatch.setattr("bifolio.measure.latency.runs_on_gpu", lambda _: True)
+    report = measure_latency(engine, batch=2, num_prompt=8, num_output=5, repetitions=3)
+    assert report.first_token.count == 6
+    assert engine.stats().num_prefill_tokens == 4 * 16
+
+
 @pytest.mark.parametrize(("shape", "parameters"), [("tiny", 131_392), ("S", 134_515_008), ("M", 1_235_814_400)])
 def test_shapes_are_those_of_the_named_models(shape: str, parameters: int) -> None:
     """S and M have as many parameters as SmolLM2-135M and Llama-3.2-1B."""

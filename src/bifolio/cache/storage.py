@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bifolio.cache import q8_rows
+from bifolio.config import KVDtype
 from bifolio.errors import CacheError, ConfigError, MissingDependencyError
 from bifolio.quant.bf16 import BF16_NAN, bf16_to_f32, f32_to_bf16
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from bifolio.cache.block_manager import KVCacheBlockManager
 
 Array = Any  # numpy.ndarray or torch.Tensor: the two share indexing, which is all that is used here
-StorageDtype = Literal["f32", "f16", "bf16", "q8_0"]
 _BYTES = {"f32": 4, "f16": 2, "bf16": 2, "q8_0": 1}
 _NUMPY_DTYPES: dict[str, npt.DTypeLike] = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16, "q8_0": np.uint8}
 
@@ -45,7 +45,7 @@ class KVStorage:
         block_size: int,
         num_kv_heads: int,
         head_dim: int,
-        dtype: StorageDtype = "f32",
+        dtype: KVDtype = "f32",
         *,
         device: str = "cpu",
         backend: Literal["numpy", "torch"] = "numpy",

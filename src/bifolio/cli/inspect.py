@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from bifolio.cli import commands, options
 
 if TYPE_CHECKING:
-    from bifolio.config import KVDtype, ModelConfig
+    from bifolio.config import ModelConfig
     from bifolio.model.gguf_reader import Value
 
 HELP = """Show a model's architecture, metadata, tensors, formats, sizes and memory plan.
@@ -140,6 +140,7 @@ def memory_plan(
     kv_dtype: str = "auto",
 ) -> dict[str, Any]:
     """Bytes of weights and cache if the model were run with these settings; the reason, when it cannot be."""
+    from bifolio.config import checked_kv_dtype
     from bifolio.errors import BifolioError
     from bifolio.model.loader import load_model
     from bifolio.run.memory import parse_bytes, plan_memory, weight_bytes
@@ -151,7 +152,7 @@ def memory_plan(
             loaded.config,
             weight_bytes(loaded.weights),
             block_size=block_size,
-            kv_dtype="f32" if kv_dtype == "auto" else checked_dtype(kv_dtype),
+            kv_dtype="f32" if kv_dtype == "auto" else checked_kv_dtype(kv_dtype),
             memory=None if memory is None else parse_bytes(memory),
             max_model_len=length,
             max_num_seqs=max_num_seqs,
@@ -169,14 +170,6 @@ def memory_plan(
         "notes": loaded.notes,
         "lines": [*plan.lines(), f"fits             {plan.max_cached_tokens // length} sequences of {length} tokens"],
     }
-
-
-def checked_dtype(name: str) -> KVDtype:
-    from bifolio.errors import ConfigError
-
-    if name not in ("f32", "f16", "bf16", "q8_0"):
-        raise ConfigError(f"kv-dtype must be auto, f32, f16, bf16 or q8_0, not {name!r}")
-    return name  # type: ignore[return-value]
 
 
 def architecture_lines(config: ModelConfig) -> list[str]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from bifolio.cache.block_manager import KVCacheBlockManager
-from bifolio.cache.storage import KVStorage, StorageDtype
-from bifolio.config import ModelConfig
+from bifolio.cache.storage import KVStorage
+from bifolio.config import KVDtype, ModelConfig
 from bifolio.kernels.interface import AttentionPhase, AttentionSegment, Batch
 from bifolio.kernels.torch_reference import TorchKernels
 
 BLOCK_SIZE = 16
-_NAMES: dict[torch.dtype, StorageDtype] = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+_NAMES: dict[torch.dtype, KVDtype] = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
 
 class DecodeCache:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from bifolio.beam_params import BeamSearchParams
-from bifolio.config import CacheConfig, EngineConfig, KVDtype, SpeculativeConfig
+from bifolio.config import CacheConfig, EngineConfig, KVDtype, SpeculativeConfig, checked_kv_dtype
 from bifolio.errors import ConfigError, RequestError
 from bifolio.kernels.interface import KernelSet
 from bifolio.kernels.select import select_kernels
@@ -207,9 +207,7 @@ class LLM:
         if dtype == "auto":
             own = str(getattr(kernels, "dtype", ""))  # torch kernels compute in the type of their weights
             return "bf16" if own == "torch.bfloat16" else "f16" if own == "torch.float16" else "f32"
-        if dtype not in ("f32", "f16", "bf16", "q8_0"):
-            raise ConfigError(f"dtype must be auto, f32, f16, bf16 or q8_0, not {dtype!r}")
-        return dtype  # type: ignore[return-value]
+        return checked_kv_dtype(dtype)
 
     def params_for(
         self, batch: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
