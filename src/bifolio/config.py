@@ -17,8 +17,9 @@ SUPPORTED_ARCHITECTURES = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma3
 
 def checked_kv_dtype(name: str) -> KVDtype:
     """How keys and values are stored, by its name; `auto` is for those who know the kernels to decide."""
+    *names, last = get_args(KVDtype)
     if name not in get_args(KVDtype):
-        raise ConfigError(f"dtype (--kv-dtype) must be auto, {', '.join(get_args(KVDtype))}, not {name!r}")
+        raise ConfigError(f"dtype must be auto, {', '.join(names)} or {last}, not {name!r}")
     return cast(KVDtype, name)
 
 
