@@ -4,10 +4,13 @@
 // the number of rows, nor on threads, nor on how a prompt is cut into chunks:
 //
 //   float weights   y = fma(x[k-1], w[k-1], ... fma(x[1], w[1], fma(x[0], w[0], 0))), k ascending, in float32
-//                   (AMX and AVX512-BF16 have their own order and round x to bfloat16: see isa_amx.cpp)
 //   block weights   a row of x is cut into blocks of 32: d = max|x| / 127, q = round_to_even(x * (127 / max|x|)), the product rounded once;
 //                   y = fma(float(sum of q * w), d_w * d, y) over the blocks, ascending; the sum is an exact integer.
 //                   Q4_1 continues with y = fma(m_w, d * float(sum of q), y).
+//   on AMX          BF16 and block weights are multiplied on tiles of bfloat16, to which x is rounded. A block weight becomes
+//                   the upper half of the float (d_w * kWidening) * w (Q4_1: fma with m_w * kWidening): the rest is cut off,
+//                   and the factor makes up for what that takes on average; what fits into a half stays what it is.
+//                   The order of sums is the tiles': see isa_amx.cpp.
 //   sums over a row 16 partial sums, element i going to partial sum i mod 16, added as a tree: 8+8, 4+4, 2+2, 1+1
 //   attention       the context is cut at absolute positions into spans of 256 and tiles of 32 tokens. Within a span:
 //                   online softmax, tile by tile; spans are merged in order. A score is four chains of fma, dimension d
@@ -34,6 +37,7 @@ constexpr int64_t kPanel = 16;      // output columns that lie side by side in a
 constexpr int64_t kBlock = 32;      // values of a row that share a scale
 constexpr int64_t kRowGroup = 4;    // rows whose activation scales lie side by side
 constexpr int64_t kTileRows = 16;   // rows of activations in a tile of an instruction set that has tiles
+constexpr float kWidening = 1.0028177f;  // 1 + 2^-8 / (2 ln 2): the mean of what is cut off from a float, its logarithm being even
 constexpr int64_t kTile = 32;       // context positions of one step of the online softmax
 constexpr int64_t kSpan = 256;      // context positions reduced on their own before spans are merged
 constexpr int64_t kMaxRows = 128;   // query rows of one attention unit
@@ -74,14 +78,13 @@ struct Activations {
   const float* x;      // [rows][x_stride]
   int64_t x_stride;
   int64_t rows, k;
-  const int8_t* q;     // [rows][k]; null where there are tiles
+  const int8_t* q;     // [rows][k]
   const float* scale;  // [rows / 4][k / 32][4]  rows interleaved by 4
   const float* sum;    // the same: scale * (sum of the block's q)
   const int32_t* isum; // the same: sum of the block's q
-  // For instruction sets with tiles: 32 numbers of sixteen rows (of bf16: or all, if there are fewer) together, where
+  // For instruction sets with tiles: x as bfloat16, 32 numbers of sixteen rows (or all, if there are fewer) together, where
   // KParts says; rows and k are padded with zeros.
-  const int8_t* tiles;   // [pieces][16][32]  q again; null with fewer than 16 rows
-  const uint16_t* bf16;  // [pieces][16][32]  x as bfloat16
+  const uint16_t* bf16;  // [pieces][16][32]
 };
 
 struct NormWeights {
@@ -121,7 +124,7 @@ struct AttentionRows {
 struct KernelTable {
   const char* name;
   int (*score)();          // 0: this machine cannot run it
-  bool has_tiles;          // products take activations in tiles, beside BF16 weights as bfloat16
+  bool has_tiles;          // products with BF16 and block weights take activations as bfloat16, in tiles
 
   void (*norm_row)(const float* x, const NormWeights& norm, float* y);
   void (*add_row)(const float* x, const float* y, int64_t size, float* out);
@@ -130,9 +133,9 @@ struct KernelTable {
   void (*softcap_row)(float* x, int64_t size, float cap);
   int64_t (*argmax_row)(const float* x, int64_t size);
 
-  // Some numbers of a row in blocks of 32, `step` apart: quantised, with their scales kRowGroup apart; as bfloat16, with
-  // zeros up to the end of the last block.
-  void (*quantize_row)(const float* x, int64_t k, int8_t* q, int64_t step, float* scale, float* sum, int32_t* isum);
+  // Some numbers of a row in blocks of 32: quantised, with their scales kRowGroup apart; as bfloat16, blocks `step` apart,
+  // with zeros up to the end of the last one.
+  void (*quantize_row)(const float* x, int64_t k, int8_t* q, float* scale, float* sum, int32_t* isum);
   void (*round_row)(const float* x, int64_t k, uint16_t* words, int64_t step);
 
   // Columns of panels [begin, end) of y = x W^T + bias for all rows. scratch: matmul_scratch_bytes(), 64-byte aligned.

@@ -1,10 +1,13 @@
-// x86 with AVX-512 and the AMX tiles: bytes and bfloat16.
+// x86 with AVX-512 and the AMX tiles of bfloat16.
 //
-// Products with BF16 weights and attention over bf16 caches run on tiles for any number of rows, so that a row does not depend
-// on the others. Their arithmetic is the tiles': for 32 values of k, sixteen pairs of products are accumulated in float32 in
-// two sums, even and odd k, which are added to the result. Activations are rounded to bfloat16; queries and the weights of
-// attention go as sums of two (kernels/attention_tiles.h). Everything else gives the same bits as the other instruction
-// sets: sums of bytes are exact.
+// Products with BF16 and quantised weights and attention over bf16 caches run on tiles for any number of rows, so that a row
+// does not depend on the others. Their arithmetic is the tiles': for 32 values of k, sixteen pairs of products are
+// accumulated in float32 in two sums, even and odd k, which are added to the result. Activations are rounded to bfloat16;
+// queries and the weights of attention go as sums of two (kernels/attention_tiles.h). Everything else gives the same bits as
+// the other instruction sets, also quantised weights beside two bytes for an activation: sums of bytes are exact.
+//
+// Tiles of bytes would take half as many products, but a scale per block of 32 leaves no use for their depth of 64, and
+// scaling each block's sums costs more than widening its weights once for all rows.
 #include <cpuid.h>
 #include <immintrin.h>
 #include <sys/syscall.h>
@@ -37,9 +40,9 @@ static void configure(const TileConfig& config) {
 
 #include "kernels/matmul_int.h"
 
-static inline V16 from_ints(const int32_t* p) { return {{_mm512_cvtepi32_ps(_mm512_load_si512(p))}}; }
-
+#include "kernels/avx512_widen.h"
 #include "kernels/matmul_tiles.h"
+#include "kernels/matmul_few_on_tiles.h"
 #include "kernels/x86_attention.h"
 #define BIFOLIO_OWN_TILE_ATTENTION
 #include "kernels/attention_tiles.h"
@@ -78,6 +81,7 @@ int score() {
   __builtin_cpu_init();
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+                      __builtin_cpu_supports("avx512vbmi") &&
                       __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("f16c");
   unsigned a = 0, b = 0, c = 0, d = 0;
   if (!avx512 || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return 0;

@@ -36,6 +36,7 @@ static inline void block_dots(const uint8_t* w, const int8_t* x, int64_t stride,
 #ifdef BIFOLIO_SOFTWARE_TILES
 #include "simd/software_tiles.h"
 #include "kernels/matmul_tiles.h"
+#include "kernels/matmul_few_on_tiles.h"
 #include "kernels/attention_tiles.h"
 #include "kernels/attention_few_on_tiles.h"
 #endif

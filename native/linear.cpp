@@ -8,17 +8,51 @@
 namespace bifolio {
 namespace {
 
-// Rows in pieces of 32 numbers: as they are, or in tiles of `height` rows.
-template <class Number>
-struct Pieces {
-  Number* data;
+// Rows as bytes, with the scales of their blocks.
+struct QuantizedRows {
+  int8_t* bytes;  // [rows][k]
+  float *scale, *sum;
+  int32_t* isum;
+  int64_t rows, k;
+
+  int64_t scale_at(int64_t row, int64_t column) const {
+    return (row / kRowGroup * (k / kBlock) + column / kBlock) * kRowGroup + row % kRowGroup;
+  }
+
+  // x holds the columns [begin, end) of a row.
+  void put(const float* x, int64_t row, int64_t begin, int64_t end) const {
+    const int64_t at = scale_at(row, begin);
+    kernels().quantize_row(x, end - begin, bytes + row * k + begin, scale + at, sum + at, isum + at);
+  }
+
+  // What is lost when a row is taken for its bytes.
+  void subtract(const float* x, int64_t row, float* rest) const {
+    for (int64_t i = 0; i < k; ++i) rest[i] = x[i] - scale[scale_at(row, i)] * float(bytes[row * k + i]);
+  }
+};
+
+// Memory for rows of k numbers as bytes; every member calls this.
+QuantizedRows quantized_rows(Member& m, int64_t rows, int64_t k, RowMemory& memory) {
+  const int64_t scales = round_up(rows, kRowGroup) * (k / kBlock);
+  if (m.rank == 0) {
+    memory.bytes.array<int8_t>(size_t(rows * k));
+    memory.scales.array<float>(size_t(scales) * 3);
+  }
+  m.barrier();
+  auto* scale = memory.scales.array<float>(0);
+  return {memory.bytes.array<int8_t>(0), scale, scale + scales, reinterpret_cast<int32_t*>(scale + 2 * scales), rows, k};
+}
+
+// Rows as bfloat16, in tiles: 32 numbers of `height` rows together.
+struct RoundedRows {
+  uint16_t* words;
   KParts parts;
   int64_t height, rows;
 
   int64_t tiles() const { return (rows + height - 1) / height; }
-  int64_t step() const { return height * kBlock; }  // from one piece of a row to the next of the same part
-  Number* at(int64_t row, int64_t part) const {
-    return data + (parts.place(part, row / height, tiles()) * height + row % height) * kBlock;
+  int64_t step() const { return height * kBlock; }  // from 32 numbers of a row to the next of the same part
+  uint16_t* at(int64_t row, int64_t part) const {
+    return words + (parts.place(part, row / height, tiles()) * height + row % height) * kBlock;
   }
 
   // Sets what pads the last of the tiles to zero.
@@ -26,109 +60,55 @@ struct Pieces {
     const int64_t padding = tiles() * height - rows;
     for (int64_t part = 0; part < parts.count && padding > 0; ++part)
       for (int64_t piece = 0; piece < parts.size(part); ++piece)
-        std::memset(at(rows - 1, part) + piece * step() + kBlock, 0, size_t(padding * kBlock) * sizeof(Number));
+        std::memset(at(rows - 1, part) + piece * step() + kBlock, 0, size_t(padding * kBlock) * sizeof(uint16_t));
   }
 
-  // Calls work(from, to, where) for what each part has of the columns [begin, end); begin is the first of a piece.
-  template <class Work>
-  void each_part(int64_t row, int64_t begin, int64_t end, Work work) const {
+  // x holds the columns [begin, end) of a row; begin is the first of 32.
+  void put(const float* x, int64_t row, int64_t begin, int64_t end) const {
     for (int64_t part = 0; part < parts.count; ++part) {
       const int64_t start = parts.begin(part), from = std::max(start * kBlock, begin);
       const int64_t to = std::min((start + parts.size(part)) * kBlock, end);
-      if (from < to) work(from, to, at(row, part) + (from / kBlock - start) * step());
+      if (from < to) kernels().round_row(x + from - begin, to - from, at(row, part) + (from / kBlock - start) * step(), step());
     }
-  }
-};
-
-// Rows as bytes, with the scales of their blocks.
-struct QuantizedRows {
-  Pieces<int8_t> pieces;
-  float *scale, *sum;
-  int32_t* isum;
-
-  int64_t scale_at(int64_t row, int64_t column) const {
-    return (row / kRowGroup * pieces.parts.steps + column / kBlock) * kRowGroup + row % kRowGroup;
-  }
-
-  // x holds the columns [begin, end) of a row.
-  void put(const float* x, int64_t row, int64_t begin, int64_t end) const {
-    pieces.each_part(row, begin, end, [&](int64_t from, int64_t to, int8_t* bytes) {
-      const int64_t at = scale_at(row, from);
-      kernels().quantize_row(x + from - begin, to - from, bytes, pieces.step(), scale + at, sum + at, isum + at);
-    });
-  }
-
-  // What is lost when a row is taken for its bytes.
-  void subtract(const float* x, int64_t row, float* rest) const {
-    pieces.each_part(row, 0, pieces.parts.steps * kBlock, [&](int64_t from, int64_t to, const int8_t* bytes) {
-      for (int64_t i = from; i < to; ++i)
-        rest[i] = x[i] - scale[scale_at(row, i)] * float(bytes[(i - from) / kBlock * pieces.step() + i % kBlock]);
-    });
-  }
-};
-
-// Memory for rows of k numbers as bytes; every member calls this.
-QuantizedRows quantized_rows(Member& m, int64_t rows, int64_t k, RowMemory& memory) {
-  const int64_t blocks = k / kBlock;
-  const bool tiled = kernels().has_tiles && rows >= kTileRows;
-  const int64_t padded_rows = round_up(rows, tiled ? kTileRows : kRowGroup), scales = padded_rows * blocks;
-  QuantizedRows result{{nullptr, tiled ? KParts(blocks) : KParts(blocks, 1), tiled ? kTileRows : 1, rows}, nullptr, nullptr, nullptr};
-  if (m.rank == 0) {
-    result.pieces.data = memory.bytes.array<int8_t>(size_t(padded_rows * k));
-    auto* numbers = memory.scales.array<float>(size_t(scales) * 3);
-    if (tiled) {  // nobody looks at what comes of the padding, but it must not be what lay there before
-      const int64_t whole = rows / kTileRows * kTileRows;
-      for (int kind = 0; kind < 3; ++kind)
-        std::memset(numbers + kind * scales + whole * blocks, 0, size_t((padded_rows - whole) * blocks) * sizeof(float));
-      result.pieces.clear_padding();
-    }
-  }
-  m.barrier();
-  result.pieces.data = memory.bytes.array<int8_t>(0);
-  result.scale = memory.scales.array<float>(0);
-  result.sum = result.scale + scales;
-  result.isum = reinterpret_cast<int32_t*>(result.sum + scales);
-  return result;
-}
-
-// Rows as bfloat16, in tiles.
-struct RoundedRows {
-  Pieces<uint16_t> pieces;
-
-  void put(const float* x, int64_t row, int64_t begin, int64_t end) const {
-    pieces.each_part(row, begin, end, [&](int64_t from, int64_t to, uint16_t* words) {
-      kernels().round_row(x + from - begin, to - from, words, pieces.step());
-    });
   }
 };
 
 // Memory for rows of k numbers as bfloat16; fewer than sixteen rows make lower tiles.
 RoundedRows rounded_rows(Member& m, int64_t rows, int64_t k, RowMemory& memory) {
   const int64_t steps = round_up(k, kBlock) / kBlock, height = std::min(rows, kTileRows);
-  RoundedRows result{{nullptr, KParts(steps), height, rows}};
+  RoundedRows result{nullptr, KParts(steps), height, rows};
   if (m.rank == 0) {
-    result.pieces.data = memory.words.array<uint16_t>(size_t(result.pieces.tiles() * height * steps * kBlock));
-    result.pieces.clear_padding();
+    result.words = memory.words.array<uint16_t>(size_t(result.tiles() * height * steps * kBlock));
+    result.clear_padding();
   }
   m.barrier();
-  result.pieces.data = memory.words.array<uint16_t>(0);
+  result.words = memory.words.array<uint16_t>(0);
   return result;
 }
 
-bool needs_words(const LinearWeights& weights) { return kernels().has_tiles && weights.has_format(Format::BF16); }
+int64_t planes_of(const LinearWeights& weights) { return weights.quantizes() ? weights.planes() : 1; }
+
+// Whether weights are multiplied with bytes. Tiles take bfloat16 instead, but for activations of two bytes.
+bool needs_bytes(const LinearWeights& weights) {
+  return weights.quantizes() && (!kernels().has_tiles || planes_of(weights) > 1);
+}
+bool needs_words(const LinearWeights& weights) {
+  return kernels().has_tiles && (weights.has_format(Format::BF16) || (weights.quantizes() && !needs_bytes(weights)));
+}
+bool needs_floats(const LinearWeights& weights) {
+  return weights.has_format(Format::F32) || weights.has_format(Format::F16) || (weights.has_format(Format::BF16) && !kernels().has_tiles);
+}
 
 // The rows of a product in the forms that its weights ask for.
 struct Inputs {
   Activations plain, quantized;
 
-  Inputs(Rows x, int64_t k) : plain{x.data, x.stride, x.count, k, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr}, quantized(plain) {}
+  Inputs(Rows x, int64_t k) : plain{x.data, x.stride, x.count, k, nullptr, nullptr, nullptr, nullptr, nullptr}, quantized(plain) {}
   void set(const QuantizedRows& rows) {
-    const bool tiled = rows.pieces.height > 1;
-    quantized.rows = rows.pieces.rows;
-    quantized.scale = rows.scale, quantized.sum = rows.sum, quantized.isum = rows.isum;
-    (tiled ? quantized.tiles : quantized.q) = rows.pieces.data;
+    quantized.rows = rows.rows;
+    quantized.q = rows.bytes, quantized.scale = rows.scale, quantized.sum = rows.sum, quantized.isum = rows.isum;
   }
-  const Activations& of(Format format) const { return format >= Format::Q8_0 ? quantized : plain; }
+  const Activations& of(Format format) const { return format >= Format::Q8_0 && quantized.q ? quantized : plain; }
 };
 
 // With two planes also what the first left over is quantised, as rows [count, 2 * count). The products of both planes with
@@ -147,16 +127,14 @@ void quantize_rows(Member& m, Rows x, int64_t planes, const QuantizedRows& rows,
   });
 }
 
-int64_t planes_of(const LinearWeights& weights) { return weights.quantizes() ? weights.planes() : 1; }
-
 Inputs prepare(Member& m, Rows x, const LinearWeights& weights, Workspace& workspace) {
   Inputs inputs(x, x.width);
   if (needs_words(weights)) {
     const RoundedRows rows = rounded_rows(m, x.count, x.width, workspace.input);
     each_row(m, x.count, x.width, [&](int64_t row) { rows.put(x.row(row), row, 0, x.width); });
-    inputs.plain.bf16 = rows.pieces.data;
+    inputs.plain.bf16 = rows.words;
   }
-  if (!weights.quantizes()) return inputs;
+  if (!needs_bytes(weights)) return inputs;
   const int64_t planes = planes_of(weights);
   if (m.rank == 0 && planes > 1) workspace.residuals.bytes(size_t(x.count * x.width) * sizeof(float));
   const QuantizedRows rows = quantized_rows(m, x.count * planes, x.width, workspace.input);
@@ -222,23 +200,17 @@ struct Middle {
 
   Inputs inputs() const {
     Inputs inputs(floats, floats.width);
-    if (has_words) inputs.plain.bf16 = words.pieces.data;
+    if (has_words) inputs.plain.bf16 = words.words;
     if (has_bytes) inputs.set(bytes);
     return inputs;
   }
 };
 
-bool needs_floats(const LinearWeights& weights) {
-  return weights.has_format(Format::F32) || weights.has_format(Format::F16) || (weights.has_format(Format::BF16) && !kernels().has_tiles);
-}
-
 Middle make_middle(Member& m, Rows floats, const LinearWeights& next, RowMemory& memory) {
-  const bool words = needs_words(next), bytes = next.quantizes();
-  const Pieces<uint16_t> no_words{nullptr, KParts(1), 1, 1};
-  const Pieces<int8_t> no_bytes{nullptr, KParts(1), 1, 1};
+  const bool words = needs_words(next), bytes = needs_bytes(next);
   return {floats, needs_floats(next), words, bytes,
-          words ? rounded_rows(m, floats.count, floats.width, memory) : RoundedRows{no_words},
-          bytes ? quantized_rows(m, floats.count, floats.width, memory) : QuantizedRows{no_bytes, nullptr, nullptr, nullptr}};
+          words ? rounded_rows(m, floats.count, floats.width, memory) : RoundedRows{nullptr, KParts(1), 1, 1},
+          bytes ? quantized_rows(m, floats.count, floats.width, memory) : QuantizedRows{}};
 }
 
 constexpr int64_t kGatedRows = 512, kGatedColumns = 128;  // what comes of so many stays in a core's own cache

@@ -245,7 +245,7 @@ static void attend_bf16_on_tiles(const KvLayer& kv, int64_t kv_head, const int32
                                  const AttentionRows& rows, uint8_t* scratch) {
   const TileScratch s = tile_scratch(kv.head_dim, scratch);
   split_queries(rows, kv.head_dim, s);
-  configure_words(rows.count < kTileRows ? rows.count : kTileRows);
+  configure_tiles(rows.count < kTileRows ? rows.count : kTileRows);
   const auto first_group = [&](int64_t start) { return first_row(rows, start) / kTileRows * kTileRows; };
   bool scored = false;
   each_tile(kv, kv_head, table, begin, end, rows, s.copies, [&](const Tile& tile, int64_t start) {

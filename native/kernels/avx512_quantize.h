@@ -34,10 +34,8 @@ static inline __m128i sum_four_blocks(__m512i first, __m512i second) {
   return _mm_unpacklo_epi32(lower_quarter(sums), _mm512_extracti32x4_epi32(sums, 2));
 }
 
-static inline void store_half(int8_t* p, __m256i a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a); }
-
 // Four blocks; what quantize_block gives for each.
-static inline void quantize_four(const float* x, int8_t* q, int64_t step, float d[4], int32_t totals[4]) {
+static inline void quantize_four(const float* x, int8_t* q, float d[4], int32_t totals[4]) {
   __m512 values[8];
   __m512i largest[4];
   const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);  // the bits of numbers without a sign are ordered like them
@@ -49,7 +47,7 @@ static inline void quantize_four(const float* x, int8_t* q, int64_t step, float 
   }
   const __m128i bits = lower_quarter(reduce_four_max(largest));
   if (_mm_cmpgt_epi32_mask(bits, _mm_set1_epi32(0x7f7fffff))) {  // infinite, or not a number
-    for (int i = 0; i < 4; ++i) totals[i] = quantize_block(x + i * kBlock, q + i * step, d[i]);
+    for (int i = 0; i < 4; ++i) totals[i] = quantize_block(x + i * kBlock, q + i * kBlock, d[i]);
     return;
   }
   const __m128 tops = _mm_castsi128_ps(bits);
@@ -58,25 +56,23 @@ static inline void quantize_four(const float* x, int8_t* q, int64_t step, float 
   const __m512 factors = _mm512_broadcast_f32x4(inverse);
   const __m512i left = two_blocks_to_bytes(values, _mm512_permute_ps(factors, 0x00), _mm512_permute_ps(factors, 0x55));
   const __m512i right = two_blocks_to_bytes(values + 4, _mm512_permute_ps(factors, 0xaa), _mm512_permute_ps(factors, 0xff));
-  store_half(q, _mm512_castsi512_si256(left));
-  store_half(q + step, _mm512_extracti64x4_epi64(left, 1));
-  store_half(q + 2 * step, _mm512_castsi512_si256(right));
-  store_half(q + 3 * step, _mm512_extracti64x4_epi64(right, 1));
+  _mm512_storeu_si512(q, left);
+  _mm512_storeu_si512(q + 2 * kBlock, right);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(totals), sum_four_blocks(left, right));
 }
 
-static void quantize_row(const float* x, int64_t k, int8_t* q, int64_t step, float* scale, float* sum, int32_t* isum) {
-  for (int64_t left = k / kBlock; left > 0; left -= 4, x += 4 * kBlock, q += 4 * step) {
+static void quantize_row(const float* x, int64_t k, int8_t* q, float* scale, float* sum, int32_t* isum) {
+  for (int64_t left = k / kBlock; left > 0; left -= 4, x += 4 * kBlock, q += 4 * kBlock) {
     float d[4];
     int32_t totals[4];
     if (left >= 4) {
-      quantize_four(x, q, step, d, totals);
+      quantize_four(x, q, d, totals);
     } else {
       float rest[4 * kBlock] = {};
       int8_t bytes[4 * kBlock];
       std::memcpy(rest, x, size_t(left * kBlock) * sizeof(float));
-      quantize_four(rest, bytes, kBlock, d, totals);
-      for (int64_t i = 0; i < left; ++i) std::memcpy(q + i * step, bytes + i * kBlock, kBlock);
+      quantize_four(rest, bytes, d, totals);
+      std::memcpy(q, bytes, size_t(left * kBlock));
     }
     for (int64_t i = 0; i < 4 && i < left; ++i, scale += kRowGroup, sum += kRowGroup, isum += kRowGroup)
       *scale = d[i], *sum = d[i] * float(totals[i]), *isum = totals[i];

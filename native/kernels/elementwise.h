@@ -183,10 +183,10 @@ static inline int32_t quantize_block(const float* x, int8_t* q, float& d) {
 }
 
 #ifndef BIFOLIO_OWN_QUANTIZE
-static void quantize_row(const float* x, int64_t k, int8_t* q, int64_t step, float* scale, float* sum, int32_t* isum) {
+static void quantize_row(const float* x, int64_t k, int8_t* q, float* scale, float* sum, int32_t* isum) {
   for (int64_t block = 0; block < k / kBlock; ++block) {
     float d;
-    const int32_t total = quantize_block(x + block * kBlock, q + block * step, d);
+    const int32_t total = quantize_block(x + block * kBlock, q + block * kBlock, d);
     scale[block * kRowGroup] = d;
     sum[block * kRowGroup] = d * float(total);
     isum[block * kRowGroup] = total;

@@ -90,6 +90,27 @@ def block_product(x: np.ndarray, tensor: QuantizedTensor) -> np.ndarray:
     return y
 
 
+def tile_product(x: np.ndarray, tensor: QuantizedTensor) -> np.ndarray:
+    """x W^T by the defined arithmetic of block formats on tiles of bfloat16: f32[rows, n]."""
+    bits = x.view(np.uint32)
+    rounded = ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) & np.uint32(0xFFFF0000)).view(
+        np.float32
+    )
+    widening = np.float32(1.0028177)
+    q, d, m = weight_blocks(tensor)
+    scale, minimum = (d * widening)[:, :, None], (m * widening)[:, :, None]
+    wide = q.astype(np.float32)
+    weights = fused_multiply_add(wide, scale, minimum) if tensor.format is QuantFormat.Q4_1 else wide * scale
+    weights = (weights.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+    y = np.zeros((x.shape[0], tensor.shape[0]), np.float32)
+    for b in range(q.shape[1]):
+        halves = [np.zeros_like(y), np.zeros_like(y)]
+        for e in range(32):
+            halves[e % 2] = fused_multiply_add(rounded[:, b * 32 + e, None], weights[None, :, b, e], halves[e % 2])
+        y = y + (halves[0] + halves[1])
+    return y
+
+
 def float_product(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """x W^T as chains of fma: f32[rows, n]."""
     y = np.zeros((x.shape[0], weights.shape[0]), np.float32)

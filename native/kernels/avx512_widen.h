@@ -1,0 +1,66 @@
+// Blocks of quantised weights as floats, with 512-bit registers: sixteen columns of a panel at a time.
+#pragma once
+
+#define BIFOLIO_OWN_WIDEN
+
+// Byte I of each four, times 2^24.
+template <int I>
+static inline __m512 byte_of_four(__m512i fours) {
+  if constexpr (I == 3) return _mm512_cvtepi32_ps(_mm512_and_si512(fours, _mm512_set1_epi32(int(0xff000000u))));
+  const __m512i step = _mm512_set_epi32(60, 56, 52, 48, 44, 40, 36, 32, 28, 24, 20, 16, 12, 8, 4, 0);
+  const __m512i order = _mm512_slli_epi32(_mm512_add_epi32(step, _mm512_set1_epi32(I)), 24);
+  return _mm512_cvtepi32_ps(_mm512_maskz_permutexvar_epi8(0x8888888888888888, order, fours));
+}
+
+// Nibble I of each eight, as `numbers` says what they stand for.
+template <int I>
+static inline __m512 nibble_of_eight(__m512i eights, __m512 numbers) {
+  return _mm512_permutexvar_ps(I ? _mm512_srli_epi32(eights, 4 * I) : eights, numbers);
+}
+
+template <Format F, class Take>
+__attribute__((always_inline)) static inline void each_weight(const PackedPanel<F>& panel, int64_t b, Take take) {
+  const uint8_t* quants = panel.quants(b);
+  if constexpr (F == Format::Q8_0) {
+    const V16 scale = mul(load_f16(panel.scales(b)), broadcast(kWidening * 0x1p-24f));
+#pragma GCC unroll 8
+    for (int line = 0; line < 8; ++line) {
+      const __m512i fours = _mm512_loadu_si512(quants + line * 64);
+      take(line * 4, mul({{byte_of_four<0>(fours)}}, scale));
+      take(line * 4 + 1, mul({{byte_of_four<1>(fours)}}, scale));
+      take(line * 4 + 2, mul({{byte_of_four<2>(fours)}}, scale));
+      take(line * 4 + 3, mul({{byte_of_four<3>(fours)}}, scale));
+    }
+  } else {
+    constexpr bool has_minimum = F == Format::Q4_1;
+    const V16 scale = mul(load_f16(panel.scales(b)), broadcast(kWidening));
+    const V16 minimum = has_minimum ? mul(load_f16(panel.minima(b)), broadcast(kWidening)) : zero();
+    const __m512 numbers = has_minimum ? _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
+                                       : _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
+    const auto weight = [&](__m512 number) { return has_minimum ? fma(V16{{number}}, scale, minimum) : mul(V16{{number}}, scale); };
+#pragma GCC unroll 4
+    for (int line = 0; line < 4; ++line) {
+      const __m512i eights = _mm512_loadu_si512(quants + line * 64);
+      take(line * 4, weight(nibble_of_eight<0>(eights, numbers)));
+      take(line * 4 + 1, weight(nibble_of_eight<2>(eights, numbers)));
+      take(line * 4 + 2, weight(nibble_of_eight<4>(eights, numbers)));
+      take(line * 4 + 3, weight(nibble_of_eight<6>(eights, numbers)));
+    }
+#pragma GCC unroll 4
+    for (int line = 0; line < 4; ++line) {
+      const __m512i eights = _mm512_loadu_si512(quants + line * 64);
+      take(16 + line * 4, weight(nibble_of_eight<1>(eights, numbers)));
+      take(16 + line * 4 + 1, weight(nibble_of_eight<3>(eights, numbers)));
+      take(16 + line * 4 + 2, weight(nibble_of_eight<5>(eights, numbers)));
+      take(16 + line * 4 + 3, weight(nibble_of_eight<7>(eights, numbers)));
+    }
+  }
+}
+
+static inline V16 upper_half(V16 a) { return {{_mm512_and_ps(a.v[0], _mm512_castsi512_ps(_mm512_set1_epi32(int(0xffff0000u))))}}; }
+
+static inline void store_upper_halves(uint8_t* p, V16 even, V16 odd) {
+  const __m512i order = _mm512_broadcast_i32x4(_mm_setr_epi8(2, 3, 2, 3, 6, 7, 6, 7, 10, 11, 10, 11, 14, 15, 14, 15));
+  const __m512i first = _mm512_castps_si512(even.v[0]), second = _mm512_castps_si512(odd.v[0]);
+  _mm512_storeu_si512(p, _mm512_mask_shuffle_epi8(second, 0x3333333333333333, first, order));
+}
