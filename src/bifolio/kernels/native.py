@@ -103,9 +103,9 @@ class NativeKernels:
     device = "cpu"
 
     def __init__(self, threads: int | None = None, activations: str = "int8", share_prefixes: bool = True) -> None:
-        """`activations`: how they meet quantised weights. "int8" is the usual way (on AMX, whose tiles
-        multiply them as bfloat16, it is less rounding than the name says); "int16" adds a second byte for what the first
-        leaves over, which makes quantised weights give what they would with exact activations.
+        """`activations`: how they meet quantised weights. "int8" is the usual way (on AMX, whose tiles multiply them as
+        bfloat16, it is less rounding than the name says); "int16" adds a second byte for what the first leaves over,
+        which makes quantised weights give what they would with exact activations.
         `share_prefixes`: attention reads blocks that contexts have in common once; the same bits either way."""
         if activations not in ACTIVATION_PLANES:
             raise ConfigError(f"activations must be one of {', '.join(ACTIVATION_PLANES)}, not {activations!r}")
