@@ -2,9 +2,9 @@
 //
 // Products with BF16 and quantised weights and attention over bf16 caches run on tiles for any number of rows, so that a row
 // does not depend on the others. Their arithmetic is the tiles': for 32 values of k, sixteen pairs of products are
-// accumulated in float32 in two sums, even and odd k, which are added to the result. Activations are rounded to bfloat16;
-// queries and the weights of attention go as sums of two (kernels/attention_tiles.h). Everything else gives the same bits as
-// the other instruction sets, also quantised weights beside two bytes for an activation: sums of bytes are exact.
+// accumulated in float32 in two sums, even and odd k, which are added to the result. Activations, and over bf16 caches
+// queries and the weights of attention, are rounded to bfloat16. Everything else gives the same bits as the other instruction
+// sets, also quantised weights beside two bytes for an activation: sums of bytes are exact.
 //
 // Tiles of bytes would take half as many products, but a scale per block of 32 leaves no use for their depth of 64, and
 // scaling each block's sums costs more than widening its weights once for all rows.

@@ -230,7 +230,7 @@ void check_attention() {
           const KvLayer kv{KvType(type), keys.data(), values.data(), block_size, 1, dim, row_bytes};
           std::vector<int32_t> table;
           for (int32_t i = 0; i < blocks; ++i) table.push_back((i * 5 + 3) % int32_t(blocks));
-          const auto query = normal(size_t(rows * dim), 0.3f);
+          const auto query = normal(size_t(rows * dim), 2.4f / std::sqrt(float(dim)));
           std::vector<int64_t> begin, end;
           for (int64_t r = 0; r < rows; ++r) {
             end.push_back(std::max<int64_t>(1, context - r % 9));
@@ -249,7 +249,7 @@ void check_attention() {
             mixed.insert(mixed.end(), total.begin(), total.end());
             return mixed;
           };
-          check(name, type == 2 ? 5e-5 : 0, [&] { return attend_rows(0, rows); });
+          check(name, type == 2 ? 0.015 : 0, [&] { return attend_rows(0, rows); });
           for (const std::string& isa : available_isas()) {  // every row must be what it is alone
             set_isa(isa);
             const auto all = attend_rows(0, rows);

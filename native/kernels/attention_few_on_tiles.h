@@ -10,19 +10,18 @@ static bool few_rows(const KvLayer& kv, int64_t count) {
 
 constexpr int64_t kFewPiece = 16 * kFewRows * 2;  // words: 16 pairs of dimensions, each of all rows
 
-static void split_few_queries(const AttentionRows& rows, int64_t head_dim, const TileScratch& s) {
-  std::memset(s.query, 0, size_t(s.steps * 2 * kFewPiece) * 2);
+static void round_few_queries(const AttentionRows& rows, int64_t head_dim, const TileScratch& s) {
+  std::memset(s.query, 0, size_t(s.steps * kFewPiece) * 2);
   for (int64_t r = 0; r < rows.count; ++r)
     for (int64_t step = 0; step < s.steps; ++step) {
-      uint16_t words[64];
-      split_row(rows.query + r * head_dim + step * 32, 32, words, words + 32);
-      for (int64_t i = 0; i < 64; ++i)
-        s.query[(step * 2 + i / 32) * kFewPiece + i % 32 / 2 * 2 * kFewRows + r * 2 + i % 2] = words[i];
+      uint16_t words[32];
+      nearest_words(rows.query + r * head_dim + step * 32, 32, words);
+      for (int64_t i = 0; i < 32; ++i) s.query[step * kFewPiece + i / 2 * 2 * kFewRows + r * 2 + i % 2] = words[i];
     }
 }
 
-// Results of 0 and 1 and weights in 4 and 5 have as many rows as there are; 2 is a half tile's scores, 3 queries, 6 and 7
-// keys or values.
+// Results of 0 and 1 and weights in 4 have as many rows as there are; 2 is a half tile's scores, 3 queries, 6 and 7 keys or
+// values.
 static void configure_few(int64_t rows) {
   TileConfig config;
   for (int tile = 0; tile < 6; ++tile) config.set(tile, rows, 64);
@@ -40,10 +39,8 @@ static void score_few(const Tile& tile, const TileScratch& s) {
     const uint8_t* keys = tile.key(begin) - (begin - half * 16) * stride;
     const uint16_t* query = s.query;
     _tile_zero(2);
-    for (int64_t step = 0; step < s.steps; ++step, query += 2 * kFewPiece) {
+    for (int64_t step = 0; step < s.steps; ++step, query += kFewPiece) {
       _tile_loadd(6, keys + step * 64, stride);
-      _tile_loadd(3, query + kFewPiece, kFewRows * 4);
-      _tile_dpbf16ps(2, 6, 3);
       _tile_loadd(3, query, kFewRows * 4);
       _tile_dpbf16ps(2, 6, 3);
     }
@@ -56,14 +53,11 @@ static void mix_few(const TileScratch& s, float* state) {
   const int64_t stride = s.padded * 4;
   finish_writes();
   _tile_loadd(4, s.scores, kTile * 4);
-  _tile_loadd(5, s.scores + kTile / 2, kTile * 4);
   for (int64_t column = 0; column < s.columns; column += 2, state += 32) {
     _tile_loadd(0, state, stride);
     _tile_loadd(6, s.values + column * kPiece, 64);
     _tile_loadd(1, state + 16, stride);
     _tile_loadd(7, s.values + (column + 1) * kPiece, 64);
-    _tile_dpbf16ps(0, 5, 6);
-    _tile_dpbf16ps(1, 5, 7);
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(1, 4, 7);
     _tile_stored(0, state, stride);
@@ -75,7 +69,7 @@ static void mix_few(const TileScratch& s, float* state) {
 static void attend_few_on_tiles(const KvLayer& kv, int64_t kv_head, const int32_t* table, int64_t begin, int64_t end,
                                 const AttentionRows& rows, uint8_t* scratch) {
   const TileScratch s = tile_scratch(kv.head_dim, scratch);
-  split_few_queries(rows, kv.head_dim, s);
+  round_few_queries(rows, kv.head_dim, s);
   configure_few(rows.count);
   bool scored = false;
   each_tile(kv, kv_head, table, begin, end, rows, s.copies, [&](const Tile& tile, int64_t start) {

@@ -1,9 +1,8 @@
 // Attention over bf16 caches on tiles of 16 rows, which multiply bfloat16.
 //
-// Queries and weights are not rounded to eight bits: a number is the sum of two bfloat16, the nearest one (halves go away
-// from 0) and the one nearest to what it leaves over. Tiles add the second part's products, then the first's: for every 32
-// dimensions of a score, and for every tile of 32 positions of an output. A weight is a power of two, by a polynomial of its
-// own, and never below 2^-126. All of this for any number of rows: a row does not depend on the others.
+// Queries and weights are rounded to bfloat16 (halves go away from 0). A tile product adds 32 dimensions to a score, or 32
+// positions to an output; sums are floats. A weight is a power of two, by a polynomial of its own, and never below 2^-126.
+// All of this for any number of rows: a row does not depend on the others.
 //
 // What an instruction set provides is listed in matmul_tiles.h.
 #pragma once
@@ -15,10 +14,10 @@ constexpr float kPowerTerms[6] = {1.00000012f, 0.69314718f, 0.24022107f, 0.05550
 
 // What one call works with; words are tiles of 16 x 32.
 struct TileScratch {
-  float* scores;      // [kMaxRows][kTile], in place of which come weights, each row's 32 first parts and 32 second ones
+  float* scores;      // [kMaxRows][kTile], in whose place come each row's 32 weights
   uint16_t* keys;     // [steps][2]: pairs of dimensions as rows, 16 positions as columns
   uint16_t* values;   // [columns]: pairs of positions as rows, 16 dimensions as columns
-  uint16_t* query;    // [groups of 16 rows][steps][2]
+  uint16_t* query;    // [groups of 16 rows][steps]
   float* state;       // [16][padded]: the last rows, where they are fewer
   uint8_t* copies;    // [2][kTile] rows of the cache
   float* few_scores;  // [kTile][kFewRows]: of few rows, as tiles make them
@@ -31,29 +30,19 @@ struct RowState {
 };
 
 #ifdef BIFOLIO_OWN_TILE_ATTENTION
-static inline void split_row(const float* x, int64_t count, uint16_t* first, uint16_t* second);
+static inline void nearest_words(const float* x, int64_t count, uint16_t* words);
 static void pair_keys(const Tile& tile, const TileScratch& s);
 static void pair_values(const Tile& tile, const TileScratch& s);
 static void weigh_four(float* scores, const uint32_t visible[4], const RowState& rows, int64_t padded);
 static void turn_columns(const float* columns, float* scores);
 #else
-static inline uint16_t nearest_word(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  return uint16_t((bits + 0x8000u) >> 16);
-}
-
-static inline void split_number(float x, uint16_t* first, uint16_t* second) {
-  *first = nearest_word(x);
-  const uint32_t bits = uint32_t(*first) << 16;
-  float part;
-  std::memcpy(&part, &bits, 4);
-  *second = nearest_word(x - part);
-}
-
 // Up to 32 numbers, and zeros after them.
-static inline void split_row(const float* x, int64_t count, uint16_t* first, uint16_t* second) {
-  for (int64_t i = 0; i < 32; ++i) split_number(i < count ? x[i] : 0.0f, first + i, second + i);
+static inline void nearest_words(const float* x, int64_t count, uint16_t* words) {
+  for (int64_t i = 0; i < 32; ++i) {
+    uint32_t bits = 0;
+    if (i < count) std::memcpy(&bits, x + i, 4);
+    words[i] = uint16_t((bits + 0x8000u) >> 16);
+  }
 }
 
 static void pair_keys(const Tile& tile, const TileScratch& s) {
@@ -92,12 +81,10 @@ static inline void weigh_row(float* scores, uint32_t visible, const RowState& ro
   }
   for (int64_t i = 0; i < kTile; ++i) weights[i] = visible >> i & 1 ? power_of_score(scores[i], base) : 0.0f;
   *row.total += reduce_add(add(load(weights), load(weights + 16)));
-  uint16_t words[2 * kTile];
-  split_row(weights, kTile, words, words + kTile);
-  std::memcpy(scores, words, sizeof words);
+  nearest_words(weights, kTile, reinterpret_cast<uint16_t*>(scores));
 }
 
-// Scores of four rows to weights, in two parts; their states move to the new maxima. Bit i of `visible`: position i of the tile.
+// Scores of four rows to weights; their states move to the new maxima. Bit i of `visible`: position i of the tile.
 static void weigh_four(float* scores, const uint32_t visible[4], const RowState& rows, int64_t padded) {
   for (int64_t r = 0; r < 4; ++r)
     weigh_row(scores + r * kTile, visible[r], {rows.maximum + r, rows.total + r, rows.mixed + r * padded}, padded);
@@ -109,42 +96,58 @@ static void turn_columns(const float* columns, float* scores) {
 }
 #endif
 
-static void split_queries(const AttentionRows& rows, int64_t head_dim, const TileScratch& s) {
+static void round_queries(const AttentionRows& rows, int64_t head_dim, const TileScratch& s) {
   for (int64_t r = 0; r < rows.count; ++r)
     for (int64_t step = 0; step < s.steps; ++step) {
-      uint16_t* words = s.query + (r / kTileRows * s.steps + step) * 2 * kPiece + r % kTileRows * 32;
       const int64_t left = head_dim - step * 32;
-      split_row(rows.query + r * head_dim + step * 32, left < 32 ? left : 32, words, words + kPiece);
+      nearest_words(rows.query + r * head_dim + step * 32, left < 32 ? left : 32,
+                    s.query + (r / kTileRows * s.steps + step) * kPiece + r % kTileRows * 32);
     }
 }
 
-// One or two groups of 16 rows, each with the whole tile: results in 0 and 1, of the second group in 2 and 3; rows in 4 and 5,
-// keys in 6 and 7.
-template <bool Two>
-static void score_groups(const uint16_t* query, const TileScratch& s, float* scores) {
-  const uint16_t *other = query + s.steps * 2 * kPiece, *keys = s.keys;
-  _tile_zero(0);
-  _tile_zero(1);
-  if constexpr (Two) _tile_zero(2);
-  if constexpr (Two) _tile_zero(3);
-#define MULTIPLY(PART)                                            \
-  _tile_loadd(4, query + PART * kPiece, 64);                      \
-  if constexpr (Two) _tile_loadd(5, other + PART * kPiece, 64);   \
-  _tile_dpbf16ps(0, 4, 6);                                        \
-  _tile_dpbf16ps(1, 4, 7);                                        \
-  if constexpr (Two) _tile_dpbf16ps(2, 5, 6);                     \
-  if constexpr (Two) _tile_dpbf16ps(3, 5, 7);
-  for (int64_t step = 0; step < s.steps; ++step, query += 2 * kPiece, other += 2 * kPiece, keys += 2 * kPiece) {
-    _tile_loadd(6, keys, 64);
-    _tile_loadd(7, keys + kPiece, 64);
-    MULTIPLY(1)
-    MULTIPLY(0)
+// Tiles 0 to 3 are of queries, weights and results, 4 to 7 of keys or values.
+static void configure_attention(int64_t rows) {
+  TileConfig config;
+  for (int tile = 0; tile < 8; ++tile) config.set(tile, tile < 4 ? rows : 16, 64);
+  configure(config);
+}
+
+// Groups of 16 rows, each with the whole tile: results in 0 and 1, rows in 2 and 3. The keys of 64 dimensions stay in the
+// tiles 4 to 7, the first half of the positions in 4 and 6.
+static void score_of_64(const uint16_t* query, int64_t groups, const TileScratch& s, float* scores) {
+  _tile_loadd(4, s.keys, 64);
+  _tile_loadd(5, s.keys + kPiece, 64);
+  _tile_loadd(6, s.keys + 2 * kPiece, 64);
+  _tile_loadd(7, s.keys + 3 * kPiece, 64);
+  for (int64_t group = 0; group < groups; ++group, query += 2 * kPiece, scores += kTileRows * kTile) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_loadd(2, query, 64);
+    _tile_dpbf16ps(0, 2, 4);
+    _tile_dpbf16ps(1, 2, 5);
+    _tile_loadd(3, query + kPiece, 64);
+    _tile_dpbf16ps(0, 3, 6);
+    _tile_dpbf16ps(1, 3, 7);
+    _tile_stored(0, scores, kTile * 4);
+    _tile_stored(1, scores + 16, kTile * 4);
   }
-#undef MULTIPLY
-  _tile_stored(0, scores, kTile * 4);
-  _tile_stored(1, scores + 16, kTile * 4);
-  if constexpr (Two) _tile_stored(2, scores + kTileRows * kTile, kTile * 4);
-  if constexpr (Two) _tile_stored(3, scores + kTileRows * kTile + 16, kTile * 4);
+}
+
+// The same for any number of dimensions.
+static void score_of_any(const uint16_t* query, int64_t groups, const TileScratch& s, float* scores) {
+  for (int64_t group = 0; group < groups; ++group, scores += kTileRows * kTile) {
+    _tile_zero(0);
+    _tile_zero(1);
+    for (int64_t step = 0; step < s.steps; ++step, query += kPiece) {
+      _tile_loadd(2, query, 64);
+      _tile_loadd(4, s.keys + step * 2 * kPiece, 64);
+      _tile_dpbf16ps(0, 2, 4);
+      _tile_loadd(5, s.keys + (step * 2 + 1) * kPiece, 64);
+      _tile_dpbf16ps(1, 2, 5);
+    }
+    _tile_stored(0, scores, kTile * 4);
+    _tile_stored(1, scores + 16, kTile * 4);
+  }
 }
 
 // Positions of a tile that row r sees, as bits.
@@ -175,54 +178,45 @@ static void weigh_rows(const AttentionRows& rows, int64_t first, int64_t start, 
   }
 }
 
-// Moves the outputs of 16 rows on: 16 dimensions in each of the tiles 0 to 3; weights in 4 and 5, values in 6 and 7.
-static void mix_sixteen(const float* weights, const TileScratch& s, float* state) {
+// Moves the outputs of groups of 16 rows on, 32 dimensions (or the last 16) at a time: they are in the tiles 0 and 1, weights in
+// 2, values in 6 and 7.
+static void mix_groups(const float* weights, int64_t groups, const TileScratch& s, float* state) {
   const int64_t stride = s.padded * 4;
-  const uint16_t* values = s.values;
-  _tile_loadd(4, weights, kTile * 4);
-  _tile_loadd(5, weights + kTile / 2, kTile * 4);
-#define MIX(COLUMN, VALUES)                              \
-  _tile_loadd(COLUMN, state + COLUMN * 16, stride);      \
-  _tile_loadd(VALUES, values + COLUMN * kPiece, 64);     \
-  _tile_dpbf16ps(COLUMN, 5, VALUES);                     \
-  _tile_dpbf16ps(COLUMN, 4, VALUES);
-  int64_t column = 0;
-  for (; column + 4 <= s.columns; column += 4, state += 64, values += 4 * kPiece) {
-    MIX(0, 6)
-    MIX(1, 7)
-    MIX(2, 6)
-    MIX(3, 7)
-    _tile_stored(0, state, stride);
-    _tile_stored(1, state + 16, stride);
-    _tile_stored(2, state + 32, stride);
-    _tile_stored(3, state + 48, stride);
+  for (int64_t column = 0; column < s.columns; column += 2) {
+    const bool two = column + 1 < s.columns;
+    _tile_loadd(6, s.values + column * kPiece, 64);
+    if (two) _tile_loadd(7, s.values + (column + 1) * kPiece, 64);
+    for (int64_t group = 0; group < groups; ++group) {
+      float* sums = state + group * kTileRows * s.padded + column * 16;
+      _tile_loadd(2, weights + group * kTileRows * kTile, kTile * 4);
+      _tile_loadd(0, sums, stride);
+      _tile_dpbf16ps(0, 2, 6);
+      if (two) _tile_loadd(1, sums + 16, stride);
+      if (two) _tile_dpbf16ps(1, 2, 7);
+      _tile_stored(0, sums, stride);
+      if (two) _tile_stored(1, sums + 16, stride);
+    }
   }
-  for (; column < s.columns; ++column, state += 16, values += kPiece) {
-    MIX(0, 6)
-    _tile_stored(0, state, stride);
-  }
-#undef MIX
 }
 
-// Rows [first, first + 16) where their outputs lie; where fewer are left, in a copy: what follows them is not ours.
-static void mix_group(const AttentionRows& rows, int64_t first, const TileScratch& s) {
-  float* state = rows.mixed + first * s.padded;
-  const int64_t left = rows.count - first;
-  const bool copied = left < kTileRows && first > 0;
-  const size_t bytes = size_t(left * s.padded) * sizeof(float);
-  if (copied) std::memcpy(s.state, state, bytes);
+// Rows from `first` on, where their outputs lie; the last ones, where they are fewer than a tile has, in a copy: what follows
+// them is not ours.
+static void mix_rows(const AttentionRows& rows, int64_t first, const TileScratch& s) {
+  const int64_t whole = rows.count < kTileRows ? 1 : (rows.count - first) / kTileRows, last = first + whole * kTileRows;
+  const int64_t left = rows.count - last;
+  float* state = rows.mixed + last * s.padded;
+  if (left > 0) std::memcpy(s.state, state, size_t(left * s.padded) * sizeof(float));
   finish_writes();
-  mix_sixteen(s.scores + first * kTile, s, copied ? s.state : state);
+  mix_groups(s.scores + first * kTile, whole, s, rows.mixed + first * s.padded);
+  if (left > 0) mix_groups(s.scores + last * kTile, 1, s, s.state);
   finish_writes();
-  if (copied) std::memcpy(state, s.state, bytes);
+  if (left > 0) std::memcpy(state, s.state, size_t(left * s.padded) * sizeof(float));
 }
 
-static void score_groups_from(int64_t first, int64_t count, const TileScratch& s) {
+static void score_rows(int64_t first, int64_t count, const TileScratch& s) {
+  const auto score = s.steps == 2 ? score_of_64 : score_of_any;
   finish_writes();
-  for (int64_t r = first; r < count; r += 2 * kTileRows) {
-    const auto score = r + kTileRows < count ? score_groups<true> : score_groups<false>;
-    score(s.query + r / kTileRows * s.steps * 2 * kPiece, s, s.scores + r * kTile);
-  }
+  score(s.query + first / kTileRows * s.steps * kPiece, (count - first + kTileRows - 1) / kTileRows, s, s.scores + first * kTile);
   finish_writes();
 }
 
@@ -233,7 +227,7 @@ static TileScratch tile_scratch(int64_t head_dim, uint8_t* memory) {
   s.keys = reinterpret_cast<uint16_t*>(s.scores + kMaxRows * kTile);
   s.values = s.keys + s.steps * 2 * kPiece;
   s.query = s.values + s.columns * kPiece;
-  s.state = reinterpret_cast<float*>(s.query + kMaxRows / kTileRows * s.steps * 2 * kPiece);
+  s.state = reinterpret_cast<float*>(s.query + kMaxRows / kTileRows * s.steps * kPiece);
   s.few_scores = s.state + kTileRows * s.padded;
   s.copies = reinterpret_cast<uint8_t*>(s.few_scores + kTile * kFewRows);
   return s;
@@ -244,23 +238,23 @@ static TileScratch tile_scratch(int64_t head_dim, uint8_t* memory) {
 static void attend_bf16_on_tiles(const KvLayer& kv, int64_t kv_head, const int32_t* table, int64_t begin, int64_t end,
                                  const AttentionRows& rows, uint8_t* scratch) {
   const TileScratch s = tile_scratch(kv.head_dim, scratch);
-  split_queries(rows, kv.head_dim, s);
-  configure_tiles(rows.count < kTileRows ? rows.count : kTileRows);
+  round_queries(rows, kv.head_dim, s);
+  configure_attention(rows.count < kTileRows ? rows.count : kTileRows);
   const auto first_group = [&](int64_t start) { return first_row(rows, start) / kTileRows * kTileRows; };
   bool scored = false;
   each_tile(kv, kv_head, table, begin, end, rows, s.copies, [&](const Tile& tile, int64_t start) {
     const int64_t first = first_group(start);
     if (!scored) {
       pair_keys(tile, s);
-      score_groups_from(first, rows.count, s);
+      score_rows(first, rows.count, s);
       pair_values(tile, s);
     }
     weigh_rows(rows, first, start, s);
     if (tile.next) pair_keys(*tile.next, s);
-    for (int64_t r = first; r < rows.count; r += kTileRows) mix_group(rows, r, s);
+    mix_rows(rows, first, s);
     scored = tile.next != nullptr;
     if (!scored) return;
-    score_groups_from(first_group(start + kTile), rows.count, s);
+    score_rows(first_group(start + kTile), rows.count, s);
     pair_values(*tile.next, s);
   });
   _tile_release();

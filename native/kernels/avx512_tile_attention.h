@@ -1,25 +1,18 @@
 // Attention on tiles, the part between products, with 512-bit registers. See attention_tiles.h.
 #pragma once
 
-// The upper half of this is the nearest bfloat16.
-static inline __m512i rounded(__m512 x) { return _mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x8000)); }
-static inline __m512 left_over(__m512 x, __m512i rounded_bits) {
-  return _mm512_sub_ps(x, _mm512_castsi512_ps(_mm512_and_si512(rounded_bits, _mm512_set1_epi32(int(0xffff0000u)))));
-}
-
 alignas(64) static const uint16_t kOddWords[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
                                                    33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
 
-// 32 numbers in two parts.
-static inline void split_registers(__m512 a, __m512 b, uint16_t* first, uint16_t* second) {
-  const __m512i odd = _mm512_load_si512(kOddWords), left = rounded(a), right = rounded(b);
-  _mm512_storeu_si512(first, _mm512_permutex2var_epi16(left, odd, right));
-  _mm512_storeu_si512(second, _mm512_permutex2var_epi16(rounded(left_over(a, left)), odd, rounded(left_over(b, right))));
+// 32 numbers.
+static inline void store_nearest(uint16_t* words, __m512 a, __m512 b) {
+  const auto rounded = [](__m512 x) { return _mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x8000)); };
+  _mm512_storeu_si512(words, _mm512_permutex2var_epi16(rounded(a), _mm512_load_si512(kOddWords), rounded(b)));
 }
 
-static inline void split_row(const float* x, int64_t count, uint16_t* first, uint16_t* second) {
+static inline void nearest_words(const float* x, int64_t count, uint16_t* words) {
   const auto all = uint32_t((uint64_t(1) << count) - 1);
-  split_registers(_mm512_maskz_loadu_ps(__mmask16(all), x), _mm512_maskz_loadu_ps(__mmask16(all >> 16), x + 16), first, second);
+  store_nearest(words, _mm512_maskz_loadu_ps(__mmask16(all), x), _mm512_maskz_loadu_ps(__mmask16(all >> 16), x + 16));
 }
 
 // Sixteen rows of sixteen become sixteen columns.
@@ -116,12 +109,11 @@ static void weigh_four(float* scores, const uint32_t visible[4], const RowState&
     }
     from_quarters(rows.maximum, top);
   }
-  auto* words = reinterpret_cast<uint16_t*>(scores);
   UNROLL for (int r = 0; r < 4; ++r) {
     const Reg own = quarter_to_all(base, r);
     const Reg a = power_of_score(__mmask16(visible[r]), x[2 * r], own), b = power_of_score(__mmask16(visible[r] >> 16), x[2 * r + 1], own);
     pairs[r] = add(a, b);
-    split_registers(a, b, words + r * 64, words + r * 64 + 32);
+    store_nearest(reinterpret_cast<uint16_t*>(scores + r * kTile), a, b);
   }
   from_quarters(rows.total, add(sums, reduce_rows(pairs, [](Reg a, Reg b) { return add(a, b); })));
 }

@@ -37,7 +37,12 @@ def test_equals_the_reference(isa: str, dtype: str, heads: int, kv_heads: int, d
     shape = shape_of(heads, kv_heads, dim, window)
     with settings(isa):
         result = attend(native.NativeKernels(), query, shape, segments, storage)
-    np.testing.assert_allclose(result, attend(ReferenceKernels(), query, shape, segments, storage), **TOLERANCE)
+    expected = attend(ReferenceKernels(), query, shape, segments, storage)
+    if isa == "amx" and dtype == "bf16":  # its tiles round queries and weights to bfloat16, too
+        assert np.abs(result - expected).max() < 0.02
+        assert np.sqrt(np.mean((result - expected) ** 2)) < 0.002
+    else:
+        np.testing.assert_allclose(result, expected, **TOLERANCE)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -110,7 +115,7 @@ def test_q8_cache_is_close_to_its_numbers(isa: str, heads: int, dim: int, window
 
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16", "q8_0"])
 def test_instruction_sets_agree_bit_for_bit(dtype: str) -> None:
-    """Plain C++ only where it has a fused multiply-add; AMX multiplies a bf16 cache in an order of its own."""
+    """Plain C++ only where it has a fused multiply-add; AMX attends to a bf16 cache in bfloat16."""
     import platform
 
     left_out = set() if platform.machine() in ("aarch64", "arm64") else {"generic"}
