@@ -2,10 +2,11 @@
 
     python benchmarks/peers_cpu.py --models S --formats q8_0,q4_0 --rounds 3
 
-Each engine runs in a process of its own, one after the other, round by round; the median of the rounds is shown with
-its ratio to bifolio's and, for bifolio, the fraction of what the machine allows: for decode the bytes of weights and
-cache divided by the measured read bandwidth, for prefill the operations divided by the measured rate of products in
-registers. Peers (llama.cpp, OpenVINO, transformers) that are not installed are left out.
+Each engine loads its model in a process of its own, where it waits. Then they take turns, workload by workload and
+round by round: a machine that is slower for a while is so for all of them. The median of the rounds is shown with its
+ratio to bifolio's and the fraction of what the machine allows: for decode the bytes of weights and cache divided by the
+measured read bandwidth, for prefill the operations divided by the measured rate of products in registers. Peers
+(llama.cpp, OpenVINO, transformers) that are not installed are left out.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -44,6 +47,9 @@ ENGINES = (
 )
 LONG_CONTEXT = ("bifolio q8_0 cache", "llama.cpp flash")  # differ where the cache is large
 WORKER_SECONDS = 1800
+READY = "ready"
+
+Seconds = dict[str, dict[str, list[float]]]  # engine -> workload -> rounds
 
 
 def available(engine: str, format: QuantFormat) -> bool:
@@ -70,31 +76,86 @@ def make_engine(name: str, config: ModelConfig, format: QuantFormat, path: Path,
 
 
 def work(arguments: argparse.Namespace) -> None:
-    """In a process of its own: seconds of each workload, as one line of JSON."""
+    """In a process of its own: for each workload named on a line of input, its seconds on a line of output."""
     config, format = model_config(arguments.models), QuantFormat.parse(arguments.formats)
     path = gguf_path(arguments.folder, arguments.models, format)
     engine = make_engine(arguments.worker, config, format, path, arguments.threads)
-    chosen = [workload for workload in WORKLOADS if workload.name in arguments.workloads]
-    print(json.dumps({workload.name: engine.seconds(workload) for workload in chosen}))
+    workloads = {workload.name: workload for workload in WORKLOADS}
+    print(READY, flush=True)
+    for line in sys.stdin:
+        print(engine.seconds(workloads[line.strip()]), flush=True)
 
 
 def gguf_path(folder: Path, model: str, format: QuantFormat) -> Path:
     return folder / f"{model}-{format.name.lower()}.gguf"
 
 
-def measure(engine: str, model: str, format: QuantFormat, arguments: argparse.Namespace) -> dict[str, float]:
+class Worker:
+    """A process that has loaded an engine and waits for workloads."""
+
+    def __init__(self, engine: str, model: str, format: QuantFormat, arguments: argparse.Namespace) -> None:
+        self.engine = engine
+        command = [sys.executable, __file__, "--worker", engine, "--models", model, "--formats", format.name]
+        command += ["--folder", str(arguments.folder), "--threads", str(arguments.threads)]
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._errors, text=True)
+        while (line := self._line()) not in (READY, None):
+            pass  # what libraries print on their way
+        self.failed = line is None
+
+    def seconds(self, workload: str) -> float | None:
+        """None when the process has ended, which is reported."""
+        if not self.failed:
+            assert self._process.stdin
+            self._process.stdin.write(workload + "\n")
+            self._process.stdin.flush()
+        line = None if self.failed else self._line()
+        self.failed = line is None
+        return None if line is None else float(line)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._errors.close()
+
+    def _line(self) -> str | None:
+        assert self._process.stdout
+        timer = threading.Timer(WORKER_SECONDS, self._process.kill)
+        timer.start()
+        line = self._process.stdout.readline()
+        timer.cancel()
+        if not line:
+            self._errors.seek(0)
+            print(f"  {self.engine} failed: {self._errors.read().strip().splitlines()[-1:]}", file=sys.stderr)
+        return line.strip() or None
+
+
+def workloads_of(engine: str, arguments: argparse.Namespace) -> list[str]:
     names = [workload.name for workload in WORKLOADS if workload.name in arguments.workloads]
-    if engine in LONG_CONTEXT:
-        names = [name for name in names if "4096" in name]
-    if not names:
-        return {}
-    command = [sys.executable, __file__, "--worker", engine, "--models", model, "--formats", format.name]
-    command += ["--folder", str(arguments.folder), "--threads", str(arguments.threads), "--workloads", ",".join(names)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=WORKER_SECONDS, check=False)
-    if result.returncode:
-        print(f"  {engine} failed: {result.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
-        return {}
-    return {str(name): float(seconds) for name, seconds in json.loads(result.stdout.splitlines()[-1]).items()}
+    return [name for name in names if "4096" in name or engine not in LONG_CONTEXT]
+
+
+def take_turns(engines: list[str], model: str, format: QuantFormat, arguments: argparse.Namespace) -> Seconds:
+    """Seconds of each engine and workload, one value per round."""
+    found: Seconds = {name: {} for name in engines}
+    workers = [Worker(name, model, format, arguments) for name in engines if workloads_of(name, arguments)]
+    try:
+        for _ in range(arguments.rounds):
+            for workload in WORKLOADS:
+                for worker in workers:
+                    if worker.failed or workload.name not in workloads_of(worker.engine, arguments):
+                        continue
+                    if time.monotonic() > arguments.end:
+                        print("  out of time: the rest is left out", file=sys.stderr)
+                        return found
+                    seconds = worker.seconds(workload.name)
+                    if seconds is not None:
+                        found[worker.engine].setdefault(workload.name, []).append(seconds)
+    finally:
+        for worker in workers:
+            worker.close()
+    return found
 
 
 def limits(threads: int) -> dict[str, float]:
@@ -128,14 +189,7 @@ def compare(model: str, format: QuantFormat, arguments: argparse.Namespace, mach
     path = gguf_path(arguments.folder, model, format)
     if any(name.startswith("llama.cpp") for name in engines) and not path.exists():
         write_gguf(config, format, path)
-    seconds: dict[str, dict[str, list[float]]] = {name: {} for name in engines}
-    for _ in range(arguments.rounds):
-        for name in engines:
-            if time.monotonic() > arguments.end:
-                print("  out of time: the rest is left out", file=sys.stderr)
-                break
-            for measured, value in measure(name, model, format, arguments).items():
-                seconds[name].setdefault(measured, []).append(value)
+    seconds = take_turns(engines, model, format, arguments)
     rows = []
     for workload in WORKLOADS:
         ours = seconds.get("bifolio", {}).get(workload.name)
@@ -151,6 +205,7 @@ def compare(model: str, format: QuantFormat, arguments: argparse.Namespace, mach
                     "workload": workload.name,
                     "engine": name,
                     "tokens/s": rate,
+                    "rounds": [workload.num_tokens / value for value in values],
                     "of the limit": rate / best_rate(config, format, workload, machine),
                     "bifolio is faster by": None if not ours else statistics.median(values) / statistics.median(ours),
                 }
