@@ -1,5 +1,7 @@
-// Attention over Q8_0 caches: what a tile of bytes scores, and what it adds. A part of attention.h.
+// Attention over Q8_0 caches: what a tile of bytes scores, and what it adds.
 #pragma once
+
+#include "attention_tile.h"
 
 // Scratch of one call.
 struct IntScratch {
