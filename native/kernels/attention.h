@@ -3,7 +3,7 @@
 
 #include "attention_bytes.h"
 #include "attention_floats.h"
-#include "attention_tile.h"
+#include "context_tile.h"
 
 // Scores of one row to weights: positions outside [first, last) get 0. The row's state moves to the new maximum.
 static inline void softmax_row(float* scores, int64_t first, int64_t last, float& maximum, float& total, float* mixed,

@@ -1,7 +1,7 @@
 // Attention over Q8_0 caches: what a tile of bytes scores, and what it adds.
 #pragma once
 
-#include "attention_tile.h"
+#include "context_tile.h"
 
 // Scratch of one call.
 struct IntScratch {

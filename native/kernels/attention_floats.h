@@ -1,7 +1,7 @@
 // Attention over caches of floats: what a tile scores, and what it adds.
 #pragma once
 
-#include "attention_tile.h"
+#include "context_tile.h"
 
 // Dimension d of a head as the transposed tile has it: chain d mod 4, then d / 4.
 static inline int64_t chain_row(int64_t d, int64_t chain_length) { return d % 4 * chain_length + d / 4; }
