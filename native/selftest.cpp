@@ -107,6 +107,15 @@ std::vector<float> product(const std::vector<float>& x, int64_t rows, const Line
   return y;
 }
 
+// Rounding must not make all products larger or smaller. A slope of 1: it does not.
+void check_slope(const std::string& what, const std::vector<float>& found, const std::vector<float>& expected) {
+  double both = 0, squares = 0;
+  for (size_t i = 0; i < found.size(); ++i) both += double(found[i]) * expected[i], squares += double(expected[i]) * expected[i];
+  const double slope = both / squares;
+  failures += !(std::fabs(slope - 1) < 5e-4);
+  if (!(std::fabs(slope - 1) < 5e-4)) std::printf("FAILED %-34s has a slope of %.5f\n", what.c_str(), slope);
+}
+
 // With the weights of the file and no rounding on the way.
 std::vector<float> exact_product(const std::vector<float>& x, int64_t rows, Format format, const std::vector<uint8_t>& bytes, int64_t n) {
   const int64_t k = int64_t(x.size()) / rows;
@@ -134,7 +143,9 @@ void check_products() {
         std::snprintf(name, sizeof name, "%s %lldx%lldx%lld", kFormats[format], (long long)rows, (long long)n, (long long)k);
         check(name, format >= 2 ? 0.015 : 0, [&] { return product(x, rows, weights); });
         set_isa("tiles");
-        report(std::string(name) + " of floats", "tiles", compare(product(x, rows, weights), exact_product(x, rows, Format(format), bytes, n)), 0.006, false);
+        const auto found = product(x, rows, weights), exact = exact_product(x, rows, Format(format), bytes, n);
+        report(std::string(name) + " of floats", "tiles", compare(found, exact), 0.006, false);
+        if (rows * n * k > 5000000) check_slope(name, found, exact);
         std::vector<float> alone;  // every row must be what it is alone
         for (const std::string& isa : available_isas()) {
           set_isa(isa);
@@ -263,6 +274,30 @@ void check_attention() {
         }
 }
 
+// A query that is not a number must not become one.
+void check_nan() {
+  const int64_t dim = 64;
+  std::vector<uint8_t> cache(size_t(kTile * dim) * 2, 0x3c);
+  const KvLayer kv{KvType::BF16, cache.data(), cache.data(), kTile, 1, dim, size_t(dim) * 2};
+  const int32_t table[] = {0};
+  const uint32_t bits = 0x7fffffff;
+  set_isa("tiles");
+  for (int64_t rows : {1, 5, 20}) {
+    std::vector<float> query(size_t(rows * dim), 0.5f), maximum(rows), total(rows), mixed(rows * dim);
+    std::memcpy(&query[3], &bits, 4);
+    std::vector<int64_t> begin(rows, 0), end(rows, kTile);
+    std::vector<uint8_t> scratch(attention_scratch_bytes(dim));
+    const AttentionRows state{rows, query.data(), begin.data(), end.data(), maximum.data(), total.data(), mixed.data()};
+    state.clear(dim);
+    kernels().attend_part(kv, 0, table, 0, kSpan, state, scratch.data());
+    for (int64_t r = 0; r < rows; ++r) {
+      failures += std::isnan(total[r]) != (r == 0);
+      if (std::isnan(total[r]) != (r == 0)) std::printf("FAILED attention: row %lld of %lld with one that is not a number\n", (long long)r, (long long)rows);
+    }
+  }
+  set_isa("");
+}
+
 void time_products(int64_t n, int64_t k) {
   for (int format : {0, 1, 2, 3, 4, 5}) {
     const auto bytes = random_rows(Format(format), n, k);
@@ -297,6 +332,7 @@ int main(int argc, char** argv) {
   check_mixed_formats();
   check_gated();
   check_attention();
+  check_nan();
   std::printf(failures ? "%d comparisons failed\n" : "all comparisons passed\n", failures);
   if (argc > 1 && std::string(argv[1]) == "--time") {
     std::printf("%d threads, %.1f GB/s read from memory\n", Pool::instance().num_threads(), read_bandwidth(size_t(256) << 20) * 1e-9);

@@ -15,7 +15,7 @@ static void round_few_queries(const AttentionRows& rows, int64_t head_dim, const
   for (int64_t r = 0; r < rows.count; ++r)
     for (int64_t step = 0; step < s.steps; ++step) {
       uint16_t words[32];
-      nearest_words(rows.query + r * head_dim + step * 32, 32, words);
+      round_row(rows.query + r * head_dim + step * 32, 32, words, 32);
       for (int64_t i = 0; i < 32; ++i) s.query[step * kFewPiece + i / 2 * 2 * kFewRows + r * 2 + i % 2] = words[i];
     }
 }

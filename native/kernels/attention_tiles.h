@@ -1,6 +1,6 @@
 // Attention over bf16 caches on tiles of 16 rows, which multiply bfloat16.
 //
-// Queries and weights are rounded to bfloat16 (halves go away from 0). A tile product adds 32 dimensions to a score, or 32
+// Queries are rounded to bfloat16 like activations, weights with halves going up. A tile product adds 32 dimensions to a score, or 32
 // positions to an output; sums are floats. A weight is a power of two, by a polynomial of its own, and never below 2^-126.
 // All of this for any number of rows: a row does not depend on the others.
 //
@@ -30,21 +30,11 @@ struct RowState {
 };
 
 #ifdef BIFOLIO_OWN_TILE_ATTENTION
-static inline void nearest_words(const float* x, int64_t count, uint16_t* words);
 static void pair_keys(const Tile& tile, const TileScratch& s);
 static void pair_values(const Tile& tile, const TileScratch& s);
 static void weigh_four(float* scores, const uint32_t visible[4], const RowState& rows, int64_t padded);
 static void turn_columns(const float* columns, float* scores);
 #else
-// Up to 32 numbers, and zeros after them.
-static inline void nearest_words(const float* x, int64_t count, uint16_t* words) {
-  for (int64_t i = 0; i < 32; ++i) {
-    uint32_t bits = 0;
-    if (i < count) std::memcpy(&bits, x + i, 4);
-    words[i] = uint16_t((bits + 0x8000u) >> 16);
-  }
-}
-
 static void pair_keys(const Tile& tile, const TileScratch& s) {
   std::memset(s.keys, 0, size_t(s.steps * 2 * kPiece) * 2);
   for (int64_t i = tile.begin; i < tile.end; ++i)
@@ -81,7 +71,12 @@ static inline void weigh_row(float* scores, uint32_t visible, const RowState& ro
   }
   for (int64_t i = 0; i < kTile; ++i) weights[i] = visible >> i & 1 ? power_of_score(scores[i], base) : 0.0f;
   *row.total += reduce_add(add(load(weights), load(weights + 16)));
-  nearest_words(weights, kTile, reinterpret_cast<uint16_t*>(scores));
+  auto* words = reinterpret_cast<uint16_t*>(scores);
+  for (int64_t i = 0; i < kTile; ++i) {
+    uint32_t bits;
+    std::memcpy(&bits, weights + i, 4);
+    words[i] = uint16_t((bits + 0x8000u) >> 16);  // should that not be a number, the total is none either
+  }
 }
 
 // Scores of four rows to weights; their states move to the new maxima. Bit i of `visible`: position i of the tile.
@@ -98,11 +93,7 @@ static void turn_columns(const float* columns, float* scores) {
 
 static void round_queries(const AttentionRows& rows, int64_t head_dim, const TileScratch& s) {
   for (int64_t r = 0; r < rows.count; ++r)
-    for (int64_t step = 0; step < s.steps; ++step) {
-      const int64_t left = head_dim - step * 32;
-      nearest_words(rows.query + r * head_dim + step * 32, left < 32 ? left : 32,
-                    s.query + (r / kTileRows * s.steps + step) * kPiece + r % kTileRows * 32);
-    }
+    round_row(rows.query + r * head_dim, head_dim, s.query + r / kTileRows * s.steps * kPiece + r % kTileRows * 32, kPiece);
 }
 
 // Tiles 0 to 3 are of queries, weights and results, 4 to 7 of keys or values.

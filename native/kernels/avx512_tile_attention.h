@@ -4,15 +4,10 @@
 alignas(64) static const uint16_t kOddWords[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
                                                    33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
 
-// 32 numbers.
+// 32 numbers, halves going up.
 static inline void store_nearest(uint16_t* words, __m512 a, __m512 b) {
   const auto rounded = [](__m512 x) { return _mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x8000)); };
   _mm512_storeu_si512(words, _mm512_permutex2var_epi16(rounded(a), _mm512_load_si512(kOddWords), rounded(b)));
-}
-
-static inline void nearest_words(const float* x, int64_t count, uint16_t* words) {
-  const auto all = uint32_t((uint64_t(1) << count) - 1);
-  store_nearest(words, _mm512_maskz_loadu_ps(__mmask16(all), x), _mm512_maskz_loadu_ps(__mmask16(all >> 16), x + 16));
 }
 
 // Sixteen rows of sixteen become sixteen columns.
