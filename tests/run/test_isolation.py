@@ -164,10 +164,11 @@ def test_a_passing_failure_harms_nobody() -> None:
     engine = make_engine()
     steps = IsolatedSteps(engine)
     calls = iter(range(10**6))
-    break_engine(engine, lambda batch: next(calls) == 4)
+    faulty = break_engine(engine, lambda batch: next(calls) == 4)
     inputs = prompts(5)
     requests = [engine.add_request(str(number), prompt, PARAMS) for number, prompt in enumerate(inputs)]
     drain(steps)
+    assert faulty.num_failures == 1
     check(engine, requests, inputs, [])
 
 
@@ -218,3 +219,4 @@ def test_drafts_survive() -> None:
     requests.append(engine.add_request("2", inputs[2], PARAMS))
     drain(steps)
     check(engine, requests, inputs, [2])
+    assert engine.speculator.stats.num_draft_tokens > 0

@@ -184,8 +184,10 @@ def test_beams_and_samples_survive(when: int) -> None:
 def test_drafts_survive() -> None:
     engine = make_engine(speculative=SpeculativeConfig("ngram", adaptive=False))
     calls = iter(range(10**6))
-    restrict(engine, lambda batch: next(calls) in (2, 5))
+    full = restrict(engine, lambda batch: next(calls) in (2, 5))
     run_all(engine, [[7, 8, 9] * 4, [11, 12] * 5])
+    assert full.num_failures == 2
+    assert engine.speculator.stats.num_draft_tokens > 0
 
 
 def test_what_a_failed_step_had_recorded_is_told() -> None:
@@ -215,22 +217,27 @@ def overlapped(**options: Any) -> InferenceEngine:
     return make_engine(kernels=TorchKernels("cpu"), engine_class=OverlappedEngine, **options)
 
 
-def fail_launches(engine: Any, fails: Callable[[int], bool]) -> None:
-    launch, calls = engine.captured.launch, iter(range(10**6))
+def fail_launches(engine: Any, fails: Callable[[int], bool]) -> list[int]:
+    """Which launches failed, as they do."""
+    launch, calls, failed = engine.captured.launch, iter(range(10**6)), []
 
     def failing(*arguments: Any, **options: Any) -> Any:
-        if fails(next(calls)):
+        call = next(calls)
+        if fails(call):
+            failed.append(call)
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
         return launch(*arguments, **options)
 
     engine.captured.launch = failing
+    return failed
 
 
 @pytest.mark.parametrize("fails", [lambda call: call == 0, lambda call: call in (3, 4, 5), lambda call: call % 4 == 3])
 def test_captured_steps(fails: Callable[[int], bool]) -> None:
     engine = overlapped()
-    fail_launches(engine, fails)
+    failed = fail_launches(engine, fails)
     run_all(engine, prompts(6))
+    assert failed
 
 
 FAULTS = {13, 14}  # a third could hit the same request alone once more, which would rightly end it
