@@ -31,6 +31,7 @@ from native_workloads import WORKLOADS, NativeModel, Workload
 
 from bifolio import LLM
 from bifolio.config import KVDtype
+from bifolio.measure.perplexity import text_perplexity
 from bifolio.measure.random_models import SHAPES, random_model
 from bifolio.measure.targets import crowd
 from bifolio.measure.throughput import Test, bench_llm, run_until_done
@@ -38,7 +39,6 @@ from bifolio.measure.trace import exactly
 from bifolio.model.loader import load_model
 from bifolio.model.transformer import forward
 from bifolio.quant.formats import QuantFormat
-from bifolio.run.perplexity import text_perplexity
 
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 CACHES: tuple[KVDtype, ...] = ("f32", "f16", "bf16", "q8_0")
@@ -132,7 +132,7 @@ def predict(arguments: argparse.Namespace, format: str) -> str:
     """The perplexity of `--model` with its matrices in a format, the vocabulary's in 8 bits at least."""
     if arguments.model is None or arguments.text is None:
         return "-"
-    from bifolio.model.gguf_writer import write_gguf
+    from bifolio.model.gguf.writer import write_gguf
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{format}.gguf"

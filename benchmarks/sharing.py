@@ -15,7 +15,7 @@ import argparse
 import numpy as np
 
 from bifolio import LLM, BeamSearchParams, SamplingParams
-from bifolio.run.engine import InferenceEngine
+from bifolio.engine.engine import InferenceEngine
 
 MEANS = {"ShareGPT-like": (161, 338), "Alpaca-like": (19, 58)}
 PAPER = {  # per cent, from 2 to 6 sequences

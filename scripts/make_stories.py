@@ -21,13 +21,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from bifolio.api.language_model import LanguageModel
 from bifolio.kernels.interface import Batch, Heads
 from bifolio.kernels.torch_reference import TorchKernels
 from bifolio.model import transformer
-from bifolio.model.checkpoint import load_folder
-from bifolio.model.language_model import LanguageModel
-from bifolio.model.tokenizer import Tokenizer
+from bifolio.model.huggingface.hf_loader import load_folder
 from bifolio.model.weights import prepare
+from bifolio.text.tokenizer import Tokenizer
 from bifolio.train.data import END_OF_TEXT
 
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.8, 1.0
@@ -156,10 +156,10 @@ def pack(model: str, folder: Path) -> None:
     from dataclasses import replace
 
     from bifolio.model.export import named_tensors
-    from bifolio.model.hf_export import config_to_hf
+    from bifolio.model.huggingface.export import config_to_hf
+    from bifolio.model.huggingface.safetensors_file import write_safetensors
     from bifolio.model.loader import load_model
-    from bifolio.model.names import hf_names
-    from bifolio.model.safetensors_file import write_safetensors
+    from bifolio.model.tensor_names import hf_names
     from bifolio.quant.formats import QuantFormat
 
     loaded = load_model(model)

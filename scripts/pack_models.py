@@ -11,7 +11,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from bifolio.model.gguf_writer import write_gguf
+from bifolio.model.gguf.writer import write_gguf
 from bifolio.model.loader import load_model
 from bifolio.quant.formats import QuantFormat
 

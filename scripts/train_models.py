@@ -28,8 +28,8 @@ import numpy as np
 import torch
 from make_stories import write_corpus
 
-from bifolio.model.language_model import LanguageModel
-from bifolio.model.tokenizer import Tokenizer
+from bifolio.api.language_model import LanguageModel
+from bifolio.text.tokenizer import Tokenizer
 from bifolio.train.data import TokenData, evaluation_sequences, read_documents, tokenize
 from bifolio.train.loop import Corpus, train
 from bifolio.train.ngram import NgramModel

@@ -20,15 +20,15 @@ import numpy as np
 from bifolio.cache.block_manager import KVCacheBlockManager
 from bifolio.cache.storage import KvCacheEntry, KVStorage
 from bifolio.config import CacheConfig, EngineConfig, KVDtype
+from bifolio.engine.engine import InferenceEngine
+from bifolio.engine.executor import ModelRunner, append_batch
 from bifolio.kernels.interface import AttentionPhase, KernelSet
 from bifolio.kernels.reference import ReferenceKernels
 from bifolio.kernels.select import CANDIDATES, select_kernels
-from bifolio.model.checkpoint import load_folder
+from bifolio.model.huggingface.hf_loader import load_folder
+from bifolio.model.huggingface.safetensors_file import write_safetensors
 from bifolio.model.loaded import LoadedModel
-from bifolio.model.safetensors_file import write_safetensors
 from bifolio.model.weights import prepare
-from bifolio.run.engine import InferenceEngine
-from bifolio.run.executor import ModelRunner, append_batch
 from bifolio.sampling_params import SamplingParams
 from bifolio.sequence import Request, StepResult
 

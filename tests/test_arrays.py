@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bifolio import arrays
-from bifolio.run.sampler import Sampler, SamplingTable
+from bifolio.sampling.sampler import Sampler, SamplingTable
 from bifolio.sampling_params import SamplingParams
 
 torch = pytest.importorskip("torch")

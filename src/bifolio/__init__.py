@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
-    "LLM": "bifolio.run.llm",
-    "AsyncLLM": "bifolio.run.async_llm",
-    "Grammar": "bifolio.run.grammar",
+    "LLM": "bifolio.api.llm",
+    "AsyncLLM": "bifolio.api.async_llm",
+    "Grammar": "bifolio.sampling.grammar",
     "SamplingParams": "bifolio.sampling_params",
     "BeamSearchParams": "bifolio.beam_params",
-    "RequestOutput": "bifolio.run.outputs",
-    "CompletionOutput": "bifolio.run.outputs",
-    "LanguageModel": "bifolio.model.language_model",
+    "RequestOutput": "bifolio.api.outputs",
+    "CompletionOutput": "bifolio.api.outputs",
+    "LanguageModel": "bifolio.api.language_model",
     "ModelConfig": "bifolio.config",
     "SpeculativeConfig": "bifolio.config",
-    "InferenceEngine": "bifolio.run.engine",
+    "InferenceEngine": "bifolio.engine.engine",
     "ContinuousBatcher": "bifolio.schedule.batcher",
     "KVCacheBlockManager": "bifolio.cache.block_manager",
     "load_model": "bifolio.model.loader",
@@ -31,19 +31,19 @@ _HOME = {
 __all__ = [*_HOME, "__version__"]
 
 if TYPE_CHECKING:
+    from bifolio.api.async_llm import AsyncLLM as AsyncLLM
+    from bifolio.api.language_model import LanguageModel as LanguageModel
+    from bifolio.api.llm import LLM as LLM
+    from bifolio.api.outputs import CompletionOutput as CompletionOutput
+    from bifolio.api.outputs import RequestOutput as RequestOutput
     from bifolio.beam_params import BeamSearchParams as BeamSearchParams
     from bifolio.cache.block_manager import KVCacheBlockManager as KVCacheBlockManager
     from bifolio.config import ModelConfig as ModelConfig
     from bifolio.config import SpeculativeConfig as SpeculativeConfig
+    from bifolio.engine.engine import InferenceEngine as InferenceEngine
     from bifolio.errors import BifolioError as BifolioError
-    from bifolio.model.language_model import LanguageModel as LanguageModel
     from bifolio.model.loader import load_model as load_model
-    from bifolio.run.async_llm import AsyncLLM as AsyncLLM
-    from bifolio.run.engine import InferenceEngine as InferenceEngine
-    from bifolio.run.grammar import Grammar as Grammar
-    from bifolio.run.llm import LLM as LLM
-    from bifolio.run.outputs import CompletionOutput as CompletionOutput
-    from bifolio.run.outputs import RequestOutput as RequestOutput
+    from bifolio.sampling.grammar import Grammar as Grammar
     from bifolio.sampling_params import SamplingParams as SamplingParams
     from bifolio.schedule.batcher import ContinuousBatcher as ContinuousBatcher
 

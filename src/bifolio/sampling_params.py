@@ -27,8 +27,8 @@ MAX_SEED_BITS = 64
 class SamplingParams:
     """How the tokens of one request are chosen, and when it ends.
 
-    The order in which the options act is documented in `bifolio.run.sampler`. Equal parameters, seed and prompt give
-    equal tokens, whatever else runs in the batch.
+    The order in which the options act is documented in `sampling.sampler`. Equal parameters, seed and prompt give equal
+    tokens, whatever else runs in the batch.
     """
 
     n: int = 1  # completions returned for one prompt

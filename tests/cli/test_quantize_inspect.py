@@ -11,8 +11,8 @@ import pytest
 
 from bifolio.cli.main import build_app
 from bifolio.errors import BifolioError
-from bifolio.model.checkpoint import load_folder
-from bifolio.model.gguf import load_gguf
+from bifolio.model.gguf.loader import load_gguf
+from bifolio.model.huggingface.hf_loader import load_folder
 from cli_runner import CliRunner
 
 

@@ -26,15 +26,15 @@ import numpy as np
 
 from bifolio.config import ModelConfig, RopeConfig
 from bifolio.errors import BifolioError
-from bifolio.model.gguf import load_gguf
-from bifolio.model.gguf_reader import open_gguf
-from bifolio.model.gguf_writer import write_gguf
+from bifolio.model.gguf.loader import load_gguf
+from bifolio.model.gguf.reader import open_gguf
+from bifolio.model.gguf.writer import write_gguf
+from bifolio.model.huggingface.safetensors_file import open_safetensors, write_safetensors
 from bifolio.model.llama2c import load_llama2c
 from bifolio.model.loaded import LoadedModel
-from bifolio.model.names import assemble, gguf_names
-from bifolio.model.safetensors_file import open_safetensors, write_safetensors
-from bifolio.model.tokenizer import Tokenizer
+from bifolio.model.tensor_names import assemble, gguf_names
 from bifolio.quant import QuantFormat, QuantizedTensor
+from bifolio.text.tokenizer import Tokenizer
 
 ALLOWANCE = 64 << 20  # bytes beyond the size of the file
 SECONDS = 20  # a case that takes longer hangs

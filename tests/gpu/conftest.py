@@ -71,7 +71,7 @@ def new_engine(gpu_kernels: MakeKernels) -> Callable[..., Any]:
     """A small engine whose steps are captured and overlap; options as those of `helpers.make_engine`."""
 
     def make(dtype: str = "f32", *, deterministic: bool = False, **options: Any) -> Any:
-        from bifolio.run.overlap import OverlappedEngine
+        from bifolio.engine.gpu.overlap import OverlappedEngine
         from helpers import make_engine
 
         options.pop("kernels", None)

@@ -13,8 +13,8 @@ from hypothesis.stateful import run_state_machine_as_test
 from test_engine_machine import EngineMachine
 
 from bifolio import LLM, BeamSearchParams, SamplingParams, SpeculativeConfig
+from bifolio.api.outputs import request_output
 from bifolio.errors import ConfigError
-from bifolio.run.outputs import request_output
 from helpers import drain, make_engine, output_ids, random_prompt, run_alone, tiny_folder
 
 VOCAB = 61
@@ -147,7 +147,7 @@ def test_blocks_are_copied_in_every_layer(device: str) -> None:
     import torch
 
     from bifolio.cache.storage import KVStorage
-    from bifolio.run.cuda_storage import CudaStorage
+    from bifolio.engine.gpu.cuda_storage import CudaStorage
 
     shape = (3, 12, 4, 2, 16)  # layers, blocks, slots, heads, head size
     ours = CudaStorage(*shape, "bf16", device=device, backend="torch")
@@ -198,7 +198,7 @@ def test_the_cache_is_what_fits_beside_a_step_that_was_tried(device: str, folder
         pytest.skip("the interpreter has no memory of its own")
     import torch
 
-    from bifolio.run.overlap import OverlappedEngine
+    from bifolio.engine.gpu.overlap import OverlappedEngine
 
     llm = LLM(folder, device=device, max_num_seqs=16, max_model_len=200)
     assert isinstance(llm.engine, OverlappedEngine)

@@ -37,7 +37,7 @@ def pair(request: pytest.FixtureRequest) -> tuple[Any, Path]:
 
 
 def test_bf16_logits_are_near_transformers(gpu_kernels: Callable[..., Any]) -> None:
-    from bifolio.model.checkpoint import load_folder
+    from bifolio.model.huggingface.hf_loader import load_folder
 
     model, folder = tiny_model("llama")
     prompt = random_prompt(40)

@@ -12,13 +12,13 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from bifolio import LLM
+from bifolio.engine.gpu.cuda_storage import CudaStorage
+from bifolio.engine.gpu.overlap import OverlappedEngine
 from bifolio.kernels.reference import ReferenceKernels
 from bifolio.kernels.select import CANDIDATES, Wanted
 from bifolio.kernels.torch_reference import TorchKernels
 from bifolio.kernels.triton import TritonKernels
-from bifolio.model.checkpoint import load_folder
-from bifolio.run.cuda_storage import CudaStorage
-from bifolio.run.overlap import OverlappedEngine
+from bifolio.model.huggingface.hf_loader import load_folder
 from bifolio.sampling_params import SamplingParams
 from helpers import make_engine, make_runner, open_entry, output_ids, random_prompt, run_chunks, tiny_folder, tiny_model
 
@@ -69,7 +69,7 @@ def test_overlapped_steps_on_the_kernels() -> None:
 
 def test_a_shared_prompt_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four samples of one long prompt beside a stranger: the tokens are those of an engine that shares nothing."""
-    monkeypatch.setattr("bifolio.run.shared_work.MIN_SAVED", 1)
+    monkeypatch.setattr("bifolio.engine.gpu.shared_prefix.MIN_SAVED", 1)
     shared: list[int] = []
     expected: list[Any] = []
     for kernels in (None, TritonKernels("cpu", "f32")):

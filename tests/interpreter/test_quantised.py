@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from bifolio.kernels.interface import Linear
 from bifolio.kernels.torch_reference import TorchKernels
 from bifolio.kernels.triton import TritonKernels
-from bifolio.kernels.triton.deferred import tensor
+from bifolio.kernels.triton.lazy_fusion import tensor
 from bifolio.kernels.triton.quantised import FEW_ROWS, QuantisedWeight
 from bifolio.measure.random_models import random_model
 from bifolio.model.weights import prepare

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 from native_support import isas, settings
 
+from bifolio.engine.engine import InferenceEngine
+from bifolio.engine.executor import ModelRunner
 from bifolio.kernels import native
 from bifolio.kernels.interface import Linear
-from bifolio.model.checkpoint import load_folder
+from bifolio.model.huggingface.hf_loader import load_folder
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.transformer import forward
 from bifolio.model.weights import prepare
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
-from bifolio.run.engine import InferenceEngine
-from bifolio.run.executor import ModelRunner
 from bifolio.sampling_params import SamplingParams
 from helpers import (
     ARCHITECTURES,

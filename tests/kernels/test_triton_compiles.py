@@ -21,16 +21,16 @@ from triton.compiler import ASTSource
 from bifolio.kernels.triton import (
     cache,
     decode,
-    few_rows,
+    device_state,
+    gemm_small_m,
+    gemm_tuning,
+    gemv,
     norm,
-    one_row,
-    pieces,
     prefill,
     quantised_kernels,
-    row_tiles,
-    rows,
     sampling,
     shared,
+    split_kv,
 )
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -102,7 +102,7 @@ FEW = {
 CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
     "decode": (decode._decode_kernel, {**HEADS, "HEADS": 32, "ROWS": 16, "STAGES": 4, "SHARED_ROWS": 0}, 2),
     "decode, shared": (decode._decode_kernel, {**HEADS, "HEADS": 32, "ROWS": 16, "STAGES": 4, "SHARED_ROWS": 128}, 2),
-    "cut": (pieces._cut_kernel, {"IS_SHARED": True, "TILE": 64, "BLOCK": 256, "ITEMS": 256, "OTHERS": 32}, 8),
+    "cut": (split_kv._cut_kernel, {"IS_SHARED": True, "TILE": 64, "BLOCK": 256, "ITEMS": 256, "OTHERS": 32}, 8),
     "shared": (shared._shared_kernel, {**HEADS, "ROWS": 128, "STAGES": 3}, 8),
     "prefill": (
         prefill._prefill_kernel,
@@ -110,11 +110,11 @@ CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
         4,
     ),
     "one row": (
-        one_row._one_row_kernel, {**PRODUCT, "OUTPUTS": 4, "BLOCK": 1024, "STAGES": 1, "HAS_NORM": True}, 4,
+        gemv._one_row_kernel, {**PRODUCT, "OUTPUTS": 4, "BLOCK": 1024, "STAGES": 1, "HAS_NORM": True}, 4,
     ),
-    "few rows": (few_rows._few_rows_kernel, {**PRODUCT, **FEW, "SPLITS": 1}, 4),
-    "few rows, split": (few_rows._few_rows_kernel, {**PRODUCT, **FEW, "SPLITS": 4}, 4),
-    "few rows, gated": (few_rows._few_rows_kernel, {**PRODUCT, **FEW, "SPLITS": 2, "ACTIVATION": 0}, 4),
+    "few rows": (gemm_small_m._few_rows_kernel, {**PRODUCT, **FEW, "SPLITS": 1}, 4),
+    "few rows, split": (gemm_small_m._few_rows_kernel, {**PRODUCT, **FEW, "SPLITS": 4}, 4),
+    "few rows, gated": (gemm_small_m._few_rows_kernel, {**PRODUCT, **FEW, "SPLITS": 2, "ACTIVATION": 0}, 4),
     "norm": (norm._norm_kernel, {"HAS_DELTA": True, "HAS_BIAS": False, "CENTERED": False, "BLOCK": 4096}, 8),
     "rope": (
         cache._rope_write_kernel,
@@ -122,8 +122,8 @@ CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
          "HAS_NORM": True, "HAS_CACHE": True, "BLOCK_SIZE": 64, "TILE": 8},
         4,
     ),
-    "begin": (rows._begin_step_kernel, {"TURNS": 4, "BLOCK_SIZE": 64, "BLOCK": 64}, 1),
-    "embed": (rows._embed_kernel, {"BLOCK": 1024}, 4),
+    "begin": (device_state._begin_step_kernel, {"TURNS": 4, "BLOCK_SIZE": 64, "BLOCK": 64}, 1),
+    "embed": (device_state._embed_kernel, {"BLOCK": 1024}, 4),
     "choose": (sampling._choose_kernel, {"DRAWS": True, "CHUNK": 4096, "CHUNKS": 32}, 8),
 }  # fmt: skip
 
@@ -167,14 +167,14 @@ def test_described_products_use_the_copy_engine(
     rows: int, outputs: int, depth: int, gated: bool, dtype: torch.dtype
 ) -> None:
     """The tiles that the products of a large model get: fetched without an address, multiplied by whole warp groups."""
-    tile = row_tiles.few_rows_tile(rows, outputs, depth, dtype, gated=gated, described=True)
+    tile = gemm_tuning.few_rows_tile(rows, outputs, depth, dtype, gated=gated, described=True)
     assert tile.described
     constants = {
         **PRODUCT, **FEW, "DEPTH": depth, "ROWS": min(triton.next_power_of_2(rows), tile.rows), "OUTPUTS": tile.outputs,
         "BLOCK": tile.depth, "STAGES": tile.stages, "SPLITS": tile.splits, "ACTIVATION": 0 if gated else -1,
         "DESCRIBED": True, "SWAPPED": tile.swapped,
     }  # fmt: skip
-    kernel = few_rows._few_rows_kernel
+    kernel = gemm_small_m._few_rows_kernel
     signature = {a: "constexpr" if a in constants else kind(a) for a in kernel.arg_names}
     name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
     signature["x"] = f"tensordesc<{name}[{constants['ROWS']}, {tile.depth}]>"
@@ -192,7 +192,7 @@ def test_which_products_are_described() -> None:
     """As timed: enough outputs for tiles of 64, 17 to 64 rows of 16 bits, and never where it is impossible."""
 
     def is_described(rows: int, outputs: int, *, gated: bool = False, described: bool = True) -> bool:
-        tile = row_tiles.few_rows_tile(rows, outputs, 1024, torch.bfloat16, gated=gated, described=described)
+        tile = gemm_tuning.few_rows_tile(rows, outputs, 1024, torch.bfloat16, gated=gated, described=described)
         return tile.described
 
     assert [is_described(rows, 4096) for rows in (2, 16, 17, 33, 64, 65)] == [False, False, True, True, True, False]
@@ -200,12 +200,12 @@ def test_which_products_are_described() -> None:
     assert [is_described(64, outputs, gated=True) for outputs in (2048, 3072, 8192)] == [False, True, True]
     assert [is_described(32, outputs, gated=True) for outputs in (3072, 8192)] == [False, True]
     assert not is_described(64, 4096, described=False)
-    assert not row_tiles.few_rows_tile(64, 4096, 4096, torch.float32, described=True).described
+    assert not gemm_tuning.few_rows_tile(64, 4096, 4096, torch.float32, described=True).described
     assert [is_described(rows, 8192, gated=True) for rows in (64, 65, 128, 129)] == [True, True, True, False]
     for count, gated in ((65, True), (128, True), (129, True), (128, False)):
         ours = gated and count <= 128
-        assert row_tiles.library_is_faster(count, 8192, 2048, gated=gated, described=True) is not ours
-        assert row_tiles.library_is_faster(count, 8192, 2048, gated=gated, described=False)
+        assert gemm_tuning.library_is_faster(count, 8192, 2048, gated=gated, described=True) is not ours
+        assert gemm_tuning.library_is_faster(count, 8192, 2048, gated=gated, described=False)
     for described in (False, True):
-        assert row_tiles.library_is_faster(64, 6144, 4096, gated=False, described=described) is not described
-        assert row_tiles.library_is_faster(65, 6144, 4096, gated=False, described=described)
+        assert gemm_tuning.library_is_faster(64, 6144, 4096, gated=False, described=described) is not described
+        assert gemm_tuning.library_is_faster(65, 6144, 4096, gated=False, described=described)

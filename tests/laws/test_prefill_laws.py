@@ -20,10 +20,10 @@ import pytest
 
 import bifolio.kernels.reference as reference
 from bifolio.cache.storage import KVStorage
+from bifolio.engine import executor
+from bifolio.engine.executor import DecodeExecutor, ModelRunner, PrefillExecutor, append_batch
 from bifolio.errors import PhaseError
 from bifolio.kernels.interface import AttentionPhase
-from bifolio.run import executor
-from bifolio.run.executor import DecodeExecutor, ModelRunner, PrefillExecutor, append_batch
 from bifolio.sampling_params import SamplingParams
 from bifolio.schedule.orchestrators import DecodeOrchestrator, PrefillOrchestrator
 from bifolio.schedule.phases import PhaseManager

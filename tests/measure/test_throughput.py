@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from bifolio.engine.memory import weight_bytes
 from bifolio.errors import ConfigError
 from bifolio.kernels.reference import ReferenceKernels
 from bifolio.measure.latency import measure_latency
@@ -12,7 +13,6 @@ from bifolio.measure.random_models import SHAPES, open_model, random_model, stor
 from bifolio.measure.statistics import Distribution, show_rate, show_seconds
 from bifolio.measure.throughput import Test, bench_llm, bench_tests, measure, run_tests
 from bifolio.quant.tensor import QuantizedTensor
-from bifolio.run.memory import weight_bytes
 
 
 def test_rows_are_named_as_in_llama_bench() -> None:

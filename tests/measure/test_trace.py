@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from bifolio import LLM
+from bifolio.engine.engine import InferenceEngine
 from bifolio.errors import ConfigError
 from bifolio.kernels.reference import ReferenceKernels
 from bifolio.measure.random_models import random_model
 from bifolio.measure.static_batch import run_static, static_model_len
 from bifolio.measure.trace import Moment, TraceReport, replay
 from bifolio.measure.trace_files import TraceRequest, make_prompts, read_trace, scaled
-from bifolio.run.engine import InferenceEngine
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bifolio.api.llm import LLM
 from bifolio.kernels.interface import KernelSet
 from bifolio.kernels.torch_reference import TorchKernels
-from bifolio.model.checkpoint import load_folder
-from bifolio.run.llm import LLM
+from bifolio.model.huggingface.hf_loader import load_folder
 from bifolio.sampling_params import SamplingParams
 from helpers import (
     ARCHITECTURES,

@@ -13,12 +13,12 @@ import pytest
 
 from bifolio import LLM, SamplingParams
 from bifolio.config import SpeculativeConfig
-from bifolio.model.folder_writer import write_folder
-from bifolio.model.gguf_writer import write_gguf
+from bifolio.measure.perplexity import text_perplexity
+from bifolio.model.gguf.writer import write_gguf
+from bifolio.model.huggingface.folder_writer import write_folder
 from bifolio.model.loader import load_model
 from bifolio.model.registry import DEFAULT_MODEL, embedded_dir
 from bifolio.quant.formats import QuantFormat
-from bifolio.run.perplexity import text_perplexity
 
 NAMES = ("stories", "stories-draft", "shakespeare")
 # Written by stories15M with seeds of its own after `stories` was trained, in the form of the training text.
@@ -155,7 +155,7 @@ def test_transformers_gives_the_same_logits(name: str, tmp_path: Path) -> None:
     """GGUF to folder: what is in Q8_0 becomes F32, the network stays the same."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    from bifolio.model.language_model import LanguageModel
+    from bifolio.api.language_model import LanguageModel
 
     model = load_model(name)
     write_folder(tmp_path / name, model, QuantFormat.F32)

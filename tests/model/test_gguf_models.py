@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_models import ARCHITECTURES, tiny_transformers_model
 from whole_prompt import greedy_tokens, prompt_logits
 
 from bifolio.errors import ConfigError, ModelFileError
-from bifolio.model.checkpoint import load_folder
-from bifolio.model.folder_writer import folder_config, llama3_from_factors, write_folder
-from bifolio.model.gguf import load_gguf
-from bifolio.model.gguf_writer import write_gguf
+from bifolio.model.gguf.loader import load_gguf
+from bifolio.model.gguf.writer import write_gguf
+from bifolio.model.huggingface.folder_writer import folder_config, llama3_from_factors, write_folder
+from bifolio.model.huggingface.hf_loader import load_folder
 from bifolio.quant import QuantFormat
+from tiny_models import ARCHITECTURES, tiny_transformers_model
 
 PROMPT = [1, 5, 17, 42, 8, 96, 33, 2, 71, 64, 11, 3]
 

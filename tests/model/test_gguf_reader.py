@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from bifolio.errors import ModelFileError, UnsupportedModelError
-from bifolio.model.gguf import convert_tensor
-from bifolio.model.gguf_reader import StringArray, TensorEntry, open_gguf
+from bifolio.model.gguf.loader import convert_tensor
+from bifolio.model.gguf.reader import StringArray, TensorEntry, open_gguf
 from bifolio.quant import QuantFormat
 
 

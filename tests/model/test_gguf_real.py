@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from whole_prompt import prompt_logits
 
-from bifolio.model.chat_template import render_chat
-from bifolio.model.folder_writer import write_folder
-from bifolio.model.gguf import load_gguf
+from bifolio.model.gguf.loader import load_gguf
+from bifolio.model.huggingface.folder_writer import write_folder
 from bifolio.model.loaded import LoadedModel
 from bifolio.quant import QuantFormat
+from bifolio.text.chat_template import render_chat
 
 
 @pytest.fixture(scope="module")

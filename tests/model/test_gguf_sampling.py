@@ -9,8 +9,8 @@ import gguf
 import pytest
 
 from bifolio import LLM
-from bifolio.model.gguf_sampling import generation_config_from, sampling_entries
-from bifolio.model.gguf_writer import write_gguf
+from bifolio.model.gguf.sampling import generation_config_from, sampling_entries
+from bifolio.model.gguf.writer import write_gguf
 from bifolio.model.loader import load_model
 from bifolio.quant.formats import QuantFormat
 from helpers import tiny_folder

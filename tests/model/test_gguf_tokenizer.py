@@ -10,13 +10,13 @@ import pytest
 
 from bifolio.config import ModelConfig, RopeConfig
 from bifolio.errors import ModelFileError, UnsupportedModelError
-from bifolio.model.gguf_config import Metadata
-from bifolio.model.gguf_pretokenizers import PRE_TOKENIZERS
-from bifolio.model.gguf_reader import Value, open_gguf
-from bifolio.model.gguf_tokenizer import TOKENIZER_JSON, byte_level_pre_tokenizer, tokenizer_from_gguf
-from bifolio.model.gguf_tokenizer import tokenizer_from_metadata as rebuild
-from bifolio.model.gguf_vocabulary import PROBES, tokenizer_metadata
-from bifolio.model.tokenizer import Tokenizer
+from bifolio.model.gguf.config import Metadata
+from bifolio.model.gguf.pretokenizers import PRE_TOKENIZERS
+from bifolio.model.gguf.reader import Value, open_gguf
+from bifolio.model.gguf.tokenizer import TOKENIZER_JSON, byte_level_pre_tokenizer, tokenizer_from_gguf
+from bifolio.model.gguf.tokenizer import tokenizer_from_metadata as rebuild
+from bifolio.model.gguf.vocabulary import PROBES, tokenizer_metadata
+from bifolio.text.tokenizer import Tokenizer
 
 VOCABULARIES = ["falcon", "gpt-2", "llama-spm", "starcoder"]
 SEPARATOR = "\n__ggml_vocab_test__\n"

@@ -11,8 +11,8 @@ import pytest
 from whole_prompt import greedy_tokens, prompt_logits
 
 from bifolio.errors import ModelFileError
-from bifolio.model.gguf import load_gguf
-from bifolio.model.gguf_writer import write_gguf
+from bifolio.model.gguf.loader import load_gguf
+from bifolio.model.gguf.writer import write_gguf
 from bifolio.model.llama2c import load_llama2c, read_tokenizer
 from bifolio.quant import QuantFormat
 

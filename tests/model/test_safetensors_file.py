@@ -11,7 +11,7 @@ import pytest
 import safetensors.numpy
 
 from bifolio.errors import ConfigError, ModelFileError
-from bifolio.model.safetensors_file import open_safetensors, write_safetensors
+from bifolio.model.huggingface.safetensors_file import open_safetensors, write_safetensors
 from bifolio.quant import QuantFormat, QuantizedTensor
 
 

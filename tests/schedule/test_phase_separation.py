@@ -12,7 +12,7 @@ from bifolio.errors import OutOfBlocksError, PhaseError, UnknownSequenceError
 from bifolio.kernels.interface import AttentionPhase, AttentionShape, Batch
 from bifolio.kernels.paged import LayerAttention, paged_segment
 from bifolio.kernels.reference import ReferenceKernels, causal_attention
-from bifolio.model.attention import PagedAttentionLayer
+from bifolio.model.transformer import PagedAttentionLayer
 from bifolio.sampling_params import SamplingParams
 from bifolio.schedule.orchestrators import DecodeOrchestrator, PrefillOrchestrator
 from bifolio.schedule.phases import PhaseManager

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from bifolio.run.executor import ModelRunner
+from bifolio.engine.executor import ModelRunner
 from bifolio.serve import worker
 
 FAIL, DIE, HANG = 300, 301, 302  # token ids that no test uses otherwise

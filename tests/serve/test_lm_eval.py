@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from serving import running_server
 
-from bifolio.model.folder_writer import write_folder
+from bifolio.model.huggingface.folder_writer import write_folder
 from bifolio.model.loader import load_model
 from bifolio.model.registry import DEFAULT_MODEL, find_model
 from bifolio.quant.formats import QuantFormat

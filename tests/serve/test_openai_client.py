@@ -12,7 +12,7 @@ import openai
 import pytest
 from serving import ENGINE, RunningServer, model_folder
 
-from bifolio.run.llm import LLM
+from bifolio.api.llm import LLM
 from bifolio.sampling_params import SamplingParams
 
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 12, "extra_body": {"ignore_eos": True}}

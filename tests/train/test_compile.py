@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bifolio.model.language_model import LanguageModel
+from bifolio.api.language_model import LanguageModel
 from bifolio.train.settings import TrainSettings
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from bifolio.api.language_model import LanguageModel
 from bifolio.errors import ConfigError, ModelFileError
-from bifolio.model.language_model import LanguageModel
 from bifolio.model.loader import load_model
 from bifolio.train import TrainResult, TrainSettings, train
 from bifolio.train.command_line import describe, parse

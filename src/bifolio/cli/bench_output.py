@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 from bifolio.cli import commands
 
 if TYPE_CHECKING:
-    from bifolio.run.llm import LLM
+    from bifolio.api.llm import LLM
 
 
 def describe(llm: LLM, threads: int | None) -> dict[str, Any]:
     """What was measured, for people and for files."""
+    from bifolio.engine.memory import default_threads, weight_bytes
     from bifolio.measure.random_models import stored_format
-    from bifolio.run.memory import default_threads, weight_bytes
 
     config, cache = llm.model.config, llm.engine.config.cache
     return {
@@ -32,8 +32,8 @@ def describe(llm: LLM, threads: int | None) -> dict[str, Any]:
 
 
 def title(setting: dict[str, Any]) -> str:
+    from bifolio.engine.memory import show_bytes
     from bifolio.measure.statistics import show_count
-    from bifolio.run.memory import show_bytes
 
     size = f"{setting['num_parameters'] / 1e6:.1f} M parameters, {show_bytes(setting['weight_bytes'])}"
     place = show_count(setting["threads"], "thread") if setting["device"] == "cpu" else setting["device"]

@@ -86,7 +86,7 @@ def make_file(shape: str, format: str, folder: Path) -> Path:
 
 def write_random(shape: str, format: str, path: Path) -> None:
     from bifolio.measure.random_models import random_model
-    from bifolio.model.gguf_writer import write_gguf
+    from bifolio.model.gguf.writer import write_gguf
     from bifolio.quant.formats import QuantFormat
 
     write_gguf(path, random_model(shape, format), QuantFormat.parse(format))

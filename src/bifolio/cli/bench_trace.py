@@ -56,13 +56,13 @@ def trace(
     plot: measure_options.Plot = None,
     as_json: measure_options.AsJson = False,
 ) -> None:
+    from bifolio.api.llm import LLM
     from bifolio.cli.bench_output import describe, picture_line, progress, show, title
     from bifolio.measure.figures import check_target
     from bifolio.measure.random_models import open_model
     from bifolio.measure.tables import trace_table
     from bifolio.measure.trace import replay
     from bifolio.measure.trace_files import longest, make_prompts, read_trace, scaled
-    from bifolio.run.llm import LLM
 
     check_target(plot)
     if compare not in (None, "static"):
@@ -123,8 +123,8 @@ def run_comparison(
     note: Any,
 ) -> list[TraceReport]:
     """Both kinds of static batching, with a pool in which every batch fits whole."""
+    from bifolio.api.llm import LLM
     from bifolio.measure.static_batch import run_static, static_model_len
-    from bifolio.run.llm import LLM
 
     length = min(static_model_len(requests), model.config.max_position)
     rows, block_size = engine_options["max_num_seqs"], engine_options["block_size"]

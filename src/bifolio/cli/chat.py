@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from bifolio.cli import commands, options
 
 if TYPE_CHECKING:
-    from bifolio.run.llm import LLM
+    from bifolio.api.llm import LLM
     from bifolio.sampling_params import SamplingParams
     from bifolio.sequence import Request
 
@@ -63,7 +63,7 @@ def chat(
     gpu_memory_utilization: options.GpuMemoryUtilization = 0.9,
     verbose: options.Verbose = False,
 ) -> None:
-    from bifolio.run.llm import LLM
+    from bifolio.api.llm import LLM
 
     llm = LLM(
         model,

@@ -37,11 +37,11 @@ def evaluate(
     threads: options.Threads = None,
     device: options.Device = "auto",
 ) -> None:
+    from bifolio.api.llm import LLM
     from bifolio.errors import ConfigError
+    from bifolio.measure.perplexity import WINDOW, text_perplexity
     from bifolio.model.loader import load_model
     from bifolio.model.registry import DEFAULT_MODEL
-    from bifolio.run.llm import LLM
-    from bifolio.run.perplexity import WINDOW, text_perplexity
 
     content = read_text(text)
     if window is not None and window < 2:

@@ -66,7 +66,7 @@ def generate(
     gpu_memory_utilization: options.GpuMemoryUtilization = 0.9,
     verbose: options.Verbose = False,
 ) -> None:
-    from bifolio.run.llm import LLM
+    from bifolio.api.llm import LLM
 
     llm = LLM(
         model,
@@ -96,7 +96,7 @@ def generate(
         "ignore_eos": ignore_eos or None,
     }
     if json_schema is not None:
-        from bifolio.run.grammar import read_schema
+        from bifolio.sampling.grammar import read_schema
 
         given["grammar"] = read_schema(json_schema)
     explicit = {name: value for name, value in given.items() if value is not None}

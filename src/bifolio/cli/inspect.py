@@ -12,7 +12,7 @@ from bifolio.cli import commands, options
 
 if TYPE_CHECKING:
     from bifolio.config import ModelConfig
-    from bifolio.model.gguf_reader import Value
+    from bifolio.model.gguf.reader import Value
 
 HELP = """Show a model's architecture, metadata, tensors, formats, sizes and memory plan.
 
@@ -98,13 +98,13 @@ def inspect(
 def read_contents(path: Path) -> Contents:
     """A GGUF file is read by its header alone, so that files of any architecture can be looked at."""
     if path.is_dir():
-        from bifolio.model.checkpoint import folder_tensors, read_json
+        from bifolio.model.huggingface.hf_loader import folder_tensors, read_json
 
         found = folder_tensors(path)
         lines = [TensorLine(name, t.shape, t.format.name, t.nbytes) for name, t in sorted(found.items())]
         return Contents(str(path), "folder", read_json(path / "config.json"), lines)
     if path.suffix.lower() == ".gguf":
-        from bifolio.model.gguf_reader import open_gguf
+        from bifolio.model.gguf.reader import open_gguf
 
         file = open_gguf(path)
         metadata = {key: plain_value(value) for key, value in file.metadata.items()}
@@ -112,7 +112,7 @@ def read_contents(path: Path) -> Contents:
         return Contents(str(path), f"GGUF version {file.version}", metadata, lines)
     from bifolio.model.export import named_tensors
     from bifolio.model.loader import load_model
-    from bifolio.model.names import GGUF_LLAMA
+    from bifolio.model.tensor_names import GGUF_LLAMA
 
     loaded = load_model(path)
     named = named_tensors(loaded.weights, GGUF_LLAMA, interleaved=loaded.config.rope_interleaved)
@@ -141,9 +141,9 @@ def memory_plan(
 ) -> dict[str, Any]:
     """Bytes of weights and cache if the model were run with these settings; the reason, when it cannot be."""
     from bifolio.config import checked_kv_dtype
+    from bifolio.engine.memory import parse_bytes, plan_memory, weight_bytes
     from bifolio.errors import BifolioError
     from bifolio.model.loader import load_model
-    from bifolio.run.memory import parse_bytes, plan_memory, weight_bytes
 
     try:
         loaded = load_model(path)
@@ -188,7 +188,7 @@ def show(contents: Contents, plan: dict[str, Any], with_tensors: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from bifolio.run.memory import show_bytes
+    from bifolio.engine.memory import show_bytes
 
     console = Console(soft_wrap=True, highlight=False)
     console.print(f"{contents.path}: {contents.kind}", markup=False)

@@ -49,8 +49,8 @@ def show(entries: list[ModelEntry]) -> None:
 
 
 def row(entry: ModelEntry) -> tuple[str, ...]:
+    from bifolio.engine.memory import show_bytes
     from bifolio.model.registry import DEFAULT_MODEL
-    from bifolio.run.memory import show_bytes
 
     name = entry.name + (" (default)" if entry.name == DEFAULT_MODEL else "")
     parameters = "?" if entry.num_parameters is None else f"{entry.num_parameters / 1e6:,.1f} M"

@@ -44,11 +44,11 @@ def profile(
     plot: measure_options.Plot = None,
     as_json: measure_options.AsJson = False,
 ) -> None:
+    from bifolio.engine.memory import default_threads
     from bifolio.kernels.select import select_kernels
     from bifolio.measure.figures import check_target
     from bifolio.measure.profiler import profile_model
     from bifolio.measure.random_models import open_model
-    from bifolio.run.memory import default_threads
 
     check_target(plot)
     threads = threads or default_threads()

@@ -30,9 +30,9 @@ def pull(
         bool, commands.option("--force", help="Fetch it again, and replace another of the same name.")
     ] = False,
 ) -> None:
+    from bifolio.engine.memory import show_bytes
     from bifolio.model.pull import pull as fetch
     from bifolio.model.registry import describe
-    from bifolio.run.memory import show_bytes
 
     path = fetch(model, name=name, force=force, say=lambda line: commands.echo(line, err=True))
     kept = path.stem if path.suffix == ".gguf" else path.name

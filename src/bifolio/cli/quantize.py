@@ -12,7 +12,7 @@ from bifolio.cli import commands, options
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from bifolio.model.gguf_writer import Progress, WriteReport
+    from bifolio.model.gguf.writer import Progress, WriteReport
     from bifolio.model.loaded import LoadedModel
     from bifolio.quant import QuantFormat
 
@@ -65,10 +65,10 @@ def quantize(
 
 def write(target: Path, model: LoadedModel, format: QuantFormat, force: bool, progress: Progress) -> WriteReport:
     if target.suffix.lower() == ".gguf":
-        from bifolio.model.gguf_writer import write_gguf
+        from bifolio.model.gguf.writer import write_gguf
 
         return write_gguf(target, model, format, overwrite=force, progress=progress)
-    from bifolio.model.folder_writer import write_folder
+    from bifolio.model.huggingface.folder_writer import write_folder
 
     return write_folder(target, model, format, overwrite=force, progress=progress)
 
@@ -87,7 +87,7 @@ def progress_bar(model: LoadedModel) -> Iterator[Progress]:
     from rich.console import Console
     from rich.progress import Progress as Bar
 
-    from bifolio.run.memory import weight_bytes
+    from bifolio.engine.memory import weight_bytes
 
     with Bar(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("converting", total=weight_bytes(model.weights))
@@ -99,7 +99,7 @@ def print_report(report: WriteReport) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from bifolio.run.memory import show_bytes
+    from bifolio.engine.memory import show_bytes
 
     table = Table("from", "to", "tensors", "before", "after", "ratio", box=None)
     groups: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
@@ -117,8 +117,8 @@ def print_report(report: WriteReport) -> None:
 
 
 def score(model: LoadedModel, text: str, max_tokens: int, threads: int | None) -> float:
-    from bifolio.run.llm import LLM
-    from bifolio.run.perplexity import WINDOW, text_perplexity
+    from bifolio.api.llm import LLM
+    from bifolio.measure.perplexity import WINDOW, text_perplexity
 
     length = min(model.config.max_position, WINDOW + 1)
     llm = LLM(model, max_model_len=length, max_num_seqs=1, enable_prefix_caching=False, threads=threads)

@@ -78,7 +78,7 @@ def serve(
         from bifolio.serve.server import serve as run_server
     except ImportError as error:
         raise MissingDependencyError(f"the server needs {error.name}: pip install 'bifolio[serve]'") from error
-    from bifolio.run.memory import parse_bytes
+    from bifolio.engine.memory import parse_bytes
 
     if log_level not in LEVELS:
         raise ConfigError(f"--log-level is one of {', '.join(LEVELS)}, not {log_level!r}")

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import torch
 
-from bifolio.kernels.triton.described import can_be_described
-from bifolio.kernels.triton.few_rows import few_rows
-from bifolio.kernels.triton.row_tiles import RowTile
+from bifolio.kernels.triton.gemm_small_m import few_rows
+from bifolio.kernels.triton.gemm_tuning import RowTile
+from bifolio.kernels.triton.tma import can_be_described
 from bifolio.measure.check_bench import Bench, Named, relative_error
 
 EXTRAS = ("plain", "bias", "residual", "gated", "gated bias residual")

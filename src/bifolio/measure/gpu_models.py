@@ -11,11 +11,11 @@ import torch
 
 from bifolio.cache.storage import KVStorage
 from bifolio.config import CacheConfig, EngineConfig, ModelConfig, RopeConfig
+from bifolio.engine.engine import InferenceEngine
 from bifolio.kernels.interface import KernelSet
 from bifolio.kernels.torch_reference import DTYPES
 from bifolio.model.loaded import LoadedModel
-from bifolio.model.names import HF_LLAMA, assemble
-from bifolio.run.engine import InferenceEngine
+from bifolio.model.tensor_names import HF_LLAMA, assemble
 
 LLAMA3_ROPE = {"scaling": "llama3", "factor": 8.0, "original_max_position": 8192}
 CACHE_SHARE = 0.8  # of what is free when the weights are there
@@ -110,7 +110,7 @@ def new_engine(
     deterministic: bool = False,
 ) -> InferenceEngine:
     """An engine whose cache takes most of what is free."""
-    from bifolio.run.overlap import OverlappedEngine
+    from bifolio.engine.gpu.overlap import OverlappedEngine
 
     dtype: Any = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}[kernels.dtype]  # type: ignore[attr-defined]
     if num_blocks is None:

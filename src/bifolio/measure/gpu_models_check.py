@@ -10,14 +10,14 @@ import numpy as np
 import torch
 
 from bifolio.config import ModelConfig
+from bifolio.engine.executor import append_batch
 from bifolio.kernels.interface import AttentionPhase
 from bifolio.kernels.triton import TritonKernels
 from bifolio.measure.check_bench import relative_error
 from bifolio.measure.gpu_models import SHAPES, new_engine
 from bifolio.measure.gpu_rows import greedy
 from bifolio.model.loaded import LoadedModel
-from bifolio.model.names import HF_LLAMA, assemble
-from bifolio.run.executor import append_batch
+from bifolio.model.tensor_names import HF_LLAMA, assemble
 
 LOGIT_TOLERANCE = {"bf16": 2e-2, "f32": 1e-4}
 PROMPT, NEW = 200, 64

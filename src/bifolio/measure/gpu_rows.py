@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from bifolio.beam_params import BeamSearchParams
+from bifolio.engine.engine import InferenceEngine
 from bifolio.measure.gpu_limits import Limits
 from bifolio.measure.gpu_models import cache_bytes, prefill_operations, weight_bytes
-from bifolio.run.engine import InferenceEngine
 from bifolio.sampling_params import SamplingParams
 from bifolio.sequence import Request
 

@@ -17,11 +17,11 @@ from bifolio.config import ModelConfig
 from bifolio.kernels.interface import AttentionPhase, AttentionShape, Heads, Norm
 from bifolio.kernels.triton import TritonKernels
 from bifolio.kernels.triton.decode import decode_attention
-from bifolio.kernels.triton.few_rows import few_rows
-from bifolio.kernels.triton.one_row import one_row
-from bifolio.kernels.triton.pieces import cut, new_pieces
+from bifolio.kernels.triton.gemm_small_m import few_rows
+from bifolio.kernels.triton.gemm_tuning import RowTile
+from bifolio.kernels.triton.gemv import one_row
 from bifolio.kernels.triton.prefill import cudnn_attention, cut_queries, prefill_attention, tile_rows
-from bifolio.kernels.triton.row_tiles import RowTile
+from bifolio.kernels.triton.split_kv import cut, new_pieces
 from bifolio.measure.check_bench import Bench, fill, new_context, segment_of
 from bifolio.measure.gpu_limits import time_in_graph
 from bifolio.measure.gpu_models import SHAPES

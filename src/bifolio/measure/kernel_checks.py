@@ -23,7 +23,7 @@ from bifolio.kernels.interface import (
 )
 from bifolio.kernels.triton import TritonKernels
 from bifolio.kernels.triton.cache import copy_blocks
-from bifolio.kernels.triton.deferred import tensor
+from bifolio.kernels.triton.lazy_fusion import tensor
 from bifolio.measure.check_bench import (
     Bench,
     Named,

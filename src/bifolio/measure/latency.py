@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
+from bifolio.engine.build import runs_on_gpu
+from bifolio.engine.engine import InferenceEngine
 from bifolio.measure.statistics import Distribution
 from bifolio.measure.throughput import WARM_UP_TOKENS, add_random, run_until_done
 from bifolio.measure.trace import Recording
-from bifolio.run.build import runs_on_gpu
-from bifolio.run.engine import InferenceEngine
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,13 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from bifolio.engine.engine import InferenceEngine
+from bifolio.engine.memory import default_threads
 from bifolio.kernels.interface import KernelSet
 from bifolio.measure.machine import MachineLimits, measure_limits
 from bifolio.measure.throughput import Test, add_random, bench_llm, measure, start_decoding, stop
 from bifolio.measure.timed_kernels import PartClock, PartTotals, TimedKernels
 from bifolio.model.loaded import LoadedModel
-from bifolio.run.engine import InferenceEngine
-from bifolio.run.memory import default_threads
 
 VERB_PARTS = ("embedding", "norms", "projections", "attention", "MLP", "logits")
 NETWORK_PARTS = (*VERB_PARTS, "dispatch")  # dispatch: Python between the verbs, which a whole-step call does not have

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from bifolio.kernels.interface import Linear, Norm
-from bifolio.kernels.triton.deferred import tensor
+from bifolio.kernels.triton.lazy_fusion import tensor
 from bifolio.kernels.triton.quantised import FEW_ROWS, KINDS
 from bifolio.measure.check_bench import Bench, Named, relative_error
 from bifolio.quant.formats import QuantFormat

@@ -10,7 +10,7 @@ import numpy as np
 from bifolio.config import ModelConfig, RopeConfig
 from bifolio.errors import ConfigError
 from bifolio.model.loaded import LoadedModel
-from bifolio.model.names import HF_LLAMA, assemble
+from bifolio.model.tensor_names import HF_LLAMA, assemble
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from bifolio.engine.gpu.cuda_graphs import shared_words
+from bifolio.engine.gpu.shared_prefix import Group, deal, find_groups
 from bifolio.kernels.interface import AttentionPhase, AttentionShape, Heads
 from bifolio.kernels.triton.shared import MAX_ITEMS, new_shared_rows, rows_per_item
 from bifolio.kernels.triton.tiles import TILE
@@ -22,8 +24,6 @@ from bifolio.measure.check_bench import (
     relative_error,
     segment_of,
 )
-from bifolio.run.captured import shared_words
-from bifolio.run.shared_work import Group, deal, find_groups
 
 
 def shared_checks(bench: Bench, large: bool) -> Iterator[tuple[str, Callable[[], float]]]:

@@ -12,9 +12,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from bifolio.engine.engine import InferenceEngine
 from bifolio.measure.trace import Progress, Recording, TraceReport, exactly
 from bifolio.measure.trace_files import TraceRequest
-from bifolio.run.engine import InferenceEngine
 
 
 def run_static(

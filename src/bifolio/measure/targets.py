@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
+from bifolio.api.llm import LLM
+from bifolio.engine.memory import show_bytes, weight_bytes
 from bifolio.measure.statistics import Distribution
 from bifolio.measure.throughput import Test, run_tests
 from bifolio.measure.trace import TraceReport, replay
 from bifolio.measure.trace_files import TraceRequest, make_prompts
 from bifolio.model.loaded import LoadedModel
-from bifolio.run.llm import LLM
-from bifolio.run.memory import show_bytes, weight_bytes
 
 INTERPRETER_BYTES = 60_000_000  # Python, numpy, a tokenizer
 GENERATION_TARGET = 70.0  # tokens per second

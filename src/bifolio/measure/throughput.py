@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from bifolio.api.llm import LLM
+from bifolio.engine.build import SIZES, runs_on_gpu
+from bifolio.engine.engine import InferenceEngine
 from bifolio.kernels.select import resolve_device
 from bifolio.measure.statistics import Distribution
 from bifolio.model.loaded import LoadedModel
-from bifolio.run.build import SIZES, runs_on_gpu
-from bifolio.run.engine import InferenceEngine
-from bifolio.run.llm import LLM
 from bifolio.sampling_params import SamplingParams
 from bifolio.sequence import Request
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from bifolio.engine.engine import InferenceEngine
 from bifolio.measure.statistics import Distribution
 from bifolio.measure.trace_files import TraceRequest
-from bifolio.run.engine import InferenceEngine
 from bifolio.sampling_params import SamplingParams
 from bifolio.sequence import Request, StepResult
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from bifolio.config import ModelConfig
 from bifolio.errors import UnsupportedModelError
 from bifolio.kernels.interface import Linear, Norm
-from bifolio.model.names import TensorNames
+from bifolio.model.tensor_names import TensorNames
 from bifolio.model.weights import LayerWeights, ModelWeights
 from bifolio.quant.tensor import QuantizedTensor
 

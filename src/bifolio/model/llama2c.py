@@ -19,12 +19,12 @@ import numpy as np
 from bifolio.config import ModelConfig, RopeConfig
 from bifolio.errors import ConfigError, ModelFileError
 from bifolio.model.file_access import map_file
-from bifolio.model.gguf_tokenizer import TokenType, Vocabulary, sentencepiece_tokenizer
+from bifolio.model.gguf.tokenizer import TokenType, Vocabulary, sentencepiece_tokenizer
 from bifolio.model.loaded import LoadedModel
-from bifolio.model.names import GGUF_LLAMA, assemble
-from bifolio.model.tokenizer import Tokenizer
+from bifolio.model.tensor_names import GGUF_LLAMA, assemble
 from bifolio.quant.formats import Bytes, Floats, QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
+from bifolio.text.tokenizer import Tokenizer
 
 _HEADER = struct.Struct("<7i")
 _LARGEST = 1 << 31

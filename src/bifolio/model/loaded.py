@@ -10,8 +10,8 @@ from typing import Any
 
 from bifolio.config import ModelConfig
 from bifolio.errors import RequestError
-from bifolio.model.tokenizer import Tokenizer
 from bifolio.model.weights import ModelWeights
+from bifolio.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

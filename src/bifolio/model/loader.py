@@ -13,12 +13,12 @@ def load_model(reference: str | Path) -> LoadedModel:
     """Open a Hugging Face-layout folder, a `.gguf` file, a llama2.c `.bin` file, or a model known by name."""
     path = resolve(reference)
     if path.is_dir():
-        from bifolio.model.checkpoint import load_folder
+        from bifolio.model.huggingface.hf_loader import load_folder
 
         return load_folder(path)
     suffix = path.suffix.lower()
     if suffix == ".gguf":
-        from bifolio.model.gguf import load_gguf
+        from bifolio.model.gguf.loader import load_gguf
         from bifolio.model.registry import pulled_defaults
 
         model = load_gguf(path)

@@ -142,14 +142,14 @@ def header(path: Path) -> tuple[str, int, str]:
     """(architecture, parameters, format of most of the weights)."""
     formats: dict[str, int] = {}
     if path.is_dir():
-        from bifolio.model.checkpoint import folder_tensors, read_json
-        from bifolio.model.hf_config import config_from_hf
+        from bifolio.model.huggingface.config import config_from_hf
+        from bifolio.model.huggingface.hf_loader import folder_tensors, read_json
 
         config = config_from_hf(read_json(path / "config.json"))
         sizes = [(tensor.format.name, tensor.nbytes) for tensor in folder_tensors(path).values()]
     else:
-        from bifolio.model.gguf_config import config_from_gguf
-        from bifolio.model.gguf_reader import open_gguf
+        from bifolio.model.gguf.config import config_from_gguf
+        from bifolio.model.gguf.reader import open_gguf
 
         file = open_gguf(path)
         config = config_from_gguf(file)

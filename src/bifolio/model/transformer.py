@@ -5,8 +5,9 @@ Training, serving, the CPU and the GPU all run this function; families differ in
 
 from __future__ import annotations
 
-from bifolio.kernels.interface import Array, Batch, KernelSet, Storage
-from bifolio.model.attention import PagedAttentionLayer
+from dataclasses import dataclass
+
+from bifolio.kernels.interface import Array, Batch, KernelSet, Rotation, Storage
 from bifolio.model.weights import LayerWeights, ModelWeights
 
 
@@ -27,6 +28,23 @@ def hidden_states(weights: ModelWeights, batch: Batch, kernels: KernelSet, stora
         x, normed = kernels.add_norm(x, attended, layer.mlp_norm)
         x = kernels.add(x, mlp(layer, normed, config.activation, config.gated_mlp, kernels))
     return x
+
+
+@dataclass(frozen=True, slots=True, eq=False)  # the compiler of torch wants to hash it before it is filled
+class PagedAttentionLayer:
+    """The attention half of a transformer layer. Blocks were allocated before; a layer never allocates."""
+
+    weights: LayerWeights
+
+    def __call__(
+        self, x: Array, batch: Batch, kernels: KernelSet, storage: Storage | None, rotations: tuple[Rotation, ...]
+    ) -> Array:
+        layer = self.weights
+        rotation = None if layer.rope is None else rotations[layer.rope]
+        qkv = kernels.linear(x, layer.qkv)
+        heads = kernels.rope_and_write(qkv, layer.shape, rotation, batch, storage)
+        mixed = kernels.attend(heads, layer.shape, batch.segments, storage)
+        return kernels.linear(mixed, layer.output)
 
 
 def mlp(layer: LayerWeights, x: Array, activation: str, gated: bool, kernels: KernelSet) -> Array:

@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 
 from bifolio.errors import ChatTemplateError
-from bifolio.model.chat_template import render_chat
 from bifolio.serve.auth import Tenant
 from bifolio.serve.completions import LOWEST, encode
 from bifolio.serve.context import ServerContext
@@ -36,6 +35,7 @@ from bifolio.serve.responses import (
 )
 from bifolio.serve.sampling import EngineParams, engine_params
 from bifolio.serve.tools import CallScanner, ToolPlan, called, plan_tools, read_call
+from bifolio.text.chat_template import render_chat
 
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
 

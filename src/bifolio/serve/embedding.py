@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from bifolio.engine.engine import InferenceEngine
+from bifolio.engine.executor import append_batch
 from bifolio.errors import EmptyPromptError, PromptTooLongError, TokenIdError
 from bifolio.kernels.interface import AttentionPhase
 from bifolio.model.transformer import hidden_states
-from bifolio.run.engine import InferenceEngine
-from bifolio.run.executor import append_batch
 
 Done = Callable[[np.ndarray | None, Exception | None], None]
 

@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
+from bifolio.api.llm import LLM
 from bifolio.beam_params import BeamSearchParams
+from bifolio.engine.engine import InferenceEngine
+from bifolio.engine.fault.out_of_memory import STEP_FAILED
+from bifolio.engine.thread import EngineThread
 from bifolio.errors import BifolioError, GrammarError, RequestError
-from bifolio.run.engine import InferenceEngine
-from bifolio.run.engine_thread import EngineThread
-from bifolio.run.llm import LLM
-from bifolio.run.out_of_memory import STEP_FAILED
 from bifolio.sampling_params import SamplingParams
 from bifolio.sequence import Request, StepResult, TokenLogprob
 from bifolio.serve import messages as m
@@ -115,7 +115,7 @@ class EngineService:
         self._compiling.add(message.id)
 
         def compile_it() -> None:
-            from bifolio.run.grammar import Grammar, compile_grammar
+            from bifolio.sampling.grammar import Grammar, compile_grammar
 
             kind, text = message.grammar or ("", "")
             try:
@@ -260,7 +260,7 @@ def _decided_at_the_end(request: Request) -> bool:
 
 
 def _final_pieces(request: Request) -> list[m.Piece]:
-    from bifolio.run.outputs import request_output
+    from bifolio.api.outputs import request_output
 
     return [
         m.Piece(

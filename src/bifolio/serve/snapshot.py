@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from bifolio.run.engine import InferenceEngine
+from bifolio.engine.engine import InferenceEngine
 from bifolio.sequence import Sequence
 
 FREE, CACHED, HELD = 0, 1, 2  # HELD + slot % COLOURS is the state of a block that a row holds

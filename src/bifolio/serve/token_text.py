@@ -6,7 +6,7 @@ import json
 import re
 from functools import cache, cached_property
 
-from bifolio.model.tokenizer import Tokenizer
+from bifolio.text.tokenizer import Tokenizer
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 

@@ -113,10 +113,10 @@ def _launch(launch: m.Launch, outbox: Outbox) -> EngineService | None:
 
 
 def make_service(launch: m.Launch, send: Send) -> EngineService:
+    from bifolio.api.llm import LLM
     from bifolio.config import SpeculativeConfig
     from bifolio.errors import BifolioError
-    from bifolio.run.grammar import prepare_compiler
-    from bifolio.run.llm import LLM
+    from bifolio.sampling.grammar import prepare_compiler
     from bifolio.serve.service import EngineService
 
     options = dict(launch.options)

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from bifolio.api.language_model import LanguageModel, file_tensor
 from bifolio.errors import ConfigError, ModelFileError
-from bifolio.model.checkpoint import read_json
-from bifolio.model.language_model import LanguageModel, file_tensor
-from bifolio.model.safetensors_file import open_safetensors, write_safetensors
+from bifolio.model.huggingface.hf_loader import read_json
+from bifolio.model.huggingface.safetensors_file import open_safetensors, write_safetensors
 from bifolio.train.settings import FREE_ON_RESUME, TrainSettings
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

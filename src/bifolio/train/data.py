@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from bifolio.errors import ConfigError, ModelFileError
-from bifolio.model.tokenizer import Tokenizer
+from bifolio.text.tokenizer import Tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
 MIN_DOCUMENTS_TO_SPLIT = 20  # with fewer, the end of the text is held out instead of whole documents

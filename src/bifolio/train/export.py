@@ -7,8 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bifolio.model.language_model import LanguageModel
-from bifolio.model.tokenizer import Tokenizer
+from bifolio.api.language_model import LanguageModel
+from bifolio.text.tokenizer import Tokenizer
 from bifolio.train.checkpoint import History
 from bifolio.train.data import TokenData
 from bifolio.train.plot import plot_losses
@@ -44,8 +44,8 @@ def export(
 
 def write_gguf_file(folder: Path, format_name: str) -> Path:
     """The folder's model as one GGUF file beside it, matrices in the given format."""
-    from bifolio.model.checkpoint import load_folder
-    from bifolio.model.gguf_writer import write_gguf
+    from bifolio.model.gguf.writer import write_gguf
+    from bifolio.model.huggingface.hf_loader import load_folder
     from bifolio.quant.formats import QuantFormat
 
     path = folder / f"{folder.name}.{format_name}.gguf"

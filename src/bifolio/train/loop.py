@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from bifolio.api.language_model import LanguageModel
 from bifolio.errors import ConfigError
-from bifolio.model.language_model import LanguageModel
-from bifolio.model.tokenizer import Tokenizer
+from bifolio.text.tokenizer import Tokenizer
 from bifolio.train.checkpoint import History, load_best_weights, load_checkpoint, save_checkpoint
 from bifolio.train.data import (
     END_OF_TEXT,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bifolio.errors import ConfigError
-from bifolio.model.tokenizer import Tokenizer
+from bifolio.text.tokenizer import Tokenizer
 from bifolio.train.data import END_OF_TEXT
 
 MAX_TRAINING_CHARACTERS = 64 << 20  # more text hardly changes the merges

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from bifolio.kernels.interface import AttentionShape, Heads, Rotation, Storage
-from bifolio.kernels.triton.dependent import OVERLAPPED, wait_for_inputs
+from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
 
 HEADS_PER_PROGRAM = 8
 

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 
 from bifolio.kernels.interface import AttentionShape, Storage
-from bifolio.kernels.triton.dependent import OVERLAPPED, wait_for_inputs
-from bifolio.kernels.triton.pieces import Pieces, first_token
+from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
+from bifolio.kernels.triton.split_kv import Pieces, first_token
 from bifolio.kernels.triton.tiles import LOG2_E, TILE, mix_tile, read_tile
 
 MIN_ROWS = 16  # rows of the smallest matrix product

@@ -25,11 +25,11 @@ from bifolio.kernels.interface import (
 )
 from bifolio.kernels.triton import cache, norm, quantised
 from bifolio.kernels.triton.decode import decode_attention
-from bifolio.kernels.triton.deferred import Normed, Product, Sum, tensor
-from bifolio.kernels.triton.described import can_be_described
-from bifolio.kernels.triton.few_rows import few_rows
-from bifolio.kernels.triton.one_row import one_row
-from bifolio.kernels.triton.pieces import Pieces, cut, new_pieces
+from bifolio.kernels.triton.device_state import embed_rows, look_up_rotation
+from bifolio.kernels.triton.gemm_small_m import few_rows
+from bifolio.kernels.triton.gemm_tuning import library_is_faster, most_rows
+from bifolio.kernels.triton.gemv import one_row
+from bifolio.kernels.triton.lazy_fusion import Normed, Product, Sum, tensor
 from bifolio.kernels.triton.prefill import (
     QueryTiles,
     cudnn_attention,
@@ -40,9 +40,9 @@ from bifolio.kernels.triton.prefill import (
     uses_cudnn,
 )
 from bifolio.kernels.triton.quantised import QuantisedKernels, QuantisedWeight
-from bifolio.kernels.triton.row_tiles import library_is_faster, most_rows
-from bifolio.kernels.triton.rows import embed_rows, look_up_rotation
 from bifolio.kernels.triton.shared import SharedRows, shared_attention
+from bifolio.kernels.triton.split_kv import Pieces, cut, new_pieces
+from bifolio.kernels.triton.tma import can_be_described
 
 FIXED_TILE = 16  # queries of a tile in deterministic mode, in both phases
 EXACT_ROWS = 512  # up to so many, products that are added up are not rounded to the set's dtype first
@@ -86,7 +86,7 @@ class TritonKernels(QuantisedKernels):
     @property
     def storage_class(self) -> Any:
         """What the engine keeps keys and values in."""
-        return importlib.import_module("bifolio.run.cuda_storage").CudaStorage
+        return importlib.import_module("bifolio.engine.gpu.cuda_storage").CudaStorage
 
     # -- arrays ---------------------------------------------------------------------------------------------------
     def to_host(self, array: Array) -> np.ndarray:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from bifolio.kernels.interface import Norm
-from bifolio.kernels.triton.dependent import OVERLAPPED, wait_for_inputs
+from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 

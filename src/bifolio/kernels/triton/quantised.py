@@ -24,10 +24,10 @@ import triton
 
 from bifolio.kernels.interface import Array, Linear, Norm
 from bifolio.kernels.torch_reference import TorchKernels
-from bifolio.kernels.triton.dependent import OVERLAPPED
 from bifolio.kernels.triton.epilogue import fused
+from bifolio.kernels.triton.gemm_tuning import INTERPRETED
+from bifolio.kernels.triton.pdl import OVERLAPPED
 from bifolio.kernels.triton.quantised_kernels import dequantise_kernel, few_rows_kernel, one_row_kernel
-from bifolio.kernels.triton.row_tiles import INTERPRETED
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from bifolio.kernels.triton.dependent import wait_for_inputs
 from bifolio.kernels.triton.epilogue import finish, load_residual
+from bifolio.kernels.triton.pdl import wait_for_inputs
 
 
 @triton.jit

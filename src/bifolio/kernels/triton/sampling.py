@@ -3,7 +3,7 @@
 
 The vocabulary of a row is cut into chunks. Greedy: the best of each chunk, then the best of those. A draw: the weights
 of each chunk are summed, the chunk that the noise falls into is found, and then the token inside it. Weights are
-integers and noise is a function of (seed, position), both as on the CPU (`run.sampling`), so the only difference
+integers and noise is a function of (seed, position), both as on the CPU (`sampling`), so the only difference
 between the two is the last bit of the exponential.
 """
 
@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bifolio.kernels.triton.dependent import OVERLAPPED, wait_for_inputs
+from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
 
 CHUNK = 4096  # logits looked at together
 
@@ -94,7 +94,7 @@ def _mixed(state: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def uniform(seed: tl.tensor, position: tl.tensor, STREAM: tl.constexpr) -> tl.tensor:
-    """f64 in [0, 1), the same as `run.sampling.noise.uniform`."""
+    """f64 in [0, 1), the same as `sampling.noise.uniform`."""
     golden = seed * 0 + 0x9E3779B97F4A7C15
     state = _mixed(seed + golden)
     state = _mixed((state ^ position.to(tl.uint64)) + golden)

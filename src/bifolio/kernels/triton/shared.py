@@ -2,8 +2,8 @@
 """Decode attention over a prefix that several rows share: its keys and values are read once for all of them.
 
 The query heads of all sharers that belong to one key head are the rows of one matrix product. Each item of work
-(`run.shared_work`) leaves, for each of its rows, an average of values and the logarithm of the weights' sum; decode
-attention, which comes next and looks at the rest of each context, joins them with its own.
+(`engine.gpu.shared_prefix`) leaves, for each of its rows, an average of values and the logarithm of the weights' sum;
+decode attention, which comes next and looks at the rest of each context, joins them with its own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from bifolio.kernels.interface import AttentionShape, Storage
-from bifolio.kernels.triton.dependent import OVERLAPPED, wait_for_inputs
+from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
 from bifolio.kernels.triton.tiles import LOG2_E, TILE, mix_tile, read_tile
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)

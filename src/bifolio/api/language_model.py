@@ -1,0 +1,355 @@
+"""`LanguageModel`: the network as a torch module with its two phases spelled out.
+
+    prefill(idx, targets)        all positions of known sequences in one pass: training, evaluation
+    decode(idx, max_new_tokens)  one token at a time on the paged cache: generation
+
+Both run `transformer.forward`, the function that serving runs. Parameters carry their Hugging Face names and layouts,
+so `state_dict()` and the files it is read from and written to are those of transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from bifolio.api.decode_cache import DecodeCache
+from bifolio.config import ModelConfig
+from bifolio.errors import ConfigError, EmptyPromptError, ModelFileError, PromptTooLongError, TokenIdError
+from bifolio.kernels.interface import AttentionPhase, AttentionSegment, Batch
+from bifolio.kernels.torch_reference import TorchKernels
+from bifolio.model import transformer
+from bifolio.model.huggingface.config import config_from_hf
+from bifolio.model.huggingface.export import config_to_hf
+from bifolio.model.huggingface.hf_loader import folder_tensors, read_json, with_generation_ids
+from bifolio.model.huggingface.safetensors_file import open_safetensors, write_safetensors
+from bifolio.model.tensor_names import assemble, hf_names
+from bifolio.model.weights import ModelWeights, prepare
+from bifolio.quant.formats import QuantFormat
+from bifolio.quant.tensor import QuantizedTensor
+
+IGNORED_TARGET = -100  # positions with this target do not count in the loss
+INITIAL_STANDARD_DEVIATION = 0.02
+
+CHARACTER_MODEL = ModelConfig(  # a small character model: 65 characters, as tinyshakespeare has
+    architecture="gpt2",
+    vocab_size=65,
+    hidden_size=128,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=32,
+    intermediate_size=512,
+    max_position=128,
+    norm="layer",
+    activation="gelu_tanh",
+    gated_mlp=False,
+    qkv_bias=True,
+    output_bias=True,
+    mlp_bias=True,
+    tie_embeddings=True,
+    learned_positions=True,
+)
+
+
+class LanguageModel(nn.Module):
+    """A decoder-only language model of any supported family; without arguments a small character model."""
+
+    def __init__(self, config: ModelConfig = CHARACTER_MODEL, *, seed: int | None = None) -> None:
+        """Random weights; `seed` makes them the same every time without touching torch's global generator."""
+        super().__init__()
+        self.config = config
+        self.hf_config: dict[str, Any] | None = None  # config.json as it was read, so that it is written back whole
+        self.generation_config: dict[str, Any] = {}
+        self._names = hf_names(config)
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        for name, shape in _parameter_shapes(config).items():
+            _register(self, name, nn.Parameter(_initial(name, shape, config, generator)))
+        if config.tie_embeddings:
+            _register(self, self._names.head + ".weight", self.get_parameter(self._names.embedding + ".weight"))
+        self._frequencies: tuple[torch.Tensor, ...] = ()
+        self._network: Callable[..., Any] = transformer.forward
+
+    # -- the two phases -----------------------------------------------------------------------------------
+    def prefill(
+        self, idx: torch.Tensor, targets: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """PREFILL PHASE: idx [B, T] → logits f32[B, T, vocab] and, with targets [B, T], the mean cross-entropy.
+
+        All positions are computed in parallel and nothing is cached: for training and evaluation, where the tokens
+        are known. Targets of -100 do not count.
+        """
+        self._check_tokens(idx)
+        batch_size, length = idx.shape
+        if length > self.config.max_position:
+            raise PromptTooLongError(
+                f"the sequences have {length} tokens and the model takes {self.config.max_position}: shorten them"
+            )
+        batch = fresh_batch(idx)
+        network = self._network if self.training else transformer.forward
+        logits = network(self.weights(), batch, self._kernels(), None)
+        logits = logits.unflatten(0, (batch_size, length))
+        if targets is None:
+            return logits, None
+        if targets.shape != idx.shape:
+            raise ConfigError(
+                f"targets have shape {tuple(targets.shape)} and tokens {tuple(idx.shape)}: make them equal"
+            )
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten().long(), ignore_index=IGNORED_TARGET)
+
+    @torch.no_grad()
+    def decode(
+        self,
+        idx: torch.Tensor,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        seed: int | None = None,
+        *,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        stop_token_ids: Iterable[int] = (),
+    ) -> torch.Tensor:
+        """DECODE PHASE: extend idx [B, T] by up to `max_new_tokens` tokens each, one at a time: [B, T + new].
+
+        Temperature 0 takes the most likely token. A row that produced a stop token repeats it until all rows are done.
+        The model sees the last `max_position` tokens: past that, every token costs a pass over the whole window, since
+        all positions in it have moved.
+        """
+        self._check_tokens(idx)
+        choose = TokenChooser(temperature, top_k, top_p, seed, idx.device)
+        weights = prepare(self.weights(), self._kernels())
+        context = self.config.max_position
+        cache = DecodeCache(self.config, idx.shape[0], min(idx.shape[1] + max_new_tokens, context), self._kernels())
+        stops = torch.tensor(list(stop_token_ids), dtype=idx.dtype, device=idx.device)
+        done = torch.zeros(idx.shape[0], dtype=torch.bool, device=idx.device)
+        for _ in range(max_new_tokens):
+            window = idx[:, -context:]
+            batch = cache.stage(window)
+            logits = transformer.forward(weights, batch, self._kernels(), cache.storage)
+            chosen = choose(logits).to(idx.dtype)
+            chosen = torch.where(done, idx[:, -1], chosen)
+            idx = torch.cat((idx, chosen[:, None]), dim=1)
+            done = done | torch.isin(chosen, stops)
+            if len(stops) and bool(done.all()):
+                break
+        return idx
+
+    @torch.no_grad()
+    def decode_by_recomputing(
+        self,
+        idx: torch.Tensor,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        seed: int | None = None,
+        *,
+        top_k: int | None = None,
+        top_p: float | None = None,
+    ) -> torch.Tensor:
+        """The teaching version of `decode`: runs the whole prefix again for every token. The same result, slowly."""
+        choose = TokenChooser(temperature, top_k, top_p, seed, idx.device)
+        for _ in range(max_new_tokens):
+            logits, _ = self.prefill(idx[:, -self.config.max_position :])
+            idx = torch.cat((idx, choose(logits[:, -1, :]).to(idx.dtype)[:, None]), dim=1)
+        return idx
+
+    def forward(
+        self, idx: torch.Tensor, targets: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The same as `prefill`, under the name that `model(idx, targets)` calls."""
+        return self.prefill(idx, targets)
+
+    def generate(self, idx: torch.Tensor, max_new_tokens: int, **options: Any) -> torch.Tensor:
+        """The same as `decode`, under its older name."""
+        return self.decode(idx, max_new_tokens, **options)
+
+    def compile_network(self, backend: str = "inductor") -> None:
+        """Let `prefill` run through torch.compile while training: slow at the first call of a shape, then faster."""
+        self._network = torch.compile(transformer.forward, backend=backend)
+
+    # -- files --------------------------------------------------------------------------------------------
+    @classmethod
+    def from_pretrained(cls, folder: str | Path) -> LanguageModel:
+        """A model from a Hugging Face-layout folder, in float32."""
+        folder = Path(folder)
+        raw = read_json(folder / "config.json")
+        generation_path = folder / "generation_config.json"
+        generation = read_json(generation_path) if generation_path.is_file() else {}
+        model = cls(with_generation_ids(config_from_hf(raw), generation), seed=0)
+        model.hf_config = raw
+        model.generation_config = generation
+        model._load(folder_tensors(folder), str(folder))
+        return model
+
+    def load_safetensors(self, path: str | Path) -> None:
+        """Read all parameters from one file, or from the files of a folder."""
+        path = Path(path)
+        tensors = folder_tensors(path) if path.is_dir() else open_safetensors(path).tensors
+        self._load(tensors, str(path))
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write `config.json` and `model.safetensors` in the layout that transformers reads."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        raw = self.hf_config or config_to_hf(self.config)
+        (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+        if self.generation_config:
+            text = json.dumps(self.generation_config, indent=2) + "\n"
+            (folder / "generation_config.json").write_text(text, encoding="utf-8")
+        tensors = {name: file_tensor(parameter) for name, parameter in self.named_parameters()}
+        write_safetensors(folder / "model.safetensors", tensors, {"format": "pt"})
+
+    def _load(self, tensors: Any, source: str) -> None:
+        prefix = self._names.embedding.split(".")[0] + "."
+        spellings = {name.replace("language_model.", "", 1): name for name in tensors}
+        for name, parameter in self.named_parameters():
+            spelling = spellings.get(name) or spellings.get(name.removeprefix(prefix))
+            if spelling is None:
+                raise ModelFileError(f"the tensor {name!r} is missing from {source}: fetch the whole model again")
+            tensor = tensors[spelling]
+            if tensor.shape != tuple(parameter.shape):
+                raise ModelFileError(
+                    f"the tensor {name!r} of {source} has shape {tensor.shape} where the model has "
+                    f"{tuple(parameter.shape)}: the files do not belong together"
+                )
+            with torch.no_grad():
+                parameter.copy_(torch.from_numpy(np.array(tensor.dequantize())))
+
+    # -- inside -------------------------------------------------------------------------------------------
+    @property
+    def device(self) -> torch.device:
+        return self.get_parameter(self._names.embedding + ".weight").device
+
+    def weights(self) -> ModelWeights:
+        """The parameters by role, as `transformer.forward` takes them; cheap, and part of the gradient's graph."""
+        transposed = self.config.architecture == "gpt2"
+
+        def fetch(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+            parameter = self.get_parameter(name)
+            return parameter.T if transposed and ".h." in name else parameter
+
+        def vector(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+            return self.get_parameter(name)
+
+        weights = assemble(self.config, self._names, fetch, vector)
+        if len(self._frequencies) != len(weights.inverse_frequencies) or any(
+            f.device != self.device for f in self._frequencies
+        ):
+            self._frequencies = tuple(torch.from_numpy(f).to(self.device) for f in weights.inverse_frequencies)
+        return replace(weights, inverse_frequencies=self._frequencies)
+
+    def _kernels(self) -> TorchKernels:
+        dtype = self.get_parameter(self._names.embedding + ".weight").dtype
+        names = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+        return TorchKernels(str(self.device), names.get(dtype, str(dtype)))
+
+    def _check_tokens(self, idx: torch.Tensor) -> None:
+        if idx.ndim != 2:
+            raise ConfigError(f"tokens must have shape [batch, length], not {tuple(idx.shape)}")
+        if idx.numel() == 0:
+            raise EmptyPromptError("there is not a single token to process: pass at least one per row")
+        if idx.is_cuda and self.training:
+            return  # looking at the values would make every training step wait for the device
+        low, high = int(idx.min()), int(idx.max())
+        if low < 0 or high >= self.config.vocab_size:
+            wrong = low if low < 0 else high
+            raise TokenIdError(f"token id {wrong} is outside the vocabulary of {self.config.vocab_size} tokens")
+
+
+class TokenChooser:
+    """Draws one token per row from logits; the same seed gives the same draws."""
+
+    def __init__(
+        self, temperature: float, top_k: int | None, top_p: float | None, seed: int | None, device: torch.device
+    ) -> None:
+        if not (math.isfinite(temperature) and temperature >= 0):
+            raise ConfigError(f"the temperature must be 0 (greedy) or more, not {temperature}")
+        if top_k is not None and top_k < 1:
+            raise ConfigError(f"top_k must be at least 1, not {top_k}")
+        if top_p is not None and not 0 < top_p <= 1:
+            raise ConfigError(f"top_p must be above 0 and at most 1, not {top_p}")
+        self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
+        self.generator = None if seed is None else torch.Generator(device).manual_seed(seed)
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        """f32[B, vocab] → i64[B]."""
+        if self.temperature == 0.0:
+            return logits.argmax(dim=-1)
+        scores = logits.float() / self.temperature
+        if self.top_k is not None and self.top_k < scores.shape[-1]:
+            scores = scores.masked_fill(scores < scores.topk(self.top_k).values[:, -1:], -math.inf)
+        if self.top_p is not None and self.top_p < 1.0:
+            ordered, order = scores.softmax(dim=-1).sort(dim=-1, descending=True)
+            outside = (ordered.cumsum(dim=-1) - ordered) >= self.top_p  # the token that crosses top_p stays
+            scores = scores.masked_fill(torch.zeros_like(outside).scatter(-1, order, outside), -math.inf)
+        return torch.multinomial(scores.softmax(dim=-1), 1, generator=self.generator)[:, 0]
+
+
+def fresh_batch(idx: torch.Tensor) -> Batch:
+    """Whole sequences [B, T], packed, nothing cached, the logits of every token wanted."""
+    batch_size, length = idx.shape
+    positions = torch.arange(length, device=idx.device).repeat(batch_size)
+    segment = AttentionSegment(
+        phase=AttentionPhase.PREFILL,
+        token_start=0,
+        token_end=batch_size * length,
+        query_starts=torch.arange(0, batch_size * length + 1, length, device=idx.device),
+        context_lens=torch.full((batch_size,), length, device=idx.device),
+        block_tables=None,
+        fresh=True,
+        max_query_len=length,
+        max_context_len=length,
+    )
+    return Batch(idx.flatten(), positions, None, (segment,), None, length - 1)
+
+
+def file_tensor(parameter: torch.Tensor) -> QuantizedTensor | np.ndarray:
+    """A parameter as the file keeps it, in its own type."""
+    tensor = parameter.detach().cpu().contiguous()
+    if tensor.dtype == torch.bfloat16:
+        words = tensor.view(torch.int16).numpy()
+        data = words.reshape(math.prod(tensor.shape[:-1]), -1).view(np.uint8)
+        return QuantizedTensor(QuantFormat.BF16, data, tuple(tensor.shape))
+    return np.asarray(tensor.numpy())
+
+
+def _parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every parameter by its Hugging Face name; `assemble` asks for each of them."""
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def fetch(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        transposed = config.architecture == "gpt2" and ".h." in name and len(shape) == 2
+        shapes[name] = shape[::-1] if transposed else shape
+        return np.zeros(1, np.float32)
+
+    assemble(config, hf_names(config), fetch, fetch)
+    return shapes
+
+
+def _initial(name: str, shape: Sequence[int], config: ModelConfig, generator: torch.Generator | None) -> torch.Tensor:
+    """GPT-2's way: normal weights, smaller where a layer adds to the residual stream; norms are the identity."""
+    if len(shape) == 1:
+        is_norm_weight = name.endswith("weight")
+        return torch.full(tuple(shape), 1.0 - config.norm_offset if is_norm_weight else 0.0)
+    deviation = INITIAL_STANDARD_DEVIATION
+    names = hf_names(config)
+    if name.endswith((f"{names.output}.weight", f"{names.down}.weight")):
+        deviation /= math.sqrt(2 * config.num_layers)
+    return torch.randn(tuple(shape), generator=generator) * deviation
+
+
+def _register(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Put a parameter under its dotted name, with a plain module for each part of the path."""
+    *path, last = name.split(".")
+    for part in path:
+        if part not in module._modules:
+            module.add_module(part, nn.Module())
+        module = module.get_submodule(part)
+    module.register_parameter(last, parameter)

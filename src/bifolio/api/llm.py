@@ -1,0 +1,307 @@
+"""The offline API: `LLM(model).generate(prompts, SamplingParams(...))`."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from bifolio.api.outputs import RequestOutput, request_output
+from bifolio.beam_params import BeamSearchParams
+from bifolio.config import CacheConfig, EngineConfig, KVDtype, SpeculativeConfig, checked_kv_dtype
+from bifolio.engine.build import build_engine, resolve_sizes
+from bifolio.engine.memory import default_threads, parse_bytes
+from bifolio.errors import ConfigError, RequestError
+from bifolio.kernels.interface import KernelSet
+from bifolio.kernels.select import select_kernels
+from bifolio.model.loaded import LoadedModel
+from bifolio.model.loader import load_model
+from bifolio.sampling_params import SamplingParams, merge_defaults
+from bifolio.sequence import Request, StepResult
+from bifolio.text.chat_template import Message, render_chat
+
+Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
+PROGRESS_FROM = 8  # prompts; fewer are done before a bar would be read
+
+
+class LLM:
+    """A model, a cache and an engine, for use from one thread.
+
+    `model` is a Hugging Face-layout folder, a `.gguf` file, or the name of an embedded or pulled model; None takes
+    the default embedded model. The cache gets `num_blocks` blocks, or as many as fit into `memory` ("2GB"), or a
+    safe share of what is free; on a GPU, `gpu_memory_utilization` of what is free beside the weights and the largest
+    step. `activations` ("int8" or "int16") says how finely they are rounded beside quantised weights on the native CPU
+    kernels. `dtype` is that of the cache, and on a GPU of dense weights too. `deterministic` asks a GPU for output that
+    depends on the request alone, to the last bit; on the CPU it always does. Sizes that are not given are small on the
+    CPU and large on a GPU (`engine.build.SIZES`).
+    """
+
+    def __init__(
+        self,
+        model: str | Path | LoadedModel | None = None,
+        *,
+        dtype: KVDtype | str = "auto",
+        block_size: int | None = None,
+        num_blocks: int | None = None,
+        memory: int | str | None = None,
+        max_num_seqs: int | None = None,
+        max_model_len: int | None = None,
+        chunk_size: int | None = None,
+        token_budget: int | None = None,
+        enable_prefix_caching: bool = True,
+        deterministic: bool | None = None,
+        device: str = "auto",
+        threads: int | None = None,
+        kernels: KernelSet | str | None = None,
+        activations: str = "int8",
+        gpu_memory_utilization: float = 0.9,
+        speculative: SpeculativeConfig | None = None,
+        max_waiting: int | None = None,
+        poison_free_blocks: bool = False,
+        verbose: bool = False,
+    ) -> None:
+        from bifolio.model.registry import DEFAULT_MODEL
+
+        self.model = model if isinstance(model, LoadedModel) else load_model(model or DEFAULT_MODEL)
+        kernel_set = (
+            kernels
+            if kernels is not None and not isinstance(kernels, str)
+            else select_kernels(
+                device,
+                name=kernels,
+                threads=threads or default_threads(),
+                activations=activations,
+                dtype=dtype if dtype in ("f32", "f16", "bf16") else None,
+                deterministic=bool(deterministic),
+            )
+        )
+        sizes = resolve_sizes(kernel_set, block_size, max_num_seqs, chunk_size, token_budget)
+        wanted = EngineConfig(
+            cache=CacheConfig(
+                sys.maxsize,  # until memory is planned
+                sizes.block_size,
+                self._kv_dtype(dtype, kernel_set),
+                enable_prefix_caching,
+                poison_free_blocks,
+            ),
+            max_model_len=self._model_len(max_model_len),
+            max_num_seqs=sizes.max_num_seqs,
+            token_budget=sizes.token_budget,
+            chunk_size=sizes.chunk_size,
+            max_waiting=max_waiting,
+            deterministic=deterministic is not False if kernel_set.device == "cpu" else bool(deterministic),
+            device=kernel_set.device,
+            speculative=speculative,
+        )
+        self.plan, self.engine = build_engine(
+            self.model,
+            wanted,
+            kernel_set,
+            draft_model=self._draft_model(speculative),
+            num_blocks=num_blocks,
+            memory=None if memory is None else parse_bytes(memory),
+            utilisation=gpu_memory_utilization,
+        )
+        self._ids = itertools.count()
+        if verbose:
+            self.print_plan()
+
+    # -- generating ------------------------------------------------------------------------------------------
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | None = None,
+        priority: int | Sequence[int] = 0,
+    ) -> list[RequestOutput]:
+        """Complete every prompt; the results come in the order of the prompts."""
+        batch = as_prompts(prompts)
+        params = self.params_for(batch, sampling_params)
+        priorities = [priority] * len(batch) if isinstance(priority, int) else list(priority)
+        requests = self._add_all(batch, params, priorities)
+        self._drain(requests, show_progress(use_tqdm, len(requests)))
+        return [request_output(request) for request in requests]
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams | Sequence[BeamSearchParams] | None = None,
+        *,
+        use_tqdm: bool | None = None,
+    ) -> list[RequestOutput]:
+        """The best texts of a beam search for every prompt; `.outputs` are best first and have a `.score`."""
+        batch = as_prompts(prompts)
+        each = [params or BeamSearchParams()] * len(batch) if not isinstance(params, Sequence) else list(params)
+        if len(each) != len(batch):
+            raise RequestError(f"{len(batch)} prompts and {len(each)} BeamSearchParams: pass one, or one for each")
+        requests = self._add_all(batch, each, [0] * len(batch))
+        self._drain(requests, show_progress(use_tqdm, len(requests)))
+        return [request_output(request) for request in requests]
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[StepResult]:
+        """Yield every token as it comes; `StepResult.request_id` is the prompt's index, `.index` the completion's.
+
+        Leaving the loop early ends the requests.
+        """
+        batch = as_prompts(prompts)
+        requests = self._add_all(batch, self.params_for(batch, sampling_params), [0] * len(batch), named=True)
+        try:
+            while any(not request.is_finished for request in requests):
+                yield from self.engine.step()
+        finally:
+            self._abort(requests)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        use_tqdm: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, written with the model's own chat template."""
+        conversations: Any = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        prompts: list[Prompt] = [
+            {"prompt_token_ids": self.chat_tokens(conversation, tools=tools)} for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def chat_tokens(self, messages: Sequence[Message], **options: Any) -> list[int]:
+        """Token ids of a conversation; special tokens come from the template alone."""
+        text = render_chat(self.model.chat_template, messages, special_tokens=self.model.special_tokens, **options)
+        return self.model.require_tokenizer().encode(text, add_special_tokens=False)
+
+    # -- looking -----------------------------------------------------------------------------------------------
+    def print_plan(self) -> None:
+        config = self.model.config
+        print(f"{self.model.path} ({config.architecture}), kernels: {self.engine.runner.kernels.name}", file=sys.stderr)
+        for line in [*self.model.notes, *self.plan.lines()]:
+            print("  " + line, file=sys.stderr)
+
+    def default_params(self, **explicit: Any) -> SamplingParams:
+        """The model's own generation defaults, with `explicit` values winning."""
+        return SamplingParams(**merge_defaults(self.model.generation_config, **explicit))
+
+    # -- details -----------------------------------------------------------------------------------------------
+    def _model_len(self, wanted: int | None) -> int:
+        most = self.model.config.max_position
+        if wanted is None:
+            return min(most, 8192)
+        if not 1 <= wanted <= most:
+            raise ConfigError(f"max_model_len={wanted} is outside 1..{most}, the context this model was made for")
+        return wanted
+
+    def _draft_model(self, config: SpeculativeConfig | None) -> LoadedModel | None:
+        if config is None or config.method != "draft":
+            return None
+        return load_model(config.draft_model or f"{self.model.path.stem}-draft")  # `stories` has `stories-draft`
+
+    def _kv_dtype(self, dtype: str, kernels: KernelSet) -> KVDtype:
+        if dtype == "auto":
+            own = str(getattr(kernels, "dtype", ""))  # torch kernels compute in the type of their weights
+            return "bf16" if own == "torch.bfloat16" else "f16" if own == "torch.float16" else "f32"
+        return checked_kv_dtype(dtype)
+
+    def params_for(
+        self, batch: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[SamplingParams]:
+        if params is None:
+            params = self.default_params()
+        if isinstance(params, SamplingParams):
+            return [params] * len(batch)
+        if len(params) != len(batch):
+            raise RequestError(f"{len(batch)} prompts and {len(params)} SamplingParams: pass one, or one for each")
+        return list(params)
+
+    def _add_all(
+        self,
+        batch: list[Prompt],
+        params: Sequence[SamplingParams | BeamSearchParams],
+        priorities: list[int],
+        named: bool = False,
+    ) -> list[Request]:
+        """All or nothing: a bad prompt refuses the call before anything runs."""
+        requests: list[Request] = []
+        try:
+            for number, (prompt, each, priority) in enumerate(zip(batch, params, priorities, strict=True)):
+                request_id = str(number) if named else f"request-{next(self._ids)}"
+                requests.append(self._add(request_id, prompt, each, priority))
+        except BaseException:
+            self._abort(requests)
+            raise
+        return requests
+
+    def _add(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | BeamSearchParams, priority: int
+    ) -> Request:
+        text, token_ids = self.prompt_tokens(prompt)
+        if isinstance(params, BeamSearchParams):
+            return self.engine.add_beam_search(request_id, token_ids, params, prompt=text, priority=priority)
+        return self.engine.add_request(request_id, token_ids, params, prompt=text, priority=priority)
+
+    def prompt_tokens(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
+        """(text where it is known, token ids) of a prompt in any of its forms."""
+        text: str | None = None
+        token_ids: Any = prompt
+        if isinstance(prompt, Mapping):
+            text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+            token_ids = text if token_ids is None else token_ids
+        if isinstance(token_ids, str):
+            text, token_ids = token_ids, self.model.require_tokenizer().encode(token_ids)
+        if token_ids is None or isinstance(token_ids, Mapping):
+            raise RequestError("a prompt is text, a list of token ids, or {'prompt_token_ids': [...]}")
+        return text, token_ids
+
+    def _drain(self, requests: list[Request], progress: bool) -> None:
+        try:
+            if not progress:
+                while any(not request.is_finished for request in requests):
+                    self.engine.step()
+            else:
+                self._drain_with_bar(requests)
+        finally:
+            self._abort(requests)
+
+    def _drain_with_bar(self, requests: list[Request]) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, TextColumn("{task.fields[speed]}"), console=Console(stderr=True)) as bar:
+            task = bar.add_task("generating", total=len(requests), speed="")
+            num_tokens = 0
+            while any(not request.is_finished for request in requests):
+                num_tokens += sum(result.token is not None for result in self.engine.step())
+                elapsed = bar.tasks[0].elapsed or 1e-9
+                done = sum(request.is_finished for request in requests)
+                bar.update(task, completed=done, speed=f"{num_tokens / elapsed:.0f} tok/s")
+
+    def _abort(self, requests: list[Request]) -> None:
+        unfinished = [request for request in requests if not request.is_finished]
+        for request in unfinished:
+            self.engine.abort(request.request_id)
+        if unfinished:
+            self.engine.step()  # gives their rows and blocks back
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several: text, token ids, or mappings."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not len(prompts):
+        return []
+    if all(isinstance(item, int) or hasattr(item, "__index__") for item in prompts):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def show_progress(wanted: bool | None, num_requests: int) -> bool:
+    """Unless told: only for long calls that a person watches."""
+    return sys.stderr.isatty() and num_requests >= PROGRESS_FROM if wanted is None else wanted

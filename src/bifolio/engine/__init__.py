@@ -1,0 +1,1 @@
+"""The engine: one step is plan, launch, collect."""

@@ -1,0 +1,118 @@
+"""From a model, settings and kernels to an engine: sizes that suit the device, memory planned before it is taken.
+
+A GPU is bound by launches and bandwidth, so it runs many sequences and long chunks at once, in an engine whose host
+plans the next step while the device runs this one. Its cache is sized last, when weights are in place and the largest
+step has been tried.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from bifolio.config import EngineConfig
+from bifolio.engine.engine import InferenceEngine
+from bifolio.engine.memory import MemoryPlan, plan_gpu_memory, plan_memory, weight_bytes
+from bifolio.kernels.interface import KernelSet
+from bifolio.model.loaded import LoadedModel
+
+
+class Sizes(NamedTuple):
+    """How much runs at once."""
+
+    block_size: int
+    max_num_seqs: int
+    chunk_size: int
+    token_budget: int
+
+
+SIZES = {"cpu": Sizes(16, 16, 512, 512), "cuda": Sizes(64, 256, 8192, 8192)}  # where nothing else is asked for
+
+
+def runs_on_gpu(kernels: KernelSet) -> bool:
+    return kernels.array_backend == "torch" and kernels.device.startswith("cuda")
+
+
+def resolve_sizes(
+    kernels: KernelSet,
+    block_size: int | None = None,
+    max_num_seqs: int | None = None,
+    chunk_size: int | None = None,
+    token_budget: int | None = None,
+) -> Sizes:
+    """What was asked for, filled up with what suits the device."""
+    usual = SIZES["cuda" if runs_on_gpu(kernels) else "cpu"]
+    num_seqs = usual.max_num_seqs if max_num_seqs is None else max_num_seqs
+    if chunk_size is None:
+        chunk_size = usual.chunk_size if token_budget is None else min(usual.chunk_size, token_budget)
+    return Sizes(
+        usual.block_size if block_size is None else block_size,
+        num_seqs,
+        chunk_size,
+        token_budget or max(chunk_size, num_seqs),
+    )
+
+
+def engine_class(kernels: KernelSet) -> type[InferenceEngine]:
+    """Steps overlap on the kernels that were made for it."""
+    if kernels.name != "triton":
+        return InferenceEngine
+    from bifolio.engine.gpu.overlap import OverlappedEngine  # needs torch
+
+    return OverlappedEngine
+
+
+def build_engine(
+    model: LoadedModel,
+    config: EngineConfig,  # how many blocks its cache has is decided here
+    kernels: KernelSet,
+    *,
+    draft_model: LoadedModel | None = None,
+    num_blocks: int | None = None,
+    memory: int | None = None,  # bytes for the cache
+    utilisation: float = 0.9,
+) -> tuple[MemoryPlan, InferenceEngine]:
+    """The plan and the engine that was built by it."""
+    cache, length = config.cache, config.max_model_len
+    if runs_on_gpu(kernels):
+        from bifolio.engine.gpu.device_memory import move_to_device
+
+        model = move_to_device(model, kernels)
+        draft_model = None if draft_model is None else move_to_device(draft_model, kernels)
+    if runs_on_gpu(kernels) and num_blocks is None and memory is None:
+        plan = _measured_plan(model, config, kernels, draft_model, utilisation)
+    else:
+        plan = plan_memory(
+            model.config,
+            weight_bytes(model.weights),
+            block_size=cache.block_size,
+            kv_dtype=cache.dtype,
+            num_blocks=num_blocks,
+            memory=memory,
+            max_model_len=length,
+            max_num_seqs=config.max_num_seqs,
+        )
+    config = replace(config, cache=replace(cache, num_blocks=plan.num_blocks))
+    return plan, engine_class(kernels)(model, config, kernels, draft_model=draft_model)
+
+
+def _measured_plan(
+    model: LoadedModel, config: EngineConfig, kernels: KernelSet, draft_model: LoadedModel | None, utilisation: float
+) -> MemoryPlan:
+    from bifolio.engine.gpu.device_memory import CudaMemory, measure_step
+
+    device = CudaMemory(kernels.device)
+    step_bytes = measure_step(model, kernels, config, device)
+    weights = weight_bytes(model.weights) + (0 if draft_model is None else weight_bytes(draft_model.weights))
+    return plan_gpu_memory(
+        model.config,
+        weight_bytes=weights,
+        free_bytes=device.free_bytes(),
+        step_bytes=step_bytes,
+        utilisation=utilisation,
+        block_size=config.cache.block_size,
+        kv_dtype=config.cache.dtype,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        draft=None if draft_model is None else draft_model.config,
+    )

@@ -1,0 +1,155 @@
+"""What callers ask for, checked against the model and made into requests and their sequences.
+
+Whether a request can be served follows from the request, the model and the configuration, whoever else is running (but
+for its id, which must be free). So it is refused here, before it touches anything, or runs to an end of its own.
+"""
+
+from __future__ import annotations
+
+import operator
+import secrets
+from collections.abc import Mapping
+from collections.abc import Sequence as Sequences
+from itertools import count
+
+from bifolio.beam_params import BeamSearchParams
+from bifolio.cache.block_manager import KVCacheBlockManager
+from bifolio.config import EngineConfig
+from bifolio.engine.beam.search import BeamSearch
+from bifolio.errors import EmptyPromptError, PromptTooLongError, RequestError, TokenIdError
+from bifolio.model.loaded import LoadedModel
+from bifolio.sampling.noise import child_seed
+from bifolio.sampling_params import SamplingParams
+from bifolio.sequence import Request, Sequence
+from bifolio.text.detokenizer import IncrementalDetokenizer
+from bifolio.text.stopping import StopChecker
+
+
+class RequestIntake:
+    """Makes requests for one model and counts them; of the block manager it only asks for fresh ids and sizes."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        config: EngineConfig,
+        blocks: KVCacheBlockManager,
+        running: Mapping[str, Request],  # the engine's, only looked at: their ids are taken
+    ) -> None:
+        self._model = model
+        self._config = config
+        self._blocks = blocks
+        self._running = running
+        self._numbers = count()  # order of arrival
+
+    def new_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequences[int],
+        params: SamplingParams,
+        prompt: str | None = None,
+        priority: int = 0,
+        salt: bytes = b"",
+    ) -> Request:
+        """A request that can be served, without sequences yet; `RequestError` and its kin say why it cannot."""
+        prompt_ids = as_token_ids(prompt_token_ids)
+        self._check(request_id, prompt_ids, params)
+        room = self._config.max_model_len - len(prompt_ids)
+        return Request(
+            request_id=request_id,
+            number=next(self._numbers),
+            prompt_token_ids=prompt_ids,
+            params=self._resolved(params),
+            seed=params.seed if params.seed is not None else secrets.randbits(63),
+            prompt=prompt,
+            priority=priority,
+            salt=salt,
+            max_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
+        )
+
+    def add_completions(self, request: Request) -> None:
+        """One sequence for each completion that is asked for; the later ones fork from the first."""
+        self._add_sequences(request, request.params.num_sequences)
+
+    def add_beams(self, request: Request, params: BeamSearchParams) -> None:
+        """A search and its beams, which have no parent: the search decides who forks from whom."""
+        self._check_beams(request, params)
+        self._add_sequences(request, params.beam_width)
+        eos = self._model.config.eos_token_ids
+        request.search = BeamSearch(request, params, eos, lambda: self._new_stopper(request))
+        for sequence in request.sequences:
+            sequence.group, sequence.parent = request.search, None
+
+    def _add_sequences(self, request: Request, num_sequences: int) -> None:
+        for index in range(num_sequences):
+            request.sequences.append(self._new_sequence(request, index))
+
+    def _new_sequence(self, request: Request, index: int) -> Sequence:
+        return Sequence(
+            id=self._blocks.fresh_sequence_id(),
+            request=request,
+            index=index,
+            token_ids=list(request.prompt_token_ids),
+            num_prompt=len(request.prompt_token_ids),
+            seed=child_seed(request.seed, index),
+            parent=request.sequences[0] if index else None,
+            stopper=self._new_stopper(request),
+        )
+
+    def _new_stopper(self, request: Request) -> StopChecker:
+        tokenizer = self._model.tokenizer if request.params.detokenize else None
+        detokenizer = None
+        if tokenizer is not None:
+            skip = request.params.skip_special_tokens
+            detokenizer = IncrementalDetokenizer(tokenizer, request.prompt_token_ids, skip)
+        eos, length = self._model.config.eos_token_ids, self._config.max_model_len
+        return StopChecker(request.params, eos, len(request.prompt_token_ids), length, detokenizer)
+
+    def _check(self, request_id: str, prompt_ids: list[int], params: SamplingParams) -> None:
+        if request_id in self._running:
+            raise RequestError(f"a request {request_id!r} is running already: choose another id")
+        if not prompt_ids:
+            raise EmptyPromptError("the prompt is empty: pass at least one token")
+        vocab = self._model.config.vocab_size
+        for token in (min(prompt_ids), max(prompt_ids)):
+            if not 0 <= token < vocab:
+                raise TokenIdError(f"the token id {token} is outside the vocabulary of {vocab} tokens")
+        limit = self._config.max_model_len - (0 if params.max_tokens == 0 else 1)
+        if len(prompt_ids) > limit:
+            raise PromptTooLongError(
+                f"the prompt has {len(prompt_ids)} tokens and {limit} fit (max_model_len="
+                f"{self._config.max_model_len}, at least one is generated): shorten it or raise max_model_len"
+            )
+        params.validate_for(vocab)
+        if params.stop and self._model.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer, and this model has none: use stop_token_ids")
+
+    def _check_beams(self, request: Request, params: BeamSearchParams) -> None:
+        """A search cannot wait half-way, so its worst case must fit: the prompt once, every beam's own tokens."""
+        shared = len(request.prompt_token_ids) // self._config.cache.block_size
+        longest = self._blocks.blocks_for(len(request.prompt_token_ids) + request.max_tokens)
+        needed = shared + params.beam_width * (longest - shared + 1)
+        available = self._blocks.num_blocks - 1
+        if needed > available:
+            raise RequestError(
+                f"{params.beam_width} beams of {request.max_tokens} tokens may need {needed} blocks and the cache has "
+                f"{available}: ask for fewer beams or tokens, or give the cache more memory"
+            )
+
+    def _resolved(self, params: SamplingParams) -> SamplingParams:
+        """With its texts as tokens and its grammar compiled for this model's vocabulary."""
+        if params.grammar is not None:
+            from bifolio.sampling.grammar import with_grammar
+
+            params = with_grammar(params, self._model)
+        tokenizer = self._model.tokenizer
+        if tokenizer is None:
+            return params.resolve_strings(lambda text: [])
+        return params.resolve_strings(lambda text: tokenizer.encode(text, add_special_tokens=False))
+
+
+def as_token_ids(prompt: Sequences[int]) -> list[int]:
+    """Whole numbers of any kind (numpy's too) as a list of ints."""
+    try:
+        return [operator.index(token) for token in prompt]
+    except TypeError as error:
+        raise TokenIdError(f"a prompt must be a list of token ids, which are whole numbers: {error}") from error

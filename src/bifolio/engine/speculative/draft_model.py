@@ -1,0 +1,88 @@
+"""Guesses from a small model. Its cache is a second storage on the same rows, so one truncate rolls back both."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Sequences
+
+from bifolio.engine.executor import ModelRunner
+from bifolio.engine.host_batch import DeviceRows, Run
+from bifolio.engine.speculative.draft_lengths import Offer, PassCosts
+from bifolio.errors import ConfigError
+from bifolio.model.loaded import LoadedModel
+from bifolio.sampling.sampler import Sampler
+from bifolio.schedule.plan import ScheduledSequence
+from bifolio.sequence import Sequence
+
+
+class DraftModelDrafter:
+    """Runs the draft model for the sequences of a step, all together, one guess at a time.
+
+    Sampled sequences draw their guesses with the noise of the position they guess, so that where the two models agree
+    the guess is what the big one will draw.
+    """
+
+    def __init__(self, runner: ModelRunner, rows: DeviceRows, sampler: Sampler, chunk_size: int) -> None:
+        self.runner = runner
+        self._rows = rows
+        self._sampler = sampler
+        self._chunk_size = chunk_size
+        self.costs = PassCosts()
+
+    def offers(self, sequences: list[Sequence], length: int) -> dict[int, Offer]:
+        """The last two tokens are read on the way, whatever came before must be caught up with."""
+        return {
+            sequence.id: Offer(length, 0, max(sequence.num_tokens - sequence.num_draft_computed - 2, 0))
+            for sequence in sequences
+        }
+
+    def fill(self, items: Sequences[ScheduledSequence]) -> list[tuple[int, ...]]:
+        guesses: list[list[int]] = [[] for _ in items]
+        self._catch_up(items)
+        while active := [i for i, item in enumerate(items) if len(guesses[i]) < item.num_new - 1]:
+            runs = []
+            for i in active:
+                sequence = items[i].sequence
+                known = sequence.token_ids[sequence.num_draft_computed :]
+                runs.append(Run(items[i].slot, sequence.num_draft_computed, [*known, *guesses[i][-1:]]))
+            for i, token in zip(active, self._draw(items, active, runs, guesses), strict=True):
+                sequence = items[i].sequence
+                sequence.num_draft_computed = sequence.num_tokens + len(guesses[i])
+                guesses[i].append(token)
+        return [tuple(guess) for guess in guesses]
+
+    def forget(self, sequence: Sequence) -> None:
+        sequence.num_draft_computed = 0
+
+    def _draw(
+        self, items: Sequences[ScheduledSequence], active: list[int], runs: list[Run], guesses: list[list[int]]
+    ) -> list[int]:
+        ends, end = [], 0
+        for run in runs:
+            end += len(run.tokens)
+            ends.append(end - 1)
+        started = time.perf_counter()
+        logits = self.runner.run(self._rows.lay_out(runs, [], ends))
+        positions = [items[i].sequence.num_tokens + len(guesses[i]) for i in active]
+        drawn = self._sampler.sample(logits, [items[i].slot for i in active], positions, [guesses[i] for i in active])
+        self.costs.observe(end, time.perf_counter() - started)
+        return [max(int(token), 0) for token in drawn.token_ids]  # a row that cannot be drawn guesses anything
+
+    def _catch_up(self, items: Sequences[ScheduledSequence]) -> None:
+        """Tokens that only the big model has seen: a prompt, or what came while guessing was paused."""
+        for item in items:
+            sequence = item.sequence
+            while sequence.num_tokens - sequence.num_draft_computed > self._chunk_size:
+                start = sequence.num_draft_computed
+                tokens = sequence.token_ids[start : start + self._chunk_size]
+                self.runner.run(self._rows.lay_out([], [Run(item.slot, start, tokens)], [len(tokens) - 1]))
+                sequence.num_draft_computed += len(tokens)
+
+
+def check_pair(target: LoadedModel, draft: LoadedModel) -> None:
+    """The two models must mean the same by a token id."""
+    if target.config.vocab_size != draft.config.vocab_size:
+        raise ConfigError(
+            f"the draft model has {draft.config.vocab_size} tokens and the model {target.config.vocab_size}: a draft "
+            "model needs the same tokenizer; choose another, or speculative method 'ngram'"
+        )

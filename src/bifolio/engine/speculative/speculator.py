@@ -1,0 +1,189 @@
+"""Speculative decoding: guess several tokens, verify them in one pass, keep those that would have come anyway.
+
+Verification draws the token of every guessed position exactly as plain decoding would, with the noise that belongs to
+the position, and keeps guesses as long as they equal what was drawn. So the output is the plain run's, token for token,
+sampled or greedy: speculation changes speed and nothing else. (For a guess that is a single token this accepts as often
+as rejection sampling does: with the target's probability of the token.)
+
+    |<---- known ---->|<- guesses ->|
+    computed ......... x  g1 g2 g3       one pass over x g1 g2 g3 gives the draws d1 d2 d3 d4
+                       ^ last known      g1 = d1, g2 = d2, g3 ≠ d3: d1 d2 d3 are kept, the cache is cut behind g2
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Sequences
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from bifolio.config import SpeculativeConfig
+from bifolio.engine.speculative.draft_lengths import DraftLengths, Offer
+from bifolio.schedule.plan import ScheduledSequence, StepPlan
+from bifolio.sequence import Sequence
+
+
+class Drafter(Protocol):
+    """Where guesses come from."""
+
+    def offers(self, sequences: list[Sequence], length: int) -> dict[int, Offer]:
+        """What guesses each sequence (by id) could have; at most `length`."""
+        ...
+
+    def fill(self, items: Sequences[ScheduledSequence]) -> list[tuple[int, ...]]:
+        """The guesses for scheduled decodes, as many as room was made for."""
+        ...
+
+    def forget(self, sequence: Sequence) -> None: ...
+
+
+class NgramDrafter:
+    """Prompt lookup: what followed the last time these same few tokens occurred will follow again."""
+
+    def __init__(self, config: SpeculativeConfig) -> None:
+        self._sizes = range(config.ngram_max, config.ngram_min - 1, -1)  # long matches first: they are right more often
+        self._indexes: dict[int, _NgramIndex] = {}
+        self._guesses: dict[int, tuple[int, ...]] = {}
+
+    def offers(self, sequences: list[Sequence], length: int) -> dict[int, Offer]:
+        """A guess is of the kind of its match: long ones are right more often."""
+        self._guesses = {}
+        offers = {}
+        for sequence in sequences:
+            index = self._indexes.get(sequence.id)
+            if index is None:
+                index = self._indexes[sequence.id] = _NgramIndex(self._sizes)
+            guess, size = index.guess(sequence.token_ids, length)
+            if guess:
+                self._guesses[sequence.id] = guess
+                offers[sequence.id] = Offer(len(guess), size)
+        return offers
+
+    def fill(self, items: Sequences[ScheduledSequence]) -> list[tuple[int, ...]]:
+        return [self._guesses.get(item.sequence.id, ())[: item.num_new - 1] for item in items]
+
+    def forget(self, sequence: Sequence) -> None:
+        self._indexes.pop(sequence.id, None)
+
+
+class _NgramIndex:
+    """Where each n-gram of one sequence ended last; grows with the sequence."""
+
+    __slots__ = ("_ends", "_num_indexed", "_sizes")
+
+    def __init__(self, sizes: Sequences[int]) -> None:
+        self._sizes = sizes
+        self._ends: dict[tuple[int, ...], int] = {}
+        self._num_indexed = 0
+
+    def guess(self, tokens: list[int], length: int) -> tuple[tuple[int, ...], int]:
+        """(Up to `length` tokens that followed the latest earlier occurrence of the longest matching end, its size)."""
+        for end in range(self._num_indexed + 1, len(tokens)):  # the n-gram at the very end is not its own precedent
+            for size in self._sizes:
+                if size <= end:
+                    self._ends[tuple(tokens[end - size : end])] = end
+        self._num_indexed = max(self._num_indexed, len(tokens) - 1)
+        for size in self._sizes:
+            found = self._ends.get(tuple(tokens[-size:])) if size <= len(tokens) else None
+            if found is not None:
+                return tuple(tokens[found : found + length]), size
+        return (), 0
+
+
+def num_accepted(guesses: Sequences[int], drawn: Sequences[int]) -> int:
+    """How many leading guesses equal what was drawn."""
+    for index, guess in enumerate(guesses):
+        if drawn[index] != guess:
+            return index
+    return len(guesses)
+
+
+@dataclass(slots=True)
+class SpeculativeStats:
+    """Totals since the start."""
+
+    num_drafts: int = 0  # passes that verified guesses
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+    @property
+    def acceptance_rate(self) -> float:
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+
+class Speculator:
+    """Joins a drafter, the choice of lengths, and the statistics; the engine talks to this."""
+
+    def __init__(
+        self, config: SpeculativeConfig, drafter: Drafter, max_model_len: int, lengths: DraftLengths | None = None
+    ) -> None:
+        self.drafter = drafter
+        self.lengths = lengths or DraftLengths(config.length, config.adaptive)
+        self.stats = SpeculativeStats()
+        self._max_model_len = max_model_len
+        self._kinds: dict[int, int] = {}  # of the guesses of this step, by sequence id
+        self._draft_seconds = 0.0  # of this step
+        self._rest = 0  # steps for which guesses are not thought about, while there are `_num_resting` sequences
+        self._num_resting = 0
+
+    def room(self, sequences: list[Sequence]) -> dict[int, int]:
+        """Slots wanted for guesses, by sequence id; sequences of a search do not guess."""
+        self._kinds, self._draft_seconds = {}, 0.0
+        if self._rest > 0 and len(sequences) == self._num_resting:
+            self._rest -= 1
+            return {}
+        self._rest = 0
+        most = {sequence.id: self._most(sequence) for sequence in sequences if sequence.group is None}
+        eligible = [sequence for sequence in sequences if most.get(sequence.id, 0) > 0]
+        offers = self.drafter.offers(eligible, self.lengths.longest) if eligible else {}
+        if not offers:
+            return {}
+        if self.lengths.adaptive:
+            tokens_left = sum(most[sequence_id] for sequence_id in offers) // len(offers)
+            offers = self._accepted_offers(offers, len(sequences), tokens_left)
+        self._kinds = {sequence_id: offer.kind for sequence_id, offer in offers.items()}
+        return {sequence_id: min(offer.length, most[sequence_id]) for sequence_id, offer in offers.items()}
+
+    def _accepted_offers(self, offers: dict[int, Offer], num_sequences: int, tokens_left: int) -> dict[int, Offer]:
+        """Those that pay, cut to the lengths that pay; now and then one that may."""
+        every = list(offers.values())
+        lengths, all_join = self.lengths.choose(num_sequences, every, tokens_left)
+        if lengths:
+            return {
+                sequence_id: offer._replace(length=min(offer.length, lengths[offer.kind]))
+                for sequence_id, offer in offers.items()
+                if offer.kind in lengths and (all_join or not offer.num_behind)
+            }
+        probe, self._rest = self.lengths.declined(num_sequences, every, tokens_left)
+        self._num_resting = num_sequences
+        if probe:
+            probed = min(offers, key=lambda sequence_id: offers[sequence_id].num_behind)
+            return {probed: offers[probed]._replace(length=1)}
+        return {}
+
+    def fill(self, plan: StepPlan) -> StepPlan:
+        """The plan with its guesses; the draft model runs here."""
+        items = [item for item in plan.decodes if item.num_new > 1]
+        if not items:
+            return plan
+        started = time.perf_counter()
+        guesses = dict(zip((item.slot for item in items), self.drafter.fill(items), strict=True))
+        self._draft_seconds = time.perf_counter() - started
+        decodes = tuple(item._replace(drafts=guesses.get(item.slot, ())) for item in plan.decodes)
+        return replace(plan, decodes=decodes)
+
+    def observe_step(self, num_rows: int, seconds: float) -> None:
+        """A step without prefill took this long, making guesses included."""
+        if not self._rest:
+            self.lengths.steps.observe(num_rows, max(seconds - self._draft_seconds, 0.0))
+
+    def observe(self, sequence: Sequence, num_guessed: int, num_right: int) -> None:
+        self.stats.num_drafts += 1
+        self.stats.num_draft_tokens += num_guessed
+        self.stats.num_accepted_tokens += num_right
+        self.lengths.acceptance.observe(self._kinds.get(sequence.id, 0), num_guessed, num_right)
+
+    def _most(self, sequence: Sequence) -> int:
+        """Guesses that can still be of use before a limit is reached."""
+        left = sequence.request.max_tokens - len(sequence.output_token_ids) - 1
+        return min(left, self._max_model_len - sequence.num_tokens)

@@ -1,0 +1,147 @@
+"""The thread that owns an engine. Others reach it by queue: a function is run between two steps."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from bifolio.engine.engine import InferenceEngine
+from bifolio.engine.fault.isolation import IsolatedSteps
+from bifolio.errors import EngineDeadError
+from bifolio.sequence import StepResult
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+Command = tuple[Callable[[InferenceEngine], Any], "Future[Any] | None"]
+
+
+class EngineThread:
+    """Runs `commands, step, commands, step, ...` as long as there is work, and sleeps when there is none.
+
+    `on_results` is called on this thread after every step that had something to say. It must not block.
+    """
+
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        on_results: Callable[[list[StepResult]], None],
+        on_closed: Callable[[], None] | None = None,
+    ) -> None:
+        self.engine = engine
+        self.steps = IsolatedSteps(engine)
+        self.failure: BaseException | None = None  # what ended the thread, if it was an error
+        self.step_started: float | None = None  # `time.monotonic` of the step that runs now: a watchdog looks at it
+        self.background: Callable[[], bool] | None = None  # one slice of other work; True while there is more
+        self._on_results = on_results
+        self._on_closed = on_closed
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._stopping = False
+        self._closing = threading.Lock()
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    # -- from any thread -------------------------------------------------------------------------------------------
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self.run, name="bifolio-engine", daemon=True)
+        self._thread.start()
+
+    def call(self, function: Callable[[InferenceEngine], T]) -> Future[T]:
+        """Run `function(engine)` between two steps; the future has what it returned or raised."""
+        future: Future[T] = Future()
+        with self._closing:
+            if self._closed:
+                future.set_exception(self._dead())
+            else:
+                self._commands.put((function, future))
+        return future
+
+    def post(self, function: Callable[[InferenceEngine], Any]) -> None:
+        """`call` for those who do not wait for the answer."""
+        self._commands.put((function, None))
+
+    def stop(self, timeout: float | None = None) -> None:
+        """End the thread after the step that runs now; what has not finished is aborted."""
+        self._stopping = True
+        self._commands.put((lambda engine: None, None))
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout)
+
+    @property
+    def is_alive(self) -> bool:
+        return not self._closed
+
+    # -- on the engine's thread --------------------------------------------------------------------------------------
+    def run(self) -> None:
+        """The loop; call it directly to use the current thread."""
+        try:
+            while not self._stopping:
+                self._run_commands()
+                if self._stopping:
+                    break
+                self._step()
+            self._drain()
+        except BaseException as error:
+            self.failure = error
+            logger.critical("the engine stopped: %r", error, exc_info=error)
+        finally:
+            self._close()
+
+    def _step(self) -> None:
+        if self.steps.has_work:
+            self.step_started = time.monotonic()
+            results = self.steps.step()
+            self.step_started = None
+            self._on_results(results)
+        if self.background is not None and not self.background():
+            self.background = None
+
+    def _drain(self) -> None:
+        self.engine.abort_all()
+        while self.steps.has_work:
+            self._on_results(self.steps.step())
+
+    def _run_commands(self) -> None:
+        """All that have come; if there is nothing else to do, wait for the next."""
+        idle = not self.steps.has_work and self.background is None
+        try:
+            command = self._commands.get(block=idle)
+            while True:
+                self._run_command(command)
+                command = self._commands.get_nowait()
+        except queue.Empty:
+            pass
+
+    def _run_command(self, command: Command) -> None:
+        function, future = command
+        if future is not None and not future.set_running_or_notify_cancel():
+            return
+        try:
+            result = function(self.engine)
+        except Exception as error:
+            if future is None:
+                raise
+            future.set_exception(error)
+        else:
+            if future is not None:
+                future.set_result(result)
+
+    def _close(self) -> None:
+        with self._closing:
+            self._closed = True
+        with contextlib.suppress(queue.Empty):
+            while True:
+                _, future = self._commands.get_nowait()
+                if future is not None and future.set_running_or_notify_cancel():
+                    future.set_exception(self._dead())
+        if self._on_closed is not None:
+            self._on_closed()
+
+    def _dead(self) -> EngineDeadError:
+        reason = "it was closed" if self.failure is None else repr(self.failure)
+        return EngineDeadError(f"the engine does not run any more ({reason}): start a new one")

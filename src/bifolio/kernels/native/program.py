@@ -1,0 +1,90 @@
+"""Recording the network: `model.transformer.forward` runs once on handles, each verb becoming one native operation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from bifolio.kernels.interface import AttentionShape, Batch, Heads, Linear, Norm, Rotation, Storage
+
+if TYPE_CHECKING:
+    from bifolio.kernels.native.kernel_set import NativeKernels
+
+
+class Register(NamedTuple):
+    """What an operation leaves for later ones: rows of floats whose number is known when the program runs."""
+
+    number: int
+
+
+TOKEN_IDS, POSITIONS, LOGIT_ROWS = object(), object(), object()  # stand for the batch's arrays
+
+
+def record(kernels: NativeKernels, weights: Any) -> Any:
+    """A native program that computes the logits of any batch with a cache."""
+    from bifolio.model.transformer import forward
+
+    recorder = ProgramRecorder(kernels)
+    batch = Batch(TOKEN_IDS, POSITIONS, None, (), LOGIT_ROWS)
+    forward(weights, batch, recorder, None)  # type: ignore[arg-type]  # values are handles, not arrays
+    return recorder.program
+
+
+class ProgramRecorder:
+    """A kernel set that computes nothing: its arrays are registers of the program being written."""
+
+    def __init__(self, kernels: NativeKernels) -> None:
+        self.kernels = kernels
+        self.program = kernels._native.Program()
+
+    def embed(self, table: Any, ids: object, scale: float) -> Register:
+        return Register(self.program.embed(table, scale, ids is POSITIONS))
+
+    def rotation(self, inverse_frequencies: np.ndarray, scale: float, positions: object) -> Rotation:
+        frequencies = np.ascontiguousarray(inverse_frequencies, np.float32)
+        cosine, sine = self.program.rotation(frequencies, scale)
+        return Rotation(Register(cosine), Register(sine))
+
+    def norm(self, x: Register, norm: Norm) -> Register:
+        return Register(self.program.norm(x.number, self.kernels.native_norm(norm)))
+
+    def add(self, x: Register, y: Register) -> Register:
+        return Register(self.program.add(x.number, y.number))
+
+    def add_norm(self, x: Register, delta: Register, norm: Norm) -> tuple[Register, Register]:
+        total, normed = self.program.add_norm(x.number, delta.number, self.kernels.native_norm(norm))
+        return Register(total), Register(normed)
+
+    def linear(self, x: Register, linear: Linear) -> Register:
+        return Register(self.program.linear(x.number, self.kernels.packed(linear)))
+
+    def rope_and_write(
+        self, qkv: Register, shape: AttentionShape, rotation: Rotation | None, batch: Batch, storage: Storage | None
+    ) -> Heads:
+        cosine, sine = (-1, -1) if rotation is None else (rotation.cos.number, rotation.sin.number)
+        native = self.kernels.native_shape(shape)
+        register = Register(self.program.rope_and_write(qkv.number, shape.layer, native, cosine, sine))
+        return Heads(register, register, register)
+
+    def attend(self, heads: Heads, shape: AttentionShape, segments: object, storage: Storage | None) -> Register:
+        native = self.kernels.native_shape(shape)
+        return Register(self.program.attend(heads.query.number, shape.layer, native))
+
+    def act_mul(self, x: Register, activation: str) -> Register:
+        return Register(self.program.act_mul(x.number, activation_code(activation)))
+
+    def act(self, x: Register, activation: str) -> Register:
+        return Register(self.program.act(x.number, activation_code(activation)))
+
+    def take(self, x: Register, rows: object) -> Register:
+        return Register(self.program.take(x.number))
+
+    def logits(self, x: Register, head: Linear, softcap: float) -> None:
+        self.program.logits(x.number, self.kernels.packed(head), softcap)
+
+
+def activation_code(activation: str) -> int:
+    from bifolio.kernels.native.kernel_set import ACTIVATION_CODES
+
+    return ACTIVATION_CODES[activation]

@@ -1,0 +1,208 @@
+# mypy: disallow-untyped-decorators=False
+"""Matrix products with few rows: bound by reading the weights once, so everything around them is fused in.
+
+    out = act(x @ weight.T + bias) + residual          (each part optional)
+
+Matrix units multiply, the weight streaming through shared memory, fetched by the copy engine where that is faster (see
+`described`; how products are cut: `row_tiles`). Where the outputs are too few to occupy the GPU, several programs share
+the depth of one tile; whoever finishes last adds their sums, always in the same order. More rows are the matrix
+library's business, one row has a kernel of its own (`one_row`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import triton
+import triton.language as tl
+
+from bifolio.kernels.triton.epilogue import finish, fused, load_residual
+from bifolio.kernels.triton.gemm_tuning import INTERPRETED, MOST_ROWS, RowTile, few_rows_tile
+from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
+from bifolio.kernels.triton.tma import can_be_described, describe, load_tile
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _few_rows_kernel(
+    x: tl.tensor,  # [rows, depth], or its description
+    weight: tl.tensor,  # [outputs (times 2 if gated), depth], or its description
+    bias: tl.tensor,
+    residual: tl.tensor,  # [rows, outputs]
+    out: tl.tensor,  # [rows, outputs]
+    partial_sums: tl.tensor,  # f32[tiles, splits, rows of a tile * outputs of a tile (times 2 if gated)]
+    arrivals: tl.tensor,  # i32[tiles]  0 between two launches
+    num_rows: tl.tensor,
+    num_outputs: tl.tensor,
+    x_stride: tl.tensor,
+    DEPTH: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    SWAPPED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+) -> None:
+    first_row, first_output = tl.program_id(1) * ROWS, tl.program_id(0) * OUTPUTS
+    row, output = first_row + tl.arange(0, ROWS), first_output + tl.arange(0, OUTPUTS)
+    row_exists, output_exists = row < num_rows, output < num_outputs
+    if DESCRIBED:
+        x_source, source, partner = x, weight, weight
+    else:
+        x_source = x + row[:, None] * x_stride
+        source = weight + output.to(tl.int64)[:, None] * DEPTH
+        partner = weight + (output + num_outputs).to(tl.int64)[:, None] * DEPTH
+    if SWAPPED:
+        sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
+        up_sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    else:
+        sums = tl.zeros([ROWS, OUTPUTS], tl.float32)
+        up_sums = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    part = tl.program_id(2)
+    share: tl.constexpr = (DEPTH + BLOCK * SPLITS - 1) // (BLOCK * SPLITS) * BLOCK
+    begin, end = part * share, tl.minimum(part * share + share, DEPTH)
+    inside = row_exists[:, None] & output_exists[None, :]
+    place = row.to(tl.int64)[:, None] * num_outputs + output[None, :]
+    wait_for_inputs()
+    added = load_residual(residual, place, inside, HAS_RESIDUAL)
+    for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
+        values = load_tile(x_source, first_row, row_exists, start, DEPTH, BLOCK, DESCRIBED)
+        weights = load_tile(source, first_output, output_exists, start, DEPTH, BLOCK, DESCRIBED)
+        sums = _multiply(values, weights, sums, SWAPPED, PRECISION)
+        if ACTIVATION >= 0:
+            weights = load_tile(partner, num_outputs + first_output, output_exists, start, DEPTH, BLOCK, DESCRIBED)
+            up_sums = _multiply(values, weights, up_sums, SWAPPED, PRECISION)
+    if SWAPPED:
+        sums = tl.trans(sums)
+        up_sums = tl.trans(up_sums)
+    if SPLITS > 1:
+        sums, up_sums, is_last = _add_parts(sums, up_sums, partial_sums, arrivals, SPLITS, ACTIVATION >= 0)
+        inside = inside & is_last
+    finish(
+        sums, up_sums, output[None, :], place, inside, bias, added, out, num_outputs,
+        HAS_BIAS=HAS_BIAS, HAS_RESIDUAL=HAS_RESIDUAL, ACTIVATION=ACTIVATION,
+    )  # fmt: skip
+
+
+@triton.jit
+def _multiply(
+    values: tl.tensor,  # [rows, block]
+    weights: tl.tensor,  # [outputs, block]
+    sums: tl.tensor,  # f32[rows, outputs], or the other way round if swapped
+    SWAPPED: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> tl.tensor:
+    if SWAPPED:
+        sums = tl.dot(weights, tl.trans(values), sums, input_precision=PRECISION)
+    else:
+        sums = tl.dot(values, tl.trans(weights), sums, input_precision=PRECISION)
+    return sums
+
+
+@triton.jit
+def _add_parts(
+    sums: tl.tensor,  # f32[rows, outputs]  of this program
+    up_sums: tl.tensor,
+    partial_sums: tl.tensor,
+    arrivals: tl.tensor,
+    SPLITS: tl.constexpr,
+    GATED: tl.constexpr,
+) -> tl.tensor:
+    """(sums, partner's sums) of all programs of the tile, for the one that comes last; bool[rows, outputs]: it is."""
+    ROWS: tl.constexpr = sums.shape[0]
+    OUTPUTS: tl.constexpr = sums.shape[1]
+    part = tl.program_id(2)
+    tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    width: tl.constexpr = ROWS * OUTPUTS * (2 if GATED else 1)
+    offset = tl.arange(0, ROWS)[:, None] * OUTPUTS + tl.arange(0, OUTPUTS)[None, :]
+    place = partial_sums + tile.to(tl.int64) * (SPLITS * width) + offset
+    tl.store(place + part * width, sums)
+    if GATED:
+        tl.store(place + part * width + ROWS * OUTPUTS, up_sums)
+    tl.debug_barrier()  # every thread's share is written before the arrival is announced
+    arrived = tl.atomic_add(arrivals + tile, 1, sem="acq_rel", scope="gpu")
+    if arrived == SPLITS - 1:
+        tl.store(arrivals + tile, 0)
+        sums = tl.load(place, cache_modifier=".cg")
+        if GATED:
+            up_sums = tl.load(place + ROWS * OUTPUTS, cache_modifier=".cg")
+        for other in range(1, SPLITS):
+            sums += tl.load(place + other * width, cache_modifier=".cg")
+            if GATED:
+                up_sums += tl.load(place + other * width + ROWS * OUTPUTS, cache_modifier=".cg")
+    return sums, up_sums, tl.zeros([ROWS, OUTPUTS], tl.int32) + arrived == SPLITS - 1
+
+
+def few_rows(
+    x: torch.Tensor,  # [rows, depth]
+    weight: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    tile: RowTile | None = None,
+    fixed: bool = False,  # cut alike for any number of rows: then nobody's bits depend on the others
+) -> torch.Tensor:
+    """[rows, outputs]"""
+    num_rows, depth = x.shape
+    outputs = weight.shape[0] if activation is None else weight.shape[0] // 2
+    described = not fixed and can_be_described(x) and can_be_described(weight)
+    if tile is None:
+        tile = few_rows_tile(num_rows, outputs, depth, x.dtype, gated=activation is not None, described=described)
+    if tile.described and not described:
+        tile = replace(tile, described=False)
+    rows = min(max(16, triton.next_power_of_2(num_rows)), tile.rows)
+    if fixed:
+        tile, rows = replace(tile, splits=1), 16 if INTERPRETED else MOST_ROWS
+    out = torch.empty((num_rows, outputs), dtype=out_dtype or x.dtype, device=x.device)
+    grid = triton.cdiv(outputs, tile.outputs), triton.cdiv(num_rows, rows), tile.splits
+    _few_rows_kernel[grid](
+        describe(x, rows, tile.depth) if tile.described else x,
+        describe(weight, tile.outputs, tile.depth) if tile.described else weight,
+        weight if bias is None else bias,
+        x if residual is None else residual,
+        out,
+        *_shared_tiles(grid, rows * tile.outputs * (1 if activation is None else 2), out),
+        num_rows,
+        outputs,
+        x.stride(0),
+        DEPTH=depth,
+        SPLITS=tile.splits,
+        ROWS=rows,
+        OUTPUTS=tile.outputs,
+        BLOCK=tile.depth,
+        STAGES=tile.stages,
+        **fused(bias, residual, activation),
+        SWAPPED=tile.swapped,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        DESCRIBED=tile.described,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **OVERLAPPED,
+    )
+    return out
+
+
+def _shared_tiles(grid: tuple[int, int, int], width: int, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(room for the sums of every program, a counter for each tile); unused where nobody shares."""
+    if grid[2] == 1:
+        return out, out
+    tiles = grid[0] * grid[1]
+    counters = _arrivals.get(out.device)
+    if counters is None or len(counters) < tiles:
+        counters = torch.zeros(max(tiles, 4096), dtype=torch.int32, device=out.device)
+        _arrivals[out.device] = counters
+        _kept.append(counters)
+    return torch.empty(tiles * grid[2] * width, dtype=torch.float32, device=out.device), counters
+
+
+_arrivals: dict[
+    torch.device, torch.Tensor
+] = {}  # one set serves all: a kernel begins to count when all before it ended
+_kept: list[torch.Tensor] = []  # captured steps go on using the counters they were captured with

@@ -1,0 +1,138 @@
+# mypy: disallow-untyped-decorators=False
+"""Matrix products with one row: bound by reading the weights once, so everything around them is fused in.
+
+    out = act(norm(x) @ weight.T + bias) + residual          (each part optional)
+
+A program holds a few rows of the weight and reads them whole, with plain multiply-adds.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from bifolio.kernels.interface import Norm
+from bifolio.kernels.triton.epilogue import finish, fused, load_residual
+from bifolio.kernels.triton.gemm_tuning import RowTile, one_row_tile
+from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
+
+
+@triton.jit
+def _one_row_kernel(
+    x: tl.tensor,  # [depth]
+    weight: tl.tensor,  # [outputs (times 2 if gated), depth]
+    norm_weight: tl.tensor,  # [depth]
+    bias: tl.tensor,
+    residual: tl.tensor,  # [outputs]
+    out: tl.tensor,  # [outputs]
+    num_outputs: tl.tensor,
+    eps: tl.tensor,
+    DEPTH: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr,  # of a gate, with its partner `num_outputs` rows further on; -1: none
+) -> None:
+    row = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    exists = row < num_outputs
+    source = weight + row.to(tl.int64)[:, None] * DEPTH
+    partner = weight + (row + num_outputs).to(tl.int64)[:, None] * DEPTH
+    sums = tl.zeros([OUTPUTS, BLOCK], tl.float32)
+    partner_sums = tl.zeros([OUTPUTS, BLOCK], tl.float32)
+    squares = tl.zeros([BLOCK], tl.float32)
+    column = tl.arange(0, BLOCK)
+    inside = exists[:, None] & (column < DEPTH)[None, :]
+    first = tl.load(source + column[None, :], mask=inside, other=0.0)  # the weights depend on nobody
+    if ACTIVATION >= 0:
+        first_partner = tl.load(partner + column[None, :], mask=inside, other=0.0)
+    wait_for_inputs()
+    values, squares = _normed_values(x, norm_weight, column, squares, DEPTH, DEPTH % BLOCK != 0, HAS_NORM)
+    sums += first.to(tl.float32) * values[None, :]
+    if ACTIVATION >= 0:
+        partner_sums += first_partner.to(tl.float32) * values[None, :]
+    for start in tl.range(BLOCK, DEPTH, BLOCK, num_stages=STAGES):
+        column = start + tl.arange(0, BLOCK)
+        inside = exists[:, None] & (column < DEPTH)[None, :]
+        weights = tl.load(source + column[None, :], mask=inside, other=0.0)
+        values, squares = _normed_values(x, norm_weight, column, squares, DEPTH, DEPTH % BLOCK != 0, HAS_NORM)
+        sums += weights.to(tl.float32) * values[None, :]
+        if ACTIVATION >= 0:
+            weights = tl.load(partner + column[None, :], mask=inside, other=0.0)
+            partner_sums += weights.to(tl.float32) * values[None, :]
+    added = load_residual(residual, row, exists, HAS_RESIDUAL)
+    result = tl.sum(sums, axis=1)
+    factor = 1.0
+    if HAS_NORM:
+        factor = 1.0 / tl.sqrt(tl.sum(squares, axis=0) / DEPTH + eps)
+    result = result * factor
+    up = tl.sum(partner_sums, axis=1) * factor
+    finish(
+        result, up, row, row, exists, bias, added, out, num_outputs,
+        HAS_BIAS=HAS_BIAS, HAS_RESIDUAL=HAS_RESIDUAL, ACTIVATION=ACTIVATION,
+    )  # fmt: skip
+
+
+@triton.jit
+def _normed_values(
+    x: tl.tensor,
+    norm_weight: tl.tensor,
+    column: tl.tensor,
+    squares: tl.tensor,
+    DEPTH: tl.constexpr,
+    MASKED: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+) -> tl.tensor:
+    """(values of these columns, times the norm's weights; the sums of squares so far)."""
+    if MASKED:
+        values = tl.load(x + column, mask=column < DEPTH, other=0.0).to(tl.float32)
+    else:
+        values = tl.load(x + column).to(tl.float32)
+    if HAS_NORM:
+        squares += values * values
+        if MASKED:
+            values = values * tl.load(norm_weight + column, mask=column < DEPTH, other=0.0).to(tl.float32)
+        else:
+            values = values * tl.load(norm_weight + column).to(tl.float32)
+    return values, squares
+
+
+def one_row(
+    x: torch.Tensor,  # [1, depth]
+    weight: torch.Tensor,
+    *,
+    norm: Norm | None = None,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    tile: RowTile | None = None,
+) -> torch.Tensor:
+    """[1, outputs]"""
+    outputs, depth = weight.shape
+    outputs = outputs if activation is None else outputs // 2
+    tile = tile or one_row_tile(outputs, depth, activation is not None)
+    block = min(tile.depth, triton.next_power_of_2(depth))
+    out = torch.empty((1, outputs), dtype=out_dtype or x.dtype, device=x.device)
+    _one_row_kernel[(triton.cdiv(outputs, tile.outputs),)](
+        x,
+        weight,
+        weight if norm is None else norm.weight,
+        weight if bias is None else bias,
+        x if residual is None else residual,
+        out,
+        outputs,
+        0.0 if norm is None else norm.eps,
+        DEPTH=depth,
+        OUTPUTS=tile.outputs,
+        BLOCK=block,
+        STAGES=tile.stages,
+        HAS_NORM=norm is not None,
+        **fused(bias, residual, activation),
+        num_warps=tile.warps,
+        **OVERLAPPED,
+    )
+    return out

@@ -1,0 +1,122 @@
+"""`ModelConfig` → the metadata of a GGUF file, the reverse of `gguf_config`."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from bifolio.config import ModelConfig, RopeConfig
+from bifolio.errors import UnsupportedModelError
+from bifolio.model.gguf.config import (
+    ARCHITECTURES,
+    GEMMA_LARGEST_LAYERS,
+    GEMMA_WINDOW_PERIOD,
+    yarn_attention_factor,
+)
+from bifolio.model.gguf.reader import Value
+from bifolio.model.weights import inverse_frequencies
+from bifolio.quant.formats import QuantFormat
+from bifolio.quant.tensor import QuantizedTensor
+
+# general.file_type: what most matrices are
+_FILE_TYPES = {QuantFormat.F32: 0, QuantFormat.F16: 1, QuantFormat.Q4_0: 2, QuantFormat.Q4_1: 3, QuantFormat.Q8_0: 7}
+_FILE_TYPES[QuantFormat.BF16] = 32
+_QUANTIZATION_VERSION = 2
+_IMPLIED_ACTIVATION = {"gpt2": "gelu_tanh", "gemma3": "gelu_tanh"}  # every other architecture: silu
+
+
+def gguf_architecture(config: ModelConfig) -> str:
+    """The architecture's name in GGUF files; what the format cannot say about the network is refused."""
+    name = "llama" if config.architecture == "mistral" else config.architecture
+    if name not in ARCHITECTURES:
+        raise UnsupportedModelError(f"GGUF files of the architecture {config.architecture!r} cannot be written")
+    if config.activation != _IMPLIED_ACTIVATION.get(name, "silu"):
+        raise UnsupportedModelError(f"GGUF cannot say that a {name} model uses the activation {config.activation!r}")
+    return name
+
+
+def model_metadata(config: ModelConfig, format: QuantFormat, name: str) -> dict[str, Value]:
+    """Everything about the network; the tokenizer has entries of its own."""
+    architecture = gguf_architecture(config)
+    norm_key = "layer_norm_epsilon" if config.norm == "layer" else "layer_norm_rms_epsilon"
+    entries: dict[str, Value] = {
+        "general.name": name,
+        "general.type": "model",
+        "general.file_type": _FILE_TYPES[format],
+        "general.quantization_version": _QUANTIZATION_VERSION,
+    }
+    own: dict[str, Value] = {
+        "vocab_size": config.vocab_size,
+        "context_length": config.max_position,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_heads,
+        "attention.head_count_kv": config.num_kv_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        f"attention.{norm_key}": config.norm_eps,
+    }
+    if config.logit_softcap:
+        own["final_logit_softcapping"] = config.logit_softcap
+    own |= _attention_scale(config) | _window_entries(config) | _rope_entries(config)
+    return entries | {f"{architecture}.{key}": value for key, value in own.items()}
+
+
+def rope_tensors(config: ModelConfig) -> dict[str, QuantizedTensor]:
+    """Divisors of the frequencies, which GGUF keeps as tensors."""
+    if not config.ropes:
+        return {}
+    rope = config.ropes[0]
+    if rope.scaling == "longrope":
+        factors = {"rope_factors_long.weight": rope.frequency_factors}
+        factors["rope_factors_short.weight"] = rope.frequency_factors_short or rope.frequency_factors
+    elif rope.scaling == "llama3":
+        plain = inverse_frequencies(RopeConfig(rope.theta, rope.rotary_dim))[0]
+        factors = {"rope_freqs.weight": tuple((plain / inverse_frequencies(rope)[0]).tolist())}
+    else:
+        factors = {"rope_freqs.weight": rope.frequency_factors} if rope.frequency_factors else {}
+    return {name: QuantizedTensor.from_array(np.array(values, np.float32)) for name, values in factors.items()}
+
+
+def _attention_scale(config: ModelConfig) -> dict[str, Value]:
+    """Only where it is not what the architecture implies."""
+    implied = 1 / math.sqrt(config.head_dim)
+    if config.architecture == "gemma3" and config.num_layers == GEMMA_LARGEST_LAYERS:
+        implied = (config.hidden_size / config.num_heads) ** -0.5
+    return {} if math.isclose(config.scale, implied, rel_tol=1e-6) else {"attention.scale": config.scale}
+
+
+def _window_entries(config: ModelConfig) -> dict[str, Value]:
+    windows = {window for window in config.layer_window if window is not None}
+    if not windows:
+        return {}
+    if len(windows) > 1:
+        raise UnsupportedModelError(f"GGUF cannot say that layers have different windows: {sorted(windows)}")
+    entries: dict[str, Value] = {"attention.sliding_window": windows.pop()}
+    has_window = [window is not None for window in config.layer_window]
+    period = GEMMA_WINDOW_PERIOD if config.architecture == "gemma3" else 0
+    if has_window != [not period or (layer + 1) % period != 0 for layer in range(config.num_layers)]:
+        entries["attention.sliding_window_pattern"] = np.array(has_window)
+    return entries
+
+
+def _rope_entries(config: ModelConfig) -> dict[str, Value]:
+    if not config.ropes:
+        return {}
+    rope = config.ropes[0]
+    entries: dict[str, Value] = {"rope.dimension_count": rope.rotary_dim, "rope.freq_base": rope.theta}
+    if len(config.ropes) > 1:
+        entries["rope.freq_base_swa"] = config.ropes[1].theta
+    if rope.scaling in ("linear", "yarn"):
+        entries |= {"rope.scaling.type": rope.scaling, "rope.scaling.factor": rope.factor}
+    if rope.scaling in ("yarn", "longrope"):
+        entries["rope.scaling.original_context_length"] = rope.original_max_position
+    if rope.scaling == "yarn":
+        entries["rope.scaling.attn_factor"] = rope.attention_factor / yarn_attention_factor(rope.factor)
+        entries["rope.scaling.yarn_beta_fast"] = rope.beta_fast
+        entries["rope.scaling.yarn_beta_slow"] = rope.beta_slow
+    if rope.scaling == "longrope":
+        entries["rope.scaling.attn_factor"] = rope.attention_factor
+    return entries

@@ -1,0 +1,277 @@
+"""The tokenizer of a GGUF file, rebuilt as a `tokenizers` object.
+
+Two families: byte-level BPE ("gpt2": merges are given, `tokenizer.ggml.pre` names how text is cut into words) and
+SentencePiece ("llama": the neighbours that form the token with the best score are joined first; "t5": unigram).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+
+from bifolio.errors import ModelFileError, UnsupportedModelError
+from bifolio.model.gguf.config import Metadata
+from bifolio.model.gguf.pretokenizers import PRE_TOKENIZERS
+from bifolio.model.gguf.reader import GgufFile, StringArray
+from bifolio.text.tokenizer import Tokenizer
+
+SPACE = "▁"  # how SentencePiece spells a space
+SPECIAL_NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad": "padding", "mask": "mask"}
+TOKENIZER_JSON = "tokenizer.huggingface.json"  # a whole tokenizer.json, for what the other entries cannot say
+
+
+class TokenType(IntEnum):
+    """What a token is, in the numbers of the file."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """The tokens of a file by id, all spelled differently."""
+
+    tokens: list[str]
+    types: np.ndarray  # i32[tokens]  TokenType
+    scores: np.ndarray  # f32[tokens]
+
+    def ids(self) -> dict[str, int]:
+        return {token: index for index, token in enumerate(self.tokens)}
+
+    def of_type(self, *types: TokenType) -> list[str]:
+        return [self.tokens[index] for index in np.flatnonzero(np.isin(self.types, types))]
+
+
+def tokenizer_from_gguf(file: GgufFile) -> Tokenizer:
+    """The tokenizer of an open file."""
+    return tokenizer_from_metadata(Metadata(file.metadata, file.path))
+
+
+def has_tokenizer(metadata: Metadata) -> bool:
+    return metadata.has(TOKENIZER_JSON) or bool(metadata.strings("tokenizer.ggml.tokens"))
+
+
+def tokenizer_from_metadata(metadata: Metadata) -> Tokenizer:
+    """Build the tokenizer that the metadata describes."""
+    try:
+        return Tokenizer(_build(metadata))
+    except (ModelFileError, MemoryError):
+        raise
+    except Exception as error:  # the library raises plain Exception for every kind of bad vocabulary
+        raise ModelFileError(f"{metadata.path}: the tokenizer cannot be built: {error}") from error
+
+
+def special_tokens(metadata: Metadata, vocab_size: int) -> dict[str, str]:
+    """bos_token, eos_token and so on, as chat templates name them."""
+    tokens = metadata.strings("tokenizer.ggml.tokens")
+    if not isinstance(tokens, StringArray):
+        return {}
+    ids = {
+        f"{name}_token": metadata.token_id(f"tokenizer.ggml.{key}_token_id", min(vocab_size, len(tokens)))
+        for name, key in SPECIAL_NAMES.items()
+    }
+    wanted = {token_id for token_id in ids.values() if token_id is not None}
+    texts = {i: raw.decode(errors="replace") for i, raw in enumerate(tokens.raw()) if i in wanted} if wanted else {}
+    return {name: texts[token_id] for name, token_id in ids.items() if token_id is not None}
+
+
+def _build(metadata: Metadata) -> Any:
+    import tokenizers
+
+    if metadata.has(TOKENIZER_JSON):
+        return tokenizers.Tokenizer.from_str(metadata.text(TOKENIZER_JSON))
+    builders = {"gpt2": _byte_level, "llama": _sentencepiece, "t5": _unigram}
+    kind = metadata.text("tokenizer.ggml.model")
+    if kind not in builders:
+        raise UnsupportedModelError(f"the tokenizer {kind!r} is not supported; supported: {', '.join(builders)}")
+    vocabulary = read_vocabulary(metadata)
+    tokenizer = builders[kind](metadata, vocabulary)
+    _add_special(tokenizer, vocabulary)
+    _add_start_and_end(tokenizer, metadata, vocabulary, kind)
+    return tokenizer
+
+
+def read_vocabulary(metadata: Metadata) -> Vocabulary:
+    """Tokens, types and scores; empty and repeated spellings get names of their own, so that ids stay distinct."""
+    strings = metadata.strings("tokenizer.ggml.tokens")
+    if not strings:
+        raise metadata.fail("the file has no tokens")
+    tokens, seen = [], set()
+    for index, token in enumerate(strings):
+        if not token or token in seen:
+            token = f"[EMPTY_{index}]" if not token else f"[REPEATED_{index}]"
+        seen.add(token)
+        tokens.append(token)
+    return Vocabulary(
+        tokens,
+        _per_token(metadata, "tokenizer.ggml.token_type", len(tokens), TokenType.NORMAL, np.int32),
+        _per_token(metadata, "tokenizer.ggml.scores", len(tokens), 0, np.float32),
+    )
+
+
+def _per_token(metadata: Metadata, key: str, count: int, default: float, dtype: Any) -> np.ndarray:
+    values = metadata.array(key)
+    if values is None:
+        return np.full(count, default, dtype)
+    if len(values) < count:
+        raise metadata.fail(f"{key!r} has {len(values)} entries for {count} tokens")
+    return values[:count].astype(dtype)
+
+
+def _byte_level(metadata: Metadata, vocabulary: Vocabulary) -> Any:
+    from tokenizers import Tokenizer, decoders, models
+
+    name = metadata.text("tokenizer.ggml.pre", "default")
+    if name not in PRE_TOKENIZERS:
+        raise UnsupportedModelError(
+            f"the pre-tokenizer {name!r} is not supported; supported: {', '.join(PRE_TOKENIZERS)}"
+        )
+    ids = vocabulary.ids()
+    merges = _known_merges(metadata.strings("tokenizer.ggml.merges") or (), ids)
+    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=merges, ignore_merges=PRE_TOKENIZERS[name].ignore_merges))
+    tokenizer.pre_tokenizer = byte_level_pre_tokenizer(name)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def byte_level_pre_tokenizer(name: str) -> Any:
+    """Cut by the patterns that the name stands for, then spell bytes as printable characters."""
+    from tokenizers import Regex, pre_tokenizers
+
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in PRE_TOKENIZERS[name].patterns]
+    return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def _known_merges(merges: Iterable[str], ids: dict[str, int]) -> list[tuple[str, str]]:
+    """ "left right" pairs; those that are not made of tokens, or do not make one, cannot be used."""
+    pairs = []
+    for merge in merges:
+        space = merge.find(" ", 1)
+        left, right = merge[:space], merge[space + 1 :]
+        if space > 0 and left in ids and right in ids and left + right in ids:
+            pairs.append((left, right))
+    return pairs
+
+
+def sentencepiece_tokenizer(vocabulary: Vocabulary, bos: int) -> Tokenizer:
+    """A tokenizer with begin-of-text before every prompt, for files that hold tokens and scores alone."""
+    from tokenizers import processors
+
+    backend = _merging_by_score(vocabulary, add_space=True)
+    _add_special(backend, vocabulary)
+    start = vocabulary.tokens[bos]
+    backend.post_processor = template_processor(processors, [start, "$A"], [(start, bos)])
+    return Tokenizer(backend)
+
+
+def _sentencepiece(metadata: Metadata, vocabulary: Vocabulary) -> Any:
+    return _merging_by_score(vocabulary, metadata.flag("tokenizer.ggml.add_space_prefix", True))
+
+
+def _merging_by_score(vocabulary: Vocabulary, add_space: bool) -> Any:
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    unknown = vocabulary.of_type(TokenType.UNKNOWN)
+    model = models.BPE(
+        vocab=vocabulary.ids(),
+        merges=merges_from_scores(vocabulary),
+        unk_token=unknown[0] if unknown else None,
+        fuse_unk=True,
+        byte_fallback=bool(vocabulary.of_type(TokenType.BYTE)),
+    )
+    tokenizer = Tokenizer(model)
+    prepend = [normalizers.Prepend(SPACE)] if add_space else []
+    tokenizer.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", SPACE)])
+    strip = [decoders.Strip(" ", 1, 0)] if add_space else []
+    replace = decoders.Replace(SPACE, " ")
+    tokenizer.decoder = decoders.Sequence([replace, decoders.ByteFallback(), decoders.Fuse(), *strip])
+    return tokenizer
+
+
+def merges_from_scores(vocabulary: Vocabulary) -> list[tuple[str, str]]:
+    """Every way to join two tokens into a third, the third with the best score first.
+
+    SentencePiece joins, of all neighbours, those that form the token with the best score, and of equals the leftmost.
+    A list of merges says the same, but for different cuts of one token, which it has to order: the longest left
+    part comes first, which is the leftmost one where tokens repeat a character.
+    """
+    joinable = {TokenType.NORMAL, TokenType.USER_DEFINED, TokenType.UNUSED}
+    ids = {
+        token: index
+        for index, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types.tolist(), strict=True))
+        if kind in joinable
+    }
+    order = sorted(ids.values(), key=lambda index: -float(vocabulary.scores[index]))
+    merges = []
+    for index in order:
+        token = vocabulary.tokens[index]
+        for cut in range(len(token) - 1, 0, -1):
+            left, right = token[:cut], token[cut:]
+            if left in ids and right in ids:
+                merges.append((left, right))
+    return merges
+
+
+def _unigram(metadata: Metadata, vocabulary: Vocabulary) -> Any:
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    unknown = metadata.token_id("tokenizer.ggml.unknown_token_id", len(vocabulary.tokens))
+    pairs = list(zip(vocabulary.tokens, vocabulary.scores.tolist(), strict=True))
+    tokenizer = Tokenizer(models.Unigram(pairs, unknown, bool(vocabulary.of_type(TokenType.BYTE))))
+    steps: list[Any] = []
+    charsmap = metadata.array("tokenizer.ggml.precompiled_charsmap")
+    if charsmap is not None:
+        steps.append(normalizers.Precompiled(charsmap.tobytes()))
+    if metadata.flag("tokenizer.ggml.remove_extra_whitespaces", False):
+        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    scheme = "always" if metadata.flag("tokenizer.ggml.add_space_prefix", True) else "never"
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme=scheme)
+    tokenizer.decoder = decoders.Metaspace(SPACE, prepend_scheme=scheme)
+    return tokenizer
+
+
+def _add_special(tokenizer: Any, vocabulary: Vocabulary) -> None:
+    """Control tokens and tokens of the user are found in text as they are, before anything else happens to it."""
+    from tokenizers import AddedToken
+
+    control = vocabulary.of_type(TokenType.CONTROL, TokenType.UNKNOWN)
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
+    defined = vocabulary.of_type(TokenType.USER_DEFINED)
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in defined])
+
+
+def _add_start_and_end(tokenizer: Any, metadata: Metadata, vocabulary: Vocabulary, kind: str) -> None:
+    """Begin- and end-of-text tokens around every prompt, where the model was trained with them."""
+    from tokenizers import processors
+
+    pre = PRE_TOKENIZERS.get(metadata.text("tokenizer.ggml.pre", "default"))
+    bos_by_default = kind == "llama" or (kind == "gpt2" and pre is not None and pre.add_bos)
+    parts: list[str] = []
+    used: list[tuple[str, int]] = []
+
+    def add(name: str, by_default: bool) -> None:
+        token_id = metadata.token_id(f"tokenizer.ggml.{name}_token_id", len(vocabulary.tokens))
+        if token_id is not None and metadata.flag(f"tokenizer.ggml.add_{name}_token", by_default):
+            used.append((vocabulary.tokens[token_id], token_id))
+            parts.append(vocabulary.tokens[token_id])
+
+    add("bos", bos_by_default)
+    parts.append("$A")
+    add("eos", kind == "t5")
+    if used:
+        tokenizer.post_processor = template_processor(processors, parts, used)
+
+
+def template_processor(processors: Any, parts: Sequence[str], used: Sequence[tuple[str, int]]) -> Any:
+    """Special tokens around a text, or around each text of a pair."""
+    pair = [*parts, *(part.replace("$A", "$B") + ":1" for part in parts)]
+    return processors.TemplateProcessing(single=list(parts), pair=pair, special_tokens=list(dict.fromkeys(used)))

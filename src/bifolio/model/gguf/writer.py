@@ -1,0 +1,195 @@
+"""A loaded model → a GGUF file that bifolio and other programs open."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bifolio.errors import ModelFileError
+from bifolio.model.export import ROTATED, NamedTensor, named_tensors
+from bifolio.model.file_access import atomic_path
+from bifolio.model.gguf.metadata import gguf_architecture, model_metadata, rope_tensors
+from bifolio.model.gguf.reader import StringArray, Value, open_gguf
+from bifolio.model.gguf.sampling import sampling_entries
+from bifolio.model.gguf.vocabulary import tokenizer_metadata
+from bifolio.model.loaded import LoadedModel
+from bifolio.model.tensor_names import gguf_names
+from bifolio.quant.formats import QuantFormat, refuse_non_finite
+from bifolio.quant.tensor import PANEL_ROWS, QuantizedTensor
+
+# What is copied as it is from a GGUF file to the next.
+_COPIED = ("tokenizer.",)
+_COPIED_GENERAL = (
+    "name", "basename", "author", "organization", "license", "description", "languages", "tags", "size_label", "url"
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenTensor:
+    """One line of the report."""
+
+    name: str
+    shape: tuple[int, ...]
+    old_format: QuantFormat
+    new_format: QuantFormat
+    old_bytes: int
+    new_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriteReport:
+    """What was written, and what the writer decided on its own."""
+
+    path: Path
+    tensors: tuple[WrittenTensor, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def old_bytes(self) -> int:
+        return sum(tensor.old_bytes for tensor in self.tensors)
+
+    @property
+    def new_bytes(self) -> int:
+        return sum(tensor.new_bytes for tensor in self.tensors)
+
+
+Progress = Callable[[WrittenTensor], None]
+
+
+def write_gguf(
+    path: str | Path,
+    model: LoadedModel,
+    format: QuantFormat,
+    *,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    extra: Mapping[str, Value] | None = None,
+) -> WriteReport:
+    """Write the model with its matrices in `format`. The file appears only when it is complete.
+
+    `extra` metadata, such as `general.license`, is written as it is.
+    """
+    import gguf
+
+    path = Path(path)
+    config = model.config
+    interleaved = config.architecture in ROTATED or config.rope_interleaved
+    entries, notes = _metadata(model, format)
+    entries |= extra or {}
+    sources = list(named_tensors(model.weights, gguf_names(config), interleaved=interleaved))
+    sources += [NamedTensor(name, tensor, "norm") for name, tensor in rope_tensors(config).items()]
+    targets = [(source, tensor_format(source, format)) for source in sources]
+    notes += _format_notes(targets, format)
+    logging.getLogger("gguf").setLevel(logging.ERROR)  # it reports every file that it writes
+    with atomic_path(path, overwrite=overwrite) as temporary:
+        writer = gguf.GGUFWriter(temporary, gguf_architecture(config))
+        try:
+            for key, value in entries.items():
+                _add_entry(writer, key, value)
+            for source, target in targets:
+                byte_shape = (*source.tensor.shape[:-1], target.row_bytes(source.tensor.shape[-1]))
+                kind = gguf.GGMLQuantizationType(target.ggml_type)
+                writer.add_tensor_info(
+                    source.name, byte_shape, np.dtype(np.uint8), target.bytes_for(source.tensor.shape), kind
+                )
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            written = tuple(_write_tensor(writer, source, target, progress) for source, target in targets)
+        finally:
+            writer.close()
+    return WriteReport(path, written, tuple(notes))
+
+
+def tensor_format(source: NamedTensor, format: QuantFormat) -> QuantFormat:
+    """Vectors stay F32, as every reader expects; the vocabulary's matrices get at least 8 bits, since all text goes
+    through them; rows that cannot be cut into blocks stay in 16 bits."""
+    if len(source.tensor.shape) < 2 or source.kind in ("norm", "bias", "positions"):
+        return QuantFormat.F32
+    if source.kind in ("embedding", "head") and format in (QuantFormat.Q4_0, QuantFormat.Q4_1):
+        format = QuantFormat.Q8_0
+    return QuantFormat.F16 if source.tensor.shape[-1] % format.block_elements else format
+
+
+def converted(source: NamedTensor, format: QuantFormat) -> QuantizedTensor:
+    """The tensor as the file wants it; values that the format cannot hold are refused by name."""
+    tensor = source.rearranged().converted(format, source.name)
+    if format in (QuantFormat.F32, QuantFormat.BF16):
+        for start in range(0, tensor.num_rows, PANEL_ROWS):
+            refuse_non_finite(tensor.dequantize_rows(slice(start, start + PANEL_ROWS)), source.name)
+        return tensor
+    columns = 2 if format is QuantFormat.F16 else format.block_bytes
+    halves = tensor.data.reshape(-1, columns)[:, :2].copy().view(np.float16)
+    if not np.isfinite(halves).all():
+        raise ModelFileError(f"{source.name} holds values too large for {format.name}: use f32 or bf16")
+    return tensor
+
+
+def _write_tensor(writer: Any, source: NamedTensor, format: QuantFormat, progress: Progress | None) -> WrittenTensor:
+    tensor = converted(source, format)
+    writer.write_tensor_data(tensor.data)
+    old = source.tensor
+    line = WrittenTensor(source.name, old.shape, old.format, format, old.nbytes, tensor.nbytes)
+    if progress is not None:
+        progress(line)
+    return line
+
+
+def _format_notes(targets: list[tuple[NamedTensor, QuantFormat]], format: QuantFormat) -> list[str]:
+    short = [s.name for s, target in targets if s.kind == "matrix" and target is not format]
+    if not short:
+        return []
+    return [f"{len(short)} matrices stay in F16 because their rows are no multiple of 32 values (e.g. {short[0]})"]
+
+
+def _metadata(model: LoadedModel, format: QuantFormat) -> tuple[dict[str, Value], list[str]]:
+    entries = model_metadata(model.config, format, model.path.stem) | sampling_entries(model.generation_config)
+    notes: list[str] = []
+    if model.path.suffix.lower() == ".gguf":
+        entries |= _copied_entries(open_gguf(model.path).metadata)
+    elif (tokenizer := model.tokenizer) is not None:
+        tokens, notes = tokenizer_metadata(tokenizer, model.config, model.special_tokens)
+        entries |= tokens
+    else:
+        entries["tokenizer.ggml.model"] = "no_vocab"
+    if model.chat_template is not None:
+        entries["tokenizer.chat_template"] = model.chat_template
+    return entries, notes
+
+
+def _copied_entries(metadata: Mapping[str, Value]) -> dict[str, Value]:
+    general = {f"general.{name}" for name in _COPIED_GENERAL}
+    return {
+        key: list(value) if isinstance(value, StringArray) else value
+        for key, value in metadata.items()
+        if key.startswith(_COPIED) or key in general
+    }
+
+
+def _add_entry(writer: Any, key: str, value: Value) -> None:
+    """Numbers get the types that other programs read them with."""
+    import gguf
+
+    kinds = gguf.GGUFValueType
+    if isinstance(value, bool):
+        writer.add_key_value(key, value, kinds.BOOL)
+    elif isinstance(value, int):
+        writer.add_key_value(key, value, kinds.UINT32 if 0 <= value < 1 << 32 else kinds.INT64)
+    elif isinstance(value, float):
+        writer.add_key_value(key, value, kinds.FLOAT32)
+    elif isinstance(value, str):
+        writer.add_key_value(key, value, kinds.STRING)
+    elif isinstance(value, np.ndarray):
+        if value.size:
+            writer.add_key_value(key, value.tolist(), kinds.ARRAY, kinds[_ARRAY_KINDS[value.dtype.name]])
+    elif len(value):
+        writer.add_key_value(key, list(value), kinds.ARRAY, kinds.STRING)
+
+
+_ARRAY_KINDS = {f"{sign}int{bits}": f"{sign}int{bits}".upper() for sign in ("", "u") for bits in (8, 16, 32, 64)}
+_ARRAY_KINDS |= {"float32": "FLOAT32", "float64": "FLOAT64", "bool": "BOOL"}

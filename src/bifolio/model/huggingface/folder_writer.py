@@ -1,0 +1,168 @@
+"""A loaded model → a Hugging Face-layout folder with dense weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bifolio.config import ModelConfig, RopeConfig
+from bifolio.errors import ConfigError, UnsupportedModelError
+from bifolio.model.export import NamedTensor, named_tensors
+from bifolio.model.gguf.writer import Progress, WriteReport, WrittenTensor, converted
+from bifolio.model.huggingface.export import config_to_hf
+from bifolio.model.huggingface.safetensors_file import TensorPlan, write_planned
+from bifolio.model.loaded import LoadedModel
+from bifolio.model.tensor_names import hf_names
+from bifolio.model.weights import inverse_frequencies
+from bifolio.quant.formats import QuantFormat
+from bifolio.quant.tensor import QuantizedTensor
+
+DENSE = {QuantFormat.F32: "float32", QuantFormat.F16: "float16", QuantFormat.BF16: "bfloat16"}
+_NORM_OFFSETS = {"gemma3": 1.0}  # what these models add to the weight of a norm, and folders leave out
+
+
+def write_folder(
+    path: str | Path,
+    model: LoadedModel,
+    format: QuantFormat,
+    *,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> WriteReport:
+    """Write config, weights and tokenizer. The folder appears only when it is complete."""
+    if format not in DENSE:
+        raise ConfigError(f"a folder holds f32, f16 or bf16 weights: write a .gguf file for {format.name.lower()}")
+    path = Path(path)
+    config = folder_config(model.config)
+    with _atomic_folder(path, overwrite) as folder:
+        _write_json(folder / "config.json", config_to_hf(config, DENSE[format]))
+        _write_tokenizer(folder, model)
+        written = _write_weights(folder, model, config, format, progress)
+    return WriteReport(path, written, ())
+
+
+def folder_config(config: ModelConfig) -> ModelConfig:
+    """The same network in the terms of a folder: half-split rope, and scaling by formula instead of by table."""
+    config = replace(config, rope_interleaved=False, norm_offset=_NORM_OFFSETS.get(config.architecture, 0.0))
+    if config.architecture == "llama" and config.layer_window:
+        config = replace(config, architecture="mistral")
+    if config.ropes and config.ropes[0].scaling != "longrope" and config.ropes[0].frequency_factors:
+        config = replace(config, ropes=(llama3_from_factors(config.ropes[0]), *config.ropes[1:]))
+    return config
+
+
+def llama3_from_factors(rope: RopeConfig) -> RopeConfig:
+    """The parameters of llama3 scaling from the table of divisors that it amounts to.
+
+    Between the frequencies that are kept and those that are divided by `factor`, the share that is kept grows
+    linearly with the frequency: share = (original / wavelength - low) / (high - low). With low = 1, which only fixes
+    the unit, a straight line through these points gives the other two.
+    """
+    divisors = np.array(rope.frequency_factors, np.float64)
+    factor = float(divisors.max())
+    plain = inverse_frequencies(RopeConfig(rope.theta, rope.rotary_dim))[0].astype(np.float64)
+    between = (divisors > 1 + 1e-4) & (divisors < factor * (1 - 1e-4))
+    original, high = 8192.0, 4.0  # those of the Llama 3 models
+    if between.sum() >= 2:
+        share = (1 / divisors[between] - 1 / factor) / (1 - 1 / factor)
+        slope, negative = np.polyfit(plain[between] / (2 * np.pi), share, 1)
+        high = 1 - 1 / negative
+        original = -slope / negative
+    result = RopeConfig(
+        theta=rope.theta,
+        rotary_dim=rope.rotary_dim,
+        scaling="llama3",
+        factor=factor,
+        original_max_position=round(original),
+        high_freq_factor=round(float(high), 4),
+    )
+    if not np.allclose(plain / inverse_frequencies(result)[0], divisors, rtol=1e-3):
+        raise UnsupportedModelError("config.json cannot say how this file divides the frequencies of rope")
+    return result
+
+
+def _write_weights(
+    folder: Path, model: LoadedModel, config: ModelConfig, format: QuantFormat, progress: Progress | None
+) -> tuple[WrittenTensor, ...]:
+    # Rows are rearranged from the order that the model has to that of the folder.
+    sources = {s.name: s for s in named_tensors(model.weights, hf_names(config), interleaved=False)}
+    lines: list[WrittenTensor] = []
+
+    def produce(name: str) -> QuantizedTensor:
+        source = sources[name]
+        tensor = _in_folder_form(config, source, format)
+        old = source.tensor
+        lines.append(WrittenTensor(name, old.shape, old.format, format, old.nbytes, tensor.nbytes))
+        if progress is not None:
+            progress(lines[-1])
+        return tensor
+
+    plans = [TensorPlan(s.name, format, _folder_shape(config, s)) for s in sources.values()]
+    write_planned(folder / "model.safetensors", plans, produce, {"format": "pt"})
+    return tuple(lines)
+
+
+def _lies_transposed(config: ModelConfig, source: NamedTensor) -> bool:
+    return config.architecture == "gpt2" and source.kind == "matrix"
+
+
+def _folder_shape(config: ModelConfig, source: NamedTensor) -> tuple[int, ...]:
+    shape = source.tensor.shape
+    return shape[::-1] if _lies_transposed(config, source) else shape
+
+
+def _in_folder_form(config: ModelConfig, source: NamedTensor, format: QuantFormat) -> QuantizedTensor:
+    if source.kind == "norm" and config.norm_offset:
+        weight = source.tensor.dequantize() - np.float32(config.norm_offset)
+        source = replace(source, tensor=QuantizedTensor.from_array(weight))
+    tensor = converted(source, format)
+    return tensor.transposed() if _lies_transposed(config, source) else tensor
+
+
+def _write_tokenizer(folder: Path, model: LoadedModel) -> None:
+    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **model.special_tokens}
+    settings["model_max_length"] = model.config.max_position
+    if model.chat_template is not None:
+        settings["chat_template"] = model.chat_template
+    if (tokenizer := model.tokenizer) is not None:
+        (folder / "tokenizer.json").write_text(tokenizer.backend.to_str(), encoding="utf-8")
+        _write_json(folder / "tokenizer_config.json", settings)
+    ends = list(model.config.eos_token_ids)
+    generation = {"bos_token_id": model.config.bos_token_id, "eos_token_id": ends} if ends else {}
+    _write_json(folder / "generation_config.json", {**generation, **model.generation_config})
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _atomic_folder(path: Path, overwrite: bool) -> Iterator[Path]:
+    """A temporary folder that takes the place of `path` when the block ends without an error.
+
+    Only an empty folder or one that holds a model is replaced, so that a mistyped name costs nothing.
+    """
+    if path.exists():
+        if not overwrite:
+            raise ConfigError(f"{path} exists already: choose another name or pass --force to replace it")
+        if not path.is_dir() or (any(path.iterdir()) and not (path / "config.json").is_file()):
+            raise ConfigError(f"{path} is no model folder and will not be replaced: choose another name")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent))
+    try:
+        yield temporary
+        temporary.chmod(0o755)
+        if path.exists():
+            shutil.rmtree(path)
+        temporary.rename(path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise

@@ -1,0 +1,145 @@
+"""A Hugging Face-layout folder: `config.json`, safetensors (one file or shards with an index), `tokenizer.json`."""
+
+from __future__ import annotations
+
+import json
+from collections import ChainMap
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bifolio.config import ModelConfig
+from bifolio.errors import ModelFileError
+from bifolio.model.huggingface.config import config_from_hf
+from bifolio.model.huggingface.safetensors_file import open_safetensors
+from bifolio.model.loaded import LoadedModel
+from bifolio.model.tensor_names import assemble, hf_names
+from bifolio.model.weights import ModelWeights
+from bifolio.quant.tensor import QuantizedTensor
+from bifolio.text.tokenizer import Tokenizer
+
+MAX_JSON_BYTES = 64 << 20
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file of sane size."""
+    if not path.is_file():
+        raise ModelFileError(f"{path} is missing: a model folder needs config.json and *.safetensors files")
+    if path.stat().st_size > MAX_JSON_BYTES:
+        raise ModelFileError(f"{path} has {path.stat().st_size} bytes, more than any real one")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ModelFileError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelFileError(f"{path} must hold a JSON object")
+    return value
+
+
+def load_folder(folder: Path) -> LoadedModel:
+    """Map the weights, read the rest. Nothing of the weights is read into memory here."""
+    config = config_from_hf(read_json(folder / "config.json"))
+    tensors = folder_tensors(folder)
+    generation = read_json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
+    tokenizer_path = folder / "tokenizer.json"
+    return LoadedModel(
+        path=folder,
+        config=with_generation_ids(config, generation),
+        weights=folder_weights(config, tensors),
+        tokenizer_source=(lambda: Tokenizer.from_file(tokenizer_path)) if tokenizer_path.is_file() else None,
+        generation_config=generation,
+        chat_template=_chat_template(folder),
+        special_tokens=_special_tokens(folder),
+    )
+
+
+def folder_tensors(folder: Path) -> Mapping[str, QuantizedTensor]:
+    """Every tensor of the folder by name, memory-mapped; an unknown type is an error only for the one who asks."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise ModelFileError(f"{index} has no usable weight_map")
+        names = sorted(set(weight_map.values()))
+        if any(Path(name).name != name for name in names):
+            raise ModelFileError(f"{index} names a file outside the folder")
+        files = [folder / name for name in names]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelFileError(f"{folder} holds no *.safetensors file: save the model with safe_serialization=True")
+    maps: list[Any] = []
+    for file in files:
+        if not file.is_file():
+            raise ModelFileError(f"{file} is missing, though {index.name} names it: fetch the whole model again")
+        maps.append(open_safetensors(file).tensors)
+    return ChainMap(*maps)
+
+
+def folder_weights(config: ModelConfig, tensors: Mapping[str, QuantizedTensor]) -> ModelWeights:
+    """Assemble by role; names may or may not carry the base model's prefix, GPT-2's matrices lie transposed."""
+    prefix = hf_names(config).embedding.split(".")[0] + "."
+    spellings = {name: name for name in tensors}
+    for name in tensors:
+        spellings.setdefault(name.replace("language_model.", "", 1), name)
+        spellings.setdefault(prefix + name, name)
+
+    def find(name: str, shape: tuple[int, ...], transposed: bool = False) -> QuantizedTensor:
+        if name not in spellings:
+            raise ModelFileError(f"the tensor {name!r} is missing from the model's files: fetch the whole model again")
+        tensor = tensors[spellings[name]]
+        found = tensor.shape[::-1] if transposed else tensor.shape
+        if found != shape:
+            raise ModelFileError(
+                f"the tensor {name!r} has shape {tuple(tensor.shape)} where config.json implies {shape}: "
+                "the files do not belong together"
+            )
+        return tensor.transposed() if transposed else tensor
+
+    def fetch(name: str, shape: tuple[int, ...]) -> QuantizedTensor:
+        layer_matrix = config.architecture == "gpt2" and ".h." in name
+        return find(name, shape, transposed=layer_matrix)
+
+    def vector(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        return find(name, shape).dequantize()
+
+    return assemble(config, hf_names(config), fetch, vector)
+
+
+def with_generation_ids(config: ModelConfig, generation: Mapping[str, Any]) -> ModelConfig:
+    """generation_config.json may name more end-of-text ids than config.json."""
+    eos = generation.get("eos_token_id")
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    merged = tuple(dict.fromkeys([*config.eos_token_ids, *(int(i) for i in ids)]))
+    return replace(config, eos_token_ids=merged)
+
+
+def _chat_template(folder: Path) -> str | None:
+    jinja = folder / "chat_template.jinja"
+    if jinja.is_file():
+        return jinja.read_text(encoding="utf-8")
+    path = folder / "tokenizer_config.json"
+    if not path.is_file():
+        return None
+    template = read_json(path).get("chat_template")
+    if isinstance(template, list):  # several named templates: take the default one
+        named = {str(entry.get("name")): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default") or next(iter(named.values()), None)
+    return template if isinstance(template, str) else None
+
+
+def _special_tokens(folder: Path) -> dict[str, str]:
+    """bos_token, eos_token and so on, as chat templates name them."""
+    path = folder / "tokenizer_config.json"
+    if not path.is_file():
+        return {}
+    found = {}
+    for name, value in read_json(path).items():
+        if name.endswith("_token") and isinstance(value, str | dict):
+            text = value if isinstance(value, str) else value.get("content")
+            if isinstance(text, str):
+                found[name] = text
+    return found

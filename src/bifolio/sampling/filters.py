@@ -1,0 +1,183 @@
+"""Which tokens may still be drawn: top-k, top-p, min-p, typical, XTC, in this order, and with what weight.
+
+The filters work on candidates, the tokens that can survive, sorted by falling probability. Top-k, top-p and min-p keep
+a beginning of that order, so whatever lies behind it need never be sorted. Each renormalises over what it was given.
+All comparisons are between exact integers or between numbers computed from them one by one, so a row's result does
+not depend on its neighbours or on the width to which the candidates are padded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bifolio.sampling.arrays import Array, device, namespace
+from bifolio.sampling.table import SamplingTable
+from bifolio.sampling.weights import (
+    ONE,
+    cleaned,
+    descending_keys,
+    kth_bound,
+    shift,
+    sort_candidates,
+    to_weights,
+)
+
+
+@dataclass(slots=True)
+class Filters:
+    """The filter settings of the rows at hand; host arrays."""
+
+    top_k: NDArray[np.int64]  # i64[r]  vocabulary size: off
+    top_p: NDArray[np.float64]  # f64[r]
+    min_p: NDArray[np.float64]  # f64[r]
+    typical_p: NDArray[np.float64]  # f64[r]
+    xtc_threshold: NDArray[np.float64]  # f64[r]
+    xtc_applies: NDArray[np.bool_]  # bool[r]  whether the noise of this position says so
+
+    @classmethod
+    def of(cls, table: SamplingTable, slots: NDArray[Any], xtc_noise: NDArray[np.float64] | None) -> Filters:
+        """The settings of these slots; xtc_noise: f64[r] in [0, 1), None: leave XTC out."""
+        return cls(
+            top_k=table.top_k[slots],
+            top_p=table.top_p[slots],
+            min_p=table.min_p[slots],
+            typical_p=table.typical_p[slots],
+            xtc_threshold=table.xtc_threshold[slots],
+            xtc_applies=(1.0 if xtc_noise is None else xtc_noise) < table.xtc_probability[slots],
+        )
+
+
+@dataclass(slots=True)
+class Candidates:
+    """The tokens that may be drawn, by falling probability."""
+
+    ids: Array  # i64[r, c]
+    values: Array  # f32[r, c]  shifted logits; -inf in the padding
+    weights: Array  # i64[r, c]  0 where not kept
+    kept: Array  # bool[r, c]  includes tokens too unlikely to have a weight
+
+
+def filter_rows(logits: Array, temperature: NDArray[np.float32], filters: Filters) -> Candidates:
+    """Candidates of f32[r, n] logits after temperature (f32[r] on the host) and all filters.
+
+    Either every row has a top-k or none has: the two kinds find their candidates in different ways.
+    """
+    xp = namespace(logits)
+    total: Array | None = None
+    if filters.top_k[0] < logits.shape[-1]:
+        ids, values = _top_k(logits, temperature, filters.top_k)
+    else:
+        shifted = cool(logits, temperature)
+        mask, total = _likely(shifted, filters)
+        ids, values = sort_candidates(mask, shifted)
+    weights = to_weights(values)
+    kept = (values > -float("inf")) & _likely_enough(weights, total, filters)
+    kept = _keep_typical(values, weights, kept, filters)
+    kept = _exclude_top_choices(weights, kept, filters)
+    return Candidates(ids, values, _only(xp, weights, kept), kept)
+
+
+def cool(logits: Array, temperature: NDArray[np.float32]) -> Array:
+    """f32[r, n]: shifted logits over temperature. Shifting first keeps tiny temperatures from overflowing."""
+    shifted = shift(logits)
+    return shifted if (temperature == 1.0).all() else shifted / _column(namespace(logits), temperature, logits)
+
+
+def _top_k(logits: Array, temperature: NDArray[np.float32], top_k: NDArray[np.int64]) -> tuple[Array, Array]:
+    """(i64[r, c] ids, f32[r, c] shifted logits over temperature): the largest, ties with the last included."""
+    xp = namespace(logits)
+    logits, highest = cleaned(logits)
+    ids, values = sort_candidates(logits >= kth_bound(logits, top_k), logits)
+    values = (values - highest) / _column(xp, temperature, values)
+    last = xp.asarray(np.minimum(top_k, values.shape[-1])[:, None] - 1, device=device(values))
+    below = values < xp.take_along_axis(values, last, axis=-1)
+    return ids, xp.where(below, xp.full_like(values, -float("inf")), values)
+
+
+def _only(xp: Any, weights: Array, kept: Array) -> Array:
+    return xp.where(kept, weights, xp.zeros_like(weights))
+
+
+def _column(xp: Any, numbers: NDArray[Any], like: Array) -> Array:
+    """A host array f64[r] as f64[r, 1] beside `like`."""
+    return xp.asarray(np.ascontiguousarray(numbers)[:, None], device=device(like))
+
+
+def _likely(shifted: Array, filters: Filters) -> tuple[Array, Array]:
+    """(bool[r, n] a superset of what top-p and min-p keep, i64[r, 1] the total weight of the row).
+
+    Tokens of at most (1 - top_p) * total / n each weigh at most (1 - top_p) * total together, so top-p drops them all;
+    the factor below 1 covers rounding.
+    """
+    xp = namespace(shifted)
+    weights = to_weights(shifted)
+    total = xp.sum(weights, axis=-1, keepdims=True)
+    share = _column(xp, (1.0 - filters.top_p) * (0.999 / shifted.shape[-1]), shifted)
+    floor = np.where(filters.min_p > 0.0, filters.min_p * (0.999 * ONE), np.where(filters.top_p < 1.0, 0.0, -1.0))
+    least = xp.maximum(xp.astype(total, xp.float64) * share, _column(xp, floor, shifted))
+    least = xp.where(_column(xp, floor, shifted) < 0.0, -xp.ones_like(least), least)  # neither: keep all
+    return weights > xp.astype(least, xp.int64), total
+
+
+def _likely_enough(weights: Array, total: Array | None, filters: Filters) -> Array:
+    """bool[r, c]: top-p, then min-p. A token stays while the more likely ones have not reached top_p of the total."""
+    xp = namespace(weights)
+    if not (filters.top_p < 1.0).any() and not filters.min_p.any():
+        return weights >= 0
+    running = xp.cumulative_sum(weights, axis=-1)
+    share = np.where(filters.top_p < 1.0, filters.top_p, 2.0)  # 1 is off, for tokens without a weight too
+    reach = xp.astype(running[:, -1:] if total is None else total, xp.float64) * _column(xp, share, weights)
+    keep = xp.astype(running - weights, xp.float64) < reach
+    return keep & (xp.astype(weights, xp.float64) >= _column(xp, filters.min_p * ONE, weights))
+
+
+def _keep_typical(values: Array, weights: Array, kept: Array, filters: Filters) -> Array:
+    """Typical sampling: the tokens whose surprise is closest to the entropy, until their mass reaches typical_p."""
+    rows = np.flatnonzero(filters.typical_p < 1.0)
+    if not len(rows):
+        return kept
+    xp = namespace(weights)
+    index = xp.asarray(rows, device=device(weights))
+    chosen = _only(xp, weights[index, :], kept[index, :])
+    distance = _distance_from_entropy(xp, values[index, :], chosen, kept[index, :])
+    # Sorting unequal integers is faster than a stable sort, and leaves no choice to the algorithm.
+    places = xp.arange(distance.shape[-1], device=device(weights))
+    order = xp.sort(descending_keys(-distance, places), axis=-1) & 0xFFFFFFFF
+    running = xp.cumulative_sum(xp.take_along_axis(chosen, order, axis=-1), axis=-1)
+    mass = xp.astype(running[:, -1:], xp.float64) * _column(xp, filters.typical_p[rows], weights)
+    last = xp.count_nonzero(xp.astype(running, xp.float64) < mass, axis=-1)[:, None]
+    last = xp.clip(last, 0, chosen.shape[-1] - 1)
+    farthest = xp.take_along_axis(xp.take_along_axis(distance, order, axis=-1), last, axis=-1)
+    kept[index, :] = kept[index, :] & (distance <= farthest)
+    return kept
+
+
+def _distance_from_entropy(xp: Any, values: Array, weights: Array, kept: Array) -> Array:
+    """f32[r, c]: |surprise - entropy| of each candidate, infinite for those not kept.
+
+    With shifted logits x and total weight T, the surprise is log T - x and the entropy log T + sum(w * -x) / T, so
+    log T cancels. The sum is taken over integers, for the same reason as everywhere here.
+    """
+    surprise = xp.astype(xp.where(kept, -values, xp.zeros_like(values)), xp.float64)
+    moments = xp.astype(xp.astype(weights, xp.float64) * surprise, xp.int64)
+    total = xp.astype(xp.sum(weights, axis=-1, keepdims=True), xp.float64)
+    entropy = xp.astype(xp.sum(moments, axis=-1, keepdims=True), xp.float64) / xp.maximum(total, xp.ones_like(total))
+    distance = xp.astype(xp.abs(surprise - entropy), xp.float32)
+    return xp.where(kept, distance, xp.full_like(distance, float("inf")))
+
+
+def _exclude_top_choices(weights: Array, kept: Array, filters: Filters) -> Array:
+    """XTC: where it applies, of the tokens that reach the threshold only the least likely stays."""
+    if not filters.xtc_applies.any():
+        return kept
+    xp = namespace(weights)
+    chosen = _only(xp, weights, kept)
+    total = xp.astype(xp.sum(chosen, axis=-1, keepdims=True), xp.float64)
+    threshold = _column(xp, np.where(filters.xtc_applies, filters.xtc_threshold, 2.0), weights)
+    likely = kept & (xp.astype(chosen, xp.float64) >= threshold * total)
+    rank = xp.cumulative_sum(xp.astype(likely, xp.int64), axis=-1)
+    return kept & ~(likely & (rank < rank[:, -1:]))

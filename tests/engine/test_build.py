@@ -1,0 +1,146 @@
+"""From settings to an engine: sizes that suit the device, and a GPU's memory counted before it is taken."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bifolio import LLM, SamplingParams
+from bifolio.config import CacheConfig, EngineConfig, ModelConfig, RopeConfig
+from bifolio.engine import build
+from bifolio.engine.build import resolve_sizes
+from bifolio.engine.gpu import device_memory
+from bifolio.engine.gpu.device_memory import decode_batch, measure_step, move_to_device, prefill_batch
+from bifolio.engine.memory import plan_gpu_memory
+from bifolio.errors import ConfigError
+from bifolio.kernels.reference import ReferenceKernels
+from helpers import random_prompt, tiny_loaded
+
+CONFIG = ModelConfig("llama", 1000, 64, 4, 8, 2, 16, 128, 4096, ropes=(RopeConfig(rotary_dim=16),))
+PER_BLOCK = 64 * 2 * 4 * 2 * 16 * 2  # tokens, keys and values, layers, heads, head size, bytes
+GPU: Any = SimpleNamespace(device="cuda:1", array_backend="torch", name="triton")
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+def test_sizes_follow_the_device_and_what_is_asked_for() -> None:
+    assert resolve_sizes(ReferenceKernels()) == (16, 16, 512, 512)
+    assert resolve_sizes(GPU) == (64, 256, 8192, 8192)
+    assert resolve_sizes(GPU, 16, 4, 100) == (16, 4, 100, 100)
+    assert resolve_sizes(GPU, token_budget=1000) == (64, 256, 1000, 1000)
+    assert resolve_sizes(GPU, chunk_size=100) == (64, 256, 100, 256)
+    assert resolve_sizes(ReferenceKernels(), max_num_seqs=600) == (16, 600, 512, 600)
+
+
+# -- the plan -------------------------------------------------------------------------------------------------------
+def plan(**options: Any) -> Any:
+    usual: dict[str, Any] = {
+        "weight_bytes": 10**9,
+        "free_bytes": 10**9,
+        "step_bytes": 10**8,
+        "utilisation": 0.9,
+        "block_size": 64,
+        "kv_dtype": "bf16",
+        "max_model_len": 4096,
+        "max_num_seqs": 1000,
+    }
+    return plan_gpu_memory(CONFIG, **{**usual, **options})
+
+
+def test_the_cache_takes_a_share_of_what_weights_and_steps_leave() -> None:
+    result = plan()
+    assert result.bytes_per_block == PER_BLOCK
+    assert 0.9 * 9e8 - PER_BLOCK < result.cache_bytes <= 0.9 * 9e8
+    assert plan(utilisation=0.45).num_blocks == pytest.approx(result.num_blocks / 2, abs=1)
+    assert "100 MB" in "\n".join(result.lines())
+    assert plan(draft=CONFIG).num_blocks == pytest.approx(result.num_blocks / 2, abs=1)
+
+
+def test_more_blocks_than_could_be_used_are_not_taken() -> None:
+    assert plan(max_num_seqs=2).max_cached_tokens <= 2 * 2 * 4096 + 64
+
+
+def test_what_does_not_fit_is_refused_with_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"needs 65: pass max_model_len <= \d+, a smaller token_budget") as caught:
+        plan(free_bytes=101_500_000)
+    fits = int(str(caught.value).split("max_model_len <= ")[1].split(",")[0])
+    assert plan(free_bytes=101_500_000, max_model_len=fits).max_cached_tokens >= fits
+    with pytest.raises(ConfigError, match=r"1 GB.*the GPU has 50 MB free"):
+        plan(free_bytes=50_000_000)
+    for share in (0.0, -1.0, 1.1):
+        with pytest.raises(ConfigError, match="gpu_memory_utilization"):
+            plan(utilisation=share)
+
+
+# -- measuring ------------------------------------------------------------------------------------------------------
+class Counter:
+    """Memory that says what it is told to."""
+
+    def __init__(self, free: int, peak: int) -> None:
+        self._free, self._peak, self.calls = free, peak, []  # type: ignore[var-annotated]
+
+    def free_bytes(self) -> int:
+        self.calls.append("free")
+        return self._free
+
+    def start_peak(self) -> None:
+        self.calls.append("start")
+
+    def peak_bytes(self) -> int:
+        self.calls.append("peak")
+        return self._peak
+
+
+def engine_config(**options: Any) -> EngineConfig:
+    return EngineConfig(CacheConfig(1000, 4), 32, **{"max_num_seqs": 5, "token_budget": 70, **options})
+
+
+def test_the_largest_step_is_tried() -> None:
+    config, kernels = engine_config(), ReferenceKernels()
+    prefill = prefill_batch(kernels, config)
+    assert prefill.num_tokens == 70
+    assert prefill.segments[0].context_lens.tolist() == [32, 32, 6]
+    assert len(prefill.logit_rows) == 5  # type: ignore[arg-type]
+    decode = decode_batch(kernels, config)
+    assert (decode.num_tokens, decode.segments[0].max_query_len) == (5, 1)
+    memory = Counter(0, 1000)
+    assert measure_step(tiny_loaded(), kernels, config, memory) == 1250
+    assert memory.calls == ["start", "peak"]
+
+
+def test_weights_and_steps_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any) -> Any:
+        raise RuntimeError("CUDA error: out of memory")
+
+    kernels = ReferenceKernels()
+    monkeypatch.setattr(kernels, "prepare_linear", full, raising=False)
+    with pytest.raises(ConfigError, match="do not fit on cpu: use a smaller or a quantised model"):
+        move_to_device(tiny_loaded(), kernels)
+    kernels = ReferenceKernels()
+    monkeypatch.setattr(kernels, "attend", full, raising=False)
+    with pytest.raises(ConfigError, match="token_budget=70 tokens and max_num_seqs=5 sequences does not fit"):
+        measure_step(tiny_loaded(), kernels, engine_config(), Counter(0, 0))
+
+
+def test_an_engine_on_a_gpu_is_built_by_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that is none: weights are moved once, a step is tried, and the cache is what the plan says."""
+    torch_reference = pytest.importorskip("bifolio.kernels.torch_reference")
+    model = tiny_loaded()
+    expected = LLM(model, kernels=ReferenceKernels()).generate([random_prompt(9, vocab_size=61)], GREEDY)
+    memory = Counter(50_000_000, 1_000_000)
+    monkeypatch.setattr(build, "runs_on_gpu", lambda kernels: True)
+    monkeypatch.setattr(device_memory, "CudaMemory", lambda device: memory)
+    kernels = torch_reference.TorchKernels("cpu")
+    llm = LLM(model, kernels=kernels, dtype="f32", gpu_memory_utilization=0.5, max_num_seqs=8, token_budget=64)
+    assert memory.calls == ["start", "peak", "free"]
+    assert llm.plan.step_bytes == 1_250_000
+    assert llm.engine.config.cache.block_size == 64
+    assert llm.engine.blocks.num_blocks == llm.plan.num_blocks
+    assert llm.engine.runner.weights.prepared_for is kernels
+    assert llm.engine.runner.weights is llm.engine.model.weights  # prepared once
+    outputs = llm.generate([random_prompt(9, vocab_size=61)], GREEDY)
+    assert outputs[0].outputs[0].token_ids == expected[0].outputs[0].token_ids
+    given = LLM(model, kernels=kernels, dtype="f32", num_blocks=40, max_num_seqs=8, token_budget=64)
+    assert given.engine.blocks.num_blocks == 40
+    assert memory.calls == ["start", "peak", "free"]  # nothing to measure

@@ -1,0 +1,134 @@
+"""How many tokens are guessed: as many as pay, by what was measured."""
+
+from __future__ import annotations
+
+import pytest
+
+from bifolio.engine.speculative.draft_lengths import Acceptance, DraftLengths, Offer, PassCosts
+
+
+def costs(seconds: dict[int, float]) -> PassCosts:
+    made = PassCosts()
+    for rows, value in seconds.items():
+        for _ in range(3):
+            made.observe(rows, value)
+    return made
+
+
+def accepted(chances: dict[int, float]) -> Acceptance:
+    """By kind, at every place; the trials come in a regular order."""
+    made = Acceptance()
+    for kind, chance in chances.items():
+        for trial in range(200):
+            made.observe(kind, 1, int(trial * chance) < int((trial + 1) * chance))
+    return made
+
+
+def test_costs_are_interpolated_and_carried_on() -> None:
+    made = costs({1: 1.0, 3: 2.0, 8: 2.5})
+    assert made.seconds(2) == pytest.approx(1.5)
+    assert made.seconds(8) == pytest.approx(2.5)
+    assert made.seconds(18) == pytest.approx(3.5)
+    assert costs({3: 2.0, 8: 2.5}).seconds(1) == pytest.approx(1.8)
+
+
+def test_costs_forget_a_disturbed_pass_quickly() -> None:
+    made = costs({4: 1.0})
+    made.observe(4, 30.0)
+    for _ in range(8):
+        made.observe(4, 1.0)
+    assert made.seconds(4) == pytest.approx(1.0, rel=0.02)
+
+
+def test_a_cold_first_pass_does_not_count() -> None:
+    made = PassCosts()
+    made.observe(4, 90.0)
+    assert not made.knows(4)
+    made.observe(4, 1.0)
+    assert made.knows(4)
+    assert made.seconds(4) == 1.0
+
+
+def test_nothing_is_guessed_before_the_plain_cost_is_known_and_then_step_by_step() -> None:
+    made = DraftLengths(6, acceptance=accepted({3: 1.0}))
+    assert made.choose(1, [Offer(6, 3)], 100)[0] == {}
+    chosen = []
+    for rows in (1, 2, 4):
+        made.steps.observe(rows, 1.0)
+        made.steps.observe(rows, 1.0)
+        chosen.append(made.choose(1, [Offer(6, 3)], 100)[0][3])
+    assert chosen == [1, 3, 6]
+
+
+def test_sizes_that_differ_little_are_one() -> None:
+    made = PassCosts()
+    made.observe(200, 5.0)
+    made.observe(203, 1.0)
+    assert made.knows(206)
+    assert made.seconds(201) == pytest.approx(1.0, rel=0.05)
+
+
+def test_acceptance_is_kept_by_kind_and_place() -> None:
+    made = Acceptance()
+    for _ in range(100):
+        made.observe(4, 3, 2)
+        made.observe(2, 3, 0)
+    assert made.chance(4, 0) > 0.9
+    assert made.chance(4, 1) > 0.9
+    assert made.chance(4, 2) < 0.1
+    assert made.chance(2, 0) < 0.1
+    assert made.chance(4, 7) == made.chance(4, 2)  # a place that was never reached is like the one before
+    assert made.chance(9, 0) == Acceptance.PRIOR
+
+
+def test_lengths_follow_acceptance_and_cost() -> None:
+    offers = [Offer(6, 3)]
+    cheap = costs({1: 0.100, 5: 0.104})
+    assert DraftLengths(6, steps=cheap, acceptance=accepted({3: 1.0})).choose(1, offers, 100) == ({3: 6}, False)
+    assert DraftLengths(6, steps=cheap, acceptance=accepted({3: 0.0})).choose(1, offers, 100) == ({}, False)
+    dear = costs({16: 0.016, 80: 0.080})  # every row costs as much as a step
+    assert DraftLengths(6, steps=dear, acceptance=accepted({3: 0.7})).choose(16, offers * 16, 100)[0] == {}
+
+
+def test_only_the_kinds_that_pay_are_taken() -> None:
+    steps = costs({1: 1.0, 2: 1.0, 4: 1.0, 6: 1.4, 12: 2.0})
+    made = DraftLengths(4, steps=steps, acceptance=accepted({2: 0.1, 4: 0.9}))
+    lengths, _ = made.choose(2, [Offer(4, 2), Offer(4, 4)], 100)
+    assert lengths.get(4, 0) >= 2
+    assert lengths.get(2, 0) == 0
+
+
+def test_a_draft_model_as_slow_as_the_model_is_never_run() -> None:
+    steps = costs({1: 1.0, 5: 1.05})
+    made = DraftLengths(4, drafting=PassCosts(), relative_cost=1.0, steps=steps, acceptance=accepted({0: 1.0}))
+    for _ in range(500):
+        assert made.choose(1, [Offer(4, 0)], 100)[0] == {}
+        assert made.declined(1, [Offer(4, 0)], 100) == (False, DraftLengths.REST)
+
+
+def test_catching_up_must_pay_for_itself() -> None:
+    steps, drafting = costs({1: 1.0, 2: 1.0, 5: 1.1}), costs({1: 0.1, 100: 10.0})
+    made = DraftLengths(4, drafting=drafting, steps=steps, acceptance=accepted({0: 0.9}))
+    assert made.choose(1, [Offer(4, 0, num_behind=100)], 100) == ({0: 4}, True)
+    assert made.choose(1, [Offer(4, 0, num_behind=100)], 10) == ({}, False)  # it ends before
+    ready_and_behind = [Offer(4, 0), Offer(4, 0, num_behind=2000)]
+    lengths, all_join = made.choose(2, ready_and_behind, 100)
+    assert lengths
+    assert not all_join
+
+
+def test_a_probe_comes_after_a_pause_where_there_is_hope() -> None:
+    offers = [Offer(4, 3)]
+    made = DraftLengths(4, steps=costs({1: 1.0, 2: 1.1, 5: 1.3}), acceptance=accepted({3: 0.0}))
+    answers = []
+    for _ in range(3 * (DraftLengths.PROBE_EVERY + 1)):
+        assert made.choose(1, offers, 100)[0] == {}
+        answers.append(made.declined(1, offers, 100))
+    assert answers.count((True, 0)) == 3
+    assert answers.count((False, 0)) == 3 * DraftLengths.PROBE_EVERY
+    hopeless = DraftLengths(4, steps=costs({1: 1.0, 2: 2.0, 5: 5.0}), acceptance=accepted({3: 0.0}))
+    assert hopeless.declined(1, offers, 100) == (False, DraftLengths.REST)
+
+
+def test_before_the_plain_cost_is_known_there_is_no_rest() -> None:
+    assert DraftLengths(4).declined(1, [Offer(4, 3)], 100) == (False, 0)

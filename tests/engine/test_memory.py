@@ -1,0 +1,92 @@
+"""The memory plan: exact bytes before anything is allocated, and numbers that would work when it cannot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bifolio.cache.storage import KVStorage
+from bifolio.config import ModelConfig, RopeConfig
+from bifolio.engine import memory
+from bifolio.engine.memory import free_memory, parse_bytes, plan_memory, show_bytes, weight_bytes
+from bifolio.errors import ConfigError
+from helpers import tiny_folder, tiny_loaded
+
+CONFIG = ModelConfig("llama", 1000, 64, 4, 8, 2, 16, 128, 4096, ropes=(RopeConfig(rotary_dim=16),))
+PER_TOKEN = 2 * 4 * 2 * 16 * 4  # keys and values, layers, heads, head size, bytes
+
+
+def test_a_plan_is_what_the_storage_takes() -> None:
+    plan = plan_memory(CONFIG, 0, num_blocks=300, max_model_len=4096)
+    storage = KVStorage(4, 300, 16, 2, 16)
+    assert plan.cache_bytes == storage.num_bytes == sum(array.nbytes for array in (*storage.keys, *storage.values))
+    assert (plan.bytes_per_token, plan.max_cached_tokens) == (PER_TOKEN, 299 * 16)
+
+
+@pytest.mark.parametrize(("dtype", "share"), [("f32", 1), ("f16", 2), ("bf16", 2)])
+@pytest.mark.parametrize("block_size", [1, 16, 32])
+def test_a_budget_is_filled_and_not_exceeded(dtype: str, share: int, block_size: int) -> None:
+    budget = 20_000_000
+    plan = plan_memory(CONFIG, 0, memory=budget, max_model_len=4096, block_size=block_size, kv_dtype=dtype)  # type: ignore[arg-type]
+    assert plan.bytes_per_token == PER_TOKEN // share
+    assert budget - plan.bytes_per_block < plan.cache_bytes <= budget
+
+
+def test_the_default_takes_a_safe_share_of_what_is_free() -> None:
+    plan = plan_memory(CONFIG, 10_000_000, max_model_len=4096, max_num_seqs=64, free_bytes=30_000_000)
+    assert plan.cache_bytes <= (30_000_000 - 10_000_000) * memory.SAFE_SHARE
+    assert plan.cache_bytes > 0.9 * (30_000_000 - 10_000_000) * memory.SAFE_SHARE
+    roomy = plan_memory(CONFIG, 0, max_model_len=4096, max_num_seqs=2, free_bytes=1 << 40)
+    assert roomy.max_cached_tokens <= 2 * 2 * 4096 + 16  # more than the sequences could ever use helps nobody
+    huge = plan_memory(CONFIG, 0, max_model_len=4096, max_num_seqs=10_000, free_bytes=1 << 40)
+    assert huge.cache_bytes <= memory.MAX_DEFAULT_BYTES
+
+
+@pytest.mark.parametrize("options", [{"num_blocks": 5}, {"memory": 100_000}, {"memory": 0}, {"free_bytes": 200_000}])
+def test_a_refusal_says_numbers_that_work(options: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=r"needs 257: pass max_model_len <= \d+, or at least .*B of memory") as caught:
+        plan_memory(CONFIG, 0, max_model_len=4096, **options)
+    words = str(caught.value).replace(",", "").split()
+    fits = int(words[words.index("<=") + 1])
+    if fits >= 1:
+        assert plan_memory(CONFIG, 0, max_model_len=fits, **options).max_cached_tokens >= fits
+    amount = "".join(words[words.index("least") + 1 : words.index("least") + 3])
+    enough = int(parse_bytes(amount) * 1.01)  # it is shown with three digits
+    assert plan_memory(CONFIG, 0, max_model_len=4096, memory=enough).num_blocks >= 257
+
+
+def test_weights_are_counted_once_where_they_are_tied(tmp_path: Path) -> None:
+    loaded = tiny_loaded()
+    assert weight_bytes(loaded.weights) == 4 * (loaded.config.num_parameters - 5 * 32)  # all matrices, no norms
+    from bifolio.model.huggingface.hf_loader import load_folder
+
+    tied = load_folder(tiny_folder(tmp_path / "m", tie_word_embeddings=True))
+    assert weight_bytes(loaded.weights) - weight_bytes(tied.weights) == 61 * 32 * 4
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("2GB", 2 * 10**9), ("1.5GiB", 3 * 2**29), ("500M", 5 * 10**8), ("512MiB", 2**29), (" 7 kb ", 7000), ("42", 42),
+     (42, 42), ("1TB", 10**12)],
+)  # fmt: skip
+def test_amounts_of_memory(text: str | int, expected: int) -> None:
+    assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "2XB", "1e9", "2GB please", "nan"])
+def test_amounts_that_are_none(text: str) -> None:
+    with pytest.raises(ConfigError, match="write for example 2GB"):
+        parse_bytes(text)
+
+
+def test_amounts_are_shown_for_people() -> None:
+    assert [show_bytes(n) for n in (0, 999, 1000, 123_456, 5_000_000, 2_500_000_000, 3 * 10**12)] == [
+        "0 B", "999 B", "1 kB", "123 kB", "5 MB", "2.5 GB", "3 TB",
+    ]  # fmt: skip
+
+
+def test_free_memory_is_positive_and_below_the_machines() -> None:
+    import psutil
+
+    assert 0 < free_memory() <= psutil.virtual_memory().total

@@ -1,0 +1,205 @@
+"""The overlapped engine: whatever comes and goes between its steps, requests get what they get alone.
+
+The engine's own state machine and the needle in a crowd run over it unchanged. On the CPU a launched step runs at once
+and its tokens are looked at later, so that every order of events that a GPU allows is tried here without one.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import test_engine_needle
+from hypothesis import HealthCheck, settings
+from test_engine_machine import EngineMachine
+
+from bifolio.beam_params import BeamSearchParams
+from bifolio.engine.engine import InferenceEngine
+from bifolio.sampling_params import SamplingParams
+from bifolio.sequence import FinishReason
+from helpers import drain, make_engine, output_ids, random_prompt, run_alone
+
+torch = pytest.importorskip("torch")
+
+from bifolio.engine.gpu.overlap import OverlappedEngine  # noqa: E402
+from bifolio.kernels.torch_reference import TorchKernels  # noqa: E402
+
+VOCAB = 61
+
+
+@cache
+def kernels() -> TorchKernels:
+    return TorchKernels("cpu")
+
+
+def overlapped(**options: Any) -> OverlappedEngine:
+    engine = make_engine(kernels=kernels(), engine_class=OverlappedEngine, **options)
+    assert isinstance(engine, OverlappedEngine)
+    return engine
+
+
+class OverlappedMachine(EngineMachine):
+    new_engine = staticmethod(overlapped)
+
+
+TestOverlappedMachine = OverlappedMachine.TestCase
+TestOverlappedMachine.settings = settings(
+    max_examples=25,
+    stateful_step_count=25,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def in_flight(engine: OverlappedEngine) -> bool:
+    return engine._flight is not None
+
+
+@pytest.mark.parametrize("params", [
+    SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),
+    SamplingParams(temperature=1.0, seed=3, max_tokens=20, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=20),
+    SamplingParams(temperature=1.3, seed=8, n=3, max_tokens=20, stop_token_ids=tuple(range(40, 61))),
+], ids=["greedy", "seeded", "with ends", "three with stops"])  # fmt: skip
+def test_steps_overlap_and_nothing_changes(params: SamplingParams) -> None:
+    prompts = [random_prompt(7 + 3 * index, seed=index, vocab_size=VOCAB) for index in range(4)]
+    engine = overlapped(max_num_seqs=12)
+    requests = [engine.add_request(str(index), prompt, params) for index, prompt in enumerate(prompts)]
+    overlaps = 0
+    while engine.has_work:
+        engine.step()
+        overlaps += in_flight(engine)
+        engine.blocks.check_invariants()
+    assert overlaps > 3
+    assert engine.blocks.num_used_blocks == 0
+    for request, prompt in zip(requests, prompts, strict=True):
+        alone = run_alone(prompt, params)
+        assert output_ids(request) == output_ids(alone)
+        assert [s.finish_reason for s in request.sequences] == [s.finish_reason for s in alone.sequences]
+
+
+def test_an_end_by_length_is_foreseen() -> None:
+    """No step is launched for a sequence whose last token is already on its way."""
+    engine = overlapped()
+    engine.add_request(
+        "a", random_prompt(5, vocab_size=VOCAB), SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    )
+    drain(engine)
+    assert engine.stats().num_decode_tokens == 3  # the first token came from the prompt
+
+
+def test_a_newcomer_waits_for_one_step_at_most() -> None:
+    engine = overlapped()
+    endless = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    engine.add_request("old", random_prompt(5, vocab_size=VOCAB), endless)
+    for _ in range(5):
+        engine.step()
+    assert in_flight(engine)
+    request = engine.add_request("new", random_prompt(9, seed=1, vocab_size=VOCAB), endless)
+    engine.step()  # lands what was in flight
+    engine.step()
+    assert len(request.sequences[0].output_token_ids) == 1
+    drain(engine)
+
+
+def test_who_waits_for_a_common_beginning_follows_at_once() -> None:
+    """The second reads the prefix that the first one has just computed; it does not wait until the first has ended."""
+    engine = overlapped()
+    endless = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    beginning = random_prompt(24, vocab_size=VOCAB)
+    first, second = (engine.add_request(name, [*beginning, token], endless) for name, token in (("a", 1), ("b", 2)))
+    for _ in range(3):
+        engine.step()
+    assert first.sequences[0].output_token_ids
+    assert second.sequences[0].output_token_ids
+    assert second.metrics.num_cached_tokens >= 20
+    drain(engine)
+
+
+def test_an_abort_discards_what_is_in_flight() -> None:
+    engine = overlapped()
+    endless = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    requests = [engine.add_request(str(i), random_prompt(5, seed=i, vocab_size=VOCAB), endless) for i in range(2)]
+    for _ in range(6):
+        engine.step()
+    assert in_flight(engine)
+    seen = len(requests[0].sequences[0].output_token_ids)
+    engine.abort("0")
+    drain(engine)
+    assert len(requests[0].sequences[0].output_token_ids) == seen
+    assert requests[0].sequences[0].finish_reason is FinishReason.ABORT
+    assert output_ids(requests[1]) == output_ids(run_alone(requests[1].prompt_token_ids, endless))
+    assert engine.blocks.num_used_blocks == 0
+
+
+def test_special_requests_take_the_ordinary_way() -> None:
+    """Penalties, filters and logprobs are not captured; mixed with plain requests, everyone still gets the same."""
+    options = [
+        SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
+        SamplingParams(temperature=1, seed=1, top_p=0.8, max_tokens=5, ignore_eos=True),
+        SamplingParams(temperature=0, repetition_penalty=1.3, max_tokens=7, ignore_eos=True),
+        SamplingParams(temperature=0, logprobs=2, max_tokens=6, ignore_eos=True),
+    ]
+    engine = overlapped()
+    prompts = [random_prompt(6 + i, seed=i, vocab_size=VOCAB) for i in range(4)]
+    requests = [engine.add_request(str(i), p, o) for i, (p, o) in enumerate(zip(prompts, options, strict=True))]
+    overlaps = 0
+    while engine.has_work:
+        engine.step()
+        overlaps += in_flight(engine)
+    assert overlaps > 0  # when the special ones are done
+    for request, prompt, params in zip(requests, prompts, options, strict=True):
+        assert output_ids(request) == output_ids(run_alone(prompt, params))
+
+
+def test_a_needle_in_a_crowd(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = SamplingParams(temperature=1.1, seed=77, max_tokens=14, ignore_eos=True)
+    monkeypatch.setattr(test_engine_needle, "make_engine", lambda kernels, **options: overlapped(**options))
+    monkeypatch.setitem(test_engine_needle.NEEDLES, "plain", plain)
+    expected = output_ids(run_alone(test_engine_needle.PROMPT, plain))
+    for trace in range(12):
+        rng = np.random.default_rng(trace)
+        engine: InferenceEngine = test_engine_needle.crowded_engine(rng, kernels())
+        request = test_engine_needle.run_in_crowd(engine, "plain", rng)
+        assert output_ids(request) == expected, f"trace {trace}"
+
+
+class ShortListing(TorchKernels):
+    """Kernels that send a search the likeliest tokens alone, as those for GPUs do."""
+
+    def top_logprobs(self, logits: Any, rows: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+        logprobs = torch.log_softmax(logits[torch.from_numpy(rows).long()], dim=-1)
+        values, ids = torch.topk(logprobs, count, dim=-1)
+        return ids.numpy(), values.numpy()
+
+
+@pytest.mark.parametrize("width", [2, 4])
+def test_beams_need_only_the_likeliest_tokens(width: int) -> None:
+    params = BeamSearchParams(beam_width=width, max_tokens=9)
+    outcomes = []
+    for kind in (TorchKernels, ShortListing):
+        engine = make_engine(kernels=kind("cpu"), max_num_seqs=8)
+        requests = [
+            engine.add_beam_search(str(i), random_prompt(6 + i, seed=i, vocab_size=VOCAB), params) for i in range(2)
+        ]
+        drain(engine)
+        outcomes.append([(output_ids(r), [s.score for s in r.sequences[:1]]) for r in requests])
+    for (ours, score), (theirs, expected) in zip(*outcomes, strict=True):
+        assert ours == theirs
+        np.testing.assert_allclose(score, expected, rtol=1e-5)
+
+
+def test_benchmarks_run_on_overlapping_steps() -> None:
+    from bifolio.measure.latency import measure_latency
+    from bifolio.measure.throughput import Test, run_tests
+
+    engine = overlapped(max_model_len=64, num_blocks=80, max_num_seqs=4)
+    tests = [Test(num_prompt=12, batch=3), Test(num_generated=6, depth=10, batch=2)]
+    rows = run_tests(engine, tests, 2)
+    assert [len(row.speeds) for row in rows] == [2, 2]
+    report = measure_latency(engine, batch=3, num_prompt=8, num_output=5, repetitions=2)
+    assert (report.whole.count, report.first_token.count, report.between_tokens.count) == (2, 6, 24)
+    assert not engine.has_work
