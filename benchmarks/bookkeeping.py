@@ -19,7 +19,7 @@ from bifolio.cache import KVCacheBlockManager
 from bifolio.sampling_params import SamplingParams
 from bifolio.schedule.orchestrators import DecodeOrchestrator, PrefillOrchestrator
 from bifolio.schedule.phases import PhaseManager
-from bifolio.schedule.slot import BatchSlot
+from bifolio.schedule.plan import BatchSlot
 from bifolio.sequence import Request, Sequence
 
 BLOCK_SIZE = 16
@@ -36,7 +36,7 @@ def filled_manager(num_sequences: int, num_steps: int) -> KVCacheBlockManager:
     blocks_each = (CONTEXT + num_steps) // BLOCK_SIZE + 1
     manager = KVCacheBlockManager(num_sequences * blocks_each + 1, BLOCK_SIZE)
     for sequence_id in range(num_sequences):
-        manager.open_row(sequence_id)
+        manager.open_table(sequence_id)
         manager.append(sequence_id, CONTEXT)
     return manager
 
@@ -49,7 +49,7 @@ def manager_alone(num_sequences: int, num_steps: int) -> Subject:
         appends = [(sequence_id, 1) for sequence_id in range(num_sequences)]
         if manager.blocks_needed(appends) > manager.num_free_blocks or not manager.try_append_many(appends):
             raise SystemExit("the benchmark's pool is too small")
-        manager.take_copies()
+        manager.take_moves()
 
     return step, lambda: None
 
@@ -75,14 +75,15 @@ def _planned(num_sequences: int, num_steps: int, with_commit: bool) -> Subject:
         if len(plan.decodes) != num_sequences:
             raise SystemExit("the benchmark's pool is too small")
         if with_commit:
-            manager.take_many_row_changes(range(num_sequences))
+            manager.take_changes(range(num_sequences))
             for sequence in sequences:
                 manager.commit(sequence.id, sequence.token_ids, sequence.num_computed)
 
     def advance() -> None:
         for sequence in sequences:
-            sequence.num_computed += 1
-            sequence.token_ids.append(1)
+            sequence.launch(1, draws=True)
+            sequence.advance(1)
+            sequence.append_token(1)
 
     return step, advance
 

@@ -37,7 +37,6 @@ from bifolio.measure.targets import crowd
 from bifolio.measure.throughput import Test, bench_llm, run_until_done
 from bifolio.measure.trace import exactly
 from bifolio.model.loader import load_model
-from bifolio.model.transformer import forward
 from bifolio.quant.formats import QuantFormat
 
 BLOCK_SIZES = (8, 16, 32, 64, 128)
@@ -153,8 +152,8 @@ def batching(arguments: argparse.Namespace) -> None:
     work: dict[tuple[str, int], Callable[[], float]] = {}
     for groups in GROUPS:
         batch = model.batch(Workload("", 16 // groups, 1, 200, 1))
-        one_call = partial(model.kernels.run, model.weights, batch, model.storage)
-        calls = partial(forward, model.weights, batch, model.kernels, model.storage)
+        one_call = partial(model.run, batch)
+        calls = partial(model.runner.run, batch)
         work["one call", groups] = partial(_seconds_of_groups, groups, one_call)
         work["a call for each operation", groups] = partial(_seconds_of_groups, groups, calls)
     seconds = in_turn(work, max(arguments.rounds, 5))

@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from native_models import random_weights
 
-from bifolio.cache.storage import KVStorage
-from bifolio.config import KVDtype, ModelConfig
-from bifolio.kernels.interface import AttentionPhase, AttentionSegment, Batch
+from bifolio.config import CacheConfig, KVDtype, ModelConfig
+from bifolio.engine.executor import DecodeExecutor, ModelRunner, PrefillExecutor
+from bifolio.engine.host_batch import HostBatch, Run
+from bifolio.kernels.interface import AttentionPhase, Batch
 from bifolio.kernels.native import NativeKernels
-from bifolio.model.weights import prepare
+from bifolio.model.loaded import LoadedModel
 from bifolio.quant.formats import QuantFormat
 
 BLOCK_SIZE = 32
@@ -74,11 +75,11 @@ class NativeModel:
         self.config = config
         self.block_size = block_size
         self.kernels = NativeKernels(threads)
-        self.weights = prepare(random_weights(config, format), self.kernels)
-        num_blocks = 17 + NUM_SLOTS // block_size
-        self.storage = KVStorage(
-            config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim, kv_dtype
-        )
+        cache = CacheConfig(17 + NUM_SLOTS // block_size, block_size, kv_dtype)
+        model = LoadedModel(Path("random"), config, random_weights(config, format))
+        self.runner = ModelRunner.new(model, cache, self.kernels)
+        self.prefill, self.decode = PrefillExecutor(self.runner), DecodeExecutor(self.runner)
+        self.storage = self.runner.storage
         rng = np.random.default_rng(1)
         slots = np.arange(self.storage.num_blocks * block_size, dtype=np.int64)
         shape = (len(slots), config.num_kv_heads, config.head_dim)
@@ -87,31 +88,23 @@ class NativeModel:
             self.storage.write(layer, slots, random, random)
 
     def batch(self, workload: Workload) -> Batch:
-        total = workload.context + workload.queries
-        size = self.block_size
-        blocks = -(-total // size)
-        tables = 1 + np.arange(workload.sequences * blocks, dtype=np.int32).reshape(workload.sequences, blocks)
-        positions = np.tile(np.arange(workload.context, total, dtype=np.int32), workload.sequences)
-        owners = np.repeat(np.arange(workload.sequences), workload.queries)
-        slots = tables[owners, positions // size].astype(np.int64) * size + positions % size
-        segment = AttentionSegment(
-            phase=AttentionPhase.PREFILL if workload.queries > 1 else AttentionPhase.DECODE,
-            token_start=0,
-            token_end=workload.num_tokens,
-            query_starts=np.arange(workload.sequences + 1, dtype=np.int32) * np.int32(workload.queries),
-            context_lens=np.full(workload.sequences, total, np.int32),
-            block_tables=tables,
-            fresh=workload.context == 0,
-            max_query_len=workload.queries,
-            max_context_len=total,
-        )
-        ids = np.random.default_rng(2).integers(0, self.config.vocab_size, workload.num_tokens).astype(np.int32)
-        last = (np.arange(1, workload.sequences + 1, dtype=np.int32) * workload.queries - 1).astype(np.int32)
-        return Batch(ids, positions, slots, (segment,), last, total - 1)
+        count, queries = workload.sequences, workload.queries
+        blocks = -(-(workload.context + queries) // self.block_size)
+        tables = 1 + np.arange(count * blocks, dtype=np.int32).reshape(count, blocks)
+        ids = np.random.default_rng(2).integers(0, self.config.vocab_size, (count, queries)).astype(np.int32)
+        runs = [Run(number, workload.context, ids[number]) for number in range(count)]
+        last = range(queries - 1, count * queries, queries)
+        decodes, prefills = ([], runs) if queries > 1 else (runs, [])
+        return HostBatch.from_runs(decodes, prefills, tables, self.block_size, last).to(self.kernels)
+
+    def run(self, batch: Batch) -> np.ndarray:
+        """One forward pass on the machinery of its phase."""
+        executor = self.prefill if batch.segments[0].phase is AttentionPhase.PREFILL else self.decode
+        return np.asarray(executor.run(batch))
 
     def seconds(self, workload: Workload) -> float:
         batch = self.batch(workload)
-        return time_repeats(lambda: self.kernels.run(self.weights, batch, self.storage), workload.repeats)
+        return time_repeats(lambda: self.run(batch), workload.repeats)
 
 
 class LlamaCppModel:

@@ -9,7 +9,7 @@ import atexit
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -18,17 +18,16 @@ from typing import Any
 import numpy as np
 
 from bifolio.cache.block_manager import KVCacheBlockManager
-from bifolio.cache.storage import KvCacheEntry, KVStorage
+from bifolio.cache.storage import CacheLayout, KvCacheEntry, KVStorage
 from bifolio.config import CacheConfig, EngineConfig, KVDtype
 from bifolio.engine.engine import InferenceEngine
-from bifolio.engine.executor import ModelRunner, append_batch
-from bifolio.kernels.interface import AttentionPhase, KernelSet
+from bifolio.engine.executor import DecodeExecutor, ModelRunner, PrefillExecutor
+from bifolio.kernels.interface import Batch, KernelSet
 from bifolio.kernels.reference import ReferenceKernels
 from bifolio.kernels.select import CANDIDATES, select_kernels
 from bifolio.model.huggingface.hf_loader import load_folder
 from bifolio.model.huggingface.safetensors_file import write_safetensors
 from bifolio.model.loaded import LoadedModel
-from bifolio.model.weights import prepare
 from bifolio.sampling_params import SamplingParams
 from bifolio.sequence import Request, StepResult
 
@@ -219,6 +218,21 @@ def tiny_loaded(**config: Any) -> LoadedModel:
     return load_folder(tiny_folder(**config))
 
 
+def kv_storage(
+    num_layers: int,
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: KVDtype = "f32",
+    *,
+    poison: bool = False,
+    **options: Any,
+) -> KVStorage:
+    layout = CacheLayout(num_layers, num_blocks, block_size, num_kv_heads, head_dim, dtype, poison)
+    return KVStorage(layout, **options)
+
+
 # -- running --------------------------------------------------------------------------------------------------------
 
 
@@ -241,36 +255,39 @@ def make_runner(
     cache_dtype: KVDtype = "f32",
 ) -> tuple[ModelRunner, KVCacheBlockManager]:
     """A model on a small cache; freed and untouched blocks are NaN when `poison` is set."""
-    kernels = kernels or ReferenceKernels()
-    config = model.config
-    storage = KVStorage(
-        config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim, cache_dtype,
-        device=kernels.device, backend="torch" if kernels.array_backend == "torch" else "numpy", poison=poison,
-    )  # fmt: skip
+    cache = CacheConfig(num_blocks, block_size, cache_dtype, poison_free_blocks=poison)
+    runner = ModelRunner.new(model, cache, kernels or ReferenceKernels())
     blocks = KVCacheBlockManager(num_blocks, block_size)
     if poison:
-        blocks.on_free = storage.poison_blocks
-    return ModelRunner(prepare(model.weights, kernels), kernels, storage), blocks
+        blocks.on_free = runner.storage.poison_blocks
+    return runner, blocks
 
 
 def open_entry(runner: ModelRunner, blocks: KVCacheBlockManager) -> KvCacheEntry:
     """A new sequence with an empty row."""
-    sequence_id = blocks.fresh_sequence_id()
-    blocks.open_row(sequence_id)
-    return runner.storage.entry(sequence_id, blocks)
+    return KvCacheEntry.open(runner.storage, blocks)
 
 
 def run_chunks(
     runner: ModelRunner, entry: KvCacheEntry, token_ids: Sequence[int], chunk_size: int, *, decode: bool = False
 ) -> np.ndarray:
     """f32[t, vocab]: logits of every token, computed `chunk_size` at a time through the cache."""
-    phase = AttentionPhase.DECODE if decode else AttentionPhase.PREFILL
+    executor = DecodeExecutor(runner) if decode else PrefillExecutor(runner)
     parts = []
     for start in range(0, len(token_ids), chunk_size):
-        batch = append_batch(runner, entry, token_ids[start : start + chunk_size], phase)
-        every = np.arange(batch.num_tokens, dtype=np.int32)
-        parts.append(runner.kernels.to_host(runner.run(replace(batch, logit_rows=runner.kernels.from_host(every)))))
+        chunk = token_ids[start : start + chunk_size]
+        parts.append(runner.kernels.to_host(executor.append([entry], [chunk], every_logit(executor))))
     return np.concatenate(parts)
+
+
+def every_logit(executor: PrefillExecutor | DecodeExecutor) -> Callable[[Batch], Any]:
+    """The executor's pass with the logits of all tokens."""
+
+    def run(batch: Batch) -> Any:
+        every = np.arange(batch.num_tokens, dtype=np.int32)
+        return executor.run(replace(batch, logit_rows=executor.runner.kernels.from_host(every)))
+
+    return run
 
 
 def make_engine(
@@ -286,7 +303,6 @@ def make_engine(
     enable_prefix_caching: bool = True,
     poison: bool = True,
     cache_dtype: KVDtype = "f32",
-    engine_class: type[InferenceEngine] = InferenceEngine,
     **options: Any,
 ) -> InferenceEngine:
     """An engine on the reference kernels; blocks that nobody may read are NaN."""
@@ -294,7 +310,7 @@ def make_engine(
     config = EngineConfig(
         cache, max_model_len, max_num_seqs, token_budget=token_budget, chunk_size=chunk_size, **options
     )
-    return engine_class(model or tiny_loaded(), config, kernels or ReferenceKernels())
+    return InferenceEngine(model or tiny_loaded(), config, kernels or ReferenceKernels())
 
 
 def steps(engine: InferenceEngine, max_steps: int = 2000) -> Iterator[list[StepResult]]:

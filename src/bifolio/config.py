@@ -187,8 +187,11 @@ class EngineConfig:
     deterministic: bool = True
     device: str = "cpu"
     speculative: SpeculativeConfig | None = None
+    launch_ahead: int | None = None  # steps launched before the last one's tokens are read; None: as the kernels say
 
     def __post_init__(self) -> None:
+        if self.launch_ahead not in (None, 0, 1):
+            raise ConfigError(f"launch_ahead must be 0 or 1, not {self.launch_ahead}")
         if self.max_num_seqs < 1:
             raise ConfigError(f"max_num_seqs must be at least 1, not {self.max_num_seqs}")
         if self.chunk_size < 1:

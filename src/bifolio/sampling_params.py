@@ -83,6 +83,31 @@ class SamplingParams:
         """How many completions are drawn (of which `n` are returned)."""
         return self.n if self.best_of is None else self.best_of
 
+    def filters_tokens(self, vocab_size: int) -> bool:
+        """Whether an option keeps some of the tokens from being drawn: top-k to XTC."""
+        return not self.is_greedy and (
+            0 < self.top_k < vocab_size
+            or self.top_p < 1.0
+            or self.min_p > 0.0
+            or self.typical_p < 1.0
+            or self.xtc_probability > 0.0
+        )
+
+    @property
+    def reads_history(self) -> bool:
+        """Whether an option changes logits by the tokens before: penalties, bans, grammars, processors."""
+        return bool(
+            self.repetition_penalty != 1.0
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.no_repeat_ngram_size
+            or self.dry_multiplier
+            or self.bad_words_token_ids
+            or self.min_tokens
+            or self.logits_processors
+            or self.grammar is not None
+        )
+
     @property
     def needs_logprobs(self) -> bool:
         """Whether the logprob of each drawn token is wanted: asked for, or needed to choose the best."""

@@ -1,9 +1,12 @@
-"""A request, its sequences, and what a step says about them.
+"""A request, its sequences, and the results of a step.
 
-    tokens of a sequence   |<-- prompt -->|<-- output -->|
-    progress               |<---- computed ---->|<- not yet ->|
+    tokens     |<------ prompt ------>|<------ output ------>|<- expected ->|
+    progress   |<------------ computed ------------>|<- in flight ->|<-  ->|
 
-A sequence stores its tokens, how many of them are computed, and why it ended. Its phase follows from these.
+A sequence stores its tokens, its progress and the reason of its end; its phase follows from these. Only its own methods
+(`launch`, `advance`, `append_token`, `rewind`, `fork_from`, `finish`) change them. Tokens *in flight* belong to passes
+that are launched and not collected; *expected* tokens are drawn by such passes, so that their number is known and their
+values are not.
 """
 
 from __future__ import annotations
@@ -20,9 +23,9 @@ from bifolio.sampling_params import SamplingParams
 
 
 class RequestPhase(Enum):
-    """Where a sequence stands; computed, never stored."""
+    """The phase of a sequence; computed, never stored."""
 
-    PREFILL = "prefill"  # tokens that are already known are still to be processed
+    PREFILL = "prefill"  # known tokens are still to be processed
     DECODE = "decode"  # one token at a time
     COMPLETE = "complete"
 
@@ -83,30 +86,32 @@ class SequenceGroup(Protocol):
     members: list[Sequence]  # each has a slot while the group runs
 
     def is_live(self, sequence: Sequence) -> bool:
-        """It stands for a hypothesis now; the others lend their slots to later forks."""
+        """Whether it stands for a hypothesis now; the others keep their slots for later forks."""
         ...
 
     def is_ready(self) -> bool:
-        """All live members have computed all tokens but the last: the group can take its next step."""
+        """Whether all live members have computed all tokens but the last, so that the group can take its next step."""
         ...
 
     def may_open(self, sequence: Sequence) -> bool:
-        """After a preemption rows are opened one by one, so that later ones find what earlier ones computed."""
+        """After a preemption tables are opened one by one, so that later ones find the blocks of earlier ones."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One line of tokens that holds one row of the cache while it runs."""
+    """One line of tokens; while it runs it holds a slot of the batch and a block table."""
 
-    id: int  # key of its row in the block manager
+    id: int  # key of its block table
     request: Request
     index: int  # which of the request's completions
     token_ids: list[int]  # prompt, then output
     num_prompt: int
     seed: int
     output_token_ids: list[int] = field(default_factory=list)  # the sampler reads this live
-    num_computed: int = 0  # tokens whose K and V are in the cache
+    num_computed: int = 0  # tokens whose K and V are in the cache, by passes that were collected
+    num_in_flight: int = 0  # tokens after these whose passes are launched and not collected
+    num_expected: int = 0  # tokens that those passes draw
     parent: Sequence | None = None  # waits to be forked from this one when its prompt is computed
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the token id or string that ended it
@@ -122,17 +127,29 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
+        """Known tokens."""
         return len(self.token_ids)
 
     @property
+    def num_scheduled(self) -> int:
+        """Tokens whose K and V are in the cache or will be when the launched passes are done."""
+        return self.num_computed + self.num_in_flight
+
+    @property
     def num_uncomputed(self) -> int:
-        return len(self.token_ids) - self.num_computed
+        """Tokens, known or expected, that no pass has computed or is computing."""
+        return len(self.token_ids) + self.num_expected - self.num_computed - self.num_in_flight
+
+    @property
+    def num_generated(self) -> int:
+        """Output tokens, known or expected."""
+        return len(self.output_token_ids) + self.num_expected
 
     @property
     def phase(self) -> RequestPhase:
         if self.finish_reason is not None:
             return RequestPhase.COMPLETE
-        if self.num_uncomputed > 1 or not self.output_token_ids:
+        if self.num_computed + self.num_in_flight < self.num_prompt or self.num_uncomputed > 1:
             return RequestPhase.PREFILL
         return RequestPhase.DECODE
 
@@ -142,17 +159,48 @@ class Sequence:
 
     @property
     def is_dormant(self) -> bool:
-        """Holds a slot but no row: it will be forked from another sequence."""
+        """Holds a slot but no blocks: it will be forked from another sequence."""
         return self.parent is not None or (self.group is not None and not self.group.is_live(self))
 
     @property
     def order(self) -> tuple[int, int]:
-        """Who goes first: smaller is better. Victims of preemption are taken from the other end."""
+        """Rank in the queue: smaller goes first; the planner preempts from the other end."""
         return (self.request.priority, self.request.number)
 
+    # -- progress: the only places that change it ----------------------------------------------------------------------
+
+    def launch(self, num_tokens: int, draws: bool) -> None:
+        """A pass over the next `num_tokens` is launched; it draws the token after them, or does not."""
+        self.num_in_flight += num_tokens
+        self.num_expected += draws
+
+    def advance(self, num_tokens: int) -> None:
+        """A launched pass over `num_tokens` is collected: their K and V are in the cache."""
+        self.num_in_flight -= num_tokens
+        self.num_computed += num_tokens
+
     def append_token(self, token_id: int) -> None:
+        """Take over a drawn token."""
+        self.num_expected = max(self.num_expected - 1, 0)
         self.token_ids.append(token_id)
         self.output_token_ids.append(token_id)
+
+    def rewind(self, num_computed: int) -> None:
+        """Cut the progress to `num_computed` tokens; launched passes do not count any more."""
+        self.num_computed = num_computed
+        self.num_draft_computed = min(self.num_draft_computed, num_computed)
+        self.num_in_flight = self.num_expected = 0
+
+    def fork_from(self, parent: Sequence) -> None:
+        """Take over the tokens and the progress of `parent`, whose blocks this sequence now shares."""
+        self.parent = None
+        self.token_ids = list(parent.token_ids)
+        self.output_token_ids[:] = parent.output_token_ids  # in place: the sampler reads this very list
+        self.num_computed, self.num_draft_computed = parent.num_computed, parent.num_draft_computed
+        self.num_in_flight, self.num_expected = parent.num_in_flight, parent.num_expected
+
+    def finish(self, reason: FinishReason) -> None:
+        self.finish_reason = reason
 
     def __repr__(self) -> str:
         return (
@@ -163,7 +211,7 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """What a caller asked for."""
+    """One call: a prompt, its parameters and the sequences that complete it."""
 
     request_id: str
     number: int  # order of arrival
@@ -178,9 +226,9 @@ class Request:
     prompt_logprobs: list[TokenLogprob | None] | None = None
     metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(arrival=time.perf_counter()))
     error: str | None = None
-    keep: bool = False  # hold the row after the end, so that the conversation can be branched
+    keep: bool = False  # hold the blocks after the end, so that the conversation can be branched
     search: Any = None  # the beam search, if it is one
-    prompt_array: NDArray[np.int32] = field(init=False, repr=False)  # the prompt for those who take it in bulk
+    prompt_array: NDArray[np.int32] = field(init=False, repr=False)  # the prompt in one piece, for hashing and copying
 
     def __post_init__(self) -> None:
         self.prompt_array = np.array(self.prompt_token_ids, dtype=np.int32)
@@ -192,7 +240,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step did for one sequence."""
+    """The outcome of one step for one sequence."""
 
     request_id: str
     token: int | None  # the token that was added, if any

@@ -189,7 +189,7 @@ def test_torch_kernels_equal_reference_kernels() -> None:
     model = LanguageModel(SMALL, seed=2)
     idx = torch.randint(0, 50, (2, 11))
     with torch.no_grad():
-        expected = transformer.forward(model.weights(), fresh_batch(idx), ReferenceKernels(), None)
+        expected = transformer.forward(model.weights(), fresh_batch(idx, model._kernels()), ReferenceKernels(), None)
         assert torch.allclose(model.prefill(idx)[0].flatten(0, 1), expected, atol=1e-5)
 
 

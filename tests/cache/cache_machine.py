@@ -20,12 +20,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from bifolio.cache import (
     BeamSearchBlockSharing,
     BlockShareManager,
-    BlockTable,
     KVCacheBlockManager,
-    KVStorage,
+    KvCacheEntry,
     SpeculativeDecodingSharing,
 )
 from bifolio.errors import CacheError, OutOfBlocksError
+from helpers import kv_storage
 
 NUM_LAYERS, NUM_HEADS, HEAD_DIM = 2, 2, 1
 MAX_SEQUENCES = 8
@@ -60,9 +60,8 @@ class CacheMachine(RuleBasedStateMachine):
     @initialize(block_size=st.sampled_from([4, 3, 5, 1]), num_blocks=st.integers(6, 30), seed=seeds)
     def start(self, block_size: int, num_blocks: int, seed: int) -> None:
         self.manager = KVCacheBlockManager(num_blocks, block_size)
-        self.storage = KVStorage(NUM_LAYERS, num_blocks, block_size, NUM_HEADS, HEAD_DIM, poison=True)
+        self.storage = kv_storage(NUM_LAYERS, num_blocks, block_size, NUM_HEADS, HEAD_DIM, poison=True)
         self.manager.on_free = self.storage.poison_blocks
-        self.table = BlockTable(self.manager)
         self.sharing = BlockShareManager(self.manager)
         self.active: dict[int, Modelled] = {}
         self.waiting: dict[int, Modelled] = {}  # preempted: hold no row
@@ -127,7 +126,7 @@ class CacheMachine(RuleBasedStateMachine):
         sequence_id = self._pick(rng)
         model = self.active[sequence_id]
         data = contents(model.salt, model.tokens[: model.written + 1])[:, -1]
-        entry = self.storage.entry(sequence_id, self.manager)
+        entry = KvCacheEntry(self.storage, sequence_id, self.manager)
         if self.manager.blocks_needed([(sequence_id, 1)]) > self.manager.num_free_blocks:
             with pytest.raises(OutOfBlocksError):
                 entry.append(data, -data)
@@ -205,9 +204,9 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def reads_back(self) -> None:
         for sequence_id, model in self.active.items():
-            assert self.manager.row_num_tokens(sequence_id) == model.written < len(model.tokens)
+            assert self.manager.num_tokens_of(sequence_id) == model.written < len(model.tokens)
             expected = contents(model.salt, model.tokens[: model.written])
-            block_ids = self.manager.row_block_ids(sequence_id)
+            block_ids = self.manager.block_ids_of(sequence_id)
             for layer in range(NUM_LAYERS):
                 keys, values = self.storage.gather(layer, block_ids, model.written)
                 assert np.array_equal(keys, expected[layer]), (sequence_id, layer, keys, expected[layer])
@@ -216,11 +215,14 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def device_rows_follow(self) -> None:
         for sequence_id in self.active:
-            first, block_ids = self.manager.take_row_changes(sequence_id)
+            first, block_ids = next(
+                (changed[1:] for changed in self.manager.take_changes([sequence_id])),
+                (len(self.manager.block_ids_of(sequence_id)), []),
+            )
             row = self.device_rows.setdefault(sequence_id, [])
             assert first <= len(row)
             row[first:] = block_ids
-            assert row == self.manager.row_block_ids(sequence_id)
+            assert row == self.manager.block_ids_of(sequence_id)
 
     def teardown(self) -> None:
         if not hasattr(self, "manager"):
@@ -229,7 +231,7 @@ class CacheMachine(RuleBasedStateMachine):
             self._release(sequence_id)
         self.is_consistent()
         assert self.manager.num_free_blocks == self.manager.num_blocks - 1
-        assert self.manager.rows() == []
+        assert self.manager.sequence_ids() == []
 
     def _go_on(self, rng: random.Random) -> None:
         """Check, then let the sequences run on: what a rule has done wrong shows when blocks are written."""
@@ -269,7 +271,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def _open(self, sequence_id: int, model: Modelled) -> None:
         expected = self.manager.cached_prefix_length(model.tokens, salt=model.salt)
-        model.written = self.manager.open_row(sequence_id, model.tokens, salt=model.salt)
+        model.written = self.manager.open_table(sequence_id, model.tokens, salt=model.salt)
         model.publishes = True
         assert model.written == expected < len(model.tokens)
         for end in range(self.manager.block_size, model.written + 1, self.manager.block_size):
@@ -354,8 +356,8 @@ class CacheMachine(RuleBasedStateMachine):
             self._fork_inside_step(rng, sequence_id, batch)
 
     def _fork_inside_step(self, rng: random.Random, parent_id: int, batch: dict[int, int]) -> None:
-        destinations = set(self.manager._pool.copies)
-        if destinations & set(self.manager.row_block_ids(parent_id)):
+        destinations = set(self.manager._pool.moves)
+        if destinations & set(self.manager.block_ids_of(parent_id)):
             before = self._snapshot()
             with pytest.raises(CacheError):
                 self.manager.fork(parent_id, self._new_id())
@@ -366,12 +368,12 @@ class CacheMachine(RuleBasedStateMachine):
             self._fork_model(rng, parent_id, child_id)
 
     def _run_copies(self, rng: random.Random) -> None:
-        copies = self.manager.take_copies()
+        copies = self.manager.take_moves()
         for copy in rng.sample(copies, len(copies)):
-            self.storage.copy_blocks([copy])
+            self.storage.move_blocks([copy])
 
     def _write(self, sequence_id: int, tokens: list[int], salt: bytes, start: int, end: int) -> None:
-        slots = self.table.slot_mapping(sequence_id, start, end)
+        slots = self.manager.table(sequence_id).cache_index(start, end)
         data = contents(salt, tokens[:end])[:, start:]
         for layer in range(NUM_LAYERS):
             self.storage.write(layer, slots, data[layer], -data[layer])
@@ -390,5 +392,5 @@ class CacheMachine(RuleBasedStateMachine):
             self._cut(rng, sequence_id, rng.randint(0, 4))
 
     def _snapshot(self) -> tuple[object, ...]:
-        rows = {s: (self.manager.row_block_ids(s), self.manager.row_num_tokens(s)) for s in self.manager.rows()}
+        rows = {s: (self.manager.block_ids_of(s), self.manager.num_tokens_of(s)) for s in self.manager.sequence_ids()}
         return rows, self.manager.num_free_blocks, self.manager.reference_counts(), self.manager.num_cached_blocks

@@ -12,14 +12,14 @@ def make(num_blocks: int = 17, block_size: int = 4) -> KVCacheBlockManager:
 
 
 def opened(manager: KVCacheBlockManager, sequence_id: int, num_tokens: int) -> list[int]:
-    manager.open_row(sequence_id)
+    manager.open_table(sequence_id)
     manager.append(sequence_id, num_tokens)
-    return manager.row_block_ids(sequence_id)
+    return manager.block_ids_of(sequence_id)
 
 
 def computed(manager: KVCacheBlockManager, sequence_id: int, tokens: list[int], salt: bytes = b"") -> int:
     """Open, append, commit: as after a prefill pass. Returns what was found in the cache."""
-    held = manager.open_row(sequence_id, tokens, salt=salt)
+    held = manager.open_table(sequence_id, tokens, salt=salt)
     manager.append(sequence_id, len(tokens) - held)
     manager.commit(sequence_id, tokens, len(tokens))
     return held

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bifolio.cache import PADDING_BLOCK, BlockCopy, KVCacheBlockManager
+from bifolio.cache import PADDING_BLOCK, BlockMove, KVCacheBlockManager
 from bifolio.errors import CacheError, ConfigError, OutOfBlocksError, UnknownSequenceError
 from cache.manager_helpers import PROMPT, computed, make, opened
 
@@ -30,14 +30,14 @@ def test_prefill_block_allocation_covers_the_prompt(num_tokens: int, num_blocks:
 def test_prefill_block_allocation_is_all_or_nothing() -> None:
     manager = make(num_blocks=5)
     opened(manager, 1, 8)
-    manager.open_row(2)
+    manager.open_table(2)
     with pytest.raises(OutOfBlocksError, match="release"):
         manager.append(2, 9)
-    assert manager.row_block_ids(2) == []
+    assert manager.block_ids_of(2) == []
     assert manager.num_free_blocks == 2
     assert not manager.try_append(2, 9)
     assert not manager.try_append_many([(2, 4), (1, 5)])
-    assert manager.row_num_tokens(1) == 8
+    assert manager.num_tokens_of(1) == 8
     assert manager.try_append_many([(2, 4), (1, 4)])
     assert manager.num_free_blocks == 0
 
@@ -49,7 +49,7 @@ def test_allocate_blocks_is_atomic_and_counts_whole_blocks() -> None:
     assert manager.get_sequence_blocks(7) == first
     with pytest.raises(OutOfBlocksError):
         manager.allocate_blocks(8, 2)
-    assert not manager.has_row(8)
+    assert not manager.has_table(8)
     assert manager.allocate_block(8) is not None
     assert manager.allocate_block(8) is None
     assert sorted(manager.free_sequence(7)) == sorted(first)
@@ -66,7 +66,7 @@ def test_decode_block_allocation_takes_a_block_only_when_the_last_is_full() -> N
         manager.append(1, 1)
         taken.append(before - manager.num_free_blocks)
     assert taken == [0, 1, 0, 0, 0, 1]
-    assert manager.get_block(manager.row_block_ids(1)[-1]).token_count == 1
+    assert manager.get_block(manager.block_ids_of(1)[-1]).used_slots == 1
 
 
 def test_block_zero_is_never_handed_out() -> None:
@@ -82,17 +82,17 @@ def test_zero_tokens_change_nothing_and_negative_ones_are_an_error() -> None:
     opened(manager, 1, 2)
     manager.fork(1, 2)
     manager.append(2, 0)
-    assert manager.take_copies() == []
+    assert manager.take_moves() == []
     with pytest.raises(CacheError, match="truncate"):
         manager.append(1, -1)
 
 
 def test_a_sequence_named_twice_in_a_batch_gets_the_sum() -> None:
     manager = make()
-    manager.open_row(1)
+    manager.open_table(1)
     assert manager.blocks_needed([(1, 3), (1, 3)]) == 2
     assert manager.try_append_many([(1, 3), (1, 3)])
-    assert manager.row_num_tokens(1) == 6
+    assert manager.num_tokens_of(1) == 6
     manager.check_invariants()
 
 
@@ -109,9 +109,9 @@ def test_unknown_sequences_are_an_error() -> None:
         lambda: manager.truncate(9, 0),
         lambda: manager.release(9),
         lambda: manager.commit(9, [1], 1),
-        lambda: manager.row_block_ids(9),
-        lambda: manager.take_row_changes(9),
-        lambda: manager.take_many_row_changes([9]),
+        lambda: manager.block_ids_of(9),
+        lambda: manager.take_changes([9]),
+        lambda: manager.take_changes([9]),
     ):
         with pytest.raises(UnknownSequenceError, match="sequence 9"):
             call()
@@ -119,10 +119,10 @@ def test_unknown_sequences_are_an_error() -> None:
 
 def test_a_batch_with_an_unknown_sequence_changes_nothing() -> None:
     manager = make()
-    manager.open_row(1)
+    manager.open_table(1)
     with pytest.raises(UnknownSequenceError):
         manager.try_append_many([(1, 4), (9, 1)])
-    assert manager.row_num_tokens(1) == 0
+    assert manager.num_tokens_of(1) == 0
     assert manager.num_used_blocks == 0
 
 
@@ -140,7 +140,7 @@ def test_ids_in_use_and_bad_lengths_are_refused() -> None:
     manager = make()
     opened(manager, 1, 5)
     with pytest.raises(CacheError, match="already"):
-        manager.open_row(1)
+        manager.open_table(1)
     with pytest.raises(CacheError, match="already"):
         manager.fork(1, 1)
     for num_tokens in (-1, 6):
@@ -171,7 +171,7 @@ def test_fork_shares_every_block_and_takes_none() -> None:
     blocks = opened(manager, 1, 10)
     free = manager.num_free_blocks
     manager.fork(1, 2)
-    assert manager.row_block_ids(2) == blocks
+    assert manager.block_ids_of(2) == blocks
     assert manager.num_free_blocks == free
     assert [manager.ref_count(block_id) for block_id in blocks] == [2, 2, 2]
     assert manager.block_users(blocks[0]) == [1, 2]
@@ -187,13 +187,13 @@ def test_writing_a_shared_tail_copies_it_and_n_sharers_need_one_copy_less() -> N
     batch = [(sequence_id, 1) for sequence_id in (1, 2, 3, 4)]
     assert manager.blocks_needed(batch) == 3
     assert manager.try_append_many(batch)
-    copies = manager.take_copies()
+    copies = manager.take_moves()
     assert [copy.src for copy in copies] == [tail] * 3
-    tails = [manager.row_block_ids(sequence_id)[-1] for sequence_id, _ in batch]
+    tails = [manager.block_ids_of(sequence_id)[-1] for sequence_id, _ in batch]
     assert len(set(tails)) == 4
     assert tails[3] == tail  # the last to write keeps the original
     assert {copy.dst for copy in copies} == set(tails[:3])
-    assert manager.take_copies() == []
+    assert manager.take_moves() == []
 
 
 def test_a_full_shared_tail_is_not_copied() -> None:
@@ -201,8 +201,8 @@ def test_a_full_shared_tail_is_not_copied() -> None:
     opened(manager, 1, 8)
     manager.fork(1, 2)
     manager.append(2, 1)
-    assert manager.take_copies() == []
-    assert manager.row_block_ids(1) == manager.row_block_ids(2)[:2]
+    assert manager.take_moves() == []
+    assert manager.block_ids_of(1) == manager.block_ids_of(2)[:2]
 
 
 def test_the_source_of_a_pending_copy_is_not_recycled() -> None:
@@ -212,13 +212,13 @@ def test_the_source_of_a_pending_copy_is_not_recycled() -> None:
     manager.append(2, 1)
     assert manager.release(1) == []  # the only other holder leaves before the copy has run
     assert manager.ref_count(tail) == 0
-    manager.open_row(3)
+    manager.open_table(3)
     assert manager.try_append(3, 4)
     assert not manager.try_append(3, 1)
-    assert tail not in manager.row_block_ids(3)
-    assert manager.take_copies() == [BlockCopy(tail, manager.row_block_ids(2)[0])]
+    assert tail not in manager.block_ids_of(3)
+    assert manager.take_moves() == [BlockMove(tail, manager.block_ids_of(2)[0])]
     assert manager.try_append(3, 1)
-    assert manager.row_block_ids(3)[-1] == tail
+    assert manager.block_ids_of(3)[-1] == tail
     manager.check_invariants()
 
 
@@ -228,9 +228,9 @@ def test_a_copy_that_nobody_wants_any_more_is_cancelled() -> None:
     manager.fork(1, 2)
     manager.append(2, 1)
     manager.release(1)
-    copied = manager.row_block_ids(2)[0]
+    copied = manager.block_ids_of(2)[0]
     assert sorted(manager.release(2)) == sorted([tail, copied])
-    assert manager.take_copies() == []
+    assert manager.take_moves() == []
     assert manager.num_used_blocks == 0
     manager.check_invariants()
 
@@ -240,13 +240,13 @@ def test_a_row_that_waits_for_its_copy_cannot_be_forked_or_shared() -> None:
     opened(manager, 1, 2)
     manager.fork(1, 2)
     manager.append(2, 1)
-    with pytest.raises(CacheError, match="copies first"):
+    with pytest.raises(CacheError, match="moves first"):
         manager.fork(2, 3)
-    with pytest.raises(CacheError, match="copies first"):
-        manager.share(manager.row_block_ids(2)[0], 3)
-    assert not manager.has_row(3)
+    with pytest.raises(CacheError, match="moves first"):
+        manager.share(manager.block_ids_of(2)[0], 3)
+    assert not manager.has_table(3)
     manager.fork(1, 4)  # the source's holder can
-    manager.take_copies()
+    manager.take_moves()
     manager.fork(2, 3)
     manager.check_invariants()
 
@@ -256,12 +256,12 @@ def test_truncate_returns_the_blocks_that_nobody_else_holds() -> None:
     blocks = opened(manager, 1, 10)
     manager.fork(1, 2)
     manager.append(2, 8)
-    own = manager.row_block_ids(2)[2:]
+    own = manager.block_ids_of(2)[2:]
     assert manager.truncate(2, 3) == own[::-1]
-    assert manager.row_block_ids(2) == blocks[:1]
+    assert manager.block_ids_of(2) == blocks[:1]
     assert manager.truncate(1, 8) == [blocks[2]]
     assert manager.truncate(1, 0) == [blocks[1]]  # block 0 of the row is still in sequence 2
-    assert manager.row_num_tokens(1) == 0
+    assert manager.num_tokens_of(1) == 0
     manager.check_invariants()
 
 
@@ -271,31 +271,33 @@ def test_truncate_returns_the_blocks_that_nobody_else_holds() -> None:
 def test_row_changes_are_differences() -> None:
     manager = make()
     blocks = opened(manager, 1, 6)
-    assert manager.take_row_changes(1) == (0, blocks)
+    assert manager.take_changes([1]) == [(1, 0, blocks)]
     manager.append(1, 2)
-    assert manager.take_row_changes(1) == (2, [])
+    assert manager.take_changes([1]) == []
     manager.append(1, 1)
     manager.fork(1, 2)
     manager.append(1, 1)  # the tail is copied
-    assert manager.take_row_changes(1) == (2, manager.row_block_ids(1)[2:])
-    assert manager.take_row_changes(2) == (0, manager.row_block_ids(2))
+    assert manager.take_changes([1, 2]) == [
+        (1, 2, manager.block_ids_of(1)[2:]),
+        (2, 0, manager.block_ids_of(2)),
+    ]
     manager.truncate(1, 4)
     manager.append(1, 7)  # behind the first block nothing can be taken for granted
-    assert manager.take_many_row_changes([1, 2]) == [(1, 1, manager.row_block_ids(1)[1:])]
-    assert manager.take_many_row_changes([1, 2]) == []
+    assert manager.take_changes([1, 2]) == [(1, 1, manager.block_ids_of(1)[1:])]
+    assert manager.take_changes([1, 2]) == []
 
 
 def test_only_worthless_blocks_are_announced() -> None:
     manager = make(num_blocks=5)
     computed(manager, 1, PROMPT)
-    named, partial = manager.row_block_ids(1)[:2], manager.row_block_ids(1)[2]
+    named, partial = manager.block_ids_of(1)[:2], manager.block_ids_of(1)[2]
     announced: list[int] = []
     manager.on_free = announced.extend
     manager.release(1)
     assert announced == [partial]  # the others can still be found
     announced.clear()
     opened(manager, 2, 8)
-    assert set(announced) == set(manager.row_block_ids(2))
+    assert set(announced) == set(manager.block_ids_of(2))
     announced.clear()
     manager.append(2, 4)  # evicts
     assert announced == [named[1]]
@@ -312,7 +314,7 @@ def test_the_source_of_a_taken_copy_is_announced_only_when_handed_out() -> None:
     announced: list[int] = []
     manager.on_free = announced.extend
     manager.release(1)
-    manager.take_copies()
+    manager.take_moves()
     assert announced == []
     opened(manager, 3, 4)
     assert announced == [tail]
@@ -320,10 +322,10 @@ def test_the_source_of_a_taken_copy_is_announced_only_when_handed_out() -> None:
 
 def test_fresh_ids_meet_nobody() -> None:
     manager = make()
-    manager.open_row(-1)
+    manager.open_table(-1)
     ids = [manager.fresh_sequence_id() for _ in range(5)]
     assert len(set(ids)) == 5
-    assert all(sequence_id < 0 and not manager.has_row(sequence_id) for sequence_id in ids)
+    assert all(sequence_id < 0 and not manager.has_table(sequence_id) for sequence_id in ids)
 
 
 def test_utilisation_counts_a_shared_block_once() -> None:

@@ -35,9 +35,9 @@ def _switch_often() -> Iterator[None]:
 def run_threads(work: Callable[[int], object], manager: KVCacheBlockManager) -> None:
     """`work` in eight threads that start together; afterwards nothing may be held."""
     run_together(work)
-    manager.take_copies()
+    manager.take_moves()
     manager.check_invariants()
-    assert manager.rows() == []
+    assert manager.sequence_ids() == []
     assert manager.num_free_blocks == manager.num_blocks - 1
 
 
@@ -63,14 +63,14 @@ def test_eight_threads_on_the_verbs_lose_and_leak_nothing() -> None:
             mine = list(lengths)
             if action == "open" or not mine:
                 sequence_id = 1000 * number + count
-                lengths[sequence_id] = manager.open_row(sequence_id, [*PROMPT, number, count])
+                lengths[sequence_id] = manager.open_table(sequence_id, [*PROMPT, number, count])
             elif action == "append":
                 sequence_id, num_tokens = rng.choice(mine), rng.randint(1, 9)
                 if manager.try_append(sequence_id, num_tokens):
                     lengths[sequence_id] += num_tokens
             elif action == "fork" and len(mine) < 6:
                 with manager.lock:  # copies of this row must not be pending
-                    manager.take_copies()
+                    manager.take_moves()
                     manager.fork(mine[0], 1000 * number + 500 + count)
                 lengths[1000 * number + 500 + count] = lengths[mine[0]]
             elif action == "truncate":
@@ -82,10 +82,10 @@ def test_eight_threads_on_the_verbs_lose_and_leak_nothing() -> None:
                 del lengths[sequence_id]
                 manager.release(sequence_id)
             elif action == "copies":
-                manager.take_copies()
+                manager.take_moves()
             for sequence_id, length in lengths.items():
-                assert manager.row_num_tokens(sequence_id) == length
-                assert len(manager.row_block_ids(sequence_id)) == manager.blocks_for(length)
+                assert manager.num_tokens_of(sequence_id) == length
+                assert len(manager.block_ids_of(sequence_id)) == manager.blocks_for(length)
         for sequence_id in lengths:
             manager.release(sequence_id)
 
@@ -100,7 +100,7 @@ def test_eight_threads_committing_and_finding_the_same_prefix() -> None:
         for count in range(100):
             sequence_id = 1000 * number + count
             tokens = [*PROMPT, number, count]
-            held = manager.open_row(sequence_id, tokens)
+            held = manager.open_table(sequence_id, tokens)
             if manager.try_append(sequence_id, len(tokens) - held):
                 manager.commit(sequence_id, tokens, len(tokens))
                 found.append(held)

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bifolio.cache import KVCacheBlockManager, KvCacheEntry, KVStorage, Page
+from bifolio.cache import CacheLayout, KVCacheBlockManager, KvCacheEntry, KVStorage, Page
 from bifolio.errors import CacheError, ConfigError, OutOfBlocksError
+from helpers import kv_storage
 
 BACKENDS = ["numpy", "torch"]
 DTYPES = ["f32", "f16", "bf16"]
@@ -20,7 +21,7 @@ LAYERS, HEADS, HEAD = 2, 3, 8
 def make(backend: str = "numpy", dtype: str = "f32", num_blocks: int = 6, block_size: int = 4, **kw: Any) -> KVStorage:
     if backend == "torch":
         pytest.importorskip("torch")
-    return KVStorage(LAYERS, num_blocks, block_size, HEADS, HEAD, dtype, backend=backend, **kw)  # type: ignore[arg-type]
+    return kv_storage(LAYERS, num_blocks, block_size, HEADS, HEAD, dtype, backend=backend, **kw)  # type: ignore[arg-type]
 
 
 def arrays(storage: KVStorage, *values: np.ndarray) -> list[Any]:
@@ -72,12 +73,12 @@ class TestEveryKind:
         slots = np.arange(4, 12)  # blocks 1 and 2
         for layer in range(LAYERS):
             storage.write(layer, *arrays(storage, slots, keys + layer, values))
-        storage.copy_blocks([(1, 2), (2, 3)])
+        storage.move_blocks([(1, 2), (2, 3)])
         for layer in range(LAYERS):
             got_keys, got_values = storage.gather(layer, [2, 3], 8)
             np.testing.assert_array_equal(plain(got_keys), keys + layer)
             np.testing.assert_array_equal(plain(got_values), values)
-        storage.copy_blocks([])
+        storage.move_blocks([])
 
     def test_poisoned_blocks_read_as_nan_and_others_do_not(self, backend: str, dtype: str) -> None:
         storage = make(backend, dtype)
@@ -114,8 +115,8 @@ def test_gather_of_nothing_and_of_too_much() -> None:
 
 
 def test_sizes_are_known_before_anything_is_allocated() -> None:
-    assert KVStorage.bytes_per_token(30, 3, 64, "bf16") == 2 * 30 * 3 * 64 * 2
-    assert KVStorage.bytes_per_block(30, 16, 3, 64, "f32") == 16 * 2 * 30 * 3 * 64 * 4
+    assert CacheLayout(30, 9, 16, 3, 64, "bf16").bytes_per_token == 2 * 30 * 3 * 64 * 2
+    assert CacheLayout(30, 9, 16, 3, 64).bytes_per_block == 16 * 2 * 30 * 3 * 64 * 4
     storage = make(dtype="f16")
     assert storage.num_bytes == sum(array.nbytes for array in (*storage.keys, *storage.values))
 
@@ -123,22 +124,22 @@ def test_sizes_are_known_before_anything_is_allocated() -> None:
 def test_a_large_pool_costs_nothing_until_it_is_touched() -> None:
     psutil = pytest.importorskip("psutil")
     before = psutil.Process().memory_info().rss
-    storage = KVStorage(4, 16384, 16, 8, 64)
+    storage = kv_storage(4, 16384, 16, 8, 64)
     assert storage.num_bytes == 4 << 30
     assert psutil.Process().memory_info().rss - before < 100 << 20
 
 
 def test_impossible_storages_are_refused() -> None:
     with pytest.raises(ConfigError, match="at least 1"):
-        KVStorage(0, 4, 4, 1, 1)
+        kv_storage(0, 4, 4, 1, 1)
     with pytest.raises(ConfigError, match="bf16"):
-        KVStorage(1, 4, 4, 1, 1, "int8")  # type: ignore[arg-type]
+        kv_storage(1, 4, 4, 1, 1, "int8")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="torch"):
-        KVStorage(1, 4, 4, 1, 1, device="cuda")
+        kv_storage(1, 4, 4, 1, 1, device="cuda")
 
 
 def test_the_cache_does_not_import_torch() -> None:
-    code = "import sys, bifolio.cache as c; c.KVStorage(1, 2, 4, 1, 1); print('torch' in sys.modules)"
+    code = "import sys, bifolio.cache as c; c.KVStorage(c.CacheLayout(1, 2, 4, 1, 1)); print('torch' in sys.modules)"
     environment = {"PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run([sys.executable, "-c", code], check=True, env=environment, capture_output=True, text=True)
     assert done.stdout == "False\n"
@@ -155,8 +156,8 @@ def entry_of(num_blocks: int = 6, block_size: int = 4) -> tuple[KvCacheEntry, KV
     manager = KVCacheBlockManager(num_blocks, block_size)
     storage = make(num_blocks=num_blocks, block_size=block_size, poison=True)
     manager.on_free = storage.poison_blocks
-    manager.open_row(1)
-    return storage.entry(1, manager), storage, manager
+    manager.open_table(1)
+    return KvCacheEntry(storage, 1, manager), storage, manager
 
 
 def test_a_page_is_a_view() -> None:
@@ -168,11 +169,11 @@ def test_a_page_is_a_view() -> None:
     assert (first.used_slots, second.used_slots) == (4, 2)
     assert np.shares_memory(second.keys(1), storage.keys[1])
     second.keys(1)[0, 1] = 77
-    assert storage.gather(1, manager.row_block_ids(1), 6)[0][5, 0, 0] == 77
-    with pytest.raises(CacheError, match="manager"):
-        _ = storage.page(2).used_slots
+    assert storage.gather(1, manager.block_ids_of(1), 6)[0][5, 0, 0] == 77
+    with pytest.raises(CacheError, match="without a storage"):
+        manager.get_block(2).keys(0)
     with pytest.raises(CacheError, match="no block 6"):
-        storage.page(6)
+        manager.get_block(6)
 
 
 def test_paged_kv_append_spans_pages() -> None:
@@ -189,7 +190,7 @@ def test_paged_kv_append_spans_pages() -> None:
         np.testing.assert_array_equal(keys[0, :, 0], np.arange(10))
         np.testing.assert_array_equal(values[2, :, 7], -np.arange(10))
         assert all(np.shares_memory(view, storage.keys[layer]) for view in entry.keys(layer))
-    assert len(manager.row_block_ids(1)) == 3
+    assert len(manager.block_ids_of(1)) == 3
 
 
 def test_paged_kv_append_moves_nothing_that_was_there() -> None:
@@ -212,7 +213,7 @@ def test_paged_kv_memory_bounded() -> None:
     assert entry.seq_len == 12
     assert manager.num_free_blocks == 0
     assert storage.num_bytes == size == sum(array.nbytes for array in (*storage.keys, *storage.values))
-    np.testing.assert_array_equal(storage.gather(0, manager.row_block_ids(1), 12)[0][:, 0, 0], np.arange(12))
+    np.testing.assert_array_equal(storage.gather(0, manager.block_ids_of(1), 12)[0][:, 0, 0], np.arange(12))
 
 
 def test_forked_entries_go_their_own_ways() -> None:
@@ -220,7 +221,7 @@ def test_forked_entries_go_their_own_ways() -> None:
     for value in range(6):
         entry.append(token(value), token(value))
     manager.fork(1, 2)
-    other = storage.entry(2, manager)
+    other = KvCacheEntry(storage, 2, manager)
     other.append(token(60), token(60))
     entry.append(token(6), token(6))
     assert [view[0, :, 0].tolist() for view in entry.keys(1)] == [[0, 1, 2, 3], [4, 5, 6]]
@@ -234,9 +235,9 @@ def test_wrong_shapes_and_mismatched_managers_are_refused() -> None:
         entry.append(token(1)[0], token(1)[0])
     assert entry.seq_len == 0
     with pytest.raises(ConfigError):
-        storage.entry(1, KVCacheBlockManager(6, 8))
+        KvCacheEntry(storage, 1, KVCacheBlockManager(6, 8))
     with pytest.raises(ConfigError):
-        storage.entry(1, KVCacheBlockManager(7, 4))
+        KvCacheEntry(storage, 1, KVCacheBlockManager(7, 4))
     assert manager.num_used_blocks == 0
 
 
@@ -244,16 +245,19 @@ def test_wrong_shapes_and_mismatched_managers_are_refused() -> None:
 def test_an_entry_on_torch(dtype: str) -> None:
     storage = make("torch", dtype, poison=True)
     manager = KVCacheBlockManager(6, 4)
-    manager.open_row(1)
-    entry = storage.entry(1, manager)
+    manager.open_table(1)
+    entry = KvCacheEntry(storage, 1, manager)
     for value in range(6):
         entry.append(*arrays(storage, token(value), token(-value)))
     manager.fork(1, 2)
-    storage.entry(2, manager).append(*arrays(storage, token(60), token(60)))
+    KvCacheEntry(storage, 2, manager).append(*arrays(storage, token(60), token(60)))
     assert [view[0, :, 0].tolist() for view in entry.keys(1)] == [[0, 1, 2, 3], [4, 5]]
-    assert [view[2, :, 7].tolist() for view in storage.entry(2, manager).values(0)] == [[0, -1, -2, -3], [-4, -5, 60]]
+    assert [view[2, :, 7].tolist() for view in KvCacheEntry(storage, 2, manager).values(0)] == [
+        [0, -1, -2, -3],
+        [-4, -5, 60],
+    ]
     entry.keys(0)[1][0, 0] = 9
-    assert storage.keys[0][manager.row_block_ids(1)[1], 0, 0, 0] == 9  # a view
+    assert storage.keys[0][manager.block_ids_of(1)[1], 0, 0, 0] == 9  # a view
 
 
 # -- poison ----------------------------------------------------------------------------------------------------------
@@ -262,7 +266,7 @@ def test_an_entry_on_torch(dtype: str) -> None:
 def test_poison_a_freed_block_reads_as_nan() -> None:
     entry, storage, manager = entry_of()
     entry.append(token(1), token(1))
-    (block_id,) = manager.row_block_ids(1)
+    (block_id,) = manager.block_ids_of(1)
     manager.release(1)
     assert np.isnan(storage.gather(0, [block_id], 4)[0]).all()
 
@@ -271,13 +275,13 @@ def test_poison_spares_a_cached_block_until_it_is_handed_out_again() -> None:
     entry, storage, manager = entry_of(num_blocks=3)
     for value in range(4):
         entry.append(token(value), token(value))
-    (block_id,) = manager.row_block_ids(1)
+    (block_id,) = manager.block_ids_of(1)
     manager.commit(1, [1, 2, 3, 4], 4)
     manager.release(1)
     np.testing.assert_array_equal(storage.gather(0, [block_id], 4)[0][:, 0, 0], np.arange(4))
-    manager.open_row(2)
+    manager.open_table(2)
     manager.append(2, 8)
-    assert block_id in manager.row_block_ids(2)
+    assert block_id in manager.block_ids_of(2)
     assert np.isnan(storage.gather(0, [block_id], 4)[0]).all()
 
 
@@ -287,5 +291,5 @@ def test_poison_does_not_reach_the_source_of_a_copy_before_it_is_copied() -> Non
     manager.fork(1, 2)
     manager.append(2, 1)
     manager.release(1)
-    storage.copy_blocks(manager.take_copies())
-    assert storage.gather(0, manager.row_block_ids(2), 1)[0][0, 0, 0] == 5
+    storage.move_blocks(manager.take_moves())
+    assert storage.gather(0, manager.block_ids_of(2), 1)[0][0, 0, 0] == 5

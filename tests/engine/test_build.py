@@ -9,10 +9,8 @@ import pytest
 
 from bifolio import LLM, SamplingParams
 from bifolio.config import CacheConfig, EngineConfig, ModelConfig, RopeConfig
-from bifolio.engine import build
 from bifolio.engine.build import resolve_sizes
-from bifolio.engine.gpu import device_memory
-from bifolio.engine.gpu.device_memory import decode_batch, measure_step, move_to_device, prefill_batch
+from bifolio.engine.device_memory import decode_batch, measure_step, move_to_device, prefill_batch
 from bifolio.engine.memory import plan_gpu_memory
 from bifolio.errors import ConfigError
 from bifolio.kernels.reference import ReferenceKernels
@@ -98,11 +96,11 @@ def engine_config(**options: Any) -> EngineConfig:
 
 def test_the_largest_step_is_tried() -> None:
     config, kernels = engine_config(), ReferenceKernels()
-    prefill = prefill_batch(kernels, config)
+    prefill = prefill_batch(config)
     assert prefill.num_tokens == 70
     assert prefill.segments[0].context_lens.tolist() == [32, 32, 6]
     assert len(prefill.logit_rows) == 5  # type: ignore[arg-type]
-    decode = decode_batch(kernels, config)
+    decode = decode_batch(config)
     assert (decode.num_tokens, decode.segments[0].max_query_len) == (5, 1)
     memory = Counter(0, 1000)
     assert measure_step(tiny_loaded(), kernels, config, memory) == 1250
@@ -129,18 +127,17 @@ def test_an_engine_on_a_gpu_is_built_by_what_was_measured(monkeypatch: pytest.Mo
     model = tiny_loaded()
     expected = LLM(model, kernels=ReferenceKernels()).generate([random_prompt(9, vocab_size=61)], GREEDY)
     memory = Counter(50_000_000, 1_000_000)
-    monkeypatch.setattr(build, "runs_on_gpu", lambda kernels: True)
-    monkeypatch.setattr(device_memory, "CudaMemory", lambda device: memory)
     kernels = torch_reference.TorchKernels("cpu")
-    llm = LLM(model, kernels=kernels, dtype="f32", gpu_memory_utilization=0.5, max_num_seqs=8, token_budget=64)
+    monkeypatch.setattr(kernels, "memory", lambda: memory)
+    options = {"kernels": kernels, "dtype": "f32", "block_size": 64, "max_num_seqs": 8, "token_budget": 64}
+    llm = LLM(model, gpu_memory_utilization=0.5, **options)
     assert memory.calls == ["start", "peak", "free"]
     assert llm.plan.step_bytes == 1_250_000
-    assert llm.engine.config.cache.block_size == 64
     assert llm.engine.blocks.num_blocks == llm.plan.num_blocks
     assert llm.engine.runner.weights.prepared_for is kernels
     assert llm.engine.runner.weights is llm.engine.model.weights  # prepared once
     outputs = llm.generate([random_prompt(9, vocab_size=61)], GREEDY)
     assert outputs[0].outputs[0].token_ids == expected[0].outputs[0].token_ids
-    given = LLM(model, kernels=kernels, dtype="f32", num_blocks=40, max_num_seqs=8, token_budget=64)
+    given = LLM(model, num_blocks=40, **options)
     assert given.engine.blocks.num_blocks == 40
     assert memory.calls == ["start", "peak", "free"]  # nothing to measure

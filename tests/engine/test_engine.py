@@ -208,16 +208,16 @@ def test_prefixes_are_found_again_but_not_across_salts() -> None:
 
 
 def test_a_prompt_can_be_found_while_its_step_is_running(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU is still busy when the host goes on to the samples: the blocks are named by then."""
+    """A GPU is still busy when the host plans the next step: the blocks are named by then."""
     engine = make_engine()
     found = []
-    sample = engine._sample
+    collect = engine.collect
 
-    def watched(*arguments):  # type: ignore[no-untyped-def]
+    def watched() -> None:
         found.append(engine.blocks.cached_prefix_length(PROMPTS[3]))
-        return sample(*arguments)
+        collect()
 
-    monkeypatch.setattr(engine, "_sample", watched)
+    monkeypatch.setattr(engine, "collect", watched)
     engine.add_request("a", PROMPTS[3], SamplingParams(temperature=0, max_tokens=1))
     drain(engine)
     assert found == [12]
@@ -277,7 +277,7 @@ def test_bad_requests_are_refused_before_they_touch_anything() -> None:
         engine.add_request("s", [3], params)
     drain(engine)
     assert engine.blocks.num_used_blocks == 0
-    assert engine.blocks.rows() == []
+    assert engine.blocks.sequence_ids() == []
 
 
 @pytest.mark.parametrize("prompt", [["a"], [1.5], [None], [[1]], [True, "b"]])

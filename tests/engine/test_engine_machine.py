@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from bifolio.config import SpeculativeConfig
 from bifolio.errors import RequestError
 from bifolio.sampling_params import SamplingParams
-from bifolio.sequence import FinishReason, Request, RequestPhase, Sequence
+from bifolio.sequence import FinishReason, Request, RequestPhase
 from helpers import make_engine, output_ids, random_prompt, run_alone, steps
 
 VOCAB, MAX_MODEL_LEN, MAX_WAITING = 61, 40, 6
@@ -126,18 +126,14 @@ class EngineMachine(RuleBasedStateMachine):
         assert len({sequence.id for sequence in held}) == len(held) == batcher.num_running <= batcher.max_slots
         for sequence in held:
             assert 0 <= sequence.num_computed <= sequence.num_tokens, sequence
+            assert sequence.num_in_flight == 0 or self.engine.in_flight, sequence
             if sequence.phase is RequestPhase.DECODE:
-                assert sequence.num_uncomputed == 1, sequence
-            if blocks.has_row(sequence.id):  # between two steps, slots are promised to what is computed or on its way
-                promised = blocks.row_num_tokens(sequence.id)
-                assert promised == sequence.num_computed + self.num_in_flight(sequence), sequence
-        rows = set(blocks.rows())
+                assert sequence.num_uncomputed == 1 or sequence.num_in_flight > 1, sequence  # or drafts in flight
+            if blocks.has_table(sequence.id):  # between two steps, slots are promised to what is computed or on its way
+                promised = blocks.num_tokens_of(sequence.id)
+                assert promised == sequence.num_scheduled, sequence
+        rows = set(blocks.sequence_ids())
         assert rows <= {sequence.id for sequence in held}  # who has no slot holds no blocks
-
-    def num_in_flight(self, sequence: Sequence) -> int:
-        """Tokens that a launched step is computing while nobody looks; only an overlapped engine has such steps."""
-        flight = getattr(self.engine, "_flight", None)
-        return 0 if flight is None else sum(member is sequence for _, member in flight.members)
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):

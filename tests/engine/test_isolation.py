@@ -12,7 +12,7 @@ from bifolio.api.outputs import request_output
 from bifolio.beam_params import BeamSearchParams
 from bifolio.config import SpeculativeConfig
 from bifolio.engine.engine import InferenceEngine
-from bifolio.engine.fault.isolation import MAX_FAILURES_IN_A_ROW, IsolatedSteps
+from bifolio.engine.fault.isolation import MAX_FAILURES_IN_A_ROW
 from bifolio.kernels.interface import Batch
 from bifolio.sampling_params import SamplingParams
 from bifolio.sequence import FinishReason, Request
@@ -22,24 +22,25 @@ POISON = 60  # a token id that random prompts below do not contain
 
 
 class Faulty:
-    """An executor whose forward pass fails when a condition on the batch holds."""
+    """Passes that fail when a condition on the batch holds."""
 
-    def __init__(self, inner: Any, fails: Callable[[Batch], bool]) -> None:
-        self._inner = inner
+    def __init__(self, engine: InferenceEngine, fails: Callable[[Batch], bool]) -> None:
         self._fails = fails
         self.num_failures = 0
+        for executor in (engine.prefill_executor, engine.decode_executor):
+            executor.run = self.checked(executor.run)  # type: ignore[method-assign]
 
-    def run(self, batch: Batch) -> Any:
-        if self._fails(batch):
-            self.num_failures += 1
-            raise FloatingPointError("the kernel failed")
-        return self._inner.run(batch)
+    def checked(self, run: Callable[[Batch], Any]) -> Callable[[Batch], Any]:
+        def run_or_fail(batch: Batch) -> Any:
+            if self._fails(batch):
+                self.num_failures += 1
+                raise FloatingPointError("the kernel failed")
+            return run(batch)
+
+        return run_or_fail
 
 
-def break_engine(engine: InferenceEngine, fails: Callable[[Batch], bool]) -> Faulty:
-    faulty = Faulty(engine.prefill_executor, fails)
-    engine.prefill_executor = engine.decode_executor = faulty  # type: ignore[assignment]
-    return faulty
+break_engine = Faulty
 
 
 def has_poison(batch: Batch) -> bool:
@@ -53,25 +54,24 @@ def prompts(count: int) -> list[list[int]]:
 PARAMS = SamplingParams(temperature=0.8, seed=5, max_tokens=10, ignore_eos=True, bad_words_token_ids=((POISON,),))
 
 
-def drain(steps: IsolatedSteps, limit: int = 2000) -> list[Any]:
+def drain(engine: InferenceEngine, limit: int = 2000) -> list[Any]:
     results = []
     for _ in range(limit):
-        if not steps.has_work:
+        if not engine.has_work:
             return results
-        results += steps.step()
+        results += engine.step()
     raise AssertionError("stuck")
 
 
 @pytest.mark.parametrize("culprits", [[0], [6], [2, 3], [0, 3, 6]])
 def test_only_those_at_fault_fail(culprits: list[int]) -> None:
     engine = make_engine()
-    steps = IsolatedSteps(engine)
     break_engine(engine, has_poison)
     inputs = prompts(7)
     for number in culprits:
         inputs[number] = [*inputs[number], POISON, 7]
     requests = [engine.add_request(str(number), prompt, PARAMS) for number, prompt in enumerate(inputs)]
-    results = drain(steps)
+    results = drain(engine)
     check(engine, requests, inputs, culprits)
     ends = [result.request_id for result in results if result.finished]
     assert sorted(ends) == sorted(str(number) for number in range(7))
@@ -93,7 +93,6 @@ def check(engine: InferenceEngine, requests: list[Request], inputs: list[list[in
 def test_a_failure_in_the_middle_of_decoding_keeps_what_was_generated() -> None:
     """The culprit fails at its 20th position; the others are deep in their texts by then."""
     engine = make_engine()
-    steps = IsolatedSteps(engine)
     inputs = prompts(5)
     inputs[1] = random_prompt(13, seed=77, vocab_size=POISON)
 
@@ -106,7 +105,7 @@ def test_a_failure_in_the_middle_of_decoding_keeps_what_was_generated() -> None:
 
     faulty = break_engine(engine, fails)
     requests = [engine.add_request(str(number), prompt, PARAMS) for number, prompt in enumerate(inputs)]
-    drain(steps)
+    drain(engine)
     assert faulty.num_failures >= 2
     assert len(requests[1].sequences[0].output_token_ids) == 8
     check(engine, requests, inputs, [1])
@@ -114,31 +113,29 @@ def test_a_failure_in_the_middle_of_decoding_keeps_what_was_generated() -> None:
 
 def test_requests_that_arrive_during_a_trial_wait_and_finish() -> None:
     engine = make_engine()
-    steps = IsolatedSteps(engine)
     break_engine(engine, has_poison)
     inputs = prompts(6)
     inputs[2] = [POISON, 3, 4]
     requests = [engine.add_request(str(number), inputs[number], PARAMS) for number in range(4)]
-    steps.step()
+    engine.step()
     requests += [engine.add_request(str(number), inputs[number], PARAMS) for number in (4, 5)]
-    steps.step()
-    assert steps.num_parked
-    drain(steps)
+    engine.step()
+    assert engine.faults.num_parked
+    drain(engine)
     check(engine, requests, inputs, [2])
 
 
 def test_aborts_during_a_trial() -> None:
     engine = make_engine()
-    steps = IsolatedSteps(engine)
     break_engine(engine, has_poison)
     inputs = prompts(6)
     inputs[5] = [POISON, 3, 4]
     requests = [engine.add_request(str(number), inputs[number], PARAMS) for number in range(6)]
-    steps.step()
-    steps.step()
+    engine.step()
+    engine.step()
     for number in (0, 4, 5):
         engine.abort(str(number))
-    drain(steps)
+    drain(engine)
     assert requests[0].sequences[0].finish_reason is FinishReason.ABORT
     for number in (1, 2, 3):
         assert output_ids(requests[number]) == output_ids(run_alone(inputs[number], PARAMS))
@@ -147,14 +144,13 @@ def test_aborts_during_a_trial() -> None:
 
 def test_several_completions_of_a_request_survive_together() -> None:
     engine = make_engine()
-    steps = IsolatedSteps(engine)
     break_engine(engine, has_poison)
     params = SamplingParams(n=3, temperature=1.0, seed=9, max_tokens=12, ignore_eos=True, logit_bias={POISON: -1e9})
     good = engine.add_request("good", random_prompt(9, vocab_size=POISON), params)
     for _ in range(4):
-        steps.step()
+        engine.step()
     bad = engine.add_request("bad", [POISON, 1, 2], PARAMS)
-    drain(steps)
+    drain(engine)
     assert output_ids(good) == output_ids(run_alone(random_prompt(9, vocab_size=POISON), params))
     assert bad.error
 
@@ -162,12 +158,11 @@ def test_several_completions_of_a_request_survive_together() -> None:
 def test_a_passing_failure_harms_nobody() -> None:
     """A step that fails once, for no request's fault: all finish as if nothing had been."""
     engine = make_engine()
-    steps = IsolatedSteps(engine)
     calls = iter(range(10**6))
     faulty = break_engine(engine, lambda batch: next(calls) == 4)
     inputs = prompts(5)
     requests = [engine.add_request(str(number), prompt, PARAMS) for number, prompt in enumerate(inputs)]
-    drain(steps)
+    drain(engine)
     assert faulty.num_failures == 1
     check(engine, requests, inputs, [])
 
@@ -175,11 +170,10 @@ def test_a_passing_failure_harms_nobody() -> None:
 def test_an_engine_that_always_fails_gives_up() -> None:
     """One request after the other would be ended for a fault that is not theirs: a restart is the better end."""
     engine = make_engine()
-    steps = IsolatedSteps(engine)
     break_engine(engine, lambda batch: True)
     requests = [engine.add_request(str(number), prompt, PARAMS) for number, prompt in enumerate(prompts(8))]
     with pytest.raises(FloatingPointError):
-        drain(steps)
+        drain(engine)
     assert sum(request.error is not None for request in requests) <= MAX_FAILURES_IN_A_ROW + 1
 
 
@@ -189,14 +183,13 @@ def test_beams_survive() -> None:
 
     def run(culprit_after: int | None) -> list[tuple[list[int], float]]:
         engine = make_engine()
-        steps = IsolatedSteps(engine)
         break_engine(engine, has_poison)
         request = engine.add_beam_search("beams", prompt, params)
         for number in range(6):
             if number == culprit_after:
                 engine.add_request("bad", [POISON, 5, 6], PARAMS)
-            steps.step()
-        drain(steps)
+            engine.step()
+        drain(engine)
         assert engine.stats().num_used_blocks == 0
         engine.blocks.check_invariants()
         return [(output.token_ids, output.score or 0.0) for output in request_output(request).outputs]
@@ -210,13 +203,12 @@ def test_beams_survive() -> None:
 
 def test_drafts_survive() -> None:
     engine = make_engine(speculative=SpeculativeConfig("ngram", adaptive=False))
-    steps = IsolatedSteps(engine)
     break_engine(engine, has_poison)
     inputs = [[7, 8, 9] * 4, [11, 12] * 5, [POISON, 3]]
     requests = [engine.add_request(str(number), prompt, PARAMS) for number, prompt in enumerate(inputs[:2])]
     for _ in range(3):
-        steps.step()
+        engine.step()
     requests.append(engine.add_request("2", inputs[2], PARAMS))
-    drain(steps)
+    drain(engine)
     check(engine, requests, inputs, [2])
     assert engine.speculator.stats.num_draft_tokens > 0

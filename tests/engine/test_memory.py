@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from bifolio.cache.storage import KVStorage
 from bifolio.config import ModelConfig, RopeConfig
 from bifolio.engine import memory
 from bifolio.engine.memory import free_memory, parse_bytes, plan_memory, show_bytes, weight_bytes
 from bifolio.errors import ConfigError
-from helpers import tiny_folder, tiny_loaded
+from helpers import kv_storage, tiny_folder, tiny_loaded
 
 CONFIG = ModelConfig("llama", 1000, 64, 4, 8, 2, 16, 128, 4096, ropes=(RopeConfig(rotary_dim=16),))
 PER_TOKEN = 2 * 4 * 2 * 16 * 4  # keys and values, layers, heads, head size, bytes
@@ -19,7 +18,7 @@ PER_TOKEN = 2 * 4 * 2 * 16 * 4  # keys and values, layers, heads, head size, byt
 
 def test_a_plan_is_what_the_storage_takes() -> None:
     plan = plan_memory(CONFIG, 0, num_blocks=300, max_model_len=4096)
-    storage = KVStorage(4, 300, 16, 2, 16)
+    storage = kv_storage(4, 300, 16, 2, 16)
     assert plan.cache_bytes == storage.num_bytes == sum(array.nbytes for array in (*storage.keys, *storage.values))
     assert (plan.bytes_per_token, plan.max_cached_tokens) == (PER_TOKEN, 299 * 16)
 

@@ -17,7 +17,6 @@ from bifolio.api.outputs import request_output
 from bifolio.beam_params import BeamSearchParams
 from bifolio.config import SpeculativeConfig
 from bifolio.engine.engine import InferenceEngine
-from bifolio.engine.fault.isolation import IsolatedSteps
 from bifolio.engine.fault.out_of_memory import CALM_STEPS, MAX_FAILURES_ALONE, STEP_FAILED, is_out_of_memory
 from bifolio.kernels.interface import Batch
 from bifolio.sampling_params import SamplingParams
@@ -26,33 +25,33 @@ from helpers import drain, make_engine, output_ids, random_prompt, run_alone
 
 torch = pytest.importorskip("torch")
 
-from bifolio.engine.gpu.overlap import OverlappedEngine  # noqa: E402
-from bifolio.kernels.torch_reference import TorchKernels  # noqa: E402
 
 VOCAB = 61
 PARAMS = SamplingParams(temperature=0.8, seed=5, max_tokens=12, ignore_eos=True)
 
 
 class Full:
-    """An executor on a device that has no room for some batches."""
+    """Passes on a device that has no room for some batches."""
 
-    def __init__(self, inner: Any, fails: Callable[[Batch], bool]) -> None:
-        self._inner, self._fails = inner, fails
+    def __init__(self, engine: InferenceEngine, fails: Callable[[Batch], bool]) -> None:
+        self._fails = fails
         self.num_failures = 0
         self.largest = 0  # tokens of a batch that passed
+        for executor in (engine.prefill_executor, engine.decode_executor):
+            executor.run = self.checked(executor.run)  # type: ignore[method-assign]
 
-    def run(self, batch: Batch) -> Any:
-        if self._fails(batch):
-            self.num_failures += 1
-            raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        self.largest = max(self.largest, batch.num_tokens)
-        return self._inner.run(batch)
+    def checked(self, run: Callable[[Batch], Any]) -> Callable[[Batch], Any]:
+        def run_or_fail(batch: Batch) -> Any:
+            if self._fails(batch):
+                self.num_failures += 1
+                raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            self.largest = max(self.largest, batch.num_tokens)
+            return run(batch)
+
+        return run_or_fail
 
 
-def restrict(engine: InferenceEngine, fails: Callable[[Batch], bool]) -> Full:
-    full = Full(engine.prefill_executor, fails)
-    engine.prefill_executor = engine.decode_executor = full  # type: ignore[assignment]
-    return full
+restrict = Full
 
 
 def prompts(count: int, length: int = 5) -> list[list[int]]:
@@ -115,7 +114,7 @@ def test_a_passing_shortage_is_forgotten() -> None:
         engine.add_request(str(number), prompt, long)
     for _ in range(6):
         engine.step()
-    assert engine.recovery.is_limited
+    assert engine.faults.is_limited
     assert engine.batcher.num_running < 3
     for _ in range(2 * CALM_STEPS):
         engine.step()
@@ -150,14 +149,13 @@ def test_one_that_never_fits_ends_with_advice_and_the_others_go_on() -> None:
 
 def test_an_engine_thread_sees_no_error() -> None:
     engine = make_engine()
-    steps = IsolatedSteps(engine)
     calls = iter(range(10**6))
     restrict(engine, lambda batch: next(calls) % 5 == 2)
     requests = [engine.add_request(str(number), prompt, PARAMS) for number, prompt in enumerate(prompts(5))]
     for _ in range(1000):
-        if not steps.has_work:
+        if not engine.has_work:
             break
-        steps.step()
+        engine.step()
     assert all(request.error is None for request in requests)
     check_idle(engine)
 
@@ -194,14 +192,14 @@ def test_what_a_failed_step_had_recorded_is_told() -> None:
     """The error comes in the middle of taking tokens over: nobody's token may get lost."""
     engine = make_engine()
     requests = [engine.add_request(str(number), prompt, PARAMS) for number, prompt in enumerate(prompts(4))]
-    add_token, calls = engine.recorder.add_token, iter(range(10**6))
+    add_token, calls = engine.postprocess._add_token, iter(range(10**6))
 
     def failing(*arguments: Any) -> Any:
         if next(calls) == 6:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
         return add_token(*arguments)
 
-    engine.recorder.add_token = failing  # type: ignore[method-assign]
+    engine.postprocess._add_token = failing  # type: ignore[method-assign]
     told: dict[str, list[int]] = {request.request_id: [] for request in requests}
     while engine.has_work:
         for result in engine.step():
@@ -212,46 +210,27 @@ def test_what_a_failed_step_had_recorded_is_told() -> None:
     check_idle(engine)
 
 
-# -- captured steps -------------------------------------------------------------------------------------------------
-def overlapped(**options: Any) -> InferenceEngine:
-    return make_engine(kernels=TorchKernels("cpu"), engine_class=OverlappedEngine, **options)
-
-
-def fail_launches(engine: Any, fails: Callable[[int], bool]) -> list[int]:
-    """Which launches failed, as they do."""
-    launch, calls, failed = engine.captured.launch, iter(range(10**6)), []
-
-    def failing(*arguments: Any, **options: Any) -> Any:
-        call = next(calls)
-        if fails(call):
-            failed.append(call)
-            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-        return launch(*arguments, **options)
-
-    engine.captured.launch = failing
-    return failed
-
-
+# -- steps launched ahead -------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("fails", [lambda call: call == 0, lambda call: call in (3, 4, 5), lambda call: call % 4 == 3])
-def test_captured_steps(fails: Callable[[int], bool]) -> None:
-    engine = overlapped()
-    failed = fail_launches(engine, fails)
+def test_steps_in_flight_are_taken_back(fails: Callable[[int], bool]) -> None:
+    engine = make_engine(launch_ahead=1)
+    calls = iter(range(10**6))
+    full = restrict(engine, lambda batch: fails(next(calls)))
     run_all(engine, prompts(6))
-    assert failed
+    assert full.num_failures
 
 
 FAULTS = {13, 14}  # a third could hit the same request alone once more, which would rightly end it
 
 
 class ShortOfMemory(EngineMachine):
-    """The engine's state machine, with steps and launches that fail now and then, twice in a row at most."""
+    """The engine's state machine, with launches that fail now and then, twice in a row at most."""
 
     @staticmethod
     def new_engine(**options: Any) -> InferenceEngine:
-        engine = overlapped(**options)
+        engine = make_engine(launch_ahead=1, **options)
         calls = iter(range(10**6))
         restrict(engine, lambda batch: next(calls) in FAULTS)
-        fail_launches(engine, lambda call: next(calls) in FAULTS)
         return engine
 
 

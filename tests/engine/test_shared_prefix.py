@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bifolio.engine.gpu import shared_prefix
-from bifolio.engine.gpu.shared_prefix import SharedWork, share_work
+from bifolio.kernels import shared_prefix
+from bifolio.kernels.shared_prefix import SharedWork, share_work
 
 BLOCK, TILE = 32, 64
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import pytest
 
-for folder in ("", "run", "model"):
+for folder in ("", "engine", "sampling", "model", "api"):
     sys.path.insert(0, str(Path(__file__).parent.parent / folder))
 
 
@@ -71,11 +71,10 @@ def new_engine(gpu_kernels: MakeKernels) -> Callable[..., Any]:
     """A small engine whose steps are captured and overlap; options as those of `helpers.make_engine`."""
 
     def make(dtype: str = "f32", *, deterministic: bool = False, **options: Any) -> Any:
-        from bifolio.engine.gpu.overlap import OverlappedEngine
         from helpers import make_engine
 
         options.pop("kernels", None)
         kernels = gpu_kernels(dtype, deterministic=deterministic)
-        return make_engine(kernels=kernels, engine_class=OverlappedEngine, cache_dtype=dtype, **options)  # type: ignore[arg-type]
+        return make_engine(kernels=kernels, cache_dtype=dtype, **options)  # type: ignore[arg-type]
 
     return make

@@ -15,7 +15,7 @@ from test_engine_machine import EngineMachine
 from bifolio import LLM, BeamSearchParams, SamplingParams, SpeculativeConfig
 from bifolio.api.outputs import request_output
 from bifolio.errors import ConfigError
-from helpers import drain, make_engine, output_ids, random_prompt, run_alone, tiny_folder
+from helpers import drain, kv_storage, make_engine, output_ids, random_prompt, run_alone, tiny_folder
 
 VOCAB = 61
 EXACT_DTYPE = "bf16"  # of tests to the last bit
@@ -146,12 +146,12 @@ def test_beams_and_samples_under_preemption(new_engine: NewEngine) -> None:
 def test_blocks_are_copied_in_every_layer(device: str) -> None:
     import torch
 
-    from bifolio.cache.storage import KVStorage
-    from bifolio.engine.gpu.cuda_storage import CudaStorage
+    from bifolio.cache.storage import CacheLayout
+    from bifolio.kernels.triton.storage import CudaStorage
 
     shape = (3, 12, 4, 2, 16)  # layers, blocks, slots, heads, head size
-    ours = CudaStorage(*shape, "bf16", device=device, backend="torch")
-    theirs = KVStorage(*shape, "bf16", backend="numpy")
+    ours = CudaStorage(CacheLayout(*shape, "bf16"), device=device, backend="torch")
+    theirs = kv_storage(*shape, "bf16", backend="numpy")
     rng = np.random.default_rng(0)
     slots = np.arange(4, 40)
     for layer in range(3):
@@ -160,8 +160,8 @@ def test_blocks_are_copied_in_every_layer(device: str) -> None:
         ours.write(layer, *(torch.from_numpy(array).to(device) for array in (slots, keys, values)))
     copies = [(1, 10), (2, 11), (9, 3)]
     for storage in (ours, theirs):
-        storage.copy_blocks(copies)
-        storage.copy_blocks([])
+        storage.move_blocks(copies)
+        storage.move_blocks([])
     for layer in range(3):
         for got, expected in zip(
             ours.gather(layer, [10, 11, 3, 4], 16), theirs.gather(layer, [10, 11, 3, 4], 16), strict=True
@@ -173,7 +173,7 @@ def test_a_step_that_runs_out_of_memory_is_taken_back(new_engine: NewEngine, dev
     import torch
 
     engine = new_engine()
-    launch, calls = engine.captured.launch, iter(range(10**6))
+    launch, calls = engine.decode_executor.launch, iter(range(10**6))
 
     def failing(*arguments: Any, **options: Any) -> Any:
         if next(calls) in (2, 3):
@@ -182,7 +182,7 @@ def test_a_step_that_runs_out_of_memory_is_taken_back(new_engine: NewEngine, dev
             torch.empty(1 << 45, dtype=torch.uint8, device=device)
         return launch(*arguments, **options)
 
-    engine.captured.launch = failing
+    engine.decode_executor.launch = failing
     params = SamplingParams(temperature=0.8, seed=5, max_tokens=12, ignore_eos=True)
     prompts = [random_prompt(5 + 3 * number, seed=number, vocab_size=VOCAB) for number in range(5)]
     requests = [engine.add_request(str(number), prompt, params) for number, prompt in enumerate(prompts)]
@@ -198,10 +198,8 @@ def test_the_cache_is_what_fits_beside_a_step_that_was_tried(device: str, folder
         pytest.skip("the interpreter has no memory of its own")
     import torch
 
-    from bifolio.engine.gpu.overlap import OverlappedEngine
-
     llm = LLM(folder, device=device, max_num_seqs=16, max_model_len=200)
-    assert isinstance(llm.engine, OverlappedEngine)
+    assert llm.engine.slots.device is not None
     assert llm.engine.runner.kernels.name == "triton"
     assert (llm.engine.config.cache.block_size, llm.engine.config.cache.dtype) == (64, "bf16")
     assert llm.plan.step_bytes > 0

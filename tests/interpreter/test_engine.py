@@ -12,12 +12,11 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from bifolio import LLM
-from bifolio.engine.gpu.cuda_storage import CudaStorage
-from bifolio.engine.gpu.overlap import OverlappedEngine
 from bifolio.kernels.reference import ReferenceKernels
 from bifolio.kernels.select import CANDIDATES, Wanted
 from bifolio.kernels.torch_reference import TorchKernels
 from bifolio.kernels.triton import TritonKernels
+from bifolio.kernels.triton.storage import CudaStorage
 from bifolio.model.huggingface.hf_loader import load_folder
 from bifolio.sampling_params import SamplingParams
 from helpers import make_engine, make_runner, open_entry, output_ids, random_prompt, run_chunks, tiny_folder, tiny_model
@@ -62,27 +61,28 @@ def generate(engine: Any) -> list[list[list[int]]]:
 def test_overlapped_steps_on_the_kernels() -> None:
     """Rows, tables and draws on the "device" give what the reference gives on the host."""
     expected = generate(make_engine())
-    engine = make_engine(kernels=TritonKernels("cpu", "f32"), engine_class=OverlappedEngine)
+    engine = make_engine(kernels=TritonKernels("cpu", "f32"))
     assert generate(engine) == expected
     assert engine.stats().num_steps < 20
 
 
 def test_a_shared_prompt_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four samples of one long prompt beside a stranger: the tokens are those of an engine that shares nothing."""
-    monkeypatch.setattr("bifolio.engine.gpu.shared_prefix.MIN_SAVED", 1)
+    monkeypatch.setattr("bifolio.kernels.shared_prefix.MIN_SAVED", 1)
     shared: list[int] = []
     expected: list[Any] = []
     for kernels in (None, TritonKernels("cpu", "f32")):
-        options: dict[str, Any] = {} if kernels is None else {"kernels": kernels, "engine_class": OverlappedEngine}
+        options: dict[str, Any] = {} if kernels is None else {"kernels": kernels}
         engine = make_engine(num_blocks=64, **options)
         if kernels is not None:
-            launch = engine.captured.launch
+            graphs: Any = engine.slots.device.graphs  # type: ignore[union-attr]
+            launch = graphs.launch
 
-            def watched(slots: Any, *, draws: bool, work: Any = None, launch: Any = launch) -> Any:
+            def watched(slots: Any, mode: str, work: Any = None, launch: Any = launch) -> Any:
                 shared.append(0 if work is None else int(work.skipped.max()))
-                return launch(slots, draws=draws, work=work)
+                return launch(slots, mode, work)
 
-            engine.captured.launch = watched
+            graphs.launch = watched
         params = SamplingParams(temperature=1.0, seed=3, n=4, max_tokens=4, ignore_eos=True)
         requests = [
             engine.add_request("many", random_prompt(70, seed=1, vocab_size=61), params),
@@ -100,7 +100,7 @@ def test_deterministic_output_is_the_same_in_a_crowd() -> None:
 
     def run(company: int, **options: Any) -> list[Any]:
         kernels = TritonKernels("cpu", "f16", deterministic=True)
-        engine = make_engine(kernels=kernels, engine_class=OverlappedEngine, **options)
+        engine = make_engine(kernels=kernels, **options)
         for index in range(company):
             params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
             engine.add_request(f"other-{index}", random_prompt(5 + index, seed=20 + index, vocab_size=61), params)
@@ -118,7 +118,7 @@ def test_deterministic_output_is_the_same_in_a_crowd() -> None:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_the_offline_api_takes_the_overlapped_engine(deterministic: bool) -> None:
+def test_the_offline_api_keeps_its_slots_on_the_device(deterministic: bool) -> None:
     """What a user of a GPU gets, settings included; greedy output equals the plain engine's."""
     folder = tiny_folder()
     prompts = [random_prompt(5 + index, seed=index, vocab_size=61) for index in range(2)]
@@ -126,7 +126,7 @@ def test_the_offline_api_takes_the_overlapped_engine(deterministic: bool) -> Non
     wanted = Wanted("cpu", None, "int8", "f32", deterministic)
     kernels = CANDIDATES["triton"].make(wanted)
     llm = LLM(folder, kernels=kernels, block_size=16, max_model_len=64, num_blocks=20, deterministic=deterministic)
-    assert isinstance(llm.engine, OverlappedEngine)
+    assert llm.engine.slots.device is not None
     assert isinstance(llm.engine.storages[0], CudaStorage)
     assert kernels.deterministic is deterministic  # type: ignore[attr-defined]
     ours = llm.generate(prompts, params)

@@ -14,6 +14,7 @@ from bifolio.kernels import native
 from bifolio.kernels.interface import AttentionPhase, AttentionSegment, Linear
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
+from helpers import kv_storage
 
 
 def isas() -> list[str]:
@@ -124,7 +125,7 @@ def filled_storage(
 ) -> tuple[KVStorage, np.ndarray]:
     """A cache of one layer that holds random keys and values for each sequence; all other slots are NaN."""
     blocks = [-(-length // block_size) for length in contexts]
-    storage = KVStorage(1, 1 + sum(blocks), block_size, kv_heads, dim, dtype, poison=True)  # type: ignore[arg-type]
+    storage = kv_storage(1, 1 + sum(blocks), block_size, kv_heads, dim, dtype, poison=True)  # type: ignore[arg-type]
     order = rng.permutation(np.arange(1, 1 + sum(blocks), dtype=np.int32))
     tables = np.zeros((len(contexts), max(blocks)), np.int32)
     for i, length in enumerate(contexts):

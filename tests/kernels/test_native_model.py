@@ -15,7 +15,6 @@ from bifolio.kernels import native
 from bifolio.kernels.interface import Linear
 from bifolio.model.huggingface.hf_loader import load_folder
 from bifolio.model.loaded import LoadedModel
-from bifolio.model.transformer import forward
 from bifolio.model.weights import prepare
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
@@ -23,6 +22,7 @@ from bifolio.sampling_params import SamplingParams
 from helpers import (
     ARCHITECTURES,
     drain,
+    kv_storage,
     make_engine,
     make_runner,
     open_entry,
@@ -40,8 +40,8 @@ ISAS = isas()
 class VerbByVerb(native.NativeKernels):
     """The same kernels without recorded programs."""
 
-    def run(self, weights: Any, batch: Any, storage: Any) -> Any:
-        return forward(weights, batch, self, storage)
+    def record(self, network: Any, phase: Any) -> None:  # type: ignore[override]
+        return None
 
 
 def in_format(model: LoadedModel, format: QuantFormat) -> LoadedModel:
@@ -79,14 +79,13 @@ def test_architectures_give_transformers_logits(architecture: str) -> None:
 @pytest.mark.parametrize("format", list(QuantFormat))
 @pytest.mark.parametrize("kv_dtype", ["f16", "bf16", "q8_0"])
 def test_chunks_do_not_change_a_bit(isa: str, format: QuantFormat, kv_dtype: str) -> None:
-    from bifolio.cache.storage import KVStorage
 
     model = in_format(tiny_loaded(hidden_size=128, intermediate_size=96), format)
     prompt = random_prompt(40, vocab_size=61)
     with settings(isa, 2):
         runner, blocks = make_runner(model, kernels=native.NativeKernels())
         config = model.config
-        storage = KVStorage(
+        storage = kv_storage(
             config.num_layers,
             64,
             4,
@@ -125,4 +124,5 @@ def test_a_request_in_a_crowd_gets_the_same_tokens_and_logprobs(format: QuantFor
 def test_weights_are_packed_once() -> None:
     kernels = native.NativeKernels()
     weights = prepare(tiny_loaded().weights, kernels)
-    assert kernels._program(weights) is kernels._program(weights)
+    assert prepare(weights, kernels) is weights
+    assert kernels.packed(weights.head) is weights.head.prepared

@@ -22,5 +22,5 @@ def test_the_native_product_of_no_rows_writes_nothing() -> None:
     kernels = make_kernels("native")
     linear = kernels.prepare_linear(Linear((np.ones((61, 32), np.float32),), (None,)))
     memory = np.full((8, 61), 7, np.float32)
-    kernels._native.linear(np.zeros((0, 32), np.float32), kernels.packed(linear), memory[:0])  # type: ignore[attr-defined]
+    kernels.native.linear(np.zeros((0, 32), np.float32), kernels.packed(linear), memory[:0])  # type: ignore[attr-defined]
     assert (memory == 7).all()

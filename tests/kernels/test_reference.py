@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from bifolio.cache.storage import KVStorage
 from bifolio.kernels.interface import (
     AttentionPhase,
     AttentionSegment,
     AttentionShape,
     Batch,
     Heads,
+    LayerAttention,
     Linear,
     Norm,
     Rotation,
+    attention_segment,
 )
-from bifolio.kernels.paged import LayerAttention, paged_segment
 from bifolio.kernels.reference import ReferenceKernels, causal_attention, causal_mask, erf, rotate, sigmoid
+from helpers import kv_storage
 
 KERNELS = ReferenceKernels()
 
@@ -95,7 +95,7 @@ def test_attend_reads_exactly_the_paged_context(block_size: int, contexts: list[
     shape = AttentionShape(0, num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25, window=9)
     per_row = [-(-n // block_size) for n in contexts]
     order = np.random.default_rng(0).permutation(np.arange(1, sum(per_row) + 3))
-    storage = KVStorage(1, len(order) + 1, block_size, 2, 16, poison=True)
+    storage = kv_storage(1, len(order) + 1, block_size, 2, 16, poison=True)
     tables = np.zeros((len(contexts), max(per_row) + 1), np.int32)
     expected, queries = [], []
     for row, length in enumerate(contexts):
@@ -107,7 +107,8 @@ def test_attend_reads_exactly_the_paged_context(block_size: int, contexts: list[
         query = normal(min(length, 3), 4, 16, seed=99 + row)
         queries.append(query)
         expected.append(attention_by_hand(query, keys, values, 0.25, 9))
-    segment = paged_segment(AttentionPhase.PREFILL, [len(q) for q in queries], contexts, tables)
+    lengths = np.array([len(q) for q in queries], np.int32)
+    segment = attention_segment(AttentionPhase.PREFILL, np.array(contexts, np.int32) - lengths, lengths, tables)
     layer = LayerAttention(KERNELS, shape, storage)
     output = layer.compute_paged_attention(np.concatenate(queries), segment)
     np.testing.assert_allclose(output, np.concatenate(expected), atol=2e-6)
@@ -115,14 +116,13 @@ def test_attend_reads_exactly_the_paged_context(block_size: int, contexts: list[
 
 def test_attend_several_segments_in_the_order_of_tokens() -> None:
     shape = AttentionShape(0, 2, 2, 16, 0.25)
-    storage = KVStorage(1, 4, 8, 2, 16, poison=True)
+    storage = kv_storage(1, 4, 8, 2, 16, poison=True)
     keys, values = normal(6, 2, 16), normal(6, 2, 16, seed=1)
     storage.write(0, np.arange(8, 14), keys, values)
     fresh = Heads(normal(5, 2, 16, seed=2), normal(5, 2, 16, seed=3), normal(5, 2, 16, seed=4))
-    decode = paged_segment(AttentionPhase.DECODE, [1], [6], np.array([[1]], np.int32))
-    prefill = replace(
-        paged_segment(AttentionPhase.PREFILL, [4], [4], np.array([[2]], np.int32), token_start=1), fresh=True
-    )
+    numbers = {n: np.array([n], np.int32) for n in (0, 1, 4, 5)}
+    decode = attention_segment(AttentionPhase.DECODE, numbers[5], numbers[1], np.array([[1]], np.int32))
+    prefill = attention_segment(AttentionPhase.PREFILL, numbers[0], numbers[4], np.array([[2]], np.int32), 1)
     output = KERNELS.attend(fresh, shape, (decode, prefill), storage)
     np.testing.assert_allclose(output[:1], attention_by_hand(fresh.query[:1], keys, values, 0.25, None), atol=1e-6)
     own = attention_by_hand(fresh.query[1:], fresh.key[1:], fresh.value[1:], 0.25, None)
@@ -131,7 +131,7 @@ def test_attend_several_segments_in_the_order_of_tokens() -> None:
 
 def test_rope_and_write_puts_rotated_keys_and_plain_values_into_their_slots() -> None:
     shape = AttentionShape(0, 2, 1, 8, 1.0)
-    storage = KVStorage(1, 3, 4, 1, 8)
+    storage = kv_storage(1, 3, 4, 1, 8)
     qkv, positions = normal(2, 32), np.array([5, 6], np.int32)
     rotation = KERNELS.rotation(np.array([1.0, 0.5, 0.25, 0.125], np.float32), 1.0, positions)
     segment = AttentionSegment(AttentionPhase.PREFILL, 0, 2, np.array([0, 2]), np.array([7]), None, False, 2, 7)

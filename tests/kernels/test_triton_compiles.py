@@ -25,11 +25,12 @@ from bifolio.kernels.triton import (
     gemm_small_m,
     gemm_tuning,
     gemv,
+    lookup,
     norm,
     prefill,
     quantised_kernels,
     sampling,
-    shared,
+    shared_attention,
     split_kv,
 )
 
@@ -103,7 +104,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
     "decode": (decode._decode_kernel, {**HEADS, "HEADS": 32, "ROWS": 16, "STAGES": 4, "SHARED_ROWS": 0}, 2),
     "decode, shared": (decode._decode_kernel, {**HEADS, "HEADS": 32, "ROWS": 16, "STAGES": 4, "SHARED_ROWS": 128}, 2),
     "cut": (split_kv._cut_kernel, {"IS_SHARED": True, "TILE": 64, "BLOCK": 256, "ITEMS": 256, "OTHERS": 32}, 8),
-    "shared": (shared._shared_kernel, {**HEADS, "ROWS": 128, "STAGES": 3}, 8),
+    "shared": (shared_attention._shared_kernel, {**HEADS, "ROWS": 128, "STAGES": 3}, 8),
     "prefill": (
         prefill._prefill_kernel,
         {**{k: v for k, v in HEADS.items() if k != "GROUP"}, "HEADS": 32, "ROWS": 16, "WINDOW": 0, "FRESH": False},
@@ -123,7 +124,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
         4,
     ),
     "begin": (device_state._begin_step_kernel, {"TURNS": 4, "BLOCK_SIZE": 64, "BLOCK": 64}, 1),
-    "embed": (device_state._embed_kernel, {"BLOCK": 1024}, 4),
+    "embed": (lookup._embed_kernel, {"BLOCK": 1024}, 4),
     "choose": (sampling._choose_kernel, {"DRAWS": True, "CHUNK": 4096, "CHUNKS": 32}, 8),
 }  # fmt: skip
 

@@ -132,7 +132,7 @@ def test_a_generated_token_in_the_cache_breaks_the_second_law(monkeypatch: pytes
 
     def broken(self: PrefillExecutor, tokens: Any, kv_cache: Any) -> Any:
         result = honest(self, tokens, kv_cache)
-        self.runner.run(append_batch(self.runner, kv_cache, [int(result.logits.argmax())], AttentionPhase.DECODE))
+        self.append([kv_cache], [[int(result.logits.argmax())]])
         return result
 
     monkeypatch.setattr(PrefillExecutor, "execute", broken)
@@ -183,7 +183,7 @@ def test_padding_changes_nothing() -> None:
     runner, blocks = make_runner(tiny_loaded(), poison=True)
     entry = open_entry(runner, blocks)
     run_chunks(runner, entry, PROMPT[:6], 6)
-    batch = append_batch(runner, entry, PROMPT[6:], AttentionPhase.PREFILL)
+    batch = append_batch([entry], [PROMPT[6:]], AttentionPhase.PREFILL, VOCAB).to(runner.kernels)
     (segment,) = batch.segments
     tables = np.pad(segment.block_tables, ((0, 1), (0, 3)))  # more columns, and a row of padding
     num_padding = 2
@@ -191,7 +191,7 @@ def test_padding_changes_nothing() -> None:
         batch,
         token_ids=np.append(batch.token_ids, np.zeros(num_padding, np.int32)),
         positions=np.append(batch.positions, np.arange(num_padding, dtype=np.int32)),
-        slots=np.append(batch.slots, np.zeros(num_padding, np.int64)),
+        cache_index=np.append(batch.cache_index, np.zeros(num_padding, np.int64)),
         logit_rows=np.arange(LENGTH - 6, dtype=np.int32),
         segments=(
             replace(
@@ -263,10 +263,9 @@ def test_a_pass_that_reads_before_it_writes_breaks_the_fourth_law(monkeypatch: p
 
     def broken(*arguments: Any) -> Any:
         batch = honest(*arguments)
-        return replace(batch, slots=np.zeros_like(batch.slots))  # K and V go to the padding block
+        return replace(batch, cache_index=np.zeros_like(batch.cache_index))  # K and V go to the padding block
 
     monkeypatch.setattr(executor, "append_batch", broken)
-    monkeypatch.setattr("helpers.append_batch", broken)
     expect_broken(check_no_uninitialised_reads, 5)
 
 

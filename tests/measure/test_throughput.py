@@ -52,8 +52,9 @@ def test_a_gpu_runs_every_test_once_more(monkeypatch: pytest.MonkeyPatch) -> Non
     tests = [Test(num_prompt=16, batch=2)]
     computed = []
     for on_gpu in (False, True):
-        monkeypatch.setattr("bifolio.measure.throughput.runs_on_gpu", lambda _, on_gpu=on_gpu: on_gpu)
-        engine = bench_llm(random_model("tiny"), tests, kernels=ReferenceKernels()).engine
+        kernels = ReferenceKernels()
+        monkeypatch.setattr(kernels, "launches_ahead", on_gpu)
+        engine = bench_llm(random_model("tiny"), tests, kernels=kernels).engine
         (row,) = run_tests(engine, tests, 3)
         assert len(row.speeds) == 3
         computed.append(engine.stats().num_prefill_tokens)
@@ -68,8 +69,9 @@ def test_latency_counts_every_gap() -> None:
 
 
 def test_latency_on_a_gpu_begins_with_a_whole_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = bench_llm(random_model("tiny"), [Test(8, 5, 0, 2)], kernels=ReferenceKernels()).engine
-    monkeypatch.setattr("bifolio.measure.latency.runs_on_gpu", lambda _: True)
+    kernels = ReferenceKernels()
+    monkeypatch.setattr(kernels, "launches_ahead", True)
+    engine = bench_llm(random_model("tiny"), [Test(8, 5, 0, 2)], kernels=kernels).engine
     report = measure_latency(engine, batch=2, num_prompt=8, num_output=5, repetitions=3)
     assert report.first_token.count == 6
     assert engine.stats().num_prefill_tokens == 4 * 16

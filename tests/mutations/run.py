@@ -40,12 +40,12 @@ MUTANTS: dict[str, list[Replacement]] = {
         Replacement(MANAGER, "num_full = num_computed // self.block_size", "num_full = self.blocks_for(num_computed)"),
     ],
     "copy after write": [
-        Replacement(STORAGE, "            storage.copy_blocks(manager.take_copies())\n", ""),
+        Replacement(STORAGE, "            storage.move_blocks(manager.take_moves())\n", ""),
         Replacement(
             STORAGE,
             "storage.write(layer, slot, keys[layer][None], values[layer][None])\n",
             "storage.write(layer, slot, keys[layer][None], values[layer][None])\n"
-            "            storage.copy_blocks(manager.take_copies())\n",
+            "            storage.move_blocks(manager.take_moves())\n",
         ),
     ],
     "double free": [

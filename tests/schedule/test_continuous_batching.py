@@ -9,7 +9,7 @@ from bifolio.cache.block_manager import KVCacheBlockManager
 from bifolio.errors import PhaseError, RequestError
 from bifolio.sampling_params import SamplingParams
 from bifolio.schedule.batcher import ContinuousBatcher
-from bifolio.schedule.slot import BatchSlot
+from bifolio.schedule.plan import BatchSlot
 from bifolio.sequence import FinishReason, Request, RequestPhase, Sequence, StepResult
 from helpers import drain, make_engine, output_ids, random_prompt, run_alone, steps
 
@@ -48,7 +48,7 @@ def test_continuous_admits_to_free_slots() -> None:
     assert [sequence.request.request_id for sequence in admitted] == ["r0", "r1", "r2"]
     assert [slot.index for slot in batcher.active_slots()] == [0, 1, 2]
     assert (batcher.num_waiting, batcher.num_running) == (2, 3)
-    assert all(blocks.has_row(sequence.id) for sequence in admitted)
+    assert all(blocks.has_table(sequence.id) for sequence in admitted)
 
 
 def test_continuous_evicts_on_complete() -> None:
@@ -133,7 +133,7 @@ def test_nobody_is_admitted_whose_blocks_are_not_there() -> None:
     batcher.add(new_request(blocks, 1, length=12))
     assert batcher.admit_pending() == []
     assert running(batcher) == ["r0"]
-    assert blocks.rows() == [batcher.slots[0].held.id]  # the one who was tried holds nothing
+    assert blocks.sequence_ids() == [batcher.slots[0].held.id]  # the one who was tried holds nothing
 
 
 @pytest.mark.parametrize("already", [0, 1, 3])
@@ -248,13 +248,13 @@ def test_decodes_go_before_prefills_and_the_budget_holds() -> None:
     engine.add_request("short", random_prompt(2, vocab_size=61), GREEDY)
     engine.step()
     engine.add_request("long", random_prompt(30, seed=1, vocab_size=61), GREEDY)
-    honest, plans = engine.rows.stage, []
+    honest, plans = engine.launch, []
 
     def spy(plan):  # type: ignore[no-untyped-def]
         plans.append(plan)
         return honest(plan)
 
-    engine.rows.stage = spy  # type: ignore[method-assign]
+    engine.launch = spy  # type: ignore[method-assign]
     drain(engine)
     assert all(plan.num_tokens <= 6 for plan in plans)
     mixed = [plan for plan in plans if plan.decodes and plan.prefills]

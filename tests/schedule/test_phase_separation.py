@@ -6,18 +6,15 @@ import numpy as np
 import pytest
 
 from bifolio.cache.block_manager import KVCacheBlockManager
-from bifolio.cache.block_table import BlockTable
-from bifolio.cache.storage import KVStorage
 from bifolio.errors import OutOfBlocksError, PhaseError, UnknownSequenceError
-from bifolio.kernels.interface import AttentionPhase, AttentionShape, Batch
-from bifolio.kernels.paged import LayerAttention, paged_segment
+from bifolio.kernels.interface import AttentionPhase, AttentionShape, Batch, LayerAttention
 from bifolio.kernels.reference import ReferenceKernels, causal_attention
 from bifolio.model.transformer import PagedAttentionLayer
 from bifolio.sampling_params import SamplingParams
 from bifolio.schedule.orchestrators import DecodeOrchestrator, PrefillOrchestrator
 from bifolio.schedule.phases import PhaseManager
 from bifolio.sequence import FinishReason, Request, Sequence, SequencePhase
-from helpers import cpu_kernel_names, make_kernels, make_runner, random_prompt, tiny_loaded
+from helpers import cpu_kernel_names, kv_storage, make_kernels, make_runner, random_prompt, tiny_loaded
 
 SHAPE = AttentionShape(layer=0, num_heads=4, num_kv_heads=2, head_dim=8, scale=0.3)
 
@@ -28,8 +25,7 @@ def normal(*shape: int, seed: int = 0) -> np.ndarray:
 
 def orchestrators(num_blocks: int = 16) -> tuple[PrefillOrchestrator, DecodeOrchestrator, KVCacheBlockManager]:
     blocks = KVCacheBlockManager(num_blocks, 4)
-    table = BlockTable(blocks)
-    return PrefillOrchestrator(blocks, table), DecodeOrchestrator(blocks, table), blocks
+    return PrefillOrchestrator(blocks), DecodeOrchestrator(blocks), blocks
 
 
 # -- blocks -------------------------------------------------------------------------------------------------------
@@ -39,7 +35,7 @@ def orchestrators(num_blocks: int = 16) -> tuple[PrefillOrchestrator, DecodeOrch
 def test_prefill_block_allocation_covers_the_prompt(length: int, expected: int) -> None:
     prefill, _, blocks = orchestrators()
     assert len(prefill.prefill_allocate_blocks(7, length)) == expected
-    assert blocks.row_num_tokens(7) == length
+    assert blocks.num_tokens_of(7) == length
     assert blocks.num_used_blocks == expected
 
 
@@ -47,7 +43,7 @@ def test_prefill_block_allocation_is_all_or_nothing() -> None:
     prefill, _, blocks = orchestrators(num_blocks=5)
     with pytest.raises(OutOfBlocksError, match=r"needs 5 blocks, 4 are free"):
         prefill.prefill_allocate_blocks(1, 17)
-    assert (blocks.num_used_blocks, blocks.rows()) == (0, [])
+    assert (blocks.num_used_blocks, blocks.sequence_ids()) == (0, [])
     prefill.prefill_allocate_blocks(1, 16)
     with pytest.raises(OutOfBlocksError):
         prefill.prefill_allocate_blocks(2, 1)
@@ -68,8 +64,8 @@ def test_decode_block_allocation_takes_a_block_only_when_the_last_is_full() -> N
     prefill.prefill_allocate_blocks(1, 3)
     assert decode.allocate_decode_block(1, 3) is None  # the fourth token fits
     new = decode.allocate_decode_block(1, 4)
-    assert new == blocks.row_block_ids(1)[-1]
-    assert (len(blocks.row_block_ids(1)), blocks.row_num_tokens(1)) == (2, 5)
+    assert new == blocks.block_ids_of(1)[-1]
+    assert (len(blocks.block_ids_of(1)), blocks.num_tokens_of(1)) == (2, 5)
 
 
 def test_decode_block_allocation_copies_a_shared_tail() -> None:
@@ -78,7 +74,7 @@ def test_decode_block_allocation_copies_a_shared_tail() -> None:
     blocks.fork(1, 2)
     own = decode.allocate_decode_block(2, 3)
     assert own != tail
-    assert blocks.take_copies() == [(tail, own)]
+    assert blocks.take_moves() == [(tail, own)]
     assert decode.allocate_decode_block(1, 3) is None  # the last sharer keeps the original
 
 
@@ -91,7 +87,7 @@ def test_decode_block_allocation_refuses_what_cannot_be() -> None:
         decode.allocate_decode_block(1, 7)
     with pytest.raises(OutOfBlocksError):
         decode.allocate_decode_block(1, 4)
-    assert blocks.row_num_tokens(1) == 4
+    assert blocks.num_tokens_of(1) == 4
 
 
 # -- phases -------------------------------------------------------------------------------------------------------
@@ -147,12 +143,12 @@ def filled(
 ) -> tuple[PrefillOrchestrator, DecodeOrchestrator, LayerAttention, dict[int, tuple[np.ndarray, np.ndarray]]]:
     """Sequences whose keys and values are in the cache, among blocks of NaN."""
     prefill, decode, _ = orchestrators(num_blocks=40)
-    storage = KVStorage(1, 40, 4, 2, 8, poison=True)
+    storage = kv_storage(1, 40, 4, 2, 8, poison=True)
     content = {}
     for sequence_id, length in lengths.items():
         prefill.prefill_allocate_blocks(sequence_id, length)
         keys, values = normal(length, 2, 8, seed=sequence_id), normal(length, 2, 8, seed=100 + sequence_id)
-        storage.write(0, prefill.table.slot_mapping(sequence_id, 0, length), keys, values)
+        storage.write(0, prefill.blocks.table(sequence_id).cache_index(0, length), keys, values)
         content[sequence_id] = (keys, values)
     return prefill, decode, LayerAttention(ReferenceKernels(), SHAPE, storage), content
 
@@ -186,7 +182,7 @@ def test_batch_decode_gives_each_sequence_what_it_gets_alone() -> None:
 
 def test_attention_beyond_the_reserved_slots_is_an_error() -> None:
     prefill, decode, kernel, _ = filled({1: 5})
-    with pytest.raises(PhaseError, match="slots for 5 tokens, not for 6"):
+    with pytest.raises(PhaseError, match="room for 5 tokens, not for 6"):
         decode.compute_decode_attention(normal(1, 4, 8), 1, 5, kernel)
     with pytest.raises(PhaseError, match=r"2 queries do not fill tokens \[0, 3\)"):
         prefill.compute_prefill_attention(normal(2, 4, 8), 1, 0, 3, kernel)
@@ -199,10 +195,10 @@ def test_orchestrators_run_on_every_kernel_set(name: str) -> None:
     prefill, decode, _ = orchestrators()
     kernels = make_kernels(name)
     backend = "torch" if kernels.array_backend == "torch" else "numpy"
-    storage = KVStorage(1, 16, 4, 2, 8, backend=backend, poison=True)
+    storage = kv_storage(1, 16, 4, 2, 8, backend=backend, poison=True)
     prefill.prefill_allocate_blocks(1, 6)
     keys, values = normal(6, 2, 8), normal(6, 2, 8, seed=1)
-    storage.write(0, *(kernels.from_host(x) for x in (prefill.table.slot_mapping(1, 0, 6), keys, values)))
+    storage.write(0, *(kernels.from_host(x) for x in (prefill.blocks.table(1).cache_index(0, 6), keys, values)))
     kernel = LayerAttention(kernels, SHAPE, storage)
     queries = normal(3, 4, 8, seed=2)
     whole = kernels.to_host(prefill.compute_prefill_attention(kernels.from_host(queries), 1, 3, 6, kernel))
@@ -215,11 +211,12 @@ def test_orchestrators_run_on_every_kernel_set(name: str) -> None:
 
 
 def layer_batch(blocks: KVCacheBlockManager, sequence_id: int, start: int, end: int, phase: AttentionPhase) -> Batch:
-    table = BlockTable(blocks)
-    segment = paged_segment(phase, [end - start], [end], table.as_array([sequence_id]))
+    orchestrator = PrefillOrchestrator if phase is AttentionPhase.PREFILL else DecodeOrchestrator
+    first, count = np.array([start], np.int32), np.array([end - start], np.int32)
+    segment = orchestrator.lay_out(first, count, blocks.tables_array([sequence_id]))
     positions = np.arange(start, end, dtype=np.int32)
-    slots = table.slot_mapping(sequence_id, start, end)
-    return Batch(np.zeros(end - start, np.int32), positions, slots, (segment,), None, end - 1)
+    index = blocks.table(sequence_id).cache_index(start, end)
+    return Batch(np.zeros(end - start, np.int32), positions, index, (segment,), None, end - 1)
 
 
 def test_the_attention_layer_over_orchestrated_blocks_is_the_same_in_both_phases() -> None:

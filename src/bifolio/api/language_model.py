@@ -21,23 +21,28 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from bifolio.api.decode_cache import DecodeCache
-from bifolio.config import ModelConfig
+from bifolio.cache.block_manager import KVCacheBlockManager
+from bifolio.cache.storage import KvCacheEntry
+from bifolio.config import CacheConfig, ModelConfig
+from bifolio.engine.executor import DecodeExecutor, ModelRunner, PrefillExecutor
+from bifolio.engine.host_batch import HostBatch, Run
 from bifolio.errors import ConfigError, EmptyPromptError, ModelFileError, PromptTooLongError, TokenIdError
-from bifolio.kernels.interface import AttentionPhase, AttentionSegment, Batch
+from bifolio.kernels.interface import Batch, KernelSet
 from bifolio.kernels.torch_reference import TorchKernels
 from bifolio.model import transformer
 from bifolio.model.huggingface.config import config_from_hf
 from bifolio.model.huggingface.export import config_to_hf
 from bifolio.model.huggingface.hf_loader import folder_tensors, read_json, with_generation_ids
 from bifolio.model.huggingface.safetensors_file import open_safetensors, write_safetensors
+from bifolio.model.loaded import LoadedModel
 from bifolio.model.tensor_names import assemble, hf_names
-from bifolio.model.weights import ModelWeights, prepare
+from bifolio.model.weights import ModelWeights
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
 IGNORED_TARGET = -100  # positions with this target do not count in the loss
 INITIAL_STANDARD_DEVIATION = 0.02
+BLOCK_SIZE = 16  # of the paged cache that `decode` runs on
 
 CHARACTER_MODEL = ModelConfig(  # a small character model: 65 characters, as tinyshakespeare has
     architecture="gpt2",
@@ -93,7 +98,7 @@ class LanguageModel(nn.Module):
             raise PromptTooLongError(
                 f"the sequences have {length} tokens and the model takes {self.config.max_position}: shorten them"
             )
-        batch = fresh_batch(idx)
+        batch = fresh_batch(idx, self._kernels())
         network = self._network if self.training else transformer.forward
         logits = network(self.weights(), batch, self._kernels(), None)
         logits = logits.unflatten(0, (batch_size, length))
@@ -103,6 +108,7 @@ class LanguageModel(nn.Module):
             raise ConfigError(
                 f"targets have shape {tuple(targets.shape)} and tokens {tuple(idx.shape)}: make them equal"
             )
+        self._check_targets(targets)
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten().long(), ignore_index=IGNORED_TARGET)
 
     @torch.no_grad()
@@ -124,17 +130,16 @@ class LanguageModel(nn.Module):
         all positions in it have moved.
         """
         self._check_tokens(idx)
+        _check_count(max_new_tokens)
         choose = TokenChooser(temperature, top_k, top_p, seed, idx.device)
-        weights = prepare(self.weights(), self._kernels())
+        if not max_new_tokens:
+            return idx
         context = self.config.max_position
-        cache = DecodeCache(self.config, idx.shape[0], min(idx.shape[1] + max_new_tokens, context), self._kernels())
+        loop = self._decode_loop(idx.shape[0], min(idx.shape[1] + max_new_tokens, context))
         stops = torch.tensor(list(stop_token_ids), dtype=idx.dtype, device=idx.device)
         done = torch.zeros(idx.shape[0], dtype=torch.bool, device=idx.device)
         for _ in range(max_new_tokens):
-            window = idx[:, -context:]
-            batch = cache.stage(window)
-            logits = transformer.forward(weights, batch, self._kernels(), cache.storage)
-            chosen = choose(logits).to(idx.dtype)
+            chosen = choose(loop.logits(idx[:, -context:])).to(idx.dtype)
             chosen = torch.where(done, idx[:, -1], chosen)
             idx = torch.cat((idx, chosen[:, None]), dim=1)
             done = done | torch.isin(chosen, stops)
@@ -154,6 +159,7 @@ class LanguageModel(nn.Module):
         top_p: float | None = None,
     ) -> torch.Tensor:
         """The teaching version of `decode`: runs the whole prefix again for every token. The same result, slowly."""
+        _check_count(max_new_tokens)
         choose = TokenChooser(temperature, top_k, top_p, seed, idx.device)
         for _ in range(max_new_tokens):
             logits, _ = self.prefill(idx[:, -self.config.max_position :])
@@ -245,6 +251,13 @@ class LanguageModel(nn.Module):
             self._frequencies = tuple(torch.from_numpy(f).to(self.device) for f in weights.inverse_frequencies)
         return replace(weights, inverse_frequencies=self._frequencies)
 
+    def _decode_loop(self, num_sequences: int, max_length: int) -> DecodeLoop:
+        kernels = self._kernels()
+        blocks_each = -(-max_length // BLOCK_SIZE)
+        model = LoadedModel(Path(), self.config, self.weights())
+        cache = CacheConfig(1 + num_sequences * blocks_each, BLOCK_SIZE, kernels.kv_dtype)
+        return DecodeLoop(ModelRunner.new(model, cache, kernels), num_sequences)
+
     def _kernels(self) -> TorchKernels:
         dtype = self.get_parameter(self._names.embedding + ".weight").dtype
         names = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
@@ -253,6 +266,8 @@ class LanguageModel(nn.Module):
     def _check_tokens(self, idx: torch.Tensor) -> None:
         if idx.ndim != 2:
             raise ConfigError(f"tokens must have shape [batch, length], not {tuple(idx.shape)}")
+        if idx.is_floating_point() or idx.dtype == torch.bool:
+            raise TokenIdError(f"token ids are whole numbers, not {idx.dtype}: pass a tensor of torch.long")
         if idx.numel() == 0:
             raise EmptyPromptError("there is not a single token to process: pass at least one per row")
         if idx.is_cuda and self.training:
@@ -261,6 +276,43 @@ class LanguageModel(nn.Module):
         if low < 0 or high >= self.config.vocab_size:
             wrong = low if low < 0 else high
             raise TokenIdError(f"token id {wrong} is outside the vocabulary of {self.config.vocab_size} tokens")
+
+    def _check_targets(self, targets: torch.Tensor) -> None:
+        if targets.is_floating_point() or targets.dtype == torch.bool:
+            raise TokenIdError(f"targets are token ids, not {targets.dtype}: pass a tensor of torch.long")
+        if targets.is_cuda and self.training:
+            return
+        wrong = targets[(targets != IGNORED_TARGET) & ((targets < 0) | (targets >= self.config.vocab_size))]
+        if len(wrong):
+            raise TokenIdError(
+                f"the target {int(wrong[0])} is outside the vocabulary of {self.config.vocab_size} tokens: pass token "
+                f"ids, or {IGNORED_TARGET} for positions that do not count"
+            )
+
+
+class DecodeLoop:
+    """Decoding of equally long sequences on the two executors, over a paged cache of their own."""
+
+    def __init__(self, runner: ModelRunner, num_sequences: int) -> None:
+        storage = runner.storage
+        blocks = KVCacheBlockManager(storage.num_blocks, storage.block_size, enable_prefix_caching=False)
+        self._prefill, self._decode = PrefillExecutor(runner), DecodeExecutor(runner)
+        self._entries = [KvCacheEntry.open(storage, blocks) for _ in range(num_sequences)]
+
+    def logits(self, window: torch.Tensor) -> torch.Tensor:
+        """f32[B, vocab] after `window` [B, T]: a prefill for a new window, a decode step when it grew by a token.
+
+        A window as long as the one before has moved by a token: every position in it is another one, so all of it is
+        computed again.
+        """
+        tokens, known = window.cpu().numpy(), self._entries[0].seq_len
+        if window.shape[1] == known + 1 and known:
+            logits = self._decode.append(self._entries, list(tokens[:, -1:]))
+        else:
+            for entry in self._entries:
+                entry.truncate(0)
+            logits = self._prefill.append(self._entries, list(tokens))
+        return torch.as_tensor(logits)
 
 
 class TokenChooser:
@@ -292,22 +344,17 @@ class TokenChooser:
         return torch.multinomial(scores.softmax(dim=-1), 1, generator=self.generator)[:, 0]
 
 
-def fresh_batch(idx: torch.Tensor) -> Batch:
+def _check_count(max_new_tokens: int) -> None:
+    if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 0:
+        raise ConfigError(f"max_new_tokens must be a whole number of 0 or more, not {max_new_tokens!r}")
+
+
+def fresh_batch(idx: torch.Tensor, kernels: KernelSet) -> Batch:
     """Whole sequences [B, T], packed, nothing cached, the logits of every token wanted."""
     batch_size, length = idx.shape
-    positions = torch.arange(length, device=idx.device).repeat(batch_size)
-    segment = AttentionSegment(
-        phase=AttentionPhase.PREFILL,
-        token_start=0,
-        token_end=batch_size * length,
-        query_starts=torch.arange(0, batch_size * length + 1, length, device=idx.device),
-        context_lens=torch.full((batch_size,), length, device=idx.device),
-        block_tables=None,
-        fresh=True,
-        max_query_len=length,
-        max_context_len=length,
-    )
-    return Batch(idx.flatten(), positions, None, (segment,), None, length - 1)
+    padding = np.zeros(length, dtype=np.int32)  # the tokens themselves stay where they are
+    batch = HostBatch.from_runs([], [Run(row, 0, padding) for row in range(batch_size)], None)
+    return replace(batch.to(kernels), token_ids=idx.flatten())
 
 
 def file_tensor(parameter: torch.Tensor) -> QuantizedTensor | np.ndarray:

@@ -205,8 +205,7 @@ class LLM:
 
     def _kv_dtype(self, dtype: str, kernels: KernelSet) -> KVDtype:
         if dtype == "auto":
-            own = str(getattr(kernels, "dtype", ""))  # torch kernels compute in the type of their weights
-            return "bf16" if own == "torch.bfloat16" else "f16" if own == "torch.float16" else "f32"
+            return kernels.kv_dtype
         return checked_kv_dtype(dtype)
 
     def params_for(

@@ -1,7 +1,7 @@
-"""The paged KV cache: who holds which block, and what is in it."""
+"""The paged KV cache: which sequence holds which block, and views of the stored keys and values."""
 
-from bifolio.cache.block_manager import BlockInfo, KVCacheBlockManager
-from bifolio.cache.block_pool import PADDING_BLOCK, BlockCopy
+from bifolio.cache.block_manager import KVCacheBlockManager
+from bifolio.cache.block_pool import PADDING_BLOCK, BlockMove
 from bifolio.cache.block_table import BlockTable, PageTable
 from bifolio.cache.sharing import (
     BeamInfo,
@@ -10,16 +10,16 @@ from bifolio.cache.sharing import (
     ShareStats,
     SpeculativeDecodingSharing,
 )
-from bifolio.cache.storage import KvCacheEntry, KVStorage, Page
+from bifolio.cache.storage import CacheLayout, KvCacheEntry, KVStorage, Page
 
 __all__ = [
     "PADDING_BLOCK",
     "BeamInfo",
     "BeamSearchBlockSharing",
-    "BlockCopy",
-    "BlockInfo",
+    "BlockMove",
     "BlockShareManager",
     "BlockTable",
+    "CacheLayout",
     "KVCacheBlockManager",
     "KVStorage",
     "KvCacheEntry",

@@ -1,9 +1,9 @@
-"""The owner of the cache's bookkeeping: block ids, references, digests, rows and pending copies.
+"""The owner of the cache's bookkeeping: block ids, references, digests, block tables and pending moves.
 
-A *row* is what one sequence holds: an ordered list of blocks and a number of promised token slots (`row.py` draws it).
-Four verbs change a row: `append`, `fork`, `truncate`, `release`. Prefix hits, parallel samples, beams and drafts are
-all made of them. A shared block that is about to be written is replaced in the row by a fresh one, and the pair is
-queued as a copy; the caller takes the copies (`take_copies`) and runs them before anything is written.
+Every sequence has one `BlockTable`. Four verbs change a table: `append`, `fork`, `truncate`, `release`. Prefix hits,
+parallel samples, beams and drafts are made of them. A shared block that is about to be written is replaced in the table
+by a fresh one, and the pair is queued as a move; `cache.storage.run_moves` takes the moves and runs them before a pass
+writes anything.
 
 Nothing here touches a key or a value: see `KVStorage`.
 """
@@ -12,33 +12,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from threading import RLock
-from typing import NamedTuple
 
-from bifolio.cache.block_pool import BlockCopy, BlockPool
+import numpy as np
+import numpy.typing as npt
+
+from bifolio.cache.block_pool import BlockMove, BlockPool
+from bifolio.cache.block_table import (
+    BlockTable,
+    count_needed_blocks,
+    find_holder,
+    find_table,
+    grow,
+    merge_appends,
+    padded,
+)
 from bifolio.cache.digests import TokenIds, find_chain, next_digest, root_digest
-from bifolio.cache.growth import count_needed_blocks, grow, merge_appends
-from bifolio.cache.invariants import filled_slots, find_problems
-from bifolio.cache.row import Row, find_holder, find_row
+from bifolio.cache.invariants import filled_entries, find_problems
+from bifolio.cache.storage import Page
 from bifolio.errors import CacheError, ConfigError, OutOfBlocksError
 
 
-class BlockInfo(NamedTuple):
-    """What is known of one block at the moment of asking."""
-
-    block_id: int
-    ref_count: int  # rows that hold the block
-    token_count: int  # slots promised by the row that promises most of it
-    is_cached: bool  # found by content: a new row with this prefix would share it
-
-
 class KVCacheBlockManager:
-    """Hands out fixed-size blocks to rows; every public method takes one lock and is atomic.
+    """Hands out fixed-size blocks to sequences; every public method takes one lock and is atomic.
 
-    `on_free` is called with ids of blocks whose content nobody may read any more, so that a debug mode can fill them
+    `on_free` is called with ids of blocks whose content must not be read any more, so that a debug mode can fill them
     with NaN: blocks that become free without a digest, and every block that is handed out (which covers an evicted
-    prefix block, whose content was worth something until that moment, and a block that was the source of a copy: it
-    is not announced when `take_copies` frees it, since the copy has not run yet). Hence one rule for the caller:
-    *run the copies before calling the next verb*. The callback runs under the lock and must not call a verb.
+    prefix block, whose content was valid until that moment, and a block that was the source of a move: it is not
+    announced when `take_moves` frees it, since the move has not run yet). Hence one rule for the caller: *run the moves
+    before calling the next verb*. The callback runs under the lock and must not call a verb.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True) -> None:
@@ -50,13 +51,13 @@ class KVCacheBlockManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.lock = RLock()  # for views that must look and act in one piece
-        self._rows: dict[int, Row] = {}
+        self._tables: dict[int, BlockTable] = {}
         self._pool = BlockPool(num_blocks)
         self._next_fresh_id = -1
 
     @property
     def on_free(self) -> Callable[[list[int]], None] | None:
-        """Told of blocks whose content is worthless; see the class."""
+        """Callback for blocks that have lost their content; see the class."""
         return self._pool.on_free
 
     @on_free.setter
@@ -73,18 +74,13 @@ class KVCacheBlockManager:
 
     @property
     def num_used_blocks(self) -> int:
-        """Blocks that are held by a row or read by a pending copy."""
+        """Blocks that are held by a table or read by a pending move."""
         return self.num_blocks - 1 - self.num_free_blocks
 
     @property
     def num_cached_blocks(self) -> int:
-        """Blocks that can be found by content, whether a row holds them or not."""
+        """Blocks that can be found by content, whether a table holds them or not."""
         return len(self._pool.cached)
-
-    def cached_block_ids(self) -> list[int]:
-        """Blocks that can be found by content, in no order."""
-        with self.lock:
-            return list(self._pool.cached.values())
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
@@ -93,83 +89,100 @@ class KVCacheBlockManager:
     def blocks_needed(self, appends: Iterable[tuple[int, int]]) -> int:
         """The exact number of free blocks these (sequence_id, num_tokens) appends take together, in any order.
 
-        n sharers of a partly filled tail need n-1 copies: the last one to write keeps the original.
+        n sharers of a partly filled last block need n-1 copies: the last one to write keeps the original.
         """
         with self.lock:
-            return count_needed_blocks(merge_appends(appends), self._rows, self._pool, self.block_size)
+            return count_needed_blocks(merge_appends(appends), self._tables, self._pool, self.block_size)
 
-    def has_row(self, sequence_id: int) -> bool:
-        return sequence_id in self._rows
+    def has_table(self, sequence_id: int) -> bool:
+        return sequence_id in self._tables
 
-    def rows(self) -> list[int]:
-        """The sequences that hold a row."""
+    def sequence_ids(self) -> list[int]:
+        """The sequences that have a block table."""
         with self.lock:
-            return list(self._rows)
+            return list(self._tables)
 
-    def row_block_ids(self, sequence_id: int) -> list[int]:
-        """The row's blocks, in order of position (a copy)."""
+    def table(self, sequence_id: int) -> BlockTable:
+        """The sequence's own table, to look at; the verbs below change it."""
+        return find_table(self._tables, sequence_id)
+
+    def block_ids_of(self, sequence_id: int) -> list[int]:
+        """The sequence's blocks, in order of position (a copy)."""
         with self.lock:
-            return list(find_row(self._rows, sequence_id).block_ids)
+            return list(find_table(self._tables, sequence_id).block_ids)
 
-    def row_num_tokens(self, sequence_id: int) -> int:
-        """Token slots promised to the row."""
-        return find_row(self._rows, sequence_id).num_tokens
+    def num_tokens_of(self, sequence_id: int) -> int:
+        """Tokens that the sequence has room for."""
+        return find_table(self._tables, sequence_id).num_tokens
+
+    def tables_array(self, sequence_ids: Sequence[int]) -> npt.NDArray[np.int32]:
+        """i32[len(sequence_ids), longest]: the block ids of each sequence, padded with block 0."""
+        with self.lock:
+            return padded([find_table(self._tables, sequence_id).block_ids for sequence_id in sequence_ids])
 
     def ref_count(self, block_id: int) -> int:
-        """Rows that hold the block."""
+        """Tables that hold the block."""
         return self._pool.ref_counts[self._checked(block_id)]
 
     def reference_counts(self) -> dict[int, int]:
-        """Of every block that is in a row: how many rows hold it."""
+        """Of every block that a table holds: how many tables hold it."""
         with self.lock:
             return {block_id: count for block_id, count in enumerate(self._pool.ref_counts) if count}
 
     def block_users(self, block_id: int) -> list[int]:
-        """The sequences whose rows hold the block (a scan over all rows)."""
+        """The sequences whose tables hold the block (a scan over all tables)."""
         with self.lock:
             self._checked(block_id)
-            return [sequence_id for sequence_id, row in self._rows.items() if block_id in row.block_ids]
+            return [sequence_id for sequence_id, table in self._tables.items() if block_id in table.block_ids]
 
-    def get_block(self, block_id: int) -> BlockInfo:
-        """References, promised tokens and cachedness of one block (a scan over all rows)."""
+    def get_block(self, block_id: int) -> Page:
+        """References, used entries and cachedness of one block (a scan over all tables)."""
         with self.lock:
-            ref_count, is_cached = self.ref_count(block_id), self._pool.digests[block_id] is not None
-            return BlockInfo(block_id, ref_count, filled_slots(self._rows, self.block_size)[block_id], is_cached)
+            filled = filled_entries(self._tables, self.block_size)
+            return self._page(self._checked(block_id), filled[block_id])
+
+    def pages(self) -> list[Page]:
+        """Every block that a table holds or that can be found by content, in one pass."""
+        with self.lock:
+            filled = filled_entries(self._tables, self.block_size)
+            known = sorted({*filled, *self._pool.cached.values()})
+            return [self._page(block_id, filled[block_id]) for block_id in known]
 
     def utilisation(self) -> float:
-        """Promised token slots over the slots of all blocks in use; 1.0 when none is in use."""
+        """Reserved tokens over the capacity of all blocks in use; 1.0 when none is in use."""
         with self.lock:
-            filled = filled_slots(self._rows, self.block_size)
+            filled = filled_entries(self._tables, self.block_size)
             return filled.total() / (len(filled) * self.block_size) if filled else 1.0
 
     def cached_prefix_length(
         self, token_ids: Sequence[int], *, salt: bytes = b"", max_cached: int | None = None
     ) -> int:
-        """How many tokens `open_row` would find, without opening anything."""
+        """How many tokens `open_table` would find, without opening anything."""
         with self.lock:
             return len(self._find_prefix(token_ids, root_digest(salt), max_cached)) * self.block_size
 
     # -- the verbs ---------------------------------------------------------------------------------------------------
 
-    def open_row(
+    def open_table(
         self, sequence_id: int, token_ids: Sequence[int] = (), *, salt: bytes = b"", max_cached: int | None = None
     ) -> int:
-        """Open a row on the longest cached prefix of `token_ids`; return how many tokens it already holds.
+        """Open a table on the longest cached prefix of `token_ids`; return how many tokens it already holds.
 
         At least one token is left to compute, since its logits are wanted. `max_cached` bounds the tokens taken over.
         """
         with self.lock:
             self._check_new(sequence_id)
-            row = self._rows[sequence_id] = Row(root_digest(salt), self.enable_prefix_caching)
-            row.chain = self._find_prefix(token_ids, row.root, max_cached)
-            row.block_ids = [self._pool.cached[digest] for digest in row.chain]
-            row.num_tokens = len(row.chain) * self.block_size
-            for block_id in row.block_ids:
+            table = BlockTable(self, sequence_id, root_digest(salt), self.enable_prefix_caching)
+            self._tables[sequence_id] = table
+            table.chain = self._find_prefix(token_ids, table.root, max_cached)
+            table.block_ids = [self._pool.cached[digest] for digest in table.chain]
+            table.num_tokens = len(table.chain) * self.block_size
+            for block_id in table.block_ids:
                 self._pool.retain(block_id)
-            return row.num_tokens
+            return table.num_tokens
 
     def append(self, sequence_id: int, num_tokens: int) -> None:
-        """Promise `num_tokens` more slots; raises `OutOfBlocksError` with nothing changed."""
+        """Reserve room for `num_tokens` more tokens; raises `OutOfBlocksError` with nothing changed."""
         if not self.try_append_many([(sequence_id, num_tokens)]):
             raise OutOfBlocksError(
                 f"sequence {sequence_id} asks for {num_tokens} more tokens and {self.num_free_blocks} of "
@@ -184,23 +197,23 @@ class KVCacheBlockManager:
         """All of these (sequence_id, num_tokens) appends, or False and none of them; one lock for a whole step."""
         with self.lock:
             merged = merge_appends(appends)
-            if count_needed_blocks(merged, self._rows, self._pool, self.block_size) > self._pool.num_free:
+            if count_needed_blocks(merged, self._tables, self._pool, self.block_size) > self._pool.num_free:
                 return False
-            grow(merged, self._rows, self._pool, self.block_size)
+            grow(merged, self._tables, self._pool, self.block_size)
             return True
 
     def fork(self, parent_id: int, child_id: int) -> None:
-        """Open a row for `child_id` that shares every block of `parent_id`.
+        """Open a table for `child_id` that shares every block of `parent_id`.
 
-        Fork between steps. A parent that holds the destination of a pending copy cannot be forked (`CacheError`): the
-        child's own copy of it would need to run after the first one, and copies run in no order. Slots that the parent
-        was promised but has not written yet belong to the parent's write; write them before the child appends.
+        A parent that holds the destination of a pending move cannot be forked (`CacheError`): the child's own copy of
+        it would need to run after the first one, and moves run in no order. Entries that the parent has reserved and
+        not written yet belong to the parent's pass; it runs before the child appends.
         """
         with self.lock:
-            parent = find_row(self._rows, parent_id)
+            parent = find_table(self._tables, parent_id)
             self._check_new(child_id)
-            self._check_no_pending_copy(parent.block_ids)
-            child = self._rows[child_id] = Row(parent.root, parent.publishes)
+            self._check_no_pending_move(parent.block_ids)
+            child = self._tables[child_id] = BlockTable(self, child_id, parent.root, parent.publishes)
             child.block_ids = list(parent.block_ids)
             child.num_tokens = parent.num_tokens
             child.chain = list(parent.chain)
@@ -208,39 +221,39 @@ class KVCacheBlockManager:
                 self._pool.retain(block_id)
 
     def truncate(self, sequence_id: int, num_tokens: int) -> list[int]:
-        """Keep the first `num_tokens` slots; return the ids of the blocks that became free."""
+        """Keep the first `num_tokens` tokens; return the ids of the blocks that became free."""
         with self.lock:
-            row = find_row(self._rows, sequence_id)
-            if not 0 <= num_tokens <= row.num_tokens:
+            table = find_table(self._tables, sequence_id)
+            if not 0 <= num_tokens <= table.num_tokens:
                 raise CacheError(
-                    f"sequence {sequence_id} cannot be truncated to {num_tokens} tokens: it has {row.num_tokens}"
+                    f"sequence {sequence_id} cannot be truncated to {num_tokens} tokens: it has {table.num_tokens}"
                 )
-            row.num_tokens = num_tokens
-            del row.chain[num_tokens // self.block_size :]
-            return self._shrink(row, self.blocks_for(num_tokens))
+            table.num_tokens = num_tokens
+            del table.chain[num_tokens // self.block_size :]
+            return self._shrink(table, self.blocks_for(num_tokens))
 
     def release(self, sequence_id: int) -> list[int]:
-        """Close the row; return the ids of the blocks that became free, the tail first: it is evicted first."""
+        """Close the table; return the ids of the blocks that became free, the last first: it is evicted first."""
         with self.lock:
-            row = find_row(self._rows, sequence_id)
-            del self._rows[sequence_id]
-            return self._shrink(row, 0)
+            table = find_table(self._tables, sequence_id)
+            del self._tables[sequence_id]
+            return self._shrink(table, 0)
 
     def share(self, block_id: int, sequence_id: int) -> None:
-        """Put a block that another row holds at the end of this row, at the same position behind the same blocks.
+        """Put a block that another table holds at the end of this one, at the same position behind the same blocks.
 
-        Keys and values depend on all tokens before them, so a block means nothing elsewhere. Opens the row if needed;
-        a row that already holds the block is left as it is. The row is promised what the other row has of the block.
+        Keys and values depend on all tokens before them, so a block means nothing elsewhere. Opens the table if needed;
+        a table that already holds the block is left as it is. It gets as many tokens of the block as the other has.
         """
         with self.lock:
-            if sequence_id in self._rows and block_id in self._rows[sequence_id].block_ids:
+            if sequence_id in self._tables and block_id in self._tables[sequence_id].block_ids:
                 return
-            row = self._rows.get(sequence_id) or Row(b"", True)
-            holder = find_holder(self._rows, self._checked(block_id), row, self.block_size)
-            self._check_no_pending_copy([block_id])
-            row.adopt(block_id, holder, self.block_size)
+            table = self._tables.get(sequence_id) or BlockTable(self, sequence_id, b"", True)
+            holder = find_holder(self._tables, self._checked(block_id), table)
+            self._check_no_pending_move([block_id])
+            table.adopt(block_id, holder)
             self._pool.retain(block_id)
-            self._rows[sequence_id] = row
+            self._tables[sequence_id] = table
 
     # -- after a step ------------------------------------------------------------------------------------------------
 
@@ -251,65 +264,60 @@ class KVCacheBlockManager:
         committed, never a draft. Costs a digest for each block that is newly full, whatever the length.
         """
         with self.lock:
-            row = find_row(self._rows, sequence_id)
-            if num_computed > row.num_tokens:
-                raise CacheError(f"sequence {sequence_id} commits {num_computed} tokens and holds {row.num_tokens}")
+            table = find_table(self._tables, sequence_id)
+            if num_computed > table.num_tokens:
+                raise CacheError(f"sequence {sequence_id} commits {num_computed} tokens and holds {table.num_tokens}")
             num_full = num_computed // self.block_size
-            if row.publishes and num_full > len(row.chain):
-                self._extend_chain(row, token_ids, num_full)
+            if table.publishes and num_full > len(table.chain):
+                self._extend_chain(table, token_ids, num_full)
 
-    def take_copies(self) -> list[BlockCopy]:
-        """Hand over the pending copies; run them at once, before any write and before the next verb.
+    def take_moves(self) -> list[BlockMove]:
+        """Hand over the pending moves; run them at once, before any write and before the next verb.
 
         No destination is named twice or is a source, so they may run in any order or all at once.
         """
         with self.lock:
-            return self._pool.take_copies()
+            return self._pool.take_moves()
 
-    def take_row_changes(self, sequence_id: int) -> tuple[int, list[int]]:
-        """The first table index that changed since the last call, and the block ids from there on."""
+    def take_changes(self, sequence_ids: Iterable[int]) -> list[tuple[int, int, list[int]]]:
+        """(sequence_id, first index, block ids) of those tables that changed since the last call for them."""
         with self.lock:
-            return find_row(self._rows, sequence_id).take_changes()
-
-    def take_many_row_changes(self, sequence_ids: Iterable[int]) -> list[tuple[int, int, list[int]]]:
-        """(sequence_id, first index, block ids) for those of the rows that changed; one lock for a whole step."""
-        with self.lock:
-            rows = self._rows
+            tables = self._tables
             changed = []
             for sequence_id in sequence_ids:
-                row = rows.get(sequence_id) or find_row(rows, sequence_id)
-                if row.first_changed < len(row.block_ids):
-                    changed.append((sequence_id, *row.take_changes()))
+                table = tables.get(sequence_id) or find_table(tables, sequence_id)
+                if table.first_changed < len(table.block_ids):
+                    changed.append((sequence_id, *table.take_changes()))
             return changed
 
     def drop_cached(self) -> None:
-        """Forget all digests: no later row is opened on what open rows hold now or compute from it later."""
+        """Forget all digests: no later table is opened on blocks that are held now or computed from them later."""
         with self.lock:
             self._pool.forget_all()
-            for row in self._rows.values():
-                row.publishes = False
+            for table in self._tables.values():
+                table.publishes = False
 
     # -- the specs' names --------------------------------------------------------------------------------------------
 
     def allocate_blocks(self, sequence_id: int, num_blocks: int) -> list[int]:
-        """Give the row `num_blocks` more whole blocks, all or nothing, and promise every slot of them.
+        """Give the sequence `num_blocks` more whole blocks, all or nothing, and reserve all of their tokens.
 
-        Opens the row if needed. Truncate to what is really used, or append tokens instead.
+        Opens a table if needed. Truncate to the tokens really used, or append tokens instead.
         """
         with self.lock:
             if num_blocks < 0:
                 raise CacheError(f"{num_blocks} blocks cannot be allocated: ask for 0 or more")
             if num_blocks > self.num_free_blocks:
                 raise OutOfBlocksError(f"{num_blocks} blocks are asked for and {self.num_free_blocks} are free")
-            if sequence_id not in self._rows:
-                self.open_row(sequence_id)
-            row = find_row(self._rows, sequence_id)
-            held = len(row.block_ids)
-            self.append(sequence_id, (held + num_blocks) * self.block_size - row.num_tokens)
-            return row.block_ids[held:]
+            if sequence_id not in self._tables:
+                self.open_table(sequence_id)
+            table = find_table(self._tables, sequence_id)
+            held = len(table.block_ids)
+            self.append(sequence_id, (held + num_blocks) * self.block_size - table.num_tokens)
+            return table.block_ids[held:]
 
     def allocate_block(self, sequence_id: int) -> int | None:
-        """One more whole block for the row, or None when the pool is empty."""
+        """One more whole block for the sequence, or None when the pool is empty."""
         try:
             return self.allocate_blocks(sequence_id, 1)[0]
         except OutOfBlocksError:
@@ -320,21 +328,21 @@ class KVCacheBlockManager:
         return self.release(sequence_id)
 
     def get_sequence_blocks(self, sequence_id: int) -> list[int]:
-        """`row_block_ids` under the specs' name."""
-        return self.row_block_ids(sequence_id)
+        """`block_ids_of` under the specs' name."""
+        return self.block_ids_of(sequence_id)
 
     def fresh_sequence_id(self) -> int:
         """An id that was never given out before: negative, so that it cannot meet a caller's own counter."""
         with self.lock:
-            while self._next_fresh_id in self._rows:
+            while self._next_fresh_id in self._tables:
                 self._next_fresh_id -= 1
             self._next_fresh_id -= 1
             return self._next_fresh_id + 1
 
     def check_invariants(self) -> None:
-        """Recompute every count from the rows; raises `CacheError` with the list of what does not hold."""
+        """Recompute every count from the tables; raises `CacheError` with the list of violations."""
         with self.lock:
-            problems = find_problems(self._rows, self._pool, self.block_size)
+            problems = find_problems(self._tables, self._pool, self.block_size)
         if problems:
             raise CacheError("the block manager is inconsistent: " + "; ".join(problems))
 
@@ -345,20 +353,23 @@ class KVCacheBlockManager:
             raise CacheError(f"there is no block {block_id}: the cache has blocks 0 to {self.num_blocks - 1}")
         return block_id
 
+    def _page(self, block_id: int, used: int) -> Page:
+        return Page(block_id, used, self._pool.ref_counts[block_id], self._pool.digests[block_id] is not None)
+
     def _check_new(self, sequence_id: int) -> None:
-        if sequence_id in self._rows:
-            raise CacheError(f"sequence {sequence_id} already holds a row: release it first or take a fresh id")
+        if sequence_id in self._tables:
+            raise CacheError(f"sequence {sequence_id} already has a block table: release it or take a fresh id")
 
-    def _check_no_pending_copy(self, block_ids: list[int]) -> None:
-        if not self._pool.copies.keys().isdisjoint(block_ids):
-            raise CacheError("a block to be shared waits for its copy: take and run the copies first (between steps)")
+    def _check_no_pending_move(self, block_ids: list[int]) -> None:
+        if not self._pool.moves.keys().isdisjoint(block_ids):
+            raise CacheError("a block to be shared waits for its move: take and run the moves first (between steps)")
 
-    def _shrink(self, row: Row, num_kept: int) -> list[int]:
-        """Give back the blocks behind the first `num_kept`, last one first; return what became free."""
+    def _shrink(self, table: BlockTable, num_kept: int) -> list[int]:
+        """Give back the blocks behind the first `num_kept`, last one first; return those that became free."""
         freed: list[int] = []
-        while len(row.block_ids) > num_kept:
-            self._pool.drop(row.block_ids.pop(), freed)
-        row.mark_changed(num_kept)
+        while len(table.block_ids) > num_kept:
+            self._pool.drop(table.block_ids.pop(), freed)
+        table.mark_changed(num_kept)
         self._pool.announce(freed)
         return freed
 
@@ -367,13 +378,13 @@ class KVCacheBlockManager:
         limit = len(token_ids) - 1 if max_cached is None else min(len(token_ids) - 1, max_cached)
         return find_chain(self._pool.cached, root, token_ids, limit // self.block_size, self.block_size)
 
-    def _extend_chain(self, row: Row, token_ids: TokenIds, num_full: int) -> None:
+    def _extend_chain(self, table: BlockTable, token_ids: TokenIds, num_full: int) -> None:
         """Name the blocks from the end of the chain to the first `num_full`."""
         if len(token_ids) < num_full * self.block_size:
             raise CacheError(f"{num_full} full blocks are committed but only {len(token_ids)} token ids are given")
-        self._check_no_pending_copy(row.block_ids[len(row.chain) : num_full])
-        for index in range(len(row.chain), num_full):
-            parent = row.chain[-1] if row.chain else row.root
+        self._check_no_pending_move(table.block_ids[len(table.chain) : num_full])
+        for index in range(len(table.chain), num_full):
+            parent = table.chain[-1] if table.chain else table.root
             start = index * self.block_size
-            row.chain.append(next_digest(parent, token_ids[start : start + self.block_size]))
-            self._pool.name(row.block_ids[index], row.chain[-1])
+            table.chain.append(next_digest(parent, token_ids[start : start + self.block_size]))
+            self._pool.name(table.block_ids[index], table.chain[-1])

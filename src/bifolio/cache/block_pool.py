@@ -1,11 +1,11 @@
-"""The state of each block, behind `KVCacheBlockManager`: references, pins, digests, free order, pending copies.
+"""The state of each block, behind `KVCacheBlockManager`: references, pins, digests, free order, pending moves.
 
 A block is in exactly one of these states:
 
-    held       some row contains it                                       ref_counts > 0
-    pinned     no row contains it, but a pending copy still reads it      ref_counts == 0, pins > 0
+    held       some table contains it                                     ref_counts > 0
+    pinned     no table contains it, but a pending move still reads it    ref_counts == 0, pins > 0
     evictable  free, yet its digest can be found: a prefix hit takes it back; else evicted, oldest first
-    blank      free, content worthless: handed out before anything evictable
+    blank      free, without content: handed out before any evictable block
 
 Not thread-safe by itself: the manager's lock is around every call.
 """
@@ -16,10 +16,10 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple
 
-PADDING_BLOCK = 0  # what padded table entries and padded writes point at: never handed out, freed or hashed
+PADDING_BLOCK = 0  # target of padded table entries and padded writes: never handed out, freed or hashed
 
 
-class BlockCopy(NamedTuple):
+class BlockMove(NamedTuple):
     """Copy the whole of block `src` to block `dst`, in every layer, before the step's first write."""
 
     src: int
@@ -31,13 +31,13 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self.ref_counts = [0] * num_blocks  # rows that hold the block
-        self.pins = [0] * num_blocks  # pending copies that read the block
+        self.ref_counts = [0] * num_blocks  # tables that hold the block
+        self.pins = [0] * num_blocks  # pending moves that read the block
         self.digests: list[bytes | None] = [None] * num_blocks  # of full, verified blocks
         self.cached: dict[bytes, int] = {}  # digest -> the one block that carries it
         self.blank = list(range(num_blocks - 1, PADDING_BLOCK, -1))  # taken from the end
         self.evictable: OrderedDict[int, None] = OrderedDict()  # the first is evicted first
-        self.copies: dict[int, int] = {}  # pending: dst -> src; a dst is held by the one row that will write it
+        self.moves: dict[int, int] = {}  # pending: dst -> src; a dst is held by the one table that will write it
         self.on_free: Callable[[list[int]], None] | None = None
 
     @property
@@ -56,38 +56,38 @@ class BlockPool:
         return block_id
 
     def retain(self, block_id: int) -> None:
-        """One more row holds the block, which is held, pinned or evictable."""
+        """One more table holds the block, which is held, pinned or evictable."""
         if not self.ref_counts[block_id]:
-            self.evictable.pop(block_id, None)  # not there while a pending copy pins it
+            self.evictable.pop(block_id, None)  # not there while a pending move pins it
         self.ref_counts[block_id] += 1
 
     def drop(self, block_id: int, freed: list[int]) -> None:
-        """One row less holds the block; what becomes free by that is added to `freed`."""
+        """One table less holds the block; blocks that become free by that are added to `freed`."""
         self.ref_counts[block_id] -= 1
         if self.ref_counts[block_id]:
             return
-        src = self.copies.pop(block_id, None)
-        if src is not None and self._unpin(src):  # nobody wants the copy any more
+        src = self.moves.pop(block_id, None)
+        if src is not None and self._unpin(src):  # the move has lost its target
             freed.append(src)
         if not self.pins[block_id]:
             self._set_free(block_id)
             freed.append(block_id)
 
     def copy_for_writing(self, block_id: int) -> int:
-        """A fresh block to hold instead of the shared `block_id`, and the copy that fills it, pending."""
+        """A fresh block to hold instead of the shared `block_id`, and the move that fills it, pending."""
         fresh = self.take()
-        self.copies[fresh] = block_id
+        self.moves[fresh] = block_id
         self.pins[block_id] += 1  # else a release in the same step could recycle the source before it is copied
         self.ref_counts[block_id] -= 1  # stays above zero: it is shared
         return fresh
 
-    def take_copies(self) -> list[BlockCopy]:
-        """The pending copies, which are then no longer pending."""
-        copies = [BlockCopy(src, dst) for dst, src in self.copies.items()]
-        self.copies.clear()
-        for copy in copies:
-            self._unpin(copy.src)
-        return copies
+    def take_moves(self) -> list[BlockMove]:
+        """The pending moves, which are then no longer pending."""
+        moves = [BlockMove(src, dst) for dst, src in self.moves.items()]
+        self.moves.clear()
+        for move in moves:
+            self._unpin(move.src)
+        return moves
 
     def name(self, block_id: int, digest: bytes) -> None:
         """Make a full block findable, unless another one with the same content already is."""
@@ -113,14 +113,14 @@ class BlockPool:
         self.announce(dropped)
 
     def announce(self, block_ids: list[int]) -> None:
-        """Tell the debug mode whose content is worthless; blocks with a digest are passed over."""
+        """Tell the debug mode which blocks have lost their content; blocks with a digest are passed over."""
         if self.on_free is not None:
-            worthless = [block_id for block_id in block_ids if self.digests[block_id] is None]
-            if worthless:
-                self.on_free(worthless)
+            lost = [block_id for block_id in block_ids if self.digests[block_id] is None]
+            if lost:
+                self.on_free(lost)
 
     def _unpin(self, block_id: int) -> bool:
-        """One copy less reads the block; True when that made it free."""
+        """One move less reads the block; True when that made it free."""
         self.pins[block_id] -= 1
         idle = not self.pins[block_id] and not self.ref_counts[block_id]
         if idle:

@@ -1,132 +1,238 @@
-"""From token positions to blocks: a view of the block manager's rows, with no state of its own.
+"""`BlockTable`: the blocks of one sequence, and how tables grow.
 
-position p of a sequence  ->  block_ids[p // block_size], offset p % block_size
-                          ->  slot = block_id * block_size + offset
+    position p of a sequence  ->  block_ids[p // block_size], offset p % block_size
+                              ->  cache index = block_id * block_size + offset
+
+`KVCacheBlockManager` owns one table for each sequence and is the only caller of the functions that change it. Counting
+(`count_needed_blocks`) and doing (`grow`) stand side by side because they must agree to the block: a batch of appends
+is admitted by the count alone, and then must not run out half-way. Both look at a table in the same way:
+
+    room in the last block        nothing is taken
+    room in a shared last block   one block to copy it to, except for the last sharer, which keeps the original
+    beyond the last block         one block for each `block_size` tokens that are missing
+
+Not thread-safe by itself: the manager's lock is around every call. Both run in every decode step, over every sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from bifolio.cache.block_manager import KVCacheBlockManager
-from bifolio.cache.block_pool import PADDING_BLOCK
-from bifolio.cache.storage import KVStorage, Page
-from bifolio.errors import CacheError, ConfigError
+from bifolio.cache.block_pool import PADDING_BLOCK, BlockPool
+from bifolio.errors import CacheError, UnknownSequenceError
+
+if TYPE_CHECKING:
+    from bifolio.cache.block_manager import KVCacheBlockManager
+    from bifolio.cache.storage import Page
+
+INTEGERS = {int}
 
 
 class BlockTable:
-    """Looks up where tokens lie; changes go through the block manager's verbs.
+    """An ordered list of blocks and the number of tokens they are reserved for.
 
-    The methods that name no sequence (`allocate`, `free`, `get`) work on the table's own sequence: the one given as
-    `sequence_id`, or else a private row that the first `allocate` opens and `close` releases.
+    |<---- block_ids[0] ---->|<---- block_ids[1] ---->|<---- block_ids[2] ---->|
+    |<------------------------ num_tokens ----------------------->|<-- room -->|
+    |<------ chain[0] ------>|    (chain: the full blocks whose tokens are known and verified)
+
+    Under the name `PageTable` a table also allocates and frees pages at its end and returns views of them.
     """
 
-    def __init__(
-        self, manager: KVCacheBlockManager, storage: KVStorage | None = None, *, sequence_id: int | None = None
-    ) -> None:
+    __slots__ = (
+        "_manager", "block_ids", "block_size", "chain", "first_changed", "num_tokens", "publishes", "root",
+        "sequence_id",
+    )  # fmt: skip
+
+    def __init__(self, manager: KVCacheBlockManager, sequence_id: int, root: bytes, publishes: bool) -> None:
         self._manager = manager
-        self._storage = storage
-        self.sequence_id = manager.fresh_sequence_id() if sequence_id is None else sequence_id
+        self.sequence_id = sequence_id
+        self.block_size = manager.block_size
+        self.block_ids: list[int] = []
+        self.num_tokens = 0  # len(block_ids) == ceil(num_tokens / block_size)
+        self.root = root  # digest of the empty prefix: carries the salt
+        self.chain: list[bytes] = []  # digest of each leading full block that was committed
+        self.publishes = publishes  # its full blocks may be found by content
+        self.first_changed = 0  # entries from here on are not known to the device yet
 
-    @property
-    def block_size(self) -> int:
-        return self._manager.block_size
+    # -- looking -----------------------------------------------------------------------------------------------------
 
-    # -- any sequence ------------------------------------------------------------------------------------------------
-
-    def get_sequence_blocks(self, sequence_id: int) -> list[int]:
-        """The sequence's blocks, in order of position."""
-        return self._manager.row_block_ids(sequence_id)
-
-    def append_block(self, sequence_id: int, block_id: int) -> None:
-        """Continue the row with a block that another row holds at this place; nothing to do if it is there already."""
-        self._manager.share(block_id, sequence_id)
-
-    def allocate_and_append_block(self, sequence_id: int) -> int | None:
-        """Give the row one more whole block; None when the pool is empty."""
-        return self._manager.allocate_block(sequence_id)
-
-    def lookup(self, sequence_id: int, token_index: int) -> tuple[int, int]:
+    def lookup(self, token_index: int) -> tuple[int, int]:
         """(block id, offset in the block) of the token at `token_index`."""
-        with self._manager.lock:
-            self._check_range(sequence_id, token_index, token_index + 1)
-            block_ids = self._manager.row_block_ids(sequence_id)
-        return block_ids[token_index // self.block_size], token_index % self.block_size
+        self._check_range(token_index, token_index + 1)
+        return self.block_ids[token_index // self.block_size], token_index % self.block_size
 
-    def slot_mapping(self, sequence_id: int, start: int, end: int) -> npt.NDArray[np.int64]:
-        """i64[end - start]: the slot of each token in [start, end)."""
-        with self._manager.lock:
-            self._check_range(sequence_id, start, end)
-            block_ids = np.array(self._manager.row_block_ids(sequence_id), dtype=np.int64)
+    def cache_index(self, start: int, end: int) -> npt.NDArray[np.int64]:
+        """i64[end - start]: where the keys and values of the tokens [start, end) lie."""
+        self._check_range(start, end)
         positions = np.arange(start, end, dtype=np.int64)
-        slots: npt.NDArray[np.int64] = block_ids[positions // self.block_size] * self.block_size
-        return slots + positions % self.block_size
+        blocks = np.array(self.block_ids, dtype=np.int64)[positions // self.block_size]
+        return np.asarray(blocks * self.block_size + positions % self.block_size, dtype=np.int64)
 
-    def as_array(self, sequence_ids: Sequence[int], max_blocks: int | None = None) -> npt.NDArray[np.int32]:
-        """i32[len(sequence_ids), max_blocks]: a row of block ids each, padded with block 0."""
-        with self._manager.lock:
-            rows = [self._manager.row_block_ids(sequence_id) for sequence_id in sequence_ids]
-        longest = max((len(row) for row in rows), default=0)
-        width = longest if max_blocks is None else max_blocks
-        if longest > width:
-            raise CacheError(f"a row has {longest} blocks and the table is {width} wide: raise max_blocks")
-        table = np.full((len(rows), width), PADDING_BLOCK, dtype=np.int32)
-        for index, row in enumerate(rows):
-            table[index, : len(row)] = row
-        return table
+    def get(self, seq_pos: int) -> Page | None:
+        """The page that holds position `seq_pos`, or None when no page covers it."""
+        if not 0 <= seq_pos < len(self.block_ids) * self.block_size:
+            return None
+        return self._manager.get_block(self.block_ids[seq_pos // self.block_size])
 
-    # -- the table's own sequence ------------------------------------------------------------------------------------
+    # -- pages at the end --------------------------------------------------------------------------------------------
 
     def allocate(self, seq_start: int) -> int | None:
-        """The page for the positions from `seq_start` on, which must be the first uncovered one; None if out of pages.
+        """The page for the positions from `seq_start` on, the first uncovered one; None when the pool is empty.
 
         Pages have no holes between them: the first starts at 0, the next at `block_size`, and so on.
         """
         with self._manager.lock:
-            covered = len(self._own_blocks()) * self.block_size
+            covered = len(self.block_ids) * self.block_size
             if seq_start != covered:
                 raise CacheError(f"the next page starts at position {covered}, not at {seq_start}")
             return self._manager.allocate_block(self.sequence_id)
 
     def free(self, page_ids: Iterable[int]) -> list[int]:
-        """Give back pages from the end of the sequence, in any order; return those that nobody else holds."""
+        """Give back pages from the end of the sequence, in any order; return those that no other table holds."""
         unwanted = set(page_ids)
         with self._manager.lock:
-            block_ids = self._own_blocks()
-            num_kept = len(block_ids) - len(unwanted)
-            if num_kept < 0 or set(block_ids[num_kept:]) != unwanted:
-                raise CacheError(f"pages {sorted(unwanted)} are not the last ones of the sequence: {block_ids}")
+            num_kept = len(self.block_ids) - len(unwanted)
+            if num_kept < 0 or set(self.block_ids[num_kept:]) != unwanted:
+                raise CacheError(f"pages {sorted(unwanted)} are not the last ones of the sequence: {self.block_ids}")
             if not unwanted:
                 return []
             return self._manager.truncate(self.sequence_id, num_kept * self.block_size)
 
-    def get(self, seq_pos: int) -> Page | None:
-        """The page that holds position `seq_pos`, or None when no page covers it."""
-        if self._storage is None:
-            raise ConfigError("pages are views of the storage: make the table with BlockTable(manager, storage)")
-        with self._manager.lock:
-            block_ids = self._own_blocks()
-        if not 0 <= seq_pos < len(block_ids) * self.block_size:
-            return None
-        return self._storage.page(block_ids[seq_pos // self.block_size], self._manager)
+    # -- for the manager ---------------------------------------------------------------------------------------------
 
-    def close(self) -> list[int]:
-        """Release the table's own row, if it is open; return the freed pages."""
-        with self._manager.lock:
-            return self._manager.release(self.sequence_id) if self._manager.has_row(self.sequence_id) else []
+    def take_changes(self) -> tuple[int, list[int]]:
+        """The first entry that changed since the last call, and the entries from there on."""
+        first, self.first_changed = self.first_changed, len(self.block_ids)
+        return first, self.block_ids[first:]
 
-    # -- inside ------------------------------------------------------------------------------------------------------
+    def mark_changed(self, index: int) -> None:
+        """Entries from `index` on differ from those last taken."""
+        if index < self.first_changed:
+            self.first_changed = index
 
-    def _own_blocks(self) -> list[int]:
-        return self._manager.row_block_ids(self.sequence_id) if self._manager.has_row(self.sequence_id) else []
+    def adopt(self, block_id: int, holder: BlockTable) -> None:
+        """Continue with the block that `holder` has at the same index, and with its digest if it has one."""
+        index = len(self.block_ids)
+        if index == 0:
+            self.root = holder.root
+        self.publishes = self.publishes and holder.publishes
+        if self.root == holder.root and len(self.chain) == index < len(holder.chain):
+            self.chain.append(holder.chain[index])
+        self.block_ids.append(block_id)
+        self.num_tokens = min(holder.num_tokens, (index + 1) * self.block_size)
+        self.mark_changed(index)
 
-    def _check_range(self, sequence_id: int, start: int, end: int) -> None:
-        num_tokens = self._manager.row_num_tokens(sequence_id)
-        if not 0 <= start <= end <= num_tokens:
-            raise CacheError(f"tokens [{start}, {end}) are outside sequence {sequence_id}, which holds {num_tokens}")
+    def _check_range(self, start: int, end: int) -> None:
+        if not 0 <= start <= end <= self.num_tokens:
+            raise CacheError(
+                f"tokens [{start}, {end}) are outside sequence {self.sequence_id}, which holds {self.num_tokens}"
+            )
 
 
 PageTable = BlockTable
+
+
+def find_table(tables: Mapping[int, BlockTable], sequence_id: int) -> BlockTable:
+    """The sequence's table, or `UnknownSequenceError`."""
+    table = tables.get(sequence_id)
+    if table is None:
+        raise UnknownSequenceError(f"sequence {sequence_id} has no block table: open one first")
+    return table
+
+
+def find_holder(tables: Mapping[int, BlockTable], block_id: int, table: BlockTable) -> BlockTable:
+    """A table that holds `block_id` right behind exactly the blocks of `table`, all of them full; else `CacheError`."""
+    wanted = [*table.block_ids, block_id]
+    if table.num_tokens == len(table.block_ids) * table.block_size:
+        for holder in tables.values():
+            if holder.block_ids[: len(wanted)] == wanted:
+                return holder
+    raise CacheError(
+        f"block {block_id} cannot be shared here: no table holds it behind the same {len(table.block_ids)} full "
+        "blocks; share the blocks before it first, or fork the sequence"
+    )
+
+
+def padded(tables: Sequence[list[int]]) -> npt.NDArray[np.int32]:
+    """i32[len(tables), longest]: block ids of several sequences, padded with block 0."""
+    width = max((len(block_ids) for block_ids in tables), default=0)
+    array = np.full((len(tables), width), PADDING_BLOCK, dtype=np.int32)
+    for index, block_ids in enumerate(tables):
+        array[index, : len(block_ids)] = block_ids
+    return array
+
+
+# -- growing ---------------------------------------------------------------------------------------------------------
+
+
+def merge_appends(appends: Iterable[tuple[int, int]]) -> dict[int, int]:
+    """(sequence_id, num_tokens) pairs as one number for each sequence; `CacheError` unless it is a whole one >= 0."""
+    pairs = appends if isinstance(appends, list) else list(appends)
+    merged = dict(pairs)
+    if len(merged) != len(pairs):  # a sequence named twice gets the sum
+        merged = dict.fromkeys(merged, 0)
+        for sequence_id, num_tokens in pairs:
+            merged[sequence_id] += num_tokens
+    if merged:
+        if set(map(type, merged.values())) != INTEGERS:
+            raise CacheError("a table grows by a whole number of tokens: pass an int")
+        if min(merged.values()) < 0:
+            raise CacheError("a table cannot grow by a negative number of tokens: truncate it instead")
+    return merged
+
+
+def count_needed_blocks(
+    merged: dict[int, int], tables: Mapping[int, BlockTable], pool: BlockPool, block_size: int
+) -> int:
+    """The exact number of free blocks that `grow` takes for these."""
+    ref_counts = pool.ref_counts
+    needed = 0
+    leaving: dict[int, int] = {}  # shared last block -> sharers of this batch that leave it
+    for sequence_id, num_tokens in merged.items():
+        table = tables.get(sequence_id) or find_table(tables, sequence_id)
+        missing = table.num_tokens + num_tokens - len(table.block_ids) * block_size
+        if missing > 0:
+            needed += -(-missing // block_size)
+        if num_tokens and table.num_tokens % block_size:
+            tail = table.block_ids[-1]
+            if ref_counts[tail] > 1:
+                left = leaving.get(tail, 0)
+                if ref_counts[tail] - left > 1:
+                    needed += 1
+                    leaving[tail] = left + 1
+    return needed
+
+
+def grow(merged: dict[int, int], tables: Mapping[int, BlockTable], pool: BlockPool, block_size: int) -> None:
+    """Reserve each table's tokens; the pool must have `count_needed_blocks` of these."""
+    ref_counts, digests = pool.ref_counts, pool.digests
+    for sequence_id, num_tokens in merged.items():
+        table = tables[sequence_id]
+        if table.num_tokens % block_size and num_tokens:
+            tail = table.block_ids[-1]
+            if ref_counts[tail] > 1 or digests[tail] is not None:
+                _own_tail(table, pool)
+        table.num_tokens += num_tokens
+        if table.num_tokens > len(table.block_ids) * block_size:
+            _extend(table, pool, block_size)
+
+
+def _own_tail(table: BlockTable, pool: BlockPool) -> None:
+    """Make the partly filled last block, which is about to be written, this table's alone and not findable."""
+    tail = table.block_ids[-1]
+    if pool.ref_counts[tail] > 1:
+        table.block_ids[-1] = pool.copy_for_writing(tail)
+        table.mark_changed(len(table.block_ids) - 1)
+    else:
+        pool.forget(tail)
+
+
+def _extend(table: BlockTable, pool: BlockPool, block_size: int) -> None:
+    """Take blocks until all reserved tokens are covered."""
+    table.mark_changed(len(table.block_ids))
+    for _ in range(-(-table.num_tokens // block_size) - len(table.block_ids)):
+        table.block_ids.append(pool.take())

@@ -1,6 +1,8 @@
-"""Sharing blocks between sequences: what beam search and speculative decoding ask of the block manager.
+"""Sharing blocks between sequences: the block operations of beam search and speculative decoding.
 
-All of it is fork, append, truncate and release underneath; a reference is counted once per row that holds a block.
+The engine's beam searches fork and release tables through `BeamSearchBlockSharing`, and its drafts are reserved and
+verified through `SpeculativeDecodingSharing`. Both are fork, append, truncate and release underneath; a reference is
+counted once per table that holds a block.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from bifolio.cache.block_manager import KVCacheBlockManager
+from bifolio.cache.block_table import BlockTable
 from bifolio.errors import CacheError, ConfigError
 
 
@@ -16,9 +19,9 @@ from bifolio.errors import CacheError, ConfigError
 class ShareStats:
     """How much is shared at one moment."""
 
-    total_shared_blocks: int  # blocks held by more than one row
-    total_blocks_referenced: int  # blocks held by at least one row
-    total_references: int  # blocks as the rows count them: what they would take without sharing
+    total_shared_blocks: int  # blocks held by more than one table
+    total_blocks_referenced: int  # blocks held by at least one table
+    total_references: int  # blocks that the tables would take without sharing
     average_reference_count: float  # references per referenced block; 0.0 when there is none
 
     def __str__(self) -> str:
@@ -35,40 +38,41 @@ class BlockShareManager:
         self.blocks = blocks
 
     def share_block(self, block_id: int, sequence_ids: Iterable[int]) -> None:
-        """Let each of these sequences hold the block as well, next in its row; all of them or none.
+        """Let each of these sequences hold the block as well, next in its table; all of them or none.
 
-        The sequences' rows (opened if needed) must already share the blocks before it. A row counts once.
+        The block must lie in another table at this very place, behind the same blocks. A sequence without a table gets
+        one; one that holds the block already is passed over.
         """
-        with self.blocks.lock:
-            sharers = list(dict.fromkeys(sequence_ids))
-            done: list[tuple[int, bool]] = []  # those that did not hold the block: (sequence, had a row)
+        blocks = self.blocks
+        with blocks.lock:
+            done: list[tuple[int, bool]] = []  # (sequence, whether it had a table before)
             try:
-                for sequence_id in sharers:
-                    had_row = self.blocks.has_row(sequence_id)
-                    if had_row and block_id in self.blocks.row_block_ids(sequence_id):
+                for sequence_id in dict.fromkeys(sequence_ids):
+                    had_table = blocks.has_table(sequence_id)
+                    if had_table and block_id in blocks.table(sequence_id).block_ids:
                         continue
-                    self.blocks.share(block_id, sequence_id)
-                    done.append((sequence_id, had_row))
+                    blocks.share(block_id, sequence_id)
+                    done.append((sequence_id, had_table))
             except CacheError:
-                for sequence_id, had_row in done:
-                    self._take_back(sequence_id, had_row)
+                for sequence_id, had_table in done:
+                    self._take_back(sequence_id, had_table)
                 raise
 
     def release_sequence(self, sequence_id: int) -> list[int]:
-        """Drop the sequence's references; return the blocks that are free by that."""
+        """Drop the sequence's references; return the blocks that became free."""
         return self.blocks.release(sequence_id)
 
     def is_block_shared(self, block_id: int) -> bool:
-        """More than one row holds the block."""
+        """Whether more than one table holds the block."""
         return self.blocks.ref_count(block_id) > 1
 
     def get_reference_count(self, block_id: int) -> int:
-        """Rows that hold the block."""
+        """Tables that hold the block."""
         return self.blocks.ref_count(block_id)
 
     def get_sequence_blocks(self, sequence_id: int) -> list[int]:
         """The sequence's blocks, in order of position."""
-        return self.blocks.row_block_ids(sequence_id)
+        return self.blocks.block_ids_of(sequence_id)
 
     def get_block_users(self, block_id: int) -> list[int]:
         """The sequences that hold the block."""
@@ -85,11 +89,11 @@ class BlockShareManager:
             average_reference_count=total / len(counts) if counts else 0.0,
         )
 
-    def _take_back(self, sequence_id: int, had_row: bool) -> None:
-        if not had_row:
+    def _take_back(self, sequence_id: int, had_table: bool) -> None:
+        if not had_table:
             self.blocks.release(sequence_id)
             return
-        num_full = len(self.blocks.row_block_ids(sequence_id)) - 1
+        num_full = len(self.blocks.block_ids_of(sequence_id)) - 1
         self.blocks.truncate(sequence_id, num_full * self.blocks.block_size)
 
 
@@ -105,7 +109,7 @@ class BeamInfo:
 class BeamSearchBlockSharing:
     """Beams share the blocks of their prefix until they diverge.
 
-    `fresh_id` gives beams their ids; by default the block manager's own, which meet nobody else's.
+    `fresh_id` gives new beams their ids; by default the block manager's own, which never collide with a caller's.
     """
 
     def __init__(
@@ -118,35 +122,60 @@ class BeamSearchBlockSharing:
         self._fresh_id = fresh_id or self._blocks.fresh_sequence_id
         self._beam_infos: dict[int, BeamInfo] = {}
 
-    def initialize_beams(self, base_sequence_id: int, prefix_length: int) -> list[int]:
-        """Fork `beam_width` beams that hold the base's first `prefix_length` tokens; takes no block. Returns their ids.
+    def initialize_beams(
+        self, base_sequence_id: int, prefix_length: int, beam_ids: Sequence[int] | None = None
+    ) -> list[int]:
+        """Fork beams that hold the base's first `prefix_length` tokens; takes no block. Returns their ids.
 
-        The base keeps its own row: release it when only the beams go on.
+        `beam_ids` names the beams (at most `beam_width`); by default `beam_width` fresh ids are made. The base keeps
+        its own table: release it when only the beams go on. All beams are forked, or none.
         """
-        with self._blocks.lock:
-            num_tokens = self._blocks.row_num_tokens(base_sequence_id)
+        blocks = self._blocks
+        with blocks.lock:
+            num_tokens = blocks.num_tokens_of(base_sequence_id)
             if not 0 <= prefix_length <= num_tokens:
                 raise CacheError(
                     f"sequence {base_sequence_id} has {num_tokens} tokens and no prefix of {prefix_length}"
                 )
-            beam_ids: list[int] = []
-            for index in range(self._beam_width):
-                beam_id = self._fresh_id()
-                self._blocks.fork(base_sequence_id, beam_id)
-                self._blocks.truncate(beam_id, prefix_length)
+            if beam_ids is None:
+                beam_ids = [self._fresh_id() for _ in range(self._beam_width)]
+            if len(beam_ids) > self._beam_width:
+                raise CacheError(f"{len(beam_ids)} beams are asked for and the search has {self._beam_width}")
+            self._fork_all([(base_sequence_id, beam_id) for beam_id in beam_ids])
+            for index, beam_id in enumerate(beam_ids):
+                blocks.truncate(beam_id, prefix_length)
                 self._beam_infos[beam_id] = BeamInfo(index, base_sequence_id, prefix_length)
-                beam_ids.append(beam_id)
-            return beam_ids
+            return list(beam_ids)
+
+    def reorder_beams(self, dropped: Iterable[int], forks: Sequence[tuple[int, int]]) -> None:
+        """After a step of the search: release the beams that end, then fork (parent, child) for those that branch.
+
+        A child's id may be that of a dropped beam. A parent without blocks is an error, with nothing changed.
+        """
+        blocks = self._blocks
+        with blocks.lock:
+            gone = [beam_id for beam_id in dict.fromkeys(dropped) if blocks.has_table(beam_id)]
+            for parent, _ in forks:
+                if parent in gone or not blocks.has_table(parent):
+                    raise CacheError(f"beam {parent} has no blocks to share: it was dropped or never started")
+            for beam_id in gone:
+                blocks.release(beam_id)
+                self._beam_infos.pop(beam_id, None)
+            self._fork_all(forks)
+            for parent, child in forks:
+                index = len(self._beam_infos)
+                self._beam_infos[child] = BeamInfo(index, parent, blocks.num_tokens_of(parent))
 
     def on_beam_divergence(self, beam_id: int, divergence_point: int) -> None:
-        """The beam goes its own way at token `divergence_point`: it gets a slot for that token which is its own.
+        """Let the beam go its own way at token `divergence_point`: it gets an entry for that token which is its own.
 
-        What the beam held from there on is given back. If that slot lies in a shared block, a copy becomes pending.
-        When the pool is empty (`OutOfBlocksError`), the beam ends at the divergence point and can be appended to later.
+        Tokens that the beam held from there on are given back. If the entry lies in a shared block, a move becomes
+        pending. When the pool is empty (`OutOfBlocksError`), the beam ends at the divergence point and can be appended
+        to later.
         """
         with self._blocks.lock:
             info = self._info(beam_id)
-            num_tokens = self._blocks.row_num_tokens(beam_id)
+            num_tokens = self._blocks.num_tokens_of(beam_id)
             if not 0 <= divergence_point <= num_tokens:
                 raise CacheError(f"beam {beam_id} has {num_tokens} tokens and cannot diverge at {divergence_point}")
             self._blocks.truncate(beam_id, divergence_point)
@@ -154,19 +183,34 @@ class BeamSearchBlockSharing:
             self._blocks.append(beam_id, 1)
 
     def cleanup_beams(self, beam_ids: Sequence[int]) -> list[int]:
-        """Release these beams; return the blocks that are free by that. All must be beams of this search."""
+        """Release these beams; return the blocks that became free. All must be beams of this search.
+
+        A beam whose table was released elsewhere is only forgotten.
+        """
         with self._blocks.lock:
             for beam_id in beam_ids:
                 self._info(beam_id)
             freed: list[int] = []
             for beam_id in dict.fromkeys(beam_ids):
-                freed += self._blocks.release(beam_id)
+                if self._blocks.has_table(beam_id):
+                    freed += self._blocks.release(beam_id)
                 del self._beam_infos[beam_id]
             return freed
 
     def get_beam_info(self, beam_id: int) -> BeamInfo | None:
-        """What is known of a beam; None if it is not one of this search."""
+        """The record of a beam; None if it is not one of this search."""
         return self._beam_infos.get(beam_id)
+
+    def _fork_all(self, forks: Sequence[tuple[int, int]]) -> None:
+        done: list[int] = []
+        try:
+            for parent, child in forks:
+                self._blocks.fork(parent, child)
+                done.append(child)
+        except CacheError:
+            for child in done:
+                self._blocks.release(child)
+            raise
 
     def _info(self, beam_id: int) -> BeamInfo:
         info = self._beam_infos.get(beam_id)
@@ -186,47 +230,53 @@ class SpeculativeDecodingSharing:
             raise ConfigError(f"speculation_length is {speculation_length}; at least 1 token is drafted")
         self._blocks = share_manager.blocks
         self._speculation_length = speculation_length
-        self._base_lengths: dict[int, int] = {}  # sequence -> its length before the drafts, while they are unverified
+        self._drafts: dict[int, tuple[BlockTable, int]] = {}  # sequence -> its table, its length before the drafts
 
     def allocate_speculative_blocks(
         self, sequence_id: int, base_sequence_length: int, num_tokens: int | None = None
     ) -> list[int]:
-        """Promise slots for `num_tokens` drafts (by default the speculation length); return the blocks they lie in.
+        """Reserve room for `num_tokens` drafts (by default the speculation length); return the blocks they lie in.
 
-        The sequence must hold `base_sequence_length` tokens. Raises `OutOfBlocksError` with nothing changed.
+        The sequence must hold `base_sequence_length` tokens and no unverified drafts. Raises `OutOfBlocksError` with
+        nothing changed.
         """
         with self._blocks.lock:
-            held = self._blocks.row_num_tokens(sequence_id)
-            if held != base_sequence_length:
-                raise CacheError(
-                    f"sequence {sequence_id} holds {held} tokens, not {base_sequence_length}: verify or reject its "
-                    "earlier drafts first"
-                )
-            self._blocks.append(sequence_id, self._speculation_length if num_tokens is None else num_tokens)
-            self._base_lengths[sequence_id] = base_sequence_length
-            return self._draft_blocks(sequence_id, base_sequence_length)
+            table = self._blocks.table(sequence_id)
+            if self._is_drafting(sequence_id):
+                raise CacheError(f"sequence {sequence_id} has unverified drafts: verify or reject them first")
+            if table.num_tokens != base_sequence_length:
+                raise CacheError(f"sequence {sequence_id} holds {table.num_tokens} tokens, not {base_sequence_length}")
+            count = self._speculation_length if num_tokens is None else num_tokens
+            self._blocks.append(sequence_id, count)
+            self._drafts[sequence_id] = table, base_sequence_length
+            return self._draft_blocks(table, base_sequence_length)
 
     def verify_speculation(self, sequence_id: int, verified_tokens: int) -> tuple[list[int], list[int]]:
         """Keep the first `verified_tokens` drafts; return the blocks they lie in, and the blocks freed."""
         with self._blocks.lock:
-            base = self._base_length(sequence_id)
-            drafted = self._blocks.row_num_tokens(sequence_id) - base
+            if not self._is_drafting(sequence_id):
+                raise CacheError(f"sequence {sequence_id} has no drafts to verify")
+            table, base = self._drafts[sequence_id]
+            drafted = table.num_tokens - base
             if not 0 <= verified_tokens <= drafted:
                 raise CacheError(f"{verified_tokens} drafts of sequence {sequence_id} verified, of {drafted} made")
-            del self._base_lengths[sequence_id]
+            del self._drafts[sequence_id]
             freed = self._blocks.truncate(sequence_id, base + verified_tokens)
-            return (self._draft_blocks(sequence_id, base) if verified_tokens else []), freed
+            return self._draft_blocks(table, base), freed
 
     def reject_all_speculation(self, sequence_id: int) -> list[int]:
         """Go back to the length before the drafts; return the blocks freed."""
         return self.verify_speculation(sequence_id, 0)[1]
 
-    def _base_length(self, sequence_id: int) -> int:
-        if not self._blocks.has_row(sequence_id):  # released with its drafts
-            self._base_lengths.pop(sequence_id, None)
-        if sequence_id not in self._base_lengths:
-            raise CacheError(f"sequence {sequence_id} has no drafts to verify")
-        return self._base_lengths[sequence_id]
+    def _is_drafting(self, sequence_id: int) -> bool:
+        """Whether the sequence's present table has drafts; a table released with its drafts is forgotten."""
+        if sequence_id not in self._drafts:
+            return False
+        if self._blocks.has_table(sequence_id) and self._blocks.table(sequence_id) is self._drafts[sequence_id][0]:
+            return True
+        del self._drafts[sequence_id]
+        return False
 
-    def _draft_blocks(self, sequence_id: int, base: int) -> list[int]:
-        return self._blocks.row_block_ids(sequence_id)[base // self._blocks.block_size :]
+    def _draft_blocks(self, table: BlockTable, base: int) -> list[int]:
+        """Blocks that hold tokens from `base` on."""
+        return table.block_ids[base // table.block_size :] if table.num_tokens > base else []

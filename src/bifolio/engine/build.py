@@ -1,8 +1,7 @@
 """From a model, settings and kernels to an engine: sizes that suit the device, memory planned before it is taken.
 
-A GPU is bound by launches and bandwidth, so it runs many sequences and long chunks at once, in an engine whose host
-plans the next step while the device runs this one. Its cache is sized last, when weights are in place and the largest
-step has been tried.
+A GPU is bound by launches and bandwidth, so it runs many sequences and long chunks at once. Its cache is sized last,
+when weights are in place and the largest step has been tried.
 """
 
 from __future__ import annotations
@@ -11,9 +10,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from bifolio.config import EngineConfig
+from bifolio.engine.device_memory import measure_step, move_to_device
 from bifolio.engine.engine import InferenceEngine
 from bifolio.engine.memory import MemoryPlan, plan_gpu_memory, plan_memory, weight_bytes
-from bifolio.kernels.interface import KernelSet
+from bifolio.kernels.interface import DeviceMemory, KernelSet
 from bifolio.model.loaded import LoadedModel
 
 
@@ -29,10 +29,6 @@ class Sizes(NamedTuple):
 SIZES = {"cpu": Sizes(16, 16, 512, 512), "cuda": Sizes(64, 256, 8192, 8192)}  # where nothing else is asked for
 
 
-def runs_on_gpu(kernels: KernelSet) -> bool:
-    return kernels.array_backend == "torch" and kernels.device.startswith("cuda")
-
-
 def resolve_sizes(
     kernels: KernelSet,
     block_size: int | None = None,
@@ -40,8 +36,8 @@ def resolve_sizes(
     chunk_size: int | None = None,
     token_budget: int | None = None,
 ) -> Sizes:
-    """What was asked for, filled up with what suits the device."""
-    usual = SIZES["cuda" if runs_on_gpu(kernels) else "cpu"]
+    """The sizes that were asked for, and for the others those that suit the device."""
+    usual = SIZES["cuda" if kernels.device.startswith("cuda") else "cpu"]
     num_seqs = usual.max_num_seqs if max_num_seqs is None else max_num_seqs
     if chunk_size is None:
         chunk_size = usual.chunk_size if token_budget is None else min(usual.chunk_size, token_budget)
@@ -51,15 +47,6 @@ def resolve_sizes(
         chunk_size,
         token_budget or max(chunk_size, num_seqs),
     )
-
-
-def engine_class(kernels: KernelSet) -> type[InferenceEngine]:
-    """Steps overlap on the kernels that were made for it."""
-    if kernels.name != "triton":
-        return InferenceEngine
-    from bifolio.engine.gpu.overlap import OverlappedEngine  # needs torch
-
-    return OverlappedEngine
 
 
 def build_engine(
@@ -74,13 +61,12 @@ def build_engine(
 ) -> tuple[MemoryPlan, InferenceEngine]:
     """The plan and the engine that was built by it."""
     cache, length = config.cache, config.max_model_len
-    if runs_on_gpu(kernels):
-        from bifolio.engine.gpu.device_memory import move_to_device
-
+    device = kernels.memory()
+    if device is not None:
         model = move_to_device(model, kernels)
         draft_model = None if draft_model is None else move_to_device(draft_model, kernels)
-    if runs_on_gpu(kernels) and num_blocks is None and memory is None:
-        plan = _measured_plan(model, config, kernels, draft_model, utilisation)
+    if device is not None and num_blocks is None and memory is None:
+        plan = _measured_plan(model, config, kernels, draft_model, utilisation, device)
     else:
         plan = plan_memory(
             model.config,
@@ -93,15 +79,17 @@ def build_engine(
             max_num_seqs=config.max_num_seqs,
         )
     config = replace(config, cache=replace(cache, num_blocks=plan.num_blocks))
-    return plan, engine_class(kernels)(model, config, kernels, draft_model=draft_model)
+    return plan, InferenceEngine(model, config, kernels, draft_model=draft_model)
 
 
 def _measured_plan(
-    model: LoadedModel, config: EngineConfig, kernels: KernelSet, draft_model: LoadedModel | None, utilisation: float
+    model: LoadedModel,
+    config: EngineConfig,
+    kernels: KernelSet,
+    draft_model: LoadedModel | None,
+    utilisation: float,
+    device: DeviceMemory,
 ) -> MemoryPlan:
-    from bifolio.engine.gpu.device_memory import CudaMemory, measure_step
-
-    device = CudaMemory(kernels.device)
     step_bytes = measure_step(model, kernels, config, device)
     weights = weight_bytes(model.weights) + (0 if draft_model is None else weight_bytes(draft_model.weights))
     return plan_gpu_memory(

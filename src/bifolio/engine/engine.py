@@ -1,40 +1,43 @@
-"""The engine: one step runs every active sequence once, and requests come and go between steps.
+"""The engine: one step plans, launches and collects; requests come and go between steps.
 
-One thread owns an engine. Other threads talk to it by queue (see `api.async_llm`).
+    plan     the batcher admits and evicts, the planner picks tokens and reserves their blocks      (host only)
+    launch   moves, the forward pass and sampling are queued on the device                         -> a ticket
+    collect  the tokens of a launched step arrive: append, stop, fork, verify, end
+
+On a CPU a ticket is complete when `launch` returns and is collected at once. On a GPU the host plans and launches step
+t + 1 while step t runs; sequences whose next draw depends on a token value sit out a step. One thread owns an engine;
+others reach it by queue (`engine.thread`).
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence as Sequences
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
 
 from bifolio.beam_params import BeamSearchParams
 from bifolio.cache.block_manager import KVCacheBlockManager
-from bifolio.cache.storage import KVStorage
-from bifolio.config import CacheConfig, EngineConfig, ModelConfig
+from bifolio.cache.sharing import BlockShareManager, ShareStats, SpeculativeDecodingSharing
+from bifolio.cache.storage import run_moves
+from bifolio.config import EngineConfig
 from bifolio.engine.executor import DecodeExecutor, ModelRunner, PrefillExecutor
-from bifolio.engine.fault.out_of_memory import MemoryRecovery, is_out_of_memory
-from bifolio.engine.host_batch import DeviceRows, Readout
-from bifolio.engine.memory import weight_bytes
-from bifolio.engine.postprocess import Recorder
-from bifolio.engine.requests import RequestIntake
-from bifolio.engine.speculative.draft_lengths import DraftLengths
-from bifolio.engine.speculative.draft_model import DraftModelDrafter, check_pair
-from bifolio.engine.speculative.speculator import NgramDrafter, Speculator
-from bifolio.errors import ConfigError, RequestError
-from bifolio.kernels.interface import Array, KernelSet
+from bifolio.engine.fault.recovery import FaultRecovery
+from bifolio.engine.host_batch import Readout
+from bifolio.engine.postprocess import Postprocessor, Ticket
+from bifolio.engine.requests import RequestFactory
+from bifolio.engine.slot_state import SlotState
+from bifolio.engine.speculative.build import new_speculator
+from bifolio.errors import RequestError
+from bifolio.kernels.interface import KernelSet, SlotSizes
 from bifolio.model.loaded import LoadedModel
-from bifolio.model.weights import prepare
-from bifolio.sampling.sampler import SampledTokens, Sampler, SamplingTable
+from bifolio.sampling.sampler import Sampler, SamplingTable
 from bifolio.sampling_params import SamplingParams
 from bifolio.schedule.batcher import ContinuousBatcher
 from bifolio.schedule.orchestrators import DecodeOrchestrator, PrefillOrchestrator
 from bifolio.schedule.phases import PhaseManager
-from bifolio.schedule.plan import StepPlan
+from bifolio.schedule.plan import BatchSlot, StepPlan
 from bifolio.sequence import FinishReason, Request, RequestPhase, Sequence, StepResult
 
 
@@ -52,7 +55,8 @@ class EngineStats:
     num_waiting: int = 0
     num_blocks: int = 0
     num_used_blocks: int = 0
-    utilisation: float = 1.0  # filled token slots over the slots of all blocks in use
+    utilisation: float = 1.0  # reserved tokens over the capacity of all blocks in use
+    sharing: ShareStats = field(default_factory=lambda: ShareStats(0, 0, 0, 0.0))
 
 
 class InferenceEngine:
@@ -63,20 +67,20 @@ class InferenceEngine:
     ) -> None:
         self.model = model
         self.config = config
-        network, cache = model.config, config.cache
+        cache = config.cache
         self.blocks = KVCacheBlockManager(
             cache.num_blocks, cache.block_size, enable_prefix_caching=cache.enable_prefix_caching
         )
-        self.storages = [new_storage(network, cache, kernels)]  # the model's own, then the draft model's
+        self.shares = BlockShareManager(self.blocks)
+        self.runner = ModelRunner.new(model, cache, kernels)
+        self.storages = [self.runner.storage]  # then the draft model's
         if cache.poison_free_blocks:
             self.blocks.on_free = self._poison
-        self.runner = ModelRunner(prepare(model.weights, kernels), kernels, self.storages[0])
         self.prefill_executor = PrefillExecutor(self.runner, config.chunk_size)
         self.decode_executor = DecodeExecutor(self.runner)
-        self.table = SamplingTable(config.max_num_seqs, network.vocab_size)
-        self.sampler = Sampler(network.vocab_size, self.table)
-        self.rows = self._new_rows(kernels)
-        self.speculator = self._new_speculator(draft_model)
+        self.slots = self._new_slots()
+        self.speculator = new_speculator(self, draft_model)
+        speculation = None if self.speculator is None else SpeculativeDecodingSharing(self.shares)
         self.batcher = ContinuousBatcher(
             config.max_num_seqs, self.blocks, listener=self, max_waiting=config.max_waiting
         )
@@ -86,81 +90,92 @@ class InferenceEngine:
             chunk_size=config.chunk_size,
             preempt=self.batcher.preempt,
             drop_kept=self.batcher.drop_kept,
+            speculation=speculation,
         )
-        self.recorder = Recorder(self.batcher, self.blocks, self.sampler, kernels, self.speculator)
-        self.recovery = MemoryRecovery(self)
+        self.postprocess = Postprocessor(
+            self.batcher, self.phases, self.blocks, self.slots.sampler, kernels, self.speculator, speculation
+        )
+        self.faults = FaultRecovery(self)
         self.requests: dict[str, Request] = {}  # not finished yet
-        self.intake = RequestIntake(model, config, self.blocks, self.requests)
+        self.factory = RequestFactory(model, config, self.blocks, self.requests)
+        self.in_flight: deque[Ticket] = deque()
+        self._depth = config.launch_ahead if config.launch_ahead is not None else int(kernels.launches_ahead)
         self._counters = EngineStats()
-        self._outbox: list[StepResult] = []  # ends that happened outside a step
+        self._outbox: list[StepResult] = []  # results that are not delivered yet
 
     # -- one step -----------------------------------------------------------------------------------------------
     def step(self) -> list[StepResult]:
-        """Run every active sequence once; say what became of each. Running out of memory fails the step alone."""
+        """Run every active sequence once. A failing step harms one request at most (`engine.fault`)."""
+        self.faults.before_step()
         try:
-            results = self._step()
+            self._outbox.extend(self.batcher.step(self._iterate))
         except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            failure = error.with_traceback(None)  # whose frames hold what the step had allocated
+            failure = error.with_traceback(None)  # the frames hold the arrays of the failed step
         else:
-            if self.recovery.step_succeeded():
-                self._more_may_run()
-            return results
-        results = self.recovery.recover(failure)
-        self._more_may_run()
-        return self._deliver(results)
+            self.faults.step_succeeded()
+            return self._deliver()
+        self._outbox.extend(self.faults.recover(failure))
+        return self._deliver()
 
-    def _step(self) -> list[StepResult]:
-        self.batcher.evict_completed()  # rows and blocks go back
-        self._count_admitted(self.batcher.admit_pending())  # a slot each, opened on the cached prefix
-        plan = self.phases.plan(self.batcher.active_slots(), self.recovery.token_budget, self._room_for_drafts())
-        if plan.is_empty:
-            if not self.has_work:
-                self.blocks.check_invariants()  # idle: prove that nothing leaked
-            return self._deliver([])
+    def _iterate(self, slots: list[BatchSlot]) -> list[StepResult]:
+        """Plan and launch the next step; collect the steps that are due."""
+        plan = self.plan(slots)
+        if self.in_flight and (plan.is_short or plan.is_empty):  # the tokens in flight are needed first
+            self.collect()
+            if plan.is_empty:
+                plan = self.plan(slots)
+        if not plan.is_empty:
+            self.in_flight.append(self.launch(plan))
+        elif not self.has_work:
+            self.blocks.check_invariants()  # idle: prove that no block leaked
+        while len(self.in_flight) > self._depth:
+            self.collect()
+        return []
+
+    def plan(self, slots: list[BatchSlot]) -> StepPlan:
+        """Pick the tokens of the next step and reserve their blocks."""
+        return self.phases.plan(
+            slots, self.faults.token_budget, self._room_for_drafts(slots), may_preempt=not self.in_flight
+        )
+
+    def launch(self, plan: StepPlan) -> Ticket:
+        """Queue moves, the forward pass and its draws."""
         started = time.perf_counter()
-        for storage in self.storages:
-            storage.copy_blocks(plan.copies)  # copy-on-write, before any write
-        self.rows.update(plan)  # differences to the device rows
+        run_moves(self.blocks, self.storages)  # copy-on-write, before any write
+        self.slots.update(plan)
         if self.speculator is not None:
             plan = self.speculator.fill(plan)  # guesses; a draft model runs here
-        batch, readout = self.rows.stage(plan)
+        readout = Readout.from_plan(plan)
         executor = self.prefill_executor if plan.prefills else self.decode_executor
-        logits = executor.run(batch)  # one flat forward; attention once per segment
-        self.recorder.publish_prompts(plan)
-        sampled = self._sample(logits, readout)  # verifies drafts
-        if self.speculator is not None and not plan.prefills:
-            self.speculator.observe_step(batch.num_tokens, time.perf_counter() - started)
-        results: list[StepResult] = []
-        try:
-            self.recorder.record(plan, readout, logits, sampled, results)
-        except Exception:
-            self._outbox.extend(results)  # what was recorded before the error is told all the same
-            raise
+        launched = executor.launch(plan, readout, self.slots)
         self._count(plan)
-        return self._deliver(results)
+        return self.postprocess.launched(plan, readout, launched, started)
 
-    def _more_may_run(self) -> None:
-        """Called when those who wait should be looked at again."""
+    def collect(self) -> None:
+        """Take over the tokens of the oldest launched step."""
+        ticket = self.in_flight.popleft()
+        self.postprocess.collect(ticket, self._outbox)
+        if self.speculator is not None and not ticket.plan.prefills:
+            self.speculator.observe_step(ticket.plan.num_tokens, time.perf_counter() - ticket.started)
 
-    def _sample(self, logits: Array, readout: Readout) -> SampledTokens | None:
-        if not readout.sample_rows:
-            return None
-        if readout.sample_rows != list(range(logits.shape[0])):
-            logits = self.runner.kernels.take(logits, np.asarray(readout.sample_rows, dtype=np.int32))
-        pending = readout.pending if any(readout.pending) else None
-        return self.sampler.sample(logits, readout.sample_slots, readout.positions, pending)
+    def take_back(self) -> list[Request]:
+        """Drop all launched steps and preempt all running sequences; their requests, oldest first.
 
-    def _room_for_drafts(self) -> dict[int, int]:
-        if self.speculator is None:
-            return {}
-        slots = self.batcher.active_slots()
-        return self.speculator.room([slot.held for slot in slots if slot.phase is RequestPhase.DECODE])
+        The one way back after a failure: nothing of an uncollected step counts, full blocks of collected ones stay in
+        the prefix cache, and the same noise draws the same tokens again.
+        """
+        self.in_flight.clear()
+        self.batcher.evict_completed()
+        running = [slot.held for slot in self.batcher.active_slots()]
+        requests = {sequence.request.request_id: sequence.request for sequence in running}
+        for sequence in running:
+            if self.batcher.slot_of(sequence) is not None and not sequence.is_dormant:
+                self.batcher.preempt(sequence)
+        return sorted(requests.values(), key=lambda request: request.number)
 
     @property
     def has_work(self) -> bool:
-        return self.batcher.has_work or bool(self._outbox)
+        return self.batcher.has_work or bool(self._outbox) or bool(self.in_flight) or self.faults.num_parked > 0
 
     # -- requests ---------------------------------------------------------------------------------------------------
     def add_request(
@@ -173,9 +188,9 @@ class InferenceEngine:
         priority: int = 0,
         salt: bytes = b"",
     ) -> Request:
-        """Queue a request; what cannot be served is refused here, before it touches anything."""
-        request = self.intake.new_request(request_id, prompt_token_ids, params, prompt, priority, salt)
-        self.intake.add_completions(request)
+        """Queue a request; one that cannot be served is refused here, before it touches anything."""
+        request = self.factory.new_request(request_id, prompt_token_ids, params, prompt, priority, salt)
+        self.factory.add_completions(request)
         return self._enqueue(request)
 
     def add_beam_search(
@@ -188,15 +203,15 @@ class InferenceEngine:
         priority: int = 0,
         salt: bytes = b"",
     ) -> Request:
-        """Queue a beam search; it runs in the same batches as everything else."""
-        request = self.intake.new_request(request_id, prompt_token_ids, params.sampling, prompt, priority, salt)
-        self.intake.add_beams(request, params)
+        """Queue a beam search; it runs in the same batches as all other requests."""
+        request = self.factory.new_request(request_id, prompt_token_ids, params.sampling, prompt, priority, salt)
+        self.factory.add_beams(request, params)
         return self._enqueue(request)
 
     def keep(self, request_id: str) -> bool:
-        """Hold on to the conversation after its end, so that `fork` can continue it without recomputing anything.
+        """Hold the conversation's blocks after its end, so that `fork` can continue it without recomputing anything.
 
-        Kept conversations are given up, the oldest first, when their blocks are needed; False if it is not running.
+        Kept conversations are dropped, the oldest first, when their blocks are needed; False if it is not running.
         """
         request = self.requests.get(request_id)
         if request is not None:
@@ -206,16 +221,17 @@ class InferenceEngine:
     def fork(
         self, request_id: str, new_request_id: str, token_ids: Sequences[int], params: SamplingParams, **options: Any
     ) -> Request:
-        """Branch a kept conversation: its tokens, then `token_ids`, then what the model generates.
+        """Branch a kept conversation: its tokens, then `token_ids`, then newly generated ones.
 
-        If it was given up meanwhile, `RequestError`: send the whole conversation as a new request instead.
+        If it was dropped meanwhile, `RequestError`: send the whole conversation as a new request instead.
         """
         parent = self.batcher.kept(request_id)
         if parent is None:
             raise RequestError(f"no conversation is kept under {request_id!r}: send it whole, as a new request")
         salt = parent.request.salt
-        request = self.intake.new_request(new_request_id, [*parent.token_ids, *token_ids], params, salt=salt, **options)
-        self.intake.add_completions(request)
+        prompt = [*parent.token_ids, *token_ids]
+        request = self.factory.new_request(new_request_id, prompt, params, salt=salt, **options)
+        self.factory.add_completions(request)
         first = request.sequences[0]
         self.blocks.fork(parent.id, first.id)
         try:
@@ -227,7 +243,7 @@ class InferenceEngine:
             raise
 
     def release(self, request_id: str) -> bool:
-        """Give up a kept conversation."""
+        """Drop a kept conversation."""
         return self.batcher.drop_kept(request_id)
 
     def abort(self, request_id: str) -> bool:
@@ -244,28 +260,23 @@ class InferenceEngine:
 
     def stats(self) -> EngineStats:
         now = self._counters
-        now.num_running, now.num_waiting = self.batcher.num_running, self.batcher.num_waiting
+        now.num_prompt_tokens, now.num_cached_tokens = self.batcher.num_prompt_tokens, self.batcher.num_cached_tokens
+        now.num_running = self.batcher.num_running
+        now.num_waiting = self.batcher.num_waiting + self.faults.num_parked
         now.num_blocks, now.num_used_blocks = self.blocks.num_blocks - 1, self.blocks.num_used_blocks
         now.utilisation = self.blocks.utilisation()
+        now.sharing = self.shares.get_stats()
         return now
 
-    # -- rows change hands (called by the batcher) ------------------------------------------------------------------
+    # -- slots change hands (called by the batcher) -----------------------------------------------------------------
     def slot_taken(self, slot: int, sequence: Sequence) -> None:
-        request = sequence.request
-        grammar: Any = request.params.grammar  # compiled when the request was added
-        self.table.set(
-            slot,
-            request.params,
-            sequence.seed,
-            request.prompt_array,
-            sequence.output_token_ids,
-            frozenset(self.model.config.eos_token_ids),
-            mask=None if grammar is None else grammar.follow(sequence.output_token_ids),
-        )
+        self.slots.set_slot(slot, sequence, frozenset(self.model.config.eos_token_ids))
+        waits = self.speculator is not None or self.slots.waits_for_tokens(slot)
+        self.batcher.slots[slot].waits_for_tokens = waits
         self.phases.track(sequence)
 
     def slot_freed(self, slot: int, sequence: Sequence) -> None:
-        self.table.clear(slot)
+        self.slots.clear_slot(slot)
         self.phases.remove_sequence(sequence.id)
         if self.speculator is not None:
             self.speculator.drafter.forget(sequence)
@@ -276,49 +287,34 @@ class InferenceEngine:
         self.requests[request.request_id] = request
         return request
 
-    def _new_speculator(self, draft_model: LoadedModel | None) -> Speculator | None:
-        config = self.config.speculative
-        if config is None:
-            return None
-        if config.method == "ngram":
-            return Speculator(config, NgramDrafter(config), self.config.max_model_len)
-        if draft_model is None:
-            raise ConfigError("speculative method 'draft' needs a draft model: pass draft_model=...")
-        check_pair(self.model, draft_model)
-        kernels = self.runner.kernels
-        storage = new_storage(draft_model.config, self.config.cache, kernels)
-        self.storages.append(storage)
-        runner = ModelRunner(prepare(draft_model.weights, kernels), kernels, storage)
-        drafter = DraftModelDrafter(runner, self.rows, self.sampler, self.config.chunk_size)
-        relative_cost = weight_bytes(draft_model.weights) / max(weight_bytes(self.model.weights), 1)
-        lengths = DraftLengths(config.length, config.adaptive, drafter.costs, relative_cost)
-        return Speculator(config, drafter, self.config.max_model_len, lengths)
+    def _new_slots(self) -> SlotState:
+        config, kernels = self.config, self.runner.kernels
+        max_blocks = self.blocks.blocks_for(config.max_model_len) + 1
+        vocab = self.model.config.vocab_size
+        sizes = SlotSizes(config.max_num_seqs, max_blocks, config.max_model_len, vocab)
+        device = kernels.device_slots(self.runner.network, self.runner.storage, sizes)
+        sampler = Sampler(vocab, SamplingTable(config.max_num_seqs, vocab))
+        return SlotState(self.blocks, kernels, sampler, max_blocks, device)
 
-    def _new_rows(self, kernels: KernelSet) -> DeviceRows:
-        max_blocks = self.blocks.blocks_for(self.config.max_model_len) + 1
-        return DeviceRows(self.config.max_num_seqs, max_blocks, self.blocks, kernels)
+    def _room_for_drafts(self, slots: list[BatchSlot]) -> dict[int, int]:
+        if self.speculator is None:
+            return {}
+        ready = (slot.held for slot in slots if slot.sequence is not None and not slot.held.num_expected)
+        return self.speculator.room([sequence for sequence in ready if sequence.phase is RequestPhase.DECODE])
 
     def _poison(self, block_ids: list[int]) -> None:
         for storage in self.storages:
             storage.poison_blocks(block_ids)
 
-    def _deliver(self, results: list[StepResult]) -> list[StepResult]:
-        results = [*self._outbox, *results]
-        self._outbox = []
+    def _deliver(self) -> list[StepResult]:
+        results, self._outbox = self._outbox, []
         for result in results:
             request = self.requests.get(result.request_id)
             if result.finished and request is not None and request.is_finished:
                 del self.requests[result.request_id]
         if not self.requests:
-            self.batcher.evict_completed()  # nobody will call for the last ones' rows
+            self.batcher.evict_completed()  # no later step would
         return results
-
-    def _count_admitted(self, admitted: list[Sequence]) -> None:
-        for sequence in admitted:
-            metrics = sequence.request.metrics
-            if not metrics.num_preemptions:  # one that comes back was counted before
-                self._counters.num_prompt_tokens += sequence.num_prompt
-                self._counters.num_cached_tokens += metrics.num_cached_tokens
 
     def _count(self, plan: StepPlan) -> None:
         counters = self._counters
@@ -326,18 +322,3 @@ class InferenceEngine:
         counters.num_decode_tokens += sum(item.num_new for item in plan.decodes)
         counters.num_prefill_tokens += sum(item.num_new for item in plan.prefills)
         counters.num_preemptions += len(plan.preempted)
-
-
-def new_storage(network: ModelConfig, cache: CacheConfig, kernels: KernelSet) -> KVStorage:
-    storage_class: type[KVStorage] = getattr(kernels, "storage_class", KVStorage)
-    return storage_class(
-        network.num_layers,
-        cache.num_blocks,
-        cache.block_size,
-        network.num_kv_heads,
-        network.head_dim,
-        cache.dtype,
-        device=kernels.device,
-        backend="torch" if kernels.array_backend == "torch" else "numpy",
-        poison=cache.poison_free_blocks,
-    )

@@ -1,22 +1,31 @@
-"""Running a batch on the device. No bookkeeping here: blocks were reserved, arrays staged.
+"""Running a plan on the device: `PrefillExecutor` and `DecodeExecutor`, the two phases' machinery.
 
-The two executors are the two phases' machinery. On the reference kernels both are one forward pass; kernel sets with
-a machinery of their own for a phase (captured graphs, recorded programs) hook in here.
+    PrefillExecutor  steps with prompt tokens: packed sequences, large products, logits for last tokens only
+    DecodeExecutor   steps of decode tokens (and drafts) alone: CUDA graphs on a GPU, a recorded program on the CPU
+
+`launch` queues the pass and its draws and returns at once where the device has a queue. `PrefillExecutor.execute` and
+`DecodeExecutor.step` run one sequence outside an engine, on a `KvCacheEntry`: embeddings and `LanguageModel.decode` are
+made of them. Blocks are reserved before anything runs; a pass that fails gives its reservation back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from bifolio.cache.storage import KvCacheEntry, KVStorage
-from bifolio.errors import EmptyPromptError, PhaseError
-from bifolio.kernels.interface import Array, AttentionPhase, AttentionSegment, Batch, KernelSet
-from bifolio.model.transformer import forward
-from bifolio.model.weights import ModelWeights
+from bifolio.cache.block_table import padded
+from bifolio.cache.storage import CacheLayout, KvCacheEntry, KVStorage
+from bifolio.config import CacheConfig
+from bifolio.engine.host_batch import HostBatch, Readout, Run
+from bifolio.engine.slot_state import Draws, SlotState
+from bifolio.errors import ConfigError, EmptyPromptError, PhaseError, TokenIdError
+from bifolio.kernels.interface import Array, AttentionPhase, Batch, KernelSet, Network, StepProgram, Storage
+from bifolio.model import transformer
+from bifolio.model.loaded import LoadedModel
+from bifolio.model.weights import ModelWeights, prepare
+from bifolio.schedule.plan import StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,61 +36,163 @@ class ModelRunner:
     kernels: KernelSet
     storage: KVStorage
 
+    @classmethod
+    def new(cls, model: LoadedModel, cache: CacheConfig, kernels: KernelSet) -> ModelRunner:
+        """Prepare a model's weights and allocate its paged cache."""
+        config = model.config
+        layout = CacheLayout(
+            config.num_layers,
+            cache.num_blocks,
+            cache.block_size,
+            config.num_kv_heads,
+            config.head_dim,
+            cache.dtype,
+            cache.poison_free_blocks,
+        )
+        return cls(prepare(model.weights, kernels), kernels, kernels.new_storage(layout))
+
     def run(self, batch: Batch) -> Array:
-        """Logits f32[r, vocab] of the rows that the batch names; K and V of all its tokens are in the cache after."""
-        whole_step: Any = getattr(self.kernels, "run", None)
-        if whole_step is not None:
-            return whole_step(self.weights, batch, self.storage)
-        return forward(self.weights, batch, self.kernels, self.storage)
+        """Logits f32[r, vocab] of the tokens that the batch names, verb by verb; K and V of all tokens are cached."""
+        return transformer.forward(self.weights, batch, self.kernels, self.storage)
+
+    @property
+    def network(self) -> Network:
+        """The forward pass as the kernel set records it."""
+        weights = self.weights
+
+        def forward(kernels: KernelSet, batch: Batch, storage: Storage | None) -> Array:
+            return transformer.forward(weights, batch, kernels, storage)
+
+        shapes = tuple(layer.shape for layer in weights.layers)
+        return Network(forward, shapes, tuple(zip(weights.inverse_frequencies, weights.rope_scales, strict=True)))
+
+
+@dataclass(slots=True)
+class Launched:
+    """A launched pass: its draws, and the logits that a search or a scored prompt reads."""
+
+    draws: Draws | None
+    logits: Array | None  # f32[r, vocab]; None when every row is drawn and nothing else reads them
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillResult:
-    """What a prompt left behind."""
+    """The state after a prompt."""
 
     kv_len: int  # entries per layer: exactly the prompt's tokens
     num_chunks: int
     logits: Array  # f32[vocab] of the last token
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillExecutor:
+class _Executor:
+    """Common to both phases: the program of the phase, and passes on one sequence."""
+
+    phase: AttentionPhase
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+        self._program: StepProgram | None = None
+        self._is_recorded = False
+
+    @property
+    def program(self) -> StepProgram | None:
+        """The pass of this phase as one call; recorded when it is first needed, None where the set has no programs."""
+        if not self._is_recorded:
+            self._program = self.runner.kernels.record(self.runner.network, self.phase)
+            self._is_recorded = True
+        return self._program
+
+    def run(self, batch: Batch) -> Array:
+        """Logits f32[r, vocab] of the tokens that the batch names; K and V of all its tokens are in the cache after."""
+        program = self.program
+        return self.runner.run(batch) if program is None else program.run(batch, self.runner.storage)
+
+    def launch(self, plan: StepPlan, readout: Readout, slots: SlotState) -> Launched:
+        """Queue the pass of a plan and its draws."""
+        logits = self.run(slots.lay_out(plan, readout))
+        draws = slots.draw(logits, readout)
+        return Launched(draws, None if readout.is_plain else logits)
+
+    def append(
+        self,
+        kv_caches: Sequence[KvCacheEntry],
+        tokens: Sequence[Sequence[int]],
+        run: Callable[[Batch], Array] | None = None,
+    ) -> Array:
+        """One pass over new tokens at the end of each sequence: f32[s, vocab], the logits of their last tokens.
+
+        `run` replaces the pass. An error leaves all sequences as they were.
+        """
+        starts = [entry.seq_len for entry in kv_caches]
+        try:
+            batch = append_batch(kv_caches, tokens, self.phase, self.runner.weights.config.vocab_size)
+            return (run or self.run)(batch.to(self.runner.kernels))
+        except BaseException:
+            for entry, start in zip(kv_caches, starts, strict=True):
+                entry.truncate(start)
+            raise
+
+
+class PrefillExecutor(_Executor):
     """Processes prompt tokens in parallel, `chunk_size` at a time. Bound by compute."""
 
-    runner: ModelRunner
-    chunk_size: int = 512
+    phase = AttentionPhase.PREFILL
 
-    def run(self, batch: Batch) -> Array:
-        return self.runner.run(batch)
+    def __init__(self, runner: ModelRunner, chunk_size: int = 512) -> None:
+        super().__init__(runner)
+        if chunk_size < 1:
+            raise ConfigError(f"chunk_size must be at least 1, not {chunk_size}")
+        self.chunk_size = chunk_size
 
-    def execute(self, tokens: Sequence[int], kv_cache: KvCacheEntry) -> PrefillResult:
-        """A whole prompt into one sequence's cache; a later chunk reads only what an earlier one wrote."""
+    def chunks(
+        self, tokens: Sequence[int], kv_cache: KvCacheEntry, run: Callable[[Batch], Array] | None = None
+    ) -> Iterator[Array]:
+        """The output of `run` (by default the last token's logits) for each chunk of a prompt, one at a time.
+
+        A later chunk reads only entries that an earlier one wrote.
+        """
         if not len(tokens):
             raise EmptyPromptError("a prompt has at least one token")
-        logits, num_chunks = None, 0
         for start in range(0, len(tokens), self.chunk_size):
-            chunk = tokens[start : start + self.chunk_size]
-            logits = self.run(append_batch(self.runner, kv_cache, chunk, AttentionPhase.PREFILL))
-            num_chunks += 1
-        assert logits is not None
-        return PrefillResult(kv_cache.seq_len, num_chunks, logits[0])
+            yield self.append([kv_cache], [tokens[start : start + self.chunk_size]], run)
+
+    def execute(self, tokens: Sequence[int], kv_cache: KvCacheEntry) -> PrefillResult:
+        """A whole prompt into one sequence's cache; an error in any chunk leaves the sequence as it was."""
+        start = kv_cache.seq_len
+        try:
+            logits = list(self.chunks(tokens, kv_cache))
+        except BaseException:
+            kv_cache.truncate(start)
+            raise
+        return PrefillResult(kv_cache.seq_len, len(logits), logits[-1][0])
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeExecutor:
-    """Generates one token at a time with minimal latency. Bound by memory bandwidth."""
+class DecodeExecutor(_Executor):
+    """Generates one token at a time with minimal latency. Bound by memory bandwidth and launches."""
 
-    runner: ModelRunner
+    phase = AttentionPhase.DECODE
 
-    def run(self, batch: Batch) -> Array:
-        return self.runner.run(batch)
+    def launch(self, plan: StepPlan, readout: Readout, slots: SlotState) -> Launched:
+        """Queue a decode step: replayed as a whole on a device that keeps the slots, else as any pass."""
+        on_device = slots.decodes_on_device(plan)
+        if on_device is None or slots.device is None:
+            return super().launch(plan, readout, slots)
+        if readout.is_plain:
+            draws = slots.draw_with_pass(plan, on_device)
+            if draws is not None:
+                return Launched(draws, None)
+        logits = slots.device.decode_logits(on_device)
+        return Launched(slots.draw(logits, readout), None if readout.is_plain else logits)
 
     def step(self, kv_cache: KvCacheEntry, token: int) -> int:
         """Append the newest token and return the most likely next one."""
+        return int(self.runner.kernels.to_host(self.logits(kv_cache, token)).argmax())
+
+    def logits(self, kv_cache: KvCacheEntry, token: int) -> Array:
+        """Append the newest token; f32[vocab] for the next one."""
         if kv_cache.seq_len == 0:
             raise PhaseError("decode before prefill: this sequence has nothing in the cache yet")
-        logits = self.run(append_batch(self.runner, kv_cache, [token], AttentionPhase.DECODE))
-        return int(self.runner.kernels.to_host(logits)[0].argmax())
+        return self.append([kv_cache], [[token]])[0]
 
     def generate(self, kv_cache: KvCacheEntry, first: int, max_tokens: int) -> list[int]:
         """Greedy tokens, beginning with `first`, which prefill chose: never more than `max_tokens`."""
@@ -91,31 +202,26 @@ class DecodeExecutor:
         return tokens
 
 
-def append_batch(runner: ModelRunner, kv_cache: KvCacheEntry, tokens: Sequence[int], phase: AttentionPhase) -> Batch:
-    """Reserve slots for `tokens` at the end of one sequence and describe their forward pass."""
-    start, block_size = kv_cache.seq_len, runner.storage.block_size
-    kv_cache.reserve(len(tokens))
-    end = start + len(tokens)
-    table = np.asarray(kv_cache.block_ids, dtype=np.int32)[None, :]
-    positions = np.arange(start, end, dtype=np.int32)
-    to_device = runner.kernels.from_host
-    segment = AttentionSegment(
-        phase=phase,
-        token_start=0,
-        token_end=len(tokens),
-        query_starts=np.array([0, len(tokens)], dtype=np.int32),
-        context_lens=np.array([end], dtype=np.int32),
-        block_tables=to_device(table),
-        fresh=start == 0,
-        max_query_len=len(tokens),
-        max_context_len=end,
-    )
-    slots = table[0, positions // block_size].astype(np.int64) * block_size + positions % block_size
-    return Batch(
-        token_ids=to_device(np.asarray(tokens, dtype=np.int32)),
-        positions=to_device(positions),
-        slots=to_device(slots),
-        segments=(segment,),
-        logit_rows=to_device(np.array([len(tokens) - 1], dtype=np.int32)),
-        max_position=end - 1,
-    )
+def append_batch(
+    kv_caches: Sequence[KvCacheEntry],
+    tokens: Sequence[Sequence[int]],
+    phase: AttentionPhase,
+    vocab_size: int,
+) -> HostBatch:
+    """Reserve room for new tokens at the end of each sequence and lay out their pass, with the last tokens' logits."""
+    runs: list[Run] = []
+    for number, (entry, new) in enumerate(zip(kv_caches, tokens, strict=True)):
+        ids = np.asarray(new)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise TokenIdError("tokens are whole numbers in one list")
+        if not len(ids):
+            raise EmptyPromptError("a pass has at least one token of each sequence")
+        if not 0 <= ids.min() <= ids.max() < vocab_size:
+            raise TokenIdError(f"a token id is outside the vocabulary of {vocab_size} tokens")
+        runs.append(Run(number, entry.seq_len, ids.astype(np.int32)))
+    for entry, run in zip(kv_caches, runs, strict=True):
+        entry.reserve(len(run.tokens))
+    tables = padded([entry.block_ids for entry in kv_caches])
+    last = np.cumsum([len(run.tokens) for run in runs]) - 1
+    decodes, prefills = (runs, []) if phase is AttentionPhase.DECODE else ([], runs)
+    return HostBatch.from_runs(decodes, prefills, tables, kv_caches[0].storage.block_size, last.tolist())

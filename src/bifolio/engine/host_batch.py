@@ -1,33 +1,120 @@
-"""Permanent rows on the device side: block tables by slot, updated by differences; plan → batch.
+"""From a plan to arrays: `HostBatch`, one flat batch in numpy, and `Readout`, the use of its logits.
 
-A sequence keeps its row as long as it runs, so a step writes only what changed: the block a row gained, nothing else.
+Every pass of the engine, of the executors and of `LanguageModel` is laid out here. A host batch holds plain arrays and
+can be sent to another process; `to` hands it to a kernel set.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Sequences
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bifolio.cache.block_manager import KVCacheBlockManager
-from bifolio.kernels.interface import AttentionPhase, AttentionSegment, Batch, KernelSet
+from bifolio.kernels.interface import AttentionSegment, Batch, KernelSet
+from bifolio.schedule.orchestrators import DecodeOrchestrator, PrefillOrchestrator
 from bifolio.schedule.plan import ScheduledSequence, StepPlan
+
+ON_DEVICE = -1  # stands for a token that a launched step draws on the device
 
 
 class Run(NamedTuple):
-    """Tokens of one slot that stand next to each other in the batch."""
+    """Consecutive tokens of one sequence, which stand next to each other in the batch."""
 
-    slot: int
+    table: int  # row of the block tables
     start: int  # position of the first
     tokens: Sequences[int] | NDArray[np.int32]
 
 
+@dataclass(frozen=True, slots=True)
+class HostBatch:
+    """One forward pass in numpy arrays; the fields are those of `Batch`."""
+
+    token_ids: NDArray[np.int32]  # i32[t]  -1: drawn by a step in flight, and on the device
+    positions: NDArray[np.int32]  # i32[t]
+    cache_index: NDArray[np.int64] | None  # i64[t]  None: nothing is cached
+    segments: tuple[AttentionSegment, ...]
+    logit_rows: NDArray[np.int32] | None  # i32[r]  None: all
+
+    @classmethod
+    def from_plan(
+        cls, plan: StepPlan, readout: Readout, tables: np.ndarray, newest: np.ndarray, block_size: int
+    ) -> HostBatch:
+        """The plan as one flat batch, decodes first.
+
+        tables: i32[slots, blocks]. newest: i32[slots], tokens that steps in flight have drawn.
+        """
+        decodes = [_run(item, newest) for item in plan.decodes]
+        prefills = [_run(item, newest) for item in plan.prefills]
+        return cls.from_runs(decodes, prefills, tables, block_size, readout.logit_rows)
+
+    @classmethod
+    def from_runs(
+        cls,
+        decodes: list[Run],
+        prefills: list[Run],
+        tables: np.ndarray | None,
+        block_size: int = 1,
+        logit_rows: Sequences[int] | None = None,
+    ) -> HostBatch:
+        """Flat arrays for these runs of tokens; without tables nothing is cached."""
+        runs = decodes + prefills
+        count, border = len(runs), len(decodes)
+        owners_table = np.fromiter((run.table for run in runs), dtype=np.int32, count=count)
+        starts = np.fromiter((run.start for run in runs), dtype=np.int32, count=count)
+        lengths = np.fromiter((len(run.tokens) for run in runs), dtype=np.int32, count=count)
+        num_tokens = int(lengths.sum())
+        if num_tokens == count:  # one token each, the usual decode step
+            owners, positions = np.arange(count), starts
+        else:
+            owners = np.repeat(np.arange(count), lengths)
+            offsets = np.cumsum(lengths) - lengths
+            positions = (np.arange(num_tokens) - offsets[owners] + starts[owners]).astype(np.int32)
+        index = None
+        if tables is not None:
+            blocks = tables[owners_table[owners], positions // block_size].astype(np.int64)
+            index = blocks * block_size + positions % block_size
+        segments, token_start = [], 0
+        for orchestrator, part in (
+            (DecodeOrchestrator, slice(0, border)),
+            (PrefillOrchestrator, slice(border, count)),
+        ):
+            if part.start == part.stop:
+                continue
+            width = -(-int((starts[part] + lengths[part]).max()) // block_size)
+            own = None if tables is None else tables[owners_table[part], :width]
+            segment = orchestrator.lay_out(starts[part], lengths[part], own, token_start)
+            token_start = segment.token_end
+            segments.append(segment)
+        wanted = None if logit_rows is None else np.asarray(logit_rows, dtype=np.int32)
+        return cls(_joined(runs, num_tokens), positions, index, tuple(segments), wanted)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    def to(self, kernels: KernelSet) -> Batch:
+        """The batch in the kernel set's own arrays; lengths and starts of segments stay on the host."""
+        upload = kernels.from_host
+        segments = tuple(
+            segment if segment.block_tables is None else replace(segment, block_tables=upload(segment.block_tables))
+            for segment in self.segments
+        )
+        return Batch(
+            token_ids=upload(self.token_ids),
+            positions=upload(self.positions),
+            cache_index=None if self.cache_index is None else upload(self.cache_index),
+            segments=segments,
+            logit_rows=None if self.logit_rows is None else upload(self.logit_rows),
+            max_position=int(self.positions.max()) if len(self.positions) else 0,
+        )
+
+
 @dataclass(slots=True)
 class Readout:
-    """What is to be done with the logits of a step; rows count the logits that the batch asks for."""
+    """The use of a step's logits; rows count the logits that the batch asks for."""
 
     logit_rows: list[int] = field(default_factory=list)  # tokens of the batch whose logits are wanted
     sample_rows: list[int] = field(default_factory=list)  # row that each drawn token comes from
@@ -37,8 +124,22 @@ class Readout:
     group_rows: dict[int, int] = field(default_factory=dict)  # sequence id → row: logits that a search looks at
     prompt_rows: dict[int, int] = field(default_factory=dict)  # slot → first of the rows that score its prompt
 
-    def add(self, item: ScheduledSequence, first: int) -> None:
-        """Ask for what this sequence needs; `first` is the index of its first token in the batch."""
+    @classmethod
+    def from_plan(cls, plan: StepPlan) -> Readout:
+        readout = cls()
+        first = 0
+        for item in plan.scheduled:
+            readout._add(item, first)
+            first += item.num_new
+        return readout
+
+    @property
+    def is_plain(self) -> bool:
+        """Every row is drawn for its own slot: nothing else reads the logits."""
+        return len(self.sample_rows) == len(self.logit_rows) and not self.group_rows and not self.prompt_rows
+
+    def _add(self, item: ScheduledSequence, first: int) -> None:
+        """Ask for the logits that this sequence needs; `first` is the index of its first token in the batch."""
         end, guesses = first + item.num_new, item.drafts
         if wants_prompt_logits(item):
             self.prompt_rows[item.slot] = len(self.logit_rows)
@@ -59,91 +160,22 @@ class Readout:
                 self.pending.append(guesses[:draw])
 
 
-class DeviceRows:
-    """Block tables of all slots."""
-
-    def __init__(self, max_slots: int, max_blocks: int, blocks: KVCacheBlockManager, kernels: KernelSet) -> None:
-        self.tables = np.zeros((max_slots, max_blocks), dtype=np.int32)  # padded with block 0
-        self._blocks = blocks
-        self._kernels = kernels
-
-    def update(self, plan: StepPlan) -> None:
-        """Bring the tables of the scheduled sequences up to date."""
-        slot_of = {item.sequence.id: item.slot for item in plan.scheduled}
-        for sequence_id, first, block_ids in self._blocks.take_many_row_changes(slot_of):
-            self.tables[slot_of[sequence_id], first : first + len(block_ids)] = block_ids
-
-    def stage(self, plan: StepPlan) -> tuple[Batch, Readout]:
-        """The plan as one flat batch, decodes first, and what its logits are for."""
-        readout = Readout()
-        first = 0
-        for item in plan.scheduled:
-            readout.add(item, first)
-            first += item.num_new
-        batch = self.lay_out(
-            [_run(item) for item in plan.decodes], [_run(item) for item in plan.prefills], readout.logit_rows
-        )
-        return batch, readout
-
-    def lay_out(self, decodes: list[Run], prefills: list[Run], logit_rows: Sequences[int]) -> Batch:
-        """Flat arrays for these runs of tokens; every run's blocks are in its slot's table."""
-        runs = decodes + prefills
-        count = len(runs)
-        slots = np.fromiter((run.slot for run in runs), dtype=np.int32, count=count)
-        starts = np.fromiter((run.start for run in runs), dtype=np.int32, count=count)
-        lengths = np.fromiter((len(run.tokens) for run in runs), dtype=np.int32, count=count)
-        offsets = np.zeros(count + 1, dtype=np.int32)
-        np.cumsum(lengths, out=offsets[1:])
-        if int(offsets[-1]) == count:  # one token each, the usual decode step
-            owners, positions = np.arange(count), starts
-        else:
-            owners = np.repeat(np.arange(count), lengths)
-            positions = np.arange(offsets[-1], dtype=np.int32) - offsets[owners] + starts[owners]
-        size = self._blocks.block_size
-        blocks = self.tables[slots[owners], positions // size].astype(np.int64)
-        to_device = self._kernels.from_host
-        return Batch(
-            token_ids=to_device(_joined(runs, int(offsets[-1]))),
-            positions=to_device(positions),
-            slots=to_device(blocks * size + positions % size),
-            segments=self._segments(len(decodes), slots, starts, lengths, offsets),
-            logit_rows=to_device(np.asarray(logit_rows, dtype=np.int32)),
-            max_position=int(positions.max()) if count else 0,
-        )
-
-    def _segments(
-        self, border: int, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, offsets: np.ndarray
-    ) -> tuple[AttentionSegment, ...]:
-        segments = []
-        for phase, first, last in (
-            (AttentionPhase.DECODE, 0, border),
-            (AttentionPhase.PREFILL, border, len(slots)),
-        ):
-            if first == last:
-                continue
-            contexts = starts[first:last] + lengths[first:last]
-            longest = int(contexts.max())
-            width = self._blocks.blocks_for(longest)
-            segments.append(
-                AttentionSegment(
-                    phase=phase,
-                    token_start=int(offsets[first]),
-                    token_end=int(offsets[last]),
-                    query_starts=offsets[first : last + 1] - offsets[first],
-                    context_lens=contexts,
-                    block_tables=self._kernels.from_host(self.tables[slots[first:last], :width]),
-                    fresh=phase is AttentionPhase.PREFILL and not starts[first:last].any(),
-                    max_query_len=int(lengths[first:last].max()),
-                    max_context_len=longest,
-                )
-            )
-        return tuple(segments)
+def wants_prompt_logits(item: ScheduledSequence) -> bool:
+    """The request asked for logprobs of its prompt, and this chunk lies in the prompt."""
+    sequence = item.sequence
+    return sequence.request.params.prompt_logprobs is not None and item.start < sequence.num_prompt
 
 
-def _run(item: ScheduledSequence) -> Run:
+def newest_token(item: ScheduledSequence, newest: np.ndarray) -> int:
+    """The token at `item.start`: known, or drawn by a step in flight."""
+    tokens = item.sequence.token_ids
+    return tokens[item.start] if item.start < len(tokens) else int(newest[item.slot])
+
+
+def _run(item: ScheduledSequence, newest: np.ndarray) -> Run:
     tokens = item.sequence.token_ids
     if item.num_new == 1:
-        return Run(item.slot, item.start, (tokens[item.start],))
+        return Run(item.slot, item.start, (newest_token(item, newest),))
     end = item.start + item.num_new - len(item.drafts)
     if not item.drafts:
         return Run(item.slot, item.start, item.sequence.tokens_until(end)[item.start : end])
@@ -155,9 +187,3 @@ def _joined(runs: list[Run], count: int) -> NDArray[np.int32]:
     if count == len(runs):
         return np.array([token for run in runs for token in run.tokens], dtype=np.int32)
     return np.concatenate([np.asarray(run.tokens, dtype=np.int32) for run in runs])
-
-
-def wants_prompt_logits(item: ScheduledSequence) -> bool:
-    """The request asked for logprobs of its prompt, and this chunk lies in the prompt."""
-    sequence = item.sequence
-    return sequence.request.params.prompt_logprobs is not None and item.start < sequence.num_prompt

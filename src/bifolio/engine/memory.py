@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from bifolio.cache.storage import KVStorage
+from bifolio.cache.storage import CacheLayout
 from bifolio.config import KVDtype, ModelConfig
 from bifolio.errors import ConfigError
 from bifolio.model.weights import ModelWeights
@@ -67,7 +67,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """How many blocks: as asked (`num_blocks`), as many as fit into `memory` bytes, or a safe share of what is free."""
     free = free_memory() if free_bytes is None else free_bytes
-    per_block = KVStorage.bytes_per_block(config.num_layers, block_size, config.num_kv_heads, config.head_dim, kv_dtype)
+    per_block = _bytes_per_block(config, block_size, kv_dtype)
     needed = -(-max_model_len // block_size) + 1  # one sequence of full length, and the padding block
     if num_blocks is None:
         if memory is None:
@@ -103,11 +103,7 @@ def plan_gpu_memory(
     """As many blocks as fit beside weights and steps, but not more than could be of use."""
     if not 0.0 < utilisation <= 1.0:
         raise ConfigError(f"gpu_memory_utilization is a share above 0 and at most 1, not {utilisation}")
-    per_block = sum(
-        KVStorage.bytes_per_block(c.num_layers, block_size, c.num_kv_heads, c.head_dim, kv_dtype)
-        for c in (config, draft)
-        if c is not None
-    )
+    per_block = sum(_bytes_per_block(c, block_size, kv_dtype) for c in (config, draft) if c is not None)
     needed = -(-max_model_len // block_size) + 1  # one sequence of full length, and the padding block
     fitting = int(max(free_bytes - step_bytes, 0) * utilisation) // per_block
     num_blocks = min(fitting, 2 * (max_num_seqs * (needed - 1) + 1))
@@ -121,6 +117,10 @@ def plan_gpu_memory(
             "gpu_memory_utilization, or end what else uses the GPU"
         )
     return plan
+
+
+def _bytes_per_block(config: ModelConfig, block_size: int, kv_dtype: KVDtype) -> int:
+    return CacheLayout(config.num_layers, 1, block_size, config.num_kv_heads, config.head_dim, kv_dtype).bytes_per_block
 
 
 def weight_bytes(weights: ModelWeights) -> int:

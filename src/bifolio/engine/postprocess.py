@@ -1,150 +1,202 @@
-"""After the forward pass: the only place where progress is counted."""
+"""After a pass: progress, tokens, forks, verified drafts, beams and ends.
+
+`launched` runs right after the launch and needs lengths alone: prompts become findable, sequences count their tokens in
+flight, and further completions are forked. `collect` runs when the tokens are known.
+"""
 
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from bifolio.cache.block_manager import KVCacheBlockManager
+from bifolio.cache.sharing import SpeculativeDecodingSharing
+from bifolio.engine.executor import Launched
 from bifolio.engine.host_batch import Readout
 from bifolio.engine.speculative.speculator import Speculator, num_accepted
 from bifolio.errors import RequestError
 from bifolio.kernels.interface import Array, KernelSet
 from bifolio.sampling.sampler import SampledTokens, Sampler, prompt_logprobs
 from bifolio.schedule.batcher import ContinuousBatcher, unforked_children
+from bifolio.schedule.phases import PhaseManager
 from bifolio.schedule.plan import ScheduledSequence, StepPlan
 from bifolio.sequence import FinishReason, Request, Sequence, StepResult, TokenLogprob
 
+Candidates = tuple[np.ndarray, np.ndarray | None]  # logits f32[b, vocab], or (logprobs f32[b, k], ids i64[b, k])
 
-class Recorder:
-    """Counts computed tokens, appends drawn ones, forks, and decides who has ended."""
+
+@dataclass(slots=True)
+class Ticket:
+    """A launched step: its plan, its draws, and everything that `collect` needs."""
+
+    plan: StepPlan
+    readout: Readout
+    launched: Launched
+    forked: dict[int, list[Sequence]] = field(default_factory=dict)  # slot of a parent -> those forked from it
+    candidates: dict[str, Callable[[], Candidates]] = field(default_factory=dict)  # of searches, by request id
+    started: float = 0.0  # `time.perf_counter` of the launch
+
+
+class Postprocessor:
+    """Takes over the outcome of launched steps; the only caller of the sequences' progress methods in an engine."""
 
     def __init__(
         self,
         batcher: ContinuousBatcher,
+        phases: PhaseManager,
         blocks: KVCacheBlockManager,
         sampler: Sampler,
         kernels: KernelSet,
         speculator: Speculator | None,
+        speculation: SpeculativeDecodingSharing | None,
     ) -> None:
         self._batcher = batcher
+        self._phases = phases
         self._blocks = blocks
         self._sampler = sampler
         self._kernels = kernels
         self._speculator = speculator
+        self._speculation = speculation
 
-    def publish_prompts(self, plan: StepPlan) -> None:
-        """Make what a step reads of prompts findable as soon as it is launched.
-
-        A GPU is busy with the step meanwhile, and whoever finds the blocks uses them in a later one.
-        """
+    # -- after the launch ----------------------------------------------------------------------------------------------
+    def launched(self, plan: StepPlan, readout: Readout, launched: Launched, started: float) -> Ticket:
+        """Count the launched tokens; queue the reads of candidates that searches wait for."""
+        ticket = Ticket(plan, readout, launched, started=started)
+        for item in plan.decodes:
+            item.sequence.launch(item.num_new, item.sequence.group is None)
         for item in plan.prefills:
-            if not item.drafts and item.sequence.finish_reason is None:
-                self._commit(item.sequence, item.start + item.num_new)
+            self._launched_prompt(item, ticket)
+        if readout.group_rows:
+            self._read_candidates(ticket)
+        if plan.prefills:
+            self._batcher.prompts_advanced()
+        return ticket
 
-    def _commit(self, sequence: Sequence, num_computed: int) -> None:
-        self._blocks.commit(sequence.id, sequence.tokens_until(num_computed), num_computed)
+    def _launched_prompt(self, item: ScheduledSequence, ticket: Ticket) -> None:
+        sequence = item.sequence
+        sequence.launch(item.num_new, bool(item.sample_slots) and sequence.group is None)
+        # Findable from now on: a later step that shares these blocks runs behind this one on the device.
+        self._commit(sequence, sequence.num_scheduled)
+        if item.sample_slots:
+            children = unforked_children(sequence)
+            for child in children:
+                self._batcher.fork(sequence, child)
+            if children:
+                ticket.forked[item.slot] = children
 
-    def record(
-        self,
-        plan: StepPlan,
-        readout: Readout,
-        logits: Array,
-        sampled: SampledTokens | None,
-        results: list[StepResult],
-    ) -> None:
+    def _read_candidates(self, ticket: Ticket) -> None:
+        """Queue the reads of the logits that searches look at: of the likeliest tokens where that is enough."""
+        logits, rows_of = ticket.launched.logits, ticket.readout.group_rows
+        items = [item for item in ticket.plan.scheduled if item.sequence.group is not None and item.sample_slots]
+        requests = list(dict.fromkeys(item.sequence.request for item in items))
+        short = [r for r in requests if not r.search.needs_all_logits(self._slots_of(r), self._sampler)]
+        rows = {r.request_id: [rows_of[beam.id] for beam in r.search.live()] for r in requests}
+        read = None
+        if short:
+            count = max(request.search.num_candidates for request in short)
+            wanted = np.concatenate([rows[request.request_id] for request in short]).astype(np.int32)
+            read = self._kernels.top_logprobs(logits, wanted, count)
+        first = 0
+        for request in requests:
+            own = rows[request.request_id]
+            if read is not None and request in short:
+                ticket.candidates[request.request_id] = _part(read, first, first + len(own))
+                first += len(own)
+            else:
+                fetched = self._kernels.fetch(self._kernels.take(logits, np.array(own, dtype=np.int32)))
+                ticket.candidates[request.request_id] = _whole(fetched)
+
+    # -- when the tokens are known -------------------------------------------------------------------------------------
+    def collect(self, ticket: Ticket, results: list[StepResult]) -> None:
         """Take over the outcome of a step; `results` gets one for every token that was added and every end."""
+        sampled = None if ticket.launched.draws is None else ticket.launched.draws.collect()
         searches = []
         draw = 0
-        for item in plan.scheduled:
+        for number, item in enumerate(ticket.plan.scheduled):
             sequence = item.sequence
-            if item.slot in readout.prompt_rows:
-                self._score_prompt(item, readout.prompt_rows[item.slot], logits)
-            sequence.num_computed += item.num_new
+            if item.slot in ticket.readout.prompt_rows:
+                self._score_prompt(item, ticket.readout.prompt_rows[item.slot], ticket.launched.logits)
+            members = [sequence, *ticket.forked.get(item.slot, ())]
+            for member in members:
+                member.advance(item.num_new)
             if sequence.group is not None or not item.sample_slots:
-                self._commit(sequence, sequence.num_computed)
-                if item.sample_slots and sequence.finish_reason is None:
-                    searches.append(sequence.request)
+                if sequence.finish_reason is None and self._blocks.has_table(sequence.id):
+                    self._commit(sequence, sequence.num_computed)
+                    if item.sample_slots:
+                        searches.append(sequence.request)
                 continue
             rows = range(draw, draw + len(item.sample_slots) * (1 + len(item.drafts)))
             draw = rows.stop
-            if sequence.finish_reason is not None:  # aborted while the step ran
-                continue
-            assert sampled is not None
+            if sampled is None:
+                raise RequestError("a step drew no tokens though its plan asked for some")
             if item.drafts:
-                results.extend(self._verify(item, sampled, rows))
+                self._verify(item, sampled, rows, results)
             else:
-                results.extend(self._add_tokens(item, sampled, rows))
-        unique = list(dict.fromkeys(searches))
-        shortlists = self._shortlists(unique, readout, logits)
-        for request in unique:
-            results.extend(self._advance_search(request, readout, logits, shortlists.get(request.request_id)))
+                self._add_tokens(members, sampled, rows, results)
+            if number >= len(ticket.plan.decodes):
+                self._enter_decode(members)
+        for request in dict.fromkeys(searches):
+            self._advance_search(request, ticket.candidates[request.request_id], results)
 
-    def _shortlists(
-        self, requests: list[Request], readout: Readout, logits: Array
-    ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """(ids, logprobs) of the likeliest tokens of every beam, by request; what a GPU sends instead of all logits."""
-        find_best: Any = getattr(self._kernels, "top_logprobs", None)
-        plain = [r for r in requests if not r.search.needs_all_logits(self._slots_of(r), self._sampler)]
-        if find_best is None or not plain:
-            return {}
-        rows = [[readout.group_rows[sequence.id] for sequence in request.search.live()] for request in plain]
-        count = max(request.search.num_candidates for request in plain)
-        ids, logprobs = find_best(logits, np.concatenate(rows).astype(np.int32), count)
-        ends = np.cumsum([len(part) for part in rows])
-        return {
-            request.request_id: (ids[end - len(part) : end], logprobs[end - len(part) : end])
-            for request, part, end in zip(plain, rows, ends, strict=True)
-        }
+    def _enter_decode(self, sequences: list[Sequence]) -> None:
+        """The boundary between the phases: the prompt is computed, and the first token after it is known."""
+        for sequence in sequences:
+            if sequence.finish_reason is None:
+                self._phases.transition_to_decode(sequence.id)
+
+    def _commit(self, sequence: Sequence, num_computed: int) -> None:
+        self._blocks.commit(sequence.id, sequence.tokens_until(num_computed), num_computed)
 
     def _slots_of(self, request: Request) -> dict[int, int]:
         slots = ((member.id, self._batcher.slot_of(member)) for member in request.search.members)
         return {member: slot for member, slot in slots if slot is not None}
 
-    def _add_tokens(self, item: ScheduledSequence, sampled: SampledTokens, rows: range) -> list[StepResult]:
-        """One token for the sequence, and one for each that is forked from it at this moment."""
-        sequence = item.sequence
-        members = [sequence, *unforked_children(sequence)]
-        self._commit(sequence, sequence.num_computed)
-        for child in members[1:]:
-            self._batcher.fork(sequence, child)
-        results: list[StepResult] = []
+    def _add_tokens(
+        self, members: list[Sequence], sampled: SampledTokens, rows: range, results: list[StepResult]
+    ) -> None:
+        """One token for the sequence, and one for each that was forked from it at this moment."""
+        sequence = members[0]
+        if sequence.finish_reason is None and sequence.num_computed % self._blocks.block_size == 0:
+            self._commit(sequence, sequence.num_computed)
         for member, row in zip(members, rows, strict=True):
-            results.extend(self.add_token(sequence.request, member, sampled, row))
-        return results
+            if member.finish_reason is None:  # else it ended while the step ran
+                self._add_token(member, sampled, row, results)
 
-    def _verify(self, item: ScheduledSequence, sampled: SampledTokens, rows: range) -> list[StepResult]:
-        """Keep the guesses that equal what was drawn, and the draw after them; cut the cache behind."""
+    def _verify(self, item: ScheduledSequence, sampled: SampledTokens, rows: range, results: list[StepResult]) -> None:
+        """Keep the guesses that equal the drawn tokens, and the draw after them; truncate the cache behind."""
         sequence = item.sequence
+        if sequence.finish_reason is not None or self._speculation is None:
+            return
         drawn = sampled.token_ids[rows.start : rows.stop].tolist()
         accepted = num_accepted(item.drafts, drawn)
         sequence.num_drafted += len(item.drafts)
         sequence.num_accepted += accepted
         if self._speculator is not None:
             self._speculator.observe(sequence, len(item.drafts), accepted)
-        results: list[StepResult] = []
         for row in rows[: accepted + 1]:
-            results.extend(self.add_token(sequence.request, sequence, sampled, row))
+            self._add_token(sequence, sampled, row, results)
             if sequence.finish_reason is not None:
                 break
-        sequence.num_computed = min(item.start + item.num_new - len(item.drafts) + accepted, sequence.num_tokens - 1)
-        sequence.num_draft_computed = min(sequence.num_draft_computed, sequence.num_computed)
-        self._blocks.truncate(sequence.id, sequence.num_computed)
-        self._commit(sequence, sequence.num_computed)
-        return results
+        base = item.start + item.num_new - len(item.drafts)
+        num_computed = min(base + accepted, sequence.num_tokens - 1)
+        self._speculation.verify_speculation(sequence.id, num_computed - base)
+        sequence.rewind(num_computed)
+        self._commit(sequence, num_computed)
 
-    def add_token(self, request: Request, sequence: Sequence, sampled: SampledTokens, row: int) -> list[StepResult]:
+    def _add_token(self, sequence: Sequence, sampled: SampledTokens, row: int, results: list[StepResult]) -> None:
+        request = sequence.request
         if row in sampled.errors:
             request.error = str(sampled.errors[row])
-            return self._batcher.finish(request, FinishReason.ERROR)
-        if sequence.finish_reason is not None:  # a sibling's failure ended the request
-            return []
+            results.extend(self._batcher.finish(request, FinishReason.ERROR))
+            return
         if not request.metrics.first_token:
             request.metrics.first_token = time.perf_counter()
         if request.max_tokens == 0:  # only the prompt was wanted
-            return [self._end(request, sequence, FinishReason.LENGTH, None, "", None)]
+            results.append(self._end(sequence, FinishReason.LENGTH, None, "", None))
+            return
         token = int(sampled.token_ids[row])
         logprob = _logprob(sampled, row, token) if request.params.needs_logprobs else None
         if logprob is not None:
@@ -155,50 +207,44 @@ class Recorder:
         sequence.text += decision.text
         if decision.finish_reason is None:
             index, text = sequence.index, decision.text
-            return [StepResult(request.request_id, token, False, None, index, text, logprob, sequence)]
+            results.append(StepResult(request.request_id, token, False, None, index, text, logprob, sequence))
+            return
         sequence.stop_reason = decision.stop_reason
-        return [self._end(request, sequence, FinishReason(decision.finish_reason), token, decision.text, logprob)]
+        reason = FinishReason(decision.finish_reason)
+        results.append(self._end(sequence, reason, token, decision.text, logprob))
 
     def _end(
-        self,
-        request: Request,
-        sequence: Sequence,
-        reason: FinishReason,
-        token: int | None,
-        text: str,
-        logprob: TokenLogprob | None,
+        self, sequence: Sequence, reason: FinishReason, token: int | None, text: str, logprob: TokenLogprob | None
     ) -> StepResult:
-        sequence.finish_reason = reason
+        sequence.finish(reason)
+        request = sequence.request
         if request.is_finished:
             request.metrics.finished = time.perf_counter()
         return StepResult(request.request_id, token, True, reason, sequence.index, text, logprob, sequence)
 
     def _advance_search(
-        self, request: Request, readout: Readout, logits: Array, shortlist: tuple[np.ndarray, np.ndarray] | None
-    ) -> list[StepResult]:
+        self, request: Request, candidates: Callable[[], Candidates], results: list[StepResult]
+    ) -> None:
         """All beams of a request at once; results come when the search is done."""
         search = request.search
         if not request.metrics.first_token:
             request.metrics.first_token = time.perf_counter()
-        slots = self._slots_of(request)
+        scores, ids = candidates()
         try:
-            if shortlist is None:
-                rows = np.array([readout.group_rows[sequence.id] for sequence in search.live()], dtype=np.int32)
-                scores = self._kernels.to_host(self._kernels.take(logits, rows))
-                search.advance(scores, slots, self._sampler, self._blocks)
-            else:
-                search.advance(shortlist[1], slots, self._sampler, self._blocks, shortlist[0])
+            search.advance(scores, self._slots_of(request), self._sampler, ids)
         except RequestError as error:
             request.error = str(error)
-            return self._batcher.finish(request, FinishReason.ERROR)
+            results.extend(self._batcher.finish(request, FinishReason.ERROR))
+            return
         if not search.is_done:
-            return []
+            self._enter_decode([beam for beam in search.live() if len(beam.output_token_ids) == 1])
+            return
         search.close()
         request.metrics.finished = time.perf_counter()
-        return [
+        results.extend(
             StepResult(request.request_id, None, True, m.finish_reason, m.index, m.text, None, m)
             for m in search.members[: len(search.results())]
-        ]
+        )
 
     def _score_prompt(self, item: ScheduledSequence, first_row: int, logits: Array) -> None:
         """Logits at position p score the prompt's token p + 1; the first token has none."""
@@ -216,6 +262,18 @@ class Recorder:
             request.prompt_logprobs[item.start + 1 + offset] = TokenLogprob(
                 token, float(scores.logprobs[offset]), int(scores.ranks[offset]), tuple(scores.top[offset])
             )
+
+
+def _part(read: Callable[[], tuple[np.ndarray, np.ndarray]], first: int, last: int) -> Callable[[], Candidates]:
+    def candidates() -> Candidates:
+        ids, logprobs = read()
+        return logprobs[first:last], ids[first:last]
+
+    return candidates
+
+
+def _whole(fetched: Callable[[], np.ndarray]) -> Callable[[], Candidates]:
+    return lambda: (fetched(), None)
 
 
 def _logprob(sampled: SampledTokens, row: int, token: int) -> TokenLogprob:

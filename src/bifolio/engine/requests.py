@@ -1,7 +1,7 @@
-"""What callers ask for, checked against the model and made into requests and their sequences.
+"""Requests: checked against the model and the configuration, and made into sequences.
 
-Whether a request can be served follows from the request, the model and the configuration, whoever else is running (but
-for its id, which must be free). So it is refused here, before it touches anything, or runs to an end of its own.
+Whether a request can be served follows from the request, the model and the configuration, never from other requests
+(but for its id, which must be free). So it is refused here, before it touches anything, or runs to an end of its own.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from itertools import count
 
 from bifolio.beam_params import BeamSearchParams
 from bifolio.cache.block_manager import KVCacheBlockManager
+from bifolio.cache.sharing import BeamSearchBlockSharing, BlockShareManager
 from bifolio.config import EngineConfig
 from bifolio.engine.beam.search import BeamSearch
 from bifolio.errors import EmptyPromptError, PromptTooLongError, RequestError, TokenIdError
@@ -25,15 +26,15 @@ from bifolio.text.detokenizer import IncrementalDetokenizer
 from bifolio.text.stopping import StopChecker
 
 
-class RequestIntake:
-    """Makes requests for one model and counts them; of the block manager it only asks for fresh ids and sizes."""
+class RequestFactory:
+    """Makes the requests of one engine and numbers them in order of arrival."""
 
     def __init__(
         self,
         model: LoadedModel,
         config: EngineConfig,
         blocks: KVCacheBlockManager,
-        running: Mapping[str, Request],  # the engine's, only looked at: their ids are taken
+        running: Mapping[str, Request],  # the engine's unfinished requests, only looked at: their ids are taken
     ) -> None:
         self._model = model
         self._config = config
@@ -71,11 +72,12 @@ class RequestIntake:
         self._add_sequences(request, request.params.num_sequences)
 
     def add_beams(self, request: Request, params: BeamSearchParams) -> None:
-        """A search and its beams, which have no parent: the search decides who forks from whom."""
+        """A search and its beams, which have no parent: the search decides which beam forks from which."""
         self._check_beams(request, params)
         self._add_sequences(request, params.beam_width)
         eos = self._model.config.eos_token_ids
-        request.search = BeamSearch(request, params, eos, lambda: self._new_stopper(request))
+        sharing = BeamSearchBlockSharing(BlockShareManager(self._blocks), params.beam_width)
+        request.search = BeamSearch(request, params, eos, lambda: self._new_stopper(request), sharing)
         for sequence in request.sequences:
             sequence.group, sequence.parent = request.search, None
 

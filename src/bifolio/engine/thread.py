@@ -12,7 +12,6 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from bifolio.engine.engine import InferenceEngine
-from bifolio.engine.fault.isolation import IsolatedSteps
 from bifolio.errors import EngineDeadError
 from bifolio.sequence import StepResult
 
@@ -34,7 +33,6 @@ class EngineThread:
         on_closed: Callable[[], None] | None = None,
     ) -> None:
         self.engine = engine
-        self.steps = IsolatedSteps(engine)
         self.failure: BaseException | None = None  # what ended the thread, if it was an error
         self.step_started: float | None = None  # `time.monotonic` of the step that runs now: a watchdog looks at it
         self.background: Callable[[], bool] | None = None  # one slice of other work; True while there is more
@@ -93,9 +91,9 @@ class EngineThread:
             self._close()
 
     def _step(self) -> None:
-        if self.steps.has_work:
+        if self.engine.has_work:
             self.step_started = time.monotonic()
-            results = self.steps.step()
+            results = self.engine.step()
             self.step_started = None
             self._on_results(results)
         if self.background is not None and not self.background():
@@ -103,12 +101,12 @@ class EngineThread:
 
     def _drain(self) -> None:
         self.engine.abort_all()
-        while self.steps.has_work:
-            self._on_results(self.steps.step())
+        while self.engine.has_work:
+            self._on_results(self.engine.step())
 
     def _run_commands(self) -> None:
         """All that have come; if there is nothing else to do, wait for the next."""
-        idle = not self.steps.has_work and self.background is None
+        idle = not self.engine.has_work and self.background is None
         try:
             command = self._commands.get(block=idle)
             while True:

@@ -1,27 +1,32 @@
-"""What a kernel set offers, and the data it is handed: one flat batch of tokens, cut into attention segments.
+"""`KernelSet`: everything the engine needs from a device, and the data it is handed.
 
     tokens  |<- sequence 7 ->|<- sequence 9 ->|<------ chunk of sequence 12 ------>|
     segment |<------------- DECODE ---------->|<------------- PREFILL ------------>|
 
-Matrix products run over all tokens at once; attention runs once per segment, specialised for its phase. The network
-(`model/transformer.py`) is written with these verbs alone, so every kernel set runs the same network.
+A batch is one flat list of tokens, cut into attention segments. Matrix products run over all tokens at once; attention
+runs once per segment, with the kernel of its phase. The network (`model/transformer.py`) is written with these verbs
+alone, so every kernel set runs the same network. A set that lacks a member is an error, never a fall-back.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from bifolio.config import KVDtype
+from bifolio.kernels.storage import CacheLayout, KVStorage
 from bifolio.quant.tensor import QuantizedTensor
 
 Array = Any  # numpy array or torch tensor: the kernel set that allocates it knows
+Storage = KVStorage
 
 
 class AttentionPhase(Enum):
-    """What a kernel call is for; each phase may have its own kernel."""
+    """The phase of a segment: it selects the attention kernel."""
 
     PREFILL = "prefill"  # many queries per sequence: bound by compute
     DECODE = "decode"  # one query (and drafts) per sequence: bound by bandwidth
@@ -33,7 +38,7 @@ class Linear:
 
     parts: tuple[QuantizedTensor | Array, ...]  # each [out_i, in]
     biases: tuple[Array | None, ...]  # each f32[out_i]
-    prepared: Any = None  # what a kernel set made of it at load: packed, fused, on the device
+    prepared: Any = None  # the kernel set's own form, made at load: packed, fused, on the device
 
     @property
     def out_features(self) -> int:
@@ -88,13 +93,37 @@ class AttentionSegment:
         return int(self.context_lens.shape[0])
 
 
+def attention_segment(
+    phase: AttentionPhase,
+    starts: np.ndarray,  # i32[s]  position of each sequence's first query
+    lengths: np.ndarray,  # i32[s]  queries of each sequence
+    block_tables: Array | None,  # i32[s, max_blocks]
+    token_start: int = 0,
+) -> AttentionSegment:
+    """The queries [start, start + length) of each sequence, one sequence after the other, over [0, start + length)."""
+    offsets = np.zeros(len(lengths) + 1, dtype=np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    contexts = (starts + lengths).astype(np.int32)
+    return AttentionSegment(
+        phase=phase,
+        token_start=token_start,
+        token_end=token_start + int(offsets[-1]),
+        query_starts=offsets,
+        context_lens=contexts,
+        block_tables=block_tables,
+        fresh=phase is AttentionPhase.PREFILL and not starts.any(),
+        max_query_len=int(lengths.max()),
+        max_context_len=int(contexts.max()),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """One forward pass. Arrays are the kernel set's own."""
 
     token_ids: Array  # i32[t]
     positions: Array  # i32[t]  index of each token in its sequence
-    slots: Array | None  # i64[t]  block * block_size + offset where K and V go; None: nothing is cached
+    cache_index: Array | None  # i64[t]  block * block_size + offset where K and V go; None: nothing is cached
     segments: tuple[AttentionSegment, ...]  # partition [0, t)
     logit_rows: Array | None  # i32[r]  tokens whose logits are wanted; None: all
     max_position: int = 0  # largest of `positions`
@@ -119,18 +148,6 @@ class Heads(NamedTuple):
     value: Array
 
 
-class Storage(Protocol):
-    """The K/V numbers as kernels see them (implemented by `cache.storage.KVStorage`)."""
-
-    block_size: int
-    keys: list[Array]  # per layer [num_blocks, num_kv_heads, block_size, head_dim]
-    values: list[Array]
-
-    def write(self, layer: int, slots: Array, keys: Array, values: Array) -> None: ...
-
-    def gather(self, layer: int, block_ids: Array, length: int) -> tuple[Array, Array]: ...
-
-
 class PagedAttentionKernel(Protocol):
     """Attention of one segment's queries over their paged context."""
 
@@ -141,17 +158,161 @@ class PagedAttentionKernel(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class LayerAttention:
+    """A kernel with one layer's constants and the cache it reads."""
+
+    kernel: PagedAttentionKernel
+    shape: AttentionShape
+    storage: Storage
+
+    def compute_paged_attention(self, query: Array, segment: AttentionSegment) -> Array:
+        """Queries [t, num_heads, head_dim] over the cached context of their sequences: [t, num_heads * head_dim]."""
+        cached = replace(segment, fresh=False)  # keys and values were written before
+        return self.kernel.attend(Heads(query, None, None), self.shape, (cached,), self.storage)
+
+
+class StepProgram(Protocol):
+    """A pass recorded once and replayed in one call for any batch of its phase."""
+
+    def run(self, batch: Batch, storage: Storage) -> Array:
+        """Logits f32[r, vocab] of the tokens that the batch names."""
+        ...
+
+
+class DeviceMemory(Protocol):
+    """The memory of a device, counted in bytes."""
+
+    def free_bytes(self) -> int:
+        """Bytes that can still be allocated."""
+        ...
+
+    def start_peak(self) -> None: ...
+
+    def peak_bytes(self) -> int:
+        """The most that was in use at once since `start_peak`, beyond the use at that moment."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """A forward pass as a kernel set sees it: a function of verbs, bound to its weights."""
+
+    forward: Callable[[KernelSet, Batch, Storage | None], Array]  # logits f32[r, vocab]
+    shapes: tuple[AttentionShape, ...]  # of its attention layers
+    rotations: tuple[tuple[Array, float], ...] = ()  # (inverse frequencies, scale) of each rope configuration
+
+
+class SlotSizes(NamedTuple):
+    """The dimensions of per-slot state."""
+
+    num_slots: int
+    max_blocks: int  # of one sequence
+    max_model_len: int
+    vocab_size: int
+
+
+class PendingTokens(Protocol):
+    """Tokens that a launched step draws."""
+
+    def wait(self) -> np.ndarray:
+        """i32[n], in the order of the launch; -1 where no token can follow. Waits for the step."""
+        ...
+
+
+class DeviceSlots(Protocol):
+    """State that a device keeps for every slot of the batch, so that a step needs few words from the host.
+
+    It holds block tables, the number of cached tokens, the newest token and the sampling parameters of each slot; the
+    host sends differences. Everything is queued behind the passes launched before.
+    """
+
+    def draws(self, params: Any) -> bool:
+        """Whether a slot with these `SamplingParams` is drawn on the device."""
+        ...
+
+    def set_params(self, slot: int, params: Any, seed: int) -> None:
+        """A new sequence holds the slot."""
+        ...
+
+    def set_blocks(self, slot: int, first: int, block_ids: Sequence[int]) -> None:
+        """The slot's table holds these blocks from index `first` on."""
+        ...
+
+    def set_progress(self, slots: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> None:
+        """Cached tokens and newest token of slots that the host knows better (after a draw on the host)."""
+        ...
+
+    def fill_tokens(self, token_ids: Array, slots: np.ndarray) -> Array:
+        """`token_ids` i32[t] with the newest token of `slots` where it holds -1 in its first len(slots) entries."""
+        ...
+
+    def draw(self, logits: Array, rows: np.ndarray, slots: np.ndarray, positions: np.ndarray) -> PendingTokens:
+        """Draw the token at `positions[i]` of `slots[i]` from `logits[rows[i]]`; it becomes the slot's newest token."""
+        ...
+
+    def decode(self, slots: np.ndarray, tables: np.ndarray, lengths: np.ndarray) -> PendingTokens:
+        """Run one whole decode step of these slots, drawn on the device.
+
+        `tables` (i32[num_slots, max_blocks]) and `lengths` (i64[n], cached tokens of `slots`) are the host's copies.
+        """
+        ...
+
+    def decode_logits(self, slots: np.ndarray) -> Array:
+        """f32[n, vocab]: the pass of a decode step without its draws; valid until the next launch."""
+        ...
+
+
 class KernelSet(PagedAttentionKernel, Protocol):
-    """One implementation of every operation the network is made of."""
+    """One implementation of every operation the engine and the network are made of."""
 
     name: str
-    array_backend: str  # "numpy" or "torch": what arrays are
+    array_backend: str  # "numpy" or "torch": the kind of its arrays
     device: str
+    kv_dtype: KVDtype  # of the cache unless the caller chooses
+    deterministic: bool  # results of a sequence do not depend on the rest of the batch
+    launches_ahead: bool  # passes are queued on a device: the host plans the next step while one runs
 
+    # -- arrays and memory ------------------------------------------------------------------------------------------
     def from_host(self, array: np.ndarray) -> Array: ...
 
     def to_host(self, array: Array) -> np.ndarray: ...
 
+    def fetch(self, array: Array) -> Callable[[], np.ndarray]:
+        """Queue a copy to the host; the function waits for it."""
+        ...
+
+    def new_storage(self, layout: CacheLayout) -> KVStorage:
+        """The paged cache that this set's kernels read and write."""
+        ...
+
+    def memory(self) -> DeviceMemory | None:
+        """The device's memory; None where the cache lies in the host's."""
+        ...
+
+    def release_memory(self) -> None:
+        """Return cached memory to the device, after a step ran out of it."""
+        ...
+
+    # -- whole steps --------------------------------------------------------------------------------------------------
+    def record(self, network: Network, phase: AttentionPhase) -> StepProgram | None:
+        """The network as a program for one phase; None: the verbs are called one by one."""
+        ...
+
+    def device_slots(self, network: Network, storage: Storage, sizes: SlotSizes) -> DeviceSlots | None:
+        """Per-slot state, sampling and decode graphs on the device; None: the host keeps the slots and samples."""
+        ...
+
+    def top_logprobs(
+        self, logits: Array, rows: np.ndarray, count: int
+    ) -> Callable[[], tuple[np.ndarray, np.ndarray]] | None:
+        """Queue the search for the likeliest tokens of these rows; None: the logits are read as cheaply.
+
+        The function waits for (ids i64[r, k], logprobs f32[r, k]), best first.
+        """
+        ...
+
+    # -- weights ------------------------------------------------------------------------------------------------------
     def prepare_linear(self, linear: Linear) -> Linear:
         """Repack, fuse or move the weights once, at load."""
         ...
@@ -160,6 +321,7 @@ class KernelSet(PagedAttentionKernel, Protocol):
 
     def prepare_embedding(self, table: QuantizedTensor | Array) -> Any: ...
 
+    # -- the network --------------------------------------------------------------------------------------------------
     def embed(self, table: Any, ids: Array, scale: float) -> Array:
         """Rows of a table: [t, d]."""
         ...

@@ -12,15 +12,20 @@ from typing import Any
 import numpy as np
 
 from bifolio.arrays import array_namespace
+from bifolio.errors import PhaseError
+from bifolio.kernels.host_arrays import HostArrays
 from bifolio.kernels.interface import (
     Array,
+    AttentionPhase,
     AttentionSegment,
     AttentionShape,
     Batch,
     Heads,
     Linear,
+    Network,
     Norm,
     Rotation,
+    StepProgram,
     Storage,
 )
 from bifolio.quant.tensor import QuantizedTensor
@@ -31,20 +36,15 @@ def namespace(array: Array) -> Any:
     return np if isinstance(array, np.ndarray) else array_namespace(array)
 
 
-class ReferenceKernels:
+class ReferenceKernels(HostArrays):
     """Every verb in at most 30 lines."""
 
     name = "reference"
-    array_backend = "numpy"
-    device = "cpu"
 
-    # -- arrays -----------------------------------------------------------------------------------------
-    def from_host(self, array: np.ndarray) -> Array:
-        return array
+    def record(self, network: Network, phase: AttentionPhase) -> StepProgram | None:
+        return None
 
-    def to_host(self, array: Array) -> np.ndarray:
-        return np.asarray(array)
-
+    # -- weights ------------------------------------------------------------------------------------------
     def prepare_linear(self, linear: Linear) -> Linear:
         return linear
 
@@ -100,8 +100,8 @@ class ReferenceKernels:
         if rotation is not None:
             query = rotate(query, rotation, shape.rope_interleaved)
             key = rotate(key, rotation, shape.rope_interleaved)
-        if storage is not None and batch.slots is not None:
-            storage.write(shape.layer, batch.slots, key, value)
+        if storage is not None and batch.cache_index is not None:
+            storage.write(shape.layer, batch.cache_index, key, value)
         return Heads(query, key, value)
 
     def attend(
@@ -109,15 +109,30 @@ class ReferenceKernels:
     ) -> Array:
         outputs = []
         for segment in segments:
+            attend = self._attend_decode if segment.phase is AttentionPhase.DECODE else self._attend_prefill
             starts = [segment.token_start + int(start) for start in segment.query_starts]
             for i in range(segment.num_sequences):
-                queries = heads.query[starts[i] : starts[i + 1]]
-                if segment.fresh or storage is None or segment.block_tables is None:
-                    keys, values = heads.key[starts[i] : starts[i + 1]], heads.value[starts[i] : starts[i + 1]]
-                else:
-                    keys, values = storage.gather(shape.layer, segment.block_tables[i], int(segment.context_lens[i]))
-                outputs.append(causal_attention(queries, keys, values, shape.scale, shape.window))
+                own = Heads(*(None if part is None else part[starts[i] : starts[i + 1]] for part in heads))
+                outputs.append(attend(own, shape, segment, i, storage))
         return outputs[0] if len(outputs) == 1 else namespace(heads.query).concat(outputs, axis=0)
+
+    def _attend_prefill(
+        self, own: Heads, shape: AttentionShape, segment: AttentionSegment, i: int, storage: Storage | None
+    ) -> Array:
+        """Many queries of one sequence: over its own fresh keys and values, or over the cache behind a prefix."""
+        keys, values = own.key, own.value
+        if storage is not None and segment.block_tables is not None and not segment.fresh:
+            keys, values = storage.gather(shape.layer, segment.block_tables[i], int(segment.context_lens[i]))
+        return causal_attention(own.query, keys, values, shape.scale, shape.window)
+
+    def _attend_decode(
+        self, own: Heads, shape: AttentionShape, segment: AttentionSegment, i: int, storage: Storage | None
+    ) -> Array:
+        """The newest token of one sequence, and its drafts, over the cache."""
+        if storage is None or segment.block_tables is None:
+            raise PhaseError("decode reads the cache: pass a storage and block tables")
+        keys, values = storage.gather(shape.layer, segment.block_tables[i], int(segment.context_lens[i]))
+        return causal_attention(own.query, keys, values, shape.scale, shape.window)
 
     def act_mul(self, x: Array, activation: str) -> Array:
         half = x.shape[-1] // 2
@@ -130,9 +145,6 @@ class ReferenceKernels:
         if activation == "gelu_tanh":
             return 0.5 * x * (1.0 + xp.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)))
         return 0.5 * x * (1.0 + erf(xp, x / math.sqrt(2.0)))
-
-    def take(self, x: Array, rows: Array) -> Array:
-        return x[rows]
 
     def logits(self, x: Array, head: Linear, softcap: float) -> Array:
         y = self.linear(x, head)

@@ -9,7 +9,6 @@ that lists the reasons.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 import sys
@@ -128,9 +127,9 @@ def _make_torch(wanted: Wanted) -> KernelSet:
 
 
 def _make_triton(wanted: Wanted) -> KernelSet:
-    make = importlib.import_module("bifolio.kernels.triton").TritonKernels
-    kernels: KernelSet = make(wanted.device, wanted.dtype or "bf16", deterministic=wanted.deterministic)
-    return kernels
+    from bifolio.kernels.triton import TritonKernels
+
+    return TritonKernels(wanted.device, wanted.dtype or "bf16", deterministic=wanted.deterministic)
 
 
 CANDIDATES = {

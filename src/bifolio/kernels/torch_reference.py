@@ -10,53 +10,38 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
-from bifolio.errors import ConfigError
+from bifolio.errors import PhaseError
 from bifolio.kernels.interface import (
     Array,
+    AttentionPhase,
     AttentionSegment,
     AttentionShape,
     Batch,
     Heads,
     Linear,
+    Network,
     Norm,
     Rotation,
+    StepProgram,
     Storage,
 )
-from bifolio.kernels.reference import ReferenceKernels
-from bifolio.quant.formats import QuantFormat
+from bifolio.kernels.torch_arrays import TorchArrays
 from bifolio.quant.tensor import QuantizedTensor
 
-DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
-
-class TorchKernels(ReferenceKernels):
+class TorchKernels(TorchArrays):
     """Dense weights in `dtype`; quantised files are dequantised when they are prepared."""
 
     name = "torch"
-    array_backend = "torch"
+    deterministic = False
 
-    def __init__(self, device: str = "cpu", dtype: str = "f32") -> None:
-        if dtype not in DTYPES:
-            raise ConfigError(f"weights cannot be kept in {dtype!r}: choose one of {', '.join(DTYPES)}")
-        self.device = device
-        self.dtype = DTYPES[dtype]
+    def record(self, network: Network, phase: AttentionPhase) -> StepProgram | None:
+        return None
 
-    # -- arrays -----------------------------------------------------------------------------------------
-    def from_host(self, array: np.ndarray) -> Array:
-        """A copy, also on the CPU: callers reuse their staging buffers."""
-        tensor = array if isinstance(array, torch.Tensor) else torch.from_numpy(np.array(array))
-        return tensor.to(self.device)
-
-    def to_host(self, array: Array) -> np.ndarray:
-        tensor = array.detach()
-        if tensor.dtype == torch.bfloat16:  # numpy has no such type
-            tensor = tensor.float()
-        return np.asarray(tensor.cpu().numpy())
-
+    # -- weights ------------------------------------------------------------------------------------------
     def prepare_linear(self, linear: Linear) -> Linear:
         """Parts that share an input become one matrix; `prepared` is (weight, bias or None)."""
         parts = tuple(self.tensor(part) for part in linear.parts)
@@ -67,23 +52,11 @@ class TorchKernels(ReferenceKernels):
         )  # views: one copy in memory
 
     def prepare_norm(self, norm: Norm) -> Norm:
-        bias = None if norm.bias is None else self._vector(norm.bias)
-        return Norm(self._vector(norm.weight), bias, norm.eps, norm.centered)
+        bias = None if norm.bias is None else self.vector(norm.bias)
+        return Norm(self.vector(norm.weight), bias, norm.eps, norm.centered)
 
     def prepare_embedding(self, table: QuantizedTensor | Array) -> Any:
         return self.tensor(table)
-
-    def tensor(self, value: QuantizedTensor | Array) -> torch.Tensor:
-        """A weight as a dense tensor of the set's dtype on its device."""
-        if isinstance(value, QuantizedTensor):
-            value = _dense(value)
-        elif isinstance(value, np.ndarray):
-            value = torch.from_numpy(np.array(value))
-        return value.to(device=self.device, dtype=self.dtype)
-
-    def _vector(self, value: Array) -> torch.Tensor:
-        tensor = torch.from_numpy(np.array(value)) if isinstance(value, np.ndarray) else value
-        return tensor.to(device=self.device, dtype=torch.float32)
 
     # -- the network --------------------------------------------------------------------------------------
     def embed(self, table: Any, ids: Array, scale: float) -> Array:
@@ -104,6 +77,13 @@ class TorchKernels(ReferenceKernels):
             y = y if norm.bias is None else y + norm.bias
         return y.to(x.dtype)
 
+    def add(self, x: Array, y: Array) -> Array:
+        return x + y
+
+    def add_norm(self, x: Array, delta: Array, norm: Norm) -> tuple[Array, Array]:
+        x = x + delta
+        return x, self.norm(x, norm)
+
     def linear(self, x: Array, linear: Linear) -> Array:
         weight, bias = linear.prepared or _fuse(linear.parts, linear.biases)
         return F.linear(x, weight, bias)
@@ -118,8 +98,8 @@ class TorchKernels(ReferenceKernels):
         if rotation is not None:
             query = rotate(query, rotation, shape.rope_interleaved)
             key = rotate(key, rotation, shape.rope_interleaved)
-        if storage is not None and batch.slots is not None:
-            storage.write(shape.layer, batch.slots, key, value)
+        if storage is not None and batch.cache_index is not None:
+            storage.write(shape.layer, batch.cache_index, key, value)
         return Heads(query, key, value)
 
     def attend(
@@ -146,27 +126,34 @@ class TorchKernels(ReferenceKernels):
         self, heads: Heads, shape: AttentionShape, segment: AttentionSegment, storage: Storage | None
     ) -> torch.Tensor:
         tokens = slice(segment.token_start, segment.token_end)
-        query = heads.query[tokens]
+        own = Heads(*(None if part is None else part[tokens] for part in heads))
         equal = segment.num_sequences * segment.max_query_len == segment.token_end - segment.token_start
-        if storage is None or segment.block_tables is None or segment.fresh:
-            own = Heads(query, heads.key[tokens], heads.value[tokens])
-            if equal:
-                return _attend_equal(own, shape, segment.num_sequences)
-            starts = segment.query_starts.tolist()
-            return torch.cat([_attend_equal(Heads(*(h[a:b] for h in own)), shape, 1) for a, b in pairwise(starts)])
+        if segment.phase is AttentionPhase.PREFILL and (
+            storage is None or segment.block_tables is None or segment.fresh
+        ):
+            return _attend_fresh(own, shape, segment, equal)
+        if storage is None or segment.block_tables is None:
+            raise PhaseError("decode reads the cache: pass a storage and block tables")
+        query, tables, lens = own.query, segment.block_tables, segment.context_lens
         if equal:
-            return _attend_paged(query, shape, storage, segment.block_tables, segment.context_lens, segment)
+            return _attend_paged(query, shape, storage, tables, lens, segment)
         starts = segment.query_starts.tolist()
-        rows = range(segment.num_sequences)
-        tables, lens = segment.block_tables, segment.context_lens
         return torch.cat(
             [
                 _attend_paged(
                     query[starts[i] : starts[i + 1]], shape, storage, tables[i : i + 1], lens[i : i + 1], segment
                 )
-                for i in rows
+                for i in range(segment.num_sequences)
             ]
         )
+
+
+def _attend_fresh(own: Heads, shape: AttentionShape, segment: AttentionSegment, equal: bool) -> torch.Tensor:
+    """Whole prompts over their own keys and values; equally long ones in one call."""
+    if equal:
+        return _attend_equal(own, shape, segment.num_sequences)
+    starts = segment.query_starts.tolist()
+    return torch.cat([_attend_equal(Heads(*(h[a:b] for h in own)), shape, 1) for a, b in pairwise(starts)])
 
 
 def rotate(x: torch.Tensor, rotation: Rotation, interleaved: bool) -> torch.Tensor:
@@ -251,13 +238,3 @@ def _fuse(parts: tuple[Any, ...], biases: tuple[Any, ...]) -> tuple[torch.Tensor
         for i, bias in enumerate(biases)
     ]
     return torch.cat(parts), torch.cat(filled)
-
-
-def _dense(value: QuantizedTensor) -> torch.Tensor:
-    """The numbers of a file's tensor; 16-bit types keep their bytes, quantised ones become float32."""
-    if value.format is QuantFormat.BF16:
-        words = np.array(value.data).view(np.int16).reshape(value.shape)
-        return torch.from_numpy(words).view(torch.bfloat16)
-    if value.format is QuantFormat.F16:
-        return torch.from_numpy(np.array(value.data).view(np.float16).reshape(value.shape))
-    return torch.from_numpy(np.array(value.dequantize()))

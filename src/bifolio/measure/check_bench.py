@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from bifolio.cache.storage import KVStorage
-from bifolio.kernels.interface import AttentionPhase, AttentionSegment, AttentionShape
+from bifolio.cache.storage import CacheLayout, KVStorage
+from bifolio.config import KVDtype
+from bifolio.kernels.interface import AttentionPhase, AttentionSegment, AttentionShape, attention_segment
 from bifolio.kernels.torch_reference import TorchKernels
 from bifolio.kernels.triton import TritonKernels
 
@@ -54,12 +55,12 @@ class Context:
 
 def new_context(bench: Bench, shape: AttentionShape, lengths: list[int], block_size: int) -> Context:
     """A cache in which these sequences lie in blocks of random order; everything else in it is NaN."""
-    names = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+    names: dict[torch.dtype, KVDtype] = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
     counts = [-(-length // block_size) for length in lengths]
-    storage = KVStorage(
-        shape.layer + 1, sum(counts) + 3, block_size, shape.num_kv_heads, shape.head_dim, names[bench.dtype],  # type: ignore[arg-type]
-        device=bench.device, backend="torch", poison=True,
-    )  # fmt: skip
+    layout = CacheLayout(
+        shape.layer + 1, sum(counts) + 3, block_size, shape.num_kv_heads, shape.head_dim, names[bench.dtype], True
+    )
+    storage = KVStorage(layout, device=bench.device, backend="torch")
     order = 1 + np.random.default_rng(sum(lengths)).permutation(sum(counts) + 2)
     tables = np.zeros((len(lengths), max(counts) + 2), dtype=np.int32)
     slots, used = [], 0
@@ -99,18 +100,8 @@ def expected_attention(
 
 
 def segment_of(phase: AttentionPhase, query_lens: list[int], lengths: list[int], tables: Any) -> AttentionSegment:
-    starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
-    return AttentionSegment(
-        phase=phase,
-        token_start=0,
-        token_end=int(starts[-1]),
-        query_starts=starts,
-        context_lens=np.asarray(lengths, dtype=np.int32),
-        block_tables=tables,
-        fresh=phase is AttentionPhase.PREFILL and query_lens == lengths,
-        max_query_len=max(query_lens),
-        max_context_len=max(lengths),
-    )
+    counts = np.array(query_lens, dtype=np.int32)
+    return attention_segment(phase, np.array(lengths, dtype=np.int32) - counts, counts, tables)
 
 
 def describe(shape: AttentionShape) -> str:

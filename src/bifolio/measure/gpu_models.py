@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from bifolio.cache.storage import KVStorage
-from bifolio.config import CacheConfig, EngineConfig, ModelConfig, RopeConfig
+from bifolio.cache.storage import CacheLayout
+from bifolio.config import CacheConfig, EngineConfig, KVDtype, ModelConfig, RopeConfig
 from bifolio.engine.engine import InferenceEngine
 from bifolio.kernels.interface import KernelSet
-from bifolio.kernels.torch_reference import DTYPES
+from bifolio.kernels.torch_arrays import DTYPES
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.tensor_names import HF_LLAMA, assemble
 
@@ -85,9 +85,9 @@ def weight_bytes(config: ModelConfig, element_size: int = 2) -> int:
     return (config.num_parameters - embedding) * element_size
 
 
-def cache_bytes(config: ModelConfig, dtype: str = "bf16") -> int:
+def cache_bytes(config: ModelConfig, dtype: KVDtype = "bf16") -> int:
     """Bytes of keys and values of one token."""
-    return KVStorage.bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, dtype)
+    return CacheLayout(config.num_layers, 1, 1, config.num_kv_heads, config.head_dim, dtype).bytes_per_token
 
 
 def prefill_operations(config: ModelConfig, lengths: np.ndarray) -> float:
@@ -110,9 +110,7 @@ def new_engine(
     deterministic: bool = False,
 ) -> InferenceEngine:
     """An engine whose cache takes most of what is free."""
-    from bifolio.engine.gpu.overlap import OverlappedEngine
-
-    dtype: Any = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}[kernels.dtype]  # type: ignore[attr-defined]
+    dtype = kernels.kv_dtype
     if num_blocks is None:
         free = torch.cuda.mem_get_info(kernels.device)[0] if kernels.device.startswith("cuda") else 1 << 28
         per_block = cache_bytes(model.config, dtype) * block_size
@@ -127,4 +125,4 @@ def new_engine(
         device=kernels.device,
         deterministic=deterministic,
     )
-    return OverlappedEngine(model, config, kernels)
+    return InferenceEngine(model, config, kernels)

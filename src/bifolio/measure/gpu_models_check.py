@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from bifolio.cache.storage import KvCacheEntry
 from bifolio.config import ModelConfig
-from bifolio.engine.executor import append_batch
-from bifolio.kernels.interface import AttentionPhase
+from bifolio.kernels.interface import Batch
 from bifolio.kernels.triton import TritonKernels
 from bifolio.measure.check_bench import relative_error
 from bifolio.measure.gpu_models import SHAPES, new_engine
@@ -130,14 +130,15 @@ def check_model(shape: str, dtype: str, device: str = "cuda", num_layers: int | 
 
 def _logits(engine: Any, tokens: list[int], chunks: list[int]) -> torch.Tensor:
     """f32[t, vocab] of all tokens, chunk by chunk through a row of its own."""
-    sequence_id = engine.blocks.fresh_sequence_id()
-    engine.blocks.open_row(sequence_id)
-    entry = engine.storages[0].entry(sequence_id, engine.blocks)
+    entry = KvCacheEntry.open(engine.runner.storage, engine.blocks)
     parts, start = [], 0
     for count in chunks:
-        phase = AttentionPhase.DECODE if count == 1 else AttentionPhase.PREFILL
-        batch = append_batch(engine.runner, entry, tokens[start : start + count], phase)
-        parts.append(engine.runner.run(replace(batch, logit_rows=None)).clone())
+        executor = engine.decode_executor if count == 1 else engine.prefill_executor
+
+        def run(batch: Batch, executor: Any = executor) -> Any:
+            return executor.run(replace(batch, logit_rows=None)).clone()
+
+        parts.append(executor.append([entry], [tokens[start : start + count]], run))
         start += count
-    engine.blocks.release(sequence_id)
+    entry.close()
     return torch.cat(parts)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from bifolio.cache.storage import KVStorage
+from bifolio.cache.storage import CacheLayout, KVStorage
 from bifolio.config import ModelConfig
 from bifolio.kernels.interface import AttentionPhase, AttentionShape, Heads, Norm
 from bifolio.kernels.triton import TritonKernels
@@ -137,10 +137,8 @@ def _filled_cache(config: ModelConfig, sequences: int, length: int, block_size: 
     count = -(-length // block_size)
     per_layer = (sequences * count + 1) * block_size * config.kv_size * 4
     layers = max(1, min(32, FOOTPRINT // per_layer))
-    storage = KVStorage(
-        layers, sequences * count + 1, block_size, config.num_kv_heads, config.head_dim, "bf16",
-        device=device, backend="torch",
-    )  # fmt: skip
+    layout = CacheLayout(layers, sequences * count + 1, block_size, config.num_kv_heads, config.head_dim, "bf16")
+    storage = KVStorage(layout, device=device, backend="torch")
     for array in (*storage.keys, *storage.values):
         array.normal_()
     order = 1 + np.random.default_rng(0).permutation(sequences * count).astype(np.int32)

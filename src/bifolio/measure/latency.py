@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from bifolio.engine.build import runs_on_gpu
 from bifolio.engine.engine import InferenceEngine
 from bifolio.measure.statistics import Distribution
 from bifolio.measure.throughput import WARM_UP_TOKENS, add_random, run_until_done
@@ -38,7 +37,7 @@ def measure_latency(
     engine: InferenceEngine, *, batch: int, num_prompt: int, num_output: int, repetitions: int
 ) -> LatencyReport:
     """Send `batch` requests and wait for all, `repetitions` times, after a warm-up: short, but on a GPU a whole one."""
-    on_gpu = runs_on_gpu(engine.runner.kernels)
+    on_gpu = engine.runner.kernels.launches_ahead
     first_sizes = (batch, num_prompt, num_output) if on_gpu else (1, WARM_UP_TOKENS, WARM_UP_TOKENS)
     run_until_done(engine, add_random(engine, *first_sizes))
     whole: list[float] = []

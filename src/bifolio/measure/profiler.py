@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 from bifolio.engine.engine import InferenceEngine
@@ -26,15 +27,14 @@ NETWORK_PARTS = (*VERB_PARTS, "dispatch")  # dispatch: Python between the verbs,
 BOOKKEEPING = ("planning", "staging", "recording", "other")
 PARTS = (*NETWORK_PARTS, "sampling", *BOOKKEEPING)
 RUNS = 3  # of which the best counts, since other programs only make a run slower
-# What a step calls outside the network: attribute of the engine -> method -> part.
+# The calls of a step outside the network: attribute of the engine -> method -> part.
 HOOKS = {
     "batcher": {"evict_completed": "planning", "admit_pending": "planning", "active_slots": "planning"},
     "phases": {"plan": "planning"},
-    "rows": {"update": "staging", "stage": "staging"},
+    "slots": {"update": "staging", "lay_out": "staging", "draw": "sampling"},
     "prefill_executor": {"run": "network"},
     "decode_executor": {"run": "network"},
-    "sampler": {"sample": "sampling"},
-    "recorder": {"record": "recording"},
+    "postprocess": {"launched": "recording", "collect": "recording"},
 }
 
 
@@ -179,26 +179,16 @@ def _timed_steps(
     return PhaseProfile(name, num_tokens, num_steps, seconds, speed, {part: totals[part] for part in PARTS})
 
 
-class _Hooked:
-    """An object of which some methods are timed and everything else is as it was."""
-
-    def __init__(self, inner: Any, clock: PartClock, parts: dict[str, str]) -> None:
-        self._inner = inner
-        for name, part in parts.items():
-            setattr(self, name, _timed_method(clock, part, getattr(inner, name)))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-
 def _timed_method(clock: PartClock, part: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *arguments: clock.timed(part, method, *arguments)
+    return lambda *arguments, **options: clock.timed(part, partial(method, **options), *arguments)
 
 
 def hook_step(engine: InferenceEngine, clock: PartClock) -> None:
-    """Put a stopwatch around what this engine's step calls outside the network; other engines are not touched."""
+    """Put a stopwatch around the calls of this engine's step; other engines are not touched."""
     for attribute, parts in HOOKS.items():
-        setattr(engine, attribute, _Hooked(getattr(engine, attribute), clock, parts))
+        owner: Any = getattr(engine, attribute)
+        for name, part in parts.items():
+            setattr(owner, name, _timed_method(clock, part, getattr(owner, name)))
 
 
 def _device_wait(kernels: KernelSet) -> Callable[[], None] | None:

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from bifolio.engine.gpu.cuda_graphs import shared_words
-from bifolio.engine.gpu.shared_prefix import Group, deal, find_groups
 from bifolio.kernels.interface import AttentionPhase, AttentionShape, Heads
-from bifolio.kernels.triton.shared import MAX_ITEMS, new_shared_rows, rows_per_item
+from bifolio.kernels.shared_prefix import Group, deal, find_groups
+from bifolio.kernels.triton.cuda_graphs import shared_words
+from bifolio.kernels.triton.shared_attention import MAX_ITEMS, new_shared_rows, rows_per_item
 from bifolio.kernels.triton.tiles import TILE
 from bifolio.measure.check_bench import (
     Bench,

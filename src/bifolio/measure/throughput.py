@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from bifolio.api.llm import LLM
-from bifolio.engine.build import SIZES, runs_on_gpu
+from bifolio.engine.build import SIZES
 from bifolio.engine.engine import InferenceEngine
 from bifolio.kernels.select import resolve_device
 from bifolio.measure.statistics import Distribution
@@ -121,7 +121,7 @@ def run_tests(
     measure(engine, Test(num_generated=WARM_UP_TOKENS))
     rows = []
     for test in tests:
-        if runs_on_gpu(engine.runner.kernels):
+        if engine.runner.kernels.launches_ahead:
             measure(engine, test)
         row = BenchRow(test)
         for repetition in range(repetitions):

@@ -1,7 +1,7 @@
 """A stopwatch around any kernel set: every verb's time, arithmetic and memory traffic, by part of the network.
 
-While the clock runs, the proxy hides `run`, the whole-step shortcut that some kernel sets have, so that the step is
-made of separate verbs; while it does not run, the proxy is transparent and the step is as fast as ever.
+While the clock runs, the proxy replaces the recorded programs of a kernel set, so that a step is made of verbs; while
+it does not run, the proxy is transparent and the step is as fast as ever.
 """
 
 from __future__ import annotations
@@ -10,20 +10,24 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from bifolio.kernels.interface import (
     Array,
+    AttentionPhase,
     AttentionSegment,
     AttentionShape,
     Batch,
     Heads,
     KernelSet,
     Linear,
+    Network,
     Norm,
     Rotation,
+    SlotSizes,
+    StepProgram,
     Storage,
 )
 from bifolio.model.weights import ModelWeights
@@ -86,9 +90,16 @@ class TimedKernels:
         self._bytes_of[id(weights.head)] = linear_bytes(weights.head)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "run" and self.clock.phase is not None:
-            raise AttributeError("the verbs are timed one by one now")
         return getattr(self.inner, name)
+
+    def record(self, network: Network, phase: AttentionPhase) -> StepProgram | None:
+        """The set's program, and the verbs one by one while the clock runs."""
+        program = self.inner.record(network, phase)
+        return None if program is None else _SplitProgram(self, network, program)
+
+    def device_slots(self, network: Network, storage: Storage, sizes: SlotSizes) -> None:
+        """None: a step that runs on the device as a whole cannot be split."""
+        return
 
     # -- verbs ------------------------------------------------------------------------------------------------------
     def embed(self, table: Any, ids: Array, scale: float) -> Array:
@@ -152,6 +163,20 @@ class TimedKernels:
     def _count_linear(self, part: str, x: Array, linear: Linear) -> None:
         flops = 2.0 * int(x.shape[0]) * linear.in_features * linear.out_features
         self.clock.count(part, flops, self._bytes_of.get(id(linear), 0))
+
+
+@dataclass(frozen=True, slots=True)
+class _SplitProgram:
+    """A recorded pass that is run verb by verb while the clock runs."""
+
+    kernels: TimedKernels
+    network: Network
+    program: StepProgram
+
+    def run(self, batch: Batch, storage: Storage) -> Array:
+        if self.kernels.clock.phase is None:
+            return self.program.run(batch, storage)
+        return self.network.forward(cast(KernelSet, self.kernels), batch, storage)
 
 
 def linear_bytes(linear: Linear) -> int:

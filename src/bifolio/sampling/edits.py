@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from bifolio.errors import RequestError
 from bifolio.sampling.arrays import Array, device, namespace
 from bifolio.sampling.repetition import dry_matches, dry_penalties, ngram_bans, word_bans
-from bifolio.sampling.table import SlotState
+from bifolio.sampling.table import SlotOptions
 
 LOWEST = -3.4028234663852886e38  # a penalty makes a token unlikely, never impossible
 
@@ -61,10 +61,10 @@ class Edits:
         self._penalties = _Entries()
         self._dry = _Entries()
         self._bans = _Entries()
-        self._users: list[tuple[int, SlotState, Sequence[int]]] = []
+        self._users: list[tuple[int, SlotOptions, Sequence[int]]] = []
         self._masks: list[tuple[int, NDArray[np.bool_]]] = []
 
-    def gather(self, row: int, state: SlotState, pending: Sequence[int], vocab_size: int) -> None:
+    def gather(self, row: int, state: SlotOptions, pending: Sequence[int], vocab_size: int) -> None:
         """Collect what the parameters and the history of one sequence ask for."""
         params, history = state.params, state.history
         self._bias.add(row, state.bias_ids, state.bias_amounts)
@@ -87,7 +87,7 @@ class Edits:
         if mask is not None:
             self._masks.append((row, mask))
 
-    def _gather_dry(self, row: int, state: SlotState, pending: Sequence[int]) -> None:
+    def _gather_dry(self, row: int, state: SlotOptions, pending: Sequence[int]) -> None:
         params = state.params
         tokens = state.history.tokens(pending)
         window = tokens[max(0, len(tokens) - params.dry_range) :] if params.dry_range else tokens
@@ -136,7 +136,7 @@ class Edits:
         logits[rows, :] = xp.where(allowed, values, xp.full_like(values, -float("inf")))
 
 
-def _processed(row: Array, state: SlotState, pending: Sequence[int]) -> Array:
+def _processed(row: Array, state: SlotOptions, pending: Sequence[int]) -> Array:
     """f32[vocab]: one row after the user's functions, which may keep or change what they are given."""
     xp = namespace(row)
     values = xp.asarray(row, copy=True)
@@ -149,7 +149,7 @@ def _processed(row: Array, state: SlotState, pending: Sequence[int]) -> Array:
     return result
 
 
-def _combined_mask(state: SlotState, pending: Sequence[int], vocab_size: int) -> NDArray[np.bool_] | None:
+def _combined_mask(state: SlotOptions, pending: Sequence[int], vocab_size: int) -> NDArray[np.bool_] | None:
     """bool[vocab]: what both the list of allowed tokens and the grammar let through; None without either."""
     if state.mask is None:
         return state.allowed

@@ -52,6 +52,20 @@ class SampledTokens:
     top: list[list[tuple[int, float]] | None]  # per row, the most likely (id, logprob); None where not asked for
     errors: dict[int, RequestError] = field(default_factory=dict)  # row -> why nothing was drawn
 
+    @classmethod
+    def unknown(cls, count: int) -> SampledTokens:
+        """Nothing drawn yet and no logprobs asked for."""
+        tokens = np.full(count, NOTHING, dtype=np.int32)
+        return cls(tokens, np.full(count, np.nan, np.float32), np.zeros(count, np.int32), [None] * count)
+
+    def put(self, draws: Sequence[int], part: SampledTokens) -> None:
+        """Fill in some of the draws."""
+        self.token_ids[draws], self.logprobs[draws], self.ranks[draws] = part.token_ids, part.logprobs, part.ranks
+        for index, row in enumerate(draws):
+            self.top[row] = part.top[index]
+            if index in part.errors:
+                self.errors[row] = part.errors[index]
+
 
 class Sampler:
     """Draws the next tokens of a batch with the parameters that a `SamplingTable` holds for each slot."""
@@ -195,13 +209,8 @@ class Sampler:
             )
         for row in errors:
             token_ids[row] = NOTHING
-        outcome = SampledTokens(
-            token_ids=token_ids,
-            logprobs=np.full(len(slots), np.nan, dtype=np.float32),
-            ranks=np.zeros(len(slots), dtype=np.int32),
-            top=[None] * len(slots),
-            errors=errors,
-        )
+        outcome = SampledTokens.unknown(len(slots))
+        outcome.token_ids, outcome.errors = token_ids, errors
         wanted = self.table.num_logprobs[slots]
         for rows in _chunks(np.flatnonzero((wanted >= 0) & (token_ids >= 0)), logits):
             scored = score_tokens(_rows(logits, rows), token_ids[rows], wanted[rows])

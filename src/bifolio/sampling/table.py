@@ -1,4 +1,4 @@
-"""The parameters of all running sequences, one permanent row each."""
+"""The sampling parameters of all running sequences, by slot."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class TokenMask(Protocol):
 
 
 @dataclass(slots=True)
-class SlotState:
-    """What the sampler keeps of one sequence besides numbers in columns."""
+class SlotOptions:
+    """The options of one sequence that are no single numbers."""
 
     params: SamplingParams
     history: History
@@ -43,7 +43,7 @@ class SlotState:
 
 @dataclass(slots=True)
 class SamplingTable:
-    """Sampling parameters by slot: columns for what is computed in bulk, a `SlotState` for the rest.
+    """Sampling parameters by slot: columns for the numbers, a `SlotOptions` for the rest.
 
     A slot is set once, when a sequence gets it, and read every step.
     """
@@ -61,7 +61,8 @@ class SamplingTable:
     num_logprobs: NDArray[np.int64] = field(init=False)  # i64[slots]  -1: none, 0: of the drawn token alone
     is_filtered: NDArray[np.bool_] = field(init=False)  # bool[slots]  any of top-k ... XTC
     is_edited: NDArray[np.bool_] = field(init=False)  # bool[slots]  anything that changes logits before that
-    states: list[SlotState | None] = field(init=False)
+    reads_history: NDArray[np.bool_] = field(init=False)  # bool[slots]  an edit depends on the tokens before it
+    states: list[SlotOptions | None] = field(init=False)
 
     def __post_init__(self) -> None:
         slots = self.num_slots
@@ -76,6 +77,7 @@ class SamplingTable:
         self.num_logprobs = np.full(slots, -1, dtype=np.int64)
         self.is_filtered = np.zeros(slots, dtype=np.bool_)
         self.is_edited = np.zeros(slots, dtype=np.bool_)
+        self.reads_history = np.zeros(slots, dtype=np.bool_)
         self.states = [None] * slots
 
     def set(
@@ -101,48 +103,22 @@ class SamplingTable:
         self.xtc_probability[slot] = params.xtc_probability
         self.xtc_threshold[slot] = params.xtc_threshold
         self.num_logprobs[slot] = -1 if not params.needs_logprobs else params.logprobs or 0
-        self.is_filtered[slot] = _has_filters(params, self.vocab_size)
-        self.is_edited[slot] = _has_edits(state)
+        self.is_filtered[slot] = params.filters_tokens(self.vocab_size)
+        self.reads_history[slot] = params.reads_history or mask is not None
+        self.is_edited[slot] = self.reads_history[slot] or len(state.bias_ids) > 0 or state.allowed is not None
 
     def clear(self, slot: int) -> None:
         """Let go of a sequence; its slot may be set again."""
         self.states[slot] = None
         self.temperature[slot] = 0.0
         self.num_logprobs[slot] = -1
-        self.is_filtered[slot] = self.is_edited[slot] = False
+        self.is_filtered[slot] = self.is_edited[slot] = self.reads_history[slot] = False
 
     def restart_history(self, slot: int) -> None:
         """Say that tokens of the output list were exchanged, not only appended or cut off."""
         state = self.states[slot]
         if state is not None:
             state.history.restart()
-
-
-def _has_filters(params: SamplingParams, vocab_size: int) -> bool:
-    return not params.is_greedy and (
-        0 < params.top_k < vocab_size
-        or params.top_p < 1.0
-        or params.min_p > 0.0
-        or params.typical_p < 1.0
-        or params.xtc_probability > 0.0
-    )
-
-
-def _has_edits(state: SlotState) -> bool:
-    params = state.params
-    return bool(
-        len(state.bias_ids)
-        or params.repetition_penalty != 1.0
-        or params.presence_penalty
-        or params.frequency_penalty
-        or params.no_repeat_ngram_size
-        or params.dry_multiplier
-        or state.words
-        or params.min_tokens
-        or state.allowed is not None
-        or state.processors
-        or state.mask is not None
-    )
 
 
 def _make_state(
@@ -152,13 +128,13 @@ def _make_state(
     eos_token_ids: Collection[int],
     mask: TokenMask | None,
     vocab_size: int,
-) -> SlotState:
+) -> SlotOptions:
     bias = params.logit_bias or {}
     ends = sorted({*eos_token_ids, *params.stop_token_ids})
     tokens = np.asarray(prompt)
     if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
         raise TokenIdError(f"the prompt has a token id outside the vocabulary of {vocab_size} tokens")
-    return SlotState(
+    return SlotOptions(
         params=params,
         history=History(tokens, output, vocab_size),
         output_token_ids=output,

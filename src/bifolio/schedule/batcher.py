@@ -1,4 +1,4 @@
-"""`ContinuousBatcher`: who waits, who holds which row. Requests join and leave between any two steps."""
+"""`ContinuousBatcher`: the queue and the slots. Requests join and leave between any two steps."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Callable
 from typing import Protocol
 
 from bifolio.cache.block_manager import KVCacheBlockManager
-from bifolio.errors import RequestError
+from bifolio.errors import ConfigError, RequestError
 from bifolio.schedule.phases import team
-from bifolio.schedule.slot import BatchSlot
+from bifolio.schedule.plan import BatchSlot
 from bifolio.sequence import FinishReason, Request, Sequence, StepResult
 
 KEPT_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 
 
 class SlotListener(Protocol):
-    """Told when a row changes hands, to keep what it stores by row in step."""
+    """Callbacks for state that is kept by slot."""
 
     def slot_taken(self, slot: int, sequence: Sequence) -> None: ...
 
@@ -25,15 +25,15 @@ class SlotListener(Protocol):
 
 
 class ReadPrompts:
-    """The prompts that are being read: blocks that are spoken for, and prefixes that will be known.
+    """The prompts that are being computed: blocks that they will still take, and prefixes that will be cached.
 
-    Made once for all who are admitted between two steps, and kept up: looking at everybody for everybody would take
-    longer than the step when hundreds come at once.
+    Built once for all admissions between two steps and updated with each: comparing every newcomer with every running
+    sequence would take longer than the step when hundreds come at once.
     """
 
     def __init__(self, running: list[Sequence], blocks: KVCacheBlockManager) -> None:
         self._blocks = blocks
-        self._tokens: list[tuple[int, int]] = []  # (sequence id, tokens whose slots are not reserved yet)
+        self._tokens: list[tuple[int, int]] = []  # (sequence id, tokens without a block yet)
         self._prefixes: dict[tuple[bytes, int, int], list[list[int]]] = {}  # by salt, number of tokens, last token
         self._ends: set[int] = set()  # those numbers
         for sequence in running:
@@ -42,16 +42,16 @@ class ReadPrompts:
 
     def _note(self, sequence: Sequence) -> None:
         blocks, size = self._blocks, self._blocks.block_size
-        if sequence.num_uncomputed > 1 and blocks.has_row(sequence.id):
-            self._tokens.append((sequence.id, sequence.num_tokens - blocks.row_num_tokens(sequence.id)))
+        if sequence.num_uncomputed > 1 and blocks.has_table(sequence.id):
+            self._tokens.append((sequence.id, sequence.num_tokens - blocks.num_tokens_of(sequence.id)))
         if not sequence.is_dormant and sequence.num_uncomputed > size:
-            end = sequence.num_computed // size * size + size  # the next block that it will complete
+            end = sequence.num_scheduled // size * size + size  # the next block that it will complete
             self._ends.add(end)
             key = sequence.request.salt, end, sequence.token_ids[end - 1]
             self._prefixes.setdefault(key, []).append(sequence.token_ids)
 
     def will_know_prefix(self, sequence: Sequence) -> bool:
-        """Somebody is computing a prefix that this one needs as well: wait a few steps instead of doing it again."""
+        """Whether a running prompt is computing a prefix that this one needs too: then wait for it."""
         request, tokens, count = sequence.request, sequence.token_ids, sequence.num_tokens
         if not self._blocks.enable_prefix_caching or request.params.prompt_logprobs is not None:
             return False
@@ -63,14 +63,14 @@ class ReadPrompts:
         )
 
     def blocks_with(self, sequence: Sequence, cached: int) -> int:
-        """Blocks that these prompts and the rest of this one take together; its row is open."""
+        """Blocks that these prompts and the rest of this one take together; its table is open."""
         own = (sequence.id, sequence.num_tokens - cached)
-        if cached % self._blocks.block_size:  # a tail that others may share: copies depend on all of them
+        if cached % self._blocks.block_size:  # a last block that others may share: moves depend on all of them
             return self._blocks.blocks_needed([*self._tokens, own])
         return self._num_blocks + self._blocks.blocks_needed([own])
 
     def add(self, sequence: Sequence, num_blocks: int) -> None:
-        """It is admitted; `num_blocks` are spoken for now."""
+        """It is admitted; all prompts together take `num_blocks` now."""
         known = len(self._tokens)
         self._note(sequence)
         if len(self._tokens) > known:
@@ -88,15 +88,20 @@ class ContinuousBatcher:
         listener: SlotListener | None = None,
         max_waiting: int | None = None,
     ) -> None:
+        if max_slots < 1:
+            raise ConfigError(f"max_slots must be at least 1, not {max_slots}")
         self.max_slots = max_slots
         self.max_waiting = max_waiting
-        self.max_running: int | None = None  # fewer than there are slots while memory is short; a request alone may run
+        self.num_prompt_tokens = 0  # of all admitted requests
+        self.num_cached_tokens = 0  # of those, found in the prefix cache
         self.slots = [BatchSlot(index) for index in range(max_slots)]
         self._blocks = blocks
         self._listener = listener
-        self._free = list(range(max_slots - 1, -1, -1))  # row numbers; the smallest is taken first
+        self._max_running: int | None = None
+        self._may_admit = True  # something changed since the queue was last looked at in vain
+        self._free = list(range(max_slots - 1, -1, -1))  # slot numbers; the smallest is taken first
         self._waiting: list[tuple[tuple[int, int], int, Sequence]] = []  # heap by order, then by index
-        self._slot_of: dict[int, int] = {}  # sequence id → row number
+        self._slot_of: dict[int, int] = {}  # sequence id → slot number
         self._kept: dict[str, Sequence] = {}  # ended conversations that may be branched; the oldest first
 
     # -- looking ------------------------------------------------------------------------------------------------
@@ -112,11 +117,29 @@ class ContinuousBatcher:
     def has_work(self) -> bool:
         return bool(self._slot_of) or self.num_waiting > 0
 
+    @property
+    def max_running(self) -> int | None:
+        """Fewer sequences than there are slots while memory is short; a request alone may always run."""
+        return self._max_running
+
+    @max_running.setter
+    def max_running(self, count: int | None) -> None:
+        self._max_running, self._may_admit = count, True
+
     def active_slots(self) -> list[BatchSlot]:
         return [slot for slot in self.slots if slot.sequence is not None]
 
     def slot_of(self, sequence: Sequence) -> int | None:
         return self._slot_of.get(sequence.id)
+
+    # -- one iteration --------------------------------------------------------------------------------------------
+    def step(self, run_iteration: Callable[[list[BatchSlot]], list[StepResult]]) -> list[StepResult]:
+        """One iteration over all active slots: admit, run, evict."""
+        self.evict_completed()  # sequences that ended between two steps
+        self.admit_pending()
+        results = run_iteration(self.active_slots())
+        self.evict_completed()
+        return results
 
     # -- joining ------------------------------------------------------------------------------------------------
     def add(self, request: Request) -> None:
@@ -130,11 +153,16 @@ class ContinuousBatcher:
             raise RequestError(f"{self.num_waiting} requests are waiting already: try again later")
         self._push(request.sequences[0])
 
+    def prompts_advanced(self) -> None:
+        """Prompts were computed further: waiting requests with the same prefix may go on."""
+        self._may_admit = True
+
     def admit_pending(self) -> list[Sequence]:
-        """Give free slots to those who wait, best first, as long as the blocks for their tokens are there."""
+        """Give free slots to waiting sequences, best first, as long as the blocks for their tokens are there."""
         admitted: list[Sequence] = []
-        if not self._waiting:
+        if not self._waiting or not self._may_admit:
             return admitted
+        self._may_admit = False
         reading = ReadPrompts([slot.held for slot in self.slots if slot.sequence is not None], self._blocks)
         while self._waiting:
             sequence = self._waiting[0][2]
@@ -150,24 +178,28 @@ class ContinuousBatcher:
             ):
                 break
             heapq.heappop(self._waiting)
-            rows = [self._take_slot(member) for member in members]
+            slots = [self._take_slot(member) for member in members]
             if sequence.group is None:
-                self.slots[rows[0]].sample_slots = tuple(rows)
+                self.slots[slots[0]].sample_slots = tuple(slots)
+            if not sequence.request.metrics.num_preemptions:  # one that comes back was counted before
+                self.num_prompt_tokens += sequence.num_prompt
+                self.num_cached_tokens += sequence.request.metrics.num_cached_tokens
             admitted.append(sequence)
         return admitted
 
     def _is_too_many(self, count: int) -> bool:
-        return self.max_running is not None and bool(self._slot_of) and len(self._slot_of) + count > self.max_running
+        limit = self._max_running
+        return limit is not None and bool(self._slot_of) and len(self._slot_of) + count > limit
 
     def _open(self, sequence: Sequence, reading: ReadPrompts) -> bool:
-        """Open its row on the cached prefix if the rest will fit beside those who run."""
+        """Open its table on the cached prefix if the rest will fit beside the running sequences."""
         request = sequence.request
-        branched = self._blocks.has_row(sequence.id)  # forked from a kept conversation before it was admitted
+        branched = self._blocks.has_table(sequence.id)  # forked from a kept conversation before it was admitted
         if branched:
-            cached = self._blocks.row_num_tokens(sequence.id)
+            cached = self._blocks.num_tokens_of(sequence.id)
         else:
             wants_logits = request.params.prompt_logprobs is not None and not sequence.output_token_ids
-            cached = self._blocks.open_row(
+            cached = self._blocks.open_table(
                 sequence.id, sequence.token_ids, salt=request.salt, max_cached=0 if wants_logits else None
             )
         needed = reading.blocks_with(sequence, cached)
@@ -176,7 +208,7 @@ class ContinuousBatcher:
                 if not branched:
                     self._blocks.release(sequence.id)
                 return False
-        sequence.num_computed = cached
+        sequence.rewind(cached)
         reading.add(sequence, needed)
         if not request.metrics.first_scheduled:
             request.metrics.first_scheduled = time.perf_counter()
@@ -190,68 +222,64 @@ class ContinuousBatcher:
         for sequence in ended:
             if sequence.request.keep and sequence.finish_reason in KEPT_ENDS and sequence.group is None:
                 self._kept.setdefault(sequence.request.request_id, sequence)  # of several samples, the first to end
-            self._leave(sequence, keep_row=sequence in self._kept.values())
+            self._leave(sequence, keep_blocks=sequence in self._kept.values())
         return ended
 
     def drop_kept(self, request_id: str | None = None) -> bool:
-        """Give back the row of a kept conversation, by default the oldest; False when there is none."""
+        """Release the blocks of a kept conversation, by default the oldest; False when there is none."""
         if request_id is None:
             request_id = next(iter(self._kept), None)
         sequence = None if request_id is None else self._kept.pop(request_id, None)
         if sequence is None:
             return False
         self._blocks.release(sequence.id)
+        self._may_admit = True
         return True
 
     def kept(self, request_id: str) -> Sequence | None:
         return self._kept.get(request_id)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Take row and slot away; the sequence waits again and is recomputed later, from what is still cached."""
+        """Take blocks and slot away; the sequence waits again and is recomputed later, mostly from cached blocks."""
         members = team(sequence)
         for member in members:
             self._leave(member)
-            member.num_computed = member.num_draft_computed = 0
+            member.rewind(0)
         sequence.request.metrics.num_preemptions += 1
         self._push(next(member for member in members if not member.is_dormant))
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """The child, which has its slot already, takes over everything the parent computed."""
+        """The child, which has its slot already, shares the parent's blocks and takes over its progress."""
         self._blocks.fork(parent.id, child.id)
-        child.num_computed, child.num_draft_computed = parent.num_computed, parent.num_draft_computed
-        child.parent = None
+        child.fork_from(parent)
         parent_slot = self._slot_of[parent.id]
         self.slots[parent_slot].sample_slots = (parent_slot,)
         child_slot = self._slot_of[child.id]
         self.slots[child_slot].sample_slots = (child_slot,)
 
     def finish(self, request: Request, reason: FinishReason) -> list[StepResult]:
-        """End what has not ended of a request; blocks go back at the next `evict_completed`."""
+        """End a request's unfinished sequences; slots and their blocks go back at the next `evict_completed`."""
         results = []
         for sequence in request.sequences:
             if sequence.finish_reason is None:
-                sequence.finish_reason = reason
+                sequence.finish(reason)
+                if sequence.id not in self._slot_of and self._blocks.has_table(sequence.id):
+                    self._blocks.release(sequence.id)  # branched from a kept conversation and never admitted
                 results.append(StepResult(request.request_id, None, True, reason, sequence.index, sequence=sequence))
         request.metrics.finished = time.perf_counter()
-        return results
-
-    def step(self, run_iteration: Callable[[list[BatchSlot]], list[StepResult]]) -> list[StepResult]:
-        """One iteration over all active slots: admit, run, evict."""
-        self.admit_pending()
-        results = run_iteration(self.active_slots())
-        self.evict_completed()
         return results
 
     # -- slots ----------------------------------------------------------------------------------------------------
     def _push(self, sequence: Sequence) -> None:
         heapq.heappush(self._waiting, (sequence.order, sequence.index, sequence))
+        self._may_admit = True
 
     def wait(self, sequence: Sequence) -> None:
-        """Queue a sequence that has neither row nor slot."""
+        """Queue a sequence that has neither blocks nor slot."""
         self._push(sequence)
 
     def take_waiting(self) -> list[Sequence]:
-        """Empty the queue; the caller gives back with `wait` those who shall go on waiting."""
+        """Empty the queue; the caller queues again, with `wait`, the sequences that may run."""
         taken = [sequence for _, _, sequence in self._waiting if sequence.finish_reason is None]
         self._waiting.clear()
         return taken
@@ -265,7 +293,8 @@ class ContinuousBatcher:
             self._listener.slot_taken(index, sequence)
         return index
 
-    def _leave(self, sequence: Sequence, keep_row: bool = False) -> None:
+    def _leave(self, sequence: Sequence, keep_blocks: bool = False) -> None:
+        self._may_admit = True
         index = self._slot_of.pop(sequence.id, None)
         if index is not None:
             self.slots[index].sequence = None
@@ -274,7 +303,7 @@ class ContinuousBatcher:
             self._free.sort(reverse=True)
             if self._listener is not None:
                 self._listener.slot_freed(index, sequence)
-        if not keep_row and self._blocks.has_row(sequence.id):
+        if not keep_blocks and self._blocks.has_table(sequence.id):
             self._blocks.release(sequence.id)
 
 

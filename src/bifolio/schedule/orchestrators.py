@@ -1,4 +1,8 @@
-"""Bookkeeping of the two phases: which blocks a pass will write, and attention over those that are there."""
+"""The two phases' bookkeeping: reserve the blocks that a pass will write, and lay out the pass's attention segment.
+
+`lay_out` describes the queries of a phase for the kernels. The engine's steps (`HostBatch`) and `batch_prefill` /
+`batch_decode` use it alike.
+"""
 
 from __future__ import annotations
 
@@ -6,39 +10,75 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from bifolio.arrays import array_namespace
 from bifolio.cache.block_manager import KVCacheBlockManager
-from bifolio.cache.block_table import BlockTable
 from bifolio.errors import OutOfBlocksError, PhaseError
-from bifolio.kernels.interface import Array, AttentionPhase
-from bifolio.kernels.paged import LayerAttention, paged_segment
+from bifolio.kernels.interface import Array, AttentionPhase, AttentionSegment, LayerAttention, attention_segment
 from bifolio.sequence import Sequence
 
 
-class PrefillOrchestrator:
+class _Orchestrator:
+    """Common to both phases."""
+
+    phase: AttentionPhase
+
+    def __init__(self, block_manager: KVCacheBlockManager) -> None:
+        self.blocks = block_manager
+
+    @classmethod
+    def lay_out(
+        cls,
+        starts: np.ndarray,  # i32[s]  position of each sequence's first query
+        lengths: np.ndarray,  # i32[s]  queries of each sequence
+        block_tables: Array | None,  # i32[s, max_blocks]  None: nothing is cached
+        token_start: int = 0,
+    ) -> AttentionSegment:
+        """The segment of this phase: queries [start, start + length) of each sequence over [0, start + length)."""
+        return attention_segment(cls.phase, starts, lengths, block_tables, token_start)
+
+    def _attend(
+        self, queries: Mapping[int, Array], starts: Mapping[int, int], kernel: LayerAttention
+    ) -> dict[int, Array]:
+        """Queries of several sequences, from their start positions on, packed into one kernel call."""
+        ids = list(queries)
+        if not ids:
+            return {}
+        lengths = np.array([int(queries[i].shape[0]) for i in ids], dtype=np.int32)
+        first = np.array([starts[i] for i in ids], dtype=np.int32)
+        for sequence_id, end in zip(ids, (first + lengths).tolist(), strict=True):
+            held = self.blocks.num_tokens_of(sequence_id)
+            if held < end:
+                raise PhaseError(f"sequence {sequence_id} has room for {held} tokens, not for {end}")
+        segment = self.lay_out(first, lengths, self.blocks.tables_array(ids))
+        packed = array_namespace(queries[ids[0]]).concat([queries[i] for i in ids], axis=0)
+        output = kernel.compute_paged_attention(packed, segment)
+        bounds = segment.query_starts.tolist()
+        return {sequence_id: output[bounds[i] : bounds[i + 1]] for i, sequence_id in enumerate(ids)}
+
+
+class PrefillOrchestrator(_Orchestrator):
     """Prompt tokens, many at a time: reserve all blocks of a pass before it runs, or none."""
 
-    def __init__(self, block_manager: KVCacheBlockManager, block_table: BlockTable | None = None) -> None:
-        self.blocks = block_manager
-        self.table = block_table or BlockTable(block_manager)
+    phase = AttentionPhase.PREFILL
 
     def prefill_allocate_blocks(self, sequence_id: int, prompt_length: int) -> list[int]:
-        """Blocks for a whole prompt, all or nothing; the row is opened if the sequence has none."""
+        """Blocks for a whole prompt, all or nothing; a table is opened if the sequence has none."""
         if prompt_length < 1:
             raise PhaseError(f"sequence {sequence_id}: a prompt has at least one token, not {prompt_length}")
         with self.blocks.lock:
             needed, free = self.blocks.blocks_for(prompt_length), self.blocks.num_free_blocks
-            if not self.blocks.has_row(sequence_id):
+            if not self.blocks.has_table(sequence_id):
                 if needed > free:
                     raise OutOfBlocksError(f"prefill of sequence {sequence_id} needs {needed} blocks, {free} are free")
-                self.blocks.open_row(sequence_id)
-            held = self.blocks.row_num_tokens(sequence_id)
+                self.blocks.open_table(sequence_id)
+            held = self.blocks.num_tokens_of(sequence_id)
             if held:
                 raise PhaseError(f"sequence {sequence_id} already holds {held} tokens: prefill comes first")
             self.blocks.append(sequence_id, prompt_length)
-            return self.blocks.row_block_ids(sequence_id)
+            return self.blocks.block_ids_of(sequence_id)
 
     def reserve_chunk(self, sequence: Sequence, limit: int) -> int:
-        """Reserve slots for the next chunk, at most `limit` tokens; 0 when blocks lack (nothing changed)."""
+        """Reserve the next chunk, at most `limit` tokens; 0, with nothing changed, when free blocks do not suffice."""
         num_new = min(sequence.num_uncomputed, limit)
         return num_new if self.blocks.try_append(sequence.id, num_new) else 0
 
@@ -52,38 +92,34 @@ class PrefillOrchestrator:
         self, queries: Mapping[int, Array], ranges: Mapping[int, tuple[int, int]], kernel: LayerAttention
     ) -> dict[int, Array]:
         """Several sequences packed into one kernel call, without padding."""
-        contexts = {}
         for sequence_id, query in queries.items():
             start, end = ranges[sequence_id]
             if end - start != query.shape[0] or start < 0:
                 raise PhaseError(
                     f"sequence {sequence_id}: {query.shape[0]} queries do not fill tokens [{start}, {end})"
                 )
-            contexts[sequence_id] = end
-        return _attend(self.blocks, self.table, queries, contexts, kernel, AttentionPhase.PREFILL)
+        return self._attend(queries, {sequence_id: ranges[sequence_id][0] for sequence_id in queries}, kernel)
 
 
-class DecodeOrchestrator:
-    """One token of every running sequence: a new block when the last is full, a copy when it is shared."""
+class DecodeOrchestrator(_Orchestrator):
+    """One token of every running sequence: a new block when the last is full, a move when it is shared."""
 
-    def __init__(self, block_manager: KVCacheBlockManager, block_table: BlockTable | None = None) -> None:
-        self.blocks = block_manager
-        self.table = block_table or BlockTable(block_manager)
+    phase = AttentionPhase.DECODE
 
     def allocate_decode_block(self, sequence_id: int, current_length: int) -> int | None:
         """Make room for the token after `current_length`; the new block's id, or None if the last had room."""
         with self.blocks.lock:
-            held = self.blocks.row_num_tokens(sequence_id)
+            held = self.blocks.num_tokens_of(sequence_id)
             if held != current_length:
                 raise PhaseError(f"sequence {sequence_id} holds {held} tokens, not {current_length}")
-            before = set(self.blocks.row_block_ids(sequence_id))
+            before = set(self.blocks.block_ids_of(sequence_id))
             self.blocks.append(sequence_id, 1)
-            last = self.blocks.row_block_ids(sequence_id)[-1]
+            last = self.blocks.block_ids_of(sequence_id)[-1]
             return None if last in before else last
 
-    def reserve(self, appends: list[tuple[int, int]]) -> bool:
-        """Slots for (sequence id, number of tokens) of a whole step, all or nothing."""
-        return self.blocks.try_append_many(appends)
+    def reserve(self, sequence_ids: list[int]) -> bool:
+        """Room for one token of each of these sequences, all or nothing."""
+        return self.blocks.try_append_many([(sequence_id, 1) for sequence_id in sequence_ids])
 
     def compute_decode_attention(
         self, query: Array, sequence_id: int, current_length: int, kernel: LayerAttention
@@ -95,32 +131,4 @@ class DecodeOrchestrator:
         self, queries: Mapping[int, Array], lengths: Mapping[int, int], kernel: LayerAttention
     ) -> dict[int, Array]:
         """One query a sequence (or one and its drafts), all sequences in one kernel call."""
-        contexts = {sequence_id: lengths[sequence_id] + query.shape[0] for sequence_id, query in queries.items()}
-        return _attend(self.blocks, self.table, queries, contexts, kernel, AttentionPhase.DECODE)
-
-
-def _attend(
-    blocks: KVCacheBlockManager,
-    table: BlockTable,
-    queries: Mapping[int, Array],
-    contexts: Mapping[int, int],
-    kernel: LayerAttention,
-    phase: AttentionPhase,
-) -> dict[int, Array]:
-    ids = list(queries)
-    for sequence_id in ids:
-        held = blocks.row_num_tokens(sequence_id)
-        if held < contexts[sequence_id]:
-            raise PhaseError(f"sequence {sequence_id} has slots for {held} tokens, not for {contexts[sequence_id]}")
-    query_lens = [int(queries[i].shape[0]) for i in ids]
-    segment = paged_segment(phase, query_lens, [contexts[i] for i in ids], table.as_array(ids))
-    packed = np.concatenate if isinstance(queries[ids[0]], np.ndarray) else _torch_concatenate
-    output = kernel.compute_paged_attention(packed([queries[i] for i in ids]), segment)
-    starts = segment.query_starts
-    return {sequence_id: output[int(starts[i]) : int(starts[i + 1])] for i, sequence_id in enumerate(ids)}
-
-
-def _torch_concatenate(arrays: list[Array]) -> Array:
-    import torch
-
-    return torch.cat(arrays)
+        return self._attend(queries, {sequence_id: lengths[sequence_id] for sequence_id in queries}, kernel)

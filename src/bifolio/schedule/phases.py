@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Sequences
 
-from bifolio.errors import PhaseError, UnknownSequenceError
+from bifolio.cache.sharing import SpeculativeDecodingSharing
+from bifolio.errors import OutOfBlocksError, PhaseError, UnknownSequenceError
 from bifolio.schedule.orchestrators import DecodeOrchestrator, PrefillOrchestrator
-from bifolio.schedule.plan import ScheduledSequence, StepPlan
-from bifolio.schedule.slot import BatchSlot
+from bifolio.schedule.plan import BatchSlot, ScheduledSequence, StepPlan
 from bifolio.sequence import Sequence, SequencePhase
 
 Preempt = Callable[[Sequence], None]
@@ -25,12 +25,14 @@ class PhaseManager:
         chunk_size: int = 512,
         preempt: Preempt | None = None,
         drop_kept: Callable[[], bool] | None = None,
+        speculation: SpeculativeDecodingSharing | None = None,
     ) -> None:
         self.prefill = prefill_orchestrator
         self.decode = decode_orchestrator
         self.chunk_size = chunk_size
         self._preempt = preempt
         self._drop_kept = drop_kept or (lambda: False)
+        self._speculation = speculation
         self._sequences: dict[int, Sequence] = {}
 
     # -- phases ---------------------------------------------------------------------------------------------
@@ -58,15 +60,13 @@ class PhaseManager:
             )
 
     def transition_to_decode(self, sequence_id: int) -> None:
-        """The hard boundary: every token of the prompt is computed, or this is an error."""
+        """Cross the hard boundary: every token of the prompt is computed, or this is an error; DECODE afterwards."""
         sequence = self._find(sequence_id)
         if sequence.phase is SequencePhase.COMPLETE:
             raise PhaseError(f"{sequence} has ended and cannot decode")
-        if sequence.num_computed < sequence.num_prompt:
-            raise PhaseError(
-                f"{sequence} cannot decode: {sequence.num_prompt - sequence.num_computed} tokens of its prompt "
-                "are not computed yet"
-            )
+        missing = sequence.num_prompt - sequence.num_scheduled
+        if missing > 0:
+            raise PhaseError(f"{sequence} cannot decode: {missing} tokens of its prompt are not computed yet")
 
     def _find(self, sequence_id: int) -> Sequence:
         if sequence_id not in self._sequences:
@@ -74,107 +74,156 @@ class PhaseManager:
         return self._sequences[sequence_id]
 
     # -- planning ---------------------------------------------------------------------------------------------
-    def plan(self, slots: Sequences[BatchSlot], token_budget: int, drafts: Mapping[int, int] | None = None) -> StepPlan:
+    def plan(
+        self,
+        slots: Sequences[BatchSlot],
+        token_budget: int,
+        drafts: Mapping[int, int] | None = None,
+        *,
+        may_preempt: bool = True,
+    ) -> StepPlan:
         """Decide which tokens run next and reserve their blocks; preempt the youngest where blocks run out.
 
-        `drafts` says for how many guessed tokens a decoding sequence (by id) wants room; they are dropped before
-        anybody is preempted for them.
+        `drafts` is the number of guesses that a decoding sequence (by id) wants room for; a guess never causes a
+        preemption. While a step is in flight nothing can be preempted (`may_preempt=False`): then a plan that needs a
+        preemption leaves out the sequences without blocks and says so (`StepPlan.is_short`).
         """
         preempted: list[Sequence] = []
         active, decoding, waiting = _sorted_by_phase(slots)
-        decodes = self._plan_decodes(active, decoding[:token_budget], token_budget, dict(drafts or {}), preempted)
+        running = self._reserve_decodes(active, decoding[:token_budget], preempted, may_preempt)
+        if running is None:
+            return StepPlan(is_short=True)
+        decodes = self._with_drafts(running, token_budget, drafts) if drafts else _decodes(running)
         left = token_budget - sum(item.num_new for item in decodes)
-        prefills = self._plan_prefills(active, waiting, left, preempted) if waiting and left > 0 else []
+        prefills, is_short = (
+            self._plan_prefills(active, waiting, left, preempted, may_preempt) if waiting and left > 0 else ([], False)
+        )
         if preempted:
             victims = {id(member) for victim in preempted for member in team(victim)}
             decodes = [item for item in decodes if id(item.sequence) not in victims]
             prefills = [item for item in prefills if id(item.sequence) not in victims]
-        copies = tuple(self.decode.blocks.take_copies())
-        return StepPlan(tuple(decodes), tuple(prefills), copies, tuple(preempted))
+        return StepPlan(tuple(decodes), tuple(prefills), tuple(preempted), is_short)
 
-    def _plan_decodes(
-        self,
-        active: list[BatchSlot],
-        running: list[BatchSlot],
-        token_budget: int,
-        drafts: dict[int, int],
-        preempted: list[Sequence],
-    ) -> list[ScheduledSequence]:
-        if drafts:
-            spare = token_budget - len(running)
-            for slot in running:
-                drafts[slot.held.id] = min(drafts.get(slot.held.id, 0), spare)
-                spare -= drafts[slot.held.id]
-            if not self.decode.reserve([(slot.held.id, 1 + drafts[slot.held.id]) for slot in running]):
-                drafts.clear()
-        while not drafts and running and not self.decode.reserve([(slot.held.id, 1) for slot in running]):
+    def _reserve_decodes(
+        self, active: list[BatchSlot], running: list[BatchSlot], preempted: list[Sequence], may_preempt: bool
+    ) -> list[BatchSlot] | None:
+        """Room for one token of each of these; those that are left after preemptions, None if one would be needed."""
+        while running and not self.decode.reserve([slot.held.id for slot in running]):
             if self._drop_kept():
                 continue
+            if not may_preempt:
+                return None
             victim = max((slot.held for slot in active if slot.sequence is not None), key=lambda s: s.order)
             self._evict(victim, preempted)
             active[:] = [slot for slot in active if slot.sequence is not None]
             running = [slot for slot in running if slot.sequence is not None]
+        return running
+
+    def _with_drafts(
+        self, running: list[BatchSlot], token_budget: int, drafts: Mapping[int, int]
+    ) -> list[ScheduledSequence]:
+        """Decodes with room for guesses, as far as the budget and the free blocks go."""
+        spare = token_budget - len(running)
         scheduled = []
         for slot in running:
             sequence = slot.held
-            num_new = 1 + drafts.get(sequence.id, 0) if drafts else 1
-            scheduled.append(ScheduledSequence(slot.index, sequence, sequence.num_computed, num_new, (slot.index,)))
+            start = sequence.num_scheduled
+            count = min(drafts.get(sequence.id, 0), spare)
+            if count and self._reserve_drafts(sequence.id, start + 1, count):
+                spare -= count
+            else:
+                count = 0
+            scheduled.append(ScheduledSequence(slot.index, sequence, start, 1 + count, (slot.index,)))
         return scheduled
 
+    def _reserve_drafts(self, sequence_id: int, length: int, count: int) -> bool:
+        if self._speculation is None:
+            raise PhaseError("room for guesses is asked for and no SpeculativeDecodingSharing is configured")
+        try:
+            self._speculation.allocate_speculative_blocks(sequence_id, length, count)
+        except OutOfBlocksError:
+            return False
+        return True
+
     def _plan_prefills(
-        self, active: list[BatchSlot], waiting: list[BatchSlot], budget: int, preempted: list[Sequence]
-    ) -> list[ScheduledSequence]:
+        self,
+        active: list[BatchSlot],
+        waiting: list[BatchSlot],
+        budget: int,
+        preempted: list[Sequence],
+        may_preempt: bool,
+    ) -> tuple[list[ScheduledSequence], bool]:
+        """Chunks in order of priority and arrival, and whether one of them waits for a preemption."""
         scheduled: list[ScheduledSequence] = []
         for slot in sorted((slot for slot in waiting if slot.sequence is not None), key=lambda slot: slot.held.order):
             if budget < 1:
                 break
-            if slot.sequence is None or not self._has_row(slot.held):  # preempted in this step, or not yet opened
+            if slot.sequence is None or not self._has_table(slot.held):  # preempted in this step, or not yet opened
                 continue
             sequence = slot.held
             limit = min(self.chunk_size, budget, _chunk_limit(sequence))
             if limit < 1:
                 continue
             num_new = self.prefill.reserve_chunk(sequence, limit)
-            while num_new == 0 and self._make_room(sequence, active, preempted):
+            while num_new == 0 and self._make_room(sequence, active, preempted, may_preempt):
                 num_new = self.prefill.reserve_chunk(sequence, limit)
-            if num_new == 0:
-                break  # those behind wait as well: first come, first served
+            if num_new == 0:  # later ones wait as well: first come, first served
+                return scheduled, not may_preempt and bool(_behind(sequence, active))
             budget -= num_new
-            samples = slot.sample_slots if sequence.num_computed + num_new == sequence.num_tokens else ()
-            scheduled.append(ScheduledSequence(slot.index, sequence, sequence.num_computed, num_new, samples))
-        return scheduled
+            start = sequence.num_scheduled
+            samples = slot.sample_slots if start + num_new == sequence.num_tokens else ()
+            scheduled.append(ScheduledSequence(slot.index, sequence, start, num_new, samples))
+        return scheduled, False
 
-    def _has_row(self, sequence: Sequence) -> bool:
-        """Members of a preempted group come back one by one, each on what those before it computed."""
+    def _has_table(self, sequence: Sequence) -> bool:
+        """Members of a preempted group come back one by one, each on the blocks that those before it computed."""
         blocks = self.prefill.blocks
-        if blocks.has_row(sequence.id):
+        if blocks.has_table(sequence.id):
             return True
         if sequence.group is None or not sequence.group.may_open(sequence):
             return False
-        sequence.num_computed = blocks.open_row(sequence.id, sequence.token_ids, salt=sequence.request.salt)
+        sequence.rewind(blocks.open_table(sequence.id, sequence.token_ids, salt=sequence.request.salt))
         return True
 
-    def _make_room(self, sequence: Sequence, active: Iterable[BatchSlot], preempted: list[Sequence]) -> bool:
+    def _make_room(
+        self, sequence: Sequence, active: Iterable[BatchSlot], preempted: list[Sequence], may_preempt: bool
+    ) -> bool:
         """Preempt one sequence that comes after this one; False when there is none."""
         if self._drop_kept():
             return True
-        behind = [slot.held for slot in active if slot.sequence is not None and slot.held.order > sequence.order]
-        if not behind:
+        behind = _behind(sequence, active)
+        if not behind or not may_preempt:
             return False
         self._evict(max(behind, key=lambda s: s.order), preempted)
         return True
 
     def _evict(self, victim: Sequence, preempted: list[Sequence]) -> None:
         if self._preempt is None:
-            raise PhaseError("blocks ran out and nobody told the planner how to preempt")
+            raise PhaseError("blocks ran out and no preempt callback is configured")
         self._preempt(victim)
         preempted.append(victim)
+
+
+def _behind(sequence: Sequence, active: Iterable[BatchSlot]) -> list[Sequence]:
+    """Running sequences that come after this one."""
+    return [slot.held for slot in active if slot.sequence is not None and slot.held.order > sequence.order]
+
+
+def _decodes(running: list[BatchSlot]) -> list[ScheduledSequence]:
+    scheduled = []
+    for slot in running:
+        sequence = slot.held
+        scheduled.append(ScheduledSequence(slot.index, sequence, sequence.num_scheduled, 1, (slot.index,)))
+    return scheduled
 
 
 def _sorted_by_phase(
     slots: Sequences[BatchSlot],
 ) -> tuple[list[BatchSlot], list[BatchSlot], list[BatchSlot]]:
-    """(all that run, those that can decode, those with a prompt to compute); one pass, since it is every step's."""
+    """(all that run, those that can decode now, those with a prompt to compute), in one pass over the slots.
+
+    A sequence with a token in flight decodes on, unless that token is its last or its next draw depends on the value.
+    """
     active, decoding, waiting = [], [], []
     for slot in slots:
         sequence = slot.sequence
@@ -184,6 +233,8 @@ def _sorted_by_phase(
         if group is not None and not group.is_live(sequence):
             continue
         active.append(slot)
+        if sequence.num_expected and (slot.waits_for_tokens or sequence.num_generated >= sequence.request.max_tokens):
+            continue
         phase = sequence.phase
         if phase is SequencePhase.PREFILL:
             waiting.append(slot)

@@ -1,26 +1,58 @@
-"""What one step will do: frozen before anything runs."""
+"""The data of planning: the slots of the batch, and the frozen plan of one step."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from bifolio.cache.block_pool import BlockCopy
-from bifolio.sequence import Sequence
+from bifolio.errors import PhaseError
+from bifolio.sequence import RequestPhase, Sequence
+
+
+@dataclass(slots=True)
+class BatchSlot:
+    """A permanent place in the batch and the sequence that holds it now; everything else is read from the sequence."""
+
+    index: int
+    sequence: Sequence | None = None
+    sample_slots: tuple[int, ...] = ()  # its own, and those of sequences that will be forked from it
+    waits_for_tokens: bool = False  # its next draw depends on token values: no step is planned for it while one is due
+
+    @property
+    def held(self) -> Sequence:
+        if self.sequence is None:
+            raise PhaseError(f"slot {self.index} is empty")
+        return self.sequence
+
+    @property
+    def request_id(self) -> str | None:
+        return None if self.sequence is None else self.sequence.request.request_id
+
+    @property
+    def phase(self) -> RequestPhase | None:
+        return None if self.sequence is None else self.sequence.phase
+
+    @property
+    def tokens_generated(self) -> int:
+        return 0 if self.sequence is None else len(self.sequence.output_token_ids)
+
+    @property
+    def max_tokens(self) -> int:
+        return 0 if self.sequence is None else self.sequence.request.max_tokens
 
 
 class ScheduledSequence(NamedTuple):
     """Tokens [start, start + num_new) of one sequence run in this step.
 
-    |<-- computed -->|<----- num_new ----->|<- not in this step ->|
-                     start
+    |<-- computed or in flight -->|<-------- num_new -------->|<- not in this step ->|
+                                  start
     """
 
-    slot: int  # permanent row of the sequence
+    slot: int
     sequence: Sequence
     start: int
     num_new: int
-    sample_slots: tuple[int, ...]  # rows to draw a token for from the last logits: none, its own, or the forks' too
+    sample_slots: tuple[int, ...]  # slots to draw a token for from the last logits: none, its own, or the forks' too
     drafts: tuple[int, ...] = ()  # guessed tokens that follow the last known one; part of num_new
 
 
@@ -30,8 +62,8 @@ class StepPlan:
 
     decodes: tuple[ScheduledSequence, ...] = ()
     prefills: tuple[ScheduledSequence, ...] = ()
-    copies: tuple[BlockCopy, ...] = ()  # copy-on-write: run before any write
     preempted: tuple[Sequence, ...] = ()
+    is_short: bool = False  # blocks ran out, and a preemption that would help has to wait for the step in flight
 
     @property
     def is_empty(self) -> bool:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import numpy as np
 
+from bifolio.cache.storage import KvCacheEntry
 from bifolio.engine.engine import InferenceEngine
-from bifolio.engine.executor import append_batch
 from bifolio.errors import EmptyPromptError, PromptTooLongError, TokenIdError
-from bifolio.kernels.interface import AttentionPhase
+from bifolio.kernels.interface import Array, Batch
 from bifolio.model.transformer import hidden_states
 
 Done = Callable[[np.ndarray | None, Exception | None], None]
@@ -81,43 +80,31 @@ class EmbeddingQueue:
         return self._engine.batcher.drop_kept()
 
 
-class _ReservedRow(NamedTuple):
-    """A `KvCacheEntry` whose blocks were all taken beforehand."""
-
-    seq_len: int
-    block_ids: list[int]
-
-    def reserve(self, num_tokens: int) -> None:
-        """Nothing to do: they are there."""
-
-
 class _Job:
-    """One text on its way through the network."""
+    """One text on its way through the network, a chunk at a time, on the engine's `PrefillExecutor`."""
 
     def __init__(self, engine: InferenceEngine, request_id: str, token_ids: list[int], done: Done) -> None:
         self.request_id = request_id
         self.done = done
-        self._engine = engine
-        self._token_ids = token_ids
-        self._position = 0
+        self._runner = engine.runner
         self._sum = np.zeros(engine.model.config.hidden_size, dtype=np.float64)
-        self._sequence_id = engine.blocks.fresh_sequence_id()
-        engine.blocks.open_row(self._sequence_id)
-        engine.blocks.append(self._sequence_id, len(token_ids))
+        self._entry = KvCacheEntry.open(engine.runner.storage, engine.blocks, len(token_ids))
+        self._chunks = engine.prefill_executor.chunks(token_ids, self._entry, self._states)
+        self._num_left = -(-len(token_ids) // engine.prefill_executor.chunk_size)
 
     def advance(self) -> np.ndarray | None:
         """One chunk; the finished vector after the last."""
-        runner = self._engine.runner
-        end = min(self._position + self._engine.config.chunk_size, len(self._token_ids))
-        row: Any = _ReservedRow(self._position, self._engine.blocks.row_block_ids(self._sequence_id))
-        batch = append_batch(runner, row, self._token_ids[self._position : end], AttentionPhase.PREFILL)
-        states = hidden_states(runner.weights, batch, runner.kernels, runner.storage)
-        normed = runner.kernels.norm(states, runner.weights.final_norm)
-        self._sum += np.asarray(runner.kernels.to_host(normed), dtype=np.float64).sum(axis=0)
-        self._position = end
-        if end < len(self._token_ids):
+        self._sum += np.asarray(self._runner.kernels.to_host(next(self._chunks)), dtype=np.float64).sum(axis=0)
+        self._num_left -= 1
+        if self._num_left:
             return None
         return (self._sum / max(float(np.linalg.norm(self._sum)), 1e-12)).astype(np.float32)
 
     def close(self) -> None:
-        self._engine.blocks.release(self._sequence_id)
+        self._entry.close()
+
+    def _states(self, batch: Batch) -> Array:
+        """The normed hidden states of a chunk: [t, d]."""
+        runner = self._runner
+        states = hidden_states(runner.weights, batch, runner.kernels, runner.storage)
+        return runner.kernels.norm(states, runner.weights.final_norm)

@@ -100,8 +100,10 @@ class EngineService:
     def beat(self) -> m.Beat:
         """From any thread: the counters are plain numbers, and a torn read does no harm."""
         started = self.thread.step_started
-        stats = {name: float(value) for name, value in asdict(self.llm.engine.stats()).items()}
-        stats["num_waiting"] += self.thread.steps.num_parked + len(self._compiling)
+        now = asdict(self.llm.engine.stats())
+        sharing = now.pop("sharing")
+        stats = {name: float(value) for name, value in (now | sharing).items()}
+        stats["num_waiting"] += len(self._compiling)
         speculator = self.llm.engine.speculator
         if speculator is not None:
             stats["num_draft_tokens"] = float(speculator.stats.num_draft_tokens)

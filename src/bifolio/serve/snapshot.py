@@ -56,11 +56,10 @@ def blocks_of(engine: InferenceEngine) -> bytes:
     state = np.zeros(manager.num_blocks, dtype=np.uint8)
     holders = np.zeros(manager.num_blocks, dtype=np.uint8)
     with manager.lock:
-        state[manager.cached_block_ids()] = CACHED
-        for block_id, count in manager.reference_counts().items():
-            holders[block_id] = min(count, 255)
-            state[block_id] = HELD  # rows without a slot, such as kept conversations
+        for page in manager.pages():
+            holders[page.block_id] = min(page.ref_count, 255)
+            state[page.block_id] = HELD if page.ref_count else CACHED  # held without a slot: kept conversations
         for slot in reversed(engine.batcher.active_slots()):
-            if manager.has_row(slot.held.id):
-                state[manager.row_block_ids(slot.held.id)] = HELD + slot.index % COLOURS
+            if manager.has_table(slot.held.id):
+                state[manager.block_ids_of(slot.held.id)] = HELD + slot.index % COLOURS
     return np.stack([state, holders], axis=1)[1:].tobytes()

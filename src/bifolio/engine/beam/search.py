@@ -1,7 +1,8 @@
 """A beam search inside the running batch: beams are sequences, and reordering them moves table entries, never K/V.
 
 All beams of a request hold a slot from admission to the end. Those that stand for a hypothesis are *live*; when one
-dies and another continues twice, the dead one's row is released and forked from the survivor's.
+dies and another continues twice, the dead one's blocks are released and its table is forked from the survivor's
+(`BeamSearchBlockSharing`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from bifolio.beam_params import BeamSearchParams
-from bifolio.cache.block_manager import KVCacheBlockManager
+from bifolio.cache.sharing import BeamSearchBlockSharing
 from bifolio.engine.beam.hypotheses import (
     BeamGroup,
     Candidate,
@@ -38,8 +39,10 @@ class BeamSearch:
         params: BeamSearchParams,
         eos_token_ids: Sequences[int],
         new_stopper: Callable[[], Any],  # follows a text from its beginning
+        sharing: BeamSearchBlockSharing,
     ) -> None:
         self._new_stopper = new_stopper
+        self._sharing = sharing
         self.request = request
         self.params = params
         self.members: list[Sequence] = request.sequences
@@ -90,7 +93,6 @@ class BeamSearch:
         logits: np.ndarray,
         slots: dict[int, int],
         sampler: Sampler,
-        blocks: KVCacheBlockManager,
         ids: np.ndarray | None = None,
     ) -> None:
         """Take the logits of all live beams, f32[b, vocab] in the order of `live`, and choose the next beams.
@@ -117,7 +119,7 @@ class BeamSearch:
             chosen.extend(candidate.token for candidate in running)
             self._note_finished(beams, finished, logits, rows)
             moves.append((number, [] if done else running, finished))
-        self._move(moves, logits, rows, sampler, blocks, slots)
+        self._move(moves, logits, rows, sampler, slots)
 
     def _ending(self, beams: list[Sequence], candidate: Candidate) -> Ending | None:
         beam = beams[candidate.beam]
@@ -149,34 +151,36 @@ class BeamSearch:
         scored = score_tokens(logits[None], np.array([token]), np.array([self.params.logprobs]))
         return [TokenLogprob(token, float(scored.logprobs[0]), int(scored.ranks[0]), tuple(scored.top[0]))]
 
-    # -- rows -----------------------------------------------------------------------------------------------------
+    # -- block tables -------------------------------------------------------------------------------------------------
     def _move(
         self,
         moves: list[tuple[int, list[Candidate], list[tuple[Candidate, Hypothesis]]]],
         logits: np.ndarray,
         rows: dict[int, int],
         sampler: Sampler,
-        blocks: KVCacheBlockManager,
         slots: dict[int, int],
     ) -> None:
-        """Give every next beam a row: the first child of a beam keeps its row, others fork it."""
+        """Give every next beam a table: the first child of a beam keeps its table, others fork it."""
         steps = [(number, self.beams[number][c.beam], c) for number, running, _ in moves for c in running]
         parents = {parent.id for _, parent, _ in steps}
         spare = [member for member in self.members if member.id not in parents]
-        for member in spare:
-            if blocks.has_row(member.id):
-                blocks.release(member.id)
+        dropped = [member.id for member in spare]
         taken: set[int] = set()
+        forks: list[tuple[Sequence, Sequence]] = []
         placed: list[tuple[int, Sequence, Candidate, list[TokenLogprob]]] = []
         for number, parent, candidate in steps:
             logprob = self._logprob(logits[rows[parent.id]], candidate.token)
+            child = parent
             if parent.id in taken:
                 child = spare.pop()
-                self._fork(parent, child, blocks)
-            else:
-                child = parent
-                taken.add(parent.id)
+                forks.append((parent, child))
+            taken.add(parent.id)
             placed.append((number, child, candidate, logprob))
+        self._share_blocks(dropped, forks)
+        for parent, child in forks:
+            child.fork_from(parent)
+            child.text, child.logprobs = parent.text, list(parent.logprobs)
+            child.stopper = parent.stopper.fork()
         self.beams = [[] for _ in self.groups]
         for number, child, candidate, logprob in placed:  # only now: forks above copied what was before this token
             child.append_token(candidate.token)
@@ -187,14 +191,12 @@ class BeamSearch:
             sampler.table.restart_history(slots[child.id])
             self.beams[number].append(child)
 
-    def _fork(self, parent: Sequence, child: Sequence, blocks: KVCacheBlockManager) -> None:
-        blocks.fork(parent.id, child.id)
-        child.parent = None
-        child.token_ids = list(parent.token_ids)
-        child.output_token_ids[:] = parent.output_token_ids  # in place: the sampler reads this very list
-        child.num_computed, child.num_draft_computed = parent.num_computed, parent.num_draft_computed
-        child.text, child.logprobs = parent.text, list(parent.logprobs)
-        child.stopper = parent.stopper.fork()
+    def _share_blocks(self, dropped: list[int], forks: list[tuple[Sequence, Sequence]]) -> None:
+        base = self.members[0]
+        if not base.output_token_ids and forks:  # the first step: all beams branch off the prompt
+            self._sharing.initialize_beams(base.id, base.num_computed, [child.id for _, child in forks])
+        else:
+            self._sharing.reorder_beams(dropped, [(parent.id, child.id) for parent, child in forks])
 
     # -- the end --------------------------------------------------------------------------------------------------
     def results(self) -> list[Hypothesis]:
@@ -203,10 +205,12 @@ class BeamSearch:
         return every[: self.params.num_returned]
 
     def close(self) -> None:
-        """Turn the members into the returned completions, so that the request reads like any other."""
+        """Release the beams' blocks and turn the members into the returned completions."""
+        forked = [member.id for member in self.members if self._sharing.get_beam_info(member.id) is not None]
+        self._sharing.cleanup_beams(forked)  # the first one's blocks go with its slot
         results = self.results()
         for member in self.members[len(results) :]:
-            member.finish_reason = FinishReason.STOP
+            member.finish(FinishReason.STOP)
         for index, (member, hypothesis) in enumerate(zip(self.members, results, strict=False)):
             member.index = index
             member.output_token_ids[:] = hypothesis.token_ids
@@ -215,7 +219,7 @@ class BeamSearch:
             member.logprobs = hypothesis.logprobs
             member.score = hypothesis.score
             member.stop_reason = hypothesis.stop_reason
-            member.finish_reason = FinishReason(hypothesis.finish_reason)
+            member.finish(FinishReason(hypothesis.finish_reason))
             member.text = hypothesis.text if hypothesis.text is not None else self._text(hypothesis)
 
     def _text(self, hypothesis: Hypothesis) -> str:

@@ -1,7 +1,6 @@
-"""A step that runs out of the device's memory: its plan fails, the engine goes on with less at a time.
+"""A step that runs out of the device's memory: it is taken back, and the engine goes on with smaller steps.
 
-Nothing of a failed step counts. Everyone's row is taken back (full blocks stay in the prefix cache, so that little is
-computed twice), the allocator gives up what it hoards, and the next steps are smaller:
+Full blocks stay in the prefix cache, so that little is computed twice; the allocator releases cached memory; and:
 
     token budget   halves, and doubles again after `CALM_STEPS` good steps
     sequences      the youngest quarter waits (one at least), and as many come back after `CALM_STEPS` good steps
@@ -11,7 +10,6 @@ A request that fails alone, however small its steps, ends with an error that say
 
 from __future__ import annotations
 
-import gc
 import logging
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,7 +20,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 STEP_FAILED = "the step that computed this request failed"  # how `Request.error` begins
-CALM_STEPS = 32  # good steps after which a little more is dared
+CALM_STEPS = 32  # good steps after which the limits are relaxed
 SMALLEST_BUDGET = 16  # tokens of a step; below, a prompt would take forever
 MAX_FAILURES_ALONE = 3  # with the smallest steps; then it is the request that does not fit
 
@@ -34,8 +32,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "out of memory" in str(error)
 
 
-class _Lonely(NamedTuple):
-    """Who failed alone, how far it had come, and how often that was with the smallest steps and no further."""
+class _Alone(NamedTuple):
+    """The request that failed alone, its progress, and its failures with the smallest steps and no further progress."""
 
     request_id: str = ""
     num_computed: int = 0
@@ -43,15 +41,13 @@ class _Lonely(NamedTuple):
 
 
 class MemoryRecovery:
-    """What an engine may do in one step, after it had to learn that."""
+    """The limits on an engine's steps after memory ran out."""
 
     def __init__(self, engine: InferenceEngine) -> None:
         self._engine = engine
         self._budget = engine.config.token_budget
         self._good_steps = 0
-        self._num_rows = 0  # sequences that held a row when a step failed
-        self._num_computed = 0  # tokens they had computed between them
-        self._alone = _Lonely()
+        self._alone = _Alone()
 
     @property
     def token_budget(self) -> int:
@@ -63,76 +59,55 @@ class MemoryRecovery:
     def is_limited(self) -> bool:
         return self._budget < self._engine.config.token_budget or self._engine.batcher.max_running is not None
 
-    def step_succeeded(self) -> bool:
-        """True when more may be done from now on."""
+    def step_succeeded(self) -> None:
+        """Relax the limits a little after a number of good steps."""
         if not self.is_limited:
-            return False
+            return
         self._good_steps += 1
         if self._good_steps < CALM_STEPS:
-            return False
+            return
         self._good_steps = 0
         batcher = self._engine.batcher
         self._budget = min(2 * self._budget, self._engine.config.token_budget)
         if batcher.max_running is not None:
             more = batcher.max_running + max(1, batcher.max_running // 4)
             batcher.max_running = None if more >= batcher.max_slots else more
-        return True
 
     def recover(self, error: Exception) -> list[StepResult]:
-        """Undo the failed step and plan for less; the error itself when nobody ran who could be put off."""
-        requests = self._take_all_rows_back()
+        """Take back the failed step and plan smaller ones; raises the error when no sequence ran."""
+        batcher = self._engine.batcher
+        batcher.evict_completed()
+        num_running = batcher.num_running
+        num_computed = sum(slot.held.num_computed for slot in batcher.active_slots())
+        requests = self._engine.take_back()
         if not requests:
             raise error
-        self._release_memory()
+        self._engine.runner.kernels.release_memory()
         self._good_steps = 0
         smallest = self._budget <= SMALLEST_BUDGET
         self._budget = max(self._budget // 2, min(SMALLEST_BUDGET, self._budget))
         if len(requests) > 1:
-            self._engine.batcher.max_running = max(1, self._num_rows * 3 // 4)
+            batcher.max_running = max(1, num_running * 3 // 4)
             logger.warning(
                 "out of memory in a step of %d sequences: going on with %d, %d tokens a step (%s)",
-                self._num_rows, self._engine.batcher.max_running, self._budget, error,
+                num_running, batcher.max_running, self._budget, error,
             )  # fmt: skip
             return []
-        return self._failed_alone(requests[0], error, smallest)
+        return self._failed_alone(requests[0], num_computed, error, smallest)
 
-    def _failed_alone(self, request: Request, error: Exception, smallest: bool) -> list[StepResult]:
-        same = self._alone.request_id == request.request_id and self._num_computed <= self._alone.num_computed
+    def _failed_alone(self, request: Request, num_computed: int, error: Exception, smallest: bool) -> list[StepResult]:
+        same = self._alone.request_id == request.request_id and num_computed <= self._alone.num_computed
         failures = smallest + (self._alone.failures if same else 0)
-        self._alone = _Lonely(request.request_id, self._num_computed, failures)
+        self._alone = _Alone(request.request_id, num_computed, failures)
         if failures < MAX_FAILURES_ALONE:
             logger.warning("out of memory with one request alone: %d tokens a step (%s)", self._budget, error)
             return []
         logger.error("request %s does not fit into memory alone and was ended: %s", request.request_id, error)
-        self._alone = _Lonely()
-        self._budget = self._engine.config.token_budget  # it was this one's fault
+        self._alone = _Alone()
+        self._budget = self._engine.config.token_budget  # the request was too large, not the steps
         self._engine.batcher.max_running = None
         request.error = (
             f"{STEP_FAILED}: out of memory, even alone and in steps of {SMALLEST_BUDGET} tokens. Ask for fewer "
             "completions, beams or logprobs, or start the engine with a smaller cache (gpu_memory_utilization, memory)"
         )
-        results = self._engine.batcher.finish(request, FinishReason.ERROR)
-        self._engine.requests.pop(request.request_id, None)
-        return results
-
-    def _take_all_rows_back(self) -> list[Request]:
-        """Everyone who ran waits again; their requests, oldest first."""
-        batcher = self._engine.batcher
-        batcher.evict_completed()
-        self._num_rows = batcher.num_running
-        requests: dict[str, Request] = {}
-        for slot in batcher.active_slots():
-            if slot.sequence is not None:
-                requests[slot.held.request.request_id] = slot.held.request
-        self._num_computed = sum(slot.held.num_computed for slot in batcher.active_slots())
-        for slot in batcher.active_slots():
-            if slot.sequence is not None and not slot.sequence.is_dormant:
-                batcher.preempt(slot.sequence)
-        return sorted(requests.values(), key=lambda request: request.number)
-
-    def _release_memory(self) -> None:
-        if self._engine.runner.kernels.device.startswith("cuda"):
-            import torch
-
-            gc.collect()  # frames of the failed step may be part of a cycle
-            torch.cuda.empty_cache()
+        return self._engine.batcher.finish(request, FinishReason.ERROR)

@@ -1,16 +1,17 @@
-"""Guesses from a small model. Its cache is a second storage on the same rows, so one truncate rolls back both."""
+"""Guesses from a small model. Its cache is a second storage on the same block tables: one truncate rolls back both."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Sequences
 
-from bifolio.engine.executor import ModelRunner
-from bifolio.engine.host_batch import DeviceRows, Run
+from bifolio.engine.executor import DecodeExecutor, ModelRunner, PrefillExecutor
+from bifolio.engine.host_batch import HostBatch, Run
+from bifolio.engine.slot_state import SlotState
 from bifolio.engine.speculative.draft_lengths import Offer, PassCosts
 from bifolio.errors import ConfigError
+from bifolio.kernels.interface import Batch
 from bifolio.model.loaded import LoadedModel
-from bifolio.sampling.sampler import Sampler
 from bifolio.schedule.plan import ScheduledSequence
 from bifolio.sequence import Sequence
 
@@ -22,10 +23,11 @@ class DraftModelDrafter:
     the guess is what the big one will draw.
     """
 
-    def __init__(self, runner: ModelRunner, rows: DeviceRows, sampler: Sampler, chunk_size: int) -> None:
+    def __init__(self, runner: ModelRunner, slots: SlotState, chunk_size: int) -> None:
         self.runner = runner
-        self._rows = rows
-        self._sampler = sampler
+        self._prefill = PrefillExecutor(runner, chunk_size)
+        self._decode = DecodeExecutor(runner)
+        self._slots = slots
         self._chunk_size = chunk_size
         self.costs = PassCosts()
 
@@ -62,9 +64,11 @@ class DraftModelDrafter:
             end += len(run.tokens)
             ends.append(end - 1)
         started = time.perf_counter()
-        logits = self.runner.run(self._rows.lay_out(runs, [], ends))
+        logits = self._decode.run(self._lay_out(runs, [], ends))
         positions = [items[i].sequence.num_tokens + len(guesses[i]) for i in active]
-        drawn = self._sampler.sample(logits, [items[i].slot for i in active], positions, [guesses[i] for i in active])
+        drawn = self._slots.sampler.sample(
+            logits, [items[i].slot for i in active], positions, [guesses[i] for i in active]
+        )
         self.costs.observe(end, time.perf_counter() - started)
         return [max(int(token), 0) for token in drawn.token_ids]  # a row that cannot be drawn guesses anything
 
@@ -75,8 +79,12 @@ class DraftModelDrafter:
             while sequence.num_tokens - sequence.num_draft_computed > self._chunk_size:
                 start = sequence.num_draft_computed
                 tokens = sequence.token_ids[start : start + self._chunk_size]
-                self.runner.run(self._rows.lay_out([], [Run(item.slot, start, tokens)], [len(tokens) - 1]))
+                self._prefill.run(self._lay_out([], [Run(item.slot, start, tokens)], [len(tokens) - 1]))
                 sequence.num_draft_computed += len(tokens)
+
+    def _lay_out(self, decodes: list[Run], prefills: list[Run], logit_rows: list[int]) -> Batch:
+        size = self.runner.storage.block_size
+        return HostBatch.from_runs(decodes, prefills, self._slots.tables, size, logit_rows).to(self.runner.kernels)
 
 
 def check_pair(target: LoadedModel, draft: LoadedModel) -> None:

@@ -1,7 +1,7 @@
 """The CPU kernels in C++ (`native/`): weights packed at load, one call for a whole step.
 
-The network is recorded once as a program (`program`), which `run` replays for any batch without Python between
-the operations. Every verb can also be called by itself, on numpy arrays.
+The network is recorded once for each phase as a program (`program`), which replays it for any batch without Python
+between the operations. Every verb can also be called by itself, on numpy arrays.
 """
 
 from __future__ import annotations
@@ -14,34 +14,36 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from bifolio.errors import ConfigError
+from bifolio.kernels.host_arrays import HostArrays
 from bifolio.kernels.interface import (
     Array,
+    AttentionPhase,
     AttentionSegment,
     AttentionShape,
     Batch,
     Heads,
     Linear,
+    Network,
     Norm,
     Rotation,
+    StepProgram,
     Storage,
 )
 from bifolio.kernels.native.library import library, set_num_threads
+from bifolio.kernels.native.program import ACTIVATION_CODES, NativeProgram
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
 FORMAT_CODES = {name: code for code, name in enumerate(("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"))}
-ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 ACTIVATION_PLANES = {"int8": 1, "int16": 2}  # bytes of one activation in products with quantised weights
 KV_CODES = {"f32": 0, "f16": 1, "bf16": 2, "q8_0": 3}
 TEMPORARY_BLOCK = 64  # tokens of a block when keys and values are not cached anywhere
 
 
-class NativeKernels:
+class NativeKernels(HostArrays):
     """Every verb of the network on the machine's best instruction set. Arrays are float32."""
 
     name = "native"
-    array_backend = "numpy"
-    device = "cpu"
 
     def __init__(self, threads: int | None = None, activations: str = "int8", share_prefixes: bool = True) -> None:
         """`activations`: how they meet quantised weights. "int8" is the usual way (on AMX, whose tiles multiply them as
@@ -50,28 +52,19 @@ class NativeKernels:
         `share_prefixes`: attention reads blocks that contexts have in common once; the same bits either way."""
         if activations not in ACTIVATION_PLANES:
             raise ConfigError(f"activations must be one of {', '.join(ACTIVATION_PLANES)}, not {activations!r}")
-        self._native = library()
+        self.native = library()
         self._planes = ACTIVATION_PLANES[activations]
         self.share_prefixes = share_prefixes
         if threads is not None:
             set_num_threads(threads)
         self._caches: WeakKeyDictionary[Storage, Any] = WeakKeyDictionary()
-        self._programs: dict[int, tuple[Any, Any]] = {}  # id(weights) -> (weights, program)
-        self._shapes: dict[AttentionShape, Any] = {}
-
-    # -- arrays -----------------------------------------------------------------------------------------
-    def from_host(self, array: np.ndarray) -> Array:
-        return array
-
-    def to_host(self, array: Array) -> np.ndarray:
-        return np.asarray(array)
 
     # -- weights ----------------------------------------------------------------------------------------
     def prepare_linear(self, linear: Linear) -> Linear:
         """Pack the parts side by side; the bytes of the file are not looked at again."""
         tensors = [as_tensor(part) for part in linear.parts]
         parts = [(FORMAT_CODES[tensor.format.name], np.ascontiguousarray(tensor.data)) for tensor in tensors]
-        packed = self._native.make_linear(parts, tensors[0].shape[1], _joined_bias(linear), self._planes)
+        packed = self.native.make_linear(parts, tensors[0].shape[1], _joined_bias(linear), self._planes)
         for tensor in tensors:
             release_pages(tensor.data)
         return replace(linear, prepared=packed)
@@ -82,48 +75,23 @@ class NativeKernels:
     def prepare_embedding(self, table: QuantizedTensor | Array) -> Any:
         """Rows are read where they lie in the file: only those of tokens that occur become resident."""
         tensor = as_tensor(table)
-        return self._native.Table(FORMAT_CODES[tensor.format.name], np.ascontiguousarray(tensor.data), tensor.shape[1])
+        return self.native.Table(FORMAT_CODES[tensor.format.name], np.ascontiguousarray(tensor.data), tensor.shape[1])
 
     # -- a whole step -------------------------------------------------------------------------------------
-    def run(self, weights: Any, batch: Batch, storage: Storage | None) -> Array:
-        """Logits f32[r, vocab] of one forward pass of `model.transformer.forward`, in one native call."""
-        if storage is None or batch.slots is None or any(segment.block_tables is None for segment in batch.segments):
-            from bifolio.model.transformer import forward
-
-            return forward(weights, batch, self, storage)
-        program = self._program(weights)
-        rows = batch.num_tokens if batch.logit_rows is None else len(batch.logit_rows)
-        logits = np.empty((rows, program.vocab_size), np.float32)
-        program.run(
-            self._cache(storage),
-            batch.token_ids,
-            batch.positions,
-            batch.slots,
-            batch.logit_rows,
-            [_segment(segment) for segment in batch.segments],
-            self.share_prefixes,
-            logits,
-        )
-        return logits
-
-    def _program(self, weights: Any) -> Any:
-        entry = self._programs.get(id(weights))
-        if entry is None:
-            from bifolio.kernels.native.program import record
-
-            entry = self._programs[id(weights)] = (weights, record(self, weights))
-        return entry[1]
+    def record(self, network: Network, phase: AttentionPhase) -> StepProgram:
+        """The network as one native call."""
+        return NativeProgram(self, network)
 
     # -- verbs ------------------------------------------------------------------------------------------
     def embed(self, table: Any, ids: Array, scale: float) -> Array:
         out = np.empty((len(ids), table.width), np.float32)
-        self._native.embed(table, np.ascontiguousarray(ids, np.int32), scale, out)
+        self.native.embed(table, np.ascontiguousarray(ids, np.int32), scale, out)
         return out
 
     def rotation(self, inverse_frequencies: Array, scale: float, positions: Array) -> Rotation:
         shape = (len(positions), len(inverse_frequencies))
         cosine, sine = np.empty(shape, np.float32), np.empty(shape, np.float32)
-        self._native.rotation(
+        self.native.rotation(
             _floats(inverse_frequencies), scale, np.ascontiguousarray(positions, np.int32), cosine, sine
         )
         return Rotation(cosine, sine)
@@ -131,38 +99,38 @@ class NativeKernels:
     def norm(self, x: Array, norm: Norm) -> Array:
         x = _floats(x)
         out = np.empty_like(x)
-        self._native.norm(x.reshape(-1, x.shape[-1]), self.native_norm(norm), out.reshape(-1, x.shape[-1]))
+        self.native.norm(x.reshape(-1, x.shape[-1]), self.native_norm(norm), out.reshape(-1, x.shape[-1]))
         return out
 
     def add(self, x: Array, y: Array) -> Array:
         out = np.empty(x.shape, np.float32)
-        self._native.add(_floats(x), _floats(y), out)
+        self.native.add(_floats(x), _floats(y), out)
         return out
 
     def add_norm(self, x: Array, delta: Array, norm: Norm) -> tuple[Array, Array]:
         total, normed = np.empty(x.shape, np.float32), np.empty(x.shape, np.float32)
-        self._native.add_norm(_floats(x), _floats(delta), self.native_norm(norm), total, normed)
+        self.native.add_norm(_floats(x), _floats(delta), self.native_norm(norm), total, normed)
         return total, normed
 
     def linear(self, x: Array, linear: Linear) -> Array:
         packed = self.packed(linear)
         out = np.empty((x.shape[0], packed.out_features), np.float32)
-        self._native.linear(_floats(x), packed, out)
+        self.native.linear(_floats(x), packed, out)
         return out
 
     def rope_and_write(
         self, qkv: Array, shape: AttentionShape, rotation: Rotation | None, batch: Batch, storage: Storage | None
     ) -> Heads:
-        cached = storage is not None and batch.slots is not None
+        cached = storage is not None and batch.cache_index is not None
         rotated = np.array(qkv, np.float32, order="C")
-        self._native.rope_and_write(
+        self.native.rope_and_write(
             rotated,
             self.native_shape(shape),
             None if rotation is None else rotation.cos,
             None if rotation is None else rotation.sin,
-            self._cache(storage) if cached and storage is not None else None,
+            self.cache(storage) if cached and storage is not None else None,
             shape.layer,
-            np.ascontiguousarray(batch.slots, np.int64) if cached else None,
+            np.ascontiguousarray(batch.cache_index, np.int64) if cached else None,
         )
         heads = rotated.reshape(len(qkv), -1, shape.head_dim)
         first_value = shape.num_heads + shape.num_kv_heads
@@ -177,33 +145,30 @@ class NativeKernels:
             cache, described = self._temporary_cache(heads, shape, segments)
             layer = 0
         else:
-            cache, described, layer = self._cache(storage), [_segment(s) for s in segments], shape.layer
-        self._native.attend(query, self.native_shape(shape), described, self.share_prefixes, cache, layer, out)
+            cache, described, layer = self.cache(storage), [native_segment(s) for s in segments], shape.layer
+        self.native.attend(query, self.native_shape(shape), described, self.share_prefixes, cache, layer, out)
         return out
 
     def act_mul(self, x: Array, activation: str) -> Array:
         out = np.empty((x.shape[0], x.shape[1] // 2), np.float32)
-        self._native.act_mul(_floats(x), ACTIVATION_CODES[activation], out)
+        self.native.act_mul(_floats(x), ACTIVATION_CODES[activation], out)
         return out
 
     def act(self, x: Array, activation: str) -> Array:
         out = np.empty(x.shape, np.float32)
-        self._native.act(_floats(x), ACTIVATION_CODES[activation], out)
+        self.native.act(_floats(x), ACTIVATION_CODES[activation], out)
         return out
-
-    def take(self, x: Array, rows: Array) -> Array:
-        return x[rows]
 
     def logits(self, x: Array, head: Linear, softcap: float) -> Array:
         out = self.linear(x, head)
         if softcap:
-            self._native.softcap(out, softcap)
+            self.native.softcap(out, softcap)
         return out
 
     def argmax(self, logits: Array) -> np.ndarray:
         """The first of the largest of each row: i64[r]."""
         out = np.empty(logits.shape[0], np.int64)
-        self._native.argmax(_floats(logits), out)
+        self.native.argmax(_floats(logits), out)
         return out
 
     # -- native counterparts ------------------------------------------------------------------------------
@@ -212,11 +177,11 @@ class NativeKernels:
 
     def native_norm(self, norm: Norm) -> Any:
         bias = None if norm.bias is None else _floats(norm.bias)
-        return self._native.Norm(_floats(norm.weight), bias, norm.eps, norm.centered)
+        return self.native.Norm(_floats(norm.weight), bias, norm.eps, norm.centered)
 
     def native_shape(self, shape: AttentionShape) -> Any:
         norms = [None if norm is None else self.native_norm(norm) for norm in (shape.query_norm, shape.key_norm)]
-        return self._native.AttentionShape(
+        return self.native.AttentionShape(
             shape.num_heads,
             shape.num_kv_heads,
             shape.head_dim,
@@ -226,12 +191,11 @@ class NativeKernels:
             *norms,
         )
 
-    def _cache(self, storage: Storage) -> Any:
+    def cache(self, storage: Storage) -> Any:
+        """The storage's arrays as the native module sees them."""
         native = self._caches.get(storage)
         if native is None:
-            dtype = getattr(storage, "dtype", None) or _dtype_name(storage.keys[0])
-            head_dim = getattr(storage, "head_dim", storage.keys[0].shape[-1])
-            native = self._native.Cache(storage.keys, storage.values, KV_CODES[dtype], head_dim)
+            native = self.native.Cache(storage.keys, storage.values, KV_CODES[storage.dtype], storage.head_dim)
             self._caches[storage] = native
         return native
 
@@ -257,7 +221,7 @@ class NativeKernels:
                     tables[i, number] = next_block
                     next_block += 1
             described.append((segment.token_start, starts, np.diff(starts).astype(np.int32), tables))
-        return self._native.Cache([keys], [values], KV_CODES["f32"], shape.head_dim), described
+        return self.native.Cache([keys], [values], KV_CODES["f32"], shape.head_dim), described
 
 
 def as_tensor(value: QuantizedTensor | Array) -> QuantizedTensor:
@@ -290,15 +254,8 @@ def _joined_bias(linear: Linear) -> np.ndarray | None:
     return np.concatenate([np.zeros(part.shape[0], np.float32) if b is None else _floats(b) for part, b in parts])
 
 
-def _segment(segment: AttentionSegment) -> tuple[Any, ...]:
+def native_segment(segment: AttentionSegment) -> tuple[Any, ...]:
     return segment.token_start, segment.query_starts, segment.context_lens, segment.block_tables
-
-
-def _dtype_name(array: np.ndarray) -> str:
-    names = {np.dtype(np.float32): "f32", np.dtype(np.float16): "f16", np.dtype(np.uint16): "bf16"}
-    if array.dtype not in names:
-        raise ConfigError(f"the native kernels cannot read a KV cache of {array.dtype}: use f32, f16 or bf16")
-    return names[array.dtype]
 
 
 def supported_format(format: QuantFormat) -> bool:

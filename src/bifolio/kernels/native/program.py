@@ -1,4 +1,4 @@
-"""Recording the network: `model.transformer.forward` runs once on handles, each verb becoming one native operation."""
+"""Recording the network: its forward function runs once on handles, each verb becoming one native operation."""
 
 from __future__ import annotations
 
@@ -6,29 +6,50 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from bifolio.kernels.interface import AttentionShape, Batch, Heads, Linear, Norm, Rotation, Storage
+from bifolio.kernels.interface import AttentionShape, Batch, Heads, Linear, Network, Norm, Rotation, Storage
 
 if TYPE_CHECKING:
     from bifolio.kernels.native.kernel_set import NativeKernels
 
 
 class Register(NamedTuple):
-    """What an operation leaves for later ones: rows of floats whose number is known when the program runs."""
+    """The result of an operation: rows of floats whose number is known when the program runs."""
 
     number: int
 
 
+ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 TOKEN_IDS, POSITIONS, LOGIT_ROWS = object(), object(), object()  # stand for the batch's arrays
 
 
-def record(kernels: NativeKernels, weights: Any) -> Any:
-    """A native program that computes the logits of any batch with a cache."""
-    from bifolio.model.transformer import forward
+class NativeProgram:
+    """A recorded network; replayed for any batch with a cache in one native call."""
 
-    recorder = ProgramRecorder(kernels)
-    batch = Batch(TOKEN_IDS, POSITIONS, None, (), LOGIT_ROWS)
-    forward(weights, batch, recorder, None)  # type: ignore[arg-type]  # values are handles, not arrays
-    return recorder.program
+    def __init__(self, kernels: NativeKernels, network: Network) -> None:
+        self._kernels = kernels
+        recorder = ProgramRecorder(kernels)
+        batch = Batch(TOKEN_IDS, POSITIONS, None, (), LOGIT_ROWS)
+        network.forward(recorder, batch, None)  # type: ignore[arg-type]  # values are handles, not arrays
+        self._program = recorder.program
+
+    def run(self, batch: Batch, storage: Storage) -> np.ndarray:
+        """Logits f32[r, vocab] of one forward pass."""
+        rows = batch.num_tokens if batch.logit_rows is None else len(batch.logit_rows)
+        logits = np.empty((rows, self._program.vocab_size), np.float32)
+        self._program.run(
+            self._kernels.cache(storage),
+            batch.token_ids,
+            batch.positions,
+            batch.cache_index,
+            batch.logit_rows,
+            [
+                (segment.token_start, segment.query_starts, segment.context_lens, segment.block_tables)
+                for segment in batch.segments
+            ],
+            self._kernels.share_prefixes,
+            logits,
+        )
+        return logits
 
 
 class ProgramRecorder:
@@ -36,7 +57,7 @@ class ProgramRecorder:
 
     def __init__(self, kernels: NativeKernels) -> None:
         self.kernels = kernels
-        self.program = kernels._native.Program()
+        self.program = kernels.native.Program()
 
     def embed(self, table: Any, ids: object, scale: float) -> Register:
         return Register(self.program.embed(table, scale, ids is POSITIONS))
@@ -72,19 +93,13 @@ class ProgramRecorder:
         return Register(self.program.attend(heads.query.number, shape.layer, native))
 
     def act_mul(self, x: Register, activation: str) -> Register:
-        return Register(self.program.act_mul(x.number, activation_code(activation)))
+        return Register(self.program.act_mul(x.number, ACTIVATION_CODES[activation]))
 
     def act(self, x: Register, activation: str) -> Register:
-        return Register(self.program.act(x.number, activation_code(activation)))
+        return Register(self.program.act(x.number, ACTIVATION_CODES[activation]))
 
     def take(self, x: Register, rows: object) -> Register:
         return Register(self.program.take(x.number))
 
     def logits(self, x: Register, head: Linear, softcap: float) -> None:
         self.program.logits(x.number, self.kernels.packed(head), softcap)
-
-
-def activation_code(activation: str) -> int:
-    from bifolio.kernels.native.kernel_set import ACTIVATION_CODES
-
-    return ACTIVATION_CODES[activation]

@@ -1,16 +1,120 @@
 # mypy: disallow-untyped-decorators=False
-"""Permanent rows on the device: changes arrive as one small list; a step reads what it needs from its rows.
+"""Per-slot state on the device: block tables, cached lengths, newest tokens, sampling parameters.
 
-Also what else looks rows up: rotations by position, embeddings by token.
+    words    |<-- tables [slots, blocks] -->|<- lengths ->|<- tokens ->|<- temperatures ->|<-- seeds -->|
+    changes  (place, number) pairs into the words, which are one array of 32 bits each
+
+The host collects differences and sends them in one small copy with the next launch; a decode step reads its inputs from
+the slots that take part and leaves its tokens there, where the next step finds them.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from typing import Any
+
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
+
+STAGING_BUFFERS = 4  # pinned buffers that take turns; more than the steps that are ever in flight
+
+
+class DeviceState:
+    """The state of all slots on the device, and the differences that the host has not sent yet."""
+
+    def __init__(self, num_slots: int, max_blocks: int, device: str) -> None:
+        self.num_slots, self.max_blocks, self.device = num_slots, max_blocks, device
+        self.on_gpu = device.startswith("cuda")
+        sizes = [num_slots * max_blocks, num_slots, num_slots, num_slots, 2 * num_slots]
+        offsets = np.cumsum([0, *sizes])
+        offsets[4:] += offsets[4] % 2  # seeds are 64-bit words
+        self._tables, self._lengths, self._tokens, self._temperatures, self._seeds = (int(o) for o in offsets[:5])
+        self.words = torch.zeros(int(offsets[5]), dtype=torch.int32, device=device)
+        self.tables = self.words[: num_slots * max_blocks].view(num_slots, max_blocks)  # i32
+        self.lengths = self.words[self._lengths : self._lengths + num_slots]  # i32  tokens in the cache
+        self.tokens = self.words[self._tokens : self._tokens + num_slots]  # i32  newest, not in the cache yet
+        self.temperatures = self.words[self._temperatures : self._temperatures + num_slots].view(torch.float32)
+        self.seeds = self.words[self._seeds : self._seeds + 2 * num_slots].view(torch.int64)
+        self._places: list[np.ndarray] = []
+        self._numbers: list[np.ndarray] = []
+        self._ring: deque[tuple[torch.Tensor, Any]] = deque()  # pinned buffers and the events that free them
+
+    # -- differences ---------------------------------------------------------------------------------------------------
+    def set_blocks(self, slot: int, first: int, block_ids: Any) -> None:
+        start = slot * self.max_blocks + first
+        self._add(np.arange(start, start + len(block_ids)), np.asarray(block_ids, dtype=np.int32))
+
+    def set_sampling(self, slot: int, temperature: float, seed: int) -> None:
+        self._add(np.array([self._temperatures + slot]), np.array([temperature], dtype=np.float32).view(np.int32))
+        words = np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64).view(np.int32)  # little end first
+        self._add(self._seeds + 2 * slot + np.arange(2), words)
+
+    def set_lengths(self, slots: np.ndarray, lengths: np.ndarray) -> None:
+        self._add(self._lengths + slots, lengths)
+
+    def set_tokens(self, slots: np.ndarray, tokens: np.ndarray) -> None:
+        self._add(self._tokens + slots, tokens)
+
+    def take_changes(self) -> np.ndarray | None:
+        """i32[2, count]: places and numbers since the last call, the latest for each place."""
+        if not self._places:
+            return None
+        places, numbers = np.concatenate(self._places), np.concatenate(self._numbers)
+        self._places, self._numbers = [], []
+        _, first_from_behind = np.unique(places[::-1], return_index=True)
+        if len(first_from_behind) < len(places):
+            last = len(places) - 1 - first_from_behind
+            places, numbers = places[last], numbers[last]
+        return np.stack([places, numbers]).astype(np.int32)
+
+    def _add(self, places: np.ndarray, numbers: np.ndarray) -> None:
+        self._places.append(places)
+        self._numbers.append(np.asarray(numbers, dtype=np.int32))
+
+    # -- sending -------------------------------------------------------------------------------------------------------
+    def send(self) -> None:
+        """Send the pending differences."""
+        changes = self.take_changes()
+        if changes is not None:
+            apply_changes(self.words, self._upload(changes.reshape(-1)).view(2, -1))
+
+    def send_words(self, words: np.ndarray) -> torch.Tensor:
+        """i32[n] on the device: `words`, sent in one copy with the pending differences."""
+        changes = self.take_changes()
+        sent = self._upload(words if changes is None else np.concatenate([words, changes.reshape(-1)]))
+        if changes is not None:
+            apply_changes(self.words, sent[len(words) :].view(2, -1))
+        return sent[: len(words)]
+
+    def _upload(self, words: np.ndarray) -> torch.Tensor:
+        if not self.on_gpu:
+            return torch.from_numpy(words.copy())
+        staged = self._staging(len(words))
+        staged.numpy()[: len(words)] = words
+        sent = staged[: len(words)].to(self.device, non_blocking=True)
+        self._ring.append((staged, recorded_event()))
+        return sent
+
+    def _staging(self, count: int) -> torch.Tensor:
+        """A pinned buffer that no copy reads any more."""
+        if len(self._ring) >= STAGING_BUFFERS:
+            buffer, event = self._ring.popleft()
+            event.synchronize()
+            if len(buffer) >= count:
+                return buffer
+        return torch.empty(max(4096, 2 * count), dtype=torch.int32, pin_memory=True)
+
+
+def recorded_event() -> Any:
+    """An event that comes when everything launched so far is done."""
+    cuda: Any = torch.cuda
+    event = cuda.Event()
+    event.record()
+    return event
 
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["state", "changes"])
@@ -106,61 +210,3 @@ def begin_step(
         num_warps=1,
         **OVERLAPPED,
     )
-
-
-@triton.jit(do_not_specialize_on_alignment=["positions"])
-def _rotation_kernel(
-    table: tl.tensor,  # f32[positions, 2, half]  cosine, sine
-    positions: tl.tensor,  # i32[r]
-    cos: tl.tensor,  # f32[r, half]
-    sin: tl.tensor,
-    HALF: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    row = tl.program_id(0)
-    column = tl.arange(0, BLOCK)
-    inside = column < HALF
-    wait_for_inputs()
-    source = table + tl.load(positions + row).to(tl.int64) * (2 * HALF) + column
-    tl.store(cos + row * HALF + column, tl.load(source, mask=inside), mask=inside)
-    tl.store(sin + row * HALF + column, tl.load(source + HALF, mask=inside), mask=inside)
-
-
-def look_up_rotation(table: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cosine, sine), each f32[r, half], of positions that the table holds."""
-    rows, half = positions.shape[0], table.shape[2]
-    cos = torch.empty((rows, half), dtype=torch.float32, device=table.device)
-    sin = torch.empty_like(cos)
-    if rows:
-        block = triton.next_power_of_2(half)
-        _rotation_kernel[(rows,)](table, positions, cos, sin, HALF=half, BLOCK=block, num_warps=1, **OVERLAPPED)
-    return cos, sin
-
-
-@triton.jit(do_not_specialize_on_alignment=["ids"])
-def _embed_kernel(
-    table: tl.tensor,  # [vocab, columns]
-    ids: tl.tensor,  # i32[r]
-    out: tl.tensor,  # f32[r, columns]
-    num_columns: tl.tensor,
-    scale: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> None:
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < num_columns
-    wait_for_inputs()
-    source = table + tl.load(ids + row).to(tl.int64) * num_columns + column
-    values = tl.load(source, mask=inside, other=0.0).to(tl.float32) * scale
-    tl.store(out + row * num_columns + column, values, mask=inside)
-
-
-def embed_rows(table: torch.Tensor, ids: torch.Tensor, scale: float) -> torch.Tensor:
-    """f32[r, columns]: rows of an embedding, times a factor."""
-    rows, columns = ids.shape[0], table.shape[1]
-    out = torch.empty((rows, columns), dtype=torch.float32, device=table.device)
-    if rows:
-        block = min(triton.next_power_of_2(columns), 1024)
-        grid = rows, triton.cdiv(columns, block)
-        _embed_kernel[grid](table, ids, out, columns, float(scale), BLOCK=block, num_warps=4, **OVERLAPPED)
-    return out

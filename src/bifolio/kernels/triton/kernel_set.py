@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,19 +16,26 @@ from bifolio.kernels.interface import (
     AttentionSegment,
     AttentionShape,
     Batch,
+    DeviceSlots,
     Heads,
     Linear,
+    Network,
     Norm,
     Rotation,
+    SlotSizes,
+    StepProgram,
     Storage,
 )
+from bifolio.kernels.storage import CacheLayout, KVStorage
+from bifolio.kernels.torch_arrays import TorchArrays
+from bifolio.kernels.torch_reference import TorchKernels
 from bifolio.kernels.triton import cache, norm, quantised
 from bifolio.kernels.triton.decode import decode_attention
-from bifolio.kernels.triton.device_state import embed_rows, look_up_rotation
 from bifolio.kernels.triton.gemm_small_m import few_rows
 from bifolio.kernels.triton.gemm_tuning import library_is_faster, most_rows
 from bifolio.kernels.triton.gemv import one_row
 from bifolio.kernels.triton.lazy_fusion import Normed, Product, Sum, tensor
+from bifolio.kernels.triton.lookup import embed_rows, look_up_rotation
 from bifolio.kernels.triton.prefill import (
     QueryTiles,
     cudnn_attention,
@@ -39,10 +45,13 @@ from bifolio.kernels.triton.prefill import (
     tile_rows,
     uses_cudnn,
 )
-from bifolio.kernels.triton.quantised import QuantisedKernels, QuantisedWeight
-from bifolio.kernels.triton.shared import SharedRows, shared_attention
+from bifolio.kernels.triton.quantised import QuantisedWeight
+from bifolio.kernels.triton.shared_attention import SharedRows, shared_attention
+from bifolio.kernels.triton.slots import TritonSlots
 from bifolio.kernels.triton.split_kv import Pieces, cut, new_pieces
+from bifolio.kernels.triton.storage import CudaStorage
 from bifolio.kernels.triton.tma import can_be_described
+from bifolio.quant.tensor import QuantizedTensor
 
 FIXED_TILE = 16  # queries of a tile in deterministic mode, in both phases
 EXACT_ROWS = 512  # up to so many, products that are added up are not rounded to the set's dtype first
@@ -64,10 +73,14 @@ class StagedSegment:
     shared: SharedRows | None = None
 
 
-class TritonKernels(QuantisedKernels):
-    """Dense weights in bf16 by default. Without a GPU it runs in Triton's interpreter, for tests."""
+class TritonKernels(TorchArrays):
+    """Dense weights in bf16 by default. Without a GPU it runs in Triton's interpreter, for tests.
+
+    The torch set, which it holds, prepares dense weights and multiplies many rows; everything else is its own.
+    """
 
     name = "triton"
+    launches_ahead = True
 
     def __init__(self, device: str = "cuda", dtype: str = "bf16", *, deterministic: bool = False) -> None:
         super().__init__(device, dtype)
@@ -79,43 +92,62 @@ class TritonKernels(QuantisedKernels):
             if device.startswith("cuda")
             else INTERPRETED_PROCESSORS
         )
+        self._torch = TorchKernels(device, dtype)
+        self._weights = quantised.PackedWeights(self._torch)
         self._staged: list[StagedSegment] = []  # of the pass that runs now
         self._rotations: dict[tuple[int, float], torch.Tensor] = {}  # f32[positions, 2, half] by frequencies and scale
         self._tabulated: list[torch.Tensor] = []
 
-    @property
-    def storage_class(self) -> Any:
-        """What the engine keeps keys and values in."""
-        return importlib.import_module("bifolio.engine.gpu.cuda_storage").CudaStorage
-
-    # -- arrays ---------------------------------------------------------------------------------------------------
+    # -- arrays and whole steps ---------------------------------------------------------------------------------------
     def to_host(self, array: Array) -> np.ndarray:
         return super().to_host(tensor(array))
 
+    def take(self, x: Array, rows: Array) -> Array:
+        return super().take(tensor(x), rows)
+
+    def new_storage(self, layout: CacheLayout) -> KVStorage:
+        return CudaStorage(layout, device=self.device, backend="torch")
+
+    def record(self, network: Network, phase: AttentionPhase) -> StepProgram | None:
+        """None: decode steps are captured as graphs, with their slots (`device_slots`)."""
+        return None
+
+    def device_slots(self, network: Network, storage: Storage, sizes: SlotSizes) -> DeviceSlots | None:
+        for frequencies, scale in network.rotations:
+            self._tabulate(frequencies, scale, sizes.max_model_len)
+        return TritonSlots(self, network, storage, sizes)
+
+    # -- weights ------------------------------------------------------------------------------------------------------
+    def prepare_linear(self, linear: Linear) -> Linear:
+        return self._weights.prepare_linear(linear)
+
+    def prepare_embedding(self, table: QuantizedTensor | Array) -> Any:
+        return self._weights.prepare_embedding(table)
+
+    def prepare_norm(self, norm: Norm) -> Norm:
+        """Weights that lose nothing are kept in the set's dtype: with few rows every program reads them."""
+        prepared = self._torch.prepare_norm(norm)
+        narrow = prepared.weight.to(self.dtype)
+        return replace(prepared, weight=narrow) if torch.equal(narrow.float(), prepared.weight) else prepared
+
     # -- the network ------------------------------------------------------------------------------------------------
-    def prepare_rotation(self, inverse_frequencies: torch.Tensor, scale: float, max_position: int) -> None:
+    def _tabulate(self, inverse_frequencies: torch.Tensor, scale: float, max_position: int) -> None:
         """Tabulate cosine and sine for all positions below `max_position`: a captured step then looks them up."""
         positions = torch.arange(max_position, device=self.device)
-        rotation = super().rotation(inverse_frequencies, scale, positions)
+        rotation = self._torch.rotation(inverse_frequencies, scale, positions)
         self._rotations[inverse_frequencies.data_ptr(), scale] = torch.stack(tuple(rotation), dim=1)
-        self._tabulated.append(inverse_frequencies)  # another's must not come to lie where these were
+        self._tabulated.append(inverse_frequencies)  # another tensor must not come to lie where these were
 
     def rotation(self, inverse_frequencies: Array, scale: float, positions: Array) -> Rotation:
         table = self._rotations.get((inverse_frequencies.data_ptr(), scale))
         if table is None:
-            return super().rotation(inverse_frequencies, scale, positions)
+            return self._torch.rotation(inverse_frequencies, scale, positions)
         return Rotation(*look_up_rotation(table, positions))
 
-    def prepare_norm(self, norm: Norm) -> Norm:
-        """Weights that lose nothing are kept in the set's dtype: with few rows every program reads them."""
-        prepared = super().prepare_norm(norm)
-        narrow = prepared.weight.to(self.dtype)
-        return replace(prepared, weight=narrow) if torch.equal(narrow.float(), prepared.weight) else prepared
-
     def embed(self, table: Any, ids: Array, scale: float) -> Array:
-        """In f32, as all that is added to it: the sum over the layers is not rounded on its way."""
+        """In f32, as all that is added to it: the residual stream is not rounded on its way."""
         if isinstance(table, QuantisedWeight):
-            return super().embed(table, ids, scale).float()
+            return quantised.dequantise(table, torch.float32, rows=ids, factor=scale)
         return embed_rows(table, ids, scale)
 
     def norm(self, x: Array, norm: Norm) -> Array:
@@ -148,11 +180,7 @@ class TritonKernels(QuantisedKernels):
         return norm.act_mul(tensor(x), activation)
 
     def act(self, x: Array, activation: str) -> Array:
-        return super().act(tensor(x), activation)
-
-    def take(self, x: Array, rows: Array) -> Array:
-        index = rows if isinstance(rows, torch.Tensor) else self.from_host(np.asarray(rows))
-        return tensor(x)[index]
+        return self._torch.act(tensor(x), activation)
 
     def logits(self, x: Array, head: Linear, softcap: float) -> Array:
         rows = x.rows if isinstance(x, Normed) else int(x.shape[0])
@@ -167,7 +195,7 @@ class TritonKernels(QuantisedKernels):
         x = tensor(product.x)
         if residual is not None and x.shape[0] <= EXACT_ROWS:
             return Sum(residual, self._library_exact(x, product.linear))
-        y = super().linear(x, product.linear)
+        y = self._weights.linear(x, product.linear)
         if residual is not None:
             return Sum(residual, y)
         return y if activation is None else norm.act_mul(y, activation)
@@ -176,24 +204,13 @@ class TritonKernels(QuantisedKernels):
         """f32[rows, outputs]; on a GPU the matrix library writes f32 itself."""
         weight, bias = linear.prepared or (None, None)
         if not x.is_cuda or not isinstance(weight, torch.Tensor) or bias is not None or x.dtype == torch.float32:
-            y: torch.Tensor = super().linear(x, linear)
-            return y.float()
+            return self._weights.linear(x, linear).float()
         return torch.mm(x, weight.T, out_dtype=torch.float32)
-
-    def top_logprobs(self, logits: torch.Tensor, rows: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """(ids i64[r, k], logprobs f32[r, k]) of the likeliest tokens of these rows, best first, on the host."""
-        if len(rows) != logits.shape[0] or not np.array_equal(rows, np.arange(len(rows))):
-            logits = self.take(logits, rows)
-        values, ids = torch.topk(logits, min(count, logits.shape[1]), dim=-1)
-        logprobs = values - torch.logsumexp(logits, dim=-1, keepdim=True)
-        packed = torch.cat([ids.to(torch.float64), logprobs.to(torch.float64)], dim=1).cpu().numpy()  # one copy
-        half = packed.shape[1] // 2
-        return packed[:, :half].astype(np.int64), packed[:, half:].astype(np.float32)
 
     def rope_and_write(
         self, qkv: Array, shape: AttentionShape, rotation: Rotation | None, batch: Batch, storage: Storage | None
     ) -> Heads:
-        return cache.rope_and_write(tensor(qkv), shape, rotation, batch.slots, storage)
+        return cache.rope_and_write(tensor(qkv), shape, rotation, batch.cache_index, storage)
 
     # -- attention ----------------------------------------------------------------------------------------------------
     def attend(

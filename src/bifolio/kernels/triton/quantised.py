@@ -211,36 +211,37 @@ def few_rows_tile(dtype: torch.dtype, outputs: int) -> QuantisedTile:
 
 
 # -- the kernel set's part ---------------------------------------------------------------------------------------------
-class QuantisedKernels(TorchKernels):
-    """A torch kernel set that keeps quantised weights as they are; `Linear.prepared` is (weight, bias or None)."""
+class PackedWeights:
+    """Prepares weights: quantised ones stay in their blocks, all others become dense tensors (`TorchKernels`).
 
-    def __init__(self, device: str = "cuda", dtype: str = "bf16") -> None:
-        super().__init__(device, dtype)
+    `Linear.prepared` is (weight, bias or None).
+    """
+
+    def __init__(self, torch_kernels: TorchKernels) -> None:
+        self._torch = torch_kernels
         self._tables: deque[tuple[Any, Any]] = deque(maxlen=2)  # as given and as prepared: tokens, then positions
 
     def prepare_linear(self, linear: Linear) -> Linear:
         weight = next((prepared for table, prepared in self._tables if _is_tied(linear, table)), None)
         if weight is None:
             if not usable(linear.parts):
-                return super().prepare_linear(linear)
-            weight = pack(linear.parts, self.device)
+                return self._torch.prepare_linear(linear)
+            weight = pack(linear.parts, self._torch.device)
         bias = self._bias(linear)
         return Linear((weight,), (bias,), (weight, bias))
 
     def prepare_embedding(self, table: QuantizedTensor | Array) -> Any:
-        prepared = pack((table,), self.device) if usable((table,)) else super().prepare_embedding(table)
+        device = self._torch.device
+        prepared = pack((table,), device) if usable((table,)) else self._torch.prepare_embedding(table)
         self._tables.append((table, prepared))
         return prepared
 
-    def embed(self, table: Any, ids: Array, scale: float) -> Array:
-        if isinstance(table, QuantisedWeight):
-            return dequantise(table, torch.float32, rows=ids, factor=scale)  # the sum over the layers is in f32
-        return super().embed(table, ids, scale)
-
-    def linear(self, x: Array, linear: Linear) -> Array:
+    def linear(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
+        """A product with many rows: by the matrix library, a quantised weight being dequantised first."""
         weight = None if linear.prepared is None else linear.prepared[0]
         if not isinstance(weight, QuantisedWeight):
-            return super().linear(x, linear)
+            result: torch.Tensor = self._torch.linear(x, linear)
+            return result
         bias = linear.prepared[1]
         if x.shape[0] <= FEW_ROWS:
             return few_rows(x, weight, bias=bias)
@@ -250,8 +251,11 @@ class QuantisedKernels(TorchKernels):
         """One bias for all parts; zeros where a part has none."""
         if all(bias is None for bias in linear.biases):
             return None
+        torch_kernels = self._torch
         each = [
-            torch.zeros(part.shape[0], dtype=self.dtype, device=self.device) if bias is None else self.tensor(bias)
+            torch.zeros(part.shape[0], dtype=torch_kernels.dtype, device=torch_kernels.device)
+            if bias is None
+            else torch_kernels.tensor(bias)
             for part, bias in zip(linear.parts, linear.biases, strict=True)
         ]
         return torch.cat(each)

@@ -1,12 +1,13 @@
-"""The overlapped engine: whatever comes and goes between its steps, requests get what they get alone.
+"""Steps launched ahead: whatever comes and goes between steps, requests get the tokens that they get alone.
 
-The engine's own state machine and the needle in a crowd run over it unchanged. On the CPU a launched step runs at once
-and its tokens are looked at later, so that every order of events that a GPU allows is tried here without one.
+The engine's own state machine and the needle in a crowd run over it unchanged. On the CPU a launched step is complete
+at once and its tokens are collected one step later, so that every order of events of a GPU is tried without one.
 """
 
 from __future__ import annotations
 
-from functools import cache
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,35 +18,21 @@ from test_engine_machine import EngineMachine
 
 from bifolio.beam_params import BeamSearchParams
 from bifolio.engine.engine import InferenceEngine
+from bifolio.kernels.reference import ReferenceKernels
 from bifolio.sampling_params import SamplingParams
 from bifolio.sequence import FinishReason
-from helpers import drain, make_engine, output_ids, random_prompt, run_alone
-
-torch = pytest.importorskip("torch")
-
-from bifolio.engine.gpu.overlap import OverlappedEngine  # noqa: E402
-from bifolio.kernels.torch_reference import TorchKernels  # noqa: E402
+from helpers import drain, log_softmax, make_engine, output_ids, random_prompt, run_alone
 
 VOCAB = 61
+ahead = partial(make_engine, launch_ahead=1)
 
 
-@cache
-def kernels() -> TorchKernels:
-    return TorchKernels("cpu")
+class AheadMachine(EngineMachine):
+    new_engine = staticmethod(ahead)
 
 
-def overlapped(**options: Any) -> OverlappedEngine:
-    engine = make_engine(kernels=kernels(), engine_class=OverlappedEngine, **options)
-    assert isinstance(engine, OverlappedEngine)
-    return engine
-
-
-class OverlappedMachine(EngineMachine):
-    new_engine = staticmethod(overlapped)
-
-
-TestOverlappedMachine = OverlappedMachine.TestCase
-TestOverlappedMachine.settings = settings(
+TestAheadMachine = AheadMachine.TestCase
+TestAheadMachine.settings = settings(
     max_examples=25,
     stateful_step_count=25,
     deadline=None,
@@ -54,8 +41,8 @@ TestOverlappedMachine.settings = settings(
 )
 
 
-def in_flight(engine: OverlappedEngine) -> bool:
-    return engine._flight is not None
+def in_flight(engine: InferenceEngine) -> bool:
+    return bool(engine.in_flight)
 
 
 @pytest.mark.parametrize("params", [
@@ -66,7 +53,7 @@ def in_flight(engine: OverlappedEngine) -> bool:
 ], ids=["greedy", "seeded", "with ends", "three with stops"])  # fmt: skip
 def test_steps_overlap_and_nothing_changes(params: SamplingParams) -> None:
     prompts = [random_prompt(7 + 3 * index, seed=index, vocab_size=VOCAB) for index in range(4)]
-    engine = overlapped(max_num_seqs=12)
+    engine = ahead(max_num_seqs=12)
     requests = [engine.add_request(str(index), prompt, params) for index, prompt in enumerate(prompts)]
     overlaps = 0
     while engine.has_work:
@@ -83,7 +70,7 @@ def test_steps_overlap_and_nothing_changes(params: SamplingParams) -> None:
 
 def test_an_end_by_length_is_foreseen() -> None:
     """No step is launched for a sequence whose last token is already on its way."""
-    engine = overlapped()
+    engine = ahead()
     engine.add_request(
         "a", random_prompt(5, vocab_size=VOCAB), SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     )
@@ -91,23 +78,43 @@ def test_an_end_by_length_is_foreseen() -> None:
     assert engine.stats().num_decode_tokens == 3  # the first token came from the prompt
 
 
-def test_a_newcomer_waits_for_one_step_at_most() -> None:
-    engine = overlapped()
+def test_a_prompt_is_launched_while_a_step_runs() -> None:
+    """The next launch after a request arrives holds its prompt, beside the decodes whose tokens are not known yet."""
+    engine = ahead()
     endless = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     engine.add_request("old", random_prompt(5, vocab_size=VOCAB), endless)
     for _ in range(5):
         engine.step()
     assert in_flight(engine)
     request = engine.add_request("new", random_prompt(9, seed=1, vocab_size=VOCAB), endless)
-    engine.step()  # lands what was in flight
+    engine.step()
+    (ticket,) = engine.in_flight
+    assert [len(ticket.plan.decodes), len(ticket.plan.prefills)] == [1, 1]
     engine.step()
     assert len(request.sequences[0].output_token_ids) == 1
     drain(engine)
 
 
+def test_only_slots_that_read_token_values_sit_out() -> None:
+    """Beside a penalised request, which waits for each token, the others run in every step."""
+    engine = ahead()
+    endless = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    fast = engine.add_request("fast", random_prompt(5, vocab_size=VOCAB), endless)
+    slow = engine.add_request(
+        "slow", random_prompt(6, seed=1, vocab_size=VOCAB), replace(endless, repetition_penalty=1.3)
+    )
+    for _ in range(22):
+        engine.step()
+    assert len(fast.sequences[0].output_token_ids) == 21
+    assert len(slow.sequences[0].output_token_ids) == 11
+    drain(engine)
+    for request in (fast, slow):
+        assert output_ids(request) == output_ids(run_alone(request.prompt_token_ids, request.params))
+
+
 def test_who_waits_for_a_common_beginning_follows_at_once() -> None:
     """The second reads the prefix that the first one has just computed; it does not wait until the first has ended."""
-    engine = overlapped()
+    engine = ahead()
     endless = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     beginning = random_prompt(24, vocab_size=VOCAB)
     first, second = (engine.add_request(name, [*beginning, token], endless) for name, token in (("a", 1), ("b", 2)))
@@ -120,7 +127,7 @@ def test_who_waits_for_a_common_beginning_follows_at_once() -> None:
 
 
 def test_an_abort_discards_what_is_in_flight() -> None:
-    engine = overlapped()
+    engine = ahead()
     endless = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     requests = [engine.add_request(str(i), random_prompt(5, seed=i, vocab_size=VOCAB), endless) for i in range(2)]
     for _ in range(6):
@@ -135,53 +142,53 @@ def test_an_abort_discards_what_is_in_flight() -> None:
     assert engine.blocks.num_used_blocks == 0
 
 
-def test_special_requests_take_the_ordinary_way() -> None:
-    """Penalties, filters and logprobs are not captured; mixed with plain requests, everyone still gets the same."""
+def test_all_kinds_of_sampling_mix() -> None:
+    """Penalties, filters and logprobs beside plain requests: each gets the tokens that it gets alone."""
     options = [
         SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
         SamplingParams(temperature=1, seed=1, top_p=0.8, max_tokens=5, ignore_eos=True),
         SamplingParams(temperature=0, repetition_penalty=1.3, max_tokens=7, ignore_eos=True),
         SamplingParams(temperature=0, logprobs=2, max_tokens=6, ignore_eos=True),
     ]
-    engine = overlapped()
+    engine = ahead()
     prompts = [random_prompt(6 + i, seed=i, vocab_size=VOCAB) for i in range(4)]
     requests = [engine.add_request(str(i), p, o) for i, (p, o) in enumerate(zip(prompts, options, strict=True))]
     overlaps = 0
     while engine.has_work:
         engine.step()
         overlaps += in_flight(engine)
-    assert overlaps > 0  # when the special ones are done
+    assert overlaps > 0
     for request, prompt, params in zip(requests, prompts, options, strict=True):
         assert output_ids(request) == output_ids(run_alone(prompt, params))
 
 
 def test_a_needle_in_a_crowd(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = SamplingParams(temperature=1.1, seed=77, max_tokens=14, ignore_eos=True)
-    monkeypatch.setattr(test_engine_needle, "make_engine", lambda kernels, **options: overlapped(**options))
+    monkeypatch.setattr(test_engine_needle, "make_engine", lambda kernels, **options: ahead(**options))
     monkeypatch.setitem(test_engine_needle.NEEDLES, "plain", plain)
     expected = output_ids(run_alone(test_engine_needle.PROMPT, plain))
     for trace in range(12):
         rng = np.random.default_rng(trace)
-        engine: InferenceEngine = test_engine_needle.crowded_engine(rng, kernels())
+        engine: InferenceEngine = test_engine_needle.crowded_engine(rng, None)
         request = test_engine_needle.run_in_crowd(engine, "plain", rng)
         assert output_ids(request) == expected, f"trace {trace}"
 
 
-class ShortListing(TorchKernels):
+class ShortListing(ReferenceKernels):
     """Kernels that send a search the likeliest tokens alone, as those for GPUs do."""
 
-    def top_logprobs(self, logits: Any, rows: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-        logprobs = torch.log_softmax(logits[torch.from_numpy(rows).long()], dim=-1)
-        values, ids = torch.topk(logprobs, count, dim=-1)
-        return ids.numpy(), values.numpy()
+    def top_logprobs(self, logits: Any, rows: np.ndarray, count: int) -> Any:
+        logprobs = log_softmax(logits[rows])
+        ids = np.argsort(-logprobs, axis=-1, kind="stable")[:, :count]
+        return lambda: (ids, np.take_along_axis(logprobs, ids, axis=-1).astype(np.float32))
 
 
 @pytest.mark.parametrize("width", [2, 4])
 def test_beams_need_only_the_likeliest_tokens(width: int) -> None:
     params = BeamSearchParams(beam_width=width, max_tokens=9)
     outcomes = []
-    for kind in (TorchKernels, ShortListing):
-        engine = make_engine(kernels=kind("cpu"), max_num_seqs=8)
+    for kind in (ReferenceKernels, ShortListing):
+        engine = ahead(kernels=kind(), max_num_seqs=8)
         requests = [
             engine.add_beam_search(str(i), random_prompt(6 + i, seed=i, vocab_size=VOCAB), params) for i in range(2)
         ]
@@ -196,7 +203,7 @@ def test_benchmarks_run_on_overlapping_steps() -> None:
     from bifolio.measure.latency import measure_latency
     from bifolio.measure.throughput import Test, run_tests
 
-    engine = overlapped(max_model_len=64, num_blocks=80, max_num_seqs=4)
+    engine = ahead(max_model_len=64, num_blocks=80, max_num_seqs=4)
     tests = [Test(num_prompt=12, batch=3), Test(num_generated=6, depth=10, batch=2)]
     rows = run_tests(engine, tests, 2)
     assert [len(row.speeds) for row in rows] == [2, 2]

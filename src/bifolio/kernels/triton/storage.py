@@ -1,4 +1,4 @@
-"""Keys and values on a GPU: one tensor for all layers, so that blocks are copied by one launch."""
+"""Keys and values on a GPU: one tensor for all layers, so that blocks are moved by one launch."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+import torch
 
-from bifolio.cache.storage import Array, KVStorage
+from bifolio.kernels.storage import Array, KVStorage
+from bifolio.kernels.triton.cache import copy_blocks
 
 
 class CudaStorage(KVStorage):
@@ -16,14 +18,10 @@ class CudaStorage(KVStorage):
     _whole: Any = None
     _num_taken = 0
 
-    def copy_blocks(self, copies: Iterable[tuple[int, int]]) -> None:
-        """As `KVStorage.copy_blocks`; no destination is a source, which the block manager guarantees."""
-        from bifolio.kernels.triton.cache import copy_blocks
-
-        pairs = np.array([(source, destination) for source, destination in copies], dtype=np.int32).reshape(-1, 2)
+    def move_blocks(self, moves: Iterable[tuple[int, int]]) -> None:
+        """As `KVStorage.move_blocks`; no destination is a source, which the block manager guarantees."""
+        pairs = np.array([(source, destination) for source, destination in moves], dtype=np.int32).reshape(-1, 2)
         if len(pairs):
-            import torch
-
             copy_blocks(self._whole, torch.from_numpy(pairs).to(self.device))
 
     def _allocate(self, shape: tuple[int, ...]) -> Array:

@@ -2,7 +2,7 @@
 """Decode attention over a prefix that several rows share: its keys and values are read once for all of them.
 
 The query heads of all sharers that belong to one key head are the rows of one matrix product. Each item of work
-(`engine.gpu.shared_prefix`) leaves, for each of its rows, an average of values and the logarithm of the weights' sum;
+(`kernels.shared_prefix`) leaves, for each of its rows, an average of values and the logarithm of the weights' sum;
 decode attention, which comes next and looks at the rest of each context, joins them with its own.
 """
 

@@ -1,0 +1,96 @@
+"""How much of a device the cache may take: the free memory beside the weights, less the need of the largest step.
+
+The largest step is not guessed but run, on padding: a prefill of as many tokens as one step may have, and a decode of
+as many sequences, tokens drawn with every filter on. Both write to the padding block: a cache of two blocks serves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from bifolio.config import CacheConfig, EngineConfig
+from bifolio.engine.executor import DecodeExecutor, ModelRunner, PrefillExecutor
+from bifolio.engine.fault.out_of_memory import is_out_of_memory
+from bifolio.engine.host_batch import HostBatch, Run
+from bifolio.engine.memory import show_bytes, weight_bytes
+from bifolio.errors import ConfigError
+from bifolio.kernels.interface import DeviceMemory, KernelSet
+from bifolio.model.loaded import LoadedModel
+from bifolio.model.weights import prepare
+from bifolio.sampling.sampler import Sampler, SamplingTable
+from bifolio.sampling_params import SamplingParams
+
+GRAPH_SHARE = 0.25  # of a step's bytes, once more: captured steps keep memory of their own
+FILTERED = SamplingParams(temperature=0.9, top_p=0.9, top_k=50, min_p=0.01, seed=0, logprobs=5)
+
+
+def move_to_device(model: LoadedModel, kernels: KernelSet) -> LoadedModel:
+    """The model with its weights where the kernels want them; ConfigError when they do not fit."""
+    try:
+        weights = prepare(model.weights, kernels)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ConfigError(
+            f"the weights of {model.path} take {show_bytes(weight_bytes(model.weights))} as they lie in the file and "
+            f"do not fit on {kernels.device}: use a smaller or a quantised model (q8_0, q4_0), or end what else uses it"
+        ) from None
+    source = None if model.tokenizer_source is None else model.require_tokenizer  # one tokenizer for both
+    return replace(model, weights=weights, tokenizer_source=source)
+
+
+def measure_step(model: LoadedModel, kernels: KernelSet, config: EngineConfig, memory: DeviceMemory) -> int:
+    """Bytes that the largest step of this engine takes on top of weights and cache."""
+    runner = ModelRunner.new(model, CacheConfig(2, config.cache.block_size, config.cache.dtype), kernels)
+    memory.start_peak()
+    try:
+        logits = PrefillExecutor(runner).run(prefill_batch(config).to(kernels))
+        logits = DecodeExecutor(runner).run(decode_batch(config).to(kernels))
+        draw_tokens(logits, config.max_num_seqs)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ConfigError(
+            f"a step of token_budget={config.token_budget} tokens and max_num_seqs={config.max_num_seqs} sequences "
+            f"does not fit on {kernels.device} beside the weights: pass smaller ones, or a quantised model"
+        ) from None
+    del logits
+    return int(memory.peak_bytes() * (1 + GRAPH_SHARE))
+
+
+def prefill_batch(config: EngineConfig) -> HostBatch:
+    """As many prompt tokens as a step may have, in sequences as long as possible; logits for every slot."""
+    whole, rest = divmod(config.token_budget, config.max_model_len)
+    runs = [_padding(length) for length in [config.max_model_len] * whole + [rest] * (rest > 0)]
+    num_tokens = sum(len(run.tokens) for run in runs)
+    last = range(num_tokens - min(config.max_num_seqs, num_tokens), num_tokens)
+    return HostBatch.from_runs([], runs, _no_blocks(config, len(runs)), config.cache.block_size, last)
+
+
+def decode_batch(config: EngineConfig) -> HostBatch:
+    """One token for every slot."""
+    runs = [_padding(1) for _ in range(config.max_num_seqs)]
+    tables = _no_blocks(config, 1)
+    return HostBatch.from_runs(runs, [], tables, config.cache.block_size, range(config.max_num_seqs))
+
+
+def _padding(length: int) -> Run:
+    """Tokens that mean nothing; their keys and values go to the padding block."""
+    return Run(0, 0, np.zeros(length, dtype=np.int32))
+
+
+def _no_blocks(config: EngineConfig, num_sequences: int) -> np.ndarray:
+    """i32[n, blocks] of the padding block alone."""
+    return np.zeros((num_sequences, -(-config.max_model_len // config.cache.block_size)), dtype=np.int32)
+
+
+def draw_tokens(logits: Any, num_rows: int) -> None:
+    """Choose a token for every row with all that takes memory: filters, and logprobs."""
+    vocab = logits.shape[1]
+    table = SamplingTable(num_rows, vocab)
+    for slot in range(num_rows):
+        table.set(slot, FILTERED, slot, [0], [], frozenset())
+    Sampler(vocab, table).sample(logits, np.arange(num_rows), np.ones(num_rows, dtype=np.int64))

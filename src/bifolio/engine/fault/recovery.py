@@ -1,0 +1,48 @@
+"""What an engine does when a step fails: it takes the step back, and harms one request at most."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from bifolio.engine.fault.isolation import Isolation
+from bifolio.engine.fault.out_of_memory import MemoryRecovery, is_out_of_memory
+from bifolio.sequence import StepResult
+
+if TYPE_CHECKING:
+    from bifolio.engine.engine import InferenceEngine
+
+
+class FaultRecovery:
+    """Chooses the remedy: smaller steps when memory ran out, a search for the culprit after any other error."""
+
+    def __init__(self, engine: InferenceEngine) -> None:
+        self._memory = MemoryRecovery(engine)
+        self._isolation = Isolation(engine)
+
+    @property
+    def token_budget(self) -> int:
+        """Tokens of the next step."""
+        return self._memory.token_budget
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether steps are smaller than configured, after memory ran out."""
+        return self._memory.is_limited
+
+    @property
+    def num_parked(self) -> int:
+        """Sequences that wait until a culprit is found."""
+        return self._isolation.num_parked
+
+    def before_step(self) -> None:
+        self._isolation.hold_back()
+
+    def step_succeeded(self) -> None:
+        self._memory.step_succeeded()
+        self._isolation.step_succeeded()
+
+    def recover(self, error: Exception) -> list[StepResult]:
+        """Take back the failed step and go on; raises the error when the engine as a whole is broken."""
+        if is_out_of_memory(error):
+            return self._memory.recover(error)
+        return self._isolation.recover(error)

@@ -1,1 +1,0 @@
-"""The decode machinery of GPUs."""

@@ -1,0 +1,173 @@
+"""Per-slot state of the batch: block tables, newest tokens, sampling parameters; and sampling as part of a launch.
+
+A sequence keeps its slot as long as it runs, so a step updates only differences. Where the kernel set keeps a copy on
+its device (`DeviceSlots`), the same differences go there, and tokens are drawn there; a launched step then needs
+nothing from the host but the list of its slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Sequences
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from bifolio.cache.block_manager import KVCacheBlockManager
+from bifolio.engine.host_batch import ON_DEVICE, HostBatch, Readout, newest_token
+from bifolio.errors import RequestError
+from bifolio.kernels.interface import Array, Batch, DeviceSlots, KernelSet, PendingTokens
+from bifolio.sampling.sampler import NOTHING, SampledTokens, Sampler, SamplingTable
+from bifolio.schedule.plan import StepPlan
+from bifolio.sequence import Sequence
+
+
+@dataclass(slots=True)
+class Draws:
+    """The draws of a launched step: those of the host are known, those of the device are on their way."""
+
+    known: SampledTokens
+    device_draws: list[int] = field(default_factory=list)  # which draws the device makes, in its order
+    pending: PendingTokens | None = None
+
+    def collect(self) -> SampledTokens:
+        """All tokens; waits for the device."""
+        if self.pending is not None:
+            tokens = self.pending.wait()
+            self.pending = None
+            self.known.token_ids[self.device_draws] = tokens
+            for draw, token in zip(self.device_draws, tokens.tolist(), strict=True):
+                if token == NOTHING:
+                    self.known.errors[draw] = RequestError(
+                        "no token can follow: the model gave no finite logit for the next position"
+                    )
+        return self.known
+
+
+class SlotState:
+    """The slots of one engine, on the host and, where there is one, on the device."""
+
+    def __init__(
+        self,
+        blocks: KVCacheBlockManager,
+        kernels: KernelSet,
+        sampler: Sampler,
+        max_blocks: int,
+        device: DeviceSlots | None = None,
+    ) -> None:
+        num_slots = len(sampler.table.temperature)
+        self.sampler = sampler
+        self.device = device
+        self.tables = np.zeros((num_slots, max_blocks), dtype=np.int32)  # block ids by slot, padded with block 0
+        self._blocks = blocks
+        self._kernels = kernels
+        self._newest = np.full(num_slots, ON_DEVICE, dtype=np.int32)  # tokens drawn by launched steps
+        self._is_current = np.zeros(num_slots, dtype=np.bool_)  # the device knows the slot's length and newest token
+        self._on_device = np.zeros(num_slots, dtype=np.bool_)  # the slot is drawn on the device
+
+    @property
+    def table(self) -> SamplingTable:
+        return self.sampler.table
+
+    # -- slots change hands --------------------------------------------------------------------------------------------
+    def set_slot(self, slot: int, sequence: Sequence, end_ids: frozenset[int]) -> None:
+        """A sequence takes the slot."""
+        request = sequence.request
+        grammar: Any = request.params.grammar  # compiled when the request was added
+        mask = None if grammar is None else grammar.follow(sequence.output_token_ids)
+        params, seed = request.params, sequence.seed
+        self.table.set(slot, params, seed, request.prompt_array, sequence.output_token_ids, end_ids, mask=mask)
+        self._is_current[slot] = False
+        self._on_device[slot] = self.device is not None and sequence.group is None and self.device.draws(params)
+        if self.device is not None:
+            self.device.set_params(slot, params, seed)
+
+    def clear_slot(self, slot: int) -> None:
+        self.table.clear(slot)
+        self._on_device[slot] = False
+
+    def waits_for_tokens(self, slot: int) -> bool:
+        """Whether the slot's next draw depends on the values of the tokens before it: its steps cannot run ahead."""
+        return not self._on_device[slot] and bool(self.table.reads_history[slot])
+
+    # -- one step ------------------------------------------------------------------------------------------------------
+    def update(self, plan: StepPlan) -> None:
+        """Bring the block tables of the scheduled sequences up to date."""
+        slot_of = {item.sequence.id: item.slot for item in plan.scheduled}
+        for sequence_id, first, block_ids in self._blocks.take_changes(slot_of):
+            slot = slot_of[sequence_id]
+            self.tables[slot, first : first + len(block_ids)] = block_ids
+            if self.device is not None:
+                self.device.set_blocks(slot, first, block_ids)
+
+    def lay_out(self, plan: StepPlan, readout: Readout) -> Batch:
+        """The plan's batch in the kernel set's arrays, tokens in flight included."""
+        batch = HostBatch.from_plan(plan, readout, self.tables, self._newest, self._blocks.block_size)
+        staged = batch.to(self._kernels)
+        if self.device is None or not (batch.token_ids[: len(plan.decodes)] == ON_DEVICE).any():
+            return staged
+        slots = np.fromiter((item.slot for item in plan.decodes), np.int32, len(plan.decodes))
+        filled = self.device.fill_tokens(staged.token_ids, slots)
+        return Batch(filled, staged.positions, staged.cache_index, staged.segments, staged.logit_rows,
+                     staged.max_position)  # fmt: skip
+
+    def decodes_on_device(self, plan: StepPlan) -> np.ndarray | None:
+        """i32[n]: the slots of a plan that is one whole decode step on the device; None if it is not."""
+        if self.device is None or plan.prefills or any(item.num_new > 1 for item in plan.decodes):
+            return None
+        slots = np.fromiter((item.slot for item in plan.decodes), np.int32, len(plan.decodes))
+        behind = ~self._is_current[slots]
+        if behind.any():
+            late = [item for item, is_late in zip(plan.decodes, behind.tolist(), strict=True) if is_late]
+            self.device.set_progress(
+                slots[behind],
+                np.array([item.start for item in late]),
+                np.array([newest_token(item, self._newest) for item in late]),
+            )
+            self._is_current[slots[behind]] = True
+        return slots
+
+    def draw_with_pass(self, plan: StepPlan, slots: np.ndarray) -> Draws | None:
+        """Launch pass and draws of a decode step in one; None when the host draws some of its tokens."""
+        if self.device is None or not self._on_device[slots].all():
+            return None
+        lengths = np.fromiter((item.start for item in plan.decodes), np.int64, len(plan.decodes))
+        pending = self.device.decode(slots, self.tables, lengths)
+        self._newest[slots] = ON_DEVICE
+        return Draws(SampledTokens.unknown(len(slots)), list(range(len(slots))), pending)
+
+    def draw(self, logits: Array, readout: Readout) -> Draws | None:
+        """Draw a token for every sampled row, on the device where it can, else here and now."""
+        if not readout.sample_rows:
+            return None
+        on_device = self._on_device[readout.sample_slots]
+        if any(readout.pending):  # guesses are verified on the host
+            on_device[:] = False
+        if not on_device.any():
+            known = self._draw_here(logits, readout, range(len(readout.sample_rows)))
+            return Draws(known)
+        there = np.flatnonzero(on_device)
+        draws = Draws(SampledTokens.unknown(len(on_device)), there.tolist())
+        slots = np.asarray(readout.sample_slots, dtype=np.int32)
+        if self.device is not None:
+            rows, positions = np.asarray(readout.sample_rows), np.asarray(readout.positions)
+            draws.pending = self.device.draw(logits, rows[there], slots[there], positions[there])
+        self._newest[slots[there]] = ON_DEVICE
+        self._is_current[slots[there]] = True
+        if len(there) < len(on_device):
+            here = np.flatnonzero(~on_device).tolist()
+            draws.known.put(here, self._draw_here(logits, readout, here))
+        return draws
+
+    def _draw_here(self, logits: Array, readout: Readout, draws: Sequences[int]) -> SampledTokens:
+        rows = [readout.sample_rows[draw] for draw in draws]
+        slots = [readout.sample_slots[draw] for draw in draws]
+        if rows != list(range(logits.shape[0])):
+            logits = self._kernels.take(logits, np.asarray(rows, dtype=np.int32))
+        pending = [readout.pending[draw] for draw in draws]
+        sampled = self.sampler.sample(
+            logits, slots, [readout.positions[draw] for draw in draws], pending if any(pending) else None
+        )
+        self._newest[slots] = sampled.token_ids
+        self._is_current[slots] = False
+        return sampled

@@ -1,0 +1,50 @@
+"""The members of a kernel set that concern arrays and memory, for sets on numpy: all of it is the host's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from bifolio.config import KVDtype
+from bifolio.kernels.interface import Array, DeviceSlots, Network, SlotSizes, Storage
+from bifolio.kernels.storage import CacheLayout, KVStorage
+
+
+class HostArrays:
+    """Numpy arrays; a pass is complete when its call returns, so nothing is launched ahead or kept on a device."""
+
+    array_backend = "numpy"
+    device = "cpu"
+    kv_dtype: KVDtype = "f32"
+    deterministic = True
+    launches_ahead = False
+
+    def from_host(self, array: np.ndarray) -> Array:
+        return array
+
+    def to_host(self, array: Array) -> np.ndarray:
+        return np.asarray(array)
+
+    def fetch(self, array: Array) -> Callable[[], np.ndarray]:
+        return lambda: np.asarray(array)
+
+    def new_storage(self, layout: CacheLayout) -> KVStorage:
+        return KVStorage(layout)
+
+    def memory(self) -> None:
+        return None
+
+    def release_memory(self) -> None:
+        """Nothing is cached."""
+
+    def device_slots(self, network: Network, storage: Storage, sizes: SlotSizes) -> DeviceSlots | None:
+        return None
+
+    def top_logprobs(
+        self, logits: Array, rows: np.ndarray, count: int
+    ) -> Callable[[], tuple[np.ndarray, np.ndarray]] | None:
+        return None
+
+    def take(self, x: Array, rows: Array) -> Array:
+        return x[rows]

@@ -1,0 +1,151 @@
+"""The members of a kernel set that concern arrays and memory, for sets on torch tensors, on any device."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from bifolio.config import KVDtype
+from bifolio.errors import ConfigError
+from bifolio.kernels.interface import Array, DeviceMemory, DeviceSlots, Network, SlotSizes, Storage
+from bifolio.kernels.storage import CacheLayout, KVStorage
+from bifolio.quant.formats import QuantFormat
+from bifolio.quant.tensor import QuantizedTensor
+
+DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+
+
+class TorchArrays:
+    """Torch tensors; dense weights are in `dtype`."""
+
+    array_backend = "torch"
+    launches_ahead = False
+
+    def __init__(self, device: str = "cpu", dtype: str = "f32") -> None:
+        if dtype not in DTYPES:
+            raise ConfigError(f"weights cannot be kept in {dtype!r}: choose one of {', '.join(DTYPES)}")
+        self.device = device
+        self.dtype = DTYPES[dtype]
+        self.kv_dtype: KVDtype = dtype  # type: ignore[assignment]  # checked above
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.startswith("cuda")
+
+    # -- arrays -----------------------------------------------------------------------------------------
+    def from_host(self, array: np.ndarray) -> Array:
+        """A copy, also on the CPU: callers reuse their staging buffers."""
+        tensor = array if isinstance(array, torch.Tensor) else torch.from_numpy(np.array(array))
+        return tensor.to(self.device)
+
+    def to_host(self, array: Array) -> np.ndarray:
+        tensor = array.detach()
+        if tensor.dtype == torch.bfloat16:  # numpy has no such type
+            tensor = tensor.float()
+        return np.asarray(tensor.cpu().numpy())
+
+    def fetch(self, array: Array) -> Callable[[], np.ndarray]:
+        """Into pinned memory on a GPU, so that the host does not wait; at once elsewhere."""
+        tensor = array.detach().float() if array.dtype == torch.bfloat16 else array.detach()
+        if not tensor.is_cuda:
+            return lambda: np.asarray(tensor.numpy())
+        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        pinned.copy_(tensor, non_blocking=True)
+        cuda: Any = torch.cuda
+        event = cuda.Event()
+        event.record()
+
+        def wait() -> np.ndarray:
+            event.synchronize()
+            return np.asarray(pinned.numpy())
+
+        return wait
+
+    def take(self, x: Array, rows: Array) -> Array:
+        return x[rows if isinstance(rows, torch.Tensor) else self.from_host(np.asarray(rows))]
+
+    # -- memory -----------------------------------------------------------------------------------------
+    def new_storage(self, layout: CacheLayout) -> KVStorage:
+        return KVStorage(layout, device=self.device, backend="torch")
+
+    def memory(self) -> DeviceMemory | None:
+        return CudaMemory(self.device) if self.is_cuda else None
+
+    def release_memory(self) -> None:
+        if self.is_cuda:
+            gc.collect()  # frames of a failed step may be part of a cycle
+            torch.cuda.empty_cache()
+
+    # -- whole steps --------------------------------------------------------------------------------------
+    def device_slots(self, network: Network, storage: Storage, sizes: SlotSizes) -> DeviceSlots | None:
+        return None
+
+    def top_logprobs(
+        self, logits: Array, rows: np.ndarray, count: int
+    ) -> Callable[[], tuple[np.ndarray, np.ndarray]] | None:
+        """On a GPU the likeliest tokens travel instead of all logits."""
+        if not logits.is_cuda:
+            return None
+        if len(rows) != logits.shape[0] or not np.array_equal(rows, np.arange(len(rows))):
+            logits = self.take(logits, rows)
+        values, ids = torch.topk(logits, min(count, logits.shape[1]), dim=-1)
+        logprobs = values - torch.logsumexp(logits, dim=-1, keepdim=True)
+        packed = self.fetch(torch.cat([ids.to(torch.float64), logprobs.to(torch.float64)], dim=1))  # one copy
+
+        def wait() -> tuple[np.ndarray, np.ndarray]:
+            found = packed()
+            half = found.shape[1] // 2
+            return found[:, :half].astype(np.int64), found[:, half:].astype(np.float32)
+
+        return wait
+
+    # -- weights ------------------------------------------------------------------------------------------
+    def tensor(self, value: QuantizedTensor | Array) -> torch.Tensor:
+        """A weight as a dense tensor of the set's dtype on its device."""
+        if isinstance(value, QuantizedTensor):
+            value = dense(value)
+        elif isinstance(value, np.ndarray):
+            value = torch.from_numpy(np.array(value))
+        return value.to(device=self.device, dtype=self.dtype)
+
+    def vector(self, value: Array) -> torch.Tensor:
+        """A norm's weights: f32 on the set's device."""
+        tensor = torch.from_numpy(np.array(value)) if isinstance(value, np.ndarray) else value
+        return tensor.to(device=self.device, dtype=torch.float32)
+
+
+def dense(value: QuantizedTensor) -> torch.Tensor:
+    """The numbers of a file's tensor; 16-bit types keep their bytes, quantised ones become float32."""
+    if value.format is QuantFormat.BF16:
+        words = np.array(value.data).view(np.int16).reshape(value.shape)
+        return torch.from_numpy(words).view(torch.bfloat16)
+    if value.format is QuantFormat.F16:
+        return torch.from_numpy(np.array(value.data).view(np.float16).reshape(value.shape))
+    return torch.from_numpy(np.array(value.dequantize()))
+
+
+class CudaMemory:
+    """One GPU's memory, as torch counts it."""
+
+    def __init__(self, device: str) -> None:
+        self._cuda: Any = torch.cuda
+        self._device = torch.device(device)
+        self._before = 0
+
+    def free_bytes(self) -> int:
+        self._cuda.synchronize(self._device)
+        self._cuda.empty_cache()
+        return int(self._cuda.mem_get_info(self._device)[0])
+
+    def start_peak(self) -> None:
+        self._cuda.synchronize(self._device)
+        self._cuda.reset_peak_memory_stats(self._device)
+        self._before = self._cuda.memory_allocated(self._device)
+
+    def peak_bytes(self) -> int:
+        self._cuda.synchronize(self._device)
+        return int(self._cuda.max_memory_allocated(self._device)) - self._before

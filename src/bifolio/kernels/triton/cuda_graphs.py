@@ -1,0 +1,248 @@
+"""Decode steps as CUDA graphs: captured once for each of a few batch sizes and replayed as one launch.
+
+Everything a step reads lies on the device: the slots' state (`DeviceState`) and a list of the slots that take part. So
+a step can be launched before the host has seen the tokens of the one before it. A step captured with its draws leaves
+the tokens in the slots and in pinned host memory; one captured up to the logits serves batches that the host draws for.
+
+Without a GPU the same step runs at once instead of being captured, in Triton's interpreter: tests need no GPU.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+
+from bifolio.kernels.interface import (
+    Array,
+    AttentionPhase,
+    AttentionSegment,
+    AttentionShape,
+    Batch,
+    KernelSet,
+    Network,
+    Storage,
+    attention_segment,
+)
+from bifolio.kernels.shared_prefix import SharedWork
+from bifolio.kernels.triton.device_state import DeviceState, begin_step, recorded_event
+from bifolio.kernels.triton.sampling import choose_tokens
+from bifolio.kernels.triton.shared_attention import SharedRows, new_shared_rows
+
+TURNS = 4  # results of a step that lie in host memory at once; more than the steps that are ever in flight
+Mode = Literal["greedy", "draw", "logits"]  # draws of the captured step: the largest logits, any, none
+
+
+def batch_sizes(most: int) -> list[int]:
+    """Sizes that steps are captured for: a step of fewer rows is padded to the next."""
+    sizes = [1, 2, 4, 8, 16, 24, *range(32, 256, 16), 256]
+    sizes += range(320, max(most, 320) + 64, 64)
+    return [*(size for size in sizes if size < most), most]
+
+
+class GraphKernels(KernelSet, Protocol):
+    """A kernel set that plans decode attention on the device, for any lengths (`stage_decode`)."""
+
+    def stage_decode(
+        self,
+        segment: AttentionSegment,
+        table_rows: Array,
+        pieces: dict[int, Any],
+        shapes: tuple[AttentionShape, ...],
+        shared: SharedRows | None = None,
+    ) -> None: ...
+
+
+@dataclass(slots=True)
+class DecodeStep:
+    """One batch size: its inputs, which stay where they are, and the graph that reads them."""
+
+    rows: torch.Tensor  # i32[r]  slot of each row; -1: padding
+    token_ids: torch.Tensor  # i32[r]
+    positions: torch.Tensor  # i32[r]
+    index: torch.Tensor  # i64[r]  where K and V go
+    contexts: torch.Tensor  # i32[r]
+    table_rows: torch.Tensor  # i32[r]
+    turn: torch.Tensor  # i32[1]  which row of `chosen` the last launch wrote
+    chosen: torch.Tensor  # i32[TURNS, r]  on the host; the device writes there itself, launches take turns
+    pieces: dict[int, Any] = field(default_factory=dict)
+    graph: Any = None
+    shared: SharedRows | None = None  # a prefix that rows share is read once for all; None: nothing is shared
+    logits: Any = None  # f32[r, vocab] of a step without draws
+    sent: bytes = b""  # what `rows` and `shared` hold
+    next_turn: int = 0
+
+    @classmethod
+    def new(cls, size: int, device: str) -> DecodeStep:
+        def integers(dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        chosen = torch.zeros((TURNS, size), dtype=torch.int32, pin_memory=device.startswith("cuda"))
+        turn = torch.full((1,), TURNS - 1, dtype=torch.int32, device=device)
+        tokens, positions, index, contexts = integers(), integers(), integers(torch.int64), integers()
+        return cls(integers().fill_(-1), tokens, positions, index, contexts, integers(), turn, chosen)
+
+    def take_turn(self) -> torch.Tensor:
+        """i32[r]: where the next launch will write its tokens."""
+        place = self.chosen[self.next_turn]
+        self.next_turn = (self.next_turn + 1) % TURNS
+        return place
+
+    def put(self, words: torch.Tensor) -> None:
+        """Rows, then the words of what they share."""
+        self.rows.copy_(words[: len(self.rows)])
+        if self.shared is not None:
+            self.shared.words.copy_(words[len(self.rows) :])
+
+
+@dataclass(slots=True)
+class DeviceTokens:
+    """Tokens of a launched step; they arrive later."""
+
+    tokens: torch.Tensor  # i32[r] on the host, once the event has come
+    count: int
+    event: Any = None
+    order: np.ndarray | None = None  # i64[count]  row of each token in the order of the launch; None: as they are
+
+    def wait(self) -> np.ndarray:
+        """i32[count]"""
+        if self.event is not None:
+            self.event.synchronize()
+        tokens = self.tokens.numpy()[: self.count]
+        return tokens.copy() if self.order is None else tokens[self.order]
+
+
+class GraphRecorder:
+    """Captures launches on a GPU, to be replayed as one; all graphs share the memory of their intermediate results."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._pool: Any = None
+        cuda: Any = torch.cuda
+        self._stream: Any = cuda.Stream(device) if device.startswith("cuda") else None
+
+    def record(self, run: Callable[[], None]) -> Any:
+        """Run once for real (kernels are compiled, libraries warm up), then capture; inputs are padding meanwhile."""
+        torch.cuda.synchronize(self._device)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            run()
+        torch.cuda.synchronize(self._device)
+        graph: Any = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):  # torch.cuda.graph() would also collect garbage, for up to a second
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                run()
+            finally:
+                graph.capture_end()
+        self._pool = self._pool or graph.pool()
+        return graph
+
+
+class DecodeGraphs:
+    """Launches decode steps over the slots' state."""
+
+    def __init__(self, kernels: GraphKernels, network: Network, storage: Storage, state: DeviceState) -> None:
+        self._kernels, self._network, self._storage, self.state = kernels, network, storage, state
+        self._sizes = batch_sizes(state.num_slots)
+        self._steps: dict[tuple[int, Mode, bool], DecodeStep] = {}  # by size, draws, shares
+        self._parts: SharedRows | None = None  # whose room for results serves all steps
+        self._recorder = GraphRecorder(state.device)
+        self._shapes = tuple({shape.window: shape for shape in network.shapes}.values())
+
+    # -- launching ---------------------------------------------------------------------------------------------------
+    def launch(self, slots: np.ndarray, mode: Mode, work: SharedWork | None = None) -> DecodeStep:
+        """Run the next step of these slots (i32[n]) after everything launched before; does not wait for anything.
+
+        `work` says what the slots share, in their order.
+        """
+        size = self._sizes[bisect_left(self._sizes, len(slots))]
+        step = self._step(size, mode, work is not None)
+        rows = np.full(size, -1, dtype=np.int32)
+        rows[: len(slots)] = slots
+        if work is not None and step.shared is not None:
+            rows = np.concatenate([rows, shared_words(work, size, step.shared.max_items)])
+        self._send(rows, step)
+        if step.graph is None:
+            self._run(step, mode)
+        else:
+            step.graph.replay()
+        return step
+
+    def tokens(self, step: DecodeStep, count: int, order: np.ndarray | None = None) -> DeviceTokens:
+        """The tokens of the step that was just launched."""
+        return DeviceTokens(step.take_turn(), count, recorded_event() if step.graph is not None else None, order)
+
+    def capture_all(self, mode: Mode = "greedy") -> None:
+        """Capture every batch size now, the largest first, instead of when it is first needed."""
+        for size in reversed(self._sizes):
+            self._step(size, mode, shares=False)
+
+    def _send(self, rows: np.ndarray, step: DecodeStep) -> None:
+        """Send rows and pending differences; rows that the step holds already are not sent again."""
+        wanted = rows.tobytes()
+        if step.sent == wanted:
+            self.state.send()
+        else:
+            step.put(self.state.send_words(rows))
+            step.sent = wanted
+
+    # -- one step ------------------------------------------------------------------------------------------------------
+    def _step(self, size: int, mode: Mode, shares: bool) -> DecodeStep:
+        key = size, mode, shares
+        if key not in self._steps:
+            step = DecodeStep.new(size, self.state.device)
+            step.shared = self._shared_rows(size) if shares else None
+            if self.state.on_gpu:
+                step.graph = self._recorder.record(lambda: self._run(step, mode))
+                step.turn.fill_(TURNS - 1)  # recording took a turn
+            self._steps[key] = step
+        return self._steps[key]
+
+    def _shared_rows(self, size: int) -> SharedRows:
+        shared = new_shared_rows(size, full_shape(self._shapes), self.state.device)
+        self._parts = self._parts or shared
+        shared.mixed, shared.weight = self._parts.mixed, self._parts.weight
+        return shared
+
+    def _run(self, step: DecodeStep, mode: Mode) -> None:
+        state, size = self.state, len(step.rows)
+        begin_step(
+            step.rows, state.tables, state.lengths, state.tokens, step.token_ids, step.positions, step.index,
+            step.contexts, step.table_rows, step.turn, self._storage.block_size, TURNS,
+        )  # fmt: skip
+        ones = np.ones(size, dtype=np.int32)
+        segment = replace(
+            attention_segment(AttentionPhase.DECODE, ones - 1, ones, state.tables),
+            context_lens=step.contexts,
+            max_context_len=state.max_blocks * self._storage.block_size,
+        )
+        self._kernels.stage_decode(segment, step.table_rows, step.pieces, self._shapes, step.shared)
+        batch = Batch(step.token_ids, step.positions, step.index, (segment,), None)
+        logits = self._network.forward(self._kernels, batch, self._storage)
+        if mode == "logits":
+            step.logits = logits
+            return
+        choose_tokens(
+            logits, step.rows, state.lengths, state.tokens, state.temperatures, state.seeds, step.turn, step.chosen,
+            draws=mode == "draw",
+        )  # fmt: skip
+
+
+def full_shape(shapes: tuple[AttentionShape, ...]) -> AttentionShape:
+    """Of a layer that sees the whole context: prefixes are shared in such layers."""
+    return next(shape for shape in shapes if shape.window is None)
+
+
+def shared_words(work: SharedWork, size: int, max_items: int) -> np.ndarray:
+    """What `size` rows share, padding included, as the device keeps it: i32[4 * (size + max_items)]."""
+    words: np.ndarray = np.zeros(4 * (size + max_items), dtype=np.int32)
+    for index, part in enumerate((work.skipped, work.first, work.count, work.offset)):
+        words[index * size : index * size + len(part)] = part
+    words[4 * size :] = -1
+    words[4 * size : 4 * size + work.items.size] = work.items.reshape(-1)
+    return words

@@ -1,0 +1,99 @@
+"""`TritonSlots`: the slots of the batch on a GPU, with decode graphs and draws on the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from bifolio.kernels.interface import Array, Network, SlotSizes, Storage
+from bifolio.kernels.shared_prefix import SharedWork, share_work
+from bifolio.kernels.triton.cuda_graphs import DecodeGraphs, DeviceTokens, GraphKernels, full_shape
+from bifolio.kernels.triton.device_state import DeviceState, recorded_event
+from bifolio.kernels.triton.sampling import choose_tokens
+from bifolio.kernels.triton.shared_attention import MAX_ITEMS, rows_per_item
+from bifolio.kernels.triton.tiles import TILE
+from bifolio.sampling_params import SamplingParams
+
+
+class TritonSlots:
+    """Implements `DeviceSlots`."""
+
+    def __init__(self, kernels: GraphKernels, network: Network, storage: Storage, sizes: SlotSizes) -> None:
+        self._deterministic = kernels.deterministic
+        self._vocab_size = sizes.vocab_size
+        self._block_size = storage.block_size
+        self.state = DeviceState(sizes.num_slots, sizes.max_blocks, kernels.device)
+        self.graphs = DecodeGraphs(kernels, network, storage, self.state)
+        self._shapes = network.shapes
+        self._warm = np.zeros(sizes.num_slots, dtype=np.bool_)  # slots with a temperature
+        self._work: tuple[bytes, SharedWork | None] = (b"", None)  # what the slots of the last launch share
+
+    # -- slots ---------------------------------------------------------------------------------------------------------
+    def draws(self, params: SamplingParams) -> bool:
+        """The model's own distribution, or its largest logit; other options are applied on the host.
+
+        Deterministic, drawing is the host's: the two differ in the last bit of the exponential.
+        """
+        if params.reads_history or params.logit_bias or params.allowed_token_ids is not None or params.needs_logprobs:
+            return False
+        return params.is_greedy or not (params.filters_tokens(self._vocab_size) or self._deterministic)
+
+    def set_params(self, slot: int, params: SamplingParams, seed: int) -> None:
+        temperature = 0.0 if params.is_greedy else max(params.temperature, float(np.finfo(np.float32).tiny))
+        self._warm[slot] = temperature > 0
+        self._work = b"", None
+        self.state.set_sampling(slot, temperature, seed)
+
+    def set_blocks(self, slot: int, first: int, block_ids: Any) -> None:
+        self.state.set_blocks(slot, first, block_ids)
+
+    def set_progress(self, slots: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> None:
+        self.state.set_lengths(slots, lengths)
+        self.state.set_tokens(slots, tokens)
+
+    # -- steps that are not captured -----------------------------------------------------------------------------------
+    def fill_tokens(self, token_ids: Array, slots: np.ndarray) -> Array:
+        index = torch.from_numpy(slots.astype(np.int64)).to(token_ids.device)
+        filled = token_ids.clone()
+        known = token_ids[: len(slots)]
+        filled[: len(slots)] = torch.where(known < 0, self.state.tokens[index], known).clamp_min(0)
+        return filled
+
+    def draw(self, logits: Array, rows: np.ndarray, slots: np.ndarray, positions: np.ndarray) -> DeviceTokens:
+        state, count = self.state, len(slots)
+        state.set_lengths(slots, positions - 1)
+        sent = state.send_words(slots.astype(np.int32))
+        if count != logits.shape[0] or not np.array_equal(rows, np.arange(count)):
+            logits = logits[torch.from_numpy(rows.astype(np.int64)).to(logits.device)]
+        chosen = torch.empty((1, count), dtype=torch.int32, pin_memory=state.on_gpu)
+        turn = torch.zeros(1, dtype=torch.int32, device=state.device)
+        choose_tokens(
+            logits, sent, state.lengths, state.tokens, state.temperatures, state.seeds, turn, chosen,
+            draws=bool(self._warm[slots].any()),
+        )  # fmt: skip
+        return DeviceTokens(chosen[0], count, recorded_event() if state.on_gpu else None)
+
+    # -- captured steps ------------------------------------------------------------------------------------------------
+    def decode(self, slots: np.ndarray, tables: np.ndarray, lengths: np.ndarray) -> DeviceTokens:
+        work = self._shared_work(slots, tables, lengths)
+        order = None
+        if work is not None:  # sharers lie side by side; tokens come back in the order of the call
+            slots, order = slots[work.order], np.argsort(work.order)
+        step = self.graphs.launch(slots, "draw" if self._warm[slots].any() else "greedy", work)
+        return self.graphs.tokens(step, len(slots), order)
+
+    def decode_logits(self, slots: np.ndarray) -> Array:
+        return self.graphs.launch(slots, "logits").logits[: len(slots)]
+
+    def _shared_work(self, slots: np.ndarray, tables: np.ndarray, lengths: np.ndarray) -> SharedWork | None:
+        """What these slots share; looked for again only when other slots take part."""
+        if len(slots) < 2 or self._deterministic or all(shape.window is not None for shape in self._shapes):
+            return None
+        key = slots.tobytes()
+        if self._work[0] != key:
+            own = tables[slots, : int(lengths.max()) // self._block_size + 1]
+            per_item = rows_per_item(full_shape(self._shapes))
+            self._work = key, share_work(own, lengths, self._block_size, TILE, per_item, MAX_ITEMS)
+        return self._work[1]
