@@ -108,7 +108,7 @@ def read_contents(path: Path) -> Contents:
 
         file = open_gguf(path)
         metadata = {key: plain_value(value) for key, value in file.metadata.items()}
-        lines = [TensorLine(e.name, e.shape, e.type_name, e.nbytes) for e in file.entries.values()]
+        lines = [TensorLine(e.name, e.shape, e.format.name, e.nbytes) for e in file.entries.values()]
         return Contents(str(path), f"GGUF version {file.version}", metadata, lines)
     from bifolio.model.export import named_tensors
     from bifolio.model.loader import load_model
@@ -143,14 +143,16 @@ def memory_plan(
     from bifolio.config import checked_kv_dtype
     from bifolio.engine.memory import parse_bytes, plan_memory, weight_bytes
     from bifolio.errors import BifolioError
+    from bifolio.kernels.native.kernel_set import NativeKernels
     from bifolio.model.loader import load_model
+    from bifolio.quant.convert import conversion_notes
 
     try:
         loaded = load_model(path)
         length = min(max_model_len or MAX_DEFAULT_LEN, loaded.config.max_position)
         plan = plan_memory(
             loaded.config,
-            weight_bytes(loaded.weights),
+            weight_bytes(loaded.weights, NativeKernels.formats),
             block_size=block_size,
             kv_dtype="f32" if kv_dtype == "auto" else checked_kv_dtype(kv_dtype),
             memory=None if memory is None else parse_bytes(memory),
@@ -167,7 +169,7 @@ def memory_plan(
         "num_full_sequences": plan.max_cached_tokens // length,
         "num_parameters": loaded.config.num_parameters,
         "architecture": architecture_lines(loaded.config),
-        "notes": loaded.notes,
+        "notes": conversion_notes(loaded.weights.formats(), NativeKernels.formats, NativeKernels.name),
         "lines": [*plan.lines(), f"fits             {plan.max_cached_tokens // length} sequences of {length} tokens"],
     }
 

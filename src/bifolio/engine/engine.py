@@ -290,7 +290,8 @@ class InferenceEngine:
         self.storages.append(storage)
         runner = ModelRunner(prepare(draft_model.weights, kernels), kernels, storage)
         drafter = DraftModelDrafter(runner, self.rows, self.sampler, self.config.chunk_size)
-        relative_cost = weight_bytes(draft_model.weights) / max(weight_bytes(self.model.weights), 1)
+        costs = [weight_bytes(m.weights, kernels.formats) for m in (draft_model, self.model)]
+        relative_cost = costs[0] / max(costs[1], 1)
         lengths = DraftLengths(config.length, config.adaptive, drafter.costs, relative_cost)
         return Speculator(config, drafter, self.config.max_model_len, lengths)
 

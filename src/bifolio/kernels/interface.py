@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
 Array = Any  # numpy array or torch tensor: the kernel set that allocates it knows
@@ -147,13 +148,16 @@ class KernelSet(PagedAttentionKernel, Protocol):
     name: str
     array_backend: str  # "numpy" or "torch": what arrays are
     device: str
+    formats: frozenset[
+        QuantFormat
+    ]  # taken as they are by `prepare_linear` and `prepare_embedding`; others are converted
 
     def from_host(self, array: np.ndarray) -> Array: ...
 
     def to_host(self, array: Array) -> np.ndarray: ...
 
     def prepare_linear(self, linear: Linear) -> Linear:
-        """Repack, fuse or move the weights once, at load."""
+        """Convert, repack, fuse or move the weights once, at load. Converted copies live only as long as it runs."""
         ...
 
     def prepare_norm(self, norm: Norm) -> Norm: ...

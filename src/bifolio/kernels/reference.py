@@ -23,6 +23,7 @@ from bifolio.kernels.interface import (
     Rotation,
     Storage,
 )
+from bifolio.quant.formats import READABLE_FORMATS
 from bifolio.quant.tensor import QuantizedTensor
 
 
@@ -37,6 +38,7 @@ class ReferenceKernels:
     name = "reference"
     array_backend = "numpy"
     device = "cpu"
+    formats = READABLE_FORMATS  # rows are dequantised when they are used
 
     # -- arrays -----------------------------------------------------------------------------------------
     def from_host(self, array: np.ndarray) -> Array:

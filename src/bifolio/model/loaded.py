@@ -25,7 +25,6 @@ class LoadedModel:
     generation_config: dict[str, Any] = field(default_factory=dict)
     chat_template: str | None = None
     special_tokens: dict[str, str] = field(default_factory=dict)  # names as chat templates use them: bos_token, ...
-    notes: list[str] = field(default_factory=list)  # what the loader changed, for the user to read
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:

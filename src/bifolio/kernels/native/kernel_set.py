@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 from dataclasses import replace
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from bifolio.kernels.interface import (
     Storage,
 )
 from bifolio.kernels.native.library import library, set_num_threads
+from bifolio.quant.convert import convert, target_format
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
@@ -42,6 +43,7 @@ class NativeKernels:
     name = "native"
     array_backend = "numpy"
     device = "cpu"
+    formats = frozenset(QuantFormat[name] for name in FORMAT_CODES)
 
     def __init__(self, threads: int | None = None, activations: str = "int8", share_prefixes: bool = True) -> None:
         """`activations`: how they meet quantised weights. "int8" is the usual way (on AMX, whose tiles multiply them as
@@ -58,6 +60,7 @@ class NativeKernels:
         self._caches: WeakKeyDictionary[Storage, Any] = WeakKeyDictionary()
         self._programs: dict[int, tuple[Any, Any]] = {}  # id(weights) -> (weights, program)
         self._shapes: dict[AttentionShape, Any] = {}
+        self._last_table: tuple[QuantizedTensor, ref[np.ndarray]] | None = None  # as given, and as converted
 
     # -- arrays -----------------------------------------------------------------------------------------
     def from_host(self, array: np.ndarray) -> Array:
@@ -70,7 +73,7 @@ class NativeKernels:
     def prepare_linear(self, linear: Linear) -> Linear:
         """Pack the parts side by side; the bytes of the file are not looked at again."""
         tensors = [as_tensor(part) for part in linear.parts]
-        parts = [(FORMAT_CODES[tensor.format.name], np.ascontiguousarray(tensor.data)) for tensor in tensors]
+        parts = [self._accepted(tensor) for tensor in tensors]
         packed = self._native.make_linear(parts, tensors[0].shape[1], _joined_bias(linear), self._planes)
         for tensor in tensors:
             release_pages(tensor.data)
@@ -80,9 +83,25 @@ class NativeKernels:
         return replace(norm, weight=_floats(norm.weight), bias=None if norm.bias is None else _floats(norm.bias))
 
     def prepare_embedding(self, table: QuantizedTensor | Array) -> Any:
-        """Rows are read where they lie in the file: only those of tokens that occur become resident."""
+        """Rows are read where they lie in the file: only those of tokens that occur become resident.
+
+        A table in another format is converted and kept; the head of a model with tied embeddings is packed from it.
+        """
         tensor = as_tensor(table)
-        return self._native.Table(FORMAT_CODES[tensor.format.name], np.ascontiguousarray(tensor.data), tensor.shape[1])
+        code, data = self._accepted(tensor)
+        if data is not tensor.data:
+            self._last_table = tensor, ref(data)
+            release_pages(tensor.data)
+        return self._native.Table(code, data, tensor.shape[1])
+
+    def _accepted(self, tensor: QuantizedTensor) -> tuple[int, np.ndarray]:
+        """The native code of a format of the set, and the bytes of the tensor in that format."""
+        code = FORMAT_CODES[target_format(tensor.format, self.formats).name]
+        if self._last_table is not None and self._last_table[0] is tensor:
+            data = self._last_table[1]()
+            if data is not None:
+                return code, data
+        return code, np.ascontiguousarray(convert(tensor, self.formats).data)
 
     # -- a whole step -------------------------------------------------------------------------------------
     def run(self, weights: Any, batch: Batch, storage: Storage | None) -> Array:
@@ -299,7 +318,3 @@ def _dtype_name(array: np.ndarray) -> str:
     if array.dtype not in names:
         raise ConfigError(f"the native kernels cannot read a KV cache of {array.dtype}: use f32, f16 or bf16")
     return names[array.dtype]
-
-
-def supported_format(format: QuantFormat) -> bool:
-    return format.name in FORMAT_CODES

@@ -15,7 +15,7 @@ goes to the matrix units. Many rows: the whole weight is dequantised once, and t
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from bifolio.kernels.triton.epilogue import fused
 from bifolio.kernels.triton.gemm_tuning import INTERPRETED
 from bifolio.kernels.triton.pdl import OVERLAPPED
 from bifolio.kernels.triton.quantised_kernels import dequantise_kernel, few_rows_kernel, one_row_kernel
+from bifolio.quant.convert import DENSE_FORMATS, convert
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
@@ -214,6 +215,8 @@ def few_rows_tile(dtype: torch.dtype, outputs: int) -> QuantisedTile:
 class QuantisedKernels(TorchKernels):
     """A torch kernel set that keeps quantised weights as they are; `Linear.prepared` is (weight, bias or None)."""
 
+    formats = DENSE_FORMATS | frozenset(KINDS)
+
     def __init__(self, device: str = "cuda", dtype: str = "bf16") -> None:
         super().__init__(device, dtype)
         self._tables: deque[tuple[Any, Any]] = deque(maxlen=2)  # as given and as prepared: tokens, then positions
@@ -221,14 +224,16 @@ class QuantisedKernels(TorchKernels):
     def prepare_linear(self, linear: Linear) -> Linear:
         weight = next((prepared for table, prepared in self._tables if _is_tied(linear, table)), None)
         if weight is None:
-            if not usable(linear.parts):
-                return super().prepare_linear(linear)
-            weight = pack(linear.parts, self.device)
+            parts = tuple(convert(part, self.formats) for part in linear.parts)
+            if not usable(parts):
+                return super().prepare_linear(replace(linear, parts=parts))
+            weight = pack(parts, self.device)
         bias = self._bias(linear)
         return Linear((weight,), (bias,), (weight, bias))
 
     def prepare_embedding(self, table: QuantizedTensor | Array) -> Any:
-        prepared = pack((table,), self.device) if usable((table,)) else super().prepare_embedding(table)
+        part = convert(table, self.formats)
+        prepared = pack((part,), self.device) if usable((part,)) else super().prepare_embedding(part)
         self._tables.append((table, prepared))
         return prepared
 

@@ -88,14 +88,9 @@ class TensorEntry(NamedTuple):
 
     name: str
     shape: tuple[int, ...]  # the contiguous dimension last, the reverse of the order in the file
-    ggml_type: int
+    format: QuantFormat
     offset: int  # in bytes from the start of the file
     nbytes: int
-
-    @property
-    def type_name(self) -> str:
-        direct = QuantFormat.from_ggml_type(self.ggml_type)
-        return direct.name if direct else _exotic_type(self.ggml_type)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,19 +105,12 @@ class GgufFile:
     data: Bytes  # u8[file size]
     data_start: int
 
-    def raw(self, name: str) -> Bytes:
-        """u8[rows, row_bytes]: the bytes of a tensor in whatever type it has."""
+    def tensor(self, name: str) -> QuantizedTensor:
+        """A view of a tensor, in the format that the file has."""
         entry = self.entries[name]
         rows = math.prod(entry.shape[:-1])
-        return self.data[entry.offset : entry.offset + entry.nbytes].reshape(rows, -1)
-
-    def tensor(self, name: str) -> QuantizedTensor:
-        """A view of a tensor of a direct format."""
-        entry = self.entries[name]
-        format = QuantFormat.from_ggml_type(entry.ggml_type)
-        if format is None:
-            raise UnsupportedModelError(f"{self.path}: tensor {name!r} has type {entry.type_name}: convert it first")
-        return QuantizedTensor(format, self.raw(name), entry.shape)
+        data = self.data[entry.offset : entry.offset + entry.nbytes].reshape(rows, -1)
+        return QuantizedTensor(entry.format, data, entry.shape, name)
 
 
 def open_gguf(path: str | Path) -> GgufFile:
@@ -270,17 +258,17 @@ class _HeaderParser:
                 raise self.fail(f"tensor {name!r} has {num_dimensions} dimensions instead of 1 to {_MAX_DIMENSIONS}")
             shape = tuple(reversed([self._unpack(_U64) for _ in range(num_dimensions)]))
             ggml_type, offset = self._unpack(_U32), self._unpack(_U64)
-            entries[name] = TensorEntry(name, shape, ggml_type, offset, self._tensor_bytes(name, shape, ggml_type))
+            format = QuantFormat.from_ggml_type(ggml_type)
+            if format is None:
+                raise UnsupportedModelError(
+                    f"{self.path}: tensor {name!r} has a type whose number {ggml_type} is unknown: use another file"
+                )
+            if 0 in shape or shape[-1] % format.block_elements:
+                raise self.fail(
+                    f"tensor {name!r} of shape {shape} cannot be stored in blocks of {format.block_elements} values"
+                )
+            entries[name] = TensorEntry(name, shape, format, offset, format.bytes_for(shape))
         return entries
-
-    def _tensor_bytes(self, name: str, shape: tuple[int, ...], ggml_type: int) -> int:
-        direct = QuantFormat.from_ggml_type(ggml_type)
-        elements, block_bytes = (
-            (direct.block_elements, direct.block_bytes) if direct else _exotic_type(ggml_type, f"{self.path}: ")[1:]
-        )
-        if 0 in shape or shape[-1] % elements:
-            raise self.fail(f"tensor {name!r} of shape {shape} cannot be stored in blocks of {elements} values")
-        return math.prod(shape) // elements * block_bytes
 
     def _alignment(self, metadata: dict[str, Value]) -> int:
         alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
@@ -304,17 +292,3 @@ class _HeaderParser:
             if entry.offset < end:
                 raise self.fail(f"tensors {previous!r} and {entry.name!r} overlap")
             end, previous = entry.offset + entry.nbytes, entry.name
-
-
-def _exotic_type(ggml_type: int, where: str = "") -> tuple[str, int, int]:
-    """Name, elements and bytes of a block of a type that is not used directly."""
-    import gguf  # only files with such types pay for this import
-
-    try:
-        kind = gguf.GGMLQuantizationType(ggml_type)
-        elements, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-    except (ValueError, KeyError):
-        raise UnsupportedModelError(
-            f"{where}tensor type {ggml_type} is unknown: a newer gguf package may help"
-        ) from None
-    return kind.name, elements, block_bytes
