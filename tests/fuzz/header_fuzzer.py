@@ -235,7 +235,9 @@ def _random_model(architecture: str) -> LoadedModel:
 
     weights = assemble(config, gguf_names(config), matrix, vector)
     tokens = {"bos_token": "<s>", "eos_token": "</s>"}
-    return LoadedModel(Path("random"), config, weights, _tokenizer, chat_template="{{ x }}", special_tokens=tokens)
+    return LoadedModel(
+        Path("random"), config, _tokenizer, chat_template="{{ x }}", special_tokens=tokens, weights=weights
+    )
 
 
 def _tokenizer() -> Tokenizer:

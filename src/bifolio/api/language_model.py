@@ -31,7 +31,7 @@ from bifolio.model.huggingface.config import config_from_hf
 from bifolio.model.huggingface.export import config_to_hf
 from bifolio.model.huggingface.hf_loader import folder_tensors, read_json, with_generation_ids
 from bifolio.model.huggingface.safetensors_file import open_safetensors, write_safetensors
-from bifolio.model.tensor_names import assemble, hf_names
+from bifolio.model.tensor_names import assemble, hf_names, network_tensors
 from bifolio.model.weights import ModelWeights, prepare
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
@@ -71,7 +71,7 @@ class LanguageModel(nn.Module):
         self.generation_config: dict[str, Any] = {}
         self._names = hf_names(config)
         generator = None if seed is None else torch.Generator().manual_seed(seed)
-        for name, shape in _parameter_shapes(config).items():
+        for name, shape in network_tensors(config, self._names).items():
             _register(self, name, nn.Parameter(_initial(name, shape, config, generator)))
         if config.tie_embeddings:
             _register(self, self._names.head + ".weight", self.get_parameter(self._names.embedding + ".weight"))
@@ -229,11 +229,10 @@ class LanguageModel(nn.Module):
 
     def weights(self) -> ModelWeights:
         """The parameters by role, as `transformer.forward` takes them; cheap, and part of the gradient's graph."""
-        transposed = self.config.architecture == "gpt2"
 
         def fetch(name: str, shape: tuple[int, ...]) -> torch.Tensor:
             parameter = self.get_parameter(name)
-            return parameter.T if transposed and ".h." in name else parameter
+            return parameter.T if self._names.is_transposed(name, shape) else parameter
 
         def vector(name: str, shape: tuple[int, ...]) -> torch.Tensor:
             return self.get_parameter(name)
@@ -318,19 +317,6 @@ def file_tensor(parameter: torch.Tensor) -> QuantizedTensor | np.ndarray:
         data = words.reshape(math.prod(tensor.shape[:-1]), -1).view(np.uint8)
         return QuantizedTensor(QuantFormat.BF16, data, tuple(tensor.shape))
     return np.asarray(tensor.numpy())
-
-
-def _parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every parameter by its Hugging Face name; `assemble` asks for each of them."""
-    shapes: dict[str, tuple[int, ...]] = {}
-
-    def fetch(name: str, shape: tuple[int, ...]) -> np.ndarray:
-        transposed = config.architecture == "gpt2" and ".h." in name and len(shape) == 2
-        shapes[name] = shape[::-1] if transposed else shape
-        return np.zeros(1, np.float32)
-
-    assemble(config, hf_names(config), fetch, fetch)
-    return shapes
 
 
 def _initial(name: str, shape: Sequence[int], config: ModelConfig, generator: torch.Generator | None) -> torch.Tensor:

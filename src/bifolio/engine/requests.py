@@ -17,7 +17,7 @@ from bifolio.cache.block_manager import KVCacheBlockManager
 from bifolio.config import EngineConfig
 from bifolio.engine.beam.search import BeamSearch
 from bifolio.errors import EmptyPromptError, PromptTooLongError, RequestError, TokenIdError
-from bifolio.model.loaded import LoadedModel
+from bifolio.model.text_model import TextModel
 from bifolio.sampling.noise import child_seed
 from bifolio.sampling_params import SamplingParams
 from bifolio.sequence import Request, Sequence
@@ -30,7 +30,7 @@ class RequestIntake:
 
     def __init__(
         self,
-        model: LoadedModel,
+        model: TextModel,
         config: EngineConfig,
         blocks: KVCacheBlockManager,
         running: Mapping[str, Request],  # the engine's, only looked at: their ids are taken

@@ -101,7 +101,7 @@ def check_model(shape: str, dtype: str, device: str = "cuda", num_layers: int | 
     model = LoadedModel(
         Path(shape),
         config,
-        assemble(config, HF_LLAMA, lambda name, size: tensors[name], lambda name, size: tensors[name].float()),
+        weights=assemble(config, HF_LLAMA, lambda name, size: tensors[name], lambda name, size: tensors[name].float()),
     )
     tokens = np.random.default_rng(1).integers(0, config.vocab_size, PROMPT).tolist()
     ids = torch.tensor([tokens], device=device)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from bifolio.config import ModelConfig
 from bifolio.kernels.interface import Array, Linear, Norm
 from bifolio.model.weights import LayerWeights, ModelWeights, attention_shape, inverse_frequencies
@@ -34,6 +36,11 @@ class TensorNames:
     key_norm: str = ""
     post_attention_norm: str = ""
     post_mlp_norm: str = ""
+    transposed: bool = False  # matrices of layers lie [in, out] in the file
+
+    def is_transposed(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor lies transposed in the file."""
+        return self.transposed and len(shape) == 2 and name.startswith(self.layer.split("{}")[0])
 
 
 HF_LLAMA = TensorNames(
@@ -69,6 +76,7 @@ HF_GPT2 = TensorNames(
     down="mlp.c_proj",
     final_norm="transformer.ln_f",
     head="lm_head",
+    transposed=True,
 )
 HF_NAMES = {"gpt2": HF_GPT2, "gemma3": HF_GEMMA3, "phi3": HF_PHI3}  # every other architecture: HF_LLAMA
 
@@ -118,6 +126,18 @@ def assemble(config: ModelConfig, names: TensorNames, fetch: Fetch, vector: Fetc
         inverse_frequencies=tuple(frequencies for frequencies, _ in ropes),
         rope_scales=tuple(scale for _, scale in ropes),
     )
+
+
+def network_tensors(config: ModelConfig, names: TensorNames) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of the network, as a file has them."""
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def note(name: str, shape: tuple[int, ...]) -> Array:
+        shapes[name] = shape[::-1] if names.is_transposed(name, shape) else shape
+        return np.zeros(1, np.float32)
+
+    assemble(config, names, note, note)
+    return shapes
 
 
 def _layer(config: ModelConfig, names: TensorNames, index: int, fetch: Fetch, vector: FetchVector) -> LayerWeights:

@@ -9,7 +9,7 @@ from bifolio.engine.executor import ModelRunner
 from bifolio.engine.host_batch import DeviceRows, Run
 from bifolio.engine.speculative.draft_lengths import Offer, PassCosts
 from bifolio.errors import ConfigError
-from bifolio.model.loaded import LoadedModel
+from bifolio.model.text_model import TextModel
 from bifolio.sampling.sampler import Sampler
 from bifolio.schedule.plan import ScheduledSequence
 from bifolio.sequence import Sequence
@@ -79,7 +79,7 @@ class DraftModelDrafter:
                 sequence.num_draft_computed += len(tokens)
 
 
-def check_pair(target: LoadedModel, draft: LoadedModel) -> None:
+def check_pair(target: TextModel, draft: TextModel) -> None:
     """The two models must mean the same by a token id."""
     if target.config.vocab_size != draft.config.vocab_size:
         raise ConfigError(

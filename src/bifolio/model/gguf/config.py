@@ -261,6 +261,6 @@ def _end_ids(metadata: Metadata, vocab_size: int) -> tuple[int, ...]:
     found = [token_id for token_id in named if token_id is not None]
     if isinstance(tokens, StringArray) and types is not None and len(types) == len(tokens):
         wanted = {text.encode() for text in END_TOKENS}
-        ends = [index for index, raw in enumerate(tokens.raw()) if raw in wanted]
-        found += [index for index in ends if types[index] == _CONTROL and index < vocab_size]
+        controls = np.flatnonzero(types[:vocab_size] == _CONTROL).tolist()
+        found += [index for index in controls if tokens.raw(index) in wanted]
     return tuple(dict.fromkeys(found))

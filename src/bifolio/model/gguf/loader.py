@@ -1,4 +1,4 @@
-"""A GGUF file → `LoadedModel`: weights stay in the file, in the format they have there."""
+"""A GGUF file as a `ModelFile`: weights stay in the file, in the format they have there."""
 
 from __future__ import annotations
 
@@ -12,37 +12,41 @@ from bifolio.model.gguf.reader import GgufFile, open_gguf
 from bifolio.model.gguf.sampling import generation_config_from
 from bifolio.model.gguf.tokenizer import has_tokenizer, special_tokens, tokenizer_from_metadata
 from bifolio.model.loaded import LoadedModel
-from bifolio.model.tensor_names import assemble, gguf_names
-from bifolio.quant.formats import Floats
+from bifolio.model.model_file import ModelFile
+from bifolio.model.tensor_names import gguf_names
+from bifolio.model.text_model import TextModel
 from bifolio.quant.tensor import QuantizedTensor
 
 
 def load_gguf(path: str | Path) -> LoadedModel:
-    """Check and map the file."""
+    """The model in a GGUF file."""
+    return open_gguf_model(path).load()
+
+
+def open_gguf_model(path: str | Path) -> ModelFile:
+    """Check the header of a file and map it."""
     file = open_gguf(path)
     config = config_from_gguf(file)
-    source = TensorSource(file)
-    weights = assemble(config, gguf_names(config), source.matrix, source.vector)
     metadata = Metadata(file.metadata, file.path)
     template = file.metadata.get("tokenizer.chat_template")
-    return LoadedModel(
+    text = TextModel(
         path=file.path,
         config=config,
-        weights=weights,
         tokenizer_source=partial(tokenizer_from_metadata, metadata) if has_tokenizer(metadata) else None,
         generation_config=generation_config_from(file.metadata),
         chat_template=template if isinstance(template, str) else None,
         special_tokens=special_tokens(metadata, config.vocab_size),
     )
+    return ModelFile(text, gguf_names(config), GgufTensors(file))
 
 
 @dataclass(frozen=True, slots=True)
-class TensorSource:
-    """Hands out views of the tensors by name and shape."""
+class GgufTensors:
+    """The tensors of a file, by name and shape."""
 
     file: GgufFile
 
-    def matrix(self, name: str, shape: tuple[int, ...]) -> QuantizedTensor:
+    def view(self, name: str, shape: tuple[int, ...]) -> QuantizedTensor:
         entry = self.file.entries.get(name)
         if entry is None:
             raise ModelFileError(f"{self.file.path}: the tensor {name!r} is missing: fetch the whole model again")
@@ -56,6 +60,3 @@ class TensorSource:
                 "use a file in another type"
             )
         return self.file.tensor(name)
-
-    def vector(self, name: str, shape: tuple[int, ...]) -> Floats:
-        return self.matrix(name, shape).dequantize()

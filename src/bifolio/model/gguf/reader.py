@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import struct
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,42 +42,42 @@ _MIN_TENSOR_BYTES = 32  # an empty name, one dimension
 
 
 class StringArray(Sequence[str]):
-    """Strings that lie in the file one after the other; decoded when they are asked for."""
+    """Strings that lie in the file one after the other; each is decoded when it is asked for."""
 
-    def __init__(self, buffer: memoryview, start: int, count: int, what: str) -> None:
+    def __init__(self, buffer: memoryview, starts: array[int], what: str) -> None:
         self._buffer = buffer
-        self._start = start
-        self._count = count
+        self._starts = starts  # where the length of each string lies, in bytes from the start of the file
         self._what = what
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._starts)
 
     def __iter__(self) -> Iterator[str]:
-        for index, raw in enumerate(self.raw()):
-            try:
-                yield raw.decode()
-            except UnicodeDecodeError:
-                raise ModelFileError(f"{self._what}: string {index} is not UTF-8: {raw[:40]!r}") from None
+        return map(self._text, range(len(self)))
 
-    def raw(self) -> Iterator[bytes]:
-        """The strings as they are stored."""
-        position, buffer, unpack = self._start, self._buffer, _U64.unpack_from
-        for _ in range(self._count):
-            length = unpack(buffer, position)[0]
-            position += 8
-            yield bytes(buffer[position : position + length])
-            position += length
+    def raw(self, index: int) -> bytes:
+        """A string as it is stored."""
+        start = self._starts[index]
+        return bytes(self._buffer[start + 8 : start + 8 + _U64.unpack_from(self._buffer, start)[0]])
 
     @overload
     def __getitem__(self, index: int) -> str: ...
     @overload
     def __getitem__(self, index: slice) -> list[str]: ...
     def __getitem__(self, index: int | slice) -> str | list[str]:
-        return list(self)[index]
+        if isinstance(index, slice):
+            return [self._text(i) for i in range(*index.indices(len(self)))]
+        return self._text(index)
+
+    def _text(self, index: int) -> str:
+        raw = self.raw(index)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            raise ModelFileError(f"{self._what}: string {index} is not UTF-8: {raw[:40]!r}") from None
 
     def __repr__(self) -> str:
-        return f"StringArray({self._count} strings)"
+        return f"StringArray({len(self)} strings)"
 
 
 # A metadata value: a number, a truth value, a string, an array of these, or a (short) list of arrays.
@@ -236,16 +237,17 @@ class _HeaderParser:
         self._check_count(count, 8, f"strings of {key!r}")
         if count > _MAX_STRINGS:
             raise self.fail(f"{key!r} has {count} strings, more than the {_MAX_STRINGS} allowed")
-        start = position = self.position
+        starts, position = array("Q"), self.position
         buffer, unpack, last = self.buffer, _U64.unpack_from, self.size - 8
         for _ in range(count):
             if position > last:
                 raise self.fail(f"the strings of {key!r} end after the end of the file, which is damaged or truncated")
+            starts.append(position)
             position += 8 + unpack(buffer, position)[0]
         if position > self.size:
             raise self.fail(f"the strings of {key!r} end after the end of the file, which is damaged or truncated")
         self.position = position
-        return StringArray(buffer, start, count, f"{self.path}: {key}")
+        return StringArray(buffer, starts, f"{self.path}: {key}")
 
     def _read_entries(self, count: int) -> dict[str, TensorEntry]:
         entries: dict[str, TensorEntry] = {}
