@@ -19,8 +19,7 @@ from bifolio.errors import BifolioError
 from bifolio.model.gguf.config import config_from_gguf
 from bifolio.model.gguf.metadata import model_metadata
 from bifolio.model.gguf.reader import GgufFile, Value, open_gguf
-from bifolio.model.huggingface.config import config_from_hf
-from bifolio.model.huggingface.export import config_to_hf
+from bifolio.model.huggingface.config import config_from_hf, config_to_hf
 from bifolio.model.huggingface.folder_writer import folder_config
 from bifolio.quant import QuantFormat
 

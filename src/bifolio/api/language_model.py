@@ -27,11 +27,11 @@ from bifolio.errors import ConfigError, EmptyPromptError, ModelFileError, Prompt
 from bifolio.kernels.interface import AttentionPhase, AttentionSegment, Batch
 from bifolio.kernels.torch_reference import TorchKernels
 from bifolio.model import transformer
-from bifolio.model.huggingface.config import config_from_hf
-from bifolio.model.huggingface.export import config_to_hf
+from bifolio.model.families import family_of
+from bifolio.model.huggingface.config import config_from_hf, config_to_hf
 from bifolio.model.huggingface.hf_loader import folder_tensors, read_json, with_generation_ids
 from bifolio.model.huggingface.safetensors_file import open_safetensors, write_safetensors
-from bifolio.model.tensor_names import assemble, hf_names, network_tensors
+from bifolio.model.tensor_names import assemble, network_tensors
 from bifolio.model.weights import ModelWeights, prepare
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
@@ -69,7 +69,7 @@ class LanguageModel(nn.Module):
         self.config = config
         self.hf_config: dict[str, Any] | None = None  # config.json as it was read, so that it is written back whole
         self.generation_config: dict[str, Any] = {}
-        self._names = hf_names(config)
+        self._names = family_of(config).hf_names
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         for name, shape in network_tensors(config, self._names).items():
             _register(self, name, nn.Parameter(_initial(name, shape, config, generator)))
@@ -325,7 +325,7 @@ def _initial(name: str, shape: Sequence[int], config: ModelConfig, generator: to
         is_norm_weight = name.endswith("weight")
         return torch.full(tuple(shape), 1.0 - config.norm_offset if is_norm_weight else 0.0)
     deviation = INITIAL_STANDARD_DEVIATION
-    names = hf_names(config)
+    names = family_of(config).hf_names
     if name.endswith((f"{names.output}.weight", f"{names.down}.weight")):
         deviation /= math.sqrt(2 * config.num_layers)
     return torch.randn(tuple(shape), generator=generator) * deviation

@@ -7,13 +7,14 @@ from functools import partial
 from pathlib import Path
 
 from bifolio.errors import ModelFileError, UnsupportedModelError
-from bifolio.model.gguf.config import Metadata, config_from_gguf
+from bifolio.model.families import family_of
+from bifolio.model.gguf.config import config_from_gguf
+from bifolio.model.gguf.entries import Metadata
 from bifolio.model.gguf.reader import GgufFile, open_gguf
 from bifolio.model.gguf.sampling import generation_config_from
 from bifolio.model.gguf.tokenizer import has_tokenizer, special_tokens, tokenizer_from_metadata
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.model_file import ModelFile
-from bifolio.model.tensor_names import gguf_names
 from bifolio.model.text_model import TextModel
 from bifolio.quant.tensor import QuantizedTensor
 
@@ -37,7 +38,7 @@ def open_gguf_model(path: str | Path) -> ModelFile:
         chat_template=template if isinstance(template, str) else None,
         special_tokens=special_tokens(metadata, config.vocab_size),
     )
-    return ModelFile(text, gguf_names(config), GgufTensors(file))
+    return ModelFile(text, family_of(config).gguf_names, GgufTensors(file))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from bifolio.errors import ModelFileError, UnsupportedModelError
-from bifolio.model.gguf.config import Metadata
+from bifolio.model.gguf.entries import Metadata
 from bifolio.model.gguf.pretokenizers import PRE_TOKENIZERS
 from bifolio.model.gguf.reader import GgufFile, StringArray
 from bifolio.text.tokenizer import Tokenizer

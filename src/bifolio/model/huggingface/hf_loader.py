@@ -11,11 +11,11 @@ from typing import Any
 
 from bifolio.config import ModelConfig
 from bifolio.errors import ModelFileError
+from bifolio.model.families import family_of
 from bifolio.model.huggingface.config import config_from_hf
 from bifolio.model.huggingface.safetensors_file import open_safetensors
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.model_file import ModelFile
-from bifolio.model.tensor_names import hf_names
 from bifolio.model.text_model import TextModel
 from bifolio.quant.tensor import QuantizedTensor
 from bifolio.text.tokenizer import Tokenizer
@@ -57,7 +57,7 @@ def open_folder(folder: Path) -> ModelFile:
         chat_template=_chat_template(folder),
         special_tokens=_special_tokens(folder),
     )
-    names = hf_names(config)
+    names = family_of(config).hf_names
     return ModelFile(text, names, FolderTensors(tensors, names.embedding.split(".")[0] + "."))
 
 
