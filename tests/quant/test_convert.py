@@ -106,7 +106,7 @@ def test_notes_count_conversions_by_format() -> None:
     formats = [QuantFormat.Q4_K, QuantFormat.F32, QuantFormat.Q4_K, QuantFormat.Q6_K]
     assert conversion_notes(formats, WRITABLE, "native") == [
         "the native kernels convert 2 matrices of type Q4_K to Q4_1 at load",
-        "the native kernels convert 1 matrices of type Q6_K to Q8_0 at load",
+        "the native kernels convert 1 matrix of type Q6_K to Q8_0 at load",
     ]
     assert conversion_notes(formats, READABLE_FORMATS, "reference") == []
 

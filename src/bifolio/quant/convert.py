@@ -59,7 +59,8 @@ def converted_bytes(tensor: Any, accepted: Set[QuantFormat]) -> int:
 def conversion_notes(formats: Iterable[QuantFormat], accepted: Set[QuantFormat], kernels: str) -> list[str]:
     """A line for each format that the kernels called `kernels` convert, with the number of matrices."""
     return [
-        f"the {kernels} kernels convert {count} matrices of type {format.name} to {target.name} at load"
+        f"the {kernels} kernels convert {count} {'matrix' if count == 1 else 'matrices'} of type {format.name} "
+        f"to {target.name} at load"
         for format, count in Counter(formats).items()
         if (target := target_format(format, accepted)) is not format
     ]
