@@ -76,7 +76,7 @@ class NativeModel:
         self.block_size = block_size
         self.kernels = NativeKernels(threads)
         cache = CacheConfig(17 + NUM_SLOTS // block_size, block_size, kv_dtype)
-        model = LoadedModel(Path("random"), config, random_weights(config, format))
+        model = LoadedModel(Path("random"), config, weights=random_weights(config, format))
         self.runner = ModelRunner.new(model, cache, self.kernels)
         self.prefill, self.decode = PrefillExecutor(self.runner), DecodeExecutor(self.runner)
         self.storage = self.runner.storage

@@ -156,17 +156,17 @@ def pack(model: str, folder: Path) -> None:
     from dataclasses import replace
 
     from bifolio.model.export import named_tensors
-    from bifolio.model.huggingface.export import config_to_hf
+    from bifolio.model.families import family_of
+    from bifolio.model.huggingface.config import config_to_hf
     from bifolio.model.huggingface.safetensors_file import write_safetensors
     from bifolio.model.loader import load_model
-    from bifolio.model.tensor_names import hf_names
     from bifolio.quant.formats import QuantFormat
 
     loaded = load_model(model)
     config = replace(loaded.config, rope_interleaved=False)
     tensors = {
         entry.name: entry.rearranged().converted(QuantFormat.F16)
-        for entry in named_tensors(loaded.weights, hf_names(config), interleaved=False)
+        for entry in named_tensors(loaded.weights, family_of(config).hf_names, interleaved=False)
     }
     folder.mkdir(parents=True, exist_ok=True)
     write_safetensors(folder / "model.safetensors", tensors, {"format": "pt"})

@@ -12,7 +12,6 @@ from typing import Literal, cast, get_args
 from bifolio.errors import ConfigError
 
 KVDtype = Literal["f32", "f16", "bf16", "q8_0"]
-SUPPORTED_ARCHITECTURES = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma3", "phi3")
 
 
 def checked_kv_dtype(name: str) -> KVDtype:

@@ -13,8 +13,7 @@ from bifolio.config import ModelConfig, RopeConfig
 from bifolio.errors import ConfigError, EmptyPromptError, ModelFileError, PromptTooLongError, TokenIdError
 from bifolio.kernels.reference import ReferenceKernels
 from bifolio.model import transformer
-from bifolio.model.huggingface.config import config_from_hf
-from bifolio.model.huggingface.export import config_to_hf
+from bifolio.model.huggingface.config import config_from_hf, config_to_hf
 from tiny_models import ARCHITECTURES, tiny_transformers_model
 
 SMALL = ModelConfig("llama", 50, 32, 2, 4, 2, 8, 48, 24, ropes=(RopeConfig(rotary_dim=8),))

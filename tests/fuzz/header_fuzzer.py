@@ -26,13 +26,14 @@ import numpy as np
 
 from bifolio.config import ModelConfig, RopeConfig
 from bifolio.errors import BifolioError
+from bifolio.model.families import family_of
 from bifolio.model.gguf.loader import load_gguf
 from bifolio.model.gguf.reader import open_gguf
 from bifolio.model.gguf.writer import write_gguf
 from bifolio.model.huggingface.safetensors_file import open_safetensors, write_safetensors
 from bifolio.model.llama2c import load_llama2c
 from bifolio.model.loaded import LoadedModel
-from bifolio.model.tensor_names import assemble, gguf_names
+from bifolio.model.tensor_names import assemble
 from bifolio.quant import QuantFormat, QuantizedTensor
 from bifolio.text.tokenizer import Tokenizer
 
@@ -233,9 +234,11 @@ def _random_model(architecture: str) -> LoadedModel:
     def matrix(name: str, shape: tuple[int, ...]) -> QuantizedTensor:
         return QuantizedTensor.from_array(vector(name, shape))
 
-    weights = assemble(config, gguf_names(config), matrix, vector)
+    weights = assemble(config, family_of(config).gguf_names, matrix, vector)
     tokens = {"bos_token": "<s>", "eos_token": "</s>"}
-    return LoadedModel(Path("random"), config, weights, _tokenizer, chat_template="{{ x }}", special_tokens=tokens)
+    return LoadedModel(
+        Path("random"), config, _tokenizer, chat_template="{{ x }}", special_tokens=tokens, weights=weights
+    )
 
 
 def _tokenizer() -> Tokenizer:

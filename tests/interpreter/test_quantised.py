@@ -16,11 +16,13 @@ from bifolio.kernels.interface import Linear
 from bifolio.kernels.torch_reference import TorchKernels
 from bifolio.kernels.triton import TritonKernels
 from bifolio.kernels.triton.lazy_fusion import tensor
-from bifolio.kernels.triton.quantised import FEW_ROWS, QuantisedWeight
+from bifolio.kernels.triton.quantised import FEW_ROWS, QuantisedWeight, pack
 from bifolio.measure.random_models import random_model
 from bifolio.model.weights import prepare
+from bifolio.quant.convert import convert
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
+from exotic_weights import exotic_tensor
 from helpers import make_runner, open_entry, random_prompt, run_chunks
 
 
@@ -58,6 +60,21 @@ def test_parts_of_different_formats_are_dequantised() -> None:
     x = torch.randn(3, 64)
     expected = x.numpy() @ np.concatenate([part.dequantize() for part in parts]).T
     np.testing.assert_allclose(tensor(kernels.linear(x, linear)).numpy(), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("Q4_K", QuantFormat.Q4_1), ("Q6_K", QuantFormat.Q8_0)])
+def test_formats_without_a_kernel_are_packed_as_the_nearest_that_has_one(name: str, kind: QuantFormat) -> None:
+    kernels = TritonKernels("cpu", "f32")
+    source = exotic_tensor(name, 24, 256)
+    expected = pack((convert(source, kernels.formats),), "cpu")
+    table = kernels.prepare_embedding(source)
+    linear = kernels.prepare_linear(Linear((source,), (None,)))
+    assert linear.prepared[0] is table  # tied: one copy
+    other = kernels.prepare_linear(Linear((exotic_tensor(name, 24, 256),), (None,))).prepared[0]
+    for packed in (table, other):
+        assert packed.format is kind
+        assert torch.equal(packed.values, expected.values)
+        assert torch.equal(packed.scales, expected.scales)
 
 
 @pytest.mark.parametrize("format", ["q8_0", "q4_1"])

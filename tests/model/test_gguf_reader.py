@@ -6,16 +6,13 @@ import struct
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 
-from bifolio.errors import ModelFileError, UnsupportedModelError
-from bifolio.model.gguf.loader import convert_tensor
-from bifolio.model.gguf.reader import StringArray, TensorEntry, open_gguf
-from bifolio.quant import QuantFormat
+from bifolio.errors import ModelFileError
+from bifolio.model.gguf.reader import StringArray, open_gguf
 
 
 def text(value: bytes) -> bytes:
@@ -163,55 +160,6 @@ def test_every_truncation_of_a_file_is_refused(tmp_path: Path) -> None:
         (tmp_path / "cut.gguf").write_bytes(whole[:length])
         with pytest.raises(ModelFileError):
             open_gguf(tmp_path / "cut.gguf")
-
-
-def exotic_bytes(kind: Any, rows: int, columns: int) -> np.ndarray:
-    """Random blocks with sane scales: every pair of bytes that could be a half is a small positive one."""
-    elements, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-    generator = np.random.default_rng(int(kind))
-    blocks = generator.integers(0, 256, (rows * columns // elements, block_bytes), dtype=np.uint8)
-    scale = np.array([0.01], np.float16).view(np.uint8)
-    places = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q2_K": (80, 82), "Q6_K": (208,), "Q3_K": (108,), "Q5_1": (0, 2),
-              "TQ1_0": (52,), "TQ2_0": (64,)}.get(kind.name, (0,))  # fmt: skip
-    for place in places:
-        blocks[:, place : place + 2] = scale
-    return blocks.reshape(rows, -1)
-
-
-@pytest.mark.parametrize(
-    ("name", "target"),
-    [("Q4_K", QuantFormat.Q4_1)]
-    + [(n, QuantFormat.Q8_0) for n in ("Q2_K", "Q3_K", "Q5_K", "Q6_K", "Q5_0", "Q5_1", "IQ4_NL", "IQ4_XS", "TQ2_0")],
-)
-def test_types_without_a_kernel_are_converted_to_the_nearest(name: str, target: QuantFormat) -> None:
-    kind = gguf.GGMLQuantizationType[name]
-    raw = exotic_bytes(kind, 300, 512)
-    expected = gguf.quants.dequantize(raw, kind)
-    result = convert_tensor(TensorEntry("t", (300, 512), int(kind), 0, raw.nbytes), raw)
-    assert result.format is target
-    assert result.shape == (300, 512)
-    largest = np.abs(expected).reshape(-1, 32).max(axis=1, keepdims=True)
-    error = np.abs(result.dequantize() - expected).reshape(-1, 32)
-    # Q4_K keeps its codes, so only the rounding of scale and minimum to halves is lost; Q8_0 adds half a step.
-    if name == "Q4_K":
-        magnitude = np.abs(result.dequantize()).max() + np.abs(expected).max()
-        assert error.max() <= magnitude * 2**-10
-    else:
-        assert (error <= largest * 0.005).all()
-
-
-def test_doubles_and_whole_numbers_become_f32() -> None:
-    values = np.array([[1.5, -2.0], [0.25, 4.0]])
-    entry_of_doubles = TensorEntry("t", (2, 2), int(gguf.GGMLQuantizationType.F64), 0, 32)
-    assert np.array_equal(convert_tensor(entry_of_doubles, values.view(np.uint8)).dequantize(), values)
-
-
-def test_a_type_that_cannot_be_read_is_refused_by_name() -> None:
-    kind = gguf.GGMLQuantizationType.Q8_1
-    elements, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-    raw = np.zeros((1, block_bytes), np.uint8)
-    with pytest.raises(UnsupportedModelError, match="Q8_1"):
-        convert_tensor(TensorEntry("t", (1, elements), int(kind), 0, raw.nbytes), raw)
 
 
 def test_opening_costs_no_more_than_the_header(tmp_path: Path) -> None:

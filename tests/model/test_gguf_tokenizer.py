@@ -10,7 +10,7 @@ import pytest
 
 from bifolio.config import ModelConfig, RopeConfig
 from bifolio.errors import ModelFileError, UnsupportedModelError
-from bifolio.model.gguf.config import Metadata
+from bifolio.model.gguf.entries import Metadata
 from bifolio.model.gguf.pretokenizers import PRE_TOKENIZERS
 from bifolio.model.gguf.reader import Value, open_gguf
 from bifolio.model.gguf.tokenizer import TOKENIZER_JSON, byte_level_pre_tokenizer, tokenizer_from_gguf

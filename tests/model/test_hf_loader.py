@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bifolio.config import SUPPORTED_ARCHITECTURES, ModelConfig, RopeConfig
+from bifolio.config import ModelConfig, RopeConfig
 from bifolio.errors import ConfigError, ModelFileError, RequestError, UnsupportedModelError
-from bifolio.model.huggingface.config import MODEL_TYPES, config_from_hf
+from bifolio.model.families import all_families
+from bifolio.model.huggingface.config import config_from_hf
 from bifolio.model.huggingface.hf_loader import load_folder
 from bifolio.model.huggingface.safetensors_file import write_safetensors
 from bifolio.model.loader import load_model
@@ -176,9 +177,8 @@ def test_an_unsupported_architecture_is_refused_with_the_list_of_supported_ones(
     with pytest.raises(UnsupportedModelError) as caught:
         load_model(folder)
     assert "'mamba'" in str(caught.value)
-    for name in MODEL_TYPES:
-        assert name in str(caught.value)
-    assert set(MODEL_TYPES.values()) == set(SUPPORTED_ARCHITECTURES)
+    for family in all_families():
+        assert all(name in str(caught.value) for name in family.hf_types)
 
 
 @pytest.mark.parametrize(

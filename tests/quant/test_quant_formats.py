@@ -1,4 +1,4 @@
-"""The direct formats against the gguf package, bit for bit."""
+"""The formats that are written, against the gguf package, bit for bit; names and sizes of all formats."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from numpy.typing import NDArray
 
 from bifolio.errors import ConfigError, ModelFileError
 from bifolio.quant import QuantFormat, QuantizedTensor
+from bifolio.quant.formats import ENCODABLE_FORMATS
 
-FORMATS = list(QuantFormat)
+FORMATS = list(ENCODABLE_FORMATS)
 INPUTS = [
     "normal",
     "wide",
@@ -80,12 +81,21 @@ def test_arbitrary_bytes_dequantize_as_in_the_gguf_package(format: QuantFormat) 
 
 
 def test_formats_have_the_sizes_and_numbers_of_ggml() -> None:
-    for format in FORMATS:
-        kind = gguf.GGMLQuantizationType(format.ggml_type)
-        assert kind.name == format.name
-        assert gguf.GGML_QUANT_SIZES[kind] == (format.block_elements, format.block_bytes)
+    known = {kind.name: kind for kind in gguf.GGMLQuantizationType}
+    for format in QuantFormat:
         assert QuantFormat.from_ggml_type(format.ggml_type) is format
-    assert QuantFormat.from_ggml_type(gguf.GGMLQuantizationType.Q6_K) is None
+        if format.name in known:  # an older gguf package lacks the newest
+            assert format.ggml_type == int(known[format.name])
+            assert gguf.GGML_QUANT_SIZES[known[format.name]] == (format.block_elements, format.block_bytes)
+    assert sum(format.name in known for format in QuantFormat) >= 31
+    assert QuantFormat.from_ggml_type(4) is None  # a number that GGML has given up
+
+
+def test_few_formats_are_written_and_nearly_all_read() -> None:
+    assert {format for format in QuantFormat if format.is_encodable} == set(FORMATS)
+    assert set(FORMATS) < {format for format in QuantFormat if format.is_readable}
+    with pytest.raises(ConfigError, match="Q4_K can be read but not written: use one of f32"):
+        QuantizedTensor.quantize(np.zeros((1, 256), np.float32), QuantFormat.Q4_K)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -99,8 +109,10 @@ def test_nan_and_infinities_are_refused_by_name_and_place(format: QuantFormat, b
 
 def test_parse_knows_every_format_and_lists_them_otherwise() -> None:
     assert [QuantFormat.parse(format.name.lower()) for format in FORMATS] == FORMATS
-    with pytest.raises(ConfigError, match="f32, f16, bf16, q8_0, q4_0, q4_1"):
+    with pytest.raises(ConfigError, match="read but not written: use one of f32, f16, bf16, q8_0, q4_0, q4_1"):
         QuantFormat.parse("q5_0")
+    with pytest.raises(ConfigError, match="unknown format 'q5_9': use one of f32"):
+        QuantFormat.parse("q5_9")
 
 
 def test_rows_that_are_not_whole_blocks_are_refused() -> None:

@@ -9,9 +9,10 @@ import pytest
 
 from bifolio.errors import ConfigError, ModelFileError
 from bifolio.quant import QuantFormat, QuantizedTensor
+from bifolio.quant.formats import ENCODABLE_FORMATS
 from bifolio.quant.tensor import PANEL_ROWS, concatenate_rows
 
-FORMATS = list(QuantFormat)
+FORMATS = list(ENCODABLE_FORMATS)
 # Largest error, as a part of the largest magnitude in a block: half a step, and the rounding of the scale to fp16.
 STEP = {QuantFormat.Q8_0: 1 / 127, QuantFormat.Q4_0: 1 / 8, QuantFormat.Q4_1: 2 / 15}
 

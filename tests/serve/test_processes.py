@@ -21,6 +21,9 @@ from faulty_worker import DIE, FAIL, HANG
 from serving import Limits, RunningServer, model_folder, running_server
 
 from bifolio.errors import ConfigError
+from bifolio.model.model_file import ModelFile
+from bifolio.model.text_model import TextModel
+from exotic_weights import k_quant_llama
 
 HERE = Path(__file__).parent
 WORKER = [sys.executable, str(HERE / "faulty_worker.py")]
@@ -134,6 +137,22 @@ def test_an_impossible_setting_is_said_at_the_start() -> None:
 
 
 # -- limits -------------------------------------------------------------------------------------------------------
+
+
+def test_the_front_end_holds_no_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Decoding and assembling fail in this process, which is the front end; the engine has a process of its own."""
+
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("the front end read a tensor")
+
+    k_quants = k_quant_llama(tmp_path / "k.gguf")
+    monkeypatch.setattr(ModelFile, "load", refuse)
+    monkeypatch.setattr("bifolio.quant.tensor.decode_blocks", refuse)
+    with running_server(engine={"model": str(k_quants), "max_model_len": 64}) as server:
+        assert type(server.context.model) is TextModel
+        answer = server.client().completions.create(prompt=[5, 6, 7], max_tokens=3, model="tiny", temperature=0)
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 3
 
 
 def test_a_full_queue_says_when_to_come_back() -> None:

@@ -30,12 +30,12 @@ from bifolio.errors import ConfigError, EmptyPromptError, ModelFileError, Prompt
 from bifolio.kernels.interface import Batch, KernelSet
 from bifolio.kernels.torch_reference import TorchKernels
 from bifolio.model import transformer
-from bifolio.model.huggingface.config import config_from_hf
-from bifolio.model.huggingface.export import config_to_hf
+from bifolio.model.families import family_of
+from bifolio.model.huggingface.config import config_from_hf, config_to_hf
 from bifolio.model.huggingface.hf_loader import folder_tensors, read_json, with_generation_ids
 from bifolio.model.huggingface.safetensors_file import open_safetensors, write_safetensors
 from bifolio.model.loaded import LoadedModel
-from bifolio.model.tensor_names import assemble, hf_names
+from bifolio.model.tensor_names import assemble, network_tensors
 from bifolio.model.weights import ModelWeights
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
@@ -74,9 +74,9 @@ class LanguageModel(nn.Module):
         self.config = config
         self.hf_config: dict[str, Any] | None = None  # config.json as it was read, so that it is written back whole
         self.generation_config: dict[str, Any] = {}
-        self._names = hf_names(config)
+        self._names = family_of(config).hf_names
         generator = None if seed is None else torch.Generator().manual_seed(seed)
-        for name, shape in _parameter_shapes(config).items():
+        for name, shape in network_tensors(config, self._names).items():
             _register(self, name, nn.Parameter(_initial(name, shape, config, generator)))
         if config.tie_embeddings:
             _register(self, self._names.head + ".weight", self.get_parameter(self._names.embedding + ".weight"))
@@ -235,11 +235,10 @@ class LanguageModel(nn.Module):
 
     def weights(self) -> ModelWeights:
         """The parameters by role, as `transformer.forward` takes them; cheap, and part of the gradient's graph."""
-        transposed = self.config.architecture == "gpt2"
 
         def fetch(name: str, shape: tuple[int, ...]) -> torch.Tensor:
             parameter = self.get_parameter(name)
-            return parameter.T if transposed and ".h." in name else parameter
+            return parameter.T if self._names.is_transposed(name, shape) else parameter
 
         def vector(name: str, shape: tuple[int, ...]) -> torch.Tensor:
             return self.get_parameter(name)
@@ -254,7 +253,7 @@ class LanguageModel(nn.Module):
     def _decode_loop(self, num_sequences: int, max_length: int) -> DecodeLoop:
         kernels = self._kernels()
         blocks_each = -(-max_length // BLOCK_SIZE)
-        model = LoadedModel(Path(), self.config, self.weights())
+        model = LoadedModel(Path(), self.config, weights=self.weights())
         cache = CacheConfig(1 + num_sequences * blocks_each, BLOCK_SIZE, kernels.kv_dtype)
         return DecodeLoop(ModelRunner.new(model, cache, kernels), num_sequences)
 
@@ -367,26 +366,13 @@ def file_tensor(parameter: torch.Tensor) -> QuantizedTensor | np.ndarray:
     return np.asarray(tensor.numpy())
 
 
-def _parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every parameter by its Hugging Face name; `assemble` asks for each of them."""
-    shapes: dict[str, tuple[int, ...]] = {}
-
-    def fetch(name: str, shape: tuple[int, ...]) -> np.ndarray:
-        transposed = config.architecture == "gpt2" and ".h." in name and len(shape) == 2
-        shapes[name] = shape[::-1] if transposed else shape
-        return np.zeros(1, np.float32)
-
-    assemble(config, hf_names(config), fetch, fetch)
-    return shapes
-
-
 def _initial(name: str, shape: Sequence[int], config: ModelConfig, generator: torch.Generator | None) -> torch.Tensor:
     """GPT-2's way: normal weights, smaller where a layer adds to the residual stream; norms are the identity."""
     if len(shape) == 1:
         is_norm_weight = name.endswith("weight")
         return torch.full(tuple(shape), 1.0 - config.norm_offset if is_norm_weight else 0.0)
     deviation = INITIAL_STANDARD_DEVIATION
-    names = hf_names(config)
+    names = family_of(config).hf_names
     if name.endswith((f"{names.output}.weight", f"{names.down}.weight")):
         deviation /= math.sqrt(2 * config.num_layers)
     return torch.randn(tuple(shape), generator=generator) * deviation

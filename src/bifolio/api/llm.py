@@ -18,6 +18,7 @@ from bifolio.kernels.interface import KernelSet
 from bifolio.kernels.select import select_kernels
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.loader import load_model
+from bifolio.quant.convert import conversion_notes
 from bifolio.sampling_params import SamplingParams, merge_defaults
 from bifolio.sequence import Request, StepResult
 from bifolio.text.chat_template import Message, render_chat
@@ -180,9 +181,10 @@ class LLM:
 
     # -- looking -----------------------------------------------------------------------------------------------
     def print_plan(self) -> None:
-        config = self.model.config
-        print(f"{self.model.path} ({config.architecture}), kernels: {self.engine.runner.kernels.name}", file=sys.stderr)
-        for line in [*self.model.notes, *self.plan.lines()]:
+        kernels = self.engine.runner.kernels
+        print(f"{self.model.path} ({self.model.config.architecture}), kernels: {kernels.name}", file=sys.stderr)
+        notes = conversion_notes(self.model.weights.formats(), kernels.formats, kernels.name)
+        for line in [*notes, *self.plan.lines()]:
             print("  " + line, file=sys.stderr)
 
     def default_params(self, **explicit: Any) -> SamplingParams:

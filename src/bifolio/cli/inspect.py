@@ -108,16 +108,13 @@ def read_contents(path: Path) -> Contents:
 
         file = open_gguf(path)
         metadata = {key: plain_value(value) for key, value in file.metadata.items()}
-        lines = [TensorLine(e.name, e.shape, e.type_name, e.nbytes) for e in file.entries.values()]
+        lines = [TensorLine(e.name, e.shape, e.format.name, e.nbytes) for e in file.entries.values()]
         return Contents(str(path), f"GGUF version {file.version}", metadata, lines)
-    from bifolio.model.export import named_tensors
-    from bifolio.model.loader import load_model
-    from bifolio.model.tensor_names import GGUF_LLAMA
+    from bifolio.model.loader import open_model
 
-    loaded = load_model(path)
-    named = named_tensors(loaded.weights, GGUF_LLAMA, interleaved=loaded.config.rope_interleaved)
-    lines = [TensorLine(n.name, n.tensor.shape, n.tensor.format.name, n.tensor.nbytes) for n in named]
-    return Contents(str(path), "llama2.c", asdict(loaded.config), lines)
+    opened = open_model(path)
+    lines = [TensorLine(view.name, view.shape, view.format.name, view.nbytes) for view in opened.views()]
+    return Contents(str(path), "llama2.c", asdict(opened.text.config), lines)
 
 
 def plain_value(value: Value) -> Any:
@@ -139,18 +136,25 @@ def memory_plan(
     block_size: int = 16,
     kv_dtype: str = "auto",
 ) -> dict[str, Any]:
-    """Bytes of weights and cache if the model were run with these settings; the reason, when it cannot be."""
+    """Bytes of weights and cache if the model were run on the CPU with these settings; the reason, when it cannot be.
+
+    Bytes of weights follow from the formats and shapes of the file's tensors, and the formats that the kernels take.
+    """
     from bifolio.config import checked_kv_dtype
-    from bifolio.engine.memory import parse_bytes, plan_memory, weight_bytes
+    from bifolio.engine.memory import parse_bytes, plan_memory
     from bifolio.errors import BifolioError
-    from bifolio.model.loader import load_model
+    from bifolio.kernels.native.kernel_set import NativeKernels
+    from bifolio.model.loader import open_model
+    from bifolio.quant.convert import conversion_notes, converted_bytes
 
     try:
-        loaded = load_model(path)
-        length = min(max_model_len or MAX_DEFAULT_LEN, loaded.config.max_position)
+        opened = open_model(path)
+        config = opened.text.config
+        matrices = [view for view in opened.views() if len(view.shape) == 2]
+        length = min(max_model_len or MAX_DEFAULT_LEN, config.max_position)
         plan = plan_memory(
-            loaded.config,
-            weight_bytes(loaded.weights),
+            config,
+            sum(converted_bytes(matrix, NativeKernels.formats) for matrix in matrices),
             block_size=block_size,
             kv_dtype="f32" if kv_dtype == "auto" else checked_kv_dtype(kv_dtype),
             memory=None if memory is None else parse_bytes(memory),
@@ -165,9 +169,9 @@ def memory_plan(
         "bytes_per_token": plan.bytes_per_token,
         "max_model_len": length,
         "num_full_sequences": plan.max_cached_tokens // length,
-        "num_parameters": loaded.config.num_parameters,
-        "architecture": architecture_lines(loaded.config),
-        "notes": loaded.notes,
+        "num_parameters": config.num_parameters,
+        "architecture": architecture_lines(config),
+        "notes": conversion_notes([m.format for m in matrices], NativeKernels.formats, NativeKernels.name),
         "lines": [*plan.lines(), f"fits             {plan.max_cached_tokens // length} sequences of {length} tokens"],
     }
 

@@ -52,8 +52,6 @@ def quantize(
     refuse_existing(target, overwrite=force)
     text = None if evaluate is None else read_text(evaluate)
     model = load_model(source)
-    for note in model.notes:
-        commands.echo(f"note: {note}", err=True)
     with progress_bar(model) as progress:
         report = write(target, model, format, force, progress)
     print_report(report)

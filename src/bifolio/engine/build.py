@@ -70,7 +70,7 @@ def build_engine(
     else:
         plan = plan_memory(
             model.config,
-            weight_bytes(model.weights),
+            weight_bytes(model.weights, kernels.formats),
             block_size=cache.block_size,
             kv_dtype=cache.dtype,
             num_blocks=num_blocks,

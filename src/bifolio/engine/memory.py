@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +12,8 @@ from bifolio.cache.storage import CacheLayout
 from bifolio.config import KVDtype, ModelConfig
 from bifolio.errors import ConfigError
 from bifolio.model.weights import ModelWeights
-from bifolio.quant.tensor import QuantizedTensor
+from bifolio.quant.convert import converted_bytes
+from bifolio.quant.formats import READABLE_FORMATS, QuantFormat
 
 SAFE_SHARE = 0.5  # of the free memory goes to the cache by default; weights, buffers and others need the rest
 MAX_DEFAULT_BYTES = 4 << 30  # a default cache larger than this surprises more than it helps
@@ -123,14 +125,9 @@ def _bytes_per_block(config: ModelConfig, block_size: int, kv_dtype: KVDtype) ->
     return CacheLayout(config.num_layers, 1, block_size, config.num_kv_heads, config.head_dim, kv_dtype).bytes_per_block
 
 
-def weight_bytes(weights: ModelWeights) -> int:
-    """Bytes of all matrices as they lie in the file; a matrix used twice (tied embeddings) counts once."""
-    tensors = [weights.embedding, weights.position_embedding, *weights.head.parts]
-    for layer in weights.layers:
-        for linear in (layer.qkv, layer.output, layer.up, layer.down):
-            tensors.extend(linear.parts)
-    unique = {id(tensor): tensor for tensor in tensors if tensor is not None}
-    return sum(int(t.nbytes) for t in unique.values() if isinstance(t, QuantizedTensor) or hasattr(t, "nbytes"))
+def weight_bytes(weights: ModelWeights, formats: Set[QuantFormat] = READABLE_FORMATS) -> int:
+    """Bytes of all matrices in the `formats` of a kernel set, or as they lie in the file; tied ones count once."""
+    return sum(converted_bytes(matrix, formats) for matrix in weights.matrices() if hasattr(matrix, "nbytes"))
 
 
 def free_memory() -> int:

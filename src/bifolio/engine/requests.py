@@ -18,7 +18,7 @@ from bifolio.cache.sharing import BeamSearchBlockSharing, BlockShareManager
 from bifolio.config import EngineConfig
 from bifolio.engine.beam.search import BeamSearch
 from bifolio.errors import EmptyPromptError, PromptTooLongError, RequestError, TokenIdError
-from bifolio.model.loaded import LoadedModel
+from bifolio.model.text_model import TextModel
 from bifolio.sampling.noise import child_seed
 from bifolio.sampling_params import SamplingParams
 from bifolio.sequence import Request, Sequence
@@ -31,7 +31,7 @@ class RequestFactory:
 
     def __init__(
         self,
-        model: LoadedModel,
+        model: TextModel,
         config: EngineConfig,
         blocks: KVCacheBlockManager,
         running: Mapping[str, Request],  # the engine's unfinished requests, only looked at: their ids are taken

@@ -19,6 +19,7 @@ import numpy as np
 
 from bifolio.config import KVDtype
 from bifolio.kernels.storage import CacheLayout, KVStorage
+from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
 Array = Any  # numpy array or torch tensor: the kernel set that allocates it knows
@@ -269,6 +270,7 @@ class KernelSet(PagedAttentionKernel, Protocol):
     name: str
     array_backend: str  # "numpy" or "torch": the kind of its arrays
     device: str
+    formats: frozenset[QuantFormat]  # that `prepare_linear` and `prepare_embedding` take as they are
     kv_dtype: KVDtype  # of the cache unless the caller chooses
     deterministic: bool  # results of a sequence do not depend on the rest of the batch
     launches_ahead: bool  # passes are queued on a device: the host plans the next step while one runs
@@ -314,7 +316,7 @@ class KernelSet(PagedAttentionKernel, Protocol):
 
     # -- weights ------------------------------------------------------------------------------------------------------
     def prepare_linear(self, linear: Linear) -> Linear:
-        """Repack, fuse or move the weights once, at load."""
+        """Convert, repack, fuse or move the weights once, at load. Converted copies live only as long as it runs."""
         ...
 
     def prepare_norm(self, norm: Norm) -> Norm: ...

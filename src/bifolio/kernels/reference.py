@@ -28,6 +28,7 @@ from bifolio.kernels.interface import (
     StepProgram,
     Storage,
 )
+from bifolio.quant.formats import READABLE_FORMATS
 from bifolio.quant.tensor import QuantizedTensor
 
 
@@ -40,6 +41,7 @@ class ReferenceKernels(HostArrays):
     """Every verb in at most 30 lines."""
 
     name = "reference"
+    formats = READABLE_FORMATS  # rows are dequantised when they are used
 
     def record(self, network: Network, phase: AttentionPhase) -> StepProgram | None:
         return None

@@ -29,6 +29,7 @@ from bifolio.kernels.interface import (
     Storage,
 )
 from bifolio.kernels.torch_arrays import TorchArrays
+from bifolio.quant.formats import READABLE_FORMATS
 from bifolio.quant.tensor import QuantizedTensor
 
 
@@ -36,6 +37,7 @@ class TorchKernels(TorchArrays):
     """Dense weights in `dtype`; quantised files are dequantised when they are prepared."""
 
     name = "torch"
+    formats = READABLE_FORMATS  # dequantised when they are prepared
     deterministic = False
 
     def record(self, network: Network, phase: AttentionPhase) -> StepProgram | None:

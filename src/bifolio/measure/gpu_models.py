@@ -76,7 +76,7 @@ def random_weights(
     def vector(name: str, size: tuple[int, ...]) -> torch.Tensor:
         return torch.ones(size, dtype=torch.float32, device=device)
 
-    return LoadedModel(Path(f"random-{shape}"), config, assemble(config, HF_LLAMA, matrix, vector))
+    return LoadedModel(Path(f"random-{shape}"), config, weights=assemble(config, HF_LLAMA, matrix, vector))
 
 
 def weight_bytes(config: ModelConfig, element_size: int = 2) -> int:

@@ -16,6 +16,7 @@ from bifolio.kernels.triton import TritonKernels
 from bifolio.measure.check_bench import relative_error
 from bifolio.measure.gpu_models import SHAPES, new_engine
 from bifolio.measure.gpu_rows import greedy
+from bifolio.model.families import family_of
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.tensor_names import HF_LLAMA, assemble
 
@@ -77,7 +78,7 @@ def transformers_model(config: ModelConfig, dtype: torch.dtype, device: str) -> 
             "high_freq_factor": rope.high_freq_factor,
             "original_max_position_embeddings": rope.original_max_position,
         }
-    name = "Qwen3" if config.architecture == "qwen3" else "Llama"
+    name = family_of(config).hf_class.removesuffix("ForCausalLM")
     settings = getattr(transformers, f"{name}Config")(**options, rope_parameters=parameters)
     settings._attn_implementation = "sdpa"
     with torch.device(device):
@@ -101,7 +102,7 @@ def check_model(shape: str, dtype: str, device: str = "cuda", num_layers: int | 
     model = LoadedModel(
         Path(shape),
         config,
-        assemble(config, HF_LLAMA, lambda name, size: tensors[name], lambda name, size: tensors[name].float()),
+        weights=assemble(config, HF_LLAMA, lambda name, size: tensors[name], lambda name, size: tensors[name].float()),
     )
     tokens = np.random.default_rng(1).integers(0, config.vocab_size, PROMPT).tolist()
     ids = torch.tensor([tokens], device=device)

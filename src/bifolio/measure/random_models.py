@@ -60,7 +60,8 @@ def random_model(shape: str, format: str = "f32", seed: int = 0) -> LoadedModel:
     def vector(name: str, size: tuple[int, ...]) -> np.ndarray:
         return np.ones(size, np.float32)
 
-    return LoadedModel(Path(f"random-{shape}-{format.lower()}"), config, assemble(config, HF_LLAMA, matrix, vector))
+    weights = assemble(config, HF_LLAMA, matrix, vector)
+    return LoadedModel(Path(f"random-{shape}-{format.lower()}"), config, weights=weights)
 
 
 def open_model(model: str | None, shape: str | None, format: str = "f32") -> LoadedModel:

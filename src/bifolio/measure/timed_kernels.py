@@ -31,6 +31,7 @@ from bifolio.kernels.interface import (
     Storage,
 )
 from bifolio.model.weights import ModelWeights
+from bifolio.quant.convert import converted_bytes
 
 
 @dataclass(slots=True)
@@ -86,8 +87,8 @@ class TimedKernels:
             for linear, part in ((layer.qkv, "projections"), (layer.output, "projections"), (layer.up, "MLP"),
                                  (layer.down, "MLP")):  # fmt: skip
                 self._part_of[id(linear)] = part
-                self._bytes_of[id(linear)] = linear_bytes(linear)
-        self._bytes_of[id(weights.head)] = linear_bytes(weights.head)
+                self._bytes_of[id(linear)] = linear_bytes(linear, self.inner)
+        self._bytes_of[id(weights.head)] = linear_bytes(weights.head, self.inner)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -179,9 +180,9 @@ class _SplitProgram:
         return self.network.forward(cast(KernelSet, self.kernels), batch, storage)
 
 
-def linear_bytes(linear: Linear) -> int:
-    """Bytes of the matrices as they lie in the file."""
-    return sum(int(part.nbytes) for part in linear.parts)
+def linear_bytes(linear: Linear, kernels: KernelSet) -> int:
+    """Bytes of the matrices in the formats that the kernels multiply by."""
+    return sum(converted_bytes(part, kernels.formats) for part in linear.parts)
 
 
 def seen_pairs(segment: AttentionSegment, window: int | None) -> tuple[int, int]:

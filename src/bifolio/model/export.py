@@ -17,7 +17,6 @@ from bifolio.model.weights import LayerWeights, ModelWeights
 from bifolio.quant.tensor import QuantizedTensor
 
 Kind = Literal["matrix", "embedding", "head", "positions", "norm", "bias"]
-ROTATED = ("llama", "mistral")  # architectures whose GGUF files rotate neighbouring pairs, and whose folders do not
 
 
 @dataclass(frozen=True, slots=True)

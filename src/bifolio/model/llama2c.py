@@ -11,6 +11,7 @@ token's length (int32), then for every token its score (float32), its length (in
 from __future__ import annotations
 
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,8 +22,10 @@ from bifolio.errors import ConfigError, ModelFileError
 from bifolio.model.file_access import map_file
 from bifolio.model.gguf.tokenizer import TokenType, Vocabulary, sentencepiece_tokenizer
 from bifolio.model.loaded import LoadedModel
-from bifolio.model.tensor_names import GGUF_LLAMA, assemble
-from bifolio.quant.formats import Bytes, Floats, QuantFormat
+from bifolio.model.model_file import ModelFile
+from bifolio.model.tensor_names import GGUF_LLAMA
+from bifolio.model.text_model import TextModel
+from bifolio.quant.formats import Bytes, QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 from bifolio.text.tokenizer import Tokenizer
 
@@ -40,33 +43,44 @@ class _Place(NamedTuple):
     shape: tuple[int, ...]  # of each
 
 
+@dataclass(frozen=True, slots=True)
+class Llama2cTensors:
+    """The tensors of a file, by the names that they would have in a GGUF file."""
+
+    path: Path
+    data: Bytes
+    places: dict[str, _Place]
+
+    def view(self, name: str, shape: tuple[int, ...]) -> QuantizedTensor:
+        kind, layer = _split_name(name)
+        place = self.places[kind]
+        if place.shape != shape:
+            raise ModelFileError(f"{self.path}: {name!r} has shape {place.shape} instead of {shape}")
+        size = QuantFormat.F32.bytes_for(shape)
+        start = place.start + layer * size
+        rows = self.data[start : start + size].reshape(-1, 4 * shape[-1])
+        return QuantizedTensor(QuantFormat.F32, rows, shape, name)
+
+
 def load_llama2c(path: str | Path) -> LoadedModel:
+    """The model in a llama2.c file."""
+    return open_llama2c(path).load()
+
+
+def open_llama2c(path: str | Path) -> ModelFile:
     """Check the header against the file's size and map the weights."""
     path = Path(path)
     data = map_file(path)
     config = _read_config(path, data)
     places = _layout(path, config, int(data.size))
-
-    def matrix(name: str, shape: tuple[int, ...]) -> QuantizedTensor:
-        kind, layer = _split_name(name)
-        place = places[kind]
-        if place.shape != shape:
-            raise ModelFileError(f"{path}: {name!r} has shape {place.shape} instead of {shape}")
-        size = QuantFormat.F32.bytes_for(shape)
-        start = place.start + layer * size
-        return QuantizedTensor(QuantFormat.F32, data[start : start + size].reshape(-1, 4 * shape[-1]), shape)
-
-    def vector(name: str, shape: tuple[int, ...]) -> Floats:
-        return matrix(name, shape).dequantize()
-
     tokenizer_path = find_tokenizer(path)
-    return LoadedModel(
+    text = TextModel(
         path=path,
         config=config,
-        weights=assemble(config, GGUF_LLAMA, matrix, vector),
         tokenizer_source=(lambda: read_tokenizer(tokenizer_path, config.vocab_size)) if tokenizer_path else None,
         special_tokens={"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
     )
+    return ModelFile(text, GGUF_LLAMA, Llama2cTensors(path, data, places))
 
 
 def find_tokenizer(path: Path) -> Path | None:

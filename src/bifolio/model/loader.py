@@ -1,4 +1,4 @@
-"""A model reference (folder, file or name) → `LoadedModel`. The same everywhere `--model` is taken."""
+"""A model reference (folder, file or name) → `TextModel` or `LoadedModel`. The same everywhere `--model` is taken."""
 
 from __future__ import annotations
 
@@ -7,27 +7,40 @@ from pathlib import Path
 
 from bifolio.errors import ModelFileError
 from bifolio.model.loaded import LoadedModel
+from bifolio.model.model_file import ModelFile
+from bifolio.model.text_model import TextModel
 
 
 def load_model(reference: str | Path) -> LoadedModel:
     """Open a Hugging Face-layout folder, a `.gguf` file, a llama2.c `.bin` file, or a model known by name."""
+    return open_model(reference).load()
+
+
+def open_text_model(reference: str | Path) -> TextModel:
+    """Open everything about a model but its weights."""
+    return open_model(reference).text
+
+
+def open_model(reference: str | Path) -> ModelFile:
+    """Check the headers of a model's files; nothing of the weights is read or assembled."""
     path = resolve(reference)
     if path.is_dir():
-        from bifolio.model.huggingface.hf_loader import load_folder
+        from bifolio.model.huggingface.hf_loader import open_folder
 
-        return load_folder(path)
+        return open_folder(path)
     suffix = path.suffix.lower()
     if suffix == ".gguf":
-        from bifolio.model.gguf.loader import load_gguf
+        from bifolio.model.gguf.loader import open_gguf_model
         from bifolio.model.registry import pulled_defaults
 
-        model = load_gguf(path)
-        # A file's own wishes come before what was noted when it was pulled.
-        return replace(model, generation_config={**pulled_defaults(path), **model.generation_config})
+        opened = open_gguf_model(path)
+        # Defaults that the file itself holds come before those that were noted when it was pulled.
+        defaults = {**pulled_defaults(path), **opened.text.generation_config}
+        return replace(opened, text=replace(opened.text, generation_config=defaults))
     if suffix == ".bin":
-        from bifolio.model.llama2c import load_llama2c
+        from bifolio.model.llama2c import open_llama2c
 
-        return load_llama2c(path)
+        return open_llama2c(path)
     raise ModelFileError(f"{path}: pass a folder with config.json, a .gguf file or a llama2.c .bin file")
 
 

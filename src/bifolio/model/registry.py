@@ -153,7 +153,7 @@ def header(path: Path) -> tuple[str, int, str]:
 
         file = open_gguf(path)
         config = config_from_gguf(file)
-        sizes = [(entry.type_name, entry.nbytes) for entry in file.entries.values()]
+        sizes = [(entry.format.name, entry.nbytes) for entry in file.entries.values()]
     for name, nbytes in sizes:
         formats[name] = formats.get(name, 0) + nbytes
     return config.architecture, config.num_parameters, max(formats, key=lambda name: formats[name], default="none")

@@ -1,9 +1,14 @@
-"""Where each role of the network lies in a file: one table a layout, one function that assembles the weights."""
+"""Where each role of the network lies in a file: a table of names, and one function that assembles the weights.
+
+The tables here are those of Llama, which most families share; the others have theirs in `model/families/`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+import numpy as np
 
 from bifolio.config import ModelConfig
 from bifolio.kernels.interface import Array, Linear, Norm
@@ -34,6 +39,11 @@ class TensorNames:
     key_norm: str = ""
     post_attention_norm: str = ""
     post_mlp_norm: str = ""
+    transposed: bool = False  # matrices of layers lie [in, out] in the file
+
+    def is_transposed(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor lies transposed in the file."""
+        return self.transposed and len(shape) == 2 and name.startswith(self.layer.split("{}")[0])
 
 
 HF_LLAMA = TensorNames(
@@ -50,28 +60,6 @@ HF_LLAMA = TensorNames(
     query_norm="self_attn.q_norm",
     key_norm="self_attn.k_norm",
 )
-HF_GEMMA3 = replace(
-    HF_LLAMA,
-    mlp_norm="pre_feedforward_layernorm",
-    post_attention_norm="post_attention_layernorm",
-    post_mlp_norm="post_feedforward_layernorm",
-)
-HF_PHI3 = replace(HF_LLAMA, qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",))
-HF_GPT2 = TensorNames(
-    embedding="transformer.wte",
-    positions="transformer.wpe",
-    layer="transformer.h.{}.",
-    attention_norm="ln_1",
-    qkv=("attn.c_attn",),
-    output="attn.c_proj",
-    mlp_norm="ln_2",
-    up=("mlp.c_fc",),
-    down="mlp.c_proj",
-    final_norm="transformer.ln_f",
-    head="lm_head",
-)
-HF_NAMES = {"gpt2": HF_GPT2, "gemma3": HF_GEMMA3, "phi3": HF_PHI3}  # every other architecture: HF_LLAMA
-
 GGUF_LLAMA = TensorNames(
     embedding="token_embd",
     layer="blk.{}.",
@@ -88,17 +76,6 @@ GGUF_LLAMA = TensorNames(
     post_attention_norm="post_attention_norm",
     post_mlp_norm="post_ffw_norm",
 )
-GGUF_PHI3 = replace(GGUF_LLAMA, qkv=("attn_qkv",), up=("ffn_up",))
-GGUF_GPT2 = replace(GGUF_LLAMA, positions="position_embd", qkv=("attn_qkv",), up=("ffn_up",))
-GGUF_NAMES = {"gpt2": GGUF_GPT2, "phi3": GGUF_PHI3}  # every other architecture: GGUF_LLAMA
-
-
-def hf_names(config: ModelConfig) -> TensorNames:
-    return HF_NAMES.get(config.architecture, HF_LLAMA)
-
-
-def gguf_names(config: ModelConfig) -> TensorNames:
-    return GGUF_NAMES.get(config.architecture, GGUF_LLAMA)
 
 
 def assemble(config: ModelConfig, names: TensorNames, fetch: Fetch, vector: FetchVector) -> ModelWeights:
@@ -118,6 +95,18 @@ def assemble(config: ModelConfig, names: TensorNames, fetch: Fetch, vector: Fetc
         inverse_frequencies=tuple(frequencies for frequencies, _ in ropes),
         rope_scales=tuple(scale for _, scale in ropes),
     )
+
+
+def network_tensors(config: ModelConfig, names: TensorNames) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of the network, as a file has them."""
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def note(name: str, shape: tuple[int, ...]) -> Array:
+        shapes[name] = shape[::-1] if names.is_transposed(name, shape) else shape
+        return np.zeros(1, np.float32)
+
+    assemble(config, names, note, note)
+    return shapes
 
 
 def _layer(config: ModelConfig, names: TensorNames, index: int, fetch: Fetch, vector: FetchVector) -> LayerWeights:

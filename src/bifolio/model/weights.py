@@ -12,6 +12,7 @@ import numpy as np
 
 from bifolio.config import ModelConfig, RopeConfig
 from bifolio.kernels.interface import Array, AttentionShape, KernelSet, Linear, Norm
+from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
 __all__ = ["LayerWeights", "Linear", "ModelWeights", "Norm", "inverse_frequencies", "prepare"]
@@ -46,6 +47,17 @@ class ModelWeights:
     inverse_frequencies: tuple[Array, ...]  # f32[rotary_dim/2] for each rope configuration
     rope_scales: tuple[float, ...]  # what cos and sin are multiplied by
     prepared_for: KernelSet | None = None  # whose arrays these are; None: as they came from a file
+
+    def matrices(self) -> list[QuantizedTensor | Array]:
+        """Every matrix once, in the order of use; a matrix that is used twice (tied embeddings) is one."""
+        found = [self.embedding, *([] if self.position_embedding is None else [self.position_embedding])]
+        for layer in self.layers:
+            found += [*layer.qkv.parts, *layer.output.parts, *layer.up.parts, *layer.down.parts]
+        return list({id(matrix): matrix for matrix in [*found, *self.head.parts]}.values())
+
+    def formats(self) -> list[QuantFormat]:
+        """The format of every matrix of a file."""
+        return [matrix.format for matrix in self.matrices() if isinstance(matrix, QuantizedTensor)]
 
 
 def attention_shape(

@@ -1,6 +1,7 @@
 """The numeric formats of weights, byte for byte those of GGML.
 
-A format cuts the last dimension of a tensor into blocks of `block_elements` values, stored in `block_bytes` bytes:
+A format cuts the last dimension of a tensor into blocks of `block_elements` values, stored in `block_bytes` bytes.
+Six of them can be written as well as read:
 
     F32, F16, BF16   one value per block, as it is
     Q8_0   |d: f16|32 x int8|                  34 bytes   value = d * q
@@ -9,6 +10,9 @@ A format cuts the last dimension of a tensor into blocks of `block_elements` val
 
 Low nibbles are the elements 0-15 of a block, high nibbles the elements 16-31. Conversions run in float32 with the
 same roundings as GGML's reference code, so files made here and elsewhere are interchangeable.
+
+The gguf package decodes the other quantised formats; it is imported when the first such block is decoded. Names and
+sizes are data of this module, so that opening and listing a file needs neither.
 """
 
 from __future__ import annotations
@@ -16,12 +20,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from enum import Enum
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bifolio.errors import ConfigError, ModelFileError
+from bifolio.errors import ConfigError, ModelFileError, UnsupportedModelError
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
@@ -34,7 +39,11 @@ class _Layout(NamedTuple):
 
 
 class QuantFormat(Enum):
-    """A format that the kernels read directly; all others are converted to one of these when a file is loaded."""
+    """A type of GGML: its name, its number in a GGUF file, and the size of its blocks.
+
+    Every member can be listed. Those that are `is_readable` can be decoded, and those that are `is_encodable` can be
+    written as well. Which of them a device multiplies directly is for its kernel set to say (`KernelSet.formats`).
+    """
 
     F32 = _Layout(0, 1, 4)
     F16 = _Layout(1, 1, 2)
@@ -42,6 +51,36 @@ class QuantFormat(Enum):
     Q8_0 = _Layout(8, 32, 34)
     Q4_0 = _Layout(2, 32, 18)
     Q4_1 = _Layout(3, 32, 20)
+    # -- read but never written
+    F64 = _Layout(28, 1, 8)
+    I8 = _Layout(24, 1, 1)
+    I16 = _Layout(25, 1, 2)
+    I32 = _Layout(26, 1, 4)
+    I64 = _Layout(27, 1, 8)
+    Q5_0 = _Layout(6, 32, 22)
+    Q5_1 = _Layout(7, 32, 24)
+    Q2_K = _Layout(10, 256, 84)
+    Q3_K = _Layout(11, 256, 110)
+    Q4_K = _Layout(12, 256, 144)
+    Q5_K = _Layout(13, 256, 176)
+    Q6_K = _Layout(14, 256, 210)
+    IQ1_S = _Layout(19, 256, 50)
+    IQ1_M = _Layout(29, 256, 56)
+    IQ2_XXS = _Layout(16, 256, 66)
+    IQ2_XS = _Layout(17, 256, 74)
+    IQ2_S = _Layout(22, 256, 82)
+    IQ3_XXS = _Layout(18, 256, 98)
+    IQ3_S = _Layout(21, 256, 110)
+    IQ4_NL = _Layout(20, 32, 18)
+    IQ4_XS = _Layout(23, 256, 136)
+    TQ1_0 = _Layout(34, 256, 54)
+    TQ2_0 = _Layout(35, 256, 66)
+    MXFP4 = _Layout(39, 32, 17)
+    NVFP4 = _Layout(40, 64, 36)
+    # -- listed but not decoded: GGML rounds activations to the first two
+    Q8_1 = _Layout(9, 32, 40)
+    Q8_K = _Layout(15, 256, 292)
+    Q1_0 = _Layout(41, 128, 18)
 
     @property
     def ggml_type(self) -> int:
@@ -61,8 +100,18 @@ class QuantFormat(Enum):
         return self.block_elements > 1
 
     @property
+    def is_readable(self) -> bool:
+        """Whether blocks of this format can be decoded."""
+        return self in READABLE_FORMATS
+
+    @property
+    def is_encodable(self) -> bool:
+        """Whether values can be written in this format."""
+        return self in _ENCODERS
+
+    @property
     def activation_format(self) -> QuantFormat:
-        """What a kernel turns activations into before the dot product with weights of this format."""
+        """The format of activations in the dot product with weights of this format."""
         return QuantFormat.Q8_0 if self.is_quantized else QuantFormat.F32
 
     @property
@@ -86,35 +135,44 @@ class QuantFormat(Enum):
 
     @classmethod
     def parse(cls, name: str) -> QuantFormat:
-        """The format called `name` (any case); ConfigError lists the valid names."""
-        try:
-            return cls[name.strip().upper()]
-        except KeyError:
-            valid = ", ".join(member.name.lower() for member in cls)
-            raise ConfigError(f"unknown format {name!r}: use one of {valid}") from None
+        """The encodable format called `name` (any case); ConfigError lists the valid names."""
+        format = cls.__members__.get(name.strip().upper())
+        if format is None or not format.is_encodable:
+            problem = f"unknown format {name!r}" if format is None else f"{format.name} can be read but not written"
+            raise ConfigError(f"{problem}: use one of {_encodable_names()}")
+        return format
 
     @classmethod
     def from_ggml_type(cls, ggml_type: int) -> QuantFormat | None:
-        """The format with this GGUF number, or None when it is not one that is used directly."""
+        """The format with this number in GGUF files, or None when no known format has it."""
         return _BY_GGML_TYPE.get(ggml_type)
 
 
 _BY_GGML_TYPE = {member.ggml_type: member for member in QuantFormat}
 
-# Blocks converted at a time: large enough for numpy to be quick, small enough that temporaries stay in the cache.
-_CHUNK_BLOCKS = 1 << 14
+READABLE_FORMATS = frozenset(QuantFormat) - {QuantFormat.Q8_1, QuantFormat.Q8_K, QuantFormat.Q1_0}
+
+# Values converted at a time: large enough for numpy to be quick, small enough that temporaries stay in the cache.
+_CHUNK_VALUES = 1 << 18
 
 
 def encode_blocks(values: Floats, format: QuantFormat) -> Bytes:
     """f32[blocks, block_elements] -> u8[blocks, block_bytes]."""
-    return _in_chunks(_ENCODERS[format], values, np.dtype(np.uint8), format.block_bytes)
+    if not format.is_encodable:
+        raise ConfigError(f"{format.name} can be read but not written: use one of {_encodable_names()}")
+    chunk = _CHUNK_VALUES // format.block_elements
+    return _in_chunks(_ENCODERS[format], values, np.dtype(np.uint8), format.block_bytes, chunk)
 
 
 def decode_blocks(blocks: Bytes, format: QuantFormat) -> Floats:
     """u8[blocks, block_bytes] -> f32[blocks, block_elements]; for F32 a view of the same memory."""
     if format is QuantFormat.F32:
         return blocks.view(np.float32)
-    return _in_chunks(_DECODERS[format], blocks, np.dtype(np.float32), format.block_elements)
+    if not format.is_readable:
+        raise UnsupportedModelError(f"{format.name} cannot be decoded: use a file in another type")
+    decode = _DECODERS.get(format) or partial(_decode_with_gguf, format=format)
+    chunk = _CHUNK_VALUES // format.block_elements
+    return _in_chunks(decode, blocks, np.dtype(np.float32), format.block_elements, chunk)
 
 
 def refuse_non_finite(values: Floats, name: str) -> None:
@@ -128,11 +186,17 @@ def refuse_non_finite(values: Floats, name: str) -> None:
     raise ModelFileError(f"{name} holds {kind} at [{where}]: the file is damaged or its training diverged")
 
 
-def _in_chunks(convert: Callable[[Any], Any], source: NDArray[Any], dtype: np.dtype[Any], width: int) -> NDArray[Any]:
+def _encodable_names() -> str:
+    return ", ".join(format.name.lower() for format in ENCODABLE_FORMATS)
+
+
+def _in_chunks(
+    convert: Callable[[Any], Any], source: NDArray[Any], dtype: np.dtype[Any], width: int, chunk: int
+) -> NDArray[Any]:
     count = source.shape[0]
     result = np.empty((count, width), dtype)
-    for start in range(0, count, _CHUNK_BLOCKS):
-        result[start : start + _CHUNK_BLOCKS] = convert(source[start : start + _CHUNK_BLOCKS])
+    for start in range(0, count, chunk):
+        result[start : start + chunk] = convert(source[start : start + chunk])
     return result
 
 
@@ -229,6 +293,26 @@ def _unpack_nibbles(packed: Bytes) -> Floats:
     return codes
 
 
+def _decode_plain(dtype: str, blocks: Bytes) -> Floats:
+    """Doubles and whole numbers, rounded to f32."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return blocks.view(dtype).astype(np.float32)
+
+
+def _decode_with_gguf(blocks: Bytes, format: QuantFormat) -> Floats:
+    import gguf  # slow to import, and needed for few files
+
+    try:
+        with np.errstate(all="ignore"):  # damaged scales give infinities, which their users refuse
+            row = blocks.reshape(1, -1)  # all blocks at once: the package takes 16 rows at a time
+            values: Floats = gguf.quants.dequantize(row, gguf.GGMLQuantizationType(format.ggml_type))
+    except (NotImplementedError, ValueError):
+        raise UnsupportedModelError(
+            f"the installed gguf package cannot decode {format.name}: upgrade it, or use a file in another type"
+        ) from None
+    return values.reshape(blocks.shape[0], format.block_elements)
+
+
 _ENCODERS: dict[QuantFormat, Callable[[Floats], Bytes]] = {
     QuantFormat.F32: _encode_f32,
     QuantFormat.F16: _encode_f16,
@@ -237,6 +321,7 @@ _ENCODERS: dict[QuantFormat, Callable[[Floats], Bytes]] = {
     QuantFormat.Q4_0: _encode_q4_0,
     QuantFormat.Q4_1: _encode_q4_1,
 }
+ENCODABLE_FORMATS = tuple(_ENCODERS)
 
 _DECODERS: dict[QuantFormat, Callable[[Bytes], Floats]] = {
     QuantFormat.F16: _decode_f16,
@@ -244,4 +329,9 @@ _DECODERS: dict[QuantFormat, Callable[[Bytes], Floats]] = {
     QuantFormat.Q8_0: _decode_q8_0,
     QuantFormat.Q4_0: _decode_q4_0,
     QuantFormat.Q4_1: _decode_q4_1,
+    QuantFormat.F64: partial(_decode_plain, "<f8"),
+    QuantFormat.I8: partial(_decode_plain, "i1"),
+    QuantFormat.I16: partial(_decode_plain, "<i2"),
+    QuantFormat.I32: partial(_decode_plain, "<i4"),
+    QuantFormat.I64: partial(_decode_plain, "<i8"),
 }

@@ -1,4 +1,4 @@
-"""Tensors in the bytes of their format: what a file holds, and what a linear layer multiplies by."""
+"""Tensors in the bytes of their format: views of a file, and the matrices that a linear layer multiplies by."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ PANEL_ROWS = 512
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedTensor:
-    """A tensor in one of the direct formats, dense ones included; nothing is converted until it is used.
+    """A tensor in any format, dense ones included; nothing is converted until it is used.
 
     The last dimension is the contiguous one, cut into blocks. A matrix of a linear layer has shape (n, k), [out, in].
+    Loaders hand out tensors as views of the mapped file, in the format that the file has.
     """
 
     format: QuantFormat
     data: Bytes  # u8[rows, row_bytes]  C order; may be a read-only map of a file
     shape: tuple[int, ...]  # logical shape; rows = product of all dimensions but the last
+    name: str = "the tensor"  # as errors call it
 
     def __post_init__(self) -> None:
         expected = (self._rows_of(self.shape), self.format.row_bytes(self.shape[-1] if self.shape else 1))
@@ -44,7 +46,7 @@ class QuantizedTensor:
         refuse_non_finite(values, name)
         row_bytes = format.row_bytes(shape[-1] if shape else 1)
         blocks = encode_blocks(values.reshape(-1, format.block_elements), format)
-        return cls(format, blocks.reshape(cls._rows_of(shape), row_bytes), shape)
+        return cls(format, blocks.reshape(cls._rows_of(shape), row_bytes), shape, name)
 
     @classmethod
     def from_array(cls, array: NDArray[Any]) -> QuantizedTensor:
@@ -111,28 +113,28 @@ class QuantizedTensor:
             result[:, panel] = flat @ self.dequantize_rows(panel).T
         return result.reshape(*x.shape[:-1], self.shape[0])
 
-    def converted(self, format: QuantFormat, name: str = "the tensor") -> QuantizedTensor:
-        """The same values in another format, PANEL_ROWS rows at a time; `self` when it is already the one."""
+    def converted(self, format: QuantFormat, name: str | None = None) -> QuantizedTensor:
+        """The values encoded in another format, PANEL_ROWS rows at a time; `self` when it has that format already."""
         if format is self.format:
             return self
         last = self.shape[-1] if self.shape else 1
         data = np.empty((self.num_rows, format.row_bytes(last)), np.uint8)
         for start in range(0, self.num_rows, PANEL_ROWS):
             panel = slice(start, start + PANEL_ROWS)
-            data[panel] = QuantizedTensor.quantize(self.dequantize_rows(panel), format, name).data
-        return QuantizedTensor(format, data, self.shape)
+            data[panel] = QuantizedTensor.quantize(self.dequantize_rows(panel), format, name or self.name).data
+        return QuantizedTensor(format, data, self.shape, name or self.name)
 
     def select_rows(self, rows: slice | NDArray[np.integer[Any]]) -> QuantizedTensor:
         """A matrix of some rows, in the order given; a view when `rows` is a slice. Works on quantised rows too."""
         data = self.data[rows]
-        return QuantizedTensor(self.format, data, (data.shape[0], self.shape[-1]))
+        return QuantizedTensor(self.format, data, (data.shape[0], self.shape[-1]), self.name)
 
     def reshape(self, *shape: int) -> QuantizedTensor:
         """The same rows seen with other leading dimensions, or dense values seen with any dimensions."""
         if math.prod(shape) != self.size:
             raise ConfigError(f"a tensor of shape {self.shape} cannot be seen as {shape}")
         row_bytes = self.format.row_bytes(shape[-1] if shape else 1)
-        return QuantizedTensor(self.format, self.data.reshape(self._rows_of(shape), row_bytes), shape)
+        return QuantizedTensor(self.format, self.data.reshape(self._rows_of(shape), row_bytes), shape, self.name)
 
     def transposed(self) -> QuantizedTensor:
         """A transposed copy of a dense matrix. Quantised rows cannot be transposed without loss: dequantise first."""
@@ -141,7 +143,7 @@ class QuantizedTensor:
         n, k = self.shape
         words = self.data.view(np.dtype(f"u{self.format.block_bytes}"))
         data = np.ascontiguousarray(words.T).view(np.uint8)
-        return QuantizedTensor(self.format, data, (k, n))
+        return QuantizedTensor(self.format, data, (k, n), self.name)
 
     def _decode(self, rows: Bytes) -> Floats:
         contiguous = np.ascontiguousarray(rows)

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bifolio.errors import GrammarError, MissingDependencyError
-from bifolio.model.loaded import LoadedModel
+from bifolio.model.text_model import TextModel
 from bifolio.sampling_params import SamplingParams
 
 Kind = Literal["json_schema", "regex", "choice", "lark"]
@@ -150,13 +150,13 @@ def _common_length(left: list[int], right: list[int]) -> int:
 class _Compiler:
     """Compiles for one model; keeps the latest."""
 
-    def __init__(self, model: LoadedModel) -> None:
+    def __init__(self, model: TextModel) -> None:
         self._lock = threading.Lock()
         self._cache: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
         self._limits = _llguidance().LLParserLimits(**LIMITS)
         self._tokenizer = self._make_tokenizer(model)
 
-    def _make_tokenizer(self, model: LoadedModel) -> Any:
+    def _make_tokenizer(self, model: TextModel) -> Any:
         tokenizer, ends = model.require_tokenizer(), list(model.config.eos_token_ids)
         if not ends:
             raise GrammarError("this model has no end-of-text token, so a text with a grammar could not end")
@@ -190,7 +190,7 @@ _COMPILER = "_grammar_compiler"
 _NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "choice": "choice", "lark": "grammar"}
 
 
-def prepare_compiler(model: LoadedModel) -> _Compiler:
+def prepare_compiler(model: TextModel) -> _Compiler:
     """Read the vocabulary: seconds for a large one, so a server does it before it is ready."""
     with _compilers_lock:
         known = vars(model)  # lives as long as the model, like its tokenizer
@@ -200,7 +200,7 @@ def prepare_compiler(model: LoadedModel) -> _Compiler:
         return compiler
 
 
-def compile_grammar(grammar: object, model: LoadedModel) -> CompiledGrammar:
+def compile_grammar(grammar: object, model: TextModel) -> CompiledGrammar:
     """Compile within bounds; raises `GrammarError`. May be called from any thread; other threads go on meanwhile."""
     if isinstance(grammar, CompiledGrammar):
         return grammar
@@ -225,7 +225,7 @@ def read_schema(path: Path) -> Grammar:
     return grammar
 
 
-def with_grammar(params: SamplingParams, model: LoadedModel) -> SamplingParams:
+def with_grammar(params: SamplingParams, model: TextModel) -> SamplingParams:
     """The same parameters with a compiled grammar. The end-of-text token ends the text, whatever was asked for."""
     if params.grammar is None:
         return params

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bifolio.model.loaded import LoadedModel
+from bifolio.model.text_model import TextModel
 from bifolio.serve.auth import Tenant
 from bifolio.serve.errors import ApiError
 from bifolio.serve.metrics import Metrics
@@ -36,7 +36,7 @@ class Limits:
 class ServerContext:
     """The model's tokenizer and template, the engine, and the books that are kept."""
 
-    model: LoadedModel
+    model: TextModel
     engine: EngineProcess
     name: str  # as clients see the model
     limits: Limits = field(default_factory=Limits)

@@ -17,7 +17,7 @@ from typing import Any
 import uvicorn
 
 from bifolio.errors import ConfigError
-from bifolio.model.loader import load_model
+from bifolio.model.loader import open_text_model
 from bifolio.serve.app import make_app
 from bifolio.serve.auth import KeyRing
 from bifolio.serve.connection import make_protocol
@@ -88,11 +88,11 @@ def stopped() -> ApiError:
 
 @contextlib.asynccontextmanager
 async def running_context(settings: ServerSettings, engine_options: dict[str, Any]) -> AsyncIterator[ServerContext]:
-    """A loaded tokenizer and a ready engine process."""
+    """A loaded tokenizer and a ready engine process, which alone reads the weights."""
     from bifolio.model.registry import DEFAULT_MODEL
 
     reference = engine_options.get("model") or DEFAULT_MODEL
-    model = load_model(reference)
+    model = open_text_model(reference)
     launch = Launch({**engine_options, "model": str(reference)}, settings.max_updates_per_second)
     engine = EngineProcess(launch, command=settings.worker_command, step_timeout=settings.step_timeout)
     try:

@@ -7,8 +7,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from bifolio.config import ModelConfig, RopeConfig
+from bifolio.config import ModelConfig
 from bifolio.errors import ConfigError
+from bifolio.model.families import all_families, family_named
 
 
 def _option(default: Any, help: str) -> Any:
@@ -115,34 +116,23 @@ class TrainSettings:
     def model_config(self, vocab_size: int, end_of_text: int | None) -> ModelConfig:
         """The network for a vocabulary; `end_of_text` both begins and ends a document."""
         shape = self.shape()
-        if shape.architecture not in ("llama", "gpt2"):
-            raise ConfigError(f"train makes 'llama' and 'gpt2' models, not {shape.architecture!r}")
+        family = family_named(shape.architecture)
+        if family is None or family.fresh_config is None:
+            names = " and ".join(repr(known.name) for known in all_families() if known.fresh_config is not None)
+            raise ConfigError(f"train makes {names} models, not {shape.architecture!r}")
         if shape.hidden_size % shape.num_heads:
             raise ConfigError(f"a width of {shape.hidden_size} cannot be divided among {shape.num_heads} heads")
-        head_dim = shape.hidden_size // shape.num_heads
-        gpt2 = shape.architecture == "gpt2"
-        return ModelConfig(
-            architecture=shape.architecture,
+        config = family.fresh_config(
             vocab_size=vocab_size,
             hidden_size=shape.hidden_size,
             num_layers=shape.num_layers,
             num_heads=shape.num_heads,
-            num_kv_heads=shape.num_heads if gpt2 else shape.num_kv_heads,
-            head_dim=head_dim,
+            num_kv_heads=shape.num_kv_heads,
             intermediate_size=shape.intermediate_size,
             max_position=shape.context,
-            norm="layer" if gpt2 else "rms",
-            activation="gelu_tanh" if gpt2 else "silu",
-            gated_mlp=not gpt2,
-            qkv_bias=gpt2,
-            output_bias=gpt2,
-            mlp_bias=gpt2,
-            tie_embeddings=True,
-            learned_positions=gpt2,
-            ropes=() if gpt2 else (RopeConfig(10000.0, head_dim),),
-            bos_token_id=end_of_text,
-            eos_token_ids=() if end_of_text is None else (end_of_text,),
         )
+        ends = () if end_of_text is None else (end_of_text,)
+        return dataclasses.replace(config, bos_token_id=end_of_text, eos_token_ids=ends)
 
     def learning_rate_at(self, step: int) -> float:
         """Linear warm-up, then half a cosine down to the final rate."""

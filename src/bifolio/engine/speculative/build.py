@@ -29,6 +29,7 @@ def new_speculator(engine: InferenceEngine, draft_model: LoadedModel | None) -> 
     runner = ModelRunner.new(draft_model, engine.config.cache, engine.runner.kernels)
     engine.storages.append(runner.storage)
     drafter = DraftModelDrafter(runner, engine.slots, engine.config.chunk_size)
-    relative_cost = weight_bytes(draft_model.weights) / max(weight_bytes(engine.model.weights), 1)
+    costs = [weight_bytes(model.weights, runner.kernels.formats) for model in (draft_model, engine.model)]
+    relative_cost = costs[0] / max(costs[1], 1)
     lengths = DraftLengths(config.length, config.adaptive, drafter.costs, relative_cost)
     return Speculator(config, drafter, engine.config.max_model_len, lengths)

@@ -11,7 +11,7 @@ from bifolio.engine.slot_state import SlotState
 from bifolio.engine.speculative.draft_lengths import Offer, PassCosts
 from bifolio.errors import ConfigError
 from bifolio.kernels.interface import Batch
-from bifolio.model.loaded import LoadedModel
+from bifolio.model.text_model import TextModel
 from bifolio.schedule.plan import ScheduledSequence
 from bifolio.sequence import Sequence
 
@@ -87,7 +87,7 @@ class DraftModelDrafter:
         return HostBatch.from_runs(decodes, prefills, self._slots.tables, size, logit_rows).to(self.runner.kernels)
 
 
-def check_pair(target: LoadedModel, draft: LoadedModel) -> None:
+def check_pair(target: TextModel, draft: TextModel) -> None:
     """The two models must mean the same by a token id."""
     if target.config.vocab_size != draft.config.vocab_size:
         raise ConfigError(

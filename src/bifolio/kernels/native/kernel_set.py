@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 from dataclasses import replace
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from bifolio.kernels.interface import (
 )
 from bifolio.kernels.native.library import library, set_num_threads
 from bifolio.kernels.native.program import ACTIVATION_CODES, NativeProgram
+from bifolio.quant.convert import convert, target_format
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
@@ -44,6 +45,7 @@ class NativeKernels(HostArrays):
     """Every verb of the network on the machine's best instruction set. Arrays are float32."""
 
     name = "native"
+    formats = frozenset(QuantFormat[name] for name in FORMAT_CODES)
 
     def __init__(self, threads: int | None = None, activations: str = "int8", share_prefixes: bool = True) -> None:
         """`activations`: how they meet quantised weights. "int8" is the usual way (on AMX, whose tiles multiply them as
@@ -58,12 +60,13 @@ class NativeKernels(HostArrays):
         if threads is not None:
             set_num_threads(threads)
         self._caches: WeakKeyDictionary[Storage, Any] = WeakKeyDictionary()
+        self._last_table: tuple[QuantizedTensor, ref[np.ndarray]] | None = None  # as given, and as converted
 
     # -- weights ----------------------------------------------------------------------------------------
     def prepare_linear(self, linear: Linear) -> Linear:
         """Pack the parts side by side; the bytes of the file are not looked at again."""
         tensors = [as_tensor(part) for part in linear.parts]
-        parts = [(FORMAT_CODES[tensor.format.name], np.ascontiguousarray(tensor.data)) for tensor in tensors]
+        parts = [self._accepted(tensor) for tensor in tensors]
         packed = self.native.make_linear(parts, tensors[0].shape[1], _joined_bias(linear), self._planes)
         for tensor in tensors:
             release_pages(tensor.data)
@@ -73,9 +76,25 @@ class NativeKernels(HostArrays):
         return replace(norm, weight=_floats(norm.weight), bias=None if norm.bias is None else _floats(norm.bias))
 
     def prepare_embedding(self, table: QuantizedTensor | Array) -> Any:
-        """Rows are read where they lie in the file: only those of tokens that occur become resident."""
+        """Rows are read where they lie in the file: only those of tokens that occur become resident.
+
+        A table in another format is converted and kept; the head of a model with tied embeddings is packed from it.
+        """
         tensor = as_tensor(table)
-        return self.native.Table(FORMAT_CODES[tensor.format.name], np.ascontiguousarray(tensor.data), tensor.shape[1])
+        code, data = self._accepted(tensor)
+        if data is not tensor.data:
+            self._last_table = tensor, ref(data)
+            release_pages(tensor.data)
+        return self.native.Table(code, data, tensor.shape[1])
+
+    def _accepted(self, tensor: QuantizedTensor) -> tuple[int, np.ndarray]:
+        """The native code of a format of the set, and the bytes of the tensor in that format."""
+        code = FORMAT_CODES[target_format(tensor.format, self.formats).name]
+        if self._last_table is not None and self._last_table[0] is tensor:
+            data = self._last_table[1]()
+            if data is not None:
+                return code, data
+        return code, np.ascontiguousarray(convert(tensor, self.formats).data)
 
     # -- a whole step -------------------------------------------------------------------------------------
     def record(self, network: Network, phase: AttentionPhase) -> StepProgram:
@@ -256,7 +275,3 @@ def _joined_bias(linear: Linear) -> np.ndarray | None:
 
 def native_segment(segment: AttentionSegment) -> tuple[Any, ...]:
     return segment.token_start, segment.query_starts, segment.context_lens, segment.block_tables
-
-
-def supported_format(format: QuantFormat) -> bool:
-    return format.name in FORMAT_CODES

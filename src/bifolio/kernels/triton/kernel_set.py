@@ -80,6 +80,7 @@ class TritonKernels(TorchArrays):
     """
 
     name = "triton"
+    formats = quantised.FORMATS
     launches_ahead = True
 
     def __init__(self, device: str = "cuda", dtype: str = "bf16", *, deterministic: bool = False) -> None:

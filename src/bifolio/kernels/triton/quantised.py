@@ -15,7 +15,7 @@ goes to the matrix units. Many rows: the whole weight is dequantised once, and t
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,10 +28,12 @@ from bifolio.kernels.triton.epilogue import fused
 from bifolio.kernels.triton.gemm_tuning import INTERPRETED
 from bifolio.kernels.triton.pdl import OVERLAPPED
 from bifolio.kernels.triton.quantised_kernels import dequantise_kernel, few_rows_kernel, one_row_kernel
+from bifolio.quant.convert import DENSE_FORMATS, convert
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
 KINDS = {QuantFormat.Q8_0: 0, QuantFormat.Q4_0: 1, QuantFormat.Q4_1: 2}  # what kernels call the formats
+FORMATS = DENSE_FORMATS | frozenset(KINDS)  # taken as they are
 HEADER_BYTES = {QuantFormat.Q8_0: 2, QuantFormat.Q4_0: 2, QuantFormat.Q4_1: 4}  # of a block, before its values
 FEW_ROWS = 64  # products with at most so many rows dequantise as they go
 FIXED_ROWS = 64  # rows of a tile in deterministic mode, however many there are
@@ -224,15 +226,16 @@ class PackedWeights:
     def prepare_linear(self, linear: Linear) -> Linear:
         weight = next((prepared for table, prepared in self._tables if _is_tied(linear, table)), None)
         if weight is None:
-            if not usable(linear.parts):
-                return self._torch.prepare_linear(linear)
-            weight = pack(linear.parts, self._torch.device)
+            parts = tuple(convert(part, FORMATS) for part in linear.parts)
+            if not usable(parts):
+                return self._torch.prepare_linear(replace(linear, parts=parts))
+            weight = pack(parts, self._torch.device)
         bias = self._bias(linear)
         return Linear((weight,), (bias,), (weight, bias))
 
     def prepare_embedding(self, table: QuantizedTensor | Array) -> Any:
-        device = self._torch.device
-        prepared = pack((table,), device) if usable((table,)) else self._torch.prepare_embedding(table)
+        part = convert(table, FORMATS)
+        prepared = pack((part,), self._torch.device) if usable((part,)) else self._torch.prepare_embedding(part)
         self._tables.append((table, prepared))
         return prepared
 

@@ -1,4 +1,4 @@
-"""`ModelConfig` → the metadata of a GGUF file, the reverse of `gguf_config`."""
+"""`ModelConfig` → the metadata of a GGUF file, the reverse of `config_from_gguf`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,8 @@ import numpy as np
 
 from bifolio.config import ModelConfig, RopeConfig
 from bifolio.errors import UnsupportedModelError
-from bifolio.model.gguf.config import (
-    ARCHITECTURES,
-    GEMMA_LARGEST_LAYERS,
-    GEMMA_WINDOW_PERIOD,
-    yarn_attention_factor,
-)
+from bifolio.model.families import family_of
+from bifolio.model.gguf.decoder_config import yarn_attention_factor
 from bifolio.model.gguf.reader import Value
 from bifolio.model.weights import inverse_frequencies
 from bifolio.quant.formats import QuantFormat
@@ -23,15 +19,15 @@ from bifolio.quant.tensor import QuantizedTensor
 _FILE_TYPES = {QuantFormat.F32: 0, QuantFormat.F16: 1, QuantFormat.Q4_0: 2, QuantFormat.Q4_1: 3, QuantFormat.Q8_0: 7}
 _FILE_TYPES[QuantFormat.BF16] = 32
 _QUANTIZATION_VERSION = 2
-_IMPLIED_ACTIVATION = {"gpt2": "gelu_tanh", "gemma3": "gelu_tanh"}  # every other architecture: silu
 
 
 def gguf_architecture(config: ModelConfig) -> str:
-    """The architecture's name in GGUF files; what the format cannot say about the network is refused."""
-    name = "llama" if config.architecture == "mistral" else config.architecture
-    if name not in ARCHITECTURES:
+    """The architecture's name in GGUF files; a network that the format cannot describe is refused."""
+    family = family_of(config)
+    name = family.written_as
+    if name is None:
         raise UnsupportedModelError(f"GGUF files of the architecture {config.architecture!r} cannot be written")
-    if config.activation != _IMPLIED_ACTIVATION.get(name, "silu"):
+    if config.activation != family.gguf_activation:
         raise UnsupportedModelError(f"GGUF cannot say that a {name} model uses the activation {config.activation!r}")
     return name
 
@@ -81,10 +77,8 @@ def rope_tensors(config: ModelConfig) -> dict[str, QuantizedTensor]:
 
 
 def _attention_scale(config: ModelConfig) -> dict[str, Value]:
-    """Only where it is not what the architecture implies."""
-    implied = 1 / math.sqrt(config.head_dim)
-    if config.architecture == "gemma3" and config.num_layers == GEMMA_LARGEST_LAYERS:
-        implied = (config.hidden_size / config.num_heads) ** -0.5
+    """Only where it is not the one that the architecture implies."""
+    implied = family_of(config).gguf_scale(config)
     return {} if math.isclose(config.scale, implied, rel_tol=1e-6) else {"attention.scale": config.scale}
 
 
@@ -96,7 +90,7 @@ def _window_entries(config: ModelConfig) -> dict[str, Value]:
         raise UnsupportedModelError(f"GGUF cannot say that layers have different windows: {sorted(windows)}")
     entries: dict[str, Value] = {"attention.sliding_window": windows.pop()}
     has_window = [window is not None for window in config.layer_window]
-    period = GEMMA_WINDOW_PERIOD if config.architecture == "gemma3" else 0
+    period = family_of(config).gguf_window_period
     if has_window != [not period or (layer + 1) % period != 0 for layer in range(config.num_layers)]:
         entries["attention.sliding_window_pattern"] = np.array(has_window)
     return entries

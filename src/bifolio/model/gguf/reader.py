@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import struct
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,42 +42,42 @@ _MIN_TENSOR_BYTES = 32  # an empty name, one dimension
 
 
 class StringArray(Sequence[str]):
-    """Strings that lie in the file one after the other; decoded when they are asked for."""
+    """Strings that lie in the file one after the other; each is decoded when it is asked for."""
 
-    def __init__(self, buffer: memoryview, start: int, count: int, what: str) -> None:
+    def __init__(self, buffer: memoryview, starts: array[int], what: str) -> None:
         self._buffer = buffer
-        self._start = start
-        self._count = count
+        self._starts = starts  # where the length of each string lies, in bytes from the start of the file
         self._what = what
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._starts)
 
     def __iter__(self) -> Iterator[str]:
-        for index, raw in enumerate(self.raw()):
-            try:
-                yield raw.decode()
-            except UnicodeDecodeError:
-                raise ModelFileError(f"{self._what}: string {index} is not UTF-8: {raw[:40]!r}") from None
+        return map(self._text, range(len(self)))
 
-    def raw(self) -> Iterator[bytes]:
-        """The strings as they are stored."""
-        position, buffer, unpack = self._start, self._buffer, _U64.unpack_from
-        for _ in range(self._count):
-            length = unpack(buffer, position)[0]
-            position += 8
-            yield bytes(buffer[position : position + length])
-            position += length
+    def raw(self, index: int) -> bytes:
+        """A string as it is stored."""
+        start = self._starts[index]
+        return bytes(self._buffer[start + 8 : start + 8 + _U64.unpack_from(self._buffer, start)[0]])
 
     @overload
     def __getitem__(self, index: int) -> str: ...
     @overload
     def __getitem__(self, index: slice) -> list[str]: ...
     def __getitem__(self, index: int | slice) -> str | list[str]:
-        return list(self)[index]
+        if isinstance(index, slice):
+            return [self._text(i) for i in range(*index.indices(len(self)))]
+        return self._text(index)
+
+    def _text(self, index: int) -> str:
+        raw = self.raw(index)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            raise ModelFileError(f"{self._what}: string {index} is not UTF-8: {raw[:40]!r}") from None
 
     def __repr__(self) -> str:
-        return f"StringArray({self._count} strings)"
+        return f"StringArray({len(self)} strings)"
 
 
 # A metadata value: a number, a truth value, a string, an array of these, or a (short) list of arrays.
@@ -88,14 +89,9 @@ class TensorEntry(NamedTuple):
 
     name: str
     shape: tuple[int, ...]  # the contiguous dimension last, the reverse of the order in the file
-    ggml_type: int
+    format: QuantFormat
     offset: int  # in bytes from the start of the file
     nbytes: int
-
-    @property
-    def type_name(self) -> str:
-        direct = QuantFormat.from_ggml_type(self.ggml_type)
-        return direct.name if direct else _exotic_type(self.ggml_type)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,19 +106,12 @@ class GgufFile:
     data: Bytes  # u8[file size]
     data_start: int
 
-    def raw(self, name: str) -> Bytes:
-        """u8[rows, row_bytes]: the bytes of a tensor in whatever type it has."""
+    def tensor(self, name: str) -> QuantizedTensor:
+        """A view of a tensor, in the format that the file has."""
         entry = self.entries[name]
         rows = math.prod(entry.shape[:-1])
-        return self.data[entry.offset : entry.offset + entry.nbytes].reshape(rows, -1)
-
-    def tensor(self, name: str) -> QuantizedTensor:
-        """A view of a tensor of a direct format."""
-        entry = self.entries[name]
-        format = QuantFormat.from_ggml_type(entry.ggml_type)
-        if format is None:
-            raise UnsupportedModelError(f"{self.path}: tensor {name!r} has type {entry.type_name}: convert it first")
-        return QuantizedTensor(format, self.raw(name), entry.shape)
+        data = self.data[entry.offset : entry.offset + entry.nbytes].reshape(rows, -1)
+        return QuantizedTensor(entry.format, data, entry.shape, name)
 
 
 def open_gguf(path: str | Path) -> GgufFile:
@@ -248,16 +237,17 @@ class _HeaderParser:
         self._check_count(count, 8, f"strings of {key!r}")
         if count > _MAX_STRINGS:
             raise self.fail(f"{key!r} has {count} strings, more than the {_MAX_STRINGS} allowed")
-        start = position = self.position
+        starts, position = array("Q"), self.position
         buffer, unpack, last = self.buffer, _U64.unpack_from, self.size - 8
         for _ in range(count):
             if position > last:
                 raise self.fail(f"the strings of {key!r} end after the end of the file, which is damaged or truncated")
+            starts.append(position)
             position += 8 + unpack(buffer, position)[0]
         if position > self.size:
             raise self.fail(f"the strings of {key!r} end after the end of the file, which is damaged or truncated")
         self.position = position
-        return StringArray(buffer, start, count, f"{self.path}: {key}")
+        return StringArray(buffer, starts, f"{self.path}: {key}")
 
     def _read_entries(self, count: int) -> dict[str, TensorEntry]:
         entries: dict[str, TensorEntry] = {}
@@ -270,17 +260,17 @@ class _HeaderParser:
                 raise self.fail(f"tensor {name!r} has {num_dimensions} dimensions instead of 1 to {_MAX_DIMENSIONS}")
             shape = tuple(reversed([self._unpack(_U64) for _ in range(num_dimensions)]))
             ggml_type, offset = self._unpack(_U32), self._unpack(_U64)
-            entries[name] = TensorEntry(name, shape, ggml_type, offset, self._tensor_bytes(name, shape, ggml_type))
+            format = QuantFormat.from_ggml_type(ggml_type)
+            if format is None:
+                raise UnsupportedModelError(
+                    f"{self.path}: tensor {name!r} has a type whose number {ggml_type} is unknown: use another file"
+                )
+            if 0 in shape or shape[-1] % format.block_elements:
+                raise self.fail(
+                    f"tensor {name!r} of shape {shape} cannot be stored in blocks of {format.block_elements} values"
+                )
+            entries[name] = TensorEntry(name, shape, format, offset, format.bytes_for(shape))
         return entries
-
-    def _tensor_bytes(self, name: str, shape: tuple[int, ...], ggml_type: int) -> int:
-        direct = QuantFormat.from_ggml_type(ggml_type)
-        elements, block_bytes = (
-            (direct.block_elements, direct.block_bytes) if direct else _exotic_type(ggml_type, f"{self.path}: ")[1:]
-        )
-        if 0 in shape or shape[-1] % elements:
-            raise self.fail(f"tensor {name!r} of shape {shape} cannot be stored in blocks of {elements} values")
-        return math.prod(shape) // elements * block_bytes
 
     def _alignment(self, metadata: dict[str, Value]) -> int:
         alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
@@ -304,17 +294,3 @@ class _HeaderParser:
             if entry.offset < end:
                 raise self.fail(f"tensors {previous!r} and {entry.name!r} overlap")
             end, previous = entry.offset + entry.nbytes, entry.name
-
-
-def _exotic_type(ggml_type: int, where: str = "") -> tuple[str, int, int]:
-    """Name, elements and bytes of a block of a type that is not used directly."""
-    import gguf  # only files with such types pay for this import
-
-    try:
-        kind = gguf.GGMLQuantizationType(ggml_type)
-        elements, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-    except (ValueError, KeyError):
-        raise UnsupportedModelError(
-            f"{where}tensor type {ggml_type} is unknown: a newer gguf package may help"
-        ) from None
-    return kind.name, elements, block_bytes

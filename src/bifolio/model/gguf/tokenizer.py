@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from bifolio.errors import ModelFileError, UnsupportedModelError
-from bifolio.model.gguf.config import Metadata
+from bifolio.model.gguf.entries import Metadata
 from bifolio.model.gguf.pretokenizers import PRE_TOKENIZERS
 from bifolio.model.gguf.reader import GgufFile, StringArray
 from bifolio.text.tokenizer import Tokenizer
@@ -78,9 +78,7 @@ def special_tokens(metadata: Metadata, vocab_size: int) -> dict[str, str]:
         f"{name}_token": metadata.token_id(f"tokenizer.ggml.{key}_token_id", min(vocab_size, len(tokens)))
         for name, key in SPECIAL_NAMES.items()
     }
-    wanted = {token_id for token_id in ids.values() if token_id is not None}
-    texts = {i: raw.decode(errors="replace") for i, raw in enumerate(tokens.raw()) if i in wanted} if wanted else {}
-    return {name: texts[token_id] for name, token_id in ids.items() if token_id is not None}
+    return {name: tokens.raw(i).decode(errors="replace") for name, i in ids.items() if i is not None}
 
 
 def _build(metadata: Metadata) -> Any:

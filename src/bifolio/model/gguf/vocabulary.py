@@ -17,7 +17,8 @@ import numpy as np
 
 from bifolio.config import ModelConfig
 from bifolio.errors import BifolioError
-from bifolio.model.gguf.config import END_NAMES, Metadata
+from bifolio.model.gguf.decoder_config import END_NAMES
+from bifolio.model.gguf.entries import Metadata
 from bifolio.model.gguf.pretokenizers import PRE_TOKENIZERS
 from bifolio.model.gguf.reader import Value
 from bifolio.model.gguf.tokenizer import (

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 
 from bifolio.errors import ModelFileError
-from bifolio.model.export import ROTATED, NamedTensor, named_tensors
+from bifolio.model.export import NamedTensor, named_tensors
+from bifolio.model.families import family_of
 from bifolio.model.file_access import atomic_path
 from bifolio.model.gguf.metadata import gguf_architecture, model_metadata, rope_tensors
 from bifolio.model.gguf.reader import StringArray, Value, open_gguf
 from bifolio.model.gguf.sampling import sampling_entries
 from bifolio.model.gguf.vocabulary import tokenizer_metadata
 from bifolio.model.loaded import LoadedModel
-from bifolio.model.tensor_names import gguf_names
 from bifolio.quant.formats import QuantFormat, refuse_non_finite
 from bifolio.quant.tensor import PANEL_ROWS, QuantizedTensor
 
@@ -78,10 +78,11 @@ def write_gguf(
 
     path = Path(path)
     config = model.config
-    interleaved = config.architecture in ROTATED or config.rope_interleaved
+    family = family_of(config)
+    interleaved = family.gguf_interleaved or config.rope_interleaved
     entries, notes = _metadata(model, format)
     entries |= extra or {}
-    sources = list(named_tensors(model.weights, gguf_names(config), interleaved=interleaved))
+    sources = list(named_tensors(model.weights, family.gguf_names, interleaved=interleaved))
     sources += [NamedTensor(name, tensor, "norm") for name, tensor in rope_tensors(config).items()]
     targets = [(source, tensor_format(source, format)) for source in sources]
     notes += _format_notes(targets, format)

@@ -16,17 +16,16 @@ import numpy as np
 from bifolio.config import ModelConfig, RopeConfig
 from bifolio.errors import ConfigError, UnsupportedModelError
 from bifolio.model.export import NamedTensor, named_tensors
+from bifolio.model.families import family_of
 from bifolio.model.gguf.writer import Progress, WriteReport, WrittenTensor, converted
-from bifolio.model.huggingface.export import config_to_hf
+from bifolio.model.huggingface.config import config_to_hf
 from bifolio.model.huggingface.safetensors_file import TensorPlan, write_planned
 from bifolio.model.loaded import LoadedModel
-from bifolio.model.tensor_names import hf_names
 from bifolio.model.weights import inverse_frequencies
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
 DENSE = {QuantFormat.F32: "float32", QuantFormat.F16: "float16", QuantFormat.BF16: "bfloat16"}
-_NORM_OFFSETS = {"gemma3": 1.0}  # what these models add to the weight of a norm, and folders leave out
 
 
 def write_folder(
@@ -51,9 +50,8 @@ def write_folder(
 
 def folder_config(config: ModelConfig) -> ModelConfig:
     """The same network in the terms of a folder: half-split rope, and scaling by formula instead of by table."""
-    config = replace(config, rope_interleaved=False, norm_offset=_NORM_OFFSETS.get(config.architecture, 0.0))
-    if config.architecture == "llama" and config.layer_window:
-        config = replace(config, architecture="mistral")
+    config = replace(config, rope_interleaved=False, architecture=family_of(config).folder_family(config))
+    config = replace(config, norm_offset=family_of(config).norm_offset)
     if config.ropes and config.ropes[0].scaling != "longrope" and config.ropes[0].frequency_factors:
         config = replace(config, ropes=(llama3_from_factors(config.ropes[0]), *config.ropes[1:]))
     return config
@@ -93,7 +91,7 @@ def _write_weights(
     folder: Path, model: LoadedModel, config: ModelConfig, format: QuantFormat, progress: Progress | None
 ) -> tuple[WrittenTensor, ...]:
     # Rows are rearranged from the order that the model has to that of the folder.
-    sources = {s.name: s for s in named_tensors(model.weights, hf_names(config), interleaved=False)}
+    sources = {s.name: s for s in named_tensors(model.weights, family_of(config).hf_names, interleaved=False)}
     lines: list[WrittenTensor] = []
 
     def produce(name: str) -> QuantizedTensor:
@@ -111,7 +109,7 @@ def _write_weights(
 
 
 def _lies_transposed(config: ModelConfig, source: NamedTensor) -> bool:
-    return config.architecture == "gpt2" and source.kind == "matrix"
+    return family_of(config).hf_names.is_transposed(source.name, source.tensor.shape)
 
 
 def _folder_shape(config: ModelConfig, source: NamedTensor) -> tuple[int, ...]:

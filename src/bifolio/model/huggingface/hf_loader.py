@@ -9,15 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from bifolio.config import ModelConfig
 from bifolio.errors import ModelFileError
+from bifolio.model.families import family_of
 from bifolio.model.huggingface.config import config_from_hf
 from bifolio.model.huggingface.safetensors_file import open_safetensors
 from bifolio.model.loaded import LoadedModel
-from bifolio.model.tensor_names import assemble, hf_names
-from bifolio.model.weights import ModelWeights
+from bifolio.model.model_file import ModelFile
+from bifolio.model.text_model import TextModel
 from bifolio.quant.tensor import QuantizedTensor
 from bifolio.text.tokenizer import Tokenizer
 
@@ -40,20 +39,26 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def load_folder(folder: Path) -> LoadedModel:
-    """Map the weights, read the rest. Nothing of the weights is read into memory here."""
+    """The model in a folder."""
+    return open_folder(folder).load()
+
+
+def open_folder(folder: Path) -> ModelFile:
+    """Read the descriptions, check the headers of the weights and map them."""
     config = config_from_hf(read_json(folder / "config.json"))
     tensors = folder_tensors(folder)
     generation = read_json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
     tokenizer_path = folder / "tokenizer.json"
-    return LoadedModel(
+    text = TextModel(
         path=folder,
         config=with_generation_ids(config, generation),
-        weights=folder_weights(config, tensors),
         tokenizer_source=(lambda: Tokenizer.from_file(tokenizer_path)) if tokenizer_path.is_file() else None,
         generation_config=generation,
         chat_template=_chat_template(folder),
         special_tokens=_special_tokens(folder),
     )
+    names = family_of(config).hf_names
+    return ModelFile(text, names, FolderTensors(tensors, names.embedding.split(".")[0] + "."))
 
 
 def folder_tensors(folder: Path) -> Mapping[str, QuantizedTensor]:
@@ -79,34 +84,26 @@ def folder_tensors(folder: Path) -> Mapping[str, QuantizedTensor]:
     return ChainMap(*maps)
 
 
-def folder_weights(config: ModelConfig, tensors: Mapping[str, QuantizedTensor]) -> ModelWeights:
-    """Assemble by role; names may or may not carry the base model's prefix, GPT-2's matrices lie transposed."""
-    prefix = hf_names(config).embedding.split(".")[0] + "."
-    spellings = {name: name for name in tensors}
-    for name in tensors:
-        spellings.setdefault(name.replace("language_model.", "", 1), name)
-        spellings.setdefault(prefix + name, name)
+class FolderTensors:
+    """The tensors of a folder by name, which may or may not carry the prefix of the base model."""
 
-    def find(name: str, shape: tuple[int, ...], transposed: bool = False) -> QuantizedTensor:
-        if name not in spellings:
+    def __init__(self, tensors: Mapping[str, QuantizedTensor], prefix: str) -> None:
+        self._tensors = tensors
+        self._spellings = {name: name for name in tensors}
+        for name in tensors:
+            self._spellings.setdefault(name.replace("language_model.", "", 1), name)
+            self._spellings.setdefault(prefix + name, name)
+
+    def view(self, name: str, shape: tuple[int, ...]) -> QuantizedTensor:
+        if name not in self._spellings:
             raise ModelFileError(f"the tensor {name!r} is missing from the model's files: fetch the whole model again")
-        tensor = tensors[spellings[name]]
-        found = tensor.shape[::-1] if transposed else tensor.shape
-        if found != shape:
+        tensor = self._tensors[self._spellings[name]]
+        if tensor.shape != shape:
             raise ModelFileError(
                 f"the tensor {name!r} has shape {tuple(tensor.shape)} where config.json implies {shape}: "
                 "the files do not belong together"
             )
-        return tensor.transposed() if transposed else tensor
-
-    def fetch(name: str, shape: tuple[int, ...]) -> QuantizedTensor:
-        layer_matrix = config.architecture == "gpt2" and ".h." in name
-        return find(name, shape, transposed=layer_matrix)
-
-    def vector(name: str, shape: tuple[int, ...]) -> np.ndarray:
-        return find(name, shape).dequantize()
-
-    return assemble(config, hf_names(config), fetch, vector)
+        return tensor
 
 
 def with_generation_ids(config: ModelConfig, generation: Mapping[str, Any]) -> ModelConfig:

@@ -59,7 +59,7 @@ class _Tensors(Mapping[str, QuantizedTensor]):
             )
         rows = math.prod(entry.shape[:-1])
         row_bytes = format.row_bytes(entry.shape[-1] if entry.shape else 1)
-        return QuantizedTensor(format, self._data[entry.start : entry.stop].reshape(rows, row_bytes), entry.shape)
+        return QuantizedTensor(format, self._data[entry.start : entry.stop].reshape(rows, row_bytes), entry.shape, name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)

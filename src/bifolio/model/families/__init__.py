@@ -1,0 +1,72 @@
+"""Model families, one file each.
+
+A module of this package that defines `FAMILY` is found by itself: a new family is one file here, and its lines in the
+table of configurations that the tests check. Nothing outside of this package compares names of architectures.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterable
+from functools import cache
+
+from bifolio.config import ModelConfig
+from bifolio.errors import ConfigError, UnsupportedModelError
+from bifolio.model.families.family import Family
+
+__all__ = ["Family", "all_families", "family_named", "family_of", "family_of_gguf", "family_of_hf"]
+
+
+@cache
+def all_families() -> tuple[Family, ...]:
+    """Every family, in the order of the names of their files."""
+    modules = [importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__)]
+    families = tuple(module.FAMILY for module in modules if hasattr(module, "FAMILY"))
+    for names in (lambda f: (f.name,), lambda f: f.hf_types, lambda f: f.gguf_architectures):
+        _by_name(families, names)
+    return families
+
+
+def family_named(name: str) -> Family | None:
+    """The family whose networks have this `ModelConfig.architecture`."""
+    return _by_name(all_families(), lambda family: (family.name,)).get(name)
+
+
+def family_of(config: ModelConfig) -> Family:
+    """The family of a network."""
+    family = family_named(config.architecture)
+    if family is None:
+        raise _unsupported(config.architecture, (known.name for known in all_families()))
+    return family
+
+
+def family_of_hf(model_type: object) -> Family:
+    """The family that a config.json names by its `model_type`."""
+    known = _by_name(all_families(), lambda family: family.hf_types)
+    if not isinstance(model_type, str) or model_type not in known:
+        raise _unsupported(model_type, known)
+    return known[model_type]
+
+
+def family_of_gguf(architecture: str, path: str) -> Family:
+    """The family that the GGUF file at `path` names by its `general.architecture`."""
+    known = _by_name(all_families(), lambda family: family.gguf_architectures)
+    if architecture not in known:
+        raise _unsupported(architecture, known, f"{path}: ")
+    return known[architecture]
+
+
+def _by_name(families: Iterable[Family], names: Callable[[Family], Iterable[str]]) -> dict[str, Family]:
+    found: dict[str, Family] = {}
+    for family in families:
+        for name in names(family):
+            if name in found:
+                raise ConfigError(f"the families {found[name].name!r} and {family.name!r} both claim {name!r}")
+            found[name] = family
+    return found
+
+
+def _unsupported(name: object, known: Iterable[str], where: str = "") -> UnsupportedModelError:
+    supported = ", ".join(sorted(known))
+    return UnsupportedModelError(f"{where}the architecture {name!r} is not supported; supported are: {supported}")

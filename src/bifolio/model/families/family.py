@@ -1,0 +1,55 @@
+"""The facts in which model families differ, as data and small functions over shared readers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from bifolio.config import ModelConfig
+from bifolio.model.gguf.decoder_config import decoder_from_gguf
+from bifolio.model.gguf.entries import Metadata
+from bifolio.model.gguf.reader import GgufFile
+from bifolio.model.huggingface.decoder_config import Activation, Raw, decoder_from_hf, decoder_to_hf
+from bifolio.model.tensor_names import GGUF_LLAMA, HF_LLAMA, TensorNames
+
+
+def usual_scale(config: ModelConfig) -> float:
+    return 1 / math.sqrt(config.head_dim)
+
+
+def own_name(config: ModelConfig) -> str:
+    return config.architecture
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One family of networks, as its Hugging Face folders and GGUF files describe it.
+
+    The defaults describe a decoder like Llama; a family sets only the facts in which it differs.
+    """
+
+    name: str  # `ModelConfig.architecture`
+
+    # -- Hugging Face folders
+    hf_types: tuple[str, ...]  # `model_type` in config.json; the first is the one that is written
+    hf_class: str  # the class of transformers that config.json names
+    config_from_hf: Callable[[Raw, str], ModelConfig] = decoder_from_hf  # (config.json, name of the family)
+    config_to_hf: Callable[[ModelConfig], dict[str, Any]] = decoder_to_hf  # without the fields that all families have
+    hf_names: TensorNames = HF_LLAMA
+    norm_offset: float = 0.0  # added to the weights of norms, which folders store without it and GGUF files with it
+    folder_family: Callable[[ModelConfig], str] = own_name  # the family whose folders can describe the network
+
+    # -- GGUF files
+    gguf_architectures: tuple[str, ...] = ()  # `general.architecture` of files that are read as this family
+    written_as: str | None  # `general.architecture` of files that are written; None: GGUF cannot describe the family
+    config_from_gguf: Callable[[GgufFile, Metadata, str], ModelConfig] = decoder_from_gguf
+    gguf_names: TensorNames = GGUF_LLAMA
+    gguf_interleaved: bool = False  # rows of queries and keys are in the order for rope on neighbouring pairs
+    gguf_activation: Activation = "silu"  # implied by the architecture: GGUF has no entry for it
+    gguf_window_period: int = 0  # every so many layers one has no window, unless the file says otherwise; 0: none
+    gguf_scale: Callable[[ModelConfig], float] = usual_scale  # of attention scores, unless the file says otherwise
+
+    # -- training
+    fresh_config: Callable[..., ModelConfig] | None = None  # (sizes) -> a network to be trained from scratch

@@ -1,0 +1,44 @@
+"""Llama and the many models that are built like it, such as SmolLM2 and TinyLlama."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bifolio.config import ModelConfig, RopeConfig
+from bifolio.model.families.family import Family
+from bifolio.model.huggingface.decoder_config import decoder_to_hf
+
+
+def config_to_hf(config: ModelConfig) -> dict[str, Any]:
+    return {**decoder_to_hf(config), "attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
+
+
+def folder_family(config: ModelConfig) -> str:
+    """GGUF files of Mistral's models are those of Llama; the config.json of Llama knows no windows."""
+    return "mistral" if config.layer_window else "llama"
+
+
+def fresh_config(*, hidden_size: int, num_heads: int, **sizes: Any) -> ModelConfig:
+    head_dim = hidden_size // num_heads
+    return ModelConfig(
+        architecture="llama",
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        head_dim=head_dim,
+        tie_embeddings=True,
+        ropes=(RopeConfig(10000.0, head_dim),),
+        **sizes,
+    )
+
+
+FAMILY = Family(
+    name="llama",
+    hf_types=("llama",),
+    hf_class="LlamaForCausalLM",
+    config_to_hf=config_to_hf,
+    folder_family=folder_family,
+    gguf_architectures=("llama",),
+    written_as="llama",
+    gguf_interleaved=True,
+    fresh_config=fresh_config,
+)

@@ -1,0 +1,164 @@
+"""The metadata of a decoder in a GGUF file → the fields of `ModelConfig` that most families read in the same way.
+
+Facts that the metadata leaves open follow from the shapes and names of the tensors. A family (`model/families/`) calls
+`decoder_from_gguf` with the fields in which it differs.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from bifolio.config import ModelConfig, RopeConfig
+from bifolio.errors import ModelFileError, UnsupportedModelError
+from bifolio.model.gguf.entries import Metadata
+from bifolio.model.gguf.reader import GgufFile, StringArray
+
+# Tokens that end a turn or a text, where a file names only one of them as its end of text.
+END_TOKENS = frozenset(
+    {"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>", "<EOT>"}
+)
+END_NAMES = ("eos", "eot", "eom")  # end of text, of a turn, of a message: a file may name one of each
+_CONTROL = 3  # token type
+
+
+def decoder_from_gguf(
+    file: GgufFile, metadata: Metadata, architecture: str, *, window_period: int = 0, **overrides: Any
+) -> ModelConfig:
+    """A decoder with RMS norms, rope and a gated MLP; `overrides` are fields of `ModelConfig` that a family sets.
+
+    Every `window_period`-th layer has no window, unless the file says otherwise.
+    """
+    fields = common_fields(file, metadata, architecture, window_period)
+    return ModelConfig(
+        **{
+            **fields,
+            "max_position": metadata.count(".context_length"),
+            "norm_eps": metadata.number(".attention.layer_norm_rms_epsilon"),
+            "ropes": (_rope(file, metadata, fields["head_dim"]),),
+            **overrides,
+        }
+    )
+
+
+def common_fields(file: GgufFile, metadata: Metadata, architecture: str, window_period: int = 0) -> dict[str, Any]:
+    """Sizes, biases, windows and special tokens, which all families describe in the same way."""
+    hidden_size, num_heads = metadata.count(".embedding_length"), metadata.count(".attention.head_count")
+    num_layers = metadata.count(".block_count")
+    if num_layers > len(file.entries):
+        raise metadata.fail(f"{num_layers} layers cannot be made of {len(file.entries)} tensors")
+    if not num_heads or not hidden_size:
+        raise metadata.fail("the metadata says that there are no heads or no hidden values")
+    head_dim = metadata.count(".attention.key_length", hidden_size // num_heads)
+    if metadata.count(".attention.value_length", head_dim) != head_dim:
+        raise UnsupportedModelError(f"{file.path}: keys and values of different sizes are not supported")
+    vocab_size = matrix_rows(file, "token_embd.weight")
+    return {
+        "architecture": architecture,
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
+        "num_layers": num_layers,
+        "num_heads": num_heads,
+        "num_kv_heads": metadata.count(".attention.head_count_kv", num_heads),
+        "head_dim": head_dim,
+        "intermediate_size": metadata.count(".feed_forward_length"),
+        "qkv_bias": any(f"blk.0.{name}.bias" in file.entries for name in ("attn_qkv", "attn_q")),
+        "output_bias": "blk.0.attn_output.bias" in file.entries,
+        "mlp_bias": "blk.0.ffn_down.bias" in file.entries,
+        "tie_embeddings": "output.weight" not in file.entries,
+        "layer_window": _windows(metadata, num_layers, window_period),
+        "attention_scale": metadata.number(".attention.scale", 0.0),
+        "logit_softcap": metadata.number(".final_logit_softcapping", 0.0),
+        "bos_token_id": metadata.token_id("tokenizer.ggml.bos_token_id", vocab_size),
+        "eos_token_ids": _end_ids(metadata, vocab_size),
+    }
+
+
+def matrix_rows(file: GgufFile, name: str) -> int:
+    """The number of rows of a matrix that every file of the family has."""
+    entry = file.entries.get(name)
+    if entry is None or len(entry.shape) != 2:
+        raise ModelFileError(f"{file.path}: the matrix {name!r} is missing: the file holds no whole model")
+    return entry.shape[0]
+
+
+def _windows(metadata: Metadata, num_layers: int, default_period: int) -> tuple[int | None, ...]:
+    window = metadata.count(".attention.sliding_window", 0)
+    if not window:
+        return ()
+    pattern = metadata.array(".attention.sliding_window_pattern")
+    if pattern is not None:
+        if len(pattern) != num_layers:
+            raise metadata.fail(f"the pattern of windows has {len(pattern)} entries for {num_layers} layers")
+        return tuple(window if has_window else None for has_window in pattern.tolist())
+    period = metadata.count(".attention.sliding_window_pattern", default_period)
+    return tuple(None if period and (layer + 1) % period == 0 else window for layer in range(num_layers))
+
+
+def _rope(file: GgufFile, metadata: Metadata, head_dim: int) -> RopeConfig:
+    kind = metadata.text(f"{metadata.architecture}.rope.scaling.type", "linear")
+    factor = metadata.number(".rope.scaling.factor", metadata.number(".rope.scale_linear", 0.0)) or 1.0
+    rotary_dim = metadata.count(".rope.dimension_count", head_dim)
+    attention_factor = metadata.number(".rope.scaling.attn_factor", 1.0)
+    long, short = (
+        _factors(file, "rope_factors_long.weight", rotary_dim),
+        _factors(file, "rope_factors_short.weight", rotary_dim),
+    )
+    if factor <= 0:
+        raise metadata.fail(f"the rope scaling factor must be positive, not {factor}")
+    if kind not in ("none", "linear", "yarn", "longrope"):
+        raise UnsupportedModelError(f"{file.path}: rope scaling {kind!r} is not supported")
+    common: dict[str, Any] = {"theta": metadata.number(".rope.freq_base", 10000.0), "rotary_dim": rotary_dim}
+    original = metadata.count(".rope.scaling.original_context_length", metadata.count(".context_length"))
+    if long:
+        return RopeConfig(
+            **common,
+            scaling="longrope",
+            factor=metadata.count(".context_length") / max(original, 1),
+            original_max_position=original,
+            attention_factor=attention_factor,
+            frequency_factors=long,
+            frequency_factors_short=short,
+        )
+    common["frequency_factors"] = _factors(file, "rope_freqs.weight", rotary_dim)
+    if kind == "yarn":
+        return RopeConfig(
+            **common,
+            scaling="yarn",
+            factor=factor,
+            original_max_position=original,
+            beta_fast=metadata.number(".rope.scaling.yarn_beta_fast", 32.0),
+            beta_slow=metadata.number(".rope.scaling.yarn_beta_slow", 1.0),
+            attention_factor=attention_factor * yarn_attention_factor(factor),
+        )
+    linear = kind == "linear" and factor != 1.0
+    return RopeConfig(**common, scaling="linear" if linear else "none", factor=factor if linear else 1.0)
+
+
+def yarn_attention_factor(factor: float) -> float:
+    """The factor of yarn on cos and sin when a file gives none; GGUF stores the deviation from it."""
+    return 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _factors(file: GgufFile, name: str, rotary_dim: int) -> tuple[float, ...]:
+    """Divisors of the frequencies, where the file has them as a tensor."""
+    if name not in file.entries:
+        return ()
+    values = file.tensor(name).dequantize().reshape(-1)
+    if len(values) != rotary_dim // 2 or not (np.isfinite(values) & (values > 0)).all():
+        raise ModelFileError(f"{file.path}: {name!r} must hold {rotary_dim // 2} positive numbers")
+    return tuple(float(value) for value in values)
+
+
+def _end_ids(metadata: Metadata, vocab_size: int) -> tuple[int, ...]:
+    """The ids that end a text: those that the file names, and control tokens with a name that says so."""
+    named = [metadata.token_id(f"tokenizer.ggml.{name}_token_id", vocab_size) for name in END_NAMES]
+    tokens, types = metadata.strings("tokenizer.ggml.tokens"), metadata.array("tokenizer.ggml.token_type")
+    found = [token_id for token_id in named if token_id is not None]
+    if isinstance(tokens, StringArray) and types is not None and len(types) == len(tokens):
+        wanted = {text.encode() for text in END_TOKENS}
+        controls = np.flatnonzero(types[:vocab_size] == _CONTROL).tolist()
+        found += [index for index in controls if tokens.raw(index) in wanted]
+    return tuple(dict.fromkeys(found))

@@ -1,0 +1,81 @@
+"""Typed access to the metadata of a GGUF file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bifolio.errors import ModelFileError, UnsupportedModelError
+from bifolio.model.gguf.reader import StringArray, Value
+
+
+class Metadata:
+    """The entries of a file by key; an entry that is missing or of the wrong kind is a named error."""
+
+    def __init__(self, values: Mapping[str, Value], path: Path) -> None:
+        self._values = values
+        self.path = path
+        self.architecture = self.text("general.architecture")
+
+    def fail(self, message: str) -> ModelFileError:
+        return ModelFileError(f"{self.path}: {message}")
+
+    def _get(self, key: str) -> Any:
+        """`.name` stands for a key of the file's architecture."""
+        return self._values.get(self.architecture + key if key.startswith(".") else key)
+
+    def has(self, key: str) -> bool:
+        return self._get(key) is not None
+
+    def text(self, key: str, default: str | None = None) -> str:
+        value = self._values.get(key, default)
+        if not isinstance(value, str):
+            raise self.fail(f"the metadata {key!r} is missing or not a string")
+        return value
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """A whole number; one that is given for every layer must be the same for all."""
+        value = self._get(key)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, np.ndarray):
+            distinct = set(value.tolist())
+            if len(distinct) != 1:
+                raise UnsupportedModelError(f"{self.path}: {key!r} differs between layers")
+            value = distinct.pop()
+        if type(value) is not int or not 0 <= value < 2**48:
+            raise self.fail(f"the metadata {key!r} is {value!r}, not a whole number")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self._get(key)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+            raise self.fail(f"the metadata {key!r} is {value!r}, not a number")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.fail(f"the metadata {key!r} is {value!r}, not true or false")
+        return value
+
+    def array(self, key: str) -> np.ndarray | None:
+        value = self._get(key)
+        return value if isinstance(value, np.ndarray) else None
+
+    def strings(self, key: str) -> Sequence[str] | None:
+        value = self._get(key)
+        return value if isinstance(value, StringArray | list) else None
+
+    def token_id(self, key: str, vocab_size: int) -> int | None:
+        """The id of a special token, or None when there is none or it is outside of the vocabulary."""
+        value = self._get(key)
+        return value if type(value) is int and 0 <= value < vocab_size else None

@@ -1,0 +1,60 @@
+"""An opened model: headers are parsed and checked, no tensor is read.
+
+open_model(reference) -> ModelFile
+    .text     TextModel: configuration, tokenizer, chat template, defaults
+    .views()  every tensor of the network where it lies in the file, for lists and plans
+    .load()   LoadedModel: the views by role; only norms and biases are decoded
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from bifolio.model.loaded import LoadedModel
+from bifolio.model.tensor_names import TensorNames, assemble, network_tensors
+from bifolio.model.text_model import TextModel
+from bifolio.quant.formats import Floats
+from bifolio.quant.tensor import QuantizedTensor
+
+
+class TensorSource(Protocol):
+    """The tensors of the files of one model."""
+
+    def view(self, name: str, shape: tuple[int, ...]) -> QuantizedTensor:
+        """The tensor in the format of the file, or a ModelFileError when it is missing or has another shape."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFile:
+    """A file or folder whose headers have been checked."""
+
+    text: TextModel
+    names: TensorNames
+    source: TensorSource
+
+    def views(self) -> list[QuantizedTensor]:
+        """Every tensor of the network once, as it lies in the file."""
+        return [self.source.view(name, shape) for name, shape in network_tensors(self.text.config, self.names).items()]
+
+    def load(self) -> LoadedModel:
+        """Assemble the weights by role."""
+        text = self.text
+        return LoadedModel(
+            text.path,
+            text.config,
+            text.tokenizer_source,
+            text.generation_config,
+            text.chat_template,
+            text.special_tokens,
+            weights=assemble(text.config, self.names, self._matrix, self._vector),
+        )
+
+    def _matrix(self, name: str, shape: tuple[int, ...]) -> QuantizedTensor:
+        if self.names.is_transposed(name, shape):
+            return self.source.view(name, shape[::-1]).transposed()
+        return self.source.view(name, shape)
+
+    def _vector(self, name: str, shape: tuple[int, ...]) -> Floats:
+        return self.source.view(name, shape).dequantize()

@@ -1,0 +1,95 @@
+"""From the format of a file to one that a kernel set multiplies by.
+
+    Q4_K                     -> Q4_1, with the same codes
+    other quantised formats  -> Q8_0, which adds next to no error of its own
+    doubles, whole numbers   -> F32
+
+A kernel set names the formats that it takes as they are (`KernelSet.formats`) and converts the others when it prepares
+them. Plans and notes are made from formats alone, without converting anything.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Set
+from typing import Any
+
+import numpy as np
+
+from bifolio.errors import ConfigError
+from bifolio.quant.formats import Bytes, Floats, QuantFormat
+from bifolio.quant.tensor import QuantizedTensor
+
+DENSE_FORMATS = frozenset({QuantFormat.F32, QuantFormat.F16, QuantFormat.BF16})
+_Q4_K_CHUNK = 4096  # blocks of 256 values that are taken apart at a time
+
+
+def target_format(format: QuantFormat, accepted: Set[QuantFormat]) -> QuantFormat:
+    """The format that a kernel set works with when a file has `format`: the same one where it is accepted."""
+    candidates = [format]
+    if format is QuantFormat.Q4_K:
+        candidates.append(QuantFormat.Q4_1)
+    if format.is_quantized:
+        candidates.append(QuantFormat.Q8_0)
+    candidates.append(QuantFormat.F32)
+    for candidate in candidates:
+        if candidate in accepted:
+            return candidate
+    names = ", ".join(sorted(known.name for known in accepted))
+    raise ConfigError(f"{format.name} weights cannot be converted to one of {names}: use other kernels")
+
+
+def convert(tensor: Any, accepted: Set[QuantFormat]) -> Any:
+    """`tensor` in a format of `accepted`, or itself where it has one already or is not a `QuantizedTensor`."""
+    if not isinstance(tensor, QuantizedTensor):
+        return tensor
+    target = target_format(tensor.format, accepted)
+    if tensor.format is QuantFormat.Q4_K and target is QuantFormat.Q4_1:
+        return QuantizedTensor(target, _q4_k_as_q4_1(tensor.data), tensor.shape, tensor.name)
+    return tensor.converted(target)
+
+
+def converted_bytes(tensor: Any, accepted: Set[QuantFormat]) -> int:
+    """Bytes of `convert(tensor, accepted)`, from its format and shape alone."""
+    if not isinstance(tensor, QuantizedTensor):
+        return int(tensor.nbytes)
+    return target_format(tensor.format, accepted).bytes_for(tensor.shape)
+
+
+def conversion_notes(formats: Iterable[QuantFormat], accepted: Set[QuantFormat], kernels: str) -> list[str]:
+    """A line for each format that the kernels called `kernels` convert, with the number of matrices."""
+    return [
+        f"the {kernels} kernels convert {count} {'matrix' if count == 1 else 'matrices'} of type {format.name} "
+        f"to {target.name} at load"
+        for format, count in Counter(formats).items()
+        if (target := target_format(format, accepted)) is not format
+    ]
+
+
+def _q4_k_as_q4_1(raw: Bytes) -> Bytes:
+    """Q4_K: |d: f16|dmin: f16|8 scales and 8 minimums of 6 bits in 12 bytes|128 bytes of nibbles|, 256 values.
+
+    Each 32 bytes of nibbles hold 32 low ones, then 32 high ones: two groups of 32 values. The scale and the minimum of
+    every group are multiplied out and rounded to halves; the codes stay.
+    """
+    blocks = raw.reshape(-1, QuantFormat.Q4_K.block_bytes)
+    result = np.empty((blocks.shape[0], 8, QuantFormat.Q4_1.block_bytes), np.uint8)
+    for start in range(0, blocks.shape[0], _Q4_K_CHUNK):
+        panel = slice(start, start + _Q4_K_CHUNK)
+        part = blocks[panel]
+        halves = part[:, :4].copy().view(np.float16).astype(np.float32)
+        scales, minimums = _six_bit_pairs(part[:, 4:16])
+        result[panel, :, 0:2] = (halves[:, :1] * scales).astype(np.float16)[..., None].view(np.uint8)
+        result[panel, :, 2:4] = (halves[:, 1:] * -minimums).astype(np.float16)[..., None].view(np.uint8)
+        packed = part[:, 16:].reshape(-1, 4, 1, 32)
+        codes = np.concatenate([packed & 15, packed >> 4], axis=2).reshape(-1, 8, 32)
+        result[panel, :, 4:] = codes[..., :16] | (codes[..., 16:] << np.uint8(4))
+    return result.reshape(raw.shape[0], -1)
+
+
+def _six_bit_pairs(packed: Bytes) -> tuple[Floats, Floats]:
+    """Scales and minimums, f32[n, 8] each: four in the low 6 bits of a byte, four put together of 4 and 2 bits."""
+    first, second, third = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
+    scales = np.concatenate([first & 63, (third & 15) | ((first >> 6) << 4)], axis=1)
+    minimums = np.concatenate([second & 63, (third >> 4) | ((second >> 6) << 4)], axis=1)
+    return scales.astype(np.float32), minimums.astype(np.float32)

@@ -1,0 +1,168 @@
+"""Families are found by their files: a made-up one needs nothing else, and no other code compares architectures."""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from family_cases import GGUF_CASES, HF_CASES
+from whole_prompt import prompt_logits
+
+import bifolio
+from bifolio.config import ModelConfig, RopeConfig
+from bifolio.errors import ConfigError, UnsupportedModelError
+from bifolio.model import families
+from bifolio.model.families import all_families, family_of, family_of_gguf, family_of_hf
+from bifolio.model.gguf.writer import write_gguf
+from bifolio.model.huggingface.folder_writer import write_folder
+from bifolio.model.huggingface.safetensors_file import open_safetensors, write_safetensors
+from bifolio.model.loader import load_model
+from bifolio.quant import QuantFormat
+from exotic_weights import k_quant_llama
+from helpers import tiny_folder
+
+SOURCES = Path(bifolio.__file__).parent
+PROMPT = [1, 5, 17, 42, 8, 3]
+PAPERCLIP = """
+from dataclasses import replace
+from functools import partial
+
+from bifolio.model.families.family import Family
+from bifolio.model.gguf.decoder_config import decoder_from_gguf
+from bifolio.model.huggingface.decoder_config import decoder_from_hf
+from bifolio.model.tensor_names import GGUF_LLAMA, HF_LLAMA
+
+FAMILY = Family(
+    name="paperclip",
+    hf_types=("paperclip", "paperclip_text"),
+    hf_class="PaperclipForCausalLM",
+    config_from_hf=partial(decoder_from_hf, embedding_scale=2.0),
+    hf_names=replace(HF_LLAMA, down="mlp.shrink"),
+    gguf_architectures=("clip",),
+    written_as="clip",
+    config_from_gguf=partial(decoder_from_gguf, embedding_scale=2.0),
+    gguf_names=replace(GGUF_LLAMA, down="ffn_shrink"),
+    gguf_interleaved=True,
+)
+"""
+
+
+@pytest.fixture
+def paperclip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A family that exists as long as the test, by one module beside the others."""
+    (tmp_path / "families").mkdir()
+    (tmp_path / "families" / "paperclip.py").write_text(PAPERCLIP)
+    monkeypatch.setattr(families, "__path__", [*families.__path__, str(tmp_path / "families")])
+    all_families.cache_clear()
+    yield
+    sys.modules.pop("bifolio.model.families.paperclip", None)
+    all_families.cache_clear()
+
+
+def test_every_family_has_a_file_of_its_name_and_lines_in_the_table() -> None:
+    folder = SOURCES / "model" / "families"
+    names = {path.stem for path in folder.glob("*.py")} - {"__init__", "family"}
+    assert {family.name for family in all_families()} == names
+    assert {family_of_hf(raw["model_type"]).name for raw in HF_CASES.values()} == names
+    described = {family_of_gguf(str(case.metadata["general.architecture"]), "").name for case in GGUF_CASES.values()}
+    assert described == {family.name for family in all_families() if family.gguf_architectures}
+
+
+def test_a_made_up_family_is_loaded_from_a_folder_and_from_a_gguf_file(paperclip: None, tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path / "m", tokenizer=True)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "paperclip_text"}))
+    tensors = {name.replace("down_proj", "shrink"): value for name, value in open_tensors(folder).items()}
+    write_safetensors(folder / "model.safetensors", tensors)
+
+    model = load_model(folder)
+    assert (model.config.architecture, model.config.embedding_scale) == ("paperclip", 2.0)
+    expected = prompt_logits(model.weights, PROMPT)
+    write_gguf(tmp_path / "m.gguf", model, QuantFormat.F32)
+    from_gguf = load_model(tmp_path / "m.gguf")
+    assert (from_gguf.config.architecture, from_gguf.config.rope_interleaved) == ("paperclip", True)
+    np.testing.assert_allclose(prompt_logits(from_gguf.weights, PROMPT), expected, atol=1e-5, rtol=1e-4)
+    write_folder(tmp_path / "back", from_gguf, QuantFormat.F32)
+    written = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert (written["model_type"], written["architectures"]) == ("paperclip", ["PaperclipForCausalLM"])
+    np.testing.assert_allclose(
+        prompt_logits(load_model(tmp_path / "back").weights, PROMPT), expected, atol=1e-5, rtol=1e-4
+    )
+
+
+def open_tensors(folder: Path) -> dict[str, np.ndarray]:
+    tensors = open_safetensors(folder / "model.safetensors").tensors
+    return {name: np.array(tensor.dequantize()) for name, tensor in tensors.items()}
+
+
+def test_a_made_up_family_is_listed_among_the_supported_ones(paperclip: None) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"'mamba' is not supported; .*paperclip, paperclip_text, phi3"):
+        family_of_hf("mamba")
+    with pytest.raises(UnsupportedModelError, match=r"m\.gguf: the architecture 'mamba' is not .*: clip, gemma3"):
+        family_of_gguf("mamba", "m.gguf")
+
+
+def test_unknown_names_are_refused_with_the_list(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"None is not supported; .*gemma3, gemma3_text, gpt2, llama"):
+        family_of_hf(None)
+    with pytest.raises(UnsupportedModelError, match="'mamba' is not supported"):
+        family_of(ModelConfig("mamba", 10, 16, 2, 2, 1, 8, 16, 32, ropes=(RopeConfig(rotary_dim=8),)))
+    content = k_quant_llama(tmp_path / "k.gguf").read_bytes().replace(b"llama", b"lambs")
+    (tmp_path / "k.gguf").write_bytes(content)
+    with pytest.raises(UnsupportedModelError, match=r"k\.gguf: the architecture 'lambs' is not supported; .*llama"):
+        load_model(tmp_path / "k.gguf")
+
+
+def test_two_families_cannot_claim_one_name(paperclip: None, tmp_path: Path) -> None:
+    (tmp_path / "families" / "paperclip.py").write_text(PAPERCLIP.replace('"paperclip_text"', '"llama"'))
+    with pytest.raises(ConfigError, match="'llama' and 'paperclip' both claim 'llama'"):
+        all_families()
+
+
+# -- the rest of the tree --------------------------------------------------------------------------------------------
+
+NAMES = {"architecture", "model_type"}
+
+
+def is_architecture(node: ast.AST) -> bool:
+    return (isinstance(node, ast.Name) and node.id in NAMES) or (isinstance(node, ast.Attribute) and node.attr in NAMES)
+
+
+def compares_architectures(node: ast.AST) -> bool:
+    """`architecture == ...`, `in`, `match`, a table that is looked up by it, or a test of how it begins."""
+    match node:
+        case ast.Compare(left=left, comparators=others):
+            return any(is_architecture(operand) for operand in (left, *others))
+        case ast.Match(subject=subject):
+            return is_architecture(subject)
+        case ast.Subscript(slice=index):
+            return is_architecture(index)
+        case ast.Call(func=ast.Attribute(value=value, attr=name), args=arguments):
+            looked_up = name == "get" and bool(arguments) and is_architecture(arguments[0])
+            return looked_up or (name in ("startswith", "endswith") and is_architecture(value))
+    return False
+
+
+def test_no_other_code_compares_architectures() -> None:
+    found = [
+        f"{path.relative_to(SOURCES)}:{node.lineno}"  # type: ignore[attr-defined]
+        for path in sorted(SOURCES.rglob("*.py"))
+        if path.parent != SOURCES / "model" / "families"
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if compares_architectures(node)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["config.architecture == 'x'", "'x' != architecture", "m.architecture in ('x',)", "TABLE[config.architecture]",
+     "TABLE.get(config.architecture, 1)", "model_type.startswith('x')", "raw.model_type not in y"],
+)  # fmt: skip
+def test_the_search_finds_comparisons(code: str) -> None:
+    assert any(compares_architectures(node) for node in ast.walk(ast.parse(code)))
