@@ -228,9 +228,11 @@ class Request:
     error: str | None = None
     keep: bool = False  # hold the blocks after the end, so that the conversation can be branched
     search: Any = None  # the beam search, if it is one
+    wants_logprobs: bool = field(init=False)  # of every drawn token
     prompt_array: NDArray[np.int32] = field(init=False, repr=False)  # the prompt in one piece, for hashing and copying
 
     def __post_init__(self) -> None:
+        self.wants_logprobs = self.params.needs_logprobs
         self.prompt_array = np.array(self.prompt_token_ids, dtype=np.int32)
 
     @property

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from sampling_helpers import CROWD, EOS, VOCAB, crowd, make_sampler, random_logits
 
 from bifolio.errors import RequestError
-from bifolio.sampling.noise import STREAM_XTC, child_seed
 from bifolio.sampling.sampler import Sampler, SamplingTable, uniform
+from bifolio.sampling.weights import STREAM_XTC, child_seed
 from bifolio.sampling_params import SamplingParams
 
 torch = pytest.importorskip("torch")

@@ -115,7 +115,8 @@ class Postprocessor:
         sampled = None if ticket.launched.draws is None else ticket.launched.draws.collect()
         searches = []
         draw = 0
-        for number, item in enumerate(ticket.plan.scheduled):
+        decodes, prefills = ticket.plan.decodes, ticket.plan.prefills
+        for number, item in enumerate((*decodes, *prefills) if prefills else decodes):
             sequence = item.sequence
             if item.slot in ticket.readout.prompt_rows:
                 self._score_prompt(item, ticket.readout.prompt_rows[item.slot], ticket.launched.logits)
@@ -136,7 +137,7 @@ class Postprocessor:
                 self._verify(item, sampled, rows, results)
             else:
                 self._add_tokens(members, sampled, rows, results)
-            if number >= len(ticket.plan.decodes):
+            if number >= len(decodes):
                 self._enter_decode(members)
         for request in dict.fromkeys(searches):
             self._advance_search(request, ticket.candidates[request.request_id], results)
@@ -198,7 +199,7 @@ class Postprocessor:
             results.append(self._end(sequence, FinishReason.LENGTH, None, "", None))
             return
         token = int(sampled.token_ids[row])
-        logprob = _logprob(sampled, row, token) if request.params.needs_logprobs else None
+        logprob = _logprob(sampled, row, token) if request.wants_logprobs else None
         if logprob is not None:
             sequence.cumulative_logprob += logprob.logprob
             sequence.logprobs.append(logprob)

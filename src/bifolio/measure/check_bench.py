@@ -12,9 +12,10 @@ import torch
 
 from bifolio.cache.storage import CacheLayout, KVStorage
 from bifolio.config import KVDtype
-from bifolio.kernels.interface import AttentionPhase, AttentionSegment, AttentionShape, attention_segment
+from bifolio.kernels.interface import AttentionPhase, AttentionSegment, AttentionShape
 from bifolio.kernels.torch_reference import TorchKernels
 from bifolio.kernels.triton import TritonKernels
+from bifolio.schedule.orchestrators import DecodeOrchestrator, PrefillOrchestrator
 
 Named = tuple[str, Callable[[], float]]  # a check's name, and what computes its error
 
@@ -101,7 +102,8 @@ def expected_attention(
 
 def segment_of(phase: AttentionPhase, query_lens: list[int], lengths: list[int], tables: Any) -> AttentionSegment:
     counts = np.array(query_lens, dtype=np.int32)
-    return attention_segment(phase, np.array(lengths, dtype=np.int32) - counts, counts, tables)
+    orchestrator = PrefillOrchestrator if phase is AttentionPhase.PREFILL else DecodeOrchestrator
+    return orchestrator.lay_out(np.array(lengths, dtype=np.int32) - counts, counts, tables)
 
 
 def describe(shape: AttentionShape) -> str:

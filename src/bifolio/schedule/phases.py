@@ -108,7 +108,7 @@ class PhaseManager:
         self, active: list[BatchSlot], running: list[BatchSlot], preempted: list[Sequence], may_preempt: bool
     ) -> list[BatchSlot] | None:
         """Room for one token of each of these; those that are left after preemptions, None if one would be needed."""
-        while running and not self.decode.reserve([slot.held.id for slot in running]):
+        while running and not self.decode.reserve([slot.sequence.id for slot in running if slot.sequence is not None]):
             if self._drop_kept():
                 continue
             if not may_preempt:
@@ -212,8 +212,10 @@ def _behind(sequence: Sequence, active: Iterable[BatchSlot]) -> list[Sequence]:
 def _decodes(running: list[BatchSlot]) -> list[ScheduledSequence]:
     scheduled = []
     for slot in running:
-        sequence = slot.held
-        scheduled.append(ScheduledSequence(slot.index, sequence, sequence.num_scheduled, 1, (slot.index,)))
+        sequence = slot.sequence
+        if sequence is not None:
+            start = sequence.num_computed + sequence.num_in_flight
+            scheduled.append(ScheduledSequence(slot.index, sequence, start, 1, (slot.index,)))
     return scheduled
 
 
