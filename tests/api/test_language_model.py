@@ -254,3 +254,38 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
     LanguageModel().save_pretrained(tmp_path)
     with pytest.raises(ModelFileError, match="missing"):
         model.load_safetensors(tmp_path / "model.safetensors")
+
+
+# -- misuse ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [-1, 1.5, True])
+def test_the_number_of_new_tokens_is_a_count(count: Any) -> None:
+    model = LanguageModel(seed=0)
+    idx = torch.zeros((1, 3), dtype=torch.long)
+    for decode in (model.decode, model.decode_by_recomputing, model.generate):
+        with pytest.raises(ConfigError, match="max_new_tokens"):
+            decode(idx, count)
+    assert torch.equal(model.decode(idx, 0), idx)
+
+
+def test_tokens_are_whole_numbers() -> None:
+    model = LanguageModel(seed=0)
+    for wrong in (torch.zeros((1, 3)), torch.zeros((1, 3), dtype=torch.bool)):
+        with pytest.raises(TokenIdError, match="whole numbers"):
+            model.decode(wrong, 2)
+        with pytest.raises(TokenIdError, match="whole numbers"):
+            model.prefill(wrong)
+
+
+def test_targets_are_token_ids() -> None:
+    model = LanguageModel(seed=0)
+    idx = torch.zeros((1, 3), dtype=torch.long)
+    for target in (65, -1, -99):
+        with pytest.raises(TokenIdError, match=f"the target {target} is outside the vocabulary of 65"):
+            model.prefill(idx, torch.tensor([[1, target, 2]]))
+    with pytest.raises(TokenIdError, match="targets are token ids"):
+        model.prefill(idx, torch.zeros((1, 3)))
+    _, loss = model.prefill(idx, torch.tensor([[1, -100, 64]]))
+    assert loss is not None
+    assert torch.isfinite(loss)

@@ -296,3 +296,9 @@ def test_a_prefix_that_is_being_computed_is_waited_for() -> None:
         assert output_ids(request) == output_ids(run_alone(request.prompt_token_ids, params))
     assert sum(request.metrics.num_cached_tokens for request in requests[1:]) == 5 * 60
     assert engine.stats().num_prefill_tokens == 62 + 5 * 2 + 20
+
+
+@pytest.mark.parametrize("count", [0, -3])
+def test_a_batch_has_at_least_one_slot(count: int) -> None:
+    with pytest.raises(ConfigError, match="max_slots must be at least 1"):
+        ContinuousBatcher(count, KVCacheBlockManager(4, 4))

@@ -74,6 +74,7 @@ def test_counters_add_up(own: RunningServer) -> None:
     assert grown('http_responses_total{path="/v1/completions",status="400"}') == 1
     assert after["num_requests_running"] == after["num_requests_waiting"] == 0
     assert after["kv_cache_usage_perc"] == 0
+    assert after["kv_cache_shared_blocks"] == after["kv_cache_block_references"] == 0
     assert after["engine_up"] == 1
 
 
