@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bifolio.cache.block_manager import KVCacheBlockManager
-from bifolio.errors import PhaseError, RequestError
+from bifolio.errors import ConfigError, PhaseError, RequestError
 from bifolio.sampling_params import SamplingParams
 from bifolio.schedule.batcher import ContinuousBatcher
 from bifolio.schedule.plan import BatchSlot
