@@ -181,7 +181,8 @@ class Sequence:
 
     def append_token(self, token_id: int) -> None:
         """Take over a drawn token."""
-        self.num_expected = max(self.num_expected - 1, 0)
+        if self.num_expected:
+            self.num_expected -= 1
         self.token_ids.append(token_id)
         self.output_token_ids.append(token_id)
 
@@ -240,7 +241,7 @@ class Request:
         return all(sequence.finish_reason is not None for sequence in self.sequences)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepResult:
     """The outcome of one step for one sequence."""
 

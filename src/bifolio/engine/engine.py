@@ -313,9 +313,10 @@ class InferenceEngine:
     def _deliver(self) -> list[StepResult]:
         results, self._outbox = self._outbox, []
         for result in results:
-            request = self.requests.get(result.request_id)
-            if result.finished and request is not None and request.is_finished:
-                del self.requests[result.request_id]
+            if result.finished:
+                request = self.requests.get(result.request_id)
+                if request is not None and request.is_finished:
+                    del self.requests[result.request_id]
         if not self.requests:
             self.batcher.evict_completed()  # no later step would
         return results

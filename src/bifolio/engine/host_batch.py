@@ -129,12 +129,19 @@ class Readout:
 
     @classmethod
     def from_plan(cls, plan: StepPlan) -> Readout:
-        readout = cls()
-        first = 0
-        for items in (plan.decodes, plan.prefills):
-            for item in items:
-                readout._add(item, first)
-                first += item.num_new
+        readout, first, items = cls(), 0, plan.decodes
+        if all(item.num_new == 1 and item.sequence.group is None for item in items):  # the usual decodes, in bulk
+            first = len(items)
+            readout.logit_rows, readout.sample_rows = list(range(first)), list(range(first))
+            readout.sample_slots = [item.slot for item in items]
+            readout.positions = [item.start + 1 for item in items]
+            readout.pending = [()] * first
+            items = plan.prefills
+        elif plan.prefills:
+            items = items + plan.prefills
+        for item in items:
+            readout._add(item, first)
+            first += item.num_new
         return readout
 
     @property

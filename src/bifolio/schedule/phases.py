@@ -235,12 +235,17 @@ def _sorted_by_phase(
         if group is not None and not group.is_live(sequence):
             continue
         active.append(slot)
-        if sequence.num_expected and (slot.waits_for_tokens or sequence.num_generated >= sequence.request.max_tokens):
+        expected = sequence.num_expected
+        if expected and (
+            slot.waits_for_tokens or len(sequence.output_token_ids) + expected >= sequence.request.max_tokens
+        ):
             continue
-        phase = sequence.phase
-        if phase is SequencePhase.PREFILL:
+        scheduled = sequence.num_computed + sequence.num_in_flight
+        if sequence.finish_reason is not None:
+            continue
+        if scheduled < sequence.num_prompt or len(sequence.token_ids) + expected - scheduled > 1:  # `Sequence.phase`
             waiting.append(slot)
-        elif phase is SequencePhase.DECODE and (group is None or group.is_ready()):
+        elif group is None or group.is_ready():
             decoding.append(slot)
     return active, decoding, waiting
 
