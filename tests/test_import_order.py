@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -84,10 +85,11 @@ def imported_from(base: str, name: str) -> str:
     return f"{base}.{name}" if location.is_dir() or location.with_suffix(".py").is_file() else base
 
 
-def sources() -> Iterator[tuple[str, str]]:
-    """(path relative to the package, text) of every file."""
-    for path in sorted(PACKAGE.rglob("*.py")):
-        yield path.relative_to(PACKAGE).as_posix(), path.read_text(encoding="utf-8")
+@cache
+def imports() -> list[tuple[str, set[str]]]:
+    """(path relative to the package, imported modules) of every file."""
+    paths = [path.relative_to(PACKAGE).as_posix() for path in sorted(PACKAGE.rglob("*.py"))]
+    return [(path, set(imported_modules((PACKAGE / path).read_text(encoding="utf-8"), path))) for path in paths]
 
 
 def layer_of(path: str) -> str:
@@ -97,11 +99,11 @@ def layer_of(path: str) -> str:
 
 def upward_imports() -> set[tuple[str, str]]:
     found = set()
-    for path, source in sources():
+    for path, names in imports():
         if path in FACADE:
             continue
         height = HEIGHT[layer_of(path)]
-        found |= {(path, name) for name in imported_modules(source, path) if HEIGHT[package_of(name)] > height}
+        found |= {(path, name) for name in names if HEIGHT[package_of(name)] > height}
     return found
 
 
@@ -122,9 +124,9 @@ def test_every_exception_is_still_needed() -> None:
 
 def test_packages_of_one_layer_do_not_import_each_other_both_ways() -> None:
     edges: dict[tuple[str, str], str] = {}
-    for path, source in sources():
+    for path, names in imports():
         own = layer_of(path)
-        for name in imported_modules(source, path):
+        for name in sorted(names):
             other = package_of(name)
             if other != own and HEIGHT[other] == HEIGHT[own]:
                 edges.setdefault((own, other), f"{path} imports {name}")

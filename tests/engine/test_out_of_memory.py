@@ -232,6 +232,7 @@ def fail_launches(engine: Any, fails: Callable[[int], bool]) -> list[int]:
     return failed
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fails", [lambda call: call == 0, lambda call: call in (3, 4, 5), lambda call: call % 4 == 3])
 def test_captured_steps(fails: Callable[[int], bool]) -> None:
     engine = overlapped()
@@ -255,7 +256,7 @@ class ShortOfMemory(EngineMachine):
         return engine
 
 
-TestShortOfMemory = ShortOfMemory.TestCase
+TestShortOfMemory = pytest.mark.full(ShortOfMemory.TestCase)
 TestShortOfMemory.settings = settings(
     max_examples=12,
     stateful_step_count=25,

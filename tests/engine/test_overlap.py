@@ -44,7 +44,7 @@ class OverlappedMachine(EngineMachine):
     new_engine = staticmethod(overlapped)
 
 
-TestOverlappedMachine = OverlappedMachine.TestCase
+TestOverlappedMachine = pytest.mark.full(OverlappedMachine.TestCase)
 TestOverlappedMachine.settings = settings(
     max_examples=25,
     stateful_step_count=25,
@@ -58,6 +58,7 @@ def in_flight(engine: OverlappedEngine) -> bool:
     return engine._flight is not None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("params", [
     SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),
     SamplingParams(temperature=1.0, seed=3, max_tokens=20, ignore_eos=True),
@@ -91,6 +92,7 @@ def test_an_end_by_length_is_foreseen() -> None:
     assert engine.stats().num_decode_tokens == 3  # the first token came from the prompt
 
 
+@pytest.mark.full
 def test_a_newcomer_waits_for_one_step_at_most() -> None:
     engine = overlapped()
     endless = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
@@ -119,6 +121,7 @@ def test_who_waits_for_a_common_beginning_follows_at_once() -> None:
     drain(engine)
 
 
+@pytest.mark.full
 def test_an_abort_discards_what_is_in_flight() -> None:
     engine = overlapped()
     endless = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
@@ -155,6 +158,7 @@ def test_special_requests_take_the_ordinary_way() -> None:
         assert output_ids(request) == output_ids(run_alone(prompt, params))
 
 
+@pytest.mark.full
 def test_a_needle_in_a_crowd(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = SamplingParams(temperature=1.1, seed=77, max_tokens=14, ignore_eos=True)
     monkeypatch.setattr(test_engine_needle, "make_engine", lambda kernels, **options: overlapped(**options))

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import pytest
 
-for folder in ("", "run", "model"):
+for folder in ("", "engine", "model"):
     sys.path.insert(0, str(Path(__file__).parent.parent / folder))
 
 

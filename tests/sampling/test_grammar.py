@@ -101,6 +101,7 @@ def test_a_lark_grammar_holds() -> None:
         compile(text, "text", "eval")  # Python's own parser takes it
 
 
+@pytest.mark.full
 def test_any_json_object() -> None:
     for text in finished_texts(run(Grammar.json_object(), 16), 1):
         assert isinstance(json.loads(text), dict)
@@ -109,6 +110,7 @@ def test_any_json_object() -> None:
 # -- combined with other options ----------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_with_n_penalties_logprobs_and_greedy() -> None:
     for params in (
         {"n": 4},
@@ -226,6 +228,7 @@ def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
     }
 
 
+@pytest.mark.full
 def test_five_hundred_random_schemas() -> None:
     rng = random.Random(11)
     schemas = [random_schema(rng) for _ in range(500)]
@@ -303,6 +306,7 @@ def test_hostile_grammars_are_refused_while_other_threads_go_on(name: str) -> No
     assert ticks[0] + 1 > seconds * 5  # the interpreter was not held for long, even on a busy machine
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "pattern",
     ["(a|b)*a(a|b){30}", ".*a.{200}", "((a{1,100}){1,100}){1,100}", "(.{1,10000}){1,10000}", r"[\p{L}]{1,2000}"],

@@ -22,6 +22,7 @@ from serving import Limits, RunningServer, model_folder, running_server
 
 from bifolio.errors import ConfigError
 
+pytestmark = pytest.mark.full
 HERE = Path(__file__).parent
 WORKER = [sys.executable, str(HERE / "faulty_worker.py")]
 GREEDY: dict[str, Any] = {

@@ -69,6 +69,7 @@ def test_characters_are_one_token_each() -> None:
     assert ascii_only.encode(" de") == [0, 1, 2]  # in the order of their code points
 
 
+@pytest.mark.full
 def test_saved_tokenizers_are_read_by_transformers(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
@@ -178,6 +179,7 @@ def test_learning_rate_warms_up_and_decays() -> None:
     assert rates[100] == pytest.approx(0.1)
 
 
+@pytest.mark.full
 def test_presets_have_the_promised_sizes() -> None:
     def count(preset: str, vocab_size: int) -> int:
         return TrainSettings(preset=preset).model_config(vocab_size, 0).num_parameters
