@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from bifolio.config import NUMERICS
 from bifolio.errors import ConfigError, MissingDependencyError
 from bifolio.kernels.interface import KernelSet
 
@@ -41,13 +42,13 @@ class Candidate(NamedTuple):
 
 
 def select_kernels(
-    device: str = "auto",
+    device: str = NUMERICS.device,
     *,
     name: str | None = None,
-    threads: int | None = None,
-    activations: str = "int8",
+    threads: int | None = NUMERICS.threads,
+    activations: str = NUMERICS.activations,
     dtype: str | None = None,
-    deterministic: bool = False,
+    deterministic: bool = NUMERICS.deterministic,
 ) -> KernelSet:
     """The kernel set for a device ("auto", "cpu", "cuda", "cuda:1"); ConfigError lists why nothing fits.
 
