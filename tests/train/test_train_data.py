@@ -170,6 +170,7 @@ def test_settings_refuse_what_cannot_work() -> None:
         TrainSettings(preset="char", num_heads=5).model_config(65, None)
 
 
+@pytest.mark.full
 def test_learning_rate_warms_up_and_decays() -> None:
     settings = TrainSettings(steps=100, warmup=10, learning_rate=1.0, final_learning_rate=0.1)
     rates = [settings.learning_rate_at(step) for step in range(101)]
