@@ -212,6 +212,17 @@ def tiny_tokenizer() -> Any:
     return tokenizer
 
 
+def without_decoder(folder: Path) -> Path:
+    """Replace the folder's tokenizer by one that loads and encodes, but that llguidance cannot read."""
+    import tokenizers
+    from tokenizers import decoders
+
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
 @cache
 def tiny_loaded(**config: Any) -> LoadedModel:
     """`tiny_folder`, loaded; one for each set of options."""

@@ -222,6 +222,7 @@ def test_continuous_interleaved_requests() -> None:
         assert output_ids(requests[name]) == output_ids(run_alone(prompts[name], params[name]))
 
 
+@pytest.mark.full
 def test_sixteen_concurrent_requests_of_mixed_lengths() -> None:
     engine = make_engine(max_num_seqs=16, num_blocks=256, token_budget=40, chunk_size=16)
     rng = np.random.default_rng(5)

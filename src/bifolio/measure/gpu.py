@@ -21,6 +21,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bifolio.errors import ConfigError
+from bifolio.kernels.select import require_gpu
+
 SECTIONS = ("checks", "models", "rows", "profile", "tuning", "start")
 SHAPES = ("llama-1b", "qwen3-0.6b", "llama-8b")
 PEER = {  # measured on the same kind of machine: vLLM 0.26
@@ -375,6 +378,12 @@ def main(arguments: list[str] | None = None) -> int:
     if options.worker:
         print(json.dumps(run_worker(options.worker, options)))
         return 0
+    try:
+        if options.device.startswith("cuda"):
+            require_gpu(options.device)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     report = Report(options.out)
     runs = {"checks": run_checks, "rows": run_rows, "models": run_models, "tuning": run_tuning, "start": run_start}
     report.attempt("prepare", partial(prepare, report, options))
