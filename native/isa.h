@@ -10,6 +10,6 @@ namespace bifolio {
 
 const KernelTable& kernels();
 std::vector<std::string> available_isas();  // best first
-void set_isa(const std::string& name);      // "" chooses by score; std::invalid_argument lists what there is
+void set_isa(const std::string& name);      // "" chooses by score; ArgumentError lists those that can run
 
 }  // namespace bifolio

@@ -32,6 +32,9 @@ struct AttentionConstants {
   bool interleaved;
   const NormWeights* query_norm;
   const NormWeights* key_norm;
+
+  int64_t query_width() const { return num_heads * head_dim; }
+  int64_t qkv_width() const { return (num_heads + 2 * num_kv_heads) * head_dim; }
 };
 
 // One segment of a batch: whole sequences one after the other.

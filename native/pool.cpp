@@ -8,6 +8,9 @@
 #include <new>
 #include <set>
 #include <string>
+#include <system_error>
+
+#include "argument_error.h"
 
 namespace bifolio {
 namespace {
@@ -91,7 +94,12 @@ Pool& Pool::instance() {
   return *pool;
 }
 
-Pool::Pool() : size_(default_threads()) { start_threads(); }
+Pool::Pool() : size_(default_threads()) {
+  try {
+    start_threads();
+  } catch (const ArgumentError&) {  // work goes on with the threads that the system gave
+  }
+}
 
 Pool::~Pool() { stop_threads(); }
 
@@ -99,7 +107,13 @@ void Pool::start_threads() {
   scratch_.clear();
   for (int rank = 0; rank < size_; ++rank) scratch_.push_back(std::make_unique<Scratch>());
   const uint32_t seen = generation_.load();
-  for (int rank = 1; rank < size_; ++rank) threads_.emplace_back(&Pool::work_loop, this, rank, seen);
+  try {
+    for (int rank = 1; rank < size_; ++rank) threads_.emplace_back(&Pool::work_loop, this, rank, seen);
+  } catch (const std::system_error&) {
+    const int asked = size_;
+    size_ = int(threads_.size()) + 1;  // those that the system gave
+    throw ArgumentError("the system starts " + std::to_string(size_) + " threads at most, not " + std::to_string(asked));
+  }
 }
 
 void Pool::stop_threads() {
@@ -118,6 +132,11 @@ void Pool::set_num_threads(int count) {
   stop_threads();
   size_ = size;
   start_threads();
+}
+
+void Pool::run_alone(const std::function<void()>& work) {
+  std::lock_guard lock(mutex_);
+  work();
 }
 
 int Pool::num_threads() {

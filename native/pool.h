@@ -76,11 +76,13 @@ void each_row(Member& m, int64_t count, int64_t width, Body body) {
 
 class Pool {
  public:
+  static constexpr int kMaxThreads = 1024;
   static Pool& instance();
 
   // Runs work(member) on every thread of the team and returns when all are done. One caller at a time.
   void run(const std::function<void(Member&)>& work);
-  void set_num_threads(int count);
+  void run_alone(const std::function<void()>& work);  // on the calling thread, while no other work runs
+  void set_num_threads(int count);  // 0: one for each physical core
   int num_threads();
 
  private:

@@ -81,7 +81,7 @@ Program::Register Program::rope_and_write(Register qkv, int64_t layer, const Att
 }
 
 Program::Register Program::attend(Register qkv, int64_t layer, const AttentionConstants& shape) {
-  const Register out = like(qkv, shape.num_heads * shape.head_dim);
+  const Register out = like(qkv, shape.query_width());
   record("attend", {qkv}, {out}, [=, this](Member& m, const Step& step) {
     bifolio::attend(m, rows(qkv, step), shape, step.queries, (*step.layers)[size_t(layer)], rows(out, step), workspace_);
   });
@@ -198,6 +198,7 @@ void Program::allocate(const Step& step) {
 }
 
 void Program::run(const Step& step) {
+  std::lock_guard lock(mutex_);
   allocate(step);
   Pool::instance().run([&](Member& member) {
     for (const Operation& operation : operations_) operation.work(member, step);
@@ -210,6 +211,7 @@ std::map<std::string, double> Program::profile(const Step& step) {
     clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
     return double(time.tv_sec) + 1e-9 * double(time.tv_nsec);
   };
+  std::lock_guard lock(mutex_);
   allocate(step);
   std::map<std::string, double> seconds;
   Pool::instance().run([&](Member& member) {

@@ -4,6 +4,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -42,6 +43,13 @@ class Program {
   Register take(Register x);  // the rows whose logits are wanted
   void logits(Register x, const LinearWeights& head, float softcap);
 
+  // The registers recorded so far; numbers from 0 on.
+  Register num_registers() const { return Register(values_.size()); }
+  int64_t width(Register x) const { return values_[size_t(x)].width; }
+  bool of_logit_rows(Register x) const { return values_[size_t(x)].of_logit_rows; }
+  bool is_complete() const { return vocab_size_ > 0; }  // logits, the last operation, has been recorded
+
+  // Only for complete programs. One caller at a time: others wait.
   void run(const Step& step);
   // The same with a clock: the calling thread's processor seconds in all operations of each name.
   std::map<std::string, double> profile(const Step& step);
@@ -80,6 +88,7 @@ class Program {
   int64_t allocated_rows_ = 0;
   int64_t vocab_size_ = 0;
   Workspace workspace_;
+  std::mutex mutex_;  // held while the buffers are in use
 };
 
 }  // namespace bifolio
