@@ -48,8 +48,7 @@ AttentionConstants make_shape(int64_t heads, int64_t kv_heads, int64_t dim, floa
 
 // The segments (phase, token_start, query_starts, context_lens, block_tables), checked against the batch and the cache.
 // They must cover the tokens [0, num_tokens) in order. `tables` keeps alive the block tables that the queries point into.
-std::vector<Query> queries_of(const nb::list& segments, int64_t num_tokens, const CacheHolder& cache, bool share,
-                              std::vector<Tables>& tables);
+Queries queries_of(const nb::list& segments, int64_t num_tokens, const CacheHolder& cache, bool share, std::vector<Tables>& tables);
 
 // -- bindings -------------------------------------------------------------------------------------------------------------
 

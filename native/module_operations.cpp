@@ -150,7 +150,7 @@ void attend_rows(nb::handle query_array, const AttentionConstants& shape, const 
   require_apart("out", rows_of(out), "query", rows_of(query));
   cache.require_layer(layer, shape);
   std::vector<Tables> tables;
-  const std::vector<Query> queries = queries_of(segments, rows_in(query), cache, share, tables);
+  const Queries queries = queries_of(segments, rows_in(query), cache, share, tables);
   run_team([&](Member& t) { attend(t, rows_of(query), shape, queries, cache.layer(layer), rows_of(out), workspace()); });
 }
 

@@ -22,18 +22,19 @@ void require_context(const Segment& s, int64_t i, const CacheHolder& cache) {
 // `first_token`: the one after the last token of the segment before.
 Segment segment_of(nb::handle item, int64_t first_token, int64_t num_tokens, const CacheHolder& cache, std::vector<Ints>& arrays,
                    std::vector<Tables>& all_tables) {
-  constexpr size_t kFields = 4;
+  int phase = 0;
   int64_t token_start = 0;
-  require(nb::isinstance<nb::tuple>(item) && nb::len(item) == kFields && nb::try_cast(item[0], token_start),
-          "a segment must be a tuple (token_start, query_starts, context_lens, block_tables)");
-  const Ints& starts = arrays.emplace_back(ints("query_starts", item[1]));
-  const Ints& lens = arrays.emplace_back(ints("context_lens", item[2]));
-  const Tables& tables = all_tables.emplace_back(array_of<const int32_t, 2>("block_tables", item[3]));
+  require(nb::isinstance<nb::tuple>(item) && nb::len(item) == 5 && nb::try_cast(item[0], phase) && nb::try_cast(item[1], token_start),
+          "a segment must be a tuple (phase, token_start, query_starts, context_lens, block_tables)");
+  require(phase == int(Phase::Prefill) || phase == int(Phase::Decode), "phase is ", phase, " and must be 0 (prefill) or 1 (decode)");
+  const Ints& starts = arrays.emplace_back(ints("query_starts", item[2]));
+  const Ints& lens = arrays.emplace_back(ints("context_lens", item[3]));
+  const Tables& tables = all_tables.emplace_back(array_of<const int32_t, 2>("block_tables", item[4]));
   const int64_t count = int64_t(lens.shape(0));
   require(count > 0, "context_lens is empty and must have one element for each sequence of the segment");
   require_length("query_starts", starts, count + 1);
   require(rows_in(tables) == count, "block_tables has ", rows_in(tables), " rows and must have ", count, ", one for each sequence");
-  const Segment s{token_start, count, starts.data(), lens.data(), tables.data(), width_of(tables)};
+  const Segment s{Phase(phase), token_start, count, starts.data(), lens.data(), tables.data(), width_of(tables)};
   require(token_start == first_token, "token_start is ", token_start, " and must be ", first_token,
           ": segments follow each other without gaps");
   require(s.query_starts[0] == 0, "query_starts[0] is ", s.query_starts[0], " and must be 0");
@@ -45,8 +46,7 @@ Segment segment_of(nb::handle item, int64_t first_token, int64_t num_tokens, con
 
 }  // namespace
 
-std::vector<Query> queries_of(const nb::list& segments, int64_t num_tokens, const CacheHolder& cache, bool share,
-                              std::vector<Tables>& tables) {
+Queries queries_of(const nb::list& segments, int64_t num_tokens, const CacheHolder& cache, bool share, std::vector<Tables>& tables) {
   require(num_tokens <= INT32_MAX, "the batch has ", num_tokens, " tokens and must have at most ", INT32_MAX);
   std::vector<Segment> parsed;
   std::vector<Ints> arrays;
@@ -57,7 +57,7 @@ std::vector<Query> queries_of(const nb::list& segments, int64_t num_tokens, cons
     covered += s.query_starts[s.num_sequences];
   }
   require(covered == num_tokens, "the segments cover ", covered, " tokens and must cover ", num_tokens);
-  return order_queries(parsed, cache.layer(0).block_size, share);
+  return Queries(parsed, cache.layer(0).block_size, share);
 }
 
 }  // namespace bifolio

@@ -37,8 +37,15 @@ struct AttentionConstants {
   int64_t qkv_width() const { return (num_heads + 2 * num_kv_heads) * head_dim; }
 };
 
-// One segment of a batch: whole sequences one after the other.
+// What the queries of a segment are for: it selects the plan of attention (attention_plan.h).
+enum class Phase : int32_t {
+  Prefill = 0,  // many queries of each sequence: bound by compute
+  Decode = 1,   // one query of each sequence, and drafts: bound by bandwidth
+};
+
+// One segment of a batch: whole sequences of one phase, one after the other.
 struct Segment {
+  Phase phase;
   int64_t token_start;
   int64_t num_sequences;
   const int32_t* query_starts;  // [s + 1], from token_start
@@ -55,9 +62,12 @@ struct Query {
   int64_t shared;        // leading tokens that it has in the same blocks as the query before it; no end within a sequence
 };
 
-// The queries of all segments, so that contexts that begin with the same blocks are neighbours. share = false: as if no
-// two had a block in common.
-std::vector<Query> order_queries(const std::vector<Segment>& segments, int64_t block_size, bool share);
+// The queries of all segments by phase, ordered so that contexts that begin with the same blocks are neighbours.
+// share = false: as if no two contexts had a block in common.
+struct Queries {
+  Queries(const std::vector<Segment>& segments, int64_t block_size, bool share);
+  std::vector<Query> prefill, decode;
+};
 
 // Memory that an operation needs while it runs, kept from one step to the next.
 struct RowMemory {  // the rows of a product
@@ -92,8 +102,8 @@ void rope_and_write(Member& m, Rows qkv, const AttentionConstants& shape, const 
                     const KvLayer* kv, const int64_t* slots);
 
 // `qkv` holds rotated queries in its leading columns; the keys and values of all its tokens are already in `kv`.
-void attend(Member& m, Rows qkv, const AttentionConstants& shape, const std::vector<Query>& queries, const KvLayer& kv,
-            Rows out, Workspace& workspace);
+void attend(Member& m, Rows qkv, const AttentionConstants& shape, const Queries& queries, const KvLayer& kv, Rows out,
+            Workspace& workspace);
 
 // Tokens of contexts that attention did not read again, since the start of the process: those of a prefix that several
 // sequences share count once for each sequence but the first, in every layer.

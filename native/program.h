@@ -20,7 +20,7 @@ struct Step {
   const int64_t* slots;       // [t]
   const int32_t* logit_rows;  // [r], null: all tokens
   int64_t num_logit_rows;
-  std::vector<Query> queries;
+  Queries queries;
   const std::vector<KvLayer>* layers;
   float* logits;  // [r, vocab]
 };

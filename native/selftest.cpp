@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "attention_plan.h"
 #include "isa.h"
 #include "limits.h"
 #include "matrix.h"
@@ -298,6 +299,48 @@ void check_nan() {
   set_isa("");
 }
 
+// Queries of sequences that have nothing in common: `count` each, the last at the end of a context of `length` tokens.
+std::vector<Query> some_queries(int64_t sequences, int64_t count, int64_t length) {
+  std::vector<Query> queries;
+  for (int64_t s = 0; s < sequences; ++s)
+    for (int64_t q = 0; q < count; ++q) queries.push_back({s * count + q, length - count + q, nullptr, q ? INT64_MAX : 0});
+  return queries;
+}
+
+// The phase selects the plan, and each plan has every visible span of every (query, kv head) exactly once.
+void check_plan(const char* name, Phase phase, const std::vector<Query>& queries, int threads, bool by_spans, int64_t window = 0) {
+  const AttentionConstants shape{9, 3, 64, 1.0f, window, false, nullptr, nullptr};
+  const AttentionPlan plan = plan_attention(phase, queries, shape, threads);
+  std::vector<int> seen(queries.size() * 3 * size_t(plan.max_spans));
+  for (const AttentionUnit& unit : plan.units)
+    for (int64_t i = unit.first; i < unit.first + unit.count; ++i)
+      for (int64_t span = 0; span < plan.max_spans; ++span)
+        seen[size_t((i * 3 + unit.kv_head) * plan.max_spans + span)] += unit.span < 0 || unit.span == span;
+  bool good = plan.by_spans == by_spans && (plan.partial_floats > 0) == by_spans;
+  for (size_t i = 0; i < seen.size(); ++i) {
+    const int64_t position = queries[i / size_t(3 * plan.max_spans)].position, span = int64_t(i) % plan.max_spans;
+    const bool visible = span >= window_begin(shape, position) / kSpan && span <= position / kSpan;
+    good = good && seen[i] <= 1 && (!visible || seen[i] == 1);
+  }
+  failures += !good;
+  if (!good) std::printf("FAILED plan of %s\n", name);
+}
+
+void check_plans() {
+  check_plan("one decode behind a long context", Phase::Decode, some_queries(1, 1, 4096), 2, true);
+  check_plan("one decode behind a short context", Phase::Decode, some_queries(1, 1, 256), 2, false);
+  check_plan("many decodes", Phase::Decode, some_queries(64, 1, 4096), 2, false);
+  check_plan("decodes on many threads", Phase::Decode, some_queries(64, 1, 4096), 64, true);
+  check_plan("a decode with a window", Phase::Decode, some_queries(1, 3, 4000), 2, true, 700);
+  check_plan("a prompt", Phase::Prefill, some_queries(1, 512, 512), 2, false);
+  check_plan("a prompt behind a prefix", Phase::Prefill, some_queries(1, 128, 4096), 2, false);
+  check_plan("the same as decodes", Phase::Decode, some_queries(1, 128, 4096), 2, true);
+  check_plan("a short prompt behind a prefix", Phase::Prefill, some_queries(1, 8, 4096), 2, true);
+  check_plan("a prompt that does not come out even", Phase::Prefill, some_queries(1, 512, 4096), 7, true);
+  check_plan("a prompt with a window", Phase::Prefill, some_queries(2, 300, 3000), 2, false, 400);
+  check_plan("no queries", Phase::Prefill, {}, 2, false);
+}
+
 void time_products(int64_t n, int64_t k) {
   for (int format : {0, 1, 2, 3, 4, 5}) {
     const auto bytes = random_rows(Format(format), n, k);
@@ -333,6 +376,7 @@ int main(int argc, char** argv) {
   check_gated();
   check_attention();
   check_nan();
+  check_plans();
   std::printf(failures ? "%d comparisons failed\n" : "all comparisons passed\n", failures);
   if (argc > 1 && std::string(argv[1]) == "--time") {
     std::printf("%d threads, %.1f GB/s read from memory\n", Pool::instance().num_threads(), read_bandwidth(size_t(256) << 20) * 1e-9);

@@ -55,6 +55,7 @@ def cache() -> Any:
 def segment(**changes: Any) -> tuple[Any, ...]:
     """Two sequences of one and five tokens with contexts of 20 and 10."""
     fields = {
+        "phase": 0,
         "token_start": 0,
         "query_starts": ints(0, 1, TOKENS),
         "context_lens": ints(20, 10),

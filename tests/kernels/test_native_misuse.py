@@ -27,7 +27,7 @@ ALL_MISUSES = [*MISUSES, *PROGRAM_MISUSES]
 # Arrays that are written; None is a value for those that may be left out.
 WRITTEN = {"out", "sum", "normed", "cosine", "sine", "qkv", "logits", "keys", "values"}
 OPTIONAL = {"bias", "logit_rows"}
-SEGMENT_FIELDS = ("token_start", "query_starts", "context_lens", "block_tables")
+SEGMENT_FIELDS = ("phase", "token_start", "query_starts", "context_lens", "block_tables")
 Path = tuple[str | int, ...]
 
 

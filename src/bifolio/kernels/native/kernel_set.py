@@ -16,6 +16,7 @@ import numpy as np
 from bifolio.errors import ConfigError
 from bifolio.kernels.interface import (
     Array,
+    AttentionPhase,
     AttentionSegment,
     AttentionShape,
     Batch,
@@ -33,6 +34,7 @@ FORMAT_CODES = {name: code for code, name in enumerate(("F32", "F16", "BF16", "Q
 ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 ACTIVATION_PLANES = {"int8": 1, "int16": 2}  # bytes of one activation in products with quantised weights
 KV_CODES = {"f32": 0, "f16": 1, "bf16": 2, "q8_0": 3}
+PHASE_CODES = {AttentionPhase.PREFILL: 0, AttentionPhase.DECODE: 1}  # selects the plan of attention
 TEMPORARY_BLOCK = 64  # tokens of a block when keys and values are not cached anywhere
 
 
@@ -256,7 +258,8 @@ class NativeKernels:
                     values[next_block, :, : stop - token] = heads.value[token:stop].transpose(1, 0, 2)
                     tables[i, number] = next_block
                     next_block += 1
-            described.append((segment.token_start, starts, np.diff(starts).astype(np.int32), tables))
+            phase = PHASE_CODES[segment.phase]
+            described.append((phase, segment.token_start, starts, np.diff(starts).astype(np.int32), tables))
         return self._native.Cache([keys], [values], KV_CODES["f32"], shape.head_dim), described
 
 
@@ -291,7 +294,8 @@ def _joined_bias(linear: Linear) -> np.ndarray | None:
 
 
 def _segment(segment: AttentionSegment) -> tuple[Any, ...]:
-    return segment.token_start, segment.query_starts, segment.context_lens, segment.block_tables
+    phase = PHASE_CODES[segment.phase]
+    return phase, segment.token_start, segment.query_starts, segment.context_lens, segment.block_tables
 
 
 def _dtype_name(array: np.ndarray) -> str:
