@@ -116,7 +116,7 @@ class Attention {
   }
 
   // Queries [first, last) of a unit over the positions [begin, end): neighbours together as far as they share blocks,
-  // then those of them that share more, and in the end each sequence by itself.
+  // then the smaller groups that share more, and finally each sequence by itself.
   void attend_between(const AttentionUnit& unit, int64_t first, int64_t last, int64_t begin, int64_t end, const AttentionRows& rows,
                       uint8_t* scratch) const {
     const Query* queries = queries_.data() + unit.first;
@@ -133,7 +133,7 @@ class Attention {
     }
   }
 
-  // Sequences beyond the first are spared the reading of what the rows see in [begin, end).
+  // Counts the tokens in [begin, end) that are read once instead of once for each sequence.
   static void count_shared(const Query* first, const Query* last, int64_t begin, int64_t end, const AttentionRows& rows) {
     int64_t others = 0;
     for (const Query* query = first + 1; query < last; ++query) others += query->table != query[-1].table;
@@ -172,7 +172,7 @@ struct Context {
   int64_t num_blocks;
   int64_t first_token, first_position, num_queries;
 
-  // Any order that makes neighbours of tables with a common beginning.
+  // An order in which tables with a common prefix are neighbours.
   bool operator<(const Context& other) const {
     const int order = std::memcmp(table, other.table, size_t(std::min(num_blocks, other.num_blocks)) * sizeof(int32_t));
     return order ? order < 0 : num_blocks < other.num_blocks;

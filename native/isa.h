@@ -1,4 +1,4 @@
-// Which instruction set is used: the one with the highest score, or the one that was asked for.
+// The instruction set in use: the one with the highest score, or the one chosen with set_isa.
 #pragma once
 
 #include <string>

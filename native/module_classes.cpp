@@ -12,7 +12,7 @@ namespace {
 Format require_rows(const char* name, int code, const Bytes& bytes, int64_t width) {
   const Format format = format_of("format", code);
   require_between("width", width, 1, kMaxWidth);
-  require(format < Format::Q8_0 || width % kBlock == 0, "width is ", width, " and must be a multiple of ", kBlock,
+  require(format < Format::Q8_0 || width % kQuantBlock == 0, "width is ", width, " and must be a multiple of ", kQuantBlock,
           " for formats of blocks");
   require(rows_in(bytes) > 0, name, " has no rows and must have at least one");
   require_width(name, bytes, int64_t(source_row_bytes(format, width)));
@@ -73,11 +73,11 @@ CacheHolder::CacheHolder(nb::list keys, nb::list values, int kv_type, int64_t he
   const KvType type{kv_type};
   const KvNumbers numbers = kv_numbers(type);
   require_between("head_dim", head_dim, 1, kMaxHeadDim);
-  require(type != KvType::Q8_0 || head_dim % kBlock == 0, "head_dim is ", head_dim, " and must be a multiple of ", kBlock,
+  require(type != KvType::Q8_0 || head_dim % kQuantBlock == 0, "head_dim is ", head_dim, " and must be a multiple of ", kQuantBlock,
           " for a cache of q8_0");
   require(keys.size() > 0, "keys has no layers and must have at least one");
   require(keys.size() == values.size(), "values has ", values.size(), " layers and must have ", keys.size(), ", as keys has");
-  const int64_t row_elements = type == KvType::Q8_0 ? head_dim + head_dim / kBlock * 2 : head_dim;
+  const int64_t row_elements = type == KvType::Q8_0 ? head_dim + head_dim / kQuantBlock * 2 : head_dim;
   for (size_t i = 0; i < keys.size(); ++i) {
     const KvArray key = kv_array("keys", i, keys[i], numbers), value = kv_array("values", i, values[i], numbers);
     require(int64_t(key.shape(3)) == row_elements, "keys[", i, "] has rows of ", key.shape(3), " elements and must have rows of ",

@@ -15,7 +15,7 @@
 namespace bifolio {
 namespace {
 
-// How long a thread looks for work before it sleeps: a decode step follows the last one within some ten microseconds,
+// How often a thread polls for work before it sleeps: a decode step follows the last one within some ten microseconds,
 // and waking a thread costs about as much.
 constexpr int kSpins = 4000;
 
@@ -49,7 +49,7 @@ int default_threads() {
 
 Scratch::~Scratch() { std::free(data_); }
 
-// On huge pages from some size on: rows that are far apart would each need a page of their own.
+// Huge pages from some size on: otherwise rows that are far apart each need an entry of the TLB.
 uint8_t* Scratch::bytes(size_t size) {
   if (size > size_) {
     std::free(data_);
@@ -82,7 +82,7 @@ Scratch& Member::scratch() { return *pool_.scratch_[size_t(rank)]; }
 
 std::atomic<int64_t>& Member::counter() { return pool_.counters_[loop_].value; }
 
-// Three counters in turn: the one reset here was last used two barriers ago, so nobody can still look at it.
+// Three counters in turn: the one reset here was last used two barriers ago, so no member still reads it.
 void Member::finish_loop() {
   if (rank == 0) pool_.counters_[(loop_ + 1) % 3].value.store(0, std::memory_order_relaxed);
   loop_ = (loop_ + 1) % 3;
@@ -149,7 +149,7 @@ void Pool::wait_for_others(uint32_t sense) {
     if (spins < kSpins) {
       pause_briefly();
     } else {
-      sched_yield();  // more threads than free cores: let the one we wait for run
+      sched_yield();  // more threads than free cores: yield to the one that is late
     }
   }
 }

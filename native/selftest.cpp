@@ -4,7 +4,7 @@
 //
 // Results must be equal bit for bit, except where tiles have an arithmetic of their own (bfloat16 caches, bfloat16 and
 // quantised weights).
-// "tiles" is what AMX runs, on tile registers in plain C++: these two must be equal everywhere. Plain C++ is compiled with a
+// "tiles" is the code of AMX on tile registers in plain C++: these two must be equal everywhere. Plain C++ is compiled with a
 // fused multiply-add here, which it does not have on x86 otherwise.
 #include <cstdio>
 #include <cstdlib>
@@ -108,7 +108,7 @@ std::vector<float> product(const std::vector<float>& x, int64_t rows, const Line
   return y;
 }
 
-// Rounding must not make all products larger or smaller. A slope of 1: it does not.
+// Rounding must have no bias: the slope of rounded over exact products is 1.
 void check_slope(const std::string& what, const std::vector<float>& found, const std::vector<float>& expected) {
   double both = 0, squares = 0;
   for (size_t i = 0; i < found.size(); ++i) both += double(found[i]) * expected[i], squares += double(expected[i]) * expected[i];
@@ -117,7 +117,7 @@ void check_slope(const std::string& what, const std::vector<float>& found, const
   if (!(std::fabs(slope - 1) < 5e-4)) std::printf("FAILED %-34s has a slope of %.5f\n", what.c_str(), slope);
 }
 
-// With the weights of the file and no rounding on the way.
+// The product with the weights of the file, summed in double precision.
 std::vector<float> exact_product(const std::vector<float>& x, int64_t rows, Format format, const std::vector<uint8_t>& bytes, int64_t n) {
   const int64_t k = int64_t(x.size()) / rows;
   std::vector<float> y(size_t(rows * n)), w(static_cast<size_t>(k));
@@ -147,7 +147,7 @@ void check_products() {
         const auto found = product(x, rows, weights), exact = exact_product(x, rows, Format(format), bytes, n);
         report(std::string(name) + " of floats", "tiles", compare(found, exact), 0.006, false);
         if (rows * n * k > 5000000) check_slope(name, found, exact);
-        std::vector<float> alone;  // every row must be what it is alone
+        std::vector<float> alone;  // every row must be equal to the row alone
         for (const std::string& isa : available_isas()) {
           set_isa(isa);
           const auto all = product(x, rows, weights);
@@ -161,7 +161,7 @@ void check_products() {
       }
 }
 
-// Parts of several formats in one layer: each must be what it is alone.
+// Parts of several formats in one layer: each must be equal to the part alone.
 void check_mixed_formats() {
   const int64_t n = 40, k = 96;
   for (int first : {1, 2, 4})
@@ -231,7 +231,7 @@ void check_attention() {
     for (int64_t dim : {32, 40, 64, 80, 96, 128, 256})
       for (int64_t rows : {1, 2, 3, 4, 5, 7, 8, 9, 16, 63, 128})
         for (int64_t context : {1, 30, 64, 201}) {
-          if (type == 3 && dim % kBlock) continue;
+          if (type == 3 && dim % kQuantBlock) continue;
           const size_t row_bytes = type == 3 ? size_t(dim + dim / 32 * 2) : size_t(dim) * (type == 0 ? 4 : 2);
           const int64_t block_size = dim == 96 ? 8 : 16, blocks = 256 / block_size;
           std::vector<uint8_t> keys(size_t(blocks * block_size) * row_bytes), values(keys.size());
@@ -262,7 +262,7 @@ void check_attention() {
             return mixed;
           };
           check(name, type == 2 ? 0.015 : 0, [&] { return attend_rows(0, rows); });
-          for (const std::string& isa : available_isas()) {  // every row must be what it is alone
+          for (const std::string& isa : available_isas()) {  // every row must be equal to the row alone
             set_isa(isa);
             const auto all = attend_rows(0, rows);
             for (int64_t r = 0; r < rows; r += std::max<int64_t>(1, rows / 3)) {
@@ -275,7 +275,7 @@ void check_attention() {
         }
 }
 
-// A query that is not a number must not become one.
+// A NaN in a query must stay NaN.
 void check_nan() {
   const int64_t dim = 64;
   std::vector<uint8_t> cache(size_t(kTile * dim) * 2, 0x3c);
@@ -293,7 +293,7 @@ void check_nan() {
     kernels().attend_part(kv, 0, table, 0, kSpan, state, scratch.data());
     for (int64_t r = 0; r < rows; ++r) {
       failures += std::isnan(total[r]) != (r == 0);
-      if (std::isnan(total[r]) != (r == 0)) std::printf("FAILED attention: row %lld of %lld with one that is not a number\n", (long long)r, (long long)rows);
+      if (std::isnan(total[r]) != (r == 0)) std::printf("FAILED attention: row %lld of %lld with one NaN\n", (long long)r, (long long)rows);
     }
   }
   set_isa("");
