@@ -9,10 +9,10 @@ namespace bifolio {
 namespace {
 
 // The bytes of a matrix hold whole rows of `width` numbers.
-Format require_rows(const char* name, int code, const Bytes& bytes, int64_t width) {
+Format require_rows(const char* name, int code, const Bytes& bytes, const char* width_name, int64_t width) {
   const Format format = format_of("format", code);
-  require_between("width", width, 1, kMaxWidth);
-  require(format < Format::Q8_0 || width % kQuantBlock == 0, "width is ", width, " and must be a multiple of ", kQuantBlock,
+  require_between(width_name, width, 1, kMaxWidth);
+  require(format < Format::Q8_0 || width % kQuantBlock == 0, width_name, " is ", width, " and must be a multiple of ", kQuantBlock,
           " for formats of blocks");
   require(rows_in(bytes) > 0, name, " has no rows and must have at least one");
   require_width(name, bytes, int64_t(source_row_bytes(format, width)));
@@ -66,7 +66,7 @@ NormHolder::NormHolder(nb::handle weight_array, nb::handle bias_array, float eps
 }
 
 TableHolder::TableHolder(int format, nb::handle array, int64_t width) : bytes(array_of<const uint8_t, 2>("bytes", array)), table{} {
-  table = {require_rows("bytes", format, bytes, width), bytes.data(), rows_in(bytes), width, bytes.shape(1)};
+  table = {require_rows("bytes", format, bytes, "width", width), bytes.data(), rows_in(bytes), width, bytes.shape(1)};
 }
 
 CacheHolder::CacheHolder(nb::list keys, nb::list values, int kv_type, int64_t head_dim) {
@@ -107,11 +107,11 @@ LinearWeights* make_linear(const nb::list& parts, int64_t k, nb::handle bias_arr
   std::vector<SourceRows> sources;
   int64_t n = 0;
   for (nb::handle part : parts) {
-    std::pair<int, nb::object> fields;
-    require(nb::isinstance<nb::tuple>(part) && nb::len(part) == 2 && nb::try_cast(part[0], fields.first),
+    int code = 0;
+    require(nb::isinstance<nb::tuple>(part) && nb::len(part) == 2 && nb::try_cast(part[0], code),
             "parts must hold pairs (format, bytes)");
     const Bytes& bytes = arrays.emplace_back(array_of<const uint8_t, 2>("the bytes of a part", part[1]));
-    const Format format = require_rows("the bytes of a part", fields.first, bytes, k);
+    const Format format = require_rows("the bytes of a part", code, bytes, "k", k);
     sources.push_back({format, bytes.data(), rows_in(bytes), bytes.shape(1)});
     n += rows_in(bytes);
   }

@@ -3,6 +3,7 @@
 #include <sched.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <fstream>
 #include <new>
@@ -33,7 +34,8 @@ inline void pause_briefly() {
 int default_threads() {
   cpu_set_t allowed;
   CPU_ZERO(&allowed);
-  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return int(std::thread::hardware_concurrency());
+  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0)
+    return std::clamp(int(std::thread::hardware_concurrency()), 1, Pool::kMaxThreads);
   std::set<std::string> cores;
   for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
     if (!CPU_ISSET(cpu, &allowed)) continue;
@@ -42,7 +44,7 @@ int default_threads() {
     if (!std::getline(siblings, line)) line = std::to_string(cpu);
     cores.insert(line);
   }
-  return cores.empty() ? 1 : int(cores.size());
+  return cores.empty() ? 1 : std::min(int(cores.size()), Pool::kMaxThreads);
 }
 
 }  // namespace
