@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,6 +50,22 @@ class TokenLogprob:
     logprob: float
     rank: int  # 1: the most likely token
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), best first
+
+
+class DraftStep(NamedTuple):
+    """One verification of guessed tokens."""
+
+    completion: int  # index of the sequence within its request
+    position: int  # of the first guess among the output tokens
+    drafts: tuple[int, ...]
+    num_accepted: int
+
+
+class BeamStep(NamedTuple):
+    """One step of a beam search: the beams that it chose."""
+
+    position: int  # of the new tokens among the output tokens
+    beams: tuple[tuple[int, int, float, bool], ...]  # place of the parent in the step before, token, score, has ended
 
 
 @dataclass(slots=True)
@@ -229,6 +245,7 @@ class Request:
     error: str | None = None
     keep: bool = False  # hold the blocks after the end, so that the conversation can be branched
     search: Any = None  # the beam search, if it is one
+    steps: list[DraftStep | BeamStep] | None = None  # recorded where a client watches them
     wants_logprobs: bool = field(init=False)  # of every drawn token
     prompt_array: NDArray[np.int32] = field(init=False, repr=False)  # the prompt in one piece, for hashing and copying
 

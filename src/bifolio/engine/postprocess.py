@@ -23,7 +23,7 @@ from bifolio.sampling.sampler import SampledTokens, Sampler, prompt_logprobs
 from bifolio.schedule.batcher import ContinuousBatcher, unforked_children
 from bifolio.schedule.phases import PhaseManager
 from bifolio.schedule.plan import ScheduledSequence, StepPlan
-from bifolio.sequence import FinishReason, Request, Sequence, StepResult, TokenLogprob
+from bifolio.sequence import DraftStep, FinishReason, Request, Sequence, StepResult, TokenLogprob
 
 Candidates = tuple[np.ndarray, np.ndarray | None]  # logits f32[b, vocab], or (logprobs f32[b, k], ids i64[b, k])
 
@@ -195,6 +195,9 @@ class Postprocessor:
         sequence.num_accepted += accepted
         if self._speculator is not None:
             self._speculator.observe(sequence, len(item.drafts), accepted)
+        if sequence.request.steps is not None:
+            position = len(sequence.output_token_ids)
+            sequence.request.steps.append(DraftStep(sequence.index, position, tuple(item.drafts), accepted))
         for row in rows[: accepted + 1]:
             self._add_token(sequence, sampled, row, results)
             if sequence.finish_reason is not None:

@@ -34,6 +34,7 @@ from bifolio.serve.responses import (
     Usage,
 )
 from bifolio.serve.sampling import EngineParams, engine_params
+from bifolio.serve.steps import watched_steps
 from bifolio.serve.tools import CallScanner, ToolPlan, called, plan_tools, read_call
 from bifolio.text.chat_template import render_chat
 
@@ -104,6 +105,11 @@ class ChatCall:
         usage: msgspec.UnsetType | None = None if wants_usage else msgspec.UNSET
         while updates := await run.next():
             for _, update in updates:
+                steps = watched_steps(update, 0, self.context.texts)
+                if steps is not None:
+                    yield ChatChunk(
+                        self.id, "chat.completion.chunk", self.created, self.context.name, [], usage, steps=steps
+                    )
                 for piece in update.pieces:
                     for chunk in self._chunks(piece):
                         yield self._chunk(chunk, usage)
@@ -206,6 +212,7 @@ async def prepare(context: ServerContext, request: ChatRequest, tenant: Tenant) 
         request.cache_salt,
         request.timeout,
         drawn,
+        request.stream_options is not None and request.stream_options.include_steps,
     )
     return ChatCall(context, request, tools, job)
 

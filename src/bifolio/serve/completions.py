@@ -17,6 +17,7 @@ from bifolio.serve.generation import Answer, Job, Run, Scored, Whole
 from bifolio.serve.protocol import CompletionRequest
 from bifolio.serve.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
 from bifolio.serve.sampling import engine_params
+from bifolio.serve.steps import watched_steps
 from bifolio.serve.token_text import TokenTexts
 
 LOWEST = -9999.0  # JSON has no infinity
@@ -74,6 +75,9 @@ class CompletionCall:
         usage: msgspec.UnsetType | None = None if wants_usage else msgspec.UNSET
         while updates := await run.next():
             for number, update in updates:
+                steps = watched_steps(update, number * self.job.num_choices, self.context.texts)
+                if steps is not None:
+                    yield msgspec.structs.replace(self._completion([], usage), steps=steps)
                 if update.prompt_logprobs is not None or (self.request.echo and update.num_cached_tokens is not None):
                     for chunk in self._echoed(number, update.prompt_logprobs):
                         yield self._completion([chunk], usage)
@@ -186,6 +190,7 @@ async def prepare(context: ServerContext, request: CompletionRequest, tenant: Te
         request.cache_salt,
         request.timeout,
         drawn,
+        request.stream_options is not None and request.stream_options.include_steps,
     )
     return CompletionCall(context, request, prompts, job)
 

@@ -34,6 +34,7 @@ class Job:
     cache_salt: str | None = None
     timeout: float | None = None
     num_drawn: int = 1  # sequences of each prompt: best_of, or beams
+    wants_steps: bool = False  # verified drafts and steps of a beam search
 
 
 @dataclass(slots=True)
@@ -69,6 +70,7 @@ class Run:
                     not job.stream,
                     job.priority,
                     salt,
+                    job.wants_steps,
                 )
             )
             self.context.metrics.prompt_tokens.inc(len(prompt))

@@ -33,6 +33,7 @@ class Start(msgspec.Struct, tag="start", omit_defaults=True):
     final_only: bool = False  # one update, at the end
     priority: int = 0
     salt: bytes = b""
+    wants_steps: bool = False  # updates carry verified drafts and steps of a beam search
 
 
 class Abort(msgspec.Struct, tag="abort"):
@@ -120,6 +121,8 @@ class Update(msgspec.Struct, array_like=True, omit_defaults=True):
     prompt_logprobs: list[tuple[int, float, int, list[tuple[int, float]]] | None] | None = None
     ended: Ended | None = None
     num_cached_tokens: int | None = None  # in the first update
+    drafts: list[tuple[int, int, list[int], int]] | None = None  # completion, position, guesses, how many were right
+    beams: list[tuple[int, list[tuple[int, int, float, bool]]]] | None = None  # position, (parent, token, score, ended)
 
 
 class Updates(msgspec.Struct, tag="updates"):

@@ -30,6 +30,7 @@ class Strict(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class StreamOptions(Strict, kw_only=True):
     include_usage: bool = False  # a last chunk with the usage of the whole request
     include_obfuscation: bool = False  # ignored
+    include_steps: bool = False  # beyond OpenAI: verified drafts and steps of a beam search, as they happen
 
 
 class JsonSchemaFormat(Strict, kw_only=True):

@@ -20,6 +20,37 @@ class Usage(msgspec.Struct):
     prompt_tokens_details: PromptTokensDetails
 
 
+class WatchedDraft(msgspec.Struct):
+    """Guessed tokens that one pass verified."""
+
+    index: int  # of the choice
+    position: int  # of the first guess among the output tokens
+    tokens: list[str]
+    accepted: int  # leading tokens that were right
+
+
+class WatchedBeam(msgspec.Struct):
+    """A beam that a step of a search chose."""
+
+    parent: int  # its place among the running beams of the step before
+    token: str
+    token_id: int
+    score: float  # summed logprob
+    finished: bool
+
+
+class WatchedBeamStep(msgspec.Struct):
+    position: int
+    beams: list[WatchedBeam]
+
+
+class Steps(msgspec.Struct):
+    """Speculation and beam search as they happen (`stream_options.include_steps`)."""
+
+    drafts: list[WatchedDraft]
+    beams: list[WatchedBeamStep]
+
+
 class CompletionLogprobs(msgspec.Struct):
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -48,6 +79,7 @@ class Completion(msgspec.Struct):
     choices: list[CompletionChoice]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
     system_fingerprint: str | None = None
+    steps: Steps | msgspec.UnsetType = msgspec.UNSET
 
 
 class TopLogprob(msgspec.Struct):
@@ -130,6 +162,7 @@ class ChatChunk(msgspec.Struct):
     choices: list[ChatChunkChoice]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
     system_fingerprint: str | None = None
+    steps: Steps | msgspec.UnsetType = msgspec.UNSET
 
 
 class ModelCard(msgspec.Struct):
@@ -138,6 +171,8 @@ class ModelCard(msgspec.Struct):
     max_model_len: int
     object: Literal["model"] = "model"
     owned_by: str = "bifolio"
+    has_chat_template: bool = False
+    sampling_defaults: dict[str, dict[str, float | None]] = {}  # "chat" and "completion": values of absent fields
 
 
 class ModelList(msgspec.Struct):

@@ -24,6 +24,12 @@ BEAM_FIELDS = frozenset(
      "repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size", "logit_bias", "bad_words",
      "allowed_token_ids", "skip_special_tokens")
 )  # fmt: skip
+SHOWN_DEFAULTS = (
+    "temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "no_repeat_ngram_size", "dry_multiplier", "dry_base", "dry_allowed_length", "xtc_probability",
+    "xtc_threshold", "min_tokens",
+)  # fmt: skip
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default of /v1/completions
 JSON_OBJECT_SCHEMA = '{"type":"object"}'
 
 
@@ -56,6 +62,16 @@ def engine_params(
         values = {**merge_defaults(defaults, **explicit), "n": request.n, "max_tokens": limit}
     _check(values, request.beam_search is not None)
     return EngineParams(values, grammar, request.beam_search is not None, drop_output)
+
+
+def sampling_defaults(model_defaults: dict[str, Any]) -> dict[str, dict[str, float | None]]:
+    """The value of every absent number of a request, for each kind of completion; None: no limit of its own."""
+    params = SamplingParams(**merge_defaults(model_defaults))
+    values: dict[str, float | None] = {name: getattr(params, name) for name in SHOWN_DEFAULTS}
+    return {
+        "chat": {**values, "max_tokens": None, "n": 1},
+        "completion": {**values, "max_tokens": COMPLETION_MAX_TOKENS, "n": 1},
+    }
 
 
 def _beam_values(beams: BeamSearch, request: Generation, explicit: dict[str, Any], limit: int | None) -> dict[str, Any]:

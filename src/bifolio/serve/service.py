@@ -24,7 +24,7 @@ from bifolio.engine.fault.out_of_memory import STEP_FAILED
 from bifolio.engine.thread import EngineThread
 from bifolio.errors import BifolioError, GrammarError, RequestError
 from bifolio.sampling_params import SamplingParams
-from bifolio.sequence import Request, StepResult, TokenLogprob
+from bifolio.sequence import BeamStep, DraftStep, Request, StepResult, TokenLogprob
 from bifolio.serve import messages as m
 from bifolio.serve.embedding import EmbeddingQueue
 from bifolio.serve.snapshot import blocks_of, slots_of, waiting_of
@@ -60,6 +60,7 @@ class EngineService:
     _embeddings: EmbeddingQueue = field(init=False)
     _compilers: ThreadPoolExecutor = field(init=False)
     _compiling: set[str] = field(init=False, default_factory=set)  # ids whose grammar is being compiled
+    _watched: set[str] = field(init=False, default_factory=set)  # ids whose steps are sent
     _last_sent: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
@@ -160,7 +161,10 @@ class EngineService:
             self._refuse(message.id, error)
             return
         count = len(request.sequences)
-        only_at_the_end = message.final_only or _decided_at_the_end(request)
+        only_at_the_end = message.final_only or (_decided_at_the_end(request) and not message.wants_steps)
+        if message.wants_steps:
+            request.steps = []
+            self._watched = {name for name in self._watched if name in self._live} | {message.id}
         self._live[message.id] = _Live(request, [0] * count, [0] * count, [False] * count, only_at_the_end)
 
     def _refuse(self, request_id: str, error: BifolioError) -> None:
@@ -200,6 +204,8 @@ class EngineService:
             if live is not None:
                 live.has_news = not live.final_only or live.request.is_finished
                 urgent = urgent or (live.has_news and (result.finished or not live.sent_first))
+        for live in [self._live[name] for name in self._watched if name in self._live]:
+            live.has_news = live.has_news or bool(live.request.steps)
         now = time.monotonic()
         interval = min(len(self._live) / self.max_updates_per_second, MAX_UPDATE_SECONDS)
         if urgent or now - self._last_sent >= interval:
@@ -219,8 +225,9 @@ class EngineService:
 
     def _update(self, live: _Live) -> m.Update | None:
         request = live.request
-        pieces = _final_pieces(request) if _decided_at_the_end(request) else self._pieces(live)
+        pieces = self._pieces(live)
         update = m.Update(request.request_id, pieces)
+        has_steps = _add_steps(update, request)
         if not live.sent_first and pieces:
             live.sent_first = True
             update.num_cached_tokens = request.metrics.num_cached_tokens
@@ -229,10 +236,12 @@ class EngineService:
         if request.is_finished:
             update.ended = _ended(request)
             del self._live[request.request_id]
-        return update if pieces or update.ended is not None else None
+        return update if pieces or has_steps or update.ended is not None else None
 
     def _pieces(self, live: _Live) -> list[m.Piece]:
         request = live.request
+        if _decided_at_the_end(request):
+            return _final_pieces(request) if request.is_finished else []
         pieces = []
         for number, sequence in enumerate(request.sequences):
             tokens, chars = live.sent_tokens[number], live.sent_chars[number]
@@ -259,6 +268,18 @@ class EngineService:
 def _decided_at_the_end(request: Request) -> bool:
     """Which completions are returned, and in which order, is decided at the end."""
     return request.params.num_sequences > request.params.n or request.search is not None
+
+
+def _add_steps(update: m.Update, request: Request) -> bool:
+    """Move the recorded steps of a watched request into the update; False if there are none."""
+    if not request.steps:
+        return False
+    drafts = [step for step in request.steps if isinstance(step, DraftStep)]
+    beams = [step for step in request.steps if isinstance(step, BeamStep)]
+    request.steps.clear()
+    update.drafts = [(step.completion, step.position, list(step.drafts), step.num_accepted) for step in drafts] or None
+    update.beams = [(step.position, list(step.beams)) for step in beams] or None
+    return True
 
 
 def _final_pieces(request: Request) -> list[m.Piece]:

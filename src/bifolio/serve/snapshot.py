@@ -44,6 +44,9 @@ def _entry(sequence: Sequence) -> dict[str, Any]:
         "limit": request.max_tokens,
         "cached": request.metrics.num_cached_tokens,
         "preemptions": request.metrics.num_preemptions,
+        "drafted": sequence.num_drafted,
+        "accepted": sequence.num_accepted,
+        "beams": 0 if request.search is None else len(request.search.members),
     }
 
 

@@ -27,7 +27,7 @@ from bifolio.engine.beam.hypotheses import (
 )
 from bifolio.sampling.logprobs import score_tokens
 from bifolio.sampling.sampler import Sampler
-from bifolio.sequence import FinishReason, Request, Sequence, TokenLogprob
+from bifolio.sequence import BeamStep, FinishReason, Request, Sequence, TokenLogprob
 
 
 class BeamSearch:
@@ -119,7 +119,20 @@ class BeamSearch:
             chosen.extend(candidate.token for candidate in running)
             self._note_finished(beams, finished, logits, rows)
             moves.append((number, [] if done else running, finished))
+        self._record(moves)
         self._move(moves, logits, rows, sampler, slots)
+
+    def _record(self, moves: list[tuple[int, list[Candidate], list[tuple[Candidate, Hypothesis]]]]) -> None:
+        """Note the chosen beams, where a client watches the search."""
+        if self.request.steps is None:
+            return
+        chosen = []
+        for number, running, finished in moves:
+            first = sum(len(beams) for beams in self.beams[:number])
+            for candidate, ended in [(c, False) for c in running] + [(c, True) for c, _ in finished]:
+                chosen.append((first + candidate.beam, candidate.token, candidate.score, ended))
+        position = max(group.num_steps for group in self.groups) - 1
+        self.request.steps.append(BeamStep(position, tuple(chosen)))
 
     def _ending(self, beams: list[Sequence], candidate: Candidate) -> Ending | None:
         beam = beams[candidate.beam]
