@@ -1,9 +1,14 @@
-// What both halves of the page share: elements, the key, requests, events, the tooltip.
+// Shared by all views: elements, the key, requests, server-sent events, frames, the tooltip, announcements.
 
 export const $ = (id) => document.getElementById(id);
 
 export function make(tag, properties = {}, ...children) {
-  const node = Object.assign(document.createElement(tag), properties);
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(properties)) {
+    if (value === undefined || value === false) continue;
+    if (name.includes("-") || name === "role") node.setAttribute(name, value);
+    else node[name] = value;
+  }
   node.append(...children);
   return node;
 }
@@ -36,7 +41,7 @@ export async function request(path, { body, signal } = {}) {
     try {
       message = (await answer.json()).error.message;
     } catch {
-      // not ours: the status has to do
+      // another program answered: its status has to do
     }
     if (answer.status === 401) $("key-form").hidden = false;
     throw new HttpError(answer.status, message);
@@ -44,20 +49,34 @@ export async function request(path, { body, signal } = {}) {
   return answer;
 }
 
-// Server-sent events of a fetched answer: EventSource cannot send a key.
-export async function* events(answer) {
+// Server-sent events of a fetched answer, those of one read together: EventSource cannot send a key.
+export async function* batches(answer) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";
   for (;;) {
     const { value, done } = await reader.read();
     if (done) return;
-    text += value;
-    for (let end = text.indexOf("\n\n"); end >= 0; end = text.indexOf("\n\n")) {
-      const event = text.slice(0, end);
-      text = text.slice(end + 2);
-      if (event.startsWith("data: ") && event !== "data: [DONE]") yield JSON.parse(event.slice(6));
+    const parts = (text + value).split("\n\n");
+    text = parts.pop();
+    const found = [];
+    for (const part of parts) {
+      if (part.startsWith("data: ") && part !== "data: [DONE]") found.push(JSON.parse(part.slice(6)));
     }
+    if (found.length) yield found;
   }
+}
+
+// Work that is done once before the next frame, however often it is asked for; `key` tells equal work apart.
+const pending = new Map();
+export function onFrame(name, work) {
+  if (!pending.size) requestAnimationFrame(flushFrame);
+  pending.set(name, work);
+}
+
+export function flushFrame() {
+  const work = [...pending.values()];
+  pending.clear();
+  for (const each of work) each();
 }
 
 export function showTip(text, x, y) {
@@ -72,6 +91,16 @@ export function showTip(text, x, y) {
 export function hideTip() {
   $("tip").hidden = true;
 }
+
+// Tell screen readers; the region is emptied first so that equal texts are read again.
+export function announce(text) {
+  $("announce").textContent = "";
+  setTimeout(() => {
+    $("announce").textContent = text;
+  }, 50);
+}
+
+export const plural = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
 
 // Colours that stay apart: steps of the golden angle around the circle.
 export const slotColour = (slot) => `hsl(${(200 + slot * 137.5) % 360} 55% ${slot % 2 ? 46 : 54}%)`;

@@ -1,9 +1,10 @@
 // The live view: a map of the cache's blocks, the batch's slots, and a minute of history.
-import { $, cssColour, events, hideTip, make, prepare, request, showTip, slotColour } from "./core.js";
+import { $, batches, cssColour, hideTip, make, onFrame, prepare, request, showTip, slotColour } from "./core.js";
 
 const HELD = 2; // states: 0 free, 1 cached, HELD + slot
 const SECONDS = 60;
 const INTERVAL = 0.25;
+const FRESH = 3; // seconds after which a figure without news vanishes
 const history = [];
 let controller = null;
 let grid = null; // of the last drawing: {columns, size, blocks}
@@ -15,7 +16,11 @@ export async function startLive() {
   while (controller === mine) {
     try {
       const answer = await request(`/live?interval=${INTERVAL}`, { signal: mine.signal });
-      for await (const event of events(answer)) take(event);
+      for await (const found of batches(answer)) {
+        for (const event of found) note(event);
+        const newest = found.at(-1);
+        onFrame("live", () => draw(newest));
+      }
     } catch (error) {
       if (error.name === "AbortError") return;
       if (error.status === 401) {
@@ -23,6 +28,7 @@ export async function startLive() {
         return;
       }
     }
+    clearLive(); // the stream ended: its figures are old
     await new Promise((done) => setTimeout(done, 1000));
   }
 }
@@ -33,15 +39,44 @@ export function stopLive() {
   hideTip();
 }
 
-function take(event) {
+function draw(event) {
+  if ($("live").hidden) return;
   if (event.blocks !== undefined) {
     const bytes = Uint8Array.from(atob(event.blocks), (letter) => letter.charCodeAt(0));
     drawBlocks(bytes, event);
     drawSlots(event);
+  } else {
+    clearPicture("The engine is starting: no figures yet.");
   }
-  note(event);
   drawCharts();
 }
+
+// Without a server there are no figures: old ones would be taken for new ones.
+export function clearLive() {
+  history.length = 0;
+  clearPicture("No figures: the server does not answer.");
+  if (!$("live").hidden) drawCharts();
+}
+
+function clearPicture(sentence) {
+  grid = null;
+  hideTip();
+  prepare($("blocks"), 0);
+  delete $("blocks").dataset.held;
+  delete $("blocks").dataset.cached;
+  $("slots").replaceChildren();
+  $("blocks-summary").textContent = sentence;
+  $("slots-summary").textContent = $("waiting").textContent = "";
+}
+
+// The same figures in other colours, or at another width.
+export function redrawLive() {
+  if ($("live").hidden || !grid) return;
+  drawBlocks(grid.bytes, grid.event);
+  drawCharts();
+}
+addEventListener("resize", () => onFrame("resize", redrawLive));
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawLive);
 
 // -- blocks ----------------------------------------------------------------------------------------------------------
 
@@ -107,7 +142,7 @@ function blockTip(event) {
   const [state, holders] = [grid.bytes[2 * block], grid.bytes[2 * block + 1]];
   if (state === undefined || column >= grid.columns) return hideTip();
   const slot = grid.event.slots.find((each) => each.slot === state - HELD);
-  const what = state === 0 ? "free" : state === 1 ? "cached prefix, free to be taken"
+  const what = state === 0 ? "free" : state === 1 ? "cached prefix, free to be evicted"
     : `held by slot ${state - HELD}${slot ? `, request ${slot.id}` : ""}`;
   showTip(`block ${block + 1}: ${what}${holders > 1 ? `\nshared by ${holders} sequences` : ""}`,
           event.clientX, event.clientY);
@@ -130,6 +165,8 @@ function drawSlots(event) {
     const row = make("div", { className: "slot" }, chip, make("span", { textContent: slot.phase }), bar,
                      make("span", { className: "count", textContent: text }));
     const notes = [`request ${slot.id}`, `${slot.cached} prompt tokens were cached`];
+    if (slot.beams) notes.push(`one of ${slot.beams} beams`);
+    if (slot.drafted) notes.push(`${slot.accepted} of ${slot.drafted} guessed tokens accepted`);
     if (slot.preemptions) notes.push(`preempted ${slot.preemptions} times`);
     row.title = notes.join("\n");
     return row;
@@ -147,13 +184,14 @@ const CHARTS = [
   ["decode", "--accent", (rate) => rate.decode, (value) => value.toFixed(0)],
   ["ttft", "--accent", (rate) => rate.ttft, (value) => `${(1000 * value).toFixed(0)} ms`],
   ["hits", "--accent", (rate) => rate.hits, (value) => `${(100 * value).toFixed(0)} %`],
+  ["drafts", "--accent", (rate) => rate.drafts, (value) => `${(100 * value).toFixed(0)} %`],
 ];
 
 // Rates over the last second; a restart of the engine begins anew.
 function note(event) {
   const sample = { time: event.time, ...event.stats, ...event.latency };
   const old = history.findLast((each) => each.time <= event.time - 1) ?? history[0];
-  const rate = { time: event.time, prefill: 0, decode: 0, ttft: null, hits: null };
+  const rate = { time: event.time, prefill: 0, decode: 0, ttft: null, hits: null, drafts: null };
   if (old && old.num_steps <= sample.num_steps && event.time > old.time) {
     const seconds = event.time - old.time;
     rate.prefill = (sample.num_prefill_tokens - old.num_prefill_tokens) / seconds;
@@ -162,17 +200,20 @@ function note(event) {
     if (first > 0) rate.ttft = (sample.ttft_sum - old.ttft_sum) / first;
     const looked = sample.num_prompt_tokens - old.num_prompt_tokens;
     if (looked > 0) rate.hits = (sample.num_cached_tokens - old.num_cached_tokens) / looked;
+    const guessed = sample.num_draft_tokens - old.num_draft_tokens;
+    if (guessed > 0) rate.drafts = (sample.num_accepted_tokens - old.num_accepted_tokens) / guessed;
   }
   history.push({ ...sample, rate });
   while (history.length && history[0].time < event.time - SECONDS - 2) history.shift();
 }
 
 function drawCharts() {
-  const now = history.at(-1).time;
+  const now = history.at(-1)?.time ?? 0;
+  $("drafts-chart").hidden = history.at(-1)?.num_draft_tokens === undefined;
   for (const [name, colour, read, show] of CHARTS) {
     const points = history.map((each) => [each.time, read(each.rate)]).filter(([, value]) => value !== null);
     const last = points.at(-1);
-    $(`now-${name}`).textContent = last ? show(last[1]) : "–";
+    $(`now-${name}`).textContent = last && now - last[0] <= FRESH ? show(last[1]) : "–";
     drawChart($(`chart-${name}`), points, now, cssColour(colour), show);
   }
 }

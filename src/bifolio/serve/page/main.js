@@ -1,47 +1,122 @@
-// Tabs, the key, and whether the server is there.
-import { $, key, request } from "./core.js";
-import { startLive, stopLive } from "./live.js";
-import { setUp } from "./playground.js";
+// Tabs, drawers, the key, keys of the keyboard, and whether the server answers.
+import { $, announce, hideTip, key, request } from "./core.js";
+import { clearLive, redrawLive, startLive, stopLive } from "./live.js";
+import { defaults, drawContext, redraw, setUpPlayground, stop } from "./playground.js";
+import { state } from "./state.js";
 
-function show(name) {
+const AWAKE = 3; // seconds between looks at a server that answers
+const LONGEST = 5; // and, at most, at one that does not
+let wait = 0;
+let timer = null;
+
+function show(name, focus = false) {
   for (const each of ["play", "live"]) {
-    $(each).hidden = each !== name;
-    $(`tab-${each}`).setAttribute("aria-selected", each === name);
+    const chosen = each === name;
+    $(each).hidden = !chosen;
+    $(`tab-${each}`).setAttribute("aria-selected", chosen);
+    $(`tab-${each}`).tabIndex = chosen ? 0 : -1;
+    if (chosen && focus) $(`tab-${each}`).focus();
   }
-  history.replaceState(null, "", name === "live" ? "#view=live" : "#view=play"); // no id: the page must not scroll
+  document.body.dataset.tab = name;
+  history.replaceState(null, "", `#view=${name}`); // no id: the page must not scroll
   if (name === "live") startLive();
   else stopLive();
 }
 
+// -- the server --------------------------------------------------------------------------------------------------------
+
 async function look() {
-  const status = $("status");
+  clearTimeout(timer);
+  let answer = null;
   try {
-    const answer = await fetch("/ready");
-    status.textContent = answer.ok ? "ready" : "engine starting";
-    status.className = answer.ok ? "pill ok" : "pill bad";
-    if (answer.ok && !$("model").textContent && $("key-form").hidden) {
-      const list = await (await request("/v1/models")).json();
-      $("model").textContent = `${list.data[0].id} · ${list.data[0].max_model_len} tokens`;
-    }
-  } catch (error) {
-    if (error.status !== 401) {
-      status.textContent = "not reachable";
-      status.className = "pill bad";
-    }
+    answer = await fetch("/ready", { signal: AbortSignal.timeout(4000) });
+  } catch {
+    // said below
   }
-  setTimeout(look, 3000);
+  if (answer === null) lost("The server does not answer.");
+  else if (!answer.ok) lost("The engine is starting, or the server is shutting down.", "starting");
+  else await found();
+  timer = setTimeout(look, 1000 * (answer?.ok ? AWAKE : wait));
+}
+
+function lost(sentence, word = "not reachable") {
+  wait = Math.min(LONGEST, wait + 1);
+  state.isLost = true;
+  $("lost").textContent = `${sentence} Next attempt in ${wait} s. Conversations are kept in this browser.`;
+  $("lost").hidden = false;
+  $("status").textContent = word;
+  $("status").className = "pill bad";
+  clearLive();
+  drawContext();
+}
+
+async function found() {
+  wait = 0;
+  $("lost").hidden = true;
+  $("status").textContent = "ready";
+  $("status").className = "pill ok";
+  if (state.isLost) {
+    state.isLost = false;
+    state.card = null; // another model may be served now
+    announce("The server answers again.");
+    if (!$("live").hidden) startLive();
+  }
+  if (state.card || !$("key-form").hidden) return;
+  try {
+    const list = await (await request("/v1/models")).json();
+    [state.card] = list.data;
+    $("model").textContent = `${state.card.id} · ${state.card.max_model_len} tokens`;
+    defaults();
+    drawContext();
+    if (!state.controller) redraw();
+  } catch {
+    // the key form is open, or the next look will tell
+  }
+}
+
+// -- controls ------------------------------------------------------------------------------------------------------------
+
+function drawer(button, name) {
+  const toggle = (open) => {
+    document.body.classList.toggle(name, open);
+    $(button).setAttribute("aria-expanded", document.body.classList.contains(name));
+  };
+  $(button).onclick = () => toggle();
+  return toggle;
 }
 
 $("tab-play").onclick = () => show("play");
 $("tab-live").onclick = () => show("live");
+document.querySelector(".tabs").addEventListener("keydown", (event) => {
+  if (["ArrowLeft", "ArrowRight"].includes(event.key)) show($("live").hidden ? "live" : "play", true);
+});
+const toggleSidebar = drawer("show-sidebar", "with-sidebar");
+const togglePanel = drawer("show-panel", "with-panel");
+$("close-panel").onclick = () => {
+  togglePanel(false);
+  $("show-panel").focus();
+};
+$("sidebar").addEventListener("click", (event) => event.target === $("sidebar") && toggleSidebar(false));
 $("key-form").onsubmit = (event) => {
   event.preventDefault();
   key.set($("key").value);
   $("key-form").hidden = true;
-  $("model").textContent = "";
+  state.card = null;
   look();
   if (!$("live").hidden) startLive();
 };
-setUp();
+addEventListener("keydown", (event) => {
+  if (event.key !== "Escape") return;
+  hideTip();
+  if (stop()) return;
+  toggleSidebar(false);
+  if (innerWidth < 1100) togglePanel(false);
+});
+document.addEventListener("lost", look);
+document.addEventListener("theme", redrawLive);
+addEventListener("online", look);
+
+setUpPlayground();
+if (innerWidth >= 1100) togglePanel(true);
 show(location.hash === "#view=live" ? "live" : "play");
 look();

@@ -1,0 +1,10 @@
+// The state that the views share: the open conversation, the view of answers, and the server as it was last seen.
+import { recall } from "./store.js";
+
+export const state = {
+  conversation: null,
+  view: recall("view", "text"), // text, chances or drafts
+  card: null, // of the model, from /v1/models
+  isLost: false, // the server does not answer
+  controller: null, // of the run under way
+};
