@@ -43,7 +43,7 @@ class RunningServer:
     """What tests need of a server: its address, its clients, and its event loop."""
 
     def __init__(self, settings: dict[str, Any], engine: dict[str, Any]) -> None:
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = socket.create_server(("127.0.0.1", settings.get("port", 0)))
         self.port: int = self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.settings = ServerSettings(**{"port": self.port, "model_name": "tiny", **settings})

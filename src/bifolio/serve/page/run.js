@@ -45,6 +45,7 @@ export async function answer(conversation, parent, requests, view) {
     new AnswerStream(conversation, parent, body, { group, variant: requests.length > 1 ? variant : undefined,
                                                    settings: describe(variant) }, view));
   conversation.leaf = streams[0].nodes[0].id;
+  save(conversation);
   view.structure();
   try {
     await Promise.all(streams.map((stream) => stream.read(controller.signal)));
@@ -119,7 +120,8 @@ class AnswerStream {
   takeChoice(choice, now) {
     const node = this.nodeAt(choice.index);
     const chat = this.body.messages !== undefined;
-    const count = choice.token_ids?.length ?? 0;
+    const isRival = this.body.beam_search && choice.index > 0; // the best beam is the answer
+    const count = isRival ? 0 : choice.token_ids?.length ?? 0;
     if (count) {
       const { stats } = node;
       stats.first ??= now - this.began;
@@ -128,7 +130,7 @@ class AnswerStream {
       stats.seconds = (now - this.began - stats.first) / 1000;
     }
     if (this.body.beam_search) this.beams[choice.index] = { ids: choice.token_ids };
-    if (this.body.beam_search && choice.index > 0) return; // the best beam is the answer
+    if (isRival) return;
     node.text += chat ? choice.delta.content ?? "" : choice.text;
     for (const call of choice.delta?.tool_calls ?? []) node.text += JSON.stringify(call.function);
     node.tokens.push(...scored(choice.logprobs, chat));

@@ -87,7 +87,7 @@ function message(node) {
   const buttons = make("span", { className: "buttons" }, ...buttonsOf(node));
   const article = make("article", { className: `message ${node.role}${chosen && groupOf(conversation, node).length > 1 ? " chosen" : ""}`,
                                     "aria-label": name + variant },
-                       head, body, beams, make("div", { className: "message-foot" }, stats, buttons));
+                       head, body, beams, make("div", { className: "message-foot" }, buttons, ...(isAnswer ? [stats] : [])));
   article.dataset.node = node.id;
   drawn.set(node.id, { node, article, body, beams, stats, buttons });
   return article;
