@@ -53,7 +53,7 @@ def test_blocks_light_up_and_go_back(browser: Any, server: RunningServer, viewpo
         assert page.locator(".slot").count() == 0
         assert int(page.get_attribute("#blocks", "data-cached")) > 0
         assert page.evaluate(WIDE) <= viewport["width"]
-        page.wait_for_function("document.querySelector('#now-ttft').textContent === '–'")  # no news for a while
+        page.wait_for_selector("#now-ttft:text-is('–')")  # no news for a while
 
 
 def test_drafts_are_coloured_as_they_are_verified(browser: Any) -> None:
@@ -64,13 +64,13 @@ def test_drafts_are_coloured_as_they_are_verified(browser: Any) -> None:
         set_options(page, temperature=0, max_tokens=60, ignore_eos=True)
         page.fill("#prompt", "ab ab ab ab ab ab ab ab")
         page.press("#prompt", "Enter")
-        page.wait_for_selector(".token.accepted, .rejected")
+        page.wait_for_selector(".message .token.accepted, .message .rejected")
         wait_until_done(page)
-        assert page.locator(".token.accepted").count() > 0
+        assert page.locator(".message .token.accepted").count() > 0
         stats = page.inner_text(".stats")
         assert "guessed tokens accepted" in stats
         whole = page.evaluate("document.querySelector('.message.assistant .text').cloneNode(true).textContent")
-        wrong = "".join(page.locator(".rejected").all_text_contents())
+        wrong = "".join(page.locator(".message .rejected").all_text_contents())
         page.check("#view-text")
         text = page.text_content(".message.assistant .text")
         assert len(whole) == len(text) + len(wrong)
@@ -98,7 +98,8 @@ def test_beams_grow_as_a_tree(browser: Any, server: RunningServer) -> None:
         assert page.locator(".segment.best").count() > 0
         assert page.locator(".segment.running").count() == 0
         best = "".join(page.locator(".segment.best .words").all_text_contents()).removeprefix("prompt")
-        assert best.strip().startswith(page.text_content(".message.assistant .text").strip()[:20])
+        text = page.text_content(".message.assistant .text")
+        assert best.replace("\ufffd", "") == text.replace("\ufffd", "")  # characters are cut where beams part
 
 
 def test_a_lost_server_is_said_and_found_again(browser: Any) -> None:

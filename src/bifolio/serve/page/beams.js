@@ -1,5 +1,6 @@
 // A beam search as a tree that grows: beams that go on, beams that ended, and beams that were dropped.
 import { make } from "./core.js";
+import { joined } from "./tokens.js";
 
 // Nodes of the tree: {token, id, parent, children, state: "running" | "ended" | "dropped" | "kept" | "best", score}
 export class BeamTree {
@@ -66,14 +67,14 @@ const WORDS = { running: "running", ended: "ended", dropped: "dropped", kept: "k
 export function drawBeams(target, tree) {
   const branch = (start) => {
     let node = start;
-    let text = node.token;
+    const texts = [node.token];
     while (node.children.length === 1 && node.children[0].state === node.state) {
       [node] = node.children;
-      text += node.token;
+      texts.push(node.token);
     }
     const row = make("div", { className: `segment ${start.state}` },
                      make("span", { className: "sr-only", textContent: `${WORDS[start.state]}: ` }),
-                     make("span", { className: "words", textContent: text || "prompt" }));
+                     make("span", { className: "words", textContent: joined(texts) || "prompt" }));
     if (!node.children.length && node.score !== null) {
       row.append(make("b", { className: "score", textContent: node.score.toFixed(2), title: "summed log probability" }));
     }

@@ -82,7 +82,7 @@ function message(node) {
   if (node.variant !== undefined) head.append(make("span", { className: "muted small", textContent: node.settings || "server defaults" }));
   head.append(make("span", { className: "grow" }), ...switcher(node));
   const body = make("div", { className: "text" });
-  const beams = make("div", { className: "beams", hidden: true });
+  const beams = make("div", { className: "beams", hidden: true, tabIndex: 0, role: "group", "aria-label": "Beams" });
   const stats = make("span", { className: "stats muted small" });
   const buttons = make("span", { className: "buttons" }, ...buttonsOf(node));
   const article = make("article", { className: `message ${node.role}${chosen && groupOf(conversation, node).length > 1 ? " chosen" : ""}`,

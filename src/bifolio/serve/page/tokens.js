@@ -23,6 +23,9 @@ function asBytes(text) {
   return [...text.matchAll(/\\x([0-9a-f]{2})/g)].map((match) => parseInt(match[1], 16));
 }
 
+// The text of several tokens: bytes of one character may be spread over them.
+export const joined = (texts) => new TextDecoder().decode(new Uint8Array(texts.flatMap(asBytes)));
+
 // Draw the new tokens of a node; the target remembers how far it has come.
 //
 // Token texts are followed along the answer's text. A token that does not continue it is a special token (such as the
@@ -86,8 +89,7 @@ function addRejected(target, guesses, position) {
     const draft = guesses.get(position - back);
     if (!draft) continue;
     if (draft.accepted !== back || draft.accepted === draft.tokens.length) return;
-    const text = draft.tokens.slice(draft.accepted).join("");
-    target.append(make("del", { className: "rejected", textContent: text }));
+    target.append(make("del", { className: "rejected", textContent: joined(draft.tokens.slice(draft.accepted)) }));
     return;
   }
 }
