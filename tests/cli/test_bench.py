@@ -109,3 +109,17 @@ def test_targets_of_a_file_with_random_weights() -> None:
     printed = run("targets", "-n", "2", "-r", "1", "--requests", "16")
     assert "< 1.15" in printed
     assert "> 90%" in printed
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("throughput", "-p", "8", "-n", "3", "-b", "1,2", "-r", "2"),
+        ("latency", "-p", "8", "-n", "3", "-b", "2", "-r", "2"),
+    ],
+)
+def test_throughput_and_latency_draw_pictures(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    picture = tmp_path / "picture.png"
+    assert f"picture: {picture}" in run(*arguments, "--plot", str(picture)).replace("\n", "")
+    assert picture.read_bytes().startswith(b"\x89PNG")

@@ -17,7 +17,7 @@ ARGUMENTS = ["profile", "--shape", "tiny", "--kernels", "reference", "-p", "16",
 
 @pytest.fixture(autouse=True)
 def given_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = MachineLimits(2e10, 3e10, "reads", "products")
+    limits = MachineLimits(2e10, 3e10, "reads", "products", 9e10, "byte products")
     monkeypatch.setattr(profiler, "measure_limits", lambda *_: limits)
 
 
@@ -29,7 +29,17 @@ def run(*options: str) -> str:
 
 def test_both_phases_and_the_limits_are_shown() -> None:
     printed = run()
-    for word in ("prefill", "decode", "projections", "attention", "MLP", "sampling", "recording", "20 GB/s"):
+    for word in (
+        "prefill",
+        "decode",
+        "projections",
+        "attention",
+        "MLP",
+        "sampling",
+        "recording",
+        "20 GB/s",
+        "90 GOP/s",
+    ):
         assert word in printed, word
 
 

@@ -13,9 +13,9 @@ from bifolio import LLM, SamplingParams
 from bifolio.kernels.interface import AttentionPhase, AttentionSegment, KernelSet
 from bifolio.kernels.reference import ReferenceKernels
 from bifolio.measure.machine import MachineLimits, measure_limits
-from bifolio.measure.profiler import PARTS, Profile, hook_step, profile_model
+from bifolio.measure.profiler import PARTS, PhaseProfile, Profile, hook_step, profile_model
 from bifolio.measure.random_models import SHAPES, random_model
-from bifolio.measure.timed_kernels import PartClock, TimedKernels, seen_pairs
+from bifolio.measure.timed_kernels import PartClock, PartTotals, TimedKernels, seen_pairs
 
 LIMITS = MachineLimits(1e10, 1e11, "given", "given")
 PROMPT, GENERATED, BATCH = 24, 5, 2
@@ -67,6 +67,37 @@ def test_speeds_and_rates_belong_together(profile: Profile) -> None:
         assert phase.flops_per_second == pytest.approx(phase.flops * phase.speed / phase.num_tokens)
         assert record[phase.name]["tokens_per_second"] == phase.speed
         assert sum(part["share"] for part in record[phase.name]["parts"].values()) == pytest.approx(1.0)
+
+
+def test_arithmetic_is_held_against_the_limit_of_its_kind() -> None:
+    limits = MachineLimits(1e10, 1e11, "given", "given", 4e11, "given")
+    assert limits.compute_seconds(1e11, 0.0) == 1.0
+    assert limits.compute_seconds(5e11, 4e11) == 2.0  # one second of floats, one of integers
+    assert MachineLimits(1e10, 1e11, "given", "given").compute_seconds(2e11, 1e11) == 2.0  # all run as floats
+    parts = {name: PartTotals() for name in PARTS}
+    parts["MLP"] = PartTotals(1.0, flops=2e11, integer_flops=2e11)
+    phase = PhaseProfile("prefill", 100, 1, 1.0, 100.0, parts)
+    assert phase.flops_per_second / limits.flops_per_second == 2.0  # above the limit of floats, which is not its own
+    assert phase.compute_share(limits) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(("format", "integers"), [("f32", False), ("q8_0", True), ("q4_0", True)])
+def test_products_with_quantised_weights_count_as_integers(format: str, integers: bool) -> None:
+    native = pytest.importorskip("bifolio.kernels._native", reason="the native kernels are not built")
+    assert native
+    from bifolio.kernels.native import NativeKernels
+
+    limits = MachineLimits(1e10, 1e11, "given", "given", 4e11, "given")
+    options: dict[str, Any] = {"num_prompt": 8, "num_generated": 2, "threads": 1, "limits": limits}
+    profile = profile_model(random_model("tiny", format), NativeKernels(1), **options)
+    for phase in profile.phases:
+        linear = phase.parts["projections"].flops + phase.parts["MLP"].flops
+        counted = phase.parts["projections"].integer_flops + phase.parts["MLP"].integer_flops
+        assert counted == (linear if integers else 0.0)
+        assert phase.parts["attention"].integer_flops == 0.0
+    record = profile.as_dict()
+    assert record["limits"]["integer_ops_per_second"] == 4e11
+    assert record["decode"]["share_of_compute_limit"] == profile.decode.compute_share(limits)
 
 
 def test_timing_does_not_change_tokens_and_hides_the_shortcut() -> None:
@@ -128,3 +159,15 @@ def test_limits_are_measured() -> None:
     assert limits.bytes_per_second > 1e6
     assert limits.flops_per_second > 1e6
     assert limits.ridge == limits.flops_per_second / limits.bytes_per_second
+
+
+@pytest.mark.full
+def test_the_integer_limit_is_measured() -> None:
+    pytest.importorskip("bifolio.kernels._native", reason="the native kernels are not built")
+    one = measure_limits("cpu", threads=1, read_bytes=1 << 20, activation_planes=1)
+    two = measure_limits("cpu", threads=1, read_bytes=1 << 20, activation_planes=2)
+    assert one.integer_ops_per_second is not None
+    assert two.integer_ops_per_second is not None
+    assert one.integer_ops_per_second > 1e6
+    assert "in registers" in one.integer_how
+    assert "2 for each weight" in two.integer_how

@@ -259,3 +259,12 @@ def test_progress_shows_loss_speed_and_messages(capsys: pytest.CaptureFixture[st
         assert "held-out loss [bold] 1.5" in shown
         assert "2.25" in shown
         assert "1,234 tokens/s" in shown
+
+
+@pytest.mark.parametrize(
+    ("steps", "chosen", "interval"), [(2000, None, 200), (10_000, None, 250), (7, None, 1), (2000, 400, 400)]
+)
+def test_a_run_has_ten_evaluations_unless_an_interval_is_chosen(steps: int, chosen: int | None, interval: int) -> None:
+    settings = TrainSettings(steps=steps, eval_every=chosen)
+    assert settings.steps_between_evaluations == interval
+    assert chosen or steps // interval >= min(steps, 10)

@@ -93,6 +93,9 @@ def show(result: Profile, plot: Path | None) -> None:
     limits = result.limits
     console.print(f"limits: {show_rate(limits.bytes_per_second, 'B')}: {limits.bytes_how}", markup=False)
     console.print(f"        {show_rate(limits.flops_per_second, 'FLOP')}: {limits.flops_how}", markup=False)
+    if limits.integer_ops_per_second is not None:
+        rate = show_rate(limits.integer_ops_per_second, "OP")
+        console.print(f"        {rate}, quantised weights: {limits.integer_how}", markup=False)
     for phase in result.phases:
         console.print(
             f"{phase.name}: {show_seconds(phase.plain_seconds)} as it runs, {show_seconds(phase.seconds)} "

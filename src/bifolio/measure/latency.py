@@ -21,6 +21,9 @@ class LatencyReport:
     whole: Distribution  # from the first request to the last token of the batch
     first_token: Distribution
     between_tokens: Distribution
+    whole_samples: tuple[float, ...] = ()
+    first_token_samples: tuple[float, ...] = ()
+    between_samples: tuple[float, ...] = ()
 
     def as_dict(self) -> dict[str, object]:
         return {
@@ -53,5 +56,13 @@ def measure_latency(
             between.extend(b - a for a, b in pairwise(times))
         whole.append(max(times[-1] for times in recording.token_times.values()))
     return LatencyReport(
-        batch, num_prompt, num_output, Distribution.of(whole), Distribution.of(first), Distribution.of(between)
+        batch,
+        num_prompt,
+        num_output,
+        Distribution.of(whole),
+        Distribution.of(first),
+        Distribution.of(between),
+        tuple(whole),
+        tuple(first),
+        tuple(between),
     )

@@ -1,7 +1,8 @@
 """What this machine can do at best, measured: the limits that a profile is held against.
 
 On a CPU, reading is timed with numpy's bitwise-or over an array far larger than the caches, one slice a thread, and
-arithmetic with its float32 matrix product; on a GPU, with torch's copy and bfloat16 matrix product. The best of
+arithmetic with its float32 matrix product; on a GPU, with torch's copy and bfloat16 matrix product. The native kernels
+multiply quantised weights in integers, whose limit is the rate of their own dot products in registers. The best of
 several runs counts: other programs only make a run slower.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -30,6 +31,13 @@ class MachineLimits:
     flops_per_second: float
     bytes_how: str
     flops_how: str
+    integer_ops_per_second: float | None = None  # of products with quantised weights; None: they run as floats
+    integer_how: str = ""
+
+    def compute_seconds(self, flops: float, integer_flops: float) -> float:
+        """The shortest time of this arithmetic; `integer_flops` of it are products with quantised weights."""
+        integers = self.integer_ops_per_second or self.flops_per_second
+        return (flops - integer_flops) / self.flops_per_second + integer_flops / integers
 
     @property
     def ridge(self) -> float:
@@ -37,16 +45,32 @@ class MachineLimits:
         return self.flops_per_second / self.bytes_per_second
 
 
-def measure_limits(device: str = "cpu", threads: int = 1, read_bytes: int = READ_BYTES) -> MachineLimits:
+def measure_limits(
+    device: str = "cpu", threads: int = 1, read_bytes: int = READ_BYTES, activation_planes: int = 0
+) -> MachineLimits:
+    """With `activation_planes` above 0, the native kernels' integer products are measured as well."""
     if device.startswith("cuda"):
         return _measure_gpu(device)
     size = MATRIX_SIZE
-    return MachineLimits(
+    limits = MachineLimits(
         bytes_per_second=_read_speed(threads, read_bytes),
         flops_per_second=_matmul_speed(size),
         bytes_how=f"numpy reads {read_bytes >> 20} MiB, {show_count(threads, 'thread')}",
         flops_how=f"float32 matrix product {size}x{size}x{size}, numpy with its own threads",
     )
+    return _with_native_limits(limits, activation_planes) if activation_planes else limits
+
+
+def _with_native_limits(limits: MachineLimits, planes: int) -> MachineLimits:
+    """The rates of the native kernels' products in registers, where they are higher than numpy's."""
+    from bifolio.kernels.native import isa, product_rate
+
+    floats = max(product_rate(False) for _ in range(RUNS))
+    integers = max(max(product_rate(True) for _ in range(RUNS)), floats) / planes  # AMX multiplies them as bfloat16
+    if floats > limits.flops_per_second:
+        limits = replace(limits, flops_per_second=floats, flops_how=f"products of floats in registers, {isa()}")
+    how = f"products of bytes in registers, {isa()}" + (f", {planes} for each weight" if planes > 1 else "")
+    return replace(limits, integer_ops_per_second=integers, integer_how=how)
 
 
 def _read_speed(threads: int, read_bytes: int) -> float:

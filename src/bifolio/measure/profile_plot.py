@@ -53,7 +53,7 @@ def _plot_shares(axes: Any, profile: Profile) -> None:
     axes.set_yticks([0, 1], [_bar_label(phase) for phase in profile.phases])
     axes.invert_yaxis()
     axes.set(xlim=(0, 100), xlabel="% of the time of a step", title="Where the time goes")
-    axes.legend(ncols=len(GROUPS), loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False, fontsize=9)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, fontsize=9)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
 
@@ -64,32 +64,45 @@ def _bar_label(phase: PhaseProfile) -> str:
 
 
 def _plot_roofline(axes: Any, profile: Profile) -> None:
-    """Achieved GFLOP/s over FLOP per byte: under the slope reading is the limit, under the flat part arithmetic."""
+    """Achieved Gop/s over operations per byte: under the slope reading is the limit, under a flat part arithmetic."""
     limits, points = profile.limits, _points(profile)
-    roof = limits.flops_per_second / 1e9
-    span = np.geomspace(
-        min([x for _, _, x, _ in points] + [limits.ridge]) / 20, 4 * max(x for _, _, x, _ in points), 50
-    )
-    span = np.sort(np.append(span, limits.ridge))
-    axes.loglog(span, np.minimum(span * limits.bytes_per_second / 1e9, roof), color="black", linewidth=2)
-    axes.axvline(limits.ridge, color="black", linewidth=0.8, linestyle=":")
+    roofs = [(limits.flops_per_second, "-", "limit: floats")]
+    if limits.integer_ops_per_second is not None:
+        roofs.append((limits.integer_ops_per_second, "--", "limit: quantised weights, in integers"))
+    ridges = [roof / limits.bytes_per_second for roof, _, _ in roofs]
+    low = min([x for _, _, x, _ in points] + ridges) / 4
+    high = 4 * max([x for _, _, x, _ in points] + ridges)
+    for (roof, style, label), ridge in zip(roofs, ridges, strict=True):
+        span = np.sort(np.append(np.geomspace(low, high, 50), ridge))
+        height = np.minimum(span * limits.bytes_per_second, roof) / 1e9
+        axes.loglog(span, height, color="black", linewidth=2, linestyle=style, label=label)
+    axes.axvline(ridges[-1], color="black", linewidth=0.8, linestyle=":")
     for phase, part, x, y in points:
         _plot_point(axes, phase, part, x, y / 1e9)
     axes.set(
-        xlabel="arithmetic per byte moved (FLOP / byte)",
-        ylabel="achieved GFLOP/s",
-        title=f"Against the machine: reads {show_rate(limits.bytes_per_second, 'B')}, "
-        f"computes {show_rate(limits.flops_per_second, 'FLOP')} (measured)",
+        xlabel="arithmetic per byte moved (operations / byte)",
+        ylabel="achieved Gop/s",
+        title=_limits_title(profile),
     )
     below = {"y": axes.get_ylim()[0], "va": "bottom", "fontsize": 9, "color": "#444444"}
-    axes.text(limits.ridge, s="  bound by compute →", ha="left", **below)
-    axes.text(limits.ridge, s="← bound by memory  ", ha="right", **below)
-    if any(y > limits.flops_per_second for _, _, _, y in points):
-        note = "above the line: integer arithmetic on quantised\nweights, or a busy moment while it was measured"
-        axes.text(0.99, 0.04, note, transform=axes.transAxes, ha="right", va="bottom", fontsize=9, color="#444444")
+    axes.text(ridges[-1], s="  bound by compute →", ha="left", **below)
+    axes.text(ridges[-1], s="← bound by memory  ", ha="right", **below)
     _label_decades(axes.yaxis)
     plain_axes(axes)
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, fontsize=9)
+
+
+def _limits_title(profile: Profile) -> str:
+    """The measured limits, and how much of them each phase uses."""
+    limits = profile.limits
+    parts = [f"reads {show_rate(limits.bytes_per_second, 'B')}", f"floats {show_rate(limits.flops_per_second, 'FLOP')}"]
+    if limits.integer_ops_per_second is not None:
+        parts.append(f"integers {show_rate(limits.integer_ops_per_second, 'OP')}")
+    shares = [(phase.name, phase.compute_share(limits), phase.read_share(limits)) for phase in profile.phases]
+    used = [
+        f"{name}: {100 * compute:.0f} % of compute, {100 * read:.0f} % of reading" for name, compute, read in shares
+    ]
+    return f"Against the machine ({', '.join(parts)}, measured)\n{'   ·   '.join(used)}"
 
 
 def _plot_point(axes: Any, phase: str, part: str, x: float, y: float) -> None:

@@ -17,9 +17,9 @@ from typing import Any, cast
 from bifolio.engine.engine import InferenceEngine
 from bifolio.engine.memory import default_threads
 from bifolio.kernels.interface import KernelSet
-from bifolio.measure.machine import MachineLimits, measure_limits
+from bifolio.measure.machine import READ_BYTES, MachineLimits, measure_limits
 from bifolio.measure.throughput import Test, add_random, bench_llm, measure, start_decoding, stop
-from bifolio.measure.timed_kernels import PartClock, PartTotals, TimedKernels
+from bifolio.measure.timed_kernels import PartClock, PartTotals, TimedKernels, activation_planes
 from bifolio.model.loaded import LoadedModel
 
 VERB_PARTS = ("embedding", "norms", "projections", "attention", "MLP", "logits")
@@ -54,6 +54,10 @@ class PhaseProfile:
         return sum(part.flops for part in self.parts.values())
 
     @property
+    def integer_flops(self) -> float:
+        return sum(part.integer_flops for part in self.parts.values())
+
+    @property
     def num_bytes(self) -> float:
         return sum(part.num_bytes for part in self.parts.values())
 
@@ -69,6 +73,13 @@ class PhaseProfile:
     @property
     def bytes_per_second(self) -> float:
         return self.num_bytes / self.plain_seconds
+
+    def compute_share(self, limits: MachineLimits) -> float:
+        """The shortest time that the arithmetic could take, over the time that it takes."""
+        return limits.compute_seconds(self.flops, self.integer_flops) / self.plain_seconds
+
+    def read_share(self, limits: MachineLimits) -> float:
+        return self.bytes_per_second / limits.bytes_per_second
 
     def share(self, *names: str) -> float:
         return sum(self.parts[name].seconds for name in names) / self.seconds
@@ -98,10 +109,12 @@ class Profile:
             "flops_per_second": self.limits.flops_per_second,
             "bytes_how": self.limits.bytes_how,
             "flops_how": self.limits.flops_how,
+            "integer_ops_per_second": self.limits.integer_ops_per_second,
+            "integer_how": self.limits.integer_how,
         }
         workload = {"batch": self.batch, "num_prompt": self.num_prompt, "num_generated": self.num_generated}
         head = {"model": self.model, "kernels": self.kernels, "threads": self.threads, **workload, "limits": limits}
-        return {**head, **{phase.name: _phase_dict(phase) for phase in self.phases}}
+        return {**head, **{phase.name: _phase_dict(phase, self.limits) for phase in self.phases}}
 
 
 def profile_model(
@@ -134,8 +147,12 @@ def profile_model(
         num_generated=num_generated,
         prefill=_best(lambda: _time_prefill(engine, clock, prefill, speeds[prefill.name])),
         decode=_best(lambda: _time_decode(engine, clock, decode, speeds[decode.name])),
-        limits=limits or measure_limits(kernels.device, threads),
+        limits=limits or _limits_of(kernels, threads),
     )
+
+
+def _limits_of(kernels: KernelSet, threads: int) -> MachineLimits:
+    return measure_limits(kernels.device, threads, READ_BYTES, activation_planes(kernels))
 
 
 def _best(run: Callable[[], PhaseProfile]) -> PhaseProfile:
@@ -199,7 +216,7 @@ def _device_wait(kernels: KernelSet) -> Callable[[], None] | None:
     return lambda: torch.cuda.synchronize(kernels.device)
 
 
-def _phase_dict(phase: PhaseProfile) -> dict[str, Any]:
+def _phase_dict(phase: PhaseProfile, limits: MachineLimits) -> dict[str, Any]:
     return {
         "tokens_per_second": phase.speed,
         "num_tokens": phase.num_tokens,
@@ -207,9 +224,12 @@ def _phase_dict(phase: PhaseProfile) -> dict[str, Any]:
         "timed_seconds": phase.seconds,
         "plain_seconds": phase.plain_seconds,
         "flops": phase.flops,
+        "integer_flops": phase.integer_flops,
         "bytes": phase.num_bytes,
         "flops_per_second": phase.flops_per_second,
         "bytes_per_second": phase.bytes_per_second,
+        "share_of_compute_limit": phase.compute_share(limits),
+        "share_of_read_limit": phase.read_share(limits),
         "parts": {
             name: {"seconds": part.seconds, "share": phase.share(name), "flops": part.flops, "bytes": part.num_bytes}
             for name, part in phase.parts.items()

@@ -116,9 +116,9 @@ def limits_table(profile: Profile) -> Table:
             phase.name,
             f"{phase.speed:.1f}",
             show_rate(phase.flops_per_second, "FLOP"),
-            f"{100 * phase.flops_per_second / limits.flops_per_second:.1f} %",
+            f"{100 * phase.compute_share(limits):.1f} %",
             show_rate(phase.bytes_per_second, "B"),
-            f"{100 * phase.bytes_per_second / limits.bytes_per_second:.1f} %",
+            f"{100 * phase.read_share(limits):.1f} %",
         )
     table.add_row(
         "machine",
@@ -128,4 +128,6 @@ def limits_table(profile: Profile) -> Table:
         show_rate(limits.bytes_per_second, "B"),
         "",
     )
+    if limits.integer_ops_per_second is not None:
+        table.add_row("machine, quantised", "", show_rate(limits.integer_ops_per_second, "OP"), "", "", "")
     return table

@@ -31,7 +31,8 @@ from bifolio.kernels.interface import (
     Storage,
 )
 from bifolio.model.weights import ModelWeights
-from bifolio.quant.convert import converted_bytes
+from bifolio.quant.convert import converted_bytes, target_format
+from bifolio.quant.tensor import QuantizedTensor
 
 
 @dataclass(slots=True)
@@ -41,6 +42,7 @@ class PartTotals:
     seconds: float = 0.0
     flops: float = 0.0  # multiplications and additions of matrix products and attention
     num_bytes: float = 0.0  # that have to be moved at least: weights once per pass, keys and values
+    integer_flops: float = 0.0  # those of `flops` that are products with quantised weights, in integers
 
 
 @dataclass(slots=True)
@@ -64,11 +66,12 @@ class PartClock:
         self.totals[self.phase][part].seconds += time.perf_counter() - begin
         return result
 
-    def count(self, part: str, flops: float, num_bytes: float) -> None:
+    def count(self, part: str, flops: float, num_bytes: float, integer_flops: float = 0.0) -> None:
         if self.phase is not None:
             totals = self.totals[self.phase][part]
             totals.flops += flops
             totals.num_bytes += num_bytes
+            totals.integer_flops += integer_flops
 
 
 class TimedKernels:
@@ -79,6 +82,7 @@ class TimedKernels:
         self.clock = clock
         self._part_of: dict[int, str] = {}  # id of a Linear -> part; absent: the head
         self._bytes_of: dict[int, int] = {}
+        self._integer_shares: dict[int, float] = {}  # id of a Linear -> share of its products that are of integers
         self._pairs: dict[tuple[int, int | None], tuple[int, int]] = {}  # of the segments of the current pass
 
     def attach(self, weights: ModelWeights) -> None:
@@ -87,8 +91,13 @@ class TimedKernels:
             for linear, part in ((layer.qkv, "projections"), (layer.output, "projections"), (layer.up, "MLP"),
                                  (layer.down, "MLP")):  # fmt: skip
                 self._part_of[id(linear)] = part
-                self._bytes_of[id(linear)] = linear_bytes(linear, self.inner)
-        self._bytes_of[id(weights.head)] = linear_bytes(weights.head, self.inner)
+                self._learn(linear)
+        self._learn(weights.head)
+
+    def _learn(self, linear: Linear) -> None:
+        self._bytes_of[id(linear)] = linear_bytes(linear, self.inner)
+        if activation_planes(self.inner):
+            self._integer_shares[id(linear)] = quantised_share(linear, self.inner)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -163,7 +172,8 @@ class TimedKernels:
 
     def _count_linear(self, part: str, x: Array, linear: Linear) -> None:
         flops = 2.0 * int(x.shape[0]) * linear.in_features * linear.out_features
-        self.clock.count(part, flops, self._bytes_of.get(id(linear), 0))
+        in_integers = flops * self._integer_shares.get(id(linear), 0.0)
+        self.clock.count(part, flops, self._bytes_of.get(id(linear), 0), in_integers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +193,23 @@ class _SplitProgram:
 def linear_bytes(linear: Linear, kernels: KernelSet) -> int:
     """Bytes of the matrices in the formats that the kernels multiply by."""
     return sum(converted_bytes(part, kernels.formats) for part in linear.parts)
+
+
+def activation_planes(kernels: KernelSet) -> int:
+    """Integer products for each quantised weight and activation; 0 for kernels that multiply them as floats."""
+    from bifolio.kernels.native.kernel_set import NativeKernels
+
+    return kernels.activation_planes if isinstance(kernels, NativeKernels) else 0
+
+
+def quantised_share(linear: Linear, kernels: KernelSet) -> float:
+    """Share of a linear's outputs whose weights the kernels hold in a quantised format."""
+    quantised = [
+        part.shape[0]
+        for part in linear.parts
+        if isinstance(part, QuantizedTensor) and target_format(part.format, kernels.formats).is_quantized
+    ]
+    return sum(quantised) / linear.out_features
 
 
 def seen_pairs(segment: AttentionSegment, window: int | None) -> tuple[int, int]:

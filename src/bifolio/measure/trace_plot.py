@@ -15,16 +15,19 @@ COLOURS = ("#1f77b4", "#d62728", "#ff7f0e")
 
 
 def plot_trace(reports: Sequence[TraceReport], path: Path, title: str) -> None:
-    """Four panels: who runs and waits, the cache, waiting times, and progress beside the compared runs."""
+    """Five panels: requests, the cache, its waste on a scale of its own, waiting times, and progress."""
     main = reports[0]
     figure = new_figure(12, 8)
     figure.suptitle(title, fontsize=13)
-    panels = figure.subplots(2, 2)
-    _plot_queue(panels[0][0], main)
-    _plot_cache(panels[0][1], main)
-    _plot_waiting(panels[1][0], reports)
-    _plot_progress(panels[1][1], reports)
-    for axes in panels.flat:
+    grid = figure.add_gridspec(4, 2)
+    panels = [figure.add_subplot(place) for place in (grid[:2, 0], grid[0, 1], grid[1, 1], grid[2:, 0], grid[2:, 1])]
+    panels[2].sharex(panels[1])
+    _plot_queue(panels[0], main)
+    _plot_cache(panels[1], main)
+    _plot_waste(panels[2], reports)
+    _plot_waiting(panels[3], reports)
+    _plot_progress(panels[4], reports)
+    for axes in panels:
         plain_axes(axes)
     figure.savefig(path, dpi=120)
 
@@ -40,16 +43,45 @@ def _plot_queue(axes: Any, report: TraceReport) -> None:
 def _plot_cache(axes: Any, report: TraceReport) -> None:
     at = [moment.at for moment in report.moments]
     allocated = np.array([moment.num_used_blocks for moment in report.moments]) / max(report.num_blocks, 1)
-    filled = allocated * np.array([moment.utilisation for moment in report.moments])
-    axes.fill_between(at, 100 * allocated, color="#f2b6a0", label="allocated, not filled (waste)", linewidth=0)
-    axes.fill_between(at, 100 * filled, color=COLOURS[0], alpha=0.85, label="filled", linewidth=0)
-    axes.set(
-        title=f"KV cache: {100 * report.utilisation:.1f} % of allocated slots are filled",
-        xlabel="seconds",
-        ylabel="% of all slots",
-        ylim=(0, 105),
+    axes.fill_between(at, 100 * allocated, color=COLOURS[0], alpha=0.85, linewidth=0)
+    title = f"KV cache: {100 * report.utilisation:.1f} % of allocated token places are filled"
+    axes.set(title=title, ylabel="% of blocks\nallocated", ylim=(0, 105))
+
+
+def _plot_waste(axes: Any, reports: Sequence[TraceReport]) -> None:
+    """Token places that are allocated and not filled, as a share of the allocated; the others' means are lines.
+
+    The scale ends just above the waste that 99 % of the time stays below: a few steps at the end may waste all.
+    """
+    main = reports[0]
+    moments = [moment for moment in main.moments if moment.num_used_blocks]
+    at = np.array([moment.at for moment in moments])
+    waste = 100 * (1 - np.array([moment.utilisation for moment in moments]))
+    axes.fill_between(
+        at, waste, color="#e9a28a", linewidth=0, label=f"{main.name}: {_mean_waste(main):.1f} % on average"
     )
-    axes.legend(loc="lower left")
+    means = [_mean_waste(report) for report in reports]
+    for index, (report, mean) in enumerate(zip(reports, means, strict=True)):
+        if index:
+            note = ", padding counted as filled" if "padded" in report.name else ""
+            label = f"{report.name}: {mean:.1f} %{note}"
+            axes.axhline(mean, color=COLOURS[index % len(COLOURS)], linestyle="--", linewidth=1.2, label=label)
+    highest = max([*means, _usual_maximum(waste, [moment.seconds for moment in moments])])
+    axes.set(xlabel="seconds", ylabel="waste: % of\nallocated", ylim=(0, min(105.0, 1.6 * highest + 0.5)))
+    axes.legend(loc="upper right", fontsize=8)
+
+
+def _mean_waste(report: TraceReport) -> float:
+    return 100 * (1 - report.utilisation)
+
+
+def _usual_maximum(values: np.ndarray, seconds: Sequence[float]) -> float:
+    """The value that 99 % of the time stays below."""
+    if not len(values):
+        return 0.0
+    order = np.argsort(values)
+    passed = np.cumsum(np.asarray(seconds)[order])
+    return float(values[order][min(int(np.searchsorted(passed, 0.99 * passed[-1])), len(values) - 1)])
 
 
 def _plot_waiting(axes: Any, reports: Sequence[TraceReport]) -> None:

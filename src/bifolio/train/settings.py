@@ -70,7 +70,7 @@ class TrainSettings:
     seed: int = _option(0, "decides initial weights, order of the data, split and samples")
     teacher: str | None = _option(None, "folder of a model with the same tokenizer to learn from: distillation")
     eval_fraction: float = _option(0.05, "share of the text that is held out")
-    eval_every: int = _option(250, "steps between evaluations")
+    eval_every: int | None = _option(None, "steps between evaluations; by default a tenth of the run, at most 250")
     eval_sequences: int = _option(128, "held-out sequences of one evaluation, at most")
     keep_best: bool = _option(False, "export the weights of the best evaluation instead of the last ones")
     log_every: int = _option(10, "steps between points of the loss curve")
@@ -90,7 +90,8 @@ class TrainSettings:
         if self.preset not in PRESETS:
             raise ConfigError(f"no preset is called {self.preset!r}; choose one of {', '.join(PRESETS)}")
         for name in ("steps", "batch_size", "accumulate", "vocab_size", "eval_every", "log_every", "eval_sequences"):
-            if getattr(self, name) < 1:
+            value = getattr(self, name)
+            if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.batch_size % self.accumulate:
             raise ConfigError(
@@ -103,6 +104,11 @@ class TrainSettings:
             raise ConfigError(f"the learning rate must be positive, not {self.learning_rate}")
         if self.gguf is not None and self.gguf not in GGUF_FORMATS:
             raise ConfigError(f"a GGUF cannot be written as {self.gguf!r}: choose one of {', '.join(GGUF_FORMATS)}")
+
+    @property
+    def steps_between_evaluations(self) -> int:
+        """As chosen; otherwise a run has ten evaluations or more."""
+        return self.eval_every or max(1, min(250, self.steps // 10))
 
     def shape(self) -> Preset:
         """The preset with what was chosen instead."""

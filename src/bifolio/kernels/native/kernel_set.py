@@ -68,6 +68,11 @@ class NativeKernels(HostArrays):
         self._caches: WeakKeyDictionary[Storage, Any] = WeakKeyDictionary()
         self._last_table: tuple[QuantizedTensor, ref[np.ndarray]] | None = None  # as given, and as converted
 
+    @property
+    def activation_planes(self) -> int:
+        """Bytes of one activation beside quantised weights, each with its own integer product."""
+        return self._planes
+
     # -- weights ----------------------------------------------------------------------------------------
     def prepare_linear(self, linear: Linear) -> Linear:
         """Pack the parts side by side; the bytes of the file are not looked at again."""
