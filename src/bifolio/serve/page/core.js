@@ -66,16 +66,24 @@ export async function* batches(answer) {
   }
 }
 
-// Work that is done once before the next frame, however often it is asked for; `key` tells equal work apart.
+// Work that is done once before the next frame, however often it is asked for; `name` tells equal work apart. Frames
+// that draw are 40 ms apart: more of them would not be read, and take time from an engine on the same machine.
+const FRAME_MS = 40;
 const pending = new Map();
+let drawn = 0;
 export function onFrame(name, work) {
-  if (!pending.size) requestAnimationFrame(flushFrame);
+  if (!pending.size) {
+    const early = drawn + FRAME_MS - performance.now();
+    if (early > 0) setTimeout(() => requestAnimationFrame(flushFrame), early);
+    else requestAnimationFrame(flushFrame);
+  }
   pending.set(name, work);
 }
 
-export function flushFrame() {
+function flushFrame() {
   const work = [...pending.values()];
   pending.clear();
+  drawn = performance.now();
   for (const each of work) each();
 }
 
