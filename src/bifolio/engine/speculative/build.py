@@ -1,4 +1,4 @@
-"""From an engine's configuration to its speculator."""
+"""The speculator of an engine's configuration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def new_speculator(engine: InferenceEngine, draft_model: LoadedModel | None) -> Speculator | None:
-    """The speculator that the configuration asks for; a draft model's storage joins the engine's."""
+    """Create the configured speculator; a draft model's storage is added to the engine's."""
     config = engine.config.speculative
     if config is None:
         return None
