@@ -1,8 +1,8 @@
-"""Rows of a Q8_0 cache: the bytes of a head's numbers, then one half-precision scale for each 32 of them.
+"""Rows of a Q8_0 cache: the int8 values of a head, then one f16 scale per 32 values.
 
     |head_dim x int8|head_dim / 32 x f16|   value = scale * q
 
-The blocks of GGML's Q8_0 with bytes and scales apart, so that a kernel reads the bytes of a row in one go.
+GGML's Q8_0 with values and scales separated, so that a kernel reads the values of a row contiguously.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 BLOCK = 32
-POISON = 0xFF  # a row of such bytes has NaN for its scales
+POISON = 0xFF  # a row of these bytes has NaN scales
 
 
 def row_bytes(head_dim: int) -> int:

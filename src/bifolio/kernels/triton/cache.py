@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-decorators=False
-"""Queries, keys and values on their way into the cache: head norms, rotation and write in one pass; block copies."""
+"""Head norms, rotation and the write of keys and values to the cache in one kernel; copies of blocks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _rope_write_kernel(
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
-    ROTATED: tl.constexpr,  # leading dimensions that are turned; 0: none
+    ROTATED: tl.constexpr,  # leading dimensions that are rotated; 0: none
     INTERLEAVED: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_CACHE: tl.constexpr,
@@ -94,7 +94,7 @@ def _norm_weights(
     is_query: tl.tensor,
     is_turned: tl.tensor,
 ) -> tl.tensor:
-    """[heads, dim]: a query's, a key's, or 1 for a value."""
+    """[heads, dim]: norm weights of queries and keys, 1 for values."""
     weight = tl.load(query_norm + dim, mask=inside, other=0.0).to(tl.float32)[None, :]
     key_weight = tl.load(key_norm + dim, mask=inside, other=0.0).to(tl.float32)[None, :]
     return tl.where(is_query, weight, tl.where(is_turned, key_weight, 1.0))
@@ -107,7 +107,7 @@ def rope_and_write(
     slots: torch.Tensor | None,
     storage: Storage | None,
 ) -> Heads:
-    """Norm and turn the query and key heads; with `slots`, write keys and values to the cache."""
+    """Norm and rotate the query and key heads; with `slots`, write keys and values to the cache."""
     heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
     tokens = qkv.shape[0]
     turned = torch.empty((tokens, heads + kv_heads, dim), dtype=qkv.dtype, device=qkv.device)

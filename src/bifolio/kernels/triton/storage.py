@@ -1,4 +1,4 @@
-"""Keys and values on a GPU: one tensor for all layers, so that blocks are moved by one launch."""
+"""Keys and values on a GPU: one tensor for all layers, so that one launch moves blocks in every layer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class CudaStorage(KVStorage):
     _num_taken = 0
 
     def move_blocks(self, moves: Iterable[tuple[int, int]]) -> None:
-        """As `KVStorage.move_blocks`; no destination is a source, which the block manager guarantees."""
+        """As `KVStorage.move_blocks`; the block manager guarantees that no destination is a source."""
         pairs = np.array([(source, destination) for source, destination in moves], dtype=np.int32).reshape(-1, 2)
         if len(pairs):
             copy_blocks(self._whole, torch.from_numpy(pairs).to(self.device))
