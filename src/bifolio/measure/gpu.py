@@ -1,8 +1,8 @@
-"""The GPU benchmark: correctness first, then every row with its limit. numpy, torch and triton are all it needs.
+"""The GPU benchmark: correctness checks, then every row with its limit. Needs only numpy, torch and triton.
 
     python -m bifolio.measure.gpu --out results [--only checks,models,rows,tuning,start] [--shapes llama-1b] [--quick]
 
-Sections are independent: one that fails is reported and the rest goes on. Results are written after each of them.
+Sections are independent: a failing one is reported and the others run. Results are written after each section.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PEER = {  # measured on the same kind of machine: vLLM 0.26
 
 
 class Report:
-    """Everything that was found, written to a file whenever something is added."""
+    """The results, written to a file with every new entry."""
 
     def __init__(self, folder: Path | None) -> None:
         self.found: dict[str, Any] = {"errors": []}
@@ -55,7 +55,7 @@ class Report:
         print(f"[{time.perf_counter() - self._start:6.1f} s] {text}", flush=True)
 
     def attempt(self, name: str, function: Callable[[], Any]) -> Any:
-        """Run one part; a failure is noted and is not the end."""
+        """Run one part; a failure is recorded and the benchmark continues."""
         try:
             return function()
         except Exception as error:
@@ -101,7 +101,7 @@ def check_share(dtype: str, index: int, count: int, options: argparse.Namespace)
 
 
 def run_workers(report: Report, names: list[str], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Other processes of this program, all at once; the lists they found, joined."""
+    """Run worker processes in parallel; return their results as one list."""
     passed_on = ["--device", options.device]
     passed_on += ["--quick"] * options.quick + ["--deterministic"] * options.deterministic
     running = [
@@ -123,7 +123,7 @@ def run_workers(report: Report, names: list[str], options: argparse.Namespace) -
 
 
 def run_worker(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """What a process that was started by another does; its last line of output is the result."""
+    """Entry point of a worker process; its last line of output is the result."""
     kind, subject, *rest = name.split(":")
     if kind == "checks":
         index, count = (int(number) for number in rest[0].split("/"))
@@ -137,7 +137,7 @@ def run_worker(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def warm_shape(shape: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Compile what the rows of a shape need, with two of its layers, so that the kernels are on disk for the rest."""
+    """Compile the kernels for the rows of a shape, with two of its layers, into the disk cache."""
     from bifolio.kernels.triton import TritonKernels
     from bifolio.measure.gpu_limits import Limits
     from bifolio.measure.gpu_models import new_engine, random_weights
@@ -152,7 +152,7 @@ def warm_shape(shape: str, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def prepare(report: Report, options: argparse.Namespace) -> None:
-    """Compile everything that is timed later, in as many processes as there are parts."""
+    """Compile all kernels that are timed later, one process per part."""
     names = [f"rows:{shape}" for shape in options.shapes] if "rows" in options.only else []
     if "tuning" in options.only:
         names += [f"tuning:{shape}:{rows}" for shape in options.shapes for rows in (1, 32, 64)]
@@ -220,7 +220,7 @@ def _measure_shape(report: Report, options: argparse.Namespace, shape: str, limi
 
 
 def _profile(report: Report, shape: str, engine: Any, rows: Any) -> None:
-    """Where the time of captured decode steps goes, kernel by kernel."""
+    """Time per kernel of decode steps in CUDA graphs."""
     from bifolio.measure.gpu_profile import profile_steps
     from bifolio.measure.gpu_rows import greedy
 
@@ -308,7 +308,7 @@ def run_start(report: Report, options: argparse.Namespace) -> None:
 
 
 def first_token(shape: str, device: str) -> None:
-    """Make an engine and generate a few tokens; prints the moments."""
+    """Create an engine, generate a few tokens and print the elapsed times."""
     start = time.perf_counter()
     from bifolio.kernels.triton import TritonKernels
     from bifolio.measure.gpu_models import new_engine, random_weights

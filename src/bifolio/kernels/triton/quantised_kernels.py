@@ -224,7 +224,7 @@ def dequantise_kernel(
     values: tl.tensor,
     scales: tl.tensor,
     minima: tl.tensor,
-    rows: tl.tensor,  # int[n]  source row of each output row, or None: all in order
+    rows: tl.tensor,  # int[n]  source row of each output row; unused when all are taken in order
     out: tl.tensor,  # [n, depth]
     factor: tl.tensor,
     DEPTH: tl.constexpr,
