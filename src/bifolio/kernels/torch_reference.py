@@ -151,7 +151,7 @@ class TorchKernels(TorchArrays):
 
 
 def _attend_fresh(own: Heads, shape: AttentionShape, segment: AttentionSegment, equal: bool) -> torch.Tensor:
-    """Attention of whole prompts over their own keys and values; equally long ones in one call."""
+    """Whole prompts over their own keys and values; equally long ones in one call."""
     if equal:
         return _attend_equal(own, shape, segment.num_sequences)
     starts = segment.query_starts.tolist()

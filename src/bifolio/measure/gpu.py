@@ -1,8 +1,8 @@
-"""The GPU benchmark: correctness checks, then every row with its limit. Needs only numpy, torch and triton.
+"""The GPU benchmark: correctness first, then every row with its limit. numpy, torch and triton are all it needs.
 
     python -m bifolio.measure.gpu --out results [--only checks,models,rows,tuning,start] [--shapes llama-1b] [--quick]
 
-Sections are independent: a failing one is reported and the others run. Results are written after each section.
+Sections are independent: one that fails is reported and the rest goes on. Results are written after each of them.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def check_share(dtype: str, index: int, count: int, options: argparse.Namespace)
 
 
 def run_workers(report: Report, names: list[str], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run worker processes in parallel; return their results as one list."""
+    """Other processes of this program, all at once; the lists they found, joined."""
     passed_on = ["--device", options.device]
     passed_on += ["--quick"] * options.quick + ["--deterministic"] * options.deterministic
     running = [
@@ -123,7 +123,7 @@ def run_workers(report: Report, names: list[str], options: argparse.Namespace) -
 
 
 def run_worker(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Entry point of a worker process; its last line of output is the result."""
+    """What a process that was started by another does; its last line of output is the result."""
     kind, subject, *rest = name.split(":")
     if kind == "checks":
         index, count = (int(number) for number in rest[0].split("/"))
@@ -137,7 +137,7 @@ def run_worker(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def warm_shape(shape: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Compile the kernels for the rows of a shape, with two of its layers, into the disk cache."""
+    """Compile what the rows of a shape need, with two of its layers, so that the kernels are on disk for the rest."""
     from bifolio.kernels.triton import TritonKernels
     from bifolio.measure.gpu_limits import Limits
     from bifolio.measure.gpu_models import new_engine, random_weights
@@ -152,7 +152,7 @@ def warm_shape(shape: str, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def prepare(report: Report, options: argparse.Namespace) -> None:
-    """Compile all kernels that are timed later, one process per part."""
+    """Compile everything that is timed later, in as many processes as there are parts."""
     names = [f"rows:{shape}" for shape in options.shapes] if "rows" in options.only else []
     if "tuning" in options.only:
         names += [f"tuning:{shape}:{rows}" for shape in options.shapes for rows in (1, 32, 64)]

@@ -70,7 +70,7 @@ class Rows:
         return time.perf_counter() - start
 
     def warm_up(self) -> None:
-        """Compile kernels, load libraries, capture graphs."""
+        """Kernels compiled, libraries loaded, graphs captured."""
         device: Any = self.engine.slots.device
         if device is not None:
             device.graphs.capture_all()
