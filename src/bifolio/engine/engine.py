@@ -27,7 +27,7 @@ from bifolio.engine.host_batch import Readout
 from bifolio.engine.postprocess import Postprocessor, Ticket
 from bifolio.engine.requests import RequestFactory
 from bifolio.engine.slot_state import SlotState
-from bifolio.engine.speculative.build import new_speculator
+from bifolio.engine.speculative.speculator import new_speculator
 from bifolio.errors import RequestError
 from bifolio.kernels.interface import KernelSet, SlotSizes
 from bifolio.model.loaded import LoadedModel

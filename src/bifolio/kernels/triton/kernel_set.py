@@ -30,6 +30,7 @@ from bifolio.kernels.storage import CacheLayout, KVStorage
 from bifolio.kernels.torch_arrays import TorchArrays
 from bifolio.kernels.torch_reference import TorchKernels
 from bifolio.kernels.triton import cache, norm, quantised
+from bifolio.kernels.triton.cache import CudaStorage
 from bifolio.kernels.triton.decode import decode_attention
 from bifolio.kernels.triton.gemm_small_m import few_rows
 from bifolio.kernels.triton.gemm_tuning import library_is_faster, most_rows
@@ -49,7 +50,6 @@ from bifolio.kernels.triton.quantised import QuantisedWeight
 from bifolio.kernels.triton.shared_attention import SharedRows, shared_attention
 from bifolio.kernels.triton.slots import TritonSlots
 from bifolio.kernels.triton.split_kv import Pieces, cut, new_pieces
-from bifolio.kernels.triton.storage import CudaStorage
 from bifolio.kernels.triton.tma import can_be_described
 from bifolio.quant.tensor import QuantizedTensor
 
