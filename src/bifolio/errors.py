@@ -2,8 +2,8 @@
 
     BifolioError
     ├── ConfigError            a setting that cannot work (says which would)
-    ├── ModelFileError         a file of a model is missing, truncated or inconsistent
-    │   └── UnsupportedModelError   the file is fine; bifolio does not run this kind
+    ├── ModelFileError         a model file is missing, truncated or inconsistent
+    │   └── UnsupportedModelError   the file is valid, but bifolio does not support this kind of model
     ├── RequestError           a request that cannot be served
     │   ├── EmptyPromptError
     │   ├── PromptTooLongError
@@ -11,20 +11,20 @@
     │   ├── ChatTemplateError  the template is missing, broken or too expensive
     │   └── GrammarError       a schema, regular expression or grammar that is wrong or too expensive
     ├── CacheError             a misuse of the KV cache
-    │   ├── OutOfBlocksError   the pool cannot supply the blocks asked for; nothing was changed
+    │   ├── OutOfBlocksError   the pool has too few free blocks; nothing was changed
     │   └── UnknownSequenceError
     ├── PhaseError             decode before the prompt is complete, and other wrong transitions
-    ├── EngineDeadError        the engine stopped; requests that ran in it are lost
-    └── MissingDependencyError an optional package is needed for this and is not installed
+    ├── EngineDeadError        the engine stopped; its running requests are lost
+    └── MissingDependencyError a required optional package is not installed
 
-A message says what is wrong and what to do about it, in one or two sentences.
+A message names the problem and its remedy, in one or two sentences.
 """
 
 from __future__ import annotations
 
 
 class BifolioError(Exception):
-    """Base of all errors raised on purpose; catch it to catch them all."""
+    """Base class of all errors that bifolio raises on purpose."""
 
 
 class ConfigError(BifolioError, ValueError):
@@ -32,11 +32,11 @@ class ConfigError(BifolioError, ValueError):
 
 
 class ModelFileError(BifolioError, ValueError):
-    """A file of a model is missing, truncated or inconsistent."""
+    """A model file is missing, truncated or inconsistent."""
 
 
 class UnsupportedModelError(ModelFileError):
-    """The file is fine, but bifolio does not run this kind of model."""
+    """The file is valid, but bifolio does not support this kind of model."""
 
 
 class RequestError(BifolioError, ValueError):
@@ -68,23 +68,23 @@ class CacheError(BifolioError, RuntimeError):
 
 
 class OutOfBlocksError(CacheError):
-    """The pool cannot supply the blocks asked for; nothing was changed."""
+    """The pool has too few free blocks; nothing was changed."""
 
 
 class UnknownSequenceError(CacheError, KeyError):
-    """No row is held under this sequence id."""
+    """No block table exists for this sequence id."""
 
     def __str__(self) -> str:
-        return Exception.__str__(self)  # KeyError would show the message in quotes
+        return Exception.__str__(self)  # KeyError would quote the message
 
 
 class PhaseError(BifolioError, RuntimeError):
-    """A sequence was asked for something that its phase does not allow."""
+    """An operation that the phase of the sequence does not allow."""
 
 
 class EngineDeadError(BifolioError, RuntimeError):
-    """The engine stopped, by an error of its own or because it was closed; what ran in it is lost."""
+    """The engine failed or was closed; its running requests are lost."""
 
 
 class MissingDependencyError(BifolioError, ImportError):
-    """An optional package is needed for this and is not installed."""
+    """A required optional package is not installed."""
