@@ -14,6 +14,7 @@
     │   ├── OutOfBlocksError   the pool has too few free blocks; nothing was changed
     │   └── UnknownSequenceError
     ├── PhaseError             decode before the prompt is complete, and other wrong transitions
+    ├── KernelArgumentError    an array or a number that does not fit the kernel
     ├── EngineDeadError        the engine stopped; its running requests are lost
     └── MissingDependencyError a required optional package is not installed
 
@@ -80,6 +81,13 @@ class UnknownSequenceError(CacheError, KeyError):
 
 class PhaseError(BifolioError, RuntimeError):
     """An operation that the phase of the sequence does not allow."""
+
+
+class KernelArgumentError(BifolioError, ValueError):
+    """A compiled kernel was handed an array or a number that does not fit; no memory was read or written.
+
+    The message names the argument, the size it has and the size it must have.
+    """
 
 
 class EngineDeadError(BifolioError, RuntimeError):
