@@ -13,7 +13,7 @@ from bifolio.sampling_params import LogitsProcessor, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchParams:
-    """Options of a beam search, which keeps the `beam_width` best hypotheses; they mean the same as in transformers.
+    """Options of a beam search that keeps the `beam_width` best hypotheses, with the semantics of transformers.
 
     The score of a finished hypothesis is its summed logprob divided by (its length ** length_penalty).
     """

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from bifolio.config import KVDtype
 from bifolio.errors import CacheError, ConfigError, MissingDependencyError
 from bifolio.kernels import q8_rows
-from bifolio.quant.bf16 import BF16_NAN, bf16_to_f32, f32_to_bf16
+from bifolio.quant.formats import BF16_NAN, bf16_to_f32, f32_to_bf16
 
 Array = Any  # numpy.ndarray or torch.Tensor: the two share indexing, which is all that is used here
 _BYTES = {"f32": 4, "f16": 2, "bf16": 2, "q8_0": 1}

@@ -21,10 +21,9 @@ from bifolio.config import ModelConfig, RopeConfig
 from bifolio.errors import ConfigError, ModelFileError
 from bifolio.model.file_access import map_file
 from bifolio.model.gguf.tokenizer import TokenType, Vocabulary, sentencepiece_tokenizer
-from bifolio.model.loaded import LoadedModel
+from bifolio.model.loaded import LoadedModel, TextModel
 from bifolio.model.model_file import ModelFile
 from bifolio.model.tensor_names import GGUF_LLAMA
-from bifolio.model.text_model import TextModel
 from bifolio.quant.formats import Bytes, QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 from bifolio.text.tokenizer import Tokenizer

@@ -6,9 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from bifolio.errors import ModelFileError
-from bifolio.model.loaded import LoadedModel
+from bifolio.model.loaded import LoadedModel, TextModel
 from bifolio.model.model_file import ModelFile
-from bifolio.model.text_model import TextModel
 
 
 def load_model(reference: str | Path) -> LoadedModel:

@@ -11,9 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from bifolio.model.loaded import LoadedModel
+from bifolio.model.loaded import LoadedModel, TextModel
 from bifolio.model.tensor_names import TensorNames, assemble, network_tensors
-from bifolio.model.text_model import TextModel
 from bifolio.quant.formats import Floats
 from bifolio.quant.tensor import QuantizedTensor
 

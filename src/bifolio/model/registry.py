@@ -148,7 +148,7 @@ def header(path: Path) -> tuple[str, int, str]:
         config = config_from_hf(read_json(path / "config.json"))
         sizes = [(tensor.format.name, tensor.nbytes) for tensor in folder_tensors(path).values()]
     else:
-        from bifolio.model.gguf.config import config_from_gguf
+        from bifolio.model.gguf.loader import config_from_gguf
         from bifolio.model.gguf.reader import open_gguf
 
         file = open_gguf(path)

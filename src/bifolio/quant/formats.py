@@ -24,12 +24,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from bifolio.errors import ConfigError, ModelFileError, UnsupportedModelError
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
+BF16_NAN = np.uint16(0x7FC0)
 
 
 class _Layout(NamedTuple):
@@ -214,17 +215,31 @@ def _decode_f16(blocks: Bytes) -> Floats:
         return blocks.view(np.float16).astype(np.float32)
 
 
+def f32_to_bf16(values: ArrayLike) -> NDArray[np.uint16]:
+    """Round to the nearest bfloat16, ties to even; infinities are kept, a NaN becomes a quiet NaN of the same sign.
+
+    numpy has no bfloat16: the upper 16 bits of the f32 are stored as uint16.
+    """
+    floats = np.ascontiguousarray(values, dtype=np.float32).reshape(np.shape(values))
+    bits = floats.view(np.uint32)
+    rounded = ((bits + (np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1)))) >> 16).astype(np.uint16)
+    nans = np.isnan(floats)
+    if nans.any():  # the addition could carry the payload of a NaN into infinity or into the sign
+        rounded = np.where(nans, (bits >> 16).astype(np.uint16) | np.uint16(0x40), rounded)
+    return rounded
+
+
+def bf16_to_f32(bits: ArrayLike) -> Floats:
+    """The exact f32 value of each bfloat16."""
+    return (np.asarray(bits, dtype=np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
 def _encode_bf16(values: Floats) -> Bytes:
-    """Round to nearest even on the upper 16 bits; a NaN stays a (quiet) NaN."""
-    bits = np.ascontiguousarray(values).view(np.uint32)
-    rounded = (bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16
-    quiet_nan = (bits >> 16) | np.uint32(0x40)
-    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
-    return np.where(is_nan, quiet_nan, rounded).astype(np.uint16).view(np.uint8)
+    return f32_to_bf16(values).view(np.uint8)
 
 
 def _decode_bf16(blocks: Bytes) -> Floats:
-    return (blocks.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return bf16_to_f32(blocks.view(np.uint16))
 
 
 def _inverse(scale: Floats) -> Floats:
