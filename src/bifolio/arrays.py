@@ -14,7 +14,7 @@ Array = Any  # numpy array or torch tensor
 
 
 def array_namespace(array: Array) -> Any:
-    """The module with the array API's functions for this kind of array."""
+    """The array API namespace of an array."""
     compat = _compat()
     if compat is not None:
         return compat.array_namespace(array)

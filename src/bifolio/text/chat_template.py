@@ -40,7 +40,9 @@ def render_chat(
     if template is None:
         raise ChatTemplateError("this model has no chat template: use plain completion, or a chat model")
     if len(template) > MAX_TEMPLATE_CHARS:
-        raise ChatTemplateError(f"the chat template has {len(template)} characters, more than any real one")
+        raise ChatTemplateError(
+            f"the chat template has {len(template)} characters, more than the {MAX_TEMPLATE_CHARS} allowed"
+        )
     check_messages(messages)
     import jinja2
 

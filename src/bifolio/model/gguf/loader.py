@@ -1,4 +1,4 @@
-"""A GGUF file as a `ModelFile`: weights stay in the file, in the format they have there."""
+"""A GGUF file as a `ModelFile`: weights are views of the mapped file, in its formats."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bifolio.quant.tensor import QuantizedTensor
 
 
 def load_gguf(path: str | Path) -> LoadedModel:
-    """The model in a GGUF file."""
+    """Load the model of a GGUF file."""
     return open_gguf_model(path).load()
 
 
@@ -45,7 +45,7 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
     metadata = Metadata(file.metadata, file.path)
     family = family_of_gguf(metadata.architecture, str(file.path))
     if metadata.count("split.count", 1) > 1:
-        raise UnsupportedModelError(f"{file.path}: this is one part of a model: join the parts with llama-gguf-split")
+        raise UnsupportedModelError(f"{file.path} is one part of a model: merge the parts with llama-gguf-split")
     if metadata.count(".expert_count", 0):
         raise UnsupportedModelError(f"{file.path}: mixtures of experts are not supported")
     try:
