@@ -47,7 +47,6 @@ def test_q4_roundtrip_within_tolerance(format: QuantFormat) -> None:
     error = QuantizedTensor.quantize(values, format).dequantize() - values
     relative = np.mean(error**2) / np.mean(values**2)
     assert relative < 0.01
-    assert np.sqrt(relative) < 0.1
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
