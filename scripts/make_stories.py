@@ -33,7 +33,7 @@ from bifolio.train.data import END_OF_TEXT
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.8, 1.0
 SMALLEST_PROBABILITY = 0.02  # min-p: relative to the most likely token; less likely tokens are mostly noise
 SHORTEST_STORY = 200  # characters
-STEPS_BETWEEN_LOOKS = 32  # the check whether all stories have ended synchronises with the device
+STEPS_BETWEEN_CHECKS = 32  # the check whether all stories have ended synchronises with the device
 ENDING = re.compile(r"[.!?][\"']?$")
 
 
@@ -96,7 +96,7 @@ class StoryWriter:
             chosen = _draw(logits, temperatures, generator)
             rows[:, position + 1] = chosen
             ended |= torch.isin(chosen, self.ends)
-            if position % STEPS_BETWEEN_LOOKS == STEPS_BETWEEN_LOOKS - 1 and bool(ended.all()):
+            if position % STEPS_BETWEEN_CHECKS == STEPS_BETWEEN_CHECKS - 1 and bool(ended.all()):
                 break
         return rows.to(torch.int32).cpu().numpy()
 

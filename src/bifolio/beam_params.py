@@ -52,7 +52,7 @@ class BeamSearchParams:
                 raise RequestError(f"{name} must be a whole number of at least 1, not {value!r}")
         returned = self.num_return_sequences
         if returned is not None and not (isinstance(returned, int) and 1 <= returned <= self.beam_width):
-            raise RequestError(f"num_return_sequences={returned!r} must lie in 1..beam_width={self.beam_width}")
+            raise RequestError(f"num_return_sequences={returned!r} must be in 1..beam_width={self.beam_width}")
         if self.beam_width % self.num_groups:
             raise RequestError(f"beam_width={self.beam_width} must be a multiple of num_groups={self.num_groups}")
         for name in ("length_penalty", "diversity_penalty"):

@@ -51,7 +51,7 @@ class AsyncLLM:
         self.llm = model if isinstance(model, LLM) else LLM(model, **options)
         self._channels: dict[str, _Channel] = {}  # by request id; changed on the engine's thread only
         self._ids = itertools.count()
-        self.thread = EngineThread(self.llm.engine, self._dispatch, self._tell_dead)
+        self.thread = EngineThread(self.llm.engine, self._dispatch, self._notify_stopped)
         self.thread.start()
 
     # -- generating --------------------------------------------------------------------------------------------------
@@ -186,6 +186,6 @@ class AsyncLLM:
         for channel, items in grouped.items():
             channel.put(items)
 
-    def _tell_dead(self) -> None:
+    def _notify_stopped(self) -> None:
         for channel in set(self._channels.values()):
             channel.put([None])

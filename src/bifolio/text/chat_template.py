@@ -194,7 +194,7 @@ def _compile(template: str, limits: Limits) -> Any:
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols], finalize=limits.allow_spelled
     )
     environment.filters["tojson"] = _to_json
-    environment.filters.update({name: _watched(name, f, limits) for name, f in environment.filters.items()})
+    environment.filters.update({name: _checked_filter(name, f, limits) for name, f in environment.filters.items()})
     environment.filters["join"] = join_filter
     del environment.globals["lipsum"]  # generates text of any length
     environment.globals.update(
@@ -207,16 +207,16 @@ def _compile(template: str, limits: Limits) -> Any:
         raise ChatTemplateError(f"the chat template is broken: {error}") from error
 
 
-def _watched(name: str, function: Callable[..., Any], limits: Limits) -> Callable[..., Any]:
+def _checked_filter(name: str, function: Callable[..., Any], limits: Limits) -> Callable[..., Any]:
     """Wrap a filter so that its arguments and result are checked; jinja may pass its context as first argument."""
     skipped = 1 if hasattr(function, "jinja_pass_arg") else 0
 
     @wraps(function)
-    def watched(*args: Any, **kwargs: Any) -> Any:
+    def checked(*args: Any, **kwargs: Any) -> Any:
         limits.check_call(name, (*args[skipped:], *kwargs.values()))
         return limits.count(function(*args, **kwargs))
 
-    return watched
+    return checked
 
 
 def _size(value: Any) -> int:

@@ -63,13 +63,13 @@ class IncrementalDetokenizer:
 
     def fork(self) -> IncrementalDetokenizer:
         """Copy the state for a forked sequence."""
-        twin = object.__new__(IncrementalDetokenizer)
-        twin._decoder = self._decoder
-        twin._skip_special_tokens = self._skip_special_tokens
-        twin._window = self._window.copy()
-        twin._context = self._context
-        twin._emitted = self._emitted
-        return twin
+        copy = object.__new__(IncrementalDetokenizer)
+        copy._decoder = self._decoder
+        copy._skip_special_tokens = self._skip_special_tokens
+        copy._window = self._window.copy()
+        copy._context = self._context
+        copy._emitted = self._emitted
+        return copy
 
     def _decode(self, ids: list[int]) -> str:
         return self._decoder.decode(ids, skip_special_tokens=self._skip_special_tokens) if ids else ""

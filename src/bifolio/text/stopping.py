@@ -17,7 +17,7 @@ class StopDecision(NamedTuple):
     stop_reason: str | int | None = None  # the stop text or stop token id that ended it; None for the end of text
 
 
-GO_ON = StopDecision()
+CONTINUE = StopDecision()
 
 
 class StopStringScanner:
@@ -56,9 +56,9 @@ class StopStringScanner:
         return text
 
     def fork(self) -> StopStringScanner:
-        twin = StopStringScanner(self._stops, self._include)
-        twin._held = self._held
-        return twin
+        copy = StopStringScanner(self._stops, self._include)
+        copy._held = self._held
+        return copy
 
     def _find(self, text: str, known: int) -> tuple[int, str] | None:
         """(start, stop text) of the match that ends first, beyond the first `known` characters."""
@@ -121,16 +121,16 @@ class StopChecker:
             return StopDecision(text, "stop", stop)
         if self.num_output >= self._limit:
             return self._end(text, stop, "length", None)
-        return StopDecision(text) if text else GO_ON
+        return StopDecision(text) if text else CONTINUE
 
     def fork(self) -> StopChecker:
         """Copy the state for a forked sequence."""
-        twin = object.__new__(StopChecker)
-        twin._params, twin._eos, twin._stop_ids = self._params, self._eos, self._stop_ids
-        twin._limit, twin.num_output = self._limit, self.num_output
-        twin._detokenizer = None if self._detokenizer is None else self._detokenizer.fork()
-        twin._scanner = self._scanner.fork()
-        return twin
+        copy = object.__new__(StopChecker)
+        copy._params, copy._eos, copy._stop_ids = self._params, self._eos, self._stop_ids
+        copy._limit, copy.num_output = self._limit, self.num_output
+        copy._detokenizer = None if self._detokenizer is None else self._detokenizer.fork()
+        copy._scanner = self._scanner.fork()
+        return copy
 
     def flush(self) -> str:
         """Return the text held back, for a sequence that ends without a stop decision (an abort)."""

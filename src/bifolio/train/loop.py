@@ -85,7 +85,7 @@ class TrainingRun:
         passes = processes.count * settings.accumulate
         if settings.batch_size % passes:
             raise ConfigError(
-                f"a batch of {settings.batch_size} sequences cannot be cut into {passes} equal parts "
+                f"a batch of {settings.batch_size} sequences cannot be divided into {passes} equal parts "
                 f"({processes.count} processes, {settings.accumulate} passes each)"
             )
         self.settings, self.corpus, self.processes, self.progress = settings, corpus, processes, progress
@@ -150,7 +150,7 @@ class TrainingRun:
                 self.progress.step(self.step, settings.steps, mean, settings.learning_rate_at(self.step - 1), speed)
                 self._restart_mean(0.0, 0)
                 since, step_since = now, self.step
-            self._now_and_then()
+            self._run_periodic()
 
     def _restart_mean(self, loss_sum: float, loss_count: int) -> None:
         """Reset the loss since the last point of the curve; the sum is on the device, so steps do not synchronise."""
@@ -163,7 +163,7 @@ class TrainingRun:
         total = torch.zeros((), device=self.device)
         pairs = list(zip(inputs.chunk(settings.accumulate), targets.chunk(settings.accumulate), strict=True))
         for i, (xb, yb) in enumerate(pairs):
-            with self._gradients_at_the_end(i == len(pairs) - 1), self._mixed_precision():
+            with self._sync_gradients(i == len(pairs) - 1), self._mixed_precision():
                 logits, loss = self._prefill(xb, yb)  # PREFILL PHASE
                 if self.teacher is not None:
                     loss = self._distance_to_teacher(xb, logits)
@@ -222,7 +222,7 @@ class TrainingRun:
         return tokenizer.decode(out[0].tolist())
 
     # -- internals --------------------------------------------------------------------------------------------
-    def _now_and_then(self) -> None:
+    def _run_periodic(self) -> None:
         """Run evaluations, samples and checkpoints at their intervals, in the first process only."""
         settings = self.settings
         if not self.processes.is_first:
@@ -290,7 +290,7 @@ class TrainingRun:
             return self.model
         return torch.nn.parallel.DistributedDataParallel(self.model)
 
-    def _gradients_at_the_end(self, is_last: bool) -> AbstractContextManager[Any]:
+    def _sync_gradients(self, is_last: bool) -> AbstractContextManager[Any]:
         """Skip the all-reduce of gradients in all passes of a step but the last."""
         if self.processes.count == 1 or is_last:
             return nullcontext()

@@ -94,11 +94,11 @@ class TrainSettings:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.batch_size % self.accumulate:
             raise ConfigError(
-                f"a batch of {self.batch_size} sequences cannot be cut into {self.accumulate} equal passes: "
+                f"a batch of {self.batch_size} sequences cannot be divided into {self.accumulate} equal passes: "
                 "choose an accumulate that divides batch_size"
             )
         if not 0.0 < self.eval_fraction < 1.0:
-            raise ConfigError(f"eval_fraction must lie between 0 and 1, not {self.eval_fraction}")
+            raise ConfigError(f"eval_fraction must be between 0 and 1, not {self.eval_fraction}")
         if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
             raise ConfigError(f"the learning rate must be positive, not {self.learning_rate}")
         if self.gguf is not None and self.gguf not in GGUF_FORMATS:

@@ -201,7 +201,7 @@ def _check_entry(path: Path, name: str, value: object, header_end: int, file_siz
         raise ModelFileError(f"{path}: tensor {name!r} has {len(shape)} dimensions, more than {_MAX_DIMENSIONS}")
     start, stop = offsets
     if not start <= stop <= file_size - header_end:
-        raise ModelFileError(f"{path}: tensor {name!r} lies outside of the file, which may be truncated")
+        raise ModelFileError(f"{path}: tensor {name!r} is outside the file, which may be truncated")
     item_bytes = _ITEM_BYTES.get(dtype)
     if item_bytes is not None and math.prod(shape) * item_bytes != stop - start:
         raise ModelFileError(f"{path}: tensor {name!r} of {dtype} {shape} does not fit its {stop - start} bytes")
