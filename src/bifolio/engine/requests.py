@@ -18,7 +18,7 @@ from bifolio.cache.sharing import BeamSearchBlockSharing, BlockShareManager
 from bifolio.config import EngineConfig
 from bifolio.engine.beam.search import BeamSearch
 from bifolio.errors import EmptyPromptError, PromptTooLongError, RequestError, TokenIdError
-from bifolio.model.text_model import TextModel
+from bifolio.model.loaded import TextModel
 from bifolio.sampling.weights import child_seed
 from bifolio.sampling_params import SamplingParams
 from bifolio.sequence import Request, Sequence

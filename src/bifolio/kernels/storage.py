@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from bifolio.config import KVDtype
 from bifolio.errors import CacheError, ConfigError, MissingDependencyError
-from bifolio.quant.bf16 import BF16_NAN, bf16_to_f32, f32_to_bf16
+from bifolio.quant.formats import BF16_NAN, bf16_to_f32, f32_to_bf16
 
 Array = Any  # numpy.ndarray or torch.Tensor: only indexing that both support is used here
 _BYTES = {"f32": 4, "f16": 2, "bf16": 2, "q8_0": 1}

@@ -11,7 +11,7 @@ from bifolio.engine.slot_state import SlotState
 from bifolio.engine.speculative.draft_lengths import Offer, PassCosts
 from bifolio.errors import ConfigError
 from bifolio.kernels.interface import Batch
-from bifolio.model.text_model import TextModel
+from bifolio.model.loaded import TextModel
 from bifolio.schedule.plan import ScheduledSequence
 from bifolio.sequence import Sequence
 
