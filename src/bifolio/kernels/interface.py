@@ -263,6 +263,10 @@ class DeviceSlots(Protocol):
         """f32[n, vocab]: the pass of a decode step without its draws; valid until the next launch."""
         ...
 
+    def warm_up(self) -> None:
+        """Capture the graphs of all batch sizes now instead of when a step first needs them."""
+        ...
+
 
 class KernelSet(PagedAttentionKernel, Protocol):
     """One implementation of every operation the engine and the network are made of."""
