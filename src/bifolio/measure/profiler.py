@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from bifolio.engine.engine import InferenceEngine
 from bifolio.engine.memory import default_threads
@@ -120,7 +120,7 @@ def profile_model(
     clock = PartClock(wait=_device_wait(kernels))
     timed = TimedKernels(kernels, clock)
     prefill, decode = Test(num_prompt=num_prompt, batch=batch), Test(0, num_generated, num_prompt, batch)
-    engine = bench_llm(model, [prefill, decode], kernels=cast(KernelSet, timed), **options).engine
+    engine = bench_llm(model, [prefill, decode], kernels=timed, **options).engine
     timed.attach(engine.runner.weights)
     hook_step(engine, clock)
     measure(engine, Test(num_prompt=min(num_prompt, 16)))  # warm up

@@ -10,7 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from bifolio.kernels.interface import (
     AttentionSegment,
     AttentionShape,
     Batch,
+    DeviceMemory,
     Heads,
     KernelSet,
     Linear,
@@ -30,8 +31,10 @@ from bifolio.kernels.interface import (
     StepProgram,
     Storage,
 )
+from bifolio.kernels.storage import CacheLayout, KVStorage
 from bifolio.model.weights import ModelWeights
 from bifolio.quant.convert import converted_bytes
+from bifolio.quant.tensor import QuantizedTensor
 
 
 @dataclass(slots=True)
@@ -72,10 +75,13 @@ class PartClock:
 
 
 class TimedKernels:
-    """Looks like the kernel set inside; `attach` tells it which matrix belongs to which part."""
+    """A kernel set around another; `attach` tells it which matrix belongs to which part."""
 
     def __init__(self, inner: KernelSet, clock: PartClock) -> None:
         self.inner = inner
+        self.name, self.array_backend, self.device = inner.name, inner.array_backend, inner.device
+        self.formats, self.kv_dtype, self.deterministic = inner.formats, inner.kv_dtype, inner.deterministic
+        self.launches_ahead = inner.launches_ahead
         self.clock = clock
         self._part_of: dict[int, str] = {}  # id of a Linear -> part; absent: the head
         self._bytes_of: dict[int, int] = {}
@@ -90,9 +96,40 @@ class TimedKernels:
                 self._bytes_of[id(linear)] = linear_bytes(linear, self.inner)
         self._bytes_of[id(weights.head)] = linear_bytes(weights.head, self.inner)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
+    # -- arrays, memory and weights: as the set inside has them -------------------------------------------------------
+    def from_host(self, array: np.ndarray) -> Array:
+        return self.inner.from_host(array)
 
+    def to_host(self, array: Array) -> np.ndarray:
+        return self.inner.to_host(array)
+
+    def fetch(self, array: Array) -> Callable[[], np.ndarray]:
+        return self.inner.fetch(array)
+
+    def new_storage(self, layout: CacheLayout) -> KVStorage:
+        return self.inner.new_storage(layout)
+
+    def memory(self) -> DeviceMemory | None:
+        return self.inner.memory()
+
+    def release_memory(self) -> None:
+        self.inner.release_memory()
+
+    def top_logprobs(
+        self, logits: Array, rows: np.ndarray, count: int
+    ) -> Callable[[], tuple[np.ndarray, np.ndarray]] | None:
+        return self.inner.top_logprobs(logits, rows, count)
+
+    def prepare_linear(self, linear: Linear) -> Linear:
+        return self.inner.prepare_linear(linear)
+
+    def prepare_norm(self, norm: Norm) -> Norm:
+        return self.inner.prepare_norm(norm)
+
+    def prepare_embedding(self, table: QuantizedTensor | Array) -> Any:
+        return self.inner.prepare_embedding(table)
+
+    # -- whole steps --------------------------------------------------------------------------------------------------
     def record(self, network: Network, phase: AttentionPhase) -> StepProgram | None:
         """The set's program, and the verbs one by one while the clock runs."""
         program = self.inner.record(network, phase)
@@ -177,7 +214,7 @@ class _SplitProgram:
     def run(self, batch: Batch, storage: Storage) -> Array:
         if self.kernels.clock.phase is None:
             return self.program.run(batch, storage)
-        return self.network.forward(cast(KernelSet, self.kernels), batch, storage)
+        return self.network.forward(self.kernels, batch, storage)
 
 
 def linear_bytes(linear: Linear, kernels: KernelSet) -> int:
