@@ -53,6 +53,21 @@ def test_beams_equal_transformers(architecture: str, eos: list[int] | None, new_
     test_beam_search.test_beams_equal_transformers(architecture, eos, new_kernels)
 
 
+@pytest.mark.one_process
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("shape", ["tiny", "llama-1b", "qwen3-0.6b", "llama-8b"])
+def test_real_shapes_give_transformers_logits_and_tokens(
+    shape: str, dtype: str, device: str, gpu_kernels: Callable[..., Any], release_gpu: None
+) -> None:
+    """A whole prompt, the same prompt in chunks, and 64 greedy tokens; the weights are random."""
+    from model_checks import check_model
+
+    if device == "cpu" and (shape, dtype) != ("tiny", "f32"):
+        pytest.skip("needs a GPU")
+    found = check_model(gpu_kernels(dtype), shape, *((40, 6) if device == "cpu" else ()))
+    assert found.passed, found
+
+
 # -- quantised weights ----------------------------------------------------------------------------------------------
 def test_a_quantised_model_gives_the_logits_of_its_dequantised_weights(gpu_kernels: Callable[..., Any]) -> None:
     from bifolio.kernels.torch_reference import TorchKernels

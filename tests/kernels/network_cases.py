@@ -41,9 +41,7 @@ def prepare_linear(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
     for each in prepared:
         assert (each.out_features, each.in_features) == (64, 64)
     x = activations(kernels, normal(rng, 3, 64))
-    first, second = (kernels.to_host(kernels.linear(x, each)) for each in prepared)
-    np.testing.assert_array_equal(first, second)
-    return (first,)
+    return tuple(kernels.to_host(kernels.linear(x, each)) for each in prepared)
 
 
 @case("prepare_linear", "of a format to convert", rounding=CONVERTED)

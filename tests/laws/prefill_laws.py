@@ -81,7 +81,7 @@ def check_causal_visibility(subject: Subject, chunk_size: int, positions: Iterab
 def check_attention_weights(kernels: KernelSet, num_queries: int) -> None:
     """With values that name their position, attention's output is its weights: positive up to the query, then 0."""
     rng = np.random.default_rng(0)
-    query, keys = (rng.integers(-8, 9, (n, 1, 16)).astype(np.float32) / 4 for n in (num_queries, LENGTH))
+    query, keys = (rng.integers(-8, 9, (n, 1, 16)).astype(np.float32) / 8 for n in (num_queries, LENGTH))
     values = np.eye(LENGTH, 16, dtype=np.float32)[:, None]
     arrays = [kernels.from_host(array) for array in (query, keys, values)]
     if kernels.array_backend == "torch":
