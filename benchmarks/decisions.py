@@ -31,6 +31,7 @@ from native_workloads import WORKLOADS, NativeModel, Workload
 
 from bifolio import LLM
 from bifolio.config import KVDtype
+from bifolio.kernels.interface import Array, Batch
 from bifolio.measure.perplexity import text_perplexity
 from bifolio.measure.random_models import SHAPES, random_model
 from bifolio.measure.targets import crowd
@@ -179,16 +180,16 @@ def engine_overhead(arguments: argparse.Namespace) -> tuple[float, float]:
     """Median seconds of a step of 16 sequences: outside the kernels, and in all."""
     llm = bench_llm(random_model(arguments.shape, "q4_0"), [MANY], dtype="f16", threads=arguments.threads)
     engine = llm.engine
-    run = engine.runner.kernels.run  # type: ignore[attr-defined]
+    run = engine.decode_executor.run
     inside: list[float] = []
 
-    def timed_run(*given: object) -> object:
+    def timed_run(batch: Batch) -> Array:
         begin = time.perf_counter()
-        result = run(*given)
+        result = run(batch)
         inside.append(time.perf_counter() - begin)
         return result
 
-    engine.runner.kernels.run = timed_run  # type: ignore[attr-defined]
+    engine.decode_executor.run = timed_run  # type: ignore[method-assign]
     rng = np.random.default_rng(0)
     vocabulary = engine.model.config.vocab_size
     requests = [engine.add_request(str(i), rng.integers(0, vocabulary, 100).tolist(), exactly(24)) for i in range(16)]

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from bifolio.cache.storage import CacheLayout, KVStorage
 from bifolio.config import ModelConfig
-from bifolio.kernels.interface import AttentionPhase, AttentionShape, Heads, Norm, attention_segment
+from bifolio.kernels.interface import AttentionShape, Heads, Norm
 from bifolio.kernels.triton.decode import decode_attention
 from bifolio.kernels.triton.gemm_small_m import few_rows
 from bifolio.kernels.triton.gemm_tuning import RowTile
@@ -31,6 +31,7 @@ from bifolio.kernels.triton.prefill import cudnn_attention, cut_queries, prefill
 from bifolio.kernels.triton.split_kv import cut, new_pieces
 from bifolio.measure.gpu_limits import time_in_graph
 from bifolio.measure.gpu_models import SHAPES
+from bifolio.schedule.orchestrators import PrefillOrchestrator
 
 PARTS = ("products", "decode", "prefill")
 FOOTPRINT = 400 << 20  # bytes of weights that a timed graph goes through: several times the cache
@@ -179,7 +180,7 @@ def tune_prefill(heads: int, kv_heads: int, dim: int, sequences: int, length: in
     )
     operations = 2.0 * heads * dim * sequences * length**2
     counts = np.full(sequences, length, dtype=np.int32)
-    segment = attention_segment(AttentionPhase.PREFILL, np.zeros_like(counts), counts, tables)
+    segment = PrefillOrchestrator.lay_out(np.zeros_like(counts), counts, tables)
     result: dict[str, Any] = {"heads": heads, "dim": dim, "sequences": sequences, "length": length}
     calls: list[Callable[[], Any]] = [partial(cudnn_attention, own, shape, sequences)] * 3
     result["cudnn"] = operations / 1e6 / _microseconds(calls)

@@ -1,6 +1,6 @@
 """How long a small character model takes to learn on this machine: 2,000 steps of the preset `char`.
 
-    python benchmarks/train_char.py tinyshakespeare.txt [STEPS]
+    python benchmarks/train_char.py tinyshakespeare.txt [--steps 2000]
 
 Prints the held-out loss, the minutes and the processor time, by which a run on a busy machine can be judged.
 The goal is a loss below 1.9 in under 10 minutes on 2 CPU cores.
@@ -8,8 +8,8 @@ The goal is a loss below 1.9 in under 10 minutes on 2 CPU cores.
 
 from __future__ import annotations
 
+import argparse
 import os
-import sys
 import tempfile
 import time
 
@@ -44,6 +44,8 @@ def main(text: str, steps: int) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2:
-        raise SystemExit(__doc__)
-    main(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 2000)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("text", help="text to learn from, plain or .xz")
+    parser.add_argument("--steps", type=int, default=2000)
+    arguments = parser.parse_args()
+    main(arguments.text, arguments.steps)

@@ -1,4 +1,12 @@
-"""Shared fixtures: where real data and models lie, when they are there."""
+"""Tiers of tests, and shared fixtures: where real data and models lie, when they are there.
+
+    pytest -m quick    before a commit: every package, under a minute on two cores
+    pytest             quick and full tests: everything that a change must pass
+    pytest -m slow     long checks that are run by hand
+
+A test is quick by itself. One that takes half a second or more, starts processes or servers of its own, or searches at
+random is marked `@pytest.mark.full`.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +21,28 @@ if TYPE_CHECKING:
     from bifolio.kernels.interface import KernelSet
 
 
+EXPENSIVE_FIXTURES = {"models_dir"}  # real models
+if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores: torch and numpy must not start a thread on each
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--device",
         default="cpu",
         help="where tests/gpu run: cuda (or cuda:1); see tests/gpu/conftest.py for ways to try them without a GPU",
     )
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by -m
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give every test its tier: quick unless it is marked full or slow, or needs a fixture that takes long."""
+    for item in items:
+        fixtures = set(getattr(item, "fixturenames", ()))
+        is_long = fixtures & EXPENSIVE_FIXTURES or any(item.iter_markers("full")) or any(item.iter_markers("slow"))
+        if not is_long:
+            item.add_marker("quick")
 
 
 @pytest.fixture(scope="session")

@@ -212,6 +212,17 @@ def tiny_tokenizer() -> Any:
     return tokenizer
 
 
+def without_decoder(folder: Path) -> Path:
+    """Replace the folder's tokenizer by one that loads and encodes, but that llguidance cannot read."""
+    import tokenizers
+    from tokenizers import decoders
+
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
 @cache
 def tiny_loaded(**config: Any) -> LoadedModel:
     """`tiny_folder`, loaded; one for each set of options."""
@@ -303,6 +314,7 @@ def make_engine(
     enable_prefix_caching: bool = True,
     poison: bool = True,
     cache_dtype: KVDtype = "f32",
+    draft_model: LoadedModel | None = None,
     **options: Any,
 ) -> InferenceEngine:
     """An engine on the reference kernels; blocks that nobody may read are NaN."""
@@ -310,7 +322,7 @@ def make_engine(
     config = EngineConfig(
         cache, max_model_len, max_num_seqs, token_budget=token_budget, chunk_size=chunk_size, **options
     )
-    return InferenceEngine(model or tiny_loaded(), config, kernels or ReferenceKernels())
+    return InferenceEngine(model or tiny_loaded(), config, kernels or ReferenceKernels(), draft_model)
 
 
 def steps(engine: InferenceEngine, max_steps: int = 2000) -> Iterator[list[StepResult]]:

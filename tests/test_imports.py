@@ -40,6 +40,7 @@ def saved() -> Path:
     return folder
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_folder_by_transformers_runs_without_torch(verb: str, saved: Path) -> None:
     options = ["--model", str(saved)] if verb == "generate" else [str(saved)]
@@ -48,6 +49,7 @@ def test_a_folder_by_transformers_runs_without_torch(verb: str, saved: Path) -> 
     assert ("Once upon a time" if verb == "generate" else "llama") in printed
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("verb", VERBS)
 def test_torch_is_not_imported_where_it_is_installed(verb: str, saved: Path) -> None:
     options = ["--model", str(saved)] if verb == "generate" else [str(saved)]

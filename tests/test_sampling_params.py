@@ -176,6 +176,7 @@ JUNK = st.one_of(
 )
 
 
+@pytest.mark.full
 @given(field=st.sampled_from([field.name for field in dataclasses.fields(SamplingParams)]), value=JUNK)
 @settings(max_examples=300, deadline=None)
 def test_any_value_is_accepted_or_a_request_error(field: str, value: Any) -> None:

@@ -23,6 +23,24 @@ def checked_kv_dtype(name: str) -> KVDtype:
 
 
 @dataclass(frozen=True, slots=True)
+class NumericDefaults:
+    """Settings that decide the numbers a model computes, as every command and class has them unless told otherwise.
+
+    `generate`, `chat`, `serve`, `eval`, the measuring commands, `LLM` and `AsyncLLM` take their defaults from
+    `NUMERICS`, so a greedy request has one answer whichever of them runs it.
+    """
+
+    device: str = "auto"  # a GPU where there is one, else the CPU
+    kv_dtype: str = "auto"  # of cached keys and values: f32 on the CPU, the type of the weights on a GPU
+    activations: Literal["int8", "int16"] = "int8"  # beside quantised weights, on the native CPU kernels
+    threads: int | None = None  # of the CPU kernels: one for each core
+    deterministic: bool = False  # on a GPU; the CPU kernels always are
+
+
+NUMERICS = NumericDefaults()
+
+
+@dataclass(frozen=True, slots=True)
 class RopeConfig:
     """One way of rotating queries and keys; a model has one, or one for local and one for global layers."""
 

@@ -181,7 +181,8 @@ class Sequence:
 
     def append_token(self, token_id: int) -> None:
         """Take over a drawn token."""
-        self.num_expected = max(self.num_expected - 1, 0)
+        if self.num_expected:
+            self.num_expected -= 1
         self.token_ids.append(token_id)
         self.output_token_ids.append(token_id)
 
@@ -228,9 +229,11 @@ class Request:
     error: str | None = None
     keep: bool = False  # hold the blocks after the end, so that the conversation can be branched
     search: Any = None  # the beam search, if it is one
+    wants_logprobs: bool = field(init=False)  # of every drawn token
     prompt_array: NDArray[np.int32] = field(init=False, repr=False)  # the prompt in one piece, for hashing and copying
 
     def __post_init__(self) -> None:
+        self.wants_logprobs = self.params.needs_logprobs
         self.prompt_array = np.array(self.prompt_token_ids, dtype=np.int32)
 
     @property
@@ -238,7 +241,7 @@ class Request:
         return all(sequence.finish_reason is not None for sequence in self.sequences)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepResult:
     """The outcome of one step for one sequence."""
 

@@ -76,6 +76,7 @@ def test_prefill_equals_transformers(pair: tuple[Any, LanguageModel, Path]) -> N
     assert abs(float(loss - reference)) < 1e-4
 
 
+@pytest.mark.full
 def test_64_greedy_tokens_equal_transformers(pair: tuple[Any, LanguageModel, Path]) -> None:
     theirs, ours, _ = pair
     idx = torch.randint(3, 97, (2, 9), generator=torch.Generator().manual_seed(6))
@@ -90,6 +91,7 @@ def test_state_dict_has_the_names_and_shapes_of_transformers(pair: tuple[Any, La
     assert {n: p.shape for n, p in ours.state_dict().items()} == {n: p.shape for n, p in theirs.state_dict().items()}
 
 
+@pytest.mark.full
 def test_gradients_equal_transformers(pair: tuple[Any, LanguageModel, Path]) -> None:
     theirs, ours, _ = pair
     idx = torch.randint(0, 97, (2, 12), generator=torch.Generator().manual_seed(7))
@@ -106,6 +108,7 @@ def test_gradients_equal_transformers(pair: tuple[Any, LanguageModel, Path]) -> 
         assert torch.allclose(parameter.grad, gradients[name], atol=1e-5, rtol=1e-3), name
 
 
+@pytest.mark.full
 def test_saved_folder_is_read_by_transformers(pair: tuple[Any, LanguageModel, Path], tmp_path: Path) -> None:
     import transformers
 
@@ -131,6 +134,7 @@ def test_config_export_reads_back_to_the_same_network(pair: tuple[Any, LanguageM
 # -- decode against the teaching version ---------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, {"seed": 3}, {"seed": 4, "temperature": 0.7, "top_k": 5},
                                      {"seed": 5, "top_p": 0.6}])  # fmt: skip
 @pytest.mark.parametrize("prompt_length", [1, 15, 16, 17])
@@ -254,3 +258,38 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
     LanguageModel().save_pretrained(tmp_path)
     with pytest.raises(ModelFileError, match="missing"):
         model.load_safetensors(tmp_path / "model.safetensors")
+
+
+# -- misuse ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [-1, 1.5, True])
+def test_the_number_of_new_tokens_is_a_count(count: Any) -> None:
+    model = LanguageModel(seed=0)
+    idx = torch.zeros((1, 3), dtype=torch.long)
+    for decode in (model.decode, model.decode_by_recomputing, model.generate):
+        with pytest.raises(ConfigError, match="max_new_tokens"):
+            decode(idx, count)
+    assert torch.equal(model.decode(idx, 0), idx)
+
+
+def test_tokens_are_whole_numbers() -> None:
+    model = LanguageModel(seed=0)
+    for wrong in (torch.zeros((1, 3)), torch.zeros((1, 3), dtype=torch.bool)):
+        with pytest.raises(TokenIdError, match="whole numbers"):
+            model.decode(wrong, 2)
+        with pytest.raises(TokenIdError, match="whole numbers"):
+            model.prefill(wrong)
+
+
+def test_targets_are_token_ids() -> None:
+    model = LanguageModel(seed=0)
+    idx = torch.zeros((1, 3), dtype=torch.long)
+    for target in (65, -1, -99):
+        with pytest.raises(TokenIdError, match=f"the target {target} is outside the vocabulary of 65"):
+            model.prefill(idx, torch.tensor([[1, target, 2]]))
+    with pytest.raises(TokenIdError, match="targets are token ids"):
+        model.prefill(idx, torch.zeros((1, 3)))
+    _, loss = model.prefill(idx, torch.tensor([[1, -100, 64]]))
+    assert loss is not None
+    assert torch.isfinite(loss)

@@ -14,6 +14,8 @@ import pytest
 from bifolio.cache import BeamSearchBlockSharing, BlockShareManager, KVCacheBlockManager, SpeculativeDecodingSharing
 from bifolio.errors import OutOfBlocksError
 
+pytestmark = pytest.mark.full
+
 NUM_THREADS = 8
 PROMPT = list(range(24))  # common to all threads, so that they share cached blocks
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -306,3 +308,87 @@ def test_misused_speculation_is_refused() -> None:
         speculation.verify_speculation(1, 1)
     with pytest.raises(ConfigError):
         SpeculativeDecodingSharing(sharing, 0)
+
+
+def test_drafts_are_verified_before_more_are_made() -> None:
+    """A second reservation would take the unverified drafts for the base."""
+    sharing, manager = make(num_tokens=6)
+    speculation = SpeculativeDecodingSharing(sharing, 3)
+    speculation.allocate_speculative_blocks(1, 6)
+    with pytest.raises(CacheError, match="unverified drafts"):
+        speculation.allocate_speculative_blocks(1, 9)
+    kept, _ = speculation.verify_speculation(1, 1)
+    assert kept == [manager.block_ids_of(1)[1]]
+    assert manager.num_tokens_of(1) == 7
+
+
+def test_drafts_are_forgotten_with_their_table() -> None:
+    """A sequence that is released and opened again under the same id has no drafts."""
+    sharing, manager = make(num_tokens=6)
+    speculation = SpeculativeDecodingSharing(sharing, 3)
+    speculation.allocate_speculative_blocks(1, 6)
+    manager.release(1)
+    manager.open_table(1)
+    manager.append(1, 20)
+    with pytest.raises(CacheError, match="no drafts"):
+        speculation.verify_speculation(1, 0)
+    assert manager.num_tokens_of(1) == 20
+    speculation.allocate_speculative_blocks(1, 20)
+    assert speculation.verify_speculation(1, 3)[1] == []
+    assert manager.num_tokens_of(1) == 23
+
+
+def test_no_drafts_lie_in_no_block() -> None:
+    sharing, manager = make(num_tokens=6)
+    speculation = SpeculativeDecodingSharing(sharing)
+    before = manager.block_ids_of(1)
+    assert speculation.allocate_speculative_blocks(1, 6, num_tokens=0) == []
+    assert speculation.verify_speculation(1, 0) == ([], [])
+    assert manager.block_ids_of(1) == before
+
+
+def test_beams_are_started_all_or_none() -> None:
+    sharing, manager = make(num_tokens=6)
+    manager.open_table(50)
+    ids = iter([40, 41, 50])  # the third is taken
+    search = BeamSearchBlockSharing(sharing, 3, fresh_id=lambda: next(ids))
+    with pytest.raises(CacheError, match="already has a block table"):
+        search.initialize_beams(1, 6)
+    assert sorted(manager.sequence_ids()) == [1, 50]
+    assert search.get_beam_info(40) is None
+    manager.check_invariants()
+
+
+def test_cleanup_passes_over_beams_that_are_gone() -> None:
+    sharing, manager = make(num_tokens=6)
+    search = BeamSearchBlockSharing(sharing, 3)
+    beams = search.initialize_beams(1, 6)
+    manager.release(beams[1])
+    manager.release(1)
+    freed = search.cleanup_beams(beams)
+    assert len(freed) == 2
+    assert manager.num_used_blocks == 0
+    assert all(search.get_beam_info(beam) is None for beam in beams)
+
+
+def test_beams_are_reordered() -> None:
+    """One beam ends, another branches into its place; the blocks are shared, and nothing leaks."""
+    sharing, manager = make(num_tokens=6)
+    search = BeamSearchBlockSharing(sharing, 3)
+    first, second, third = search.initialize_beams(1, 6)
+    search.reorder_beams([second, third], [(first, third), (first, second)])
+    assert manager.block_ids_of(third) == manager.block_ids_of(first)
+    assert search.get_beam_info(third).base_sequence_id == first  # type: ignore[union-attr]
+    with pytest.raises(CacheError, match="no blocks to share"):
+        search.reorder_beams([first], [(first, 77)])
+    assert manager.has_table(first)
+    assert not manager.has_table(77)
+    manager.check_invariants()
+
+
+@pytest.mark.parametrize("count", [1.5, 2.0, True])
+def test_tokens_are_counted_in_whole_numbers(count: Any) -> None:
+    _, manager = make(num_tokens=6)
+    with pytest.raises(CacheError, match="whole number"):
+        manager.append(1, count)
+    assert manager.num_tokens_of(1) == 6

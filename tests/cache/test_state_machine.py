@@ -19,7 +19,7 @@ PHASES = [Phase.explicit, Phase.generate] + (
     [Phase.shrink] if os.environ.get("BIFOLIO_MACHINE_SHRINK", "1") == "1" else []
 )
 
-TestCacheMachine = pytest.mark.timeout(0)(CacheMachine.TestCase)
+TestCacheMachine = pytest.mark.full(pytest.mark.timeout(0)(CacheMachine.TestCase))
 TestCacheMachine.settings = settings(
     max_examples=int(RUNS or 80),
     stateful_step_count=STEPS,

@@ -66,6 +66,7 @@ def test_latency_as_table_and_json() -> None:
     assert record["time_to_first_token"]["p50"] > 0
 
 
+@pytest.mark.full
 def test_trace_compared_with_static_batching(trace_file: Path, tmp_path: Path) -> None:
     picture = tmp_path / "trace.png"
     record = run_json("trace", str(trace_file), "--scale", "1", "--speed", "0", "--max-num-seqs", "3",
@@ -98,6 +99,7 @@ def test_wrong_settings_are_refused_before_anything_runs(trace_file: Path, tmp_p
     assert numbers("1, 8,16") == [1, 8, 16]
 
 
+@pytest.mark.full
 def test_targets_of_a_file_with_random_weights() -> None:
     record = run_json("targets", "-n", "2", "-r", "1", "--requests", "16")
     assert (record["model"], record["format"], record["kv_dtype"]) == ("random-tiny-q4_0.gguf", "q4_0", "f16")

@@ -56,6 +56,7 @@ def expected(folder: Path, start: list[int], ids: list[int]) -> tuple[float, int
     return math.exp(total / count), count
 
 
+@pytest.mark.full
 def test_the_value_of_transformers(folder: Path, text: Path) -> None:
     tokenizer = load_model(folder).require_tokenizer()
     start = tokenizer.encode("")

@@ -33,6 +33,7 @@ def test_both_phases_and_the_limits_are_shown() -> None:
         assert word in printed, word
 
 
+@pytest.mark.full
 def test_json_and_picture(tmp_path: Path) -> None:
     picture = tmp_path / "profile.png"
     record = json.loads(run("--json", "--plot", str(picture)))

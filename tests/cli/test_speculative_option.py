@@ -25,6 +25,7 @@ def test_the_text_is_the_same_and_the_guesses_are_counted() -> None:
         assert "guesses were right (" in log
 
 
+@pytest.mark.full
 def test_a_sampled_text_is_the_same_too() -> None:
     arguments = ("Lily and her brother", "--seed", "3", "-n", "40")
     assert generate(*arguments) == generate(*arguments, "--speculative", "draft")

@@ -47,6 +47,7 @@ def bifolio(*arguments: str | Path) -> str:
     return result.stdout
 
 
+@pytest.mark.full
 def test_a_text_becomes_a_model(text: Path, tmp_path: Path) -> None:
     folder = tmp_path / "cat"
     shown = bifolio(
@@ -64,6 +65,7 @@ def test_a_text_becomes_a_model(text: Path, tmp_path: Path) -> None:
     assert loss < 2.0
 
 
+@pytest.mark.full
 def test_ctrl_c_saves_and_resume_goes_on(text: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     command = [sys.executable, "-m", "bifolio.cli.main", "train", str(text), "--output", str(folder), *SHAPE]

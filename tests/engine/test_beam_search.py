@@ -47,6 +47,7 @@ def transformers_beams(
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma3"])
 @pytest.mark.parametrize("eos", [None, [7], [5, 60]])
 def test_beams_equal_transformers(
@@ -86,6 +87,7 @@ def tiny_folder_once(**options: Any) -> Any:
     return tiny_folder(**options)
 
 
+@pytest.mark.full
 def test_beams_beside_others_under_preemption_give_the_same() -> None:
     """A pool so small that searches are preempted and come back, with ordinary requests around them."""
     folder = tiny_folder_once()

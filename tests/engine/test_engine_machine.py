@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -158,7 +159,7 @@ class EngineMachine(RuleBasedStateMachine):
                     assert (sequence.output_token_ids, sequence.finish_reason) == (tokens, end), name
 
 
-TestEngineMachine = EngineMachine.TestCase
+TestEngineMachine = pytest.mark.full(EngineMachine.TestCase)
 TestEngineMachine.settings = settings(
     max_examples=50,
     stateful_step_count=25,

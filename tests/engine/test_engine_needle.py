@@ -115,6 +115,7 @@ def run_in_crowd(engine: InferenceEngine, needle: str, rng: np.random.Generator)
     return request
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kernel_name", cpu_kernel_names())
 def test_a_needle_in_a_crowd(kernel_name: str) -> None:
     preemptions = hits = 0

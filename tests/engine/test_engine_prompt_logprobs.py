@@ -34,6 +34,7 @@ def check(request: Request, prompt: list[int], logprobs: np.ndarray, num_top: in
         np.testing.assert_allclose([value for _, value in entry.top], np.sort(row)[::-1][:num_top], atol=TOLERANCE)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("prefix_caching", [True, False])
 @pytest.mark.parametrize("chunk_size", [3, 512])
 @pytest.mark.parametrize("max_tokens", [0, 1])

@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from helpers import tiny_folder
 
 PROGRAM = """
@@ -53,6 +55,7 @@ print(json.dumps({"sizes": sizes, "ends": sorted(ends), "used": llm.engine.block
 """
 
 
+@pytest.mark.full
 def test_memory_after_two_thousand_requests_is_that_after_one_thousand() -> None:
     folder = tiny_folder(tokenizer=True)
     done = subprocess.run(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from bifolio.engine.executor import DecodeExecutor, ModelRunner, PrefillExecutor
-from bifolio.errors import EmptyPromptError, OutOfBlocksError, PhaseError
+from bifolio.errors import ConfigError, EmptyPromptError, OutOfBlocksError, PhaseError, TokenIdError
 from bifolio.sampling_params import SamplingParams
 from helpers import make_runner, open_entry, output_ids, random_prompt, run_alone, run_chunks, tiny_loaded
 
@@ -80,6 +82,46 @@ def test_the_executors_give_the_tokens_of_the_engine(setup) -> None:  # type: ig
     tokens = DecodeExecutor(runner).generate(entry, first, 20)
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     assert [tokens] == output_ids(run_alone(PROMPT, params))
+
+
+def test_a_failed_pass_leaves_the_sequence_as_it_was(setup) -> None:  # type: ignore[no-untyped-def]
+    """A bad token, then a good one: the good one stands where the bad one would have stood."""
+    runner, blocks, entry = setup
+    decode = DecodeExecutor(runner)
+    first = int(PrefillExecutor(runner).execute(PROMPT, entry).logits.argmax())
+    for bad in (61, -1, 10**9):
+        with pytest.raises(TokenIdError, match="outside the vocabulary"):
+            decode.step(entry, bad)
+        assert entry.seq_len == len(PROMPT)
+    with pytest.raises(TokenIdError, match="whole numbers"):
+        decode.step(entry, 2.5)  # type: ignore[arg-type]
+    second = decode.step(entry, first)
+    whole = run_chunks(runner, open_entry(runner, blocks), [*PROMPT, first], 512)
+    assert second == int(whole[-1].argmax())
+
+
+def test_a_prompt_that_fails_half_way_leaves_nothing(setup, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    runner, blocks, entry = setup
+    prefill = PrefillExecutor(runner, 4)
+    honest, calls = ModelRunner.run, iter(range(100))
+
+    def failing(self: ModelRunner, batch: Any) -> Any:
+        if next(calls) == 1:
+            raise FloatingPointError("the second chunk")
+        return honest(self, batch)
+
+    monkeypatch.setattr(ModelRunner, "run", failing)
+    with pytest.raises(FloatingPointError):
+        prefill.execute(PROMPT, entry)
+    assert (entry.seq_len, blocks.num_used_blocks) == (0, 0)
+    result = prefill.execute(PROMPT, entry)
+    assert result.kv_len == len(PROMPT)
+
+
+@pytest.mark.parametrize("chunk_size", [0, -1])
+def test_chunks_have_at_least_one_token(setup, chunk_size: int) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ConfigError, match="chunk_size must be at least 1"):
+        PrefillExecutor(setup[0], chunk_size)
 
 
 def test_misuse_is_a_named_error(setup) -> None:  # type: ignore[no-untyped-def]

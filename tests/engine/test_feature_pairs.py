@@ -121,6 +121,7 @@ def essence(request: Request) -> list[Any]:
     ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("first", "second"), itertools.combinations(FEATURES, 2))
 def test_pair(first: str, second: str) -> None:
     pair = frozenset({first, second})

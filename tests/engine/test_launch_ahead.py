@@ -31,7 +31,7 @@ class AheadMachine(EngineMachine):
     new_engine = staticmethod(ahead)
 
 
-TestAheadMachine = AheadMachine.TestCase
+TestAheadMachine = pytest.mark.full(AheadMachine.TestCase)
 TestAheadMachine.settings = settings(
     max_examples=25,
     stateful_step_count=25,
@@ -45,6 +45,7 @@ def in_flight(engine: InferenceEngine) -> bool:
     return bool(engine.in_flight)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("params", [
     SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),
     SamplingParams(temperature=1.0, seed=3, max_tokens=20, ignore_eos=True),
@@ -78,6 +79,7 @@ def test_an_end_by_length_is_foreseen() -> None:
     assert engine.stats().num_decode_tokens == 3  # the first token came from the prompt
 
 
+@pytest.mark.full
 def test_a_prompt_is_launched_while_a_step_runs() -> None:
     """The next launch after a request arrives holds its prompt, beside the decodes whose tokens are not known yet."""
     engine = ahead()
@@ -126,6 +128,7 @@ def test_who_waits_for_a_common_beginning_follows_at_once() -> None:
     drain(engine)
 
 
+@pytest.mark.full
 def test_an_abort_discards_what_is_in_flight() -> None:
     engine = ahead()
     endless = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
@@ -162,6 +165,7 @@ def test_all_kinds_of_sampling_mix() -> None:
         assert output_ids(request) == output_ids(run_alone(prompt, params))
 
 
+@pytest.mark.full
 def test_a_needle_in_a_crowd(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = SamplingParams(temperature=1.1, seed=77, max_tokens=14, ignore_eos=True)
     monkeypatch.setattr(test_engine_needle, "make_engine", lambda kernels, **options: ahead(**options))

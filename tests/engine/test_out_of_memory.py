@@ -211,6 +211,7 @@ def test_what_a_failed_step_had_recorded_is_told() -> None:
 
 
 # -- steps launched ahead -------------------------------------------------------------------------------------------
+@pytest.mark.full
 @pytest.mark.parametrize("fails", [lambda call: call == 0, lambda call: call in (3, 4, 5), lambda call: call % 4 == 3])
 def test_steps_in_flight_are_taken_back(fails: Callable[[int], bool]) -> None:
     engine = make_engine(launch_ahead=1)
@@ -234,7 +235,7 @@ class ShortOfMemory(EngineMachine):
         return engine
 
 
-TestShortOfMemory = ShortOfMemory.TestCase
+TestShortOfMemory = pytest.mark.full(ShortOfMemory.TestCase)
 TestShortOfMemory.settings = settings(
     max_examples=12,
     stateful_step_count=25,

@@ -96,3 +96,21 @@ def test_of_several_samples_one_is_kept() -> None:
     drain(engine)
     assert engine.release("talk")
     assert engine.blocks.num_used_blocks == 0
+
+
+def test_a_branch_that_is_aborted_before_it_runs_gives_its_blocks_back() -> None:
+    engine = make_engine(max_num_seqs=1)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    engine.add_request("first", random_prompt(9, vocab_size=61), params)
+    engine.keep("first")
+    drain(engine)
+    held = engine.blocks.num_used_blocks
+    engine.add_request("busy", random_prompt(5, seed=1, vocab_size=61), params)
+    engine.step()
+    engine.fork("first", "branch", [5, 6], params)
+    engine.abort("branch")
+    drain(engine)
+    assert engine.blocks.num_used_blocks == held
+    engine.release("first")
+    assert engine.blocks.num_used_blocks == 0
+    engine.blocks.check_invariants()

@@ -56,6 +56,7 @@ def check(work: SharedWork, tables: np.ndarray, lengths: np.ndarray, rows_per_it
     return saved
 
 
+@pytest.mark.full
 @settings(max_examples=200, deadline=None)
 @given(families(), st.integers(1, 5))
 def test_every_shared_token_is_looked_at_once(family: tuple[np.ndarray, np.ndarray], rows_per_item: int) -> None:

@@ -64,6 +64,7 @@ def plain() -> list[RequestOutput]:
     return make_llm().generate(*requests())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_blocks", [300, 30])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_output_is_the_plain_run_s(name: str, num_blocks: int) -> None:
@@ -103,6 +104,7 @@ def test_statistics_of_a_request() -> None:
     assert llm.engine.speculator.stats.num_accepted_tokens == sequence.num_accepted
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("temperature", "length"), [(0.5, 1), (1.0, 4)])
 def test_sampled_speculation_has_the_target_s_distribution(temperature: float, length: int) -> None:
     check_distribution(temperature, length, draws=1000)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from header_fuzzer import ALLOWANCE, run_cases
 
 
+@pytest.mark.full
 def test_mutated_headers_open_or_are_refused_by_name() -> None:
     report = run_cases(1000, seed=1)
     assert report.failures == []

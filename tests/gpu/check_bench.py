@@ -13,9 +13,10 @@ import torch
 
 from bifolio.cache.storage import CacheLayout, KVStorage
 from bifolio.config import KVDtype
-from bifolio.kernels.interface import AttentionPhase, AttentionSegment, AttentionShape, attention_segment
+from bifolio.kernels.interface import AttentionPhase, AttentionSegment, AttentionShape
 from bifolio.kernels.reference import causal_attention
 from bifolio.kernels.torch_reference import TorchKernels
+from bifolio.schedule.orchestrators import DecodeOrchestrator, PrefillOrchestrator
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
@@ -114,7 +115,8 @@ def expected_attention(
 
 def segment_of(phase: AttentionPhase, query_lens: list[int], lengths: list[int], tables: Any) -> AttentionSegment:
     counts = np.array(query_lens, dtype=np.int32)
-    return attention_segment(phase, np.array(lengths, dtype=np.int32) - counts, counts, tables)
+    orchestrator = PrefillOrchestrator if phase is AttentionPhase.PREFILL else DecodeOrchestrator
+    return orchestrator.lay_out(np.array(lengths, dtype=np.int32) - counts, counts, tables)
 
 
 def describe(shape: AttentionShape) -> str:

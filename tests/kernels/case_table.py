@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bifolio.kernels.interface import AttentionPhase, AttentionSegment, KernelSet, attention_segment
+from bifolio.kernels.interface import AttentionPhase, AttentionSegment, KernelSet
 from bifolio.kernels.storage import CacheLayout, KVStorage
 from bifolio.quant.bf16 import bf16_to_f32, f32_to_bf16
+from bifolio.schedule.orchestrators import DecodeOrchestrator, PrefillOrchestrator
 
 Outputs = tuple[np.ndarray, ...]
 Run = Callable[[KernelSet, np.random.Generator], Outputs]
@@ -127,4 +128,5 @@ def segment_over(
     """The last `queries[i]` of `lengths[i]` tokens of each sequence."""
     counts = np.array(queries, np.int32)
     own = None if tables is None else kernels.from_host(tables)
-    return attention_segment(phase, np.array(lengths, np.int32) - counts, counts, own, token_start)
+    orchestrator = PrefillOrchestrator if phase is AttentionPhase.PREFILL else DecodeOrchestrator
+    return orchestrator.lay_out(np.array(lengths, np.int32) - counts, counts, own, token_start)

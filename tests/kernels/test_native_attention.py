@@ -61,6 +61,7 @@ def test_decode_over_any_context(isa: str, context: int) -> None:
     np.testing.assert_allclose(result, attend(ReferenceKernels(), query, shape, segments, storage), **TOLERANCE)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16", "q8_0"])
 @pytest.mark.parametrize("window", [None, 70])
@@ -171,6 +172,7 @@ def test_shared_prefix_read_once_gives_the_same_bits(isa: str) -> None:
     np.testing.assert_array_equal(together, apart)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 def test_several_segments_and_drafts(isa: str, dtype: str) -> None:

@@ -68,6 +68,7 @@ def test_one_can_be_asked_for() -> None:
     assert chosen(BIFOLIO_ISA="generic")[0] == "generic"
 
 
+@pytest.mark.full
 def test_the_text_is_the_same_on_a_lesser_machine() -> None:
     masked = ",".join(name for name in native.available_isas() if name != "generic")
     if not masked:
@@ -75,6 +76,7 @@ def test_the_text_is_the_same_on_a_lesser_machine() -> None:
     assert run(STORY, BIFOLIO_MASK_ISA=masked).stdout == run(STORY).stdout
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("missing", "left"), [(["torch"], "reference"), ([], "torch")])
 def test_without_the_library_it_runs_and_says_once_why_it_is_slow(missing: list[str], left: str) -> None:
     if left == "torch":

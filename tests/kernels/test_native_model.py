@@ -61,6 +61,7 @@ def in_format(model: LoadedModel, format: QuantFormat) -> LoadedModel:
     return replace(model, weights=weights)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_architectures_give_transformers_logits(architecture: str) -> None:
     transformer, folder = tiny_model(architecture)
@@ -75,6 +76,7 @@ def test_architectures_give_transformers_logits(architecture: str) -> None:
         np.testing.assert_array_equal(other, results[0])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("format", ENCODABLE_FORMATS)
 @pytest.mark.parametrize("kv_dtype", ["f16", "bf16", "q8_0"])
@@ -101,6 +103,7 @@ def test_chunks_do_not_change_a_bit(isa: str, format: QuantFormat, kv_dtype: str
         np.testing.assert_array_equal(other, results[0])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("format", ENCODABLE_FORMATS)
 def test_a_request_in_a_crowd_gets_the_same_tokens_and_logprobs(format: QuantFormat) -> None:
     model = in_format(tiny_loaded(hidden_size=64, intermediate_size=96), format)

@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.full
 def test_every_instruction_set_equals_plain_cpp(tmp_path: Path) -> None:
     if shutil.which("g++") is None:
         pytest.skip("there is no C++ compiler")

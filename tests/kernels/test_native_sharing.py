@@ -83,6 +83,7 @@ def assert_the_same_bits(
         np.testing.assert_array_equal(apart, alone)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "window"), [(2, 2, None), (6, 2, None), (7, 1, 300), (9, 3, 70)])
@@ -100,6 +101,7 @@ def test_groups_and_loners_in_one_step(isa: str, dtype: str, heads: int, kv_head
     assert_the_same_bits(crowd(groups, kv_heads, dim, dtype), heads, kv_heads, dim, window, isa, (1, 2))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [2, 3, 5, 21, 22, 40])
 def test_groups_of_any_size(dtype: str, size: int) -> None:

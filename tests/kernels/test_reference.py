@@ -19,9 +19,9 @@ from bifolio.kernels.interface import (
     Linear,
     Norm,
     Rotation,
-    attention_segment,
 )
 from bifolio.kernels.reference import ReferenceKernels, causal_attention, causal_mask, erf, rotate, sigmoid
+from bifolio.schedule.orchestrators import DecodeOrchestrator, PrefillOrchestrator
 from helpers import kv_storage
 
 KERNELS = ReferenceKernels()
@@ -108,7 +108,7 @@ def test_attend_reads_exactly_the_paged_context(block_size: int, contexts: list[
         queries.append(query)
         expected.append(attention_by_hand(query, keys, values, 0.25, 9))
     lengths = np.array([len(q) for q in queries], np.int32)
-    segment = attention_segment(AttentionPhase.PREFILL, np.array(contexts, np.int32) - lengths, lengths, tables)
+    segment = PrefillOrchestrator.lay_out(np.array(contexts, np.int32) - lengths, lengths, tables)
     layer = LayerAttention(KERNELS, shape, storage)
     output = layer.compute_paged_attention(np.concatenate(queries), segment)
     np.testing.assert_allclose(output, np.concatenate(expected), atol=2e-6)
@@ -121,8 +121,8 @@ def test_attend_several_segments_in_the_order_of_tokens() -> None:
     storage.write(0, np.arange(8, 14), keys, values)
     fresh = Heads(normal(5, 2, 16, seed=2), normal(5, 2, 16, seed=3), normal(5, 2, 16, seed=4))
     numbers = {n: np.array([n], np.int32) for n in (0, 1, 4, 5)}
-    decode = attention_segment(AttentionPhase.DECODE, numbers[5], numbers[1], np.array([[1]], np.int32))
-    prefill = attention_segment(AttentionPhase.PREFILL, numbers[0], numbers[4], np.array([[2]], np.int32), 1)
+    decode = DecodeOrchestrator.lay_out(numbers[5], numbers[1], np.array([[1]], np.int32))
+    prefill = PrefillOrchestrator.lay_out(numbers[0], numbers[4], np.array([[2]], np.int32), 1)
     output = KERNELS.attend(fresh, shape, (decode, prefill), storage)
     np.testing.assert_allclose(output[:1], attention_by_hand(fresh.query[:1], keys, values, 0.25, None), atol=1e-6)
     own = attention_by_hand(fresh.query[1:], fresh.key[1:], fresh.value[1:], 0.25, None)

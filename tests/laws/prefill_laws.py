@@ -23,7 +23,6 @@ from bifolio.kernels.interface import (
     AttentionShape,
     KernelSet,
     LayerAttention,
-    attention_segment,
 )
 from bifolio.kernels.storage import CacheLayout
 from bifolio.sampling_params import SamplingParams
@@ -91,7 +90,7 @@ def check_attention_weights(kernels: KernelSet, num_queries: int) -> None:
     storage = kernels.new_storage(CacheLayout(1, 2, 16, 1, 16, kernels.kv_dtype, poison=True))
     storage.write(0, kernels.from_host(np.arange(16, 16 + LENGTH)), *arrays[1:])
     start, count = np.array([LENGTH - num_queries], np.int32), np.array([num_queries], np.int32)
-    segment = attention_segment(AttentionPhase.PREFILL, start, count, kernels.from_host(np.array([[1]], np.int32)))
+    segment = PrefillOrchestrator.lay_out(start, count, kernels.from_host(np.array([[1]], np.int32)))
     layer = LayerAttention(kernels, AttentionShape(0, 1, 1, 16, 0.25), storage)
     weights = kernels.to_host(layer.compute_paged_attention(arrays[0], segment))
     visible = np.arange(LENGTH)[None, :] <= np.arange(LENGTH - num_queries, LENGTH)[:, None]

@@ -122,6 +122,7 @@ def test_seen_pairs_are_those_of_a_mask(window: int | None) -> None:
     )
 
 
+@pytest.mark.full
 def test_limits_are_measured() -> None:
     limits = measure_limits("cpu", threads=2, read_bytes=1 << 20)
     assert limits.bytes_per_second > 1e6

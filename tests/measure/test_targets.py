@@ -41,6 +41,7 @@ def test_rows_come_from_what_was_measured() -> None:
     assert rows["all sequences together, tokens/s"].value == pytest.approx(4.5)
 
 
+@pytest.mark.full
 def test_the_crowd_fills_every_row_of_the_engine() -> None:
     llm = targets_llm(random_model("tiny"), kernels="reference")
     rows = {row.name: row for row in measure_targets(llm, num_generated=4, repetitions=1, num_requests=17)}
@@ -62,6 +63,7 @@ def test_lengths_of_the_crowd_fit() -> None:
     assert len({(request.num_prompt, request.num_output) for request in requests}) > 150
 
 
+@pytest.mark.full
 def test_the_peak_does_not_fall() -> None:
     before = peak_memory()
     held = bytearray(b"x" * (before // 2 + (64 << 20)))

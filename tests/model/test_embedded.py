@@ -99,6 +99,7 @@ def test_a_story_ends_and_is_the_same_for_the_same_seed() -> None:
     assert re.search(r'[.!?]["\']?\s*$', text)
 
 
+@pytest.mark.full
 def test_stories_beats_the_ngrams_on_new_text() -> None:
     loss = np.log(text_perplexity(llm(), FRESH_STORIES).value)
     best_ngram = card_number("stories", r"4-gram \| ([\d.]+)")
@@ -125,6 +126,7 @@ def test_the_draft_agrees_with_stories() -> None:
     assert np.mean(agreed) >= 0.55
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["draft", "ngram"])
 def test_speculation_changes_nothing_but_is_accepted(method: Any) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=60)
@@ -149,6 +151,7 @@ def torch_on_one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("torch_on_one_thread")
 @pytest.mark.parametrize("name", NAMES)
 def test_transformers_gives_the_same_logits(name: str, tmp_path: Path) -> None:

@@ -60,6 +60,7 @@ def transformers_logits(folder: Path) -> np.ndarray:
         return model(torch.tensor([PROMPT])).logits[0].float().numpy()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [*ARCHITECTURES, "gemma3-plain", "linear", "yarn", "longrope"])
 def test_folder_to_gguf_and_back_keeps_the_logits(name: str, tmp_path: Path) -> None:
     folder = make_folder(name, tmp_path / "folder")

@@ -60,6 +60,7 @@ def allowed_texts(name: str, tokenizer: Tokenizer, count: int) -> list[str]:
     return ["".join(char for char in text if missing.isdisjoint(char.encode())) for text in texts]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", VOCABULARIES)
 def test_ids_are_those_of_llama_cpp_on_every_test_line(name: str, data_dir: Path) -> None:
     path = data_dir / "vocab" / f"ggml-vocab-{name}.gguf"
@@ -71,6 +72,7 @@ def test_ids_are_those_of_llama_cpp_on_every_test_line(name: str, data_dir: Path
         assert tokenizer.encode(text, add_special_tokens=False) == [int(token) for token in line.split()], text
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", VOCABULARIES)
 def test_text_to_ids_to_text_is_the_identity_on_random_unicode(name: str, data_dir: Path) -> None:
     tokenizer = tokenizer_from_gguf(open_gguf(data_dir / "vocab" / f"ggml-vocab-{name}.gguf"))
@@ -176,6 +178,7 @@ def test_a_tokenizer_of_whole_words_is_stored_whole() -> None:
     assert rebuild(metadata_of(entries)).encode("b a c") == [1, 0, 2]
 
 
+@pytest.mark.full
 def test_sentencepiece_survives_being_written(data_dir: Path) -> None:
     tokenizer = tokenizer_from_gguf(open_gguf(data_dir / "vocab" / "ggml-vocab-llama-spm.gguf"))
     entries, notes = tokenizer_metadata(tokenizer, config_for(32000, bos_token_id=1), {"unk_token": "<unk>"})

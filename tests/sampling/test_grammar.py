@@ -24,10 +24,11 @@ from bifolio.beam_params import BeamSearchParams
 from bifolio.cli.main import build_app
 from bifolio.config import SpeculativeConfig
 from bifolio.errors import GrammarError
+from bifolio.model.loader import load_model
 from bifolio.sampling.grammar import MAX_CACHED, Grammar, compile_grammar, prepare_compiler
 from bifolio.sampling_params import SamplingParams
 from cli_runner import CliRunner
-from helpers import tiny_folder, tiny_loaded, tiny_tokenizer
+from helpers import tiny_folder, tiny_loaded, tiny_tokenizer, without_decoder
 
 PERSON = {
     "type": "object",
@@ -101,6 +102,7 @@ def test_a_lark_grammar_holds() -> None:
         compile(text, "text", "eval")  # Python's own parser takes it
 
 
+@pytest.mark.full
 def test_any_json_object() -> None:
     for text in finished_texts(run(Grammar.json_object(), 16), 1):
         assert isinstance(json.loads(text), dict)
@@ -109,6 +111,7 @@ def test_any_json_object() -> None:
 # -- combined with other options ----------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_with_n_penalties_logprobs_and_greedy() -> None:
     for params in (
         {"n": 4},
@@ -226,6 +229,7 @@ def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
     }
 
 
+@pytest.mark.full
 def test_five_hundred_random_schemas() -> None:
     rng = random.Random(11)
     schemas = [random_schema(rng) for _ in range(500)]
@@ -303,6 +307,7 @@ def test_hostile_grammars_are_refused_while_other_threads_go_on(name: str) -> No
     assert ticks[0] + 1 > seconds * 5  # the interpreter was not held for long, even on a busy machine
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "pattern",
     ["(a|b)*a(a|b){30}", ".*a.{200}", "((a{1,100}){1,100}){1,100}", "(.{1,10000}){1,10000}", r"[\p{L}]{1,2000}"],
@@ -349,3 +354,50 @@ def test_generate_takes_a_schema_file(tmp_path: Path) -> None:
     schema.write_text("{")
     with pytest.raises(GrammarError):
         CliRunner().invoke(build_app(), arguments, catch_exceptions=False)
+
+
+def test_a_tokenizer_that_cannot_be_read_is_refused_by_name_and_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    import llguidance
+
+    model = load_model(without_decoder(tiny_folder(tokenizer=True)))
+    with pytest.raises(GrammarError, match="not available with this model, whose tokenizer llguidance cannot read"):
+        prepare_compiler(model)
+    monkeypatch.setattr(llguidance, "LLTokenizer", None)
+    with pytest.raises(GrammarError, match="tokenizer llguidance cannot read: can't determine decoder"):
+        compile_grammar(Grammar.regex("[a-z]+"), model)
+    plain = LLM(model, max_model_len=64).generate("Once", SamplingParams(max_tokens=3, ignore_eos=True))
+    assert len(plain[0].outputs[0].token_ids) == 3
+
+
+class PanicException(BaseException):
+    """As Rust code raises it: no Exception."""
+
+
+@pytest.mark.parametrize("failure", [PanicException("index out of bounds"), TypeError("an old signature")])
+def test_panics_and_other_failures_of_llguidance_are_grammar_errors(
+    failure: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import llguidance
+
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise failure
+
+    model = load_model(tiny_folder(tokenizer=True))
+    compiler = prepare_compiler(model)
+    monkeypatch.setattr(llguidance, "LLMatcher", fail)
+    with pytest.raises(GrammarError, match="grammar cannot be used"):
+        compiler.compile(Grammar.lark("start: /a/"))
+    monkeypatch.setattr(llguidance, "LLTokenizer", fail)
+    with pytest.raises(GrammarError, match=str(failure)):
+        prepare_compiler(load_model(tiny_folder(tokenizer=True)))
+
+
+def test_an_interruption_is_no_grammar_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    import llguidance
+
+    def interrupt(*arguments: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llguidance, "LLTokenizer", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        prepare_compiler(load_model(tiny_folder(tokenizer=True)))

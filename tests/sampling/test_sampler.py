@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from sampling_helpers import CROWD, EOS, VOCAB, crowd, make_sampler, random_logits
 
 from bifolio.errors import RequestError
-from bifolio.sampling.noise import STREAM_XTC, child_seed
 from bifolio.sampling.sampler import Sampler, SamplingTable, uniform
+from bifolio.sampling.weights import STREAM_XTC, child_seed
 from bifolio.sampling_params import SamplingParams
 
 torch = pytest.importorskip("torch")
@@ -27,6 +27,7 @@ torch = pytest.importorskip("torch")
 # ---- fair draws ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options",
     [
@@ -106,6 +107,7 @@ def test_xtc_excludes_the_favourites_as_often_as_asked() -> None:
 # ---- neighbours, namespaces -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("use_torch", [False, True], ids=["numpy", "torch"])
 @pytest.mark.parametrize("vocab", [VOCAB, 4099])
 def test_a_row_does_not_depend_on_its_neighbours(use_torch: bool, vocab: int) -> None:
@@ -256,6 +258,7 @@ def test_top_p_keeps_the_lowest_ids_of_equals() -> None:
     assert np.flatnonzero(sampler.probabilities(np.zeros((1, 10), np.float32), [0])[0]).tolist() == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.full
 @given(
     values=st.lists(st.floats(width=32, allow_nan=True, allow_infinity=True), min_size=1, max_size=20),
     options=st.sampled_from(CROWD[:13]),

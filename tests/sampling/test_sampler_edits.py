@@ -69,6 +69,7 @@ def slow_dry(tokens: list[int], breakers: set[int], multiplier: float, base: flo
     return {token: multiplier * base ** (n - allowed) for token, n in longest.items() if n >= allowed}
 
 
+@pytest.mark.full
 @given(
     tokens=st.lists(st.integers(0, 4), min_size=1, max_size=40),
     breakers=st.sets(st.integers(0, 4), max_size=2),

@@ -135,6 +135,7 @@ def test_ties_are_kept_as_transformers_keeps_them() -> None:
         np.testing.assert_allclose(found, expected.numpy(), atol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options",
     [

@@ -111,6 +111,7 @@ def test_a_gpu_draws_what_the_cpu_draws() -> None:
         assert alone.logprobs[0] == on_gpu.logprobs[row]
 
 
+@pytest.mark.full
 @given(st.lists(st.floats(-50, 0, width=32), min_size=1, max_size=50))
 @settings(max_examples=100, deadline=None)
 def test_weights_are_probabilities(values: list[float]) -> None:
@@ -129,6 +130,7 @@ def test_logprobs_of_a_large_vocabulary() -> None:
     assert [[token for token, _ in row] for row in scored.top] == expected.topk(20).indices.tolist()
 
 
+@pytest.mark.full
 @given(
     changes=st.lists(
         st.one_of(st.lists(st.integers(0, 9), min_size=1, max_size=5), st.integers(0, 6), st.none()), max_size=12

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bifolio.cache.block_manager import KVCacheBlockManager
-from bifolio.errors import PhaseError, RequestError
+from bifolio.errors import ConfigError, PhaseError, RequestError
 from bifolio.sampling_params import SamplingParams
 from bifolio.schedule.batcher import ContinuousBatcher
 from bifolio.schedule.plan import BatchSlot
@@ -222,6 +222,7 @@ def test_continuous_interleaved_requests() -> None:
         assert output_ids(requests[name]) == output_ids(run_alone(prompts[name], params[name]))
 
 
+@pytest.mark.full
 def test_sixteen_concurrent_requests_of_mixed_lengths() -> None:
     engine = make_engine(max_num_seqs=16, num_blocks=256, token_budget=40, chunk_size=16)
     rng = np.random.default_rng(5)
@@ -296,3 +297,9 @@ def test_a_prefix_that_is_being_computed_is_waited_for() -> None:
         assert output_ids(request) == output_ids(run_alone(request.prompt_token_ids, params))
     assert sum(request.metrics.num_cached_tokens for request in requests[1:]) == 5 * 60
     assert engine.stats().num_prefill_tokens == 62 + 5 * 2 + 20
+
+
+@pytest.mark.parametrize("count", [0, -3])
+def test_a_batch_has_at_least_one_slot(count: int) -> None:
+    with pytest.raises(ConfigError, match="max_slots must be at least 1"):
+        ContinuousBatcher(count, KVCacheBlockManager(4, 4))

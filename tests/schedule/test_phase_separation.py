@@ -190,6 +190,12 @@ def test_attention_beyond_the_reserved_slots_is_an_error() -> None:
         decode.compute_decode_attention(normal(1, 4, 8), 2, 0, kernel)
 
 
+def test_an_empty_batch_gives_nothing() -> None:
+    prefill, decode, kernel, _ = filled({1: 5})
+    assert prefill.batch_prefill({}, {}, kernel) == {}
+    assert decode.batch_decode({}, {}, kernel) == {}
+
+
 @pytest.mark.parametrize("name", cpu_kernel_names())
 def test_orchestrators_run_on_every_kernel_set(name: str) -> None:
     prefill, decode, _ = orchestrators()

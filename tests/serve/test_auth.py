@@ -37,6 +37,7 @@ def every_route(server: RunningServer) -> list[tuple[str, str]]:
     return found
 
 
+@pytest.mark.full
 def test_every_route_but_the_open_ones_answers_401_without_a_key(guarded: RunningServer) -> None:
     open_paths = OPEN | set(page_files())
     with guarded.http() as http:
@@ -53,6 +54,7 @@ def test_every_route_but_the_open_ones_answers_401_without_a_key(guarded: Runnin
         assert http.options("/v1/completions").status_code == 401
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "headers",
     [
@@ -139,6 +141,7 @@ def test_no_keys_let_everybody_in() -> None:
     assert ring.find(b"Bearer " + b"x" * 10**6) is None
 
 
+@pytest.mark.full
 def test_cors_is_off_unless_asked_for(guarded: RunningServer) -> None:
     headers = {"origin": "https://evil.example", "access-control-request-method": "POST"}
     with guarded.http() as http:
@@ -146,6 +149,7 @@ def test_cors_is_off_unless_asked_for(guarded: RunningServer) -> None:
             assert "access-control-allow-origin" not in answer.headers
 
 
+@pytest.mark.full
 def test_tls(tmp_path: Path) -> None:
     certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     made = subprocess.run(

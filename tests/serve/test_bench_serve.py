@@ -25,6 +25,7 @@ def run(*arguments: str) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.full
 def test_closed_loop(server: RunningServer, tmp_path: Path) -> None:
     picture = tmp_path / "load.png"
     report = run(

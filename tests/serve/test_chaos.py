@@ -18,6 +18,7 @@ import psutil
 import pytest
 from serving import Limits, RunningServer, post, running_server, sse_events
 
+pytestmark = pytest.mark.full
 BODY: dict[str, Any] = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 24, "ignore_eos": True}
 
 

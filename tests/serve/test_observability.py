@@ -44,6 +44,7 @@ def settled(server: RunningServer) -> dict[str, float]:
     return metrics(server)
 
 
+@pytest.mark.full
 def test_counters_add_up(own: RunningServer) -> None:
     before = settled(own)
     client = own.client()
@@ -74,9 +75,11 @@ def test_counters_add_up(own: RunningServer) -> None:
     assert grown('http_responses_total{path="/v1/completions",status="400"}') == 1
     assert after["num_requests_running"] == after["num_requests_waiting"] == 0
     assert after["kv_cache_usage_perc"] == 0
+    assert after["kv_cache_shared_blocks"] == after["kv_cache_block_references"] == 0
     assert after["engine_up"] == 1
 
 
+@pytest.mark.full
 def test_the_dashboard_asks_for_metrics_that_exist(own: RunningServer) -> None:
     own.client().models.list()  # a counter with labels appears when it first counts
     known = {re.sub(r"\{.*", "", name) for name in settled(own)}
@@ -120,6 +123,7 @@ def test_a_log_line_for_each_request_and_no_prompt_in_it(own: RunningServer, cap
         assert "xyzzy" not in text
 
 
+@pytest.mark.full
 def test_prompts_are_logged_when_asked_for(caplog: pytest.LogCaptureFixture) -> None:
     with running_server(log_prompts=True) as server, caplog.at_level(logging.INFO):
         server.http().post("/v1/completions", json={"prompt": "xyzzy", "max_tokens": 1})
@@ -145,6 +149,7 @@ def test_log_lines_are_json_with_the_request(caplog: pytest.LogCaptureFixture) -
     assert "ValueError" in entry["error"]
 
 
+@pytest.mark.full
 def test_the_live_view_tells_the_state_of_every_block(own: RunningServer) -> None:
     import base64
 

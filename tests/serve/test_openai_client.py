@@ -258,6 +258,7 @@ def test_models(client: openai.OpenAI) -> None:
         client.completions.create(model="huge", prompt="x")
 
 
+@pytest.mark.full
 def test_embeddings(client: openai.OpenAI, server: RunningServer) -> None:
     texts = ["The fox liked to read.", "A fox reads books.", "你好"]
     found = client.embeddings.create(model="tiny", input=texts)

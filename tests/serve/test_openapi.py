@@ -54,6 +54,7 @@ def validate(server: RunningServer, value: Any, schema: dict[str, Any]) -> None:
     jsonschema.Draft202012Validator({**schema, "components": document(server)["components"]}).validate(value)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("path", "method", "body"), CASES)
 def test_answers_follow_the_document(server: RunningServer, path: str, method: str, body: Any) -> None:
     with server.http() as http:
@@ -88,6 +89,7 @@ def test_every_route_is_in_the_document(server: RunningServer) -> None:
     assert paths - {"/openapi.json"} == set(document(server)["paths"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize",
                                   "/detokenize", "/v1/models", "/v1/models/{name}", "/metrics"])  # fmt: skip
 def test_schemathesis_finds_no_server_error(server: RunningServer, path: str) -> None:

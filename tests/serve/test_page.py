@@ -12,7 +12,10 @@ from serving import RunningServer, running_server
 
 playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the path: apt-get install chromium")
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the path: apt-get install chromium"),
+]
 KEY = "a-key-for-the-page"
 
 

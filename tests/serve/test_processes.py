@@ -25,6 +25,7 @@ from bifolio.model.model_file import ModelFile
 from bifolio.model.text_model import TextModel
 from exotic_weights import k_quant_llama
 
+pytestmark = pytest.mark.full
 HERE = Path(__file__).parent
 WORKER = [sys.executable, str(HERE / "faulty_worker.py")]
 GREEDY: dict[str, Any] = {

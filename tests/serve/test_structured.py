@@ -11,9 +11,10 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
-from serving import RunningServer
+from serving import RunningServer, running_server
 
 from bifolio.serve.tools import CallScanner, read_call
+from helpers import tiny_folder, without_decoder
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -263,3 +264,16 @@ def test_a_constrained_beam_search(client: openai.OpenAI) -> None:
     for choice in answer.choices:
         if choice.finish_reason == "stop":
             jsonschema.validate(json.loads(choice.message.content or ""), SCHEMA)
+
+
+@pytest.mark.full
+def test_a_tokenizer_that_llguidance_cannot_read_stops_structured_output_alone() -> None:
+    folder = without_decoder(tiny_folder(tokenizer=True, max_position_embeddings=512))
+    with running_server(engine={"model": str(folder)}) as server, server.http() as http:
+        body = {"prompt": "Once upon a time", "max_tokens": 5, "ignore_eos": True}
+        assert http.post("/v1/completions", json=body).json()["usage"]["completion_tokens"] == 5
+        for _ in range(2):
+            refused = http.post("/v1/completions", json={**body, "structured_outputs": {"regex": "[a-z]+"}})
+            assert refused.status_code == 400
+            assert "whose tokenizer llguidance cannot read" in refused.json()["error"]["message"]
+        assert http.post("/v1/completions", json=body).status_code == 200

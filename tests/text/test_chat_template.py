@@ -176,6 +176,7 @@ def test_a_template_that_blows_up_is_stopped_before_it_does(template: str) -> No
     assert peak < 200 << 20
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "template",
     [

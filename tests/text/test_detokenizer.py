@@ -89,6 +89,7 @@ def test_text_after_a_prompt_keeps_its_first_space(make, prompt: str, text: str)
     assert tokenizer.decode(prompt_ids) + "".join(pieces) == tokenizer.decode(prompt_ids + ids)
 
 
+@pytest.mark.full
 @given(ids=st.lists(st.integers(2, 419), max_size=120))
 @settings(deadline=None, max_examples=200)
 def test_any_bytes_give_the_text_of_all_tokens(ids: list[int]) -> None:

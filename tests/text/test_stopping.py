@@ -40,6 +40,7 @@ def reference(text: str, stops: list[str], include: bool) -> tuple[str, str | No
     return text, None
 
 
+@pytest.mark.full
 @given(
     text=st.text("ab.", max_size=20),
     stops=st.lists(st.text("ab.", min_size=1, max_size=4), max_size=3, unique=True),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from bifolio.api.language_model import LanguageModel
 from bifolio.train.settings import TrainSettings
 
 
+@pytest.mark.full
 def test_the_whole_network_is_traced_without_a_break() -> None:
     config = TrainSettings(preset="draft", hidden_size=32, num_layers=2, num_heads=2).model_config(97, 0)
     torch.manual_seed(0)

@@ -69,6 +69,7 @@ def test_characters_are_one_token_each() -> None:
     assert ascii_only.encode(" de") == [0, 1, 2]  # in the order of their code points
 
 
+@pytest.mark.full
 def test_saved_tokenizers_are_read_by_transformers(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
@@ -169,6 +170,7 @@ def test_settings_refuse_what_cannot_work() -> None:
         TrainSettings(preset="char", num_heads=5).model_config(65, None)
 
 
+@pytest.mark.full
 def test_learning_rate_warms_up_and_decays() -> None:
     settings = TrainSettings(steps=100, warmup=10, learning_rate=1.0, final_learning_rate=0.1)
     rates = [settings.learning_rate_at(step) for step in range(101)]
@@ -178,6 +180,7 @@ def test_learning_rate_warms_up_and_decays() -> None:
     assert rates[100] == pytest.approx(0.1)
 
 
+@pytest.mark.full
 def test_presets_have_the_promised_sizes() -> None:
     def count(preset: str, vocab_size: int) -> int:
         return TrainSettings(preset=preset).model_config(vocab_size, 0).num_parameters

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from bifolio.api.outputs import RequestOutput, request_output
 from bifolio.beam_params import BeamSearchParams
-from bifolio.config import CacheConfig, EngineConfig, KVDtype, SpeculativeConfig, checked_kv_dtype
+from bifolio.config import NUMERICS, CacheConfig, EngineConfig, KVDtype, SpeculativeConfig, checked_kv_dtype
 from bifolio.engine.build import build_engine, resolve_sizes
 from bifolio.engine.memory import default_threads, parse_bytes
 from bifolio.errors import ConfigError, RequestError
@@ -43,7 +43,7 @@ class LLM:
         self,
         model: str | Path | LoadedModel | None = None,
         *,
-        dtype: KVDtype | str = "auto",
+        dtype: KVDtype | str = NUMERICS.kv_dtype,
         block_size: int | None = None,
         num_blocks: int | None = None,
         memory: int | str | None = None,
@@ -53,10 +53,10 @@ class LLM:
         token_budget: int | None = None,
         enable_prefix_caching: bool = True,
         deterministic: bool | None = None,
-        device: str = "auto",
-        threads: int | None = None,
+        device: str = NUMERICS.device,
+        threads: int | None = NUMERICS.threads,
         kernels: KernelSet | str | None = None,
-        activations: str = "int8",
+        activations: str = NUMERICS.activations,
         gpu_memory_utilization: float = 0.9,
         speculative: SpeculativeConfig | None = None,
         max_waiting: int | None = None,

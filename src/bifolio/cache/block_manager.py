@@ -2,8 +2,7 @@
 
 Every sequence has one `BlockTable`. Four verbs change a table: `append`, `fork`, `truncate`, `release`. Prefix hits,
 parallel samples, beams and drafts are made of them. A shared block that is about to be written is replaced in the table
-by a fresh one, and the pair is queued as a move; `cache.storage.run_moves` takes the moves and runs them before a pass
-writes anything.
+by a fresh one, and the pair is queued as a move; `run_moves` takes the moves and runs them before a pass writes.
 
 Nothing here touches a key or a value: see `KVStorage`.
 """
@@ -28,7 +27,7 @@ from bifolio.cache.block_table import (
 )
 from bifolio.cache.digests import TokenIds, find_chain, next_digest, root_digest
 from bifolio.cache.invariants import filled_entries, find_problems
-from bifolio.cache.storage import Page
+from bifolio.cache.storage import KVStorage, Page
 from bifolio.errors import CacheError, ConfigError, OutOfBlocksError
 
 
@@ -197,7 +196,8 @@ class KVCacheBlockManager:
         """All of these (sequence_id, num_tokens) appends, or False and none of them; one lock for a whole step."""
         with self.lock:
             merged = merge_appends(appends)
-            if count_needed_blocks(merged, self._tables, self._pool, self.block_size) > self._pool.num_free:
+            free = len(self._pool.blank) + len(self._pool.evictable)
+            if count_needed_blocks(merged, self._tables, self._pool, self.block_size) > free:
                 return False
             grow(merged, self._tables, self._pool, self.block_size)
             return True
@@ -277,7 +277,15 @@ class KVCacheBlockManager:
         No destination is named twice or is a source, so they may run in any order or all at once.
         """
         with self.lock:
-            return self._pool.take_moves()
+            return self._pool.take_moves() if self._pool.moves else []
+
+    def run_moves(self, storages: Iterable[KVStorage]) -> list[BlockMove]:
+        """Take the pending moves and queue them on every storage, right before a pass; the one place that does."""
+        moves = self.take_moves()
+        if moves:
+            for storage in storages:
+                storage.move_blocks(moves)
+        return moves
 
     def take_changes(self, sequence_ids: Iterable[int]) -> list[tuple[int, int, list[int]]]:
         """(sequence_id, first index, block ids) of those tables that changed since the last call for them."""

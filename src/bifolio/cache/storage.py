@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,20 +10,10 @@ from bifolio.kernels.storage import CacheLayout, KVStorage
 
 if TYPE_CHECKING:
     from bifolio.cache.block_manager import KVCacheBlockManager
-    from bifolio.cache.block_pool import BlockMove
     from bifolio.cache.block_table import BlockTable
 
-__all__ = ["CacheLayout", "KVStorage", "KvCacheEntry", "Page", "run_moves"]
+__all__ = ["CacheLayout", "KVStorage", "KvCacheEntry", "Page"]
 Array = Any
-
-
-def run_moves(manager: KVCacheBlockManager, storages: Iterable[KVStorage]) -> list[BlockMove]:
-    """Take the pending moves and queue them on every storage; the one place that does, right before a pass."""
-    moves = manager.take_moves()
-    if moves:
-        for storage in storages:
-            storage.move_blocks(moves)
-    return moves
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +101,7 @@ class KvCacheEntry:
             held = min(num_tokens, self._num_ahead)
             self._manager.append(self.sequence_id, num_tokens - held)
             self._num_ahead -= held
-            run_moves(self._manager, [self.storage])
+            self._manager.run_moves([self.storage])
 
     def truncate(self, num_tokens: int) -> None:
         """Keep the first `num_tokens` tokens; blocks held ahead of use stay held."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from bifolio.cli import commands, measure_options, options
 from bifolio.cli.bench_output import describe, progress, show, title
+from bifolio.config import NUMERICS
 
 if TYPE_CHECKING:
     from bifolio.measure.throughput import Test
@@ -65,11 +66,12 @@ def throughput(
     repetitions: measure_options.Repetitions = 5,
     chunk_size: options.AnyChunkSize = None,
     block_size: options.AnyBlockSize = None,
-    kv_dtype: options.KvDtype = "auto",
+    kv_dtype: options.KvDtype = NUMERICS.kv_dtype,
+    activations: options.Activations = NUMERICS.activations,
     kernels: measure_options.Kernels = None,
-    threads: options.Threads = None,
-    device: options.Device = "auto",
-    deterministic: options.Deterministic = False,
+    threads: options.Threads = NUMERICS.threads,
+    device: options.Device = NUMERICS.device,
+    deterministic: options.Deterministic = NUMERICS.deterministic,
     as_json: measure_options.AsJson = False,
 ) -> None:
     from bifolio.measure.random_models import open_model
@@ -84,6 +86,7 @@ def throughput(
         chunk_size=chunk_size,
         block_size=block_size,
         dtype=kv_dtype,
+        activations=activations,
         kernels=kernels,
         threads=threads,
         device=device,
@@ -110,11 +113,12 @@ def latency(
     repetitions: measure_options.Repetitions = 5,
     chunk_size: options.AnyChunkSize = None,
     block_size: options.AnyBlockSize = None,
-    kv_dtype: options.KvDtype = "auto",
+    kv_dtype: options.KvDtype = NUMERICS.kv_dtype,
+    activations: options.Activations = NUMERICS.activations,
     kernels: measure_options.Kernels = None,
-    threads: options.Threads = None,
-    device: options.Device = "auto",
-    deterministic: options.Deterministic = False,
+    threads: options.Threads = NUMERICS.threads,
+    device: options.Device = NUMERICS.device,
+    deterministic: options.Deterministic = NUMERICS.deterministic,
     as_json: measure_options.AsJson = False,
 ) -> None:
     from bifolio.measure.latency import measure_latency
@@ -127,6 +131,7 @@ def latency(
         chunk_size=chunk_size,
         block_size=block_size,
         dtype=kv_dtype,
+        activations=activations,
         kernels=kernels,
         threads=threads,
         device=device,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from bifolio.cli import commands, measure_options, options
+from bifolio.config import NUMERICS
 
 HELP = """Hold this machine against the figures that were planned for a small model in 4 bits.
 
@@ -36,35 +37,35 @@ def targets(
     block_size: options.BlockSize = 16,
     kv_dtype: options.KvDtype = "f16",
     kernels: measure_options.Kernels = None,
+    activations: options.Activations = NUMERICS.activations,
     threads: options.Threads = 2,
     as_json: measure_options.AsJson = False,
 ) -> None:
     if model is not None and shape is not None:
         raise commands.BadParameter("pass --model or --shape, not both: a shape is a model made of random weights")
+    engine_options = {
+        "block_size": block_size,
+        "dtype": kv_dtype,
+        "activations": activations,
+        "kernels": kernels,
+        "threads": threads,
+    }
     with tempfile.TemporaryDirectory() as folder:
         path = model or str(make_file(shape or "S", format, Path(folder)))
-        measure(path, generate, requests, repetitions, block_size, kv_dtype, kernels, threads, as_json)
+        measure(path, generate, requests, repetitions, engine_options, as_json)
 
 
 def measure(
-    path: str,
-    generate: int,
-    requests: int,
-    repetitions: int,
-    block_size: int,
-    kv_dtype: str,
-    kernels: str | None,
-    threads: int | None,
-    as_json: bool,
+    path: str, generate: int, requests: int, repetitions: int, engine_options: dict[str, Any], as_json: bool
 ) -> None:
     from bifolio.cli.bench_output import describe, progress, show, title
     from bifolio.measure.targets import measure_targets, targets_llm
     from bifolio.model.loader import load_model
 
-    llm = targets_llm(load_model(path), block_size=block_size, dtype=kv_dtype, kernels=kernels, threads=threads)
+    llm = targets_llm(load_model(path), **engine_options)
     with progress(as_json) as note:
         rows = measure_targets(llm, num_generated=generate, repetitions=repetitions, num_requests=requests, note=note)
-    setting = describe(llm, threads)
+    setting = describe(llm, engine_options["threads"])
     if as_json:
         commands.echo(json.dumps({**setting, "rows": [row.as_dict() for row in rows]}))
         return

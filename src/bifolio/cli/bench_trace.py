@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from bifolio.cli import commands, measure_options, options
+from bifolio.config import NUMERICS
 
 if TYPE_CHECKING:
     from bifolio.measure.trace import TraceReport
@@ -47,12 +48,14 @@ def trace(
     max_num_seqs: options.MaxNumSeqs = 32,
     block_size: options.BlockSize = 16,
     chunk_size: options.ChunkSize = 512,
-    kv_dtype: options.KvDtype = "auto",
+    kv_dtype: options.KvDtype = NUMERICS.kv_dtype,
+    activations: options.Activations = NUMERICS.activations,
     prefix_caching: Annotated[bool, commands.option(help="Reuse what equal prefixes computed.")] = True,
     seed: Annotated[int, commands.option("--seed", help="Of the random tokens.")] = 0,
     kernels: measure_options.Kernels = None,
-    threads: options.Threads = None,
-    device: options.Device = "auto",
+    threads: options.Threads = NUMERICS.threads,
+    device: options.Device = NUMERICS.device,
+    deterministic: options.Deterministic = NUMERICS.deterministic,
     plot: measure_options.Plot = None,
     as_json: measure_options.AsJson = False,
 ) -> None:
@@ -80,6 +83,8 @@ def trace(
         "kernels": kernels,
         "threads": threads,
         "device": device,
+        "activations": activations,
+        "deterministic": deterministic or None,
     }
     llm = LLM(
         loaded,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from bifolio.cli import commands, options
+from bifolio.config import NUMERICS
 
 if TYPE_CHECKING:
     from bifolio.api.llm import LLM
@@ -55,11 +56,11 @@ def chat(
     max_model_len: options.MaxModelLen = None,
     block_size: options.AnyBlockSize = None,
     chunk_size: options.AnyChunkSize = None,
-    kv_dtype: options.KvDtype = "auto",
-    activations: options.Activations = "int16",  # one sequence: the second byte costs next to nothing
-    threads: options.Threads = None,
-    device: options.Device = "auto",
-    deterministic: options.Deterministic = False,
+    kv_dtype: options.KvDtype = NUMERICS.kv_dtype,
+    activations: options.Activations = NUMERICS.activations,
+    threads: options.Threads = NUMERICS.threads,
+    device: options.Device = NUMERICS.device,
+    deterministic: options.Deterministic = NUMERICS.deterministic,
     gpu_memory_utilization: options.GpuMemoryUtilization = 0.9,
     verbose: options.Verbose = False,
 ) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated
 
 from bifolio.cli import commands, options
+from bifolio.config import NUMERICS
 
 HELP = """Measure the perplexity of a model on a text file.
 
@@ -33,9 +34,11 @@ def evaluate(
     window: Annotated[int | None, commands.option("--window", help="Tokens of a window; default: 512.")] = None,
     max_tokens: Annotated[int | None, commands.option("--max-tokens", "-n", help="Score only the first ones.")] = None,
     as_json: Annotated[bool, commands.option("--json", help="Print one JSON object.")] = False,
-    kv_dtype: options.KvDtype = "auto",
-    threads: options.Threads = None,
-    device: options.Device = "auto",
+    kv_dtype: options.KvDtype = NUMERICS.kv_dtype,
+    activations: options.Activations = NUMERICS.activations,
+    threads: options.Threads = NUMERICS.threads,
+    device: options.Device = NUMERICS.device,
+    deterministic: options.Deterministic = NUMERICS.deterministic,
 ) -> None:
     from bifolio.api.llm import LLM
     from bifolio.errors import ConfigError
@@ -51,8 +54,17 @@ def evaluate(
     if window is not None and window > most:
         raise ConfigError(f"a window of {window} tokens is longer than the model's context of {most}")
     length = window or min(WINDOW, most)
-    llm = LLM(loaded, max_model_len=length, max_num_seqs=4, enable_prefix_caching=False, dtype=kv_dtype,
-              threads=threads, device=device)  # fmt: skip
+    llm = LLM(
+        loaded,
+        max_model_len=length,
+        max_num_seqs=4,
+        enable_prefix_caching=False,
+        dtype=kv_dtype,
+        activations=activations,
+        threads=threads,
+        device=device,
+        deterministic=deterministic or None,
+    )
     began = time.perf_counter()
     with progress_bar() as progress:
         result = text_perplexity(llm, content, window=length, max_tokens=max_tokens, progress=progress)

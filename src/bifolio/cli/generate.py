@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from bifolio.cli import commands, options
+from bifolio.config import NUMERICS
 from bifolio.errors import RequestError
 
 
@@ -58,11 +59,11 @@ def generate(
     max_num_seqs: options.AnyNumSeqs = None,
     block_size: options.AnyBlockSize = None,
     chunk_size: options.AnyChunkSize = None,
-    kv_dtype: options.KvDtype = "auto",
-    activations: options.Activations = "int8",
-    threads: options.Threads = None,
-    device: options.Device = "auto",
-    deterministic: options.Deterministic = False,
+    kv_dtype: options.KvDtype = NUMERICS.kv_dtype,
+    activations: options.Activations = NUMERICS.activations,
+    threads: options.Threads = NUMERICS.threads,
+    device: options.Device = NUMERICS.device,
+    deterministic: options.Deterministic = NUMERICS.deterministic,
     gpu_memory_utilization: options.GpuMemoryUtilization = 0.9,
     verbose: options.Verbose = False,
 ) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from bifolio.cli import commands, measure_options, options
+from bifolio.config import NUMERICS
 
 if TYPE_CHECKING:
     from bifolio.measure.profiler import Profile
@@ -37,10 +38,12 @@ def profile(
     generate: Annotated[int, commands.option("--generate", "-n", min=1, help="Tokens generated behind each.")] = 64,
     batch: Annotated[int, commands.option("--batch", "-b", min=1, help="Sequences that run together.")] = 1,
     chunk_size: options.ChunkSize = 512,
-    kv_dtype: options.KvDtype = "auto",
+    kv_dtype: options.KvDtype = NUMERICS.kv_dtype,
+    activations: options.Activations = NUMERICS.activations,
     kernels: measure_options.Kernels = None,
-    threads: options.Threads = None,
-    device: options.Device = "auto",
+    threads: options.Threads = NUMERICS.threads,
+    device: options.Device = NUMERICS.device,
+    deterministic: options.Deterministic = NUMERICS.deterministic,
     plot: measure_options.Plot = None,
     as_json: measure_options.AsJson = False,
 ) -> None:
@@ -54,7 +57,7 @@ def profile(
     threads = threads or default_threads()
     result = profile_model(
         open_model(model, shape, format),
-        select_kernels(device, name=kernels, threads=threads),
+        select_kernels(device, name=kernels, threads=threads, activations=activations, deterministic=deterministic),
         num_prompt=prompt,
         num_generated=generate,
         batch=batch,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from bifolio.cli import commands, options
+from bifolio.config import NUMERICS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,7 +43,8 @@ def quantize(
         Path | None, commands.option("--eval", help="A text file: show the perplexity on it before and after.")
     ] = None,
     eval_tokens: Annotated[int, commands.option("--eval-tokens", help="The most tokens of the text to score.")] = 4096,
-    threads: options.Threads = None,
+    activations: options.Activations = NUMERICS.activations,
+    threads: options.Threads = NUMERICS.threads,
 ) -> None:
     from bifolio.model.file_access import refuse_existing
     from bifolio.model.loader import load_model
@@ -56,8 +58,8 @@ def quantize(
         report = write(target, model, format, force, progress)
     print_report(report)
     if text is not None:
-        before = score(model, text, eval_tokens, threads)
-        after = score(load_model(target), text, eval_tokens, threads)
+        before = score(model, text, eval_tokens, threads, activations)
+        after = score(load_model(target), text, eval_tokens, threads, activations)
         commands.echo(f"perplexity       {before:.4f} before, {after:.4f} after ({(after / before - 1) * 100:+.2f} %)")
 
 
@@ -114,10 +116,17 @@ def print_report(report: WriteReport) -> None:
     commands.echo(f"wrote {report.path}")
 
 
-def score(model: LoadedModel, text: str, max_tokens: int, threads: int | None) -> float:
+def score(model: LoadedModel, text: str, max_tokens: int, threads: int | None, activations: str) -> float:
     from bifolio.api.llm import LLM
     from bifolio.measure.perplexity import WINDOW, text_perplexity
 
     length = min(model.config.max_position, WINDOW + 1)
-    llm = LLM(model, max_model_len=length, max_num_seqs=1, enable_prefix_caching=False, threads=threads)
+    llm = LLM(
+        model,
+        max_model_len=length,
+        max_num_seqs=1,
+        enable_prefix_caching=False,
+        threads=threads,
+        activations=activations,
+    )
     return text_perplexity(llm, text, max_tokens=max_tokens).value

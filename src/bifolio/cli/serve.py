@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from bifolio.cli import commands, options
+from bifolio.config import NUMERICS
 
 HELP = """Serve a model over HTTP, as OpenAI's clients expect it.
 
@@ -58,10 +59,11 @@ def serve(
     max_num_seqs: options.AnyNumSeqs = None,
     block_size: options.AnyBlockSize = None,
     chunk_size: options.AnyChunkSize = None,
-    kv_dtype: options.KvDtype = "auto",
-    threads: options.Threads = None,
-    device: options.Device = "auto",
-    deterministic: options.Deterministic = False,
+    kv_dtype: options.KvDtype = NUMERICS.kv_dtype,
+    activations: options.Activations = NUMERICS.activations,
+    threads: options.Threads = NUMERICS.threads,
+    device: options.Device = NUMERICS.device,
+    deterministic: options.Deterministic = NUMERICS.deterministic,
     gpu_memory_utilization: options.GpuMemoryUtilization = 0.9,
 ) -> None:
     import asyncio
@@ -111,6 +113,7 @@ def serve(
         "max_num_seqs": max_num_seqs,
         "block_size": block_size,
         "chunk_size": chunk_size,
+        "activations": activations,
         "threads": threads,
         "device": device,
         "deterministic": deterministic or None,

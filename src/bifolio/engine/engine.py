@@ -20,7 +20,6 @@ from typing import Any
 from bifolio.beam_params import BeamSearchParams
 from bifolio.cache.block_manager import KVCacheBlockManager
 from bifolio.cache.sharing import BlockShareManager, ShareStats, SpeculativeDecodingSharing
-from bifolio.cache.storage import run_moves
 from bifolio.config import EngineConfig
 from bifolio.engine.executor import DecodeExecutor, ModelRunner, PrefillExecutor
 from bifolio.engine.fault.recovery import FaultRecovery
@@ -106,13 +105,16 @@ class InferenceEngine:
     # -- one step -----------------------------------------------------------------------------------------------
     def step(self) -> list[StepResult]:
         """Run every active sequence once. A failing step harms one request at most (`engine.fault`)."""
-        self.faults.before_step()
+        faults = self.faults
+        if faults.is_active:
+            faults.before_step()
         try:
-            self._outbox.extend(self.batcher.step(self._iterate))
+            self.batcher.step(self._iterate)
         except Exception as error:
             failure = error.with_traceback(None)  # the frames hold the arrays of the failed step
         else:
-            self.faults.step_succeeded()
+            if faults.is_active:
+                faults.step_succeeded()
             return self._deliver()
         self._outbox.extend(self.faults.recover(failure))
         return self._deliver()
@@ -120,28 +122,28 @@ class InferenceEngine:
     def _iterate(self, slots: list[BatchSlot]) -> list[StepResult]:
         """Plan and launch the next step; collect the steps that are due."""
         plan = self.plan(slots)
-        if self.in_flight and (plan.is_short or plan.is_empty):  # the tokens in flight are needed first
-            self.collect()
-            if plan.is_empty:
+        if self.in_flight and (plan.is_short or not (plan.decodes or plan.prefills)):
+            self.collect()  # the tokens in flight are needed first
+            if not (plan.decodes or plan.prefills):
                 plan = self.plan(slots)
-        if not plan.is_empty:
+        if plan.decodes or plan.prefills:
             self.in_flight.append(self.launch(plan))
         elif not self.has_work:
             self.blocks.check_invariants()  # idle: prove that no block leaked
         while len(self.in_flight) > self._depth:
             self.collect()
-        return []
+        return self._outbox
 
     def plan(self, slots: list[BatchSlot]) -> StepPlan:
         """Pick the tokens of the next step and reserve their blocks."""
-        return self.phases.plan(
-            slots, self.faults.token_budget, self._room_for_drafts(slots), may_preempt=not self.in_flight
-        )
+        budget = self.faults.token_budget if self.faults.is_active else self.config.token_budget
+        drafts = None if self.speculator is None else self._room_for_drafts(slots)
+        return self.phases.plan(slots, budget, drafts, may_preempt=not self.in_flight)
 
     def launch(self, plan: StepPlan) -> Ticket:
         """Queue moves, the forward pass and its draws."""
         started = time.perf_counter()
-        run_moves(self.blocks, self.storages)  # copy-on-write, before any write
+        self.blocks.run_moves(self.storages)  # copy-on-write, before any write
         self.slots.update(plan)
         if self.speculator is not None:
             plan = self.speculator.fill(plan)  # guesses; a draft model runs here
@@ -175,7 +177,9 @@ class InferenceEngine:
 
     @property
     def has_work(self) -> bool:
-        return self.batcher.has_work or bool(self._outbox) or bool(self.in_flight) or self.faults.num_parked > 0
+        if self.in_flight or self._outbox or self.batcher.has_work:
+            return True
+        return self.faults.is_active and self.faults.num_parked > 0
 
     # -- requests ---------------------------------------------------------------------------------------------------
     def add_request(
@@ -309,9 +313,10 @@ class InferenceEngine:
     def _deliver(self) -> list[StepResult]:
         results, self._outbox = self._outbox, []
         for result in results:
-            request = self.requests.get(result.request_id)
-            if result.finished and request is not None and request.is_finished:
-                del self.requests[result.request_id]
+            if result.finished:
+                request = self.requests.get(result.request_id)
+                if request is not None and request.is_finished:
+                    del self.requests[result.request_id]
         if not self.requests:
             self.batcher.evict_completed()  # no later step would
         return results

@@ -21,10 +21,20 @@ from bifolio.config import CacheConfig
 from bifolio.engine.host_batch import HostBatch, Readout, Run
 from bifolio.engine.slot_state import Draws, SlotState
 from bifolio.errors import ConfigError, EmptyPromptError, PhaseError, TokenIdError
-from bifolio.kernels.interface import Array, AttentionPhase, Batch, KernelSet, Network, StepProgram, Storage
+from bifolio.kernels.interface import (
+    Array,
+    AttentionPhase,
+    AttentionSegment,
+    Batch,
+    KernelSet,
+    Network,
+    StepProgram,
+    Storage,
+)
 from bifolio.model import transformer
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.weights import ModelWeights, prepare
+from bifolio.schedule.orchestrators import DecodeOrchestrator
 from bifolio.schedule.plan import StepPlan
 
 
@@ -63,8 +73,16 @@ class ModelRunner:
         def forward(kernels: KernelSet, batch: Batch, storage: Storage | None) -> Array:
             return transformer.forward(weights, batch, kernels, storage)
 
-        shapes = tuple(layer.shape for layer in weights.layers)
-        return Network(forward, shapes, tuple(zip(weights.inverse_frequencies, weights.rope_scales, strict=True)))
+        def decode_segment(count: int) -> AttentionSegment:
+            ones = np.ones(count, dtype=np.int32)
+            return DecodeOrchestrator.lay_out(ones - 1, ones, None)
+
+        return Network(
+            forward,
+            tuple(layer.shape for layer in weights.layers),
+            decode_segment,
+            tuple(zip(weights.inverse_frequencies, weights.rope_scales, strict=True)),
+        )
 
 
 @dataclass(slots=True)

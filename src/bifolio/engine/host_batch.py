@@ -97,6 +97,9 @@ class HostBatch:
 
     def to(self, kernels: KernelSet) -> Batch:
         """The batch in the kernel set's own arrays; lengths and starts of segments stay on the host."""
+        last = int(self.positions.max()) if len(self.positions) else 0
+        if kernels.array_backend == "numpy":
+            return Batch(self.token_ids, self.positions, self.cache_index, self.segments, self.logit_rows, last)
         upload = kernels.from_host
         segments = tuple(
             segment if segment.block_tables is None else replace(segment, block_tables=upload(segment.block_tables))
@@ -108,7 +111,7 @@ class HostBatch:
             cache_index=None if self.cache_index is None else upload(self.cache_index),
             segments=segments,
             logit_rows=None if self.logit_rows is None else upload(self.logit_rows),
-            max_position=int(self.positions.max()) if len(self.positions) else 0,
+            max_position=last,
         )
 
 
@@ -126,9 +129,17 @@ class Readout:
 
     @classmethod
     def from_plan(cls, plan: StepPlan) -> Readout:
-        readout = cls()
-        first = 0
-        for item in plan.scheduled:
+        readout, first, items = cls(), 0, plan.decodes
+        if all(item.num_new == 1 and item.sequence.group is None for item in items):  # the usual decodes, in bulk
+            first = len(items)
+            readout.logit_rows, readout.sample_rows = list(range(first)), list(range(first))
+            readout.sample_slots = [item.slot for item in items]
+            readout.positions = [item.start + 1 for item in items]
+            readout.pending = [()] * first
+            items = plan.prefills
+        elif plan.prefills:
+            items = items + plan.prefills
+        for item in items:
             readout._add(item, first)
             first += item.num_new
         return readout

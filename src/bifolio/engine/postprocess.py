@@ -113,9 +113,15 @@ class Postprocessor:
     def collect(self, ticket: Ticket, results: list[StepResult]) -> None:
         """Take over the outcome of a step; `results` gets one for every token that was added and every end."""
         sampled = None if ticket.launched.draws is None else ticket.launched.draws.collect()
-        searches = []
+        decodes, items = ticket.plan.decodes, ticket.plan.prefills
         draw = 0
-        for number, item in enumerate(ticket.plan.scheduled):
+        if sampled is not None and all(item.num_new == 1 and item.sequence.group is None for item in decodes):
+            draw = len(decodes)
+            self._collect_decodes(decodes, sampled, results)
+        else:
+            items = decodes + items
+        searches = []
+        for item in items:
             sequence = item.sequence
             if item.slot in ticket.readout.prompt_rows:
                 self._score_prompt(item, ticket.readout.prompt_rows[item.slot], ticket.launched.logits)
@@ -136,10 +142,23 @@ class Postprocessor:
                 self._verify(item, sampled, rows, results)
             else:
                 self._add_tokens(members, sampled, rows, results)
-            if number >= len(ticket.plan.decodes):
+            if item.start < sequence.num_prompt or item.num_new > 1 + len(item.drafts):
                 self._enter_decode(members)
         for request in dict.fromkeys(searches):
             self._advance_search(request, ticket.candidates[request.request_id], results)
+
+    def _collect_decodes(
+        self, decodes: tuple[ScheduledSequence, ...], sampled: SampledTokens, results: list[StepResult]
+    ) -> None:
+        """One token for each of these sequences: the usual decode step."""
+        block_size = self._blocks.block_size
+        for row, item in enumerate(decodes):
+            sequence = item.sequence
+            sequence.advance(1)
+            if sequence.finish_reason is None:  # else it ended while the step ran
+                if sequence.num_computed % block_size == 0:
+                    self._commit(sequence, sequence.num_computed)
+                self._add_token(sequence, sampled, row, results)
 
     def _enter_decode(self, sequences: list[Sequence]) -> None:
         """The boundary between the phases: the prompt is computed, and the first token after it is known."""
@@ -188,7 +207,7 @@ class Postprocessor:
 
     def _add_token(self, sequence: Sequence, sampled: SampledTokens, row: int, results: list[StepResult]) -> None:
         request = sequence.request
-        if row in sampled.errors:
+        if sampled.errors and row in sampled.errors:
             request.error = str(sampled.errors[row])
             results.extend(self._batcher.finish(request, FinishReason.ERROR))
             return
@@ -198,20 +217,19 @@ class Postprocessor:
             results.append(self._end(sequence, FinishReason.LENGTH, None, "", None))
             return
         token = int(sampled.token_ids[row])
-        logprob = _logprob(sampled, row, token) if request.params.needs_logprobs else None
+        logprob = _logprob(sampled, row, token) if request.wants_logprobs else None
         if logprob is not None:
             sequence.cumulative_logprob += logprob.logprob
             sequence.logprobs.append(logprob)
         sequence.append_token(token)
-        decision = sequence.stopper.check(token)
-        sequence.text += decision.text
-        if decision.finish_reason is None:
-            index, text = sequence.index, decision.text
-            results.append(StepResult(request.request_id, token, False, None, index, text, logprob, sequence))
+        text, finish_reason, stop_reason = sequence.stopper.check(token)
+        if text:
+            sequence.text += text
+        if finish_reason is None:
+            results.append(StepResult(request.request_id, token, False, None, sequence.index, text, logprob, sequence))
             return
-        sequence.stop_reason = decision.stop_reason
-        reason = FinishReason(decision.finish_reason)
-        results.append(self._end(sequence, reason, token, decision.text, logprob))
+        sequence.stop_reason = stop_reason
+        results.append(self._end(sequence, FinishReason(finish_reason), token, text, logprob))
 
     def _end(
         self, sequence: Sequence, reason: FinishReason, token: int | None, text: str, logprob: TokenLogprob | None

@@ -19,7 +19,7 @@ from bifolio.config import EngineConfig
 from bifolio.engine.beam.search import BeamSearch
 from bifolio.errors import EmptyPromptError, PromptTooLongError, RequestError, TokenIdError
 from bifolio.model.text_model import TextModel
-from bifolio.sampling.noise import child_seed
+from bifolio.sampling.weights import child_seed
 from bifolio.sampling_params import SamplingParams
 from bifolio.sequence import Request, Sequence
 from bifolio.text.detokenizer import IncrementalDetokenizer
@@ -102,7 +102,7 @@ class RequestFactory:
         detokenizer = None
         if tokenizer is not None:
             skip = request.params.skip_special_tokens
-            detokenizer = IncrementalDetokenizer(tokenizer, request.prompt_token_ids, skip)
+            detokenizer = IncrementalDetokenizer(tokenizer.backend, request.prompt_token_ids, skip)
         eos, length = self._model.config.eos_token_ids, self._config.max_model_len
         return StopChecker(request.params, eos, len(request.prompt_token_ids), length, detokenizer)
 

@@ -93,7 +93,7 @@ class SlotState:
     # -- one step ------------------------------------------------------------------------------------------------------
     def update(self, plan: StepPlan) -> None:
         """Bring the block tables of the scheduled sequences up to date."""
-        slot_of = {item.sequence.id: item.slot for item in plan.scheduled}
+        slot_of = {item.sequence.id: item.slot for items in (plan.decodes, plan.prefills) for item in items}
         for sequence_id, first, block_ids in self._blocks.take_changes(slot_of):
             slot = slot_of[sequence_id]
             self.tables[slot, first : first + len(block_ids)] = block_ids

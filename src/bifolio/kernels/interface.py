@@ -94,30 +94,6 @@ class AttentionSegment:
         return int(self.context_lens.shape[0])
 
 
-def attention_segment(
-    phase: AttentionPhase,
-    starts: np.ndarray,  # i32[s]  position of each sequence's first query
-    lengths: np.ndarray,  # i32[s]  queries of each sequence
-    block_tables: Array | None,  # i32[s, max_blocks]
-    token_start: int = 0,
-) -> AttentionSegment:
-    """The queries [start, start + length) of each sequence, one sequence after the other, over [0, start + length)."""
-    offsets = np.zeros(len(lengths) + 1, dtype=np.int32)
-    np.cumsum(lengths, out=offsets[1:])
-    contexts = (starts + lengths).astype(np.int32)
-    return AttentionSegment(
-        phase=phase,
-        token_start=token_start,
-        token_end=token_start + int(offsets[-1]),
-        query_starts=offsets,
-        context_lens=contexts,
-        block_tables=block_tables,
-        fresh=phase is AttentionPhase.PREFILL and not starts.any(),
-        max_query_len=int(lengths.max()),
-        max_context_len=int(contexts.max()),
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class Batch:
     """One forward pass. Arrays are the kernel set's own."""
@@ -201,6 +177,7 @@ class Network:
 
     forward: Callable[[KernelSet, Batch, Storage | None], Array]  # logits f32[r, vocab]
     shapes: tuple[AttentionShape, ...]  # of its attention layers
+    decode_segment: Callable[[int], AttentionSegment]  # of one query for each of so many sequences
     rotations: tuple[tuple[Array, float], ...] = ()  # (inverse frequencies, scale) of each rope configuration
 
 

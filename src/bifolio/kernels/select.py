@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from bifolio.config import NUMERICS
 from bifolio.errors import ConfigError, MissingDependencyError
 from bifolio.kernels.interface import KernelSet
 
@@ -40,13 +41,13 @@ class Candidate(NamedTuple):
 
 
 def select_kernels(
-    device: str = "auto",
+    device: str = NUMERICS.device,
     *,
     name: str | None = None,
-    threads: int | None = None,
-    activations: str = "int8",
+    threads: int | None = NUMERICS.threads,
+    activations: str = NUMERICS.activations,
     dtype: str | None = None,
-    deterministic: bool = False,
+    deterministic: bool = NUMERICS.deterministic,
 ) -> KernelSet:
     """The kernel set for a device ("auto", "cpu", "cuda", "cuda:1"); ConfigError lists why nothing fits.
 
@@ -59,6 +60,8 @@ def select_kernels(
     forced = name or os.environ.get("BIFOLIO_KERNELS") or None
     if forced is not None and forced not in CANDIDATES:
         raise ConfigError(f"there are no kernels called {forced!r}: choose one of {', '.join(CANDIDATES)}")
+    if kind == "cuda":
+        require_gpu(device)
     names = [forced] if forced else [n for n, candidate in CANDIDATES.items() if kind in candidate.devices]
     refusals: list[str] = []
     for candidate_name in names:
@@ -78,6 +81,20 @@ def resolve_device(device: str) -> str:
         return device
     has_gpu = Path("/dev/nvidia0").exists() and not _module_refusals("torch")
     return "cuda" if has_gpu else "cpu"
+
+
+def require_gpu(device: str) -> None:
+    """Raise ConfigError unless torch is installed and can use this CUDA device ("cuda", "cuda:1")."""
+    if _module_refusals("torch"):
+        raise ConfigError(f"device {device!r} needs torch: pip install 'bifolio[gpu]', or use the device 'cpu'")
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigError(f"device {device!r} needs a CUDA GPU, and torch {torch.__version__} finds none: use 'cpu'")
+    index, count = device.partition(":")[2] or "0", torch.cuda.device_count()
+    if not index.isdecimal() or int(index) >= count:
+        names = ", ".join(f"'cuda:{number}'" for number in range(count))
+        raise ConfigError(f"there is no device {device!r} here: use one of {names}")
 
 
 def _refusals(candidate: Candidate, kind: str) -> list[str]:

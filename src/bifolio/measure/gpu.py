@@ -21,6 +21,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bifolio.errors import ConfigError
+from bifolio.kernels.select import require_gpu
+
 SECTIONS = ("rows", "profile", "start")
 SHAPES = ("llama-1b", "qwen3-0.6b", "llama-8b")
 PEER = {  # measured on the same kind of machine: vLLM 0.26
@@ -245,6 +248,12 @@ def main(arguments: list[str] | None = None) -> int:
     if options.warm:
         print(f"{warm_shape(options.warm, options):.1f}")
         return 0
+    try:
+        if options.device.startswith("cuda"):
+            require_gpu(options.device)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     report = Report(options.out)
     runs = {"rows": run_rows, "start": run_start}
     report.attempt("prepare", partial(prepare, report, options))

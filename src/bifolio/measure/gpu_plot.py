@@ -5,8 +5,8 @@ python -m bifolio.measure.gpu_plot results/gpu.json gpu.png
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -61,4 +61,8 @@ def plot(found: dict[str, Any], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    plot(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, help="gpu.json of the benchmark")
+    parser.add_argument("picture", type=Path, help="the .png, .svg or .pdf file to write")
+    arguments = parser.parse_args()
+    plot(json.loads(arguments.results.read_text()), arguments.picture)

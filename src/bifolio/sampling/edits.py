@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bifolio.errors import RequestError
-from bifolio.sampling.arrays import Array, device, namespace
 from bifolio.sampling.repetition import dry_matches, dry_penalties, ngram_bans, word_bans
 from bifolio.sampling.table import SlotOptions
+from bifolio.sampling.weights import Array, device, namespace
 
 LOWEST = -3.4028234663852886e38  # a penalty makes a token unlikely, never impossible
 

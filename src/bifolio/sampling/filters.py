@@ -14,14 +14,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bifolio.sampling.arrays import Array, device, namespace
 from bifolio.sampling.table import SamplingTable
 from bifolio.sampling.weights import (
     ONE,
+    Array,
     cleaned,
+    column,
+    cool,
     descending_keys,
+    device,
     kth_bound,
-    shift,
+    namespace,
     sort_candidates,
     to_weights,
 )
@@ -81,18 +84,12 @@ def filter_rows(logits: Array, temperature: NDArray[np.float32], filters: Filter
     return Candidates(ids, values, _only(xp, weights, kept), kept)
 
 
-def cool(logits: Array, temperature: NDArray[np.float32]) -> Array:
-    """f32[r, n]: shifted logits over temperature. Shifting first keeps tiny temperatures from overflowing."""
-    shifted = shift(logits)
-    return shifted if (temperature == 1.0).all() else shifted / _column(namespace(logits), temperature, logits)
-
-
 def _top_k(logits: Array, temperature: NDArray[np.float32], top_k: NDArray[np.int64]) -> tuple[Array, Array]:
     """(i64[r, c] ids, f32[r, c] shifted logits over temperature): the largest, ties with the last included."""
     xp = namespace(logits)
     logits, highest = cleaned(logits)
     ids, values = sort_candidates(logits >= kth_bound(logits, top_k), logits)
-    values = (values - highest) / _column(xp, temperature, values)
+    values = (values - highest) / column(xp, temperature, values)
     last = xp.asarray(np.minimum(top_k, values.shape[-1])[:, None] - 1, device=device(values))
     below = values < xp.take_along_axis(values, last, axis=-1)
     return ids, xp.where(below, xp.full_like(values, -float("inf")), values)
@@ -100,11 +97,6 @@ def _top_k(logits: Array, temperature: NDArray[np.float32], top_k: NDArray[np.in
 
 def _only(xp: Any, weights: Array, kept: Array) -> Array:
     return xp.where(kept, weights, xp.zeros_like(weights))
-
-
-def _column(xp: Any, numbers: NDArray[Any], like: Array) -> Array:
-    """A host array f64[r] as f64[r, 1] beside `like`."""
-    return xp.asarray(np.ascontiguousarray(numbers)[:, None], device=device(like))
 
 
 def _likely(shifted: Array, filters: Filters) -> tuple[Array, Array]:
@@ -116,10 +108,10 @@ def _likely(shifted: Array, filters: Filters) -> tuple[Array, Array]:
     xp = namespace(shifted)
     weights = to_weights(shifted)
     total = xp.sum(weights, axis=-1, keepdims=True)
-    share = _column(xp, (1.0 - filters.top_p) * (0.999 / shifted.shape[-1]), shifted)
+    share = column(xp, (1.0 - filters.top_p) * (0.999 / shifted.shape[-1]), shifted)
     floor = np.where(filters.min_p > 0.0, filters.min_p * (0.999 * ONE), np.where(filters.top_p < 1.0, 0.0, -1.0))
-    least = xp.maximum(xp.astype(total, xp.float64) * share, _column(xp, floor, shifted))
-    least = xp.where(_column(xp, floor, shifted) < 0.0, -xp.ones_like(least), least)  # neither: keep all
+    least = xp.maximum(xp.astype(total, xp.float64) * share, column(xp, floor, shifted))
+    least = xp.where(column(xp, floor, shifted) < 0.0, -xp.ones_like(least), least)  # neither: keep all
     return weights > xp.astype(least, xp.int64), total
 
 
@@ -130,9 +122,9 @@ def _likely_enough(weights: Array, total: Array | None, filters: Filters) -> Arr
         return weights >= 0
     running = xp.cumulative_sum(weights, axis=-1)
     share = np.where(filters.top_p < 1.0, filters.top_p, 2.0)  # 1 is off, for tokens without a weight too
-    reach = xp.astype(running[:, -1:] if total is None else total, xp.float64) * _column(xp, share, weights)
+    reach = xp.astype(running[:, -1:] if total is None else total, xp.float64) * column(xp, share, weights)
     keep = xp.astype(running - weights, xp.float64) < reach
-    return keep & (xp.astype(weights, xp.float64) >= _column(xp, filters.min_p * ONE, weights))
+    return keep & (xp.astype(weights, xp.float64) >= column(xp, filters.min_p * ONE, weights))
 
 
 def _keep_typical(values: Array, weights: Array, kept: Array, filters: Filters) -> Array:
@@ -148,7 +140,7 @@ def _keep_typical(values: Array, weights: Array, kept: Array, filters: Filters) 
     places = xp.arange(distance.shape[-1], device=device(weights))
     order = xp.sort(descending_keys(-distance, places), axis=-1) & 0xFFFFFFFF
     running = xp.cumulative_sum(xp.take_along_axis(chosen, order, axis=-1), axis=-1)
-    mass = xp.astype(running[:, -1:], xp.float64) * _column(xp, filters.typical_p[rows], weights)
+    mass = xp.astype(running[:, -1:], xp.float64) * column(xp, filters.typical_p[rows], weights)
     last = xp.count_nonzero(xp.astype(running, xp.float64) < mass, axis=-1)[:, None]
     last = xp.clip(last, 0, chosen.shape[-1] - 1)
     farthest = xp.take_along_axis(xp.take_along_axis(distance, order, axis=-1), last, axis=-1)
@@ -177,7 +169,7 @@ def _exclude_top_choices(weights: Array, kept: Array, filters: Filters) -> Array
     xp = namespace(weights)
     chosen = _only(xp, weights, kept)
     total = xp.astype(xp.sum(chosen, axis=-1, keepdims=True), xp.float64)
-    threshold = _column(xp, np.where(filters.xtc_applies, filters.xtc_threshold, 2.0), weights)
+    threshold = column(xp, np.where(filters.xtc_applies, filters.xtc_threshold, 2.0), weights)
     likely = kept & (xp.astype(chosen, xp.float64) >= threshold * total)
     rank = xp.cumulative_sum(xp.astype(likely, xp.int64), axis=-1)
     return kept & ~(likely & (rank < rank[:, -1:]))

@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -19,7 +20,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from bifolio.errors import GrammarError, MissingDependencyError
+from bifolio.errors import BifolioError, GrammarError, MissingDependencyError
 from bifolio.model.text_model import TextModel
 from bifolio.sampling_params import SamplingParams
 
@@ -153,16 +154,18 @@ class _Compiler:
     def __init__(self, model: TextModel) -> None:
         self._lock = threading.Lock()
         self._cache: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
-        self._limits = _llguidance().LLParserLimits(**LIMITS)
+        with _refusing("llguidance of this version cannot be used: install a newer one"):
+            self._limits = _llguidance().LLParserLimits(**LIMITS)
         self._tokenizer = self._make_tokenizer(model)
 
     def _make_tokenizer(self, model: TextModel) -> Any:
         tokenizer, ends = model.require_tokenizer(), list(model.config.eos_token_ids)
         if not ends:
             raise GrammarError("this model has no end-of-text token, so a text with a grammar could not end")
-        return _llguidance().LLTokenizer(
-            tokenizer.backend.to_str(), n_vocab=max(model.config.vocab_size, tokenizer.vocab_size), eos_token=ends
-        )
+        with _refusing("structured output is not available with this model, whose tokenizer llguidance cannot read"):
+            return _llguidance().LLTokenizer(
+                tokenizer.backend.to_str(), n_vocab=max(model.config.vocab_size, tokenizer.vocab_size), eos_token=ends
+            )
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         with self._lock:
@@ -170,14 +173,13 @@ class _Compiler:
             if found is not None:
                 self._cache.move_to_end(grammar)
                 return found
-        matcher = _llguidance().LLMatcher(self._tokenizer, _source(grammar), log_level=0, limits=self._limits)
-        if matcher.is_error():
-            raise GrammarError(f"the {_NAMES[grammar.kind]} cannot be used: {_first_line(matcher.get_error())}")
+        with _refusing(f"the {_NAMES[grammar.kind]} cannot be used"):
+            matcher = _llguidance().LLMatcher(self._tokenizer, _source(grammar), log_level=0, limits=self._limits)
+            _check_matcher(matcher)
+            probe = matcher.deep_copy()
+            probe.compute_bitmask()  # the first step is the most expensive: an error in it refuses the grammar
+            _check_matcher(probe)
         compiled = CompiledGrammar(grammar, matcher)
-        probe = matcher.deep_copy()
-        probe.compute_bitmask()  # the first step is the most expensive: what it refuses is refused now
-        if probe.is_error():
-            raise GrammarError(f"the {_NAMES[grammar.kind]} cannot be used: {_first_line(probe.get_error())}")
         with self._lock:
             self._cache[grammar] = compiled
             while len(self._cache) > MAX_CACHED:
@@ -191,12 +193,20 @@ _NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "choice":
 
 
 def prepare_compiler(model: TextModel) -> _Compiler:
-    """Read the vocabulary: seconds for a large one, so a server does it before it is ready."""
+    """Read the vocabulary: seconds for a large one, so a server does it before it is ready.
+
+    A tokenizer that llguidance cannot read is a `GrammarError`, found once and raised for every grammar.
+    """
     with _compilers_lock:
         known = vars(model)  # lives as long as the model, like its tokenizer
         if _COMPILER not in known:
-            known[_COMPILER] = _Compiler(model)
-        compiler: _Compiler = known[_COMPILER]
+            try:
+                known[_COMPILER] = _Compiler(model)
+            except GrammarError as error:
+                known[_COMPILER] = str(error)
+        compiler: _Compiler | str = known[_COMPILER]
+        if isinstance(compiler, str):
+            raise GrammarError(compiler)
         return compiler
 
 
@@ -285,17 +295,32 @@ def _bracket_depth(pattern: str) -> int:
 def _source(grammar: Grammar) -> str:
     """In llguidance's own terms."""
     matcher = _llguidance().LLMatcher
+    if grammar.kind == "json_schema":
+        # No whitespace between the parts: a model that has lost its way could go on with it for ever.
+        return str(matcher.grammar_from_json_schema(grammar.text, defaults={"whitespace_flexible": False}))
+    if grammar.kind == "regex":
+        return str(matcher.grammar_from_regex(_without_anchors(grammar.text)))
+    if grammar.kind == "choice":
+        return "start: " + " | ".join(json.dumps(item, ensure_ascii=False) for item in json.loads(grammar.text))
+    return str(matcher.grammar_from_lark(grammar.text))
+
+
+def _check_matcher(matcher: Any) -> None:
+    if matcher.is_error():
+        raise ValueError(matcher.get_error())
+
+
+@contextmanager
+def _refusing(problem: str) -> Iterator[None]:
+    """Turn any failure of llguidance into a `GrammarError`. A panic of its Rust code is a BaseException."""
     try:
-        if grammar.kind == "json_schema":
-            # No whitespace between the parts: a model that has lost its way could go on with it for ever.
-            return str(matcher.grammar_from_json_schema(grammar.text, defaults={"whitespace_flexible": False}))
-        if grammar.kind == "regex":
-            return str(matcher.grammar_from_regex(_without_anchors(grammar.text)))
-        if grammar.kind == "choice":
-            return "start: " + " | ".join(json.dumps(item, ensure_ascii=False) for item in json.loads(grammar.text))
-        return str(matcher.grammar_from_lark(grammar.text))
-    except ValueError as error:
-        raise GrammarError(f"the {_NAMES[grammar.kind]} cannot be used: {_first_line(str(error))}") from error
+        yield
+    except BifolioError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise GrammarError(f"{problem}: {_first_line(str(error))}") from error
 
 
 def _without_anchors(pattern: str) -> str:

@@ -8,8 +8,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bifolio.sampling.arrays import Array, device, namespace, to_host
-from bifolio.sampling.weights import kth_bound, log_total, shift, sort_candidates, to_weights
+from bifolio.sampling.weights import (
+    Array,
+    device,
+    kth_bound,
+    log_total,
+    namespace,
+    shift,
+    sort_candidates,
+    to_host,
+    to_weights,
+)
 
 
 @dataclass(slots=True)

@@ -28,13 +28,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bifolio.errors import RequestError
-from bifolio.sampling.arrays import Array, device, is_numpy, namespace, to_host
 from bifolio.sampling.edits import Edits
-from bifolio.sampling.filters import Filters, cool, filter_rows
+from bifolio.sampling.filters import Filters, filter_rows
 from bifolio.sampling.logprobs import TokenLogprobs, score_tokens
-from bifolio.sampling.noise import STREAM_XTC, uniform
 from bifolio.sampling.table import SamplingTable, TokenMask
-from bifolio.sampling.weights import ONE, draw, shift, to_weights
+from bifolio.sampling.weights import (
+    ONE,
+    STREAM_XTC,
+    Array,
+    cool,
+    device,
+    draw,
+    is_numpy,
+    namespace,
+    shift,
+    to_host,
+    to_weights,
+    uniform,
+)
 
 __all__ = ["SampledTokens", "Sampler", "SamplingTable", "TokenMask", "prompt_logprobs", "uniform"]
 
@@ -86,7 +97,10 @@ class Sampler:
 
         `pending[row]` are tokens that precede the drawn one and are not in the sequence's output list yet (drafts).
         """
-        slots, positions = _host(slots), _host(positions)
+        slots, positions = np.asarray(slots, dtype=np.int64), np.asarray(positions, dtype=np.int64)
+        plain = self._plain_greedy(logits, slots)
+        if plain is not None:
+            return plain
         logits = _single_precision(logits)
         work, errors = self._edited(logits, slots, pending)
         token_ids = np.full(len(slots), NOTHING, dtype=np.int32)
@@ -99,6 +113,20 @@ class Sampler:
         for rows in self._filter_groups(slots, filtered, work):
             token_ids[rows] = self._draw_filtered(_rows(work, rows), slots[rows], positions[rows])
         return self._outcome(logits, slots, token_ids, errors)
+
+    def _plain_greedy(self, logits: Array, slots: NDArray[Any]) -> SampledTokens | None:
+        """The usual greedy step on the CPU in two numpy calls; None for anything else."""
+        table = self.table
+        if not isinstance(logits, np.ndarray) or table.temperature[slots].any() or table.is_edited[slots].any():
+            return None
+        if (table.num_logprobs[slots] >= 0).any():
+            return None
+        best = logits.argmax(axis=-1)
+        if not np.isfinite(logits[np.arange(len(best)), best]).all():
+            return None
+        outcome = SampledTokens.unknown(len(best))
+        outcome.token_ids = best.astype(np.int32)
+        return outcome
 
     @_quiet
     def probabilities(

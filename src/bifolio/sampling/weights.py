@@ -1,24 +1,68 @@
-"""Probabilities as integers, so that no sum depends on the order in which it was taken.
+"""Weights and noise: the exact numbers that every draw is made of.
+
+Probabilities are integers, so that no sum depends on the order in which it was taken.
 
 A token's weight is `exp(logit - largest logit)` in units of 2**-40, cut to an integer. Integer sums are exact: the
 total of a row, its running sums, and with them the filters and the draw are bit for bit the same in numpy and torch,
 on the CPU and on a GPU, in a batch of one or of a hundred, and for the whole vocabulary or for a padded list of
 candidates. A vocabulary of 2**22 tokens fits into 63 bits, and nothing more likely than 1e-12 of the favourite is lost.
+
+Noise has no state: a uniform number is a function of (seed, position, stream) and of nothing else. A generator with
+state would tie a request's tokens to the order in which steps happened to run; hashing the position of the token makes
+preemption, chunking, speculation and neighbours invisible in the output.
+
+Arrays are numpy arrays or torch tensors, under one interface (the array API).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bifolio.sampling.arrays import Array, device, is_numpy, namespace
+from bifolio.arrays import array_namespace
+
+Array = Any  # a numpy array or a torch tensor; shapes are given in comments
+_NUMPY: Any = np if hasattr(np, "cumulative_sum") else None  # numpy itself follows the standard since 2.1
+STREAM_DRAW = 0  # which token is drawn
+STREAM_XTC = 1  # whether the likely tokens are excluded at this position
+STREAM_ACCEPT = 2  # whether a drafted token is accepted
+STREAM_CHILD = 3  # seeds of the further completions of one request
+
+_MASK = (1 << 64) - 1
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2**64 divided by the golden ratio: the increment of splitmix64
+_FIRST = np.uint64(0xBF58476D1CE4E5B9)
+_SECOND = np.uint64(0x94D049BB133111EB)
 
 ONE = 1 << 40  # the weight of the most likely token
 _LAST = (1 << 63) - 1  # sorts behind every key
 _MAX_GROUP = 64  # values of which only the largest is looked at first
 _BLOCK = 256  # weights summed before any is looked at
+
+
+def is_numpy(values: Array) -> TypeGuard[NDArray[Any]]:
+    return isinstance(values, np.ndarray)
+
+
+def namespace(values: Array) -> Any:
+    """The module whose functions take this array: numpy without a wrapper's cost, or torch under the same names."""
+    if _NUMPY is not None and is_numpy(values):
+        return _NUMPY
+    return array_namespace(values)
+
+
+def device(values: Array) -> Any:
+    """Where the array lies, for the `device=` of functions that make arrays."""
+    return "cpu" if is_numpy(values) else values.device
+
+
+def to_host(values: Array) -> NDArray[Any]:
+    """The same numbers as a numpy array; waits for the device."""
+    return np.asarray(values.cpu()) if hasattr(values, "cpu") else np.asarray(values)
+
+
+# -- weights ---------------------------------------------------------------------------------------------------------
 
 
 def to_weights(shifted: Array) -> Array:
@@ -52,6 +96,17 @@ def _clean(xp: Any, logits: Array) -> Array:
     excluded = xp.full_like(logits, -float("inf"))
     largest = xp.full_like(logits, float(xp.finfo(xp.float32).max))
     return xp.where(xp.isnan(logits), excluded, xp.where(logits > largest, largest, logits))
+
+
+def cool(logits: Array, temperature: NDArray[np.float32]) -> Array:
+    """f32[r, n]: shifted logits over temperature. Shifting first keeps tiny temperatures from overflowing."""
+    shifted = shift(logits)
+    return shifted if (temperature == 1.0).all() else shifted / column(namespace(logits), temperature, logits)
+
+
+def column(xp: Any, numbers: NDArray[Any], like: Array) -> Array:
+    """A host array f64[r] as f64[r, 1] beside `like`."""
+    return xp.asarray(np.ascontiguousarray(numbers)[:, None], device=device(like))
 
 
 def log_total(xp: Any, weights: Array) -> Array:
@@ -157,3 +212,37 @@ def _target(xp: Any, total: Array, noise: NDArray[np.float64]) -> Array:
     """i64[r, 1] below the total: the product alone may round up to it."""
     share = xp.asarray(noise[:, None], device=device(total)) * xp.astype(total, xp.float64)
     return xp.minimum(xp.astype(share, xp.int64), total - 1)
+
+
+# -- noise -----------------------------------------------------------------------------------------------------------
+
+
+def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finaliser of splitmix64: a bijection in which every input bit changes about half of the output bits."""
+    state = (state ^ (state >> np.uint64(30))) * _FIRST
+    state = (state ^ (state >> np.uint64(27))) * _SECOND
+    return state ^ (state >> np.uint64(31))
+
+
+def _unsigned(value: Any) -> NDArray[np.uint64]:
+    """Integers of either sign modulo 2**64, at least one-dimensional (numpy warns of overflow in scalars only)."""
+    if isinstance(value, int):
+        return np.array([value & _MASK], dtype=np.uint64)
+    return np.atleast_1d(np.asarray(value)).astype(np.uint64)
+
+
+def random_bits(seed: Any, position: Any, stream: int = STREAM_DRAW) -> NDArray[np.uint64]:
+    """u64[r]: 64 random bits for each (seed, position); the arguments are integers or arrays that broadcast."""
+    state = _mix(_unsigned(seed) + _GOLDEN)
+    state = _mix((state ^ _unsigned(position)) + _GOLDEN)
+    return _mix((state ^ _unsigned(stream)) + _GOLDEN)
+
+
+def uniform(seed: Any, position: Any, stream: int = STREAM_DRAW) -> NDArray[np.float64]:
+    """f64[r] in [0, 1): multiples of 2**-53, one for each (seed, position)."""
+    return (random_bits(seed, position, stream) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def child_seed(seed: int, index: int) -> int:
+    """The seed of completion number `index` of a request; the first keeps the request's own."""
+    return seed & _MASK if index == 0 else int(random_bits(seed, index, STREAM_CHILD)[0])

@@ -218,7 +218,11 @@ class ContinuousBatcher:
     # -- leaving --------------------------------------------------------------------------------------------------
     def evict_completed(self) -> list[Sequence]:
         """Slots and blocks of sequences that ended go back."""
-        ended = [slot.held for slot in self.slots if slot.sequence is not None and slot.held.finish_reason is not None]
+        slots, ended = self.slots, []
+        for index in self._slot_of.values():
+            sequence = slots[index].sequence
+            if sequence is not None and sequence.finish_reason is not None:
+                ended.append(sequence)
         for sequence in ended:
             if sequence.request.keep and sequence.finish_reason in KEPT_ENDS and sequence.group is None:
                 self._kept.setdefault(sequence.request.request_id, sequence)  # of several samples, the first to end

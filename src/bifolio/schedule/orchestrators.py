@@ -13,7 +13,7 @@ import numpy as np
 from bifolio.arrays import array_namespace
 from bifolio.cache.block_manager import KVCacheBlockManager
 from bifolio.errors import OutOfBlocksError, PhaseError
-from bifolio.kernels.interface import Array, AttentionPhase, AttentionSegment, LayerAttention, attention_segment
+from bifolio.kernels.interface import Array, AttentionPhase, AttentionSegment, LayerAttention
 from bifolio.sequence import Sequence
 
 
@@ -34,7 +34,20 @@ class _Orchestrator:
         token_start: int = 0,
     ) -> AttentionSegment:
         """The segment of this phase: queries [start, start + length) of each sequence over [0, start + length)."""
-        return attention_segment(cls.phase, starts, lengths, block_tables, token_start)
+        offsets = np.zeros(len(lengths) + 1, dtype=np.int32)
+        np.cumsum(lengths, out=offsets[1:])
+        contexts = (starts + lengths).astype(np.int32)
+        return AttentionSegment(
+            phase=cls.phase,
+            token_start=token_start,
+            token_end=token_start + int(offsets[-1]),
+            query_starts=offsets,
+            context_lens=contexts,
+            block_tables=block_tables,
+            fresh=cls.phase is AttentionPhase.PREFILL and not starts.any(),
+            max_query_len=int(lengths.max()),
+            max_context_len=int(contexts.max()),
+        )
 
     def _attend(
         self, queries: Mapping[int, Array], starts: Mapping[int, int], kernel: LayerAttention

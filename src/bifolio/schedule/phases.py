@@ -108,7 +108,7 @@ class PhaseManager:
         self, active: list[BatchSlot], running: list[BatchSlot], preempted: list[Sequence], may_preempt: bool
     ) -> list[BatchSlot] | None:
         """Room for one token of each of these; those that are left after preemptions, None if one would be needed."""
-        while running and not self.decode.reserve([slot.held.id for slot in running]):
+        while running and not self.decode.reserve([slot.sequence.id for slot in running if slot.sequence is not None]):
             if self._drop_kept():
                 continue
             if not may_preempt:
@@ -212,8 +212,10 @@ def _behind(sequence: Sequence, active: Iterable[BatchSlot]) -> list[Sequence]:
 def _decodes(running: list[BatchSlot]) -> list[ScheduledSequence]:
     scheduled = []
     for slot in running:
-        sequence = slot.held
-        scheduled.append(ScheduledSequence(slot.index, sequence, sequence.num_scheduled, 1, (slot.index,)))
+        sequence = slot.sequence
+        if sequence is not None:
+            start = sequence.num_computed + sequence.num_in_flight
+            scheduled.append(ScheduledSequence(slot.index, sequence, start, 1, (slot.index,)))
     return scheduled
 
 
@@ -233,12 +235,17 @@ def _sorted_by_phase(
         if group is not None and not group.is_live(sequence):
             continue
         active.append(slot)
-        if sequence.num_expected and (slot.waits_for_tokens or sequence.num_generated >= sequence.request.max_tokens):
+        expected = sequence.num_expected
+        if expected and (
+            slot.waits_for_tokens or len(sequence.output_token_ids) + expected >= sequence.request.max_tokens
+        ):
             continue
-        phase = sequence.phase
-        if phase is SequencePhase.PREFILL:
+        scheduled = sequence.num_computed + sequence.num_in_flight
+        if sequence.finish_reason is not None:
+            continue
+        if scheduled < sequence.num_prompt or len(sequence.token_ids) + expected - scheduled > 1:  # `Sequence.phase`
             waiting.append(slot)
-        elif phase is SequencePhase.DECODE and (group is None or group.is_ready()):
+        elif group is None or group.is_ready():
             decoding.append(slot)
     return active, decoding, waiting
 

@@ -32,7 +32,7 @@ _ENGINE_COUNTERS = {
 
 
 class _EngineCollector(Collector):
-    """Reads what the engine process last reported; nothing is stored twice."""
+    """Reads the last report of the engine process; nothing is stored twice."""
 
     def __init__(self, engine: EngineProcess) -> None:
         self._engine = engine
@@ -44,8 +44,15 @@ class _EngineCollector(Collector):
             ("num_requests_running", "Sequences that hold a slot.", stats.get("num_running", 0.0)),
             ("num_requests_waiting", "Requests that wait for a slot.", stats.get("num_waiting", 0.0)),
             ("kv_cache_usage_perc", "Share of the KV cache's blocks in use; 1 is all.", used / total if total else 0.0),
-            ("kv_cache_block_utilisation", "Filled token slots of the blocks in use.", stats.get("utilisation", 1.0)),
+            (
+                "kv_cache_block_utilisation",
+                "Reserved tokens over the capacity of the blocks in use.",
+                stats.get("utilisation", 1.0),
+            ),
             ("kv_cache_num_blocks", "Blocks of the KV cache.", total),
+            ("kv_cache_shared_blocks", "Blocks that several sequences hold.", stats.get("total_shared_blocks", 0.0)),
+            ("kv_cache_block_references", "Blocks without sharing.", stats.get("total_references", 0.0)),
+            ("kv_cache_average_references", "Sequences per block.", stats.get("average_reference_count", 0.0)),
             ("engine_up", "Whether the engine process is ready.", float(engine.is_ready)),
         ):
             yield GaugeMetricFamily(PREFIX + name, text, value)

@@ -123,8 +123,10 @@ def make_service(launch: m.Launch, send: Send) -> EngineService:
     if options.get("speculative") is not None:
         options["speculative"] = SpeculativeConfig(**options["speculative"])
     llm = LLM(**options)
-    with contextlib.suppress(BifolioError):  # without a tokenizer or the package, requests for grammars are refused
+    try:
         prepare_compiler(llm.model)
+    except BifolioError as error:  # requests with a grammar are refused; all others are served
+        logger.warning("requests with a grammar will be refused: %s", error)
     return EngineService(llm, send, max_updates_per_second=launch.max_updates_per_second)
 
 

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from bifolio.sampling_params import SamplingParams
 from bifolio.text.detokenizer import IncrementalDetokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class StopDecision:
-    """What one token meant for its sequence."""
+class StopDecision(NamedTuple):
+    """The consequence of one token for its sequence."""
 
-    text: str  # text that is now final and may be shown
+    text: str = ""  # text that is now final and may be shown
     finish_reason: Literal["stop", "length"] | None = None  # None: go on
     stop_reason: str | int | None = None  # the stop text or stop token id that ended it; None for the end of text
+
+
+GO_ON = StopDecision()
 
 
 class StopStringScanner:
@@ -120,7 +121,7 @@ class StopChecker:
             return StopDecision(text, "stop", stop)
         if self.num_output >= self._limit:
             return self._end(text, stop, "length", None)
-        return StopDecision(text)
+        return StopDecision(text) if text else GO_ON
 
     def fork(self) -> StopChecker:
         """An independent copy, for a sequence that continues in several ways."""

@@ -57,6 +57,11 @@ class Isolation:
     def num_parked(self) -> int:
         return len(self._parked)
 
+    @property
+    def is_on(self) -> bool:
+        """Whether a culprit is being looked for."""
+        return bool(self._trials or self._parked)
+
     def hold_back(self) -> None:
         """Before a step: only sequences on trial may be given a slot."""
         if not self._trials:

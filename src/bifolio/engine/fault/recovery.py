@@ -16,6 +16,7 @@ class FaultRecovery:
     """Chooses the remedy: smaller steps when memory ran out, a search for the culprit after any other error."""
 
     def __init__(self, engine: InferenceEngine) -> None:
+        self.is_active = False  # a step has failed, and its consequences are not over
         self._memory = MemoryRecovery(engine)
         self._isolation = Isolation(engine)
 
@@ -40,9 +41,11 @@ class FaultRecovery:
     def step_succeeded(self) -> None:
         self._memory.step_succeeded()
         self._isolation.step_succeeded()
+        self.is_active = self._memory.is_limited or self._isolation.is_on
 
     def recover(self, error: Exception) -> list[StepResult]:
         """Take back the failed step and go on; raises the error when the engine as a whole is broken."""
+        self.is_active = True
         if is_out_of_memory(error):
             return self._memory.recover(error)
         return self._isolation.recover(error)

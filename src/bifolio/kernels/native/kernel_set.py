@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 
+from bifolio.config import NUMERICS
 from bifolio.errors import ConfigError
 from bifolio.kernels.host_arrays import HostArrays
 from bifolio.kernels.interface import (
@@ -47,7 +48,12 @@ class NativeKernels(HostArrays):
     name = "native"
     formats = frozenset(QuantFormat[name] for name in FORMAT_CODES)
 
-    def __init__(self, threads: int | None = None, activations: str = "int8", share_prefixes: bool = True) -> None:
+    def __init__(
+        self,
+        threads: int | None = NUMERICS.threads,
+        activations: str = NUMERICS.activations,
+        share_prefixes: bool = True,
+    ) -> None:
         """`activations`: how they meet quantised weights. "int8" is the usual way (on AMX, whose tiles multiply them as
         bfloat16, it is less rounding than the name says); "int16" adds a second byte for what the first leaves over,
         which makes quantised weights give what they would with exact activations.

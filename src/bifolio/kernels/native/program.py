@@ -27,6 +27,7 @@ class NativeProgram:
 
     def __init__(self, kernels: NativeKernels, network: Network) -> None:
         self._kernels = kernels
+        self._bound: tuple[Storage | None, Any] = (None, None)  # the storage of the last run, and its native form
         recorder = ProgramRecorder(kernels)
         batch = Batch(TOKEN_IDS, POSITIONS, None, (), LOGIT_ROWS)
         network.forward(recorder, batch, None)  # type: ignore[arg-type]  # values are handles, not arrays
@@ -34,10 +35,12 @@ class NativeProgram:
 
     def run(self, batch: Batch, storage: Storage) -> np.ndarray:
         """Logits f32[r, vocab] of one forward pass."""
-        rows = batch.num_tokens if batch.logit_rows is None else len(batch.logit_rows)
+        if self._bound[0] is not storage:
+            self._bound = storage, self._kernels.cache(storage)
+        rows = len(batch.token_ids) if batch.logit_rows is None else len(batch.logit_rows)
         logits = np.empty((rows, self._program.vocab_size), np.float32)
         self._program.run(
-            self._kernels.cache(storage),
+            self._bound[1],
             batch.token_ids,
             batch.positions,
             batch.cache_index,

@@ -19,14 +19,12 @@ import torch
 
 from bifolio.kernels.interface import (
     Array,
-    AttentionPhase,
     AttentionSegment,
     AttentionShape,
     Batch,
     KernelSet,
     Network,
     Storage,
-    attention_segment,
 )
 from bifolio.kernels.shared_prefix import SharedWork
 from bifolio.kernels.triton.device_state import DeviceState, begin_step, recorded_event
@@ -215,9 +213,9 @@ class DecodeGraphs:
             step.rows, state.tables, state.lengths, state.tokens, step.token_ids, step.positions, step.index,
             step.contexts, step.table_rows, step.turn, self._storage.block_size, TURNS,
         )  # fmt: skip
-        ones = np.ones(size, dtype=np.int32)
         segment = replace(
-            attention_segment(AttentionPhase.DECODE, ones - 1, ones, state.tables),
+            self._network.decode_segment(size),
+            block_tables=state.tables,
             context_lens=step.contexts,
             max_context_len=state.max_blocks * self._storage.block_size,
         )

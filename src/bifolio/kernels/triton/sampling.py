@@ -94,7 +94,7 @@ def _mixed(state: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def uniform(seed: tl.tensor, position: tl.tensor, STREAM: tl.constexpr) -> tl.tensor:
-    """f64 in [0, 1), the same as `sampling.noise.uniform`."""
+    """f64 in [0, 1), the same as `sampling.weights.uniform`."""
     golden = seed * 0 + 0x9E3779B97F4A7C15
     state = _mixed(seed + golden)
     state = _mixed((state ^ position.to(tl.uint64)) + golden)

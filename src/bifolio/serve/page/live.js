@@ -79,6 +79,8 @@ function drawBlocks(bytes, event) {
   }
   grid = { columns, size, bytes, event };
   const parts = [`${counts.held} held`, `${counts.shared} shared`, `${counts.cached} cached`, `${counts.free} free`];
+  const { total_references: wanted, total_blocks_referenced: held } = event.stats;
+  if (wanted > held) parts.push(`sharing saves ${wanted - held}`);
   $("blocks-summary").textContent = `${count} blocks of ${event.block_size} tokens: ${parts.join(" · ")}`;
   canvas.dataset.held = counts.held;
   canvas.dataset.cached = counts.cached;
@@ -135,7 +137,7 @@ function drawSlots(event) {
   $("slots").replaceChildren(...rows);
   $("slots-summary").textContent = `${event.slots.length} of ${event.max_num_seqs} in use`;
   const waiting = event.waiting.length;
-  $("waiting").textContent = waiting ? `${waiting >= 100 ? "100 or more" : waiting} waiting` : "nobody waits";
+  $("waiting").textContent = waiting ? `${waiting >= 100 ? "100 or more" : waiting} waiting` : "no requests waiting";
 }
 
 // -- charts ----------------------------------------------------------------------------------------------------------

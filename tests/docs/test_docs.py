@@ -1,0 +1,138 @@
+"""Every command and every Python block of README.md and docs/ is run; what cannot be run here says so in a marker."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from doc_blocks import ROOT, Block, Marker, MarkerError, all_blocks, blocks_of, commands_of
+from doc_runner import DocumentedCommandError, Runner
+
+BLOCKS = all_blocks()
+CODE = [block for block in BLOCKS if block.kind in ("shell", "python")]
+
+
+def has_gpu() -> bool:
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
+@pytest.mark.parametrize(
+    "block",
+    [pytest.param(block, id=block.name, marks=[pytest.mark.full] if block.marker.full else []) for block in CODE],
+)
+def test_block(block: Block, tmp_path: Path) -> None:
+    Runner(tmp_path).run(block, block.marker.needs_gpu and has_gpu())
+
+
+def test_every_block_says_what_it_is() -> None:
+    unknown = [f"{block.name} ({block.language or 'no language'})" for block in BLOCKS if block.kind == "unknown"]
+    assert not unknown, f"label them sh, python or text: {', '.join(unknown)}"
+
+
+# -- the runner itself ----------------------------------------------------------------------------------------------
+
+PAGE = """# Page
+
+<!-- run: full; add "--steps 2" to "bifolio train" -->
+```sh
+bifolio train a.txt \\
+    --output x   # a comment
+# another one
+
+echo "a # b"
+```
+
+Text about a marker that belongs to no block:
+<!-- run: no: reason -->
+and goes on.
+
+```python
+print(1)
+```
+
+    bifolio models
+
+- a list
+
+    bifolio is a word of this paragraph
+
+~~~text
+```
+not code
+```
+~~~
+
+```
+some diagram
+```
+"""
+
+
+def test_blocks_are_found_with_their_lines_languages_and_markers() -> None:
+    found = list(blocks_of(PAGE, "page.md"))
+    assert [(block.line, block.kind) for block in found] == [
+        (5, "shell"),
+        (17, "python"),
+        (20, "shell"),
+        (27, "none"),
+        (33, "unknown"),
+    ]
+    assert found[0].marker == Marker(full=True, added=(("bifolio train", "--steps 2"),))
+    assert [block.marker for block in found[1:]] == [Marker()] * 4
+    assert [" ".join(command.split()) for command in commands_of(found[0])] == [
+        "bifolio train a.txt --output x",
+        'echo "a # b"',
+    ]
+
+
+@pytest.mark.parametrize("items", ["slow", "help", "no:", 'add "--x"', "full, needs-gpu", ""])
+def test_markers_that_mean_nothing_are_refused(items: str) -> None:
+    with pytest.raises(MarkerError):
+        Marker.parse(items)
+
+
+def run_text(text: str, folder: Path, marker: str = "", language: str = "sh") -> None:
+    block = Block("page.md", 1, language, text, Marker.parse(marker) if marker else Marker())
+    Runner(folder).run(block, has_gpu=False)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("text", "language", "marker", "message"),
+    [
+        ("bifolio generate --no-such-option", "sh", "", "this fails"),
+        ("python -c 'raise ValueError'", "sh", "", "this fails"),
+        ("true | false | true", "sh", "", "this fails"),
+        ("pip install .", "sh", "", "mark it"),
+        ("raise ValueError", "python", "", "this fails"),
+        ("bifolio generate --no-such-option", "sh", "help: long", "has no option --no-such-option"),
+        ("bifolio bench nothing --limit 2", "sh", "help: long", "this fails"),
+        ("pip install '.[nothing]'", "sh", "help: long", "no extra nothing"),
+        ("bifolio models", "sh", "needs-gpu", "must end with one sentence"),
+        ("python -c 'raise ValueError'", "sh", "needs-gpu", "must end with one sentence"),
+        ("bifolio serve -m nothing.bin", "sh", "", "did not become ready"),
+    ],
+)
+def test_commands_that_do_not_work_are_found(
+    text: str, language: str, marker: str, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DocumentedCommandError, match=message):
+        run_text(text, tmp_path, marker, language)
+
+
+@pytest.mark.full
+def test_models_are_pulled_from_this_machine(tmp_path: Path) -> None:
+    run_text("bifolio pull smollm2\nbifolio pull hf:some/model\nbifolio pull hf:other/model:file.gguf", tmp_path)
+    pulled = {path.name for path in (tmp_path / "home" / "cache" / "models").iterdir()}
+    assert {"smollm2.gguf", "model", "file.gguf"} <= pulled
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("script", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda path: path.name)
+def test_every_benchmark_has_help(script: Path) -> None:
+    done = subprocess.run([sys.executable, str(script), "--help"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
