@@ -1,67 +1,27 @@
-// How attention is cut into units of work. A unit is some queries, one kv head, and one or all spans of the context:
-//
-//   by queries   (queries, kv head): walks over all its spans, merging as it goes
-//   by spans     (queries, kv head, span): leaves a partial state, merged in order after a barrier; for few queries over
-//                a long context, where there would be too few units otherwise
-//
-// Queries of several sequences come into one unit where their contexts begin with the same blocks: those are read once
-// for all of them. Every query goes over its positions in the same order whatever its company, so all of this computes
-// the same numbers, bit for bit.
+// Attention of a batch: the units of the plans of both phases (attention_plan.h), run by all threads together.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstring>
 
+#include "attention_plan.h"
 #include "isa.h"
-#include "ops.h"
 
 namespace bifolio {
 namespace {
 
-constexpr int64_t kMinShared = 2 * kTile;  // tokens that sequences must have in common to come into one unit
-
 std::atomic<int64_t> tokens_shared{0};
 
-struct Unit {
-  int32_t first, count;  // queries
-  int32_t kv_head;
-  int32_t span;  // -1: all of them
-};
-
-struct Plan {
-  std::vector<Unit> units;
-  bool by_spans = false;
-  int64_t max_spans = 1;
-};
-
-struct Chunk {
-  int64_t first, count;  // queries
-};
-
+// The queries of one phase, by its plan. `partials` has room for plan.partial_floats.
 class Attention {
  public:
-  Attention(Rows qkv, const AttentionConstants& shape, const std::vector<Query>& queries, const KvLayer& kv, Rows out)
-      : qkv_(qkv), shape_(shape), queries_(queries), kv_(kv), out_(out), group_(shape.num_heads / shape.num_kv_heads),
-        padded_(round_up(shape.head_dim, 16)) {}
+  Attention(Rows qkv, const AttentionConstants& shape, const std::vector<Query>& queries, const KvLayer& kv, Rows out,
+            const AttentionPlan& plan, float* partials)
+      : qkv_(qkv), shape_(shape), queries_(queries), kv_(kv), out_(out), plan_(plan), partials_(partials),
+        group_(shape.num_heads / shape.num_kv_heads), padded_(round_up(shape.head_dim, 16)) {}
 
-  Plan plan(int num_threads) const {
-    Plan plan;
-    for (const Query& query : queries_) plan.max_spans = std::max(plan.max_spans, query.position / kSpan + 1);
-    const int64_t partial_bytes = int64_t(partial_floats(plan)) * 4;
-    int64_t most = std::min<int64_t>(std::max<int64_t>(1, kMaxRows / group_), int64_t(queries_.size()));
-    for (;; most /= 2) {  // large units share most; but every thread needs some
-      const std::vector<Chunk> chunks = cut(most);
-      const int64_t units = int64_t(chunks.size()) * shape_.num_kv_heads;
-      plan.by_spans = plan.max_spans > 1 && partial_bytes < (int64_t(64) << 20) && units < 8 * num_threads;
-      plan.units.clear();
-      for (auto chunk = chunks.rbegin(); chunk != chunks.rend(); ++chunk) add_units(*chunk, plan);
-      if (most <= 1 || int64_t(plan.units.size()) >= 4 * num_threads) break;
-    }
-    if (plan.by_spans) plan.units = take_turns(plan.units, size_t(num_threads));
-    return plan;
-  }
-
-  void run_unit(const Unit& unit, const Plan& plan, float* partials, Scratch& scratch) const {
+  void run_unit(int64_t index, Scratch& scratch) const {
+    const AttentionUnit& unit = plan_.units[size_t(index)];
     const int64_t dim = shape_.head_dim, count = unit.count * group_;
     const size_t row_floats = size_t(kMaxRows * (dim + padded_ * 2 + 4));
     uint8_t* memory = scratch.bytes(row_floats * 4 + size_t(kMaxRows) * 16 + attention_scratch_bytes(dim) + 256);
@@ -76,7 +36,7 @@ class Attention {
     const AttentionRows rows{count, query, begin, end, maximum, total, mixed};
     if (unit.span >= 0) {
       attend_span(unit, unit.span, rows, kernel_scratch);
-      store_partials(unit, rows, plan, partials);
+      store_partials(unit, rows);
       return;
     }
     const int64_t first = *std::min_element(begin, begin + count), last = *std::max_element(end, end + count);
@@ -94,15 +54,30 @@ class Attention {
     each_row(unit, [&](int64_t r, int64_t query, int64_t head) { write_out(query, head, L[r], merged + r * padded_); });
   }
 
-  // Merge the spans of one (query, head) in order.
-  void merge(int64_t query, int64_t head, const Plan& plan, float* partials) const {
-    float* states = partials + (query * shape_.num_heads + head) * plan.max_spans * (padded_ + 2);
+  // Merges the partial states of all queries, once all units are done.
+  void merge(Member& m) const {
+    if (!plan_.by_spans) return;
+    const int64_t piece = std::max<int64_t>(1, 32 / plan_.max_spans);
+    m.split(int64_t(queries_.size()) * shape_.num_heads, piece, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) merge_spans(i / shape_.num_heads, i % shape_.num_heads);
+    });
+  }
+
+ private:
+  // The partial state of a span: maximum, total, mixed values.
+  float* state_of(int64_t query, int64_t head, int64_t span) const {
+    return partials_ + ((query * shape_.num_heads + head) * plan_.max_spans + span) * partial_state(shape_);
+  }
+
+  // The spans of one (query, head), in order.
+  void merge_spans(int64_t query, int64_t head) const {
+    float* states = state_of(query, head, 0);
     float M = -INFINITY, L = 0.0f;
     float* merged = states + 2;  // of the first span, which is merged first
     bool started = false;
     const int64_t position = queries_[size_t(query)].position;
-    for (int64_t span = window_begin(position) / kSpan; span <= position / kSpan; ++span) {
-      float* state = states + span * (padded_ + 2);
+    for (int64_t span = window_begin(shape_, position) / kSpan; span <= position / kSpan; ++span) {
+      float* state = states + span * partial_state(shape_);
       if (state[1] == 0.0f) continue;
       if (!started) {
         M = state[0], L = state[1], merged = state + 2;
@@ -114,52 +89,9 @@ class Attention {
     write_out(query, head, L, merged);
   }
 
-  size_t partial_floats(const Plan& plan) const {
-    return queries_.size() * size_t(shape_.num_heads * plan.max_spans * (padded_ + 2));
-  }
-
- private:
-  int64_t window_begin(int64_t position) const { return shape_.window ? std::max<int64_t>(0, position + 1 - shape_.window) : 0; }
-
-  // Neighbours that share enough come together, at most `most`.
-  std::vector<Chunk> cut(int64_t most) const {
-    std::vector<Chunk> chunks;
-    for (int64_t i = 0; i < int64_t(queries_.size()); ++i) {
-      if (i > 0 && chunks.back().count < most && queries_[size_t(i)].shared >= kMinShared) {
-        ++chunks.back().count;
-      } else {
-        chunks.push_back({i, 1});
-      }
-    }
-    return chunks;
-  }
-
-  void add_units(const Chunk& chunk, Plan& plan) const {
-    int64_t first = INT64_MAX, last = 0;
-    for (int64_t i = chunk.first; i < chunk.first + chunk.count; ++i) {
-      first = std::min(first, window_begin(queries_[size_t(i)].position) / kSpan);
-      last = std::max(last, queries_[size_t(i)].position / kSpan);
-    }
-    if (!plan.by_spans) first = last = -1;
-    for (int32_t head = 0; head < shape_.num_kv_heads; ++head)
-      for (int64_t span = first; span <= last; ++span)
-        plan.units.push_back({int32_t(chunk.first), int32_t(chunk.count), head, int32_t(span)});
-  }
-
-  // Threads take units one after the other, mostly in turns: so ordered, what a thread takes next is what follows in memory
-  // on what it had before.
-  static std::vector<Unit> take_turns(const std::vector<Unit>& units, size_t num_threads) {
-    std::vector<Unit> turns;
-    turns.reserve(units.size());
-    const size_t part = (units.size() + num_threads - 1) / num_threads;
-    for (size_t i = 0; i < part; ++i)
-      for (size_t unit = i; unit < units.size(); unit += part) turns.push_back(units[unit]);
-    return turns;
-  }
-
   // Calls body(row, query, head) for the rows of a unit.
   template <class Body>
-  void each_row(const Unit& unit, Body body) const {
+  void each_row(const AttentionUnit& unit, Body body) const {
     for (int64_t i = 0, row = 0; i < unit.count; ++i)
       for (int64_t head = 0; head < group_; ++head) body(row++, unit.first + i, unit.kv_head * group_ + head);
   }
@@ -168,24 +100,24 @@ class Attention {
     for (int64_t i = 0; i < size; ++i) out[i] = x[i] * factor;
   }
 
-  void gather_rows(const Unit& unit, float* query, int64_t* begin, int64_t* end) const {
+  void gather_rows(const AttentionUnit& unit, float* query, int64_t* begin, int64_t* end) const {
     const int64_t dim = shape_.head_dim;
     each_row(unit, [&](int64_t r, int64_t index, int64_t head) {
       const Query& which = queries_[size_t(index)];
-      begin[r] = window_begin(which.position);
+      begin[r] = window_begin(shape_, which.position);
       end[r] = which.position + 1;
       scale_row(qkv_.row(which.token) + head * dim, shape_.scale, dim, query + r * dim);
     });
   }
 
-  void attend_span(const Unit& unit, int64_t span, const AttentionRows& rows, uint8_t* scratch) const {
+  void attend_span(const AttentionUnit& unit, int64_t span, const AttentionRows& rows, uint8_t* scratch) const {
     rows.clear(padded_);
     attend_between(unit, 0, unit.count, span * kSpan, (span + 1) * kSpan, rows, scratch);
   }
 
   // Queries [first, last) of a unit over the positions [begin, end): neighbours together as far as they share blocks,
-  // then those of them that share more, and in the end each sequence by itself.
-  void attend_between(const Unit& unit, int64_t first, int64_t last, int64_t begin, int64_t end, const AttentionRows& rows,
+  // then the smaller groups that share more, and finally each sequence by itself.
+  void attend_between(const AttentionUnit& unit, int64_t first, int64_t last, int64_t begin, int64_t end, const AttentionRows& rows,
                       uint8_t* scratch) const {
     const Query* queries = queries_.data() + unit.first;
     for (int64_t i = first, next; i < last; i = next) {
@@ -201,7 +133,7 @@ class Attention {
     }
   }
 
-  // Sequences beyond the first are spared the reading of what the rows see in [begin, end).
+  // Counts the tokens in [begin, end) that are read once instead of once for each sequence.
   static void count_shared(const Query* first, const Query* last, int64_t begin, int64_t end, const AttentionRows& rows) {
     int64_t others = 0;
     for (const Query* query = first + 1; query < last; ++query) others += query->table != query[-1].table;
@@ -211,9 +143,9 @@ class Attention {
     tokens_shared.fetch_add(others * std::max<int64_t>(0, seen_to - seen_from), std::memory_order_relaxed);
   }
 
-  void store_partials(const Unit& unit, const AttentionRows& rows, const Plan& plan, float* partials) const {
+  void store_partials(const AttentionUnit& unit, const AttentionRows& rows) const {
     each_row(unit, [&](int64_t r, int64_t query, int64_t head) {
-      float* state = partials + ((query * shape_.num_heads + head) * plan.max_spans + unit.span) * (padded_ + 2);
+      float* state = state_of(query, head, unit.span);
       state[0] = rows.maximum[r];
       state[1] = rows.total[r];
       std::memcpy(state + 2, rows.mixed + r * padded_, size_t(padded_) * 4);
@@ -229,6 +161,8 @@ class Attention {
   const std::vector<Query>& queries_;
   const KvLayer& kv_;
   const Rows out_;
+  const AttentionPlan& plan_;
+  float* const partials_;
   const int64_t group_, padded_;
 };
 
@@ -238,7 +172,7 @@ struct Context {
   int64_t num_blocks;
   int64_t first_token, first_position, num_queries;
 
-  // Any order that makes neighbours of tables with a common beginning.
+  // An order in which tables with a common prefix are neighbours.
   bool operator<(const Context& other) const {
     const int order = std::memcmp(table, other.table, size_t(std::min(num_blocks, other.num_blocks)) * sizeof(int32_t));
     return order ? order < 0 : num_blocks < other.num_blocks;
@@ -249,14 +183,10 @@ struct Context {
   }
 };
 
-}  // namespace
-
-int64_t shared_tokens() { return tokens_shared.load(std::memory_order_relaxed); }
-
-std::vector<Query> order_queries(const std::vector<Segment>& segments, int64_t block_size, bool share) {
+std::vector<Query> order_queries(Phase phase, const std::vector<Segment>& segments, int64_t block_size, bool share) {
   std::vector<Context> contexts;
   for (const Segment& s : segments)
-    for (int64_t i = 0; i < s.num_sequences; ++i) {
+    for (int64_t i = 0; i < s.num_sequences && s.phase == phase; ++i) {
       const int64_t length = s.context_lens[i], count = s.query_starts[i + 1] - s.query_starts[i];
       if (count > 0)
         contexts.push_back({s.block_tables + i * s.table_stride, (length + block_size - 1) / block_size,
@@ -273,20 +203,30 @@ std::vector<Query> order_queries(const std::vector<Segment>& segments, int64_t b
   return queries;
 }
 
-void attend(Member& m, Rows qkv, const AttentionConstants& shape, const std::vector<Query>& queries, const KvLayer& kv,
-            Rows out, Workspace& workspace) {
-  const Attention attention(qkv, shape, queries, kv, out);
-  const Plan plan = attention.plan(m.size);  // every member makes the same one
-  if (m.rank == 0 && plan.by_spans) workspace.partials.array<float>(attention.partial_floats(plan));
+}  // namespace
+
+int64_t shared_tokens() { return tokens_shared.load(std::memory_order_relaxed); }
+
+Queries::Queries(const std::vector<Segment>& segments, int64_t block_size, bool share)
+    : prefill(order_queries(Phase::Prefill, segments, block_size, share)),
+      decode(order_queries(Phase::Decode, segments, block_size, share)) {}
+
+void attend(Member& m, Rows qkv, const AttentionConstants& shape, const Queries& queries, const KvLayer& kv, Rows out,
+            Workspace& workspace) {
+  // Every member makes the same plans.
+  const AttentionPlan prefill = plan_attention(Phase::Prefill, queries.prefill, shape, m.size);
+  const AttentionPlan decode = plan_attention(Phase::Decode, queries.decode, shape, m.size);
+  if (m.rank == 0) workspace.partials.array<float>(prefill.partial_floats + decode.partial_floats);
   m.barrier();
-  auto* partials = workspace.partials.array<float>(0);
-  m.split(int64_t(plan.units.size()), 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) attention.run_unit(plan.units[size_t(i)], plan, partials, m.scratch());
+  float* partials = workspace.partials.array<float>(0);
+  const Attention prompts(qkv, shape, queries.prefill, kv, out, prefill, partials);
+  const Attention tokens(qkv, shape, queries.decode, kv, out, decode, partials + prefill.partial_floats);
+  const int64_t border = int64_t(prefill.units.size());  // the larger units come first
+  m.split(border + int64_t(decode.units.size()), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) i < border ? prompts.run_unit(i, m.scratch()) : tokens.run_unit(i - border, m.scratch());
   });
-  if (plan.by_spans)
-    m.split(int64_t(queries.size()) * shape.num_heads, std::max<int64_t>(1, 32 / plan.max_spans), [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) attention.merge(i / shape.num_heads, i % shape.num_heads, plan, partials);
-    });
+  prompts.merge(m);
+  tokens.merge(m);
 }
 
 }  // namespace bifolio

@@ -1,22 +1,22 @@
-// What the kernels agree on: formats, packed layouts, and one table of function pointers per instruction set.
+// The contracts between kernels: formats, packed layouts, and one table of function pointers for each instruction set.
 //
 // THE ARITHMETIC. Every instruction set computes the same thing in the same order, so that a result depends neither on
 // the number of rows, nor on threads, nor on how a prompt is cut into chunks:
 //
 //   float weights   y = fma(x[k-1], w[k-1], ... fma(x[1], w[1], fma(x[0], w[0], 0))), k ascending, in float32
-//   block weights   a row of x is cut into blocks of 32: d = max|x| / 127, q = round_to_even(x * (127 / max|x|)), the product rounded once;
+//   block weights   a row of x is cut into quant blocks of 32: d = max|x| / 127, q = round_to_even(x * (127 / max|x|)), the product rounded once;
 //                   y = fma(float(sum of q * w), d_w * d, y) over the blocks, ascending; the sum is an exact integer.
 //                   Q4_1 continues with y = fma(m_w, d * float(sum of q), y).
 //   on AMX          BF16 and block weights are multiplied on tiles of bfloat16, to which x is rounded. A block weight becomes
-//                   the upper half of the float (d_w * kWidening) * w (Q4_1: fma with m_w * kWidening): the rest is cut off,
-//                   and the factor makes up for what that takes on average; what fits into a half stays what it is.
-//                   The order of sums is the tiles': see isa_amx.cpp.
+//                   the upper half of the float (d_w * kWidening) * w (Q4_1: fma with m_w * kWidening): the lower half is cut
+//                   off, and the factor corrects the mean error of that. The order of sums is that of the tile
+//                   instructions: see isa_amx.cpp.
 //   sums over a row 16 partial sums, element i going to partial sum i mod 16, added as a tree: 8+8, 4+4, 2+2, 1+1
 //   attention       the context is cut at absolute positions into spans of 256 and tiles of 32 tokens. Within a span:
 //                   online softmax, tile by tile; spans are merged in order. A score is four chains of fma, dimension d
 //                   in chain d mod 4, added as (c0 + c1) + (c2 + c3); an output is a chain of fma over positions.
-//                   A Q8_0 cache: queries are quantised like rows of x, and a score is what a product with block
-//                   weights is. The weights p of a tile become bytes too: q = round_to_even(p * d_v * (127 / m)),
+//                   A Q8_0 cache: queries are quantised like rows of x, and a score is computed like a product with block
+//                   weights. The weights p of a tile become bytes too: q = round_to_even(p * d_v * (127 / m)),
 //                   m = max(1e-30, max of p * d_v); the output grows by fma(float(sum of q * v), m * (1 / 127), .)
 //                   A bf16 cache on AMX has an arithmetic of its own: see kernels/attention_tiles.h.
 #pragma once
@@ -34,10 +34,10 @@ enum class KvType : int32_t { F32 = 0, F16 = 1, BF16 = 2, Q8_0 = 3 };
 enum class Activation : int32_t { Silu = 0, GeluTanh = 1, Gelu = 2 };
 
 constexpr int64_t kPanel = 16;      // output columns that lie side by side in a packed matrix
-constexpr int64_t kBlock = 32;      // values of a row that share a scale
+constexpr int64_t kQuantBlock = 32; // values of a row that share a scale in a quantised format
 constexpr int64_t kRowGroup = 4;    // rows whose activation scales lie side by side
 constexpr int64_t kTileRows = 16;   // rows of activations in a tile of an instruction set that has tiles
-constexpr float kWidening = 1.0028177f;  // 1 + 2^-8 / (2 ln 2): the mean of what is cut off from a float, its logarithm being even
+constexpr float kWidening = 1.0028177f;  // 1 + 2^-8 / (2 ln 2): the mean loss when the lower half of a float is cut off
 constexpr int64_t kTile = 32;       // context positions of one step of the online softmax
 constexpr int64_t kSpan = 256;      // context positions reduced on their own before spans are merged
 constexpr int64_t kMaxRows = 128;   // query rows of one attention unit
@@ -69,7 +69,7 @@ struct PackedMatrix {
 };
 
 constexpr int64_t quant_bits(Format format) { return format == Format::Q8_0 ? 8 : 4; }
-constexpr int64_t quant_bytes(Format format) { return kBlock * kPanel * quant_bits(format) / 8; }  // of a block
+constexpr int64_t quant_bytes(Format format) { return kQuantBlock * kPanel * quant_bits(format) / 8; }  // of a block
 constexpr int64_t header_bytes(Format format) { return format == Format::Q4_1 ? 128 : 64; }        // of a pair
 constexpr int64_t pair_bytes(Format format) { return header_bytes(format) + 2 * quant_bytes(format); }
 
@@ -82,8 +82,8 @@ struct Activations {
   const float* scale;  // [rows / 4][k / 32][4]  rows interleaved by 4
   const float* sum;    // the same: scale * (sum of the block's q)
   const int32_t* isum; // the same: sum of the block's q
-  // For instruction sets with tiles: x as bfloat16, 32 numbers of sixteen rows (or all, if there are fewer) together, where
-  // KParts says; rows and k are padded with zeros.
+  // For instruction sets with tiles: x as bfloat16, 32 numbers of sixteen rows (or of all, if there are fewer) together, in the
+  // order of KParts; rows and k are padded with zeros.
   const uint16_t* bf16;  // [pieces][16][32]
 };
 
@@ -95,8 +95,8 @@ struct NormWeights {
   bool centered;
 };
 
-// The K/V numbers of one layer: [num_blocks][num_kv_heads][block_size][row], a row being head_dim numbers, or for Q8_0
-// head_dim int8 followed by head_dim / 32 f16 scales.
+// The K/V arrays of one layer: [num_blocks][num_kv_heads][block_size][row]. A row is head_dim numbers, for Q8_0 head_dim
+// int8 followed by head_dim / 32 f16 scales.
 struct KvLayer {
   KvType type;
   uint8_t* keys;
@@ -133,8 +133,8 @@ struct KernelTable {
   void (*softcap_row)(float* x, int64_t size, float cap);
   int64_t (*argmax_row)(const float* x, int64_t size);
 
-  // Some numbers of a row in blocks of 32: quantised, with their scales kRowGroup apart; as bfloat16, blocks `step` apart,
-  // with zeros up to the end of the last one.
+  // Convert some numbers of a row in blocks of 32: quantised, with scales kRowGroup apart; or as bfloat16, with blocks
+  // `step` apart and zeros up to the end of the last block.
   void (*quantize_row)(const float* x, int64_t k, int8_t* q, float* scale, float* sum, int32_t* isum);
   void (*round_row)(const float* x, int64_t k, uint16_t* words, int64_t step);
 
@@ -142,14 +142,14 @@ struct KernelTable {
   void (*matmul)(const PackedMatrix& matrix, const Activations& x, const float* bias, float* y, int64_t y_stride,
                  int64_t panel_begin, int64_t panel_end, uint8_t* scratch);
 
-  // Keys and values of one token into its slot.
+  // Store one key or value row of a token in the format of the cache.
   void (*store_kv_row)(const float* x, int64_t size, KvType type, void* out);
 
-  // Moves the softmax state of the rows on over the positions [begin, end) of a span, begin being the first of a tile.
+  // Advance the softmax state of the rows over the positions [begin, end) of a span; begin is the start of a tile.
   void (*attend_part)(const KvLayer& kv, int64_t kv_head, const int32_t* block_table, int64_t begin, int64_t end,
                       const AttentionRows& rows, uint8_t* scratch);
 
-  // Products in registers alone, of bytes or of what suits 16-bit weights best; returns how many operations they were.
+  // Multiply in registers alone, bytes or the type that suits 16-bit weights best; returns the number of operations.
   int64_t (*peak_loop)(bool bytes);
 
   // Add the state (m, l, a) of a later span to (M, L, A).
@@ -160,7 +160,7 @@ size_t matmul_scratch_bytes();
 size_t attention_scratch_bytes(int64_t head_dim);
 
 // How k is cut for products on tiles, in steps of 32 numbers: into parts whose rows stay in a near cache, of about
-// the same size, since each part costs a look at all sums. Blocks of weights come in pairs: parts begin at even steps.
+// the same size, since each part reads and writes all sums. Blocks of weights come in pairs: parts begin at even steps.
 struct KParts {
   static constexpr int64_t kMost = 32;  // steps of a part
   int64_t steps, count;
@@ -171,8 +171,8 @@ struct KParts {
   int64_t begin(int64_t part) const { return part == count ? steps : (steps + 1) / 2 * part / count * 2; }
   int64_t size(int64_t part) const { return begin(part + 1) - begin(part); }
 
-  // Which piece of a matrix of `tiles` row tiles holds the first step of a part. The steps of a tile lie one after the
-  // other, then come those of the next tile: what is worked on together is one stretch of memory.
+  // The piece of a matrix of `tiles` row tiles that holds the first step of a part. The steps of a tile lie one after the
+  // other, followed by those of the next tile: a part is contiguous in memory.
   int64_t place(int64_t part, int64_t tile, int64_t tiles) const { return begin(part) * tiles + tile * size(part); }
 };
 

@@ -4,8 +4,9 @@
 #include <atomic>
 #include <cstdlib>
 #include <sstream>
-#include <stdexcept>
 #include <string>
+
+#include "argument_error.h"
 
 namespace bifolio {
 namespace {
@@ -44,7 +45,7 @@ const KernelTable* find_table(const std::string& name) {
     if (name == table->name) return table;
     names += names.empty() ? table->name : std::string(", ") + table->name;
   }
-  throw std::invalid_argument("this machine has no instruction set " + name + ": choose one of " + names);
+  throw ArgumentError("this machine has no instruction set " + name + ": choose one of " + names);
 }
 
 std::atomic<const KernelTable*>& chosen() {

@@ -1,4 +1,4 @@
-// Which instruction set is used: the one with the highest score, or the one that was asked for.
+// The instruction set in use: the one with the highest score, or the one chosen with set_isa.
 #pragma once
 
 #include <string>
@@ -10,6 +10,6 @@ namespace bifolio {
 
 const KernelTable& kernels();
 std::vector<std::string> available_isas();  // best first
-void set_isa(const std::string& name);      // "" chooses by score; std::invalid_argument lists what there is
+void set_isa(const std::string& name);      // "" chooses by score; ArgumentError lists those that can run
 
 }  // namespace bifolio

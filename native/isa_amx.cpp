@@ -1,10 +1,10 @@
 // x86 with AVX-512 and the AMX tiles of bfloat16.
 //
 // Products with BF16 and quantised weights and attention over bf16 caches run on tiles for any number of rows, so that a row
-// does not depend on the others. Their arithmetic is the tiles': for 32 values of k, sixteen pairs of products are
+// does not depend on the others. Their arithmetic is that of the tile instructions: for 32 values of k, sixteen pairs of products are
 // accumulated in float32 in two sums, even and odd k, which are added to the result. Activations, and over bf16 caches
 // queries and the weights of attention, are rounded to bfloat16. Everything else gives the same bits as the other instruction
-// sets, also quantised weights beside two bytes for an activation: sums of bytes are exact.
+// sets, also quantised weights with activations of two bytes: sums of bytes are exact.
 //
 // Tiles of bytes would take half as many products, but a scale per block of 32 leaves no use for their depth of 64, and
 // scaling each block's sums costs more than widening its weights once for all rows.
@@ -30,7 +30,7 @@ namespace {
 
 #include "simd/tile_config.h"
 
-// The compiler does not know that tile instructions read memory: what was written before must be there.
+// The compiler does not know that tile instructions read memory: earlier stores must be complete.
 static inline void finish_writes() { asm volatile("" ::: "memory"); }
 
 static void configure(const TileConfig& config) {
@@ -71,7 +71,7 @@ int64_t peak_loop(bool bytes) {
   return rounds * 4 * 16 * 16 * (bytes ? 128 : 64);
 }
 
-// The system must be asked before tiles may be used; the answer holds for the whole process.
+// Tiles need a permission of the system, which holds for the whole process.
 bool tiles_allowed() {
   constexpr long request_permission = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;

@@ -13,7 +13,7 @@ template <int Bits, bool Signed, int R>
 static inline void block_dots(const uint8_t* w, const int8_t* x, int64_t stride, const int32_t*, V16 sums[R]) {
   for (int r = 0; r < R; ++r) {
     int32_t totals[16] = {};
-    for (int e = 0; e < kBlock; ++e) {
+    for (int e = 0; e < kQuantBlock; ++e) {
       const int32_t value = x[r * stride + e];
       for (int column = 0; column < kPanel; ++column) {
         int32_t weight;
@@ -41,7 +41,7 @@ static inline void block_dots(const uint8_t* w, const int8_t* x, int64_t stride,
 #include "kernels/attention_few_on_tiles.h"
 #endif
 
-int64_t peak_loop(bool) {  // nothing to compare with: the compiler decides
+int64_t peak_loop(bool) {  // plain C++ has no peak of its own: the compiler decides
   V16 sums[4] = {zero(), zero(), zero(), zero()};
   const V16 factor = broadcast(0.5f);
   constexpr int64_t rounds = 1 << 18;
@@ -64,10 +64,10 @@ const KernelTable kTileKernels = BIFOLIO_KERNEL_TABLE("tiles", true, matmul_tile
 
 size_t matmul_scratch_bytes() { return 640 * 1024; }  // most of it is touched by tiles alone
 
-// For the largest of the ways to attend; see FloatScratch, IntScratch and TileScratch.
+// The largest scratch of any attention kernel; see FloatScratch, IntScratch and TileScratch.
 size_t attention_scratch_bytes(int64_t head_dim) {
   const int64_t padded = round_up(head_dim, 32);
-  const int64_t tile = 4 * kTile * padded, queries = kMaxRows * padded, scales = 4 * padded / kBlock * kMaxRows;
+  const int64_t tile = 4 * kTile * padded, queries = kMaxRows * padded, scales = 4 * padded / kQuantBlock * kMaxRows;
   return size_t(kMaxRows * kTile + tile + queries + scales) * sizeof(float);
 }
 

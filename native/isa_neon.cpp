@@ -55,7 +55,7 @@ static inline void fma_packed(const float* x, int64_t x_stride, const uint8_t* p
 
 // Half floats are widened in two ways at once, because one instruction for it would keep half of the vector units busy:
 // the lower four of eight by conversion, the upper four by moving their bits, which leaves them 2^112 times too small.
-// What they are multiplied by makes up for it, exactly. Infinities and NaN of the upper four become finite.
+// Their factors correct this exactly. Infinities and NaN of the upper four become finite.
 constexpr float kHalfUnit = 5.192296858534828e33f;  // 2^112
 
 static inline void widen_halves(uint16x8_t words, float32x4_t& low, float32x4_t& high) {
@@ -80,8 +80,8 @@ static inline void load_columns(const uint16_t* w, int64_t k, float32x4_t column
   }
 }
 
-// Weights for few rows: four values of k at a time, each panel's sums in registers. Of the 2^112 that half of the columns
-// lack, activations get one half, the sums the other at the end: neither leaves the range of floats.
+// Weights for few rows: four values of k at a time, each panel's sums in registers. Half of the columns lack a
+// factor of 2^112: activations get 2^56 of it and the sums the rest at the end, so that both stay in the range of floats.
 constexpr float kHalfOfUnit = 7.205759403792794e16f;  // 2^56
 
 #include "kernels/neon_halves.h"
@@ -174,7 +174,7 @@ static inline void accumulate_int_4(const PackedPanel<F>& packed, const Unpacked
   for (int64_t i = 0; unpack && i < 2 && i < blocks; ++i)
     unpack_block<true>(packed.quants(block + i), const_cast<uint8_t*>(w.quants(i)));
   for (int column = 0; column < kPanel; column += 8) {
-    const IntTile tile{w.first + 4 * column, w.pair - 2 * kBlock * kPanel, w.scale + column, x.q, x.stride, x.scale, blocks,
+    const IntTile tile{w.first + 4 * column, w.pair - 2 * kQuantBlock * kPanel, w.scale + column, x.q, x.stride, x.scale, blocks,
                        block ? sums + column : zeros, block ? stride : 0, sums + column, stride};
     if (unpack) {
       int_tile_4x8_unpacking(tile, packed.quants(block + (blocks > 1)) + 4 * column, header_bytes(F));
@@ -215,8 +215,8 @@ static inline void int_columns(const Panel& w, const IntRows& x, int first_row, 
   for (int64_t b = 0; b < blocks; ++b) {
     int8x16_t low[R], high[R];
     UNROLL for (int r = 0; r < R; ++r) {
-      low[r] = vld1q_s8(x.q + r * x.stride + b * kBlock);
-      high[r] = vld1q_s8(x.q + r * x.stride + b * kBlock + 16);
+      low[r] = vld1q_s8(x.q + r * x.stride + b * kQuantBlock);
+      high[r] = vld1q_s8(x.q + r * x.stride + b * kQuantBlock + 16);
     }
     int32x4_t dots[R][G];
     UNROLL for (int r = 0; r < R; ++r)
@@ -232,7 +232,7 @@ static inline void int_columns(const Panel& w, const IntRows& x, int first_row, 
       STEP(4, high, 0) STEP(5, high, 1) STEP(6, high, 2) STEP(7, high, 3)
 #undef STEP
     } else {
-      // Signed nibbles stay in the upper half of their byte, sixteen times too large: the row's scale makes up for it.
+      // Signed nibbles stay in the upper half of their byte, sixteen times too large: the scale of the row corrects it.
 #define STEP(J)                                                                                                   \
   UNROLL for (int g = 0; g < G; ++g) {                                                                                   \
     const uint8x16_t pairs = vld1q_u8(quants + J * 64 + g * 16);                                                  \

@@ -36,7 +36,7 @@ double read_bandwidth(size_t bytes) {
   const HugeBuffer buffer(bytes);
   std::memset(buffer.data(), 1, bytes);
   const auto* words = reinterpret_cast<const uint64_t*>(buffer.data());
-  std::vector<uint64_t> sinks(size_t(Pool::instance().num_threads()) * 8);
+  std::vector<uint64_t> sinks(size_t(Pool::kMaxThreads) * 8);  // the number of threads may change before they run
   const double seconds = best_seconds(7, [&](Member& m) {
     const size_t count = bytes / 8 / size_t(m.size), begin = count * size_t(m.rank);
     uint64_t sum = 0;
@@ -47,7 +47,7 @@ double read_bandwidth(size_t bytes) {
 }
 
 double product_rate(bool bytes) {
-  std::vector<int64_t> operations(size_t(Pool::instance().num_threads()) * 8);
+  std::vector<int64_t> operations(size_t(Pool::kMaxThreads) * 8);
   const double seconds = best_seconds(5, [&](Member& m) { operations[size_t(m.rank) * 8] = kernels().peak_loop(bytes); });
   double total = 0;
   for (int64_t count : operations) total += double(count);

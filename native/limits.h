@@ -1,4 +1,4 @@
-// What the machine can do at best, measured: how fast memory is read, and how many products it computes in registers.
+// Limits of the machine, measured: the bandwidth of memory, and the rate of products in registers.
 #pragma once
 
 #include <cstddef>

@@ -16,7 +16,7 @@ struct QuantizedRows {
   int64_t rows, k;
 
   int64_t scale_at(int64_t row, int64_t column) const {
-    return (row / kRowGroup * (k / kBlock) + column / kBlock) * kRowGroup + row % kRowGroup;
+    return (row / kRowGroup * (k / kQuantBlock) + column / kQuantBlock) * kRowGroup + row % kRowGroup;
   }
 
   // x holds the columns [begin, end) of a row.
@@ -25,7 +25,7 @@ struct QuantizedRows {
     kernels().quantize_row(x, end - begin, bytes + row * k + begin, scale + at, sum + at, isum + at);
   }
 
-  // What is lost when a row is taken for its bytes.
+  // The rounding error of a row: x minus its bytes times their scales.
   void subtract(const float* x, int64_t row, float* rest) const {
     for (int64_t i = 0; i < k; ++i) rest[i] = x[i] - scale[scale_at(row, i)] * float(bytes[row * k + i]);
   }
@@ -33,7 +33,7 @@ struct QuantizedRows {
 
 // Memory for rows of k numbers as bytes; every member calls this.
 QuantizedRows quantized_rows(Member& m, int64_t rows, int64_t k, RowMemory& memory) {
-  const int64_t scales = round_up(rows, kRowGroup) * (k / kBlock);
+  const int64_t scales = round_up(rows, kRowGroup) * (k / kQuantBlock);
   if (m.rank == 0) {
     memory.bytes.array<int8_t>(size_t(rows * k));
     memory.scales.array<float>(size_t(scales) * 3);
@@ -50,35 +50,35 @@ struct RoundedRows {
   int64_t height, rows;
 
   int64_t tiles() const { return (rows + height - 1) / height; }
-  int64_t step() const { return height * kBlock; }  // from 32 numbers of a row to the next of the same part
+  int64_t step() const { return height * kQuantBlock; }  // from 32 numbers of a row to the next of the same part
   uint16_t* at(int64_t row, int64_t part) const {
-    return words + (parts.place(part, row / height, tiles()) * height + row % height) * kBlock;
+    return words + (parts.place(part, row / height, tiles()) * height + row % height) * kQuantBlock;
   }
 
-  // Sets what pads the last of the tiles to zero.
+  // Sets the padding of the last tile to zero.
   void clear_padding() const {
     const int64_t padding = tiles() * height - rows;
     for (int64_t part = 0; part < parts.count && padding > 0; ++part)
       for (int64_t piece = 0; piece < parts.size(part); ++piece)
-        std::memset(at(rows - 1, part) + piece * step() + kBlock, 0, size_t(padding * kBlock) * sizeof(uint16_t));
+        std::memset(at(rows - 1, part) + piece * step() + kQuantBlock, 0, size_t(padding * kQuantBlock) * sizeof(uint16_t));
   }
 
   // x holds the columns [begin, end) of a row; begin is the first of 32.
   void put(const float* x, int64_t row, int64_t begin, int64_t end) const {
     for (int64_t part = 0; part < parts.count; ++part) {
-      const int64_t start = parts.begin(part), from = std::max(start * kBlock, begin);
-      const int64_t to = std::min((start + parts.size(part)) * kBlock, end);
-      if (from < to) kernels().round_row(x + from - begin, to - from, at(row, part) + (from / kBlock - start) * step(), step());
+      const int64_t start = parts.begin(part), from = std::max(start * kQuantBlock, begin);
+      const int64_t to = std::min((start + parts.size(part)) * kQuantBlock, end);
+      if (from < to) kernels().round_row(x + from - begin, to - from, at(row, part) + (from / kQuantBlock - start) * step(), step());
     }
   }
 };
 
 // Memory for rows of k numbers as bfloat16; fewer than sixteen rows make lower tiles.
 RoundedRows rounded_rows(Member& m, int64_t rows, int64_t k, RowMemory& memory) {
-  const int64_t steps = round_up(k, kBlock) / kBlock, height = std::min(rows, kTileRows);
+  const int64_t steps = round_up(k, kQuantBlock) / kQuantBlock, height = std::min(rows, kTileRows);
   RoundedRows result{nullptr, KParts(steps), height, rows};
   if (m.rank == 0) {
-    result.words = memory.words.array<uint16_t>(size_t(result.tiles() * height * steps * kBlock));
+    result.words = memory.words.array<uint16_t>(size_t(result.tiles() * height * steps * kQuantBlock));
     result.clear_padding();
   }
   m.barrier();
@@ -99,7 +99,7 @@ bool needs_floats(const LinearWeights& weights) {
   return weights.has_format(Format::F32) || weights.has_format(Format::F16) || (weights.has_format(Format::BF16) && !kernels().has_tiles);
 }
 
-// The rows of a product in the forms that its weights ask for.
+// The rows of a product in the forms that its weights need.
 struct Inputs {
   Activations plain, quantized;
 
@@ -111,10 +111,10 @@ struct Inputs {
   const Activations& of(Format format) const { return format >= Format::Q8_0 && quantized.q ? quantized : plain; }
 };
 
-// With two planes also what the first left over is quantised, as rows [count, 2 * count). The products of both planes with
-// the same weights, added, are those of activations with about twice as many bits.
+// With two planes the rounding errors of the first plane are quantised too, as rows [count, 2 * count). The sum of the products
+// of both planes is that of activations with about twice as many bits.
 void quantize_rows(Member& m, Rows x, int64_t planes, const QuantizedRows& rows, Workspace& workspace) {
-  // Four neighbours share lines of memory, which two threads would take from each other.
+  // The scales of four rows share cache lines: one thread writes all four, to avoid false sharing.
   const int64_t piece = row_piece(4 * x.width * planes), unit = x.count < kTileRows ? 1 : kRowGroup;
   m.split(x.count, round_up(piece, unit), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
@@ -143,8 +143,8 @@ Inputs prepare(Member& m, Rows x, const LinearWeights& weights, Workspace& works
   return inputs;
 }
 
-// Panels that are handed out at a time: at least eight such pieces for each thread, where there are so many panels. Tiles
-// take two panels side by side.
+// Panels of a piece of work: at least eight pieces for each thread, where there are so many panels. Tiles take two panels
+// side by side.
 int64_t panel_piece(const PackedMatrix& matrix, int threads, int64_t rows) {
   const int64_t even = std::max<int64_t>(1, matrix.num_panels / (8 * threads));
   return kernels().has_tiles && rows >= kTileRows ? round_up(even, 2) : even;
@@ -178,14 +178,14 @@ void multiply(Member& m, const Inputs& inputs, int64_t count, const LinearWeight
 }  // namespace
 
 void linear(Member& m, Rows x, const LinearWeights& weights, Rows out, Workspace& workspace) {
-  if (x.count == 0) return;  // no logits are wanted of a chunk that ends inside its prompt; kernels write whole tiles
+  if (x.count == 0) return;  // a chunk that ends inside its prompt has no logits; kernels write whole tiles
   const Rows input{x.data, x.count, weights.in_features(), x.stride};
   multiply(m, prepare(m, input, weights, workspace), x.count, weights, out, workspace);
 }
 
 namespace {
 
-// What a product makes of some columns of all rows, on its way to the next product.
+// Some columns of all rows between two products, in the forms that the second product reads.
 struct Middle {
   Rows floats;  // where weights are multiplied with floats
   bool has_floats, has_words, has_bytes;
@@ -213,11 +213,11 @@ Middle make_middle(Member& m, Rows floats, const LinearWeights& next, RowMemory&
           bytes ? quantized_rows(m, floats.count, floats.width, memory) : QuantizedRows{}};
 }
 
-constexpr int64_t kGatedRows = 512, kGatedColumns = 128;  // what comes of so many stays in a core's own cache
+constexpr int64_t kGatedRows = 512, kGatedColumns = 128;  // their products stay in the cache of one core
 
-// Columns of gate and of up that are worked on together: at least four pieces for each thread.
+// Columns of gate and of up in one piece of work: at least four pieces for each thread.
 int64_t gated_columns(int64_t width, int threads) {
-  return std::max(kBlock, std::min(width / (4 * threads), kGatedColumns) / kBlock * kBlock);
+  return std::max(kQuantBlock, std::min(width / (4 * threads), kGatedColumns) / kQuantBlock * kQuantBlock);
 }
 
 // Columns [begin, end) between the products.
@@ -258,7 +258,7 @@ void gate_rows(Member& m, Rows x, const LinearWeights& pair, Activation activati
 
 bool can_gate(const LinearWeights& pair, const LinearWeights& last, int64_t rows) {
   return rows >= kTileRows && pair.pieces().size() == 1 && pair.out_features() == 2 * last.in_features() &&
-         last.in_features() % kBlock == 0 && planes_of(pair) == 1 && planes_of(last) == 1;
+         last.in_features() % kQuantBlock == 0 && planes_of(pair) == 1 && planes_of(last) == 1;
 }
 
 void gated_linear(Member& m, Rows x, const LinearWeights& pair, Activation activation, const LinearWeights& last, Rows middle,

@@ -15,7 +15,7 @@ namespace {
 
 constexpr size_t kHugePage = size_t(2) << 20;
 
-size_t block_elements(Format format) { return format >= Format::Q8_0 ? kBlock : 1; }
+size_t block_elements(Format format) { return format >= Format::Q8_0 ? kQuantBlock : 1; }
 
 size_t block_bytes(Format format) {
   static const size_t sizes[] = {4, 2, 2, 34, 18, 20};
@@ -33,7 +33,7 @@ PackedMatrix layout(Format format, int64_t n, int64_t k) {
     case Format::F32: m.panel_bytes = cells * 4; break;
     case Format::F16: m.panel_bytes = cells * 2; break;
     case Format::BF16: m.panel_bytes = size_t(kPanel * round_up(k, 32)) * 2; break;
-    default: m.panel_bytes = size_t(round_up(k / kBlock, 2) / 2 * pair_bytes(format)); break;
+    default: m.panel_bytes = size_t(round_up(k / kQuantBlock, 2) / 2 * pair_bytes(format)); break;
   }
   m.panel_bytes = size_t(round_up(int64_t(m.panel_bytes), 64));
   return m;
@@ -55,7 +55,7 @@ void pack_blocks(const PackedMatrix& m, const uint8_t* row, int64_t column, uint
   const size_t stride = block_bytes(m.format);
   const size_t header = m.format == Format::Q4_1 ? 4 : 2;
   const int64_t lines = m.format == Format::Q8_0 ? 8 : 4;  // of 64 bytes, per block
-  for (int64_t b = 0; b < m.k / kBlock; ++b, row += stride) {
+  for (int64_t b = 0; b < m.k / kQuantBlock; ++b, row += stride) {
     uint8_t* pair = panel + b / 2 * pair_bytes(m.format);
     std::memcpy(pair + (b % 2 * kPanel + column) * 2, row, 2);
     if (m.format == Format::Q4_1) std::memcpy(pair + 64 + (b % 2 * kPanel + column) * 2, row + 2, 2);
@@ -144,11 +144,11 @@ void dequantize_row(Format format, const uint8_t* data, int64_t k, float* out) {
       return;
     default: break;
   }
-  for (int64_t b = 0; b < k / kBlock; ++b, data += block_bytes(format), out += kBlock) {
+  for (int64_t b = 0; b < k / kQuantBlock; ++b, data += block_bytes(format), out += kQuantBlock) {
     std::memcpy(&word, data, 2);
     const float scale = half_to_float(word);
     if (format == Format::Q8_0) {
-      for (int i = 0; i < kBlock; ++i) out[i] = scale * float(int8_t(data[2 + i]));
+      for (int i = 0; i < kQuantBlock; ++i) out[i] = scale * float(int8_t(data[2 + i]));
     } else if (format == Format::Q4_0) {
       for (int i = 0; i < 16; ++i) {
         out[i] = scale * float(int(data[2 + i] & 15) - 8);

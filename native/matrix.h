@@ -9,8 +9,8 @@
 
 namespace bifolio {
 
-// Aligned memory, on huge pages where the system gives them: reading weights is what decoding waits for, and with
-// 4 KB pages every 64 lines end in a page walk.
+// Aligned memory, on huge pages where the system has them: decoding is bound by reading weights, and with 4 KB pages every
+// 64 lines end in a page walk.
 class HugeBuffer {
  public:
   explicit HugeBuffer(size_t size);
@@ -50,7 +50,7 @@ class LinearWeights {
       if (piece.matrix.format == format) return true;
     return false;
   }
-  int planes() const { return planes_; }  // bytes that stand for one activation beside quantised weights
+  int planes() const { return planes_; }  // bytes of one activation in products with quantised weights
 
   struct Piece {
     PackedMatrix matrix;

@@ -36,7 +36,7 @@ void act(Member& m, Rows x, Activation activation, Rows out) {
 }
 
 void act_mul(Member& m, Rows x, Activation activation, Rows out) {
-  constexpr int64_t piece = 512;  // columns: a single row of a wide network is worth sharing
+  constexpr int64_t piece = 512;  // columns: threads share a single row of a wide network
   const int64_t pieces = (out.width + piece - 1) / piece;
   m.split(x.count * pieces, std::max<int64_t>(1, 1024 / std::min(out.width, piece)), [&](int64_t begin, int64_t end) {
     for (int64_t unit = begin; unit < end; ++unit) {

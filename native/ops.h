@@ -1,4 +1,4 @@
-// The verbs of the network, each run by the whole team on rows of floats.
+// The operations of the network, each run by the whole team on rows of floats.
 #pragma once
 
 #include <cstdint>
@@ -32,10 +32,20 @@ struct AttentionConstants {
   bool interleaved;
   const NormWeights* query_norm;
   const NormWeights* key_norm;
+
+  int64_t query_width() const { return num_heads * head_dim; }
+  int64_t qkv_width() const { return (num_heads + 2 * num_kv_heads) * head_dim; }
 };
 
-// One segment of a batch: whole sequences one after the other.
+// The phase of the queries of a segment: selects the plan of attention (attention_plan.h).
+enum class Phase : int32_t {
+  Prefill = 0,  // many queries of each sequence: bound by compute
+  Decode = 1,   // one query of each sequence, and drafts: bound by bandwidth
+};
+
+// One segment of a batch: whole sequences of one phase, one after the other.
 struct Segment {
+  Phase phase;
   int64_t token_start;
   int64_t num_sequences;
   const int32_t* query_starts;  // [s + 1], from token_start
@@ -44,17 +54,20 @@ struct Segment {
   int64_t table_stride;
 };
 
-// One token that asks, with where its context lies.
+// One token that attends, and the place of its context.
 struct Query {
   int64_t token;         // row of the batch
   int64_t position;      // in its context
   const int32_t* table;  // blocks of its context
-  int64_t shared;        // leading tokens that it has in the same blocks as the query before it; no end within a sequence
+  int64_t shared;        // leading tokens that lie in the same blocks as those of the query before; INT64_MAX within a sequence
 };
 
-// The queries of all segments, so that contexts that begin with the same blocks are neighbours. share = false: as if no
-// two had a block in common.
-std::vector<Query> order_queries(const std::vector<Segment>& segments, int64_t block_size, bool share);
+// The queries of all segments by phase, ordered so that contexts that begin with the same blocks are neighbours.
+// share = false: as if no two contexts had a block in common.
+struct Queries {
+  Queries(const std::vector<Segment>& segments, int64_t block_size, bool share);
+  std::vector<Query> prefill, decode;
+};
 
 // Memory that an operation needs while it runs, kept from one step to the next.
 struct RowMemory {  // the rows of a product
@@ -74,8 +87,8 @@ void act_mul(Member& m, Rows x, Activation activation, Rows out);
 void take(Member& m, Rows x, const int32_t* rows, Rows out);  // rows may be null: all
 void linear(Member& m, Rows x, const LinearWeights& weights, Rows out, Workspace& workspace);
 
-// out = last (act(gate x) * (up x)), `pair` being gate and up one after the other: the same as linear, act_mul and linear,
-// which `middle` would be the rows between. Only for what can_gate says.
+// out = last (act(gate x) * (up x)), where `pair` is gate and up one after the other: the same as linear, act_mul and linear.
+// `middle` has room for the rows between them. Only where can_gate is true.
 void gated_linear(Member& m, Rows x, const LinearWeights& pair, Activation activation, const LinearWeights& last, Rows middle,
                   Rows out, Workspace& workspace);
 bool can_gate(const LinearWeights& pair, const LinearWeights& last, int64_t rows);
@@ -83,17 +96,17 @@ bool can_gate(const LinearWeights& pair, const LinearWeights& last, int64_t rows
 void softcap(Member& m, Rows x, float cap);
 void rotation(Member& m, const float* frequencies, float scale, const int32_t* positions, Rows cosine, Rows sine);
 
-// Norms and rotates the queries and keys of [t, (heads + 2 kv_heads) * head_dim] in place; keys and values go to `kv`
-// (null: nowhere).
+// Norms and rotates the queries and keys of [t, (heads + 2 kv_heads) * head_dim] in place, and writes keys and values to `kv`
+// (null: no cache). slots: block * block_size + offset of each token in the cache.
 void rope_and_write(Member& m, Rows qkv, const AttentionConstants& shape, const Rows* cosine, const Rows* sine,
                     const KvLayer* kv, const int64_t* slots);
 
 // `qkv` holds rotated queries in its leading columns; the keys and values of all its tokens are already in `kv`.
-void attend(Member& m, Rows qkv, const AttentionConstants& shape, const std::vector<Query>& queries, const KvLayer& kv,
-            Rows out, Workspace& workspace);
+void attend(Member& m, Rows qkv, const AttentionConstants& shape, const Queries& queries, const KvLayer& kv, Rows out,
+            Workspace& workspace);
 
-// Tokens of contexts that attention did not read again, since the start of the process: those of a prefix that several
-// sequences share count once for each sequence but the first, in every layer.
+// Tokens that attention did not have to read, since the start of the process: the tokens of a shared prefix count once for
+// each sequence but the first, in every layer.
 int64_t shared_tokens();
 
 }  // namespace bifolio

@@ -3,16 +3,20 @@
 #include <sched.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <fstream>
 #include <new>
 #include <set>
 #include <string>
+#include <system_error>
+
+#include "argument_error.h"
 
 namespace bifolio {
 namespace {
 
-// How long a thread looks for work before it sleeps: a decode step follows the last one within some ten microseconds,
+// How often a thread polls for work before it sleeps: a decode step follows the last one within some ten microseconds,
 // and waking a thread costs about as much.
 constexpr int kSpins = 4000;
 
@@ -30,7 +34,8 @@ inline void pause_briefly() {
 int default_threads() {
   cpu_set_t allowed;
   CPU_ZERO(&allowed);
-  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return int(std::thread::hardware_concurrency());
+  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0)
+    return std::clamp(int(std::thread::hardware_concurrency()), 1, Pool::kMaxThreads);
   std::set<std::string> cores;
   for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
     if (!CPU_ISSET(cpu, &allowed)) continue;
@@ -39,14 +44,14 @@ int default_threads() {
     if (!std::getline(siblings, line)) line = std::to_string(cpu);
     cores.insert(line);
   }
-  return cores.empty() ? 1 : int(cores.size());
+  return cores.empty() ? 1 : std::min(int(cores.size()), Pool::kMaxThreads);
 }
 
 }  // namespace
 
 Scratch::~Scratch() { std::free(data_); }
 
-// On huge pages from some size on: rows that are far apart would each need a page of their own.
+// Huge pages from some size on: otherwise rows that are far apart each need an entry of the TLB.
 uint8_t* Scratch::bytes(size_t size) {
   if (size > size_) {
     std::free(data_);
@@ -79,7 +84,7 @@ Scratch& Member::scratch() { return *pool_.scratch_[size_t(rank)]; }
 
 std::atomic<int64_t>& Member::counter() { return pool_.counters_[loop_].value; }
 
-// Three counters in turn: the one reset here was last used two barriers ago, so nobody can still look at it.
+// Three counters in turn: the one reset here was last used two barriers ago, so no member still reads it.
 void Member::finish_loop() {
   if (rank == 0) pool_.counters_[(loop_ + 1) % 3].value.store(0, std::memory_order_relaxed);
   loop_ = (loop_ + 1) % 3;
@@ -91,7 +96,12 @@ Pool& Pool::instance() {
   return *pool;
 }
 
-Pool::Pool() : size_(default_threads()) { start_threads(); }
+Pool::Pool() : size_(default_threads()) {
+  try {
+    start_threads();
+  } catch (const ArgumentError&) {  // work goes on with the threads that the system gave
+  }
+}
 
 Pool::~Pool() { stop_threads(); }
 
@@ -99,7 +109,13 @@ void Pool::start_threads() {
   scratch_.clear();
   for (int rank = 0; rank < size_; ++rank) scratch_.push_back(std::make_unique<Scratch>());
   const uint32_t seen = generation_.load();
-  for (int rank = 1; rank < size_; ++rank) threads_.emplace_back(&Pool::work_loop, this, rank, seen);
+  try {
+    for (int rank = 1; rank < size_; ++rank) threads_.emplace_back(&Pool::work_loop, this, rank, seen);
+  } catch (const std::system_error&) {
+    const int asked = size_;
+    size_ = int(threads_.size()) + 1;  // those that the system gave
+    throw ArgumentError("the system starts " + std::to_string(size_) + " threads at most, not " + std::to_string(asked));
+  }
 }
 
 void Pool::stop_threads() {
@@ -120,6 +136,11 @@ void Pool::set_num_threads(int count) {
   start_threads();
 }
 
+void Pool::run_alone(const std::function<void()>& work) {
+  std::lock_guard lock(mutex_);
+  work();
+}
+
 int Pool::num_threads() {
   std::lock_guard lock(mutex_);
   return size_;
@@ -130,7 +151,7 @@ void Pool::wait_for_others(uint32_t sense) {
     if (spins < kSpins) {
       pause_briefly();
     } else {
-      sched_yield();  // more threads than free cores: let the one we wait for run
+      sched_yield();  // more threads than free cores: yield to the one that is late
     }
   }
 }

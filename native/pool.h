@@ -20,7 +20,7 @@ class Scratch {
   Scratch() = default;
   Scratch(const Scratch&) = delete;
   ~Scratch();
-  uint8_t* bytes(size_t size);  // 64-byte aligned; what it held before is lost
+  uint8_t* bytes(size_t size);  // 64-byte aligned; the content is lost when it grows
   template <class T>
   T* array(size_t count) {
     return reinterpret_cast<T*>(bytes(count * sizeof(T)));
@@ -42,7 +42,7 @@ class Member {
   void barrier();
   Scratch& scratch();
 
-  // Calls body(begin, end) for pieces of [0, count); who gets which piece is decided as they go. Ends with a barrier.
+  // Calls body(begin, end) for pieces of [0, count), each taken by the next free member. Ends with a barrier.
   template <class Body>
   void split(int64_t count, int64_t piece, Body body) {
     if (size == 1 || count <= piece) {
@@ -61,10 +61,10 @@ class Member {
   void finish_loop();
 
   Pool& pool_;
-  int loop_ = 0;  // which of the counters comes next
+  int loop_ = 0;  // index of the next counter
 };
 
-// Rows per piece so that a piece is worth handing out: about 8 K numbers.
+// Rows of a piece, so that taking a piece costs little beside the work: about 8 K numbers.
 inline int64_t row_piece(int64_t width) { return width > 8192 ? 1 : 8192 / (width > 0 ? width : 1); }
 
 template <class Body>
@@ -76,11 +76,13 @@ void each_row(Member& m, int64_t count, int64_t width, Body body) {
 
 class Pool {
  public:
+  static constexpr int kMaxThreads = 1024;
   static Pool& instance();
 
   // Runs work(member) on every thread of the team and returns when all are done. One caller at a time.
   void run(const std::function<void(Member&)>& work);
-  void set_num_threads(int count);
+  void run_alone(const std::function<void()>& work);  // on the calling thread, while no other work runs
+  void set_num_threads(int count);  // 0: one for each physical core
   int num_threads();
 
  private:

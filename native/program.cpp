@@ -81,7 +81,7 @@ Program::Register Program::rope_and_write(Register qkv, int64_t layer, const Att
 }
 
 Program::Register Program::attend(Register qkv, int64_t layer, const AttentionConstants& shape) {
-  const Register out = like(qkv, shape.num_heads * shape.head_dim);
+  const Register out = like(qkv, shape.query_width());
   record("attend", {qkv}, {out}, [=, this](Member& m, const Step& step) {
     bifolio::attend(m, rows(qkv, step), shape, step.queries, (*step.layers)[size_t(layer)], rows(out, step), workspace_);
   });
@@ -119,7 +119,7 @@ void Program::logits(Register x, const LinearWeights& head, float softcap) {
   assign_buffers();
 }
 
-// Whether a product, act_mul and another product follow each other, and nobody else looks at what lies between them.
+// Whether a product, act_mul and another product follow each other, and no other operation reads the values between them.
 bool Program::is_gated(size_t first) const {
   if (first + 2 >= operations_.size()) return false;
   const Operation &pair = operations_[first], &gate = operations_[first + 1], &last = operations_[first + 2];
@@ -133,7 +133,7 @@ bool Program::is_gated(size_t first) const {
   return readers(gate.reads[0]) == 1 && readers(last.reads[0]) == 1;
 }
 
-// Three such operations become one, which leaves little of what lies between them in memory when there are many rows.
+// Three such operations become one, which keeps the values between them in a near cache when there are many rows.
 void Program::join_gated() {
   for (size_t i = 0; i < operations_.size(); ++i) {
     if (!is_gated(i)) continue;
@@ -151,7 +151,7 @@ void Program::join_gated() {
   }
 }
 
-// Values share memory when one is no longer needed before the other is made.
+// Values share a buffer when the last use of one comes before the other is written.
 void Program::assign_buffers() {
   for (size_t i = 0; i < operations_.size(); ++i)
     for (const auto& list : {operations_[i].reads, operations_[i].writes})
@@ -165,7 +165,7 @@ void Program::assign_buffers() {
         free_buffers.push_back(int(buffer_widths_.size()));
         buffer_widths_.push_back(0);
       }
-      // the free buffer whose width is closest, so that narrow values do not sit in wide ones
+      // the free buffer whose width is closest, so that narrow values do not occupy wide buffers
       auto best = std::min_element(free_buffers.begin(), free_buffers.end(), [&](int a, int b) {
         return std::abs(buffer_widths_[size_t(a)] - v.width) < std::abs(buffer_widths_[size_t(b)] - v.width);
       });
@@ -198,6 +198,7 @@ void Program::allocate(const Step& step) {
 }
 
 void Program::run(const Step& step) {
+  std::lock_guard lock(mutex_);
   allocate(step);
   Pool::instance().run([&](Member& member) {
     for (const Operation& operation : operations_) operation.work(member, step);
@@ -210,6 +211,7 @@ std::map<std::string, double> Program::profile(const Step& step) {
     clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
     return double(time.tv_sec) + 1e-9 * double(time.tv_nsec);
   };
+  std::lock_guard lock(mutex_);
   allocate(step);
   std::map<std::string, double> seconds;
   Pool::instance().run([&](Member& member) {

@@ -4,6 +4,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -11,15 +12,15 @@
 
 namespace bifolio {
 
-// One forward pass: everything the recorded operations look up when they run.
+// One forward pass: the inputs of the recorded operations when they run.
 struct Step {
   int64_t num_tokens;
   const int32_t* token_ids;   // [t]
   const int32_t* positions;   // [t]
-  const int64_t* slots;       // [t]
+  const int64_t* slots;       // [t]  block * block_size + offset in the cache
   const int32_t* logit_rows;  // [r], null: all tokens
   int64_t num_logit_rows;
-  std::vector<Query> queries;
+  Queries queries;
   const std::vector<KvLayer>* layers;
   float* logits;  // [r, vocab]
 };
@@ -34,16 +35,23 @@ class Program {
   std::pair<Register, Register> add_norm(Register x, Register delta, const NormWeights& weights);
   Register linear(Register x, const LinearWeights& weights);
   std::pair<Register, Register> rotation(const std::vector<float>& frequencies, float scale);
-  // The same register comes back: queries and keys are rotated where they are. rotation -1: none.
+  // Returns the same register: queries and keys are rotated in place. Registers -1: no rotation.
   Register rope_and_write(Register qkv, int64_t layer, const AttentionConstants& shape, Register cosine, Register sine);
   Register attend(Register qkv, int64_t layer, const AttentionConstants& shape);
   Register act(Register x, Activation activation);
   Register act_mul(Register x, Activation activation);
-  Register take(Register x);  // the rows whose logits are wanted
+  Register take(Register x);  // the rows of logit_rows
   void logits(Register x, const LinearWeights& head, float softcap);
 
+  // The registers recorded so far are [0, num_registers()).
+  Register num_registers() const { return Register(values_.size()); }
+  int64_t width(Register x) const { return values_[size_t(x)].width; }
+  bool of_logit_rows(Register x) const { return values_[size_t(x)].of_logit_rows; }
+  bool is_complete() const { return vocab_size_ > 0; }  // logits, the last operation, has been recorded
+
+  // Only for complete programs. One caller at a time: others wait.
   void run(const Step& step);
-  // The same with a clock: the calling thread's processor seconds in all operations of each name.
+  // The same, measured: seconds of processor time of the calling thread in all operations of each name.
   std::map<std::string, double> profile(const Step& step);
   int64_t vocab_size() const { return vocab_size_; }
   size_t scratch_bytes() const;
@@ -80,6 +88,7 @@ class Program {
   int64_t allocated_rows_ = 0;
   int64_t vocab_size_ = 0;
   Workspace workspace_;
+  std::mutex mutex_;  // held while the buffers are in use
 };
 
 }  // namespace bifolio

@@ -4,7 +4,7 @@
 //
 // Results must be equal bit for bit, except where tiles have an arithmetic of their own (bfloat16 caches, bfloat16 and
 // quantised weights).
-// "tiles" is what AMX runs, on tile registers in plain C++: these two must be equal everywhere. Plain C++ is compiled with a
+// "tiles" is the code of AMX on tile registers in plain C++: these two must be equal everywhere. Plain C++ is compiled with a
 // fused multiply-add here, which it does not have on x86 otherwise.
 #include <cstdio>
 #include <cstdlib>
@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "attention_plan.h"
 #include "isa.h"
 #include "limits.h"
 #include "matrix.h"
@@ -107,7 +108,7 @@ std::vector<float> product(const std::vector<float>& x, int64_t rows, const Line
   return y;
 }
 
-// Rounding must not make all products larger or smaller. A slope of 1: it does not.
+// Rounding must have no bias: the slope of rounded over exact products is 1.
 void check_slope(const std::string& what, const std::vector<float>& found, const std::vector<float>& expected) {
   double both = 0, squares = 0;
   for (size_t i = 0; i < found.size(); ++i) both += double(found[i]) * expected[i], squares += double(expected[i]) * expected[i];
@@ -116,7 +117,7 @@ void check_slope(const std::string& what, const std::vector<float>& found, const
   if (!(std::fabs(slope - 1) < 5e-4)) std::printf("FAILED %-34s has a slope of %.5f\n", what.c_str(), slope);
 }
 
-// With the weights of the file and no rounding on the way.
+// The product with the weights of the file, summed in double precision.
 std::vector<float> exact_product(const std::vector<float>& x, int64_t rows, Format format, const std::vector<uint8_t>& bytes, int64_t n) {
   const int64_t k = int64_t(x.size()) / rows;
   std::vector<float> y(size_t(rows * n)), w(static_cast<size_t>(k));
@@ -146,7 +147,7 @@ void check_products() {
         const auto found = product(x, rows, weights), exact = exact_product(x, rows, Format(format), bytes, n);
         report(std::string(name) + " of floats", "tiles", compare(found, exact), 0.006, false);
         if (rows * n * k > 5000000) check_slope(name, found, exact);
-        std::vector<float> alone;  // every row must be what it is alone
+        std::vector<float> alone;  // every row must be equal to the row alone
         for (const std::string& isa : available_isas()) {
           set_isa(isa);
           const auto all = product(x, rows, weights);
@@ -160,7 +161,7 @@ void check_products() {
       }
 }
 
-// Parts of several formats in one layer: each must be what it is alone.
+// Parts of several formats in one layer: each must be equal to the part alone.
 void check_mixed_formats() {
   const int64_t n = 40, k = 96;
   for (int first : {1, 2, 4})
@@ -230,7 +231,7 @@ void check_attention() {
     for (int64_t dim : {32, 40, 64, 80, 96, 128, 256})
       for (int64_t rows : {1, 2, 3, 4, 5, 7, 8, 9, 16, 63, 128})
         for (int64_t context : {1, 30, 64, 201}) {
-          if (type == 3 && dim % kBlock) continue;
+          if (type == 3 && dim % kQuantBlock) continue;
           const size_t row_bytes = type == 3 ? size_t(dim + dim / 32 * 2) : size_t(dim) * (type == 0 ? 4 : 2);
           const int64_t block_size = dim == 96 ? 8 : 16, blocks = 256 / block_size;
           std::vector<uint8_t> keys(size_t(blocks * block_size) * row_bytes), values(keys.size());
@@ -261,7 +262,7 @@ void check_attention() {
             return mixed;
           };
           check(name, type == 2 ? 0.015 : 0, [&] { return attend_rows(0, rows); });
-          for (const std::string& isa : available_isas()) {  // every row must be what it is alone
+          for (const std::string& isa : available_isas()) {  // every row must be equal to the row alone
             set_isa(isa);
             const auto all = attend_rows(0, rows);
             for (int64_t r = 0; r < rows; r += std::max<int64_t>(1, rows / 3)) {
@@ -274,7 +275,7 @@ void check_attention() {
         }
 }
 
-// A query that is not a number must not become one.
+// A NaN in a query must stay NaN.
 void check_nan() {
   const int64_t dim = 64;
   std::vector<uint8_t> cache(size_t(kTile * dim) * 2, 0x3c);
@@ -292,10 +293,52 @@ void check_nan() {
     kernels().attend_part(kv, 0, table, 0, kSpan, state, scratch.data());
     for (int64_t r = 0; r < rows; ++r) {
       failures += std::isnan(total[r]) != (r == 0);
-      if (std::isnan(total[r]) != (r == 0)) std::printf("FAILED attention: row %lld of %lld with one that is not a number\n", (long long)r, (long long)rows);
+      if (std::isnan(total[r]) != (r == 0)) std::printf("FAILED attention: row %lld of %lld with one NaN\n", (long long)r, (long long)rows);
     }
   }
   set_isa("");
+}
+
+// Queries of sequences that have nothing in common: `count` each, the last at the end of a context of `length` tokens.
+std::vector<Query> some_queries(int64_t sequences, int64_t count, int64_t length) {
+  std::vector<Query> queries;
+  for (int64_t s = 0; s < sequences; ++s)
+    for (int64_t q = 0; q < count; ++q) queries.push_back({s * count + q, length - count + q, nullptr, q ? INT64_MAX : 0});
+  return queries;
+}
+
+// The phase selects the plan, and each plan has every visible span of every (query, kv head) exactly once.
+void check_plan(const char* name, Phase phase, const std::vector<Query>& queries, int threads, bool by_spans, int64_t window = 0) {
+  const AttentionConstants shape{9, 3, 64, 1.0f, window, false, nullptr, nullptr};
+  const AttentionPlan plan = plan_attention(phase, queries, shape, threads);
+  std::vector<int> seen(queries.size() * 3 * size_t(plan.max_spans));
+  for (const AttentionUnit& unit : plan.units)
+    for (int64_t i = unit.first; i < unit.first + unit.count; ++i)
+      for (int64_t span = 0; span < plan.max_spans; ++span)
+        seen[size_t((i * 3 + unit.kv_head) * plan.max_spans + span)] += unit.span < 0 || unit.span == span;
+  bool good = plan.by_spans == by_spans && (plan.partial_floats > 0) == by_spans;
+  for (size_t i = 0; i < seen.size(); ++i) {
+    const int64_t position = queries[i / size_t(3 * plan.max_spans)].position, span = int64_t(i) % plan.max_spans;
+    const bool visible = span >= window_begin(shape, position) / kSpan && span <= position / kSpan;
+    good = good && seen[i] <= 1 && (!visible || seen[i] == 1);
+  }
+  failures += !good;
+  if (!good) std::printf("FAILED plan of %s\n", name);
+}
+
+void check_plans() {
+  check_plan("one decode behind a long context", Phase::Decode, some_queries(1, 1, 4096), 2, true);
+  check_plan("one decode behind a short context", Phase::Decode, some_queries(1, 1, 256), 2, false);
+  check_plan("many decodes", Phase::Decode, some_queries(64, 1, 4096), 2, false);
+  check_plan("decodes on many threads", Phase::Decode, some_queries(64, 1, 4096), 64, true);
+  check_plan("a decode with a window", Phase::Decode, some_queries(1, 3, 4000), 2, true, 700);
+  check_plan("a prompt", Phase::Prefill, some_queries(1, 512, 512), 2, false);
+  check_plan("a prompt behind a prefix", Phase::Prefill, some_queries(1, 128, 4096), 2, false);
+  check_plan("the same as decodes", Phase::Decode, some_queries(1, 128, 4096), 2, true);
+  check_plan("a short prompt behind a prefix", Phase::Prefill, some_queries(1, 8, 4096), 2, true);
+  check_plan("a prompt that does not come out even", Phase::Prefill, some_queries(1, 512, 4096), 7, true);
+  check_plan("a prompt with a window", Phase::Prefill, some_queries(2, 300, 3000), 2, false, 400);
+  check_plan("no queries", Phase::Prefill, {}, 2, false);
 }
 
 void time_products(int64_t n, int64_t k) {
@@ -333,6 +376,7 @@ int main(int argc, char** argv) {
   check_gated();
   check_attention();
   check_nan();
+  check_plans();
   std::printf(failures ? "%d comparisons failed\n" : "all comparisons passed\n", failures);
   if (argc > 1 && std::string(argv[1]) == "--time") {
     std::printf("%d threads, %.1f GB/s read from memory\n", Pool::instance().num_threads(), read_bandwidth(size_t(256) << 20) * 1e-9);

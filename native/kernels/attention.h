@@ -53,7 +53,7 @@ static inline void softmax_rows(const AttentionRows& rows, int64_t first_row, in
 }
 
 #ifndef BIFOLIO_OWN_FEW_SOFTMAX
-// The same before mix_directly, which an instruction set can leave some of the work to.
+// The same before mix_directly; an instruction set may leave a part of the work to mix_directly.
 template <KvType T>
 static inline void softmax_directly(const AttentionRows& rows, int64_t first_row, int64_t start, int64_t padded, float* scores) {
   softmax_rows(rows, first_row, start, padded, scores);
@@ -67,7 +67,7 @@ static void attend_to(const KvLayer& kv, int64_t kv_head, const int32_t* table, 
   uint8_t* copies = scratch + kMaxRows * kTile * sizeof(float);          // [2][kTile] rows
   float* rest = scores + kMaxRows * kTile + 2 * kTile * padded;
   if constexpr (T == KvType::Q8_0) {
-    const int64_t blocks = kv.head_dim / kBlock;
+    const int64_t blocks = kv.head_dim / kQuantBlock;
     IntScratch s{};
     s.direct = reads_directly(kv, rows.count);
     s.scales = rest;

@@ -1,4 +1,4 @@
-// Attention over Q8_0 caches: what a tile of bytes scores, and what it adds.
+// Attention over Q8_0 caches: the scores of a tile of bytes, and its contribution to the outputs.
 #pragma once
 
 #include "context_tile.h"
@@ -36,7 +36,7 @@ static inline void key_dots(const Tile& tile, const IntScratch& s, int64_t b, co
   if (s.direct) return direct_key_dots<R>(tile, b, query, stride, sums, dots);
   for (int64_t column = 0; column < kTile; column += 16) {
     V16 found[R];
-    block_dots<8, true, R>(s.packed + b * 1024 + column * 32, query + b * kBlock, stride, sums, found);
+    block_dots<8, true, R>(s.packed + b * 1024 + column * 32, query + b * kQuantBlock, stride, sums, found);
     for (int r = 0; r < R; ++r) store(dots + r * kTile + column, found[r]);
   }
 }
@@ -46,10 +46,10 @@ template <int R>
 static inline void value_dots(const Tile& tile, const IntScratch& s, int64_t b, const int8_t* weights, const int32_t* sums,
                               float* dots) {
   if (s.direct) return direct_value_dots<R>(tile, b, weights, dots);
-  for (int64_t d = 0; d < kBlock; d += 16) {
+  for (int64_t d = 0; d < kQuantBlock; d += 16) {
     V16 found[R];
-    block_dots<8, true, R>(s.packed + (b * kBlock + d) * 32, weights, kTile, sums, found);
-    for (int r = 0; r < R; ++r) store(dots + r * kBlock + d, found[r]);
+    block_dots<8, true, R>(s.packed + (b * kQuantBlock + d) * 32, weights, kTile, sums, found);
+    for (int r = 0; r < R; ++r) store(dots + r * kQuantBlock + d, found[r]);
   }
 }
 #endif
@@ -57,7 +57,7 @@ static inline void value_dots(const Tile& tile, const IntScratch& s, int64_t b, 
 #ifndef BIFOLIO_OWN_ROW_SCALES
 // The half floats behind the bytes of each row: [head_dim / 32][kTile].
 static inline void load_row_scales(const Tile& tile, const uint8_t* const groups[], float* out) {
-  for (int64_t b = 0; b < tile.kv.head_dim / kBlock; ++b) {
+  for (int64_t b = 0; b < tile.kv.head_dim / kQuantBlock; ++b) {
     uint16_t halves[kTile];
     for (int64_t g = 0; g < kTile / 4; ++g) {
       const uint8_t* row = groups[g] + tile.kv.head_dim + 2 * b;
@@ -71,8 +71,8 @@ static inline void load_row_scales(const Tile& tile, const uint8_t* const groups
 
 static void quantize_queries(const AttentionRows& rows, int64_t head_dim, const IntScratch& s) {
   for (int64_t r = 0; r < rows.count; ++r)
-    for (int64_t b = 0; b < head_dim / kBlock; ++b) {
-      const int64_t at = r * head_dim + b * kBlock;
+    for (int64_t b = 0; b < head_dim / kQuantBlock; ++b) {
+      const int64_t at = r * head_dim + b * kQuantBlock;
       s.query_sums[b * rows.count + r] = quantize_block(rows.query + at, s.query + at, s.query_scales[b * rows.count + r]);
     }
 }
@@ -82,7 +82,7 @@ static inline void score_int_rows(const Tile& tile, const IntScratch& s, int64_t
   const int64_t head_dim = tile.kv.head_dim;
   V16 acc[R][2];
   for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = zero();
-  for (int64_t b = 0; b < head_dim / kBlock; ++b) {
+  for (int64_t b = 0; b < head_dim / kQuantBlock; ++b) {
     float dots[R * kTile];
     const int64_t at = b * num_rows + first_row;
     key_dots<R>(tile, s, b, s.query + first_row * head_dim, head_dim, s.query_sums + at, dots);
@@ -98,7 +98,7 @@ static inline void score_int_rows(const Tile& tile, const IntScratch& s, int64_t
 
 template <int R>
 static inline void mix_int_rows(const Tile& tile, const IntScratch& s, const float* weights, int64_t padded, float* mixed) {
-  for (int64_t b = 0; b < tile.kv.head_dim / kBlock; ++b) {
+  for (int64_t b = 0; b < tile.kv.head_dim / kQuantBlock; ++b) {
     const V16 low = load(s.scales + b * kTile), high = load(s.scales + b * kTile + 16);
     float most[R];
     int8_t q[R * kTile];
@@ -110,22 +110,22 @@ static inline void mix_int_rows(const Tile& tile, const IntScratch& s, const flo
       const V16 factor = broadcast(127.0f / most[r]);
       sums[r] = store_i8(q + r * kTile, whole(first, factor)) + store_i8(q + r * kTile + 16, whole(second, factor));
     }
-    float dots[R * kBlock];
+    float dots[R * kQuantBlock];
     value_dots<R>(tile, s, b, q, sums, dots);
     for (int r = 0; r < R; ++r) {
       const V16 unit = broadcast(most[r] * (1.0f / 127.0f));
       for (int c = 0; c < 2; ++c) {
-        float* target = mixed + r * padded + b * kBlock + 16 * c;
-        store(target, fma(load(dots + r * kBlock + 16 * c), unit, load(target)));
+        float* target = mixed + r * padded + b * kQuantBlock + 16 * c;
+        store(target, fma(load(dots + r * kQuantBlock + 16 * c), unit, load(target)));
       }
     }
   }
 }
 
-// Positions that nobody sees may hold anything, NaN included: their values count 0 times.
+// Positions that no row sees may hold anything, NaN included: their values get a scale of 0.
 static inline void clear_unseen(const Tile& tile, float* scales) {
   if (tile.begin == 0 && tile.end == kTile) return;
-  for (int64_t b = 0; b < tile.kv.head_dim / kBlock; ++b, scales += kTile) {
+  for (int64_t b = 0; b < tile.kv.head_dim / kQuantBlock; ++b, scales += kTile) {
     for (int64_t i = 0; i < tile.begin; ++i) scales[i] = 0.0f;
     for (int64_t i = tile.end; i < kTile; ++i) scales[i] = 0.0f;
   }

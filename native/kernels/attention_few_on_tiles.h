@@ -1,6 +1,6 @@
 // Attention of few rows over a bf16 cache on tiles. Positions and rows change places: keys are the rows of a product and the
-// queries its columns. The same products are added in the same order as with many rows (attention_tiles.h), and no key has
-// to be moved.
+// queries its columns. The same products are added in the same order as with many rows (attention_tiles.h), and keys
+// are read in place.
 #pragma once
 
 // A half of a tile must lie in one block.
@@ -35,7 +35,7 @@ static void score_few(const Tile& tile, const TileScratch& s) {
   finish_writes();
   for (int64_t half = 0; half < 2; ++half) {
     const int64_t begin = tile.begin > half * 16 ? tile.begin : half * 16, end = tile.end < half * 16 + 16 ? tile.end : half * 16 + 16;
-    if (begin >= end) continue;  // nobody looks at these
+    if (begin >= end) continue;  // no row sees these positions
     const uint8_t* keys = tile.key(begin) - (begin - half * 16) * stride;
     const uint16_t* query = s.query;
     _tile_zero(2);

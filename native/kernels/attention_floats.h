@@ -1,4 +1,4 @@
-// Attention over caches of floats: what a tile scores, and what it adds.
+// Attention over caches of floats: the scores of a tile, and its contribution to the outputs.
 #pragma once
 
 #include "context_tile.h"
@@ -7,7 +7,7 @@
 static inline int64_t chain_row(int64_t d, int64_t chain_length) { return d % 4 * chain_length + d / 4; }
 
 #ifndef BIFOLIO_OWN_TRANSPOSE
-// The tile's keys as [4][chain_length][kTile]. Columns of positions that nobody sees may hold anything.
+// The tile's keys as [4][chain_length][kTile]. Columns of positions that no row sees may hold anything.
 template <KvType T>
 static void transpose_keys(const Tile& tile, int64_t chain_length, float* out) {
   for (int64_t i = tile.begin; i < tile.end; ++i)
@@ -70,7 +70,7 @@ static inline void mix_rows(const float* weights, const float* values, int64_t p
 struct FloatScratch {
   float* keys;    // [4][chain_length][kTile]
   float* values;  // [kTile][padded]
-  float* query;   // what permute_queries or prepare_direct made of them
+  float* query;   // the result of permute_queries or prepare_direct
   int64_t chain_length, padded;
   bool direct;
 };

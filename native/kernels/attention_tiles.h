@@ -1,20 +1,20 @@
 // Attention over bf16 caches on tiles of 16 rows, which multiply bfloat16.
 //
-// Queries are rounded to bfloat16 like activations, weights with halves going up. A tile product adds 32 dimensions to a score, or 32
+// Queries are rounded to bfloat16 like activations, weights with ties away from zero. A tile product adds 32 dimensions to a score, or 32
 // positions to an output; sums are floats. A weight is a power of two, by a polynomial of its own, and never below 2^-126.
 // All of this for any number of rows: a row does not depend on the others.
 //
-// What an instruction set provides is listed in matmul_tiles.h.
+// matmul_tiles.h lists the functions that an instruction set provides.
 #pragma once
 
 constexpr int64_t kPiece = kTileRows * 32;  // words of a tile
-constexpr int64_t kFewRows = 4;             // that are columns, so that keys are multiplied as they lie in the cache
+constexpr int64_t kFewRows = 4;             // rows that become columns, so that keys are multiplied in place
 constexpr float kLog2E = 1.44269504f;
 constexpr float kPowerTerms[6] = {1.00000012f, 0.69314718f, 0.24022107f, 0.05550357f, 0.00967603f, 0.00133909f};  // of 2^f, |f| <= 1/2
 
-// What one call works with; words are tiles of 16 x 32.
+// Scratch of one call; words are tiles of 16 x 32.
 struct TileScratch {
-  float* scores;      // [kMaxRows][kTile], in whose place come each row's 32 weights
+  float* scores;      // [kMaxRows][kTile], overwritten by the 32 weights of each row
   uint16_t* keys;     // [steps][2]: pairs of dimensions as rows, 16 positions as columns
   uint16_t* values;   // [columns]: pairs of positions as rows, 16 dimensions as columns
   uint16_t* query;    // [groups of 16 rows][steps]
@@ -24,7 +24,7 @@ struct TileScratch {
   int64_t steps, columns, padded;
 };
 
-// Where the softmax of a row is.
+// The softmax state of a row.
 struct RowState {
   float *maximum, *total, *mixed;
 };
@@ -42,7 +42,7 @@ static void pair_keys(const Tile& tile, const TileScratch& s) {
       std::memcpy(s.keys + (d / 32 * 2 + i / 16) * kPiece + d % 32 / 2 * 32 + i % 16 * 2 + d % 2, tile.key(i) + d * 2, 2);
 }
 
-// Positions that nobody sees become 0: they are multiplied with weights that are 0.
+// Values of positions that no row sees become 0: their weights are 0, and 0 times NaN is NaN.
 static void pair_values(const Tile& tile, const TileScratch& s) {
   std::memset(s.values, 0, size_t(s.columns * kPiece) * 2);
   for (int64_t i = tile.begin; i < tile.end; ++i)
@@ -75,7 +75,7 @@ static inline void weigh_row(float* scores, uint32_t visible, const RowState& ro
   for (int64_t i = 0; i < kTile; ++i) {
     uint32_t bits;
     std::memcpy(&bits, weights + i, 4);
-    words[i] = uint16_t((bits + 0x8000u) >> 16);  // should that not be a number, the total is none either
+    words[i] = uint16_t((bits + 0x8000u) >> 16);  // a NaN is lost here, but not in the total
   }
 }
 
@@ -160,7 +160,7 @@ static void weigh_rows(const AttentionRows& rows, int64_t first, int64_t start, 
       weigh_four(s.scores + r * kTile, visible, found, s.padded);
       continue;
     }
-    float maximum[4] = {}, total[4] = {};  // what follows the last row is not ours
+    float maximum[4] = {}, total[4] = {};  // a copy: memory behind the last row is not part of the state
     std::memcpy(maximum, found.maximum, size_t(left) * sizeof(float));
     std::memcpy(total, found.total, size_t(left) * sizeof(float));
     weigh_four(s.scores + r * kTile, visible, {maximum, total, found.mixed}, s.padded);
@@ -169,7 +169,7 @@ static void weigh_rows(const AttentionRows& rows, int64_t first, int64_t start, 
   }
 }
 
-// Moves the outputs of groups of 16 rows on, 32 dimensions (or the last 16) at a time: they are in the tiles 0 and 1, weights in
+// Advances the outputs of groups of 16 rows, 32 dimensions (or the last 16) at a time: they are in the tiles 0 and 1, weights in
 // 2, values in 6 and 7.
 static void mix_groups(const float* weights, int64_t groups, const TileScratch& s, float* state) {
   const int64_t stride = s.padded * 4;
@@ -190,8 +190,8 @@ static void mix_groups(const float* weights, int64_t groups, const TileScratch& 
   }
 }
 
-// Rows from `first` on, where their outputs lie; the last ones, where they are fewer than a tile has, in a copy: what follows
-// them is not ours.
+// Rows from `first` on, in place; the last ones, if they are fewer than the rows of a tile, in a copy: memory behind them is
+// not part of the outputs.
 static void mix_rows(const AttentionRows& rows, int64_t first, const TileScratch& s) {
   const int64_t whole = rows.count < kTileRows ? 1 : (rows.count - first) / kTileRows, last = first + whole * kTileRows;
   const int64_t left = rows.count - last;
@@ -224,8 +224,8 @@ static TileScratch tile_scratch(int64_t head_dim, uint8_t* memory) {
   return s;
 }
 
-// Tiles wait for what was stored last, and so do loads for what tiles store. Between the two comes something else: the next
-// tile of the context is on its way while one is worked on.
+// Tile loads wait for earlier stores, and loads wait for tile stores. The work on two tiles of the context is interleaved, so
+// that other instructions fill the time.
 static void attend_bf16_on_tiles(const KvLayer& kv, int64_t kv_head, const int32_t* table, int64_t begin, int64_t end,
                                  const AttentionRows& rows, uint8_t* scratch) {
   const TileScratch s = tile_scratch(kv.head_dim, scratch);

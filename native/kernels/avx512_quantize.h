@@ -1,5 +1,5 @@
-// Rows to bytes with 512-bit registers, four blocks at a time: what is reduced over a block takes as many instructions
-// for four of them as for one.
+// Rows to bytes with 512-bit registers, four blocks at a time: reductions take as many instructions for four blocks as for
+// one.
 #pragma once
 
 static inline __m128i lower_quarter(__m512i a) { return _mm512_castsi512_si128(a); }
@@ -34,20 +34,20 @@ static inline __m128i sum_four_blocks(__m512i first, __m512i second) {
   return _mm_unpacklo_epi32(lower_quarter(sums), _mm512_extracti32x4_epi32(sums, 2));
 }
 
-// Four blocks; what quantize_block gives for each.
+// Four blocks, each with the result of quantize_block.
 static inline void quantize_four(const float* x, int8_t* q, float d[4], int32_t totals[4]) {
   __m512 values[8];
   __m512i largest[4];
   const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);  // the bits of numbers without a sign are ordered like them
   for (int i = 0; i < 4; ++i) {
-    values[2 * i] = _mm512_loadu_ps(x + i * kBlock);
-    values[2 * i + 1] = _mm512_loadu_ps(x + i * kBlock + 16);
+    values[2 * i] = _mm512_loadu_ps(x + i * kQuantBlock);
+    values[2 * i + 1] = _mm512_loadu_ps(x + i * kQuantBlock + 16);
     largest[i] = _mm512_max_epi32(_mm512_and_si512(_mm512_castps_si512(values[2 * i]), magnitude),
                                   _mm512_and_si512(_mm512_castps_si512(values[2 * i + 1]), magnitude));
   }
   const __m128i bits = lower_quarter(reduce_four_max(largest));
-  if (_mm_cmpgt_epi32_mask(bits, _mm_set1_epi32(0x7f7fffff))) {  // infinite, or not a number
-    for (int i = 0; i < 4; ++i) totals[i] = quantize_block(x + i * kBlock, q + i * kBlock, d[i]);
+  if (_mm_cmpgt_epi32_mask(bits, _mm_set1_epi32(0x7f7fffff))) {  // infinite or NaN
+    for (int i = 0; i < 4; ++i) totals[i] = quantize_block(x + i * kQuantBlock, q + i * kQuantBlock, d[i]);
     return;
   }
   const __m128 tops = _mm_castsi128_ps(bits);
@@ -57,22 +57,22 @@ static inline void quantize_four(const float* x, int8_t* q, float d[4], int32_t 
   const __m512i left = two_blocks_to_bytes(values, _mm512_permute_ps(factors, 0x00), _mm512_permute_ps(factors, 0x55));
   const __m512i right = two_blocks_to_bytes(values + 4, _mm512_permute_ps(factors, 0xaa), _mm512_permute_ps(factors, 0xff));
   _mm512_storeu_si512(q, left);
-  _mm512_storeu_si512(q + 2 * kBlock, right);
+  _mm512_storeu_si512(q + 2 * kQuantBlock, right);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(totals), sum_four_blocks(left, right));
 }
 
 static void quantize_row(const float* x, int64_t k, int8_t* q, float* scale, float* sum, int32_t* isum) {
-  for (int64_t left = k / kBlock; left > 0; left -= 4, x += 4 * kBlock, q += 4 * kBlock) {
+  for (int64_t left = k / kQuantBlock; left > 0; left -= 4, x += 4 * kQuantBlock, q += 4 * kQuantBlock) {
     float d[4];
     int32_t totals[4];
     if (left >= 4) {
       quantize_four(x, q, d, totals);
     } else {
-      float rest[4 * kBlock] = {};
-      int8_t bytes[4 * kBlock];
-      std::memcpy(rest, x, size_t(left * kBlock) * sizeof(float));
+      float rest[4 * kQuantBlock] = {};
+      int8_t bytes[4 * kQuantBlock];
+      std::memcpy(rest, x, size_t(left * kQuantBlock) * sizeof(float));
       quantize_four(rest, bytes, d, totals);
-      std::memcpy(q, bytes, size_t(left * kBlock));
+      std::memcpy(q, bytes, size_t(left * kQuantBlock));
     }
     for (int64_t i = 0; i < 4 && i < left; ++i, scale += kRowGroup, sum += kRowGroup, isum += kRowGroup)
       *scale = d[i], *sum = d[i] * float(totals[i]), *isum = totals[i];

@@ -2,7 +2,7 @@
 #pragma once
 
 // Two registers of each row become one register with a quarter for each row, halves of rows added in the order of a tree:
-// 8 + 8, 4 + 4; `join` is what adds.
+// 8 + 8, 4 + 4; `join` adds.
 template <class Join>
 static inline Reg quarters_of_rows(const Reg a[4], Join join) {
   const Reg left = join(_mm512_shuffle_f32x4(a[0], a[1], 0x44), _mm512_shuffle_f32x4(a[0], a[1], 0xee));
@@ -33,7 +33,7 @@ static inline Reg quarter_to_all(Reg a, int row) {
                     : _mm512_shuffle_f32x4(a, a, 0xff);
 }
 
-// What softmax_row does, for four rows that see the whole tile.
+// softmax_row for four rows that see the whole tile.
 static inline void softmax_four(float* scores, float* maximum, float* total, float* mixed, int64_t padded) {
   Reg x[8], pairs[4];
   UNROLL for (int i = 0; i < 8; ++i) x[i] = reg_load(scores + 16 * i);

@@ -4,7 +4,7 @@
 alignas(64) static const uint16_t kOddWords[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
                                                    33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
 
-// 32 numbers, halves going up.
+// 32 numbers rounded to bfloat16, ties away from zero.
 static inline void store_nearest(uint16_t* words, __m512 a, __m512 b) {
   const auto rounded = [](__m512 x) { return _mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x8000)); };
   _mm512_storeu_si512(words, _mm512_permutex2var_epi16(rounded(a), _mm512_load_si512(kOddWords), rounded(b)));
@@ -73,7 +73,7 @@ static void pair_values(const Tile& tile, const TileScratch& s) {
     }
 }
 
-// 2^(x * log2 e - base) where the mask says so, else 0.
+// 2^(x * log2 e - base) where the mask is set, else 0.
 static inline __m512 power_of_score(__mmask16 visible, __m512 x, __m512 base) {
   const auto c = [](float value) { return _mm512_set1_ps(value); };
   const __m512 t = _mm512_max_ps(c(-126.0f), _mm512_fmsub_ps(x, c(kLog2E), base));

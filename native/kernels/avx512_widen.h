@@ -12,7 +12,7 @@ static inline __m512 byte_of_four(__m512i fours) {
   return _mm512_cvtepi32_ps(_mm512_maskz_permutexvar_epi8(0x8888888888888888, order, fours));
 }
 
-// Nibble I of each eight, as `numbers` says what they stand for.
+// Nibble I of each eight; `numbers` holds the value of each nibble.
 template <int I>
 static inline __m512 nibble_of_eight(__m512i eights, __m512 numbers) {
   return _mm512_permutexvar_ps(I ? _mm512_srli_epi32(eights, 4 * I) : eights, numbers);

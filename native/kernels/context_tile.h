@@ -15,19 +15,19 @@ static inline V16 load_kv(KvType type, const uint8_t* row, int64_t at, int64_t h
 }
 
 // One tile of the context. Positions are counted from the start of the tile. Four positions from a multiple of four on
-// lie one row after the other; rows of positions that nobody sees can be read and hold anything.
+// lie one row after the other; rows of positions that no query sees can be read and hold anything.
 struct Tile {
   const KvLayer& kv;
   int64_t begin, end;               // visible to at least one row
   const uint8_t* keys[kTile / 4];   // of the positions 0, 4, ..., 28
   const uint8_t* values[kTile / 4];
-  const Tile* next;                 // null at the end; two tiles know what comes next, the one that is worked on and its next
-  const Tile* ahead;                // what to ask for: the next one, or what is likely to be worked on after the end; may be null
+  const Tile* next;                 // null at the end; set in the current tile and in the one after it
+  const Tile* ahead;                // the tile to prefetch: the next one, or behind the end the likely next one; may be null
 
   const uint8_t* key(int64_t i) const { return keys[i / 4] + size_t(i % 4) * kv.row_bytes; }
   const uint8_t* value(int64_t i) const { return values[i / 4] + size_t(i % 4) * kv.row_bytes; }
 
-  // Ask for the same four rows of the tile ahead. Bit by bit: a burst would stop the work it is meant to hide behind.
+  // Prefetch the same four rows of the tile ahead, in small parts: a burst would stall the loads of the current tile.
   void prefetch_keys(int64_t i) const { if (ahead) prefetch(ahead->keys[i / 4]); }
   void prefetch_values(int64_t i) const { if (ahead) prefetch(ahead->values[i / 4]); }
   void prefetch(const uint8_t* rows) const {
@@ -75,7 +75,7 @@ static inline void find_rows(Tile& tile, int64_t kv_head, const int32_t* table, 
 }
 
 #ifndef BIFOLIO_OWN_FEW_ROWS
-// Whether a few rows are better served without transposing; an instruction set that says so has the other functions.
+// Whether few rows are faster without transposing; an instruction set that returns true defines the functions below.
 static inline bool reads_directly(const KvLayer&, int64_t) { return false; }
 template <KvType T>
 static inline void prepare_direct(const AttentionRows&, int64_t, float*) {}
@@ -116,8 +116,8 @@ static inline void each_tile(const KvLayer& kv, int64_t kv_head, const int32_t* 
   }
   first = first > begin ? first : begin;
   last = last < end ? last : end;
-  const bool copied = kv.block_size % 4 != 0;  // into one place: only one tile at a time
-  const int64_t known = rows.end[0] > last ? rows.end[0] : last;  // the table is the first row's
+  const bool copied = kv.block_size % 4 != 0;  // to one place: only one tile at a time
+  const int64_t known = rows.end[0] > last ? rows.end[0] : last;  // positions that the table of the first row covers
   const auto tile_at = [&](int64_t start) {
     const int64_t stop = start < last ? last : known;
     Tile tile{kv, first > start ? first - start : 0, stop < start + kTile ? stop - start : kTile, {}, {}, nullptr, nullptr};

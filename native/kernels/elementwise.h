@@ -161,21 +161,21 @@ static int64_t argmax_row(const float* x, int64_t size) {
   int64_t i = 0;
   for (; i + 16 <= size; i += 16) best = max(load(x + i), best);
   float largest = reduce_max(best);
-  if (largest != largest) largest = -INFINITY, i = 0;  // a NaN hides the others on some machines: look one by one
+  if (largest != largest) largest = -INFINITY, i = 0;  // a NaN hides the others on some machines: compare one by one
   for (; i < size; ++i) largest = x[i] > largest ? x[i] : largest;
   for (i = 0; i < size; ++i)
     if (x[i] == largest) return i;
   return 0;
 }
 
-// 32 numbers to bytes; returns the sum of the bytes. d is NaN when a number is NaN or infinite, so that it shows.
+// 32 numbers to bytes; returns the sum of the bytes. d is NaN when a number is NaN or infinite, so that the result is NaN, too.
 static inline int32_t quantize_block(const float* x, int8_t* q, float& d) {
   const V16 low = load(x), high = load(x + 16);
   const float largest = reduce_max(max(abs(low), abs(high)));
   const float poison = reduce_add(fma(low, zero(), mul(high, zero())));  // 0, or NaN
   d = largest * (1.0f / 127.0f) + poison;
   if (!(largest > 0.0f) || poison != 0.0f) {
-    std::memset(q, 0, kBlock);
+    std::memset(q, 0, kQuantBlock);
     return 0;
   }
   const V16 inverse = broadcast(127.0f / largest);
@@ -184,9 +184,9 @@ static inline int32_t quantize_block(const float* x, int8_t* q, float& d) {
 
 #ifndef BIFOLIO_OWN_QUANTIZE
 static void quantize_row(const float* x, int64_t k, int8_t* q, float* scale, float* sum, int32_t* isum) {
-  for (int64_t block = 0; block < k / kBlock; ++block) {
+  for (int64_t block = 0; block < k / kQuantBlock; ++block) {
     float d;
-    const int32_t total = quantize_block(x + block * kBlock, q + block * kBlock, d);
+    const int32_t total = quantize_block(x + block * kQuantBlock, q + block * kQuantBlock, d);
     scale[block * kRowGroup] = d;
     sum[block * kRowGroup] = d * float(total);
     isum[block * kRowGroup] = total;
@@ -195,12 +195,12 @@ static void quantize_row(const float* x, int64_t k, int8_t* q, float* scale, flo
 #endif
 
 static void round_row(const float* x, int64_t k, uint16_t* words, int64_t step) {
-  for (; k >= kBlock; k -= kBlock, x += kBlock, words += step) {
+  for (; k >= kQuantBlock; k -= kQuantBlock, x += kQuantBlock, words += step) {
     store_bf16(words, load(x));
     store_bf16(words + 16, load(x + 16));
   }
   if (k == 0) return;
-  float lanes[kBlock] = {};
+  float lanes[kQuantBlock] = {};
   std::memcpy(lanes, x, size_t(k) * sizeof(float));
   store_bf16(words, load(lanes));
   store_bf16(words + 16, load(lanes + 16));
@@ -214,9 +214,9 @@ static void store_kv_row(const float* x, int64_t size, KvType type, void* out) {
   if (type == KvType::Q8_0) {  // int8 values, then one f16 scale for each block of 32
     auto* q = static_cast<int8_t*>(out);
     auto* scales = reinterpret_cast<uint16_t*>(q + size);
-    for (int64_t block = 0; block < size / kBlock; ++block) {
+    for (int64_t block = 0; block < size / kQuantBlock; ++block) {
       float d;
-      quantize_block(x + block * kBlock, q + block * kBlock, d);
+      quantize_block(x + block * kQuantBlock, q + block * kQuantBlock, d);
       scales[block] = float_to_half(d);
     }
     return;

@@ -1,10 +1,10 @@
-// Products of quantised weights with up to sixteen rows, in the arithmetic of tiles; and what chooses among all products.
+// Products of quantised weights with up to sixteen rows, in the arithmetic of tiles; and the choice among all products.
 //
 // Panels are read once, from beginning to end. Their weights are widened block by block, two blocks before a tile of them is
 // multiplied. One or two rows do without tiles: then the weights need not go through memory.
 #pragma once
 
-// Decoding reads a panel once, from beginning to end: what comes so many pairs of blocks later is asked for.
+// Decoding reads a panel once, from beginning to end: so many pairs of blocks ahead are prefetched.
 template <Format F>
 static inline void prefetch_block(const PackedPanel<F>& panel, int64_t b) {
   const uint8_t* soon = panel.pair(b + 16) + b % 2 * (pair_bytes(F) / 2);
@@ -47,12 +47,12 @@ static void matmul_widened(const PackedMatrix& m, const Activations& x, const fl
     const bool right = group.panels > 1;
     const PackedPanel<F> panels[2] = {{m.panel(group.first_panel)}, {m.panel(group.first_panel + right)}};
     const auto multiply = right ? multiply_widened<F, true> : multiply_widened<F, false>;
-    multiply(panels, x.bf16, x.rows * kBlock, m.k / kBlock, scratch + kGroupSums * sizeof(float), group.at(0, 0), group.at(right, 0));
+    multiply(panels, x.bf16, x.rows * kQuantBlock, m.k / kQuantBlock, scratch + kGroupSums * sizeof(float), group.at(0, 0), group.at(right, 0));
     for (int64_t p = 0; p < group.panels; ++p) group.finish(p, 0);
   });
 }
 
-// What a tile product would add to the sums of R rows, x being bfloat16 numbers as floats.
+// Adds the tile product to the sums of R rows without tiles; x holds bfloat16 numbers as floats.
 template <Format F, int R>
 static inline void add_block(const PackedPanel<F>& panel, int64_t b, const float* x, int64_t stride, V16 sums[R]) {
   V16 found[2][R];
@@ -67,16 +67,16 @@ template <Format F, int R>
 static void matmul_rows(const PackedMatrix& m, const Activations& x, const float* bias, float* y, int64_t y_stride,
                         int64_t begin, int64_t end, uint8_t* scratch) {
   auto* floats = reinterpret_cast<float*>(scratch);
-  for (int64_t b = 0; b < m.k / kBlock; ++b)
+  for (int64_t b = 0; b < m.k / kQuantBlock; ++b)
     for (int64_t r = 0; r < R; ++r)
-      for (int64_t i = 0; i < kBlock; i += 16) store(floats + r * m.k + b * kBlock + i, load_bf16(x.bf16 + (b * R + r) * kBlock + i));
+      for (int64_t i = 0; i < kQuantBlock; i += 16) store(floats + r * m.k + b * kQuantBlock + i, load_bf16(x.bf16 + (b * R + r) * kQuantBlock + i));
   for (int64_t p = begin; p < end; ++p) {
     const PackedPanel<F> panel{m.panel(p)};
     V16 sums[R];
     for (int r = 0; r < R; ++r) sums[r] = zero();
-    for (int64_t b = 0; b < m.k / kBlock; ++b) {
+    for (int64_t b = 0; b < m.k / kQuantBlock; ++b) {
       prefetch_block(panel, b);
-      add_block<F, R>(panel, b, floats + b * kBlock, m.k, sums);
+      add_block<F, R>(panel, b, floats + b * kQuantBlock, m.k, sums);
     }
     for (int r = 0; r < R; ++r) finish_columns(sums[r], m, p * kPanel, bias, y + r * y_stride);
   }
@@ -101,5 +101,5 @@ static void matmul_tiles(const PackedMatrix& m, const Activations& x, const floa
                         : m.format == Format::Q4_0 ? matmul_blocks<Format::Q4_0>
                                                    : matmul_blocks<Format::Q4_1>;
   multiply(m, x, bias, y, y_stride, begin, end, scratch);
-  _tile_release();  // a thread that holds tiles costs more to switch
+  _tile_release();  // a context switch costs more while a thread holds tiles
 }

@@ -13,7 +13,7 @@ static inline void fma_tile(const float* x, int64_t x_stride, const float* w, in
 }
 #endif
 
-// Two panels at once, where one would leave the units waiting for its sums.
+// Two panels at once, where the sums of one would stall on latency.
 template <int R>
 static inline void fma_two_tiles(const float* x, int64_t x_stride, const float* w, int64_t w_stride, int64_t count,
                                  V16 first[R], V16 second[R]) {
@@ -33,7 +33,7 @@ static inline void fma_two_tiles(const float* x, int64_t x_stride, const float* 
 }
 
 #ifndef BIFOLIO_PAIRED_ROWS
-#define BIFOLIO_PAIRED_ROWS 2  // up to so many rows two panels are read side by side, to have more sums under way
+#define BIFOLIO_PAIRED_ROWS 2  // up to so many rows two panels are read side by side, to have more independent sums
 #endif
 
 #ifndef BIFOLIO_FLOAT_ROWS

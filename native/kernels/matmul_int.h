@@ -19,7 +19,7 @@ struct UnpackedPanel {
   const float* scale;    // [blocks][16]
   const float* minimum;  // the same, Q4_1 only
 
-  const uint8_t* quants(int64_t b) const { return first + b / 2 * pair + b % 2 * kBlock * kPanel; }
+  const uint8_t* quants(int64_t b) const { return first + b / 2 * pair + b % 2 * kQuantBlock * kPanel; }
   const float* scales(int64_t b) const { return scale + b * kPanel; }
   const float* minima(int64_t b) const { return minimum + b * kPanel; }
 };
@@ -38,15 +38,15 @@ struct IntRows {
 };
 
 #ifndef BIFOLIO_OWN_INT_TILE
-// What an instruction set provides: the sums of one block for R rows, `block_dots<Bits, Signed, R>`. Bits is how the
-// quants are packed; four-bit ones are signed (Q4_0) or unsigned (Q4_1).
+// An instruction set provides the sums of one block for R rows, `block_dots<Bits, Signed, R>`. Bits is the size of a packed
+// quant; four-bit ones are signed (Q4_0) or unsigned (Q4_1).
 template <int Bits, bool Min, int R, class Panel>
 static inline void int_tile(const Panel& w, const IntRows& x, int first_row, int64_t blocks, V16 acc[R]) {
   for (int64_t b = 0; b < blocks; ++b) {
     V16 sums[R];
     int32_t totals[R];
     for (int r = 0; r < R; ++r) totals[r] = x.isum[r / 4 * x.group + b * kRowGroup + first_row + r % 4];
-    block_dots<Bits, !Min, R>(w.quants(b), x.q + b * kBlock, x.stride, totals, sums);
+    block_dots<Bits, !Min, R>(w.quants(b), x.q + b * kQuantBlock, x.stride, totals, sums);
     const V16 scale = load_scale(w.scales(b));
     for (int r = 0; r < R; ++r) {
       const int64_t at = r / 4 * x.group + b * kRowGroup + first_row + r % 4;
@@ -58,8 +58,8 @@ static inline void int_tile(const Panel& w, const IntRows& x, int first_row, int
 #endif
 
 static inline IntRows int_rows(const Activations& x, int64_t row, int64_t block) {
-  const int64_t scales = (row / kRowGroup) * (x.k / kBlock) * kRowGroup + block * kRowGroup;
-  return {x.q + row * x.k + block * kBlock, x.k, x.scale + scales, x.sum + scales, x.isum + scales, x.k / kBlock * kRowGroup};
+  const int64_t scales = (row / kRowGroup) * (x.k / kQuantBlock) * kRowGroup + block * kRowGroup;
+  return {x.q + row * x.k + block * kQuantBlock, x.k, x.scale + scales, x.sum + scales, x.isum + scales, x.k / kQuantBlock * kRowGroup};
 }
 
 template <Format F, int R>
@@ -68,7 +68,7 @@ static void matmul_int_few(const PackedMatrix& m, const Activations& x, const fl
   for (int64_t p = begin; p < end; ++p) {
     V16 acc[R];
     for (int r = 0; r < R; ++r) acc[r] = zero();
-    int_tile<quant_bits(F), F == Format::Q4_1, R>(PackedPanel<F>{m.panel(p)}, int_rows(x, 0, 0), 0, m.k / kBlock, acc);
+    int_tile<quant_bits(F), F == Format::Q4_1, R>(PackedPanel<F>{m.panel(p)}, int_rows(x, 0, 0), 0, m.k / kQuantBlock, acc);
     for (int r = 0; r < R; ++r) finish_columns(acc[r], m, p * kPanel, bias, y + r * y_stride);
   }
 }
@@ -93,7 +93,7 @@ constexpr int64_t kUnpackedBlocks = 64;  // blocks of a panel that are worked on
 #endif
 
 #ifndef BIFOLIO_OWN_UNPACK
-constexpr float kNibbleUnit = 1.0f;  // what a signed nibble of 1 is divided by when it has become a byte
+constexpr float kNibbleUnit = 1.0f;  // the value of a unit of the byte that a signed nibble becomes
 
 // Signed nibbles (Q4_0) or unsigned ones (Q4_1) of a block to bytes, in the order of Q8_0.
 template <bool Signed>
@@ -116,19 +116,19 @@ template <Format F>
 static inline UnpackedPanel unpack_panel(const PackedPanel<F>& w, int64_t begin, int64_t blocks, uint8_t* scratch,
                                          bool quants = true) {
   constexpr bool min = F == Format::Q4_1;
-  auto* scales = reinterpret_cast<float*>(scratch + kUnpackedBlocks * kBlock * kPanel);
+  auto* scales = reinterpret_cast<float*>(scratch + kUnpackedBlocks * kQuantBlock * kPanel);
   float* minima = scales + kUnpackedBlocks * kPanel;
   for (int64_t b = 0; b < blocks; ++b) {
     const V16 scale = load_f16(w.scales(begin + b));
     store(scales + b * kPanel, F == Format::Q4_0 && kNibbleUnit != 1.0f ? mul(scale, broadcast(kNibbleUnit)) : scale);
     if constexpr (min) store(minima + b * kPanel, load_f16(w.minima(begin + b)));
-    if (F != Format::Q8_0 && quants) unpack_block<!min>(w.quants(begin + b), scratch + b * kBlock * kPanel);
+    if (F != Format::Q8_0 && quants) unpack_block<!min>(w.quants(begin + b), scratch + b * kQuantBlock * kPanel);
   }
   if constexpr (F == Format::Q8_0) return {w.quants(begin), pair_bytes(F), scales, minima};
-  return {scratch, 2 * kBlock * kPanel, scales, minima};
+  return {scratch, 2 * kQuantBlock * kPanel, scales, minima};
 }
 
-// Ask for one part of `size` bytes, `part` of `parts`: the next panel comes while this one is multiplied.
+// Prefetch part `part` of `parts` of `size` bytes: the next panel arrives while this one is multiplied.
 template <int Locality = 3>
 static inline void prefetch_part(const uint8_t* data, size_t size, int64_t part, int64_t parts) {
   const size_t begin = size * size_t(part) / size_t(parts), end = size * size_t(part + 1) / size_t(parts);
@@ -141,23 +141,23 @@ static void matmul_int_many(const PackedMatrix& m, const Activations& x, int64_t
                             uint8_t* scratch) {
   constexpr bool min = F == Format::Q4_1;
   uint8_t* unpacked = scratch + kRowBlock * kPanel * sizeof(float);
-  const int64_t num_blocks = m.k / kBlock;
+  const int64_t num_blocks = m.k / kQuantBlock;
   const int64_t most = F != Format::Q8_0 && rows <= 32 ? BIFOLIO_FEW_ROWS_BLOCKS : kUnpackedBlocks;
   y += row_begin * y_stride;
   for (int64_t p = begin; p < end; ++p) {
     const PackedPanel<F> panel{m.panel(p)};
-    const bool whole = (p + 1) * kPanel <= m.n;  // then sums grow where they end up
+    const bool whole = (p + 1) * kPanel <= m.n;  // then sums are accumulated in the output
     float* sums = whole ? y + p * kPanel : reinterpret_cast<float*>(scratch);
     const int64_t stride = whole ? y_stride : kPanel;
     for (int64_t b = 0; b < num_blocks; b += most) {
       const int64_t blocks = num_blocks - b < most ? num_blocks - b : most;
       const UnpackedPanel w = unpack_panel(panel, b, blocks, unpacked, !kUnpacksInTile<F> || rows < 4);
-      const uint8_t* next = m.panel(p) + (b + blocks) / 2 * pair_bytes(F);  // what follows in memory comes next
+      const uint8_t* next = m.panel(p) + (b + blocks) / 2 * pair_bytes(F);  // the next blocks in memory
       const size_t next_bytes = p + 1 < end ? size_t(blocks / 2 * pair_bytes(F)) : 0;
       int64_t r = 0;
 #ifdef BIFOLIO_OWN_INT_4
       for (; r + 4 <= rows && !min; r += 4) {
-        if (r < 16) prefetch_part<F == Format::Q8_0 ? 1 : 2>(next, next_bytes, r / 4, 4);  // nearer, it would drive out this one
+        if (r < 16) prefetch_part<F == Format::Q8_0 ? 1 : 2>(next, next_bytes, r / 4, 4);  // not into the nearest level, where it would evict the current blocks
         accumulate_int_4(panel, w, int_rows(x, row_begin + r, b), b, blocks, r == 0, sums + r * stride, stride);
       }
 #endif

@@ -1,14 +1,14 @@
 // Products on tiles of 16 rows of bfloat16, for any number of rows. Quantised weights become bfloat16 on the way.
 //
-// What an instruction set provides: TileConfig and configure, _tile_zero, _tile_loadd, _tile_stored, _tile_dpbf16ps,
-// _tile_release; finish_writes, after which tiles see what was stored; and, faster than it stands here, what makes floats of
-// quantised weights.
+// An instruction set provides TileConfig and configure, _tile_zero, _tile_loadd, _tile_stored, _tile_dpbf16ps,
+// _tile_release; finish_writes, which makes stores visible to tiles; and, faster than the plain C++ here, the conversion of quantised
+// weights to floats.
 //
-// With many rows the weights are read once for 512 rows, and what is multiplied lies in the nearer caches:
+// With many rows the weights are read once for 512 rows, and the factors lie in the nearer caches:
 //
 //   for 16 panels, for 512 rows          their sums [panel][row][16] are in the second cache level
 //     for a part of k                    so are the rows' values of this part
-//       for one or two panels            and the weights, which are asked for while the panels before are multiplied
+//       for one or two panels            and the weights, prefetched while the panels before are multiplied
 //         for one or two tiles of rows
 //
 // With one tile of rows everything but the weights is near anyway: then panels are read from beginning to end. Quantised ones
@@ -56,7 +56,7 @@ static inline void each_group(const PackedMatrix& m, int64_t rows, const float* 
                      tiles - t < kGroupTiles ? tiles - t : kGroupTiles, sums});
 }
 
-// What is multiplied after some panels of a part: the same part of the next ones, or the first ones of the next part.
+// The panels that are multiplied next: the same part of the next panels, or the first panels of the next part.
 struct NextPanels {
   int64_t panel, part;
 
@@ -85,7 +85,7 @@ static inline void each_weight(const PackedPanel<F>& panel, int64_t b, Take take
   const V16 scale = mul(load_f16(panel.scales(b)), broadcast(kWidening));
   V16 minimum = zero();
   if constexpr (F == Format::Q4_1) minimum = mul(load_f16(panel.minima(b)), broadcast(kWidening));
-  for (int e = 0; e < kBlock; ++e) {
+  for (int e = 0; e < kQuantBlock; ++e) {
     float numbers[kPanel];
     for (int64_t column = 0; column < kPanel; ++column) {
       const uint8_t byte = panel.quants(b)[(F == Format::Q8_0 ? e : e % 16) / 4 * 64 + column * 4 + e % 4];
@@ -140,19 +140,19 @@ static void configure_tiles(int64_t rows) {
   configure(config);
 }
 
-// What two panels and two tiles of rows have in memory.
+// The memory of two panels and two tiles of rows.
 struct TileOperands {
   const uint16_t *upper, *lower;  // rows
   int64_t tile_words;
   const uint8_t *left, *right;    // weights
-  const uint8_t* ahead[2];        // weights to ask for
+  const uint8_t* ahead[2];        // weights to prefetch
   int64_t ahead_lines;            // at each step
   int64_t steps;
   float* sums[4];                 // unit 2 * panel + tile of rows
-  float* results[4];              // where they go
+  float* results[4];              // destinations of the sums
   int64_t result_bytes;           // from one row of a result to the next
 
-  // Row `line` of all results, those of the lower tile of rows being there or not.
+  // Row `line` of all results, with or without those of the lower tile of rows.
   template <bool Lower>
   const uint8_t* result_row(int64_t line) const {
     const int64_t unit = line / kTileRows * (Lower ? 1 : 2);
@@ -176,7 +176,7 @@ static void multiply_tiles(const TileOperands& x, bool first) {
     if constexpr (Right) _tile_loadd(2, x.sums[2], 64);
     if constexpr (Lower && Right) _tile_loadd(3, x.sums[3], 64);
   }
-  constexpr int64_t num_lines = (1 + Lower) * (1 + Right) * kTileRows;  // of results: they are taken for writing beforehand
+  constexpr int64_t num_lines = (1 + Lower) * (1 + Right) * kTileRows;  // of results: prefetched for write
   const int64_t lines_at_once = (num_lines + x.steps - 1) / x.steps;
   const uint8_t *ahead = x.ahead[0], *ahead_right = x.ahead[1];
   for (int64_t step = 0, line = 0; step < x.steps; ++step) {
@@ -209,9 +209,9 @@ static void multiply_tiles(const TileOperands& x, bool first) {
 template <Format F>
 static void matmul_words(const PackedMatrix& m, const Activations& x, const float* bias, float* y, int64_t y_stride,
                          int64_t begin, int64_t end, uint8_t* scratch) {
-  const int64_t num_steps = round_up(m.k, kBlock) / kBlock, num_tiles = round_up(x.rows, kTileRows) / kTileRows;
+  const int64_t num_steps = round_up(m.k, kQuantBlock) / kQuantBlock, num_tiles = round_up(x.rows, kTileRows) / kTileRows;
   const KParts parts = num_tiles == 1 ? KParts(num_steps, 1) : KParts(num_steps);
-  const int64_t height = x.rows < kTileRows ? x.rows : kTileRows, tile_words = height * kBlock;
+  const int64_t height = x.rows < kTileRows ? x.rows : kTileRows, tile_words = height * kQuantBlock;
   uint8_t* widened[2] = {scratch + kGroupSums * sizeof(float), scratch + kGroupSums * sizeof(float) + KParts::kMost * kTileBytes};
   configure_tiles(height);
   each_group(m, x.rows, bias, y, y_stride, begin, end, reinterpret_cast<float*>(scratch), [&](const TileGroup& group) {
@@ -225,7 +225,7 @@ static void matmul_words(const PackedMatrix& m, const Activations& x, const floa
         const NextPanels next(group, parts, p, part);
         const bool more = num_tiles > 1 && next.panel < end;
         const int64_t next_bytes = more ? step_bytes<F>(parts.size(next.part)) : 0, pairs = (group.tiles + 1) / 2;
-        const int64_t lines = (next_bytes / 64 + pairs * steps - 1) / (pairs * steps);  // to ask for at each step
+        const int64_t lines = (next_bytes / 64 + pairs * steps - 1) / (pairs * steps);  // to prefetch at each step
         for (int64_t t = 0; t < group.tiles; t += 2) {
           const bool lower = t + 1 < group.tiles;
           const int64_t at = t / 2 * lines * steps * 64, next_at = step_bytes<F>(parts.begin(next.part)) + at;

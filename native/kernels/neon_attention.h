@@ -1,5 +1,4 @@
-// What attention does differently on ARM: rows of a cache are read where they lie when there are few queries, and tiles
-// are transposed in registers.
+// Attention on ARM: few queries read the rows of a cache in place; for many, tiles are transposed in registers.
 #pragma once
 
 #define BIFOLIO_OWN_TRANSPOSE
@@ -19,7 +18,7 @@ static inline void score_directly(const Tile& tile, const float* query, float* s
 template <KvType T, int R>
 static inline void mix_directly(const Tile& tile, const float* weights, int64_t padded, float* mixed);
 struct IntScratch;
-static inline void pack_keys(const Tile&, uint8_t*) {}  // bytes are read where they lie, too
+static inline void pack_keys(const Tile&, uint8_t*) {}  // bytes are read in place, too
 static inline void pack_values(const Tile&, uint8_t*) {}
 template <int R>
 static inline void key_dots(const Tile& tile, const IntScratch& s, int64_t b, const int8_t* query, int64_t stride,
@@ -35,7 +34,7 @@ static inline void softmax_directly(const AttentionRows& rows, int64_t first_row
 #include "neon_few_rows.h"
 #include "neon_softmax.h"
 
-// Four positions and sixteen dimensions at a time. Columns of positions that nobody sees get what their rows hold.
+// Four positions and sixteen dimensions at a time. Columns of positions that no query sees hold the values of their rows.
 template <KvType T>
 static void transpose_keys(const Tile& tile, int64_t chain_length, float* out) {
   for (int64_t i = tile.begin / 4 * 4; i < tile.end; i += 4) {
@@ -57,7 +56,7 @@ static void transpose_keys(const Tile& tile, int64_t chain_length, float* out) {
   }
 }
 
-// Numbers that must be widened first are better widened once, when many rows want them.
+// With many rows it is faster to widen the numbers of a tile once.
 static inline bool reads_directly(const KvLayer& kv, int64_t rows) {
   return rows <= (kv.type == KvType::F32 ? 16 : 8) && kv.head_dim % 16 == 0;
 }
@@ -69,11 +68,11 @@ static inline void key_dots(const Tile& tile, const IntScratch&, int64_t b, cons
   const size_t step = tile.kv.row_bytes;
   int8x16_t low[R], high[R];
   UNROLL for (int r = 0; r < R; ++r) {
-    low[r] = vld1q_s8(query + r * stride + b * kBlock);
-    high[r] = vld1q_s8(query + r * stride + b * kBlock + 16);
+    low[r] = vld1q_s8(query + r * stride + b * kQuantBlock);
+    high[r] = vld1q_s8(query + r * stride + b * kQuantBlock + 16);
   }
   for (int64_t g = 0; g < kTile / 4; ++g) {
-    const auto* row = reinterpret_cast<const int8_t*>(tile.keys[g]) + b * kBlock;
+    const auto* row = reinterpret_cast<const int8_t*>(tile.keys[g]) + b * kQuantBlock;
     if (b == 0) tile.prefetch_keys(4 * g);
     int32x4_t sums[R][4];
     UNROLL for (int p = 0; p < 4; ++p) {
@@ -97,12 +96,12 @@ static inline void value_dots(const Tile& tile, const IntScratch&, int64_t b, co
     low[r] = vld1q_s8(weights + r * kTile);
     high[r] = vld1q_s8(weights + r * kTile + 16);
   }
-  for (int64_t d = 0; d < kBlock; d += 16) {
+  for (int64_t d = 0; d < kQuantBlock; d += 16) {
     int32x4_t sums[R][4];
     UNROLL for (int r = 0; r < R; ++r) UNROLL for (int c = 0; c < 4; ++c) sums[r][c] = vdupq_n_s32(0);
 #define STEP(G, HALF, LANE)                                                                                         \
   {                                                                                                                 \
-    const uint8_t* row = tile.values[G] + b * kBlock + d;                                                           \
+    const uint8_t* row = tile.values[G] + b * kQuantBlock + d;                                                           \
     if (b == 0 && d == 0) tile.prefetch_values(4 * G);                                                              \
     const uint8x16_t p0 = vld1q_u8(row), p1 = vld1q_u8(row + step), p2 = vld1q_u8(row + 2 * step), p3 = vld1q_u8(row + 3 * step); \
     const uint16x8_t a = vreinterpretq_u16_u8(vzip1q_u8(p0, p1)), e = vreinterpretq_u16_u8(vzip2q_u8(p0, p1));      \
@@ -116,6 +115,6 @@ static inline void value_dots(const Tile& tile, const IntScratch&, int64_t b, co
     STEP(4, high, 0) STEP(5, high, 1) STEP(6, high, 2) STEP(7, high, 3)
 #undef STEP
     UNROLL for (int r = 0; r < R; ++r)
-      UNROLL for (int c = 0; c < 4; ++c) vst1q_f32(dots + r * kBlock + d + 4 * c, vcvtq_f32_s32(sums[r][c]));
+      UNROLL for (int c = 0; c < 4; ++c) vst1q_f32(dots + r * kQuantBlock + d + 4 * c, vcvtq_f32_s32(sums[r][c]));
   }
 }

@@ -1,5 +1,5 @@
 // e^x of sixteen numbers at once, so that no operation waits for the one before it: the same steps as in `exp` of one register,
-// and the same bits. Constants that are added to are loaded each time, since loads are cheaper than moves between vector
+// and the same bits. Constants that serve as accumulators are loaded each time, since loads are cheaper than moves between vector
 // registers.
 #pragma once
 

@@ -1,8 +1,8 @@
-// Few queries over caches of floats: rows are read where they lie.
+// Few queries over caches of floats: rows are read in place.
 //
-// The two vector units are what limits this, so every instruction of the inner loops stands where they are kept busy: numbers
-// are widened while those before them are multiplied. Written as inline assembly of one instruction each, which a compiler
-// does not reorder, and whose registers it allocates. In the order that a compiler gives them they take a quarter longer.
+// The two vector units are the bottleneck, so the instructions of the inner loops are ordered to keep both busy: numbers are
+// widened while those before them are multiplied. Each instruction is one statement of inline assembly, which the compiler
+// does not reorder, and whose registers it allocates. In the compiler's own order they take a quarter longer.
 #pragma once
 
 #define IN_ORDER static inline __attribute__((always_inline))
@@ -14,7 +14,7 @@ IN_ORDER float32x4_t load_now(const void* from) {
   asm volatile("ldr %q0, %1" : "=w"(value) : "m"(*static_cast<const AnyFloats*>(from)));
   return value;
 }
-IN_ORDER float32x4_t zero_now() {  // costs nothing; a compiler would copy a register, which takes a unit
+IN_ORDER float32x4_t zero_now() {  // free; the compiler would copy a register, which occupies a vector unit
   float32x4_t value;
   asm volatile("movi %0.4s, #0" : "=w"(value));
   return value;
@@ -28,7 +28,7 @@ IN_ORDER void multiply_add(float32x4_t& sum, float32x4_t a, float32x4_t b) {
 }
 
 // Eight numbers of a row on their way to floats; the upper four of half floats in units of 2^-112, see `widen_halves`. To be
-// called in this order. Shifts and masks of one half find room beside the conversion of the other, which takes two cycles.
+// called in this order. Shifts and masks of one half run beside the conversion of the other, which takes two cycles.
 template <KvType T>
 struct Eight {
   float32x4_t words, low, high;
@@ -54,7 +54,7 @@ struct Eight {
 template <KvType T>
 constexpr int64_t kNumberBytes = T == KvType::F32 ? 4 : 2;
 template <KvType T>
-constexpr float kUpperUnit = T == KvType::F16 ? kHalfUnit : 1.0f;  // what the upper four are to be multiplied by
+constexpr float kUpperUnit = T == KvType::F16 ? kHalfUnit : 1.0f;  // the factor of the upper four
 
 // The queries as `score_directly` takes them: those that it takes together as [head_dim / 8][rows][8], with the unit of the
 // upper four in them.
@@ -70,19 +70,19 @@ static inline void prepare_direct(const AttentionRows& rows, int64_t head_dim, f
   }
 }
 
-// What softmax_directly leaves to mix_directly lies behind the weights of few rows, in rows like theirs: the weights of the
-// upper four of eight numbers, and the factor that a row's sums shrink by.
+// softmax_directly leaves two values to mix_directly, behind the weights of few rows and in rows of the same size: the weights
+// of the upper four of eight numbers, and the factor by which the sums of a row shrink.
 constexpr int64_t kAbove = kMaxRows / 4 * kTile, kShrink = kMaxRows / 2 * kTile;
 
-// The tiles whose rows are asked for. Those of the second are brought closer when it has become the first.
+// The tiles whose rows are prefetched: the second into a farther cache level, the first into a nearer one.
 struct Ahead {
   const Tile &first, &second;
   explicit Ahead(const Tile& tile) : first(tile.ahead ? *tile.ahead : tile), second(first.ahead ? *first.ahead : first) {}
 };
 
-// Ask for `Bytes` of four rows of both, a little in every round of the work that it is to hide behind.
+// Prefetch `Bytes` of four rows of both, a small part in every round of the loop.
 template <int Bytes>
-IN_ORDER void ask(const uint8_t* first, const uint8_t* second) {
+IN_ORDER void prefetch_rows(const uint8_t* first, const uint8_t* second) {
   UNROLL for (int at = 0; at < Bytes; at += 64) __builtin_prefetch(second + at, 0, 2);
   UNROLL for (int at = 0; at < Bytes; at += 64) __builtin_prefetch(first + at);
 }
@@ -91,7 +91,7 @@ IN_ORDER void ask(const uint8_t* first, const uint8_t* second) {
 // widened: after the last ones of a group those of the next group.
 template <KvType T, int R>
 static inline void score_directly(const Tile& tile, const float* query, float* scores) {
-  constexpr int S = 2;  // fewer would wait for each other's sums, more have no registers
+  constexpr int S = 2;  // fewer would stall on the latency of their sums, more have no registers
   const int64_t bytes = tile.kv.head_dim * kNumberBytes<T>;
   const size_t step = tile.kv.row_bytes;
   const Ahead ahead(tile);
@@ -107,7 +107,7 @@ static inline void score_directly(const Tile& tile, const float* query, float* s
     UNROLL for (int r = 0; r < R; ++r) UNROLL for (int p = 0; p < 4; ++p) sums[r][p] = zero_now();
     do {
       float32x4_t part[R];  // four of eight numbers of each query: there are not enough registers for all
-      ask<32 * kNumberBytes<T>>(first_keys, second_keys);
+      prefetch_rows<32 * kNumberBytes<T>>(first_keys, second_keys);
       const uint8_t* then = row + 8 * kNumberBytes<T> == end ? after : row + 8 * kNumberBytes<T>;
       UNROLL for (int p = 0; p < 4; p += S) {
         UNROLL for (int s = 0; s < S; ++s) next[s].load(p + S < 4 ? row + (p + S + s) * step : then + s * step);
@@ -171,13 +171,13 @@ static inline void mix_fours(const Tile& tile, int64_t begin, int64_t end, const
     UNROLL for (int r = 0; r < R; ++r) UNROLL for (int c = 0; c < 4; ++c)
         sums[r][c] = vmulq_n_f32(vld1q_f32(mixed + r * padded + 4 * c), weights[kShrink + r * kTile]);
     const uint8_t* const* group = tile.values + begin / 4;
-    const uint8_t* later = *group + at + bytes;  // can be read, if only because three more rows follow
+    const uint8_t* later = *group + at + bytes;  // readable: three more rows follow
     for (int64_t i = begin; i < end; i += 4, ++group) {
       const uint8_t *row = *group + at, *after = i + 4 < end ? group[1] + at : later;
       float32x4_t weight[R], upper[R];
       UNROLL for (int r = 0; r < R; ++r) weight[r] = load_now(weights + r * kTile + i);
       UNROLL for (int r = 0; r < R; ++r) upper[r] = T == KvType::F16 ? load_now(weights + kAbove + r * kTile + i) : weight[r];
-      ask<4 * bytes>(ahead.first.values[group - tile.values] + 4 * at, ahead.second.values[group - tile.values] + 4 * at);
+      prefetch_rows<4 * bytes>(ahead.first.values[group - tile.values] + 4 * at, ahead.second.values[group - tile.values] + 4 * at);
       mix_position<0, T, R>(row + step, now, weight, upper, sums);
       mix_position<1, T, R>(row + 2 * step, now, weight, upper, sums);
       mix_position<2, T, R>(row + 3 * step, now, weight, upper, sums);

@@ -1,8 +1,8 @@
 // Four rows against eight columns of bytes, in an order of instructions that keeps both vector units of a Neoverse N1
-// busy 95 % of the time; as a compiler orders them, the same instructions take a fifth longer.
+// busy 95 % of the time; in the order of a compiler, the same instructions take a fifth longer.
 //
 // A block is 64 dot products, and 24 operations that scale their sums: float(sum) * (d_w * d) is added to the result.
-// Those wait for each other, so they are hidden behind dot products of the other four columns: columns 4 to 7 are half a
+// Those depend on each other, so dot products of the other four columns hide their latency: columns 4 to 7 are half a
 // block behind columns 0 to 3.
 //
 //   v0, v2, v4, v6   bytes 0 to 15 of a block of each row      v1, v3, v5, v7   bytes 16 to 31
@@ -12,7 +12,7 @@
 //   v28, v29         products of scales                        v30              scales of four columns
 //   v31              -1.5 * 2^23, see kTileConstants
 //
-// Nibbles become bytes on the way, for the rows that follow: by the units for integers, which have nothing else to do.
+// Nibbles become bytes on the way, for the rows that follow: by the integer units, which are idle otherwise.
 #pragma once
 
 // Converting integers to floats takes an execution unit for two cycles on some cores. Sums that start at the bits of
@@ -29,7 +29,7 @@ struct IntTile {
   int64_t row_stride;
   const float* row_scales;  // kRowGroup from block to block
   int64_t blocks;           // at least 1
-  const float* start;       // what the results begin with
+  const float* start;       // initial results
   int64_t start_stride;
   float* results;
   int64_t stride;
@@ -146,8 +146,8 @@ struct IntTile {
 
 static inline void int_tile_4x8(const IntTile& tile) {
   VARIABLES
-  const uint8_t *last = tile.weights, *next = last + kBlock * kPanel;
-  int64_t step = kBlock * kPanel + tile.gap;
+  const uint8_t *last = tile.weights, *next = last + kQuantBlock * kPanel;
+  int64_t step = kQuantBlock * kPanel + tile.gap;
   asm volatile(LOAD_RESULTS TILE(LOWER_BYTES, UPPER_BYTES, KEEP, NEXT_BYTES) STORE_RESULTS
                : IN_AND_OUT, [next] "+&r"(next)
                : IN, [gap] "r"(tile.gap)
@@ -159,8 +159,8 @@ static inline void int_tile_4x8(const IntTile& tile) {
 static inline void int_tile_4x8_unpacking(const IntTile& tile, const uint8_t* packed, int64_t gap) {
   VARIABLES
   const uint8_t* last = tile.weights;
-  auto* target = const_cast<uint8_t*>(last) + (left > 1 ? 2 : left) * kBlock * kPanel;
-  int64_t step = kBlock * kPanel / 2 + gap;
+  auto* target = const_cast<uint8_t*>(last) + (left > 1 ? 2 : left) * kQuantBlock * kPanel;
+  int64_t step = kQuantBlock * kPanel / 2 + gap;
   if (left > 1) packed += step, step ^= gap;
   asm volatile("mov x13, #0xf0f0f0f0f0f0f0f0\n" LOAD_RESULTS TILE(LOWER_UNPACKED, UPPER_UNPACKED, UNPACK, NEXT_UNPACKED) STORE_RESULTS
                : IN_AND_OUT, [packed] "+&r"(packed), [target] "+&r"(target)

@@ -1,5 +1,5 @@
-// The online softmax of few rows on ARM: up to four at a time, so that one row's work hides how long another's takes, and
-// without branches that depend on the scores. What there is one of for each row, such as its maximum, is a lane.
+// The online softmax of few rows on ARM: up to four at a time, so that rows hide each other's latency, and without branches
+// that depend on the scores. Values of a row, such as its maximum, are lanes of a register.
 #pragma once
 
 template <KvType T>
@@ -8,7 +8,7 @@ static inline void store_weights(float* weights, float32x4_t p) {
   if constexpr (T == KvType::F16) vst1q_f32(weights + kAbove, vmulq_n_f32(p, kUpperUnit<T>));
 }
 
-// e^(x - top) of a row's 32 scores, all of them from -86 to 0: what `exp` does, without its checks. The results are normal
+// e^(x - top) of a row's 32 scores, all of them from -86 to 0: `exp` without its checks. The results are normal
 // numbers, so that a power of two can be added to their exponents. Returns their sum in four parts.
 template <KvType T>
 static inline float32x4_t weigh_in_range(float* scores, float32x4_t top) {
@@ -34,7 +34,7 @@ static inline float32x4_t weigh_in_range(float* scores, float32x4_t top) {
   return vaddq_f32(vaddq_f32(p[0], p[2]), vaddq_f32(p[1], p[3]));
 }
 
-// The same, whatever the scores.
+// The same for any scores.
 template <KvType T>
 static inline float32x4_t weigh_any(float* scores, float32x4_t top) {
   V16 weights[2];
@@ -72,7 +72,7 @@ static inline float32x4_t add_halves(float32x4_t a, float32x4_t b) {
   return vaddq_f32(vreinterpretq_f32_f64(vzip1q_f64(left, right)), vreinterpretq_f32_f64(vzip2q_f64(left, right)));
 }
 
-// What softmax_row does, for R rows that see the whole tile; but their sums shrink later.
+// softmax_row for R rows that see the whole tile; mix_directly shrinks their sums.
 template <KvType T, int R>
 static inline void softmax_whole(float* scores, float* maximum, float* total) {
   float32x4_t most[4] = {}, least[4] = {}, sums[4] = {};

@@ -7,7 +7,7 @@ static inline __m512i four_bytes(const int8_t* p) {
   return _mm512_set1_epi32(four);
 }
 
-// Weights are shifted to be unsigned, by 128 or by 8; what that adds is subtracted at the start.
+// Weights are shifted to be unsigned, by 128 or by 8; the sums start at the negative of the excess.
 template <int Bits, bool Signed, int R>
 static inline void block_dots(const uint8_t* w, const int8_t* x, int64_t stride, const int32_t* isum, V16 sums[R]) {
   __m512i totals[R];

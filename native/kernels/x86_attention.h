@@ -1,5 +1,5 @@
-// What attention does differently on x86: a few queries read the rows of a cache where they lie, four dimensions of a
-// position in a quarter of a register; for many, tiles are transposed and interleaved in registers. Needs AVX2.
+// Attention on x86: few queries read the rows of a cache in place, four dimensions of a position in a quarter of a register;
+// for many, tiles are transposed and interleaved in registers. Needs AVX2.
 #pragma once
 
 #define BIFOLIO_OWN_TRANSPOSE
@@ -77,7 +77,7 @@ static inline void transpose_eight(__m256 r[8]) {
   }
 }
 
-// Eight positions and eight dimensions at a time. Columns of positions that nobody sees get what their rows hold.
+// Eight positions and eight dimensions at a time. Columns of positions that no query sees hold the values of their rows.
 template <KvType T>
 static void transpose_keys(const Tile& tile, int64_t chain_length, float* out) {
   for (int64_t first = tile.begin / 8 * 8; first < tile.end; first += 8)
@@ -90,7 +90,7 @@ static void transpose_keys(const Tile& tile, int64_t chain_length, float* out) {
     }
 }
 
-// Queries in the order of the transposed keys, those that are worked on together, four or what is left, side by side:
+// Queries in the order of the transposed keys, four (or the remaining ones) side by side:
 // [chain_length][4][those rows], 0 past head_dim.
 static inline void permute_queries(const float* query, int64_t rows, int64_t head_dim, int64_t chain_length, float* out) {
   for (int64_t first = 0; first < rows; first += 4) {
@@ -116,7 +116,7 @@ static inline void score_chains(const float* query, int64_t chain_length, const 
     }
 }
 
-// Two chains at a time where the registers hold their sums: one alone would leave the units waiting.
+// Two chains at a time where the registers hold their sums: one alone would stall on latency.
 template <int R>
 ALONE static void score_rows(const float* query, int64_t chain_length, const float* keys, float* scores) {
   constexpr int N = kRegs == 1 ? 2 : 1;

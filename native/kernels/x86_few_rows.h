@@ -4,7 +4,7 @@
 
 // The inner loops have constant bounds: unrolled early, their arrays become registers.
 #define UNROLL _Pragma("GCC unroll 16")
-// Inlined into the others, these would not find enough registers for their addresses.
+// Not inlined: the addresses would not fit into the remaining registers.
 #define ALONE __attribute__((noinline))
 
 constexpr int kQuads = kRegLanes / 4;
@@ -53,8 +53,8 @@ static inline Ints broadcast_bytes(const int8_t* p) {
   return _mm512_broadcast_i32x4(load_bytes(reinterpret_cast<const uint8_t*>(p)));
 }
 
-// A block of kQuads rows: the first sixteen bytes of each, and the last. Shifted by 128 to be unsigned; what that adds
-// to the sum of a query's block is subtracted at the start, a quarter of it in each number of a quad.
+// A block of kQuads rows: the first sixteen bytes of each, and the last. Shifted by 128 to be unsigned; the sum of
+// a query's block starts at the negative of the excess, a quarter of it in each number of a quad.
 static inline void load_key_blocks(const uint8_t* row, size_t step, Ints& low, Ints& high) {
   const Ints first = _mm512_inserti64x4(_mm512_castsi256_si512(load_block(row)), load_block(row + step), 1);
   const Ints second = _mm512_inserti64x4(_mm512_castsi256_si512(load_block(row + 2 * step)), load_block(row + 3 * step), 1);
@@ -157,8 +157,8 @@ static inline V16 widen_lower(const __m128i pairs[4]) {
 }
 #endif
 
-// What the next tile has in the place of some rows is asked for bit by bit, as these rows are read. Without a next tile
-// that is a second look at these.
+// The same rows of the next tile are prefetched in small parts as these rows are read. Without a next tile, these rows are
+// prefetched again.
 static inline const uint8_t* keys_ahead(const Tile& tile, int64_t i) { return (tile.next ? tile.next : &tile)->keys[i / 4]; }
 static inline const uint8_t* values_ahead(const Tile& tile, int64_t i) { return (tile.next ? tile.next : &tile)->values[i / 4]; }
 template <int Bytes>
@@ -175,8 +175,8 @@ struct Count {
   static constexpr int value = N;
 };
 
-// Calls work(Count<registers>, begin) for all columns from `begin` to `end`, C registers at a time and what is left by
-// halves; they are a multiple of 16.
+// Calls work(Count<registers>, begin) for all columns from `begin` to `end`, C registers at a time and the rest by
+// halves; columns are a multiple of 16.
 template <int C, class Work>
 static inline void each_columns(int64_t begin, int64_t end, Work work) {
   for (; begin + C * kRegLanes <= end; begin += C * kRegLanes) work(Count<C>{}, begin);
@@ -185,10 +185,10 @@ static inline void each_columns(int64_t begin, int64_t end, Work work) {
 
 // ---- caches of floats ----------------------------------------------------------------------------------------------
 
-// Every four rows read the cache again: from some number on it is better transposed once.
+// Every four rows read the cache again: from some number on it is faster to transpose it once.
 static inline bool reads_directly(const KvLayer& kv, int64_t rows) { return rows <= 8 && kv.head_dim % 16 == 0; }
 
-// Rows that are worked on together, four or what is left: [head_dim / 4][those rows][4].
+// Rows of one step, four or the remaining ones: [head_dim / 4][those rows][4].
 template <KvType T>
 static inline void prepare_direct(const AttentionRows& rows, int64_t head_dim, float* query) {
   for (int64_t first = 0; first < rows.count; first += 4) {
@@ -208,7 +208,7 @@ static inline Reg load_reg(const uint8_t* p) {
   return T == KvType::F16 ? reg_load_f16(words) : reg_load_bf16(words);
 }
 
-// Two registers of positions at a time, so that enough sums are under way for one query.
+// Two registers of positions at a time, for enough independent sums of one query.
 template <KvType T, int R>
 ALONE static void score_directly(const Tile& tile, const float* query, float* scores) {
   const int64_t head_dim = tile.kv.head_dim;
@@ -281,10 +281,10 @@ ALONE static void direct_key_dots(const Tile& tile, int64_t b, const int8_t* que
                                    float* dots) {
   for (int64_t i = 0; i < kTile; i += kRegLanes) {
     Ints low[4], high[4];
-    UNROLL for (int g = 0; g < 4; ++g) load_key_blocks(tile.key(i + g * kQuads) + b * kBlock, tile.kv.row_bytes, low[g], high[g]);
-    UNROLL for (int p = 0; p < kRegLanes; p += 4) prefetch_bytes<4 * kBlock>(keys_ahead(tile, i + p) + b * 4 * kBlock);
+    UNROLL for (int g = 0; g < 4; ++g) load_key_blocks(tile.key(i + g * kQuads) + b * kQuantBlock, tile.kv.row_bytes, low[g], high[g]);
+    UNROLL for (int p = 0; p < kRegLanes; p += 4) prefetch_bytes<4 * kQuantBlock>(keys_ahead(tile, i + p) + b * 4 * kQuantBlock);
     UNROLL for (int r = 0; r < R; ++r) {
-      const int8_t* x = query + r * stride + b * kBlock;
+      const int8_t* x = query + r * stride + b * kQuantBlock;
       const Ints left = broadcast_bytes(x), right = broadcast_bytes(x + 16);
       Ints totals[4];
       UNROLL for (int g = 0; g < 4; ++g)
@@ -299,14 +299,14 @@ template <int R>
 ALONE static void direct_value_dots(const Tile& tile, int64_t b, const int8_t* weights, float* dots) {
   if constexpr (kRegs > 1 && R > 2) {  // more sums than registers
     direct_value_dots<2>(tile, b, weights, dots);
-    return direct_value_dots<R - 2>(tile, b, weights + 2 * kTile, dots + 2 * kBlock);
+    return direct_value_dots<R - 2>(tile, b, weights + 2 * kTile, dots + 2 * kQuantBlock);
   }
   const size_t step = tile.kv.row_bytes;
   Ints totals[R][4];
   UNROLL for (int r = 0; r < R; ++r) UNROLL for (int c = 0; c < 4; ++c) totals[r][c] = no_sums();
   UNROLL_SIDES for (int64_t g = 0; g < kSideStep; ++g) {
-    const uint8_t *left = tile.values[g] + b * kBlock, *right = tile.values[(g + kSideStep) % (kTile / 4)] + b * kBlock;
-    for (int64_t i = g; i < kTile / 4; i += kSideStep) prefetch_bytes<4 * kBlock>(values_ahead(tile, 4 * i) + b * 4 * kBlock);
+    const uint8_t *left = tile.values[g] + b * kQuantBlock, *right = tile.values[(g + kSideStep) % (kTile / 4)] + b * kQuantBlock;
+    for (int64_t i = g; i < kTile / 4; i += kSideStep) prefetch_bytes<4 * kQuantBlock>(values_ahead(tile, 4 * i) + b * 4 * kQuantBlock);
     Ints rows[4];
     UNROLL for (int p = 0; p < 4; ++p) rows[p] = load_sides(left + size_t(p) * step, right + size_t(p) * step);
     const Ints first = low_bytes(rows[0], rows[1]), second = high_bytes(rows[0], rows[1]);
@@ -317,7 +317,7 @@ ALONE static void direct_value_dots(const Tile& tile, int64_t b, const int8_t* w
       UNROLL for (int c = 0; c < 4; ++c) totals[r][c] = add_products(totals[r][c], four, columns[c]);
     }
   }
-  UNROLL for (int r = 0; r < R; ++r) store_columns(dots + r * kBlock, totals[r]);
+  UNROLL for (int r = 0; r < R; ++r) store_columns(dots + r * kQuantBlock, totals[r]);
 }
 
 // Scales of one block, or of two that follow each other: a word of a row is a half float or a pair of them.
@@ -341,6 +341,6 @@ ALONE static void load_scales(const uint8_t* const groups[], size_t at, size_t s
 static inline void load_row_scales(const Tile& tile, const uint8_t* const groups[], float* out) {
   const size_t bytes = size_t(tile.kv.head_dim), step = tile.kv.row_bytes;
   int64_t b = 0;
-  for (; b + 2 <= tile.kv.head_dim / kBlock; b += 2) load_scales<uint32_t>(groups, bytes + size_t(2 * b), step, out + b * kTile);
-  if (b < tile.kv.head_dim / kBlock) load_scales<uint16_t>(groups, bytes + size_t(2 * b), step, out + b * kTile);
+  for (; b + 2 <= tile.kv.head_dim / kQuantBlock; b += 2) load_scales<uint32_t>(groups, bytes + size_t(2 * b), step, out + b * kTile);
+  if (b < tile.kv.head_dim / kQuantBlock) load_scales<uint16_t>(groups, bytes + size_t(2 * b), step, out + b * kTile);
 }

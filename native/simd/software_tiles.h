@@ -1,4 +1,4 @@
-// Tile registers in plain C++: what runs on AMX can be tested, also under sanitizers, on machines that have none.
+// Tile registers in plain C++: the code of AMX can be tested, also under sanitizers, on machines without AMX.
 #pragma once
 
 #include "tile_config.h"

@@ -14,6 +14,7 @@
     │   ├── OutOfBlocksError   the pool cannot supply the blocks asked for; nothing was changed
     │   └── UnknownSequenceError
     ├── PhaseError             decode before the prompt is complete, and other wrong transitions
+    ├── KernelArgumentError    a kernel was handed an array or a number that does not fit
     ├── EngineDeadError        the engine stopped; requests that ran in it are lost
     └── MissingDependencyError an optional package is needed for this and is not installed
 
@@ -80,6 +81,13 @@ class UnknownSequenceError(CacheError, KeyError):
 
 class PhaseError(BifolioError, RuntimeError):
     """A sequence was asked for something that its phase does not allow."""
+
+
+class KernelArgumentError(BifolioError, ValueError):
+    """A compiled kernel was handed an array or a number that does not fit; no memory was read or written.
+
+    The message names the argument, the size it has and the size it must have.
+    """
 
 
 class EngineDeadError(BifolioError, RuntimeError):

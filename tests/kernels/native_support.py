@@ -139,10 +139,15 @@ def filled_storage(
 
 
 def segment(
-    queries: Sequence[int], contexts: Sequence[int], tables: np.ndarray | None, start: int = 0
+    queries: Sequence[int],
+    contexts: Sequence[int],
+    tables: np.ndarray | None,
+    start: int = 0,
+    phase: AttentionPhase | None = None,
 ) -> AttentionSegment:
+    """Sequences of one segment; without a phase, those of one query each are decodes."""
     starts = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
-    phase = AttentionPhase.PREFILL if max(queries) > 1 else AttentionPhase.DECODE
+    phase = phase or (AttentionPhase.PREFILL if max(queries) > 1 else AttentionPhase.DECODE)
     return AttentionSegment(
         phase=phase,
         token_start=start,

@@ -11,7 +11,7 @@ from native_support import filled_storage, isas, segment, settings
 
 from bifolio.cache.storage import KVStorage
 from bifolio.kernels import native
-from bifolio.kernels.interface import AttentionSegment, AttentionShape, Heads
+from bifolio.kernels.interface import AttentionPhase, AttentionSegment, AttentionShape, Heads
 
 ISAS = isas()
 DTYPES = ["f32", "f16", "bf16", "q8_0"]
@@ -28,8 +28,17 @@ class Crowd:
     queries: list[int]
     starts: np.ndarray  # i64[s + 1]  tokens of each sequence
 
-    def segment(self, rows: slice = slice(None)) -> AttentionSegment:
-        return segment(self.queries[rows], self.contexts[rows], self.tables[rows].copy())
+    def segment(self, rows: slice = slice(None), phase: AttentionPhase | None = None) -> AttentionSegment:
+        return segment(self.queries[rows], self.contexts[rows], self.tables[rows].copy(), 0, phase)
+
+    def in_phases(self, border: int, first: AttentionPhase, second: AttentionPhase) -> tuple[AttentionSegment, ...]:
+        """Two segments: the sequences before `border` and those from it on."""
+        rows, rest, start = slice(0, border), slice(border, None), int(self.starts[border])
+        tables = self.tables[rest].copy()
+        return (
+            self.segment(rows, first),
+            segment(self.queries[rest], self.contexts[rest], tables, start, second),
+        )
 
 
 def crowd(
@@ -177,3 +186,53 @@ def test_shared_blocks_are_read_for_everyone() -> None:
     after = attend(native.NativeKernels(), query, shape, made.segment(), made.storage)
     changed = [bool((before[i] != after[i]).any()) for i in range(4)]
     assert changed == [i != loner for i in range(4)]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 200])
+def test_both_phases_give_the_same_bits(isa: str, dtype: str, window: int | None) -> None:
+    """PREFILL and DECODE plan differently: with any mix of them, threads and sharing, a query's output is the same."""
+    prefill, decode = AttentionPhase.PREFILL, AttentionPhase.DECODE
+    groups: list[GROUP] = [
+        ([700 + i for i in range(5)], 688),
+        ([50, 260], 48),
+        ([1100], 0),
+        ([900, 901], 896),
+        ([5], 0),
+    ]
+    made = crowd(groups, 2, 64, dtype, drafts=True)
+    query = np.random.default_rng(6).standard_normal((int(made.starts[-1]), 6, 64), np.float32)
+    shape = AttentionShape(0, 6, 2, 64, 0.2, window)
+    border = len(made.contexts) // 2
+    mixes = [
+        (made.segment(phase=prefill),),
+        (made.segment(phase=decode),),
+        made.in_phases(border, decode, prefill),
+        made.in_phases(border, prefill, decode),
+        made.in_phases(1, decode, decode),
+    ]
+    with settings(isa, 1):
+        expected = attend(native.NativeKernels(share_prefixes=False), query, shape, made.segment(), made.storage)
+    for threads in (1, 2, 5):
+        for sharing in (True, False):
+            kernels = native.NativeKernels(share_prefixes=sharing)
+            for segments in mixes:
+                with settings(isa, threads):
+                    result = kernels.attend(Heads(query, None, None), shape, segments, made.storage)
+                np.testing.assert_array_equal(result, expected)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize(("queries", "context"), [(1, 2000), (8, 2000), (130, 130), (130, 900), (300, 700)])
+def test_a_chunk_gives_the_same_bits_in_both_phases(threads: int, queries: int, context: int) -> None:
+    """Sizes on both sides of where a phase splits the context."""
+    storage, tables = filled_storage(np.random.default_rng(1), [context], 2, 32, "f16", 16)
+    query = np.random.default_rng(2).standard_normal((queries, 6, 32), np.float32)
+    shape = AttentionShape(0, 6, 2, 32, 0.2, None)
+    with settings("", threads):
+        results = [
+            attend(native.NativeKernels(), query, shape, segment([queries], [context], tables, 0, phase), storage)
+            for phase in AttentionPhase
+        ]
+    np.testing.assert_array_equal(*results)

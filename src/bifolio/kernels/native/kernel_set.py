@@ -31,7 +31,7 @@ from bifolio.kernels.interface import (
     Storage,
 )
 from bifolio.kernels.native.library import library, set_num_threads
-from bifolio.kernels.native.program import ACTIVATION_CODES, NativeProgram
+from bifolio.kernels.native.program import ACTIVATION_CODES, PHASE_CODES, NativeProgram, native_segment
 from bifolio.quant.convert import convert, target_format
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
@@ -245,7 +245,8 @@ class NativeKernels(HostArrays):
                     values[next_block, :, : stop - token] = heads.value[token:stop].transpose(1, 0, 2)
                     tables[i, number] = next_block
                     next_block += 1
-            described.append((segment.token_start, starts, np.diff(starts).astype(np.int32), tables))
+            phase = PHASE_CODES[segment.phase]
+            described.append((phase, segment.token_start, starts, np.diff(starts).astype(np.int32), tables))
         return self.native.Cache([keys], [values], KV_CODES["f32"], shape.head_dim), described
 
 
@@ -277,7 +278,3 @@ def _joined_bias(linear: Linear) -> np.ndarray | None:
         return None
     parts = zip(linear.parts, linear.biases, strict=True)
     return np.concatenate([np.zeros(part.shape[0], np.float32) if b is None else _floats(b) for part, b in parts])
-
-
-def native_segment(segment: AttentionSegment) -> tuple[Any, ...]:
-    return segment.token_start, segment.query_starts, segment.context_lens, segment.block_tables

@@ -6,7 +6,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from bifolio.kernels.interface import AttentionShape, Batch, Heads, Linear, Network, Norm, Rotation, Storage
+from bifolio.kernels.interface import (
+    AttentionPhase,
+    AttentionSegment,
+    AttentionShape,
+    Batch,
+    Heads,
+    Linear,
+    Network,
+    Norm,
+    Rotation,
+    Storage,
+)
 
 if TYPE_CHECKING:
     from bifolio.kernels.native.kernel_set import NativeKernels
@@ -19,7 +30,14 @@ class Register(NamedTuple):
 
 
 ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
+PHASE_CODES = {AttentionPhase.PREFILL: 0, AttentionPhase.DECODE: 1}  # selects the plan of attention
 TOKEN_IDS, POSITIONS, LOGIT_ROWS = object(), object(), object()  # stand for the batch's arrays
+
+
+def native_segment(segment: AttentionSegment) -> tuple[Any, ...]:
+    """The form in which the extension module takes a segment."""
+    phase = PHASE_CODES[segment.phase]
+    return phase, segment.token_start, segment.query_starts, segment.context_lens, segment.block_tables
 
 
 class NativeProgram:
@@ -45,10 +63,7 @@ class NativeProgram:
             batch.positions,
             batch.cache_index,
             batch.logit_rows,
-            [
-                (segment.token_start, segment.query_starts, segment.context_lens, segment.block_tables)
-                for segment in batch.segments
-            ],
+            [native_segment(segment) for segment in batch.segments],
             self._kernels.share_prefixes,
             logits,
         )

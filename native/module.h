@@ -1,0 +1,62 @@
+// The parts of the extension module: the classes that Python holds, and the functions that bind each part.
+#pragma once
+
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "checks.h"
+#include "program.h"
+
+namespace bifolio {
+
+// -- classes; each keeps alive the arrays it points into ------------------------------------------------------------------
+
+struct NormHolder {
+  NormHolder(nb::handle weight, nb::handle bias, float eps, bool centered);
+  Vector weight;
+  Vector bias;  // not valid: none
+  NormWeights norm;
+};
+
+struct TableHolder {
+  TableHolder(int format, nb::handle bytes, int64_t width);
+  Bytes bytes;
+  EmbeddingTable table;
+};
+
+// The K/V arrays of all layers: equally many blocks of one shape.
+struct CacheHolder {
+  CacheHolder(nb::list keys, nb::list values, int kv_type, int64_t head_dim);
+
+  int64_t num_slots() const { return num_blocks * layers[0].block_size; }
+  const KvLayer& layer(int64_t index) const { return layers[size_t(index)]; }
+  // The layer exists and has the heads of the shape.
+  void require_layer(int64_t index, const AttentionConstants& shape) const;
+
+  std::vector<KvArray> arrays;
+  std::vector<KvLayer> layers;
+  int64_t num_blocks = 0;
+};
+
+LinearWeights* make_linear(const nb::list& parts, int64_t k, nb::handle bias, int planes);  // Python owns the result
+AttentionConstants make_shape(int64_t heads, int64_t kv_heads, int64_t dim, float scale, int64_t window, bool interleaved,
+                              const NormHolder* query_norm, const NormHolder* key_norm);
+
+// -- segments of a batch --------------------------------------------------------------------------------------------------
+
+// The segments (phase, token_start, query_starts, context_lens, block_tables), checked against the batch and the cache.
+// They must cover the tokens [0, num_tokens) in order. `tables` keeps alive the block tables that the queries point into.
+Queries queries_of(const nb::list& segments, int64_t num_tokens, const CacheHolder& cache, bool share, std::vector<Tables>& tables);
+
+// -- bindings -------------------------------------------------------------------------------------------------------------
+
+// An array argument. None is let through to the checks, so that their error names the argument.
+inline auto array(const char* name) { return nb::arg(name).none(); }
+
+void bind_classes(nb::module_& m);
+void bind_operations(nb::module_& m);
+void bind_program(nb::module_& m);
+
+}  // namespace bifolio

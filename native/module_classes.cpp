@@ -1,0 +1,160 @@
+// Weights, shapes and caches as Python hands them over.
+#include <nanobind/stl/string.h>
+
+#include "module.h"
+
+using namespace nanobind::literals;
+
+namespace bifolio {
+namespace {
+
+// The bytes of a matrix hold whole rows of `width` numbers.
+Format require_rows(const char* name, int code, const Bytes& bytes, const char* width_name, int64_t width) {
+  const Format format = format_of("format", code);
+  require_between(width_name, width, 1, kMaxWidth);
+  require(format < Format::Q8_0 || width % kQuantBlock == 0, width_name, " is ", width, " and must be a multiple of ", kQuantBlock,
+          " for formats of blocks");
+  require(rows_in(bytes) > 0, name, " has no rows and must have at least one");
+  require_width(name, bytes, int64_t(source_row_bytes(format, width)));
+  return format;
+}
+
+// How the numbers of a cache are held in an array.
+struct KvNumbers {
+  const char* name;
+  nb::dlpack::dtype dtype, other;
+};
+
+KvNumbers kv_numbers(KvType type) {
+  const auto words = nb::dtype<uint16_t>();
+  const nb::dlpack::dtype halves{uint8_t(nb::dlpack::dtype_code::Float), 16, 1}, brains{uint8_t(nb::dlpack::dtype_code::Bfloat), 16, 1};
+  switch (type) {
+    case KvType::F32: return {"float32", nb::dtype<float>(), nb::dtype<float>()};
+    case KvType::F16: return {"float16", halves, halves};
+    case KvType::BF16: return {"uint16", words, brains};
+    case KvType::Q8_0: return {"uint8", nb::dtype<uint8_t>(), nb::dtype<uint8_t>()};
+  }
+  refuse("kv_type is ", int(type), " and must be the code of a type of caches (0 to 3)");
+}
+
+KvArray kv_array(const char* list, size_t layer, nb::handle value, const KvNumbers& numbers) {
+  const std::string name = std::string(list).append("[").append(std::to_string(layer)).append("]");
+  const KvArray array = array_of<void, 4>(name.c_str(), value);
+  require(array.dtype() == numbers.dtype || array.dtype() == numbers.other, name, " must be an array of ", numbers.name,
+          " for this kv_type");
+  require(reinterpret_cast<uintptr_t>(array.data()) % array.itemsize() == 0, name, " must be aligned to ", array.itemsize(), " bytes");
+  for (size_t i = 0; i < 4; ++i) require(array.shape(i) > 0, name, " has no elements along dimension ", i, " and must have at least one");
+  return array;
+}
+
+void require_same_shape(const char* list, size_t layer, const KvArray& array, const KvArray& first) {
+  for (size_t i = 0; i < 4; ++i)
+    require(array.shape(i) == first.shape(i), list, "[", layer, "] has ", array.shape(i), " elements along dimension ", i,
+            " and must have ", first.shape(i), ", as keys[0] has");
+}
+
+}  // namespace
+
+NormHolder::NormHolder(nb::handle weight_array, nb::handle bias_array, float eps, bool centered)
+    : weight(vector("weight", weight_array)), norm{} {
+  if (!bias_array.is_none()) bias = vector("bias", bias_array);
+  const int64_t size = int64_t(weight.shape(0));
+  require_between("the length of weight", size, 1, kMaxWidth);
+  if (bias.is_valid()) require_length("bias", bias, size);
+  require(std::isfinite(eps) && eps >= 0.0f, "eps is ", eps, " and must be a finite number of at least 0");
+  norm = {weight.data(), bias.is_valid() ? bias.data() : nullptr, size, eps, centered};
+}
+
+TableHolder::TableHolder(int format, nb::handle array, int64_t width) : bytes(array_of<const uint8_t, 2>("bytes", array)), table{} {
+  table = {require_rows("bytes", format, bytes, "width", width), bytes.data(), rows_in(bytes), width, bytes.shape(1)};
+}
+
+CacheHolder::CacheHolder(nb::list keys, nb::list values, int kv_type, int64_t head_dim) {
+  const KvType type{kv_type};
+  const KvNumbers numbers = kv_numbers(type);
+  require_between("head_dim", head_dim, 1, kMaxHeadDim);
+  require(type != KvType::Q8_0 || head_dim % kQuantBlock == 0, "head_dim is ", head_dim, " and must be a multiple of ", kQuantBlock,
+          " for a cache of q8_0");
+  require(keys.size() > 0, "keys has no layers and must have at least one");
+  require(keys.size() == values.size(), "values has ", values.size(), " layers and must have ", keys.size(), ", as keys has");
+  const int64_t row_elements = type == KvType::Q8_0 ? head_dim + head_dim / kQuantBlock * 2 : head_dim;
+  for (size_t i = 0; i < keys.size(); ++i) {
+    const KvArray key = kv_array("keys", i, keys[i], numbers), value = kv_array("values", i, values[i], numbers);
+    require(int64_t(key.shape(3)) == row_elements, "keys[", i, "] has rows of ", key.shape(3), " elements and must have rows of ",
+            row_elements, " for head_dim ", head_dim);
+    arrays.insert(arrays.end(), {key, value});
+    require_same_shape("keys", i, key, arrays[0]);
+    require_same_shape("values", i, value, arrays[0]);
+    layers.push_back({type, static_cast<uint8_t*>(key.data()), static_cast<uint8_t*>(value.data()), int64_t(key.shape(2)),
+                      int64_t(key.shape(1)), head_dim, size_t(row_elements) * key.itemsize()});
+  }
+  num_blocks = int64_t(arrays[0].shape(0));
+}
+
+void CacheHolder::require_layer(int64_t index, const AttentionConstants& shape) const {
+  require_between("layer", index, 0, int64_t(layers.size()) - 1);
+  const KvLayer& kv = layer(index);
+  require(shape.num_kv_heads == kv.num_kv_heads, "the shape has ", shape.num_kv_heads, " kv heads and must have ", kv.num_kv_heads,
+          ", as the cache has");
+  require(shape.head_dim == kv.head_dim, "the shape has a head_dim of ", shape.head_dim, " and must have ", kv.head_dim,
+          ", as the cache has");
+}
+
+LinearWeights* make_linear(const nb::list& parts, int64_t k, nb::handle bias_array, int planes) {
+  require_between("planes", planes, 1, 2);
+  require(parts.size() > 0, "parts is empty and must have at least one matrix");
+  std::vector<Bytes> arrays;  // alive until the weights are packed
+  std::vector<SourceRows> sources;
+  int64_t n = 0;
+  for (nb::handle part : parts) {
+    int code = 0;
+    require(nb::isinstance<nb::tuple>(part) && nb::len(part) == 2 && nb::try_cast(part[0], code),
+            "parts must hold pairs (format, bytes)");
+    const Bytes& bytes = arrays.emplace_back(array_of<const uint8_t, 2>("the bytes of a part", part[1]));
+    const Format format = require_rows("the bytes of a part", code, bytes, "k", k);
+    sources.push_back({format, bytes.data(), rows_in(bytes), bytes.shape(1)});
+    n += rows_in(bytes);
+  }
+  require_between("the number of outputs", n, 1, kMaxWidth);
+  const Vector bias = bias_array.is_none() ? Vector() : vector("bias", bias_array);
+  if (bias.is_valid()) require_length("bias", bias, n);
+  nb::gil_scoped_release release;
+  return new LinearWeights(sources, k, bias.is_valid() ? bias.data() : nullptr, planes);
+}
+
+AttentionConstants make_shape(int64_t heads, int64_t kv_heads, int64_t dim, float scale, int64_t window, bool interleaved,
+                              const NormHolder* query_norm, const NormHolder* key_norm) {
+  require_between("heads", heads, 1, kMaxHeads);
+  require_between("kv_heads", kv_heads, 1, kMaxHeads);
+  require_between("head_dim", dim, 1, kMaxHeadDim);
+  require(heads % kv_heads == 0 && heads / kv_heads <= kMaxRows, "heads is ", heads, " and must be a multiple of kv_heads, ", kv_heads,
+          ", at most ", kMaxRows, " times as many");
+  require_finite("scale", scale);
+  require(window >= 0, "window is ", window, " and must be at least 0 (0: none)");
+  for (const NormHolder* norm : {query_norm, key_norm})
+    require(!norm || norm->norm.size == dim, norm == query_norm ? "query_norm" : "key_norm", " has ", norm ? norm->norm.size : 0,
+            " elements and must have ", dim, ", the head_dim");
+  return {heads, kv_heads, dim, scale, window, interleaved, query_norm ? &query_norm->norm : nullptr, key_norm ? &key_norm->norm : nullptr};
+}
+
+void bind_classes(nb::module_& m) {
+  nb::class_<NormHolder>(m, "Norm")
+      .def(nb::init<nb::handle, nb::handle, float, bool>(), array("weight"), array("bias"), "eps"_a, "centered"_a);
+  nb::class_<TableHolder>(m, "Table")
+      .def(nb::init<int, nb::handle, int64_t>(), "format"_a, array("bytes"), "width"_a)
+      .def_prop_ro("width", [](const TableHolder& self) { return self.table.width; });
+  nb::class_<LinearWeights>(m, "Linear")
+      .def_prop_ro("out_features", &LinearWeights::out_features)
+      .def_prop_ro("in_features", &LinearWeights::in_features)
+      .def_prop_ro("num_bytes", &LinearWeights::num_bytes);
+  m.def("make_linear", &make_linear, nb::rv_policy::take_ownership, "parts"_a, "k"_a, array("bias"), "planes"_a = 1);
+  nb::class_<CacheHolder>(m, "Cache").def(nb::init<nb::list, nb::list, int, int64_t>(), "keys"_a, "values"_a, "kv_type"_a, "head_dim"_a);
+  nb::class_<AttentionConstants>(m, "AttentionShape")
+      .def("__init__", [](AttentionConstants* self, int64_t heads, int64_t kv_heads, int64_t dim, float scale, int64_t window,
+                          bool interleaved, const NormHolder* query_norm, const NormHolder* key_norm) {
+        new (self) AttentionConstants(make_shape(heads, kv_heads, dim, scale, window, interleaved, query_norm, key_norm));
+      }, "heads"_a, "kv_heads"_a, "head_dim"_a, "scale"_a, "window"_a, "interleaved"_a, "query_norm"_a.none(), "key_norm"_a.none(),
+         nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>());
+}
+
+}  // namespace bifolio

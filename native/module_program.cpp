@@ -1,0 +1,197 @@
+// Recording a program and running it. Recording checks registers and widths; running checks the arrays of one batch, in
+// time proportional to its tokens and the blocks it names.
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+
+#include <algorithm>
+
+#include "module.h"
+
+using namespace nanobind::literals;
+
+namespace bifolio {
+namespace {
+
+using Register = Program::Register;
+
+struct ProgramHolder {
+  Program program;
+  nb::list keep;  // the objects that the operations point into
+  int64_t vocab_rows = INT32_MAX, position_rows = INT32_MAX;  // of the smallest tables of each kind
+  std::vector<std::pair<int64_t, AttentionConstants>> attentions;  // the layer and shape of each
+
+  void require_open() const { require(!program.is_complete(), "the program is complete: record nothing after logits"); }
+
+  void require_register(const char* name, Register x) const {
+    require(x >= 0 && x < program.num_registers(), name, " is register ", x, " and must be one of the ", program.num_registers(),
+            " recorded so far");
+  }
+  void require_register(const char* name, Register x, int64_t width) const {
+    require_register(name, x);
+    require(program.width(x) == width, name, " is ", program.width(x), " wide and must be ", width, " wide");
+  }
+  void require_tokens(const char* name, Register x) const {
+    require(!program.of_logit_rows(x), name, " has one row for each logit row and must have one for each token");
+  }
+  void require_alike(const char* name, Register x, const char* other, Register y) const {
+    require_register(name, x);
+    require_register(other, y, program.width(x));
+    require(program.of_logit_rows(x) == program.of_logit_rows(y), name, " and ", other,
+            " must both have one row for each token or both one for each logit row");
+  }
+  void add_attention(int64_t layer, const AttentionConstants& shape) {
+    require_between("layer", layer, 0, kMaxLayers);
+    attentions.emplace_back(layer, shape);
+    keep.append(nb::find(shape));  // its norms
+  }
+};
+
+Register record_embed(ProgramHolder& self, const TableHolder& table, float scale, bool of_positions) {
+  self.require_open();
+  require_finite("scale", scale);
+  self.keep.append(nb::find(table));
+  int64_t& rows = of_positions ? self.position_rows : self.vocab_rows;
+  rows = std::min(rows, table.table.rows);
+  return self.program.embed(table.table, scale, of_positions);
+}
+
+Register record_norm(ProgramHolder& self, Register x, const NormHolder& weights) {
+  self.require_open();
+  self.require_register("x", x, weights.norm.size);
+  self.keep.append(nb::find(weights));
+  return self.program.norm(x, weights.norm);
+}
+
+Register record_add(ProgramHolder& self, Register x, Register y) {
+  self.require_open();
+  self.require_alike("x", x, "y", y);
+  return self.program.add(x, y);
+}
+
+std::pair<Register, Register> record_add_norm(ProgramHolder& self, Register x, Register delta, const NormHolder& weights) {
+  self.require_open();
+  self.require_register("x", x, weights.norm.size);
+  self.require_alike("x", x, "delta", delta);
+  self.keep.append(nb::find(weights));
+  return self.program.add_norm(x, delta, weights.norm);
+}
+
+Register record_linear(ProgramHolder& self, Register x, const LinearWeights& weights) {
+  self.require_open();
+  self.require_register("x", x, weights.in_features());
+  self.keep.append(nb::find(weights));
+  return self.program.linear(x, weights);
+}
+
+std::pair<Register, Register> record_rotation(ProgramHolder& self, nb::handle frequency_array, float scale) {
+  self.require_open();
+  const Vector frequencies = vector("frequencies", frequency_array);
+  require_frequencies(frequencies);
+  require_finite("scale", scale);
+  return self.program.rotation(std::vector<float>(frequencies.data(), frequencies.data() + frequencies.shape(0)), scale);
+}
+
+Register record_rope_and_write(ProgramHolder& self, Register qkv, int64_t layer, const AttentionConstants& shape, Register cosine,
+                               Register sine) {
+  self.require_open();
+  self.require_register("qkv", qkv, shape.qkv_width());
+  self.require_tokens("qkv", qkv);
+  require((cosine == -1) == (sine == -1), "cosine and sine must both be registers or both be -1");
+  if (cosine != -1) {
+    self.require_alike("cosine", cosine, "sine", sine);
+    self.require_tokens("cosine", cosine);
+    require_between("the width of cosine", self.program.width(cosine), 1, shape.head_dim / 2);
+  }
+  self.add_attention(layer, shape);
+  return self.program.rope_and_write(qkv, layer, shape, cosine, sine);
+}
+
+Register record_attend(ProgramHolder& self, Register qkv, int64_t layer, const AttentionConstants& shape) {
+  self.require_open();
+  self.require_register("qkv", qkv, shape.qkv_width());
+  self.require_tokens("qkv", qkv);
+  self.add_attention(layer, shape);
+  return self.program.attend(qkv, layer, shape);
+}
+
+Register record_act(ProgramHolder& self, Register x, int activation) {
+  self.require_open();
+  self.require_register("x", x);
+  return self.program.act(x, activation_of(activation));
+}
+
+Register record_act_mul(ProgramHolder& self, Register x, int activation) {
+  self.require_open();
+  self.require_register("x", x);
+  require(self.program.width(x) % 2 == 0, "x is ", self.program.width(x), " wide and must have an even width: gate and up side by side");
+  return self.program.act_mul(x, activation_of(activation));
+}
+
+Register record_take(ProgramHolder& self, Register x) {
+  self.require_open();
+  self.require_register("x", x);
+  self.require_tokens("x", x);
+  return self.program.take(x);
+}
+
+void record_logits(ProgramHolder& self, Register x, const LinearWeights& head, float softcap) {
+  self.require_open();
+  self.require_register("x", x, head.in_features());
+  require(self.program.of_logit_rows(x), "x has one row for each token and must have one for each logit row: record take before logits");
+  require(std::isfinite(softcap) && softcap >= 0.0f, "softcap is ", softcap, " and must be a finite number of at least 0 (0: none)");
+  self.keep.append(nb::find(head));
+  self.program.logits(x, head, softcap);
+}
+
+std::map<std::string, double> run_program(ProgramHolder& self, const CacheHolder& cache, nb::handle id_array, nb::handle position_array,
+                                          nb::handle slot_array, nb::handle row_array, const nb::list& segments, bool share,
+                                          nb::handle logit_array, bool profile) {
+  require(self.program.is_complete(), "the program is not complete: record logits before it is run");
+  const Ints ids = ints("ids", id_array), positions = ints("positions", position_array);
+  const Longs slots = longs("slots", slot_array);
+  const Ints logit_rows = row_array.is_none() ? Ints() : ints("logit_rows", row_array);  // not valid: all tokens
+  const Output logits = output("logits", logit_array);
+  const int64_t tokens = int64_t(ids.shape(0)), num_logit_rows = logit_rows.is_valid() ? int64_t(logit_rows.shape(0)) : tokens;
+  require(tokens > 0, "ids is empty and must have at least one token");
+  require_length("positions", positions, tokens);
+  require_length("slots", slots, tokens);
+  require_shape("logits", logits, num_logit_rows, self.program.vocab_size());
+  require_elements("ids", ids.data(), ids.shape(0), self.vocab_rows, "the vocabulary");
+  require_elements("positions", positions.data(), positions.shape(0), self.position_rows, "the positions of the model");
+  require_elements("slots", slots.data(), slots.shape(0), cache.num_slots(), "the cache");
+  if (logit_rows.is_valid()) require_elements("logit_rows", logit_rows.data(), logit_rows.shape(0), tokens, "the batch");
+  for (const auto& [layer, shape] : self.attentions) cache.require_layer(layer, shape);
+  std::vector<Tables> tables;
+  const Step step{tokens, ids.data(), positions.data(), slots.data(), logit_rows.is_valid() ? logit_rows.data() : nullptr, num_logit_rows,
+                  queries_of(segments, tokens, cache, share, tables), &cache.layers, logits.data()};
+  nb::gil_scoped_release release;
+  if (profile) return self.program.profile(step);
+  self.program.run(step);
+  return {};
+}
+
+}  // namespace
+
+void bind_program(nb::module_& m) {
+  nb::class_<ProgramHolder>(m, "Program")
+      .def(nb::init<>())
+      .def("embed", &record_embed, "table"_a, "scale"_a, "of_positions"_a)
+      .def("norm", &record_norm, "x"_a, "weights"_a)
+      .def("add", &record_add, "x"_a, "y"_a)
+      .def("add_norm", &record_add_norm, "x"_a, "delta"_a, "weights"_a)
+      .def("linear", &record_linear, "x"_a, "weights"_a)
+      .def("rotation", &record_rotation, array("frequencies"), "scale"_a)
+      .def("rope_and_write", &record_rope_and_write, "qkv"_a, "layer"_a, "shape"_a, "cosine"_a, "sine"_a)
+      .def("attend", &record_attend, "qkv"_a, "layer"_a, "shape"_a)
+      .def("act", &record_act, "x"_a, "activation"_a)
+      .def("act_mul", &record_act_mul, "x"_a, "activation"_a)
+      .def("take", &record_take, "x"_a)
+      .def("logits", &record_logits, "x"_a, "head"_a, "softcap"_a)
+      .def("run", &run_program, "cache"_a, array("ids"), array("positions"), array("slots"), array("logit_rows"), "segments"_a, "share"_a,
+           array("logits"), "profile"_a = false)
+      .def_prop_ro("vocab_size", [](const ProgramHolder& self) { return self.program.vocab_size(); })
+      .def_prop_ro("scratch_bytes", [](const ProgramHolder& self) { return self.program.scratch_bytes(); });
+}
+
+}  // namespace bifolio

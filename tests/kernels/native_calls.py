@@ -1,0 +1,217 @@
+"""One valid call of every entry point of the native module; the tests of misuse change one argument of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bifolio.kernels import native
+
+TOKENS, WIDTH, VOCAB = 6, 64, 50
+HEADS, KV_HEADS, DIM = 4, 2, 32
+QUERY_WIDTH, QKV_WIDTH = HEADS * DIM, (HEADS + 2 * KV_HEADS) * DIM
+LAYERS, BLOCKS, BLOCK_SIZE = 2, 5, 16
+Arguments = dict[str, Any]
+
+
+def floats(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def longs(*values: int) -> np.ndarray:
+    return np.array(values, np.int64)
+
+
+def norm(size: int = WIDTH) -> Any:
+    return native.library().Norm(floats(size), None, 1e-5, False)
+
+
+def table(rows: int = VOCAB, width: int = WIDTH) -> Any:
+    return native.library().Table(0, floats(rows, width).view(np.uint8), width)
+
+
+def linear(n: int, k: int) -> Any:
+    return native.library().make_linear([(0, floats(n, k).view(np.uint8))], k, None, 1)
+
+
+def shape(heads: int = HEADS, kv_heads: int = KV_HEADS, dim: int = DIM) -> Any:
+    return native.library().AttentionShape(heads, kv_heads, dim, 0.2, 0, False, None, None)
+
+
+def kv_arrays(count: int = LAYERS) -> list[np.ndarray]:
+    return [floats(BLOCKS, KV_HEADS, BLOCK_SIZE, DIM) for _ in range(count)]
+
+
+def cache() -> Any:
+    return native.library().Cache(kv_arrays(), kv_arrays(), 0, DIM)
+
+
+def segment(**changes: Any) -> tuple[Any, ...]:
+    """Two sequences of one and five tokens with contexts of 20 and 10."""
+    fields = {
+        "phase": 0,
+        "token_start": 0,
+        "query_starts": ints(0, 1, TOKENS),
+        "context_lens": ints(20, 10),
+        "block_tables": np.array([[1, 2], [3, 0]], np.int32),
+    }
+    return tuple((fields | changes).values())
+
+
+class Recorded(NamedTuple):
+    """A program that is still open, and some of its registers."""
+
+    program: Any
+    x: int  # WIDTH wide
+    odd: int  # 33 wide
+    qkv: int
+    cosine: int
+    sine: int
+    taken: int  # WIDTH wide, one row for each logit row
+
+
+def recorded() -> Recorded:
+    program = native.library().Program()
+    x = program.embed(table(), 1.0, False)
+    odd = program.embed(table(width=33), 1.0, True)
+    qkv = program.linear(x, linear(QKV_WIDTH, WIDTH))
+    cosine, sine = program.rotation(floats(DIM // 2), 1.0)
+    return Recorded(program, x, odd, qkv, cosine, sine, program.take(x))
+
+
+def complete(layer: int = 0, heads: int = HEADS, kv_heads: int = KV_HEADS, dim: int = DIM) -> Any:
+    """A program of one layer of attention."""
+    program, x, _, qkv, cosine, sine, _ = recorded()
+    rotation = (cosine, sine) if dim == DIM else (-1, -1)
+    qkv = program.rope_and_write(qkv, layer, shape(heads, kv_heads, dim), *rotation)
+    mixed = program.linear(program.attend(qkv, layer, shape(heads, kv_heads, dim)), linear(WIDTH, heads * dim))
+    program.logits(program.take(program.add(x, mixed)), linear(VOCAB, WIDTH), 0.0)
+    return program
+
+
+def recording(**arguments: str | Any) -> Arguments:
+    """Arguments of a recording method; a string names a register of the program."""
+    open_program = recorded()
+    known = {k: getattr(open_program, v) if isinstance(v, str) else v for k, v in arguments.items()}
+    return {"self": open_program.program} | known
+
+
+def run_arguments() -> Arguments:
+    return {
+        "self": complete(),
+        "cache": cache(),
+        "ids": ints(1, 2, 3, 4, 5, 6),
+        "positions": ints(19, 5, 6, 7, 8, 9),
+        "slots": longs(35, 53, 54, 55, 56, 57),
+        "logit_rows": ints(0, 5),
+        "segments": [segment()],
+        "share": True,
+        "logits": floats(2, VOCAB),
+    }
+
+
+VALID: dict[str, Callable[[], Arguments]] = {
+    "embed": lambda: {"table": table(), "ids": ints(1, 2, 3), "scale": 1.0, "out": floats(3, WIDTH)},
+    "norm": lambda: {"x": floats(TOKENS, WIDTH), "weights": norm(), "out": floats(TOKENS, WIDTH)},
+    "add": lambda: {"x": floats(TOKENS, WIDTH), "y": floats(TOKENS, WIDTH), "out": floats(TOKENS, WIDTH)},
+    "add_norm": lambda: {
+        "x": floats(TOKENS, WIDTH),
+        "delta": floats(TOKENS, WIDTH),
+        "weights": norm(),
+        "sum": floats(TOKENS, WIDTH),
+        "normed": floats(TOKENS, WIDTH),
+    },
+    "linear": lambda: {"x": floats(TOKENS, WIDTH), "weights": linear(48, WIDTH), "out": floats(TOKENS, 48)},
+    "act": lambda: {"x": floats(TOKENS, WIDTH), "activation": 0, "out": floats(TOKENS, WIDTH)},
+    "act_mul": lambda: {"x": floats(TOKENS, WIDTH), "activation": 2, "out": floats(TOKENS, WIDTH // 2)},
+    "softcap": lambda: {"x": floats(TOKENS, WIDTH), "cap": 30.0},
+    "rotation": lambda: {
+        "frequencies": floats(16),
+        "scale": 1.0,
+        "positions": ints(0, 1, 2),
+        "cosine": floats(3, 16),
+        "sine": floats(3, 16),
+    },
+    "rope_and_write": lambda: {
+        "qkv": floats(TOKENS, QKV_WIDTH),
+        "shape": shape(),
+        "cosine": floats(TOKENS, DIM // 2),
+        "sine": floats(TOKENS, DIM // 2),
+        "cache": cache(),
+        "layer": 1,
+        "slots": longs(16, 17, 18, 19, 20, 79),
+    },
+    "attend": lambda: {
+        "query": floats(TOKENS, QUERY_WIDTH),
+        "shape": shape(),
+        "segments": [segment()],
+        "share": True,
+        "cache": cache(),
+        "layer": 1,
+        "out": floats(TOKENS, QUERY_WIDTH),
+    },
+    "argmax": lambda: {"x": floats(TOKENS, WIDTH), "out": longs(*range(TOKENS))},
+    "make_linear": lambda: {
+        "parts": [(0, floats(48, WIDTH).view(np.uint8)), (0, floats(16, WIDTH).view(np.uint8))],
+        "k": WIDTH,
+        "bias": floats(64),
+        "planes": 1,
+    },
+    "Norm": lambda: {"weight": floats(WIDTH), "bias": floats(WIDTH), "eps": 1e-5, "centered": True},
+    "Table": lambda: {"format": 0, "bytes": floats(VOCAB, WIDTH).view(np.uint8), "width": WIDTH},
+    "Cache": lambda: {"keys": kv_arrays(), "values": kv_arrays(), "kv_type": 0, "head_dim": DIM},
+    "AttentionShape": lambda: {
+        "heads": HEADS,
+        "kv_heads": KV_HEADS,
+        "head_dim": DIM,
+        "scale": 0.2,
+        "window": 0,
+        "interleaved": False,
+        "query_norm": norm(DIM),
+        "key_norm": norm(DIM),
+    },
+    "Program": dict,
+    "Program.embed": lambda: recording(table=table(), scale=1.0, of_positions=False),
+    "Program.norm": lambda: recording(x="x", weights=norm()),
+    "Program.add": lambda: recording(x="x", y="x"),
+    "Program.add_norm": lambda: recording(x="x", delta="x", weights=norm()),
+    "Program.linear": lambda: recording(x="x", weights=linear(48, WIDTH)),
+    "Program.rotation": lambda: recording(frequencies=floats(16), scale=1.0),
+    "Program.rope_and_write": lambda: recording(qkv="qkv", layer=0, shape=shape(), cosine="cosine", sine="sine"),
+    "Program.attend": lambda: recording(qkv="qkv", layer=0, shape=shape()),
+    "Program.act": lambda: recording(x="odd", activation=1),
+    "Program.act_mul": lambda: recording(x="x", activation=1),
+    "Program.take": lambda: recording(x="x"),
+    "Program.logits": lambda: recording(x="taken", head=linear(VOCAB, WIDTH), softcap=30.0),
+    "Program.run": run_arguments,
+    "set_isa": lambda: {"name": ""},
+    "set_num_threads": lambda: {"count": 0},
+    "read_bandwidth": lambda: {"bytes": 1 << 20},
+    "product_rate": lambda: {"bytes": True},
+    "isa": dict,
+    "available_isas": dict,
+    "num_threads": dict,
+    "shared_tokens": dict,
+}
+
+
+def call(entry: str, arguments: Arguments) -> Any:
+    rest = dict(arguments)
+    if "self" in rest:
+        return getattr(rest.pop("self"), entry.partition(".")[2])(**rest)
+    return getattr(native.library(), entry)(**rest)
+
+
+def arrays_in(value: Any) -> list[np.ndarray]:
+    """All arrays among the arguments, also those in lists and tuples."""
+    if isinstance(value, np.ndarray):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [array for item in value for array in arrays_in(item)] if isinstance(value, list | tuple) else []

@@ -1,0 +1,312 @@
+"""Misuses of operations, classes and settings: the changes to the valid arguments, and the error they raise."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from native_calls import (
+    BLOCK_SIZE,
+    BLOCKS,
+    DIM,
+    KV_HEADS,
+    QKV_WIDTH,
+    QUERY_WIDTH,
+    TOKENS,
+    VOCAB,
+    WIDTH,
+    Arguments,
+    floats,
+    ints,
+    kv_arrays,
+    longs,
+    norm,
+    segment,
+    shape,
+    table,
+)
+
+from bifolio.errors import KernelArgumentError
+
+NAN, INFINITY = math.nan, math.inf
+TALLER, WIDER = floats(TOKENS + 1, WIDTH), floats(TOKENS, WIDTH + 1)
+BOTH = floats(2 * TOKENS, WIDTH)  # overlapping arrays are cut from it
+KV_SHAPE = (BLOCKS, KV_HEADS, BLOCK_SIZE, DIM)
+
+
+@dataclass
+class Misuse:
+    entry: str
+    misuse: str
+    changes: Arguments
+    match: str
+    error: type[Exception] = KernelArgumentError
+
+    def __str__(self) -> str:
+        return f"{self.entry}-{self.misuse}".replace(" ", "_")
+
+
+def misuses(entry: str, *cases: tuple[Any, ...]) -> list[Misuse]:
+    return [Misuse(entry, *case) for case in cases]
+
+
+def wrong_segments(entry: str) -> list[Misuse]:
+    tables = np.array([[1, 2], [3, 0]], np.int32)
+
+    def changed(**fields: Any) -> Arguments:
+        return {"segments": [segment(**fields)]}
+
+    return misuses(
+        entry,
+        ("no segments", {"segments": []}, "cover 0 tokens and must cover 6"),
+        ("segments that are a tuple", {"segments": (segment(),)}, "incompatible", TypeError),
+        ("a segment with a field less", {"segments": [segment()[:-1]]}, "must be a tuple"),
+        ("a segment that is a list", {"segments": [list(segment())]}, "must be a tuple"),
+        ("a segment twice", {"segments": [segment(), segment()]}, "token_start is 0 and must be 6"),
+        ("an unknown phase", changed(phase=2), "phase is 2 and must be 0"),
+        ("a negative phase", changed(phase=-1), "phase is -1"),
+        ("a phase that is text", changed(phase="decode"), "must be a tuple"),
+        ("a gap before the segment", changed(token_start=1), "token_start is 1 and must be 0"),
+        ("a negative token_start", changed(token_start=-1), "token_start is -1 and must be 0"),
+        ("a token_start that is text", changed(token_start="0"), "must be a tuple"),
+        ("query_starts that begin late", changed(query_starts=ints(1, 2, 6)), r"query_starts\[0\] is 1"),
+        ("negative query_starts", changed(query_starts=ints(-1, 1, 6)), r"query_starts\[0\] is -1"),
+        ("query_starts that decrease", changed(query_starts=ints(0, 7, 6)), "must not decrease|at least 7"),
+        ("query_starts that wrap", changed(query_starts=ints(0, 5, -(2**31))), "must not decrease"),
+        ("query_starts past the batch", changed(query_starts=ints(0, 1, 7)), "behind the last of 6 tokens"),
+        ("query_starts before its end", changed(query_starts=ints(0, 1, 5)), "cover 5 tokens and must cover 6"),
+        ("too few query_starts", changed(query_starts=ints(0, 6)), "query_starts has 2 elements and must have 3"),
+        ("no query_starts", changed(query_starts=ints()), "query_starts has 0 elements and must have 3"),
+        ("no sequences", changed(context_lens=ints()), "context_lens is empty"),
+        ("contexts shorter than the queries", changed(context_lens=ints(20, 4)), r"context_lens\[1\] is 4"),
+        ("negative contexts", changed(context_lens=ints(-20, 10)), r"context_lens\[0\] is -20"),
+        ("contexts past the table", changed(context_lens=ints(33, 10)), "does not fit its block table of 2 blocks"),
+        ("too few tables", changed(block_tables=tables[:1]), "block_tables has 1 rows and must have 2"),
+        ("tables of no blocks", changed(block_tables=tables[:, :0].copy()), "does not fit its block table"),
+        ("a block past the cache", changed(block_tables=tables + np.int32(3)), "block 5, which does not exist"),
+        ("a negative block", changed(block_tables=-tables), "block -1, which does not exist"),
+    )
+
+
+ELEMENTWISE = [
+    *misuses(
+        "embed",
+        ("an id past the table", {"ids": ints(0, VOCAB, 1)}, r"ids\[1\] is 50, which lies outside the table"),
+        ("a negative id", {"ids": ints(0, 1, -1)}, r"ids\[2\] is -1, which lies outside the table"),
+        ("too few output rows", {"out": floats(2, WIDTH)}, r"out has the shape \(2, 64\)"),
+        ("a narrow output", {"out": floats(3, WIDTH - 1)}, r"must have the shape \(3, 64\)"),
+        ("a NaN scale", {"scale": NAN}, "scale is nan"),
+        ("a norm as the table", {"table": norm()}, "incompatible", TypeError),
+        ("no table", {"table": None}, "incompatible", TypeError),
+    ),
+    *misuses(
+        "norm",
+        ("x wider than the weight", {"x": WIDER, "out": WIDER.copy()}, "x is 65 wide and must be 64 wide"),
+        ("x narrower than the weight", {"x": floats(6, 63), "out": floats(6, 63)}, "x is 63 wide"),
+        ("another output height", {"out": TALLER}, r"out has the shape \(7, 64\)"),
+        ("an output that overlaps x", {"x": BOTH[:6], "out": BOTH[1:7]}, "out and x overlap"),
+        ("a table as the weights", {"weights": table()}, "incompatible", TypeError),
+    ),
+    *misuses(
+        "add",
+        ("unequal widths", {"y": WIDER}, r"y has the shape \(6, 65\) and must have the shape \(6, 64\)"),
+        ("unequal heights", {"y": TALLER}, r"y has the shape \(7, 64\)"),
+        ("another output height", {"out": TALLER}, r"out has the shape \(7, 64\)"),
+        ("no columns", {name: floats(6, 0) for name in ("x", "y", "out")}, "x has no columns"),
+        ("an output that overlaps x", {"x": BOTH[:6], "out": BOTH[3:9]}, "out and x overlap"),
+        ("an output that overlaps y", {"y": BOTH[:6], "out": BOTH[3:9]}, "out and y overlap"),
+    ),
+    *misuses(
+        "add_norm",
+        ("x wider than the weight", {"x": WIDER}, "x is 65 wide and must be 64 wide"),
+        ("a delta of another height", {"delta": TALLER}, r"delta has the shape \(7, 64\)"),
+        ("a sum of another width", {"sum": WIDER}, r"sum has the shape \(6, 65\)"),
+        ("a norm of another height", {"normed": TALLER}, r"normed has the shape \(7, 64\)"),
+        ("one array for both outputs", {"sum": BOTH[:6], "normed": BOTH[:6]}, "sum and normed overlap"),
+        ("a sum that overlaps x", {"x": BOTH[:6], "sum": BOTH[2:8]}, "overlap"),
+        ("a norm that overlaps delta", {"delta": BOTH[:6], "normed": BOTH[2:8]}, "overlap"),
+    ),
+    *misuses(
+        "linear",
+        ("x wider than the weights", {"x": WIDER}, "x is 65 wide and must be 64 wide"),
+        ("a narrow output", {"out": floats(TOKENS, 47)}, r"must have the shape \(6, 48\)"),
+        ("too few output rows", {"out": floats(TOKENS - 1, 48)}, r"out has the shape \(5, 48\)"),
+        ("an output that overlaps x", {"x": BOTH[:6], "out": BOTH.reshape(16, 48)[1:7]}, "out and x overlap"),
+    ),
+    *misuses(
+        "act",
+        ("an unknown activation", {"activation": 3}, "activation is 3"),
+        ("a negative activation", {"activation": -1}, "activation is -1"),
+        ("another output width", {"out": WIDER}, r"out has the shape \(6, 65\)"),
+        ("no columns", {"x": floats(6, 0), "out": floats(6, 0)}, "x has no columns"),
+        ("an output that overlaps x", {"x": BOTH[:6], "out": BOTH[1:7]}, "out and x overlap"),
+    ),
+    *misuses(
+        "act_mul",
+        ("an unknown activation", {"activation": 3}, "activation is 3"),
+        ("an odd width", {"x": WIDER}, "x is 65 wide and must have an even width"),
+        ("no columns", {"x": floats(6, 0), "out": floats(6, 0)}, "x has no columns"),
+        ("an output as wide as x", {"out": floats(TOKENS, WIDTH)}, r"must have the shape \(6, 32\)"),
+        ("too few output rows", {"out": floats(5, WIDTH // 2)}, r"out has the shape \(5, 32\)"),
+        ("an output in place", {"x": BOTH[:6], "out": BOTH[:3].reshape(6, 32)}, "out and x overlap"),
+    ),
+    *misuses(
+        "softcap",
+        ("a cap of 0", {"cap": 0.0}, "cap is 0 and must be a finite number above 0"),
+        ("a NaN cap", {"cap": NAN}, "cap is nan"),
+        ("no columns", {"x": floats(6, 0)}, "x has no columns"),
+    ),
+    *misuses(
+        "argmax",
+        ("no columns", {"x": floats(6, 0)}, "x has no columns"),
+        ("a short output", {"out": longs(1, 2)}, "out has 2 elements and must have 6"),
+    ),
+]
+
+ATTENTION = [
+    *misuses(
+        "rotation",
+        ("no frequencies", {"frequencies": floats(0)}, "the length of frequencies is 0"),
+        ("an infinite frequency", {"frequencies": np.full(16, np.inf, np.float32)}, r"frequencies\[0\] is inf"),
+        ("an infinite scale", {"scale": INFINITY}, "scale is inf"),
+        ("a negative position", {"positions": ints(0, -1, 2)}, r"positions\[1\] is -1"),
+        ("too few rows of cosine", {"cosine": floats(2, 16)}, r"cosine has the shape \(2, 16\)"),
+        ("a narrow sine", {"sine": floats(3, 15)}, r"sine has the shape \(3, 15\)"),
+        ("outputs that overlap", {"cosine": BOTH.reshape(-1, 16)[:3], "sine": BOTH.reshape(-1, 16)[2:5]}, "overlap"),
+    ),
+    *misuses(
+        "rope_and_write",
+        ("a narrow qkv", {"qkv": floats(TOKENS, QKV_WIDTH - DIM)}, "qkv is 224 wide and must be 256 wide"),
+        ("a shape of more heads", {"shape": shape(heads=6)}, "qkv is 256 wide and must be 320 wide"),
+        ("cosine alone", {"sine": None}, "cosine and sine must both be given"),
+        ("sine alone", {"cosine": None}, "cosine and sine must both be given"),
+        ("too few rows of cosine", {"cosine": floats(5, DIM // 2)}, r"cosine has the shape \(5, 16\)"),
+        ("a sine of another width", {"sine": floats(TOKENS, 15)}, r"sine has the shape \(6, 15\)"),
+        ("a rotation wider than the head", {n: floats(6, 17) for n in ("cosine", "sine")}, "between 1 and 16"),
+        ("a rotation of no width", {n: floats(6, 0) for n in ("cosine", "sine")}, "between 1 and 16"),
+        ("a cache and no slots", {"slots": None}, "cache and slots must both be given"),
+        ("slots and no cache", {"cache": None}, "cache and slots must both be given"),
+        ("too few slots", {"slots": longs(16, 17)}, "slots has 2 elements and must have 6"),
+        ("a slot past the cache", {"slots": longs(16, 17, 18, 19, 20, 80)}, r"slots\[5\] is 80, which lies outside"),
+        ("a negative slot", {"slots": longs(-1, 17, 18, 19, 20, 21)}, r"slots\[0\] is -1"),
+        ("a layer past the cache", {"layer": 2}, "layer is 2 and must be between 0 and 1"),
+        ("a negative layer", {"layer": -1}, "layer is -1"),
+        ("a cache of other kv heads", {"shape": shape(6, 1)}, "1 kv heads and must have 2"),
+        (
+            "a cache of another head_dim",
+            {"shape": shape(12, 2, 16), "cosine": None, "sine": None},
+            "head_dim of 16 and must have 32",
+        ),
+    ),
+    *misuses(
+        "attend",
+        ("fewer heads than the shape", {"query": floats(6, 96), "out": floats(6, 96)}, "query is 96 wide"),
+        ("more heads than the shape", {"query": floats(6, 256), "out": floats(6, 256)}, "must be 128 wide"),
+        ("a narrow output", {"out": floats(6, 96)}, r"out has the shape \(6, 96\)"),
+        ("too few output rows", {"out": floats(5, QUERY_WIDTH)}, r"out has the shape \(5, 128\)"),
+        ("an output in place", {"query": BOTH.reshape(6, 128), "out": BOTH.reshape(6, 128)}, "out and query overlap"),
+        ("a layer past the cache", {"layer": 2}, "layer is 2 and must be between 0 and 1"),
+        ("a negative layer", {"layer": -1}, "layer is -1"),
+        ("a cache of other kv heads", {"shape": shape(4, 4)}, "4 kv heads and must have 2"),
+        ("a cache of another head_dim", {"shape": shape(8, 2, 16)}, "head_dim of 16 and must have 32"),
+        ("no cache", {"cache": None}, "incompatible", TypeError),
+        ("more tokens than the segments", {n: floats(7, QUERY_WIDTH) for n in ("query", "out")}, "must cover 7"),
+    ),
+    *wrong_segments("attend"),
+]
+
+CLASSES = [
+    *misuses(
+        "Norm",
+        ("an empty weight", {"weight": floats(0), "bias": None}, "the length of weight is 0"),
+        ("a bias of another length", {"bias": floats(WIDTH - 1)}, "bias has 63 elements and must have 64"),
+        ("a NaN eps", {"eps": NAN}, "eps is nan"),
+        ("a negative eps", {"eps": -1.0}, "eps is -1"),
+    ),
+    *misuses(
+        "Table",
+        ("an unknown format", {"format": 6}, "format is 6"),
+        ("a negative format", {"format": -1}, "format is -1"),
+        ("another width", {"width": WIDTH + 1}, "bytes is 256 wide and must be 260 wide"),
+        ("no width", {"width": 0}, "width is 0"),
+        ("a negative width", {"width": -64}, "width is -64"),
+        ("a width that wraps", {"width": 2**62 + 64}, "width is 4611686018427387968"),
+        ("a part of a block", {"format": 3, "bytes": np.zeros((2, 34), np.uint8), "width": 40}, "multiple of 32"),
+        ("no rows", {"bytes": np.zeros((0, 256), np.uint8)}, "bytes has no rows"),
+    ),
+    *misuses(
+        "make_linear",
+        ("no parts", {"parts": []}, "parts is empty"),
+        ("a part that is an array", {"parts": [np.zeros((2, 256), np.uint8)]}, "must hold pairs"),
+        ("a part of three", {"parts": [(0, np.zeros((2, 256), np.uint8), 1)]}, "must hold pairs"),
+        ("an unknown format", {"parts": [(6, np.zeros((2, 256), np.uint8))]}, "format is 6"),
+        ("parts of unequal widths", {"parts": [(0, np.zeros((2, w), np.uint8)) for w in (256, 260)]}, "260 wide"),
+        ("a part of a block", {"parts": [(4, np.zeros((2, 18), np.uint8))], "k": 40, "bias": None}, "multiple of 32"),
+        ("a part of no rows", {"parts": [(0, np.zeros((0, 256), np.uint8))]}, "has no rows"),
+        ("another k", {"k": WIDTH - 1}, "is 256 wide and must be 252 wide"),
+        ("no k", {"k": 0}, "k is 0"),
+        ("a k that wraps", {"k": 2**62 + 64}, "k is 4611686018427387968"),
+        ("a short bias", {"bias": floats(63)}, "bias has 63 elements and must have 64"),
+        ("no planes", {"planes": 0}, "planes is 0"),
+        ("three planes", {"planes": 3}, "planes is 3"),
+    ),
+    *misuses("Linear", ("a constructor", {"k": 1}, "constructor", TypeError)),
+    *misuses(
+        "Cache",
+        ("an unknown type", {"kv_type": 4}, "kv_type is 4"),
+        ("a negative type", {"kv_type": -1}, "kv_type is -1"),
+        ("a type of other numbers", {"kv_type": 1}, r"keys\[0\] must be an array of float16"),
+        ("no layers", {"keys": [], "values": []}, "keys has no layers"),
+        ("fewer values than keys", {"values": kv_arrays(1)}, "values has 1 layers and must have 2"),
+        ("another head_dim", {"head_dim": 16}, r"keys\[0\] has rows of 32 elements and must have rows of 16"),
+        ("no head_dim", {"head_dim": 0}, "head_dim is 0"),
+        ("a huge head_dim", {"head_dim": 2**40}, "head_dim is 1099511627776"),
+        ("layers of unequal shapes", {"keys": [*kv_arrays(1), floats(4, *KV_SHAPE[1:])]}, r"keys\[1\] has 4 elements"),
+        ("values of another shape", {"values": [floats(4, *KV_SHAPE[1:])] * 2}, r"values\[0\] has 4 elements"),
+        ("as many numbers in another shape", {"values": [floats(5, 16, 2, 32)] * 2}, "along dimension 1"),
+        ("no blocks", {n: [floats(0, *KV_SHAPE[1:])] * 2 for n in ("keys", "values")}, "along dimension 0"),
+        (
+            "a q8_0 head_dim that is no multiple of 32",
+            {n: [np.zeros((5, 2, 16, 42), np.uint8)] for n in ("keys", "values")} | {"kv_type": 3, "head_dim": 40},
+            "head_dim is 40 and must be a multiple of 32",
+        ),
+        ("keys that are a tuple", {"keys": tuple(kv_arrays())}, "incompatible", TypeError),
+    ),
+    *misuses(
+        "AttentionShape",
+        ("no heads", {"heads": 0}, "heads is 0"),
+        ("negative kv heads", {"kv_heads": -2}, "kv_heads is -2"),
+        ("huge heads", {"heads": 2**62}, "heads is 4611686018427387904"),
+        ("heads that are no multiple", {"kv_heads": 3}, "heads is 4 and must be a multiple of kv_heads, 3"),
+        ("more heads than a unit holds", {"heads": 129, "kv_heads": 1}, "at most 128 times"),
+        ("no head_dim", {"head_dim": 0}, "head_dim is 0"),
+        ("a NaN scale", {"scale": NAN}, "scale is nan"),
+        ("a negative window", {"window": -1}, "window is -1"),
+        ("a query norm of another size", {"query_norm": norm(16)}, "query_norm has 16 elements and must have 32"),
+        ("a key norm of another size", {"key_norm": norm(64)}, "key_norm has 64 elements and must have 32"),
+    ),
+]
+
+SETTINGS = [
+    *misuses("set_isa", ("an unknown name", {"name": "mmx"}, "no instruction set mmx: choose one of")),
+    *misuses(
+        "set_num_threads",
+        ("a negative count", {"count": -1}, "count is -1 and must be between 0 and 1024"),
+        ("a huge count", {"count": 10**6}, "count is 1000000"),
+    ),
+    *misuses(
+        "read_bandwidth",
+        ("no bytes", {"bytes": 0}, "bytes is 0"),
+        ("negative bytes", {"bytes": -1}, "bytes is -1"),
+        ("more bytes than memory", {"bytes": 2**60}, "bytes is 1152921504606846976"),
+    ),
+    *misuses("product_rate", ("a number", {"bytes": 2}, "incompatible", TypeError)),
+    *[
+        Misuse(entry, "an argument", {"extra": 1}, "incompatible", TypeError)
+        for entry in ("isa", "available_isas", "num_threads", "shared_tokens")
+    ],
+]
+
+MISUSES = [*ELEMENTWISE, *ATTENTION, *CLASSES, *SETTINGS]

@@ -1,0 +1,125 @@
+"""Misuses of programs, while they are recorded and when they run."""
+
+from __future__ import annotations
+
+import numpy as np
+from native_calls import VALID, VOCAB, complete, floats, ints, linear, longs, recorded, shape, table
+from native_misuses import INFINITY, NAN, Misuse, misuses, wrong_segments
+
+X, ODD, QKV, COSINE, SINE, TAKEN = recorded()[1:]
+RECORDING_METHODS = [entry.partition(".")[2] for entry in VALID if entry.startswith("Program.") and entry[8:] != "run"]
+NO_REGISTER = "is register 99 and must be one of the 6 recorded so far"
+RECORDING = [
+    *misuses("Program", ("an argument", {"size": 1}, "incompatible", TypeError)),
+    *misuses("Program.embed", ("an infinite scale", {"scale": INFINITY}, "scale is inf")),
+    *misuses(
+        "Program.norm",
+        ("an unknown register", {"x": 99}, NO_REGISTER),
+        ("a negative register", {"x": -1}, "x is register -1"),
+        ("a register wider than the weight", {"x": QKV}, "x is 256 wide and must be 64 wide"),
+    ),
+    *misuses(
+        "Program.add",
+        ("an unknown register", {"x": 99}, NO_REGISTER),
+        ("another unknown register", {"y": 99}, NO_REGISTER),
+        ("unequal widths", {"y": ODD}, "y is 33 wide and must be 64 wide"),
+        ("unequal heights", {"y": TAKEN}, "one row for each token or both one for each logit row"),
+    ),
+    *misuses(
+        "Program.add_norm",
+        ("an unknown register", {"x": 99}, NO_REGISTER),
+        ("an unknown delta", {"delta": -1}, "delta is register -1"),
+        ("x wider than the weight", {"x": QKV, "delta": QKV}, "x is 256 wide and must be 64 wide"),
+        ("unequal widths", {"delta": ODD}, "delta is 33 wide and must be 64 wide"),
+        ("unequal heights", {"delta": TAKEN}, "one row for each token or both one for each logit row"),
+    ),
+    *misuses(
+        "Program.linear",
+        ("an unknown register", {"x": 99}, NO_REGISTER),
+        ("a register wider than the weights", {"x": QKV}, "x is 256 wide and must be 64 wide"),
+    ),
+    *misuses(
+        "Program.rotation",
+        ("no frequencies", {"frequencies": floats(0)}, "the length of frequencies is 0"),
+        ("a NaN frequency", {"frequencies": np.full(16, np.nan, np.float32)}, r"frequencies\[0\] is nan"),
+        ("a NaN scale", {"scale": NAN}, "scale is nan"),
+    ),
+    *misuses(
+        "Program.rope_and_write",
+        ("an unknown register", {"qkv": 99}, NO_REGISTER),
+        ("a narrow register", {"qkv": X}, "qkv is 64 wide and must be 256 wide"),
+        ("logit rows", {"qkv": TAKEN, "shape": shape(2, 1, 16)}, "must have one for each token"),
+        ("cosine alone", {"sine": -1}, "must both be registers or both be -1"),
+        ("an unknown rotation", {"cosine": 99, "sine": 99}, NO_REGISTER),
+        ("a negative rotation", {"cosine": -2, "sine": -2}, "cosine is register -2"),
+        ("a rotation wider than the head", {"cosine": ODD, "sine": ODD}, "the width of cosine is 33"),
+        ("unequal widths of the rotation", {"sine": X}, "sine is 64 wide and must be 16 wide"),
+        ("a negative layer", {"layer": -1}, "layer is -1"),
+        ("a huge layer", {"layer": 2**40}, "layer is 1099511627776"),
+    ),
+    *misuses(
+        "Program.attend",
+        ("an unknown register", {"qkv": 99}, NO_REGISTER),
+        ("a narrow register", {"qkv": X}, "qkv is 64 wide and must be 256 wide"),
+        ("logit rows", {"qkv": TAKEN, "shape": shape(2, 1, 16)}, "must have one for each token"),
+        ("a negative layer", {"layer": -1}, "layer is -1"),
+    ),
+    *misuses(
+        "Program.act",
+        ("an unknown register", {"x": 99}, NO_REGISTER),
+        ("an unknown activation", {"activation": 3}, "activation is 3"),
+    ),
+    *misuses(
+        "Program.act_mul",
+        ("an unknown register", {"x": 99}, NO_REGISTER),
+        ("an unknown activation", {"activation": -1}, "activation is -1"),
+        ("an odd width", {"x": ODD}, "x is 33 wide and must have an even width"),
+    ),
+    *misuses(
+        "Program.take",
+        ("an unknown register", {"x": 99}, NO_REGISTER),
+        ("logit rows", {"x": TAKEN}, "must have one for each token"),
+    ),
+    *misuses(
+        "Program.logits",
+        ("an unknown register", {"x": 99}, NO_REGISTER),
+        ("a register narrower than the head", {"head": linear(VOCAB, 65)}, "x is 64 wide and must be 65 wide"),
+        ("a row for each token", {"x": X}, "record take before logits"),
+        ("a NaN softcap", {"softcap": NAN}, "softcap is nan"),
+        ("a negative softcap", {"softcap": -1.0}, "softcap is -1"),
+    ),
+    *[
+        Misuse(f"Program.{method}", "a complete program", {"self": complete()}, "record nothing after logits")
+        for method in RECORDING_METHODS
+    ],
+]
+
+RUNNING = [
+    *misuses(
+        "Program.run",
+        ("before logits are recorded", {"self": recorded().program}, "record logits before it is run"),
+        ("no tokens", {"ids": ints()}, "ids is empty"),
+        ("too few positions", {"positions": ints(1, 2)}, "positions has 2 elements and must have 6"),
+        ("too few slots", {"slots": longs(16, 17)}, "slots has 2 elements and must have 6"),
+        ("an id past the vocabulary", {"ids": ints(1, 2, 3, 4, 5, VOCAB)}, r"ids\[5\] is 50, which lies outside"),
+        ("a negative id", {"ids": ints(-1, 2, 3, 4, 5, 6)}, r"ids\[0\] is -1"),
+        ("a position past the table", {"positions": ints(1, 2, 3, 4, 5, VOCAB)}, r"positions\[5\] is 50"),
+        ("a negative position", {"positions": ints(-1, 2, 3, 4, 5, 6)}, r"positions\[0\] is -1"),
+        ("a slot past the cache", {"slots": longs(80, 53, 54, 55, 56, 57)}, r"slots\[0\] is 80"),
+        ("a negative slot", {"slots": longs(-1, 53, 54, 55, 56, 57)}, r"slots\[0\] is -1"),
+        ("a logit row past the batch", {"logit_rows": ints(0, 6)}, r"logit_rows\[1\] is 6, which lies outside"),
+        ("a negative logit row", {"logit_rows": ints(-1, 5)}, r"logit_rows\[0\] is -1"),
+        ("too many logits", {"logits": floats(3, VOCAB)}, r"logits has the shape \(3, 50\)"),
+        ("too few logits", {"logit_rows": None}, r"must have the shape \(6, 50\)"),
+        ("logits of another vocabulary", {"logits": floats(2, VOCAB - 1)}, r"logits has the shape \(2, 49\)"),
+        ("a cache of too few layers", {"self": complete(layer=2)}, "layer is 2 and must be between 0 and 1"),
+        ("a cache of other kv heads", {"self": complete(heads=6, kv_heads=1)}, "1 kv heads and must have 2"),
+        ("a cache of another head_dim", {"self": complete(heads=12, dim=16)}, "head_dim of 16 and must have 32"),
+        ("no cache", {"cache": None}, "incompatible", TypeError),
+        ("a table as the cache", {"cache": table()}, "incompatible", TypeError),
+    ),
+    *wrong_segments("Program.run"),
+]
+
+
+MISUSES = [*RECORDING, *RUNNING]
