@@ -108,7 +108,8 @@ def check_model(kernels: KernelSet, shape: str, num_prompt: int = 200, num_new: 
         written = theirs.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_new, do_sample=False, pad_token_id=0
         )[0, num_prompt:].tolist()
-    engine = new_engine(model, kernels, max_num_seqs=4, max_model_len=512, block_size=16, num_blocks=160)
+    sizes = {"max_num_seqs": 4, "max_model_len": 512, "block_size": 16, "num_blocks": 160}
+    engine = new_engine(model, kernels, **sizes, deterministic=kernels.deterministic)
     logits = _logits(engine, tokens, [num_prompt])
     whole = relative_error(logits, expected)
     chunked = relative_error(_logits(engine, tokens, _cut(num_prompt)), expected)
