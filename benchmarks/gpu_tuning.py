@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,16 +22,15 @@ import torch.nn.functional as F
 
 from bifolio.cache.storage import CacheLayout, KVStorage
 from bifolio.config import ModelConfig
+from bifolio.errors import ConfigError
 from bifolio.kernels.interface import AttentionShape, Heads, Norm
-from bifolio.kernels.triton.decode import decode_attention
-from bifolio.kernels.triton.gemm_small_m import few_rows
-from bifolio.kernels.triton.gemm_tuning import RowTile
-from bifolio.kernels.triton.gemv import one_row
-from bifolio.kernels.triton.prefill import cudnn_attention, cut_queries, prefill_attention, tile_rows
-from bifolio.kernels.triton.split_kv import cut, new_pieces
+from bifolio.kernels.select import require_gpu
 from bifolio.measure.gpu_limits import time_in_graph
 from bifolio.measure.gpu_models import SHAPES
 from bifolio.schedule.orchestrators import PrefillOrchestrator
+
+if TYPE_CHECKING:
+    from bifolio.kernels.triton.gemm_tuning import RowTile
 
 PARTS = ("products", "decode", "prefill")
 FOOTPRINT = 400 << 20  # bytes of weights that a timed graph goes through: several times the cache
@@ -44,15 +43,16 @@ PREFILLS = (
     (32, 128, 16, 560),
     (32, 64, 4, 2048),
 )  # heads, size, sequences, length
-ONE_ROW_TILES = (
-    RowTile(1, 1024, 2), RowTile(2, 1024, 4), RowTile(4, 512, 2), RowTile(4, 1024, 4), RowTile(8, 512, 4),
-    RowTile(16, 256, 4), RowTile(8, 512, 4, 4), RowTile(2, 2048, 8),
+ONE_ROW_TILES = (  # outputs, depth, warps, stages
+    (1, 1024, 2), (2, 1024, 4), (4, 512, 2), (4, 1024, 4), (8, 512, 4), (16, 256, 4), (8, 512, 4, 4), (2, 2048, 8),
 )  # fmt: skip
 SHARED_MEMORY = 220_000  # bytes that a program may use
 
 
 def few_rows_tiles(rows: int, outputs: int, depth: int, gated: bool) -> list[RowTile]:
     """Settings worth timing: enough programs to occupy the GPU, and they fit."""
+    from bifolio.kernels.triton.gemm_tuning import RowTile
+
     found = []
     for count, step, warps, stages, swapped, described in (
         (16, 256, 4, 4, False, False), (32, 128, 4, 4, False, False), (32, 128, 4, 5, False, False),
@@ -85,6 +85,10 @@ def products(config: ModelConfig) -> dict[str, tuple[int, int, bool]]:
 
 def tune_products(shape: str, rows: int, device: str = "cuda") -> Iterator[dict[str, Any]]:
     """Microseconds of every product of one model with so many rows: the matrix library's, then each tile's."""
+    from bifolio.kernels.triton.gemm_small_m import few_rows
+    from bifolio.kernels.triton.gemm_tuning import RowTile
+    from bifolio.kernels.triton.gemv import one_row
+
     config = SHAPES[shape]
     for name, (outputs, depth, gated) in products(config).items():
         size = outputs * (2 if gated else 1) * depth * 2
@@ -104,7 +108,9 @@ def tune_products(shape: str, rows: int, device: str = "cuda") -> Iterator[dict[
         if rows == 1 and name in ("qkv", "up", "head"):
             options["norm"] = norm
         multiply: Callable[..., torch.Tensor] = one_row if rows == 1 else few_rows
-        tiles = ONE_ROW_TILES if rows == 1 else few_rows_tiles(rows, outputs, depth, gated)
+        tiles = [RowTile(*tile) for tile in ONE_ROW_TILES]
+        if rows > 1:
+            tiles = few_rows_tiles(rows, outputs, depth, gated)
         _compile([partial(multiply, x, weights[0], tile=tile, **options) for tile in tiles])
         for tile in tiles:
             entry[str(astuple(tile))] = _microseconds([partial(multiply, x, w, tile=tile, **options) for w in weights])
@@ -114,6 +120,9 @@ def tune_products(shape: str, rows: int, device: str = "cuda") -> Iterator[dict[
 
 def tune_decode(shape: str, sequences: int, length: int, device: str = "cuda") -> Iterator[dict[str, Any]]:
     """Microseconds of decode attention of one layer, and bytes of keys and values it reads."""
+    from bifolio.kernels.triton.decode import decode_attention
+    from bifolio.kernels.triton.split_kv import cut, new_pieces
+
     config = SHAPES[shape]
     attention = AttentionShape(0, config.num_heads, config.num_kv_heads, config.head_dim, config.scale)
     for block_size in (16, 64):
@@ -172,6 +181,8 @@ def _random_cache(
 
 def tune_prefill(heads: int, kv_heads: int, dim: int, sequences: int, length: int) -> dict[str, Any]:
     """TFLOP/s of prefill attention: torch's (cuDNN), our own over fresh keys, our own over the cache."""
+    from bifolio.kernels.triton.prefill import cudnn_attention, cut_queries, prefill_attention, tile_rows
+
     shape = AttentionShape(0, heads, kv_heads, dim, dim**-0.5)
     storage, tables = _random_cache(1, kv_heads, dim, sequences, -(-length // 64), 64, "cuda")
     total = sequences * length
@@ -287,8 +298,11 @@ def main() -> int:
     unknown = [name for name in parts if name not in PARTS] + [name for name in shapes if name not in SHAPES]
     if unknown:
         parser.error(f"{', '.join(unknown)}: parts are {', '.join(PARTS)}; shapes are {', '.join(SHAPES)}")
-    if not torch.cuda.is_available():
-        parser.error("torch finds no GPU; the kernels are timed on one")
+    try:
+        require_gpu("cuda")
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     compile_ahead(shapes)
     found = []
     for entry in measurements(shapes, parts):
