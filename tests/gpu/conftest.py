@@ -26,13 +26,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep one part: every n-th test. Tests that take much of the GPU's memory are all in the first."""
+    """Keep one part. Tests that take much of the GPU's memory are the first; the others are dealt to the rest."""
     index, count = shard_of(str(config.getoption("--shard", default="1/1")))
     if count == 1:
         return
     heavy = [item for item in items if item.get_closest_marker("one_process")]
     light = [item for item in items if not item.get_closest_marker("one_process")]
-    kept = set(light[index - 1 :: count]) | (set(heavy) if index == 1 else set())
+    kept = set(heavy if index == 1 else light[index - 2 :: count - 1])
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
 

@@ -1,7 +1,8 @@
 """Deterministic mode at real sizes: requests to Llama 1B's shape give the same bits alone, batched, cut and cached.
 
 The weights are random. Tokens are drawn with temperatures and filters, and the logprobs of all tokens are compared to
-the last bit. Without a GPU the same tests run on a tiny shape (`--device interpret`).
+the last bit. Without a GPU (`--device torch`) the same tests run on a tiny shape and the CPU's native kernels, which
+promise the same.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from bifolio import LLM, SamplingParams
 from bifolio.api.outputs import RequestOutput
 from bifolio.model.loaded import LoadedModel
 
-pytestmark = [pytest.mark.one_process, pytest.mark.usefixtures("own_kernels")]
+pytestmark = pytest.mark.one_process
 MODEL_LENGTHS = {"cuda": (2048, 16384), "cpu": (48, 96)}  # of max_model_len
 SAMPLING: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -34,7 +35,7 @@ def model(device: str) -> Iterator[LoadedModel]:
     from bifolio.measure.gpu_models import SHAPES, random_weights
 
     if device == "cpu":
-        yield random_weights("tiny", device, "f16")
+        yield random_weights("tiny", device, "f32")
         return
     config = SHAPES["llama-1b"]
     sizes = (config.hidden_size, config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim)
@@ -51,15 +52,11 @@ def max_model_len(request: pytest.FixtureRequest, device: str) -> int:
 def new_llm(model: LoadedModel, device: str, max_model_len: int, **options: Any) -> LLM:
     """An LLM whose cache is sized by the step that is tried; other tests share the GPU, so it takes a small part."""
     if device == "cpu":
-        from bifolio.kernels.triton import TritonKernels
-
-        kernels = TritonKernels("cpu", "f16", deterministic=True)
         sizes: dict[str, Any] = {"num_blocks": 120, "block_size": 16, "token_budget": 256, "chunk_size": 256}
-        options = {**sizes, **options, "max_num_seqs": 12, "kernels": kernels}
+        options = {**sizes, **options, "max_num_seqs": 12, "kernels": "native"}
     else:
         options = {**options, "gpu_memory_utilization": 0.2}
-    return LLM(model, device=device, dtype="f16" if device == "cpu" else "bf16", deterministic=True,
-               max_model_len=max_model_len, **options)  # fmt: skip
+    return LLM(model, device=device, deterministic=True, max_model_len=max_model_len, **options)
 
 
 def requests_of(max_model_len: int, vocab_size: int, num_new: int) -> list[tuple[list[int], SamplingParams]]:
