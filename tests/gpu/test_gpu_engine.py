@@ -147,7 +147,7 @@ def test_blocks_are_copied_in_every_layer(device: str) -> None:
     import torch
 
     from bifolio.cache.storage import CacheLayout
-    from bifolio.kernels.triton.storage import CudaStorage
+    from bifolio.kernels.triton.cache import CudaStorage
 
     shape = (3, 12, 4, 2, 16)  # layers, blocks, slots, heads, head size
     ours = CudaStorage(CacheLayout(*shape, "bf16"), device=device, backend="torch")

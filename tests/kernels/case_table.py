@@ -14,7 +14,7 @@ import numpy as np
 
 from bifolio.kernels.interface import AttentionPhase, AttentionSegment, KernelSet
 from bifolio.kernels.storage import CacheLayout, KVStorage
-from bifolio.quant.bf16 import bf16_to_f32, f32_to_bf16
+from bifolio.quant.formats import bf16_to_f32, f32_to_bf16
 from bifolio.schedule.orchestrators import DecodeOrchestrator, PrefillOrchestrator
 
 Outputs = tuple[np.ndarray, ...]

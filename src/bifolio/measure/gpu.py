@@ -38,7 +38,7 @@ PEER = {  # measured on the same kind of machine: vLLM 0.26
 
 
 class Report:
-    """Everything that was found, written to a file whenever something is added."""
+    """The results, written to a file with every new entry."""
 
     def __init__(self, folder: Path | None) -> None:
         self.found: dict[str, Any] = {"errors": []}
@@ -55,7 +55,7 @@ class Report:
         print(f"[{time.perf_counter() - self._start:6.1f} s] {text}", flush=True)
 
     def attempt(self, name: str, function: Callable[[], Any]) -> Any:
-        """Run one part; a failure is noted and is not the end."""
+        """Run one part; a failure is recorded and the benchmark continues."""
         try:
             return function()
         except Exception as error:
@@ -141,7 +141,7 @@ def _measure_shape(report: Report, options: argparse.Namespace, shape: str, limi
 
 
 def _profile(report: Report, shape: str, engine: Any, rows: Any) -> None:
-    """Where the time of captured decode steps goes, kernel by kernel."""
+    """Time per kernel of decode steps in CUDA graphs."""
     from bifolio.measure.gpu_profile import profile_steps
     from bifolio.measure.gpu_rows import greedy
 
@@ -182,7 +182,7 @@ def run_start(report: Report, options: argparse.Namespace) -> None:
 
 
 def first_token(shape: str, device: str) -> None:
-    """Make an engine and generate a few tokens; prints the moments."""
+    """Create an engine, generate a few tokens and print the elapsed times."""
     start = time.perf_counter()
     from bifolio.kernels.triton import TritonKernels
     from bifolio.measure.gpu_models import new_engine, random_weights

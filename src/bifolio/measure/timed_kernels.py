@@ -1,7 +1,7 @@
-"""A stopwatch around any kernel set: every verb's time, arithmetic and memory traffic, by part of the network.
+"""A timing proxy for any kernel set: time, arithmetic and memory traffic of every operation, by part of the network.
 
-While the clock runs, the proxy replaces the recorded programs of a kernel set, so that a step is made of verbs; while
-it does not run, the proxy is transparent and the step is as fast as ever.
+While the clock runs, the proxy replaces the recorded programs of a kernel set, so that a step consists of single
+operations; while it does not run, the proxy is transparent and the step runs at full speed.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from bifolio.quant.tensor import QuantizedTensor
 
 @dataclass(slots=True)
 class PartTotals:
-    """What one part of a step took, summed."""
+    """Totals of one part of a step."""
 
     seconds: float = 0.0
     flops: float = 0.0  # multiplications and additions of matrix products and attention
-    num_bytes: float = 0.0  # that have to be moved at least: weights once per pass, keys and values
+    num_bytes: float = 0.0  # minimum memory traffic: weights once per pass, keys and values
 
 
 @dataclass(slots=True)
@@ -54,10 +54,12 @@ class PartClock:
     totals: dict[str, dict[str, PartTotals]] = field(
         default_factory=lambda: defaultdict(lambda: defaultdict(PartTotals))
     )
-    wait: Callable[[], None] | None = None  # lets a device finish, so that its work is counted where it was started
+    wait: Callable[[], None] | None = (
+        None  # synchronises a device, so that its work is counted in the part that launched it
+    )
 
     def timed(self, part: str, work: Callable[..., Any], *arguments: Any) -> Any:
-        """Run `work` and book its time."""
+        """Run `work` and add its time to the part."""
         if self.phase is None:
             return work(*arguments)
         begin = time.perf_counter()
@@ -88,7 +90,7 @@ class TimedKernels:
         self._pairs: dict[tuple[int, int | None], tuple[int, int]] = {}  # of the segments of the current pass
 
     def attach(self, weights: ModelWeights) -> None:
-        """Learn the prepared weights that will be passed to the verbs."""
+        """Map the prepared weights to their parts."""
         for layer in weights.layers:
             for linear, part in ((layer.qkv, "projections"), (layer.output, "projections"), (layer.up, "MLP"),
                                  (layer.down, "MLP")):  # fmt: skip
@@ -131,17 +133,17 @@ class TimedKernels:
 
     # -- whole steps --------------------------------------------------------------------------------------------------
     def record(self, network: Network, phase: AttentionPhase) -> StepProgram | None:
-        """The set's program, and the verbs one by one while the clock runs."""
+        """The set's program, replaced by single operations while the clock runs."""
         program = self.inner.record(network, phase)
         return None if program is None else _SplitProgram(self, network, program)
 
     def device_slots(self, network: Network, storage: Storage, sizes: SlotSizes) -> None:
-        """None: a step that runs on the device as a whole cannot be split."""
+        """None: a step that runs as one CUDA graph cannot be split."""
         return
 
-    # -- verbs ------------------------------------------------------------------------------------------------------
+    # -- operations -------------------------------------------------------------------------------------------------
     def embed(self, table: Any, ids: Array, scale: float) -> Array:
-        self._pairs.clear()  # a pass begins here
+        self._pairs.clear()  # start of a pass
         rows = self.clock.timed("embedding", self.inner.embed, table, ids, scale)
         self.clock.count("embedding", 0, rows.shape[0] * rows.shape[1] * 4)
         return rows
@@ -205,7 +207,7 @@ class TimedKernels:
 
 @dataclass(frozen=True, slots=True)
 class _SplitProgram:
-    """A recorded pass that is run verb by verb while the clock runs."""
+    """A recorded pass that is run operation by operation while the clock runs."""
 
     kernels: TimedKernels
     network: Network
@@ -223,10 +225,10 @@ def linear_bytes(linear: Linear, kernels: KernelSet) -> int:
 
 
 def seen_pairs(segment: AttentionSegment, window: int | None) -> tuple[int, int]:
-    """(query, key) pairs that attention looks at, and the cached tokens it reads, over all sequences of a segment."""
+    """(query, key) pairs of attention, and the cached tokens it reads, over all sequences of a segment."""
     lengths = np.diff(np.asarray(segment.query_starts)).astype(np.int64)
     contexts = np.asarray(segment.context_lens).astype(np.int64)
-    first = contexts - lengths + 1  # tokens the first query sees
+    first = contexts - lengths + 1  # tokens visible to the first query
     if window is None:
         return int(((first + contexts) * lengths // 2).sum()), int(contexts.sum())
     pairs = sum(int(np.minimum(np.arange(a, b + 1), window).sum()) for a, b in zip(first, contexts, strict=True))
