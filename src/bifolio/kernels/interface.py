@@ -240,6 +240,10 @@ class DeviceSlots(Protocol):
         """f32[n, vocab]: a decode step without sampling; valid until the next launch."""
         ...
 
+    def warm_up(self) -> None:
+        """Capture the graphs of all batch sizes now instead of when a step first needs them."""
+        ...
+
 
 class KernelSet(PagedAttentionKernel, Protocol):
     """One implementation of every operation that the engine and the network use."""

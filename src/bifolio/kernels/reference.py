@@ -42,6 +42,7 @@ class ReferenceKernels(HostArrays):
 
     name = "reference"
     formats = READABLE_FORMATS  # rows are dequantised when they are used
+    deterministic = False  # numpy's matrix products choose their order of summation by the number of rows
 
     def record(self, network: Network, phase: AttentionPhase) -> StepProgram | None:
         return None

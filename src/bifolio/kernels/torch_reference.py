@@ -129,33 +129,31 @@ class TorchKernels(TorchArrays):
     ) -> torch.Tensor:
         tokens = slice(segment.token_start, segment.token_end)
         own = Heads(*(None if part is None else part[tokens] for part in heads))
-        equal = segment.num_sequences * segment.max_query_len == segment.token_end - segment.token_start
-        if segment.phase is AttentionPhase.PREFILL and (
-            storage is None or segment.block_tables is None or segment.fresh
-        ):
-            return _attend_fresh(own, shape, segment, equal)
+        attend = self._attend_decode if segment.phase is AttentionPhase.DECODE else self._attend_prefill
+        return attend(own, shape, segment, storage)
+
+    def _attend_prefill(
+        self, own: Heads, shape: AttentionShape, segment: AttentionSegment, storage: Storage | None
+    ) -> torch.Tensor:
+        """Many queries of each sequence: over their own fresh keys and values, or over the cache behind a prefix."""
+        if storage is not None and segment.block_tables is not None and not segment.fresh:
+            return _attend_cached(own.query, shape, segment, storage)
+        if _are_equally_long(segment):
+            return _attend_equal(own, shape, segment.num_sequences)
+        starts = segment.query_starts.tolist()
+        return torch.cat([_attend_equal(Heads(*(h[a:b] for h in own)), shape, 1) for a, b in pairwise(starts)])
+
+    def _attend_decode(
+        self, own: Heads, shape: AttentionShape, segment: AttentionSegment, storage: Storage | None
+    ) -> torch.Tensor:
+        """The newest token of each sequence, and its drafts, over the cache."""
         if storage is None or segment.block_tables is None:
             raise PhaseError("decode reads the cache: pass a storage and block tables")
-        query, tables, lens = own.query, segment.block_tables, segment.context_lens
-        if equal:
-            return _attend_paged(query, shape, storage, tables, lens, segment)
-        starts = segment.query_starts.tolist()
-        return torch.cat(
-            [
-                _attend_paged(
-                    query[starts[i] : starts[i + 1]], shape, storage, tables[i : i + 1], lens[i : i + 1], segment
-                )
-                for i in range(segment.num_sequences)
-            ]
-        )
+        return _attend_cached(own.query, shape, segment, storage)
 
 
-def _attend_fresh(own: Heads, shape: AttentionShape, segment: AttentionSegment, equal: bool) -> torch.Tensor:
-    """Whole prompts over their own keys and values; equally long ones in one call."""
-    if equal:
-        return _attend_equal(own, shape, segment.num_sequences)
-    starts = segment.query_starts.tolist()
-    return torch.cat([_attend_equal(Heads(*(h[a:b] for h in own)), shape, 1) for a, b in pairwise(starts)])
+def _are_equally_long(segment: AttentionSegment) -> bool:
+    return segment.num_sequences * segment.max_query_len == segment.token_end - segment.token_start
 
 
 def rotate(x: torch.Tensor, rotation: Rotation, interleaved: bool) -> torch.Tensor:
@@ -189,6 +187,23 @@ def _attend_equal(heads: Heads, shape: AttentionShape, num_sequences: int) -> to
         enable_gqa=shape.num_heads != shape.num_kv_heads,
     )
     return mixed.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+def _attend_cached(
+    query: torch.Tensor, shape: AttentionShape, segment: AttentionSegment, storage: Storage
+) -> torch.Tensor:
+    """Queries over the cached context of their sequences; equally many of each in one call."""
+    tables: Array = segment.block_tables
+    lens = segment.context_lens
+    if _are_equally_long(segment):
+        return _attend_paged(query, shape, storage, tables, lens, segment)
+    bounds = pairwise(segment.query_starts.tolist())
+    return torch.cat(
+        [
+            _attend_paged(query[a:b], shape, storage, tables[i : i + 1], lens[i : i + 1], segment)
+            for i, (a, b) in enumerate(bounds)
+        ]
+    )
 
 
 def _attend_paged(

@@ -71,9 +71,8 @@ class Rows:
 
     def warm_up(self) -> None:
         """Kernels compiled, libraries loaded, graphs captured."""
-        device: Any = self.engine.slots.device
-        if device is not None:
-            device.graphs.capture_all()
+        if self.engine.slots.device is not None:
+            self.engine.slots.device.warm_up()
         for lengths in ((128,), (300, 40, 700), (2048, 2048), (130,), (10,), (50,), (*range(40, 1000, 30),)):
             for length in lengths:
                 self.add(self.prompt(length), greedy(4 + length % 5))

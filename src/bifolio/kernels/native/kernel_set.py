@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary, ref
 import numpy as np
 
 from bifolio.config import NUMERICS
-from bifolio.errors import ConfigError
+from bifolio.errors import ConfigError, PhaseError
 from bifolio.kernels.host_arrays import HostArrays
 from bifolio.kernels.interface import (
     Array,
@@ -167,6 +167,8 @@ class NativeKernels(HostArrays):
         query = _floats(heads.query).reshape(len(heads.query), -1)
         out = np.empty(query.shape, np.float32)
         if storage is None or any(segment.block_tables is None for segment in segments):
+            if any(segment.phase is AttentionPhase.DECODE for segment in segments):
+                raise PhaseError("decode reads the cache: pass a storage and block tables")
             cache, described = self._temporary_cache(heads, shape, segments)
             layer = 0
         else:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import triton
 
-from bifolio.errors import ConfigError
+from bifolio.errors import ConfigError, PhaseError
 from bifolio.kernels.interface import (
     Array,
     AttentionPhase,
@@ -237,6 +237,8 @@ class TritonKernels(TorchArrays):
         out: torch.Tensor | None = None,  # output of our own kernels
     ) -> torch.Tensor:
         segment = staged.segment
+        if segment.phase is AttentionPhase.DECODE and (storage is None or segment.block_tables is None):
+            raise PhaseError("decode reads the cache: pass a storage and block tables")
         if self.deterministic and storage is not None and segment.block_tables is not None:
             segment = replace(segment, fresh=False)  # chunks also read the cache
         tokens = slice(segment.token_start, segment.token_end)
