@@ -1,4 +1,4 @@
-"""Beam search against as many independent greedy sequences: the price of searching, in one run.
+"""Overhead of beam search: its time relative to the same number of independent greedy sequences.
 
 python benchmarks/beams.py [--model stories] [--width 4] [--prompts 8] [--length 128] [--new 128] [--rounds 3]
 """

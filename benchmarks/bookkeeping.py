@@ -1,11 +1,11 @@
-"""What one decode step costs in bookkeeping alone, per sequence.
+"""Host time of block management and planning per sequence of a decode step.
 
     python benchmarks/bookkeeping.py [--sequences 256] [--repeats 64]
 
-Every sequence has 512 tokens and gets one more in each step; blocks hold 16, so that one step in sixteen takes a new
-block for every sequence: `median` is a usual step, `mean` includes those. The target is under 4 us per sequence at 256
-sequences for the planner, and a cost in proportion to their number. Times are processor time of this thread, which a
-busy machine blurs less than the clock.
+Every sequence has 512 tokens and gets one more in each step. Blocks hold 16 tokens, so one step in sixteen allocates a
+block for every sequence: `median` is a step without allocation, `mean` includes all steps. The target for the planner
+is under 4 us per sequence at 256 sequences, and a cost proportional to their number. Times are CPU time of this thread,
+which depends less on other load than wall time.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from bifolio.sequence import Request, Sequence
 
 BLOCK_SIZE = 16
 CONTEXT = 512
-TOKEN_BUDGET = 8192  # never what limits the decodes
+TOKEN_BUDGET = 8192  # larger than any decode step
 WARM_UP = 16
 TARGET_US = 4.0
 Step = Callable[[], None]
-Subject = tuple[Step, Step]  # what is timed, and what goes on between two steps
+Subject = tuple[Step, Step]  # the timed part of a step, and the untimed part between steps
 
 
 def filled_manager(num_sequences: int, num_steps: int) -> KVCacheBlockManager:
-    """Sequences with a context each, all different, and room for all steps."""
+    """Sequences with distinct contexts, and blocks for all steps."""
     blocks_each = (CONTEXT + num_steps) // BLOCK_SIZE + 1
     manager = KVCacheBlockManager(num_sequences * blocks_each + 1, BLOCK_SIZE)
     for sequence_id in range(num_sequences):
@@ -42,7 +42,7 @@ def filled_manager(num_sequences: int, num_steps: int) -> KVCacheBlockManager:
 
 
 def manager_alone(num_sequences: int, num_steps: int) -> Subject:
-    """The block manager's part of planning: is there room, append, copies."""
+    """The block manager's part of planning: check for free blocks, append, copies."""
     manager = filled_manager(num_sequences, num_steps)
 
     def step() -> None:
@@ -55,12 +55,12 @@ def manager_alone(num_sequences: int, num_steps: int) -> Subject:
 
 
 def planner(num_sequences: int, num_steps: int) -> Subject:
-    """A whole plan of decodes, as the engine makes it."""
+    """A complete plan of a decode step, as in the engine."""
     return _planned(num_sequences, num_steps, with_commit=False)
 
 
 def planner_and_commit(num_sequences: int, num_steps: int) -> Subject:
-    """The plan, the table entries that changed, and the prefix cache told of what was computed."""
+    """The plan, the changed block table entries, and the commit of computed blocks to the prefix cache."""
     return _planned(num_sequences, num_steps, with_commit=True)
 
 
@@ -94,7 +94,7 @@ def _decoding_sequence(number: int) -> Sequence:
     return Sequence(number, request, 0, tokens, CONTEXT, 0, output_token_ids=tokens[-1:], num_computed=CONTEXT)
 
 
-# Each makes the bookkeeping of one decode step for (sequences, steps to come).
+# Each entry builds the measured functions for (sequences, number of steps).
 SUBJECTS: dict[str, Callable[[int, int], Subject]] = {
     "manager: needed, append, copies": manager_alone,
     "planner: PhaseManager.plan": planner,
@@ -103,7 +103,7 @@ SUBJECTS: dict[str, Callable[[int, int], Subject]] = {
 
 
 def time_steps(subject: Subject, repeats: int) -> list[float]:
-    """Seconds of processor time of each step, after some to warm up."""
+    """CPU seconds of each step, after warm-up steps."""
     step, advance = subject
     times = []
     for _ in range(WARM_UP + repeats):

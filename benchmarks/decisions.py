@@ -1,13 +1,13 @@
-"""Questions that were open when the engine was planned, answered by measuring: block size, format, batching, cache.
+"""Measurements behind design decisions: block size, weight format, batching, cache type.
 
     python benchmarks/decisions.py --only blocks
     python benchmarks/decisions.py --only formats --model SmolLM2.f16.gguf --text sample.txt
     python benchmarks/decisions.py --only batching
     python benchmarks/decisions.py --only caches
 
-Settings that are compared take turns, round by round, and the median counts: a machine that slows down for a while
-slows all of them. Weights are random in the SmolLM2-135M shape, except where `--model` and `--text` ask how well a
-model still predicts a text. `docs/decisions.md` says what was found.
+Compared settings alternate round by round, and the median is reported, so that a temporary slowdown of the machine
+affects all of them. Weights are random in the SmolLM2-135M shape; `--model` and `--text` add the perplexity of a real
+model. `docs/decisions.md` has the results.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from bifolio.quant.formats import QuantFormat
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 CACHES: tuple[KVDtype, ...] = ("f32", "f16", "bf16", "q8_0")
 FORMATS = ("f16", "q8_0", "q4_1", "q4_0")
-GROUPS = (1, 2, 4, 16)  # into which sixteen sequences are cut
+GROUPS = (1, 2, 4, 16)  # number of groups of sixteen sequences
 MANY = Test(num_generated=16, depth=200, batch=16)
 Key = TypeVar("Key")
 
@@ -51,11 +51,11 @@ Key = TypeVar("Key")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("blocks", "formats", "batching", "caches"))
-    parser.add_argument("--shape", default="S", help="of random weights: tiny, S or M")
+    parser.add_argument("--shape", default="S", help="shape of the random weights: tiny, S or M")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--model", help="in 16 bits or more: its perplexity in every format")
-    parser.add_argument("--text", type=Path, help="what that model predicts")
+    parser.add_argument("--model", help="model in 16 bits or more, for its perplexity in every format")
+    parser.add_argument("--text", type=Path, help="text for the perplexity of --model")
     arguments = parser.parse_args()
     for name, answer in (("blocks", blocks), ("formats", formats), ("batching", batching), ("caches", caches)):
         if arguments.only in (None, name):
@@ -75,13 +75,13 @@ def blocks(arguments: argparse.Namespace) -> None:
 
 
 def cache_use(block_size: int) -> list[str]:
-    """What does not depend on the kernels is measured on a tiny model: slots filled, time to plan a step."""
+    """Measure kernel-independent values on a tiny model: share of filled cache positions, time to plan a step."""
     filled = [filled_slots(block_size, longest)[0] for longest in (448, 64)]
     return [*(f"{value:.1%}" for value in filled), f"{filled_slots(block_size, 448)[1] * 1e6:.0f} us"]
 
 
 def filled_slots(block_size: int, longest: int) -> tuple[float, float]:
-    """(filled over allocated slots, summed over the steps; median seconds of planning a step of 16 sequences)."""
+    """(filled / allocated cache positions over all steps, median seconds to plan a step of 16 sequences)."""
     llm = LLM(random_model("tiny"), max_model_len=longest, block_size=block_size, enable_prefix_caching=False)
     engine, plan = llm.engine, llm.engine.phases.plan
     seconds: list[float] = []
@@ -129,7 +129,7 @@ def formats(arguments: argparse.Namespace) -> None:
 
 
 def predict(arguments: argparse.Namespace, format: str) -> str:
-    """The perplexity of `--model` with its matrices in a format, the vocabulary's in 8 bits at least."""
+    """The perplexity of `--model` with its matrices in a format, embedding and head in at least 8 bits."""
     if arguments.model is None or arguments.text is None:
         return "-"
     from bifolio.model.gguf.writer import write_gguf
@@ -147,7 +147,7 @@ def _seconds_of_groups(groups: int, run: Callable[[], Any]) -> float:
 
 
 def batching(arguments: argparse.Namespace) -> None:
-    """Requests that may join between layers would run apart: every group then reads the weights for itself."""
+    """Compare batch sizes: requests that join between layers would run in groups that each read all weights."""
     print(f"batching: 16 sequences at context 200, shape {arguments.shape} in q4_0")
     model = NativeModel(SHAPES[arguments.shape], QuantFormat.parse("q4_0"), "f16", arguments.threads)
     work: dict[tuple[str, int], Callable[[], float]] = {}
@@ -177,7 +177,7 @@ def batching(arguments: argparse.Namespace) -> None:
 
 
 def engine_overhead(arguments: argparse.Namespace) -> tuple[float, float]:
-    """Median seconds of a step of 16 sequences: outside the kernels, and in all."""
+    """Median seconds of a step of 16 sequences: outside the kernels, and in total."""
     llm = bench_llm(random_model(arguments.shape, "q4_0"), [MANY], dtype="f16", threads=arguments.threads)
     engine = llm.engine
     run = engine.decode_executor.run
@@ -202,7 +202,7 @@ def engine_overhead(arguments: argparse.Namespace) -> tuple[float, float]:
     return statistics.median(outside), statistics.median(whole)
 
 
-# -- the numbers of the cache -------------------------------------------------------------------------------------
+# -- cache type ---------------------------------------------------------------------------------------------------
 def caches(arguments: argparse.Namespace) -> None:
     print(f"cache: shape {arguments.shape} in q8_0, tokens/s")
     config = SHAPES[arguments.shape]
@@ -220,14 +220,14 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def measure_rates(models: dict[Key, NativeModel], rounds: int) -> dict[Key, list[str]]:
-    """Tokens per second of each model in each workload, as they are printed."""
+    """Tokens per second of each model in each workload, formatted."""
     work = {(key, each): partial(model.seconds, each) for key, model in models.items() for each in WORKLOADS}
     seconds = in_turn(work, rounds)
     return {key: [f"{each.num_tokens / seconds[key, each]:.1f}" for each in WORKLOADS] for key in models}
 
 
 def in_turn(work: Mapping[Key, Callable[[], float]], rounds: int) -> dict[Key, float]:
-    """The median of what each piece of work returns, all of them taking turns; the first round warms up."""
+    """The median result of each function over alternating rounds; the first round is a warm-up."""
     values: dict[Key, list[float]] = {key: [] for key in work}
     for number in range(rounds + 1):
         for key, piece in work.items():
@@ -238,7 +238,7 @@ def in_turn(work: Mapping[Key, Callable[[], float]], rounds: int) -> dict[Key, f
 
 
 def print_table(columns: list[str], rows: list[list[str]]) -> None:
-    """As Markdown, ready for the page that explains it."""
+    """Print a Markdown table for docs/decisions.md."""
     print("| " + " | ".join(columns) + " |")
     print("|" + "---:|" * len(columns))
     for row in rows:

@@ -1,4 +1,4 @@
-"""The GPU benchmark, from a plain source tree: `PYTHONPATH=src python benchmarks/gpu.py --out results`."""
+"""Run the GPU benchmark from a source tree: `PYTHONPATH=src python benchmarks/gpu.py --out results`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models with random weights in the shapes of real ones, for measuring speed: as `ModelWeights` and as GGUF files."""
+"""Models with random weights in the shapes of real models, for speed measurements: `ModelWeights` and GGUF files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def model_config(name: str) -> ModelConfig:
 
 
 def random_tensor(rows: int, columns: int, format: QuantFormat, rng: np.random.Generator) -> QuantizedTensor:
-    """Random bits with sensible scales. A pattern is repeated: what is measured does not depend on the numbers."""
+    """Random codes with realistic scales, as a repeated pattern: the speed does not depend on the values."""
     row_bytes = format.row_bytes(columns)
     pattern = min(rows, 256)
     if format in (QuantFormat.F32, QuantFormat.F16, QuantFormat.BF16):
@@ -52,7 +52,7 @@ def random_tensor(rows: int, columns: int, format: QuantFormat, rng: np.random.G
 
 
 def tensors(config: ModelConfig, format: QuantFormat) -> dict[str, QuantizedTensor]:
-    """By GGUF name."""
+    """Tensors by GGUF name."""
     rng = np.random.default_rng(0)
     d, ffn = config.hidden_size, config.intermediate_size
     shapes = {"token_embd": (config.vocab_size, d)}
@@ -96,7 +96,7 @@ def random_weights(config: ModelConfig, format: QuantFormat) -> ModelWeights:
 
 
 def write_gguf(config: ModelConfig, format: QuantFormat, path: Path) -> None:
-    """The same network for other programs, without a vocabulary."""
+    """Write the network as a GGUF file without a vocabulary, for other programs."""
     import gguf
 
     writer = gguf.GGUFWriter(str(path), "llama")

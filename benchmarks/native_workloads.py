@@ -1,4 +1,4 @@
-"""Prefill and decode of one kernel set and one random model: seconds per workload."""
+"""Seconds of prefill and decode workloads on random models: bifolio, llama.cpp and transformers."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from bifolio.model.loaded import LoadedModel
 from bifolio.quant.formats import QuantFormat
 
 BLOCK_SIZE = 32
-NUM_SLOTS = 10_624  # of a cache, more than any workload fills
-SLOW_STEP = 4.0  # seconds; such a step is measured once in a round
+NUM_SLOTS = 10_624  # cache positions, more than any workload fills
+SLOW_STEP = 4.0  # seconds; slower steps are measured once in a round
 
 
 class Workload(NamedTuple):
-    """Prefill when `queries` > 1, else decode."""
+    """A prefill if `queries` > 1, else a decode step."""
 
     name: str
     sequences: int
@@ -48,7 +48,7 @@ WORKLOADS = (
 
 
 def time_repeats(step: Callable[[], object], repeats: int) -> float:
-    """Median seconds of a step, after two that warm up (one, where a step takes long)."""
+    """Median seconds of a step, after two warm-up steps (one for slow steps)."""
 
     def timed() -> float:
         begin = time.perf_counter()
@@ -98,7 +98,7 @@ class NativeModel:
         return HostBatch.from_runs(decodes, prefills, tables, self.block_size, last).to(self.kernels)
 
     def run(self, batch: Batch) -> np.ndarray:
-        """One forward pass on the machinery of its phase."""
+        """Run one forward pass on the executor of its phase."""
         executor = self.prefill if batch.segments[0].phase is AttentionPhase.PREFILL else self.decode
         return np.asarray(executor.run(batch))
 
@@ -108,10 +108,10 @@ class NativeModel:
 
 
 class LlamaCppModel:
-    """The same through llama.cpp's own C interface.
+    """The workloads through llama.cpp's C interface.
 
-    Contexts are computed once per shape and kept in files: what keys and values say does not matter here, and some of
-    its formats take minutes for a long prompt.
+    Contexts are computed once per shape and saved to files: the speed does not depend on the values of keys and values,
+    and prompts take minutes in some of its formats.
     """
 
     def __init__(self, path: Path, threads: int, flash_attention: bool, bf16_keys: bool = False) -> None:
@@ -175,7 +175,7 @@ class LlamaCppModel:
         return seconds
 
     def fill(self, context: object, workload: Workload) -> None:
-        """Give every sequence its own copy of a context of this length."""
+        """Copy a context of this length to every sequence."""
         api, kept = self.api, self.states.with_name(f"{self.states.name}-{workload.context}")
         if not kept.exists():
             for start in range(0, workload.context, 512):
@@ -189,11 +189,11 @@ class LlamaCppModel:
         for sequence in range(workload.sequences):
             api.llama_memory_seq_rm(api.llama_get_memory(context), sequence, -1, -1)
             if api.llama_state_seq_set_data(context, buffer, len(data), sequence) == 0:
-                raise RuntimeError("llama.cpp refused a context that it had saved")
+                raise RuntimeError("llama.cpp could not restore a saved context")
 
 
 class TransformersModel:
-    """The same network in bfloat16 through torch; decode with transformers' own cache."""
+    """The workloads in bfloat16 with transformers and its dynamic cache."""
 
     def __init__(self, config: ModelConfig, threads: int) -> None:
         import torch

@@ -1,8 +1,8 @@
 """A random Llama as an OpenVINO graph, and its speed on OpenVINO's CPU plugin.
 
-The graph is what the exporters write: a stateful model whose caches are variables of the request, so that the plugin
-puts its own rotary, normalisation and attention kernels in (`node_kinds` says which it found). The weights are
-compressed in ways that the plugin reads directly: 16 bits, 8 bits with a scale a row, 4 bits with a scale a group.
+The graph has the form of exported models: a stateful model whose caches are variables of the request, so that the
+plugin inserts its own rotary, normalisation and attention kernels (`node_kinds` lists them). Weights are compressed in
+formats that the plugin reads directly: 16 bits, 8 bits with a scale per row, 4 bits with a scale per group.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from bifolio.quant.formats import QuantFormat
 
 PAGE_SIZE = 32  # tokens; the CPU plugin's
 NUM_PAGES = 160  # more than any workload fills
-CHUNK = 512  # tokens of a context that are computed at once
+CHUNK = 512  # context tokens computed at once
 
 
 class GraphBuilder:
@@ -46,7 +46,7 @@ class GraphBuilder:
         return self.constant(values, np.int64)
 
     def packed(self, data: np.ndarray[Any, Any], shape: list[int], kind: str) -> Any:
-        """A constant of a type that numpy lacks, from its bytes."""
+        """A constant of a type that numpy does not have, from its bytes."""
         element = getattr(self.openvino.Type, kind)
         return self.openvino.op.Constant(self.openvino.Tensor(data, shape, element), shared_memory=False)
 
@@ -99,7 +99,7 @@ class GraphBuilder:
         return self.ops.transpose(split, self.ints(0, 2, 1, 3))
 
     def cached(self, x: Any, name: str, batch: Any, beams: Any) -> Any:
-        """The variable's rows of every sequence followed by these; the variable keeps them all."""
+        """Append to the cache variable of every sequence and return the whole cache."""
         ops, kv_heads, size = self.ops, self.config.num_kv_heads, self.config.head_dim
         shape = self.openvino.PartialShape([-1, kv_heads, -1, size])
         empty = ops.broadcast(
@@ -111,7 +111,7 @@ class GraphBuilder:
         return full
 
     def repeated(self, x: Any) -> Any:
-        """Each head of keys or values as often as queries share it."""
+        """Repeat each key or value head for the query heads that share it."""
         ops, config = self.ops, self.config
         shared = config.num_heads // config.num_kv_heads
         if shared == 1:
@@ -121,7 +121,7 @@ class GraphBuilder:
         return ops.reshape(wide, self.ints(0, config.num_heads, -1, config.head_dim), True)
 
     def mask(self, attention_mask: Any, positions: Any) -> Any:
-        """Zero where a query may look, else minus infinity: [batch, 1, tokens, context]."""
+        """Attention mask, 0 for visible positions and minus infinity for others: [batch, 1, tokens, context]."""
         ops = self.ops
         shape = ops.shape_of(attention_mask, "i64")
         length = ops.gather(shape, self.constant(1, np.int64), self.constant(0, np.int64))
@@ -160,7 +160,7 @@ class GraphBuilder:
             up = ops.multiply(gate, self.linear(h, f"blk.{i}.ffn_up", ffn, d))
             x = ops.add(x, self.linear(up, f"blk.{i}.ffn_down", d, ffn))
         inputs = [ids, attention_mask, positions, beams]
-        if paged:  # the plugin's pages come with tokens as the batch
+        if paged:  # paged attention expects tokens in the batch dimension
             inputs.append(self.parameter("sampled_tokens_indices", [-1], "i64"))
             last = ops.gather(self.norm(x), inputs[-1], self.constant(0, np.int64))
         else:
@@ -176,7 +176,7 @@ class GraphBuilder:
 
 
 def compile_model(model: Any, threads: int, precision: str | None) -> Any:
-    """With the plugin's own defaults for low latency; the precision of activations is its own choice unless given."""
+    """Compile with the plugin's defaults for low latency; by default it chooses the precision of activations."""
     import openvino
 
     options: dict[str, Any] = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY", "NUM_STREAMS": 1}
@@ -186,13 +186,13 @@ def compile_model(model: Any, threads: int, precision: str | None) -> Any:
 
 
 def node_kinds(compiled: Any) -> Counter[str]:
-    """How many nodes of each kind the plugin runs: shows what it fused."""
+    """Number of executed nodes by kind, which shows the fused operations."""
     nodes = compiled.get_runtime_model().get_ordered_ops()
     return Counter(str(node.get_rt_info()["layerType"].value) for node in nodes)
 
 
 class OpenVINOModel:
-    """A random model on OpenVINO's CPU plugin, the caches being states of one request."""
+    """A random model on OpenVINO's CPU plugin; the caches are states of one request."""
 
     def __init__(self, config: ModelConfig, format: QuantFormat, threads: int, precision: str | None = None) -> None:
         self.compiled = compile_model(GraphBuilder(config, format).model(), threads, precision)
@@ -210,7 +210,7 @@ class OpenVINOModel:
         return self.request.get_output_tensor(0).data
 
     def fill(self, workload: Workload) -> None:
-        """Compute one sequence's context and give every sequence a copy of it."""
+        """Compute the context of one sequence and copy it to all sequences."""
         self.request.reset_state()
         for start in range(0, workload.context, CHUNK):
             self.run(1, min(CHUNK, workload.context - start), start)
@@ -222,7 +222,7 @@ class OpenVINOModel:
                 variable.state = openvino.Tensor(np.repeat(rows, workload.sequences, axis=0))
 
     def seconds(self, workload: Workload) -> float:
-        """Contexts grow by one token a step: a request cannot take a token back."""
+        """Median seconds of a step; contexts grow by a token per step, because a request cannot be truncated."""
         self.fill(workload)
         length = workload.context
 
@@ -237,9 +237,9 @@ class OpenVINOModel:
 
 
 class PagedOpenVINOModel:
-    """The same with attention over pages, as OpenVINO's own serving pipeline runs it.
+    """A random model with paged attention, as in OpenVINO's serving pipeline.
 
-    Contexts are pages of zeros: what keys and values say does not matter here.
+    Contexts are pages of zeros: the speed does not depend on the values of keys and values.
     """
 
     def __init__(self, config: ModelConfig, format: QuantFormat, threads: int, precision: str | None = None) -> None:

@@ -1,12 +1,12 @@
-"""Prefill and decode of random models on this CPU: bifolio beside its peers, in one interleaved run.
+"""Prefill and decode speed of random models on this CPU: bifolio and other engines in one interleaved run.
 
     python benchmarks/peers_cpu.py --models S --formats q8_0,q4_0 --rounds 3
 
-Each engine loads its model in a process of its own, where it waits. Then they take turns, workload by workload and
-round by round: a machine that is slower for a while is so for all of them. The median of the rounds is shown with its
-ratio to bifolio's and the fraction of what the machine allows: for decode the bytes of weights and cache divided by the
-measured read bandwidth, for prefill the operations divided by the measured rate of products in registers. Peers
-(llama.cpp, OpenVINO, transformers) that are not installed are left out.
+Each engine loads its model in a separate process. The engines alternate, workload by workload and round by round, so
+that a temporary slowdown of the machine affects all of them. The output is the median of the rounds, its ratio to
+bifolio's, and its fraction of the machine's limit: for decode the measured read bandwidth divided by the bytes of
+weights and cache, for prefill the measured rate of products in registers divided by the operations. Engines
+(llama.cpp, OpenVINO, transformers) that are not installed are skipped.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ ENGINES = (
     "openvino paged f32",
     "transformers",
 )
-LONG_CONTEXT = ("bifolio q8_0 cache", "llama.cpp flash")  # differ where the cache is large
+LONG_CONTEXT = ("bifolio q8_0 cache", "llama.cpp flash")  # differ for large caches only
 WORKER_SECONDS = 1800
 READY = "ready"
 
@@ -77,7 +77,7 @@ def make_engine(name: str, config: ModelConfig, format: QuantFormat, path: Path,
 
 
 def work(arguments: argparse.Namespace) -> None:
-    """In a process of its own: for each workload named on a line of input, its seconds on a line of output."""
+    """Main function of an engine process: read a workload per input line, print its seconds per output line."""
     config, format = model_config(arguments.models), QuantFormat.parse(arguments.formats)
     path = gguf_path(arguments.folder, arguments.models, format)
     engine = make_engine(arguments.worker, config, format, path, arguments.threads)
@@ -92,7 +92,7 @@ def gguf_path(folder: Path, model: str, format: QuantFormat) -> Path:
 
 
 class Worker:
-    """A process that has loaded an engine and waits for workloads."""
+    """A process with a loaded engine that waits for workloads."""
 
     def __init__(self, engine: str, model: str, format: QuantFormat, arguments: argparse.Namespace) -> None:
         self.engine = engine
@@ -102,11 +102,11 @@ class Worker:
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._errors, text=True)
         while (line := self._line()) not in (READY, None):
-            pass  # what libraries print on their way
+            pass  # output of libraries
         self.failed = line is None
 
     def seconds(self, workload: str) -> float | None:
-        """None when the process has ended, which is reported."""
+        """Seconds of a workload; None, with a message, if the process has ended."""
         if not self.failed:
             assert self._process.stdin
             self._process.stdin.write(workload + "\n")
@@ -148,7 +148,7 @@ def take_turns(engines: list[str], model: str, format: QuantFormat, arguments: a
                     if worker.failed or workload.name not in workloads_of(worker.engine, arguments):
                         continue
                     if time.monotonic() > arguments.end:
-                        print("  out of time: the rest is left out", file=sys.stderr)
+                        print("  time limit reached: remaining workloads are skipped", file=sys.stderr)
                         return found
                     seconds = worker.seconds(workload.name)
                     if seconds is not None:
@@ -160,7 +160,7 @@ def take_turns(engines: list[str], model: str, format: QuantFormat, arguments: a
 
 
 def limits(threads: int) -> dict[str, float]:
-    """The best of several tries: what others do on the machine only makes it slower."""
+    """The best of several measurements, because other load on the machine can only slow it down."""
     from bifolio.kernels import native
 
     def best(measure: Callable[[], float]) -> float:
@@ -176,8 +176,8 @@ def limits(threads: int) -> dict[str, float]:
 
 
 def best_rate(config: ModelConfig, format: QuantFormat, workload: Workload, machine: dict[str, float]) -> float:
-    """Tokens per second that the machine allows."""
-    layers = config.num_parameters - config.vocab_size * config.hidden_size  # the embedding is the head
+    """Upper limit of tokens per second on this machine."""
+    layers = config.num_parameters - config.vocab_size * config.hidden_size  # embedding and head are tied
     head = config.vocab_size * config.hidden_size
     if workload.queries > 1:
         rate = machine["bytes Gop/s" if format.is_quantized else "floats Gop/s"] * 1e9
@@ -237,9 +237,11 @@ def main() -> None:
     parser.add_argument("--workloads", default=",".join(workload.name for workload in WORKLOADS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--folder", type=Path, default=Path("out/peers"), help="where the peers' model files go")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="start nothing after that long")
-    parser.add_argument("--json", type=Path, help="also write the rows here")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("out/peers"), help="folder for the model files of other engines"
+    )
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no workload after this many seconds")
+    parser.add_argument("--json", type=Path, help="JSON file for the results")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     arguments.end = time.monotonic() + arguments.seconds

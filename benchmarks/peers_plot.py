@@ -1,4 +1,4 @@
-"""A picture of what `peers_cpu.py --json` wrote: every engine in every format, as a fraction of the machine's limit.
+"""Plot the results of `peers_cpu.py --json`: every engine in every format, as a fraction of the machine's limit.
 
 python benchmarks/peers_plot.py q4_0.json q8_0.json bf16.json --out peers.png
 """
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """One panel a workload; in it a group of bars a format, the figure in tokens per second at the end of each."""
+    """Draw one panel per workload with a group of bars per format, labelled with tokens per second."""
     workloads = list(dict.fromkeys((row["model"], row["workload"]) for row in rows))
     figure = new_figure(11, 2.2 + 2.6 * ((len(workloads) + 1) // 2))
     panels = figure.subplots((len(workloads) + 1) // 2, 2, squeeze=False).ravel()

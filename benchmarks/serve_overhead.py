@@ -1,9 +1,9 @@
-"""What HTTP costs: tokens per second of concurrent streams through the server, over those of `LLM.generate`.
+"""Overhead of HTTP: tokens per second of concurrent streams through the server, relative to `LLM.generate`.
 
     python benchmarks/serve_overhead.py [--model REF] [--streams 16] [--tokens 200] [--rounds 3] [--json]
 
-The same requests run in both; the rounds alternate, so that a machine that slows down slows both. The client runs on
-the same machine and takes its share of it.
+Both run the same requests in alternating rounds, so that a slowdown of the machine affects both. The client runs on the
+same machine and uses part of its CPU time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def offline(arguments: argparse.Namespace, connection: Any) -> None:
-    """In a process of its own: one round for every message."""
+    """Main function of the offline process: one round per message."""
     from bifolio import LLM, SamplingParams
 
     llm = LLM(arguments.model, **engine_options(arguments), enable_prefix_caching=False)
@@ -66,7 +66,7 @@ def start_server(arguments: argparse.Namespace) -> tuple[subprocess.Popen[bytes]
 
 
 def through_http(address: str, work: list[LoadRequest], salt: int) -> float:
-    """A fresh cache salt for each round: nothing is found in the prefix cache, as offline."""
+    """Run a round with a new cache salt, so that the prefix cache has no hits, as in the offline rounds."""
     body = {"temperature": 0.0, "ignore_eos": True, "cache_salt": str(salt)}
     report = asyncio.run(run_load(LoadClient(address), Plan(work), body, "overhead", {}))
     failed = [timing.error for timing in report.timings if timing.error]
@@ -90,7 +90,7 @@ def main() -> None:
     server, address = start_server(arguments)
     try:
         plain, served = [], []
-        for number in range(arguments.rounds + 1):  # the first warms up
+        for number in range(arguments.rounds + 1):  # the first is a warm-up
             ours.send(work)
             plain.append(ours.recv())
             served.append(through_http(address, work, number))

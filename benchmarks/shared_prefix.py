@@ -1,9 +1,9 @@
-"""What it gives to read a common prefix once for all who share it: decode steps with and without, taking turns.
+"""Gain of reading a shared prefix once for all sequences: alternating decode steps with and without sharing.
 
     python benchmarks/shared_prefix.py [--model MODEL] [--sequences 16] [--prefix 2048] [--own 32] [--steps 64]
 
-All sequences begin with the same `prefix` tokens and go on with `own` different ones. Every other decode step of a run
-shares the reads of attention, the others do not; both compute the same bits. Times are medians over the steps.
+All sequences begin with the same `prefix` tokens, followed by `own` distinct ones. Every other decode step shares the
+reads of the prefix in attention; the results are bit-identical. Times are medians over the steps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from bifolio.kernels.native import NativeKernels
 
 
 def step_times(llm: LLM, kernels: NativeKernels, prompts: list[list[int]], steps: int) -> dict[bool, list[float]]:
-    """Seconds of the decode steps, by whether they shared."""
+    """Seconds of the decode steps with and without sharing."""
     params = SamplingParams(temperature=0, max_tokens=steps + 1, ignore_eos=True)
     requests = [llm.engine.add_request(f"benchmark-{i}", prompt, params) for i, prompt in enumerate(prompts)]
     while any(not request.sequences or not request.sequences[0].output_token_ids for request in requests):
@@ -36,7 +36,7 @@ def step_times(llm: LLM, kernels: NativeKernels, prompts: list[list[int]], steps
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny")
-    parser.add_argument("--kv-dtype", default="auto", help="how keys and values are stored")
+    parser.add_argument("--kv-dtype", default="auto", help="type of cached keys and values")
     parser.add_argument("--threads", type=int)
     for name, value in (("sequences", 16), ("prefix", 2048), ("own", 32), ("steps", 64)):
         parser.add_argument(f"--{name}", type=int, default=value)

@@ -2,10 +2,10 @@
 
     python benchmarks/sharing.py [--model stories] [--requests 24]
 
-A block that several sequences hold counts once with sharing and once per sequence without. The saving is averaged over
-all steps of all requests. Lengths have the means of the paper's two data sets, ShareGPT-like (161 in, 338 out)
-and Alpaca-like (19 in, 58 out), halved, as are the blocks (8 tokens instead of 16), so that they fit a context of 512:
-the ratio of lengths to blocks, which decides what is shared, stays the paper's.
+A block held by several sequences counts once with sharing and once per sequence without. The saving is averaged over
+all steps of all requests. Mean lengths are those of the paper's two data sets, ShareGPT-like (161 in, 338 out) and
+Alpaca-like (19 in, 58 out), halved to fit a context of 512. The block size is halved too (8 tokens instead of 16), so
+the ratio of lengths to block size, which determines the saving, is that of the paper.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def draw_lengths(rng: np.random.Generator, name: str, count: int, longest: int) 
 
 
 def saving(engine: InferenceEngine) -> float:
-    """Run what is queued; the share of block references that sharing made unnecessary."""
+    """Run the queued requests; return the share of block references saved by sharing."""
     held = needed = 0
     while engine.has_work:
         engine.step()

@@ -1,10 +1,10 @@
-"""What speculation gives: decode speed with and without, alternating, at batch 1 and 16.
+"""Speed-up of speculative decoding at batch sizes 1 and 16.
 
     python benchmarks/speculative.py --model MODEL --prompts spec_bench.jsonl [--method ngram|draft] [--draft MODEL]
 
-Prompts are JSON lines with 'turns' or 'prompt'. Both sides run the same prompts greedily, taking turns with every
-group of prompts that run together; the ratio is that of the medians over the rounds, added up. Times include prefill.
-Outputs are compared as well: they must be equal.
+Prompts are JSON lines with 'turns' or 'prompt'. Runs with and without speculation alternate for every group of prompts,
+greedily; the ratio is that of the summed medians over the rounds. Times include prefill. The benchmark fails if the
+outputs differ.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Run(NamedTuple):
 
 
 def read_prompts(path: Path | None, llm: LLM, count: int) -> list[list[int]]:
-    """Token ids of prompts spread over the whole file, as chats where the model has a template."""
+    """Token ids of prompts evenly spaced over the file, as chats if the model has a template."""
     if path is None:
         texts = ["Once upon a time", "One day, a little girl", "Tom and Lily were", "There was a big dog"] * count
         texts = texts[:count]
@@ -43,7 +43,7 @@ def read_prompts(path: Path | None, llm: LLM, count: int) -> list[list[int]]:
 
 
 def run(llm: LLM, group: list[list[int]], max_tokens: int) -> Run:
-    """Complete a group of prompts together."""
+    """Complete a group of prompts in one batch."""
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     llm.engine.blocks.drop_cached()
     started, started_cpu = time.perf_counter(), time.process_time()
@@ -53,7 +53,7 @@ def run(llm: LLM, group: list[list[int]], max_tokens: int) -> Run:
 
 
 def compare(plain: LLM, guessing: LLM, group: list[list[int]], max_tokens: int, rounds: int) -> tuple[Run, Run]:
-    """The median times of both sides, which take turns."""
+    """The median times with and without speculation, in alternating rounds."""
     runs: list[list[Run]] = [[], []]
     for number in range(rounds):
         for side in (0, 1) if number % 2 == 0 else (1, 0):
@@ -103,7 +103,7 @@ def main() -> None:
         print(
             f"batch {batch:2}: {tokens / off:7.1f} tok/s plain, {tokens / on:7.1f} with {arguments.method}: "
             f"{off / on:.2f}x ({off_cpu / on_cpu:.2f}x by processor time); "
-            f"{stats.acceptance_rate:.0%} of {stats.num_draft_tokens} guesses right so far",
+            f"{stats.acceptance_rate:.0%} of {stats.num_draft_tokens} draft tokens accepted so far",
             flush=True,
         )
 

@@ -1,8 +1,8 @@
-"""How long a small character model takes to learn on this machine: 2,000 steps of the preset `char`.
+"""Training time of a small character model on this machine: 2,000 steps of the preset `char`.
 
     python benchmarks/train_char.py tinyshakespeare.txt [--steps 2000]
 
-Prints the held-out loss, the minutes and the processor time, by which a run on a busy machine can be judged.
+Prints the held-out loss, the wall time and the CPU time, which is comparable on a busy machine.
 The goal is a loss below 1.9 in under 10 minutes on 2 CPU cores.
 """
 
@@ -40,7 +40,7 @@ def main(text: str, steps: int) -> None:
     minutes = result.history.seconds / 60
     threads, load = torch.get_num_threads(), os.getloadavg()[1]
     print(f"{step} steps: held-out loss {loss:.3f} in {minutes:.1f} minutes on {threads} threads")
-    print(f"{time.process_time() / 60:.1f} minutes of processor time; load of the last 5 minutes {load:.1f}")
+    print(f"{time.process_time() / 60:.1f} minutes of CPU time; load average over 5 minutes {load:.1f}")
 
 
 if __name__ == "__main__":

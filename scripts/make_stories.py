@@ -1,9 +1,9 @@
-"""Let a small story model write a training corpus: thousands of stories at a time, with a static key/value cache.
+"""Generate a training corpus with a small story model: thousands of stories at a time, with a static KV cache.
 
     python scripts/make_stories.py pack stories15M.bin teacher/         # a llama2.c model as a float16 folder
     python scripts/make_stories.py write teacher/ stories.txt --seconds 180 --batch 8192
 
-Only stories that the model itself brought to an end are kept, once each. They are separated by <|endoftext|>.
+Only stories that end with an end-of-text token are kept, without duplicates. They are separated by <|endoftext|>.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from bifolio.text.tokenizer import Tokenizer
 from bifolio.train.data import END_OF_TEXT
 
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.8, 1.0
-SMALLEST_PROBABILITY = 0.02  # of the most likely token's: what is less likely is noise, not style
+SMALLEST_PROBABILITY = 0.02  # min-p: relative to the most likely token; less likely tokens are mostly noise
 SHORTEST_STORY = 200  # characters
-STEPS_BETWEEN_LOOKS = 32  # looking whether all stories have ended makes the host wait for the device
+STEPS_BETWEEN_CHECKS = 32  # the check whether all stories have ended synchronises with the device
 ENDING = re.compile(r"[.!?][\"']?$")
 
 
 class StaticCacheKernels(TorchKernels):
-    """One token of many equally long sequences at a time; keys and values lie in one array for each layer."""
+    """Decoding of many equally long sequences in lockstep; keys and values are one array per layer."""
 
     def __init__(self, model: LanguageModel, num_sequences: int, length: int, device: str, dtype: str) -> None:
         super().__init__(device, dtype)
@@ -65,7 +65,7 @@ class StaticCacheKernels(TorchKernels):
 
 
 class StoryWriter:
-    """Draws batches of token rows from a model."""
+    """Samples batches of token sequences from a model."""
 
     def __init__(self, folder: Path, num_sequences: int, device: str) -> None:
         self.model = LanguageModel.from_pretrained(folder).to(device).eval()
@@ -81,7 +81,7 @@ class StoryWriter:
 
     @torch.no_grad()
     def write(self, seed: int) -> np.ndarray:
-        """i32[num_sequences, length]: begin-of-text, a story, an end if it came to one, and whatever follows."""
+        """i32[num_sequences, length]: begin-of-text, a story, end-of-text if it was sampled, and unused tokens."""
         generator = torch.Generator(self.device).manual_seed(seed)
         rows = torch.zeros((self.num_sequences, self.length), dtype=torch.int64, device=self.device)
         rows[:, 0] = self.begin
@@ -96,12 +96,12 @@ class StoryWriter:
             chosen = _draw(logits, temperatures, generator)
             rows[:, position + 1] = chosen
             ended |= torch.isin(chosen, self.ends)
-            if position % STEPS_BETWEEN_LOOKS == STEPS_BETWEEN_LOOKS - 1 and bool(ended.all()):
+            if position % STEPS_BETWEEN_CHECKS == STEPS_BETWEEN_CHECKS - 1 and bool(ended.all()):
                 break
         return rows.to(torch.int32).cpu().numpy()
 
     def stories(self, rows: np.ndarray, tokenizer: Tokenizer) -> Iterator[str]:
-        """The texts of the rows that came to an end."""
+        """The texts of the sequences that have an end-of-text token."""
         is_end = np.isin(rows[:, 1:], self.ends.cpu().numpy())
         finished = np.flatnonzero(is_end.any(axis=1))
         ends = is_end.argmax(axis=1) + 1
@@ -111,21 +111,21 @@ class StoryWriter:
 
 
 def _draw(logits: torch.Tensor, temperatures: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """One token of each row: Gumbel's race, without what is too unlikely."""
+    """Sample one token per row by the Gumbel-max method, with a minimum probability."""
     weights = (logits / temperatures).softmax(dim=-1)
     weights.masked_fill_(weights < SMALLEST_PROBABILITY * weights.amax(dim=-1, keepdim=True), 0.0)
     return weights.div_(torch.empty_like(weights).exponential_(generator=generator)).argmax(dim=-1)
 
 
 def is_good(story: str) -> bool:
-    """Long enough, plain text, and ended by a sentence."""
+    """Whether a story is long enough, plain text, and ends with a complete sentence."""
     return len(story) >= SHORTEST_STORY and story.isascii() and bool(ENDING.search(story))
 
 
 def write_corpus(
     folder: Path, output: Path, *, seconds: float, max_stories: int, num_sequences: int, device: str, seed: int = 0
 ) -> dict[str, float]:
-    """Write until the time is up or there are enough stories; returns the counts."""
+    """Generate until the time limit or the wanted number of stories; return the counts."""
     writer = StoryWriter(folder, num_sequences, device)
     loaded = load_folder(folder)
     tokenizer = loaded.require_tokenizer()
@@ -145,14 +145,14 @@ def write_corpus(
             num_tokens += rows.size
             if keeping is not None:
                 keeping.result()
-            keeping = background.submit(keep, rows)  # text is made while the device writes on
+            keeping = background.submit(keep, rows)  # detokenised while the device generates the next batch
             speed = num_tokens / (time.monotonic() - began)
             print(f"{len(seen):,} stories kept of {num_drawn:,}; {speed:,.0f} tokens/s", flush=True)
     return {"stories": len(seen), "drawn": num_drawn, "bytes": output.stat().st_size}
 
 
 def pack(model: str, folder: Path) -> None:
-    """Any llama-like model that bifolio loads, as a float16 folder in the Hugging Face layout."""
+    """Convert a Llama-like model that bifolio loads to a float16 folder in the Hugging Face layout."""
     from dataclasses import replace
 
     from bifolio.model.export import named_tensors

@@ -1,4 +1,4 @@
-"""Turn the folders that train_models.py made into the GGUF files inside the package.
+"""Convert the folders written by train_models.py to the GGUF files inside the package.
 
     python scripts/pack_models.py WORK [src/bifolio/models]
 
@@ -15,7 +15,7 @@ from bifolio.model.gguf.writer import write_gguf
 from bifolio.model.loader import load_model
 from bifolio.quant.formats import QuantFormat
 
-# temperature and top_p, chosen by reading what the models write
+# temperature and top_p, chosen by reading samples of the models
 SAMPLING = {
     "stories": {"temperature": 0.7, "top_p": 0.95},
     "stories-draft": {"temperature": 0.7, "top_p": 0.95},

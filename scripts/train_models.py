@@ -4,11 +4,11 @@
 
 DATA holds `teacher/` (see make_stories.py pack), `tinyshakespeare.txt` and the children's books and stories as .txt.xz.
 WORK receives one folder for each model, `report.json`, `samples.md` and `results.tar.NN`: everything but the corpus,
-weights in float16, cut into files of 15 MB. What is already there is not made again, so a stopped run can go on.
+weights in float16, split into files of 15 MB. Existing results are kept, so an interrupted run can be continued.
 
-The time is shared out: stories are written and read first, the rest goes to training. `--stage data` makes the corpus,
-`shakespeare` and the baseline alone, so that another run of the same command has all its time for the rest. Next to it,
-`shakespeare`, the n-gram baseline and the first compilation run in processes of their own.
+The time is divided: corpus generation and tokenization come first, the rest goes to training. `--stage data` makes only
+the corpus, `shakespeare` and the baseline, so that another run of the same command spends all its time on the rest.
+`shakespeare`, the n-gram baseline and the first compilation run in separate processes.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ PROMPT_TOKENS, GREEDY_STORIES = 16, 64
 
 @dataclass(frozen=True)
 class Plan:
-    """Where things lie, how long they may take, and at what size they are tried out."""
+    """Paths, time limits and sizes of a run."""
 
     data: Path
     work: Path
     seconds: float
     device: str
-    tiny: bool  # a rehearsal on a CPU: the same steps, all of them small
+    tiny: bool  # a test run on a CPU: the same steps with small sizes
     corpus_share: float = CORPUS_SHARE  # of the time, for writing stories
 
     @property
@@ -105,7 +105,7 @@ def draft_settings(plan: Plan) -> TrainSettings:
 
 
 def start_shakespeare(plan: Plan) -> subprocess.Popen[bytes] | None:
-    """`bifolio train` on the character model, in a process of its own."""
+    """Run `bifolio train` on the character model in a separate process."""
     if (plan.work / "shakespeare" / "config.json").is_file():
         return None
     steps = "20" if plan.tiny else "3000"
@@ -136,7 +136,7 @@ def make_corpus(plan: Plan) -> Path:
 
 
 def make_tokens(plan: Plan) -> Corpus:
-    """The mix as tokens; written down, so that a later run does not read the text again."""
+    """Tokenize the data mix and save the tokens, so that a later run does not repeat it."""
     tokenizer_path, tokens_path = plan.work / "tokenizer.json", plan.work / "tokens.npz"
     settings = story_settings(plan)
     if not tokens_path.is_file():
@@ -166,14 +166,14 @@ def start_self(plan: Plan, stage: str) -> subprocess.Popen[bytes]:
 
 
 def warm_up_compiler(plan: Plan) -> None:
-    """Compile the network once on random tokens; the compiler keeps its results on disk."""
+    """Compile the network once on random tokens; the compiler caches its results on disk."""
     settings = replace(story_settings(plan), output=str(plan.work / "warm-up"), steps=3, sample_every=0, save_every=0,
                        eval_sequences=1)  # fmt: skip
     generator = np.random.default_rng(0)
     tokens = generator.integers(0, settings.vocab_size, 10**5).astype(np.int32)
     letters = [chr(i) for i in range(0x4E00, 0x4E00 + 64)]
     tokenizer = train_bpe(letters, 257)
-    tokenizer.vocab_size = settings.vocab_size  # only the shape of the network counts here
+    tokenizer.vocab_size = settings.vocab_size  # only the shape of the network matters here
     train(settings, Corpus(tokenizer, TokenData(tokens[:-5000], tokens[-5000:], 1, 1)))
 
 
@@ -191,7 +191,7 @@ def compute_ngrams(plan: Plan) -> None:
 
 
 def train_for(settings: TrainSettings, corpus: Corpus, seconds: float, plan: Plan) -> dict[str, Any]:
-    """Measure the speed, choose the number of steps that fills the time, and train."""
+    """Measure the speed, choose the number of steps that fits the time, and train."""
     if (Path(settings.output) / "config.json").is_file():
         report: dict[str, Any] = json.loads((Path(settings.output) / "training.json").read_text())
         return report
@@ -207,7 +207,7 @@ def train_for(settings: TrainSettings, corpus: Corpus, seconds: float, plan: Pla
 
 
 def measure_speed(settings: TrainSettings, corpus: Corpus, plan: Plan) -> tuple[TrainSettings, float]:
-    """Steps per second once everything is warm; without the compiler where it does not work."""
+    """Steps per second after warm-up; without torch.compile if it fails."""
     steps = 6 if plan.tiny else CALIBRATION_STEPS
     trial = replace(settings, output=str(plan.work / "warm-up"), steps=steps, log_every=steps // 3, sample_every=0,
                     save_every=0, eval_sequences=1)  # fmt: skip
@@ -230,11 +230,11 @@ class _Clock(PlainProgress):
         self.last_speed = tokens_per_second
 
 
-# -- what the models can do --------------------------------------------------------------------------------------
+# -- evaluation --------------------------------------------------------------------------------------------------
 
 
 def write_samples(plan: Plan, corpus: Corpus) -> str:
-    """Twenty stories, half of them from nothing, half from a beginning."""
+    """Sample twenty stories, half without a prompt and half with one."""
     model = LanguageModel.from_pretrained(plan.work / "stories").to(plan.device).eval()
     beginnings = ["", "Once upon a time", "One day, a little dog", "Lily and her brother", "The old bear was sad"]
     count, tokens = (1, 20) if plan.tiny else (4, 300)
@@ -250,7 +250,7 @@ def write_samples(plan: Plan, corpus: Corpus) -> str:
 
 @torch.no_grad()
 def whole_held_out_loss(folder: Path, plan: Plan, corpus: Corpus) -> float:
-    """The loss on every held-out token, as the n-gram models are measured."""
+    """The loss on every held-out token, measured like that of the n-gram models."""
     model = LanguageModel.from_pretrained(folder).to(plan.device).eval()
     inputs, targets = evaluation_sequences(corpus.tokens.held_out, model.config.max_position, 10**9)
     losses = []
@@ -261,7 +261,7 @@ def whole_held_out_loss(folder: Path, plan: Plan, corpus: Corpus) -> float:
 
 
 def greedy_agreement(plan: Plan, corpus: Corpus) -> float:
-    """How often the draft's most likely token is the one that `stories` takes, in stories that it writes greedily."""
+    """Share of tokens in greedy stories of `stories` that are also the draft model's most likely token."""
     stories = LanguageModel.from_pretrained(plan.work / "stories").to(plan.device).eval()
     draft = LanguageModel.from_pretrained(plan.work / "stories-draft").to(plan.device).eval()
     tokens = corpus.tokens.held_out
@@ -271,12 +271,12 @@ def greedy_agreement(plan: Plan, corpus: Corpus) -> float:
     with torch.no_grad():
         guesses = draft.prefill(rows[:, :-1])[0].argmax(dim=-1)[:, PROMPT_TOKENS - 1 :]
     expected = rows[:, PROMPT_TOKENS:]
-    ended = (expected == 0).cumsum(dim=1) - (expected == 0).long() > 0  # after the end nothing counts
+    ended = (expected == 0).cumsum(dim=1) - (expected == 0).long() > 0  # tokens after the end are excluded
     return float((guesses == expected)[~ended].float().mean())
 
 
 def pack_results(plan: Plan) -> None:
-    """Float16 weights and all small files, in one archive cut into parts."""
+    """Archive float16 weights and all small files, split into parts."""
     archive = plan.work / "results.tar"
     with tarfile.open(archive, "w") as tar:
         for name in ("stories", "stories-draft", "shakespeare"):
@@ -295,7 +295,7 @@ def pack_results(plan: Plan) -> None:
     archive.unlink()
 
 
-# -- all of it ---------------------------------------------------------------------------------------------------
+# -- main --------------------------------------------------------------------------------------------------------
 
 
 def run(plan: Plan) -> None:
@@ -332,7 +332,7 @@ def run(plan: Plan) -> None:
 
 
 def make_data(plan: Plan) -> None:
-    """Everything that comes before `stories` and `stories-draft`."""
+    """Run all stages before `stories` and `stories-draft`."""
     deadline = time.monotonic() + plan.seconds
     plan.work.mkdir(parents=True, exist_ok=True)
     helpers = [start_shakespeare(plan), start_self(plan, "compile")]

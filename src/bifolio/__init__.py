@@ -1,7 +1,7 @@
 """bifolio: prefill and decode over one paged KV cache.
 
-The public names load what they need on first use: `import bifolio` costs next to nothing, and torch is never imported
-unless a torch class is asked for.
+Public names are imported on first use: `import bifolio` loads no model code, and torch is imported only when a class
+that needs it is used.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The array API's functions for torch tensors: array-api-compat where it is installed, else the few that are used here.
+"""Array API functions for torch tensors: from array-api-compat if it is installed, else from `TorchNamespace`.
 
-An engine on a GPU needs numpy, torch and triton alone; `TorchNamespace` is what makes array-api-compat optional there.
+`TorchNamespace` has the functions that bifolio uses. With it, an engine on a GPU needs only numpy, torch and triton.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Array = Any  # numpy array or torch tensor
 
 
 def array_namespace(array: Array) -> Any:
-    """The module whose functions take this array under the array API's names."""
+    """The array API namespace of an array."""
     compat = _compat()
     if compat is not None:
         return compat.array_namespace(array)
@@ -36,7 +36,7 @@ def torch_namespace() -> TorchNamespace:
 
 
 class TorchNamespace:
-    """Torch under the array API's names; a name that both spell alike is torch's own."""
+    """Torch functions under the array API's names; all other names are torch's own."""
 
     def __init__(self) -> None:
         import torch

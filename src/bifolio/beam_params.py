@@ -1,4 +1,4 @@
-"""What a beam search request may ask for."""
+"""The options of a beam search request."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from bifolio.sampling_params import LogitsProcessor, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchParams:
-    """Keep the `beam_width` best partial texts instead of one; the meaning of the options is transformers'.
+    """Options of a beam search that keeps the `beam_width` best hypotheses, with the semantics of transformers.
 
-    The score of a finished text is its summed logprob divided by (its length ** length_penalty).
+    The score of a finished hypothesis is its summed logprob divided by (its length ** length_penalty).
     """
 
     beam_width: int = 4
     max_tokens: int | None = 16
     length_penalty: float = 1.0  # above 0 favours long texts, below 0 short ones
     early_stopping: bool | Literal["never"] = False
-    # True: stop at beam_width finished texts. False: stop when, at the present length, no better one is likely.
+    # True: stop at beam_width finished hypotheses. False: stop when no better one is likely at the current length.
     # "never": stop when no better one is possible.
     num_return_sequences: int | None = None  # None: beam_width
-    num_groups: int = 1  # beams are split into so many groups that avoid each other's tokens
+    num_groups: int = 1  # number of groups of beams; groups are penalised for each other's tokens
     diversity_penalty: float = 0.0  # subtracted for every earlier group that chose the token at this step
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
@@ -43,7 +43,7 @@ class BeamSearchParams:
     logits_processors: tuple[LogitsProcessor, ...] = ()
     grammar: object | None = None
     skip_special_tokens: bool = True
-    sampling: SamplingParams = field(init=False, repr=False, compare=False)  # the same, as the sampler reads it
+    sampling: SamplingParams = field(init=False, repr=False, compare=False)  # the shared options, for the sampler
 
     def __post_init__(self) -> None:
         for name in ("beam_width", "num_groups"):
@@ -52,7 +52,7 @@ class BeamSearchParams:
                 raise RequestError(f"{name} must be a whole number of at least 1, not {value!r}")
         returned = self.num_return_sequences
         if returned is not None and not (isinstance(returned, int) and 1 <= returned <= self.beam_width):
-            raise RequestError(f"num_return_sequences={returned!r} must lie in 1..beam_width={self.beam_width}")
+            raise RequestError(f"num_return_sequences={returned!r} must be in 1..beam_width={self.beam_width}")
         if self.beam_width % self.num_groups:
             raise RequestError(f"beam_width={self.beam_width} must be a multiple of num_groups={self.num_groups}")
         for name in ("length_penalty", "diversity_penalty"):
@@ -70,7 +70,7 @@ class BeamSearchParams:
         return self.num_return_sequences or self.beam_width
 
     def _as_sampling(self) -> SamplingParams:
-        """Checks the shared options as well."""
+        """Convert the options that beam search shares with sampling; `SamplingParams` checks them."""
         return SamplingParams(
             temperature=0.0,
             max_tokens=self.max_tokens,

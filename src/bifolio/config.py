@@ -1,6 +1,6 @@
-"""Frozen settings, resolved first and validated at birth; nothing is patched later.
+"""Frozen settings: resolved first, then validated when they are constructed, and never changed afterwards.
 
-`ModelConfig` describes a network of any supported family as data: the families differ in these fields, not in code.
+`ModelConfig` describes a network of any supported family as data: families differ in these fields, not in code.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ KVDtype = Literal["f32", "f16", "bf16", "q8_0"]
 
 
 def checked_kv_dtype(name: str) -> KVDtype:
-    """How keys and values are stored, by its name; `auto` is for those who know the kernels to decide."""
+    """Check the name of a type for keys and values; callers that know the kernel set resolve `auto` first."""
     *names, last = get_args(KVDtype)
     if name not in get_args(KVDtype):
         raise ConfigError(f"dtype must be auto, {', '.join(names)} or {last}, not {name!r}")
@@ -24,17 +24,17 @@ def checked_kv_dtype(name: str) -> KVDtype:
 
 @dataclass(frozen=True, slots=True)
 class NumericDefaults:
-    """Settings that decide the numbers a model computes, as every command and class has them unless told otherwise.
+    """Defaults of all settings that influence numerical results.
 
-    `generate`, `chat`, `serve`, `eval`, the measuring commands, `LLM` and `AsyncLLM` take their defaults from
-    `NUMERICS`, so a greedy request has one answer whichever of them runs it.
+    `generate`, `chat`, `serve`, `eval`, the benchmarks, `LLM` and `AsyncLLM` take their defaults from `NUMERICS`, so a
+    greedy request gives the same answer with each of them.
     """
 
-    device: str = "auto"  # a GPU where there is one, else the CPU
-    kv_dtype: str = "auto"  # of cached keys and values: f32 on the CPU, the type of the weights on a GPU
-    activations: Literal["int8", "int16"] = "int8"  # beside quantised weights, on the native CPU kernels
-    threads: int | None = None  # of the CPU kernels: one for each core
-    deterministic: bool = False  # on a GPU; the CPU kernels always are
+    device: str = "auto"  # a GPU if there is one, else the CPU
+    kv_dtype: str = "auto"  # type of cached keys and values: f32 on the CPU, the type of the weights on a GPU
+    activations: Literal["int8", "int16"] = "int8"  # multiplied with quantised weights, on the native CPU kernels
+    threads: int | None = None  # of the CPU kernels; None: one for each core
+    deterministic: bool = False  # on a GPU; the CPU kernels are always deterministic
 
 
 NUMERICS = NumericDefaults()
@@ -42,20 +42,20 @@ NUMERICS = NumericDefaults()
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """One way of rotating queries and keys; a model has one, or one for local and one for global layers."""
+    """Rotary position embedding; a model has one, or one for its local and one for its global layers."""
 
     theta: float = 10000.0
     rotary_dim: int = 0  # leading dimensions of a head that are rotated
     scaling: Literal["none", "linear", "llama3", "yarn", "longrope"] = "none"
     factor: float = 1.0
-    original_max_position: int = 0  # context the model was first trained with (llama3, yarn, longrope)
+    original_max_position: int = 0  # context length before extension (llama3, yarn, longrope)
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     attention_factor: float = 1.0  # multiplies cos and sin (yarn, longrope)
-    frequency_factors: tuple[float, ...] = ()  # divides each frequency: longrope, or factors given by a file
-    frequency_factors_short: tuple[float, ...] = ()  # longrope, while the context is at most the original one
+    frequency_factors: tuple[float, ...] = ()  # divisor of each frequency: longrope, or factors from a model file
+    frequency_factors_short: tuple[float, ...] = ()  # longrope, for contexts up to original_max_position
 
     def __post_init__(self) -> None:
         if self.rotary_dim <= 0 or self.rotary_dim % 2:
@@ -66,7 +66,7 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Everything about a network that is not a weight."""
+    """The description of a network without its weights."""
 
     architecture: str
     vocab_size: int
@@ -76,7 +76,7 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     intermediate_size: int
-    max_position: int  # tokens of context the model was made for
+    max_position: int  # context length in tokens
 
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-5
@@ -87,7 +87,7 @@ class ModelConfig:
     output_bias: bool = False  # bias of the attention's output projection
     mlp_bias: bool = False
     qk_norm: bool = False  # RMS norm on each query and key head before rope
-    post_norms: bool = False  # norms on what attention and MLP add to the residual (Gemma)
+    post_norms: bool = False  # norms on the outputs of attention and MLP, before the residual addition (Gemma)
     tie_embeddings: bool = False
     learned_positions: bool = False
     ropes: tuple[RopeConfig, ...] = ()  # empty with learned positions
@@ -121,7 +121,7 @@ class ModelConfig:
 
     @property
     def scale(self) -> float:
-        """What the dot product of a query and a key is multiplied by."""
+        """The factor of the dot product of a query and a key."""
         return self.attention_scale or 1.0 / math.sqrt(self.head_dim)
 
     @property
@@ -140,7 +140,7 @@ class ModelConfig:
 
     @property
     def num_parameters(self) -> int:
-        """Exact count from the shapes alone, so that a plan can be made before anything is read."""
+        """The exact number of parameters, from the shapes alone: memory can be planned before weights are read."""
         d, ffn = self.hidden_size, self.intermediate_size
         attention = d * (self.query_size + 2 * self.kv_size) + self.query_size * d
         attention += (self.query_size + 2 * self.kv_size) * self.qkv_bias + d * self.output_bias
@@ -156,13 +156,13 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """The pool of blocks."""
+    """Settings of the KV cache: a pool of equal blocks."""
 
-    num_blocks: int  # block 0, the padding target, included
+    num_blocks: int  # including block 0, the target of padding
     block_size: int = 16
     dtype: KVDtype = "f32"
     enable_prefix_caching: bool = True
-    poison_free_blocks: bool = False  # debug: freed blocks become NaN, so that reading one shows
+    poison_free_blocks: bool = False  # debugging: fill freed blocks with NaN, so that reads of them are noticed
 
     def __post_init__(self) -> None:
         if self.block_size < 1:
@@ -173,12 +173,12 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """Guess several tokens, verify them in one pass."""
+    """Settings of speculative decoding: draft several tokens, then verify them in one pass."""
 
     method: Literal["ngram", "draft"] = "ngram"
-    length: int = 4  # the most tokens guessed at a time
+    length: int = 4  # the most draft tokens per step
     draft_model: str | None = None
-    adaptive: bool = True  # shorten or pause drafts where they cost more than they give
+    adaptive: bool = True  # shorten or pause drafts that cost more time than they save
     ngram_max: int = 4
     ngram_min: int = 2
 
@@ -193,18 +193,18 @@ class SpeculativeConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """How requests are scheduled onto the model."""
+    """Settings of an engine: limits of a step, of the queue and of sequences."""
 
     cache: CacheConfig
     max_model_len: int
     max_num_seqs: int = 16
-    token_budget: int = 512  # tokens per step, both phases together
+    token_budget: int = 512  # the most tokens per step, prefill and decode together
     chunk_size: int = 512  # the most prompt tokens of one sequence in one step
-    max_waiting: int | None = None  # None: unbounded queue
+    max_waiting: int | None = None  # the most requests in the queue; None: no limit
     deterministic: bool = True
     device: str = "cpu"
     speculative: SpeculativeConfig | None = None
-    launch_ahead: int | None = None  # steps launched before the last one's tokens are read; None: as the kernels say
+    launch_ahead: int | None = None  # steps launched before the previous one is collected; None: the kernel set's value
 
     def __post_init__(self) -> None:
         if self.launch_ahead not in (None, 0, 1):

@@ -2,8 +2,8 @@
 
     BifolioError
     ├── ConfigError            a setting that cannot work (says which would)
-    ├── ModelFileError         a file of a model is missing, truncated or inconsistent
-    │   └── UnsupportedModelError   the file is fine; bifolio does not run this kind
+    ├── ModelFileError         a model file is missing, truncated or inconsistent
+    │   └── UnsupportedModelError   the file is valid, but bifolio does not support this kind of model
     ├── RequestError           a request that cannot be served
     │   ├── EmptyPromptError
     │   ├── PromptTooLongError
@@ -11,21 +11,21 @@
     │   ├── ChatTemplateError  the template is missing, broken or too expensive
     │   └── GrammarError       a schema, regular expression or grammar that is wrong or too expensive
     ├── CacheError             a misuse of the KV cache
-    │   ├── OutOfBlocksError   the pool cannot supply the blocks asked for; nothing was changed
+    │   ├── OutOfBlocksError   the pool has too few free blocks; nothing was changed
     │   └── UnknownSequenceError
     ├── PhaseError             decode before the prompt is complete, and other wrong transitions
-    ├── KernelArgumentError    a kernel was handed an array or a number that does not fit
-    ├── EngineDeadError        the engine stopped; requests that ran in it are lost
-    └── MissingDependencyError an optional package is needed for this and is not installed
+    ├── KernelArgumentError    an array or a number that does not fit the kernel
+    ├── EngineDeadError        the engine stopped; its running requests are lost
+    └── MissingDependencyError a required optional package is not installed
 
-A message says what is wrong and what to do about it, in one or two sentences.
+A message names the problem and its remedy, in one or two sentences.
 """
 
 from __future__ import annotations
 
 
 class BifolioError(Exception):
-    """Base of all errors raised on purpose; catch it to catch them all."""
+    """Base class of all errors that bifolio raises on purpose."""
 
 
 class ConfigError(BifolioError, ValueError):
@@ -33,11 +33,11 @@ class ConfigError(BifolioError, ValueError):
 
 
 class ModelFileError(BifolioError, ValueError):
-    """A file of a model is missing, truncated or inconsistent."""
+    """A model file is missing, truncated or inconsistent."""
 
 
 class UnsupportedModelError(ModelFileError):
-    """The file is fine, but bifolio does not run this kind of model."""
+    """The file is valid, but bifolio does not support this kind of model."""
 
 
 class RequestError(BifolioError, ValueError):
@@ -69,18 +69,18 @@ class CacheError(BifolioError, RuntimeError):
 
 
 class OutOfBlocksError(CacheError):
-    """The pool cannot supply the blocks asked for; nothing was changed."""
+    """The pool has too few free blocks; nothing was changed."""
 
 
 class UnknownSequenceError(CacheError, KeyError):
-    """No row is held under this sequence id."""
+    """No block table exists for this sequence id."""
 
     def __str__(self) -> str:
-        return Exception.__str__(self)  # KeyError would show the message in quotes
+        return Exception.__str__(self)  # KeyError would quote the message
 
 
 class PhaseError(BifolioError, RuntimeError):
-    """A sequence was asked for something that its phase does not allow."""
+    """An operation that the phase of the sequence does not allow."""
 
 
 class KernelArgumentError(BifolioError, ValueError):
@@ -91,8 +91,8 @@ class KernelArgumentError(BifolioError, ValueError):
 
 
 class EngineDeadError(BifolioError, RuntimeError):
-    """The engine stopped, by an error of its own or because it was closed; what ran in it is lost."""
+    """The engine failed or was closed; its running requests are lost."""
 
 
 class MissingDependencyError(BifolioError, ImportError):
-    """An optional package is needed for this and is not installed."""
+    """A required optional package is not installed."""

@@ -1,9 +1,8 @@
-"""What a request may ask of the sampler: `SamplingParams`, checked when it is made.
+"""Sampling options of a request: `SamplingParams`, validated on construction.
 
-The names are vLLM's, so that its users move over by changing an import. Every field is validated in
-`__post_init__`: a value that cannot work is a `RequestError` that says which values do, never a crash later.
-What depends on the vocabulary is checked by `validate_for` once the model is known, and strings that stand for
-tokens (`bad_words`, `dry_sequence_breakers`) become token ids in `resolve_strings`.
+Field names match vLLM's, so its users only change the import. `__post_init__` validates every field; an invalid value
+raises a `RequestError` that lists the valid ones. `validate_for` checks token ids against the vocabulary of the model,
+and `resolve_strings` converts strings that stand for tokens (`bad_words`, `dry_sequence_breakers`) to token ids.
 """
 
 from __future__ import annotations
@@ -19,48 +18,48 @@ from bifolio.errors import RequestError, TokenIdError
 LogitsProcessor = Callable[..., Any]
 """`(output_token_ids, logits) -> logits` or `(prompt_token_ids, output_token_ids, logits) -> logits`, one row."""
 
-MAX_LOGPROBS = 1024  # larger lists would cost more to carry to the client than to compute
+MAX_LOGPROBS = 1024  # longer lists cost more to send to the client than to compute
 MAX_SEED_BITS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the tokens of one request are chosen, and when it ends.
+    """Sampling options and stop conditions of one request.
 
-    The order in which the options act is documented in `sampling.sampler`. Equal parameters, seed and prompt give equal
-    tokens, whatever else runs in the batch.
+    `sampling.sampler` documents the order in which the options are applied. Equal parameters, seed and prompt give
+    equal tokens, independent of the other requests in the batch.
     """
 
     n: int = 1  # completions returned for one prompt
     best_of: int | None = None  # completions drawn, of which the `n` with the best mean logprob are returned
-    temperature: float = 1.0  # 0 is greedy: always the most likely token, the lowest id among equals
+    temperature: float = 1.0  # 0 is greedy: always the most likely token, the lowest id among ties
     top_p: float = 1.0  # keep the smallest set of most likely tokens whose probability reaches top_p
     top_k: int = 0  # keep the top_k most likely tokens and those equal to the last of them; 0 or -1: off
     min_p: float = 0.0  # drop tokens less likely than min_p times the most likely one
     typical_p: float = 1.0  # keep the tokens closest to the expected surprise, up to this mass; 1: off
-    repetition_penalty: float = 1.0  # > 1 discourages what prompt or output contain: divides positive logits
+    repetition_penalty: float = 1.0  # > 1: penalises tokens of prompt and output by dividing positive logits
     presence_penalty: float = 0.0  # subtracted once from tokens that the output contains
     frequency_penalty: float = 0.0  # subtracted as often as the output contains the token
     no_repeat_ngram_size: int = 0  # no sequence of this many tokens occurs twice in prompt and output; 0: off
     dry_multiplier: float = 0.0  # strength of the penalty on continuing a repeated sequence; 0: off
     dry_base: float = 1.75  # growth of that penalty with every token of the repetition
-    dry_allowed_length: int = 2  # repetitions shorter than this many tokens are free
+    dry_allowed_length: int = 2  # repetitions shorter than this many tokens are not penalised
     dry_sequence_breakers: tuple[str | int, ...] = ("\n", ":", '"', "*")  # strings or token ids ending a repetition
-    dry_range: int = 0  # how many of the last tokens are searched for repetitions; 0: all
-    xtc_probability: float = 0.0  # chance, per token, that all likely tokens but the least likely are excluded
-    xtc_threshold: float = 0.1  # what counts as likely for that
+    dry_range: int = 0  # number of last tokens searched for repetitions; 0: all
+    xtc_probability: float = 0.0  # probability, per token, of excluding all likely tokens but the least likely
+    xtc_threshold: float = 0.1  # minimum probability of a likely token (XTC)
     logit_bias: Mapping[int, float] | None = None  # added to the logits of these token ids
     bad_words: tuple[str, ...] = ()  # texts that must not be generated
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be generated
-    allowed_token_ids: tuple[int, ...] | None = None  # nothing else is ever drawn
-    min_tokens: int = 0  # until so many tokens are out, nothing ends the request but its limits
+    allowed_token_ids: tuple[int, ...] | None = None  # only these tokens are sampled
+    min_tokens: int = 0  # stop conditions other than the limits apply after this many output tokens
     max_tokens: int | None = 16  # None: as many as the context takes; 0: only the prompt is computed (and scored)
     stop: tuple[str, ...] = ()  # texts that end the request
     stop_token_ids: tuple[int, ...] = ()  # token ids that end the request
     include_stop_str_in_output: bool = False
-    ignore_eos: bool = False  # the end-of-text token is a token like others
-    seed: int | None = None  # None: fresh noise for each request
-    logprobs: int | None = None  # per output token: its logprob and those of so many most likely tokens
+    ignore_eos: bool = False  # continue after the end-of-text token
+    seed: int | None = None  # None: a random seed for each request
+    logprobs: int | None = None  # per output token: its logprob and those of this many most likely tokens
     prompt_logprobs: int | None = None  # the same for the tokens of the prompt
     detokenize: bool = True
     skip_special_tokens: bool = True
@@ -80,11 +79,11 @@ class SamplingParams:
 
     @property
     def num_sequences(self) -> int:
-        """How many completions are drawn (of which `n` are returned)."""
+        """Number of sampled completions, of which `n` are returned."""
         return self.n if self.best_of is None else self.best_of
 
     def filters_tokens(self, vocab_size: int) -> bool:
-        """Whether an option keeps some of the tokens from being drawn: top-k to XTC."""
+        """Whether an option excludes tokens from sampling: top-k to XTC."""
         return not self.is_greedy and (
             0 < self.top_k < vocab_size
             or self.top_p < 1.0
@@ -95,7 +94,7 @@ class SamplingParams:
 
     @property
     def reads_history(self) -> bool:
-        """Whether an option changes logits by the tokens before: penalties, bans, grammars, processors."""
+        """Whether an option changes logits based on earlier tokens: penalties, bans, grammars, processors."""
         return bool(
             self.repetition_penalty != 1.0
             or self.presence_penalty
@@ -110,7 +109,7 @@ class SamplingParams:
 
     @property
     def needs_logprobs(self) -> bool:
-        """Whether the logprob of each drawn token is wanted: asked for, or needed to choose the best."""
+        """Whether the logprob of each sampled token is needed: requested, or for ranking by `best_of`."""
         return self.logprobs is not None or self.num_sequences > self.n
 
     def validate_for(self, vocab_size: int) -> None:
@@ -122,10 +121,10 @@ class SamplingParams:
         _check_ids("dry_sequence_breakers", (i for i in self.dry_sequence_breakers if isinstance(i, int)), vocab_size)
 
     def resolve_strings(self, encode: Callable[[str], list[int]]) -> SamplingParams:
-        """The same parameters with `bad_words` and `dry_sequence_breakers` as token ids.
+        """Convert `bad_words` and `dry_sequence_breakers` to token ids.
 
-        `encode` must not add special tokens. A bad word is banned as it stands and with a space before it, because
-        most tokenizers give a word at the start of a text and inside a sentence different tokens.
+        `encode` must not add special tokens. A bad word is banned with and without a leading space, because most
+        tokenizers encode a word differently at the start of a text and inside a sentence.
         """
         changes: dict[str, Any] = {}
         if self.bad_words:
@@ -141,7 +140,7 @@ class SamplingParams:
 
     @classmethod
     def with_defaults(cls, generation_config: Mapping[str, Any], **explicit: Any) -> SamplingParams:
-        """Parameters from a model's generation_config.json; what is given `explicit`ly wins."""
+        """Build parameters from a model's generation_config.json; `explicit` values take precedence."""
         return cls(**merge_defaults(generation_config, **explicit))
 
 
@@ -160,10 +159,10 @@ _FROM_GENERATION_CONFIG = {
 
 
 def merge_defaults(generation_config: Mapping[str, Any], **explicit: Any) -> dict[str, Any]:
-    """Keyword arguments for `SamplingParams`: a model's own defaults, overridden by what the caller set.
+    """Keyword arguments for `SamplingParams`: a model's own defaults, overridden by explicit values.
 
-    Only keys that were set count: an absent key or a null leaves the model's default in place, while an `explicit`
-    value wins even when it equals the default of `SamplingParams`.
+    An absent key or a null keeps the model's default; an `explicit` value takes precedence even if it equals the
+    default of `SamplingParams`.
     """
     merged: dict[str, Any] = {}
     for theirs, ours in _FROM_GENERATION_CONFIG.items():
@@ -177,7 +176,7 @@ def merge_defaults(generation_config: Mapping[str, Any], **explicit: Any) -> dic
 
 
 def _normalised(params: SamplingParams) -> dict[str, Any]:
-    """Containers as tuples and dicts of plain ints and floats, whatever the caller passed."""
+    """Normalise containers of any type to tuples and dicts of plain ints and floats."""
     breakers = params.dry_sequence_breakers
     return {
         "stop": _texts("stop", params.stop),
@@ -226,7 +225,7 @@ def _allowed(value: Any) -> tuple[int, ...] | None:
         return None
     ids = _ids("allowed_token_ids", value)
     if not ids:
-        raise RequestError("allowed_token_ids is empty, so nothing could be drawn: list token ids, or leave it out")
+        raise RequestError("allowed_token_ids is empty, so no token could be sampled: list token ids, or leave it out")
     return ids
 
 
@@ -277,7 +276,7 @@ def _processors(value: Any) -> tuple[LogitsProcessor, ...]:
 
 
 def _number(name: str, value: Any, low: float, high: float, open_low: bool = False) -> float:
-    """`value` as a float inside [low, high] (or (low, high]), or a `RequestError` naming that range."""
+    """Convert `value` to a float in [low, high] (or (low, high]); a `RequestError` names that range."""
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
         number = float(value)
         if (low < number if open_low else low <= number) and number <= high:  # false for NaN

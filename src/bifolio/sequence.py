@@ -3,10 +3,10 @@
     tokens     |<------ prompt ------>|<------ output ------>|<- expected ->|
     progress   |<------------ computed ------------>|<- in flight ->|<-  ->|
 
-A sequence stores its tokens, its progress and the reason of its end; its phase follows from these. Only its own methods
+A sequence stores its tokens, its progress and its finish reason; its phase follows from these. Only its own methods
 (`launch`, `advance`, `append_token`, `rewind`, `fork_from`, `finish`) change them. Tokens *in flight* belong to passes
-that are launched and not collected; *expected* tokens are drawn by such passes, so that their number is known and their
-values are not.
+that are launched but not collected. Such passes sample the *expected* tokens: their number is known, their values are
+not.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bifolio.sampling_params import SamplingParams
 class RequestPhase(Enum):
     """The phase of a sequence; computed, never stored."""
 
-    PREFILL = "prefill"  # known tokens are still to be processed
+    PREFILL = "prefill"  # known tokens are not yet computed
     DECODE = "decode"  # one token at a time
     COMPLETE = "complete"
 
@@ -34,17 +34,17 @@ SequencePhase = RequestPhase
 
 
 class FinishReason(Enum):
-    """Why a sequence ended; the values are OpenAI's where it has them."""
+    """The reason why a sequence ended; values follow the OpenAI API where it defines one."""
 
     STOP = "stop"  # an end-of-text token, a stop token or a stop string
     LENGTH = "length"  # max_tokens, or the model's context is full
-    ABORT = "abort"  # the caller gave up
+    ABORT = "abort"  # the caller aborted the request
     ERROR = "error"  # this request alone failed; `Request.error` says why
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """The logprob of one token and of its strongest rivals."""
+    """The logprob of one token and of the most likely alternatives."""
 
     token_id: int
     logprob: float
@@ -53,10 +53,10 @@ class TokenLogprob:
 
 
 class DraftStep(NamedTuple):
-    """One verification of guessed tokens."""
+    """One verification of draft tokens."""
 
     completion: int  # index of the sequence within its request
-    position: int  # of the first guess among the output tokens
+    position: int  # of the first draft token among the output tokens
     drafts: tuple[int, ...]
     num_accepted: int
 
@@ -70,7 +70,7 @@ class BeamStep(NamedTuple):
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Moments of a request's life, in seconds of `time.perf_counter`; 0 while they have not come."""
+    """Timestamps of a request in seconds of `time.perf_counter` (0: not reached yet), and counters."""
 
     arrival: float = 0.0
     first_scheduled: float = 0.0
@@ -102,7 +102,7 @@ class SequenceGroup(Protocol):
     members: list[Sequence]  # each has a slot while the group runs
 
     def is_live(self, sequence: Sequence) -> bool:
-        """Whether it stands for a hypothesis now; the others keep their slots for later forks."""
+        """Whether the sequence represents a current hypothesis; the others keep their slots for later forks."""
         ...
 
     def is_ready(self) -> bool:
@@ -110,35 +110,36 @@ class SequenceGroup(Protocol):
         ...
 
     def may_open(self, sequence: Sequence) -> bool:
-        """After a preemption tables are opened one by one, so that later ones find the blocks of earlier ones."""
+        """Whether its block table may be opened; after a preemption one at a time, so that later members reuse blocks
+        of earlier ones."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One line of tokens; while it runs it holds a slot of the batch and a block table."""
+    """One sequence of tokens; while it runs it holds a slot of the batch and a block table."""
 
     id: int  # key of its block table
     request: Request
-    index: int  # which of the request's completions
+    index: int  # of the completion within the request
     token_ids: list[int]  # prompt, then output
     num_prompt: int
     seed: int
-    output_token_ids: list[int] = field(default_factory=list)  # the sampler reads this live
-    num_computed: int = 0  # tokens whose K and V are in the cache, by passes that were collected
-    num_in_flight: int = 0  # tokens after these whose passes are launched and not collected
-    num_expected: int = 0  # tokens that those passes draw
-    parent: Sequence | None = None  # waits to be forked from this one when its prompt is computed
+    output_token_ids: list[int] = field(default_factory=list)  # the sampler reads this list in place
+    num_computed: int = 0  # tokens whose K and V are in the cache, from collected passes
+    num_in_flight: int = 0  # following tokens, of passes that are launched but not collected
+    num_expected: int = 0  # tokens that those passes sample
+    parent: Sequence | None = None  # forked from this sequence once its prompt is computed
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the token id or string that ended it
-    text: str = ""  # finished text of the output
+    text: str = ""  # final text of the output
     cumulative_logprob: float = 0.0
     score: float | None = None  # of a hypothesis that beam search returned
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    stopper: Any = None  # decides after every token whether the sequence ends
+    stopper: Any = None  # checks the stop conditions after every token
     group: SequenceGroup | None = None
-    num_draft_computed: int = 0  # tokens whose K and V the draft model has in its cache
-    num_drafted: int = 0  # guessed tokens, and those of them that were right
+    num_draft_computed: int = 0  # tokens whose K and V are in the draft model's cache
+    num_drafted: int = 0  # draft tokens, and how many of them were accepted
     num_accepted: int = 0
 
     @property
@@ -170,49 +171,49 @@ class Sequence:
         return RequestPhase.DECODE
 
     def tokens_until(self, end: int) -> list[int] | NDArray[np.int32]:
-        """The first `end` tokens at least; as an array, which is cheaper to hand on, if the prompt has them all."""
+        """At least the first `end` tokens; as an array, which is cheaper to copy, if all belong to the prompt."""
         return self.request.prompt_array if end <= self.num_prompt else self.token_ids
 
     @property
     def is_dormant(self) -> bool:
-        """Holds a slot but no blocks: it will be forked from another sequence."""
+        """Whether the sequence holds a slot but no blocks, because it will be forked from another sequence."""
         return self.parent is not None or (self.group is not None and not self.group.is_live(self))
 
     @property
     def order(self) -> tuple[int, int]:
-        """Rank in the queue: smaller goes first; the planner preempts from the other end."""
+        """Sort key of the queue: smaller runs first; the planner preempts the largest."""
         return (self.request.priority, self.request.number)
 
     # -- progress: the only places that change it ----------------------------------------------------------------------
 
     def launch(self, num_tokens: int, draws: bool) -> None:
-        """A pass over the next `num_tokens` is launched; it draws the token after them, or does not."""
+        """Record a launched pass over the next `num_tokens`; `draws`: the pass samples the token after them."""
         self.num_in_flight += num_tokens
         self.num_expected += draws
 
     def advance(self, num_tokens: int) -> None:
-        """A launched pass over `num_tokens` is collected: their K and V are in the cache."""
+        """Record that a launched pass over `num_tokens` was collected: their K and V are in the cache."""
         self.num_in_flight -= num_tokens
         self.num_computed += num_tokens
 
     def append_token(self, token_id: int) -> None:
-        """Take over a drawn token."""
+        """Append a sampled token."""
         if self.num_expected:
             self.num_expected -= 1
         self.token_ids.append(token_id)
         self.output_token_ids.append(token_id)
 
     def rewind(self, num_computed: int) -> None:
-        """Cut the progress to `num_computed` tokens; launched passes do not count any more."""
+        """Reset the progress to `num_computed` tokens and discard launched passes."""
         self.num_computed = num_computed
         self.num_draft_computed = min(self.num_draft_computed, num_computed)
         self.num_in_flight = self.num_expected = 0
 
     def fork_from(self, parent: Sequence) -> None:
-        """Take over the tokens and the progress of `parent`, whose blocks this sequence now shares."""
+        """Copy the tokens and the progress of `parent`, whose blocks this sequence now shares."""
         self.parent = None
         self.token_ids = list(parent.token_ids)
-        self.output_token_ids[:] = parent.output_token_ids  # in place: the sampler reads this very list
+        self.output_token_ids[:] = parent.output_token_ids  # in place: the sampler holds this list
         self.num_computed, self.num_draft_computed = parent.num_computed, parent.num_draft_computed
         self.num_in_flight, self.num_expected = parent.num_in_flight, parent.num_expected
 
@@ -236,18 +237,18 @@ class Request:
     params: SamplingParams
     seed: int
     prompt: str | None = None
-    priority: int = 0  # smaller goes first
-    salt: bytes = b""  # requests share cached prefixes only with others of the same salt
+    priority: int = 0  # smaller runs first
+    salt: bytes = b""  # cached prefixes are shared between requests of the same salt only
     max_tokens: int = 0  # of each completion, resolved against the model's context
     sequences: list[Sequence] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob | None] | None = None
     metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(arrival=time.perf_counter()))
     error: str | None = None
-    keep: bool = False  # hold the blocks after the end, so that the conversation can be branched
-    search: Any = None  # the beam search, if it is one
-    steps: list[DraftStep | BeamStep] | None = None  # recorded where a client watches them
-    wants_logprobs: bool = field(init=False)  # of every drawn token
-    prompt_array: NDArray[np.int32] = field(init=False, repr=False)  # the prompt in one piece, for hashing and copying
+    keep: bool = False  # keep the blocks after the end, so that the conversation can be continued from them
+    search: Any = None  # the beam search, if the request is one
+    steps: list[DraftStep | BeamStep] | None = None  # recorded if a client watches them
+    wants_logprobs: bool = field(init=False)  # of every sampled token
+    prompt_array: NDArray[np.int32] = field(init=False, repr=False)  # the prompt as an array, for hashing and copying
 
     def __post_init__(self) -> None:
         self.wants_logprobs = self.params.needs_logprobs
@@ -263,10 +264,10 @@ class StepResult:
     """The outcome of one step for one sequence."""
 
     request_id: str
-    token: int | None  # the token that was added, if any
+    token: int | None  # the appended token, if any
     finished: bool
     finish_reason: FinishReason | None = None
-    index: int = 0  # which completion of the request
+    index: int = 0  # of the completion within the request
     text: str = ""  # text that became final with this token
     logprob: TokenLogprob | None = None
     sequence: Sequence | None = field(default=None, repr=False, compare=False)

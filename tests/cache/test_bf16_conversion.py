@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bifolio.quant.bf16 import bf16_to_f32, f32_to_bf16
+from bifolio.quant.formats import bf16_to_f32, f32_to_bf16
 
 
 def test_every_bfloat16_survives_a_round_trip() -> None:

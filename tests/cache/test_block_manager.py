@@ -146,7 +146,7 @@ def test_ids_in_use_and_bad_lengths_are_refused() -> None:
     for num_tokens in (-1, 6):
         with pytest.raises(CacheError, match="truncated"):
             manager.truncate(1, num_tokens)
-    with pytest.raises(CacheError, match="commits"):
+    with pytest.raises(CacheError, match="cannot commit"):
         manager.commit(1, [1] * 6, 6)
     with pytest.raises(CacheError, match="token ids"):
         manager.commit(1, [1, 2], 5)

@@ -92,9 +92,9 @@ def test_sharing_a_block_continues_or_confirms() -> None:
     manager.share(second, 2)
     assert manager.get_sequence_blocks(2) == [first, second]
     assert manager.ref_count(second) == 2
-    with pytest.raises(CacheError, match="behind the same"):
+    with pytest.raises(CacheError, match="after the same"):
         manager.share(second, 3)
-    with pytest.raises(CacheError, match="behind the same"):
+    with pytest.raises(CacheError, match="after the same"):
         manager.share(9, 3)  # free
     assert not manager.has_table(3)
     manager.check_invariants()

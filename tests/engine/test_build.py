@@ -107,6 +107,22 @@ def test_the_largest_step_is_tried() -> None:
     assert memory.calls == ["start", "peak"]
 
 
+@pytest.mark.parametrize("max_model_len", [70, 2048, 16384])
+def test_tables_of_the_tried_step_cover_its_contexts(max_model_len: int) -> None:
+    """Kernels that read every key through the table, as in deterministic mode, find an entry for every token."""
+    config = EngineConfig(CacheConfig(1000, 64), max_model_len, max_num_seqs=256, token_budget=8192)
+    for batch in (prefill_batch(config), decode_batch(config)):
+        (segment,) = batch.segments
+        tables = segment.block_tables
+        assert tables is not None
+        assert tables.shape[0] == segment.num_sequences
+        assert tables.shape[1] * 64 >= segment.context_lens.max() == segment.max_context_len
+        assert not tables.any()  # the padding block: the cache of this step has two
+        assert batch.cache_index is not None
+        assert 0 <= batch.cache_index.min() <= batch.cache_index.max() < 64
+    assert prefill_batch(config).segments[0].max_context_len == min(max_model_len, 8192)
+
+
 def test_weights_and_steps_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*arguments: Any) -> Any:
         raise RuntimeError("CUDA error: out of memory")

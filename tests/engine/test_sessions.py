@@ -56,7 +56,7 @@ def test_kept_conversations_make_way() -> None:
     assert (
         big.sequences[0].output_token_ids == run_alone(big.prompt_token_ids, big.params).sequences[0].output_token_ids
     )
-    with pytest.raises(RequestError, match="send it whole"):
+    with pytest.raises(RequestError, match="send all of it"):
         engine.fork("old", "late", [3], GREEDY)
 
 

@@ -78,7 +78,7 @@ def test_the_output_is_the_plain_run_s(name: str, num_blocks: int) -> None:
             )
     speculator = llm.engine.speculator
     assert speculator is not None
-    assert speculator.stats.num_draft_tokens > 0 or name == "draft, adaptive"  # which is as slow as the model
+    assert speculator.stats.num_draft_tokens > 0 or "adaptive" in name  # which drafts only if measured times favour it
     assert llm.engine.blocks.num_used_blocks == 0
     llm.engine.blocks.check_invariants()
 

@@ -147,7 +147,7 @@ def test_blocks_are_copied_in_every_layer(device: str) -> None:
     import torch
 
     from bifolio.cache.storage import CacheLayout
-    from bifolio.kernels.triton.storage import CudaStorage
+    from bifolio.kernels.triton.cache import CudaStorage
 
     shape = (3, 12, 4, 2, 16)  # layers, blocks, slots, heads, head size
     ours = CudaStorage(CacheLayout(*shape, "bf16"), device=device, backend="torch")
@@ -198,7 +198,7 @@ def test_the_cache_is_what_fits_beside_a_step_that_was_tried(device: str, folder
         pytest.skip("the interpreter has no memory of its own")
     import torch
 
-    llm = LLM(folder, device=device, max_num_seqs=16, max_model_len=200)
+    llm = LLM(folder, device=device, max_num_seqs=16, max_model_len=200, gpu_memory_utilization=0.1)
     assert llm.engine.slots.device is not None
     assert llm.engine.runner.kernels.name == "triton"
     assert (llm.engine.config.cache.block_size, llm.engine.config.cache.dtype) == (64, "bf16")

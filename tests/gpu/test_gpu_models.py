@@ -53,6 +53,26 @@ def test_beams_equal_transformers(architecture: str, eos: list[int] | None, new_
     test_beam_search.test_beams_equal_transformers(architecture, eos, new_kernels)
 
 
+REAL_SHAPES = [(shape, dtype, False) for shape in ("llama-1b", "qwen3-0.6b", "llama-8b") for dtype in ("f32", "bf16")]
+
+
+@pytest.mark.one_process
+@pytest.mark.parametrize(
+    ("shape", "dtype", "deterministic"), [("tiny", "f32", False), *REAL_SHAPES, ("llama-1b", "bf16", True)]
+)
+def test_real_shapes_give_transformers_logits_and_tokens(
+    shape: str, dtype: str, deterministic: bool, device: str, gpu_kernels: Callable[..., Any], release_gpu: None
+) -> None:
+    """A whole prompt, the same prompt in chunks, and 64 greedy tokens; the weights are random."""
+    from model_checks import check_model
+
+    if device == "cpu" and shape != "tiny":
+        pytest.skip("needs a GPU")
+    kernels = gpu_kernels(dtype, deterministic=deterministic)
+    found = check_model(kernels, shape, *((40, 6) if device == "cpu" else ()))
+    assert found.passed, found
+
+
 # -- quantised weights ----------------------------------------------------------------------------------------------
 def test_a_quantised_model_gives_the_logits_of_its_dequantised_weights(gpu_kernels: Callable[..., Any]) -> None:
     from bifolio.kernels.torch_reference import TorchKernels
@@ -73,6 +93,7 @@ def test_a_gguf_file_runs_in_its_own_bytes(device: str, tmp_path: Path) -> None:
 
     path = write_gguf(tmp_path / "tiny.gguf")
     options: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 4, "token_budget": 64}
+    options["gpu_memory_utilization"] = 0.1  # other processes test on the same GPU
     if device == "cpu":
         from bifolio.kernels.triton import TritonKernels
 

@@ -16,7 +16,7 @@ from bifolio.kernels.reference import ReferenceKernels
 from bifolio.kernels.select import CANDIDATES, Wanted
 from bifolio.kernels.torch_reference import TorchKernels
 from bifolio.kernels.triton import TritonKernels
-from bifolio.kernels.triton.storage import CudaStorage
+from bifolio.kernels.triton.cache import CudaStorage
 from bifolio.model.huggingface.hf_loader import load_folder
 from bifolio.sampling_params import SamplingParams
 from helpers import make_engine, make_runner, open_entry, output_ids, random_prompt, run_chunks, tiny_folder, tiny_model

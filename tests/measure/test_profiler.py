@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 
 from bifolio import LLM, SamplingParams
-from bifolio.kernels.interface import AttentionPhase, AttentionSegment, KernelSet
+from bifolio.kernels.interface import AttentionPhase, AttentionSegment
 from bifolio.kernels.reference import ReferenceKernels
 from bifolio.measure.machine import MachineLimits, measure_limits
 from bifolio.measure.profiler import PARTS, PhaseProfile, Profile, hook_step, profile_model
@@ -114,9 +114,9 @@ def test_timing_does_not_change_tokens_and_hides_the_shortcut() -> None:
             return SimpleNamespace(run=run)
 
     clock = PartClock()
-    timed = cast(KernelSet, TimedKernels(Fused(), clock))
+    timed = TimedKernels(Fused(), clock)
     llm = LLM(random_model("tiny"), kernels=timed, num_blocks=40, max_model_len=64)
-    cast(TimedKernels, timed).attach(llm.engine.runner.weights)
+    timed.attach(llm.engine.runner.weights)
     hook_step(llm.engine, clock)
     greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     plain = llm.generate([[1, 2, 3]], greedy)[0].outputs[0].token_ids

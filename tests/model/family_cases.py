@@ -16,7 +16,7 @@ import numpy as np
 
 from bifolio.config import ModelConfig
 from bifolio.errors import BifolioError
-from bifolio.model.gguf.config import config_from_gguf
+from bifolio.model.gguf.loader import config_from_gguf
 from bifolio.model.gguf.metadata import model_metadata
 from bifolio.model.gguf.reader import GgufFile, Value, open_gguf
 from bifolio.model.huggingface.config import config_from_hf, config_to_hf

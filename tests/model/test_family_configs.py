@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from family_cases import EXPECTED, GGUF_CASES, HF_CASES, describe, open_case
 
-from bifolio.model.gguf.config import config_from_gguf
+from bifolio.model.gguf.loader import config_from_gguf
 from bifolio.model.huggingface.config import config_from_hf
 
 

@@ -115,7 +115,7 @@ def test_an_existing_file_or_folder_is_kept(tmp_path: Path) -> None:
         write_gguf(tmp_path / "model.gguf", source, QuantFormat.F16)
     with pytest.raises(ConfigError, match="--force"):
         write_folder(tmp_path / "notes", source, QuantFormat.F16)
-    with pytest.raises(ConfigError, match="no model folder"):
+    with pytest.raises(ConfigError, match="not a model folder"):
         write_folder(tmp_path / "notes", source, QuantFormat.F16, overwrite=True)
     assert (tmp_path / "model.gguf").read_bytes() == b"precious"
     write_gguf(tmp_path / "model.gguf", source, QuantFormat.F16, overwrite=True)

@@ -3,8 +3,8 @@
     python tests/mutations/run.py [name ...]
 
 Every bug is a replacement of source text in a temporary copy of the package. Each copy runs twice: with the block
-manager's own invariants, and without them, where only what is read back, counted and freed can tell. The first must
-fail for every bug, and the copy without a bug must pass both. Exit status 1 if a bug survives.
+manager's own invariants, and without them, where only the values read back, the counts and the freed blocks can differ.
+The first run must fail for every bug, and the copy without a bug must pass both. Exit status 1 if a bug survives.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-POOL, MANAGER, GROWTH, STORAGE = "block_pool.py", "block_manager.py", "growth.py", "storage.py"
+POOL, MANAGER, TABLE, STORAGE = "block_pool.py", "block_manager.py", "block_table.py", "storage.py"
 
 
 class Replacement(NamedTuple):
@@ -40,12 +40,12 @@ MUTANTS: dict[str, list[Replacement]] = {
         Replacement(MANAGER, "num_full = num_computed // self.block_size", "num_full = self.blocks_for(num_computed)"),
     ],
     "copy after write": [
-        Replacement(STORAGE, "            storage.move_blocks(manager.take_moves())\n", ""),
+        Replacement(STORAGE, "            self._manager.run_moves([self.storage])\n", ""),
         Replacement(
             STORAGE,
-            "storage.write(layer, slot, keys[layer][None], values[layer][None])\n",
-            "storage.write(layer, slot, keys[layer][None], values[layer][None])\n"
-            "            storage.move_blocks(manager.take_moves())\n",
+            "storage.write(layer, index, keys[layer][None], values[layer][None])\n",
+            "storage.write(layer, index, keys[layer][None], values[layer][None])\n"
+            "            manager.run_moves([storage])\n",
         ),
     ],
     "double free": [
@@ -57,56 +57,56 @@ MUTANTS: dict[str, list[Replacement]] = {
     "off-by-one truncate: a block too few": [
         Replacement(
             MANAGER,
-            "return self._shrink(row, self.blocks_for(num_tokens))",
-            "return self._shrink(row, num_tokens // self.block_size)",
+            "return self._shrink(table, self.blocks_for(num_tokens))",
+            "return self._shrink(table, num_tokens // self.block_size)",
         ),
     ],
     "off-by-one truncate: a block too many": [
         Replacement(
             MANAGER,
-            "return self._shrink(row, self.blocks_for(num_tokens))",
-            "return self._shrink(row, self.blocks_for(num_tokens + 1))",
+            "return self._shrink(table, self.blocks_for(num_tokens))",
+            "return self._shrink(table, self.blocks_for(num_tokens + 1))",
         ),
     ],
     "off-by-one truncate: a digest too many": [
         Replacement(
             MANAGER,
-            "del row.chain[num_tokens // self.block_size :]",
-            "del row.chain[self.blocks_for(num_tokens) :]",
+            "del table.chain[num_tokens // self.block_size :]",
+            "del table.chain[self.blocks_for(num_tokens) :]",
         ),
     ],
     "written block stays findable": [
-        Replacement(GROWTH, "pool.forget(tail)", "pass"),
+        Replacement(TABLE, "pool.forget(tail)", "pass"),
     ],
     "evicted block stays findable": [
         Replacement(POOL, "popitem(last=False)\n            self.forget(block_id)", "popitem(last=False)"),
     ],
     "shared tail written in place": [
-        Replacement(GROWTH, "if ref_counts[tail] > 1 or digests[tail] is not None:", "if digests[tail] is not None:"),
+        Replacement(TABLE, "if ref_counts[tail] > 1 or digests[tail] is not None:", "if digests[tail] is not None:"),
     ],
     "siblings not counted": [
-        Replacement(GROWTH, "if ref_counts[tail] - left > 1:", "if ref_counts[tail] > 1:"),
+        Replacement(TABLE, "if ref_counts[tail] - left > 1:", "if ref_counts[tail] > 1:"),
     ],
     "prefix hit leaves the block on the free list": [
         Replacement(POOL, "self.evictable.pop(block_id, None)", "pass"),
     ],
-    "copy wanted by nobody still runs": [
-        Replacement(POOL, "src = self.copies.pop(block_id, None)", "src = None"),
+    "copy to a released block still runs": [
+        Replacement(POOL, "src = self.moves.pop(block_id, None)", "src = None"),
     ],
     "salt ignored": [
         Replacement("digests.py", "blake2b(salt, digest_size", 'blake2b(b"", digest_size'),
     ],
     "digest without its prefix": [
-        Replacement("digests.py", "blake2b(parent + array", "blake2b(array"),
+        Replacement("digests.py", "blake2b(parent + words", "blake2b(words"),
     ],
     "fork with a pending copy": [
-        Replacement(MANAGER, "self._check_no_pending_copy(parent.block_ids)", "pass"),
+        Replacement(MANAGER, "self._check_no_pending_move(parent.block_ids)", "pass"),
     ],
     "no lock": [
         Replacement(MANAGER, "from threading import RLock", "from contextlib import nullcontext as RLock"),
     ],
-    "device row misses a replaced block": [
-        Replacement(GROWTH, "row.mark_changed(len(row.block_ids) - 1)", "pass"),
+    "device table misses a replaced block": [
+        Replacement(TABLE, "table.mark_changed(len(table.block_ids) - 1)", "pass"),
     ],
 }
 
@@ -120,7 +120,8 @@ def mutated_copy(folder: Path, replacements: list[Replacement]) -> None:
         path = folder / "bifolio" / "cache" / replacement.file
         text = path.read_text()
         if text.count(replacement.old) != 1:
-            raise SystemExit(f"{replacement.file} has {text.count(replacement.old)} times {replacement.old!r}: mend me")
+            count = text.count(replacement.old)
+            raise SystemExit(f"{replacement.file} has {count} times {replacement.old!r}: update the mutation")
         path.write_text(text.replace(replacement.old, replacement.new))
 
 
@@ -140,14 +141,14 @@ def passes_test(folder: Path, test: str, with_invariants: bool) -> bool:
 
 
 def try_mutant(name: str, replacements: list[Replacement]) -> bool:
-    """Print how the machine fares; True when it did as it should."""
+    """Print the verdict on one copy; True when it is the expected one."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         mutated_copy(Path(folder), replacements)
         test = TESTS.get(name, "test_state_machine.py")
         passes, passes_blind = (passes_test(Path(folder), test, with_invariants) for with_invariants in (True, False))
     if not replacements:
-        verdict = "passes, as it should" if passes and passes_blind else "FAILS WITHOUT A BUG"
+        verdict = "passes, as expected" if passes and passes_blind else "FAILS WITHOUT A BUG"
     else:
         verdict = "SURVIVES" if passes else "found" + ("; only by the invariants" if passes_blind else "")
     print(f"{name:48s} {verdict}  ({time.monotonic() - started:.0f} s)", flush=True)

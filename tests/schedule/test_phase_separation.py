@@ -114,7 +114,7 @@ def test_phase_transitions_follow_progress() -> None:
     sequence.append_token(9)
     assert manager.is_decoding(5)
     manager.set_phase(5, SequencePhase.DECODE)
-    with pytest.raises(PhaseError, match="its progress says decode"):
+    with pytest.raises(PhaseError, match="by its progress it is in decode"):
         manager.set_phase(5, SequencePhase.PREFILL)
     sequence.num_computed = 0  # preempted: prefill again, by itself
     assert manager.is_prefilling(5)

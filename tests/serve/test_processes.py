@@ -21,8 +21,8 @@ from faulty_worker import DIE, FAIL, HANG
 from serving import Limits, RunningServer, model_folder, running_server
 
 from bifolio.errors import ConfigError
+from bifolio.model.loaded import TextModel
 from bifolio.model.model_file import ModelFile
-from bifolio.model.text_model import TextModel
 from exotic_weights import k_quant_llama
 
 pytestmark = pytest.mark.full

@@ -83,7 +83,7 @@ def test_variables_reach_the_template() -> None:
     ("template", "messages", "message"),
     [
         (None, HELLO, "no chat template"),
-        ("x" * (300 << 10), HELLO, "more than any real one"),
+        ("x" * (300 << 10), HELLO, "more than the 262144 allowed"),
         ("{% for m in messages %}", HELLO, "broken"),
         ("{{ 1 + }}", HELLO, "broken"),
         ("{{ messages[7].content }}", HELLO, "refused"),

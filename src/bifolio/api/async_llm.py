@@ -1,4 +1,4 @@
-"""The asyncio twin of `LLM`: the same engine on a thread of its own, awaited instead of called."""
+"""`LLM` for asyncio: the engine runs on its own thread, and calls are awaited."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from bifolio.text.chat_template import Message
 
 
 class _Channel:
-    """Where the results of one call go: a queue of the event loop that made it."""
+    """The result queue of one call, on the event loop of the caller."""
 
     __slots__ = ("_loop", "results")
 
@@ -31,8 +31,8 @@ class _Channel:
         self.results: asyncio.Queue[StepResult | None] = asyncio.Queue()
 
     def put(self, items: list[StepResult | None]) -> None:
-        """From the engine's thread; None says that the engine is gone."""
-        with contextlib.suppress(RuntimeError):  # the event loop was closed: nobody listens any more
+        """Called on the engine's thread; None means that the engine has stopped."""
+        with contextlib.suppress(RuntimeError):  # the event loop is closed: no reader is left
             self._loop.call_soon_threadsafe(self._put, items)
 
     def _put(self, items: list[StepResult | None]) -> None:
@@ -41,17 +41,17 @@ class _Channel:
 
 
 class AsyncLLM:
-    """`LLM` for asyncio. Cancelling a call ends its requests before the next step.
+    """`LLM` for asyncio. Cancelling a call aborts its requests before the next step.
 
-    Takes the arguments of `LLM`. Calls from any number of tasks run in one continuous batch. Use it as
+    Accepts the arguments of `LLM`. Calls from any number of tasks run in one continuous batch. Use it as
     `async with AsyncLLM(model) as llm`, or call `close`.
     """
 
     def __init__(self, model: str | Path | LoadedModel | LLM | None = None, **options: Any) -> None:
         self.llm = model if isinstance(model, LLM) else LLM(model, **options)
-        self._channels: dict[str, _Channel] = {}  # request id → who waits for it; changed on the engine's thread
+        self._channels: dict[str, _Channel] = {}  # by request id; changed on the engine's thread only
         self._ids = itertools.count()
-        self.thread = EngineThread(self.llm.engine, self._dispatch, self._tell_dead)
+        self.thread = EngineThread(self.llm.engine, self._dispatch, self._notify_stopped)
         self.thread.start()
 
     # -- generating --------------------------------------------------------------------------------------------------
@@ -62,7 +62,7 @@ class AsyncLLM:
         *,
         priority: int = 0,
     ) -> list[RequestOutput]:
-        """Complete every prompt; the results come in the order of the prompts."""
+        """Complete every prompt; results have the order of the prompts."""
         requests, channel = await self._start(prompts, sampling_params, priority)
         try:
             while any(not request.is_finished for request in requests):
@@ -78,7 +78,7 @@ class AsyncLLM:
         *,
         priority: int = 0,
     ) -> AsyncIterator[tuple[int, StepResult]]:
-        """(index of the prompt, what a step did for it), as it happens. Leaving the loop ends the requests."""
+        """Yield (index of the prompt, `StepResult`) after every step. Leaving the loop aborts the requests."""
         requests, channel = await self._start(prompts, sampling_params, priority)
         number = {request.request_id: index for index, request in enumerate(requests)}
         open_ends = sum(len(request.sequences) for request in requests)
@@ -97,7 +97,7 @@ class AsyncLLM:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, written with the model's own chat template."""
+        """Answer one conversation or several, rendered with the model's chat template."""
         conversations: Any = [messages] if not messages or isinstance(messages[0], Mapping) else messages
         prompts: list[Prompt] = []
         for conversation in conversations:
@@ -105,7 +105,7 @@ class AsyncLLM:
             prompts.append({"prompt_token_ids": tokens})
         return await self.generate(prompts, sampling_params)
 
-    # -- looking, and the end -----------------------------------------------------------------------------------------
+    # -- state --------------------------------------------------------------------------------------------------------
     def default_params(self, **explicit: Any) -> SamplingParams:
         return self.llm.default_params(**explicit)
 
@@ -113,7 +113,7 @@ class AsyncLLM:
         return await asyncio.wrap_future(self.thread.call(lambda engine: engine.stats()))
 
     async def close(self) -> None:
-        """Abort what runs and end the thread."""
+        """Abort running requests and end the thread."""
         await asyncio.to_thread(self.thread.stop)
 
     async def __aenter__(self) -> AsyncLLM:
@@ -131,7 +131,7 @@ class AsyncLLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         priority: int,
     ) -> tuple[list[Request], _Channel]:
-        """All or nothing, like `LLM.generate`: a bad prompt refuses the call."""
+        """Add all requests or none, like `LLM.generate`: an invalid prompt raises before any request runs."""
         batch = as_prompts(prompts)
         each = self.llm.params_for(batch, params)
         inputs = await asyncio.to_thread(lambda: [self.llm.prompt_tokens(prompt) for prompt in batch])
@@ -153,14 +153,14 @@ class AsyncLLM:
         try:
             return await asyncio.wrap_future(future), channel
         except asyncio.CancelledError:
-            future.cancel()  # if it has begun already, what it added is ended:
+            future.cancel()  # `add` may have run already: abort its requests
             self.thread.post(lambda engine: self._end_ids(engine, ids))
             raise
 
     async def _next(self, channel: _Channel) -> StepResult:
         result = await channel.results.get()
         if result is None:
-            raise EngineDeadError("the engine stopped while the request ran: start a new one and ask again")
+            raise EngineDeadError("the engine stopped while the request ran: create a new engine and retry")
         return result
 
     def _forget(self, requests: list[Request]) -> None:
@@ -177,7 +177,7 @@ class AsyncLLM:
             engine.abort(request_id)
 
     def _dispatch(self, results: list[StepResult]) -> None:
-        """On the engine's thread: wake each waiting call once per step, whatever it got."""
+        """Deliver the results of a step, called on the engine's thread: one wake-up per waiting call."""
         grouped: dict[_Channel, list[StepResult | None]] = {}
         for result in results:
             channel = self._channels.get(result.request_id)
@@ -186,6 +186,6 @@ class AsyncLLM:
         for channel, items in grouped.items():
             channel.put(items)
 
-    def _tell_dead(self) -> None:
+    def _notify_stopped(self) -> None:
         for channel in set(self._channels.values()):
             channel.put([None])

@@ -1,10 +1,10 @@
-"""`LanguageModel`: the network as a torch module with its two phases spelled out.
+"""`LanguageModel`: the network as a torch module with explicit prefill and decode phases.
 
     prefill(idx, targets)        all positions of known sequences in one pass: training, evaluation
     decode(idx, max_new_tokens)  one token at a time on the paged cache: generation
 
-Both run `transformer.forward`, the function that serving runs. Parameters carry their Hugging Face names and layouts,
-so `state_dict()` and the files it is read from and written to are those of transformers.
+Both run `transformer.forward`, the function that serving runs. Parameters have the names and layouts of Hugging Face,
+so `state_dict()` and saved files are compatible with transformers.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from bifolio.model.weights import ModelWeights
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
-IGNORED_TARGET = -100  # positions with this target do not count in the loss
+IGNORED_TARGET = -100  # positions with this target are excluded from the loss
 INITIAL_STANDARD_DEVIATION = 0.02
 BLOCK_SIZE = 16  # of the paged cache that `decode` runs on
 
-CHARACTER_MODEL = ModelConfig(  # a small character model: 65 characters, as tinyshakespeare has
+CHARACTER_MODEL = ModelConfig(  # a small character model for the 65 characters of tinyshakespeare
     architecture="gpt2",
     vocab_size=65,
     hidden_size=128,
@@ -69,10 +69,10 @@ class LanguageModel(nn.Module):
     """A decoder-only language model of any supported family; without arguments a small character model."""
 
     def __init__(self, config: ModelConfig = CHARACTER_MODEL, *, seed: int | None = None) -> None:
-        """Random weights; `seed` makes them the same every time without touching torch's global generator."""
+        """Initialise random weights; `seed` makes them reproducible without changing torch's global generator."""
         super().__init__()
         self.config = config
-        self.hf_config: dict[str, Any] | None = None  # config.json as it was read, so that it is written back whole
+        self.hf_config: dict[str, Any] | None = None  # config.json as read, so that unknown fields are kept when saving
         self.generation_config: dict[str, Any] = {}
         self._names = family_of(config).hf_names
         generator = None if seed is None else torch.Generator().manual_seed(seed)
@@ -90,7 +90,7 @@ class LanguageModel(nn.Module):
         """PREFILL PHASE: idx [B, T] → logits f32[B, T, vocab] and, with targets [B, T], the mean cross-entropy.
 
         All positions are computed in parallel and nothing is cached: for training and evaluation, where the tokens
-        are known. Targets of -100 do not count.
+        are known. Targets of -100 are excluded from the loss.
         """
         self._check_tokens(idx)
         batch_size, length = idx.shape
@@ -125,9 +125,9 @@ class LanguageModel(nn.Module):
     ) -> torch.Tensor:
         """DECODE PHASE: extend idx [B, T] by up to `max_new_tokens` tokens each, one at a time: [B, T + new].
 
-        Temperature 0 takes the most likely token. A row that produced a stop token repeats it until all rows are done.
-        The model sees the last `max_position` tokens: past that, every token costs a pass over the whole window, since
-        all positions in it have moved.
+        Temperature 0 selects the most likely token. A sequence that produced a stop token repeats it until all are
+        finished. The context is the last `max_position` tokens; beyond that length every token needs a pass over the
+        whole window, because all positions shift.
         """
         self._check_tokens(idx)
         _check_count(max_new_tokens)
@@ -158,7 +158,7 @@ class LanguageModel(nn.Module):
         top_k: int | None = None,
         top_p: float | None = None,
     ) -> torch.Tensor:
-        """The teaching version of `decode`: runs the whole prefix again for every token. The same result, slowly."""
+        """Decode without a cache: recompute the whole prefix for every token. Equal to `decode`, but slow."""
         _check_count(max_new_tokens)
         choose = TokenChooser(temperature, top_k, top_p, seed, idx.device)
         for _ in range(max_new_tokens):
@@ -169,21 +169,21 @@ class LanguageModel(nn.Module):
     def forward(
         self, idx: torch.Tensor, targets: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The same as `prefill`, under the name that `model(idx, targets)` calls."""
+        """Alias of `prefill`, so that `model(idx, targets)` works."""
         return self.prefill(idx, targets)
 
     def generate(self, idx: torch.Tensor, max_new_tokens: int, **options: Any) -> torch.Tensor:
-        """The same as `decode`, under its older name."""
+        """Alias of `decode`."""
         return self.decode(idx, max_new_tokens, **options)
 
     def compile_network(self, backend: str = "inductor") -> None:
-        """Let `prefill` run through torch.compile while training: slow at the first call of a shape, then faster."""
+        """Compile `prefill` with torch.compile for training: the first call of a shape is slow, later ones faster."""
         self._network = torch.compile(transformer.forward, backend=backend)
 
     # -- files --------------------------------------------------------------------------------------------
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> LanguageModel:
-        """A model from a Hugging Face-layout folder, in float32."""
+        """Load a model from a Hugging Face-layout folder, in float32."""
         folder = Path(folder)
         raw = read_json(folder / "config.json")
         generation_path = folder / "generation_config.json"
@@ -201,7 +201,7 @@ class LanguageModel(nn.Module):
         self._load(tensors, str(path))
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write `config.json` and `model.safetensors` in the layout that transformers reads."""
+        """Write `config.json` and `model.safetensors` in the layout of transformers."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         raw = self.hf_config or config_to_hf(self.config)
@@ -228,13 +228,13 @@ class LanguageModel(nn.Module):
             with torch.no_grad():
                 parameter.copy_(torch.from_numpy(np.array(tensor.dequantize())))
 
-    # -- inside -------------------------------------------------------------------------------------------
+    # -- internals ----------------------------------------------------------------------------------------
     @property
     def device(self) -> torch.device:
         return self.get_parameter(self._names.embedding + ".weight").device
 
     def weights(self) -> ModelWeights:
-        """The parameters by role, as `transformer.forward` takes them; cheap, and part of the gradient's graph."""
+        """The parameters by role, as `transformer.forward` expects them; no copies, so gradients flow through."""
 
         def fetch(name: str, shape: tuple[int, ...]) -> torch.Tensor:
             parameter = self.get_parameter(name)
@@ -268,9 +268,9 @@ class LanguageModel(nn.Module):
         if idx.is_floating_point() or idx.dtype == torch.bool:
             raise TokenIdError(f"token ids are whole numbers, not {idx.dtype}: pass a tensor of torch.long")
         if idx.numel() == 0:
-            raise EmptyPromptError("there is not a single token to process: pass at least one per row")
+            raise EmptyPromptError("there are no tokens to process: pass at least one per sequence")
         if idx.is_cuda and self.training:
-            return  # looking at the values would make every training step wait for the device
+            return  # reading the values would synchronise every training step with the device
         low, high = int(idx.min()), int(idx.max())
         if low < 0 or high >= self.config.vocab_size:
             wrong = low if low < 0 else high
@@ -285,12 +285,12 @@ class LanguageModel(nn.Module):
         if len(wrong):
             raise TokenIdError(
                 f"the target {int(wrong[0])} is outside the vocabulary of {self.config.vocab_size} tokens: pass token "
-                f"ids, or {IGNORED_TARGET} for positions that do not count"
+                f"ids, or {IGNORED_TARGET} to exclude a position from the loss"
             )
 
 
 class DecodeLoop:
-    """Decoding of equally long sequences on the two executors, over a paged cache of their own."""
+    """Decoding of equally long sequences on the two executors, with its own paged cache."""
 
     def __init__(self, runner: ModelRunner, num_sequences: int) -> None:
         storage = runner.storage
@@ -299,10 +299,9 @@ class DecodeLoop:
         self._entries = [KvCacheEntry.open(storage, blocks) for _ in range(num_sequences)]
 
     def logits(self, window: torch.Tensor) -> torch.Tensor:
-        """f32[B, vocab] after `window` [B, T]: a prefill for a new window, a decode step when it grew by a token.
+        """f32[B, vocab] after `window` [B, T]: a decode step if the window grew by one token, else a prefill.
 
-        A window as long as the one before has moved by a token: every position in it is another one, so all of it is
-        computed again.
+        A window of unchanged length has shifted by one token: all positions differ, so it is recomputed.
         """
         tokens, known = window.cpu().numpy(), self._entries[0].seq_len
         if window.shape[1] == known + 1 and known:
@@ -315,7 +314,7 @@ class DecodeLoop:
 
 
 class TokenChooser:
-    """Draws one token per row from logits; the same seed gives the same draws."""
+    """Samples one token per row of logits; equal seeds give equal samples."""
 
     def __init__(
         self, temperature: float, top_k: int | None, top_p: float | None, seed: int | None, device: torch.device
@@ -349,15 +348,15 @@ def _check_count(max_new_tokens: int) -> None:
 
 
 def fresh_batch(idx: torch.Tensor, kernels: KernelSet) -> Batch:
-    """Whole sequences [B, T], packed, nothing cached, the logits of every token wanted."""
+    """Pack whole sequences [B, T] into a batch without cached tokens, with logits for every token."""
     batch_size, length = idx.shape
-    padding = np.zeros(length, dtype=np.int32)  # the tokens themselves stay where they are
+    padding = np.zeros(length, dtype=np.int32)  # replaced by the tokens on their device
     batch = HostBatch.from_runs([], [Run(row, 0, padding) for row in range(batch_size)], None)
     return replace(batch.to(kernels), token_ids=idx.flatten())
 
 
 def file_tensor(parameter: torch.Tensor) -> QuantizedTensor | np.ndarray:
-    """A parameter as the file keeps it, in its own type."""
+    """Convert a parameter to a file tensor of the same type."""
     tensor = parameter.detach().cpu().contiguous()
     if tensor.dtype == torch.bfloat16:
         words = tensor.view(torch.int16).numpy()
@@ -367,7 +366,7 @@ def file_tensor(parameter: torch.Tensor) -> QuantizedTensor | np.ndarray:
 
 
 def _initial(name: str, shape: Sequence[int], config: ModelConfig, generator: torch.Generator | None) -> torch.Tensor:
-    """GPT-2's way: normal weights, smaller where a layer adds to the residual stream; norms are the identity."""
+    """GPT-2 initialisation: normal weights, scaled down for projections into the residual stream; identity norms."""
     if len(shape) == 1:
         is_norm_weight = name.endswith("weight")
         return torch.full(tuple(shape), 1.0 - config.norm_offset if is_norm_weight else 0.0)
@@ -379,7 +378,7 @@ def _initial(name: str, shape: Sequence[int], config: ModelConfig, generator: to
 
 
 def _register(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Put a parameter under its dotted name, with a plain module for each part of the path."""
+    """Register a parameter under its dotted name, with a plain module for each part of the path."""
     *path, last = name.split(".")
     for part in path:
         if part not in module._modules:

@@ -24,18 +24,18 @@ from bifolio.sequence import Request, StepResult
 from bifolio.text.chat_template import Message, render_chat
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
-PROGRESS_FROM = 8  # prompts; fewer are done before a bar would be read
+PROGRESS_FROM = 8  # minimum number of prompts for a progress bar
 
 
 class LLM:
     """A model, a cache and an engine, for use from one thread.
 
-    `model` is a Hugging Face-layout folder, a `.gguf` file, or the name of an embedded or pulled model; None takes
-    the default embedded model. The cache gets `num_blocks` blocks, or as many as fit into `memory` ("2GB"), or a
-    safe share of what is free; on a GPU, `gpu_memory_utilization` of what is free beside the weights and the largest
-    step. `activations` ("int8" or "int16") says how finely they are rounded beside quantised weights on the native CPU
-    kernels. `dtype` is that of the cache, and on a GPU of dense weights too. `deterministic` asks a GPU for output that
-    depends on the request alone, to the last bit; on the CPU it always does. Sizes that are not given are small on the
+    `model` is a Hugging Face-layout folder, a `.gguf` file, or the name of an embedded or pulled model; None selects
+    the default embedded model. The cache has `num_blocks` blocks, or as many as fit into `memory` ("2GB"), or a safe
+    share of the free memory; on a GPU, `gpu_memory_utilization` of the memory that is free after loading the weights
+    and running the largest step. `activations` ("int8" or "int16") is the type of activations multiplied with quantised
+    weights on the native CPU kernels. `dtype` is the type of the cache and, on a GPU, of dense weights. `deterministic`
+    makes GPU output depend on the request alone, bit for bit; CPU output always does. Default sizes are small on the
     CPU and large on a GPU (`engine.build.SIZES`).
     """
 
@@ -118,7 +118,7 @@ class LLM:
         use_tqdm: bool | None = None,
         priority: int | Sequence[int] = 0,
     ) -> list[RequestOutput]:
-        """Complete every prompt; the results come in the order of the prompts."""
+        """Complete every prompt; results have the order of the prompts."""
         batch = as_prompts(prompts)
         params = self.params_for(batch, sampling_params)
         priorities = [priority] * len(batch) if isinstance(priority, int) else list(priority)
@@ -133,7 +133,7 @@ class LLM:
         *,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
-        """The best texts of a beam search for every prompt; `.outputs` are best first and have a `.score`."""
+        """Run a beam search for every prompt; `.outputs` are sorted best first and have a `.score`."""
         batch = as_prompts(prompts)
         each = [params or BeamSearchParams()] * len(batch) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(batch):
@@ -147,9 +147,9 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[StepResult]:
-        """Yield every token as it comes; `StepResult.request_id` is the prompt's index, `.index` the completion's.
+        """Yield every token as generated; `StepResult.request_id` is the prompt's index, `.index` the completion's.
 
-        Leaving the loop early ends the requests.
+        Leaving the loop early aborts the requests.
         """
         batch = as_prompts(prompts)
         requests = self._add_all(batch, self.params_for(batch, sampling_params), [0] * len(batch), named=True)
@@ -167,7 +167,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, written with the model's own chat template."""
+        """Answer one conversation or several, rendered with the model's chat template."""
         conversations: Any = [messages] if not messages or isinstance(messages[0], Mapping) else messages
         prompts: list[Prompt] = [
             {"prompt_token_ids": self.chat_tokens(conversation, tools=tools)} for conversation in conversations
@@ -179,7 +179,7 @@ class LLM:
         text = render_chat(self.model.chat_template, messages, special_tokens=self.model.special_tokens, **options)
         return self.model.require_tokenizer().encode(text, add_special_tokens=False)
 
-    # -- looking -----------------------------------------------------------------------------------------------
+    # -- configuration -----------------------------------------------------------------------------------------
     def print_plan(self) -> None:
         kernels = self.engine.runner.kernels
         print(f"{self.model.path} ({self.model.config.architecture}), kernels: {kernels.name}", file=sys.stderr)
@@ -188,7 +188,7 @@ class LLM:
             print("  " + line, file=sys.stderr)
 
     def default_params(self, **explicit: Any) -> SamplingParams:
-        """The model's own generation defaults, with `explicit` values winning."""
+        """The model's generation defaults, overridden by `explicit` values."""
         return SamplingParams(**merge_defaults(self.model.generation_config, **explicit))
 
     # -- details -----------------------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ class LLM:
         if wanted is None:
             return min(most, 8192)
         if not 1 <= wanted <= most:
-            raise ConfigError(f"max_model_len={wanted} is outside 1..{most}, the context this model was made for")
+            raise ConfigError(f"max_model_len={wanted} is outside 1..{most}, the context length of this model")
         return wanted
 
     def _draft_model(self, config: SpeculativeConfig | None) -> LoadedModel | None:
@@ -228,7 +228,7 @@ class LLM:
         priorities: list[int],
         named: bool = False,
     ) -> list[Request]:
-        """All or nothing: a bad prompt refuses the call before anything runs."""
+        """Add all requests or none: an invalid prompt raises before any request runs."""
         requests: list[Request] = []
         try:
             for number, (prompt, each, priority) in enumerate(zip(batch, params, priorities, strict=True)):
@@ -248,7 +248,7 @@ class LLM:
         return self.engine.add_request(request_id, token_ids, params, prompt=text, priority=priority)
 
     def prompt_tokens(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
-        """(text where it is known, token ids) of a prompt in any of its forms."""
+        """(text or None, token ids) of a prompt in any of its forms."""
         text: str | None = None
         token_ids: Any = prompt
         if isinstance(prompt, Mapping):
@@ -289,11 +289,11 @@ class LLM:
         for request in unfinished:
             self.engine.abort(request.request_id)
         if unfinished:
-            self.engine.step()  # gives their rows and blocks back
+            self.engine.step()  # releases their slots and blocks
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several: text, token ids, or mappings."""
+    """Normalise one prompt or several (text, token ids or mappings) to a list."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if not len(prompts):
@@ -304,5 +304,5 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def show_progress(wanted: bool | None, num_requests: int) -> bool:
-    """Unless told: only for long calls that a person watches."""
+    """Whether to show a progress bar; by default for large calls on a terminal."""
     return sys.stderr.isatty() and num_requests >= PROGRESS_FROM if wanted is None else wanted

@@ -1,4 +1,4 @@
-"""What callers get back, in the shape that vLLM's users know."""
+"""Results of a request, with the field names of vLLM."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class CompletionOutput:
     index: int
     text: str
     token_ids: list[int]
-    cumulative_logprob: float | None  # None unless logprobs were asked for
+    cumulative_logprob: float | None  # None unless logprobs were requested
     logprobs: list[TokenLogprob] | None
     finish_reason: str | None  # "stop", "length", "abort" or "error"; None while it runs
     stop_reason: int | str | None = None
@@ -23,7 +23,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A prompt and its completions, best first where `best_of` drew more than were asked for."""
+    """A prompt and its completions; sorted best first if `best_of` exceeds `n`."""
 
     request_id: str
     prompt: str | None
@@ -36,7 +36,7 @@ class RequestOutput:
 
 
 def request_output(request: Request) -> RequestOutput:
-    """The state of a request as its caller sees it."""
+    """Convert the state of a request to its public form."""
     chosen = request.sequences
     if request.search is not None:
         chosen = chosen[: len(request.search.results())]

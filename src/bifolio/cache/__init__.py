@@ -1,4 +1,4 @@
-"""The paged KV cache: which sequence holds which block, and views of the stored keys and values."""
+"""The paged KV cache: block tables, block sharing, and views of the stored keys and values."""
 
 from bifolio.cache.block_manager import KVCacheBlockManager
 from bifolio.cache.block_pool import PADDING_BLOCK, BlockMove

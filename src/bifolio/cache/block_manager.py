@@ -1,10 +1,10 @@
-"""The owner of the cache's bookkeeping: block ids, references, digests, block tables and pending moves.
+"""The bookkeeping of the cache: block ids, reference counts, digests, block tables and pending moves.
 
 Every sequence has one `BlockTable`. Four verbs change a table: `append`, `fork`, `truncate`, `release`. Prefix hits,
-parallel samples, beams and drafts are made of them. A shared block that is about to be written is replaced in the table
-by a fresh one, and the pair is queued as a move; `run_moves` takes the moves and runs them before a pass writes.
+parallel samples, beams and drafts are built from them. A shared block that is about to be written is replaced in the
+table by a new one, and the pair is queued as a move; `run_moves` takes the moves and runs them before a pass writes.
 
-Nothing here touches a key or a value: see `KVStorage`.
+Keys and values themselves are in `KVStorage`.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from bifolio.errors import CacheError, ConfigError, OutOfBlocksError
 
 
 class KVCacheBlockManager:
-    """Hands out fixed-size blocks to sequences; every public method takes one lock and is atomic.
+    """Allocates fixed-size blocks to sequences; every public method takes one lock and is atomic.
 
     `on_free` is called with ids of blocks whose content must not be read any more, so that a debug mode can fill them
-    with NaN: blocks that become free without a digest, and every block that is handed out (which covers an evicted
+    with NaN: blocks that become free without a digest, and every block that is allocated (which covers an evicted
     prefix block, whose content was valid until that moment, and a block that was the source of a move: it is not
-    announced when `take_moves` frees it, since the move has not run yet). Hence one rule for the caller: *run the moves
+    reported when `take_moves` frees it, since the move has not run yet). Hence one rule for the caller: *run the moves
     before calling the next verb*. The callback runs under the lock and must not call a verb.
     """
 
@@ -49,7 +49,7 @@ class KVCacheBlockManager:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.lock = RLock()  # for views that must look and act in one piece
+        self.lock = RLock()  # for views that check and change tables atomically
         self._tables: dict[int, BlockTable] = {}
         self._pool = BlockPool(num_blocks)
         self._next_fresh_id = -1
@@ -63,11 +63,11 @@ class KVCacheBlockManager:
     def on_free(self, callback: Callable[[list[int]], None] | None) -> None:
         self._pool.on_free = callback
 
-    # -- asking ------------------------------------------------------------------------------------------------------
+    # -- queries -----------------------------------------------------------------------------------------------------
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that can be handed out now, cached ones included."""
+        """Blocks that can be allocated now, cached ones included."""
         with self.lock:
             return self._pool.num_free
 
@@ -88,7 +88,7 @@ class KVCacheBlockManager:
     def blocks_needed(self, appends: Iterable[tuple[int, int]]) -> int:
         """The exact number of free blocks these (sequence_id, num_tokens) appends take together, in any order.
 
-        n sharers of a partly filled last block need n-1 copies: the last one to write keeps the original.
+        n tables that share a partly filled last block need n-1 copies: the last one to write keeps the original.
         """
         with self.lock:
             return count_needed_blocks(merge_appends(appends), self._tables, self._pool, self.block_size)
@@ -102,7 +102,7 @@ class KVCacheBlockManager:
             return list(self._tables)
 
     def table(self, sequence_id: int) -> BlockTable:
-        """The sequence's own table, to look at; the verbs below change it."""
+        """The sequence's table, for reading; the verbs below change it."""
         return find_table(self._tables, sequence_id)
 
     def block_ids_of(self, sequence_id: int) -> list[int]:
@@ -124,7 +124,7 @@ class KVCacheBlockManager:
         return self._pool.ref_counts[self._checked(block_id)]
 
     def reference_counts(self) -> dict[int, int]:
-        """Of every block that a table holds: how many tables hold it."""
+        """Number of tables that hold each block, for blocks held by at least one."""
         with self.lock:
             return {block_id: count for block_id, count in enumerate(self._pool.ref_counts) if count}
 
@@ -135,7 +135,7 @@ class KVCacheBlockManager:
             return [sequence_id for sequence_id, table in self._tables.items() if block_id in table.block_ids]
 
     def get_block(self, block_id: int) -> Page:
-        """References, used entries and cachedness of one block (a scan over all tables)."""
+        """Reference count, used entries and cached state of one block (a scan over all tables)."""
         with self.lock:
             filled = filled_entries(self._tables, self.block_size)
             return self._page(self._checked(block_id), filled[block_id])
@@ -156,18 +156,18 @@ class KVCacheBlockManager:
     def cached_prefix_length(
         self, token_ids: Sequence[int], *, salt: bytes = b"", max_cached: int | None = None
     ) -> int:
-        """How many tokens `open_table` would find, without opening anything."""
+        """Number of tokens that `open_table` would find; opens no table."""
         with self.lock:
             return len(self._find_prefix(token_ids, root_digest(salt), max_cached)) * self.block_size
 
-    # -- the verbs ---------------------------------------------------------------------------------------------------
+    # -- verbs -------------------------------------------------------------------------------------------------------
 
     def open_table(
         self, sequence_id: int, token_ids: Sequence[int] = (), *, salt: bytes = b"", max_cached: int | None = None
     ) -> int:
-        """Open a table on the longest cached prefix of `token_ids`; return how many tokens it already holds.
+        """Open a table on the longest cached prefix of `token_ids`; return the number of tokens it already holds.
 
-        At least one token is left to compute, since its logits are wanted. `max_cached` bounds the tokens taken over.
+        At least one token is left to compute, since its logits are needed. `max_cached` limits the tokens reused.
         """
         with self.lock:
             self._check_new(sequence_id)
@@ -184,16 +184,16 @@ class KVCacheBlockManager:
         """Reserve room for `num_tokens` more tokens; raises `OutOfBlocksError` with nothing changed."""
         if not self.try_append_many([(sequence_id, num_tokens)]):
             raise OutOfBlocksError(
-                f"sequence {sequence_id} asks for {num_tokens} more tokens and {self.num_free_blocks} of "
+                f"sequence {sequence_id} needs {num_tokens} more tokens and {self.num_free_blocks} of "
                 f"{self.num_blocks - 1} blocks are free: release a sequence, or make the cache larger"
             )
 
     def try_append(self, sequence_id: int, num_tokens: int) -> bool:
-        """`append` that answers False, with nothing changed, when the blocks do not suffice."""
+        """`append` that returns False, with nothing changed, when too few blocks are free."""
         return self.try_append_many([(sequence_id, num_tokens)])
 
     def try_append_many(self, appends: Iterable[tuple[int, int]]) -> bool:
-        """All of these (sequence_id, num_tokens) appends, or False and none of them; one lock for a whole step."""
+        """Run all of these (sequence_id, num_tokens) appends, or none and return False; one lock for a whole step."""
         with self.lock:
             merged = merge_appends(appends)
             free = len(self._pool.blank) + len(self._pool.evictable)
@@ -206,8 +206,8 @@ class KVCacheBlockManager:
         """Open a table for `child_id` that shares every block of `parent_id`.
 
         A parent that holds the destination of a pending move cannot be forked (`CacheError`): the child's own copy of
-        it would need to run after the first one, and moves run in no order. Entries that the parent has reserved and
-        not written yet belong to the parent's pass; it runs before the child appends.
+        it would have to run after the first one, and the order of moves is undefined. Entries that the parent has
+        reserved and not written yet belong to the parent's pass; it runs before the child appends.
         """
         with self.lock:
             parent = find_table(self._tables, parent_id)
@@ -240,10 +240,10 @@ class KVCacheBlockManager:
             return self._shrink(table, 0)
 
     def share(self, block_id: int, sequence_id: int) -> None:
-        """Put a block that another table holds at the end of this one, at the same position behind the same blocks.
+        """Append a block that another table holds at the same position, after the same blocks.
 
-        Keys and values depend on all tokens before them, so a block means nothing elsewhere. Opens the table if needed;
-        a table that already holds the block is left as it is. It gets as many tokens of the block as the other has.
+        Keys and values depend on all tokens before them, so a block is valid at one position only. Opens the table if
+        needed; a table that already holds the block stays unchanged. It gets as many tokens of the block as the other.
         """
         with self.lock:
             if sequence_id in self._tables and block_id in self._tables[sequence_id].block_ids:
@@ -260,27 +260,29 @@ class KVCacheBlockManager:
     def commit(self, sequence_id: int, token_ids: TokenIds, num_computed: int) -> None:
         """Make the full blocks among the first `num_computed` tokens findable by content.
 
-        `token_ids` are the sequence's tokens from its first one on. Only what is written and accepted may be
-        committed, never a draft. Costs a digest for each block that is newly full, whatever the length.
+        `token_ids` are the sequence's tokens from its first one on. Commit only tokens that are written and accepted,
+        never drafts. Computes one digest for each newly full block, independent of the sequence's length.
         """
         with self.lock:
             table = find_table(self._tables, sequence_id)
             if num_computed > table.num_tokens:
-                raise CacheError(f"sequence {sequence_id} commits {num_computed} tokens and holds {table.num_tokens}")
+                raise CacheError(
+                    f"sequence {sequence_id} cannot commit {num_computed} tokens: it holds {table.num_tokens}"
+                )
             num_full = num_computed // self.block_size
             if table.publishes and num_full > len(table.chain):
                 self._extend_chain(table, token_ids, num_full)
 
     def take_moves(self) -> list[BlockMove]:
-        """Hand over the pending moves; run them at once, before any write and before the next verb.
+        """Take the pending moves; the caller runs them before any write and before the next verb.
 
-        No destination is named twice or is a source, so they may run in any order or all at once.
+        Destinations are unique and none is a source, so the moves may run in any order or in parallel.
         """
         with self.lock:
             return self._pool.take_moves() if self._pool.moves else []
 
     def run_moves(self, storages: Iterable[KVStorage]) -> list[BlockMove]:
-        """Take the pending moves and queue them on every storage, right before a pass; the one place that does."""
+        """Take the pending moves and queue them on every storage, right before a pass."""
         moves = self.take_moves()
         if moves:
             for storage in storages:
@@ -310,13 +312,13 @@ class KVCacheBlockManager:
     def allocate_blocks(self, sequence_id: int, num_blocks: int) -> list[int]:
         """Give the sequence `num_blocks` more whole blocks, all or nothing, and reserve all of their tokens.
 
-        Opens a table if needed. Truncate to the tokens really used, or append tokens instead.
+        Opens a table if needed. Truncate to the tokens in use, or append tokens instead.
         """
         with self.lock:
             if num_blocks < 0:
-                raise CacheError(f"{num_blocks} blocks cannot be allocated: ask for 0 or more")
+                raise CacheError(f"{num_blocks} blocks cannot be allocated: pass 0 or more")
             if num_blocks > self.num_free_blocks:
-                raise OutOfBlocksError(f"{num_blocks} blocks are asked for and {self.num_free_blocks} are free")
+                raise OutOfBlocksError(f"{num_blocks} blocks are requested and {self.num_free_blocks} are free")
             if sequence_id not in self._tables:
                 self.open_table(sequence_id)
             table = find_table(self._tables, sequence_id)
@@ -340,7 +342,7 @@ class KVCacheBlockManager:
         return self.block_ids_of(sequence_id)
 
     def fresh_sequence_id(self) -> int:
-        """An id that was never given out before: negative, so that it cannot meet a caller's own counter."""
+        """A new id; negative, so that it cannot collide with ids that a caller counts up."""
         with self.lock:
             while self._next_fresh_id in self._tables:
                 self._next_fresh_id -= 1
@@ -354,7 +356,7 @@ class KVCacheBlockManager:
         if problems:
             raise CacheError("the block manager is inconsistent: " + "; ".join(problems))
 
-    # -- inside ------------------------------------------------------------------------------------------------------
+    # -- internal ----------------------------------------------------------------------------------------------------
 
     def _checked(self, block_id: int) -> int:
         if not 0 <= block_id < self.num_blocks:
@@ -370,10 +372,10 @@ class KVCacheBlockManager:
 
     def _check_no_pending_move(self, block_ids: list[int]) -> None:
         if not self._pool.moves.keys().isdisjoint(block_ids):
-            raise CacheError("a block to be shared waits for its move: take and run the moves first (between steps)")
+            raise CacheError("a block to be shared is the destination of a pending move: run the moves first")
 
     def _shrink(self, table: BlockTable, num_kept: int) -> list[int]:
-        """Give back the blocks behind the first `num_kept`, last one first; return those that became free."""
+        """Drop the blocks after the first `num_kept`, last one first; return those that became free."""
         freed: list[int] = []
         while len(table.block_ids) > num_kept:
             self._pool.drop(table.block_ids.pop(), freed)
@@ -387,7 +389,7 @@ class KVCacheBlockManager:
         return find_chain(self._pool.cached, root, token_ids, limit // self.block_size, self.block_size)
 
     def _extend_chain(self, table: BlockTable, token_ids: TokenIds, num_full: int) -> None:
-        """Name the blocks from the end of the chain to the first `num_full`."""
+        """Compute the digests of the first `num_full` blocks from the end of the chain on."""
         if len(token_ids) < num_full * self.block_size:
             raise CacheError(f"{num_full} full blocks are committed but only {len(token_ids)} token ids are given")
         self._check_no_pending_move(table.block_ids[len(table.chain) : num_full])

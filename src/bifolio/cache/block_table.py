@@ -1,17 +1,17 @@
-"""`BlockTable`: the blocks of one sequence, and how tables grow.
+"""`BlockTable`: the blocks of one sequence, and the growth of tables.
 
     position p of a sequence  ->  block_ids[p // block_size], offset p % block_size
                               ->  cache index = block_id * block_size + offset
 
-`KVCacheBlockManager` owns one table for each sequence and is the only caller of the functions that change it. Counting
-(`count_needed_blocks`) and doing (`grow`) stand side by side because they must agree to the block: a batch of appends
-is admitted by the count alone, and then must not run out half-way. Both look at a table in the same way:
+`KVCacheBlockManager` owns one table for each sequence and is the only caller of the functions that change it.
+`count_needed_blocks` and `grow` are in one file because they must agree exactly: a batch of appends is admitted by the
+count alone, and must not run out of blocks afterwards. Both apply these rules:
 
-    room in the last block        nothing is taken
+    room in the last block        no block
     room in a shared last block   one block to copy it to, except for the last sharer, which keeps the original
-    beyond the last block         one block for each `block_size` tokens that are missing
+    beyond the last block         one block for each `block_size` missing tokens
 
-Not thread-safe by itself: the manager's lock is around every call. Both run in every decode step, over every sequence.
+Not thread-safe: the manager holds its lock during every call. Both run in every decode step, over every sequence.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class BlockTable:
         self.publishes = publishes  # its full blocks may be found by content
         self.first_changed = 0  # entries from here on are not known to the device yet
 
-    # -- looking -----------------------------------------------------------------------------------------------------
+    # -- queries -----------------------------------------------------------------------------------------------------
 
     def lookup(self, token_index: int) -> tuple[int, int]:
         """(block id, offset in the block) of the token at `token_index`."""
@@ -66,7 +66,7 @@ class BlockTable:
         return self.block_ids[token_index // self.block_size], token_index % self.block_size
 
     def cache_index(self, start: int, end: int) -> npt.NDArray[np.int64]:
-        """i64[end - start]: where the keys and values of the tokens [start, end) lie."""
+        """i64[end - start]: cache indices of the tokens [start, end)."""
         self._check_range(start, end)
         positions = np.arange(start, end, dtype=np.int64)
         blocks = np.array(self.block_ids, dtype=np.int64)[positions // self.block_size]
@@ -78,12 +78,12 @@ class BlockTable:
             return None
         return self._manager.get_block(self.block_ids[seq_pos // self.block_size])
 
-    # -- pages at the end --------------------------------------------------------------------------------------------
+    # -- pages --------------------------------------------------------------------------------------------------------
 
     def allocate(self, seq_start: int) -> int | None:
         """The page for the positions from `seq_start` on, the first uncovered one; None when the pool is empty.
 
-        Pages have no holes between them: the first starts at 0, the next at `block_size`, and so on.
+        Pages are contiguous: the first starts at position 0, the next at `block_size`, and so on.
         """
         with self._manager.lock:
             covered = len(self.block_ids) * self.block_size
@@ -92,7 +92,7 @@ class BlockTable:
             return self._manager.allocate_block(self.sequence_id)
 
     def free(self, page_ids: Iterable[int]) -> list[int]:
-        """Give back pages from the end of the sequence, in any order; return those that no other table holds."""
+        """Release pages from the end of the sequence, in any order; return those that no other table holds."""
         unwanted = set(page_ids)
         with self._manager.lock:
             num_kept = len(self.block_ids) - len(unwanted)
@@ -110,7 +110,7 @@ class BlockTable:
         return first, self.block_ids[first:]
 
     def mark_changed(self, index: int) -> None:
-        """Entries from `index` on differ from those last taken."""
+        """Record that the entries from `index` on differ from those last taken."""
         if index < self.first_changed:
             self.first_changed = index
 
@@ -145,14 +145,14 @@ def find_table(tables: Mapping[int, BlockTable], sequence_id: int) -> BlockTable
 
 
 def find_holder(tables: Mapping[int, BlockTable], block_id: int, table: BlockTable) -> BlockTable:
-    """A table that holds `block_id` right behind exactly the blocks of `table`, all of them full; else `CacheError`."""
+    """A table that holds `block_id` directly after the blocks of `table`, all of them full; else `CacheError`."""
     wanted = [*table.block_ids, block_id]
     if table.num_tokens == len(table.block_ids) * table.block_size:
         for holder in tables.values():
             if holder.block_ids[: len(wanted)] == wanted:
                 return holder
     raise CacheError(
-        f"block {block_id} cannot be shared here: no table holds it behind the same {len(table.block_ids)} full "
+        f"block {block_id} cannot be shared here: no table holds it after the same {len(table.block_ids)} full "
         "blocks; share the blocks before it first, or fork the sequence"
     )
 
@@ -170,10 +170,10 @@ def padded(tables: Sequence[list[int]]) -> npt.NDArray[np.int32]:
 
 
 def merge_appends(appends: Iterable[tuple[int, int]]) -> dict[int, int]:
-    """(sequence_id, num_tokens) pairs as one number for each sequence; `CacheError` unless it is a whole one >= 0."""
+    """Total tokens of each sequence in (sequence_id, num_tokens) pairs; `CacheError` unless it is an integer >= 0."""
     pairs = appends if isinstance(appends, list) else list(appends)
     merged = dict(pairs)
-    if len(merged) != len(pairs):  # a sequence named twice gets the sum
+    if len(merged) != len(pairs):  # a sequence that occurs twice gets the sum
         merged = dict.fromkeys(merged, 0)
         for sequence_id, num_tokens in pairs:
             merged[sequence_id] += num_tokens
@@ -188,7 +188,7 @@ def merge_appends(appends: Iterable[tuple[int, int]]) -> dict[int, int]:
 def count_needed_blocks(
     merged: dict[int, int], tables: Mapping[int, BlockTable], pool: BlockPool, block_size: int
 ) -> int:
-    """The exact number of free blocks that `grow` takes for these."""
+    """The exact number of free blocks that `grow` takes for these appends."""
     ref_counts = pool.ref_counts
     needed = 0
     leaving: dict[int, int] = {}  # shared last block -> sharers of this batch that leave it
@@ -208,7 +208,7 @@ def count_needed_blocks(
 
 
 def grow(merged: dict[int, int], tables: Mapping[int, BlockTable], pool: BlockPool, block_size: int) -> None:
-    """Reserve each table's tokens; the pool must have `count_needed_blocks` of these."""
+    """Reserve each table's tokens; at least `count_needed_blocks` blocks must be free."""
     ref_counts, digests = pool.ref_counts, pool.digests
     for sequence_id, num_tokens in merged.items():
         table = tables[sequence_id]
@@ -222,7 +222,7 @@ def grow(merged: dict[int, int], tables: Mapping[int, BlockTable], pool: BlockPo
 
 
 def _own_tail(table: BlockTable, pool: BlockPool) -> None:
-    """Make the partly filled last block, which is about to be written, this table's alone and not findable."""
+    """Make the partly filled last block, about to be written, exclusive to this table and remove its digest."""
     tail = table.block_ids[-1]
     if pool.ref_counts[tail] > 1:
         table.block_ids[-1] = pool.copy_for_writing(tail)

@@ -1,9 +1,9 @@
-"""Names for the content of a block: a chain of digests, so that equal names mean equal prefixes.
+"""Digests of block contents, chained: equal digests mean equal prefixes.
 
     root(salt) --tokens of block 0--> digest 0 --tokens of block 1--> digest 1 ...
 
-The keys and values of a block depend on every token before it, so a block's name covers its whole prefix. Two
-tenants with different salts never share a name, hence never a block: a cache hit cannot reveal a neighbour's prompt.
+The keys and values of a block depend on every token before it, so a block's digest covers its whole prefix. Tenants
+with different salts never share a digest, hence never a block: a cache hit cannot reveal another tenant's prompt.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ DIGEST_BYTES = 16  # 2^64 blocks before a collision is likely
 
 
 def root_digest(salt: bytes) -> bytes:
-    """The name of the empty prefix under `salt`."""
+    """Digest of the empty prefix under `salt`."""
     return blake2b(salt, digest_size=DIGEST_BYTES, person=b"bifolio-root").digest()
 
 
 def next_digest(parent: bytes, token_ids: TokenIds) -> bytes:
-    """The name of the prefix that is `parent`'s and then one more full block of `token_ids` (int32 each)."""
+    """Digest of the prefix of `parent` extended by one full block of `token_ids` (int32 each)."""
     words = token_ids.tobytes() if isinstance(token_ids, np.ndarray) else array("i", token_ids).tobytes()
     return blake2b(parent + words, digest_size=DIGEST_BYTES).digest()
 

@@ -10,7 +10,7 @@ from bifolio.cache.block_table import BlockTable
 
 
 def find_problems(tables: Mapping[int, BlockTable], pool: BlockPool, block_size: int) -> list[str]:
-    """Everything that is broken, in words; empty when all is well. Cheap enough for tests and idle moments."""
+    """Descriptions of all violated invariants; one scan over all blocks and tables."""
     references = Counter(block_id for table in tables.values() for block_id in table.block_ids)
     return [
         *_block_problems(pool, references),
@@ -49,10 +49,10 @@ def _block_problems(pool: BlockPool, references: Counter[int]) -> Iterator[str]:
 def _digest_problems(pool: BlockPool) -> Iterator[str]:
     for block_id, digest in enumerate(pool.digests):
         if digest is not None and pool.cached.get(digest) != block_id:
-            yield f"block {block_id} has a digest that does not lead to it"
+            yield f"block {block_id} has a digest that maps to another block"
     for digest, block_id in pool.cached.items():
         if pool.digests[block_id] != digest:
-            yield f"a digest leads to block {block_id}, which does not carry it"
+            yield f"a digest maps to block {block_id}, which has another digest"
     if pool.digests[PADDING_BLOCK] is not None:
         yield "block 0 has a digest"
 
@@ -72,4 +72,4 @@ def _move_problems(pool: BlockPool, references: Counter[int]) -> Iterator[str]:
         if src in pool.moves:
             yield f"block {src} is both source and destination of pending moves"
         if references[dst] != 1 or pool.digests[dst] is not None:
-            yield f"block {dst} awaits a move and is shared or has a digest"
+            yield f"block {dst} is the destination of a move and is shared or has a digest"

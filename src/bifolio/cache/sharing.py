@@ -1,8 +1,8 @@
 """Sharing blocks between sequences: the block operations of beam search and speculative decoding.
 
 The engine's beam searches fork and release tables through `BeamSearchBlockSharing`, and its drafts are reserved and
-verified through `SpeculativeDecodingSharing`. Both are fork, append, truncate and release underneath; a reference is
-counted once per table that holds a block.
+verified through `SpeculativeDecodingSharing`. Both use fork, append, truncate and release; each table that
+holds a block counts as one reference.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bifolio.errors import CacheError, ConfigError
 
 @dataclass(frozen=True, slots=True)
 class ShareStats:
-    """How much is shared at one moment."""
+    """Counts of shared blocks and references at one moment."""
 
     total_shared_blocks: int  # blocks held by more than one table
     total_blocks_referenced: int  # blocks held by at least one table
@@ -32,16 +32,16 @@ class ShareStats:
 
 
 class BlockShareManager:
-    """The block manager seen as sequences that share blocks; keeps no counts of its own."""
+    """A view of the block manager as sequences that share blocks; stores no counts."""
 
     def __init__(self, blocks: KVCacheBlockManager) -> None:
         self.blocks = blocks
 
     def share_block(self, block_id: int, sequence_ids: Iterable[int]) -> None:
-        """Let each of these sequences hold the block as well, next in its table; all of them or none.
+        """Append the block to the tables of these sequences, all of them or none.
 
-        The block must lie in another table at this very place, behind the same blocks. A sequence without a table gets
-        one; one that holds the block already is passed over.
+        Another table must hold the block at the same position, after the same blocks. A sequence without a table gets
+        one; a sequence that already holds the block is skipped.
         """
         blocks = self.blocks
         with blocks.lock:
@@ -79,7 +79,7 @@ class BlockShareManager:
         return self.blocks.block_users(block_id)
 
     def get_stats(self) -> ShareStats:
-        """Counts over all blocks, taken in one piece."""
+        """Counts over all blocks, taken atomically."""
         counts = self.blocks.reference_counts()
         total = sum(counts.values())
         return ShareStats(
@@ -103,7 +103,7 @@ class BeamInfo:
 
     beam_index: int
     base_sequence_id: int
-    divergence_point: int  # tokens it has in common with its base; the token at this index is its own
+    divergence_point: int  # tokens shared with its base; the first token that differs has this index
 
 
 class BeamSearchBlockSharing:
@@ -128,7 +128,7 @@ class BeamSearchBlockSharing:
         """Fork beams that hold the base's first `prefix_length` tokens; takes no block. Returns their ids.
 
         `beam_ids` names the beams (at most `beam_width`); by default `beam_width` fresh ids are made. The base keeps
-        its own table: release it when only the beams go on. All beams are forked, or none.
+        its own table: release it when only the beams continue. All beams are forked, or none.
         """
         blocks = self._blocks
         with blocks.lock:
@@ -140,7 +140,7 @@ class BeamSearchBlockSharing:
             if beam_ids is None:
                 beam_ids = [self._fresh_id() for _ in range(self._beam_width)]
             if len(beam_ids) > self._beam_width:
-                raise CacheError(f"{len(beam_ids)} beams are asked for and the search has {self._beam_width}")
+                raise CacheError(f"{len(beam_ids)} beams are requested and the search has {self._beam_width}")
             self._fork_all([(base_sequence_id, beam_id) for beam_id in beam_ids])
             for index, beam_id in enumerate(beam_ids):
                 blocks.truncate(beam_id, prefix_length)
@@ -167,10 +167,10 @@ class BeamSearchBlockSharing:
                 self._beam_infos[child] = BeamInfo(index, parent, blocks.num_tokens_of(parent))
 
     def on_beam_divergence(self, beam_id: int, divergence_point: int) -> None:
-        """Let the beam go its own way at token `divergence_point`: it gets an entry for that token which is its own.
+        """Diverge the beam at token `divergence_point`: reserve an exclusive entry for that token.
 
-        Tokens that the beam held from there on are given back. If the entry lies in a shared block, a move becomes
-        pending. When the pool is empty (`OutOfBlocksError`), the beam ends at the divergence point and can be appended
+        The beam's tokens from there on are truncated. If the entry is in a shared block, a move becomes pending. When
+        the pool is empty (`OutOfBlocksError`), the beam ends at the divergence point and can be appended
         to later.
         """
         with self._blocks.lock:
@@ -185,7 +185,7 @@ class BeamSearchBlockSharing:
     def cleanup_beams(self, beam_ids: Sequence[int]) -> list[int]:
         """Release these beams; return the blocks that became free. All must be beams of this search.
 
-        A beam whose table was released elsewhere is only forgotten.
+        Of a beam whose table is already released, only the record is removed.
         """
         with self._blocks.lock:
             for beam_id in beam_ids:
@@ -220,7 +220,7 @@ class BeamSearchBlockSharing:
 
 
 class SpeculativeDecodingSharing:
-    """Room for drafted tokens behind a sequence, kept or given back once the drafts are verified.
+    """Blocks for drafted tokens at the end of a sequence, kept or released once the drafts are verified.
 
     |<------- base_sequence_length ------->|<- verified drafts ->|<- rejected drafts ->|
     """
@@ -235,7 +235,7 @@ class SpeculativeDecodingSharing:
     def allocate_speculative_blocks(
         self, sequence_id: int, base_sequence_length: int, num_tokens: int | None = None
     ) -> list[int]:
-        """Reserve room for `num_tokens` drafts (by default the speculation length); return the blocks they lie in.
+        """Reserve room for `num_tokens` drafts (by default the speculation length); return their blocks.
 
         The sequence must hold `base_sequence_length` tokens and no unverified drafts. Raises `OutOfBlocksError` with
         nothing changed.
@@ -252,24 +252,26 @@ class SpeculativeDecodingSharing:
             return self._draft_blocks(table, base_sequence_length)
 
     def verify_speculation(self, sequence_id: int, verified_tokens: int) -> tuple[list[int], list[int]]:
-        """Keep the first `verified_tokens` drafts; return the blocks they lie in, and the blocks freed."""
+        """Keep the first `verified_tokens` drafts; return their blocks, and the blocks freed."""
         with self._blocks.lock:
             if not self._is_drafting(sequence_id):
                 raise CacheError(f"sequence {sequence_id} has no drafts to verify")
             table, base = self._drafts[sequence_id]
             drafted = table.num_tokens - base
             if not 0 <= verified_tokens <= drafted:
-                raise CacheError(f"{verified_tokens} drafts of sequence {sequence_id} verified, of {drafted} made")
+                raise CacheError(
+                    f"{verified_tokens} drafts of sequence {sequence_id} cannot be verified: it has {drafted}"
+                )
             del self._drafts[sequence_id]
             freed = self._blocks.truncate(sequence_id, base + verified_tokens)
             return self._draft_blocks(table, base), freed
 
     def reject_all_speculation(self, sequence_id: int) -> list[int]:
-        """Go back to the length before the drafts; return the blocks freed."""
+        """Truncate to the length before the drafts; return the blocks freed."""
         return self.verify_speculation(sequence_id, 0)[1]
 
     def _is_drafting(self, sequence_id: int) -> bool:
-        """Whether the sequence's present table has drafts; a table released with its drafts is forgotten."""
+        """Whether the sequence's present table has drafts; the record of a released table is removed."""
         if sequence_id not in self._drafts:
             return False
         if self._blocks.has_table(sequence_id) and self._blocks.table(sequence_id) is self._drafts[sequence_id][0]:

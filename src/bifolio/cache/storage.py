@@ -1,4 +1,4 @@
-"""Views of the stored keys and values: `Page`, one block, and `KvCacheEntry`, one sequence; never a copy."""
+"""Views, not copies, of the stored keys and values: `Page` of one block, `KvCacheEntry` of one sequence."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Array = Any
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """One block of the cache at the moment of asking; with a storage, also the keys and values in it."""
+    """Snapshot of one block of the cache; with a storage, also its keys and values."""
 
     block_id: int
-    used_slots: int  # tokens reserved by the table that reserves most of the block
+    used_slots: int  # tokens reserved in the block, the maximum over its tables
     ref_count: int  # tables that hold the block
     is_cached: bool  # found by content: a new sequence with this prefix would share it
     storage: KVStorage | None = None
@@ -47,15 +47,18 @@ class Page:
 class KvCacheEntry:
     """The cache of one sequence, page by page.
 
-    For passes outside an engine's plan (embeddings, `LanguageModel.decode`): `reserve` and `append` run pending moves
-    themselves. An entry opened with a capacity holds the blocks of all its tokens from the start.
+    For passes outside an engine's plan (embeddings, `LanguageModel.decode`): `reserve` and `append` run pending moves.
+    An entry opened with a capacity holds the blocks of all its tokens from the start.
 
     |<-------- seq_len -------->|<-- held ahead of use -->|
     """
 
     def __init__(self, storage: KVStorage, sequence_id: int, manager: KVCacheBlockManager) -> None:
         if storage.block_size != manager.block_size or storage.num_blocks < manager.num_blocks:
-            raise ConfigError("this storage and this block manager were not made for each other: the shapes differ")
+            raise ConfigError(
+                "the storage and the block manager differ in block size or number of blocks: create both with the "
+                "same values"
+            )
         self.sequence_id = sequence_id
         self.storage = storage
         self._manager = manager
@@ -117,7 +120,7 @@ class KvCacheEntry:
     def append(self, keys: Array, values: Array) -> None:
         """Add the keys and values of one token, each [num_layers, num_kv_heads, head_dim].
 
-        Raises `OutOfBlocksError` with nothing changed. Earlier entries do not move.
+        Raises `OutOfBlocksError` with nothing changed. Earlier entries stay in place.
         """
         storage, manager = self.storage, self._manager
         shape = (storage.num_layers, storage.num_kv_heads, storage.head_dim)

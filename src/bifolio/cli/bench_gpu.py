@@ -1,4 +1,4 @@
-"""`bifolio bench gpu`: correctness first, then every row with its limit."""
+"""`bifolio bench gpu`: every row with its limit."""
 
 from __future__ import annotations
 
@@ -12,16 +12,14 @@ def register_gpu(app: commands.App) -> None:
     @app.command("gpu")
     def gpu(
         out: Annotated[Path | None, commands.option("--out", help="Folder for gpu.json.")] = None,
-        only: Annotated[str, commands.option("--only", help="Parts: checks, rows, profile, models, tuning, start.")] = (
-            "checks,models,rows,start"
-        ),
+        only: Annotated[str, commands.option("--only", help="Parts: rows, profile (with rows), start.")] = "rows,start",
         shapes: Annotated[str, commands.option("--shapes", help="Shapes of models.")] = "llama-1b,qwen3-0.6b,llama-8b",
         rows: Annotated[str, commands.option("--rows", help="Rows to measure; default: all.")] = "",
         device: Annotated[str, commands.option("--device", help="cuda, or one of several: cuda:1.")] = "cuda",
         quick: Annotated[bool, commands.option("--quick", help="Smaller loads.")] = False,
         deterministic: Annotated[bool, commands.option("--deterministic", help="Bit for bit, at a price.")] = False,
     ) -> None:
-        """Check the GPU kernels, then measure them with random weights: value, limit, and fraction reached."""
+        """Measure the GPU kernels in models of random weights: value, limit, and fraction reached."""
         from bifolio.measure.gpu import main
 
         arguments = ["--only", only, "--shapes", shapes, "--rows", rows, "--device", device]

@@ -1,7 +1,7 @@
-"""From a model, settings and kernels to an engine: sizes that suit the device, memory planned before it is taken.
+"""Build an engine from a model, settings and kernels: default sizes by device, memory planned before allocation.
 
-A GPU is bound by launches and bandwidth, so it runs many sequences and long chunks at once. Its cache is sized last,
-when weights are in place and the largest step has been tried.
+A GPU is bound by launches and bandwidth, so it runs many sequences and long chunks per step. Its cache is sized last,
+after the weights are loaded and the memory of the largest step has been measured.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from bifolio.model.loaded import LoadedModel
 
 
 class Sizes(NamedTuple):
-    """How much runs at once."""
+    """Sizes of the cache's blocks and of a step."""
 
     block_size: int
     max_num_seqs: int
@@ -26,7 +26,7 @@ class Sizes(NamedTuple):
     token_budget: int
 
 
-SIZES = {"cpu": Sizes(16, 16, 512, 512), "cuda": Sizes(64, 256, 8192, 8192)}  # where nothing else is asked for
+SIZES = {"cpu": Sizes(16, 16, 512, 512), "cuda": Sizes(64, 256, 8192, 8192)}  # defaults
 
 
 def resolve_sizes(
@@ -36,7 +36,7 @@ def resolve_sizes(
     chunk_size: int | None = None,
     token_budget: int | None = None,
 ) -> Sizes:
-    """The sizes that were asked for, and for the others those that suit the device."""
+    """The given sizes, and the device's defaults for the others."""
     usual = SIZES["cuda" if kernels.device.startswith("cuda") else "cpu"]
     num_seqs = usual.max_num_seqs if max_num_seqs is None else max_num_seqs
     if chunk_size is None:
@@ -51,7 +51,7 @@ def resolve_sizes(
 
 def build_engine(
     model: LoadedModel,
-    config: EngineConfig,  # how many blocks its cache has is decided here
+    config: EngineConfig,  # the number of blocks is set here
     kernels: KernelSet,
     *,
     draft_model: LoadedModel | None = None,
@@ -59,7 +59,7 @@ def build_engine(
     memory: int | None = None,  # bytes for the cache
     utilisation: float = 0.9,
 ) -> tuple[MemoryPlan, InferenceEngine]:
-    """The plan and the engine that was built by it."""
+    """The memory plan and the engine built from it."""
     cache, length = config.cache, config.max_model_len
     device = kernels.memory()
     if device is not None:

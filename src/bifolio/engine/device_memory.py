@@ -1,7 +1,7 @@
-"""How much of a device the cache may take: the free memory beside the weights, less the need of the largest step.
+"""The memory of a device that is left for the cache: free memory after loading weights, less the largest step.
 
-The largest step is not guessed but run, on padding: a prefill of as many tokens as one step may have, and a decode of
-as many sequences, tokens drawn with every filter on. Both write to the padding block: a cache of two blocks serves.
+The largest step is measured, not estimated: a prefill with the whole token budget and a decode of all slots run on
+padding, with every sampling filter on. Both write to the padding block, so a cache of two blocks is enough.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from bifolio.model.weights import prepare
 from bifolio.sampling.sampler import Sampler, SamplingTable
 from bifolio.sampling_params import SamplingParams
 
-GRAPH_SHARE = 0.25  # of a step's bytes, once more: captured steps keep memory of their own
+GRAPH_SHARE = 0.25  # of a step's bytes, added: CUDA graphs keep memory of their own
 FILTERED = SamplingParams(temperature=0.9, top_p=0.9, top_k=50, min_p=0.01, seed=0, logprobs=5)
 
 
 def move_to_device(model: LoadedModel, kernels: KernelSet) -> LoadedModel:
-    """The model with its weights where the kernels want them; ConfigError when they do not fit."""
+    """The model with its weights on the kernels' device; ConfigError when they do not fit."""
     try:
         weights = prepare(model.weights, kernels)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
         raise ConfigError(
-            f"the weights of {model.path} take {show_bytes(weight_bytes(model.weights))} as they lie in the file and "
-            f"do not fit on {kernels.device}: use a smaller or a quantised model (q8_0, q4_0), or end what else uses it"
+            f"the weights of {model.path} take {show_bytes(weight_bytes(model.weights))} in the file's formats and "
+            f"do not fit on {kernels.device}: use a smaller or a quantised model (q8_0, q4_0), or free its memory"
         ) from None
     source = None if model.tokenizer_source is None else model.require_tokenizer  # one tokenizer for both
     return replace(model, weights=weights, tokenizer_source=source)
@@ -55,14 +55,14 @@ def measure_step(model: LoadedModel, kernels: KernelSet, config: EngineConfig, m
             raise
         raise ConfigError(
             f"a step of token_budget={config.token_budget} tokens and max_num_seqs={config.max_num_seqs} sequences "
-            f"does not fit on {kernels.device} beside the weights: pass smaller ones, or a quantised model"
+            f"does not fit on {kernels.device} beside the weights: pass smaller values, or a quantised model"
         ) from None
     del logits
     return int(memory.peak_bytes() * (1 + GRAPH_SHARE))
 
 
 def prefill_batch(config: EngineConfig) -> HostBatch:
-    """As many prompt tokens as a step may have, in sequences as long as possible; logits for every slot."""
+    """A prefill of the whole token budget, in sequences as long as possible; logits for every slot."""
     whole, rest = divmod(config.token_budget, config.max_model_len)
     runs = [_padding(length) for length in [config.max_model_len] * whole + [rest] * (rest > 0)]
     num_tokens = sum(len(run.tokens) for run in runs)
@@ -78,17 +78,17 @@ def decode_batch(config: EngineConfig) -> HostBatch:
 
 
 def _padding(length: int) -> Run:
-    """Tokens that mean nothing; their keys and values go to the padding block."""
+    """Padding tokens; their keys and values are written to the padding block."""
     return Run(0, 0, np.zeros(length, dtype=np.int32))
 
 
 def _no_blocks(config: EngineConfig, num_sequences: int) -> np.ndarray:
-    """i32[n, blocks] of the padding block alone."""
+    """i32[n, blocks]: the padding block only."""
     return np.zeros((num_sequences, -(-config.max_model_len // config.cache.block_size)), dtype=np.int32)
 
 
 def draw_tokens(logits: Any, num_rows: int) -> None:
-    """Choose a token for every row with all that takes memory: filters, and logprobs."""
+    """Sample a token for every row with filters and logprobs, which take the most memory."""
     vocab = logits.shape[1]
     table = SamplingTable(num_rows, vocab)
     for slot in range(num_rows):

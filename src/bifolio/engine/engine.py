@@ -1,12 +1,12 @@
-"""The engine: one step plans, launches and collects; requests come and go between steps.
+"""The engine: a step plans, launches and collects; requests are added and finished between steps.
 
-    plan     the batcher admits and evicts, the planner picks tokens and reserves their blocks      (host only)
+    plan     the batcher admits and evicts, the planner selects tokens and reserves their blocks    (host only)
     launch   moves, the forward pass and sampling are queued on the device                         -> a ticket
-    collect  the tokens of a launched step arrive: append, stop, fork, verify, end
+    collect  the tokens of a launched step are read: append, stop, fork, verify, finish
 
 On a CPU a ticket is complete when `launch` returns and is collected at once. On a GPU the host plans and launches step
-t + 1 while step t runs; sequences whose next draw depends on a token value sit out a step. One thread owns an engine;
-others reach it by queue (`engine.thread`).
+t + 1 while step t runs; sequences whose next draw depends on a token value skip a step. One thread owns an engine;
+other threads send commands through a queue (`engine.thread`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from bifolio.engine.host_batch import Readout
 from bifolio.engine.postprocess import Postprocessor, Ticket
 from bifolio.engine.requests import RequestFactory
 from bifolio.engine.slot_state import SlotState
-from bifolio.engine.speculative.build import new_speculator
+from bifolio.engine.speculative.speculator import new_speculator
 from bifolio.errors import RequestError
 from bifolio.kernels.interface import KernelSet, SlotSizes
 from bifolio.model.loaded import LoadedModel
@@ -42,7 +42,7 @@ from bifolio.sequence import FinishReason, Request, RequestPhase, Sequence, Step
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counters since the start, and the state at the moment of asking."""
+    """Counters since the start, and the present state."""
 
     num_steps: int = 0
     num_prefill_tokens: int = 0
@@ -104,7 +104,7 @@ class InferenceEngine:
 
     # -- one step -----------------------------------------------------------------------------------------------
     def step(self) -> list[StepResult]:
-        """Run every active sequence once. A failing step harms one request at most (`engine.fault`)."""
+        """Run one step. A step that raises ends one request at most (`engine.fault`)."""
         faults = self.faults
         if faults.is_active:
             faults.before_step()
@@ -129,24 +129,24 @@ class InferenceEngine:
         if plan.decodes or plan.prefills:
             self.in_flight.append(self.launch(plan))
         elif not self.has_work:
-            self.blocks.check_invariants()  # idle: prove that no block leaked
+            self.blocks.check_invariants()  # idle: check that no block leaked
         while len(self.in_flight) > self._depth:
             self.collect()
         return self._outbox
 
     def plan(self, slots: list[BatchSlot]) -> StepPlan:
-        """Pick the tokens of the next step and reserve their blocks."""
+        """Select the tokens of the next step and reserve their blocks."""
         budget = self.faults.token_budget if self.faults.is_active else self.config.token_budget
         drafts = None if self.speculator is None else self._room_for_drafts(slots)
         return self.phases.plan(slots, budget, drafts, may_preempt=not self.in_flight)
 
     def launch(self, plan: StepPlan) -> Ticket:
-        """Queue moves, the forward pass and its draws."""
+        """Queue moves, the forward pass and sampling."""
         started = time.perf_counter()
         self.blocks.run_moves(self.storages)  # copy-on-write, before any write
         self.slots.update(plan)
         if self.speculator is not None:
-            plan = self.speculator.fill(plan)  # guesses; a draft model runs here
+            plan = self.speculator.fill(plan)  # a draft model runs here
         readout = Readout.from_plan(plan)
         executor = self.prefill_executor if plan.prefills else self.decode_executor
         launched = executor.launch(plan, readout, self.slots)
@@ -154,17 +154,17 @@ class InferenceEngine:
         return self.postprocess.launched(plan, readout, launched, started)
 
     def collect(self) -> None:
-        """Take over the tokens of the oldest launched step."""
+        """Read and process the tokens of the oldest launched step."""
         ticket = self.in_flight.popleft()
         self.postprocess.collect(ticket, self._outbox)
         if self.speculator is not None and not ticket.plan.prefills:
             self.speculator.observe_step(ticket.plan.num_tokens, time.perf_counter() - ticket.started)
 
     def take_back(self) -> list[Request]:
-        """Drop all launched steps and preempt all running sequences; their requests, oldest first.
+        """Discard all launched steps and preempt all running sequences; return their requests, oldest first.
 
-        The one way back after a failure: nothing of an uncollected step counts, full blocks of collected ones stay in
-        the prefix cache, and the same noise draws the same tokens again.
+        Used after every failure: uncollected steps are discarded, full blocks of collected steps stay in the prefix
+        cache, and sampling repeats the same tokens because its noise depends on seed and position only.
         """
         self.in_flight.clear()
         self.batcher.evict_completed()
@@ -192,7 +192,7 @@ class InferenceEngine:
         priority: int = 0,
         salt: bytes = b"",
     ) -> Request:
-        """Queue a request; one that cannot be served is refused here, before it touches anything."""
+        """Queue a request; one that cannot be served is rejected here, before any state changes."""
         request = self.factory.new_request(request_id, prompt_token_ids, params, prompt, priority, salt)
         self.factory.add_completions(request)
         return self._enqueue(request)
@@ -213,7 +213,7 @@ class InferenceEngine:
         return self._enqueue(request)
 
     def keep(self, request_id: str) -> bool:
-        """Hold the conversation's blocks after its end, so that `fork` can continue it without recomputing anything.
+        """Keep the conversation's blocks after its end, so that `fork` can continue it without recomputation.
 
         Kept conversations are dropped, the oldest first, when their blocks are needed; False if it is not running.
         """
@@ -225,13 +225,13 @@ class InferenceEngine:
     def fork(
         self, request_id: str, new_request_id: str, token_ids: Sequences[int], params: SamplingParams, **options: Any
     ) -> Request:
-        """Branch a kept conversation: its tokens, then `token_ids`, then newly generated ones.
+        """Continue a kept conversation with `token_ids` and generate from there.
 
-        If it was dropped meanwhile, `RequestError`: send the whole conversation as a new request instead.
+        Raises `RequestError` if it was dropped meanwhile: send the whole conversation as a new request instead.
         """
         parent = self.batcher.kept(request_id)
         if parent is None:
-            raise RequestError(f"no conversation is kept under {request_id!r}: send it whole, as a new request")
+            raise RequestError(f"no conversation is kept under {request_id!r}: send all of it as a new request")
         salt = parent.request.salt
         prompt = [*parent.token_ids, *token_ids]
         request = self.factory.new_request(new_request_id, prompt, params, salt=salt, **options)
@@ -251,7 +251,7 @@ class InferenceEngine:
         return self.batcher.drop_kept(request_id)
 
     def abort(self, request_id: str) -> bool:
-        """End a request now, at any moment between two steps; False if it is not known (any more)."""
+        """End a request between two steps; False if it is unknown or finished."""
         request = self.requests.get(request_id)
         if request is None:
             return False
@@ -272,7 +272,7 @@ class InferenceEngine:
         now.sharing = self.shares.get_stats()
         return now
 
-    # -- slots change hands (called by the batcher) -----------------------------------------------------------------
+    # -- slots (called by the batcher) ------------------------------------------------------------------------------
     def slot_taken(self, slot: int, sequence: Sequence) -> None:
         self.slots.set_slot(slot, sequence, frozenset(self.model.config.eos_token_ids))
         waits = self.speculator is not None or self.slots.waits_for_tokens(slot)

@@ -1,11 +1,11 @@
-"""Running a plan on the device: `PrefillExecutor` and `DecodeExecutor`, the two phases' machinery.
+"""Running a plan on the device: `PrefillExecutor` and `DecodeExecutor`.
 
     PrefillExecutor  steps with prompt tokens: packed sequences, large products, logits for last tokens only
     DecodeExecutor   steps of decode tokens (and drafts) alone: CUDA graphs on a GPU, a recorded program on the CPU
 
-`launch` queues the pass and its draws and returns at once where the device has a queue. `PrefillExecutor.execute` and
-`DecodeExecutor.step` run one sequence outside an engine, on a `KvCacheEntry`: embeddings and `LanguageModel.decode` are
-made of them. Blocks are reserved before anything runs; a pass that fails gives its reservation back.
+`launch` queues the pass and its sampling; on a GPU it returns before they have run. `PrefillExecutor.execute` and
+`DecodeExecutor.step` run one sequence outside an engine, on a `KvCacheEntry`: embeddings and `LanguageModel.decode` use
+them. Blocks are reserved before a pass runs; a pass that fails releases its reservation.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from bifolio.schedule.plan import StepPlan
 
 @dataclass(frozen=True, slots=True)
 class ModelRunner:
-    """Weights, kernels and storage that belong together."""
+    """The weights, kernels and KV storage of one model."""
 
     weights: ModelWeights
     kernels: KernelSet
@@ -62,7 +62,7 @@ class ModelRunner:
         return cls(prepare(model.weights, kernels), kernels, kernels.new_storage(layout))
 
     def run(self, batch: Batch) -> Array:
-        """Logits f32[r, vocab] of the tokens that the batch names, verb by verb; K and V of all tokens are cached."""
+        """Logits f32[r, vocab] of the batch's `logit_rows`, kernel by kernel; K and V of all tokens are cached."""
         return transformer.forward(self.weights, batch, self.kernels, self.storage)
 
     @property
@@ -87,23 +87,23 @@ class ModelRunner:
 
 @dataclass(slots=True)
 class Launched:
-    """A launched pass: its draws, and the logits that a search or a scored prompt reads."""
+    """A launched pass: its draws, and the logits for beam search and prompt logprobs."""
 
     draws: Draws | None
-    logits: Array | None  # f32[r, vocab]; None when every row is drawn and nothing else reads them
+    logits: Array | None  # f32[r, vocab]; None when only sampling reads them
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillResult:
     """The state after a prompt."""
 
-    kv_len: int  # entries per layer: exactly the prompt's tokens
+    kv_len: int  # tokens in the cache after the prompt
     num_chunks: int
     logits: Array  # f32[vocab] of the last token
 
 
 class _Executor:
-    """Common to both phases: the program of the phase, and passes on one sequence."""
+    """Base of both executors: the program of the phase, and passes on given sequences."""
 
     phase: AttentionPhase
 
@@ -114,19 +114,19 @@ class _Executor:
 
     @property
     def program(self) -> StepProgram | None:
-        """The pass of this phase as one call; recorded when it is first needed, None where the set has no programs."""
+        """The recorded pass of this phase, recorded on first use; None where the kernel set records no programs."""
         if not self._is_recorded:
             self._program = self.runner.kernels.record(self.runner.network, self.phase)
             self._is_recorded = True
         return self._program
 
     def run(self, batch: Batch) -> Array:
-        """Logits f32[r, vocab] of the tokens that the batch names; K and V of all its tokens are in the cache after."""
+        """Logits f32[r, vocab] of the batch's `logit_rows`; K and V of all tokens are written to the cache."""
         program = self.program
         return self.runner.run(batch) if program is None else program.run(batch, self.runner.storage)
 
     def launch(self, plan: StepPlan, readout: Readout, slots: SlotState) -> Launched:
-        """Queue the pass of a plan and its draws."""
+        """Queue the pass of a plan and its sampling."""
         logits = self.run(slots.lay_out(plan, readout))
         draws = slots.draw(logits, readout)
         return Launched(draws, None if readout.is_plain else logits)
@@ -139,7 +139,7 @@ class _Executor:
     ) -> Array:
         """One pass over new tokens at the end of each sequence: f32[s, vocab], the logits of their last tokens.
 
-        `run` replaces the pass. An error leaves all sequences as they were.
+        `run` replaces the pass. An error leaves all sequences unchanged.
         """
         starts = [entry.seq_len for entry in kv_caches]
         try:
@@ -167,7 +167,7 @@ class PrefillExecutor(_Executor):
     ) -> Iterator[Array]:
         """The output of `run` (by default the last token's logits) for each chunk of a prompt, one at a time.
 
-        A later chunk reads only entries that an earlier one wrote.
+        A chunk reads the entries that earlier chunks wrote.
         """
         if not len(tokens):
             raise EmptyPromptError("a prompt has at least one token")
@@ -175,7 +175,7 @@ class PrefillExecutor(_Executor):
             yield self.append([kv_cache], [tokens[start : start + self.chunk_size]], run)
 
     def execute(self, tokens: Sequence[int], kv_cache: KvCacheEntry) -> PrefillResult:
-        """A whole prompt into one sequence's cache; an error in any chunk leaves the sequence as it was."""
+        """Prefill a whole prompt into one sequence's cache; an error in any chunk leaves the sequence unchanged."""
         start = kv_cache.seq_len
         try:
             logits = list(self.chunks(tokens, kv_cache))
@@ -191,7 +191,7 @@ class DecodeExecutor(_Executor):
     phase = AttentionPhase.DECODE
 
     def launch(self, plan: StepPlan, readout: Readout, slots: SlotState) -> Launched:
-        """Queue a decode step: replayed as a whole on a device that keeps the slots, else as any pass."""
+        """Queue a decode step: a CUDA graph replay on a device that keeps the slots, else a plain pass."""
         on_device = slots.decodes_on_device(plan)
         if on_device is None or slots.device is None:
             return super().launch(plan, readout, slots)
@@ -209,11 +209,11 @@ class DecodeExecutor(_Executor):
     def logits(self, kv_cache: KvCacheEntry, token: int) -> Array:
         """Append the newest token; f32[vocab] for the next one."""
         if kv_cache.seq_len == 0:
-            raise PhaseError("decode before prefill: this sequence has nothing in the cache yet")
+            raise PhaseError("decode before prefill: the cache of this sequence is empty; run prefill first")
         return self.append([kv_cache], [[token]])[0]
 
     def generate(self, kv_cache: KvCacheEntry, first: int, max_tokens: int) -> list[int]:
-        """Greedy tokens, beginning with `first`, which prefill chose: never more than `max_tokens`."""
+        """Greedy tokens, beginning with `first`, the token after the prompt; at most `max_tokens`."""
         tokens = [first][:max_tokens]
         while len(tokens) < max_tokens:
             tokens.append(self.step(kv_cache, tokens[-1]))
@@ -226,14 +226,14 @@ def append_batch(
     phase: AttentionPhase,
     vocab_size: int,
 ) -> HostBatch:
-    """Reserve room for new tokens at the end of each sequence and lay out their pass, with the last tokens' logits."""
+    """Reserve new tokens at the end of each sequence and lay out their pass, with the last tokens' logits."""
     runs: list[Run] = []
     for number, (entry, new) in enumerate(zip(kv_caches, tokens, strict=True)):
         ids = np.asarray(new)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise TokenIdError("tokens are whole numbers in one list")
+            raise TokenIdError("tokens must be one list of whole numbers")
         if not len(ids):
-            raise EmptyPromptError("a pass has at least one token of each sequence")
+            raise EmptyPromptError("a pass needs at least one token of each sequence")
         if not 0 <= ids.min() <= ids.max() < vocab_size:
             raise TokenIdError(f"a token id is outside the vocabulary of {vocab_size} tokens")
         runs.append(Run(number, entry.seq_len, ids.astype(np.int32)))

@@ -1,7 +1,7 @@
-"""From a plan to arrays: `HostBatch`, one flat batch in numpy, and `Readout`, the use of its logits.
+"""The arrays of a plan: `HostBatch`, one flat batch in numpy, and `Readout`, the use of its logits.
 
 Every pass of the engine, of the executors and of `LanguageModel` is laid out here. A host batch holds plain arrays and
-can be sent to another process; `to` hands it to a kernel set.
+can be sent to another process; `to` converts it for a kernel set.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from bifolio.kernels.interface import AttentionSegment, Batch, KernelSet
 from bifolio.schedule.orchestrators import DecodeOrchestrator, PrefillOrchestrator
 from bifolio.schedule.plan import ScheduledSequence, StepPlan
 
-ON_DEVICE = -1  # stands for a token that a launched step draws on the device
+ON_DEVICE = -1  # placeholder of a token that a launched step samples on the device
 
 
 class Run(NamedTuple):
-    """Consecutive tokens of one sequence, which stand next to each other in the batch."""
+    """Consecutive tokens of one sequence, contiguous in the batch."""
 
     table: int  # row of the block tables
     start: int  # position of the first
@@ -32,9 +32,9 @@ class Run(NamedTuple):
 class HostBatch:
     """One forward pass in numpy arrays; the fields are those of `Batch`."""
 
-    token_ids: NDArray[np.int32]  # i32[t]  -1: drawn by a step in flight, and on the device
+    token_ids: NDArray[np.int32]  # i32[t]  -1: sampled on the device by a step in flight
     positions: NDArray[np.int32]  # i32[t]
-    cache_index: NDArray[np.int64] | None  # i64[t]  None: nothing is cached
+    cache_index: NDArray[np.int64] | None  # i64[t]  None: no cache
     segments: tuple[AttentionSegment, ...]
     logit_rows: NDArray[np.int32] | None  # i32[r]  None: all
 
@@ -44,7 +44,7 @@ class HostBatch:
     ) -> HostBatch:
         """The plan as one flat batch, decodes first.
 
-        tables: i32[slots, blocks]. newest: i32[slots], tokens that steps in flight have drawn.
+        tables: i32[slots, blocks]. newest: i32[slots], tokens sampled by steps in flight.
         """
         decodes = [_run(item, newest) for item in plan.decodes]
         prefills = [_run(item, newest) for item in plan.prefills]
@@ -59,7 +59,7 @@ class HostBatch:
         block_size: int = 1,
         logit_rows: Sequences[int] | None = None,
     ) -> HostBatch:
-        """Flat arrays for these runs of tokens; without tables nothing is cached."""
+        """Flat arrays of these runs of tokens; `tables` is None for a pass without a cache."""
         runs = decodes + prefills
         count, border = len(runs), len(decodes)
         owners_table = np.fromiter((run.table for run in runs), dtype=np.int32, count=count)
@@ -117,20 +117,20 @@ class HostBatch:
 
 @dataclass(slots=True)
 class Readout:
-    """The use of a step's logits; rows count the logits that the batch asks for."""
+    """The use of a step's logits; a row is an index into `logit_rows`."""
 
-    logit_rows: list[int] = field(default_factory=list)  # tokens of the batch whose logits are wanted
-    sample_rows: list[int] = field(default_factory=list)  # row that each drawn token comes from
-    sample_slots: list[int] = field(default_factory=list)  # slot whose parameters draw it
-    positions: list[int] = field(default_factory=list)  # index of the token to be drawn in its sequence
-    pending: list[tuple[int, ...]] = field(default_factory=list)  # guesses that stand before the drawn token
-    group_rows: dict[int, int] = field(default_factory=dict)  # sequence id → row: logits that a search looks at
-    prompt_rows: dict[int, int] = field(default_factory=dict)  # slot → first of the rows that score its prompt
+    logit_rows: list[int] = field(default_factory=list)  # tokens of the batch whose logits are computed
+    sample_rows: list[int] = field(default_factory=list)  # row that each token is sampled from
+    sample_slots: list[int] = field(default_factory=list)  # slot whose parameters apply
+    positions: list[int] = field(default_factory=list)  # position of the sampled token in its sequence
+    pending: list[tuple[int, ...]] = field(default_factory=list)  # draft tokens before the sampled one
+    group_rows: dict[int, int] = field(default_factory=dict)  # sequence id → row: logits for beam search
+    prompt_rows: dict[int, int] = field(default_factory=dict)  # slot → first row of its prompt logprobs
 
     @classmethod
     def from_plan(cls, plan: StepPlan) -> Readout:
         readout, first, items = cls(), 0, plan.decodes
-        if all(item.num_new == 1 and item.sequence.group is None for item in items):  # the usual decodes, in bulk
+        if all(item.num_new == 1 and item.sequence.group is None for item in items):  # plain decodes, in bulk
             first = len(items)
             readout.logit_rows, readout.sample_rows = list(range(first)), list(range(first))
             readout.sample_slots = [item.slot for item in items]
@@ -146,11 +146,11 @@ class Readout:
 
     @property
     def is_plain(self) -> bool:
-        """Every row is drawn for its own slot: nothing else reads the logits."""
+        """Whether only sampling reads the logits, one draw per row."""
         return len(self.sample_rows) == len(self.logit_rows) and not self.group_rows and not self.prompt_rows
 
     def _add(self, item: ScheduledSequence, first: int) -> None:
-        """Ask for the logits that this sequence needs; `first` is the index of its first token in the batch."""
+        """Add the logits that this sequence needs; `first` is the index of its first token in the batch."""
         end, guesses = first + item.num_new, item.drafts
         if wants_prompt_logits(item):
             self.prompt_rows[item.slot] = len(self.logit_rows)
@@ -172,13 +172,13 @@ class Readout:
 
 
 def wants_prompt_logits(item: ScheduledSequence) -> bool:
-    """The request asked for logprobs of its prompt, and this chunk lies in the prompt."""
+    """Whether the request has prompt logprobs and this chunk lies in the prompt."""
     sequence = item.sequence
     return sequence.request.params.prompt_logprobs is not None and item.start < sequence.num_prompt
 
 
 def newest_token(item: ScheduledSequence, newest: np.ndarray) -> int:
-    """The token at `item.start`: known, or drawn by a step in flight."""
+    """The token at `item.start`: known, or sampled by a step in flight."""
     tokens = item.sequence.token_ids
     return tokens[item.start] if item.start < len(tokens) else int(newest[item.slot])
 

@@ -1,4 +1,4 @@
-"""The memory plan: what weights and cache take, and how many blocks fit, before anything is allocated."""
+"""The memory plan: bytes of weights and cache and the number of blocks that fit, before any allocation."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from bifolio.model.weights import ModelWeights
 from bifolio.quant.convert import converted_bytes
 from bifolio.quant.formats import READABLE_FORMATS, QuantFormat
 
-SAFE_SHARE = 0.5  # of the free memory goes to the cache by default; weights, buffers and others need the rest
-MAX_DEFAULT_BYTES = 4 << 30  # a default cache larger than this surprises more than it helps
+SAFE_SHARE = 0.5  # of the free memory, the default for the cache; weights and buffers need the rest
+MAX_DEFAULT_BYTES = 4 << 30  # upper limit of a default cache
 UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -30,7 +30,7 @@ class MemoryPlan:
     bytes_per_block: int
     num_blocks: int  # the padding block included
     free_bytes: int  # of the machine when the plan was made
-    step_bytes: int = 0  # kept free for what a step needs on a GPU
+    step_bytes: int = 0  # kept free on a GPU for the buffers of a step
 
     @property
     def cache_bytes(self) -> int:
@@ -67,14 +67,14 @@ def plan_memory(
     max_num_seqs: int = 16,
     free_bytes: int | None = None,
 ) -> MemoryPlan:
-    """How many blocks: as asked (`num_blocks`), as many as fit into `memory` bytes, or a safe share of what is free."""
+    """Plan `num_blocks` blocks, as many as fit into `memory` bytes, or by default a safe share of the free memory."""
     free = free_memory() if free_bytes is None else free_bytes
     per_block = _bytes_per_block(config, block_size, kv_dtype)
     needed = -(-max_model_len // block_size) + 1  # one sequence of full length, and the padding block
     if num_blocks is None:
         if memory is None:
             budget = min(max(free - weight_bytes, 0) * SAFE_SHARE, MAX_DEFAULT_BYTES)
-            useful = max_num_seqs * (needed - 1) + 1  # more could never be in use at once
+            useful = max_num_seqs * (needed - 1) + 1  # blocks that can be in use at the same time
             num_blocks = min(int(budget // per_block), 2 * useful)
         else:
             num_blocks = memory // per_block
@@ -94,15 +94,15 @@ def plan_gpu_memory(
     *,
     weight_bytes: int,  # on the device already
     free_bytes: int,  # of the device, beside the weights
-    step_bytes: int,  # the most that a step takes
+    step_bytes: int,  # of the largest step
     utilisation: float,  # share of the rest that becomes the cache
     block_size: int,
     kv_dtype: KVDtype,
     max_model_len: int,
     max_num_seqs: int,
-    draft: ModelConfig | None = None,  # its keys and values lie in a second pool with the same blocks
+    draft: ModelConfig | None = None,  # its keys and values use a second storage with the same blocks
 ) -> MemoryPlan:
-    """As many blocks as fit beside weights and steps, but not more than could be of use."""
+    """Plan as many blocks as fit beside weights and steps, up to the number that can be in use."""
     if not 0.0 < utilisation <= 1.0:
         raise ConfigError(f"gpu_memory_utilization is a share above 0 and at most 1, not {utilisation}")
     per_block = sum(_bytes_per_block(c, block_size, kv_dtype) for c in (config, draft) if c is not None)
@@ -116,7 +116,7 @@ def plan_gpu_memory(
             f"{show_bytes(step_bytes)} of it, and {utilisation:.0%} of the rest are {max(fitting, 0)} blocks of "
             f"{block_size} tokens ({show_bytes(per_block)} each); a sequence of {max_model_len} tokens needs {needed}: "
             f"pass max_model_len <= {max(plan.max_cached_tokens, 0)}, a smaller token_budget or max_num_seqs, a larger "
-            "gpu_memory_utilization, or end what else uses the GPU"
+            "gpu_memory_utilization, or end other processes on the GPU"
         )
     return plan
 
@@ -126,12 +126,12 @@ def _bytes_per_block(config: ModelConfig, block_size: int, kv_dtype: KVDtype) ->
 
 
 def weight_bytes(weights: ModelWeights, formats: Set[QuantFormat] = READABLE_FORMATS) -> int:
-    """Bytes of all matrices in the `formats` of a kernel set, or as they lie in the file; tied ones count once."""
+    """Bytes of all matrices in the `formats` of a kernel set, by default those of the file; tied ones count once."""
     return sum(converted_bytes(matrix, formats) for matrix in weights.matrices() if hasattr(matrix, "nbytes"))
 
 
 def free_memory() -> int:
-    """Bytes this process may still use: what the machine has available, or its control group allows."""
+    """Bytes this process can still allocate: available memory, limited by its control group."""
     available = _available_memory()
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
@@ -144,7 +144,7 @@ def free_memory() -> int:
 
 
 def _available_memory() -> int:
-    """What the machine could hand out without swapping. Linux says so itself, which spares an import."""
+    """Memory available without swapping; on Linux from /proc/meminfo, without importing psutil."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
@@ -176,7 +176,7 @@ def show_bytes(count: int) -> str:
 
 
 def default_threads() -> int:
-    """Cores this process may run on."""
+    """Number of cores this process may run on."""
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:

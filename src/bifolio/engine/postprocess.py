@@ -1,7 +1,7 @@
-"""After a pass: progress, tokens, forks, verified drafts, beams and ends.
+"""After a pass: progress, tokens, forks, verified drafts, beams and finished sequences.
 
-`launched` runs right after the launch and needs lengths alone: prompts become findable, sequences count their tokens in
-flight, and further completions are forked. `collect` runs when the tokens are known.
+`launched` runs right after the launch and needs only lengths: prompt blocks are committed, sequences count their tokens
+in flight, and further completions are forked. `collect` runs when the tokens are known.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ Candidates = tuple[np.ndarray, np.ndarray | None]  # logits f32[b, vocab], or (l
 
 @dataclass(slots=True)
 class Ticket:
-    """A launched step: its plan, its draws, and everything that `collect` needs."""
+    """A launched step, not yet collected: its plan, its draws, and the inputs of `collect`."""
 
     plan: StepPlan
     readout: Readout
     launched: Launched
-    forked: dict[int, list[Sequence]] = field(default_factory=dict)  # slot of a parent -> those forked from it
-    candidates: dict[str, Callable[[], Candidates]] = field(default_factory=dict)  # of searches, by request id
+    forked: dict[int, list[Sequence]] = field(default_factory=dict)  # slot of a parent -> its forks
+    candidates: dict[str, Callable[[], Candidates]] = field(default_factory=dict)  # of beam searches, by request id
     started: float = 0.0  # `time.perf_counter` of the launch
 
 
 class Postprocessor:
-    """Takes over the outcome of launched steps; the only caller of the sequences' progress methods in an engine."""
+    """Applies the results of launched steps; the only caller of the sequences' progress methods in an engine."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Postprocessor:
 
     # -- after the launch ----------------------------------------------------------------------------------------------
     def launched(self, plan: StepPlan, readout: Readout, launched: Launched, started: float) -> Ticket:
-        """Count the launched tokens; queue the reads of candidates that searches wait for."""
+        """Count the launched tokens; queue the reads of beam search candidates."""
         ticket = Ticket(plan, readout, launched, started=started)
         for item in plan.decodes:
             item.sequence.launch(item.num_new, item.sequence.group is None)
@@ -78,7 +78,7 @@ class Postprocessor:
     def _launched_prompt(self, item: ScheduledSequence, ticket: Ticket) -> None:
         sequence = item.sequence
         sequence.launch(item.num_new, bool(item.sample_slots) and sequence.group is None)
-        # Findable from now on: a later step that shares these blocks runs behind this one on the device.
+        # Committed before the pass has run: a later step that shares these blocks runs after it on the device.
         self._commit(sequence, sequence.num_scheduled)
         if item.sample_slots:
             children = unforked_children(sequence)
@@ -88,7 +88,7 @@ class Postprocessor:
                 ticket.forked[item.slot] = children
 
     def _read_candidates(self, ticket: Ticket) -> None:
-        """Queue the reads of the logits that searches look at: of the likeliest tokens where that is enough."""
+        """Queue the reads for beam searches: the top logprobs where they suffice, else all logits."""
         logits, rows_of = ticket.launched.logits, ticket.readout.group_rows
         items = [item for item in ticket.plan.scheduled if item.sequence.group is not None and item.sample_slots]
         requests = list(dict.fromkeys(item.sequence.request for item in items))
@@ -111,7 +111,7 @@ class Postprocessor:
 
     # -- when the tokens are known -------------------------------------------------------------------------------------
     def collect(self, ticket: Ticket, results: list[StepResult]) -> None:
-        """Take over the outcome of a step; `results` gets one for every token that was added and every end."""
+        """Apply the result of a step; `results` gets an entry for every added token and every finished sequence."""
         sampled = None if ticket.launched.draws is None else ticket.launched.draws.collect()
         decodes, items = ticket.plan.decodes, ticket.plan.prefills
         draw = 0
@@ -137,7 +137,7 @@ class Postprocessor:
             rows = range(draw, draw + len(item.sample_slots) * (1 + len(item.drafts)))
             draw = rows.stop
             if sampled is None:
-                raise RequestError("a step drew no tokens though its plan asked for some")
+                raise RequestError("a step sampled no tokens although its plan has sampled slots")
             if item.drafts:
                 self._verify(item, sampled, rows, results)
             else:
@@ -150,7 +150,7 @@ class Postprocessor:
     def _collect_decodes(
         self, decodes: tuple[ScheduledSequence, ...], sampled: SampledTokens, results: list[StepResult]
     ) -> None:
-        """One token for each of these sequences: the usual decode step."""
+        """Add one token to each of these sequences: a plain decode step."""
         block_size = self._blocks.block_size
         for row, item in enumerate(decodes):
             sequence = item.sequence
@@ -161,7 +161,7 @@ class Postprocessor:
                 self._add_token(sequence, sampled, row, results)
 
     def _enter_decode(self, sequences: list[Sequence]) -> None:
-        """The boundary between the phases: the prompt is computed, and the first token after it is known."""
+        """Move sequences to decode: the prompt is computed and the first token after it is known."""
         for sequence in sequences:
             if sequence.finish_reason is None:
                 self._phases.transition_to_decode(sequence.id)
@@ -176,7 +176,7 @@ class Postprocessor:
     def _add_tokens(
         self, members: list[Sequence], sampled: SampledTokens, rows: range, results: list[StepResult]
     ) -> None:
-        """One token for the sequence, and one for each that was forked from it at this moment."""
+        """Add one token to the sequence and one to each of its new forks."""
         sequence = members[0]
         if sequence.finish_reason is None and sequence.num_computed % self._blocks.block_size == 0:
             self._commit(sequence, sequence.num_computed)
@@ -185,7 +185,7 @@ class Postprocessor:
                 self._add_token(member, sampled, row, results)
 
     def _verify(self, item: ScheduledSequence, sampled: SampledTokens, rows: range, results: list[StepResult]) -> None:
-        """Keep the guesses that equal the drawn tokens, and the draw after them; truncate the cache behind."""
+        """Keep the drafts that equal the sampled tokens, and the token after them; truncate the rest of the cache."""
         sequence = item.sequence
         if sequence.finish_reason is not None or self._speculation is None:
             return
@@ -216,7 +216,7 @@ class Postprocessor:
             return
         if not request.metrics.first_token:
             request.metrics.first_token = time.perf_counter()
-        if request.max_tokens == 0:  # only the prompt was wanted
+        if request.max_tokens == 0:  # only the prompt is scored
             results.append(self._end(sequence, FinishReason.LENGTH, None, "", None))
             return
         token = int(sampled.token_ids[row])
@@ -246,7 +246,7 @@ class Postprocessor:
     def _advance_search(
         self, request: Request, candidates: Callable[[], Candidates], results: list[StepResult]
     ) -> None:
-        """All beams of a request at once; results come when the search is done."""
+        """Advance all beams of a request; results follow when the search is done."""
         search = request.search
         if not request.metrics.first_token:
             request.metrics.first_token = time.perf_counter()
@@ -273,7 +273,7 @@ class Postprocessor:
         prompt = request.prompt_token_ids
         if request.prompt_logprobs is None:
             request.prompt_logprobs = [None] * len(prompt)
-        last = min(item.start + item.num_new, len(prompt) - 1)  # the last position with a token of the prompt after it
+        last = min(item.start + item.num_new, len(prompt) - 1)  # the last position followed by a prompt token
         count = last - item.start
         if count <= 0:
             return

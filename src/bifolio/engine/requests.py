@@ -1,7 +1,7 @@
-"""Requests: checked against the model and the configuration, and made into sequences.
+"""Requests: validation against the model and the configuration, and creation of their sequences.
 
-Whether a request can be served follows from the request, the model and the configuration, never from other requests
-(but for its id, which must be free). So it is refused here, before it touches anything, or runs to an end of its own.
+Whether a request can be served depends on the request, the model and the configuration, not on other requests (except
+for its id, which must be unused). So an invalid request is rejected here, before any state changes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from bifolio.cache.sharing import BeamSearchBlockSharing, BlockShareManager
 from bifolio.config import EngineConfig
 from bifolio.engine.beam.search import BeamSearch
 from bifolio.errors import EmptyPromptError, PromptTooLongError, RequestError, TokenIdError
-from bifolio.model.text_model import TextModel
+from bifolio.model.loaded import TextModel
 from bifolio.sampling.weights import child_seed
 from bifolio.sampling_params import SamplingParams
 from bifolio.sequence import Request, Sequence
@@ -27,14 +27,14 @@ from bifolio.text.stopping import StopChecker
 
 
 class RequestFactory:
-    """Makes the requests of one engine and numbers them in order of arrival."""
+    """Creates the requests of one engine and numbers them in order of arrival."""
 
     def __init__(
         self,
         model: TextModel,
         config: EngineConfig,
         blocks: KVCacheBlockManager,
-        running: Mapping[str, Request],  # the engine's unfinished requests, only looked at: their ids are taken
+        running: Mapping[str, Request],  # the engine's unfinished requests, read for their ids
     ) -> None:
         self._model = model
         self._config = config
@@ -51,7 +51,7 @@ class RequestFactory:
         priority: int = 0,
         salt: bytes = b"",
     ) -> Request:
-        """A request that can be served, without sequences yet; `RequestError` and its kin say why it cannot."""
+        """A valid request, without sequences yet; raises a `RequestError` that says why it cannot be served."""
         prompt_ids = as_token_ids(prompt_token_ids)
         self._check(request_id, prompt_ids, params)
         room = self._config.max_model_len - len(prompt_ids)
@@ -68,11 +68,11 @@ class RequestFactory:
         )
 
     def add_completions(self, request: Request) -> None:
-        """One sequence for each completion that is asked for; the later ones fork from the first."""
+        """Add one sequence per completion; the later ones fork from the first."""
         self._add_sequences(request, request.params.num_sequences)
 
     def add_beams(self, request: Request, params: BeamSearchParams) -> None:
-        """A search and its beams, which have no parent: the search decides which beam forks from which."""
+        """Add a beam search and its sequences, which have no parent: the search decides on forks."""
         self._check_beams(request, params)
         self._add_sequences(request, params.beam_width)
         eos = self._model.config.eos_token_ids
@@ -126,7 +126,7 @@ class RequestFactory:
             raise RequestError("stop strings need a tokenizer, and this model has none: use stop_token_ids")
 
     def _check_beams(self, request: Request, params: BeamSearchParams) -> None:
-        """A search cannot wait half-way, so its worst case must fit: the prompt once, every beam's own tokens."""
+        """Check that the worst case fits: the prompt's blocks once, and every beam's own tokens."""
         shared = len(request.prompt_token_ids) // self._config.cache.block_size
         longest = self._blocks.blocks_for(len(request.prompt_token_ids) + request.max_tokens)
         needed = shared + params.beam_width * (longest - shared + 1)
@@ -134,11 +134,11 @@ class RequestFactory:
         if needed > available:
             raise RequestError(
                 f"{params.beam_width} beams of {request.max_tokens} tokens may need {needed} blocks and the cache has "
-                f"{available}: ask for fewer beams or tokens, or give the cache more memory"
+                f"{available}: request fewer beams or tokens, or give the cache more memory"
             )
 
     def _resolved(self, params: SamplingParams) -> SamplingParams:
-        """With its texts as tokens and its grammar compiled for this model's vocabulary."""
+        """Parameters with strings as tokens and the grammar compiled for this model's vocabulary."""
         if params.grammar is not None:
             from bifolio.sampling.grammar import with_grammar
 
@@ -150,7 +150,7 @@ class RequestFactory:
 
 
 def as_token_ids(prompt: Sequences[int]) -> list[int]:
-    """Whole numbers of any kind (numpy's too) as a list of ints."""
+    """Integers of any type (numpy's too) as a list of ints."""
     try:
         return [operator.index(token) for token in prompt]
     except TypeError as error:

@@ -1,8 +1,8 @@
 """Per-slot state of the batch: block tables, newest tokens, sampling parameters; and sampling as part of a launch.
 
-A sequence keeps its slot as long as it runs, so a step updates only differences. Where the kernel set keeps a copy on
-its device (`DeviceSlots`), the same differences go there, and tokens are drawn there; a launched step then needs
-nothing from the host but the list of its slots.
+A sequence keeps its slot while it runs, so a step updates only differences. Where the kernel set keeps a copy on its
+device (`DeviceSlots`), the same updates are sent there, and tokens are sampled there; a launched step then needs only
+the list of its slots from the host.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from bifolio.sequence import Sequence
 
 @dataclass(slots=True)
 class Draws:
-    """The draws of a launched step: those of the host are known, those of the device are on their way."""
+    """The draws of a launched step: those of the host are known, those of the device are in flight."""
 
     known: SampledTokens
-    device_draws: list[int] = field(default_factory=list)  # which draws the device makes, in its order
+    device_draws: list[int] = field(default_factory=list)  # indices of the draws on the device, in its order
     pending: PendingTokens | None = None
 
     def collect(self) -> SampledTokens:
@@ -39,13 +39,13 @@ class Draws:
             for draw, token in zip(self.device_draws, tokens.tolist(), strict=True):
                 if token == NOTHING:
                     self.known.errors[draw] = RequestError(
-                        "no token can follow: the model gave no finite logit for the next position"
+                        "no token can be sampled: the model gave no finite logit for the next position"
                     )
         return self.known
 
 
 class SlotState:
-    """The slots of one engine, on the host and, where there is one, on the device."""
+    """The slots of one engine, on the host and, with `DeviceSlots`, on the device."""
 
     def __init__(
         self,
@@ -61,17 +61,17 @@ class SlotState:
         self.tables = np.zeros((num_slots, max_blocks), dtype=np.int32)  # block ids by slot, padded with block 0
         self._blocks = blocks
         self._kernels = kernels
-        self._newest = np.full(num_slots, ON_DEVICE, dtype=np.int32)  # tokens drawn by launched steps
-        self._is_current = np.zeros(num_slots, dtype=np.bool_)  # the device knows the slot's length and newest token
-        self._on_device = np.zeros(num_slots, dtype=np.bool_)  # the slot is drawn on the device
+        self._newest = np.full(num_slots, ON_DEVICE, dtype=np.int32)  # tokens sampled by launched steps
+        self._is_current = np.zeros(num_slots, dtype=np.bool_)  # the device has the slot's length and newest token
+        self._on_device = np.zeros(num_slots, dtype=np.bool_)  # the device samples the slot's tokens
 
     @property
     def table(self) -> SamplingTable:
         return self.sampler.table
 
-    # -- slots change hands --------------------------------------------------------------------------------------------
+    # -- slots --------------------------------------------------------------------------------------------------------
     def set_slot(self, slot: int, sequence: Sequence, end_ids: frozenset[int]) -> None:
-        """A sequence takes the slot."""
+        """Initialise the slot for a sequence."""
         request = sequence.request
         grammar: Any = request.params.grammar  # compiled when the request was added
         mask = None if grammar is None else grammar.follow(sequence.output_token_ids)
@@ -87,12 +87,12 @@ class SlotState:
         self._on_device[slot] = False
 
     def waits_for_tokens(self, slot: int) -> bool:
-        """Whether the slot's next draw depends on the values of the tokens before it: its steps cannot run ahead."""
+        """Whether the slot's next draw depends on earlier token values, so that its steps cannot be launched ahead."""
         return not self._on_device[slot] and bool(self.table.reads_history[slot])
 
     # -- one step ------------------------------------------------------------------------------------------------------
     def update(self, plan: StepPlan) -> None:
-        """Bring the block tables of the scheduled sequences up to date."""
+        """Update the block tables of the scheduled sequences."""
         slot_of = {item.sequence.id: item.slot for items in (plan.decodes, plan.prefills) for item in items}
         for sequence_id, first, block_ids in self._blocks.take_changes(slot_of):
             slot = slot_of[sequence_id]
@@ -112,7 +112,7 @@ class SlotState:
                      staged.max_position)  # fmt: skip
 
     def decodes_on_device(self, plan: StepPlan) -> np.ndarray | None:
-        """i32[n]: the slots of a plan that is one whole decode step on the device; None if it is not."""
+        """i32[n]: the slots of a plan that runs as one decode step on the device; None if it does not."""
         if self.device is None or plan.prefills or any(item.num_new > 1 for item in plan.decodes):
             return None
         slots = np.fromiter((item.slot for item in plan.decodes), np.int32, len(plan.decodes))
@@ -128,7 +128,7 @@ class SlotState:
         return slots
 
     def draw_with_pass(self, plan: StepPlan, slots: np.ndarray) -> Draws | None:
-        """Launch pass and draws of a decode step in one; None when the host draws some of its tokens."""
+        """Launch pass and sampling of a decode step together; None when the host samples some of its tokens."""
         if self.device is None or not self._on_device[slots].all():
             return None
         lengths = np.fromiter((item.start for item in plan.decodes), np.int64, len(plan.decodes))
@@ -137,11 +137,11 @@ class SlotState:
         return Draws(SampledTokens.unknown(len(slots)), list(range(len(slots))), pending)
 
     def draw(self, logits: Array, readout: Readout) -> Draws | None:
-        """Draw a token for every sampled row, on the device where it can, else here and now."""
+        """Sample a token for every sampled row, on the device where supported, else on the host."""
         if not readout.sample_rows:
             return None
         on_device = self._on_device[readout.sample_slots]
-        if any(readout.pending):  # guesses are verified on the host
+        if any(readout.pending):  # drafts are verified on the host
             on_device[:] = False
         if not on_device.any():
             known = self._draw_here(logits, readout, range(len(readout.sample_rows)))

@@ -1,4 +1,4 @@
-"""The thread that owns an engine. Others reach it by queue: a function is run between two steps."""
+"""The thread that owns an engine. Other threads queue functions, which it runs between two steps."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Command = tuple[Callable[[InferenceEngine], Any], "Future[Any] | None"]
 
 
 class EngineThread:
-    """Runs `commands, step, commands, step, ...` as long as there is work, and sleeps when there is none.
+    """Runs `commands, step, commands, step, ...` while there is work, and blocks on the queue when idle.
 
-    `on_results` is called on this thread after every step that had something to say. It must not block.
+    `on_results` is called on this thread with the results of every step. It must not block.
     """
 
     def __init__(
@@ -33,9 +33,11 @@ class EngineThread:
         on_closed: Callable[[], None] | None = None,
     ) -> None:
         self.engine = engine
-        self.failure: BaseException | None = None  # what ended the thread, if it was an error
-        self.step_started: float | None = None  # `time.monotonic` of the step that runs now: a watchdog looks at it
-        self.background: Callable[[], bool] | None = None  # one slice of other work; True while there is more
+        self.failure: BaseException | None = None  # the error that ended the thread
+        self.step_started: float | None = None  # `time.monotonic` at the start of a running step, for watchdogs
+        self.background: Callable[[], bool] | None = (
+            None  # runs one slice of other work; returns True while more is left
+        )
         self._on_results = on_results
         self._on_closed = on_closed
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
@@ -50,7 +52,7 @@ class EngineThread:
         self._thread.start()
 
     def call(self, function: Callable[[InferenceEngine], T]) -> Future[T]:
-        """Run `function(engine)` between two steps; the future has what it returned or raised."""
+        """Run `function(engine)` between two steps; the future holds its result or exception."""
         future: Future[T] = Future()
         with self._closing:
             if self._closed:
@@ -60,11 +62,11 @@ class EngineThread:
         return future
 
     def post(self, function: Callable[[InferenceEngine], Any]) -> None:
-        """`call` for those who do not wait for the answer."""
+        """`call` without a result."""
         self._commands.put((function, None))
 
     def stop(self, timeout: float | None = None) -> None:
-        """End the thread after the step that runs now; what has not finished is aborted."""
+        """End the thread after the running step; unfinished requests are aborted."""
         self._stopping = True
         self._commands.put((lambda engine: None, None))
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -76,7 +78,7 @@ class EngineThread:
 
     # -- on the engine's thread --------------------------------------------------------------------------------------
     def run(self) -> None:
-        """The loop; call it directly to use the current thread."""
+        """Run the loop; call it directly to use the current thread."""
         try:
             while not self._stopping:
                 self._run_commands()
@@ -105,7 +107,7 @@ class EngineThread:
             self._on_results(self.engine.step())
 
     def _run_commands(self) -> None:
-        """All that have come; if there is nothing else to do, wait for the next."""
+        """Run all queued commands; when idle, wait for the next one."""
         idle = not self.engine.has_work and self.background is None
         try:
             command = self._commands.get(block=idle)
@@ -142,4 +144,4 @@ class EngineThread:
 
     def _dead(self) -> EngineDeadError:
         reason = "it was closed" if self.failure is None else repr(self.failure)
-        return EngineDeadError(f"the engine does not run any more ({reason}): start a new one")
+        return EngineDeadError(f"the engine has stopped ({reason}): start a new one")

@@ -1,4 +1,4 @@
-"""The members of a kernel set that concern arrays and memory, for sets on numpy: all of it is the host's."""
+"""The array and memory members of `KernelSet` for sets on numpy arrays in host memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bifolio.kernels.storage import CacheLayout, KVStorage
 
 
 class HostArrays:
-    """Numpy arrays; a pass is complete when its call returns, so nothing is launched ahead or kept on a device."""
+    """Numpy arrays; a pass is complete when its call returns, so no step is launched ahead."""
 
     array_backend = "numpy"
     device = "cpu"
@@ -36,7 +36,7 @@ class HostArrays:
         return None
 
     def release_memory(self) -> None:
-        """Nothing is cached."""
+        """Do nothing: no memory is cached."""
 
     def device_slots(self, network: Network, storage: Storage, sizes: SlotSizes) -> DeviceSlots | None:
         return None

@@ -1,11 +1,11 @@
-"""`KernelSet`: everything the engine needs from a device, and the data it is handed.
+"""`KernelSet`: all operations the engine needs from a device, and their data.
 
     tokens  |<- sequence 7 ->|<- sequence 9 ->|<------ chunk of sequence 12 ------>|
     segment |<------------- DECODE ---------->|<------------- PREFILL ------------>|
 
 A batch is one flat list of tokens, cut into attention segments. Matrix products run over all tokens at once; attention
-runs once per segment, with the kernel of its phase. The network (`model/transformer.py`) is written with these verbs
-alone, so every kernel set runs the same network. A set that lacks a member is an error, never a fall-back.
+runs once per segment, with the kernel of its phase. The network (`model/transformer.py`) uses only these
+operations, so every kernel set runs the same network. A set without one of them is an error; there is no fallback.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bifolio.kernels.storage import CacheLayout, KVStorage
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
-Array = Any  # numpy array or torch tensor: the kernel set that allocates it knows
+Array = Any  # numpy array or torch tensor, as the kernel set allocates it
 Storage = KVStorage
 
 
@@ -35,11 +35,11 @@ class AttentionPhase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """One or several matrices applied to the same input; the outputs lie side by side."""
+    """One or several matrices applied to the same input; their outputs are concatenated."""
 
     parts: tuple[QuantizedTensor | Array, ...]  # each [out_i, in]
     biases: tuple[Array | None, ...]  # each f32[out_i]
-    prepared: Any = None  # the kernel set's own form, made at load: packed, fused, on the device
+    prepared: Any = None  # the kernel set's own form, created at load: packed, fused, on the device
 
     @property
     def out_features(self) -> int:
@@ -77,15 +77,15 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSegment:
-    """A run of tokens of one phase: whole sequences, one after the other."""
+    """Consecutive tokens of one phase: whole sequences, one after the other."""
 
     phase: AttentionPhase
     token_start: int
     token_end: int
-    query_starts: Array  # i32[s + 1]  where each sequence's queries begin, counted from token_start
+    query_starts: Array  # i32[s + 1]  start of each sequence's queries, relative to token_start
     context_lens: Array  # i32[s]      tokens visible to the last query of the sequence, itself included
-    block_tables: Array | None  # i32[s, max_blocks]  padded with block 0; None: nothing is cached (training)
-    fresh: bool  # no sequence has anything before its queries: the cache is written but not read
+    block_tables: Array | None  # i32[s, max_blocks]  padded with block 0; None: no cache (training)
+    fresh: bool  # no sequence has tokens before its queries: the cache is written but not read
     max_query_len: int
     max_context_len: int
 
@@ -100,9 +100,9 @@ class Batch:
 
     token_ids: Array  # i32[t]
     positions: Array  # i32[t]  index of each token in its sequence
-    cache_index: Array | None  # i64[t]  block * block_size + offset where K and V go; None: nothing is cached
+    cache_index: Array | None  # i64[t]  block * block_size + offset of K and V; None: no cache
     segments: tuple[AttentionSegment, ...]  # partition [0, t)
-    logit_rows: Array | None  # i32[r]  tokens whose logits are wanted; None: all
+    logit_rows: Array | None  # i32[r]  tokens whose logits are computed; None: all
     max_position: int = 0  # largest of `positions`
 
     @property
@@ -145,7 +145,7 @@ class LayerAttention:
 
     def compute_paged_attention(self, query: Array, segment: AttentionSegment) -> Array:
         """Queries [t, num_heads, head_dim] over the cached context of their sequences: [t, num_heads * head_dim]."""
-        cached = replace(segment, fresh=False)  # keys and values were written before
+        cached = replace(segment, fresh=False)  # keys and values are already in the cache
         return self.kernel.attend(Heads(query, None, None), self.shape, (cached,), self.storage)
 
 
@@ -153,7 +153,7 @@ class StepProgram(Protocol):
     """A pass recorded once and replayed in one call for any batch of its phase."""
 
     def run(self, batch: Batch, storage: Storage) -> Array:
-        """Logits f32[r, vocab] of the tokens that the batch names."""
+        """Logits f32[r, vocab] of the batch's `logit_rows`."""
         ...
 
 
@@ -167,17 +167,17 @@ class DeviceMemory(Protocol):
     def start_peak(self) -> None: ...
 
     def peak_bytes(self) -> int:
-        """The most that was in use at once since `start_peak`, beyond the use at that moment."""
+        """Peak memory since `start_peak`, less the memory in use at that moment."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """A forward pass as a kernel set sees it: a function of verbs, bound to its weights."""
+    """A forward pass for a kernel set: a function over its operations, bound to the weights."""
 
     forward: Callable[[KernelSet, Batch, Storage | None], Array]  # logits f32[r, vocab]
     shapes: tuple[AttentionShape, ...]  # of its attention layers
-    decode_segment: Callable[[int], AttentionSegment]  # of one query for each of so many sequences
+    decode_segment: Callable[[int], AttentionSegment]  # of one query per sequence, by number of sequences
     rotations: tuple[tuple[Array, float], ...] = ()  # (inverse frequencies, scale) of each rope configuration
 
 
@@ -191,66 +191,70 @@ class SlotSizes(NamedTuple):
 
 
 class PendingTokens(Protocol):
-    """Tokens that a launched step draws."""
+    """Tokens sampled by a launched step."""
 
     def wait(self) -> np.ndarray:
-        """i32[n], in the order of the launch; -1 where no token can follow. Waits for the step."""
+        """i32[n], in the order of the launch; -1 where no token can be sampled. Waits for the step."""
         ...
 
 
 class DeviceSlots(Protocol):
-    """State that a device keeps for every slot of the batch, so that a step needs few words from the host.
+    """Per-slot state on a device, so that a step needs little data from the host.
 
     It holds block tables, the number of cached tokens, the newest token and the sampling parameters of each slot; the
-    host sends differences. Everything is queued behind the passes launched before.
+    host sends differences. All updates are queued after the passes launched before.
     """
 
     def draws(self, params: Any) -> bool:
-        """Whether a slot with these `SamplingParams` is drawn on the device."""
+        """Whether the device samples slots with these `SamplingParams`."""
         ...
 
     def set_params(self, slot: int, params: Any, seed: int) -> None:
-        """A new sequence holds the slot."""
+        """Initialise the slot for a new sequence."""
         ...
 
     def set_blocks(self, slot: int, first: int, block_ids: Sequence[int]) -> None:
-        """The slot's table holds these blocks from index `first` on."""
+        """Set the slot's block table from index `first` on."""
         ...
 
     def set_progress(self, slots: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> None:
-        """Cached tokens and newest token of slots that the host knows better (after a draw on the host)."""
+        """Set the cached tokens and the newest token of slots, after the host sampled or prefilled them."""
         ...
 
     def fill_tokens(self, token_ids: Array, slots: np.ndarray) -> Array:
-        """`token_ids` i32[t] with the newest token of `slots` where it holds -1 in its first len(slots) entries."""
+        """`token_ids` i32[t] with -1 in its first len(slots) entries replaced by the newest token of `slots`."""
         ...
 
     def draw(self, logits: Array, rows: np.ndarray, slots: np.ndarray, positions: np.ndarray) -> PendingTokens:
-        """Draw the token at `positions[i]` of `slots[i]` from `logits[rows[i]]`; it becomes the slot's newest token."""
+        """Sample the token at `positions[i]` of `slots[i]` from `logits[rows[i]]`; it becomes the slot's newest."""
         ...
 
     def decode(self, slots: np.ndarray, tables: np.ndarray, lengths: np.ndarray) -> PendingTokens:
-        """Run one whole decode step of these slots, drawn on the device.
+        """Run one whole decode step of these slots, sampled on the device.
 
         `tables` (i32[num_slots, max_blocks]) and `lengths` (i64[n], cached tokens of `slots`) are the host's copies.
         """
         ...
 
     def decode_logits(self, slots: np.ndarray) -> Array:
-        """f32[n, vocab]: the pass of a decode step without its draws; valid until the next launch."""
+        """f32[n, vocab]: a decode step without sampling; valid until the next launch."""
+        ...
+
+    def warm_up(self) -> None:
+        """Capture the graphs of all batch sizes now instead of when a step first needs them."""
         ...
 
 
 class KernelSet(PagedAttentionKernel, Protocol):
-    """One implementation of every operation the engine and the network are made of."""
+    """One implementation of every operation that the engine and the network use."""
 
     name: str
     array_backend: str  # "numpy" or "torch": the kind of its arrays
     device: str
-    formats: frozenset[QuantFormat]  # that `prepare_linear` and `prepare_embedding` take as they are
-    kv_dtype: KVDtype  # of the cache unless the caller chooses
+    formats: frozenset[QuantFormat]  # used by `prepare_linear` and `prepare_embedding` without conversion
+    kv_dtype: KVDtype  # default type of the cache
     deterministic: bool  # results of a sequence do not depend on the rest of the batch
-    launches_ahead: bool  # passes are queued on a device: the host plans the next step while one runs
+    launches_ahead: bool  # passes are queued on a device: the host plans the next step meanwhile
 
     # -- arrays and memory ------------------------------------------------------------------------------------------
     def from_host(self, array: np.ndarray) -> Array: ...
@@ -266,16 +270,16 @@ class KernelSet(PagedAttentionKernel, Protocol):
         ...
 
     def memory(self) -> DeviceMemory | None:
-        """The device's memory; None where the cache lies in the host's."""
+        """The device's memory; None where the cache is in host memory."""
         ...
 
     def release_memory(self) -> None:
-        """Return cached memory to the device, after a step ran out of it."""
+        """Return cached memory to the device, after an out-of-memory error."""
         ...
 
     # -- whole steps --------------------------------------------------------------------------------------------------
     def record(self, network: Network, phase: AttentionPhase) -> StepProgram | None:
-        """The network as a program for one phase; None: the verbs are called one by one."""
+        """The network as a program for one phase; None: the operations are called one by one."""
         ...
 
     def device_slots(self, network: Network, storage: Storage, sizes: SlotSizes) -> DeviceSlots | None:
@@ -285,7 +289,7 @@ class KernelSet(PagedAttentionKernel, Protocol):
     def top_logprobs(
         self, logits: Array, rows: np.ndarray, count: int
     ) -> Callable[[], tuple[np.ndarray, np.ndarray]] | None:
-        """Queue the search for the likeliest tokens of these rows; None: the logits are read as cheaply.
+        """Queue a top-k of these rows; None where reading all logits costs no more.
 
         The function waits for (ids i64[r, k], logprobs f32[r, k]), best first.
         """
@@ -293,7 +297,7 @@ class KernelSet(PagedAttentionKernel, Protocol):
 
     # -- weights ------------------------------------------------------------------------------------------------------
     def prepare_linear(self, linear: Linear) -> Linear:
-        """Convert, repack, fuse or move the weights once, at load. Converted copies live only as long as it runs."""
+        """Convert, repack, fuse or move the weights once, at load."""
         ...
 
     def prepare_norm(self, norm: Norm) -> Norm: ...
@@ -324,7 +328,7 @@ class KernelSet(PagedAttentionKernel, Protocol):
         ...
 
     def act_mul(self, x: Array, activation: str) -> Array:
-        """act(gate) * up for [t, 2 * ffn] holding gate and up side by side: [t, ffn]."""
+        """act(gate) * up for [t, 2 * ffn], gate and up concatenated: [t, ffn]."""
         ...
 
     def act(self, x: Array, activation: str) -> Array: ...

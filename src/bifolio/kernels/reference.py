@@ -1,7 +1,7 @@
 """The definition of every operation, written once against the array API.
 
-Runs on numpy without torch installed, and on torch tensors, where it is differentiable. Clear before fast: every other
-kernel set is tested against this one.
+Runs on numpy without torch installed, and on torch tensors, where it is differentiable. Clarity comes before speed:
+every other kernel set is tested against this one.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ def namespace(array: Array) -> Any:
 
 
 class ReferenceKernels(HostArrays):
-    """Every verb in at most 30 lines."""
+    """Every operation in at most 30 lines."""
 
     name = "reference"
     formats = READABLE_FORMATS  # rows are dequantised when they are used
+    deterministic = False  # numpy's matrix products choose their order of summation by the number of rows
 
     def record(self, network: Network, phase: AttentionPhase) -> StepProgram | None:
         return None
@@ -121,7 +122,7 @@ class ReferenceKernels(HostArrays):
     def _attend_prefill(
         self, own: Heads, shape: AttentionShape, segment: AttentionSegment, i: int, storage: Storage | None
     ) -> Array:
-        """Many queries of one sequence: over its own fresh keys and values, or over the cache behind a prefix."""
+        """Attention of a chunk of one sequence: over its own keys and values, or over the cache if it has a prefix."""
         keys, values = own.key, own.value
         if storage is not None and segment.block_tables is not None and not segment.fresh:
             keys, values = storage.gather(shape.layer, segment.block_tables[i], int(segment.context_lens[i]))
@@ -130,7 +131,7 @@ class ReferenceKernels(HostArrays):
     def _attend_decode(
         self, own: Heads, shape: AttentionShape, segment: AttentionSegment, i: int, storage: Storage | None
     ) -> Array:
-        """The newest token of one sequence, and its drafts, over the cache."""
+        """Attention of the newest token of one sequence, and its drafts, over the cache."""
         if storage is None or segment.block_tables is None:
             raise PhaseError("decode reads the cache: pass a storage and block tables")
         keys, values = storage.gather(shape.layer, segment.block_tables[i], int(segment.context_lens[i]))
@@ -156,7 +157,7 @@ class ReferenceKernels(HostArrays):
 
 
 def rotate(x: Array, rotation: Rotation, interleaved: bool) -> Array:
-    """Turn each pair of dimensions by its angle; dimensions past the rotated ones pass through."""
+    """Rotate each pair of dimensions by its angle; dimensions past the rotated ones are unchanged."""
     xp = namespace(x)
     cos, sin = rotation.cos[:, None, :], rotation.sin[:, None, :]
     half = rotation.cos.shape[-1]
@@ -173,7 +174,7 @@ def rotate(x: Array, rotation: Rotation, interleaved: bool) -> Array:
 def causal_attention(query: Array, key: Array, value: Array, scale: float, window: int | None) -> Array:
     """Queries [n, h, d] at the last n of the L positions that keys and values [L, kv, d] cover: [n, h * d].
 
-    Query i stands at position L − n + i and sees positions ≤ its own, at most `window` of them.
+    Query i has position L − n + i and attends to positions ≤ its own, at most `window` of them.
     """
     xp = namespace(query)
     num_queries, heads, dim = query.shape
@@ -194,7 +195,7 @@ def causal_attention(query: Array, key: Array, value: Array, scale: float, windo
 
 
 def causal_mask(num_queries: int, length: int, window: int | None) -> np.ndarray:
-    """True where a query may look: bool[num_queries, length]."""
+    """bool[num_queries, length]: True where a query attends to a key."""
     distance = np.arange(length - num_queries, length)[:, None] - np.arange(length)[None, :]
     visible = distance >= 0
     return visible if window is None else visible & (distance < window)

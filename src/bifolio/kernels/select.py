@@ -1,10 +1,10 @@
-"""Which kernel set runs a model: the first of the candidates that has no reason to refuse.
+"""Selection of the kernel set: the first candidate that can run on the device.
 
-    cpu    native, then torch or reference (which say once that they are slow)
+    cpu    native, then torch or reference (with one warning that they are slow)
     cuda   triton, then torch
 
-`BIFOLIO_KERNELS=reference|native|torch|triton`, or a name passed by the caller, forces one; its refusal is an error
-that lists the reasons.
+`BIFOLIO_KERNELS=reference|native|torch|triton`, or a name passed by the caller, forces one set; if it cannot run, an
+error lists the reasons.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from bifolio.kernels.interface import KernelSet
 
 
 class Wanted(NamedTuple):
-    """What a kernel set is made for."""
+    """The settings of a kernel set."""
 
     device: str
     threads: int | None
@@ -33,10 +33,10 @@ class Wanted(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A kernel set that might be used."""
+    """A kernel set that may be selected."""
 
     devices: tuple[str, ...]
-    refusals: Callable[[], list[str]]  # reasons why it cannot run here; empty: it can
+    refusals: Callable[[], list[str]]  # reasons why it cannot run on this machine
     make: Callable[[Wanted], KernelSet]
 
 
@@ -49,11 +49,11 @@ def select_kernels(
     dtype: str | None = None,
     deterministic: bool = NUMERICS.deterministic,
 ) -> KernelSet:
-    """The kernel set for a device ("auto", "cpu", "cuda", "cuda:1"); ConfigError lists why nothing fits.
+    """The kernel set for a device ("auto", "cpu", "cuda", "cuda:1"); a ConfigError lists why none can run.
 
-    `activations` says how the native kernels round them beside quantised weights: see `NativeKernels`. `dtype` ("f32",
-    "f16", "bf16") is that of dense weights on a GPU, bf16 unless told. `deterministic` asks a GPU for results that do
-    not depend on the rest of the batch; on the CPU they never do.
+    `activations` is the rounding of activations in products with quantised weights: see `NativeKernels`. `dtype`
+    ("f32", "f16", "bf16") is that of dense weights on a GPU, by default bf16. `deterministic` makes results on a GPU
+    independent of the rest of the batch; on the CPU they always are.
     """
     device = resolve_device(device)
     kind = device.split(":")[0]
@@ -76,7 +76,7 @@ def select_kernels(
 
 
 def resolve_device(device: str) -> str:
-    """ "auto" is the GPU when there is one and torch to drive it, else the CPU. Torch is not imported to find out."""
+    """ "auto" is the GPU when there is one and torch is installed, else the CPU. Torch is not imported."""
     if device != "auto":
         return device
     has_gpu = Path("/dev/nvidia0").exists() and not _module_refusals("torch")
@@ -159,5 +159,5 @@ CANDIDATES = {
 
 @cache
 def _warn_slow(name: str, reasons: str) -> None:
-    """Once per process and reason."""
+    """Warn once per process and reason."""
     print(f"bifolio: running on the {name} kernels, which are slow. {reasons}", file=sys.stderr)

@@ -1,14 +1,14 @@
-"""Rows of a decode step that begin with the same blocks, and how the work on these blocks is dealt out.
+"""Sequences of a decode step with a common prefix of blocks, and the work items of attention over it.
 
 Beams, parallel samples and requests with a common system prompt share the blocks of their prefix. A GPU reads such a
-prefix once for all of them: rows that share it lie side by side, and an item of work is a few of these rows against a
-stretch of the prefix.
+prefix once for all of them: batch rows that share it are adjacent, and a work item is a few of these rows against a
+range of the prefix.
 
     rows      a b c d | e | f g              a..d share 4096 tokens, f and g share 512
     items     [a b c d] x tokens 0..1024, [a b c d] x 1024..2048, ..., [f g] x 0..512
-    the rest  what lies behind the prefix, row by row as always
+    the rest  tokens after the prefix, row by row as in plain decode attention
 
-Only whole blocks that every sharer has filled count: nobody writes to them any more.
+Only whole blocks that are full in every sharing sequence count: they are not written any more.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-MIN_SAVED = 16384  # tokens that need not be read again; below, another kernel costs more than it saves
-WANTED_ITEMS = 16  # with the key heads of usual models this occupies a GPU; every row joins what its items leave
+MIN_SAVED = 16384  # token reads saved; below, the extra kernel costs more than it saves
+WANTED_ITEMS = 16  # times the key heads of common models this fills a GPU; each row merges its items' partial results
 
 
 @dataclass(frozen=True, slots=True)
 class SharedWork:
-    """For rows in a new order; parts are what the items leave behind, an item's rows side by side."""
+    """Work items over rows in a new order, in which the rows of an item are adjacent."""
 
-    order: np.ndarray  # i32[n]  rows as they were, sharers side by side
-    skipped: np.ndarray  # i32[n]  leading tokens that items look at; 0: none
-    first: np.ndarray  # i32[n]  the first of the items that look at the row's prefix
-    count: np.ndarray  # i32[n]  how many, in the order of the context
-    offset: np.ndarray  # i32[n]  the row's place among the rows of these items
-    items: np.ndarray  # i32[m, 4]  first row, number of rows, first token, token behind the last
+    order: np.ndarray  # i32[n]  original rows, sharers adjacent
+    skipped: np.ndarray  # i32[n]  leading tokens covered by items; 0: none
+    first: np.ndarray  # i32[n]  the first item of the row's prefix
+    count: np.ndarray  # i32[n]  number of items, in the order of the context
+    offset: np.ndarray  # i32[n]  index of the row within these items
+    items: np.ndarray  # i32[m, 4]  first row, number of rows, first token, token after the last
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Group:
 
 
 def find_groups(tables: np.ndarray, lengths: np.ndarray, block_size: int, tile: int) -> list[Group]:
-    """Rows whose tables (i32[n, blocks]) begin alike, with as many whole tiles as all of them have filled."""
+    """Rows whose tables (i32[n, blocks]) have a common prefix, in whole tiles that are full in all of them."""
     order = np.argsort(tables[:, 0], kind="stable")
     borders = np.flatnonzero(np.diff(tables[order, 0])) + 1
     groups = []
@@ -66,13 +66,13 @@ def share_work(
     tables: np.ndarray,  # i32[n, blocks]
     lengths: np.ndarray,  # i64[n]  tokens in the cache
     block_size: int,
-    tile: int,  # tokens that kernels read together
+    tile: int,  # tokens per tile of the kernels
     rows_per_item: int,
     max_items: int,
 ) -> SharedWork | None:
-    """None when too little would be saved."""
+    """The work items of a step; None when too little would be saved."""
     groups = sorted(find_groups(tables, lengths, block_size, tile), key=lambda group: -group.saved)
-    groups = [group for group in groups if group.saved * len(groups) * 2 >= MIN_SAVED]  # no crumbs beside a big one
+    groups = [group for group in groups if group.saved * len(groups) * 2 >= MIN_SAVED]  # drop small groups
     tiles = np.cumsum([-(-len(group.rows) // rows_per_item) for group in groups])
     groups = groups[: int(np.searchsorted(tiles, max_items - WANTED_ITEMS, side="right"))]
     if sum(group.saved for group in groups) < MIN_SAVED:
@@ -81,7 +81,7 @@ def share_work(
 
 
 def deal(groups: list[Group], num_rows: int, tile: int, rows_per_item: int) -> SharedWork:
-    """Items of about one size for all of them."""
+    """Cut the groups into items of about equal size."""
     total = sum(-(-len(group.rows) // rows_per_item) * group.shared for group in groups)
     stretch = -(-total // (WANTED_ITEMS * tile)) * tile
     sharers = np.concatenate([group.rows for group in groups])

@@ -1,11 +1,11 @@
-"""The keys and values themselves: one K and one V array per layer, holding all blocks.
+"""Storage of keys and values: one K and one V array per layer, holding all blocks.
 
     keys[layer]    [num_blocks, num_kv_heads, block_size, head_dim]
     values[layer]  the same
 
-Inside a block one head's tokens are contiguous, which is the order in which attention reads them. A kernel set makes
-its storage (`KernelSet.new_storage`), since its kernels read and write it. `KVCacheBlockManager` knows which sequence
-holds which block; nothing here counts or frees.
+Within a block one head's tokens are contiguous, the order in which attention reads them. A kernel set creates its
+storage (`KernelSet.new_storage`), since its kernels read and write it. Allocation of blocks to sequences is in
+`KVCacheBlockManager`.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ import numpy.typing as npt
 
 from bifolio.config import KVDtype
 from bifolio.errors import CacheError, ConfigError, MissingDependencyError
-from bifolio.kernels import q8_rows
-from bifolio.quant.bf16 import BF16_NAN, bf16_to_f32, f32_to_bf16
+from bifolio.quant.formats import BF16_NAN, bf16_to_f32, f32_to_bf16
 
-Array = Any  # numpy.ndarray or torch.Tensor: the two share indexing, which is all that is used here
+Array = Any  # numpy.ndarray or torch.Tensor: only indexing that both support is used here
 _BYTES = {"f32": 4, "f16": 2, "bf16": 2, "q8_0": 1}
 _NUMPY_DTYPES: dict[str, npt.DTypeLike] = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16, "q8_0": np.uint8}
+Q8_BLOCK = 32  # values that share a scale in a q8_0 cache
+Q8_POISON = 0xFF  # a row of these bytes has NaN scales
 
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """The dimensions of a paged cache, and its size before anything is allocated."""
+    """The dimensions of a paged cache, and its size in bytes before allocation."""
 
     num_layers: int
     num_blocks: int
@@ -37,18 +38,18 @@ class CacheLayout:
     num_kv_heads: int
     head_dim: int
     dtype: KVDtype = "f32"
-    poison: bool = False  # every block starts as NaN, so that reading an entry that was never written shows
+    poison: bool = False  # blocks start as NaN, so that reads of unwritten entries are detected
 
     def __post_init__(self) -> None:
         if min(self.num_layers, self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim) < 1:
             raise ConfigError("every dimension of the KV storage must be at least 1")
         if self.dtype not in _BYTES:
-            raise ConfigError(f"the KV cache cannot be kept in {self.dtype!r}: choose one of {', '.join(_BYTES)}")
+            raise ConfigError(f"the KV cache cannot be stored as {self.dtype!r}: choose one of {', '.join(_BYTES)}")
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes that one token takes in all layers, keys and values together."""
-        head = q8_rows.row_bytes(self.head_dim) if self.dtype == "q8_0" else self.head_dim * _BYTES[self.dtype]
+        head = q8_row_bytes(self.head_dim) if self.dtype == "q8_0" else self.head_dim * _BYTES[self.dtype]
         return 2 * self.num_layers * self.num_kv_heads * head
 
     @property
@@ -61,26 +62,26 @@ class KVStorage:
     """All keys and values of one model, in blocks.
 
     With the numpy backend, bf16 is held as uint16 and converted exactly (round to nearest even) at write and gather;
-    q8_0 is held as rows of bytes (`q8_rows`), so that the last dimension is the bytes of a row. Memory is asked for
-    lazily on the CPU: an untouched block costs nothing. Block 0, the padding target, is never poisoned, since padding
-    may read it.
+    q8_0 is held as rows of bytes (`encode_q8_rows`), so that the last dimension is the bytes of a row. Memory is
+    allocated lazily on the CPU: an unused block takes none. Block 0, the padding block, is never poisoned, since
+    padding may read it.
     """
 
     def __init__(
         self, layout: CacheLayout, *, device: str = "cpu", backend: Literal["numpy", "torch"] = "numpy"
     ) -> None:
         if backend == "numpy" and device != "cpu":
-            raise ConfigError(f"numpy arrays cannot lie on {device!r}: use backend='torch'")
-        if layout.dtype == "q8_0" and (backend != "numpy" or layout.head_dim % q8_rows.BLOCK):
+            raise ConfigError(f"numpy arrays cannot be stored on {device!r}: use backend='torch'")
+        if layout.dtype == "q8_0" and (backend != "numpy" or layout.head_dim % Q8_BLOCK):
             raise ConfigError(
-                f"a q8_0 cache needs the CPU kernels and heads of a multiple of {q8_rows.BLOCK} numbers, "
+                f"a q8_0 cache needs the CPU kernels and a head dimension that is a multiple of {Q8_BLOCK}, "
                 f"not {layout.head_dim} on {backend}: use f16"
             )
         self.layout = layout
         self.num_layers, self.num_blocks, self.block_size = layout.num_layers, layout.num_blocks, layout.block_size
         self.num_kv_heads, self.head_dim, self.dtype = layout.num_kv_heads, layout.head_dim, layout.dtype
         self.device, self.backend = device, backend
-        width = q8_rows.row_bytes(self.head_dim) if self.dtype == "q8_0" else self.head_dim
+        width = q8_row_bytes(self.head_dim) if self.dtype == "q8_0" else self.head_dim
         shape = (self.num_blocks, self.num_kv_heads, self.block_size, width)
         self.keys: list[Array] = [self._allocate(shape) for _ in range(self.num_layers)]
         self.values: list[Array] = [self._allocate(shape) for _ in range(self.num_layers)]
@@ -98,7 +99,7 @@ class KVStorage:
         """Store one layer's keys and values of t tokens.
 
         index: i64[t], block_id * block_size + offset. keys, values: [t, num_kv_heads, head_dim]. Entries of block 0
-        are for padding and never read. An entry named twice gets either value.
+        are for padding and never read. For a repeated index either value may be stored.
         """
         blocks, offsets = index // self.block_size, index % self.block_size
         self.keys[layer][blocks, :, offsets] = self._encode(keys)
@@ -115,25 +116,25 @@ class KVStorage:
             return
         sources, destinations = self.indices(src for src, _ in pairs), self.indices(dst for _, dst in pairs)
         for array in (*self.keys, *self.values):
-            array[destinations] = array[sources]  # the right side is a new array: sources are read first
+            array[destinations] = array[sources]  # the right side is a copy: sources are read first
 
     def poison_blocks(self, block_ids: Iterable[int]) -> None:
         """Fill blocks with NaN, so that a pass that reads them computes NaN. Fits `KVCacheBlockManager.on_free`."""
         targets = self.indices(block_ids)
         nan: Any = BF16_NAN if self.backend == "numpy" and self.dtype == "bf16" else float("nan")
         if self.dtype == "q8_0":
-            nan = q8_rows.POISON
+            nan = Q8_POISON
         for array in (*self.keys, *self.values):
             array[targets] = nan
 
-    # -- inside ------------------------------------------------------------------------------------------------------
+    # -- internal ----------------------------------------------------------------------------------------------------
 
     def _allocate(self, shape: tuple[int, ...]) -> Array:
         if self.backend == "numpy":
             return np.zeros(shape, dtype=_NUMPY_DTYPES[self.dtype])
         torch = _import_torch()
         dtype = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[self.dtype]
-        if self.device == "cpu":  # numpy's zeros are untouched pages; torch's are written
+        if self.device == "cpu":  # numpy's zeros are lazily mapped pages; torch's are written
             return torch.from_numpy(np.zeros(shape, dtype=_NUMPY_DTYPES[self.dtype])).view(dtype)
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
@@ -141,23 +142,23 @@ class KVStorage:
         if self.backend == "torch":
             return data.to(self.keys[0].dtype)
         if self.dtype == "q8_0":
-            return q8_rows.encode_rows(data)
+            return encode_q8_rows(data)
         return f32_to_bf16(data) if self.dtype == "bf16" else data
 
     def _gather(self, array: Array, block_ids: Sequence[int], length: int) -> Array:
         if length > len(block_ids) * self.block_size:
-            raise CacheError(f"{length} tokens are asked for and {len(block_ids)} blocks hold fewer")
+            raise CacheError(f"{length} tokens are requested and {len(block_ids)} blocks hold fewer")
         if self.backend == "torch":
             blocks = array[self.indices(block_ids)].transpose(1, 2)  # [n, slots, heads, head]
             return blocks.reshape(-1, self.num_kv_heads, self.head_dim)[:length]
         blocks = array[self.indices(block_ids)].transpose(0, 2, 1, 3)
         flat = blocks.reshape(-1, self.num_kv_heads, array.shape[-1])[:length]
         if self.dtype == "q8_0":
-            return q8_rows.decode_rows(flat, self.head_dim)
+            return decode_q8_rows(flat, self.head_dim)
         return bf16_to_f32(flat) if self.dtype == "bf16" else flat.astype(np.float32, copy=False)
 
     def indices(self, numbers: Iterable[int]) -> Array:
-        """i64[n] beside the keys and values."""
+        """i64[n] on the device of the keys and values."""
         indices = np.fromiter(numbers, dtype=np.int64)
         if self.backend == "numpy":
             return indices
@@ -170,3 +171,33 @@ def _import_torch() -> Any:
     except ImportError as error:
         raise MissingDependencyError("a KV storage on torch needs torch: pip install 'bifolio[gpu]'") from error
     return torch
+
+
+def q8_row_bytes(head_dim: int) -> int:
+    """Bytes of one head's row in a q8_0 cache: int8 values, then one f16 scale per 32 of them.
+
+    |head_dim x int8|head_dim / 32 x f16|   value = scale * q
+
+    GGML's Q8_0 with values and scales separated, so that a kernel reads the values of a row contiguously.
+    """
+    return head_dim + head_dim // Q8_BLOCK * 2
+
+
+def encode_q8_rows(values: np.ndarray) -> np.ndarray:
+    """f32[..., head_dim] -> u8[..., row_bytes]."""
+    blocks = np.ascontiguousarray(values, np.float32).reshape(*values.shape[:-1], -1, Q8_BLOCK)
+    largest = np.abs(blocks).max(axis=-1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        inverse = np.where(largest > 0, np.float32(127) / largest, np.float32(0)).astype(np.float32)
+        scaled = blocks * inverse[..., None]
+        quantized = np.nan_to_num(np.rint(scaled)).astype(np.int8)
+        scales = (largest * np.float32(1 / 127)).astype(np.float16)
+    bytes_of_values = quantized.reshape(values.shape).view(np.uint8)
+    return np.concatenate([bytes_of_values, scales.view(np.uint8)], axis=-1)
+
+
+def decode_q8_rows(rows: np.ndarray, head_dim: int) -> np.ndarray:
+    """u8[..., row_bytes] -> f32[..., head_dim]."""
+    quantized = np.ascontiguousarray(rows[..., :head_dim]).view(np.int8).reshape(*rows.shape[:-1], -1, Q8_BLOCK)
+    scales = np.ascontiguousarray(rows[..., head_dim:]).view(np.float16).astype(np.float32)
+    return (quantized.astype(np.float32) * scales[..., None]).reshape(*rows.shape[:-1], head_dim)

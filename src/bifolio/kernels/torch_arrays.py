@@ -1,4 +1,4 @@
-"""The members of a kernel set that concern arrays and memory, for sets on torch tensors, on any device."""
+"""The array and memory members of `KernelSet` for sets on torch tensors, on any device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TorchArrays:
 
     def __init__(self, device: str = "cpu", dtype: str = "f32") -> None:
         if dtype not in DTYPES:
-            raise ConfigError(f"weights cannot be kept in {dtype!r}: choose one of {', '.join(DTYPES)}")
+            raise ConfigError(f"weights cannot be stored as {dtype!r}: choose one of {', '.join(DTYPES)}")
         self.device = device
         self.dtype = DTYPES[dtype]
         self.kv_dtype: KVDtype = dtype  # type: ignore[assignment]  # checked above
@@ -38,7 +38,7 @@ class TorchArrays:
 
     # -- arrays -----------------------------------------------------------------------------------------
     def from_host(self, array: np.ndarray) -> Array:
-        """A copy, also on the CPU: callers reuse their staging buffers."""
+        """Copy to the device, also on the CPU: callers reuse their staging buffers."""
         tensor = array if isinstance(array, torch.Tensor) else torch.from_numpy(np.array(array))
         return tensor.to(self.device)
 
@@ -49,7 +49,7 @@ class TorchArrays:
         return np.asarray(tensor.cpu().numpy())
 
     def fetch(self, array: Array) -> Callable[[], np.ndarray]:
-        """Into pinned memory on a GPU, so that the host does not wait; at once elsewhere."""
+        """Copy to the host: asynchronously into pinned memory from a GPU, at once from elsewhere."""
         tensor = array.detach().float() if array.dtype == torch.bfloat16 else array.detach()
         if not tensor.is_cuda:
             return lambda: np.asarray(tensor.numpy())
@@ -87,7 +87,7 @@ class TorchArrays:
     def top_logprobs(
         self, logits: Array, rows: np.ndarray, count: int
     ) -> Callable[[], tuple[np.ndarray, np.ndarray]] | None:
-        """On a GPU the likeliest tokens travel instead of all logits."""
+        """On a GPU, copy the top tokens to the host instead of all logits."""
         if not logits.is_cuda:
             return None
         if len(rows) != logits.shape[0] or not np.array_equal(rows, np.arange(len(rows))):
@@ -119,7 +119,7 @@ class TorchArrays:
 
 
 def dense(value: QuantizedTensor) -> torch.Tensor:
-    """The numbers of a file's tensor; 16-bit types keep their bytes, quantised ones become float32."""
+    """The values of a file's tensor; 16-bit types keep their bytes, quantised ones become float32."""
     if value.format is QuantFormat.BF16:
         words = np.array(value.data).view(np.int16).reshape(value.shape)
         return torch.from_numpy(words).view(torch.bfloat16)
@@ -129,7 +129,7 @@ def dense(value: QuantizedTensor) -> torch.Tensor:
 
 
 class CudaMemory:
-    """One GPU's memory, as torch counts it."""
+    """One GPU's memory, as reported by torch."""
 
     def __init__(self, device: str) -> None:
         self._cuda: Any = torch.cuda

@@ -1,8 +1,8 @@
 """The reference operations on torch tensors: differentiable, on any device, with torch's fused functions.
 
-The results are those of `ReferenceKernels` up to rounding. Training runs on this set, and so does a GPU without Triton.
-Attention of a fresh segment whose sequences are equally long (training, a batch of equal prompts) and of a decode
-segment is one call for the whole segment; anything else runs sequence by sequence.
+The results are those of `ReferenceKernels` up to rounding. Training and GPUs without Triton use this set. Attention of
+a fresh segment whose sequences are equally long (training, a batch of equal prompts) and of a decode segment is one
+call for the whole segment; other segments run sequence by sequence.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TorchKernels(TorchArrays):
     """Dense weights in `dtype`; quantised files are dequantised when they are prepared."""
 
     name = "torch"
-    formats = READABLE_FORMATS  # dequantised when they are prepared
+    formats = READABLE_FORMATS  # dequantised when prepared
     deterministic = False
 
     def record(self, network: Network, phase: AttentionPhase) -> StepProgram | None:
@@ -45,7 +45,7 @@ class TorchKernels(TorchArrays):
 
     # -- weights ------------------------------------------------------------------------------------------
     def prepare_linear(self, linear: Linear) -> Linear:
-        """Parts that share an input become one matrix; `prepared` is (weight, bias or None)."""
+        """Concatenate parts that share an input; `prepared` is (weight, bias or None)."""
         parts = tuple(self.tensor(part) for part in linear.parts)
         biases = tuple(None if bias is None else self.tensor(bias) for bias in linear.biases)
         weight, bias = _fuse(parts, biases)
@@ -129,37 +129,35 @@ class TorchKernels(TorchArrays):
     ) -> torch.Tensor:
         tokens = slice(segment.token_start, segment.token_end)
         own = Heads(*(None if part is None else part[tokens] for part in heads))
-        equal = segment.num_sequences * segment.max_query_len == segment.token_end - segment.token_start
-        if segment.phase is AttentionPhase.PREFILL and (
-            storage is None or segment.block_tables is None or segment.fresh
-        ):
-            return _attend_fresh(own, shape, segment, equal)
+        attend = self._attend_decode if segment.phase is AttentionPhase.DECODE else self._attend_prefill
+        return attend(own, shape, segment, storage)
+
+    def _attend_prefill(
+        self, own: Heads, shape: AttentionShape, segment: AttentionSegment, storage: Storage | None
+    ) -> torch.Tensor:
+        """Many queries of each sequence: over their own fresh keys and values, or over the cache behind a prefix."""
+        if storage is not None and segment.block_tables is not None and not segment.fresh:
+            return _attend_cached(own.query, shape, segment, storage)
+        if _are_equally_long(segment):
+            return _attend_equal(own, shape, segment.num_sequences)
+        starts = segment.query_starts.tolist()
+        return torch.cat([_attend_equal(Heads(*(h[a:b] for h in own)), shape, 1) for a, b in pairwise(starts)])
+
+    def _attend_decode(
+        self, own: Heads, shape: AttentionShape, segment: AttentionSegment, storage: Storage | None
+    ) -> torch.Tensor:
+        """The newest token of each sequence, and its drafts, over the cache."""
         if storage is None or segment.block_tables is None:
             raise PhaseError("decode reads the cache: pass a storage and block tables")
-        query, tables, lens = own.query, segment.block_tables, segment.context_lens
-        if equal:
-            return _attend_paged(query, shape, storage, tables, lens, segment)
-        starts = segment.query_starts.tolist()
-        return torch.cat(
-            [
-                _attend_paged(
-                    query[starts[i] : starts[i + 1]], shape, storage, tables[i : i + 1], lens[i : i + 1], segment
-                )
-                for i in range(segment.num_sequences)
-            ]
-        )
+        return _attend_cached(own.query, shape, segment, storage)
 
 
-def _attend_fresh(own: Heads, shape: AttentionShape, segment: AttentionSegment, equal: bool) -> torch.Tensor:
-    """Whole prompts over their own keys and values; equally long ones in one call."""
-    if equal:
-        return _attend_equal(own, shape, segment.num_sequences)
-    starts = segment.query_starts.tolist()
-    return torch.cat([_attend_equal(Heads(*(h[a:b] for h in own)), shape, 1) for a, b in pairwise(starts)])
+def _are_equally_long(segment: AttentionSegment) -> bool:
+    return segment.num_sequences * segment.max_query_len == segment.token_end - segment.token_start
 
 
 def rotate(x: torch.Tensor, rotation: Rotation, interleaved: bool) -> torch.Tensor:
-    """Turn each pair of dimensions by its angle, in float32; dimensions past the rotated ones pass through."""
+    """Rotate each pair of dimensions by its angle, in float32; dimensions past the rotated ones are unchanged."""
     cos, sin = rotation.cos[:, None, :], rotation.sin[:, None, :]
     half = rotation.cos.shape[-1]
     turned, rest = x[..., : 2 * half].float(), x[..., 2 * half :]
@@ -191,6 +189,23 @@ def _attend_equal(heads: Heads, shape: AttentionShape, num_sequences: int) -> to
     return mixed.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
+def _attend_cached(
+    query: torch.Tensor, shape: AttentionShape, segment: AttentionSegment, storage: Storage
+) -> torch.Tensor:
+    """Queries over the cached context of their sequences; equally many of each in one call."""
+    tables: Array = segment.block_tables
+    lens = segment.context_lens
+    if _are_equally_long(segment):
+        return _attend_paged(query, shape, storage, tables, lens, segment)
+    bounds = pairwise(segment.query_starts.tolist())
+    return torch.cat(
+        [
+            _attend_paged(query[a:b], shape, storage, tables[i : i + 1], lens[i : i + 1], segment)
+            for i, (a, b) in enumerate(bounds)
+        ]
+    )
+
+
 def _attend_paged(
     query: torch.Tensor,  # [s * n, num_heads, head_dim], n queries for each of s sequences
     shape: AttentionShape,
@@ -199,14 +214,14 @@ def _attend_paged(
     context_lens: torch.Tensor,  # i32[s]
     segment: AttentionSegment,
 ) -> torch.Tensor:
-    """Queries at the end of each context over everything the cache holds of it: [s * n, num_heads * head_dim].
+    """Attention of queries at the end of each context over its cached tokens: [s * n, num_heads * head_dim].
 
-    Slots past a context are uninitialised (NaN when poisoned), and 0 * NaN is NaN: they are zeroed, not only masked.
+    Entries past a context are uninitialised (NaN when poisoned), and 0 * NaN is NaN: they are zeroed, not only masked.
     """
     num_blocks = min(block_tables.shape[1], -(-segment.max_context_len // storage.block_size))
     tables = torch.as_tensor(block_tables, device=query.device)[:, :num_blocks].long()
     queries = torch.unflatten(query, 0, (block_tables.shape[0], -1))  # [s, n, heads, dim]
-    lens = torch.as_tensor(context_lens, device=query.device)  # an engine keeps lengths on the host
+    lens = torch.as_tensor(context_lens, device=query.device)  # the engine keeps lengths on the host
     slots = torch.arange(num_blocks * storage.block_size, device=query.device)
     used = (slots[None, :] < lens[:, None])[:, None, :, None]  # [s, 1, L, 1]
 
@@ -230,7 +245,7 @@ def _attend_paged(
 
 
 def _fuse(parts: tuple[Any, ...], biases: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """One matrix and one bias out of parts that lie side by side."""
+    """Concatenate the parts and their biases."""
     if len(parts) == 1:
         return parts[0], biases[0]
     if all(bias is None for bias in biases):

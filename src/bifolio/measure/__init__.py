@@ -1,4 +1,4 @@
-"""Measuring the engine: benchmarks, replayed request traces, and where the time of each phase goes.
+"""Measuring the engine: benchmarks, replayed request traces, and profiles of both phases.
 
-Everything here drives the engine from outside, through the verbs that any caller has; nothing in `engine/` knows of it.
+The benchmarks use the engine's public methods only; no module of `engine/` imports this package.
 """

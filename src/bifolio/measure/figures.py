@@ -1,4 +1,4 @@
-"""A canvas for pictures, without a display and without pyplot's global state."""
+"""Figures for plots, without a display and without pyplot's global state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def check_target(path: Path | None) -> None:
-    """Refuse a picture that could not be written, before anything is measured for it."""
+    """Raise before the measurement if the picture cannot be written."""
     if path is None:
         return
     new_figure(1, 1)
@@ -32,7 +32,7 @@ def check_target(path: Path | None) -> None:
 
 
 def plain_axes(axes: Any) -> None:
-    """Less ink: a faint grid and two spines."""
+    """Draw a faint grid and two spines only."""
     axes.grid(alpha=0.25)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)

@@ -1,8 +1,9 @@
-"""The GPU benchmark: correctness first, then every row with its limit. numpy, torch and triton are all it needs.
+"""The GPU benchmark: every row with its limit, profiles and starts. It needs numpy, torch and triton.
 
-    python -m bifolio.measure.gpu --out results [--only checks,models,rows,tuning,start] [--shapes llama-1b] [--quick]
+    python -m bifolio.measure.gpu --out results [--only rows,profile,start] [--shapes llama-1b] [--quick]
 
 Sections are independent: one that fails is reported and the rest goes on. Results are written after each of them.
+Correctness is tested in tests/gpu; benchmarks/gpu_tuning.py times the settings of single kernels.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from typing import Any
 from bifolio.errors import ConfigError
 from bifolio.kernels.select import require_gpu
 
-SECTIONS = ("checks", "models", "rows", "profile", "tuning", "start")
+SECTIONS = ("rows", "profile", "start")
 SHAPES = ("llama-1b", "qwen3-0.6b", "llama-8b")
 PEER = {  # measured on the same kind of machine: vLLM 0.26
     "single": (2.35, 1.98, 4.93),
@@ -38,7 +38,7 @@ PEER = {  # measured on the same kind of machine: vLLM 0.26
 
 
 class Report:
-    """Everything that was found, written to a file whenever something is added."""
+    """The results, written to a file with every new entry."""
 
     def __init__(self, folder: Path | None) -> None:
         self.found: dict[str, Any] = {"errors": []}
@@ -55,7 +55,7 @@ class Report:
         print(f"[{time.perf_counter() - self._start:6.1f} s] {text}", flush=True)
 
     def attempt(self, name: str, function: Callable[[], Any]) -> Any:
-        """Run one part; a failure is noted and is not the end."""
+        """Run one part; a failure is recorded and the benchmark continues."""
         try:
             return function()
         except Exception as error:
@@ -64,80 +64,29 @@ class Report:
             return None
 
 
-def run_checks(report: Report, options: argparse.Namespace) -> None:
-    """Every check in one of several processes: they compile in parallel, and a crash takes only its own share along."""
-    found = run_workers(report, [f"checks:{dtype}:{i}/4" for dtype in ("bf16", "f32") for i in range(4)], options)
-    for dtype in ("bf16", "f32"):
-        entries = [entry for entry in found if entry.get("dtype") == dtype]
-        wrong = [entry for entry in entries if not entry["ok"]]
-        for entry in wrong:
-            report.say(f"  WRONG {entry['check']}: {entry['error']} (allowed {entry['tolerance']}) {entry['reason']}")
-            report.add("wrong", entry)
-        right = [entry for entry in entries if entry["ok"]]
-        worst = max(((entry["error"], entry["check"]) for entry in right), default=(0.0, ""))
-        report.say(f"kernels {dtype}: {len(right)} right, {len(wrong)} wrong; worst of the right {worst}")
-        report.add("checks", {"dtype": dtype, "passed": len(right), "failed": len(wrong), "worst": worst})
-
-
-def check_share(dtype: str, index: int, count: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """One process's part of the kernel checks."""
-    from bifolio.kernels.triton import TritonKernels
-    from bifolio.measure.kernel_checks import all_checks
-
-    kernels = TritonKernels(options.device, dtype)
-    found = []
-    for number, check in enumerate(all_checks(kernels, large=not options.quick, seed=index)):
-        if number % count != index:
-            continue
-        error, reason = float("inf"), ""
-        try:
-            error = check.error()
-        except Exception as problem:
-            reason = f"{type(problem).__name__}: {str(problem)[-500:]}"
-        ok = error < check.tolerance
-        entry = {"dtype": dtype, "check": check.name, "error": error, "tolerance": check.tolerance, "ok": ok}
-        found.append({**entry, "reason": reason})
-    return found
-
-
-def run_workers(report: Report, names: list[str], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Other processes of this program, all at once; the lists they found, joined."""
-    passed_on = ["--device", options.device]
-    passed_on += ["--quick"] * options.quick + ["--deterministic"] * options.deterministic
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-m", "bifolio.measure.gpu", "--worker", name, *passed_on],
+def prepare(report: Report, options: argparse.Namespace) -> None:
+    """Compile the kernels that are timed later, one process for each shape."""
+    if "rows" not in options.only:
+        return
+    passed_on = ["--device", options.device, *["--deterministic"] * options.deterministic]
+    running = {
+        shape: subprocess.Popen(
+            [sys.executable, "-m", "bifolio.measure.gpu", "--warm", shape, *passed_on],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
-        for name in names
-    ]  # fmt: skip
-    found: list[dict[str, Any]] = []
-    for name, process in zip(names, running, strict=True):
+        for shape in options.shapes
+    }  # fmt: skip
+    for shape, process in running.items():
         output, problems = process.communicate()
-        try:
-            found += json.loads(output.strip().splitlines()[-1])
-        except (IndexError, ValueError):
-            report.say(f"FAILED worker {name}: {problems[-600:]}")
-            report.add("errors", {"part": name, "error": problems[-4000:] or "no output"})
-    return found
+        if process.returncode == 0:
+            report.say(f"{shape}: kernels compiled in {output.strip().splitlines()[-1]} s")
+        else:
+            report.say(f"FAILED compilation for {shape}: {problems[-600:]}")
+            report.add("errors", {"part": f"compilation for {shape}", "error": problems[-4000:] or "no output"})
 
 
-def run_worker(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """What a process that was started by another does; its last line of output is the result."""
-    kind, subject, *rest = name.split(":")
-    if kind == "checks":
-        index, count = (int(number) for number in rest[0].split("/"))
-        return check_share(subject, index, count, options)
-    if kind == "rows":
-        return warm_shape(subject, options)
-    from bifolio.measure.gpu_tuning import compile_all
-
-    compile_all(subject, int(rest[0]))
-    return []
-
-
-def warm_shape(shape: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Compile what the rows of a shape need, with two of its layers, so that the kernels are on disk for the rest."""
+def warm_shape(shape: str, options: argparse.Namespace) -> float:
+    """Compile the kernels of a shape's rows with two of its layers, into Triton's cache on disk; return the seconds."""
     from bifolio.kernels.triton import TritonKernels
     from bifolio.measure.gpu_limits import Limits
     from bifolio.measure.gpu_models import new_engine, random_weights
@@ -148,35 +97,7 @@ def warm_shape(shape: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     engine = new_engine(model, kernels, num_blocks=1200)
     start = time.perf_counter()
     Rows(engine, Limits("", 1.0, 1.0, 1.0)).warm_up()
-    return [{"warm": shape, "seconds": time.perf_counter() - start}]
-
-
-def prepare(report: Report, options: argparse.Namespace) -> None:
-    """Compile everything that is timed later, in as many processes as there are parts."""
-    names = [f"rows:{shape}" for shape in options.shapes] if "rows" in options.only else []
-    if "tuning" in options.only:
-        names += [f"tuning:{shape}:{rows}" for shape in options.shapes for rows in (1, 32, 64)]
-    if names:
-        found = run_workers(report, names, options)
-        report.say(f"compiled: {found}")
-
-
-def run_models(report: Report, options: argparse.Namespace) -> None:
-    from bifolio.measure.gpu_models_check import check_model
-
-    for shape in options.shapes:
-        for dtype in ("f32", "bf16"):
-            layers = 4 if options.quick else None
-            found = report.attempt(f"model {shape} {dtype}", partial(check_model, shape, dtype, num_layers=layers))
-            if found is not None:
-                verdict = "right" if found.passed else "WRONG"
-                report.say(
-                    f"{shape} {dtype} against transformers: {verdict}; logits {found.prefill_error:.1e}, in chunks "
-                    f"{found.chunked_error:.1e}; against its f32 {found.exact_error:.1e} (its own in {dtype}: "
-                    f"{found.peer_error:.1e}); {found.equal_tokens} of {found.num_tokens} greedy tokens"
-                )
-                report.add("models", {**asdict(found), "passed": found.passed})
-            _forget()
+    return time.perf_counter() - start
 
 
 def run_rows(report: Report, options: argparse.Namespace) -> None:
@@ -220,7 +141,7 @@ def _measure_shape(report: Report, options: argparse.Namespace, shape: str, limi
 
 
 def _profile(report: Report, shape: str, engine: Any, rows: Any) -> None:
-    """Where the time of captured decode steps goes, kernel by kernel."""
+    """Time per kernel of decode steps in CUDA graphs."""
     from bifolio.measure.gpu_profile import profile_steps
     from bifolio.measure.gpu_rows import greedy
 
@@ -235,53 +156,6 @@ def _profile(report: Report, shape: str, engine: Any, rows: Any) -> None:
         )
         engine.abort_all()
         rows.drain()
-
-
-def run_tuning(report: Report, options: argparse.Namespace) -> None:
-    from bifolio.measure import gpu_tuning
-
-    for shape in options.shapes:
-        for rows in (1, 64, 32):
-            for entry in (
-                report.attempt(f"tuning {shape} {rows}", partial(_listed, gpu_tuning.tune_products, shape, rows)) or []
-            ):
-                report.add("tuning", entry)
-                report.say(_tuning_line(entry))
-        for sequences, length in ((64, 2048), (1, 384), (200, 900)):
-            for entry in (
-                report.attempt(
-                    f"tuning attention {shape}",
-                    partial(_listed, gpu_tuning.tune_decode, shape, sequences, length),
-                )
-                or []
-            ):
-                report.add("tuning", entry)
-                report.say(_tuning_line(entry))
-        _forget()
-    for heads, dim, sequences, length in ((32, 128, 1, 8192), (32, 64, 1, 8192), (32, 128, 16, 560), (32, 64, 4, 2048)):
-        entry = report.attempt("tuning prefill", partial(gpu_tuning.tune_prefill, heads, 8, dim, sequences, length))
-        if entry is not None:
-            report.add("tuning", entry)
-            report.say(f"prefill {entry}")
-
-
-def _listed(function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    return list(function(*arguments))
-
-
-def _tuning_line(entry: dict[str, Any]) -> str:
-    known = {"shape", "product", "rows", "bytes", "sequences", "length", "block_size"}
-    head = " ".join(
-        str(entry[key]) for key in ("shape", "product", "rows", "sequences", "length", "block_size") if key in entry
-    )
-    times = {key: value for key, value in entry.items() if key not in known}
-    ordered = sorted(times.items(), key=lambda item: item[1] if item[1] == item[1] else 1e9)
-    rate = entry["bytes"] / ordered[0][1] / 1e6 if ordered else 0.0
-    return (
-        f"{head}: {rate:.2f} TB/s; "
-        + "; ".join(f"{key} {value:.1f}" for key, value in ordered[:5])
-        + (f"; library {times['library']:.1f}" if "library" in times else "")
-    )
 
 
 def run_start(report: Report, options: argparse.Namespace) -> None:
@@ -308,7 +182,7 @@ def run_start(report: Report, options: argparse.Namespace) -> None:
 
 
 def first_token(shape: str, device: str) -> None:
-    """Make an engine and generate a few tokens; prints the moments."""
+    """Create an engine, generate a few tokens and print the elapsed times."""
     start = time.perf_counter()
     from bifolio.kernels.triton import TritonKernels
     from bifolio.measure.gpu_models import new_engine, random_weights
@@ -347,13 +221,6 @@ def _forget() -> None:
 
 def print_table(report: Report) -> None:
     print("\n== summary ==")
-    for entry in report.found.get("checks", []):
-        print(f"kernels {entry['dtype']}: {entry['passed']} right, {entry['failed']} wrong, worst {entry['worst']}")
-    for entry in report.found.get("models", []):
-        print(
-            f"{entry['shape']} {entry['dtype']}: {'right' if entry['passed'] else 'WRONG'} "
-            f"{entry['prefill_error']:.1e} {entry['chunked_error']:.1e} {entry['equal_tokens']}/{entry['num_tokens']}"
-        )
     for entry in report.found.get("rows", []):
         print(f"{entry['shape']:11s} {_line(entry['name'], entry['shape'], entry)}")
     for entry in report.found.get("start", []):
@@ -365,18 +232,21 @@ def print_table(report: Report) -> None:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=None, help="folder for gpu.json")
-    parser.add_argument("--only", default=",".join(SECTIONS), help="sections, separated by commas")
+    parser.add_argument("--only", default=",".join(SECTIONS), help="sections: rows, profile (with rows), start")
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--rows", default="", help="rows, separated by commas; default: all")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--quick", action="store_true", help="smaller loads and four layers in the model checks")
+    parser.add_argument("--quick", action="store_true", help="smaller loads")
     parser.add_argument("--deterministic", action="store_true")
-    parser.add_argument("--worker", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--warm", default="", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     options.only, options.shapes = options.only.split(","), options.shapes.split(",")
     options.rows = [row for row in options.rows.split(",") if row]
-    if options.worker:
-        print(json.dumps(run_worker(options.worker, options)))
+    unknown = [section for section in options.only if section not in SECTIONS]
+    if unknown:
+        parser.error(f"--only {','.join(unknown)}: the sections are {', '.join(SECTIONS)}; profile needs rows")
+    if options.warm:
+        print(f"{warm_shape(options.warm, options):.1f}")
         return 0
     try:
         if options.device.startswith("cuda"):
@@ -385,14 +255,13 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     report = Report(options.out)
-    runs = {"checks": run_checks, "rows": run_rows, "models": run_models, "tuning": run_tuning, "start": run_start}
+    runs = {"rows": run_rows, "start": run_start}
     report.attempt("prepare", partial(prepare, report, options))
     for name, run in runs.items():
         if name in options.only:
             report.attempt(name, partial(run, report, options))
     print_table(report)
-    failed = bool(report.found["errors"]) or any(entry["failed"] for entry in report.found.get("checks", []))
-    return int(failed)
+    return int(bool(report.found["errors"]))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the GPU can do at most, measured: bytes read per second, operations per second; and how to time a launch."""
+"""Measured limits of the GPU: bytes read per second, operations per second; and the timing of launches."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Measured ceilings of one GPU."""
+    """Measured limits of one GPU."""
 
     name: str
-    bytes_per_second: float  # reading
+    bytes_per_second: float  # read bandwidth
     operations_per_second: float  # bf16 matrix product, 8192 cubed
     kernel_seconds: float  # one empty kernel inside a graph
 
@@ -24,7 +24,7 @@ class Limits:
 
 
 def measure_limits(device: str) -> Limits:
-    """Takes about a second."""
+    """Measure all limits; takes about a second."""
     source = torch.empty(1 << 31, dtype=torch.uint8, device=device).random_()
     words = source.view(torch.int64)
     read = time_launches([lambda: words.sum()], repeats=20)
@@ -54,7 +54,7 @@ def time_launches(functions: Sequence[Callable[[], Any]], repeats: int = 10) -> 
 def time_in_graph(functions: Sequence[Callable[[], Any]], repeats: int = 7) -> float:
     """Seconds of one of the functions when all run one after the other inside a graph.
 
-    Functions that read different memory keep the cache from making it look faster than it will be.
+    Pass functions that read different memory, so that the L2 cache does not shorten the time.
     """
     cuda: Any = torch.cuda
     stream = cuda.Stream()

@@ -1,4 +1,4 @@
-"""Models of the shapes that a GPU is measured with, their weights made where they are used: no file, no copy."""
+"""Models with random weights for the GPU benchmark, created on the device: no file, no copy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bifolio.model.loaded import LoadedModel
 from bifolio.model.tensor_names import HF_LLAMA, assemble
 
 LLAMA3_ROPE = {"scaling": "llama3", "factor": 8.0, "original_max_position": 8192}
-CACHE_SHARE = 0.8  # of what is free when the weights are there
+CACHE_SHARE = 0.8  # of the memory that is free after loading the weights
 
 
 def _decoder(
@@ -65,7 +65,7 @@ SHAPES = {
 def random_weights(
     shape: str, device: str, dtype: str = "bf16", seed: int = 0, num_layers: int | None = None
 ) -> LoadedModel:
-    """A model without a tokenizer; its text would be noise, its speed is that of a real model of this shape."""
+    """A model with random weights and without a tokenizer; its speed is that of a real model of this shape."""
     config = SHAPES[shape] if num_layers is None else replace(SHAPES[shape], num_layers=num_layers)
     generator = torch.Generator(device=device).manual_seed(seed)
 
@@ -80,7 +80,7 @@ def random_weights(
 
 
 def weight_bytes(config: ModelConfig, element_size: int = 2) -> int:
-    """Bytes of weights that a decode step reads: everything but the rows of the embedding it does not look up."""
+    """Bytes of weights that a decode step reads: all but the embedding rows that it does not look up."""
     embedding = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size
     return (config.num_parameters - embedding) * element_size
 
@@ -109,7 +109,7 @@ def new_engine(
     num_blocks: int | None = None,
     deterministic: bool = False,
 ) -> InferenceEngine:
-    """An engine whose cache takes most of what is free."""
+    """An engine whose cache takes most of the free memory."""
     dtype = kernels.kv_dtype
     if num_blocks is None:
         free = torch.cuda.mem_get_info(kernels.device)[0] if kernels.device.startswith("cuda") else 1 << 28

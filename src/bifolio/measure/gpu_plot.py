@@ -1,4 +1,4 @@
-"""A picture of the GPU benchmark: how much of the limit each row reaches, beside the peer's figure.
+"""Plot of the GPU benchmark: the fraction of its limit that each row reaches, beside vLLM's.
 
 python -m bifolio.measure.gpu_plot results/gpu.json gpu.png
 """
@@ -24,7 +24,7 @@ TITLES = {
 
 
 def fractions(row: dict[str, Any], shape: str) -> tuple[float, float]:
-    """(ours, the peer's) of the limit."""
+    """(ours, vLLM's) as fractions of the limit."""
     peer = PEER[row["name"]][SHAPES.index(shape)]
     ours: float = row["fraction"]
     ratio = row["value"] / peer if row["smaller_is_better"] else peer / row["value"]

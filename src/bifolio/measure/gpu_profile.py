@@ -1,4 +1,4 @@
-"""Where the time of decode steps goes on the GPU, kernel by kernel."""
+"""Time per kernel of decode steps on the GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rows of the GPU benchmark: one function each, on an engine that exists; every row knows its limit."""
+"""The rows of the GPU benchmark: one function per row, on a given engine, each with its limit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bifolio.sequence import Request
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One measured number beside what it can be at most (or at least, for times)."""
+    """One measured value and its upper limit (lower limit for times)."""
 
     row: str
     unit: str
@@ -30,7 +30,7 @@ class Figure:
 
     @property
     def fraction(self) -> float | None:
-        """Of the limit: 1 is perfect."""
+        """Fraction of the limit reached; 1 is optimal."""
         if not self.limit or not self.value:
             return None
         return self.limit / self.value if self.smaller_is_better else self.value / self.limit
@@ -44,12 +44,12 @@ def greedy(count: int) -> SamplingParams:
 
 
 class Rows:
-    """Measures on one engine. Prompts are random and never repeat, so that the prefix cache finds nothing by chance."""
+    """Measures on one engine. Prompts are random and never repeat, so that the prefix cache has no accidental hits."""
 
     def __init__(self, engine: InferenceEngine, limits: Limits, scale: float = 1.0) -> None:
         self.engine, self.limits = engine, limits
         self.config = engine.model.config
-        self.scale = scale  # below 1: smaller loads, for a quick look
+        self.scale = scale  # below 1: smaller loads, for a quick run
         self._random = np.random.default_rng(0)
         self._number = 0
 
@@ -63,7 +63,7 @@ class Rows:
         return self.engine.add_request(f"bench-{self._number}", prompt, params)
 
     def drain(self) -> float:
-        """Seconds until nothing is left."""
+        """Run all requests to their end; return the seconds."""
         start = time.perf_counter()
         while self.engine.has_work:
             self.engine.step()
@@ -71,9 +71,8 @@ class Rows:
 
     def warm_up(self) -> None:
         """Kernels compiled, libraries loaded, graphs captured."""
-        device: Any = self.engine.slots.device
-        if device is not None:
-            device.graphs.capture_all()
+        if self.engine.slots.device is not None:
+            self.engine.slots.device.warm_up()
         for lengths in ((128,), (300, 40, 700), (2048, 2048), (130,), (10,), (50,), (*range(40, 1000, 30),)):
             for length in lengths:
                 self.add(self.prompt(length), greedy(4 + length % 5))
@@ -87,7 +86,7 @@ class Rows:
 
     # -- limits ------------------------------------------------------------------------------------------------------
     def _decode_seconds(self, sequences: int, context: float) -> float:
-        """The least that a decode step can take: weights once, every context once."""
+        """Lower limit of a decode step's seconds: weights read once, every context once."""
         read = weight_bytes(self.config) + sequences * context * cache_bytes(self.config)
         return read / self.limits.bytes_per_second
 
@@ -147,7 +146,7 @@ class Rows:
         while any(len(request.sequences[0].output_token_ids) < 3 for request in requests):
             self.engine.step()
         start, before = time.perf_counter(), self._num_outputs(requests)
-        while not any(request.is_finished for request in requests):  # all 64 take part to the end
+        while not any(request.is_finished for request in requests):  # all 64 run to the end
             self.engine.step()
         seconds, count = time.perf_counter() - start, self._num_outputs(requests) - before
         self.drain()
@@ -169,7 +168,7 @@ class Rows:
         return Figure(name, "output tok/s", count / seconds, count / least, False)
 
     def _run_common_prefix(self, prefix: int, own: int, new: int) -> float:
-        """Seconds for 64 requests that begin alike."""
+        """Seconds for 64 requests with a common prefix."""
         beginning = self.prompt(prefix)
         for _ in range(64):
             self.add(beginning + self.prompt(own), greedy(new))

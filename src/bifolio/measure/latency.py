@@ -1,4 +1,4 @@
-"""How long one batch of equal requests takes: to its first tokens, between tokens, and as a whole."""
+"""Latency of one batch of equal requests: to the first tokens, between tokens, and in total."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class LatencyReport:
 def measure_latency(
     engine: InferenceEngine, *, batch: int, num_prompt: int, num_output: int, repetitions: int
 ) -> LatencyReport:
-    """Send `batch` requests and wait for all, `repetitions` times, after a warm-up: short, but on a GPU a whole one."""
+    """Send `batch` requests and wait for all, `repetitions` times, after a warm-up: short on a CPU, full on a GPU."""
     on_gpu = engine.runner.kernels.launches_ahead
     first_sizes = (batch, num_prompt, num_output) if on_gpu else (1, WARM_UP_TOKENS, WARM_UP_TOKENS)
     run_until_done(engine, add_random(engine, *first_sizes))

@@ -1,7 +1,7 @@
 """Load on a server: requests by rate (open loop), by concurrency (closed loop), or as a trace recorded them.
 
-Open loop shows what users see: requests come whether or not earlier ones are done. Closed loop shows what a server can
-do: there are always so many under way.
+Open loop measures the latency that users see: requests arrive independently of earlier ones. Closed loop measures
+the capacity of a server: a constant number of requests is in flight.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LIMIT_NAMES = ("ttft", "tpot", "itl", "e2e")
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """How many tokens: `128`, `64:256` (evenly between), or `128~0.5` (lognormal: median and spread)."""
+    """Numbers of tokens: `128`, `64:256` (uniform), or `128~0.5` (lognormal: median and spread)."""
 
     text: str
 
@@ -39,12 +39,12 @@ class Lengths:
                 return [max(1, round(float(value))) for value in values]
         elif self.text.isdigit() and int(self.text) > 0:
             return [int(self.text)] * count
-        raise ConfigError(f"{self.text!r} is no length: write 128, 64:256 (evenly) or 128~0.5 (lognormal)")
+        raise ConfigError(f"{self.text!r} is not a length: write 128, 64:256 (uniform) or 128~0.5 (lognormal)")
 
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """One request: when it is due and what it asks for."""
+    """One request: its due time, prompt and number of tokens."""
 
     due: float  # seconds after the start; 0 in a closed loop
     prompt: list[int]
@@ -53,15 +53,15 @@ class LoadRequest:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Requests and how they are let go."""
+    """Requests and their pacing."""
 
     requests: Sequence[LoadRequest]
-    concurrency: int | None = None  # None: each when it is due
+    concurrency: int | None = None  # None: each at its due time
 
 
 @dataclass(slots=True)
 class LoadReport:
-    """What came of it. Times are seconds."""
+    """Results of a load test. Times are in seconds."""
 
     plan_name: str
     timings: list[Timing]
@@ -87,7 +87,7 @@ class LoadReport:
         return sum(timing.num_output for timing in self.good)
 
     def keeps_limits(self, timing: Timing) -> bool:
-        """Whether a request was served as well as was asked for."""
+        """Whether a request met the latency limits."""
         if timing.error is not None:
             return False
         gaps = np.diff(timing.events)
@@ -119,7 +119,7 @@ class LoadReport:
 
 
 def arrivals(count: int, rate: float, generator: np.random.Generator, burstiness: float = 1.0) -> list[float]:
-    """Moments of arrival; `burstiness` 1 is a Poisson process, smaller comes in bursts, larger more evenly."""
+    """Arrival times; `burstiness` 1 is a Poisson process, smaller values give bursts, larger ones even spacing."""
     if rate == float("inf"):
         return [0.0] * count
     if not rate > 0 or not burstiness > 0:
@@ -131,7 +131,7 @@ def arrivals(count: int, rate: float, generator: np.random.Generator, burstiness
 async def run_load(
     client: LoadClient, plan: Plan, body: dict[str, Any], name: str, limits: dict[str, float]
 ) -> LoadReport:
-    """Send everything; the timings are in the order of the requests."""
+    """Send all requests; the timings are in the order of the requests."""
     began = time.perf_counter()
     gate = asyncio.Semaphore(plan.concurrency or len(plan.requests) or 1)
 
@@ -161,6 +161,6 @@ def parse_limits(text: str | None) -> dict[str, float]:
         except ValueError:
             limit = -1.0
         if name not in LIMIT_NAMES or not limit > 0:
-            raise ConfigError(f"{part!r} is no limit: write for example ttft:500,tpot:50 (milliseconds)")
+            raise ConfigError(f"{part!r} is not a limit: write for example ttft:500,tpot:50 (milliseconds)")
         limits[name] = limit
     return limits

@@ -1,6 +1,6 @@
-"""A streaming client that costs little: the load generator must not be what is measured.
+"""A lightweight streaming client, so that the load generator does not limit the measurement.
 
-One request is one connection; the body is read as it comes, and the moment of every event is kept.
+Each request opens a connection; the body is read as it arrives, and the time of every event is recorded.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ READ_BYTES = 1 << 16
 
 @dataclass(slots=True)
 class Timing:
-    """What one request went through; moments are `time.perf_counter` seconds."""
+    """Times of one request, in `time.perf_counter` seconds."""
 
     started: float = 0.0  # sent
     events: list[float] = field(default_factory=list)  # arrival of each event with text
     finished: float = 0.0
     num_prompt: int = 0
-    num_output: int = 0  # as the server counted, else the events
+    num_output: int = 0  # as counted by the server, else the number of events
     status: int = 0
     error: str | None = None
 
@@ -73,7 +73,7 @@ class LoadClient:
             raise ConfigError(message) from error
 
     async def complete(self, body: dict[str, Any]) -> Timing:
-        """One streamed completion. Failures are noted, not raised."""
+        """Run one streamed completion. Failures are recorded, not raised."""
         timing = Timing(started=time.perf_counter())
         try:
             async with asyncio.timeout(self._timeout):
@@ -88,7 +88,7 @@ class LoadClient:
         try:
             reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._tls)
         except OSError as error:
-            raise ConfigError(f"nothing answers at {self._host}:{self._port}: {error}") from error
+            raise ConfigError(f"no server answers at {self._host}:{self._port}: {error}") from error
         try:
             writer.write(self._head("GET", path, 0))
             status, chunked = await self._read_head(reader)
@@ -136,7 +136,7 @@ class LoadClient:
         return ("\r\n".join(lines) + "\r\n\r\n").encode()
 
     async def _read_head(self, reader: asyncio.StreamReader) -> tuple[int, bool]:
-        """(status, whether the body comes in chunks)."""
+        """(status, whether the body has chunked encoding)."""
         head = await reader.readuntil(b"\r\n\r\n")
         first, *lines = head.decode("latin-1").split("\r\n")
         parts = first.split()
@@ -146,7 +146,7 @@ class LoadClient:
 
 
 async def _pieces(reader: asyncio.StreamReader, chunked: bool) -> Any:
-    """The body in pieces as they arrive; the server closes the connection behind it."""
+    """The pieces of the body as they arrive; the server closes the connection at the end."""
     if not chunked:
         while data := await reader.read(READ_BYTES):
             yield data

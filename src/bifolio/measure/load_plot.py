@@ -1,4 +1,4 @@
-"""A picture of a load test: how long requests waited, and how the server kept up."""
+"""Plot of a load test: latencies, requests in flight, and throughput."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def _first_tokens(axes: Any, report: LoadReport, began: float) -> None:
 
 
 def _shares(axes: Any, report: LoadReport) -> None:
-    """Share of requests (or gaps) that took no longer."""
+    """Cumulative share of requests (or gaps) by duration."""
     for name, label in (("ttft", "first token"), ("itl", "between events"), ("tpot", "per token")):
         values = np.sort(report.values(name))
         if len(values):
             axes.plot(values, 100 * np.arange(1, len(values) + 1) / len(values), label=label)
-    axes.set(title="how many were served within", xlabel="seconds", ylabel="%", xscale="log", ylim=(0, 101))
+    axes.set(title="share of requests within a time", xlabel="seconds", ylabel="%", xscale="log", ylim=(0, 101))
     axes.legend(frameon=False, loc="lower right")
 
 
@@ -47,7 +47,7 @@ def _under_way(axes: Any, report: LoadReport, began: float) -> None:
     moments = [(t.started - began, 1) for t in report.timings] + [(t.finished - began, -1) for t in report.timings]
     moments.sort()
     axes.step([moment for moment, _ in moments], np.cumsum([change for _, change in moments]), where="post")
-    axes.set(title="requests under way", xlabel="time (s)", ylim=(0, None))
+    axes.set(title="requests in flight", xlabel="time (s)", ylim=(0, None))
 
 
 def _speed(axes: Any, report: LoadReport, began: float) -> None:

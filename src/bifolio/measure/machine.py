@@ -1,9 +1,9 @@
-"""What this machine can do at best, measured: the limits that a profile is held against.
+"""Measured peak rates of this machine: the limits that a profile is compared with.
 
-On a CPU, reading is timed with numpy's bitwise-or over an array far larger than the caches, one slice a thread, and
+On a CPU, reading is timed with numpy's bitwise-or over an array far larger than the caches, one slice per thread, and
 arithmetic with its float32 matrix product; on a GPU, with torch's copy and bfloat16 matrix product. The native kernels
-multiply quantised weights in integers, whose limit is the rate of their own dot products in registers. The best of
-several runs counts: other programs only make a run slower.
+multiply quantised weights in integers: their limit is the rate of integer dot products in registers. The best of
+several runs is used: other programs can only make a run slower.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RUNS = 5
 
 @dataclass(frozen=True, slots=True)
 class MachineLimits:
-    """Peak rates, and how they were found."""
+    """Peak rates, and the method of measurement."""
 
     bytes_per_second: float
     flops_per_second: float
@@ -41,7 +41,7 @@ class MachineLimits:
 
     @property
     def ridge(self) -> float:
-        """FLOP per byte at which both limits meet: below it, reading is what takes the time."""
+        """FLOP per byte at which both limits meet: below it, reading is the bottleneck."""
         return self.flops_per_second / self.bytes_per_second
 
 
@@ -113,7 +113,7 @@ def _measure_gpu(device: str) -> MachineLimits:
 
 
 def _best(work: Callable[[], object]) -> float:
-    """Seconds of the fastest of a few runs, after one that is not counted."""
+    """Seconds of the fastest of a few runs, after a warm-up run."""
     work()
     times = []
     for _ in range(RUNS):

@@ -1,4 +1,4 @@
-"""How well a model predicts a text: exp of the mean negative logprob per token."""
+"""Perplexity of a model on a text: exp of the mean negative logprob per token."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from bifolio.api.llm import LLM
 from bifolio.errors import RequestError
 from bifolio.sampling_params import SamplingParams
 
-WINDOW = 512  # tokens that are predicted with at most this much context
-MAX_TOKENS = 4096  # of the text are scored unless told otherwise
+WINDOW = 512  # tokens per window: the longest context of a prediction
+MAX_TOKENS = 4096  # default number of scored tokens
 
 Progress = Callable[[int, int], None]  # (windows scored, windows in all)
 
 
 @dataclass(frozen=True, slots=True)
 class Perplexity:
-    """The result, and over how many tokens it is the mean."""
+    """The perplexity and the number of scored tokens."""
 
     value: float
     num_tokens: int
@@ -34,7 +34,7 @@ def text_perplexity(
 ) -> Perplexity:
     """Cut the text into windows that do not overlap; the first token of each has no context and is not scored."""
     tokenizer = llm.model.require_tokenizer()
-    start = tokenizer.encode("")  # begin-of-text, where the model was trained with it
+    start = tokenizer.encode("")  # begin-of-text, where the model uses it
     start = start if len(start) == 1 else []
     token_ids = tokenizer.encode(text, add_special_tokens=False)[:max_tokens]
     length = min(window, llm.engine.config.max_model_len) - len(start)
@@ -45,7 +45,7 @@ def text_perplexity(
 
 
 def mean_over(llm: LLM, windows: Sequence[Sequence[int]], progress: Progress | None = None) -> Perplexity:
-    """The perplexity of all windows together, scored as many at a time as the engine runs."""
+    """The perplexity over all windows, scored in batches of the engine's size."""
     params = SamplingParams(temperature=0.0, max_tokens=0, prompt_logprobs=0, detokenize=False)
     total, count = 0.0, 0
     group = llm.engine.config.max_num_seqs

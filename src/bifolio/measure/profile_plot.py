@@ -1,4 +1,4 @@
-"""The picture of a profile: where each phase's time goes, and how near it comes to the machine's limits."""
+"""Plot of a profile: time by part of each phase, and a roofline of the machine's limits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COLOURS = {
 }
 GROUPS = {**{name: (name,) for name in NETWORK_PARTS}, "sampling": ("sampling",), "bookkeeping": BOOKKEEPING}
 MARKERS = {"prefill": "s", "decode": "o"}
-POINTS = ("projections", "attention", "MLP", "logits")  # parts with arithmetic worth a point
+POINTS = ("projections", "attention", "MLP", "logits")  # parts with enough arithmetic for a point
 
 
 def plot_profile(profile: Profile, path: Path) -> None:
@@ -64,7 +64,7 @@ def _bar_label(phase: PhaseProfile) -> str:
 
 
 def _plot_roofline(axes: Any, profile: Profile) -> None:
-    """Achieved Gop/s over operations per byte: under the slope reading is the limit, under a flat part arithmetic."""
+    """Achieved Gop/s over operations per byte: bound by memory under the slope, by arithmetic under a flat part."""
     limits, points = profile.limits, _points(profile)
     roofs = [(limits.flops_per_second, "-", "limit: floats")]
     if limits.integer_ops_per_second is not None:
@@ -114,7 +114,7 @@ def _plot_point(axes: Any, phase: str, part: str, x: float, y: float) -> None:
 
 
 def _label_decades(axis: Any) -> None:
-    """1, 2, 5, 10 in plain numbers instead of powers."""
+    """Label 1, 2, 5, 10 as plain numbers instead of powers."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))

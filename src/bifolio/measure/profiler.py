@@ -1,9 +1,9 @@
-"""Where the time of prefill and of decode goes, part by part, and how near both come to the machine's limits.
+"""Profile of prefill and decode: time by part, compared with the machine's limits.
 
-The engine runs first as it always does, which gives the speed. Then it runs the same work with a stopwatch around
-every verb of the network and every part of a step (`timed_kernels`), which gives the shares. Kernel sets that run a
-whole step in one call are split into their verbs for this, so the sum may be longer than the step it explains; both
-are reported.
+The engine first runs without timers, which gives the speed. Then it runs the same work with timers around every
+operation of the network and every part of a step (`timed_kernels`), which gives the shares. Kernel sets that run a
+whole step in one call are split into single operations for this, so the sum may be longer than the step; both are
+reported.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from bifolio.engine.engine import InferenceEngine
 from bifolio.engine.memory import default_threads
@@ -23,10 +23,10 @@ from bifolio.measure.timed_kernels import PartClock, PartTotals, TimedKernels, a
 from bifolio.model.loaded import LoadedModel
 
 VERB_PARTS = ("embedding", "norms", "projections", "attention", "MLP", "logits")
-NETWORK_PARTS = (*VERB_PARTS, "dispatch")  # dispatch: Python between the verbs, which a whole-step call does not have
+NETWORK_PARTS = (*VERB_PARTS, "dispatch")  # dispatch: Python between operations, absent in a recorded program
 BOOKKEEPING = ("planning", "staging", "recording", "other")
 PARTS = (*NETWORK_PARTS, "sampling", *BOOKKEEPING)
-RUNS = 3  # of which the best counts, since other programs only make a run slower
+RUNS = 3  # the best is used, since other programs can only make a run slower
 # The calls of a step outside the network: attribute of the engine -> method -> part.
 HOOKS = {
     "batcher": {"evict_completed": "planning", "admit_pending": "planning", "active_slots": "planning"},
@@ -46,7 +46,7 @@ class PhaseProfile:
     num_tokens: int
     num_steps: int
     seconds: float  # of all timed steps
-    speed: float  # tokens per second without the stopwatch
+    speed: float  # tokens per second without timers
     parts: dict[str, PartTotals] = field(default_factory=dict)  # in the order of PARTS
 
     @property
@@ -63,7 +63,7 @@ class PhaseProfile:
 
     @property
     def plain_seconds(self) -> float:
-        """What the same tokens take without the stopwatch."""
+        """Seconds of the same tokens without timers."""
         return self.num_tokens / self.speed
 
     @property
@@ -87,7 +87,7 @@ class PhaseProfile:
 
 @dataclass(slots=True)
 class Profile:
-    """Both phases of one workload, and what the machine could do."""
+    """Both phases of one workload, and the machine's limits."""
 
     model: str
     kernels: str
@@ -128,12 +128,12 @@ def profile_model(
     limits: MachineLimits | None = None,
     **options: Any,
 ) -> Profile:
-    """Process `batch` prompts of `num_prompt` tokens, then generate `num_generated` tokens behind each."""
+    """Process `batch` prompts of `num_prompt` tokens, then generate `num_generated` tokens after each."""
     threads = threads or default_threads()
     clock = PartClock(wait=_device_wait(kernels))
     timed = TimedKernels(kernels, clock)
     prefill, decode = Test(num_prompt=num_prompt, batch=batch), Test(0, num_generated, num_prompt, batch)
-    engine = bench_llm(model, [prefill, decode], kernels=cast(KernelSet, timed), **options).engine
+    engine = bench_llm(model, [prefill, decode], kernels=timed, **options).engine
     timed.attach(engine.runner.weights)
     hook_step(engine, clock)
     measure(engine, Test(num_prompt=min(num_prompt, 16)))  # warm up
@@ -160,7 +160,7 @@ def _best(run: Callable[[], PhaseProfile]) -> PhaseProfile:
 
 
 def _time_prefill(engine: InferenceEngine, clock: PartClock, test: Test, speed: float) -> PhaseProfile:
-    """Requests end with their first token, so that no step decodes."""
+    """Time prefill with requests of one token, so that no step decodes."""
     requests = add_random(engine, test.batch, test.num_prompt, 1, seed=1)
 
     def busy() -> bool:
@@ -201,7 +201,7 @@ def _timed_method(clock: PartClock, part: str, method: Callable[..., Any]) -> Ca
 
 
 def hook_step(engine: InferenceEngine, clock: PartClock) -> None:
-    """Put a stopwatch around the calls of this engine's step; other engines are not touched."""
+    """Time the calls of this engine's step; other engines are unchanged."""
     for attribute, parts in HOOKS.items():
         owner: Any = getattr(engine, attribute)
         for name, part in parts.items():

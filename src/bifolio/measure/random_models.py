@@ -1,4 +1,4 @@
-"""Models of well-known shapes with random weights, made in memory: benchmarks need no file."""
+"""Models of well-known shapes with random weights in memory: benchmarks need no file."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from bifolio.model.tensor_names import HF_LLAMA, assemble
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
-DISTINCT_VALUES = 1 << 20  # random values that are drawn for a matrix; a larger one repeats them
+DISTINCT_VALUES = 1 << 20  # random values per matrix; larger matrices repeat them
 
 
-def _llama(  # the numbers of a config.json, in the order in which people say them
+def _llama(  # the values of a config.json, in the usual order
     vocab: int, hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, context: int, theta: float
 ) -> ModelConfig:
     return ModelConfig(
@@ -43,7 +43,7 @@ SHAPES = {
 
 
 def random_model(shape: str, format: str = "f32", seed: int = 0) -> LoadedModel:
-    """A model without a tokenizer; its text would be noise, its speed is that of a real model of this shape."""
+    """A model with random weights and without a tokenizer; its speed is that of a real model of this shape."""
     if shape not in SHAPES:
         raise ConfigError(f"unknown shape {shape!r}: use one of {', '.join(SHAPES)}")
     config, stored_as = SHAPES[shape], QuantFormat.parse(format)
@@ -65,9 +65,9 @@ def random_model(shape: str, format: str = "f32", seed: int = 0) -> LoadedModel:
 
 
 def open_model(model: str | None, shape: str | None, format: str = "f32") -> LoadedModel:
-    """The model that a benchmark was pointed to: a file, folder or name, or else random weights of a shape."""
+    """The model of a benchmark: a file, folder or name, or random weights of a shape."""
     if model is not None and shape is not None:
-        raise ConfigError("pass --model or --shape, not both: a shape is a model made of random weights")
+        raise ConfigError("pass --model or --shape, not both: a shape is a model with random weights")
     if model is None:
         return random_model(shape or "tiny", format)
     from bifolio.model.loader import load_model
@@ -76,7 +76,7 @@ def open_model(model: str | None, shape: str | None, format: str = "f32") -> Loa
 
 
 def stored_format(model: LoadedModel) -> str:
-    """The format of the layers' matrices, as people name a model file: f32, q4_1, or several joined by '+'."""
+    """The format of the layers' matrices, as in names of model files: f32, q4_1, or several joined by '+'."""
     parts = [part for layer in model.weights.layers for part in (*layer.qkv.parts, *layer.up.parts)]
     names = {part.format.name.lower() if isinstance(part, QuantizedTensor) else str(part.dtype) for part in parts}
     return "+".join(sorted(names))

@@ -1,10 +1,10 @@
-"""Static batching of a trace, for comparison: a batch is taken from the queue, and everyone waits for the longest.
+"""Static batching of a trace, for comparison: the next batch starts when the longest request of the last one ends.
 
-Two kinds, on the same kernels, engine and requests, both with a pool that is large enough for any batch:
+Two variants, on the same kernels, engine and requests, both with a cache that is large enough for any batch:
 
-    padded   what a rectangular batch does: prompts are padded to the longest one, and rows that have ended go on
-             until the last has; tokens beyond what was asked for are computed and not counted
-    packed   the best static batching can be: no padding; rows that have ended cost nothing, they only stay empty
+    padded   a rectangular batch: prompts are padded to the longest one, and finished sequences keep decoding until
+             the last one ends; the extra tokens are computed and not counted
+    packed   the upper limit of static batching: no padding; finished sequences cost no time, their slots stay empty
 """
 
 from __future__ import annotations
@@ -60,5 +60,5 @@ def _add_batch(
 
 
 def static_model_len(requests: Sequence[TraceRequest]) -> int:
-    """The longest padded row: the longest prompt may share a batch with the longest output."""
+    """The longest padded sequence: the longest prompt may share a batch with the longest output."""
     return max(request.num_prompt for request in requests) + max(request.num_output for request in requests)

@@ -34,7 +34,7 @@ class Distribution:
 
 
 def show_seconds(seconds: float) -> str:
-    """Three digits and the unit that fits."""
+    """Format seconds with three digits and a suitable unit."""
     if seconds >= 1.0:
         return f"{seconds:.2f} s"
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"

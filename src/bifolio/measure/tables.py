@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def new_table(title: str, *columns: str) -> Table:
-    """The first column names the row; all others are numbers."""
+    """A table whose first column is a name and whose other columns are numbers."""
     from rich import box
     from rich.table import Table
 
@@ -102,7 +102,7 @@ def _sum_cells(phase: PhaseProfile) -> list[str]:
 
 
 def _cells(phase: PhaseProfile, seconds: float, share: str, flops: float, num_bytes: float) -> list[str]:
-    """Time per token, share, and the rates where there is something to count."""
+    """Time per token, share, and the rates of parts with counted work."""
     done = show_rate(flops / seconds, "FLOP") if flops and seconds else ""
     moved = show_rate(num_bytes / seconds, "B") if num_bytes and seconds else ""
     return [show_seconds(seconds / phase.num_tokens), share, done, moved]

@@ -1,10 +1,10 @@
-"""The figures that the engine was planned to reach with a small quantised model, each held against its target.
+"""Performance targets of the engine with a small quantised model, and the measured values.
 
 generation          tokens per second of one sequence
-resident memory     the most this process ever held, over what it has to hold: weights, KV cache, and 60 MB for the
+resident memory     peak memory of this process over the required bytes: weights, KV cache, and 60 MB for the
                     interpreter and its libraries
-sequences at once   of a crowd of requests with mixed lengths
-KV slots filled     of the blocks that this crowd holds, averaged over time
+sequences at once   of many simultaneous requests with mixed lengths
+KV slots filled     of the blocks that these requests hold, averaged over time
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ GENERATION_TARGET = 70.0  # tokens per second
 MEMORY_TARGET = 1.15
 SEQUENCES_TARGET = 16
 FILLED_TARGET = 0.9
-MAX_LENGTH = 448  # tokens of the longest request of the crowd
+MAX_LENGTH = 448  # tokens of the longest simultaneous request
 
 
 @dataclass(frozen=True, slots=True)
 class TargetRow:
-    """One figure. `target` is None where nothing was planned; the figure is then for information."""
+    """One measured value. `target` is None for values without a target."""
 
     name: str
     value: float
-    shown: str  # the value as people read it
+    shown: str  # the formatted value
     target: float | None = None
     shown_target: str = ""
     lower_is_better: bool = False
-    reaching_is_enough: bool = False  # else the target has to be passed
+    reaching_is_enough: bool = False  # otherwise the target must be exceeded
 
     @property
     def met(self) -> bool | None:
@@ -57,7 +57,7 @@ class TargetRow:
 
 
 def targets_llm(model: LoadedModel, *, block_size: int = 16, **options: Any) -> LLM:
-    """An engine with room for the whole crowd and no more: a cache that is never touched would flatter the memory."""
+    """An engine with a cache just large enough for all requests: unused cache would lower the memory ratio."""
     length = min(MAX_LENGTH, model.config.max_position)
     return LLM(
         model,
@@ -71,7 +71,7 @@ def targets_llm(model: LoadedModel, *, block_size: int = 16, **options: Any) -> 
 
 
 def crowd(count: int, max_length: int, seed: int = 0) -> list[TraceRequest]:
-    """Requests that come together, of 1/8 to 1/2 of the longest length each for the prompt and the output."""
+    """Simultaneous requests; prompt and output are each 1/8 to 1/2 of the longest length."""
     generator = np.random.default_rng(seed)
     lengths = generator.integers(max_length // 8, max_length // 2 + 1, (count, 2))
     return [TraceRequest(0.0, int(prompt), int(output)) for prompt, output in lengths]
@@ -85,7 +85,7 @@ def measure_targets(
     num_requests: int = 32,
     note: Callable[[str], None] = lambda text: None,
 ) -> list[TargetRow]:
-    """Run everything; the peak of the memory is read last, so that it covers all of it."""
+    """Run all measurements; the peak memory is read last, so that it covers all of them."""
     num_generated = min(num_generated, llm.engine.config.max_model_len - 8)
     test = Test(num_generated=num_generated)
     (row,) = run_tests(llm.engine, [test], repetitions, lambda test, number: note(f"{test.name}, run {number + 1}"))
@@ -123,12 +123,12 @@ def target_rows(generation: float, crowd: TraceReport, peak: int, required: int)
 
 
 def required_memory(llm: LLM) -> int:
-    """Bytes that cannot be done without: the weights as they lie in the file, the allocated cache, the interpreter."""
+    """Required bytes: the weights in the file's formats, the allocated cache, the interpreter."""
     return weight_bytes(llm.model.weights) + llm.plan.cache_bytes + INTERPRETER_BYTES
 
 
 def peak_memory() -> int:
-    """The most bytes that were ever resident in this process, shared libraries and mapped files included."""
+    """Peak resident bytes of this process, shared libraries and mapped files included."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))

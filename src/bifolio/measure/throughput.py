@@ -2,8 +2,8 @@
 
 pp512           512 prompt tokens of one sequence, processed
 tg128           128 tokens generated one after the other
-tg128@d1024     the same behind 1024 tokens of context
-tg128 x8        by 8 sequences together; the figure is that of all of them
+tg128@d1024     the same after 1024 tokens of context
+tg128 x8        by 8 sequences together; the value is the total of all
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WARM_UP_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class Test:
-    """One row to be measured: prompt processing when `num_generated` is 0, else generation behind `depth` tokens."""
+    """One row of the benchmark: prompt processing when `num_generated` is 0, else generation after `depth` tokens."""
 
     __test__ = False  # not a test case of pytest
 
@@ -46,7 +46,7 @@ class Test:
 
     @property
     def num_tokens(self) -> int:
-        """The longest a sequence gets, without the tokens that are drawn while others' prompts are processed."""
+        """Longest length of a sequence, without tokens sampled while other prompts are processed."""
         return self.depth + self.num_prompt + self.num_generated + 1
 
 
@@ -74,7 +74,7 @@ class BenchRow:
 def bench_tests(
     prompts: Sequence[int], generated: Sequence[int], depths: Sequence[int], batches: Sequence[int]
 ) -> list[Test]:
-    """Every combination that is a test; 0 leaves a kind out. Depth is for generation: prompts start from nothing."""
+    """All combinations; 0 leaves a kind out. Depths apply to generation only: prompts start without context."""
     tests = [Test(num_prompt=n, batch=b) for b in batches for n in prompts if n]
     return tests + [Test(num_generated=n, depth=d, batch=b) for b in batches for d in depths for n in generated if n]
 
@@ -113,9 +113,9 @@ def run_tests(
     repetitions: int = 5,
     on_progress: Callable[[Test, int], None] | None = None,
 ) -> list[BenchRow]:
-    """Measure every test `repetitions` times, after a warm-up that is not counted.
+    """Measure every test `repetitions` times, after a warm-up.
 
-    It is short on a CPU; a GPU runs each test once, since kernels are compiled and steps captured for its sizes.
+    The warm-up is short on a CPU; a GPU runs each test once, which compiles kernels and captures graphs for its sizes.
     """
     measure(engine, Test(num_prompt=WARM_UP_TOKENS))
     measure(engine, Test(num_generated=WARM_UP_TOKENS))
@@ -139,7 +139,7 @@ def measure(engine: InferenceEngine, test: Test, seed: int = 0) -> float:
 
 
 def time_prefill(engine: InferenceEngine, test: Test, seed: int = 0) -> float:
-    """Seconds to process the prompts and draw one token behind each."""
+    """Seconds to process the prompts and sample one token after each."""
     requests = add_random(engine, test.batch, test.num_prompt, 1, seed)
     begin = time.perf_counter()
     run_until_done(engine, requests)
@@ -158,7 +158,7 @@ def time_decode(engine: InferenceEngine, test: Test, seed: int = 0) -> float:
 
 
 def start_decoding(engine: InferenceEngine, test: Test, seed: int = 0) -> list[Request]:
-    """Requests of the batch, all past their prompts: from now on every step is decode alone."""
+    """Requests of the batch, all after prefill: every further step is a decode step."""
     room = engine.config.max_model_len - max(test.depth, 1)
     requests = add_random(engine, test.batch, max(test.depth, 1), room, seed)
     while any(not request.sequences[0].output_token_ids for request in requests):
@@ -167,7 +167,7 @@ def start_decoding(engine: InferenceEngine, test: Test, seed: int = 0) -> list[R
 
 
 def add_random(engine: InferenceEngine, count: int, num_prompt: int, max_tokens: int, seed: int = 0) -> list[Request]:
-    """Requests with prompts of random tokens; greedy, never ended by a token."""
+    """Add requests with prompts of random tokens; greedy, not ended by stop tokens."""
     generator = np.random.default_rng(seed)
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
     return [

@@ -1,7 +1,7 @@
-"""A stopwatch around any kernel set: every verb's time, arithmetic and memory traffic, by part of the network.
+"""A timing proxy for any kernel set: time, arithmetic and memory traffic of every operation, by part of the network.
 
-While the clock runs, the proxy replaces the recorded programs of a kernel set, so that a step is made of verbs; while
-it does not run, the proxy is transparent and the step is as fast as ever.
+While the clock runs, the proxy replaces the recorded programs of a kernel set, so that a step consists of single
+operations; while it does not run, the proxy is transparent and the step runs at full speed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from bifolio.kernels.interface import (
     AttentionSegment,
     AttentionShape,
     Batch,
+    DeviceMemory,
     Heads,
     KernelSet,
     Linear,
@@ -30,6 +31,7 @@ from bifolio.kernels.interface import (
     StepProgram,
     Storage,
 )
+from bifolio.kernels.storage import CacheLayout, KVStorage
 from bifolio.model.weights import ModelWeights
 from bifolio.quant.convert import converted_bytes, target_format
 from bifolio.quant.tensor import QuantizedTensor
@@ -37,12 +39,12 @@ from bifolio.quant.tensor import QuantizedTensor
 
 @dataclass(slots=True)
 class PartTotals:
-    """What one part of a step took, summed."""
+    """Totals of one part of a step."""
 
     seconds: float = 0.0
     flops: float = 0.0  # multiplications and additions of matrix products and attention
-    num_bytes: float = 0.0  # that have to be moved at least: weights once per pass, keys and values
-    integer_flops: float = 0.0  # those of `flops` that are products with quantised weights, in integers
+    num_bytes: float = 0.0  # minimum memory traffic: weights once per pass, keys and values
+    integer_flops: float = 0.0  # part of `flops`: products with quantised weights, computed in integers
 
 
 @dataclass(slots=True)
@@ -53,10 +55,12 @@ class PartClock:
     totals: dict[str, dict[str, PartTotals]] = field(
         default_factory=lambda: defaultdict(lambda: defaultdict(PartTotals))
     )
-    wait: Callable[[], None] | None = None  # lets a device finish, so that its work is counted where it was started
+    wait: Callable[[], None] | None = (
+        None  # synchronises a device, so that its work is counted in the part that launched it
+    )
 
     def timed(self, part: str, work: Callable[..., Any], *arguments: Any) -> Any:
-        """Run `work` and book its time."""
+        """Run `work` and add its time to the part."""
         if self.phase is None:
             return work(*arguments)
         begin = time.perf_counter()
@@ -75,10 +79,13 @@ class PartClock:
 
 
 class TimedKernels:
-    """Looks like the kernel set inside; `attach` tells it which matrix belongs to which part."""
+    """A kernel set around another; `attach` tells it which matrix belongs to which part."""
 
     def __init__(self, inner: KernelSet, clock: PartClock) -> None:
         self.inner = inner
+        self.name, self.array_backend, self.device = inner.name, inner.array_backend, inner.device
+        self.formats, self.kv_dtype, self.deterministic = inner.formats, inner.kv_dtype, inner.deterministic
+        self.launches_ahead = inner.launches_ahead
         self.clock = clock
         self._part_of: dict[int, str] = {}  # id of a Linear -> part; absent: the head
         self._bytes_of: dict[int, int] = {}
@@ -86,7 +93,7 @@ class TimedKernels:
         self._pairs: dict[tuple[int, int | None], tuple[int, int]] = {}  # of the segments of the current pass
 
     def attach(self, weights: ModelWeights) -> None:
-        """Learn the prepared weights that will be passed to the verbs."""
+        """Map the prepared weights to their parts."""
         for layer in weights.layers:
             for linear, part in ((layer.qkv, "projections"), (layer.output, "projections"), (layer.up, "MLP"),
                                  (layer.down, "MLP")):  # fmt: skip
@@ -99,21 +106,52 @@ class TimedKernels:
         if activation_planes(self.inner):
             self._integer_shares[id(linear)] = quantised_share(linear, self.inner)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
+    # -- arrays, memory and weights: as the set inside has them -------------------------------------------------------
+    def from_host(self, array: np.ndarray) -> Array:
+        return self.inner.from_host(array)
 
+    def to_host(self, array: Array) -> np.ndarray:
+        return self.inner.to_host(array)
+
+    def fetch(self, array: Array) -> Callable[[], np.ndarray]:
+        return self.inner.fetch(array)
+
+    def new_storage(self, layout: CacheLayout) -> KVStorage:
+        return self.inner.new_storage(layout)
+
+    def memory(self) -> DeviceMemory | None:
+        return self.inner.memory()
+
+    def release_memory(self) -> None:
+        self.inner.release_memory()
+
+    def top_logprobs(
+        self, logits: Array, rows: np.ndarray, count: int
+    ) -> Callable[[], tuple[np.ndarray, np.ndarray]] | None:
+        return self.inner.top_logprobs(logits, rows, count)
+
+    def prepare_linear(self, linear: Linear) -> Linear:
+        return self.inner.prepare_linear(linear)
+
+    def prepare_norm(self, norm: Norm) -> Norm:
+        return self.inner.prepare_norm(norm)
+
+    def prepare_embedding(self, table: QuantizedTensor | Array) -> Any:
+        return self.inner.prepare_embedding(table)
+
+    # -- whole steps --------------------------------------------------------------------------------------------------
     def record(self, network: Network, phase: AttentionPhase) -> StepProgram | None:
-        """The set's program, and the verbs one by one while the clock runs."""
+        """The set's program, replaced by single operations while the clock runs."""
         program = self.inner.record(network, phase)
         return None if program is None else _SplitProgram(self, network, program)
 
     def device_slots(self, network: Network, storage: Storage, sizes: SlotSizes) -> None:
-        """None: a step that runs on the device as a whole cannot be split."""
+        """None: a step that runs as one CUDA graph cannot be split."""
         return
 
-    # -- verbs ------------------------------------------------------------------------------------------------------
+    # -- operations -------------------------------------------------------------------------------------------------
     def embed(self, table: Any, ids: Array, scale: float) -> Array:
-        self._pairs.clear()  # a pass begins here
+        self._pairs.clear()  # start of a pass
         rows = self.clock.timed("embedding", self.inner.embed, table, ids, scale)
         self.clock.count("embedding", 0, rows.shape[0] * rows.shape[1] * 4)
         return rows
@@ -178,7 +216,7 @@ class TimedKernels:
 
 @dataclass(frozen=True, slots=True)
 class _SplitProgram:
-    """A recorded pass that is run verb by verb while the clock runs."""
+    """A recorded pass that is run operation by operation while the clock runs."""
 
     kernels: TimedKernels
     network: Network
@@ -187,7 +225,7 @@ class _SplitProgram:
     def run(self, batch: Batch, storage: Storage) -> Array:
         if self.kernels.clock.phase is None:
             return self.program.run(batch, storage)
-        return self.network.forward(cast(KernelSet, self.kernels), batch, storage)
+        return self.network.forward(self.kernels, batch, storage)
 
 
 def linear_bytes(linear: Linear, kernels: KernelSet) -> int:
@@ -213,10 +251,10 @@ def quantised_share(linear: Linear, kernels: KernelSet) -> float:
 
 
 def seen_pairs(segment: AttentionSegment, window: int | None) -> tuple[int, int]:
-    """(query, key) pairs that attention looks at, and the cached tokens it reads, over all sequences of a segment."""
+    """(query, key) pairs of attention, and the cached tokens it reads, over all sequences of a segment."""
     lengths = np.diff(np.asarray(segment.query_starts)).astype(np.int64)
     contexts = np.asarray(segment.context_lens).astype(np.int64)
-    first = contexts - lengths + 1  # tokens the first query sees
+    first = contexts - lengths + 1  # tokens visible to the first query
     if window is None:
         return int(((first + contexts) * lengths // 2).sum()), int(contexts.sum())
     pairs = sum(int(np.minimum(np.arange(a, b + 1), window).sum()) for a, b in zip(first, contexts, strict=True))

@@ -1,4 +1,4 @@
-"""Replaying a trace on the engine in real time, and what it tells: waiting times, speed, and the use of the cache."""
+"""Replay of a trace on the engine in real time, and its report: latencies, speed, and cache utilisation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bifolio.measure.trace_files import TraceRequest
 from bifolio.sampling_params import SamplingParams
 from bifolio.sequence import Request, StepResult
 
-Progress = Callable[[int], None]  # told how many requests have ended
+Progress = Callable[[int], None]  # called with the number of finished requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +23,11 @@ class Moment:
     """The engine after one step."""
 
     at: float  # seconds after the start
-    seconds: float  # how long the step took
+    seconds: float  # duration of the step
     num_running: int
     num_waiting: int
     num_used_blocks: int
-    utilisation: float  # filled token slots over the slots of all blocks in use
+    utilisation: float  # reserved tokens over the capacity of all blocks in use
     num_output_tokens: int  # so far
 
 
@@ -38,14 +38,14 @@ class TraceReport:
     name: str
     num_requests: int
     num_prompt_tokens: int
-    num_output_tokens: int  # that were asked for; padding is not counted
+    num_output_tokens: int  # as requested; padding is not counted
     seconds: float
-    cpu_seconds: float  # of this process, all threads: says more than `seconds` where other programs run too
+    cpu_seconds: float  # of this process, all threads; less sensitive to other programs than `seconds`
     num_blocks: int
     block_size: int
     num_preemptions: int = 0
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
-    num_computed_prompt_tokens: int = 0  # preempted requests compute theirs again
+    num_computed_prompt_tokens: int = 0  # preempted requests are counted again
     first_token: Distribution = field(default_factory=Distribution)  # seconds from arrival
     between_tokens: Distribution = field(default_factory=Distribution)  # seconds
     latency: Distribution = field(default_factory=Distribution)  # seconds from arrival to the last token
@@ -61,7 +61,7 @@ class TraceReport:
 
     @property
     def utilisation(self) -> float:
-        """Filled slots over the slots of allocated blocks, both summed over time."""
+        """Reserved tokens over the capacity of allocated blocks, both summed over time."""
         filled = sum(m.seconds * m.num_used_blocks * m.utilisation for m in self.moments)
         return filled / max(sum(m.seconds * m.num_used_blocks for m in self.moments), 1e-12)
 
@@ -111,7 +111,7 @@ class TraceReport:
 
 
 class Recording:
-    """Collects what a run does, step by step."""
+    """Records a run, step by step."""
 
     def __init__(self, engine: InferenceEngine, on_progress: Progress | None = None) -> None:
         self.engine = engine
@@ -127,7 +127,7 @@ class Recording:
         return time.perf_counter() - self.begin
 
     def step(self) -> list[StepResult]:
-        """One step of the engine, noted."""
+        """Run and record one step of the engine."""
         start = self.now()
         results = self.engine.step()
         end = self.now()
@@ -153,7 +153,7 @@ class Recording:
         return results
 
     def report(self, name: str, requests: Sequence[TraceRequest], arrivals: Sequence[float]) -> TraceReport:
-        """Summarise; only the tokens that a request asked for are counted."""
+        """Summarise the run; only requested tokens are counted."""
         times = [self.token_times[str(i)][: request.num_output] for i, request in enumerate(requests)]
         stats, cache = self.engine.stats(), self.engine.config.cache
         return TraceReport(
@@ -183,9 +183,9 @@ def replay(
     on_progress: Progress | None = None,
     name: str = "continuous",
 ) -> TraceReport:
-    """Send each request when its time has come: arrivals are `speed` times as fast as in the trace, 0: all at once.
+    """Send each request at its arrival time, `speed` times as fast as in the trace; 0: all at once.
 
-    Waiting counts from the moment at which the trace says that a request came, even if a long step was running then.
+    Latency counts from the arrival time in the trace, even if a long step was running then.
     """
     arrivals = [request.arrival / speed if speed > 0 else 0.0 for request in requests]
     recording = Recording(engine, on_progress)
@@ -204,5 +204,5 @@ def replay(
 
 
 def exactly(num_tokens: int) -> SamplingParams:
-    """Greedy, and exactly this many tokens."""
+    """Greedy parameters for exactly this many tokens."""
     return SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, detokenize=False)

@@ -1,9 +1,9 @@
-"""Request traces of production services: when requests came, how long they were, and what they had in common.
+"""Request traces of production services: arrival times, lengths, and common prefixes.
 
     Azure      CSV    TIMESTAMP,ContextTokens,GeneratedTokens
     Mooncake   JSONL  {"timestamp": ms, "input_length": n, "output_length": n, "hash_ids": [...]}
 
-A Mooncake hash id names 512 tokens of a prompt together with all before them, so equal ids are equal prefixes.
+A Mooncake hash id identifies 512 tokens of a prompt and all tokens before them: equal ids are equal prefixes.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ import numpy as np
 
 from bifolio.errors import ConfigError
 
-MOONCAKE_BLOCK = 512  # tokens that one hash id stands for
+MOONCAKE_BLOCK = 512  # tokens per hash id
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request of a trace; its words are not known, only their number."""
+    """One request of a trace, by its lengths; its text is not known."""
 
     arrival: float  # seconds after the first request
     num_prompt: int
     num_output: int
-    hash_ids: tuple[int, ...] = ()  # of consecutive parts of the prompt; empty: shared with nobody
+    hash_ids: tuple[int, ...] = ()  # of consecutive parts of the prompt; empty: no shared prefix
     tokens_per_hash: int = MOONCAKE_BLOCK
 
 
 def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
-    """The first `limit` requests of a file, in order of arrival, which is counted from the first."""
+    """The first `limit` requests of a file, in order of arrival; times are relative to the first."""
     if not path.is_file():
         raise ConfigError(f"{path} does not exist: pass an Azure .csv or a Mooncake .jsonl trace")
     read = _read_azure if path.suffix.lower() == ".csv" else _read_mooncake
@@ -55,7 +55,9 @@ def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
 def _read_azure(path: Path) -> Iterator[TraceRequest]:
     with path.open(encoding="utf-8", newline="") as lines:
         for row in csv.DictReader(lines):
-            moment = datetime.fromisoformat(row["TIMESTAMP"][:26])  # seven digits of a second are one too many
+            moment = datetime.fromisoformat(
+                row["TIMESTAMP"][:26]
+            )  # `fromisoformat` accepts at most six digits of a second
             yield TraceRequest(moment.timestamp(), _count(row["ContextTokens"]), _count(row["GeneratedTokens"]))
 
 
@@ -81,7 +83,7 @@ def _count(value: str | int) -> int:
 
 
 def scaled(requests: Sequence[TraceRequest], scale: float, max_model_len: int) -> tuple[list[TraceRequest], int]:
-    """Lengths times `scale`, at least one token each; and how many had to be cut to fit into `max_model_len`."""
+    """Lengths times `scale`, at least one token each; and the number of requests cut to fit into `max_model_len`."""
     if not scale > 0:
         raise ConfigError(f"the scale of lengths must be above 0, not {scale:g}")
     results, num_cut = [], 0
@@ -101,7 +103,7 @@ def longest(requests: Sequence[TraceRequest], scale: float) -> int:
 
 
 def make_prompts(requests: Sequence[TraceRequest], vocab_size: int, seed: int = 0) -> list[list[int]]:
-    """Random tokens of the right number; parts with the same hash id are the same tokens."""
+    """Prompts of random tokens with the given lengths; parts with equal hash ids have equal tokens."""
     return [_prompt(request, index, vocab_size, seed) for index, request in enumerate(requests)]
 
 

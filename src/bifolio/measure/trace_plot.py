@@ -1,4 +1,4 @@
-"""The picture of a replayed trace."""
+"""Plot of a replayed trace."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COLOURS = ("#1f77b4", "#d62728", "#ff7f0e")
 
 
 def plot_trace(reports: Sequence[TraceReport], path: Path, title: str) -> None:
-    """Five panels: requests, the cache, its waste on a scale of its own, waiting times, and progress."""
+    """Five panels: requests, the cache, KV waste on its own scale, latencies, and progress of all compared runs."""
     main = reports[0]
     figure = new_figure(12, 8)
     figure.suptitle(title, fontsize=13)
@@ -105,5 +105,5 @@ def _plot_progress(axes: Any, reports: Sequence[TraceReport]) -> None:
         useful = produced * report.num_output_tokens / max(produced[-1], 1)  # padding spread over the run
         label = f"{report.name}: {report.output_speed:.0f} tokens/s"
         axes.plot(at, useful, color=COLOURS[index % len(COLOURS)], label=label)
-    axes.set(title="Output tokens that were asked for", xlabel="seconds", ylabel="tokens")
+    axes.set(title="Requested output tokens", xlabel="seconds", ylabel="tokens")
     axes.legend(loc="lower right")

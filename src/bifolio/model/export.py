@@ -1,4 +1,4 @@
-"""The weights of a model as named tensors, for the writers of files."""
+"""The weights of a model as named tensors, for the file writers."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class NamedTensor:
     name: str
     tensor: QuantizedTensor
     kind: Kind
-    row_order: NDArray[np.int64] | None = None  # i64[rows]  how the rows are to be rearranged; None: as they are
+    row_order: NDArray[np.int64] | None = None  # i64[rows]  new order of the rows; None: unchanged
 
     def rearranged(self) -> QuantizedTensor:
-        """The tensor with its rows (or the values of a vector) in the order that the file wants."""
+        """The tensor with its rows (or the values of a vector) in the order of the file."""
         if self.row_order is None:
             return self.tensor
         if len(self.tensor.shape) == 1:
@@ -38,7 +38,7 @@ class NamedTensor:
 
 
 def named_tensors(weights: ModelWeights, names: TensorNames, *, interleaved: bool) -> Iterator[NamedTensor]:
-    """Every tensor once, layer by layer. `interleaved`: whether the file rotates neighbouring pairs."""
+    """Yield every tensor once, layer by layer. `interleaved`: the file uses rope on neighbouring pairs."""
     yield NamedTensor(names.embedding + ".weight", _quantized(weights.embedding), "embedding")
     if weights.position_embedding is not None:
         yield NamedTensor(names.positions + ".weight", _quantized(weights.position_embedding), "positions")
@@ -68,9 +68,11 @@ def _layer(
 
 
 def _row_orders(config: ModelConfig, *, to_interleaved: bool, num_parts: int) -> tuple[NDArray[np.int64] | None, ...]:
-    """Rows of queries and keys, rearranged head by head: (i, i + half) become neighbours, or the reverse."""
+    """Row order of queries and keys that makes (i, i + half) of each head neighbours, or the reverse."""
     if num_parts != 3 or any(rope.rotary_dim != config.head_dim for rope in config.ropes):
-        raise UnsupportedModelError("only whole heads of separate queries and keys can be rearranged for another rope")
+        raise UnsupportedModelError(
+            "a file with another rope layout needs separate query and key matrices of fully rotated heads"
+        )
     half = config.head_dim // 2
     inner = (2, half) if to_interleaved else (half, 2)
 

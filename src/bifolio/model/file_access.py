@@ -1,4 +1,4 @@
-"""Reading files by memory map and writing them in one step."""
+"""Memory-mapped reading and atomic writing of files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bifolio.quant.formats import Bytes
 
 
 def map_file(path: Path) -> Bytes:
-    """The bytes of a file as a read-only map: u8[size]. Pages are read when touched; nothing is copied."""
+    """Map a file read-only: u8[size]. Pages are read on first access; nothing is copied."""
     try:
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_size == 0:
@@ -33,9 +33,9 @@ def map_file(path: Path) -> Bytes:
 
 @contextlib.contextmanager
 def atomic_path(path: Path, *, overwrite: bool = True) -> Iterator[Path]:
-    """A temporary file to fill, which takes the place of `path` when the block ends without an error.
+    """Yield a temporary file that replaces `path` when the block ends without an error.
 
-    Readers see the old file or the whole new one, never a part; after an error nothing is left behind.
+    Readers see either the old file or the complete new one; after an error the temporary file is removed.
     """
     refuse_existing(path, overwrite)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,13 +55,13 @@ def atomic_path(path: Path, *, overwrite: bool = True) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def atomic_write(path: Path, *, overwrite: bool = True) -> Iterator[BinaryIO]:
-    """A file to write to, with the promises of `atomic_path`."""
+    """Open a file for writing, with the guarantees of `atomic_path`."""
     with atomic_path(path, overwrite=overwrite) as temporary, temporary.open("wb") as file:
         yield file
 
 
 def refuse_existing(path: Path, overwrite: bool) -> None:
-    """ConfigError when `path` exists and must not be replaced."""
+    """Raise ConfigError if `path` exists and `overwrite` is off."""
     if not overwrite and path.exists():
         raise ConfigError(f"{path} exists already: choose another name or pass --force to replace it")
 
@@ -72,7 +72,7 @@ def _flush_to_disk(path: str) -> None:
 
 
 def _give_ordinary_mode(path: str) -> None:
-    """Temporary files are private; the finished one gets the permissions that `open` would have given it."""
+    """Set the permissions of a finished file to those of `open`; temporary files are private."""
     umask = os.umask(0)
     os.umask(umask)
     os.chmod(path, 0o666 & ~umask)

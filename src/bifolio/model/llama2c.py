@@ -1,11 +1,11 @@
-"""llama2.c files: seven numbers, then every weight as float32, matrices of one kind for all layers together.
+"""llama2.c files: a header of seven integers, then every weight as float32, grouped by kind over all layers.
 
     |dim|hidden|layers|heads|kv heads|vocabulary|context|  (int32; a negative vocabulary: the head has its own weights)
     token embedding, attention norms, wq, wk, wv, wo, MLP norms, w1, w2, w3, final norm, two tables of rope
-    (unused since the angles are computed), head where it is not tied
+    (not read: the angles are computed), head if it is not tied
 
-The tokenizer lies beside the model: `NAME.tokenizer.bin`, or `tokenizer.bin` in the same folder. It holds the longest
-token's length (int32), then for every token its score (float32), its length (int32) and its bytes.
+The tokenizer is a file beside the model: `NAME.tokenizer.bin`, or `tokenizer.bin` in the same folder. It holds the
+length of the longest token (int32), then for every token its score (float32), its length (int32) and its bytes.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from bifolio.config import ModelConfig, RopeConfig
 from bifolio.errors import ConfigError, ModelFileError
 from bifolio.model.file_access import map_file
 from bifolio.model.gguf.tokenizer import TokenType, Vocabulary, sentencepiece_tokenizer
-from bifolio.model.loaded import LoadedModel
+from bifolio.model.loaded import LoadedModel, TextModel
 from bifolio.model.model_file import ModelFile
 from bifolio.model.tensor_names import GGUF_LLAMA
-from bifolio.model.text_model import TextModel
 from bifolio.quant.formats import Bytes, QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 from bifolio.text.tokenizer import Tokenizer
@@ -37,7 +36,7 @@ _FIRST_BYTE = 3
 
 
 class _Place(NamedTuple):
-    """Tensors of one kind, one per layer, one after the other."""
+    """Consecutive tensors of one kind, one per layer."""
 
     start: int  # in bytes from the start of the file
     shape: tuple[int, ...]  # of each
@@ -45,7 +44,7 @@ class _Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Llama2cTensors:
-    """The tensors of a file, by the names that they would have in a GGUF file."""
+    """The tensors of a file, by their GGUF names."""
 
     path: Path
     data: Bytes
@@ -63,7 +62,7 @@ class Llama2cTensors:
 
 
 def load_llama2c(path: str | Path) -> LoadedModel:
-    """The model in a llama2.c file."""
+    """Load the model of a llama2.c file."""
     return open_llama2c(path).load()
 
 
@@ -84,7 +83,7 @@ def open_llama2c(path: str | Path) -> ModelFile:
 
 
 def find_tokenizer(path: Path) -> Path | None:
-    """The tokenizer that belongs to a model file, if it lies beside it."""
+    """Path of the tokenizer beside a model file, or None."""
     for candidate in (path.with_suffix(".tokenizer.bin"), path.with_name("tokenizer.bin")):
         if candidate.is_file():
             return candidate
@@ -99,7 +98,7 @@ def _read_config(path: Path, data: Bytes) -> ModelConfig:
     numbers = (dim, hidden, layers, heads, kv_heads, vocabulary, context)
     if any(not 0 < number < _LARGEST for number in numbers) or dim % heads:
         raise ModelFileError(f"{path}: {numbers} are not the sizes of a llama2.c model")
-    # One tensor a layer at the least: refuse absurd numbers of layers before anything is made for each.
+    # Reject impossible numbers of layers before allocating anything per layer.
     if layers * dim * 4 > data.size:
         raise ModelFileError(f"{path}: {layers} layers of {dim} values do not fit into {data.size} bytes")
     try:
@@ -125,7 +124,7 @@ def _read_config(path: Path, data: Bytes) -> ModelConfig:
 
 
 def _layout(path: Path, config: ModelConfig, file_size: int) -> dict[str, _Place]:
-    """Where each kind of tensor starts, by the name it would have in a GGUF file."""
+    """The position of each kind of tensor, by its GGUF name."""
     d, ffn, kv, vocabulary = config.hidden_size, config.intermediate_size, config.kv_size, config.vocab_size
     rope_bytes = 2 * config.max_position * (config.head_dim // 2) * 4
     order: list[tuple[str, tuple[int, ...], int]] = [
@@ -149,7 +148,7 @@ def _layout(path: Path, config: ModelConfig, file_size: int) -> dict[str, _Place
         position += rope_bytes
         places["output"] = _Place(position, (vocabulary, d))
         position += QuantFormat.F32.bytes_for((vocabulary, d))
-    # The tables of rope end the file when the head is tied; files without them are complete as well.
+    # With a tied head the rope tables are last and may be missing.
     if not position <= file_size <= position + rope_bytes:
         raise ModelFileError(f"{path}: the sizes in its header need {position} bytes but the file has {file_size}")
     return places
@@ -162,7 +161,7 @@ def _split_name(name: str) -> tuple[str, int]:
 
 
 def read_tokenizer(path: Path, vocab_size: int) -> Tokenizer:
-    """SentencePiece's tokens and scores; spaces are spelled as spaces, and begin-of-text goes before every prompt."""
+    """Read SentencePiece tokens and scores; spaces are plain spaces, and begin-of-text precedes every prompt."""
     data = map_file(path)
     position, buffer, size = 4, data.data, int(data.size)
     if vocab_size * 8 + 4 > size:

@@ -1,15 +1,46 @@
-"""A model with its weights, ready to be prepared by a kernel set."""
+"""A model without its weights (`TextModel`) and with them (`LoadedModel`)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
 
-from bifolio.model.text_model import TextModel
+from bifolio.config import ModelConfig
+from bifolio.errors import RequestError
 from bifolio.model.weights import ModelWeights
+from bifolio.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class TextModel:
+    """Configuration, tokenizer, chat template and generation defaults: enough to process text and to plan memory.
+
+    Opening a `TextModel` reads no weights.
+    """
+
+    path: Path
+    config: ModelConfig
+    tokenizer_source: Callable[[], Tokenizer] | None = None
+    generation_config: dict[str, Any] = field(default_factory=dict)
+    chat_template: str | None = None
+    special_tokens: dict[str, str] = field(default_factory=dict)  # by their names in chat templates: bos_token, ...
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer, built on first use; None if the files have none."""
+        return None if self.tokenizer_source is None else self.tokenizer_source()
+
+    def require_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise RequestError(f"{self.path} has no tokenizer: pass prompts as lists of token ids")
+        return self.tokenizer
 
 
 @dataclass(frozen=True)
 class LoadedModel(TextModel):
-    """A `TextModel` and its weights, which are views of the mapped files in the formats that the files have."""
+    """A `TextModel` with its weights, as views of the mapped files in the formats of the files."""
 
     weights: ModelWeights = field(kw_only=True)

@@ -1,4 +1,4 @@
-"""A model reference (folder, file or name) → `TextModel` or `LoadedModel`. The same everywhere `--model` is taken."""
+"""Open a model reference (folder, file or name), as passed to `--model`, as a `TextModel` or `LoadedModel`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from bifolio.errors import ModelFileError
-from bifolio.model.loaded import LoadedModel
+from bifolio.model.loaded import LoadedModel, TextModel
 from bifolio.model.model_file import ModelFile
-from bifolio.model.text_model import TextModel
 
 
 def load_model(reference: str | Path) -> LoadedModel:
@@ -17,12 +16,12 @@ def load_model(reference: str | Path) -> LoadedModel:
 
 
 def open_text_model(reference: str | Path) -> TextModel:
-    """Open everything about a model but its weights."""
+    """Open a model without its weights."""
     return open_model(reference).text
 
 
 def open_model(reference: str | Path) -> ModelFile:
-    """Check the headers of a model's files; nothing of the weights is read or assembled."""
+    """Check the headers of a model's files without reading or assembling weights."""
     path = resolve(reference)
     if path.is_dir():
         from bifolio.model.huggingface.hf_loader import open_folder
@@ -34,7 +33,7 @@ def open_model(reference: str | Path) -> ModelFile:
         from bifolio.model.registry import pulled_defaults
 
         opened = open_gguf_model(path)
-        # Defaults that the file itself holds come before those that were noted when it was pulled.
+        # Defaults in the file itself take precedence over those recorded by `bifolio pull`.
         defaults = {**pulled_defaults(path), **opened.text.generation_config}
         return replace(opened, text=replace(opened.text, generation_config=defaults))
     if suffix == ".bin":
@@ -45,7 +44,7 @@ def open_model(reference: str | Path) -> ModelFile:
 
 
 def resolve(reference: str | Path) -> Path:
-    """The path behind a reference; a name is looked up among the models in the box and those that were pulled."""
+    """Resolve a reference to a path; names are looked up among the embedded and the pulled models."""
     path = Path(reference).expanduser()
     if path.exists():
         return path
@@ -56,7 +55,7 @@ def resolve(reference: str | Path) -> Path:
         if found is not None:
             return found
         if reference.startswith("hf:") or reference in PULLABLE:
-            raise ModelFileError(f"{reference} is not here: fetch it with `bifolio pull {reference}`")
+            raise ModelFileError(f"{reference} is not downloaded: fetch it with `bifolio pull {reference}`")
     if isinstance(reference, str) and not any(sign in reference for sign in "/\\") and not path.suffix:
         known = ", ".join(known_names()) or "none"
         raise ModelFileError(f"no model is called {reference!r} and no such file exists; known names: {known}")

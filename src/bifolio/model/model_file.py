@@ -1,8 +1,8 @@
-"""An opened model: headers are parsed and checked, no tensor is read.
+"""An opened model: its headers are parsed and checked; no tensor is read.
 
 open_model(reference) -> ModelFile
     .text     TextModel: configuration, tokenizer, chat template, defaults
-    .views()  every tensor of the network where it lies in the file, for lists and plans
+    .views()  every tensor of the network as a view of the file, for listings and memory plans
     .load()   LoadedModel: the views by role; only norms and biases are decoded
 """
 
@@ -11,9 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from bifolio.model.loaded import LoadedModel
+from bifolio.model.loaded import LoadedModel, TextModel
 from bifolio.model.tensor_names import TensorNames, assemble, network_tensors
-from bifolio.model.text_model import TextModel
 from bifolio.quant.formats import Floats
 from bifolio.quant.tensor import QuantizedTensor
 
@@ -22,7 +21,7 @@ class TensorSource(Protocol):
     """The tensors of the files of one model."""
 
     def view(self, name: str, shape: tuple[int, ...]) -> QuantizedTensor:
-        """The tensor in the format of the file, or a ModelFileError when it is missing or has another shape."""
+        """The tensor in the format of the file; ModelFileError if it is missing or has another shape."""
         ...
 
 
@@ -35,7 +34,7 @@ class ModelFile:
     source: TensorSource
 
     def views(self) -> list[QuantizedTensor]:
-        """Every tensor of the network once, as it lies in the file."""
+        """Every tensor of the network once, as a view of the file."""
         return [self.source.view(name, shape) for name, shape in network_tensors(self.text.config, self.names).items()]
 
     def load(self) -> LoadedModel:

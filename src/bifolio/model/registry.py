@@ -1,4 +1,4 @@
-"""Models known by name: those shipped inside the package, and those the user pulled into the cache.
+"""Models known by name: embedded in the package, or pulled into the cache.
 
 src/bifolio/models/stories.gguf          embedded
 $BIFOLIO_CACHE/models/smollm2.gguf       pulled, with smollm2.source.json beside it
@@ -17,7 +17,7 @@ from typing import Literal
 from bifolio.errors import BifolioError
 
 DEFAULT_MODEL = "stories"
-PULLABLE = ("smollm2",)  # names that `bifolio pull` knows
+PULLABLE = ("smollm2",)  # names accepted by `bifolio pull`
 SOURCE_SUFFIX = ".source.json"
 
 Origin = Literal["embedded", "pulled"]
@@ -25,7 +25,7 @@ Origin = Literal["embedded", "pulled"]
 
 @dataclass(frozen=True, slots=True)
 class ModelEntry:
-    """A model by name, as its header describes it; `problem` says why one cannot be read."""
+    """A named model as described by its header; `problem` is the reason if it cannot be read."""
 
     name: str
     origin: Origin
@@ -34,7 +34,7 @@ class ModelEntry:
     architecture: str | None = None
     num_parameters: int | None = None
     format: str | None = None  # of most of the weights, by bytes
-    source: str | None = None  # what it was pulled from
+    source: str | None = None  # the reference it was pulled from
     problem: str | None = None
 
 
@@ -43,7 +43,7 @@ def embedded_dir() -> Path:
 
 
 def cache_dir() -> Path:
-    """Where pulled models lie: $BIFOLIO_CACHE, or the user's cache folder."""
+    """The folder of pulled models: in $BIFOLIO_CACHE, or in the user's cache folder."""
     if override := os.environ.get("BIFOLIO_CACHE"):
         return Path(override).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
@@ -55,7 +55,7 @@ def pulled_dir() -> Path:
 
 
 def find_model(name: str) -> Path | None:
-    """The path behind a name, or behind the reference (`hf:org/name`) that a model was pulled by."""
+    """The path of a model by its name, or by the reference (`hf:org/name`) it was pulled from."""
     if not _is_plain(name):
         return _find_by_source(name)
     for folder in (embedded_dir(), pulled_dir()):
@@ -70,12 +70,12 @@ def known_names() -> list[str]:
 
 
 def list_models() -> list[ModelEntry]:
-    """Embedded models first; only headers are read."""
+    """List all models, embedded ones first; only headers are read."""
     return [describe(name, origin, path) for name, origin, path in _found()]
 
 
 def describe(name: str, origin: Origin, path: Path) -> ModelEntry:
-    """What the header of a model says; one that cannot be read is listed with the reason."""
+    """Describe a model by its header; an unreadable one is listed with the reason."""
     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) if path.is_dir() else _size(path)
     source = pulled_source(name) if origin == "pulled" else None
     try:
@@ -86,13 +86,13 @@ def describe(name: str, origin: Origin, path: Path) -> ModelEntry:
 
 
 def pulled_source(name: str) -> str | None:
-    """What the pulled model `name` came from, as it was written down then."""
+    """The recorded source of the pulled model `name`."""
     source = _pulled_record(name).get("source")
     return source if isinstance(source, str) else None
 
 
 def pulled_defaults(path: Path) -> dict[str, float]:
-    """How a pulled model wants to be sampled, where it was written down beside the file; {} for any other file."""
+    """The sampling defaults recorded beside a pulled model; {} for other files."""
     if path.parent != pulled_dir():
         return {}
     found = _pulled_record(path.stem if path.suffix == ".gguf" else path.name).get("generation_config")
@@ -110,7 +110,7 @@ def _pulled_record(name: str) -> dict[str, object]:
 
 
 def _is_plain(name: str) -> bool:
-    """Whether it can be the name of a file: anything else would lead out of the folders."""
+    """Whether it is a plain file name; other strings could point outside the model folders."""
     return not any(sign in name for sign in "/\\:") and name not in ("", ".", "..")
 
 
@@ -120,7 +120,7 @@ def _found() -> Iterator[tuple[str, Origin, Path]]:
         if not folder.is_dir():
             continue
         for path in sorted(folder.iterdir()):
-            if path.name.startswith("."):  # half-written files of another process
+            if path.name.startswith("."):  # incomplete files of another process
                 continue
             if path.suffix == ".gguf" and path.is_file():
                 yield path.stem, origin, path
@@ -148,7 +148,7 @@ def header(path: Path) -> tuple[str, int, str]:
         config = config_from_hf(read_json(path / "config.json"))
         sizes = [(tensor.format.name, tensor.nbytes) for tensor in folder_tensors(path).values()]
     else:
-        from bifolio.model.gguf.config import config_from_gguf
+        from bifolio.model.gguf.loader import config_from_gguf
         from bifolio.model.gguf.reader import open_gguf
 
         file = open_gguf(path)

@@ -1,6 +1,6 @@
-"""Where each role of the network lies in a file: a table of names, and one function that assembles the weights.
+"""Tensor names by role, and the function that assembles the weights.
 
-The tables here are those of Llama, which most families share; the others have theirs in `model/families/`.
+The tables here are those of Llama, which most families share; other families define theirs in `model/families/`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ FetchVector = Callable[[str, tuple[int, ...]], Array]  # the same as f32 array, 
 
 @dataclass(frozen=True, slots=True)
 class TensorNames:
-    """Names without `.weight` and `.bias`; those of a layer follow `layer` with its number put in."""
+    """Names without `.weight` and `.bias`; those of a layer are prefixed by `layer` with its number."""
 
     embedding: str
     layer: str
     attention_norm: str
-    qkv: tuple[str, ...]  # three names, or one when the file fuses them
+    qkv: tuple[str, ...]  # three names, or one if the file fuses them
     output: str
     mlp_norm: str
     up: tuple[str, ...]  # gate and up, or one name
@@ -39,10 +39,10 @@ class TensorNames:
     key_norm: str = ""
     post_attention_norm: str = ""
     post_mlp_norm: str = ""
-    transposed: bool = False  # matrices of layers lie [in, out] in the file
+    transposed: bool = False  # matrices of layers are stored as [in, out]
 
     def is_transposed(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Whether a tensor lies transposed in the file."""
+        """Whether the file stores the tensor transposed."""
         return self.transposed and len(shape) == 2 and name.startswith(self.layer.split("{}")[0])
 
 
@@ -79,7 +79,7 @@ GGUF_LLAMA = TensorNames(
 
 
 def assemble(config: ModelConfig, names: TensorNames, fetch: Fetch, vector: FetchVector) -> ModelWeights:
-    """Build the weights by asking for every tensor by name and shape."""
+    """Build the weights; `fetch` and `vector` supply every tensor by name and shape."""
     d = config.hidden_size
     embedding = fetch(names.embedding + ".weight", (config.vocab_size, d))
     positions = fetch(names.positions + ".weight", (config.max_position, d)) if config.learned_positions else None
@@ -98,7 +98,7 @@ def assemble(config: ModelConfig, names: TensorNames, fetch: Fetch, vector: Fetc
 
 
 def network_tensors(config: ModelConfig, names: TensorNames) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of the network, as a file has them."""
+    """Name and shape of every tensor of the network, as stored in a file."""
     shapes: dict[str, tuple[int, ...]] = {}
 
     def note(name: str, shape: tuple[int, ...]) -> Array:
@@ -147,6 +147,6 @@ def _norm(config: ModelConfig, name: str, size: int, vector: FetchVector, rms: b
     centered = config.norm == "layer" and not rms
     weight = vector(name + ".weight", (size,))
     if config.norm_offset:
-        weight = weight + config.norm_offset  # a Python float keeps the array's own type
+        weight = weight + config.norm_offset  # a Python float keeps the dtype of the array
     bias = vector(name + ".bias", (size,)) if centered else None
     return Norm(weight, bias, config.norm_eps, centered)

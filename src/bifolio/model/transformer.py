@@ -1,6 +1,6 @@
-"""The network, once: a function of (weights, batch, kernels, storage), made of kernel verbs alone.
+"""The network as a function of (weights, batch, kernels, storage), composed of kernel operations only.
 
-Training, serving, the CPU and the GPU all run this function; families differ in the weights' configuration.
+Training and serving run this function on the CPU and on a GPU; families differ in their configuration.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def hidden_states(weights: ModelWeights, batch: Batch, kernels: KernelSet, stora
     return x
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # the compiler of torch wants to hash it before it is filled
+@dataclass(frozen=True, slots=True, eq=False)  # torch.compile hashes it before its fields are set
 class PagedAttentionLayer:
-    """The attention half of a transformer layer. Blocks were allocated before; a layer never allocates."""
+    """The attention part of a transformer layer. The planner reserved all blocks; a layer allocates none."""
 
     weights: LayerWeights
 
@@ -55,7 +55,7 @@ def mlp(layer: LayerWeights, x: Array, activation: str, gated: bool, kernels: Ke
 
 
 def forward(weights: ModelWeights, batch: Batch, kernels: KernelSet, storage: Storage | None) -> Array:
-    """Logits of the tokens that `batch.logit_rows` names (None: all of them): f32[r, vocab]."""
+    """Logits of the tokens in `batch.logit_rows` (None: all tokens): f32[r, vocab]."""
     x = hidden_states(weights, batch, kernels, storage)
     if batch.logit_rows is not None:
         x = kernels.take(x, batch.logit_rows)

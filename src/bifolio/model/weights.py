@@ -1,7 +1,7 @@
-"""The weights of a network, by role. Kernels see these; files and torch modules fill them.
+"""The weights of a network by role: built from files or torch modules, read by kernels.
 
-A matrix is [out, in], as it lies in the file (`QuantizedTensor`, memory-mapped) or as a torch tensor. Layers that read
-the same input are parts of one `Linear`, so that a kernel set can fuse them when it prepares the weights.
+A matrix is [out, in]: a `QuantizedTensor` (memory-mapped) or a torch tensor. Projections of the same input are parts of
+one `Linear`, so that a kernel set can fuse them when it prepares the weights.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ __all__ = ["LayerWeights", "Linear", "ModelWeights", "Norm", "inverse_frequencie
 class LayerWeights:
     """One transformer layer."""
 
-    shape: AttentionShape  # with the norms of single query and key heads
+    shape: AttentionShape  # including the norms of query and key heads
     attention_norm: Norm
     qkv: Linear
     output: Linear
     post_attention_norm: Norm | None
     mlp_norm: Norm
-    up: Linear  # gate and up side by side when the MLP is gated
+    up: Linear  # gate and up, if the MLP is gated
     down: Linear
     post_mlp_norm: Norm | None
     rope: int | None  # index into ModelWeights.inverse_frequencies; None: learned positions
@@ -45,18 +45,18 @@ class ModelWeights:
     final_norm: Norm
     head: Linear
     inverse_frequencies: tuple[Array, ...]  # f32[rotary_dim/2] for each rope configuration
-    rope_scales: tuple[float, ...]  # what cos and sin are multiplied by
-    prepared_for: KernelSet | None = None  # whose arrays these are; None: as they came from a file
+    rope_scales: tuple[float, ...]  # factor on cos and sin for each rope configuration
+    prepared_for: KernelSet | None = None  # the kernel set that owns the arrays; None: as loaded from a file
 
     def matrices(self) -> list[QuantizedTensor | Array]:
-        """Every matrix once, in the order of use; a matrix that is used twice (tied embeddings) is one."""
+        """Every matrix once, in the order of use; tied embeddings are one matrix."""
         found = [self.embedding, *([] if self.position_embedding is None else [self.position_embedding])]
         for layer in self.layers:
             found += [*layer.qkv.parts, *layer.output.parts, *layer.up.parts, *layer.down.parts]
         return list({id(matrix): matrix for matrix in [*found, *self.head.parts]}.values())
 
     def formats(self) -> list[QuantFormat]:
-        """The format of every matrix of a file."""
+        """The format of every matrix loaded from a file."""
         return [matrix.format for matrix in self.matrices() if isinstance(matrix, QuantizedTensor)]
 
 
@@ -77,7 +77,7 @@ def attention_shape(
 
 
 def prepare(weights: ModelWeights, kernels: KernelSet) -> ModelWeights:
-    """Hand every weight to the kernel set once, at load: it repacks, fuses, or moves it to its device."""
+    """Prepare every weight at load: the kernel set repacks it, fuses it, or moves it to its device."""
     if weights.prepared_for is kernels:
         return weights
 
@@ -113,7 +113,7 @@ def prepare(weights: ModelWeights, kernels: KernelSet) -> ModelWeights:
 
 
 def inverse_frequencies(rope: RopeConfig, max_model_len: int = 0) -> tuple[np.ndarray, float]:
-    """Rotation per position of each pair, f32[rotary_dim/2], and the factor on cos and sin."""
+    """Rotation per position of each pair (radians), f32[rotary_dim/2], and the factor on cos and sin."""
     half = np.arange(0, rope.rotary_dim, 2, dtype=np.float32) / np.float32(rope.rotary_dim)
     frequencies = (1.0 / np.power(np.float32(rope.theta), half)).astype(np.float32)
     if rope.scaling == "linear":
@@ -131,7 +131,7 @@ def inverse_frequencies(rope: RopeConfig, max_model_len: int = 0) -> tuple[np.nd
 
 
 def _llama3_frequencies(frequencies: np.ndarray, rope: RopeConfig) -> np.ndarray:
-    """Low frequencies are divided by the factor, high ones kept, those between blended."""
+    """Divide low frequencies by the factor, keep high ones, blend those between."""
     wavelengths = 2 * np.pi / frequencies
     low = rope.original_max_position / rope.low_freq_factor
     high = rope.original_max_position / rope.high_freq_factor
@@ -144,10 +144,10 @@ def _llama3_frequencies(frequencies: np.ndarray, rope: RopeConfig) -> np.ndarray
 
 
 def _yarn_frequencies(frequencies: np.ndarray, rope: RopeConfig) -> np.ndarray:
-    """Interpolate slow dimensions, keep fast ones, with a linear ramp between."""
+    """Interpolate low frequencies, keep high ones, with a linear ramp between."""
 
     def dimension(rotations: float) -> float:
-        """The dimension that turns `rotations` times over the original context."""
+        """The dimension that completes `rotations` rotations over the original context."""
         turns = rope.original_max_position / (rotations * 2 * np.pi)
         return float(rope.rotary_dim * np.log(turns) / (2 * np.log(rope.theta)))
 

@@ -1,11 +1,11 @@
-"""From the format of a file to one that a kernel set multiplies by.
+"""Conversion of weights from the format of a file to a format that a kernel set multiplies directly.
 
     Q4_K                     -> Q4_1, with the same codes
-    other quantised formats  -> Q8_0, which adds next to no error of its own
-    doubles, whole numbers   -> F32
+    other quantised formats  -> Q8_0, with negligible additional error
+    F64, integers            -> F32
 
-A kernel set names the formats that it takes as they are (`KernelSet.formats`) and converts the others when it prepares
-them. Plans and notes are made from formats alone, without converting anything.
+A kernel set lists the formats that it multiplies directly (`KernelSet.formats`) and converts the others when it
+prepares the weights. Memory plans and notes depend on the formats alone; they convert nothing.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from bifolio.quant.formats import Bytes, Floats, QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
 DENSE_FORMATS = frozenset({QuantFormat.F32, QuantFormat.F16, QuantFormat.BF16})
-_Q4_K_CHUNK = 4096  # blocks of 256 values that are taken apart at a time
+_Q4_K_CHUNK = 4096  # blocks of 256 values that are converted at a time
 
 
 def target_format(format: QuantFormat, accepted: Set[QuantFormat]) -> QuantFormat:
-    """The format that a kernel set works with when a file has `format`: the same one where it is accepted."""
+    """The format in which a kernel set prepares weights of `format`; `format` itself if it is accepted."""
     candidates = [format]
     if format is QuantFormat.Q4_K:
         candidates.append(QuantFormat.Q4_1)
@@ -40,7 +40,7 @@ def target_format(format: QuantFormat, accepted: Set[QuantFormat]) -> QuantForma
 
 
 def convert(tensor: Any, accepted: Set[QuantFormat]) -> Any:
-    """`tensor` in a format of `accepted`, or itself where it has one already or is not a `QuantizedTensor`."""
+    """Convert `tensor` to a format of `accepted`; unchanged if it has one already or is not a `QuantizedTensor`."""
     if not isinstance(tensor, QuantizedTensor):
         return tensor
     target = target_format(tensor.format, accepted)
@@ -69,8 +69,8 @@ def conversion_notes(formats: Iterable[QuantFormat], accepted: Set[QuantFormat],
 def _q4_k_as_q4_1(raw: Bytes) -> Bytes:
     """Q4_K: |d: f16|dmin: f16|8 scales and 8 minimums of 6 bits in 12 bytes|128 bytes of nibbles|, 256 values.
 
-    Each 32 bytes of nibbles hold 32 low ones, then 32 high ones: two groups of 32 values. The scale and the minimum of
-    every group are multiplied out and rounded to halves; the codes stay.
+    Each 32 bytes of nibbles hold two groups of 32 values: first the low nibbles, then the high ones. The scale and the
+    minimum of every group are multiplied out and rounded to f16; the codes are unchanged.
     """
     blocks = raw.reshape(-1, QuantFormat.Q4_K.block_bytes)
     result = np.empty((blocks.shape[0], 8, QuantFormat.Q4_1.block_bytes), np.uint8)
@@ -88,7 +88,7 @@ def _q4_k_as_q4_1(raw: Bytes) -> Bytes:
 
 
 def _six_bit_pairs(packed: Bytes) -> tuple[Floats, Floats]:
-    """Scales and minimums, f32[n, 8] each: four in the low 6 bits of a byte, four put together of 4 and 2 bits."""
+    """Scales and minimums, f32[n, 8] each: four in the low 6 bits of a byte, four composed of 4 and 2 bits."""
     first, second, third = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
     scales = np.concatenate([first & 63, (third & 15) | ((first >> 6) << 4)], axis=1)
     minimums = np.concatenate([second & 63, (third >> 4) | ((second >> 6) << 4)], axis=1)

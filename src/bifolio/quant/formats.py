@@ -1,18 +1,18 @@
-"""The numeric formats of weights, byte for byte those of GGML.
+"""The numeric formats of weights, with the byte layouts of GGML.
 
-A format cuts the last dimension of a tensor into blocks of `block_elements` values, stored in `block_bytes` bytes.
-Six of them can be written as well as read:
+A format divides the last dimension of a tensor into blocks of `block_elements` values, stored in `block_bytes` bytes.
+Six formats can be written as well as read:
 
-    F32, F16, BF16   one value per block, as it is
+    F32, F16, BF16   one value per block
     Q8_0   |d: f16|32 x int8|                  34 bytes   value = d * q
     Q4_0   |d: f16|16 bytes of nibbles|        18 bytes   value = d * (q - 8)
     Q4_1   |d: f16|m: f16|16 bytes of nibbles| 20 bytes   value = d * q + m
 
 Low nibbles are the elements 0-15 of a block, high nibbles the elements 16-31. Conversions run in float32 with the
-same roundings as GGML's reference code, so files made here and elsewhere are interchangeable.
+same rounding as GGML's reference code, so files are interchangeable.
 
 The gguf package decodes the other quantised formats; it is imported when the first such block is decoded. Names and
-sizes are data of this module, so that opening and listing a file needs neither.
+block sizes are stored here, so that opening and listing a file does not need the package.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from bifolio.errors import ConfigError, ModelFileError, UnsupportedModelError
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
+BF16_NAN = np.uint16(0x7FC0)
 
 
 class _Layout(NamedTuple):
@@ -39,10 +40,10 @@ class _Layout(NamedTuple):
 
 
 class QuantFormat(Enum):
-    """A type of GGML: its name, its number in a GGUF file, and the size of its blocks.
+    """A GGML type: its name, its number in a GGUF file, and the size of its blocks.
 
-    Every member can be listed. Those that are `is_readable` can be decoded, and those that are `is_encodable` can be
-    written as well. Which of them a device multiplies directly is for its kernel set to say (`KernelSet.formats`).
+    Tensors of every type can be listed, those of `is_readable` types decoded, those of `is_encodable` types written.
+    `KernelSet.formats` lists the types that a device multiplies directly.
     """
 
     F32 = _Layout(0, 1, 4)
@@ -77,7 +78,7 @@ class QuantFormat(Enum):
     TQ2_0 = _Layout(35, 256, 66)
     MXFP4 = _Layout(39, 32, 17)
     NVFP4 = _Layout(40, 64, 36)
-    # -- listed but not decoded: GGML rounds activations to the first two
+    # -- listed but not decoded; GGML uses the first two for activations
     Q8_1 = _Layout(9, 32, 40)
     Q8_K = _Layout(15, 256, 292)
     Q1_0 = _Layout(41, 128, 18)
@@ -119,7 +120,7 @@ class QuantFormat(Enum):
         return 8 * self.block_bytes / self.block_elements
 
     def row_bytes(self, num_elements: int) -> int:
-        """Bytes of one row; ConfigError when the row cannot be cut into whole blocks."""
+        """Bytes of one row; ConfigError if its length is not a multiple of the block."""
         if num_elements % self.block_elements:
             raise ConfigError(
                 f"a row of {num_elements} values cannot be stored as {self.name}, which needs a multiple of "
@@ -144,7 +145,7 @@ class QuantFormat(Enum):
 
     @classmethod
     def from_ggml_type(cls, ggml_type: int) -> QuantFormat | None:
-        """The format with this number in GGUF files, or None when no known format has it."""
+        """The format with this number in GGUF files, or None if the number is unknown."""
         return _BY_GGML_TYPE.get(ggml_type)
 
 
@@ -152,7 +153,7 @@ _BY_GGML_TYPE = {member.ggml_type: member for member in QuantFormat}
 
 READABLE_FORMATS = frozenset(QuantFormat) - {QuantFormat.Q8_1, QuantFormat.Q8_K, QuantFormat.Q1_0}
 
-# Values converted at a time: large enough for numpy to be quick, small enough that temporaries stay in the cache.
+# Values converted at a time: large enough to amortise numpy calls, small enough that temporaries fit the CPU cache.
 _CHUNK_VALUES = 1 << 18
 
 
@@ -176,7 +177,7 @@ def decode_blocks(blocks: Bytes, format: QuantFormat) -> Floats:
 
 
 def refuse_non_finite(values: Floats, name: str) -> None:
-    """ModelFileError when `values` holds a NaN or an infinity: no format can carry them usefully."""
+    """Raise ModelFileError if `values` holds a NaN or an infinity, which no format can represent usefully."""
     if np.isfinite(values).all():
         return
     position = np.argwhere(~np.isfinite(values))[0]
@@ -210,25 +211,39 @@ def _encode_f16(values: Floats) -> Bytes:
 
 
 def _decode_f16(blocks: Bytes) -> Floats:
-    with np.errstate(invalid="ignore"):  # a signalling NaN in a damaged file is not worth a warning
+    with np.errstate(invalid="ignore"):  # no warning for a signalling NaN in a damaged file
         return blocks.view(np.float16).astype(np.float32)
 
 
+def f32_to_bf16(values: ArrayLike) -> NDArray[np.uint16]:
+    """Round to the nearest bfloat16, ties to even; infinities are kept, a NaN becomes a quiet NaN of the same sign.
+
+    numpy has no bfloat16: the upper 16 bits of the f32 are stored as uint16.
+    """
+    floats = np.ascontiguousarray(values, dtype=np.float32).reshape(np.shape(values))
+    bits = floats.view(np.uint32)
+    rounded = ((bits + (np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1)))) >> 16).astype(np.uint16)
+    nans = np.isnan(floats)
+    if nans.any():  # the addition could carry the payload of a NaN into infinity or into the sign
+        rounded = np.where(nans, (bits >> 16).astype(np.uint16) | np.uint16(0x40), rounded)
+    return rounded
+
+
+def bf16_to_f32(bits: ArrayLike) -> Floats:
+    """The exact f32 value of each bfloat16."""
+    return (np.asarray(bits, dtype=np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
 def _encode_bf16(values: Floats) -> Bytes:
-    """Round to nearest even on the upper 16 bits; a NaN stays a (quiet) NaN."""
-    bits = np.ascontiguousarray(values).view(np.uint32)
-    rounded = (bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16
-    quiet_nan = (bits >> 16) | np.uint32(0x40)
-    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
-    return np.where(is_nan, quiet_nan, rounded).astype(np.uint16).view(np.uint8)
+    return f32_to_bf16(values).view(np.uint8)
 
 
 def _decode_bf16(blocks: Bytes) -> Floats:
-    return (blocks.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return bf16_to_f32(blocks.view(np.uint16))
 
 
 def _inverse(scale: Floats) -> Floats:
-    """1 / scale, and 0 for a block of zeros. Subnormal scales overflow to infinity, as they do in GGML."""
+    """1 / scale, and 0 for a block of zeros. Subnormal scales overflow to infinity, as in GGML."""
     return np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale != 0)
 
 
@@ -242,7 +257,7 @@ def _encode_q8_0(values: Floats) -> Bytes:
         scaled = values * _inverse(scale)
         magnitude = np.abs(scaled)
         whole = np.floor(magnitude)
-        # Halves are rounded away from zero. `magnitude + 0.5` would round 0.49999997 up as well.
+        # Rounds halves away from zero; `magnitude + 0.5` would also round 0.49999997 up.
         rounded = np.sign(scaled) * (whole + np.floor(2 * (magnitude - whole)))
         return np.concatenate([_half(scale), rounded.astype(np.int8).view(np.uint8)], axis=1)
 
@@ -252,7 +267,7 @@ def _decode_q8_0(blocks: Bytes) -> Floats:
 
 
 def _encode_q4_0(values: Floats) -> Bytes:
-    """The value of largest magnitude becomes -8, the end of the range that has one more step."""
+    """The value of largest magnitude is encoded as -8, the larger end of the range -8..7."""
     with np.errstate(all="ignore"):
         extreme = np.take_along_axis(values, np.abs(values).argmax(axis=1)[:, None], axis=1)
         scale = extreme / np.float32(-8)
@@ -294,17 +309,17 @@ def _unpack_nibbles(packed: Bytes) -> Floats:
 
 
 def _decode_plain(dtype: str, blocks: Bytes) -> Floats:
-    """Doubles and whole numbers, rounded to f32."""
+    """Convert F64 or integers to f32."""
     with np.errstate(over="ignore", invalid="ignore"):
         return blocks.view(dtype).astype(np.float32)
 
 
 def _decode_with_gguf(blocks: Bytes, format: QuantFormat) -> Floats:
-    import gguf  # slow to import, and needed for few files
+    import gguf  # slow to import and rarely needed
 
     try:
-        with np.errstate(all="ignore"):  # damaged scales give infinities, which their users refuse
-            row = blocks.reshape(1, -1)  # all blocks at once: the package takes 16 rows at a time
+        with np.errstate(all="ignore"):  # damaged scales give infinities, which callers reject
+            row = blocks.reshape(1, -1)  # one row, because the package processes 16 rows at a time
             values: Floats = gguf.quants.dequantize(row, gguf.GGMLQuantizationType(format.ggml_type))
     except (NotImplementedError, ValueError):
         raise UnsupportedModelError(

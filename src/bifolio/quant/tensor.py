@@ -1,4 +1,4 @@
-"""Tensors in the bytes of their format: views of a file, and the matrices that a linear layer multiplies by."""
+"""Tensors stored in a `QuantFormat`: views of a mapped file, and the weight matrices of linear layers."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from numpy.typing import ArrayLike, NDArray
 from bifolio.errors import ConfigError, ModelFileError
 from bifolio.quant.formats import Bytes, Floats, QuantFormat, decode_blocks, encode_blocks, refuse_non_finite
 
-# Rows that `matmul` turns into floats at a time: 512 rows of 4096 values are 8 MB.
+# Rows that `matmul` dequantises at a time: 512 rows of 4096 values are 8 MB.
 PANEL_ROWS = 512
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedTensor:
-    """A tensor in any format, dense ones included; nothing is converted until it is used.
+    """A tensor in any format, including dense ones; values are dequantised on use.
 
-    The last dimension is the contiguous one, cut into blocks. A matrix of a linear layer has shape (n, k), [out, in].
-    Loaders hand out tensors as views of the mapped file, in the format that the file has.
+    The last dimension is contiguous and divided into blocks. A matrix of a linear layer has shape (n, k), [out, in].
+    Loaders return tensors as views of the mapped file, in the format of the file.
     """
 
     format: QuantFormat
     data: Bytes  # u8[rows, row_bytes]  C order; may be a read-only map of a file
     shape: tuple[int, ...]  # logical shape; rows = product of all dimensions but the last
-    name: str = "the tensor"  # as errors call it
+    name: str = "the tensor"  # used in error messages
 
     def __post_init__(self) -> None:
         expected = (self._rows_of(self.shape), self.format.row_bytes(self.shape[-1] if self.shape else 1))
@@ -40,7 +40,7 @@ class QuantizedTensor:
 
     @classmethod
     def quantize(cls, array: ArrayLike, format: QuantFormat, name: str = "the tensor") -> QuantizedTensor:
-        """Convert floats; NaN and infinities are refused with a ModelFileError that says where they are."""
+        """Encode floats; a NaN or an infinity raises a ModelFileError with its position."""
         values = np.ascontiguousarray(array, dtype=np.float32)
         shape = np.shape(array)
         refuse_non_finite(values, name)
@@ -50,7 +50,7 @@ class QuantizedTensor:
 
     @classmethod
     def from_array(cls, array: NDArray[Any]) -> QuantizedTensor:
-        """A dense tensor over the same memory where it is contiguous float32 or float16; other types become F32."""
+        """Wrap a contiguous float32 or float16 array without a copy; other types are converted to F32."""
         format = QuantFormat.F16 if array.dtype == np.float16 else QuantFormat.F32
         values = np.ascontiguousarray(array, np.float16 if format is QuantFormat.F16 else np.float32)
         shape = array.shape
@@ -72,7 +72,7 @@ class QuantizedTensor:
 
     @property
     def size(self) -> int:
-        """How many values."""
+        """Number of values."""
         return math.prod(self.shape)
 
     @property
@@ -81,7 +81,7 @@ class QuantizedTensor:
 
     @property
     def memory_ratio(self) -> float:
-        """How many times smaller than the same tensor in F32."""
+        """Size of the tensor in F32 divided by its size."""
         return 4 * self.size / self.nbytes if self.nbytes else 1.0
 
     def dequantize(self) -> Floats:
@@ -89,7 +89,7 @@ class QuantizedTensor:
         return self._decode(self.data).reshape(self.shape)
 
     def dequantize_block(self, block_index: int) -> Floats:
-        """f32[block_elements]: the values of one block, counted through the rows in order."""
+        """f32[block_elements]: the values of one block; blocks are numbered in row-major order."""
         if not 0 <= block_index < self.num_blocks:
             raise ConfigError(f"block {block_index} does not exist: the tensor has {self.num_blocks} blocks")
         blocks_per_row = self.data.shape[1] // self.format.block_bytes
@@ -99,11 +99,11 @@ class QuantizedTensor:
         return decode_blocks(block.copy()[None], self.format).reshape(-1)
 
     def dequantize_rows(self, rows: slice | NDArray[np.integer[Any]]) -> Floats:
-        """f32[len(rows), k]: an embedding lookup (an array of row numbers) or a panel of a product (a slice)."""
+        """f32[len(rows), k]: an embedding lookup (an array of row numbers) or a panel of a matrix product (a slice)."""
         return self._decode(self.data[rows])
 
     def matmul(self, x: Floats) -> Floats:
-        """x @ W.T: f32[..., k] -> f32[..., n]. At most PANEL_ROWS rows of W exist as floats at a time."""
+        """x @ W.T: f32[..., k] -> f32[..., n]. Dequantises at most PANEL_ROWS rows of W at a time."""
         if len(self.shape) != 2 or x.shape[-1] != self.shape[1]:
             raise ConfigError(f"cannot multiply values of shape {x.shape} by a weight of shape {self.shape}")
         flat = np.ascontiguousarray(x, np.float32).reshape(-1, self.shape[1])
@@ -114,7 +114,7 @@ class QuantizedTensor:
         return result.reshape(*x.shape[:-1], self.shape[0])
 
     def converted(self, format: QuantFormat, name: str | None = None) -> QuantizedTensor:
-        """The values encoded in another format, PANEL_ROWS rows at a time; `self` when it has that format already."""
+        """Convert to another format, PANEL_ROWS rows at a time; `self` if it has that format already."""
         if format is self.format:
             return self
         last = self.shape[-1] if self.shape else 1
@@ -125,19 +125,19 @@ class QuantizedTensor:
         return QuantizedTensor(format, data, self.shape, name or self.name)
 
     def select_rows(self, rows: slice | NDArray[np.integer[Any]]) -> QuantizedTensor:
-        """A matrix of some rows, in the order given; a view when `rows` is a slice. Works on quantised rows too."""
+        """A matrix of the selected rows in the given order; a view if `rows` is a slice. Quantised rows are allowed."""
         data = self.data[rows]
         return QuantizedTensor(self.format, data, (data.shape[0], self.shape[-1]), self.name)
 
     def reshape(self, *shape: int) -> QuantizedTensor:
-        """The same rows seen with other leading dimensions, or dense values seen with any dimensions."""
+        """View quantised rows with other leading dimensions, or dense values with any dimensions."""
         if math.prod(shape) != self.size:
-            raise ConfigError(f"a tensor of shape {self.shape} cannot be seen as {shape}")
+            raise ConfigError(f"a tensor of shape {self.shape} cannot be reshaped to {shape}")
         row_bytes = self.format.row_bytes(shape[-1] if shape else 1)
         return QuantizedTensor(self.format, self.data.reshape(self._rows_of(shape), row_bytes), shape, self.name)
 
     def transposed(self) -> QuantizedTensor:
-        """A transposed copy of a dense matrix. Quantised rows cannot be transposed without loss: dequantise first."""
+        """Transposed copy of a dense matrix. Quantised blocks cannot be transposed without loss."""
         if self.format.is_quantized or len(self.shape) != 2:
             raise ConfigError(f"only dense matrices can be transposed, not {self.format.name} of shape {self.shape}")
         n, k = self.shape
@@ -158,7 +158,7 @@ class QuantizedTensor:
 
 
 def concatenate_rows(tensors: Sequence[QuantizedTensor]) -> QuantizedTensor:
-    """Matrices of one format and width, stacked by rows into one copy."""
+    """Stack matrices of one format and width by rows into one copy."""
     formats = {tensor.format for tensor in tensors}
     widths = {tensor.shape[-1] for tensor in tensors}
     if len(formats) != 1 or len(widths) != 1:

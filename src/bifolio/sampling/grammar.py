@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bifolio.errors import BifolioError, GrammarError, MissingDependencyError
-from bifolio.model.text_model import TextModel
+from bifolio.model.loaded import TextModel
 from bifolio.sampling_params import SamplingParams
 
 Kind = Literal["json_schema", "regex", "choice", "lark"]

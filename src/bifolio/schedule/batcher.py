@@ -25,17 +25,17 @@ class SlotListener(Protocol):
 
 
 class ReadPrompts:
-    """The prompts that are being computed: blocks that they will still take, and prefixes that will be cached.
+    """The prompts in prefill: the blocks they still need, and the prefixes they will cache.
 
-    Built once for all admissions between two steps and updated with each: comparing every newcomer with every running
-    sequence would take longer than the step when hundreds come at once.
+    Built once for all admissions between two steps and updated with each: comparing every new request with every
+    running sequence would take longer than the step when hundreds of requests arrive together.
     """
 
     def __init__(self, running: list[Sequence], blocks: KVCacheBlockManager) -> None:
         self._blocks = blocks
         self._tokens: list[tuple[int, int]] = []  # (sequence id, tokens without a block yet)
         self._prefixes: dict[tuple[bytes, int, int], list[list[int]]] = {}  # by salt, number of tokens, last token
-        self._ends: set[int] = set()  # those numbers
+        self._ends: set[int] = set()  # the numbers of tokens in the keys above
         for sequence in running:
             self._note(sequence)
         self._num_blocks = blocks.blocks_needed(self._tokens)
@@ -51,7 +51,7 @@ class ReadPrompts:
             self._prefixes.setdefault(key, []).append(sequence.token_ids)
 
     def will_know_prefix(self, sequence: Sequence) -> bool:
-        """Whether a running prompt is computing a prefix that this one needs too: then wait for it."""
+        """Whether a running prefill computes a prefix that this sequence shares, so that waiting saves work."""
         request, tokens, count = sequence.request, sequence.token_ids, sequence.num_tokens
         if not self._blocks.enable_prefix_caching or request.params.prompt_logprobs is not None:
             return False
@@ -63,14 +63,14 @@ class ReadPrompts:
         )
 
     def blocks_with(self, sequence: Sequence, cached: int) -> int:
-        """Blocks that these prompts and the rest of this one take together; its table is open."""
+        """Blocks that these prompts and the rest of this one need together; its table is open."""
         own = (sequence.id, sequence.num_tokens - cached)
-        if cached % self._blocks.block_size:  # a last block that others may share: moves depend on all of them
+        if cached % self._blocks.block_size:  # a shared last block: the moves depend on all sharers
             return self._blocks.blocks_needed([*self._tokens, own])
         return self._num_blocks + self._blocks.blocks_needed([own])
 
     def add(self, sequence: Sequence, num_blocks: int) -> None:
-        """It is admitted; all prompts together take `num_blocks` now."""
+        """Record an admitted sequence; all prompts together now need `num_blocks`."""
         known = len(self._tokens)
         self._note(sequence)
         if len(self._tokens) > known:
@@ -98,13 +98,13 @@ class ContinuousBatcher:
         self._blocks = blocks
         self._listener = listener
         self._max_running: int | None = None
-        self._may_admit = True  # something changed since the queue was last looked at in vain
+        self._may_admit = True  # blocks or slots were freed since the last attempt that admitted no request
         self._free = list(range(max_slots - 1, -1, -1))  # slot numbers; the smallest is taken first
         self._waiting: list[tuple[tuple[int, int], int, Sequence]] = []  # heap by order, then by index
         self._slot_of: dict[int, int] = {}  # sequence id → slot number
         self._kept: dict[str, Sequence] = {}  # ended conversations that may be branched; the oldest first
 
-    # -- looking ------------------------------------------------------------------------------------------------
+    # -- queries ------------------------------------------------------------------------------------------------
     @property
     def num_waiting(self) -> int:
         return sum(1 for _, _, sequence in self._waiting if sequence.finish_reason is None)
@@ -119,7 +119,7 @@ class ContinuousBatcher:
 
     @property
     def max_running(self) -> int | None:
-        """Fewer sequences than there are slots while memory is short; a request alone may always run."""
+        """Limit on running sequences after an out-of-memory error; a single request may always run."""
         return self._max_running
 
     @max_running.setter
@@ -141,24 +141,24 @@ class ContinuousBatcher:
         self.evict_completed()
         return results
 
-    # -- joining ------------------------------------------------------------------------------------------------
+    # -- admission ----------------------------------------------------------------------------------------------
     def add(self, request: Request) -> None:
-        """Queue a request; its sequences beyond the first wait to be forked from it."""
+        """Queue a request; its sequences after the first are forked from the first later."""
         if len(request.sequences) > self.max_slots:
             raise RequestError(
-                f"the request asks for {len(request.sequences)} sequences at once and the engine runs at most "
-                f"{self.max_slots}: ask for fewer, or start it with max_num_seqs >= {len(request.sequences)}"
+                f"the request has {len(request.sequences)} sequences and the engine runs at most "
+                f"{self.max_slots}: request fewer, or start the engine with max_num_seqs >= {len(request.sequences)}"
             )
         if self.max_waiting is not None and self.num_waiting >= self.max_waiting:
             raise RequestError(f"{self.num_waiting} requests are waiting already: try again later")
         self._push(request.sequences[0])
 
     def prompts_advanced(self) -> None:
-        """Prompts were computed further: waiting requests with the same prefix may go on."""
+        """Retry admission after prefill: waiting requests may share the new blocks."""
         self._may_admit = True
 
     def admit_pending(self) -> list[Sequence]:
-        """Give free slots to waiting sequences, best first, as long as the blocks for their tokens are there."""
+        """Assign free slots to waiting sequences, by priority and arrival, as long as blocks for them are free."""
         admitted: list[Sequence] = []
         if not self._waiting or not self._may_admit:
             return admitted
@@ -181,7 +181,7 @@ class ContinuousBatcher:
             slots = [self._take_slot(member) for member in members]
             if sequence.group is None:
                 self.slots[slots[0]].sample_slots = tuple(slots)
-            if not sequence.request.metrics.num_preemptions:  # one that comes back was counted before
+            if not sequence.request.metrics.num_preemptions:  # a preempted sequence was counted before
                 self.num_prompt_tokens += sequence.num_prompt
                 self.num_cached_tokens += sequence.request.metrics.num_cached_tokens
             admitted.append(sequence)
@@ -192,7 +192,7 @@ class ContinuousBatcher:
         return limit is not None and bool(self._slot_of) and len(self._slot_of) + count > limit
 
     def _open(self, sequence: Sequence, reading: ReadPrompts) -> bool:
-        """Open its table on the cached prefix if the rest will fit beside the running sequences."""
+        """Open its table on the cached prefix if the remaining tokens fit beside the running sequences."""
         request = sequence.request
         branched = self._blocks.has_table(sequence.id)  # forked from a kept conversation before it was admitted
         if branched:
@@ -215,9 +215,9 @@ class ContinuousBatcher:
             request.metrics.num_cached_tokens = cached
         return True
 
-    # -- leaving --------------------------------------------------------------------------------------------------
+    # -- eviction -------------------------------------------------------------------------------------------------
     def evict_completed(self) -> list[Sequence]:
-        """Slots and blocks of sequences that ended go back."""
+        """Free the slots and blocks of finished sequences."""
         slots, ended = self.slots, []
         for index in self._slot_of.values():
             sequence = slots[index].sequence
@@ -244,7 +244,7 @@ class ContinuousBatcher:
         return self._kept.get(request_id)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Take blocks and slot away; the sequence waits again and is recomputed later, mostly from cached blocks."""
+        """Release blocks and slot; the sequence is queued again and recomputed later, mostly from cached blocks."""
         members = team(sequence)
         for member in members:
             self._leave(member)
@@ -253,7 +253,7 @@ class ContinuousBatcher:
         self._push(next(member for member in members if not member.is_dormant))
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """The child, which has its slot already, shares the parent's blocks and takes over its progress."""
+        """Share the parent's blocks and progress with the child, which already has a slot."""
         self._blocks.fork(parent.id, child.id)
         child.fork_from(parent)
         parent_slot = self._slot_of[parent.id]
@@ -262,7 +262,7 @@ class ContinuousBatcher:
         self.slots[child_slot].sample_slots = (child_slot,)
 
     def finish(self, request: Request, reason: FinishReason) -> list[StepResult]:
-        """End a request's unfinished sequences; slots and their blocks go back at the next `evict_completed`."""
+        """Finish a request's sequences; the next `evict_completed` frees their slots and blocks."""
         results = []
         for sequence in request.sequences:
             if sequence.finish_reason is None:
@@ -283,7 +283,7 @@ class ContinuousBatcher:
         self._push(sequence)
 
     def take_waiting(self) -> list[Sequence]:
-        """Empty the queue; the caller queues again, with `wait`, the sequences that may run."""
+        """Empty the queue; the caller queues the sequences that may run again with `wait`."""
         taken = [sequence for _, _, sequence in self._waiting if sequence.finish_reason is None]
         self._waiting.clear()
         return taken
@@ -312,5 +312,5 @@ class ContinuousBatcher:
 
 
 def unforked_children(sequence: Sequence) -> list[Sequence]:
-    """Sequences of the same request that still wait to be forked from this one."""
+    """Sequences of the same request that are not yet forked from this one."""
     return team(sequence)[1:] if sequence.group is None else []

@@ -1,7 +1,7 @@
-"""The two phases' bookkeeping: reserve the blocks that a pass will write, and lay out the pass's attention segment.
+"""The bookkeeping of both phases: reserve the blocks that a pass writes, and lay out its attention segment.
 
-`lay_out` describes the queries of a phase for the kernels. The engine's steps (`HostBatch`) and `batch_prefill` /
-`batch_decode` use it alike.
+`lay_out` describes the queries of a phase for the kernels. The engine's steps (`HostBatch`), `batch_prefill` and
+`batch_decode` all use it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Orchestrator:
     def _attend(
         self, queries: Mapping[int, Array], starts: Mapping[int, int], kernel: LayerAttention
     ) -> dict[int, Array]:
-        """Queries of several sequences, from their start positions on, packed into one kernel call."""
+        """Attention of several sequences' queries, from their start positions on, packed into one kernel call."""
         ids = list(queries)
         if not ids:
             return {}
@@ -86,12 +86,12 @@ class PrefillOrchestrator(_Orchestrator):
                 self.blocks.open_table(sequence_id)
             held = self.blocks.num_tokens_of(sequence_id)
             if held:
-                raise PhaseError(f"sequence {sequence_id} already holds {held} tokens: prefill comes first")
+                raise PhaseError(f"sequence {sequence_id} already holds {held} tokens: prefill needs an empty sequence")
             self.blocks.append(sequence_id, prompt_length)
             return self.blocks.block_ids_of(sequence_id)
 
     def reserve_chunk(self, sequence: Sequence, limit: int) -> int:
-        """Reserve the next chunk, at most `limit` tokens; 0, with nothing changed, when free blocks do not suffice."""
+        """Reserve the next chunk, at most `limit` tokens; 0, with nothing changed, when too few blocks are free."""
         num_new = min(sequence.num_uncomputed, limit)
         return num_new if self.blocks.try_append(sequence.id, num_new) else 0
 
@@ -120,7 +120,7 @@ class DecodeOrchestrator(_Orchestrator):
     phase = AttentionPhase.DECODE
 
     def allocate_decode_block(self, sequence_id: int, current_length: int) -> int | None:
-        """Make room for the token after `current_length`; the new block's id, or None if the last had room."""
+        """Reserve the token after `current_length`; the new block's id, or None if the last block had room."""
         with self.blocks.lock:
             held = self.blocks.num_tokens_of(sequence_id)
             if held != current_length:
@@ -131,7 +131,7 @@ class DecodeOrchestrator(_Orchestrator):
             return None if last in before else last
 
     def reserve(self, sequence_ids: list[int]) -> bool:
-        """Room for one token of each of these sequences, all or nothing."""
+        """Reserve one token of each of these sequences, all or nothing."""
         return self.blocks.try_append_many([(sequence_id, 1) for sequence_id in sequence_ids])
 
     def compute_decode_attention(
@@ -143,5 +143,5 @@ class DecodeOrchestrator(_Orchestrator):
     def batch_decode(
         self, queries: Mapping[int, Array], lengths: Mapping[int, int], kernel: LayerAttention
     ) -> dict[int, Array]:
-        """One query a sequence (or one and its drafts), all sequences in one kernel call."""
+        """One query per sequence (with its drafts), all sequences in one kernel call."""
         return self._attend(queries, {sequence_id: lengths[sequence_id] for sequence_id in queries}, kernel)

@@ -15,7 +15,7 @@ Preempt = Callable[[Sequence], None]
 
 
 class PhaseManager:
-    """Joins the two orchestrators. The phase of a sequence is not stored here: it follows from its progress."""
+    """Plans with both orchestrators. The phase of a sequence is not stored: it is derived from its progress."""
 
     def __init__(
         self,
@@ -52,15 +52,15 @@ class PhaseManager:
         return self.get_phase(sequence_id) is SequencePhase.DECODE
 
     def set_phase(self, sequence_id: int, phase: SequencePhase) -> None:
-        """Assert that the sequence is in this phase: progress alone moves it."""
+        """Check that the sequence is in this phase; only progress changes a phase."""
         actual = self.get_phase(sequence_id)
         if actual is not phase:
             raise PhaseError(
-                f"{self._find(sequence_id)} cannot be set to {phase.value}: its progress says {actual.value}"
+                f"{self._find(sequence_id)} cannot be set to {phase.value}: by its progress it is in {actual.value}"
             )
 
     def transition_to_decode(self, sequence_id: int) -> None:
-        """Cross the hard boundary: every token of the prompt is computed, or this is an error; DECODE afterwards."""
+        """Check the boundary between the phases: raises `PhaseError` unless the whole prompt is computed."""
         sequence = self._find(sequence_id)
         if sequence.phase is SequencePhase.COMPLETE:
             raise PhaseError(f"{sequence} has ended and cannot decode")
@@ -84,9 +84,9 @@ class PhaseManager:
     ) -> StepPlan:
         """Decide which tokens run next and reserve their blocks; preempt the youngest where blocks run out.
 
-        `drafts` is the number of guesses that a decoding sequence (by id) wants room for; a guess never causes a
-        preemption. While a step is in flight nothing can be preempted (`may_preempt=False`): then a plan that needs a
-        preemption leaves out the sequences without blocks and says so (`StepPlan.is_short`).
+        `drafts` is the number of draft tokens per decoding sequence (by id); drafts never cause a preemption. While a
+        step is in flight no sequence can be preempted (`may_preempt=False`): a plan that needs a preemption then leaves
+        out the sequences without blocks and sets `StepPlan.is_short`.
         """
         preempted: list[Sequence] = []
         active, decoding, waiting = _sorted_by_phase(slots)
@@ -107,7 +107,7 @@ class PhaseManager:
     def _reserve_decodes(
         self, active: list[BatchSlot], running: list[BatchSlot], preempted: list[Sequence], may_preempt: bool
     ) -> list[BatchSlot] | None:
-        """Room for one token of each of these; those that are left after preemptions, None if one would be needed."""
+        """Reserve one token of each; the slots left after preemptions, None if one is needed but not allowed."""
         while running and not self.decode.reserve([slot.sequence.id for slot in running if slot.sequence is not None]):
             if self._drop_kept():
                 continue
@@ -122,7 +122,7 @@ class PhaseManager:
     def _with_drafts(
         self, running: list[BatchSlot], token_budget: int, drafts: Mapping[int, int]
     ) -> list[ScheduledSequence]:
-        """Decodes with room for guesses, as far as the budget and the free blocks go."""
+        """Decodes with draft tokens, as far as the budget and the free blocks allow."""
         spare = token_budget - len(running)
         scheduled = []
         for slot in running:
@@ -138,7 +138,7 @@ class PhaseManager:
 
     def _reserve_drafts(self, sequence_id: int, length: int, count: int) -> bool:
         if self._speculation is None:
-            raise PhaseError("room for guesses is asked for and no SpeculativeDecodingSharing is configured")
+            raise PhaseError("draft tokens are planned and no SpeculativeDecodingSharing is configured")
         try:
             self._speculation.allocate_speculative_blocks(sequence_id, length, count)
         except OutOfBlocksError:
@@ -153,7 +153,7 @@ class PhaseManager:
         preempted: list[Sequence],
         may_preempt: bool,
     ) -> tuple[list[ScheduledSequence], bool]:
-        """Chunks in order of priority and arrival, and whether one of them waits for a preemption."""
+        """Chunks in order of priority and arrival, and whether a chunk waits for a preemption."""
         scheduled: list[ScheduledSequence] = []
         for slot in sorted((slot for slot in waiting if slot.sequence is not None), key=lambda slot: slot.held.order):
             if budget < 1:
@@ -176,7 +176,7 @@ class PhaseManager:
         return scheduled, False
 
     def _has_table(self, sequence: Sequence) -> bool:
-        """Members of a preempted group come back one by one, each on the blocks that those before it computed."""
+        """Open the table of a preempted group's member; members resume one by one and share cached blocks."""
         blocks = self.prefill.blocks
         if blocks.has_table(sequence.id):
             return True
@@ -188,7 +188,7 @@ class PhaseManager:
     def _make_room(
         self, sequence: Sequence, active: Iterable[BatchSlot], preempted: list[Sequence], may_preempt: bool
     ) -> bool:
-        """Preempt one sequence that comes after this one; False when there is none."""
+        """Preempt one sequence that comes after this one in order; False when there is none."""
         if self._drop_kept():
             return True
         behind = _behind(sequence, active)
@@ -199,13 +199,13 @@ class PhaseManager:
 
     def _evict(self, victim: Sequence, preempted: list[Sequence]) -> None:
         if self._preempt is None:
-            raise PhaseError("blocks ran out and no preempt callback is configured")
+            raise PhaseError("no block is free and no preempt callback is configured")
         self._preempt(victim)
         preempted.append(victim)
 
 
 def _behind(sequence: Sequence, active: Iterable[BatchSlot]) -> list[Sequence]:
-    """Running sequences that come after this one."""
+    """Running sequences that come after this one in order."""
     return [slot.held for slot in active if slot.sequence is not None and slot.held.order > sequence.order]
 
 
@@ -222,9 +222,9 @@ def _decodes(running: list[BatchSlot]) -> list[ScheduledSequence]:
 def _sorted_by_phase(
     slots: Sequences[BatchSlot],
 ) -> tuple[list[BatchSlot], list[BatchSlot], list[BatchSlot]]:
-    """(all that run, those that can decode now, those with a prompt to compute), in one pass over the slots.
+    """(running slots, slots that can decode now, slots with a prompt to compute), in one pass over the slots.
 
-    A sequence with a token in flight decodes on, unless that token is its last or its next draw depends on the value.
+    A sequence with a token in flight keeps decoding, unless that token is its last or its next draw depends on it.
     """
     active, decoding, waiting = [], [], []
     for slot in slots:
@@ -251,13 +251,13 @@ def _sorted_by_phase(
 
 
 def _chunk_limit(sequence: Sequence) -> int:
-    """Members of a group that come back leave their last token for the step they take together."""
+    """Tokens left to prefill; resumed members of a group leave the last one for their common decode step."""
     together = sequence.group is not None and bool(sequence.output_token_ids)
     return sequence.num_uncomputed - 1 if together else sequence.num_uncomputed
 
 
 def team(sequence: Sequence) -> list[Sequence]:
-    """The sequences that come and go with this one: beams of one search, or those to be forked from it."""
+    """The sequences admitted and preempted together with this one: beams of one search, or later forks of it."""
     if sequence.group is not None:
         return sequence.group.members
     return [sequence, *(child for child in sequence.request.sequences if child.parent is sequence)]

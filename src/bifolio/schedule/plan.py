@@ -11,12 +11,12 @@ from bifolio.sequence import RequestPhase, Sequence
 
 @dataclass(slots=True)
 class BatchSlot:
-    """A permanent place in the batch and the sequence that holds it now; everything else is read from the sequence."""
+    """A permanent place in the batch and its present sequence, which the other properties are read from."""
 
     index: int
     sequence: Sequence | None = None
-    sample_slots: tuple[int, ...] = ()  # its own, and those of sequences that will be forked from it
-    waits_for_tokens: bool = False  # its next draw depends on token values: no step is planned for it while one is due
+    sample_slots: tuple[int, ...] = ()  # its own slot, and those of its later forks
+    waits_for_tokens: bool = False  # its next draw depends on token values: not planned while a step is in flight
 
     @property
     def held(self) -> Sequence:
@@ -52,8 +52,8 @@ class ScheduledSequence(NamedTuple):
     sequence: Sequence
     start: int
     num_new: int
-    sample_slots: tuple[int, ...]  # slots to draw a token for from the last logits: none, its own, or the forks' too
-    drafts: tuple[int, ...] = ()  # guessed tokens that follow the last known one; part of num_new
+    sample_slots: tuple[int, ...]  # slots that sample from the last logits: none, its own, or also its forks'
+    drafts: tuple[int, ...] = ()  # draft tokens after the last known one; part of num_new
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class StepPlan:
     decodes: tuple[ScheduledSequence, ...] = ()
     prefills: tuple[ScheduledSequence, ...] = ()
     preempted: tuple[Sequence, ...] = ()
-    is_short: bool = False  # blocks ran out, and a preemption that would help has to wait for the step in flight
+    is_short: bool = False  # too few free blocks, and preemption has to wait for the step in flight
 
     @property
     def is_empty(self) -> bool:

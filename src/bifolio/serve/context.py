@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bifolio.model.text_model import TextModel
+from bifolio.model.loaded import TextModel
 from bifolio.serve.auth import Tenant
 from bifolio.serve.errors import ApiError
 from bifolio.serve.metrics import Metrics

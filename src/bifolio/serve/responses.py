@@ -24,7 +24,7 @@ class WatchedDraft(msgspec.Struct):
     """Guessed tokens that one pass verified."""
 
     index: int  # of the choice
-    position: int  # of the first guess among the output tokens
+    position: int  # of the first draft token among the output tokens
     tokens: list[str]
     accepted: int  # leading tokens that were right
 

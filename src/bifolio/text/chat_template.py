@@ -1,9 +1,9 @@
 """Chat templates: rendered in jinja2's immutable sandbox, with limits on time and size.
 
-A template comes with a model file, so it is data from a stranger: it may loop forever or blow up. It runs in a sandbox
-that gives it no way to change or reach anything, and is stopped when it takes too much time or space. Whatever makes
-large values out of small ones (operators, methods, filters) is looked at *before* it runs; what a rendering builds
-altogether is counted.
+A template comes with a model file and is untrusted: it may loop forever or build huge values. It runs in a sandbox
+without access to anything outside, and is stopped when it exceeds its limits on time or memory. Operators, methods and
+filters that can expand small values into large ones are checked *before* they run; the total size of all values that
+a rendering builds is counted.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from bifolio.errors import ChatTemplateError
 
 MAX_TEMPLATE_CHARS = 256 << 10
 MAX_OUTPUT_CHARS = 4 << 20  # of one value, and of the whole text
-MAX_BUILT_CHARS = 64 << 20  # of everything that one rendering builds on its way
+MAX_BUILT_CHARS = 64 << 20  # of all values that one rendering builds
 MAX_SECONDS = 2.0
-MAX_NUMBER = 100_000  # turns of a loop; widths, counts and indents
+MAX_NUMBER = 100_000  # loop iterations; widths, counts and indents
 WIDE_FIELD = re.compile(r"%[^a-zA-Z%]*(\d{5}|\*)|\{[^}]*\d{5}|\{[^}]*\{")  # padding of 10,000 and more, or computed
 
 Message = Mapping[str, Any]
@@ -36,11 +36,13 @@ def render_chat(
     tools: Sequence[Mapping[str, Any]] | None = None,
     **variables: Any,
 ) -> str:
-    """The text of a conversation, as the model was trained to read it."""
+    """Render a conversation with the model's chat template."""
     if template is None:
         raise ChatTemplateError("this model has no chat template: use plain completion, or a chat model")
     if len(template) > MAX_TEMPLATE_CHARS:
-        raise ChatTemplateError(f"the chat template has {len(template)} characters, more than any real one")
+        raise ChatTemplateError(
+            f"the chat template has {len(template)} characters, more than the {MAX_TEMPLATE_CHARS} allowed"
+        )
     check_messages(messages)
     import jinja2
 
@@ -73,7 +75,7 @@ def check_messages(messages: Sequence[Message]) -> None:
 
 
 class Limits:
-    """The clock and the account of one rendering."""
+    """Time and size limits of one rendering."""
 
     def __init__(self) -> None:
         self.deadline = time.monotonic() + MAX_SECONDS
@@ -84,7 +86,7 @@ class Limits:
             raise ChatTemplateError(f"the chat template ran longer than {MAX_SECONDS:g} seconds")
 
     def count(self, value: Any) -> Any:
-        """The value, once its size is found to be within the limits."""
+        """Add the size of a value to the total and return the value if it is within the limits."""
         if isinstance(value, str | list | tuple):
             self.allow(len(value))
             self.built += len(value)
@@ -98,7 +100,7 @@ class Limits:
             raise ChatTemplateError(f"the chat template built a text of more than {MAX_OUTPUT_CHARS} characters")
 
     def allow_spelled(self, value: Any) -> Any:
-        """The value, once its spelling is known to be short: a list of one long text many times over is not."""
+        """Return the value if its string form is within the limits, including lists that repeat one long text."""
         size, left = 0, [value]
         while left:
             item = left.pop()
@@ -112,7 +114,7 @@ class Limits:
         return value
 
     def check_call(self, name: str, arguments: Sequence[Any]) -> None:
-        """Refuse what would make a large value; `arguments` begin with the object of a method."""
+        """Reject arguments that would build a large value; `arguments` begin with the object of a method."""
         for value in arguments:
             self.allow_spelled(value)
             if isinstance(value, int | float) and not -MAX_NUMBER <= value <= MAX_NUMBER and name in PADDING:
@@ -144,10 +146,10 @@ def _compile(template: str, limits: Limits) -> Any:
     from jinja2.visitor import NodeTransformer
 
     class BoundedEnvironment(ImmutableSandboxedEnvironment):
-        """The sandbox, with a watch on what makes large values out of small ones."""
+        """The sandbox, with checks on operations that expand small values into large ones."""
 
         intercepted_binops = frozenset({"+", "*", "**", "%"})
-        tick = staticmethod(limits.tick)  # attributes of the environment: a template cannot put its own in their place
+        tick = staticmethod(limits.tick)  # attributes of the environment: a template cannot replace them
         concatenate = staticmethod(lambda *parts: limits.join("", parts))
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
@@ -170,7 +172,7 @@ def _compile(template: str, limits: Limits) -> Any:
             return limits.count(super().call(context, function, *args, **kwargs))
 
     class Bounds(NodeTransformer):
-        """Looks at the clock in every turn of every loop, and at the size of joined texts."""
+        """Inserts a time check into every loop iteration and a size check into every concatenation."""
 
         def visit_For(self, node: Any) -> Any:  # noqa: N802
             clock = nodes.Call(nodes.EnvironmentAttribute("tick"), [], [], None, None)
@@ -192,9 +194,9 @@ def _compile(template: str, limits: Limits) -> Any:
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols], finalize=limits.allow_spelled
     )
     environment.filters["tojson"] = _to_json
-    environment.filters.update({name: _watched(name, f, limits) for name, f in environment.filters.items()})
+    environment.filters.update({name: _checked_filter(name, f, limits) for name, f in environment.filters.items()})
     environment.filters["join"] = join_filter
-    del environment.globals["lipsum"]  # invents texts of any length
+    del environment.globals["lipsum"]  # generates text of any length
     environment.globals.update(
         raise_exception=_raise_exception, range=_bounded_range, strftime_now=lambda form: time.strftime(form)
     )
@@ -205,16 +207,16 @@ def _compile(template: str, limits: Limits) -> Any:
         raise ChatTemplateError(f"the chat template is broken: {error}") from error
 
 
-def _watched(name: str, function: Callable[..., Any], limits: Limits) -> Callable[..., Any]:
-    """A filter whose arguments and result are looked at; jinja may pass it its own context first."""
+def _checked_filter(name: str, function: Callable[..., Any], limits: Limits) -> Callable[..., Any]:
+    """Wrap a filter so that its arguments and result are checked; jinja may pass its context as first argument."""
     skipped = 1 if hasattr(function, "jinja_pass_arg") else 0
 
     @wraps(function)
-    def watched(*args: Any, **kwargs: Any) -> Any:
+    def checked(*args: Any, **kwargs: Any) -> Any:
         limits.check_call(name, (*args[skipped:], *kwargs.values()))
         return limits.count(function(*args, **kwargs))
 
-    return watched
+    return checked
 
 
 def _size(value: Any) -> int:
@@ -239,7 +241,7 @@ def _bounded_range(*bounds: int) -> range:
 
 
 def _write(compiled: Any, values: dict[str, Any], limits: Limits) -> str:
-    """Stop a template that writes or runs too long: looked at with every piece of output."""
+    """Render the template; the limits on time and size are checked with every piece of output."""
     pieces: list[str] = []
     size = 0
     for piece in compiled.generate(values):

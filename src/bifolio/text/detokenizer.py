@@ -1,33 +1,33 @@
-"""Token ids to text while they arrive, without ever splitting a character."""
+"""Incremental detokenisation: token ids to text as they arrive, without splitting characters."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Protocol
 
-REPLACEMENT = "\ufffd"  # what decoders put where bytes do not make a character (yet)
-_PROMPT_CONTEXT = 8  # tokens of the prompt in front of the first token
-_MAX_WINDOW = 32  # ids decoded at a time, at most; text without a clean boundary for so long is rare and broken
+REPLACEMENT = "\ufffd"  # decoded in place of bytes that do not form a character (yet)
+_PROMPT_CONTEXT = 8  # prompt tokens before the first output token
+_MAX_WINDOW = 32  # maximum ids decoded at a time; valid text rarely has no clean boundary in so many tokens
 
 
 class Decoder(Protocol):
-    """What is needed of a tokenizer; a `tokenizers.Tokenizer` has it."""
+    """The required interface of a tokenizer, implemented by `tokenizers.Tokenizer`."""
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
 
 class IncrementalDetokenizer:
-    """Decodes one sequence token by token; what all calls return together is the text of all tokens.
+    """Decodes one sequence token by token; the concatenated results are the text of all tokens.
 
-    A token's text depends on its neighbours: a character may be spread over tokens, and many tokenizers drop the space
-    at the start of whatever they decode. So the tokens since the last clean boundary are decoded together with
-    the piece before it, and only what is new is returned:
+    The text of a token depends on its neighbours: a character may span several tokens, and many tokenizers drop a
+    leading space. The tokens since the last clean boundary are therefore decoded together with the piece before it,
+    and only the new text is returned:
 
-        |<-- forgotten -->|<-- context -->|<-- fresh -->|
-                          ^ window                       decode(window) = ....emitted....|new|held back
+        |<-- dropped -->|<-- context -->|<-- fresh -->|
+                        ^ window                       decode(window) = ....emitted....|new|held back
 
-    Text that ends in a replacement character is held back from there: the next token may complete the character.
-    The window is short, so the cost of a token does not grow with the text.
+    Trailing replacement characters are held back, because the next token may complete the character. The window is
+    short, so the cost of a token does not grow with the text.
     """
 
     __slots__ = ("_context", "_decoder", "_emitted", "_skip_special_tokens", "_window")
@@ -38,11 +38,11 @@ class IncrementalDetokenizer:
         self._decoder = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._window = list(prompt_token_ids[-_PROMPT_CONTEXT:])
-        self._context = len(self._window)  # how many ids of the window come before the last clean boundary
+        self._context = len(self._window)  # ids of the window before the last clean boundary
         self._emitted = len(self._decode(self._window).rstrip(REPLACEMENT))  # characters of the window's text
 
     def push(self, token_id: int) -> str:
-        """The text that this token completes; often a word, sometimes nothing."""
+        """Append a token and return the text that it completes, which may be empty."""
         self._window.append(token_id)
         text = self._decode(self._window)
         stable = len(text.rstrip(REPLACEMENT))
@@ -55,39 +55,39 @@ class IncrementalDetokenizer:
         return fresh
 
     def finish(self) -> str:
-        """The text held back so far, replacement characters included: no more tokens will come."""
+        """Return the text held back, including replacement characters; no further tokens follow."""
         text = self._decode(self._window)
         fresh = text[self._emitted :]
         self._emitted = max(self._emitted, len(text))
         return fresh
 
     def fork(self) -> IncrementalDetokenizer:
-        """An independent copy, for a sequence that continues in several ways."""
-        twin = object.__new__(IncrementalDetokenizer)
-        twin._decoder = self._decoder
-        twin._skip_special_tokens = self._skip_special_tokens
-        twin._window = self._window.copy()
-        twin._context = self._context
-        twin._emitted = self._emitted
-        return twin
+        """Copy the state for a forked sequence."""
+        copy = object.__new__(IncrementalDetokenizer)
+        copy._decoder = self._decoder
+        copy._skip_special_tokens = self._skip_special_tokens
+        copy._window = self._window.copy()
+        copy._context = self._context
+        copy._emitted = self._emitted
+        return copy
 
     def _decode(self, ids: list[int]) -> str:
         return self._decoder.decode(ids, skip_special_tokens=self._skip_special_tokens) if ids else ""
 
     def _advance(self) -> None:
-        """A clean boundary: what was fresh becomes the context of what follows."""
+        """Move the window to a clean boundary: the fresh tokens become the context of the next ones."""
         del self._window[: self._context]
         self._context = len(self._window)
         self._emitted = len(self._decode(self._window))
 
     def _shorten(self, text: str) -> str:
-        """Bound the window where no clean boundary comes: many special tokens, or bytes that are not text.
+        """Bound a window without a clean boundary, caused by many special tokens or by bytes that are not text.
 
-        The second half of the window replaces it, if it ends in the same text; if not, the text is broken and is given
-        out as it stands.
+        Keep the second half of the window if it decodes to the same ending; otherwise the text is invalid and is
+        returned as decoded.
         """
         held = text[self._emitted :]
-        if not held:  # the last token has no text: without it, the context in front stays
+        if not held:  # the last token has no text: drop it and keep the context
             del self._window[-1]
             return ""
         self._window = self._window[-_MAX_WINDOW // 2 :]

@@ -1,4 +1,4 @@
-"""When a request ends: its tokens, its text and its limits, looked at after each new token."""
+"""Stop conditions of a request, checked after each new token: stop tokens, stop texts and limits."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from bifolio.text.detokenizer import IncrementalDetokenizer
 
 
 class StopDecision(NamedTuple):
-    """The consequence of one token for its sequence."""
+    """The result of checking one token."""
 
-    text: str = ""  # text that is now final and may be shown
-    finish_reason: Literal["stop", "length"] | None = None  # None: go on
+    text: str = ""  # text that is now final and can be sent
+    finish_reason: Literal["stop", "length"] | None = None  # None: continue
     stop_reason: str | int | None = None  # the stop text or stop token id that ended it; None for the end of text
 
 
-GO_ON = StopDecision()
+CONTINUE = StopDecision()
 
 
 class StopStringScanner:
-    """Finds the first stop text in text that arrives in pieces, however it is cut.
+    """Finds the first stop text in text that arrives in pieces of any size.
 
-    The result is that of reading character by character: the stop text that is complete first ends the request (the
-    longest, if several end there). A tail that may be the beginning of a stop text is held back until that is decided.
+    The result equals that of scanning character by character: the stop text that completes first ends the request (the
+    longest, if several end at the same character). A tail that may begin a stop text is held back until it is decided.
     """
 
     __slots__ = ("_held", "_include", "_longest", "_stops")
@@ -36,7 +36,7 @@ class StopStringScanner:
         self._held = ""
 
     def push(self, text: str, armed: bool = True) -> tuple[str, str | None]:
-        """(text that is final, the stop text found or None). Unless `armed`, a complete stop text is only text."""
+        """(final text, stop text found or None). Unless `armed`, stop texts are treated as ordinary text."""
         if not self._stops or not text:
             return text, None
         known = len(self._held)
@@ -51,14 +51,14 @@ class StopStringScanner:
         return text[: len(text) - keep], None
 
     def flush(self) -> str:
-        """What was held back: the text ends here, so it was no stop text."""
+        """Return the text held back; the output ends here, so no stop text can complete."""
         text, self._held = self._held, ""
         return text
 
     def fork(self) -> StopStringScanner:
-        twin = StopStringScanner(self._stops, self._include)
-        twin._held = self._held
-        return twin
+        copy = StopStringScanner(self._stops, self._include)
+        copy._held = self._held
+        return copy
 
     def _find(self, text: str, known: int) -> tuple[int, str] | None:
         """(start, stop text) of the match that ends first, beyond the first `known` characters."""
@@ -70,7 +70,7 @@ class StopStringScanner:
         return best
 
     def _partial(self, text: str) -> int:
-        """Length of the longest end of `text` that begins a stop text without completing it."""
+        """Length of the longest suffix of `text` that is a proper prefix of a stop text."""
         for length in range(min(len(text), self._longest - 1), 0, -1):
             tail = text[-length:]
             if any(len(stop) > length and stop.startswith(tail) for stop in self._stops):
@@ -79,10 +79,10 @@ class StopStringScanner:
 
 
 class StopChecker:
-    """Follows one sequence: turns its tokens into text and says when it is finished.
+    """Detokenises one sequence and checks its stop conditions.
 
-    In order of precedence: the end of text or a stop token id, a stop text, then the limits (`max_tokens`, the model's
-    length). Until `min_tokens` tokens are out only the limits count. The stop token and, unless asked for, the stop
+    In order of precedence: the end-of-text token or a stop token id, a stop text, then the limits (`max_tokens`, the
+    model's context). Before `min_tokens` output tokens only the limits apply. The stop token and, by default, the stop
     text are not part of the text; the token stays in the list of token ids.
     """
 
@@ -107,7 +107,7 @@ class StopChecker:
         self.num_output = 0
 
     def check(self, token_id: int) -> StopDecision:
-        """Take one new token; after a decision with a finish reason no further token may come."""
+        """Check one new token; after a decision with a finish reason no further token is allowed."""
         self.num_output += 1
         armed = self.num_output > self._params.min_tokens
         ends = armed and (token_id in self._stop_ids or token_id in self._eos)
@@ -121,19 +121,19 @@ class StopChecker:
             return StopDecision(text, "stop", stop)
         if self.num_output >= self._limit:
             return self._end(text, stop, "length", None)
-        return StopDecision(text) if text else GO_ON
+        return StopDecision(text) if text else CONTINUE
 
     def fork(self) -> StopChecker:
-        """An independent copy, for a sequence that continues in several ways."""
-        twin = object.__new__(StopChecker)
-        twin._params, twin._eos, twin._stop_ids = self._params, self._eos, self._stop_ids
-        twin._limit, twin.num_output = self._limit, self.num_output
-        twin._detokenizer = None if self._detokenizer is None else self._detokenizer.fork()
-        twin._scanner = self._scanner.fork()
-        return twin
+        """Copy the state for a forked sequence."""
+        copy = object.__new__(StopChecker)
+        copy._params, copy._eos, copy._stop_ids = self._params, self._eos, self._stop_ids
+        copy._limit, copy.num_output = self._limit, self.num_output
+        copy._detokenizer = None if self._detokenizer is None else self._detokenizer.fork()
+        copy._scanner = self._scanner.fork()
+        return copy
 
     def flush(self) -> str:
-        """The text still held back, for a sequence that ends for a reason outside (an abort)."""
+        """Return the text held back, for a sequence that ends without a stop decision (an abort)."""
         tail = "" if self._detokenizer is None else self._detokenizer.finish()
         return self._scanner.push(tail, armed=False)[0] + self._scanner.flush()
 

@@ -1,4 +1,4 @@
-"""Text ↔ token ids. A thin wrapper, so that `tokenizers` is imported only when text is really involved."""
+"""Text ↔ token ids: a thin wrapper that imports `tokenizers` on first use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bifolio.errors import ModelFileError
 
 
 class Tokenizer:
-    """Wraps a `tokenizers.Tokenizer`; begin-of-text tokens are the business of its post-processor."""
+    """Wraps a `tokenizers.Tokenizer`, whose post-processor adds begin-of-text tokens."""
 
     def __init__(self, backend: Any) -> None:
         self.backend = backend
@@ -34,7 +34,7 @@ class Tokenizer:
         return text
 
     def token(self, token_id: int) -> str:
-        """The token's own spelling in the vocabulary (not always printable text)."""
+        """The token's entry in the vocabulary (not always printable text)."""
         text: str | None = self.backend.id_to_token(token_id)
         return f"<{token_id}>" if text is None else text
 

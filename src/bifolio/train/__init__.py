@@ -1,6 +1,6 @@
-"""Training language models: `train(TrainSettings(data=("book.txt",)))`, or `bifolio train` on the command line.
+"""Training of language models: `train(TrainSettings(data=("book.txt",)))`, or `bifolio train` on the command line.
 
-Needs torch; the names are imported when they are first used, so that looking at the settings does not.
+Training needs torch. Names are imported on first use, so that reading the settings does not import it.
 """
 
 from __future__ import annotations

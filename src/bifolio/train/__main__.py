@@ -1,4 +1,4 @@
-"""`python -m bifolio.train FILES --output FOLDER ...`: `bifolio train` for places without its command line."""
+"""`python -m bifolio.train FILES --output FOLDER ...`: `bifolio train` without the packages of the command line."""
 
 from __future__ import annotations
 

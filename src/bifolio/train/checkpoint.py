@@ -1,9 +1,9 @@
-"""Checkpoints of a run: weights and AdamW's moments as safetensors, the rest as JSON. Nothing is pickled.
+"""Checkpoints of a run: weights and AdamW moments as safetensors, the rest as JSON, without pickle.
 
     checkpoint/step-00001500/{model,optimizer}.safetensors, state.json, and best.safetensors with --keep-best
 
-The order of the data and the learning rate are functions of the step, so these files are everything: a resumed run
-computes what the uninterrupted one would have.
+The order of the data and the learning rate are functions of the step, so these files are the complete state: a resumed
+run gives the same result as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(slots=True)
 class History:
-    """What a run has measured so far."""
+    """Losses and times measured by a run so far."""
 
-    train: list[tuple[int, float]] = field(default_factory=list)  # (step, mean loss since the point before)
+    train: list[tuple[int, float]] = field(default_factory=list)  # (step, mean loss since the previous point)
     held_out: list[tuple[int, float]] = field(default_factory=list)  # (step, loss)
     seconds: float = 0.0
     unfinished_point: tuple[float, int] = (0.0, 0)  # sum and number of the losses since the last training point
@@ -44,7 +44,7 @@ class History:
 
     @property
     def last_evaluation(self) -> int | None:
-        """The step of it."""
+        """The step of the best evaluation."""
         return self.held_out[-1][0] if self.held_out else None
 
 
@@ -58,7 +58,7 @@ def save_checkpoint(
     digest: str,
     best_weights: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Write everything under another name first, then drop the older checkpoint: one whole one exists at any time."""
+    """Write a checkpoint under a temporary name, then remove the older one: a complete one exists at any time."""
     target, partial = folder / f"step-{step:08d}", folder / f"partial-{os.getpid()}"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -85,7 +85,7 @@ def save_checkpoint(
 def load_checkpoint(
     folder: Path, model: LanguageModel, optimizer: torch.optim.AdamW, settings: TrainSettings, digest: str
 ) -> tuple[int, History]:
-    """Put the newest checkpoint into model and optimizer; return the number of steps done, and what they measured."""
+    """Load the newest checkpoint into model and optimizer; return the number of completed steps and their history."""
     found = sorted(folder.glob("step-*"))
     if not found:
         raise ModelFileError(f"{folder} holds no checkpoint to resume from: train without --resume first")
@@ -101,7 +101,7 @@ def load_checkpoint(
 
 
 def load_best_weights(folder: Path, model: LanguageModel) -> dict[str, torch.Tensor] | None:
-    """The weights of the best evaluation so far, where the newest checkpoint holds them, on the model's device."""
+    """The weights of the best evaluation, if the newest checkpoint holds them, on the model's device."""
     path = max(folder.glob("step-*")) / "best.safetensors"
     if not path.is_file():
         return None
@@ -116,7 +116,7 @@ def load_best_weights(folder: Path, model: LanguageModel) -> dict[str, torch.Ten
 
 
 def _check_same_run(state: dict[str, Any], settings: TrainSettings, digest: str, path: Path) -> None:
-    """A checkpoint continues the run it came from; another run would silently be a mixture."""
+    """Raise ConfigError if the checkpoint belongs to a run with other data or settings."""
     if state.get("digest") != digest:
         raise ConfigError(f"{path} was made from other text or another tokenizer: pass the same data, or drop --resume")
     before, now = state.get("settings", {}), json.loads(json.dumps(asdict(settings)))

@@ -1,4 +1,4 @@
-"""`--name value` pairs → `TrainSettings`, from the fields of the record alone: no package is needed for it."""
+"""`--name value` pairs → `TrainSettings`, derived from its fields, with the standard library only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bifolio.train.settings import TrainSettings
 
 
 def parse(arguments: Sequence[str]) -> TrainSettings:
-    """Flags are the fields with dashes; true/false ones take no value; everything else is a text file or folder."""
+    """Parse options: field names with dashes, no value for booleans; other arguments are text files or folders."""
     kinds = typing.get_type_hints(TrainSettings)
     values: dict[str, Any] = {}
     data: list[str] = []
@@ -42,7 +42,7 @@ def parse(arguments: Sequence[str]) -> TrainSettings:
 
 
 def describe() -> str:
-    """One line for each option."""
+    """Help text with one line for each option."""
     lines = []
     for option in dataclasses.fields(TrainSettings):
         default = "" if option.default in (None, ()) else f" [{option.default}]"
@@ -51,7 +51,7 @@ def describe() -> str:
 
 
 def _options(kind: Any) -> tuple[Any, ...]:
-    """The types of `int | None` and of plain `int`."""
+    """The value type of an annotation such as `int | None` or `int`."""
     return typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
 
 

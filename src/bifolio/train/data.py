@@ -1,9 +1,9 @@
-"""Text files → one array of token ids on the training device, cut into random sequences.
+"""Text files → arrays of token ids on the training device, from which random sequences are cut.
 
     |EOT| document |EOT| document |EOT| ... |EOT|      training and held-out tokens are two such arrays
 
-Where a sequence begins is a function of (seed, step) alone, so a run can be resumed at any step and cut over any number
-of processes without a change.
+The start of a sequence is a function of (seed, step), so a run can be resumed at any step and divided among any number
+of processes with the same result.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from bifolio.text.tokenizer import Tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
 MIN_DOCUMENTS_TO_SPLIT = 20  # with fewer, the end of the text is held out instead of whole documents
-DOCUMENTS_PER_CALL = 2048  # how many are tokenized at a time, to bound memory
+DOCUMENTS_PER_CALL = 2048  # tokenized at a time, to bound memory
 TEXT_SUFFIXES = (".txt", ".txt.xz", ".md", ".xz", ".text")
 
 Tokens = npt.NDArray[np.int32]
 
 
 def find_files(paths: Sequence[str | Path]) -> list[Path]:
-    """The text files behind files and folders, in a fixed order."""
+    """The text files among files and folders, in a fixed order."""
     found: list[Path] = []
     for path in map(Path, paths):
         if path.is_dir():
@@ -45,7 +45,7 @@ def find_files(paths: Sequence[str | Path]) -> list[Path]:
 
 
 def read_documents(paths: Sequence[str | Path]) -> list[str]:
-    """Every document of the files; `<|endoftext|>` separates documents, a file is at least one."""
+    """Every document of the files; documents end at `<|endoftext|>` or at the end of a file."""
     documents: list[str] = []
     for path in find_files(paths):
         documents += [document for document in _read_text(path).split(END_OF_TEXT) if document.strip()]
@@ -76,14 +76,14 @@ class TokenData:
 
     @property
     def digest(self) -> str:
-        """Tells whether a checkpoint belongs to these tokens."""
+        """Digest that identifies these tokens in a checkpoint."""
         hasher = hashlib.sha256(self.train.tobytes())
         hasher.update(self.held_out.tobytes())
         return hasher.hexdigest()[:16]
 
 
 def tokenize(documents: Sequence[str], tokenizer: Tokenizer, eval_fraction: float, seed: int) -> TokenData:
-    """Split into training and held-out text and turn both into tokens."""
+    """Split into training and held-out text and tokenize both."""
     characters = sum(map(len, documents))
     if len(documents) < MIN_DOCUMENTS_TO_SPLIT:
         tokens = encode_documents(documents, tokenizer)
@@ -96,7 +96,7 @@ def tokenize(documents: Sequence[str], tokenizer: Tokenizer, eval_fraction: floa
 
 
 def held_out_documents(documents: Sequence[str], fraction: float, seed: int) -> set[int]:
-    """Random documents that together make up the fraction of all characters; one stays for each side at least."""
+    """Select random documents with the given fraction of all characters; each side keeps at least one document."""
     order = np.random.default_rng(seed).permutation(len(documents))
     sizes = np.cumsum([len(documents[i]) for i in order])
     count = int(np.searchsorted(sizes, fraction * sizes[-1])) + 1
@@ -108,7 +108,7 @@ def encode_documents(documents: Iterable[str], tokenizer: Tokenizer) -> Tokens:
     end = tokenizer.token_id(END_OF_TEXT)
     separator = np.asarray([] if end is None else [end], np.int32)
     backend = tokenizer.backend
-    encode = getattr(backend, "encode_batch_fast", backend.encode_batch)  # without the offsets, which are not used
+    encode = getattr(backend, "encode_batch_fast", backend.encode_batch)  # faster: computes no offsets
     pieces: list[Tokens] = []
     for batch in _batches(documents, DOCUMENTS_PER_CALL):
         for encoding in encode(batch, add_special_tokens=False):
@@ -128,7 +128,7 @@ def _batches(items: Iterable[str], size: int) -> Iterator[list[str]]:
 
 
 class SequenceSource:
-    """Random training sequences from tokens that lie on the device."""
+    """Random training sequences from tokens on the device."""
 
     def __init__(self, tokens: Tokens, length: int, seed: int, device: str) -> None:
         if len(tokens) <= length + 1:
@@ -140,7 +140,7 @@ class SequenceSource:
         self._span = torch.arange(length + 1, device=device)
 
     def batch(self, step: int, num_sequences: int, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets i64[b, length]: those of the step's sequences that `rows` names."""
+        """Inputs and targets i64[b, length] of the sequences `rows` of a step."""
         generator = np.random.default_rng((self.seed, step))
         starts = generator.integers(0, len(self.tokens) - self.length, size=num_sequences)[rows]
         places = torch.from_numpy(starts).to(self._span.device, non_blocking=True)[:, None] + self._span
@@ -149,7 +149,7 @@ class SequenceSource:
 
 
 def evaluation_sequences(tokens: Tokens, length: int, max_sequences: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Evenly spread, non-overlapping held-out sequences: inputs and targets i64[n, length], the same every time."""
+    """Evenly spaced, non-overlapping held-out sequences: inputs and targets i64[n, length], equal for every run."""
     length = min(length, len(tokens) - 1)
     count = (len(tokens) - 1) // length
     chosen = np.unique(np.linspace(0, count - 1, min(count, max_sequences)).astype(np.int64))

@@ -1,4 +1,4 @@
-"""Data parallel training under `torchrun`: who this process is, and how it talks to the others."""
+"""Data-parallel training under `torchrun`: the rank of this process and its collective operations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bifolio.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """One process of `count`; alone, when training was not started by torchrun."""
+    """One process of `count`; a single process if training was not started by torchrun."""
 
     rank: int
     count: int
@@ -32,14 +32,14 @@ class Processes:
         return slice(self.rank * share, (self.rank + 1) * share)
 
     def average(self, value: torch.Tensor) -> torch.Tensor:
-        """The mean over all processes."""
+        """All-reduce to the mean over all processes."""
         if self.count > 1:
             torch.distributed.all_reduce(value)
             value = value / self.count
         return value
 
     def any(self, flag: bool) -> bool:
-        """Whether one of the processes says so; all of them get the same answer."""
+        """Whether the condition holds in any process; all processes get the same result."""
         if self.count == 1:
             return flag
         value = torch.tensor(float(flag), device=self.device)
@@ -47,14 +47,14 @@ class Processes:
         return bool(value > 0)
 
     def wait(self) -> None:
-        """Until all processes are here."""
+        """Wait for all processes."""
         if self.count > 1:
             torch.distributed.barrier()
 
 
 @contextmanager
 def joined(device: str) -> Iterator[Processes]:
-    """Join the other processes that torchrun started, if it did; leave them at the end."""
+    """Join the process group that torchrun started, if any, and leave it at the end."""
     count = int(os.environ.get("WORLD_SIZE", "1"))
     if count == 1:
         yield Processes(0, 1, resolve_device(device))
@@ -75,5 +75,5 @@ def resolve_device(device: str) -> str:
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"the device {device!r} was asked for and torch finds no CUDA device: pass --device cpu")
+        raise ConfigError(f"torch finds no CUDA device for --device {device}: pass --device cpu")
     return device

@@ -1,6 +1,6 @@
-"""Training: text → tokenizer → tokens → `prefill` with targets, step by step → a folder that serves.
+"""Training: text → tokenizer → tokens → steps of `prefill` with targets → a model folder.
 
-Both phases of a model are visible here: training and evaluation call `prefill`, samples call `decode`.
+Training and evaluation call `prefill`, samples call `decode`.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from bifolio.train.progress import Progress, make_progress
 from bifolio.train.settings import TrainSettings
 from bifolio.train.tokenizer import make_tokenizer
 
-EVALUATION_BATCH = 32  # sequences that one evaluation pass takes
+EVALUATION_BATCH = 32  # sequences of one evaluation pass
 
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Text made ready: share one among runs that use the same tokens."""
+    """Tokenized text; runs with the same tokens can share it."""
 
     tokenizer: Tokenizer
     tokens: TokenData
@@ -48,7 +48,7 @@ class Corpus:
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """What a run leaves: the folder holds everything, this the objects."""
+    """The result of a run as objects; the output folder holds the same as files."""
 
     model: LanguageModel
     tokenizer: Tokenizer
@@ -59,7 +59,7 @@ class TrainResult:
 
 
 def prepare_corpus(settings: TrainSettings) -> Corpus:
-    """Read the text, make or load the tokenizer, and turn the text into tokens."""
+    """Read the text, train or load the tokenizer, and tokenize the text."""
     documents = read_documents(settings.data)
     saved = Path(settings.output) / "tokenizer.json"  # a resumed run keeps its tokenizer
     kind = str(saved) if settings.resume and saved.is_file() else settings.tokenizer
@@ -68,7 +68,7 @@ def prepare_corpus(settings: TrainSettings) -> Corpus:
 
 
 def train(settings: TrainSettings, corpus: Corpus | None = None, progress: Progress | None = None) -> TrainResult:
-    """Run the training that the settings describe; Ctrl-C saves a checkpoint and returns."""
+    """Train as specified by the settings; Ctrl-C saves a checkpoint and returns."""
     with joined(settings.device) as processes:
         progress = progress or make_progress(processes.is_first)
         try:
@@ -85,7 +85,7 @@ class TrainingRun:
         passes = processes.count * settings.accumulate
         if settings.batch_size % passes:
             raise ConfigError(
-                f"a batch of {settings.batch_size} sequences cannot be cut into {passes} equal parts "
+                f"a batch of {settings.batch_size} sequences cannot be divided into {passes} equal parts "
                 f"({processes.count} processes, {settings.accumulate} passes each)"
             )
         self.settings, self.corpus, self.processes, self.progress = settings, corpus, processes, progress
@@ -123,7 +123,7 @@ class TrainingRun:
             self._train_steps()
         if self.processes.is_first:
             if not self.interrupted and self.history.last_evaluation != self.step:
-                self._note_evaluation()  # a time limit ended the run between two
+                self._note_evaluation()  # the time limit ended the run between two evaluations
             self._save()
             if self.interrupted:
                 self.progress.message(f"stopped at step {self.step}; continue with --resume")
@@ -142,7 +142,7 @@ class TrainingRun:
             self.loss_count += 1
             self.step += 1
             if self.step % settings.log_every == 0 or self.step == settings.steps:
-                mean = self.processes.average(self.loss_sum / self.loss_count).item()  # waits for the device
+                mean = self.processes.average(self.loss_sum / self.loss_count).item()  # synchronises with the device
                 now = time.monotonic()
                 speed = (self.step - step_since) * settings.batch_size * self.config.max_position / (now - since)
                 self.history.train.append((self.step, mean))
@@ -150,20 +150,20 @@ class TrainingRun:
                 self.progress.step(self.step, settings.steps, mean, settings.learning_rate_at(self.step - 1), speed)
                 self._restart_mean(0.0, 0)
                 since, step_since = now, self.step
-            self._now_and_then()
+            self._run_periodic()
 
     def _restart_mean(self, loss_sum: float, loss_count: int) -> None:
-        """Losses since the last point of the curve: a sum on the device, so that steps do not wait for it."""
+        """Reset the loss since the last point of the curve; the sum is on the device, so steps do not synchronise."""
         self.loss_sum, self.loss_count = torch.tensor(loss_sum, device=self.device), loss_count
 
     def _train_step(self) -> torch.Tensor:
-        """One optimizer step over this process's share of the batch; returns its mean loss, still on the device."""
+        """Run one optimizer step over this process's share of the batch; return its mean loss on the device."""
         settings = self.settings
         inputs, targets = self.source.batch(self.step, settings.batch_size, self.processes.rows(settings.batch_size))
         total = torch.zeros((), device=self.device)
         pairs = list(zip(inputs.chunk(settings.accumulate), targets.chunk(settings.accumulate), strict=True))
         for i, (xb, yb) in enumerate(pairs):
-            with self._gradients_at_the_end(i == len(pairs) - 1), self._mixed_precision():
+            with self._sync_gradients(i == len(pairs) - 1), self._mixed_precision():
                 logits, loss = self._prefill(xb, yb)  # PREFILL PHASE
                 if self.teacher is not None:
                     loss = self._distance_to_teacher(xb, logits)
@@ -185,7 +185,7 @@ class TrainingRun:
         return self.model.prefill(xb, yb)
 
     def _distance_to_teacher(self, xb: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Cross-entropy against the teacher's whole distribution instead of the one token that the text has."""
+        """Distillation loss: cross-entropy against the distribution of the teacher instead of the target token."""
         assert self.teacher is not None
         with torch.no_grad():
             expected, _ = self.teacher.prefill(xb)  # PREFILL PHASE
@@ -206,7 +206,7 @@ class TrainingRun:
         return total / len(inputs)
 
     def sample(self) -> str:
-        """A text that the model writes now."""
+        """Sample a text from the model."""
         tokenizer, settings = self.corpus.tokenizer, self.settings
         prompt = tokenizer.encode(settings.sample_prompt) or [0]
         idx = torch.tensor([prompt], device=self.device)
@@ -221,9 +221,9 @@ class TrainingRun:
         self.model.train()
         return tokenizer.decode(out[0].tolist())
 
-    # -- inside -----------------------------------------------------------------------------------------------
-    def _now_and_then(self) -> None:
-        """Evaluations, samples and checkpoints, each at its own steps; only the first process does them."""
+    # -- internals --------------------------------------------------------------------------------------------
+    def _run_periodic(self) -> None:
+        """Run evaluations, samples and checkpoints at their intervals, in the first process only."""
         settings = self.settings
         if not self.processes.is_first:
             return
@@ -290,8 +290,8 @@ class TrainingRun:
             return self.model
         return torch.nn.parallel.DistributedDataParallel(self.model)
 
-    def _gradients_at_the_end(self, is_last: bool) -> AbstractContextManager[Any]:
-        """Processes exchange gradients once a step, after its last pass."""
+    def _sync_gradients(self, is_last: bool) -> AbstractContextManager[Any]:
+        """Skip the all-reduce of gradients in all passes of a step but the last."""
         if self.processes.count == 1 or is_last:
             return nullcontext()
         return self.replica.no_sync()  # type: ignore[operator, no-any-return]
@@ -302,19 +302,19 @@ class TrainingRun:
         return torch.autocast("cuda" if on_cuda else "cpu", torch.bfloat16) if enabled else nullcontext()
 
     def _stopped(self, began: float) -> bool:
-        """Whether Ctrl-C or the time limit ends the run before the next step; all processes agree."""
+        """Whether Ctrl-C or the time limit ends the run before the next step; equal in all processes."""
         if self.processes.count > 1 and self.step % self.settings.log_every:
-            return False  # asking the others costs time
+            return False  # the collective check costs time
         self.interrupted = self.processes.any(self.interrupted)
         limit = self.settings.max_minutes * 60
         timed_out = bool(limit) and self.processes.any(time.monotonic() - began > limit)
         if timed_out:
-            self.progress.message(f"the time is up at step {self.step}")
+            self.progress.message(f"time limit reached at step {self.step}")
         return self.interrupted or timed_out
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:
-        """Ctrl-C ends the run at the next step instead of in the middle of one; a second Ctrl-C ends it at once."""
+        """Defer Ctrl-C to the end of the current step; a second Ctrl-C interrupts at once."""
 
         def interrupt(signum: int, frame: Any) -> None:
             if self.interrupted:
@@ -322,7 +322,7 @@ class TrainingRun:
             self.interrupted = True
 
         before: Any = None
-        with contextlib.suppress(ValueError):  # signals belong to the main thread
+        with contextlib.suppress(ValueError):  # signal handlers can be set in the main thread only
             before = signal.signal(signal.SIGINT, interrupt)
         try:
             yield
@@ -332,7 +332,7 @@ class TrainingRun:
 
 
 def make_optimizer(model: LanguageModel, settings: TrainSettings) -> torch.optim.AdamW:
-    """AdamW that decays matrices and tables, not norms and biases."""
+    """AdamW with weight decay on matrices and embeddings, not on norms and biases."""
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": settings.weight_decay},

@@ -1,4 +1,4 @@
-"""An n-gram language model with interpolated Kneser-Ney smoothing: what a trained network has to beat."""
+"""An n-gram language model with interpolated Kneser-Ney smoothing: the baseline for trained networks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from bifolio.errors import ConfigError
 
-Keys = npt.NDArray[np.int64]  # n tokens as one number: the first token is the highest digit in base `vocab_size`
+Keys = npt.NDArray[np.int64]  # n tokens as one integer in base `vocab_size`, first token most significant
 Counts = npt.NDArray[np.int64]
 
 
@@ -18,15 +18,15 @@ class _Order:
     """Counts of one length of n-grams."""
 
     grams: Keys  # i64[g] sorted
-    counts: Counts  # i64[g] occurrences; below the highest order: different tokens seen before the gram
+    counts: Counts  # i64[g] occurrences; below the highest order: distinct tokens before the gram
     contexts: Keys  # i64[c] sorted: the grams without their last token
     context_totals: Counts  # i64[c] sum of the counts after this context
-    context_kinds: Counts  # i64[c] different tokens after this context
+    context_kinds: Counts  # i64[c] distinct tokens after this context
     discount: float
 
 
 class NgramModel:
-    """Probabilities of a token after the `order - 1` tokens before it."""
+    """Probabilities of a token given the `order - 1` tokens before it."""
 
     def __init__(self, tokens: npt.ArrayLike, vocab_size: int, order: int = 3) -> None:
         if order < 1 or order * np.log2(vocab_size) >= 63:
@@ -46,11 +46,11 @@ class NgramModel:
         return _Order(grams, counts, contexts, np.add.reduceat(counts, first), kinds, discount)
 
     def loss(self, tokens: npt.ArrayLike) -> float:
-        """Mean negative log-likelihood, in nats a token, of the tokens that have a full context."""
+        """Mean negative log-likelihood in nats per token, over the tokens with a full context."""
         return float(-np.log(self.probabilities(np.asarray(tokens, np.int64))).mean())
 
     def probabilities(self, tokens: Keys) -> npt.NDArray[np.float64]:
-        """f64[n - order + 1]: the probability of each token from the first with a full context on."""
+        """f64[n - order + 1]: the probability of each token with a full context."""
         keys = self._keys(tokens, self.order)
         result = np.full(len(keys), 1.0 / self.vocab_size)
         for length, order in zip(range(1, self.order + 1), reversed(self._orders), strict=True):
@@ -75,6 +75,6 @@ class NgramModel:
 
 
 def _look_up(keys: Keys, values: Counts, wanted: Keys) -> Counts:
-    """The value of each wanted key, 0 where there is none."""
+    """The value of each wanted key, 0 for missing keys."""
     places = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
     return np.where(keys[places] == wanted, values[places], 0)

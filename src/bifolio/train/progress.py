@@ -1,4 +1,4 @@
-"""What a run shows while it works: a live line with rich, plain lines without."""
+"""Progress output of a run: a live bar with rich, plain lines without."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 
 class Progress(Protocol):
-    """Told of everything worth showing."""
+    """Receiver of progress and messages."""
 
     def message(self, text: str) -> None: ...
 
@@ -18,7 +18,7 @@ class Progress(Protocol):
 
 
 class SilentProgress:
-    """Shows nothing: for processes other than the first, and for tests."""
+    """No output: for processes other than the first, and for tests."""
 
     def message(self, text: str) -> None:
         pass
@@ -31,7 +31,7 @@ class SilentProgress:
 
 
 class PlainProgress(SilentProgress):
-    """One line now and then; works everywhere, also in a log file."""
+    """One line at intervals, suitable for log files."""
 
     def __init__(self, seconds_between: float = 5.0) -> None:
         self.seconds_between = seconds_between
@@ -49,7 +49,7 @@ class PlainProgress(SilentProgress):
 
 
 class LiveProgress:
-    """A bar with loss, speed and time left, below which messages scroll by."""
+    """A progress bar with loss, speed and remaining time; messages are printed above it."""
 
     def __init__(self) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -76,7 +76,7 @@ class LiveProgress:
 
 
 def make_progress(is_first: bool) -> Progress:
-    """Live on a terminal where rich is installed, plain lines elsewhere, nothing in the other processes."""
+    """Live output on a terminal if rich is installed, else plain lines; none in other processes than the first."""
     if not is_first:
         return SilentProgress()
     if sys.stdout.isatty():

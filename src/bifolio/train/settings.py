@@ -1,4 +1,4 @@
-"""What can be chosen about a training run: one frozen record, from which every command line is made."""
+"""Settings of a training run: one frozen dataclass, from which the command lines are generated."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ class Preset:
 PRESETS = {
     "char": Preset("gpt2", 128, 4, 4, 4, 512, 64),  # 0.8 M parameters: minutes on a CPU
     "shakespeare": Preset("gpt2", 160, 5, 5, 5, 640, 256),  # 1.6 M
-    "draft": Preset("llama", 160, 3, 5, 1, 416, 512),  # 0.8 M and a tied table: guesses for speculative decoding
-    "stories": Preset("llama", 384, 8, 6, 3, 1024, 512),  # 13 M and a tied table
+    "draft": Preset("llama", 160, 3, 5, 1, 416, 512),  # 0.8 M and tied embeddings: drafts for speculative decoding
+    "stories": Preset("llama", 384, 8, 6, 3, 1024, 512),  # 13 M and tied embeddings
     "gpt2-small": Preset("gpt2", 768, 12, 12, 12, 3072, 1024),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class TrainSettings:
-    """One run. Times are in steps; a step sees `batch_size` sequences, whatever the processes and accumulation."""
+    """Settings of one run. Intervals are in steps; a step processes `batch_size` sequences over all processes."""
 
-    data: tuple[str, ...] = _option((), "text files (plain or .xz) or folders of them")
+    data: tuple[str, ...] = _option((), "text files (plain or .xz) or folders with text files")
     output: str = _option("trained", "folder for the model, its checkpoints and the loss curve")
     # the tokenizer
     tokenizer: str = _option("bpe", "'bpe', 'char', or a tokenizer.json to reuse")
@@ -59,16 +59,16 @@ class TrainSettings:
     # the run
     steps: int = _option(2000, "optimizer steps")
     batch_size: int = _option(32, "sequences of one step, over all processes and accumulation")
-    accumulate: int = _option(1, "passes that a step is cut into, to save memory")
+    accumulate: int = _option(1, "forward and backward passes per step (gradient accumulation), to save memory")
     learning_rate: float = _option(1e-3, "highest learning rate, reached after the warm-up")
     final_learning_rate: float = _option(0.1, "learning rate at the end, as a fraction of the highest")
     warmup: int = _option(100, "steps of linear warm-up")
-    weight_decay: float = _option(0.1, "decay of matrices and tables")
+    weight_decay: float = _option(0.1, "weight decay of matrices and embeddings")
     beta1: float = _option(0.9, "AdamW's decay of the mean gradient")
     beta2: float = _option(0.95, "AdamW's decay of the squared gradient")
     clip: float = _option(1.0, "largest norm of the gradient; 0: no clipping")
-    seed: int = _option(0, "decides initial weights, order of the data, split and samples")
-    teacher: str | None = _option(None, "folder of a model with the same tokenizer to learn from: distillation")
+    seed: int = _option(0, "seed of initial weights, data order, split and samples")
+    teacher: str | None = _option(None, "folder of a teacher model with the same tokenizer, for distillation")
     eval_fraction: float = _option(0.05, "share of the text that is held out")
     eval_every: int | None = _option(None, "steps between evaluations; by default a tenth of the run, at most 250")
     eval_sequences: int = _option(128, "held-out sequences of one evaluation, at most")
@@ -80,7 +80,7 @@ class TrainSettings:
     sample_prompt: str = _option("", "text that samples continue")
     sample_tokens: int = _option(100, "tokens of a sample")
     sample_temperature: float = _option(0.8, "temperature of samples")
-    max_minutes: float = _option(0.0, "stop, save and export after so many minutes; 0: no limit")
+    max_minutes: float = _option(0.0, "time limit in minutes, after which the run saves and exports; 0: no limit")
     device: str = _option("auto", "'cpu', 'cuda', or 'auto'")
     bf16: bool | None = _option(None, "bfloat16 matrix products; by default on CUDA only")
     compile: bool = _option(False, "compile the network with torch.compile")
@@ -95,11 +95,11 @@ class TrainSettings:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.batch_size % self.accumulate:
             raise ConfigError(
-                f"a batch of {self.batch_size} sequences cannot be cut into {self.accumulate} equal passes: "
+                f"a batch of {self.batch_size} sequences cannot be divided into {self.accumulate} equal passes: "
                 "choose an accumulate that divides batch_size"
             )
         if not 0.0 < self.eval_fraction < 1.0:
-            raise ConfigError(f"eval_fraction must lie between 0 and 1, not {self.eval_fraction}")
+            raise ConfigError(f"eval_fraction must be between 0 and 1, not {self.eval_fraction}")
         if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
             raise ConfigError(f"the learning rate must be positive, not {self.learning_rate}")
         if self.gguf is not None and self.gguf not in GGUF_FORMATS:
@@ -111,16 +111,16 @@ class TrainSettings:
         return self.eval_every or max(1, min(250, self.steps // 10))
 
     def shape(self) -> Preset:
-        """The preset with what was chosen instead."""
+        """The preset with explicitly chosen values."""
         preset = PRESETS[self.preset]
         names = [f.name for f in dataclasses.fields(Preset)]
         chosen = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        if "num_heads" in chosen:  # the preset's key/value heads need not divide another number of heads
+        if "num_heads" in chosen:  # the preset's number of key/value heads may not divide it
             chosen.setdefault("num_kv_heads", chosen["num_heads"])
         return dataclasses.replace(preset, **chosen)
 
     def model_config(self, vocab_size: int, end_of_text: int | None) -> ModelConfig:
-        """The network for a vocabulary; `end_of_text` both begins and ends a document."""
+        """The configuration for a vocabulary; `end_of_text` both begins and ends a document."""
         shape = self.shape()
         family = family_named(shape.architecture)
         if family is None or family.fresh_config is None:
@@ -141,7 +141,7 @@ class TrainSettings:
         return dataclasses.replace(config, bos_token_id=end_of_text, eos_token_ids=ends)
 
     def learning_rate_at(self, step: int) -> float:
-        """Linear warm-up, then half a cosine down to the final rate."""
+        """Linear warm-up, then cosine decay to the final rate."""
         if step < self.warmup:
             return self.learning_rate * (step + 1) / self.warmup
         progress = min((step - self.warmup) / max(self.steps - self.warmup, 1), 1.0)
@@ -151,7 +151,7 @@ class TrainSettings:
 
 GGUF_FORMATS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1")
 
-# Settings that may differ between a run and its continuation: they do not change what is computed.
+# Settings that may differ between a run and its continuation, because they do not change the result.
 FREE_ON_RESUME = frozenset(
     {"output", "resume", "eval_every", "eval_sequences", "log_every", "save_every", "sample_every", "sample_prompt",
      "sample_tokens", "sample_temperature", "max_minutes", "device", "compile", "gguf", "keep_best", "data",

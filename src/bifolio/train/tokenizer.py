@@ -1,6 +1,6 @@
-"""Tokenizers made from the training text: byte-level BPE, or one token for each character.
+"""Tokenizers trained on the text: byte-level BPE, or one token for each character.
 
-Both are byte-level BPE models underneath, so every reader of `tokenizer.json` and of GGUF files knows them.
+Both are byte-level BPE models, which every reader of `tokenizer.json` and of GGUF files supports.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from bifolio.errors import ConfigError
 from bifolio.text.tokenizer import Tokenizer
 from bifolio.train.data import END_OF_TEXT
 
-MAX_TRAINING_CHARACTERS = 64 << 20  # more text hardly changes the merges
+MAX_TRAINING_CHARACTERS = 64 << 20  # more text has little effect on the merges
 PIECE_CHARACTERS = 1 << 16
 
 
 def make_tokenizer(kind: str, documents: Sequence[str], vocab_size: int) -> Tokenizer:
-    """'bpe', 'char', or the path of a tokenizer.json."""
+    """Train a tokenizer of kind 'bpe' or 'char', or load a tokenizer.json."""
     if kind == "bpe":
         return train_bpe(documents, vocab_size)
     if kind == "char":
@@ -31,7 +31,7 @@ def make_tokenizer(kind: str, documents: Sequence[str], vocab_size: int) -> Toke
 
 
 def train_bpe(documents: Sequence[str], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE with GPT-2's splitting; every text can be written with it. Token 0 separates documents."""
+    """Train byte-level BPE with the GPT-2 pre-tokenizer; it encodes every text. Token 0 separates documents."""
     from tokenizers import models, pre_tokenizers, trainers
 
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -49,8 +49,8 @@ def train_bpe(documents: Sequence[str], vocab_size: int) -> Tokenizer:
 def character_tokenizer(documents: Sequence[str]) -> Tokenizer:
     """One token for each character of the text, in the order of their code points.
 
-    A character of several bytes is merged from them, so its beginnings are tokens too. Characters that the text does
-    not contain cannot be written. Several documents get a separator as last token.
+    A multi-byte character is merged from its bytes, so its prefixes are tokens too. Characters that the text does not
+    contain cannot be encoded. With several documents, the last token is the separator.
     """
     from tokenizers import models
 
@@ -71,7 +71,7 @@ def character_tokenizer(documents: Sequence[str]) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, context: int) -> None:
-    """`tokenizer.json` and what transformers wants beside it."""
+    """Write `tokenizer.json` and the configuration files that transformers needs."""
     tokenizer.backend.save(str(folder / "tokenizer.json"))
     raw: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context}
     raw["clean_up_tokenization_spaces"] = False
@@ -91,7 +91,7 @@ def _byte_level(model: Any) -> Any:
 
 
 def _begin_with_end_of_text(backend: Any) -> None:
-    """A prompt begins where a document begins: after a separator."""
+    """Add a separator before every prompt, as before every document."""
     from tokenizers import processors
 
     backend.post_processor = processors.TemplateProcessing(
@@ -102,7 +102,7 @@ def _begin_with_end_of_text(backend: Any) -> None:
 
 
 def _byte_spelling(character: str) -> str:
-    """How byte-level BPE spells a character: a printable letter for each of its bytes."""
+    """The byte-level BPE form of a character: a printable letter for each of its bytes."""
     from tokenizers import pre_tokenizers
 
     splitter = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -110,7 +110,7 @@ def _byte_spelling(character: str) -> str:
 
 
 def _pieces(documents: Iterable[str]) -> Iterator[str]:
-    """The documents in pieces, so that a book is spread over the trainer's threads."""
+    """Split documents into pieces, so that a long document is processed by all threads of the trainer."""
     total = 0
     for document in documents:
         for start in range(0, len(document), PIECE_CHARACTERS):

@@ -1,12 +1,12 @@
-"""Beam search: which hypotheses go on, which are finished, when to stop. No cache and no device in here.
+"""Beam search over scores: running and finished hypotheses and the stopping rule, without cache and device.
 
-Every step, the continuations of all running beams compete:
+Every step ranks the continuations of all running beams:
 
     beams × vocabulary ──top k──▶ candidates, best first ──▶ the best that do not end: next step's beams
                                                         └──▶ those among the first `width` that end: finished
 
-k is large enough that `width` beams go on even if every end-of-text token is among the candidates. The rules (who may
-finish, how scores are compared, when to stop) are those of transformers' `generate(num_beams=...)`.
+k is large enough that `width` beams continue even if every end-of-text token is among the candidates. The rules for
+finishing, comparing scores and stopping are those of transformers' `generate(num_beams=...)`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bifolio.beam_params import BeamSearchParams
 from bifolio.sequence import TokenLogprob
 
 NEVER = -1.0e9  # worse than any real score
-CHUNK = 128  # columns looked at together when the best of a long row are wanted
+CHUNK = 128  # columns per chunk in the top-k of long rows
 
 
 class Candidate(NamedTuple):
@@ -39,14 +39,14 @@ class Hypothesis:
     score: float  # length-penalised
     cumulative_logprob: float
     token_ids: list[int]
-    text: str | None = None  # known when stop texts had to be looked for
+    text: str | None = None  # set when stop strings are configured
     stop_reason: int | str | None = None
     finish_reason: str = "stop"
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
 class Ending(NamedTuple):
-    """Why a candidate cannot go on."""
+    """The reason why a candidate ends."""
 
     finish_reason: str
     stop_reason: int | str | None = None
@@ -99,12 +99,12 @@ class BeamGroup:
         return running, fresh, not (running and self.can_improve and open_beam)
 
     def _could_improve(self) -> bool:
-        """Whether a running beam may still beat the worst finished text."""
+        """Whether a running beam can still exceed the score of the worst finished text."""
         if not self.scores:
             return False
         if len(self.finished) < self.width:
             return True
-        if self.params.beam_width == 1:  # greedy: the first end is the end
+        if self.params.beam_width == 1:  # greedy: the first finished text is the result
             return False
         penalty = self.params.length_penalty
         at_end = self.params.early_stopping == "never" and penalty > 0
@@ -129,7 +129,7 @@ def best_candidates(
 def top_of_rows(values: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
     """(columns i64[r, count], values f32[r, count]) of the largest in each row, in no particular order.
 
-    The `count` largest elements lie in the `count` chunks with the largest maxima, so only those are looked into.
+    The `count` largest elements lie in the `count` chunks with the largest maxima; only those are searched.
     """
     rows, width = values.shape
     if count * CHUNK * 2 >= width:
@@ -150,7 +150,7 @@ def top_of_rows(values: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]
 
 
 def log_normalisers(logits: np.ndarray) -> np.ndarray:
-    """f32[r, 1]: logarithm of the summed exponentials of each row, whatever the other rows are."""
+    """f32[r, 1]: logarithm of the summed exponentials of each row, independent of the other rows."""
     highest = logits.max(axis=-1, keepdims=True)
     highest = np.where(np.isfinite(highest), highest, np.float32(0))
     total = np.exp(logits - highest).sum(axis=-1, keepdims=True, dtype=np.float64)
@@ -158,6 +158,6 @@ def log_normalisers(logits: np.ndarray) -> np.ndarray:
 
 
 def diversity_penalties(chosen: Sequence[int], vocab_size: int, penalty: float) -> np.ndarray:
-    """f32[vocab]: what earlier groups' choices of this step cost."""
+    """f32[vocab]: penalties for tokens that earlier groups chose in this step."""
     counts = np.bincount(np.asarray(chosen, dtype=np.int64), minlength=vocab_size)
     return (counts * -penalty).astype(np.float32)

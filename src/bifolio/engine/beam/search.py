@@ -1,7 +1,7 @@
 """A beam search inside the running batch: beams are sequences, and reordering them moves table entries, never K/V.
 
-All beams of a request hold a slot from admission to the end. Those that stand for a hypothesis are *live*; when one
-dies and another continues twice, the dead one's blocks are released and its table is forked from the survivor's
+All beams of a request hold a slot from admission to the end. Beams with a running hypothesis are *live*; when one is
+dropped and another continues twice, the dropped beam's blocks are released and its table is forked from the other's
 (`BeamSearchBlockSharing`).
 """
 
@@ -31,14 +31,14 @@ from bifolio.sequence import BeamStep, FinishReason, Request, Sequence, TokenLog
 
 
 class BeamSearch:
-    """The search of one request; also the group its sequences advance in."""
+    """The beam search of one request; also the group of its sequences."""
 
     def __init__(
         self,
         request: Request,
         params: BeamSearchParams,
         eos_token_ids: Sequences[int],
-        new_stopper: Callable[[], Any],  # follows a text from its beginning
+        new_stopper: Callable[[], Any],  # a stop checker at the start of a text
         sharing: BeamSearchBlockSharing,
     ) -> None:
         self._new_stopper = new_stopper
@@ -80,11 +80,11 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """So many of each beam's likeliest tokens are all that a step looks at."""
+        """The number of each beam's most likely tokens that a step needs."""
         return max(group.num_candidates for group in self.groups)
 
     def needs_all_logits(self, slots: dict[int, int], sampler: Sampler) -> bool:
-        """Whether a step looks at more than the likeliest tokens as the model gave them."""
+        """Whether a step needs more than the model's top logprobs."""
         edited = any(sampler.table.is_edited[slot] for slot in slots.values())
         return edited or self.params.logprobs is not None or bool(self.params.diversity_penalty)
 
@@ -97,7 +97,7 @@ class BeamSearch:
     ) -> None:
         """Take the logits of all live beams, f32[b, vocab] in the order of `live`, and choose the next beams.
 
-        With `ids`, i64[b, k], they are logprobs f32[b, k] of the k likeliest tokens of each beam alone.
+        With `ids`, i64[b, k], they are logprobs f32[b, k] of only the k most likely tokens of each beam.
         """
         rows = {sequence.id: row for row, sequence in enumerate(self.live())}
         table = np.array([slots[sequence.id] for sequence in self.live()], dtype=np.int64)
@@ -195,7 +195,7 @@ class BeamSearch:
             child.text, child.logprobs = parent.text, list(parent.logprobs)
             child.stopper = parent.stopper.fork()
         self.beams = [[] for _ in self.groups]
-        for number, child, candidate, logprob in placed:  # only now: forks above copied what was before this token
+        for number, child, candidate, logprob in placed:  # after the forks, which copy the state before this token
             child.append_token(candidate.token)
             child.cumulative_logprob = candidate.score
             child.logprobs.extend(logprob)
@@ -220,7 +220,7 @@ class BeamSearch:
     def close(self) -> None:
         """Release the beams' blocks and turn the members into the returned completions."""
         forked = [member.id for member in self.members if self._sharing.get_beam_info(member.id) is not None]
-        self._sharing.cleanup_beams(forked)  # the first one's blocks go with its slot
+        self._sharing.cleanup_beams(forked)  # the first one's blocks are released with its slot
         results = self.results()
         for member in self.members[len(results) :]:
             member.finish(FinishReason.STOP)

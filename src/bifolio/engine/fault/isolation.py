@@ -1,6 +1,6 @@
-"""A step that raises: find the request at fault, end that one alone, and let the others go on.
+"""Isolation of a failing request: find it by bisection, end it, and continue the others.
 
-A failing step does not name the request that caused it, so the requests that ran in it are put on trial in halves:
+The error of a step does not identify the request that caused it, so the requests of the step are retried in halves:
 
     failed step      [a b c d]           all launched steps are taken back; full blocks stay in the prefix cache
     trial            [a b]   parked [c d and all others]
@@ -9,7 +9,7 @@ A failing step does not name the request that caused it, so the requests that ra
 
 A trial is passed when each of its sequences has computed more than it had when the step failed, or has ended. Tokens
 generated before are kept; keys and values are recomputed, mostly from the prefix cache. Requests that arrive meanwhile
-wait until the culprit is found: a handful of steps.
+wait for a few steps until the failing request is found.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from bifolio.engine.engine import InferenceEngine
 
 logger = logging.getLogger(__name__)
-MAX_FAILURES_IN_A_ROW = 3  # culprits without one good step between them: the engine itself is broken, a restart is due
+MAX_FAILURES_IN_A_ROW = 3  # failing requests without a good step between them: the engine is broken and stops
 
 
 @dataclass(slots=True)
 class Trial:
-    """Requests that may be at fault, and the progress that clears each of their sequences."""
+    """Requests that may have caused the failure, and the progress each of their sequences needs to pass."""
 
     requests: list[Request]
     goals: dict[int, int] = field(default_factory=dict)  # sequence id -> tokens that must be computed
@@ -45,11 +45,11 @@ class Trial:
 
 
 class Isolation:
-    """Finds the request whose step fails."""
+    """Finds the request that makes a step fail."""
 
     def __init__(self, engine: InferenceEngine) -> None:
         self._engine = engine
-        self._trials: list[Trial] = []  # the last one is on
+        self._trials: list[Trial] = []  # the last one is running
         self._parked: list[Sequence] = []  # wait until the trials are over
         self._failures = 0  # since the last good step
 
@@ -59,11 +59,11 @@ class Isolation:
 
     @property
     def is_on(self) -> bool:
-        """Whether a culprit is being looked for."""
+        """Whether trials are running."""
         return bool(self._trials or self._parked)
 
     def hold_back(self) -> None:
-        """Before a step: only sequences on trial may be given a slot."""
+        """Park waiting sequences that are not on trial, before a step."""
         if not self._trials:
             return
         on_trial = {request.request_id for request in self._trials[-1].requests}
@@ -85,7 +85,7 @@ class Isolation:
             self._next_trial()
 
     def recover(self, error: Exception) -> list[StepResult]:
-        """Take back the failed step and begin the next trial; raises the error when no request can be at fault."""
+        """Discard the failed step and start the next trial; raises the error when no request can be the cause."""
         goals = self._goals()
         suspects = [request for request in self._engine.take_back() if not request.is_finished]
         if not suspects:
@@ -103,7 +103,7 @@ class Isolation:
         return []
 
     def _goals(self) -> dict[int, int]:
-        """The progress that clears each sequence that runs."""
+        """The progress with which each running sequence passes."""
         running = (slot.held for slot in self._engine.batcher.active_slots())
         return {s.id: min(s.num_computed + 1, s.num_tokens) for s in running if s.finish_reason is None}
 
@@ -118,7 +118,7 @@ class Isolation:
         return results
 
     def _next_trial(self) -> None:
-        """Clear the batch for the next trial, or let all parked sequences wait for a slot again."""
+        """Empty the batch for the next trial, or queue all parked sequences again."""
         if self._trials:
             self._engine.take_back()
             return

@@ -1,11 +1,11 @@
-"""A step that runs out of the device's memory: it is taken back, and the engine goes on with smaller steps.
+"""Recovery from out-of-memory errors on the device: discard the step and continue with smaller ones.
 
-Full blocks stay in the prefix cache, so that little is computed twice; the allocator releases cached memory; and:
+Full blocks stay in the prefix cache, so that little is recomputed; the allocator releases cached memory; and:
 
     token budget   halves, and doubles again after `CALM_STEPS` good steps
-    sequences      the youngest quarter waits (one at least), and as many come back after `CALM_STEPS` good steps
+    sequences      a quarter of them (at least one) waits, youngest first; the limit rises after `CALM_STEPS` good steps
 
-A request that fails alone, however small its steps, ends with an error that says what to do.
+A request that fails alone with the smallest steps ends with an error that names the settings to change.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from bifolio.engine.engine import InferenceEngine
 
 logger = logging.getLogger(__name__)
-STEP_FAILED = "the step that computed this request failed"  # how `Request.error` begins
+STEP_FAILED = "the step that computed this request failed"  # first words of `Request.error`
 CALM_STEPS = 32  # good steps after which the limits are relaxed
-SMALLEST_BUDGET = 16  # tokens of a step; below, a prompt would take forever
-MAX_FAILURES_ALONE = 3  # with the smallest steps; then it is the request that does not fit
+SMALLEST_BUDGET = 16  # tokens of a step; a smaller budget would make prefill too slow
+MAX_FAILURES_ALONE = 3  # with the smallest steps; then the request does not fit
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Torch's own error, or CUDA's from elsewhere (capturing a graph, loading a kernel). Torch is not imported."""
+    """Whether this is torch's out-of-memory error, or CUDA's (graph capture, kernel loading). Torch is not imported."""
     if type(error).__name__ == "OutOfMemoryError" and type(error).__module__.partition(".")[0] == "torch":
         return True
     return isinstance(error, RuntimeError) and "out of memory" in str(error)
@@ -51,7 +51,7 @@ class MemoryRecovery:
 
     @property
     def token_budget(self) -> int:
-        """Tokens of the next step: every running sequence may decode, and a prompt gets on."""
+        """Tokens of the next step: enough for every running sequence to decode and for a prompt to advance."""
         least = self._engine.batcher.num_running + SMALLEST_BUDGET
         return min(max(self._budget, least), self._engine.config.token_budget)
 
@@ -60,7 +60,7 @@ class MemoryRecovery:
         return self._budget < self._engine.config.token_budget or self._engine.batcher.max_running is not None
 
     def step_succeeded(self) -> None:
-        """Relax the limits a little after a number of good steps."""
+        """Relax the limits after `CALM_STEPS` good steps."""
         if not self.is_limited:
             return
         self._good_steps += 1
@@ -74,7 +74,7 @@ class MemoryRecovery:
             batcher.max_running = None if more >= batcher.max_slots else more
 
     def recover(self, error: Exception) -> list[StepResult]:
-        """Take back the failed step and plan smaller ones; raises the error when no sequence ran."""
+        """Discard the failed step and limit later ones; raises the error when no sequence was running."""
         batcher = self._engine.batcher
         batcher.evict_completed()
         num_running = batcher.num_running
@@ -89,7 +89,7 @@ class MemoryRecovery:
         if len(requests) > 1:
             batcher.max_running = max(1, num_running * 3 // 4)
             logger.warning(
-                "out of memory in a step of %d sequences: going on with %d, %d tokens a step (%s)",
+                "out of memory in a step of %d sequences: continuing with %d, %d tokens a step (%s)",
                 num_running, batcher.max_running, self._budget, error,
             )  # fmt: skip
             return []
@@ -107,7 +107,7 @@ class MemoryRecovery:
         self._budget = self._engine.config.token_budget  # the request was too large, not the steps
         self._engine.batcher.max_running = None
         request.error = (
-            f"{STEP_FAILED}: out of memory, even alone and in steps of {SMALLEST_BUDGET} tokens. Ask for fewer "
+            f"{STEP_FAILED}: out of memory, even alone and in steps of {SMALLEST_BUDGET} tokens. Request fewer "
             "completions, beams or logprobs, or start the engine with a smaller cache (gpu_memory_utilization, memory)"
         )
         return self._engine.batcher.finish(request, FinishReason.ERROR)

@@ -1,4 +1,4 @@
-"""What an engine does when a step fails: it takes the step back, and harms one request at most."""
+"""Recovery of an engine from a failing step: discard the step and end one request at most."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class FaultRecovery:
-    """Chooses the remedy: smaller steps when memory ran out, a search for the culprit after any other error."""
+    """Selects the recovery: smaller steps after out-of-memory, isolation of one request after any other error."""
 
     def __init__(self, engine: InferenceEngine) -> None:
-        self.is_active = False  # a step has failed, and its consequences are not over
+        self.is_active = False  # a step has failed, and limits or trials are still in force
         self._memory = MemoryRecovery(engine)
         self._isolation = Isolation(engine)
 
@@ -27,12 +27,12 @@ class FaultRecovery:
 
     @property
     def is_limited(self) -> bool:
-        """Whether steps are smaller than configured, after memory ran out."""
+        """Whether steps are smaller than configured after an out-of-memory error."""
         return self._memory.is_limited
 
     @property
     def num_parked(self) -> int:
-        """Sequences that wait until a culprit is found."""
+        """Sequences that wait until the failing request is found."""
         return self._isolation.num_parked
 
     def before_step(self) -> None:
@@ -44,7 +44,7 @@ class FaultRecovery:
         self.is_active = self._memory.is_limited or self._isolation.is_on
 
     def recover(self, error: Exception) -> list[StepResult]:
-        """Take back the failed step and go on; raises the error when the engine as a whole is broken."""
+        """Discard the failed step and continue; raises the error when the engine itself is broken."""
         self.is_active = True
         if is_out_of_memory(error):
             return self._memory.recover(error)

@@ -1,8 +1,7 @@
-"""How many guesses pay: acceptance is measured, and so is what passes with more rows cost.
+"""Adaptive draft lengths, from measured acceptance rates and measured costs of passes with more rows.
 
-Guesses of one kind (an n-gram match of some size; a draft model's) are right about as often as those before them. A
-step with guesses gives more tokens and takes longer; the lengths with the most tokens per second win, and none at all
-is among the choices.
+Drafts of one kind (n-gram matches of one size; a draft model's) keep about the same acceptance rate. A step with drafts
+yields more tokens and takes longer; the lengths with the most tokens per second are chosen, 0 included.
 """
 
 from __future__ import annotations
@@ -13,28 +12,28 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-Lengths = dict[int, int]  # kind of guess -> how many of it
+Lengths = dict[int, int]  # kind of draft -> draft length
 
 
 class Offer(NamedTuple):
-    """Guesses that a sequence could have."""
+    """Draft tokens available for a sequence."""
 
     length: int  # at most this many
     kind: int
-    num_behind: int = 0  # tokens that a draft model must catch up with before it can guess
+    num_behind: int = 0  # tokens that a draft model must prefill before it can draft
 
 
 class PassCosts:
-    """Seconds of a model's pass by its number of rows, as measured; interpolated between, and carried on beyond."""
+    """Measured seconds of a model's pass by its number of rows; interpolated between sizes, extrapolated beyond."""
 
-    ROW_SHARE = 0.01  # of a pass: what a row costs before two sizes were measured. Low: trying finds out
-    # How far one measurement moves the cost: what disturbs a pass only ever makes it longer, sometimes much longer.
+    ROW_SHARE = 0.01  # of a pass: assumed cost of a row before two sizes are measured; low, so that drafts are tried
+    # Weights of one measurement: noise makes a pass longer, never shorter, sometimes much longer.
     FASTER, SLOWER, LONGEST = 0.5, 0.1, 1.5
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
         self._sizes: list[int] = []  # sorted keys of `_seconds`
-        self._first: dict[int, float] = {}  # what was measured once: that pass may have been a cold one
+        self._first: dict[int, float] = {}  # measured once only: that pass may have been a cold one
 
     def observe(self, num_rows: int, seconds: float) -> None:
         size = _rounded(num_rows)
@@ -50,7 +49,7 @@ class PassCosts:
 
     @property
     def largest(self) -> int:
-        """Rows of the largest pass that was measured; 0: none was."""
+        """Rows of the largest measured pass; 0 if there is none."""
         return self._sizes[-1] if self._sizes else 0
 
     def knows(self, num_rows: int) -> bool:
@@ -70,22 +69,22 @@ class PassCosts:
 
 
 def _rounded(num_rows: int) -> int:
-    """To four binary digits: sizes that differ little cost about the same."""
+    """Round to four binary digits: sizes that differ little cost about the same."""
     step = 1 << max(num_rows.bit_length() - 4, 0)
     return (num_rows + step // 2) // step * step
 
 
 class Acceptance:
-    """How often guesses were right lately, by kind and by place in the draft, given that those before were right."""
+    """Recent acceptance rate by kind and by position in the draft, given that the tokens before were accepted."""
 
-    PRIOR, MEMORY = 0.6, 20  # trials that are remembered
+    PRIOR, MEMORY = 0.6, 20  # rate before the first trial, number of trials averaged over
 
     def __init__(self) -> None:
         self._chances: dict[tuple[int, int], float] = {}
         self._trials: Counter[tuple[int, int]] = Counter()
 
     def observe(self, kind: int, num_guessed: int, num_right: int) -> None:
-        """Every guess up to the first wrong one is a trial."""
+        """Count every draft token up to the first rejected one as a trial."""
         for place in range(min(num_right + 1, num_guessed)):
             key = (kind, place)
             self._trials[key] = min(self._trials[key] + 1, self.MEMORY)
@@ -101,26 +100,26 @@ class Acceptance:
 
 @dataclass(slots=True)
 class DraftLengths:
-    """Chooses, step by step."""
+    """Chooses the draft lengths of each step."""
 
     longest: int
     adaptive: bool = True
-    drafting: PassCosts | None = None  # of the draft model; None: guesses cost nothing to make
-    relative_cost: float = 0.0  # of a pass of the draft model, until `drafting` was measured
+    drafting: PassCosts | None = None  # of the draft model; None: drafting is free
+    relative_cost: float = 0.0  # of a pass of the draft model, until `drafting` is measured
     steps: PassCosts = field(default_factory=PassCosts)  # of the model itself
     acceptance: Acceptance = field(default_factory=Acceptance)
-    _num_unused: int = 0  # steps in a row whose offers were not taken
+    _num_unused: int = 0  # consecutive steps without drafts although some were offered
 
-    PROBE_EVERY = 64  # steps without guesses before one is tried again: texts change
-    REST = 16  # steps for which nothing is looked at where guesses cannot pay
-    HOPE = 0.9  # acceptance that is thought possible: where even this does not pay, nothing is tried
-    GAIN = 1.05  # less is within the noise of the measured costs
-    HORIZON = 64  # tokens over which catching up must pay for itself
+    PROBE_EVERY = 64  # steps without drafts before one is tried again: acceptance changes with the text
+    REST = 16  # steps for which drafting is skipped when it cannot pay off
+    HOPE = 0.9  # optimistic acceptance: where even this does not pay off, no probe is made
+    GAIN = 1.05  # smaller gains are within the noise of the measured costs
+    HORIZON = 64  # tokens over which the catch-up prefill must pay off
 
     def choose(self, num_sequences: int, offers: Sequence[Offer], tokens_left: int) -> tuple[Lengths, bool]:
-        """(lengths by kind, whether those that are behind take part); `tokens_left`: of an average sequence."""
+        """(lengths by kind, whether sequences that need a catch-up are included); `tokens_left`: mean per sequence."""
         if not self.steps.knows(num_sequences):
-            return {}, False  # first what it costs without
+            return {}, False  # measure a step without drafts first
         ready = [offer for offer in offers if not offer.num_behind]
         best, lengths, all_join = self.GAIN, Lengths(), False
         for joining in (ready, offers) if len(ready) < len(offers) else (ready,):
@@ -132,21 +131,21 @@ class DraftLengths:
         return lengths, all_join
 
     def declined(self, num_sequences: int, offers: Sequence[Offer], tokens_left: int) -> tuple[bool, int]:
-        """After no length paid: (whether it is time to try one all the same, steps to rest for)."""
+        """When no length pays off: (whether to probe one anyway, number of steps to skip drafting)."""
         if not self.steps.knows(num_sequences):
             return False, 0
         hopeful = self._best(num_sequences, offers, tokens_left, lambda kind, place: self.HOPE)[0] > self.GAIN
         if hopeful and self._num_unused >= self.PROBE_EVERY:
             self._num_unused = 0
             return True, 0
-        rest = 0 if hopeful and self.drafting is None else self.REST  # the next n-gram may be a better one
+        rest = 0 if hopeful and self.drafting is None else self.REST  # the next n-gram match may be a better one
         self._num_unused += 1 + rest
         return False, rest
 
     def _best(
         self, num_sequences: int, offers: Sequence[Offer], tokens_left: int, chance: Callable[[int, int], float]
     ) -> tuple[float, Lengths]:
-        """(the most times as fast as without guesses, the lengths that give it). Likely guesses come first."""
+        """(largest speedup over plain decoding, its lengths); the likeliest draft tokens are added first."""
         counts = Counter((offer.kind, place) for offer in offers for place in range(min(offer.length, self.longest)))
         gains: dict[tuple[int, int], float] = {}
         for kind, place in sorted(counts):
@@ -159,7 +158,7 @@ class DraftLengths:
             tokens += counts[kind, place] * gain
             rows += counts[kind, place]
             if rows > 2 * self.steps.largest:
-                break  # the unknown is entered step by step
+                break  # unmeasured sizes are approached gradually
             lengths[kind] = place + 1
             seconds = self.steps.seconds(rows) + self._draft_seconds(len(offers), max(lengths.values()))
             if num_behind:

@@ -1,4 +1,4 @@
-"""Guesses from a small model. Its cache is a second storage on the same block tables: one truncate rolls back both."""
+"""Drafts of a small model. Its cache is a second storage on the same block tables: one truncate rolls back both."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from bifolio.engine.slot_state import SlotState
 from bifolio.engine.speculative.draft_lengths import Offer, PassCosts
 from bifolio.errors import ConfigError
 from bifolio.kernels.interface import Batch
-from bifolio.model.text_model import TextModel
+from bifolio.model.loaded import TextModel
 from bifolio.schedule.plan import ScheduledSequence
 from bifolio.sequence import Sequence
 
 
 class DraftModelDrafter:
-    """Runs the draft model for the sequences of a step, all together, one guess at a time.
+    """Runs the draft model for the sequences of a step, batched, one draft token at a time.
 
-    Sampled sequences draw their guesses with the noise of the position they guess, so that where the two models agree
-    the guess is what the big one will draw.
+    Drafts of sampled sequences use the sampling noise of their position, so that where both models agree the draft
+    token equals the token that the target model samples.
     """
 
     def __init__(self, runner: ModelRunner, slots: SlotState, chunk_size: int) -> None:
@@ -32,7 +32,7 @@ class DraftModelDrafter:
         self.costs = PassCosts()
 
     def offers(self, sequences: list[Sequence], length: int) -> dict[int, Offer]:
-        """The last two tokens are read on the way, whatever came before must be caught up with."""
+        """Offer `length` drafts; the last two tokens run with the first draft, earlier ones need a catch-up prefill."""
         return {
             sequence.id: Offer(length, 0, max(sequence.num_tokens - sequence.num_draft_computed - 2, 0))
             for sequence in sequences
@@ -70,10 +70,10 @@ class DraftModelDrafter:
             logits, [items[i].slot for i in active], positions, [guesses[i] for i in active]
         )
         self.costs.observe(end, time.perf_counter() - started)
-        return [max(int(token), 0) for token in drawn.token_ids]  # a row that cannot be drawn guesses anything
+        return [max(int(token), 0) for token in drawn.token_ids]  # a row that cannot be sampled drafts token 0
 
     def _catch_up(self, items: Sequences[ScheduledSequence]) -> None:
-        """Tokens that only the big model has seen: a prompt, or what came while guessing was paused."""
+        """Prefill tokens that only the target model has computed: a prompt, or tokens decoded while drafting paused."""
         for item in items:
             sequence = item.sequence
             while sequence.num_tokens - sequence.num_draft_computed > self._chunk_size:
@@ -88,7 +88,7 @@ class DraftModelDrafter:
 
 
 def check_pair(target: TextModel, draft: TextModel) -> None:
-    """The two models must mean the same by a token id."""
+    """Check that both models have the same vocabulary size."""
     if target.config.vocab_size != draft.config.vocab_size:
         raise ConfigError(
             f"the draft model has {draft.config.vocab_size} tokens and the model {target.config.vocab_size}: a draft "

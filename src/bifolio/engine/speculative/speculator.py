@@ -1,13 +1,13 @@
-"""Speculative decoding: guess several tokens, verify them in one pass, keep those that would have come anyway.
+"""Speculative decoding: draft several tokens, verify them in one pass, keep the accepted ones.
 
-Verification draws the token of every guessed position exactly as plain decoding would, with the noise that belongs to
-the position, and keeps guesses as long as they equal what was drawn. So the output is the plain run's, token for token,
-sampled or greedy: speculation changes speed and nothing else. (For a guess that is a single token this accepts as often
-as rejection sampling does: with the target's probability of the token.)
+Verification samples the token of every drafted position exactly as plain decoding does, with the noise of the position,
+and accepts drafts as long as they equal the sampled tokens. So the output equals the plain run's, token for token,
+sampled or greedy: speculation changes only the speed. (For a single draft token this accepts as often as rejection
+sampling does: with the target's probability of the token.)
 
-    |<---- known ---->|<- guesses ->|
+    |<---- known ---->|<-- drafts -->|
     computed ......... x  g1 g2 g3       one pass over x g1 g2 g3 gives the draws d1 d2 d3 d4
-                       ^ last known      g1 = d1, g2 = d2, g3 ≠ d3: d1 d2 d3 are kept, the cache is cut behind g2
+                       ^ last known      g1 = d1, g2 = d2, g3 ≠ d3: d1 d2 d3 are kept, the cache is truncated after g2
 """
 
 from __future__ import annotations
@@ -15,38 +15,46 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from bifolio.config import SpeculativeConfig
+from bifolio.engine.executor import ModelRunner
+from bifolio.engine.memory import weight_bytes
 from bifolio.engine.speculative.draft_lengths import DraftLengths, Offer
+from bifolio.engine.speculative.draft_model import DraftModelDrafter, check_pair
+from bifolio.errors import ConfigError
+from bifolio.model.loaded import LoadedModel
 from bifolio.schedule.plan import ScheduledSequence, StepPlan
 from bifolio.sequence import Sequence
 
+if TYPE_CHECKING:
+    from bifolio.engine.engine import InferenceEngine
+
 
 class Drafter(Protocol):
-    """Where guesses come from."""
+    """Source of draft tokens."""
 
     def offers(self, sequences: list[Sequence], length: int) -> dict[int, Offer]:
-        """What guesses each sequence (by id) could have; at most `length`."""
+        """The drafts available for each sequence (by id), at most `length` tokens."""
         ...
 
     def fill(self, items: Sequences[ScheduledSequence]) -> list[tuple[int, ...]]:
-        """The guesses for scheduled decodes, as many as room was made for."""
+        """The draft tokens of scheduled decodes, as many as are reserved."""
         ...
 
     def forget(self, sequence: Sequence) -> None: ...
 
 
 class NgramDrafter:
-    """Prompt lookup: what followed the last time these same few tokens occurred will follow again."""
+    """Prompt lookup: drafts the tokens that followed the last occurrence of the final n-gram."""
 
     def __init__(self, config: SpeculativeConfig) -> None:
-        self._sizes = range(config.ngram_max, config.ngram_min - 1, -1)  # long matches first: they are right more often
+        self._sizes = range(config.ngram_max, config.ngram_min - 1, -1)  # long matches first: accepted more often
         self._indexes: dict[int, _NgramIndex] = {}
         self._guesses: dict[int, tuple[int, ...]] = {}
 
     def offers(self, sequences: list[Sequence], length: int) -> dict[int, Offer]:
-        """A guess is of the kind of its match: long ones are right more often."""
+        """Offer the matches; the kind of a draft is the size of its n-gram."""
         self._guesses = {}
         offers = {}
         for sequence in sequences:
@@ -67,7 +75,7 @@ class NgramDrafter:
 
 
 class _NgramIndex:
-    """Where each n-gram of one sequence ended last; grows with the sequence."""
+    """Last end position of each n-gram of one sequence; grows with the sequence."""
 
     __slots__ = ("_ends", "_num_indexed", "_sizes")
 
@@ -78,7 +86,7 @@ class _NgramIndex:
 
     def guess(self, tokens: list[int], length: int) -> tuple[tuple[int, ...], int]:
         """(Up to `length` tokens that followed the latest earlier occurrence of the longest matching end, its size)."""
-        for end in range(self._num_indexed + 1, len(tokens)):  # the n-gram at the very end is not its own precedent
+        for end in range(self._num_indexed + 1, len(tokens)):  # the final n-gram must not match itself
             for size in self._sizes:
                 if size <= end:
                     self._ends[tuple(tokens[end - size : end])] = end
@@ -91,7 +99,7 @@ class _NgramIndex:
 
 
 def num_accepted(guesses: Sequences[int], drawn: Sequences[int]) -> int:
-    """How many leading guesses equal what was drawn."""
+    """Number of leading drafts that equal the sampled tokens."""
     for index, guess in enumerate(guesses):
         if drawn[index] != guess:
             return index
@@ -102,7 +110,7 @@ def num_accepted(guesses: Sequences[int], drawn: Sequences[int]) -> int:
 class SpeculativeStats:
     """Totals since the start."""
 
-    num_drafts: int = 0  # passes that verified guesses
+    num_drafts: int = 0  # passes that verified drafts
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
 
@@ -112,7 +120,7 @@ class SpeculativeStats:
 
 
 class Speculator:
-    """Joins a drafter, the choice of lengths, and the statistics; the engine talks to this."""
+    """The engine's interface to speculation: a drafter, the choice of lengths, and the statistics."""
 
     def __init__(
         self, config: SpeculativeConfig, drafter: Drafter, max_model_len: int, lengths: DraftLengths | None = None
@@ -121,13 +129,13 @@ class Speculator:
         self.lengths = lengths or DraftLengths(config.length, config.adaptive)
         self.stats = SpeculativeStats()
         self._max_model_len = max_model_len
-        self._kinds: dict[int, int] = {}  # of the guesses of this step, by sequence id
+        self._kinds: dict[int, int] = {}  # of this step's drafts, by sequence id
         self._draft_seconds = 0.0  # of this step
-        self._rest = 0  # steps for which guesses are not thought about, while there are `_num_resting` sequences
+        self._rest = 0  # steps to skip drafting for, while there are `_num_resting` sequences
         self._num_resting = 0
 
     def room(self, sequences: list[Sequence]) -> dict[int, int]:
-        """Slots wanted for guesses, by sequence id; sequences of a search do not guess."""
+        """Number of draft tokens to reserve, by sequence id; beams of a search have no drafts."""
         self._kinds, self._draft_seconds = {}, 0.0
         if self._rest > 0 and len(sequences) == self._num_resting:
             self._rest -= 1
@@ -145,7 +153,7 @@ class Speculator:
         return {sequence_id: min(offer.length, most[sequence_id]) for sequence_id, offer in offers.items()}
 
     def _accepted_offers(self, offers: dict[int, Offer], num_sequences: int, tokens_left: int) -> dict[int, Offer]:
-        """Those that pay, cut to the lengths that pay; now and then one that may."""
+        """The offers that pay off, cut to the chosen lengths; otherwise an occasional probe."""
         every = list(offers.values())
         lengths, all_join = self.lengths.choose(num_sequences, every, tokens_left)
         if lengths:
@@ -162,7 +170,7 @@ class Speculator:
         return {}
 
     def fill(self, plan: StepPlan) -> StepPlan:
-        """The plan with its guesses; the draft model runs here."""
+        """The plan with its draft tokens; the draft model runs here."""
         items = [item for item in plan.decodes if item.num_new > 1]
         if not items:
             return plan
@@ -173,7 +181,7 @@ class Speculator:
         return replace(plan, decodes=decodes)
 
     def observe_step(self, num_rows: int, seconds: float) -> None:
-        """A step without prefill took this long, making guesses included."""
+        """Record the duration of a step without prefill, drafting included."""
         if not self._rest:
             self.lengths.steps.observe(num_rows, max(seconds - self._draft_seconds, 0.0))
 
@@ -184,6 +192,25 @@ class Speculator:
         self.lengths.acceptance.observe(self._kinds.get(sequence.id, 0), num_guessed, num_right)
 
     def _most(self, sequence: Sequence) -> int:
-        """Guesses that can still be of use before a limit is reached."""
+        """Draft tokens that fit before a length limit is reached."""
         left = sequence.request.max_tokens - len(sequence.output_token_ids) - 1
         return min(left, self._max_model_len - sequence.num_tokens)
+
+
+def new_speculator(engine: InferenceEngine, draft_model: LoadedModel | None) -> Speculator | None:
+    """Create the configured speculator; a draft model's storage is added to the engine's."""
+    config = engine.config.speculative
+    if config is None:
+        return None
+    if config.method == "ngram":
+        return Speculator(config, NgramDrafter(config), engine.config.max_model_len)
+    if draft_model is None:
+        raise ConfigError("speculative method 'draft' needs a draft model: pass draft_model=...")
+    check_pair(engine.model, draft_model)
+    runner = ModelRunner.new(draft_model, engine.config.cache, engine.runner.kernels)
+    engine.storages.append(runner.storage)
+    drafter = DraftModelDrafter(runner, engine.slots, engine.config.chunk_size)
+    costs = [weight_bytes(model.weights, runner.kernels.formats) for model in (draft_model, engine.model)]
+    relative_cost = costs[0] / max(costs[1], 1)
+    lengths = DraftLengths(config.length, config.adaptive, drafter.costs, relative_cost)
+    return Speculator(config, drafter, engine.config.max_model_len, lengths)

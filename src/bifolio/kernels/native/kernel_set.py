@@ -1,7 +1,7 @@
 """The CPU kernels in C++ (`native/`): weights packed at load, one call for a whole step.
 
 The network is recorded once for each phase as a program (`program`), which replays it for any batch without Python
-between the operations. Every verb can also be called by itself, on numpy arrays.
+between the operations. Every operation can also be called separately, on numpy arrays.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary, ref
 import numpy as np
 
 from bifolio.config import NUMERICS
-from bifolio.errors import ConfigError
+from bifolio.errors import ConfigError, PhaseError
 from bifolio.kernels.host_arrays import HostArrays
 from bifolio.kernels.interface import (
     Array,
@@ -39,11 +39,11 @@ from bifolio.quant.tensor import QuantizedTensor
 FORMAT_CODES = {name: code for code, name in enumerate(("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"))}
 ACTIVATION_PLANES = {"int8": 1, "int16": 2}  # bytes of one activation in products with quantised weights
 KV_CODES = {"f32": 0, "f16": 1, "bf16": 2, "q8_0": 3}
-TEMPORARY_BLOCK = 64  # tokens of a block when keys and values are not cached anywhere
+TEMPORARY_BLOCK = 64  # tokens of a block of the temporary cache, for passes without a cache
 
 
 class NativeKernels(HostArrays):
-    """Every verb of the network on the machine's best instruction set. Arrays are float32."""
+    """Every operation of the network in the machine's best instruction set. Arrays are float32."""
 
     name = "native"
     formats = frozenset(QuantFormat[name] for name in FORMAT_CODES)
@@ -54,10 +54,10 @@ class NativeKernels(HostArrays):
         activations: str = NUMERICS.activations,
         share_prefixes: bool = True,
     ) -> None:
-        """`activations`: how they meet quantised weights. "int8" is the usual way (on AMX, whose tiles multiply them as
-        bfloat16, it is less rounding than the name says); "int16" adds a second byte for what the first leaves over,
-        which makes quantised weights give what they would with exact activations.
-        `share_prefixes`: attention reads blocks that contexts have in common once; the same bits either way."""
+        """`activations`: their rounding in products with quantised weights. "int8" is the default (on AMX, whose tiles
+        multiply bfloat16, it rounds less than 8 bits do); "int16" adds a second byte for the rounding error of the
+        first, which gives nearly the result of exact activations.
+        `share_prefixes`: attention reads blocks shared by several contexts once; results are bit-identical."""
         if activations not in ACTIVATION_PLANES:
             raise ConfigError(f"activations must be one of {', '.join(ACTIVATION_PLANES)}, not {activations!r}")
         self.native = library()
@@ -66,7 +66,7 @@ class NativeKernels(HostArrays):
         if threads is not None:
             set_num_threads(threads)
         self._caches: WeakKeyDictionary[Storage, Any] = WeakKeyDictionary()
-        self._last_table: tuple[QuantizedTensor, ref[np.ndarray]] | None = None  # as given, and as converted
+        self._last_table: tuple[QuantizedTensor, ref[np.ndarray]] | None = None  # the original and the converted table
 
     @property
     def activation_planes(self) -> int:
@@ -75,7 +75,7 @@ class NativeKernels(HostArrays):
 
     # -- weights ----------------------------------------------------------------------------------------
     def prepare_linear(self, linear: Linear) -> Linear:
-        """Pack the parts side by side; the bytes of the file are not looked at again."""
+        """Pack the concatenated parts; the bytes of the file are not read again."""
         tensors = [as_tensor(part) for part in linear.parts]
         parts = [self._accepted(tensor) for tensor in tensors]
         packed = self.native.make_linear(parts, tensors[0].shape[1], _joined_bias(linear), self._planes)
@@ -87,9 +87,9 @@ class NativeKernels(HostArrays):
         return replace(norm, weight=_floats(norm.weight), bias=None if norm.bias is None else _floats(norm.bias))
 
     def prepare_embedding(self, table: QuantizedTensor | Array) -> Any:
-        """Rows are read where they lie in the file: only those of tokens that occur become resident.
+        """Read rows directly from the mapped file: only pages of tokens that occur become resident.
 
-        A table in another format is converted and kept; the head of a model with tied embeddings is packed from it.
+        A table in another format is converted and kept; a tied output head is packed from it.
         """
         tensor = as_tensor(table)
         code, data = self._accepted(tensor)
@@ -99,7 +99,7 @@ class NativeKernels(HostArrays):
         return self.native.Table(code, data, tensor.shape[1])
 
     def _accepted(self, tensor: QuantizedTensor) -> tuple[int, np.ndarray]:
-        """The native code of a format of the set, and the bytes of the tensor in that format."""
+        """The native code of a supported format, and the bytes of the tensor in that format."""
         code = FORMAT_CODES[target_format(tensor.format, self.formats).name]
         if self._last_table is not None and self._last_table[0] is tensor:
             data = self._last_table[1]()
@@ -112,7 +112,7 @@ class NativeKernels(HostArrays):
         """The network as one native call."""
         return NativeProgram(self, network)
 
-    # -- verbs ------------------------------------------------------------------------------------------
+    # -- operations -------------------------------------------------------------------------------------
     def embed(self, table: Any, ids: Array, scale: float) -> Array:
         out = np.empty((len(ids), table.width), np.float32)
         self.native.embed(table, np.ascontiguousarray(ids, np.int32), scale, out)
@@ -172,6 +172,8 @@ class NativeKernels(HostArrays):
         query = _floats(heads.query).reshape(len(heads.query), -1)
         out = np.empty(query.shape, np.float32)
         if storage is None or any(segment.block_tables is None for segment in segments):
+            if any(segment.phase is AttentionPhase.DECODE for segment in segments):
+                raise PhaseError("decode reads the cache: pass a storage and block tables")
             cache, described = self._temporary_cache(heads, shape, segments)
             layer = 0
         else:
@@ -196,7 +198,7 @@ class NativeKernels(HostArrays):
         return out
 
     def argmax(self, logits: Array) -> np.ndarray:
-        """The first of the largest of each row: i64[r]."""
+        """i64[r]: index of the largest value of each row, the first among equals."""
         out = np.empty(logits.shape[0], np.int64)
         self.native.argmax(_floats(logits), out)
         return out
@@ -222,7 +224,7 @@ class NativeKernels(HostArrays):
         )
 
     def cache(self, storage: Storage) -> Any:
-        """The storage's arrays as the native module sees them."""
+        """The native view of the storage's arrays."""
         native = self._caches.get(storage)
         if native is None:
             native = self.native.Cache(storage.keys, storage.values, KV_CODES[storage.dtype], storage.head_dim)
@@ -232,7 +234,7 @@ class NativeKernels(HostArrays):
     def _temporary_cache(
         self, heads: Heads, shape: AttentionShape, segments: tuple[AttentionSegment, ...]
     ) -> tuple[Any, list[tuple[Any, ...]]]:
-        """The batch's own keys and values as a cache of one layer: what training and tests attend over."""
+        """The batch's own keys and values as a cache of one layer, for passes without a cache."""
         size, described, next_block = TEMPORARY_BLOCK, [], 0
         tokens = heads.query.shape[0]
         sequences = sum(segment.num_sequences for segment in segments)
@@ -260,7 +262,7 @@ def as_tensor(value: QuantizedTensor | Array) -> QuantizedTensor:
 
 
 def release_pages(array: np.ndarray) -> None:
-    """Drop the pages of a read-only file map that were only read to be packed; they come back when touched."""
+    """Drop the pages of a read-only file mapping after packing; a later access reloads them."""
     owner: Any = array
     while isinstance(owner, np.ndarray | memoryview):
         owner = owner.base if isinstance(owner, np.ndarray) else owner.obj

@@ -1,4 +1,4 @@
-"""The compiled module: finding it, choosing its instruction set, its threads, and the limits it measures."""
+"""The compiled module: import, instruction set, threads, and measured limits of the machine."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from bifolio.errors import ConfigError, MissingDependencyError
 
 @cache
 def library() -> Any:
-    """The compiled module; MissingDependencyError says why it is not there."""
+    """The compiled module; raises MissingDependencyError with the reason if it cannot be imported."""
     try:
         from bifolio.kernels import _native  # type: ignore[attr-defined]
     except ImportError as error:
         raise MissingDependencyError(
-            f"the native CPU kernels were not built ({error}): install a C++20 compiler and reinstall bifolio"
+            f"the native CPU kernels are not built ({error}): install a C++20 compiler and reinstall bifolio"
         ) from error
     forced = os.environ.get("BIFOLIO_ISA", "")
     if forced:
@@ -35,7 +35,7 @@ def available_isas() -> list[str]:
 
 
 def set_isa(name: str, module: Any = None) -> None:
-    """Use this instruction set, "" for the best one. Weights packed before stay valid: the layout is the same."""
+    """Use this instruction set, "" for the best one. Packed weights stay valid: the layout is the same for all."""
     try:
         (module or library()).set_isa(name)
     except ValueError as error:
@@ -43,7 +43,7 @@ def set_isa(name: str, module: Any = None) -> None:
 
 
 def set_num_threads(count: int) -> None:
-    """Threads of the team, the calling one included; 0 for one per physical core."""
+    """Set the size of the thread pool, the calling thread included; 0 for one per physical core."""
     library().set_num_threads(count)
 
 
@@ -52,16 +52,16 @@ def num_threads() -> int:
 
 
 def read_bandwidth(num_bytes: int = 256 << 20) -> float:
-    """Bytes per second that all threads together read from memory: what bounds decoding."""
+    """Bytes per second that all threads together read from memory: the bound of decoding."""
     return float(library().read_bandwidth(num_bytes))
 
 
 def product_rate(of_bytes: bool) -> float:
-    """Operations per second in registers alone, of bytes or of floats (with AMX: bfloat16): what bounds prefill."""
+    """Operations per second on registers, of bytes or of floats (with AMX: bfloat16): the bound of prefill."""
     return float(library().product_rate(of_bytes))
 
 
 def shared_tokens() -> int:
-    """Tokens of contexts that attention was spared reading, since the start of the process: those of a prefix that
-    sequences share count once for each sequence but the first, in every layer."""
+    """Token reads that attention saved since the start of the process: a shared prefix counts once per layer for each
+    sequence except the first."""
     return int(library().shared_tokens())

@@ -1,4 +1,4 @@
-"""Recording the network: its forward function runs once on handles, each verb becoming one native operation."""
+"""Recording the network: its forward function runs once on handles, and each call becomes one native operation."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 
 
 class Register(NamedTuple):
-    """The result of an operation: rows of floats whose number is known when the program runs."""
+    """The result of an operation: float rows, whose number is set when the program runs."""
 
     number: int
 
 
 ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 PHASE_CODES = {AttentionPhase.PREFILL: 0, AttentionPhase.DECODE: 1}  # selects the plan of attention
-TOKEN_IDS, POSITIONS, LOGIT_ROWS = object(), object(), object()  # stand for the batch's arrays
+TOKEN_IDS, POSITIONS, LOGIT_ROWS = object(), object(), object()  # placeholders of the batch's arrays
 
 
 def native_segment(segment: AttentionSegment) -> tuple[Any, ...]:
-    """The form in which the extension module takes a segment."""
+    """The arguments of the extension module for a segment."""
     phase = PHASE_CODES[segment.phase]
     return phase, segment.token_start, segment.query_starts, segment.context_lens, segment.block_tables
 
@@ -71,7 +71,7 @@ class NativeProgram:
 
 
 class ProgramRecorder:
-    """A kernel set that computes nothing: its arrays are registers of the program being written."""
+    """A kernel set that records operations instead of computing: its arrays are registers of the program."""
 
     def __init__(self, kernels: NativeKernels) -> None:
         self.kernels = kernels

@@ -1,13 +1,18 @@
 # mypy: disallow-untyped-decorators=False
-"""Queries, keys and values on their way into the cache: head norms, rotation and write in one pass; block copies."""
+"""The KV cache on a GPU: its storage, copies of blocks, and head norms, rotation and write of K and V in one kernel."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from bifolio.kernels.interface import AttentionShape, Heads, Rotation, Storage
+from bifolio.kernels.interface import Array, AttentionShape, Heads, Rotation, Storage
+from bifolio.kernels.storage import KVStorage
 from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
 
 HEADS_PER_PROGRAM = 8
@@ -30,7 +35,7 @@ def _rope_write_kernel(
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
-    ROTATED: tl.constexpr,  # leading dimensions that are turned; 0: none
+    ROTATED: tl.constexpr,  # leading dimensions that are rotated; 0: none
     INTERLEAVED: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_CACHE: tl.constexpr,
@@ -94,7 +99,7 @@ def _norm_weights(
     is_query: tl.tensor,
     is_turned: tl.tensor,
 ) -> tl.tensor:
-    """[heads, dim]: a query's, a key's, or 1 for a value."""
+    """[heads, dim]: norm weights of queries and keys, 1 for values."""
     weight = tl.load(query_norm + dim, mask=inside, other=0.0).to(tl.float32)[None, :]
     key_weight = tl.load(key_norm + dim, mask=inside, other=0.0).to(tl.float32)[None, :]
     return tl.where(is_query, weight, tl.where(is_turned, key_weight, 1.0))
@@ -107,7 +112,7 @@ def rope_and_write(
     slots: torch.Tensor | None,
     storage: Storage | None,
 ) -> Heads:
-    """Norm and turn the query and key heads; with `slots`, write keys and values to the cache."""
+    """Norm and rotate the query and key heads; with `slots`, write keys and values to the cache."""
     heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
     tokens = qkv.shape[0]
     turned = torch.empty((tokens, heads + kv_heads, dim), dtype=qkv.dtype, device=qkv.device)
@@ -179,3 +184,25 @@ def copy_blocks(cache: torch.Tensor, pairs: torch.Tensor) -> None:
     words = flat.view(torch.int64) if flat.shape[2] * flat.element_size() % 8 == 0 else flat
     grid = (pairs.shape[0], words.shape[0])
     _copy_blocks_kernel[grid](words, pairs, words.stride(0), WORDS=words.shape[2], BLOCK=1024, num_warps=4)
+
+
+class CudaStorage(KVStorage):
+    """A `KVStorage` whose layers are views of one tensor, so that one launch moves blocks in every layer.
+
+    The tensor is [2 * layers, blocks, kv_heads, block_size, head_dim].
+    """
+
+    _whole: Any = None
+    _num_taken = 0
+
+    def move_blocks(self, moves: Iterable[tuple[int, int]]) -> None:
+        """As `KVStorage.move_blocks`; the block manager guarantees that no destination is a source."""
+        pairs = np.array([(source, destination) for source, destination in moves], dtype=np.int32).reshape(-1, 2)
+        if len(pairs):
+            copy_blocks(self._whole, torch.from_numpy(pairs).to(self.device))
+
+    def _allocate(self, shape: tuple[int, ...]) -> Array:
+        if self._whole is None:
+            self._whole = super()._allocate((2 * self.num_layers, *shape))
+        self._num_taken += 1
+        return self._whole[self._num_taken - 1]

@@ -1,10 +1,10 @@
 """Decode steps as CUDA graphs: captured once for each of a few batch sizes and replayed as one launch.
 
-Everything a step reads lies on the device: the slots' state (`DeviceState`) and a list of the slots that take part. So
-a step can be launched before the host has seen the tokens of the one before it. A step captured with its draws leaves
-the tokens in the slots and in pinned host memory; one captured up to the logits serves batches that the host draws for.
+All inputs of a step are on the device: the slots' state (`DeviceState`) and a list of the slots in the batch. So a step
+can be launched before the host has the tokens of the previous one. A graph with sampling writes the tokens to the slots
+and to pinned host memory; a graph up to the logits is used for batches that the host samples.
 
-Without a GPU the same step runs at once instead of being captured, in Triton's interpreter: tests need no GPU.
+Without a GPU the step runs directly in Triton's interpreter instead of being captured: tests need no GPU.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from bifolio.kernels.triton.device_state import DeviceState, begin_step, recorde
 from bifolio.kernels.triton.sampling import choose_tokens
 from bifolio.kernels.triton.shared_attention import SharedRows, new_shared_rows
 
-TURNS = 4  # results of a step that lie in host memory at once; more than the steps that are ever in flight
-Mode = Literal["greedy", "draw", "logits"]  # draws of the captured step: the largest logits, any, none
+TURNS = 4  # result buffers per step in host memory; more than the steps in flight
+Mode = Literal["greedy", "draw", "logits"]  # sampling in the graph: argmax, any, none
 
 
 def batch_sizes(most: int) -> list[int]:
-    """Sizes that steps are captured for: a step of fewer rows is padded to the next."""
+    """Batch sizes that graphs are captured for: smaller batches are padded to the next size."""
     sizes = [1, 2, 4, 8, 16, 24, *range(32, 256, 16), 256]
     sizes += range(320, max(most, 320) + 64, 64)
     return [*(size for size in sizes if size < most), most]
@@ -57,21 +57,21 @@ class GraphKernels(KernelSet, Protocol):
 
 @dataclass(slots=True)
 class DecodeStep:
-    """One batch size: its inputs, which stay where they are, and the graph that reads them."""
+    """The graph of one batch size and its static inputs."""
 
     rows: torch.Tensor  # i32[r]  slot of each row; -1: padding
     token_ids: torch.Tensor  # i32[r]
     positions: torch.Tensor  # i32[r]
-    index: torch.Tensor  # i64[r]  where K and V go
+    index: torch.Tensor  # i64[r]  cache index of K and V
     contexts: torch.Tensor  # i32[r]
     table_rows: torch.Tensor  # i32[r]
-    turn: torch.Tensor  # i32[1]  which row of `chosen` the last launch wrote
-    chosen: torch.Tensor  # i32[TURNS, r]  on the host; the device writes there itself, launches take turns
+    turn: torch.Tensor  # i32[1]  row of `chosen` that the last launch wrote
+    chosen: torch.Tensor  # i32[TURNS, r]  pinned host memory that the device writes, one row per launch in turn
     pieces: dict[int, Any] = field(default_factory=dict)
     graph: Any = None
-    shared: SharedRows | None = None  # a prefix that rows share is read once for all; None: nothing is shared
-    logits: Any = None  # f32[r, vocab] of a step without draws
-    sent: bytes = b""  # what `rows` and `shared` hold
+    shared: SharedRows | None = None  # shared prefixes, read once for all rows; None: no sharing
+    logits: Any = None  # f32[r, vocab] of a step without sampling
+    sent: bytes = b""  # present contents of `rows` and `shared`
     next_turn: int = 0
 
     @classmethod
@@ -85,13 +85,13 @@ class DecodeStep:
         return cls(integers().fill_(-1), tokens, positions, index, contexts, integers(), turn, chosen)
 
     def take_turn(self) -> torch.Tensor:
-        """i32[r]: where the next launch will write its tokens."""
+        """i32[r]: the buffer for the tokens of the next launch."""
         place = self.chosen[self.next_turn]
         self.next_turn = (self.next_turn + 1) % TURNS
         return place
 
     def put(self, words: torch.Tensor) -> None:
-        """Rows, then the words of what they share."""
+        """Set `rows`, then the words of `shared`."""
         self.rows.copy_(words[: len(self.rows)])
         if self.shared is not None:
             self.shared.words.copy_(words[len(self.rows) :])
@@ -99,12 +99,12 @@ class DecodeStep:
 
 @dataclass(slots=True)
 class DeviceTokens:
-    """Tokens of a launched step; they arrive later."""
+    """Tokens of a launched step, in flight."""
 
-    tokens: torch.Tensor  # i32[r] on the host, once the event has come
+    tokens: torch.Tensor  # i32[r] on the host, valid once the event is complete
     count: int
     event: Any = None
-    order: np.ndarray | None = None  # i64[count]  row of each token in the order of the launch; None: as they are
+    order: np.ndarray | None = None  # i64[count]  row of each token in the order of the launch; None: unchanged
 
     def wait(self) -> np.ndarray:
         """i32[count]"""
@@ -115,7 +115,7 @@ class DeviceTokens:
 
 
 class GraphRecorder:
-    """Captures launches on a GPU, to be replayed as one; all graphs share the memory of their intermediate results."""
+    """Captures CUDA graphs; all graphs share one memory pool for intermediate results."""
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -124,14 +124,16 @@ class GraphRecorder:
         self._stream: Any = cuda.Stream(device) if device.startswith("cuda") else None
 
     def record(self, run: Callable[[], None]) -> Any:
-        """Run once for real (kernels are compiled, libraries warm up), then capture; inputs are padding meanwhile."""
+        """Run once on padding, which compiles kernels and warms up libraries, then capture."""
         torch.cuda.synchronize(self._device)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             run()
         torch.cuda.synchronize(self._device)
         graph: Any = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):  # torch.cuda.graph() would also collect garbage, for up to a second
+        with torch.cuda.stream(
+            self._stream
+        ):  # torch.cuda.graph() would also run the garbage collector, for up to a second
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 run()
@@ -142,21 +144,21 @@ class GraphRecorder:
 
 
 class DecodeGraphs:
-    """Launches decode steps over the slots' state."""
+    """Launches decode steps on the state of the slots."""
 
     def __init__(self, kernels: GraphKernels, network: Network, storage: Storage, state: DeviceState) -> None:
         self._kernels, self._network, self._storage, self.state = kernels, network, storage, state
         self._sizes = batch_sizes(state.num_slots)
-        self._steps: dict[tuple[int, Mode, bool], DecodeStep] = {}  # by size, draws, shares
-        self._parts: SharedRows | None = None  # whose room for results serves all steps
+        self._steps: dict[tuple[int, Mode, bool], DecodeStep] = {}  # by size, sampling, sharing
+        self._parts: SharedRows | None = None  # its result buffers are used by all steps
         self._recorder = GraphRecorder(state.device)
         self._shapes = tuple({shape.window: shape for shape in network.shapes}.values())
 
     # -- launching ---------------------------------------------------------------------------------------------------
     def launch(self, slots: np.ndarray, mode: Mode, work: SharedWork | None = None) -> DecodeStep:
-        """Run the next step of these slots (i32[n]) after everything launched before; does not wait for anything.
+        """Queue the next step of these slots (i32[n]); returns without waiting.
 
-        `work` says what the slots share, in their order.
+        `work` describes prefixes shared by the slots, in their order.
         """
         size = self._sizes[bisect_left(self._sizes, len(slots))]
         step = self._step(size, mode, work is not None)
@@ -172,16 +174,16 @@ class DecodeGraphs:
         return step
 
     def tokens(self, step: DecodeStep, count: int, order: np.ndarray | None = None) -> DeviceTokens:
-        """The tokens of the step that was just launched."""
+        """The tokens of the step launched last."""
         return DeviceTokens(step.take_turn(), count, recorded_event() if step.graph is not None else None, order)
 
     def capture_all(self, mode: Mode = "greedy") -> None:
-        """Capture every batch size now, the largest first, instead of when it is first needed."""
+        """Capture every batch size now, the largest first, instead of on first use."""
         for size in reversed(self._sizes):
             self._step(size, mode, shares=False)
 
     def _send(self, rows: np.ndarray, step: DecodeStep) -> None:
-        """Send rows and pending differences; rows that the step holds already are not sent again."""
+        """Send rows and pending updates of the slots; unchanged rows are not sent again."""
         wanted = rows.tobytes()
         if step.sent == wanted:
             self.state.send()
@@ -197,7 +199,7 @@ class DecodeGraphs:
             step.shared = self._shared_rows(size) if shares else None
             if self.state.on_gpu:
                 step.graph = self._recorder.record(lambda: self._run(step, mode))
-                step.turn.fill_(TURNS - 1)  # recording took a turn
+                step.turn.fill_(TURNS - 1)  # recording used one buffer
             self._steps[key] = step
         return self._steps[key]
 
@@ -232,12 +234,12 @@ class DecodeGraphs:
 
 
 def full_shape(shapes: tuple[AttentionShape, ...]) -> AttentionShape:
-    """Of a layer that sees the whole context: prefixes are shared in such layers."""
+    """The shape of a layer with full attention: prefixes are shared in such layers only."""
     return next(shape for shape in shapes if shape.window is None)
 
 
 def shared_words(work: SharedWork, size: int, max_items: int) -> np.ndarray:
-    """What `size` rows share, padding included, as the device keeps it: i32[4 * (size + max_items)]."""
+    """i32[4 * (size + max_items)]: the device's form of shared work for `size` rows, padding included."""
     words: np.ndarray = np.zeros(4 * (size + max_items), dtype=np.int32)
     for index, part in enumerate((work.skipped, work.first, work.count, work.offset)):
         words[index * size : index * size + len(part)] = part

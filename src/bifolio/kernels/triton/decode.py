@@ -1,8 +1,8 @@
 # mypy: disallow-untyped-decorators=False
-"""Decode attention: one query per sequence over its paged context, in pieces (see `pieces`) that fill the GPU.
+"""Decode attention: one query per sequence over its paged context, split over the context (`split_kv`) to fill the GPU.
 
-Each piece leaves an average of values and the logarithm of its weights' sum; whoever finishes last for a head joins
-them, always in the order of the context.
+Each piece writes its weighted mean of values and the logarithm of its sum of weights; the last program of a head to
+finish merges them, always in the order of the context.
 
 The query heads that share a key head are the rows of one small matrix product, so keys and values are read once.
 """
@@ -42,7 +42,7 @@ def _decode_kernel(
     arrivals: tl.tensor,
     mixed_parts: tl.tensor,
     weight_parts: tl.tensor,
-    shared_words: tl.tensor,  # i32[4, s]  tokens skipped, first item, number of items, place among an item's rows
+    shared_words: tl.tensor,  # i32[4, s]  tokens skipped, first item, number of items, index within an item's rows
     shared_mixed: tl.tensor,  # f32[items, kv_heads, SHARED_ROWS, dim]
     shared_weight: tl.tensor,
     num_sequences: tl.tensor,
@@ -61,7 +61,7 @@ def _decode_kernel(
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
-    SHARED_ROWS: tl.constexpr,  # 0: nothing is shared
+    SHARED_ROWS: tl.constexpr,  # 0: no shared prefixes
 ) -> None:
     kv_head, item = tl.program_id(0), tl.program_id(1)
     owner = tl.load(sequence + item)
@@ -122,7 +122,7 @@ def _decode_kernel(
             part = item.to(tl.int64) * HEADS + head
             tl.store(mixed_parts + part[:, None] * DIM + dim[None, :], mixed, mask=real)
             tl.store(weight_parts + part, highest + tl.log2(total), mask=row < GROUP)
-            tl.debug_barrier()  # every thread's part is written before the arrival is announced
+            tl.debug_barrier()  # all threads' results are written before the arrival is counted
             counter = arrivals + owner * KV_HEADS + kv_head
             arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
             if arrived == num_pieces - 1:
@@ -151,7 +151,7 @@ def _join(
     mixed_parts: tl.tensor,
     weight_parts: tl.tensor,
     first_part: tl.tensor,  # i64[rows]  index of each row's first part
-    stride: tl.tensor,  # parts from one of a row's to its next
+    stride: tl.tensor,  # distance between consecutive parts of a row
     count: tl.tensor,
     dim: tl.tensor,
     real: tl.tensor,
@@ -163,7 +163,7 @@ def _join(
     ROWS: tl.constexpr,
     GROUP: tl.constexpr,
 ) -> tl.tensor:
-    """The running softmax with these parts taken in, weighted by their sums, in the order of the context."""
+    """Merge these parts into the running softmax, weighted by their sums, in the order of the context."""
     exists = tl.arange(0, ROWS) < GROUP
     for index in range(count):
         part = first_part + index * stride
@@ -184,16 +184,16 @@ def decode_attention(
     tables: torch.Tensor,  # i32[rows, max_blocks]
     table_rows: torch.Tensor,  # i32[s]
     lengths: torch.Tensor,  # i32[s]  tokens visible to the query, itself included; 0: a row of padding
-    pieces: Pieces,  # cut for these lengths
+    pieces: Pieces,  # split for these lengths
     *,
     shared: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,  # (words, mixed, weight) of `SharedRows`
     stages: int = 0,  # 0: choose
     warps: int = 2,
     tile: int = TILE,
-    overlapped: bool = False,  # the pieces were cut before the kernel in front of this one
+    overlapped: bool = False,  # the pieces were computed before the preceding kernel
     out: torch.Tensor | None = None,  # [s, heads * dim], to be written
 ) -> torch.Tensor:
-    """[s, heads * dim]; rows of padding are left as they are."""
+    """[s, heads * dim]; rows of padding stay unchanged."""
     num_sequences, heads, dim = query.shape
     group = heads // shape.num_kv_heads
     keys, values = storage.keys[shape.layer], storage.values[shape.layer]

@@ -1,7 +1,7 @@
 # mypy: disallow-untyped-decorators=False
-"""What every product does with its sums before they are written, whatever the weights were stored in.
+"""The epilogue of every matrix product, for all weight formats.
 
-out = act(sums + bias) + residual          (each part optional; a gate is multiplied by its partner)
+out = act(sums + bias) + residual          (each part optional; an activated gate is multiplied by its up projection)
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NO_ACTIVATION = -1
 
 
 def fused(bias: torch.Tensor | None, residual: torch.Tensor | None, activation: str | None) -> dict[str, int]:
-    """What of it a launch asks for, as `finish` and the kernels around it call it."""
+    """The constexpr flags of `finish` and of the kernels that call it."""
     return {
         "HAS_BIAS": bias is not None,
         "HAS_RESIDUAL": residual is not None,
@@ -26,7 +26,7 @@ def fused(bias: torch.Tensor | None, residual: torch.Tensor | None, activation: 
 
 @triton.jit
 def load_residual(residual: tl.tensor, place: tl.tensor, inside: tl.tensor, HAS_RESIDUAL: tl.constexpr) -> tl.tensor:
-    """f32[...]: asked for before the product, so that it is there when it is needed."""
+    """f32[...]: prefetched before the product."""
     added = tl.zeros(place.shape, tl.float32)
     if HAS_RESIDUAL:
         added = tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
@@ -36,12 +36,12 @@ def load_residual(residual: tl.tensor, place: tl.tensor, inside: tl.tensor, HAS_
 @triton.jit
 def finish(
     sums: tl.tensor,  # f32[...]
-    up_sums: tl.tensor,  # f32[...]  the gate's partner; unused without an activation
+    up_sums: tl.tensor,  # f32[...]  up projection; unused without an activation
     output: tl.tensor,  # i32[outputs], or with a dimension of 1 in front
-    place: tl.tensor,  # [...]  where in `out`
-    inside: tl.tensor,  # bool[...]  whether it is written
+    place: tl.tensor,  # [...]  offsets in `out`
+    inside: tl.tensor,  # bool[...]  mask of `place`
     bias: tl.tensor,  # [outputs (times 2 if gated)]
-    added: tl.tensor,  # f32[...]  what lay at `place` in the residual; unused without one
+    added: tl.tensor,  # f32[...]  the residual at `place`; unused without one
     out: tl.tensor,
     num_outputs: tl.tensor,
     HAS_BIAS: tl.constexpr,

@@ -1,12 +1,11 @@
 # mypy: disallow-untyped-decorators=False
-"""Matrix products with few rows: bound by reading the weights once, so everything around them is fused in.
+"""Matrix products with few rows (small-M GEMM): bound by reading the weights, with adjacent operations fused in.
 
     out = act(x @ weight.T + bias) + residual          (each part optional)
 
-Matrix units multiply, the weight streaming through shared memory, fetched by the copy engine where that is faster (see
-`described`; how products are cut: `row_tiles`). Where the outputs are too few to occupy the GPU, several programs share
-the depth of one tile; whoever finishes last adds their sums, always in the same order. More rows are the matrix
-library's business, one row has a kernel of its own (`one_row`).
+Tensor cores multiply; the weight is streamed through shared memory, by TMA where that is faster (`tma`; tile sizes:
+`gemm_tuning`). Where there are too few outputs to fill the GPU, several programs share the depth of one tile (split-K);
+the last one to finish adds their sums, always in the same order. More rows go to cuBLAS, one row to `gemv`.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from bifolio.kernels.triton.tma import can_be_described, describe, load_tile
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _few_rows_kernel(
-    x: tl.tensor,  # [rows, depth], or its description
-    weight: tl.tensor,  # [outputs (times 2 if gated), depth], or its description
+    x: tl.tensor,  # [rows, depth], or its tensor descriptor
+    weight: tl.tensor,  # [outputs (times 2 if gated), depth], or its tensor descriptor
     bias: tl.tensor,
     residual: tl.tensor,  # [rows, outputs]
     out: tl.tensor,  # [rows, outputs]
@@ -113,7 +112,7 @@ def _add_parts(
     SPLITS: tl.constexpr,
     GATED: tl.constexpr,
 ) -> tl.tensor:
-    """(sums, partner's sums) of all programs of the tile, for the one that comes last; bool[rows, outputs]: it is."""
+    """(sums, up projection's sums) of all programs of the tile, bool[rows, outputs]: whether this one is last."""
     ROWS: tl.constexpr = sums.shape[0]
     OUTPUTS: tl.constexpr = sums.shape[1]
     part = tl.program_id(2)
@@ -124,7 +123,7 @@ def _add_parts(
     tl.store(place + part * width, sums)
     if GATED:
         tl.store(place + part * width + ROWS * OUTPUTS, up_sums)
-    tl.debug_barrier()  # every thread's share is written before the arrival is announced
+    tl.debug_barrier()  # all threads' sums are written before the arrival is counted
     arrived = tl.atomic_add(arrivals + tile, 1, sem="acq_rel", scope="gpu")
     if arrived == SPLITS - 1:
         tl.store(arrivals + tile, 0)
@@ -147,7 +146,7 @@ def few_rows(
     activation: str | None = None,
     out_dtype: torch.dtype | None = None,
     tile: RowTile | None = None,
-    fixed: bool = False,  # cut alike for any number of rows: then nobody's bits depend on the others
+    fixed: bool = False,  # same tiles for any number of rows: results do not depend on the batch
 ) -> torch.Tensor:
     """[rows, outputs]"""
     num_rows, depth = x.shape
@@ -190,7 +189,7 @@ def few_rows(
 
 
 def _shared_tiles(grid: tuple[int, int, int], width: int, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(room for the sums of every program, a counter for each tile); unused where nobody shares."""
+    """(partial sums of every program, a counter for each tile); unused without split-K."""
     if grid[2] == 1:
         return out, out
     tiles = grid[0] * grid[1]
@@ -204,5 +203,5 @@ def _shared_tiles(grid: tuple[int, int, int], width: int, out: torch.Tensor) -> 
 
 _arrivals: dict[
     torch.device, torch.Tensor
-] = {}  # one set serves all: a kernel begins to count when all before it ended
-_kept: list[torch.Tensor] = []  # captured steps go on using the counters they were captured with
+] = {}  # shared by all launches: a kernel starts to count after those before it ended
+_kept: list[torch.Tensor] = []  # CUDA graphs keep using the counters they were captured with

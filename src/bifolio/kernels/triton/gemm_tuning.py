@@ -1,4 +1,4 @@
-"""How products with few rows are cut into programs, and which are left to the matrix library: what was timed."""
+"""Tile sizes of products with few rows, and the choice between our kernels and cuBLAS, as measured."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from dataclasses import dataclass
 import torch
 import triton
 
-MOST_ROWS = 64  # that our own products are made for
-MOST_GATED_ROWS = 128  # the same for a gate and its partner, whose activation saves a pass of its own
-INTERPRETED = bool(triton.knobs.runtime.interpret)  # then a program costs milliseconds: few, large ones
+MOST_ROWS = 64  # limit of our own kernels
+MOST_GATED_ROWS = 128  # the limit for gate and up projection, where the fused activation saves a pass
+INTERPRETED = bool(triton.knobs.runtime.interpret)  # a program costs milliseconds then: few, large ones
 
 
 @dataclass(frozen=True, slots=True)
 class RowTile:
-    """How one shape of product is cut."""
+    """Tile sizes of one product shape."""
 
     outputs: int  # rows of the weight per program
-    depth: int  # columns of the weight read together
+    depth: int  # columns of the weight per tile
     warps: int
     stages: int = 1
     swapped: bool = False  # the weight is the left factor
-    splits: int = 1  # programs that share the depth of a tile
-    described: bool = False  # fetched by the copy engine, where the device has one
+    splits: int = 1  # split-K: programs that share the depth of a tile
+    described: bool = False  # loaded by TMA, where the device has it
     rows: int = MOST_ROWS  # of x per program, at most
 
 
@@ -31,7 +31,7 @@ def most_rows(gated: bool) -> int:
 
 
 def one_row_tile(outputs: int, depth: int, gated: bool) -> RowTile:
-    """Tiles of 8 to 16 kB, and programs for every multiprocessor several times over; the fastest of those timed."""
+    """Tiles of 8 to 16 kB and several programs per multiprocessor; the fastest measured sizes."""
     if INTERPRETED:
         return RowTile(64, 64, 4)
     if outputs >= 32768:
@@ -50,9 +50,9 @@ def one_row_tile(outputs: int, depth: int, gated: bool) -> RowTile:
 def few_rows_tile(
     rows: int, outputs: int, depth: int, dtype: torch.dtype, *, gated: bool = False, described: bool = False
 ) -> RowTile:
-    """A product of a few hundred outputs shares its depth among programs until there is one per multiprocessor.
+    """Products of a few hundred outputs use split-K until there is one program per multiprocessor.
 
-    `described`: the copy engine can fetch both factors; whether it does was timed (17 rows and more).
+    `described`: TMA can load both factors; it is used where it measured faster (17 rows and more).
     """
     if INTERPRETED:
         return RowTile(64, 64, 4)
@@ -69,21 +69,21 @@ def few_rows_tile(
 
 
 def _fewest_described(rows: int, gated: bool) -> int:
-    """Outputs below which the tiles that the copy engine needs to be ahead are too few for the GPU."""
+    """Outputs below which the tiles that TMA needs to be faster are too few for the GPU."""
     if gated:
         return 3072 if rows > 32 else 4097
     return 2048 if rows > 32 else 3072
 
 
 def _described_tile(rows: int, outputs: int, depth: int, gated: bool) -> RowTile:
-    """One program for every multiprocessor, or for every other one where sharing would leave little to each."""
+    """One program per multiprocessor, or per two where split-K would leave too little work to each."""
     if outputs >= 32768:
         return RowTile(128, 64, 4, 4 if rows > 32 else 5, swapped=True, described=True)
-    if rows > MOST_ROWS and outputs <= 4096:  # a gate and its partner
+    if rows > MOST_ROWS and outputs <= 4096:  # gate and up projection
         return RowTile(32, 128, 4, 4, described=True, rows=MOST_GATED_ROWS)
     if rows > MOST_ROWS:
         return RowTile(64, 64, 4, 5, swapped=True, described=True, rows=MOST_GATED_ROWS)
-    if rows > 32 and outputs <= 4096:  # twice the programs; the weights are the right factor, for they are fewer
+    if rows > 32 and outputs <= 4096:  # twice the programs; the weight tile is the smaller, right factor
         splits = 2 if outputs <= 2048 and depth > 4096 else 1
         return RowTile(32, 128, 4, 4 if gated else 8, splits=1 if gated else splits, described=True)
     if gated:
@@ -94,9 +94,9 @@ def _described_tile(rows: int, outputs: int, depth: int, gated: bool) -> RowTile
 
 
 def library_is_faster(rows: int, outputs: int, depth: int, *, gated: bool, described: bool) -> bool:
-    """Whether the matrix library's product is better than ours with all that we fuse into it.
+    """Whether cuBLAS is faster than our kernel with its fused operations.
 
-    `described`: the copy engine can fetch our factors; then it is not, up to the rows that ours are made for.
+    `described`: TMA can load our factors; then our kernel is faster up to its limit of rows.
     """
     if rows > MOST_ROWS:
         return not described or rows > most_rows(gated) or outputs < _fewest_described(rows, gated)

@@ -1,9 +1,9 @@
 # mypy: disallow-untyped-decorators=False
-"""Matrix products with one row: bound by reading the weights once, so everything around them is fused in.
+"""Matrix-vector products (GEMV): bound by reading the weights, with adjacent operations fused in.
 
     out = act(norm(x) @ weight.T + bias) + residual          (each part optional)
 
-A program holds a few rows of the weight and reads them whole, with plain multiply-adds.
+A program computes a few rows of the weight over their whole depth, with plain multiply-adds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _one_row_kernel(
     HAS_NORM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
-    ACTIVATION: tl.constexpr,  # of a gate, with its partner `num_outputs` rows further on; -1: none
+    ACTIVATION: tl.constexpr,  # of a gate, with its up projection `num_outputs` rows further on; -1: none
 ) -> None:
     row = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     exists = row < num_outputs
@@ -46,7 +46,7 @@ def _one_row_kernel(
     squares = tl.zeros([BLOCK], tl.float32)
     column = tl.arange(0, BLOCK)
     inside = exists[:, None] & (column < DEPTH)[None, :]
-    first = tl.load(source + column[None, :], mask=inside, other=0.0)  # the weights depend on nobody
+    first = tl.load(source + column[None, :], mask=inside, other=0.0)  # weights do not depend on earlier kernels
     if ACTIVATION >= 0:
         first_partner = tl.load(partner + column[None, :], mask=inside, other=0.0)
     wait_for_inputs()
@@ -86,7 +86,7 @@ def _normed_values(
     MASKED: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ) -> tl.tensor:
-    """(values of these columns, times the norm's weights; the sums of squares so far)."""
+    """(values of these columns times the norm's weights, running sums of squares)."""
     if MASKED:
         values = tl.load(x + column, mask=column < DEPTH, other=0.0).to(tl.float32)
     else:

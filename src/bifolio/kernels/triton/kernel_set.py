@@ -1,4 +1,4 @@
-"""The kernel set for GPUs: torch's matrix library for many rows, kernels of our own for everything else."""
+"""The kernel set for GPUs: cuBLAS through torch for many rows, Triton kernels for all other operations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import triton
 
-from bifolio.errors import ConfigError
+from bifolio.errors import ConfigError, PhaseError
 from bifolio.kernels.interface import (
     Array,
     AttentionPhase,
@@ -30,6 +30,7 @@ from bifolio.kernels.storage import CacheLayout, KVStorage
 from bifolio.kernels.torch_arrays import TorchArrays
 from bifolio.kernels.torch_reference import TorchKernels
 from bifolio.kernels.triton import cache, norm, quantised
+from bifolio.kernels.triton.cache import CudaStorage
 from bifolio.kernels.triton.decode import decode_attention
 from bifolio.kernels.triton.gemm_small_m import few_rows
 from bifolio.kernels.triton.gemm_tuning import library_is_faster, most_rows
@@ -49,34 +50,33 @@ from bifolio.kernels.triton.quantised import QuantisedWeight
 from bifolio.kernels.triton.shared_attention import SharedRows, shared_attention
 from bifolio.kernels.triton.slots import TritonSlots
 from bifolio.kernels.triton.split_kv import Pieces, cut, new_pieces
-from bifolio.kernels.triton.storage import CudaStorage
 from bifolio.kernels.triton.tma import can_be_described
 from bifolio.quant.tensor import QuantizedTensor
 
 FIXED_TILE = 16  # queries of a tile in deterministic mode, in both phases
-EXACT_ROWS = 512  # up to so many, products that are added up are not rounded to the set's dtype first
+EXACT_ROWS = 512  # up to this number, products added to the residual stream stay in f32
 DENSE_PRODUCTS: tuple[Any, Any] = few_rows, one_row
 QUANTISED_PRODUCTS: tuple[Any, Any] = quantised.few_rows, quantised.one_row
-INTERPRETED_PROCESSORS = 2  # what a "GPU" has when kernels run in Triton's interpreter
+INTERPRETED_PROCESSORS = 2  # multiprocessors assumed in Triton's interpreter
 
 
 @dataclass(slots=True)
 class StagedSegment:
-    """What the kernels need of a segment on the device; made once per pass, used by every layer."""
+    """The device arrays of a segment; created once per pass, used by every layer."""
 
     segment: AttentionSegment
     lengths: torch.Tensor | None = None  # i32[s]
     table_rows: torch.Tensor | None = None  # i32[s]
     pieces: dict[int, Pieces] = field(default_factory=dict)  # by window
     tiles: dict[int, QueryTiles] = field(default_factory=dict)  # by rows of a tile
-    is_cut: bool = False  # the pieces were cut before the first layer
+    is_cut: bool = False  # the pieces were computed before the first layer
     shared: SharedRows | None = None
 
 
 class TritonKernels(TorchArrays):
     """Dense weights in bf16 by default. Without a GPU it runs in Triton's interpreter, for tests.
 
-    The torch set, which it holds, prepares dense weights and multiplies many rows; everything else is its own.
+    The torch set that it holds prepares dense weights and multiplies many rows.
     """
 
     name = "triton"
@@ -95,7 +95,7 @@ class TritonKernels(TorchArrays):
         )
         self._torch = TorchKernels(device, dtype)
         self._weights = quantised.PackedWeights(self._torch)
-        self._staged: list[StagedSegment] = []  # of the pass that runs now
+        self._staged: list[StagedSegment] = []  # of the running pass
         self._rotations: dict[tuple[int, float], torch.Tensor] = {}  # f32[positions, 2, half] by frequencies and scale
         self._tabulated: list[torch.Tensor] = []
 
@@ -126,18 +126,18 @@ class TritonKernels(TorchArrays):
         return self._weights.prepare_embedding(table)
 
     def prepare_norm(self, norm: Norm) -> Norm:
-        """Weights that lose nothing are kept in the set's dtype: with few rows every program reads them."""
+        """Store weights that are exact in the set's dtype in that dtype: with few rows every program reads them."""
         prepared = self._torch.prepare_norm(norm)
         narrow = prepared.weight.to(self.dtype)
         return replace(prepared, weight=narrow) if torch.equal(narrow.float(), prepared.weight) else prepared
 
     # -- the network ------------------------------------------------------------------------------------------------
     def _tabulate(self, inverse_frequencies: torch.Tensor, scale: float, max_position: int) -> None:
-        """Tabulate cosine and sine for all positions below `max_position`: a captured step then looks them up."""
+        """Tabulate cosine and sine for all positions below `max_position`, for lookups in CUDA graphs."""
         positions = torch.arange(max_position, device=self.device)
         rotation = self._torch.rotation(inverse_frequencies, scale, positions)
         self._rotations[inverse_frequencies.data_ptr(), scale] = torch.stack(tuple(rotation), dim=1)
-        self._tabulated.append(inverse_frequencies)  # another tensor must not come to lie where these were
+        self._tabulated.append(inverse_frequencies)  # keeps the address from being reused
 
     def rotation(self, inverse_frequencies: Array, scale: float, positions: Array) -> Rotation:
         table = self._rotations.get((inverse_frequencies.data_ptr(), scale))
@@ -146,7 +146,7 @@ class TritonKernels(TorchArrays):
         return Rotation(*look_up_rotation(table, positions))
 
     def embed(self, table: Any, ids: Array, scale: float) -> Array:
-        """In f32, as all that is added to it: the residual stream is not rounded on its way."""
+        """Embeddings in f32: the residual stream is not rounded between layers."""
         if isinstance(table, QuantisedWeight):
             return quantised.dequantise(table, torch.float32, rows=ids, factor=scale)
         return embed_rows(table, ids, scale)
@@ -192,7 +192,7 @@ class TritonKernels(TorchArrays):
         return torch.tanh(y / softcap) * softcap if softcap else y
 
     def _library_multiply(self, product: Product, activation: str | None, residual: torch.Tensor | None) -> Array:
-        """Many rows. What is added to the sum over the layers comes in f32, unless writing that much takes its time."""
+        """Multiply many rows by cuBLAS; products added to the residual stream are f32 up to `EXACT_ROWS` rows."""
         x = tensor(product.x)
         if residual is not None and x.shape[0] <= EXACT_ROWS:
             return Sum(residual, self._library_exact(x, product.linear))
@@ -202,7 +202,7 @@ class TritonKernels(TorchArrays):
         return y if activation is None else norm.act_mul(y, activation)
 
     def _library_exact(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
-        """f32[rows, outputs]; on a GPU the matrix library writes f32 itself."""
+        """f32[rows, outputs]; on a GPU cuBLAS writes f32."""
         weight, bias = linear.prepared or (None, None)
         if not x.is_cuda or not isinstance(weight, torch.Tensor) or bias is not None or x.dtype == torch.float32:
             return self._weights.linear(x, linear).float()
@@ -234,11 +234,13 @@ class TritonKernels(TorchArrays):
         shape: AttentionShape,
         staged: StagedSegment,
         storage: Storage | None,
-        out: torch.Tensor | None = None,  # where our own kernels shall write
+        out: torch.Tensor | None = None,  # output of our own kernels
     ) -> torch.Tensor:
         segment = staged.segment
+        if segment.phase is AttentionPhase.DECODE and (storage is None or segment.block_tables is None):
+            raise PhaseError("decode reads the cache: pass a storage and block tables")
         if self.deterministic and storage is not None and segment.block_tables is not None:
-            segment = replace(segment, fresh=False)  # chunks, too, read what lies in the cache
+            segment = replace(segment, fresh=False)  # chunks also read the cache
         tokens = slice(segment.token_start, segment.token_end)
         own = Heads(*(None if part is None else part[tokens] for part in heads))
         query = own.query
@@ -287,11 +289,11 @@ class TritonKernels(TorchArrays):
         self,
         segment: AttentionSegment,  # one query each; lengths and tables on the device
         table_rows: torch.Tensor,  # i32[s]
-        pieces: dict[int, Pieces],  # by window; kept by the caller, since a captured step uses them again
+        pieces: dict[int, Pieces],  # by window; kept by the caller, since a CUDA graph reuses them
         shapes: tuple[AttentionShape, ...],
         shared: SharedRows | None = None,
     ) -> None:
-        """Cut the contexts now, on the device; the layers that follow in this pass use the result."""
+        """Split the contexts on the device; the following layers of this pass use the result."""
         if self.deterministic:
             tiles = {FIXED_TILE: single_queries(segment.context_lens, table_rows)}
             self._staged = [StagedSegment(segment, tiles=tiles)]
@@ -308,7 +310,7 @@ class TritonKernels(TorchArrays):
         return new_pieces(segment.num_sequences, shape, self.device, num_processors=self.num_processors)
 
     def _stage(self, segments: tuple[AttentionSegment, ...]) -> list[StagedSegment]:
-        """Kept from layer to layer: the layers of a pass are handed the same segments."""
+        """Stage the segments of a pass; all layers of a pass use the same ones."""
         known = [staged.segment for staged in self._staged]
         if len(known) != len(segments) or any(a is not b for a, b in zip(known, segments, strict=True)):
             self._staged = [StagedSegment(segment) for segment in segments]
@@ -320,9 +322,9 @@ class TritonKernels(TorchArrays):
         return tensor.to(device=self.device, dtype=torch.int32)
 
     def _is_ours(self, rows: int, linear: Linear) -> bool:
-        """Whether our own kernels multiply; what comes before and after is then fused in.
+        """Whether our own kernels multiply, with the operations before and after fused in.
 
-        Deterministic, they always do: neither what is fused nor how sums are cut may depend on the number of rows.
+        Always true in deterministic mode: neither fusion nor tile sizes may depend on the number of rows.
         """
         if not rows or linear.prepared is None:
             return False
@@ -331,11 +333,13 @@ class TritonKernels(TorchArrays):
             return self.deterministic or rows <= quantised.FEW_ROWS
         gated = len(linear.parts) == 2
         outputs, depth = weight.shape[0] // (2 if gated else 1), weight.shape[1]
-        described = rows <= most_rows(gated) and can_be_described(weight)  # not asked for the many rows of a prompt
+        described = rows <= most_rows(gated) and can_be_described(
+            weight
+        )  # skips the check for the many rows of a prompt
         return not library_is_faster(rows, outputs, depth, gated=gated, described=described)
 
     def _fuses_norm(self, x: torch.Tensor, norm: Norm) -> bool:
-        """One row, and a plain RMS norm: the product that follows computes it on the way."""
+        """Whether the following product computes the norm: for one row and a plain RMS norm."""
         return x.dim() == 2 and x.shape[0] == 1 and not norm.centered and norm.bias is None and not self.deterministic
 
     def _plain_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:

@@ -1,11 +1,11 @@
-"""Values that are not computed yet, so that the operation that needs them can be fused with them.
+"""Deferred values, so that the operation that uses them can be fused with them.
 
-The network is written in small verbs. With few rows each is bound by its launch, so `norm` and `linear` hand out
-promises, and the verb that consumes them launches one kernel for all:
+The network is written in small operations. With few rows each is bound by its launch, so `norm` and `linear` return
+deferred values, and the operation that consumes them launches one fused kernel:
 
-    norm → linear                          the norm is computed while the weights stream by
-    linear → act_mul                       gate and up are multiplied before anything is written
-    linear → add                           the residual is added where the product is finished
+    norm → linear                          the norm is computed while the weights are read
+    linear → act_mul                       gate and up are multiplied before the result is written
+    linear → add                           the residual is added in the product's epilogue
     add → norm                             (many rows) one pass over the sum
 """
 
@@ -58,7 +58,7 @@ class Normed:
 
 @dataclass(slots=True, eq=False)
 class Product:
-    """x, perhaps normed, times the weights of a linear layer."""
+    """x, optionally normed, times the weights of a linear layer."""
 
     x: torch.Tensor | Normed
     linear: Linear
@@ -79,5 +79,5 @@ Deferred = Sum | Normed | Product
 
 
 def tensor(value: torch.Tensor | Deferred) -> torch.Tensor:
-    """The value itself, computed now if it was not."""
+    """The tensor of a value, computed now if it is deferred."""
     return value if isinstance(value, torch.Tensor) else value.tensor()

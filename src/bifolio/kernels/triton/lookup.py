@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-decorators=False
-"""Rows of tables: rotations by position, embeddings by token."""
+"""Table lookups: rotations by position, embeddings by token."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _rotation_kernel(
 
 
 def look_up_rotation(table: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cosine, sine), each f32[r, half], of positions that the table holds."""
+    """(cosine, sine), each f32[r, half], of positions within the table."""
     rows, half = positions.shape[0], table.shape[2]
     cos = torch.empty((rows, half), dtype=torch.float32, device=table.device)
     sin = torch.empty_like(cos)

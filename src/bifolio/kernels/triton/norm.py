@@ -1,7 +1,7 @@
 # mypy: disallow-untyped-decorators=False
 """RMS norm and layer norm, alone or fused with the addition before them; activations of the MLP.
 
-One program per row: a row is read once and written once, whatever is fused into the pass.
+One program per row: a row is read once and written once, with all fused operations.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _norm_kernel(
 def norm_rows(
     x: torch.Tensor, norm: Norm, delta: torch.Tensor | None = None, *, out_dtype: torch.dtype | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x + delta, or x itself without a delta; the norm of that), each [rows, columns]."""
+    """(x + delta, or x without a delta; its norm), each [rows, columns]."""
     rows, columns = x.shape
     out = torch.empty((rows, columns), dtype=out_dtype or x.dtype, device=x.device)
     total = x if delta is None else torch.empty((rows, columns), dtype=x.dtype, device=x.device)
@@ -110,7 +110,7 @@ def _act_mul_kernel(
 
 
 def act_mul(x: torch.Tensor, activation: str) -> torch.Tensor:
-    """act(gate) * up for [rows, 2 * width] holding both side by side: [rows, width]."""
+    """act(gate) * up for [rows, 2 * width], gate and up concatenated: [rows, width]."""
     rows, width = x.shape[0], x.shape[1] // 2
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     if not rows:

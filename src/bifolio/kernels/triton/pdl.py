@@ -1,16 +1,15 @@
 # mypy: disallow-untyped-decorators=False
-"""Kernels that begin before the one in front of them has ended.
+"""Programmatic dependent launch (PDL): kernels that start before the preceding one has ended.
 
-A decode step is a chain of short kernels, and between two of them a GPU stands still for microseconds: the last
-programs of one finish, the first of the next are fetched and find no data. With programmatic dependent launch the
-next kernel's programs take the places that become free, do what depends on nobody (read weights, look up where their
-work lies) and then wait:
+A decode step is a chain of short kernels, and between two of them a GPU is idle for microseconds: the last programs of
+one finish while the next has not started. With PDL the next kernel's programs start as multiprocessors become free,
+do the work that does not depend on earlier kernels (read weights, compute addresses) and then wait:
 
     kernel n     |==== programs ====|..last ones..|
     kernel n+1                      |weights| wait |==== programs ====|
 
-Every kernel launched with `OVERLAPPED` waits before it touches what others wrote or read, and only then lets its own
-successor begin: so whatever came two kernels earlier is complete even before the wait.
+Every kernel launched with `OVERLAPPED` waits before it accesses memory that earlier kernels read or write, and only
+then allows the next kernel to start: so a kernel two launches earlier is complete even before the wait.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ OVERLAPPED: dict[str, bool] = {"launch_pdl": True} if IS_POSSIBLE.value else {} 
 
 @triton.jit
 def wait_for_inputs() -> None:
-    """From here on everything launched before is complete; what is launched next may begin."""
+    """Wait until all earlier kernels are complete, then allow the next one to start."""
     if IS_POSSIBLE:
         gdc_wait()
         gdc_launch_dependents()

@@ -4,9 +4,9 @@
     queries  |<- sequence 0 ->|<--- sequence 1 --->|<- 2 ->|
     tiles    |<- 0 ->|<- 1 ->||<- 2 ->|<- 3 ->|<-4->|<- 5 ->|     a tile never spans two sequences
 
-Each program takes one tile of one head's queries through the keys they may see, first the whole tiles that need no
-mask, then those on the diagonal. Long sequences of one length, without anything before them, go to torch's own
-attention (cuDNN), which is faster still.
+Each program computes one tile of one head's queries over their visible keys, first the whole tiles that need no mask,
+then those on the diagonal. Long sequences of equal length without a prefix use torch's attention (cuDNN), which is
+faster.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from bifolio.kernels.interface import AttentionSegment, AttentionShape, Heads, Storage
 from bifolio.kernels.triton.tiles import LOG2_E, mix_tile, read_tile
 
-CUDNN_FROM = 1024  # tokens of each sequence; for shorter ones building cuDNN's plan does not pay
-CUDNN_STEP = 1024  # lengths are padded to multiples of this, so that few plans are ever built
+CUDNN_FROM = 1024  # tokens of each sequence; building cuDNN's plan does not pay off for shorter ones
+CUDNN_STEP = 1024  # lengths are padded to multiples of this, so that few plans are built
 
 
 @dataclass(frozen=True, slots=True)
 class QueryTiles:
-    """Which queries each program takes."""
+    """The queries of each program."""
 
     sequence: torch.Tensor  # i32[n]
-    first: torch.Tensor  # i32[n]  first query of the tile, counted from the sequence's own first
+    first: torch.Tensor  # i32[n]  first query of the tile, relative to the sequence's first
     query_starts: torch.Tensor  # i32[s + 1]
     context_lens: torch.Tensor  # i32[s]
     table_rows: torch.Tensor  # i32[s]  row of each sequence in the block tables
 
 
 def cut_queries(segment: AttentionSegment, tile: int, device: str) -> QueryTiles:
-    """Tiles of a segment; long sequences first would not matter: every program's work is bounded by its context."""
+    """Tiles of a segment, in order of sequences: the work of a program is bounded by its context."""
     starts = _host(segment.query_starts)
     counts = -(-np.diff(starts) // tile)
     owner = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
@@ -54,7 +54,7 @@ def cut_queries(segment: AttentionSegment, tile: int, device: str) -> QueryTiles
 
 
 def single_queries(context_lens: torch.Tensor, table_rows: torch.Tensor) -> QueryTiles:
-    """One query each, for contexts (i32[s]) that only the device knows; 0: a row of padding."""
+    """Tiles of one query each, for contexts (i32[s]) on the device; 0: a row of padding."""
     rows = torch.arange(len(context_lens) + 1, dtype=torch.int32, device=context_lens.device)
     return QueryTiles(rows[:-1], torch.zeros_like(rows[:-1]), rows, context_lens, table_rows)
 
@@ -112,7 +112,7 @@ def _prefill_kernel(
     q = q.to(keys.dtype.element_ty)
     position = context - num_queries + index  # of each query in its sequence
     lowest = context - num_queries + first  # position of the tile's first query
-    end = tl.minimum(lowest + ROWS, context)  # keys from here on are seen by nobody in this tile
+    end = tl.minimum(lowest + ROWS, context)  # keys from here on are masked for the whole tile
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(lowest - WINDOW + 1, 0) // TILE * TILE
@@ -151,7 +151,7 @@ def _prefill_kernel(
             k = read_tile(keys, table, start, end, kv_head, dim, KV_HEADS, BLOCK_SIZE, DIM, DIM_BLOCK, TILE, True)
             v = read_tile(values, table, start, end, kv_head, dim, KV_HEADS, BLOCK_SIZE, DIM, DIM_BLOCK, TILE, True)
         highest, total, mixed = mix_tile(q, k, v, visible, highest, total, mixed, scale, True, PRECISION)
-    mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]  # a row of padding sees nothing
+    mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]  # a row of padding has no keys
     place = out + (token[:, None] * HEADS + head) * DIM + dim[None, :]
     tl.store(place, mixed.to(out.dtype.element_ty), mask=real)
 
@@ -183,11 +183,11 @@ def tile_rows(dtype: torch.dtype, shape: AttentionShape, max_query_len: int) -> 
     most = 32 if dtype == torch.float32 else 128 if shape.head_dim <= 128 else 64
     if max_query_len <= 16:
         return 16
-    return 64 if max_query_len <= 64 < most else most  # few sizes: each is compiled on its own
+    return 64 if max_query_len <= 64 < most else most  # few sizes: each is compiled separately
 
 
 def prefill_attention(
-    heads: Heads,  # of the segment's tokens alone; keys and values may be None when they are read from the cache
+    heads: Heads,  # of the segment's tokens only; keys and values may be None when read from the cache
     shape: AttentionShape,
     segment: AttentionSegment,
     storage: Storage | None,
@@ -238,7 +238,7 @@ def prefill_attention(
 
 
 def uses_cudnn(query: torch.Tensor, shape: AttentionShape, segment: AttentionSegment) -> bool:
-    """Whether the segment is what cuDNN's attention is best at: long sequences of one length, nothing before them."""
+    """Whether cuDNN's attention is faster: for long sequences of equal length without a prefix."""
     equal = segment.num_sequences * segment.max_query_len == segment.token_end - segment.token_start
     return (
         query.is_cuda
@@ -257,7 +257,7 @@ def cudnn_attention(heads: Heads, shape: AttentionShape, num_sequences: int) -> 
     query, key, value = (h.unflatten(0, (num_sequences, -1)).transpose(1, 2) for h in heads)  # [s, heads, n, dim]
     length = query.shape[2]
     padding = -length % CUDNN_STEP
-    if padding:  # behind the causal diagonal: no real query sees it
+    if padding:  # after the causal diagonal: masked for all real queries
         query, key, value = (F.pad(h, (0, 0, 0, padding)) for h in (query, key, value))
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
         mixed = F.scaled_dot_product_attention(

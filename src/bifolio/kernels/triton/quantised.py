@@ -1,6 +1,6 @@
-"""Weights in the blocks of Q8_0, Q4_0 and Q4_1, used as they are: a GPU reads a half or a quarter of the bytes.
+"""Weights in Q8_0, Q4_0 and Q4_1, used without conversion: a GPU reads a half or a quarter of the bytes.
 
-A block holds 32 values of a row. On the device the parts of all blocks lie apart, so that each is read in long runs:
+A block holds 32 values of a row. On the device values, scales and minima are separate arrays, for contiguous reads:
 
     values   Q8_0: i8[outputs, depth]    Q4_0, Q4_1: u8[outputs, depth / 2], element j of a block beside element j + 16
     scales   f16[outputs, depth / 32]
@@ -8,8 +8,8 @@ A block holds 32 values of a row. On the device the parts of all blocks lie apar
 
     out = act(norm(x) @ dequantised.T + bias) + residual          (each part optional)
 
-One row: plain multiply-adds while the blocks stream by. Few rows: a tile of the weight is dequantised in registers and
-goes to the matrix units. Many rows: the whole weight is dequantised once, and the matrix library multiplies.
+One row: plain multiply-adds on the blocks as they are read. Few rows: a tile of the weight is dequantised in registers
+and multiplied by tensor cores. Many rows: the whole weight is dequantised once, and cuBLAS multiplies.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from bifolio.quant.convert import DENSE_FORMATS, convert
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
-KINDS = {QuantFormat.Q8_0: 0, QuantFormat.Q4_0: 1, QuantFormat.Q4_1: 2}  # what kernels call the formats
-FORMATS = DENSE_FORMATS | frozenset(KINDS)  # taken as they are
+KINDS = {QuantFormat.Q8_0: 0, QuantFormat.Q4_0: 1, QuantFormat.Q4_1: 2}  # KIND of the kernels
+FORMATS = DENSE_FORMATS | frozenset(KINDS)  # used without conversion
 HEADER_BYTES = {QuantFormat.Q8_0: 2, QuantFormat.Q4_0: 2, QuantFormat.Q4_1: 4}  # of a block, before its values
-FEW_ROWS = 64  # products with at most so many rows dequantise as they go
-FIXED_ROWS = 64  # rows of a tile in deterministic mode, however many there are
+FEW_ROWS = 64  # products with at most this many rows dequantise tile by tile
+FIXED_ROWS = 64  # rows of a tile in deterministic mode, for any batch size
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class QuantisedWeight:
 
 
 def pack(parts: tuple[QuantizedTensor, ...], device: str) -> QuantisedWeight:
-    """Matrices of one format and width, one under the other; the bytes are taken apart on the device."""
+    """Concatenate matrices of one format and width; values and scales are separated on the device."""
     format, (_, depth) = parts[0].format, parts[0].shape
     raw = torch.cat([torch.from_numpy(np.array(part.data)).to(device) for part in parts])
     blocks = raw.view(raw.shape[0], depth // 32, format.block_bytes)
@@ -79,10 +79,10 @@ def pack(parts: tuple[QuantizedTensor, ...], device: str) -> QuantisedWeight:
 # -- launching ---------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class QuantisedTile:
-    """How one shape of product is cut."""
+    """Tile sizes of one product shape."""
 
     outputs: int  # rows of the weight per program
-    blocks: int  # of 32 columns each, read together
+    blocks: int  # of 32 columns each, per tile
     warps: int
     stages: int = 1
 
@@ -136,9 +136,9 @@ def few_rows(
     activation: str | None = None,
     out_dtype: torch.dtype | None = None,
     tile: QuantisedTile | None = None,
-    fixed: bool = False,  # cut alike for any number of rows: then nobody's bits depend on the others
+    fixed: bool = False,  # same tiles for any number of rows: results do not depend on the batch
 ) -> torch.Tensor:
-    """[rows, outputs]; any number of rows is right, few are fast."""
+    """[rows, outputs]; correct for any number of rows, fast for few."""
     num_rows, depth = x.shape
     outputs = weight.shape[0] if activation is None else weight.shape[0] // 2
     tile = tile or few_rows_tile(x.dtype, outputs)
@@ -173,7 +173,7 @@ def few_rows(
 def dequantise(
     weight: QuantisedWeight, dtype: torch.dtype, *, rows: torch.Tensor | None = None, factor: float = 1.0
 ) -> torch.Tensor:
-    """[n, depth]: the matrix as numbers, or the rows that are asked for, times `factor`."""
+    """[n, depth]: the dequantised matrix, or the given rows of it, times `factor`."""
     depth = weight.shape[1]
     count = weight.shape[0] if rows is None else int(rows.shape[0])
     out = torch.empty((count, depth), dtype=dtype, device=weight.values.device)
@@ -197,7 +197,7 @@ def dequantise(
 
 
 def one_row_tile(format: QuantFormat, outputs: int) -> QuantisedTile:
-    """Tiles of 4 to 16 kB, and programs for every multiprocessor several times over."""
+    """Tiles of 4 to 16 kB and several programs per multiprocessor."""
     if INTERPRETED:
         return QuantisedTile(64, 2, 4)
     blocks = 64 if format is QuantFormat.Q8_0 else 128
@@ -221,7 +221,7 @@ class PackedWeights:
 
     def __init__(self, torch_kernels: TorchKernels) -> None:
         self._torch = torch_kernels
-        self._tables: deque[tuple[Any, Any]] = deque(maxlen=2)  # as given and as prepared: tokens, then positions
+        self._tables: deque[tuple[Any, Any]] = deque(maxlen=2)  # original and prepared tables: tokens, then positions
 
     def prepare_linear(self, linear: Linear) -> Linear:
         weight = next((prepared for table, prepared in self._tables if _is_tied(linear, table)), None)
@@ -240,7 +240,7 @@ class PackedWeights:
         return prepared
 
     def linear(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
-        """A product with many rows: by the matrix library, a quantised weight being dequantised first."""
+        """Multiply many rows by cuBLAS, after dequantising a quantised weight."""
         weight = None if linear.prepared is None else linear.prepared[0]
         if not isinstance(weight, QuantisedWeight):
             result: torch.Tensor = self._torch.linear(x, linear)
@@ -265,11 +265,11 @@ class PackedWeights:
 
 
 def usable(parts: tuple[Any, ...]) -> bool:
-    """Whether these matrices, which share their input, can stay in their blocks: one format, and one with kernels."""
+    """Whether these matrices, which share their input, can stay quantised: one format, for which there are kernels."""
     formats = {part.format if isinstance(part, QuantizedTensor) else None for part in parts}
     return len(formats) == 1 and formats.pop() in KINDS
 
 
 def _is_tied(linear: Linear, table: Any) -> bool:
-    """The head of many models is their embedding: one copy in memory serves both."""
+    """Whether the head is the embedding table: one copy in memory is used for both."""
     return len(linear.parts) == 1 and linear.parts[0] is table

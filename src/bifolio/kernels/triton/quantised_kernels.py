@@ -47,7 +47,7 @@ def _dot_blocks(
     second: tl.tensor,  # at those of high nibbles
     KIND: tl.constexpr,
 ) -> tl.tensor:
-    """Products of each block and x: f32[outputs, blocks]. Codes are multiplied first, scales once per block."""
+    """Products of each block and x: f32[outputs, blocks]. Codes are multiplied first, scales applied once per block."""
     if KIND == 0:
         sums = tl.sum(tile.to(tl.float32) * first[None, :, :], axis=2) * scale
     else:
@@ -66,7 +66,7 @@ def _load_x(
     DEPTH: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ) -> tl.tensor:
-    """(x at these columns, times the norm's weights; the sums of squares so far)."""
+    """(x at these columns times the norm's weights, running sums of squares)."""
     inside = column < DEPTH
     values = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
     if HAS_NORM:
@@ -95,7 +95,7 @@ def one_row_kernel(
     HAS_NORM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
-    ACTIVATION: tl.constexpr,  # of a gate, with its partner `num_outputs` rows further on; -1: none
+    ACTIVATION: tl.constexpr,  # of a gate, with its up projection `num_outputs` rows further on; -1: none
 ) -> None:
     ELEMENTS: tl.constexpr = 32 if KIND == 0 else 16
     row = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -111,7 +111,7 @@ def one_row_kernel(
         tile = _load_tile(values, start + block[None, :], inside, KIND)
         scale, offset = _load_factors(scales, minima, start + block[None, :], inside, KIND)
         if first_block == 0:
-            wait_for_inputs()  # the weights depend on nobody
+            wait_for_inputs()  # weights do not depend on earlier kernels
         column = block[:, None] * 32 + tl.arange(0, ELEMENTS)[None, :]
         first, squares = _load_x(x, norm_weight, column, squares, DEPTH, HAS_NORM)
         second = first
@@ -224,7 +224,7 @@ def dequantise_kernel(
     values: tl.tensor,
     scales: tl.tensor,
     minima: tl.tensor,
-    rows: tl.tensor,  # int[n]  which row goes where, or nothing: all in order
+    rows: tl.tensor,  # int[n]  source row of each output row; unused when all are taken in order
     out: tl.tensor,  # [n, depth]
     factor: tl.tensor,
     DEPTH: tl.constexpr,

@@ -1,9 +1,9 @@
 # mypy: disallow-untyped-decorators=False
 """Decode attention over a prefix that several rows share: its keys and values are read once for all of them.
 
-The query heads of all sharers that belong to one key head are the rows of one matrix product. Each item of work
-(`kernels.shared_prefix`) leaves, for each of its rows, an average of values and the logarithm of the weights' sum;
-decode attention, which comes next and looks at the rest of each context, joins them with its own.
+The query heads of all sharers that belong to one key head are the rows of one matrix product. Each work item
+(`kernels.shared_prefix`) writes, for each of its rows, the weighted mean of values and the logarithm of the sum of
+weights; decode attention, which runs next over the rest of each context, merges them with its own.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ MAX_ITEMS = 96
 
 @dataclass(slots=True)
 class SharedRows:
-    """What is shared in a step, on the device, and room for what the items leave behind."""
+    """The work items of a step on the device, and buffers for their partial results."""
 
-    words: torch.Tensor  # i32[4 * s + 4 * MAX_ITEMS]  everything below, as it arrives from the host
+    words: torch.Tensor  # i32[4 * s + 4 * MAX_ITEMS]  all fields of `SharedWork`, in one copy from the host
     mixed: torch.Tensor  # f32[items, kv_heads, QUERY_ROWS, dim]
     weight: torch.Tensor  # f32[items, kv_heads, QUERY_ROWS]  log2 of the sum of weights
 
@@ -41,7 +41,7 @@ class SharedRows:
 
     @property
     def skipped(self) -> torch.Tensor:
-        """i32[s]: leading tokens of each context that items look at."""
+        """i32[s]: leading tokens of each context covered by items."""
         return self.words[: self.num_rows]
 
 
@@ -123,7 +123,7 @@ def shared_attention(
     table_rows: torch.Tensor,
     shared: SharedRows,
 ) -> None:
-    """Attention of all sharers over what they share, left in `shared`."""
+    """Attention of all sharing rows over their prefix; partial results are written to `shared`."""
     heads, dim = query.shape[1:]
     keys, values = storage.keys[shape.layer], storage.values[shape.layer]
     wide = keys.dtype == torch.float32

@@ -87,6 +87,9 @@ class TritonSlots:
     def decode_logits(self, slots: np.ndarray) -> Array:
         return self.graphs.launch(slots, "logits").logits[: len(slots)]
 
+    def warm_up(self) -> None:
+        self.graphs.capture_all()
+
     def _shared_work(self, slots: np.ndarray, tables: np.ndarray, lengths: np.ndarray) -> SharedWork | None:
         """What these slots share; looked for again only when other slots take part."""
         if len(slots) < 2 or self._deterministic or all(shape.window is not None for shape in self._shapes):

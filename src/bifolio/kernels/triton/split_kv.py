@@ -1,14 +1,14 @@
 # mypy: disallow-untyped-decorators=False
-"""How the contexts of a decode step are cut into pieces that fill the GPU.
+"""Split-KV: the contexts of a decode step are split into pieces that fill the GPU.
 
     sequence 0  |<- piece 0 ->|<- piece 1 ->|<- piece 2 ->|
     sequence 1  |<--- piece 3 --->|
     sequence 2  |<- piece 4 ->|<- piece 5 ->|
 
-How long a piece should be is found on the device from all contexts together, so that a graph captured once serves any
-lengths; there are never more than `num_sequences + extra`. Each context is cut into the nearest number of pieces of one
-length: a remainder of a few tokens would keep a multiprocessor as long waiting as a piece does. The longest come first:
-begun last, they would be waited for.
+The length of a piece is computed on the device from all contexts, so that one CUDA graph works for any lengths; there
+are at most `num_sequences + extra` pieces. Each context is split into pieces of equal length, as near as possible
+to the wanted one: a remainder of a few tokens would occupy a multiprocessor almost as long as a piece. The longest
+pieces start first: started last, they would delay the end of the kernel.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ import triton.language as tl
 from bifolio.kernels.interface import AttentionShape
 from bifolio.kernels.triton.tiles import TILE
 
-PIECE_BYTES = 1024  # of head dimensions wanted for each multiprocessor, before they are dealt to the heads
+PIECE_BYTES = 1024  # of head dimensions per multiprocessor, before division among the heads
 
 
 @dataclass(slots=True)
 class Pieces:
-    """How the contexts of one step are cut; filled on the device, once per step and window."""
+    """The pieces of one step; filled on the device, once per step and window."""
 
-    sequence: torch.Tensor  # i32[p]  whose piece; -1: none
-    number: torch.Tensor  # i32[p]  which of the sequence's pieces
+    sequence: torch.Tensor  # i32[p]  sequence of the piece; -1: unused
+    number: torch.Tensor  # i32[p]  index within the sequence's pieces
     first: torch.Tensor  # i32[s]  index of the sequence's first piece
     count: torch.Tensor  # i32[s]
-    length: torch.Tensor  # i32[s]  tokens of each of the sequence's pieces, but for the last
-    arrivals: torch.Tensor  # i32[s, kv_heads]  pieces that are done; 0 between two launches
+    length: torch.Tensor  # i32[s]  tokens of each of the sequence's pieces except the last
+    arrivals: torch.Tensor  # i32[s, kv_heads]  completed pieces; 0 between two launches
     mixed: torch.Tensor  # f32[p, heads, dim]
     weight: torch.Tensor  # f32[p, heads]  log2 of the sum of weights
     window: int  # 0: none
@@ -45,7 +45,7 @@ class Pieces:
 
 
 def new_pieces(num_sequences: int, shape: AttentionShape, device: torch.device | str, *, num_processors: int) -> Pieces:
-    """Room for the pieces of a step."""
+    """Buffers for the pieces of a step."""
     extra = max(PIECE_BYTES // shape.head_dim * num_processors // shape.num_kv_heads, 1)
     most = num_sequences + extra
 
@@ -80,8 +80,8 @@ def _cut_kernel(
     most: tl.tensor,
     extra: tl.tensor,
     window: tl.tensor,
-    skipped: tl.tensor,  # i32[s]  leading tokens that another kernel looks at
-    IS_SHARED: tl.constexpr,  # there are such
+    skipped: tl.tensor,  # i32[s]  leading tokens covered by shared attention
+    IS_SHARED: tl.constexpr,  # `skipped` is used
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
     ITEMS: tl.constexpr,
@@ -122,7 +122,7 @@ def _span(
     IS_SHARED: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tl.tensor:
-    """How many tokens of these sequences are read: i32[rows], 0 past the last."""
+    """i32[rows]: tokens of these sequences that are read, 0 past the last sequence."""
     length = tl.load(lengths + row, mask=row < num_sequences, other=0)
     skip = length * 0
     if IS_SHARED:
@@ -132,7 +132,7 @@ def _span(
 
 @triton.jit
 def _share(span: tl.tensor, wanted: tl.tensor, TILE: tl.constexpr) -> tl.tensor:
-    """(tokens of a piece, number of pieces): the nearest number to `wanted` tokens each, all of one length."""
+    """(tokens of a piece, number of pieces): pieces of equal length, as near as possible to `wanted` tokens."""
     shares = tl.maximum((span + wanted // 2) // wanted, 1)
     tiles = tl.maximum(span + TILE - 1, TILE) // TILE
     piece = (tiles + shares - 1) // shares * TILE
@@ -141,7 +141,7 @@ def _share(span: tl.tensor, wanted: tl.tensor, TILE: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def first_token(length: tl.tensor, window: tl.tensor, skipped: tl.tensor, TILE: tl.constexpr) -> tl.tensor:
-    """Where reading begins: the tile of the window's first token, behind what is skipped (whole tiles)."""
+    """First token to read: the start of the tile with the window's first token, after skipped tiles."""
     begin = tl.where(window > 0, tl.maximum(length - window, 0) // TILE * TILE, 0)
     return tl.maximum(begin, skipped)
 
@@ -163,7 +163,7 @@ def cut(pieces: Pieces, lengths: torch.Tensor, skipped: torch.Tensor | None = No
         lengths if skipped is None else skipped,
         IS_SHARED=skipped is not None,
         TILE=TILE,
-        BLOCK=max(256, triton.next_power_of_2(num_sequences)),  # one program serves most batch sizes
+        BLOCK=max(256, triton.next_power_of_2(num_sequences)),  # the same compiled kernel for most batch sizes
         ITEMS=256,
         OTHERS=32,
         num_warps=8,

@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-decorators=False
-"""What all attention kernels do with a tile of keys and values: find it in the cache, and take it into a softmax."""
+"""Common parts of the attention kernels: reading a tile of keys or values, and the online softmax over it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 LOG2_E = 1.4426950408889634
-TILE = 64  # tokens read together
+TILE = 64  # tokens per tile
 
 
 @triton.jit
@@ -23,9 +23,9 @@ def read_tile(
     DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     TILE: tl.constexpr,
-    MASKED: tl.constexpr,  # the tile may reach behind the end
+    MASKED: tl.constexpr,  # the tile may extend past the end
 ) -> tl.tensor:
-    """[tile, dim] of one head; 0 behind the end, where the cache may hold anything, NaN included."""
+    """[tile, dim] of one head; 0 past the end, where the cache may hold any value, NaN included."""
     offset = tl.arange(0, TILE)
     token = start + offset
     if BLOCK_SIZE % TILE == 0:
@@ -58,12 +58,12 @@ def mix_tile(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tl.tensor:
-    """One step of the running softmax: (highest, total, mixed) with this tile taken in."""
+    """One step of the online softmax: (highest, total, mixed) including this tile."""
     scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
     if MASKED:
         scores = tl.where(visible, scores, -float("inf"))
     new_highest = tl.maximum(highest, tl.max(scores, axis=1))
-    if MASKED:  # noqa: SIM108  a row that has seen nothing yet stays at 0 weight
+    if MASKED:  # noqa: SIM108  a row without visible keys keeps weight 0
         safe = tl.where(new_highest == -float("inf"), 0.0, new_highest)
     else:
         safe = new_highest

@@ -1,10 +1,9 @@
 # mypy: disallow-untyped-decorators=False
-"""Tiles of matrices, fetched by address or by description.
+"""Tiles of matrices, loaded through pointers or through TMA.
 
-From Hopper on a GPU has a copy engine (TMA): it is told once where a matrix lies and how its tiles are cut, and then
-fetches a tile by the coordinates of its first element, straight into shared memory. No thread computes an address, and
-what lies outside the matrix arrives as zeros. Descriptions travel with the launch, also into a captured step; none is
-kept, for it would outlive the tensor that it describes.
+From Hopper on, the tensor memory accelerator (TMA) of a GPU loads a tile into shared memory by a descriptor of the
+matrix and the coordinates of the tile. No thread computes an address, and elements outside the matrix are zero.
+Descriptors are arguments of the launch, also in a CUDA graph; none is kept, since it would outlive its tensor.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ import triton.language as tl
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # a triton without them: every tile is fetched by address
+except ImportError:  # a Triton without descriptors: every tile is loaded through pointers
     TensorDescriptor = None
 
 ALIGNMENT = 16  # bytes: of the matrix, and of its rows
 
 
 def can_be_described(matrix: torch.Tensor) -> bool:
-    """Whether the device has a copy engine, and one that can read this matrix of 16-bit numbers."""
+    """Whether the device has TMA and can load this matrix with it (16-bit values, aligned)."""
     size = matrix.element_size()
     return (
         size == 2
@@ -46,15 +45,15 @@ def _has_copy_engine(device: torch.device) -> bool:
 
 
 def describe(matrix: torch.Tensor, rows: int, columns: int) -> Any:
-    """For a kernel that fetches tiles of so many rows and columns. The thread must have used the device before."""
+    """A descriptor for tiles of `rows` by `columns`. The thread must have used the device before."""
     return TensorDescriptor.from_tensor(matrix, [rows, columns])
 
 
 @triton.jit
 def load_tile(
-    source: tl.tensor,  # the matrix's description, or pointers [rows, 1] to the rows of the tile
-    first: tl.tensor,  # row of the tile, for a description
-    exists: tl.tensor,  # bool[rows], for pointers; a description knows where its matrix ends
+    source: tl.tensor,  # the matrix's descriptor, or pointers [rows, 1] to the rows of the tile
+    first: tl.tensor,  # row of the tile, for a descriptor
+    exists: tl.tensor,  # bool[rows], for pointers; a descriptor holds the bounds of its matrix
     start: tl.tensor,  # column
     DEPTH: tl.constexpr,  # columns of the matrix
     BLOCK: tl.constexpr,  # columns of the tile

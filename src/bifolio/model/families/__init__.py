@@ -1,7 +1,7 @@
 """Model families, one file each.
 
-A module of this package that defines `FAMILY` is found by itself: a new family is one file here, and its lines in the
-table of configurations that the tests check. Nothing outside of this package compares names of architectures.
+Modules of this package that define `FAMILY` are discovered automatically: a new family is one file here and its entries
+in the table of test configurations. Code outside this package does not compare architecture names.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Family", "all_families", "family_named", "family_of", "family_of_ggu
 
 @cache
 def all_families() -> tuple[Family, ...]:
-    """Every family, in the order of the names of their files."""
+    """Every family, sorted by file name."""
     modules = [importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__)]
     families = tuple(module.FAMILY for module in modules if hasattr(module, "FAMILY"))
     for names in (lambda f: (f.name,), lambda f: f.hf_types, lambda f: f.gguf_architectures):
@@ -29,7 +29,7 @@ def all_families() -> tuple[Family, ...]:
 
 
 def family_named(name: str) -> Family | None:
-    """The family whose networks have this `ModelConfig.architecture`."""
+    """The family with this `ModelConfig.architecture`."""
     return _by_name(all_families(), lambda family: (family.name,)).get(name)
 
 
@@ -42,7 +42,7 @@ def family_of(config: ModelConfig) -> Family:
 
 
 def family_of_hf(model_type: object) -> Family:
-    """The family that a config.json names by its `model_type`."""
+    """The family of a `model_type` in config.json."""
     known = _by_name(all_families(), lambda family: family.hf_types)
     if not isinstance(model_type, str) or model_type not in known:
         raise _unsupported(model_type, known)
@@ -50,7 +50,7 @@ def family_of_hf(model_type: object) -> Family:
 
 
 def family_of_gguf(architecture: str, path: str) -> Family:
-    """The family that the GGUF file at `path` names by its `general.architecture`."""
+    """The family of a `general.architecture` in the GGUF file at `path`."""
     known = _by_name(all_families(), lambda family: family.gguf_architectures)
     if architecture not in known:
         raise _unsupported(architecture, known, f"{path}: ")

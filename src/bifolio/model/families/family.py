@@ -1,4 +1,4 @@
-"""The facts in which model families differ, as data and small functions over shared readers."""
+"""The differences between model families, as data and small functions over shared readers."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ def own_name(config: ModelConfig) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One family of networks, as its Hugging Face folders and GGUF files describe it.
+    """One model family: how its Hugging Face folders and GGUF files describe a network.
 
-    The defaults describe a decoder like Llama; a family sets only the facts in which it differs.
+    The defaults describe a decoder like Llama; a family sets only the fields in which it differs.
     """
 
     name: str  # `ModelConfig.architecture`
 
     # -- Hugging Face folders
-    hf_types: tuple[str, ...]  # `model_type` in config.json; the first is the one that is written
-    hf_class: str  # the class of transformers that config.json names
+    hf_types: tuple[str, ...]  # `model_type` in config.json; the first one is written
+    hf_class: str  # class of transformers, named in config.json
     config_from_hf: Callable[[Raw, str], ModelConfig] = decoder_from_hf  # (config.json, name of the family)
-    config_to_hf: Callable[[ModelConfig], dict[str, Any]] = decoder_to_hf  # without the fields that all families have
+    config_to_hf: Callable[[ModelConfig], dict[str, Any]] = decoder_to_hf  # without the fields common to all families
     hf_names: TensorNames = HF_LLAMA
-    norm_offset: float = 0.0  # added to the weights of norms, which folders store without it and GGUF files with it
+    norm_offset: float = 0.0  # added to norm weights; folders store them without the offset, GGUF files with it
     folder_family: Callable[[ModelConfig], str] = own_name  # the family whose folders can describe the network
 
     # -- GGUF files
-    gguf_architectures: tuple[str, ...] = ()  # `general.architecture` of files that are read as this family
-    written_as: str | None  # `general.architecture` of files that are written; None: GGUF cannot describe the family
+    gguf_architectures: tuple[str, ...] = ()  # `general.architecture` of files read as this family
+    written_as: str | None  # `general.architecture` of written files; None: GGUF cannot describe the family
     config_from_gguf: Callable[[GgufFile, Metadata, str], ModelConfig] = decoder_from_gguf
     gguf_names: TensorNames = GGUF_LLAMA
-    gguf_interleaved: bool = False  # rows of queries and keys are in the order for rope on neighbouring pairs
+    gguf_interleaved: bool = False  # query and key rows are ordered for rope on neighbouring pairs
     gguf_activation: Activation = "silu"  # implied by the architecture: GGUF has no entry for it
-    gguf_window_period: int = 0  # every so many layers one has no window, unless the file says otherwise; 0: none
+    gguf_window_period: int = 0  # one layer of each period has no window, unless the file says otherwise; 0: off
     gguf_scale: Callable[[ModelConfig], float] = usual_scale  # of attention scores, unless the file says otherwise
 
     # -- training
-    fresh_config: Callable[..., ModelConfig] | None = None  # (sizes) -> a network to be trained from scratch
+    fresh_config: Callable[..., ModelConfig] | None = None  # (sizes) -> configuration for training from scratch

@@ -1,6 +1,6 @@
-"""Gemma 3: norms around both halves of a layer, scaled embeddings, five layers with a window, then one without.
+"""Gemma 3: norms before and after attention and MLP, scaled embeddings, five layers with a window, then one without.
 
-Layers with a window are rotated by a base of their own, without scaling.
+Layers with a window have a separate rope base without scaling.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def gguf_scale(config: ModelConfig) -> float:
 
 
 def _whole(value: float) -> int | float:
-    """The whole number that a single-precision file rounded, where it is one: transformers insists on it."""
+    """Undo the f32 rounding of an integer stored in a file, because transformers requires the integer."""
     return round(value) if abs(value - round(value)) < 1e-5 * value else value
 
 

@@ -1,4 +1,4 @@
-"""GPT-2: layer norms with biases, learned positions, a plain MLP. Folders hold the matrices of layers transposed."""
+"""GPT-2: layer norms with biases, learned positions, an ungated MLP. Folders store layer matrices transposed."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def config_from_gguf(file: GgufFile, metadata: Metadata, name: str) -> ModelConf
 
 
 def fresh_config(*, hidden_size: int, num_heads: int, num_kv_heads: int, **sizes: Any) -> ModelConfig:
-    """Every head has keys and values of its own, whatever `num_kv_heads` says."""
+    """Configuration for training; every head has its own keys and values, so `num_kv_heads` is ignored."""
     return ModelConfig(
         architecture="gpt2",
         hidden_size=hidden_size,

@@ -1,4 +1,4 @@
-"""Llama and the many models that are built like it, such as SmolLM2 and TinyLlama."""
+"""Llama and models of the same architecture, such as SmolLM2 and TinyLlama."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def folder_family(config: ModelConfig) -> str:
-    """GGUF files of Mistral's models are those of Llama; the config.json of Llama knows no windows."""
+    """Networks with windows are written as Mistral, because Llama's config.json has no windows."""
     return "mistral" if config.layer_window else "llama"
 
 

@@ -1,4 +1,4 @@
-"""Mistral: Llama with a sliding window on every layer. Its GGUF files are those of Llama."""
+"""Mistral: Llama with a sliding window on every layer. Its GGUF files have the architecture `llama`."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from bifolio.model.huggingface.decoder_config import (
 
 
 def read_windows(raw: Raw) -> tuple[int | None, ...]:
-    """The window of every layer: those of the type that has one, or else those from `max_window_layers` on."""
+    """The window of every layer: by `layer_types`, or else for layers from `max_window_layers` on."""
     window = raw.get("sliding_window")
     if not window or not raw.get("use_sliding_window", False):
         return ()

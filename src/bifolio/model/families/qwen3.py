@@ -1,4 +1,4 @@
-"""Qwen3: norms on single query and key heads; the windows of Qwen2."""
+"""Qwen3: norms on each query and key head; the windows of Qwen2."""
 
 from __future__ import annotations
 

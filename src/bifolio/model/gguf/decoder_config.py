@@ -1,7 +1,7 @@
-"""The metadata of a decoder in a GGUF file → the fields of `ModelConfig` that most families read in the same way.
+"""GGUF metadata of a decoder → the fields of `ModelConfig` that most families share.
 
-Facts that the metadata leaves open follow from the shapes and names of the tensors. A family (`model/families/`) calls
-`decoder_from_gguf` with the fields in which it differs.
+Fields that are missing in the metadata follow from the shapes and names of the tensors. A family (`model/families/`)
+calls `decoder_from_gguf` with the fields in which it differs.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from bifolio.errors import ModelFileError, UnsupportedModelError
 from bifolio.model.gguf.entries import Metadata
 from bifolio.model.gguf.reader import GgufFile, StringArray
 
-# Tokens that end a turn or a text, where a file names only one of them as its end of text.
+# Tokens that end a turn or a text; many files declare only one of them as end of text.
 END_TOKENS = frozenset(
     {"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>", "<EOT>"}
 )
-END_NAMES = ("eos", "eot", "eom")  # end of text, of a turn, of a message: a file may name one of each
+END_NAMES = ("eos", "eot", "eom")  # end of text, of turn, of message: a file may declare one of each
 _CONTROL = 3  # token type
 
 
@@ -44,13 +44,13 @@ def decoder_from_gguf(
 
 
 def common_fields(file: GgufFile, metadata: Metadata, architecture: str, window_period: int = 0) -> dict[str, Any]:
-    """Sizes, biases, windows and special tokens, which all families describe in the same way."""
+    """Sizes, biases, windows and special tokens, which have the same keys in all families."""
     hidden_size, num_heads = metadata.count(".embedding_length"), metadata.count(".attention.head_count")
     num_layers = metadata.count(".block_count")
     if num_layers > len(file.entries):
         raise metadata.fail(f"{num_layers} layers cannot be made of {len(file.entries)} tensors")
     if not num_heads or not hidden_size:
-        raise metadata.fail("the metadata says that there are no heads or no hidden values")
+        raise metadata.fail("the metadata declares zero heads or a hidden size of zero")
     head_dim = metadata.count(".attention.key_length", hidden_size // num_heads)
     if metadata.count(".attention.value_length", head_dim) != head_dim:
         raise UnsupportedModelError(f"{file.path}: keys and values of different sizes are not supported")
@@ -77,10 +77,10 @@ def common_fields(file: GgufFile, metadata: Metadata, architecture: str, window_
 
 
 def matrix_rows(file: GgufFile, name: str) -> int:
-    """The number of rows of a matrix that every file of the family has."""
+    """The number of rows of a matrix that every file of the family contains."""
     entry = file.entries.get(name)
     if entry is None or len(entry.shape) != 2:
-        raise ModelFileError(f"{file.path}: the matrix {name!r} is missing: the file holds no whole model")
+        raise ModelFileError(f"{file.path}: the matrix {name!r} is missing: the file is not a complete model")
     return entry.shape[0]
 
 
@@ -91,7 +91,7 @@ def _windows(metadata: Metadata, num_layers: int, default_period: int) -> tuple[
     pattern = metadata.array(".attention.sliding_window_pattern")
     if pattern is not None:
         if len(pattern) != num_layers:
-            raise metadata.fail(f"the pattern of windows has {len(pattern)} entries for {num_layers} layers")
+            raise metadata.fail(f"the sliding window pattern has {len(pattern)} entries for {num_layers} layers")
         return tuple(window if has_window else None for has_window in pattern.tolist())
     period = metadata.count(".attention.sliding_window_pattern", default_period)
     return tuple(None if period and (layer + 1) % period == 0 else window for layer in range(num_layers))
@@ -138,12 +138,12 @@ def _rope(file: GgufFile, metadata: Metadata, head_dim: int) -> RopeConfig:
 
 
 def yarn_attention_factor(factor: float) -> float:
-    """The factor of yarn on cos and sin when a file gives none; GGUF stores the deviation from it."""
+    """Yarn's default factor on cos and sin; GGUF stores the ratio to it."""
     return 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _factors(file: GgufFile, name: str, rotary_dim: int) -> tuple[float, ...]:
-    """Divisors of the frequencies, where the file has them as a tensor."""
+    """Frequency divisors, if the file has a tensor of them."""
     if name not in file.entries:
         return ()
     values = file.tensor(name).dequantize().reshape(-1)
@@ -153,7 +153,7 @@ def _factors(file: GgufFile, name: str, rotary_dim: int) -> tuple[float, ...]:
 
 
 def _end_ids(metadata: Metadata, vocab_size: int) -> tuple[int, ...]:
-    """The ids that end a text: those that the file names, and control tokens with a name that says so."""
+    """End-of-text ids: those declared by the file, and control tokens with a known end-of-text name."""
     named = [metadata.token_id(f"tokenizer.ggml.{name}_token_id", vocab_size) for name in END_NAMES]
     tokens, types = metadata.strings("tokenizer.ggml.tokens"), metadata.array("tokenizer.ggml.token_type")
     found = [token_id for token_id in named if token_id is not None]

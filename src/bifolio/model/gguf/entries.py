@@ -14,7 +14,7 @@ from bifolio.model.gguf.reader import StringArray, Value
 
 
 class Metadata:
-    """The entries of a file by key; an entry that is missing or of the wrong kind is a named error."""
+    """The entries of a file by key; a missing entry or one of the wrong type raises a named error."""
 
     def __init__(self, values: Mapping[str, Value], path: Path) -> None:
         self._values = values
@@ -25,7 +25,7 @@ class Metadata:
         return ModelFileError(f"{self.path}: {message}")
 
     def _get(self, key: str) -> Any:
-        """`.name` stands for a key of the file's architecture."""
+        """Expand `.name` to a key with the architecture of the file as prefix."""
         return self._values.get(self.architecture + key if key.startswith(".") else key)
 
     def has(self, key: str) -> bool:
@@ -38,7 +38,7 @@ class Metadata:
         return value
 
     def count(self, key: str, default: int | None = None) -> int:
-        """A whole number; one that is given for every layer must be the same for all."""
+        """An integer; values given per layer must be equal."""
         value = self._get(key)
         if value is None and default is not None:
             return default
@@ -48,7 +48,7 @@ class Metadata:
                 raise UnsupportedModelError(f"{self.path}: {key!r} differs between layers")
             value = distinct.pop()
         if type(value) is not int or not 0 <= value < 2**48:
-            raise self.fail(f"the metadata {key!r} is {value!r}, not a whole number")
+            raise self.fail(f"the metadata {key!r} is {value!r}, not an integer")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -76,6 +76,6 @@ class Metadata:
         return value if isinstance(value, StringArray | list) else None
 
     def token_id(self, key: str, vocab_size: int) -> int | None:
-        """The id of a special token, or None when there is none or it is outside of the vocabulary."""
+        """The id of a special token, or None if it is missing or outside the vocabulary."""
         value = self._get(key)
         return value if type(value) is int and 0 <= value < vocab_size else None

@@ -1,26 +1,25 @@
-"""A GGUF file as a `ModelFile`: weights stay in the file, in the format they have there."""
+"""A GGUF file as a `ModelFile`: weights are views of the mapped file, in its formats."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from bifolio.errors import ModelFileError, UnsupportedModelError
-from bifolio.model.families import family_of
-from bifolio.model.gguf.config import config_from_gguf
+from bifolio.config import ModelConfig
+from bifolio.errors import ConfigError, ModelFileError, UnsupportedModelError
+from bifolio.model.families import family_of, family_of_gguf
 from bifolio.model.gguf.entries import Metadata
 from bifolio.model.gguf.reader import GgufFile, open_gguf
 from bifolio.model.gguf.sampling import generation_config_from
 from bifolio.model.gguf.tokenizer import has_tokenizer, special_tokens, tokenizer_from_metadata
-from bifolio.model.loaded import LoadedModel
+from bifolio.model.loaded import LoadedModel, TextModel
 from bifolio.model.model_file import ModelFile
-from bifolio.model.text_model import TextModel
 from bifolio.quant.tensor import QuantizedTensor
 
 
 def load_gguf(path: str | Path) -> LoadedModel:
-    """The model in a GGUF file."""
+    """Load the model of a GGUF file."""
     return open_gguf_model(path).load()
 
 
@@ -39,6 +38,20 @@ def open_gguf_model(path: str | Path) -> ModelFile:
         special_tokens=special_tokens(metadata, config.vocab_size),
     )
     return ModelFile(text, family_of(config).gguf_names, GgufTensors(file))
+
+
+def config_from_gguf(file: GgufFile) -> ModelConfig:
+    """Read the configuration of the network from the header."""
+    metadata = Metadata(file.metadata, file.path)
+    family = family_of_gguf(metadata.architecture, str(file.path))
+    if metadata.count("split.count", 1) > 1:
+        raise UnsupportedModelError(f"{file.path} is one part of a model: merge the parts with llama-gguf-split")
+    if metadata.count(".expert_count", 0):
+        raise UnsupportedModelError(f"{file.path}: mixtures of experts are not supported")
+    try:
+        return replace(family.config_from_gguf(file, metadata, family.name), rope_interleaved=family.gguf_interleaved)
+    except ConfigError as error:
+        raise ModelFileError(f"{file.path}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,25 +15,25 @@ from bifolio.model.weights import inverse_frequencies
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
-# general.file_type: what most matrices are
+# general.file_type: the format of most matrices
 _FILE_TYPES = {QuantFormat.F32: 0, QuantFormat.F16: 1, QuantFormat.Q4_0: 2, QuantFormat.Q4_1: 3, QuantFormat.Q8_0: 7}
 _FILE_TYPES[QuantFormat.BF16] = 32
 _QUANTIZATION_VERSION = 2
 
 
 def gguf_architecture(config: ModelConfig) -> str:
-    """The architecture's name in GGUF files; a network that the format cannot describe is refused."""
+    """The name of the architecture in GGUF files; UnsupportedModelError if GGUF cannot describe the network."""
     family = family_of(config)
     name = family.written_as
     if name is None:
         raise UnsupportedModelError(f"GGUF files of the architecture {config.architecture!r} cannot be written")
     if config.activation != family.gguf_activation:
-        raise UnsupportedModelError(f"GGUF cannot say that a {name} model uses the activation {config.activation!r}")
+        raise UnsupportedModelError(f"GGUF cannot describe a {name} model with the activation {config.activation!r}")
     return name
 
 
 def model_metadata(config: ModelConfig, format: QuantFormat, name: str) -> dict[str, Value]:
-    """Everything about the network; the tokenizer has entries of its own."""
+    """All entries about the network, without those of the tokenizer."""
     architecture = gguf_architecture(config)
     norm_key = "layer_norm_epsilon" if config.norm == "layer" else "layer_norm_rms_epsilon"
     entries: dict[str, Value] = {
@@ -61,7 +61,7 @@ def model_metadata(config: ModelConfig, format: QuantFormat, name: str) -> dict[
 
 
 def rope_tensors(config: ModelConfig) -> dict[str, QuantizedTensor]:
-    """Divisors of the frequencies, which GGUF keeps as tensors."""
+    """Frequency divisors, which GGUF stores as tensors."""
     if not config.ropes:
         return {}
     rope = config.ropes[0]
@@ -77,7 +77,7 @@ def rope_tensors(config: ModelConfig) -> dict[str, QuantizedTensor]:
 
 
 def _attention_scale(config: ModelConfig) -> dict[str, Value]:
-    """Only where it is not the one that the architecture implies."""
+    """The attention scale, if it differs from the default of the architecture."""
     implied = family_of(config).gguf_scale(config)
     return {} if math.isclose(config.scale, implied, rel_tol=1e-6) else {"attention.scale": config.scale}
 
@@ -87,7 +87,7 @@ def _window_entries(config: ModelConfig) -> dict[str, Value]:
     if not windows:
         return {}
     if len(windows) > 1:
-        raise UnsupportedModelError(f"GGUF cannot say that layers have different windows: {sorted(windows)}")
+        raise UnsupportedModelError(f"GGUF cannot describe layers with different window sizes: {sorted(windows)}")
     entries: dict[str, Value] = {"attention.sliding_window": windows.pop()}
     has_window = [window is not None for window in config.layer_window]
     period = family_of(config).gguf_window_period

@@ -1,6 +1,6 @@
-"""How the tokenizers that GGUF files name (`tokenizer.ggml.pre`) cut text into words before merging bytes.
+"""Pre-tokenizers of GGUF files (`tokenizer.ggml.pre`), which split text into words before BPE merges.
 
-Each is a list of patterns applied one after the other: a pattern isolates its matches inside of every piece so far.
+Each is a list of patterns applied in order: a pattern isolates its matches within every piece of the previous split.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 
 
 def _modern(digits: str) -> str:
-    """The pattern of GPT-4 and its followers, which differ in how digits are grouped."""
+    """The pattern of GPT-4 and derived tokenizers, which differ in the grouping of digits."""
     return (
         rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}"
         r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     )
 
 
-# Letters of scripts with upper and lower case, as DeepSeek's first tokenizers list them.
+# Letters of scripts with upper and lower case, as listed by the first DeepSeek tokenizers.
 _CASED = (
     "A-Za-z\xb5\xc0-\xd6\xd8-\xf6\xf8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376\u0377"
     "\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f"
@@ -46,10 +46,10 @@ _TEKKEN_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 class PreTokenizer(NamedTuple):
-    """Patterns, and two habits that come with the name."""
+    """Patterns and defaults of a pre-tokenizer."""
 
     patterns: tuple[str, ...]
-    ignore_merges: bool = False  # a whole word that is in the vocabulary is taken as it is
+    ignore_merges: bool = False  # a word that is in the vocabulary is not split
     add_bos: bool = False  # unless the file says otherwise
 
 

@@ -2,9 +2,9 @@
 
     |"GGUF"|version: u32|tensors: u64|entries: u64|metadata ...|tensor entries ...|padding|data ...|
 
-Every count, length, dimension product, offset, alignment and range is checked in exact arithmetic against the size of
-the file, and overlaps are refused, before a tensor can be touched. Long arrays and tensors stay in the file: they are
-views of the map, so that opening a file costs no more than its header.
+All counts, lengths, dimension products, offsets, alignments and ranges are checked in exact arithmetic against the
+size of the file, and overlaps are rejected, before a tensor can be read. Long arrays and tensors are views of the
+mapped file, so opening a file reads only its header.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ _U32, _U64 = _SCALAR_STRUCTS[4], _SCALAR_STRUCTS[10]
 _DEFAULT_ALIGNMENT = 32
 _MAX_DIMENSIONS = 4
 _MAX_KEY_BYTES = 65535
-_MAX_STRINGS = 1 << 24  # in one array; the largest vocabularies have a quarter of a million tokens
+_MAX_STRINGS = 1 << 24  # in one array; the largest vocabularies have about 256,000 tokens
 _MAX_NESTING = 3
 _MIN_ENTRY_BYTES = 13  # an empty key, its type, one byte
 _MIN_TENSOR_BYTES = 32  # an empty name, one dimension
 
 
 class StringArray(Sequence[str]):
-    """Strings that lie in the file one after the other; each is decoded when it is asked for."""
+    """An array of strings in the file; each is decoded on access."""
 
     def __init__(self, buffer: memoryview, starts: array[int], what: str) -> None:
         self._buffer = buffer
-        self._starts = starts  # where the length of each string lies, in bytes from the start of the file
+        self._starts = starts  # byte offset of the length field of each string
         self._what = what
 
     def __len__(self) -> int:
@@ -56,7 +56,7 @@ class StringArray(Sequence[str]):
         return map(self._text, range(len(self)))
 
     def raw(self, index: int) -> bytes:
-        """A string as it is stored."""
+        """The undecoded bytes of a string."""
         start = self._starts[index]
         return bytes(self._buffer[start + 8 : start + 8 + _U64.unpack_from(self._buffer, start)[0]])
 
@@ -80,15 +80,15 @@ class StringArray(Sequence[str]):
         return f"StringArray({len(self)} strings)"
 
 
-# A metadata value: a number, a truth value, a string, an array of these, or a (short) list of arrays.
+# A metadata value: a number, a boolean, a string, an array of these, or a (short) list of arrays.
 Value = int | float | bool | str | NDArray[Any] | StringArray | list[Any]
 
 
 class TensorEntry(NamedTuple):
-    """Where a tensor lies and how it is to be read."""
+    """Location, shape and format of a tensor."""
 
     name: str
-    shape: tuple[int, ...]  # the contiguous dimension last, the reverse of the order in the file
+    shape: tuple[int, ...]  # contiguous dimension last: reversed from the file
     format: QuantFormat
     offset: int  # in bytes from the start of the file
     nbytes: int
@@ -107,7 +107,7 @@ class GgufFile:
     data_start: int
 
     def tensor(self, name: str) -> QuantizedTensor:
-        """A view of a tensor, in the format that the file has."""
+        """A view of a tensor in the format of the file."""
         entry = self.entries[name]
         rows = math.prod(entry.shape[:-1])
         data = self.data[entry.offset : entry.offset + entry.nbytes].reshape(rows, -1)
@@ -115,14 +115,14 @@ class GgufFile:
 
 
 def open_gguf(path: str | Path) -> GgufFile:
-    """Check the header of `path` and map the file; ModelFileError says what is wrong with it."""
+    """Check the header of `path` and map the file; ModelFileError describes the first defect."""
     path = Path(path)
     data = map_file(path)
     return _HeaderParser(path, data).parse()
 
 
 class _HeaderParser:
-    """Reads from `position` on; nothing is read past the end of the file."""
+    """Reads from `position` on, never past the end of the file."""
 
     def __init__(self, path: Path, data: Bytes) -> None:
         self.path = path
@@ -165,7 +165,7 @@ class _HeaderParser:
             raise self.fail(f"{what} would end after the end of the file, which is damaged or truncated")
 
     def _check_count(self, count: int, least_bytes: int, what: str) -> None:
-        """A count that the rest of the file cannot hold is refused before anything is made for it."""
+        """Reject a count that the rest of the file cannot hold, before allocating for it."""
         if count * least_bytes > self.size - self.position:
             raise self.fail(f"{count} {what} do not fit into the file, which is damaged or truncated")
 
@@ -233,7 +233,7 @@ class _HeaderParser:
         return values != 0 if kind == _BOOL else values
 
     def _read_strings(self, key: str, count: int) -> StringArray:
-        """Step over the strings, checking that each ends inside of the file."""
+        """Skip the strings, checking that each ends inside the file."""
         self._check_count(count, 8, f"strings of {key!r}")
         if count > _MAX_STRINGS:
             raise self.fail(f"{key!r} has {count} strings, more than the {_MAX_STRINGS} allowed")

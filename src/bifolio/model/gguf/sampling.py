@@ -1,4 +1,4 @@
-"""How a model wants to be sampled: `general.sampling.*` of a GGUF file ↔ the names of `generation_config.json`."""
+"""Sampling defaults: `general.sampling.*` of a GGUF file ↔ the names of `generation_config.json`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WHOLE = {"top_k"}
 
 
 def sampling_entries(generation_config: Mapping[str, Any]) -> dict[str, Value]:
-    """The entries that say the same; what GGUF has no name for is left out."""
+    """Convert generation defaults to metadata; settings without a GGUF name are left out."""
     entries: dict[str, Value] = {}
     for key, name in _NAMES.items():
         value: Any = generation_config.get(name)
@@ -32,14 +32,14 @@ def sampling_entries(generation_config: Mapping[str, Any]) -> dict[str, Value]:
 
 
 def generation_config_from(metadata: Mapping[str, Value]) -> dict[str, Any]:
-    """Defaults for `SamplingParams`; entries that are no numbers are left out."""
+    """Read defaults for `SamplingParams`; entries that are not numbers are left out."""
     found: dict[str, Any] = {}
     for key, name in _NAMES.items():
         value: Any = metadata.get(_PREFIX + key)
         if _is_number(value):
-            # Files hold single precision: 0.8 was meant, not 0.800000011920929.
+            # Values are stored in f32: round 0.800000011920929 back to 0.8.
             found[name] = int(value) if key in _WHOLE else round(float(value), 6)
-    if "temperature" in found:  # transformers samples only when told so
+    if "temperature" in found:  # transformers samples only if do_sample is set
         found["do_sample"] = found["temperature"] > 0
     return found
 

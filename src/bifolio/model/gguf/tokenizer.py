@@ -1,7 +1,7 @@
 """The tokenizer of a GGUF file, rebuilt as a `tokenizers` object.
 
-Two families: byte-level BPE ("gpt2": merges are given, `tokenizer.ggml.pre` names how text is cut into words) and
-SentencePiece ("llama": the neighbours that form the token with the best score are joined first; "t5": unigram).
+Two families: byte-level BPE ("gpt2": the file lists merges, `tokenizer.ggml.pre` names the pre-tokenizer) and
+SentencePiece ("llama": the adjacent pair that forms the token with the best score is merged first; "t5": unigram).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from bifolio.model.gguf.pretokenizers import PRE_TOKENIZERS
 from bifolio.model.gguf.reader import GgufFile, StringArray
 from bifolio.text.tokenizer import Tokenizer
 
-SPACE = "▁"  # how SentencePiece spells a space
+SPACE = "▁"  # SentencePiece's symbol for a space
 SPECIAL_NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad": "padding", "mask": "mask"}
-TOKENIZER_JSON = "tokenizer.huggingface.json"  # a whole tokenizer.json, for what the other entries cannot say
+TOKENIZER_JSON = "tokenizer.huggingface.json"  # a complete tokenizer.json, if the other entries cannot describe it
 
 
 class TokenType(IntEnum):
-    """What a token is, in the numbers of the file."""
+    """Token types with their numbers in the file."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -37,7 +37,7 @@ class TokenType(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The tokens of a file by id, all spelled differently."""
+    """The tokens of a file by id, all distinct."""
 
     tokens: list[str]
     types: np.ndarray  # i32[tokens]  TokenType
@@ -70,7 +70,7 @@ def tokenizer_from_metadata(metadata: Metadata) -> Tokenizer:
 
 
 def special_tokens(metadata: Metadata, vocab_size: int) -> dict[str, str]:
-    """bos_token, eos_token and so on, as chat templates name them."""
+    """Special tokens by their names in chat templates: bos_token, eos_token, ..."""
     tokens = metadata.strings("tokenizer.ggml.tokens")
     if not isinstance(tokens, StringArray):
         return {}
@@ -98,7 +98,7 @@ def _build(metadata: Metadata) -> Any:
 
 
 def read_vocabulary(metadata: Metadata) -> Vocabulary:
-    """Tokens, types and scores; empty and repeated spellings get names of their own, so that ids stay distinct."""
+    """Read tokens, types and scores; empty and duplicate tokens are renamed, so that ids stay distinct."""
     strings = metadata.strings("tokenizer.ggml.tokens")
     if not strings:
         raise metadata.fail("the file has no tokens")
@@ -141,7 +141,7 @@ def _byte_level(metadata: Metadata, vocabulary: Vocabulary) -> Any:
 
 
 def byte_level_pre_tokenizer(name: str) -> Any:
-    """Cut by the patterns that the name stands for, then spell bytes as printable characters."""
+    """Split by the patterns of the pre-tokenizer, then map bytes to printable characters."""
     from tokenizers import Regex, pre_tokenizers
 
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in PRE_TOKENIZERS[name].patterns]
@@ -149,7 +149,7 @@ def byte_level_pre_tokenizer(name: str) -> Any:
 
 
 def _known_merges(merges: Iterable[str], ids: dict[str, int]) -> list[tuple[str, str]]:
-    """ "left right" pairs; those that are not made of tokens, or do not make one, cannot be used."""
+    """Read "left right" pairs, skipping those whose parts or result are not tokens."""
     pairs = []
     for merge in merges:
         space = merge.find(" ", 1)
@@ -160,7 +160,7 @@ def _known_merges(merges: Iterable[str], ids: dict[str, int]) -> list[tuple[str,
 
 
 def sentencepiece_tokenizer(vocabulary: Vocabulary, bos: int) -> Tokenizer:
-    """A tokenizer with begin-of-text before every prompt, for files that hold tokens and scores alone."""
+    """Build a tokenizer from tokens and scores alone, with begin-of-text before every prompt."""
     from tokenizers import processors
 
     backend = _merging_by_score(vocabulary, add_space=True)
@@ -195,11 +195,11 @@ def _merging_by_score(vocabulary: Vocabulary, add_space: bool) -> Any:
 
 
 def merges_from_scores(vocabulary: Vocabulary) -> list[tuple[str, str]]:
-    """Every way to join two tokens into a third, the third with the best score first.
+    """Every pair of tokens that merges into a third, sorted by the score of the result.
 
-    SentencePiece joins, of all neighbours, those that form the token with the best score, and of equals the leftmost.
-    A list of merges says the same, but for different cuts of one token, which it has to order: the longest left
-    part comes first, which is the leftmost one where tokens repeat a character.
+    SentencePiece merges the adjacent pair that forms the token with the best score, the leftmost of equal ones. A merge
+    list is equivalent, except that it must order different splits of the same token: the split with the longest left
+    part comes first, which is the leftmost one in tokens that repeat a character.
     """
     joinable = {TokenType.NORMAL, TokenType.USER_DEFINED, TokenType.UNUSED}
     ids = {
@@ -238,7 +238,7 @@ def _unigram(metadata: Metadata, vocabulary: Vocabulary) -> Any:
 
 
 def _add_special(tokenizer: Any, vocabulary: Vocabulary) -> None:
-    """Control tokens and tokens of the user are found in text as they are, before anything else happens to it."""
+    """Register control and user-defined tokens, which are matched in the text before normalisation and splitting."""
     from tokenizers import AddedToken
 
     control = vocabulary.of_type(TokenType.CONTROL, TokenType.UNKNOWN)
@@ -248,7 +248,7 @@ def _add_special(tokenizer: Any, vocabulary: Vocabulary) -> None:
 
 
 def _add_start_and_end(tokenizer: Any, metadata: Metadata, vocabulary: Vocabulary, kind: str) -> None:
-    """Begin- and end-of-text tokens around every prompt, where the model was trained with them."""
+    """Add begin- and end-of-text tokens around every prompt, if the file asks for them."""
     from tokenizers import processors
 
     pre = PRE_TOKENIZERS.get(metadata.text("tokenizer.ggml.pre", "default"))

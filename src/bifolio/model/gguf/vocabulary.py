@@ -1,7 +1,7 @@
 """A tokenizer → the metadata of a GGUF file, the reverse of `gguf_tokenizer`.
 
-What the metadata cannot say is found by trying: the tokenizer that a reader would rebuild is compared with the real
-one on awkward texts, and where they differ the whole `tokenizer.json` goes into the file as well.
+The writer rebuilds the tokenizer from the metadata and compares it with the original on probe texts; if they differ,
+the complete `tokenizer.json` is stored in the file as well.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from bifolio.model.gguf.tokenizer import (
 from bifolio.text.tokenizer import Tokenizer
 
 _PREFIX = "tokenizer.ggml."
-# Stands for an empty list, which cannot be written, where other programs insist on one: zero bytes make no token.
+# Placeholder for an empty merge list, which cannot be written but is required by other programs; it never matches.
 _NO_MERGE = "\u0100 \u0100"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 PROBES = (
@@ -51,7 +51,7 @@ PROBES = (
 def tokenizer_metadata(
     tokenizer: Tokenizer, config: ModelConfig, special_tokens: Mapping[str, str]
 ) -> tuple[dict[str, Value], list[str]]:
-    """The entries, and notes on what they cannot say."""
+    """The entries, and notes on properties of the tokenizer that they cannot describe."""
     backend = tokenizer.backend
     description = json.loads(backend.to_str())
     entries: dict[str, Value] = {}
@@ -64,14 +64,14 @@ def tokenizer_metadata(
         entries.setdefault(_PREFIX + "model", "no_vocab")
         entries[TOKENIZER_JSON] = backend.to_str()
         notes.append(
-            "the tokenizer has habits that GGUF cannot describe, so its tokenizer.json is stored whole: "
-            "bifolio reads it, other programs may cut some texts differently"
+            "GGUF metadata cannot describe this tokenizer completely, so its tokenizer.json is stored in the file: "
+            "bifolio reads it, other programs may tokenize some texts differently"
         )
     return entries, notes
 
 
 def _kind(description: Mapping[str, Any]) -> str | None:
-    """Which of GGUF's tokenizers it is, if any."""
+    """The kind of GGUF tokenizer it corresponds to, if any."""
     model = description["model"]
     if model["type"] == "Unigram":
         return "t5"
@@ -107,7 +107,7 @@ def _vocabulary_entries(kind: str, description: Mapping[str, Any], backend: Any,
 def _tokens_and_types(
     kind: str, description: Mapping[str, Any], backend: Any, vocab_size: int
 ) -> tuple[list[str], list[int]]:
-    """Tokens by id; rows of the embedding that no token uses are filled with unused ones."""
+    """Tokens by id; embedding rows without a token get placeholder tokens of type unused."""
     tokens = [f"[PAD{index}]" for index in range(vocab_size)]
     types = [int(TokenType.UNUSED)] * vocab_size
     for token, index in backend.get_vocab(with_added_tokens=True).items():
@@ -131,7 +131,7 @@ def _pair(merge: str | list[str]) -> tuple[str, str]:
 
 
 def _scores_from_merges(tokens: list[str], merges: list[tuple[str, str]]) -> np.ndarray:
-    """What is joined earlier has the better score; tokens that are never made by joining need none."""
+    """Scores from the merge order: earlier merges get better scores; tokens without a merge keep the default."""
     rank: dict[str, int] = {}
     for index, (left, right) in enumerate(merges):
         rank.setdefault(left + right, index)
@@ -151,7 +151,7 @@ def _unigram_entries(description: Mapping[str, Any], num_tokens: int) -> dict[st
 
 
 def _pre_name(backend: Any, ignore_merges: bool) -> str:
-    """The name of the pre-tokenizer that cuts the probes in the same way."""
+    """The name of the pre-tokenizer that splits the probe texts identically."""
     expected = [_pieces(backend.pre_tokenizer, text) for text in PROBES]
     for name, known in PRE_TOKENIZERS.items():
         if known.ignore_merges != ignore_merges:
@@ -187,7 +187,7 @@ def _special_entries(tokenizer: Tokenizer, config: ModelConfig, special_tokens: 
 
 
 def _rebuilds(entries: Mapping[str, Value], tokenizer: Tokenizer, config: ModelConfig) -> bool:
-    """Whether a reader of these entries gets the same ids for the probes, and the same text back."""
+    """Whether the tokenizer rebuilt from these entries encodes and decodes the probe texts identically."""
     described = {"general.architecture": config.architecture, **entries}
     try:
         rebuilt = tokenizer_from_metadata(Metadata(described, Path("the new file")))

@@ -1,4 +1,4 @@
-"""A loaded model → a GGUF file that bifolio and other programs open."""
+"""A loaded model → a GGUF file, readable by bifolio and other programs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from bifolio.model.loaded import LoadedModel
 from bifolio.quant.formats import QuantFormat, refuse_non_finite
 from bifolio.quant.tensor import PANEL_ROWS, QuantizedTensor
 
-# What is copied as it is from a GGUF file to the next.
+# Metadata that is copied unchanged from a source GGUF file.
 _COPIED = ("tokenizer.",)
 _COPIED_GENERAL = (
     "name", "basename", "author", "organization", "license", "description", "languages", "tags", "size_label", "url"
@@ -43,7 +43,7 @@ class WrittenTensor:
 
 @dataclass(frozen=True, slots=True)
 class WriteReport:
-    """What was written, and what the writer decided on its own."""
+    """The written tensors, and notes on decisions of the writer."""
 
     path: Path
     tensors: tuple[WrittenTensor, ...]
@@ -72,7 +72,7 @@ def write_gguf(
 ) -> WriteReport:
     """Write the model with its matrices in `format`. The file appears only when it is complete.
 
-    `extra` metadata, such as `general.license`, is written as it is.
+    `extra` metadata, such as `general.license`, is written unchanged.
     """
     import gguf
 
@@ -86,7 +86,7 @@ def write_gguf(
     sources += [NamedTensor(name, tensor, "norm") for name, tensor in rope_tensors(config).items()]
     targets = [(source, tensor_format(source, format)) for source in sources]
     notes += _format_notes(targets, format)
-    logging.getLogger("gguf").setLevel(logging.ERROR)  # it reports every file that it writes
+    logging.getLogger("gguf").setLevel(logging.ERROR)  # it logs every file that it writes
     with atomic_path(path, overwrite=overwrite) as temporary:
         writer = gguf.GGUFWriter(temporary, gguf_architecture(config))
         try:
@@ -108,8 +108,8 @@ def write_gguf(
 
 
 def tensor_format(source: NamedTensor, format: QuantFormat) -> QuantFormat:
-    """Vectors stay F32, as every reader expects; the vocabulary's matrices get at least 8 bits, since all text goes
-    through them; rows that cannot be cut into blocks stay in 16 bits."""
+    """The stored format: F32 for vectors, as readers expect; at least 8 bits for embedding and head, which affect every
+    token; F16 for rows that are not a multiple of the block size."""
     if len(source.tensor.shape) < 2 or source.kind in ("norm", "bias", "positions"):
         return QuantFormat.F32
     if source.kind in ("embedding", "head") and format in (QuantFormat.Q4_0, QuantFormat.Q4_1):
@@ -118,7 +118,7 @@ def tensor_format(source: NamedTensor, format: QuantFormat) -> QuantFormat:
 
 
 def converted(source: NamedTensor, format: QuantFormat) -> QuantizedTensor:
-    """The tensor as the file wants it; values that the format cannot hold are refused by name."""
+    """Convert a tensor for the file; an error names the tensor if its values exceed the range of the format."""
     tensor = source.rearranged().converted(format, source.name)
     if format in (QuantFormat.F32, QuantFormat.BF16):
         for start in range(0, tensor.num_rows, PANEL_ROWS):
@@ -145,7 +145,7 @@ def _format_notes(targets: list[tuple[NamedTensor, QuantFormat]], format: QuantF
     short = [s.name for s, target in targets if s.kind == "matrix" and target is not format]
     if not short:
         return []
-    return [f"{len(short)} matrices stay in F16 because their rows are no multiple of 32 values (e.g. {short[0]})"]
+    return [f"{len(short)} matrices stay in F16 because their rows are not a multiple of 32 values (e.g. {short[0]})"]
 
 
 def _metadata(model: LoadedModel, format: QuantFormat) -> tuple[dict[str, Value], list[str]]:
@@ -173,7 +173,7 @@ def _copied_entries(metadata: Mapping[str, Value]) -> dict[str, Value]:
 
 
 def _add_entry(writer: Any, key: str, value: Value) -> None:
-    """Numbers get the types that other programs read them with."""
+    """Write numbers with the types that other programs expect."""
     import gguf
 
     kinds = gguf.GGUFValueType

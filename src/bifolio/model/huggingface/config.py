@@ -1,4 +1,4 @@
-"""`config.json` of a Hugging Face folder ↔ `ModelConfig`, by the family that its `model_type` names."""
+"""`config.json` of a Hugging Face folder ↔ `ModelConfig`, by the family of its `model_type`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bifolio.model.huggingface.decoder_config import Raw
 
 
 def config_from_hf(raw: Raw) -> ModelConfig:
-    """Read the fields; a field that is missing or of the wrong kind is a named error."""
+    """Read the fields; a missing field or one of the wrong type raises a named error."""
     family = family_of_hf(raw.get("model_type"))
     try:
         return family.config_from_hf(raw, family.name)
@@ -22,7 +22,7 @@ def config_from_hf(raw: Raw) -> ModelConfig:
 
 
 def config_to_hf(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
-    """A `config.json` that transformers and `config_from_hf` both read back to the same network."""
+    """Build a `config.json` from which transformers and `config_from_hf` read the same network."""
     family = family_of(config)
     eos = list(config.eos_token_ids)
     return {

@@ -1,4 +1,4 @@
-"""`config.json` of a decoder, both ways: the fields that most families read and write in the same way.
+"""`config.json` of a decoder ↔ `ModelConfig`: the fields that most families share.
 
 A family (`model/families/`) calls `decoder_from_hf` and `decoder_to_hf` and adds the fields in which it differs.
 """
@@ -81,7 +81,7 @@ def windows_by_type(raw: Raw) -> tuple[int | None, ...]:
 
 
 def _ropes(raw: Raw, head_dim: int) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
-    """Rope configurations and which of them each layer uses; reads the old and the new spelling."""
+    """Rope configurations and the index for each layer; reads the old and the new field names."""
     parameters = raw.get("rope_parameters")
     if isinstance(parameters, Mapping) and "full_attention" in parameters:
         full = _rope(raw, dict(parameters["full_attention"]), head_dim)
@@ -161,7 +161,7 @@ def token_ids(value: Any) -> tuple[int, ...]:
 
 # -- writing ----------------------------------------------------------------------------------------------------------
 def decoder_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """The fields of a decoder that `decoder_from_hf` reads back; biases and windows are for the family to add."""
+    """The fields that `decoder_from_hf` reads, without biases and windows, which the family adds."""
     return {
         "hidden_size": config.hidden_size,
         "num_hidden_layers": config.num_layers,
@@ -201,7 +201,7 @@ def _rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
 
 
 def write_activation(config: ModelConfig, preferred: str) -> str:
-    """The family's own spelling of the activation where it has one."""
+    """The name of the activation in the family's config.json."""
     if ACTIVATIONS[preferred] == config.activation:
         return preferred
     for spelling, ours in ACTIVATIONS.items():

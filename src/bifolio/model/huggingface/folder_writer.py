@@ -49,7 +49,7 @@ def write_folder(
 
 
 def folder_config(config: ModelConfig) -> ModelConfig:
-    """The same network in the terms of a folder: half-split rope, and scaling by formula instead of by table."""
+    """Convert the configuration to that of a folder: half-split rope, scaling as parameters instead of a table."""
     config = replace(config, rope_interleaved=False, architecture=family_of(config).folder_family(config))
     config = replace(config, norm_offset=family_of(config).norm_offset)
     if config.ropes and config.ropes[0].scaling != "longrope" and config.ropes[0].frequency_factors:
@@ -58,17 +58,17 @@ def folder_config(config: ModelConfig) -> ModelConfig:
 
 
 def llama3_from_factors(rope: RopeConfig) -> RopeConfig:
-    """The parameters of llama3 scaling from the table of divisors that it amounts to.
+    """Recover the parameters of llama3 scaling from its table of frequency divisors.
 
-    Between the frequencies that are kept and those that are divided by `factor`, the share that is kept grows
-    linearly with the frequency: share = (original / wavelength - low) / (high - low). With low = 1, which only fixes
-    the unit, a straight line through these points gives the other two.
+    Between the frequencies that are kept and those divided by `factor`, the kept share grows linearly with the
+    frequency: share = (original / wavelength - low) / (high - low). With low = 1, which only fixes the unit, a linear
+    fit gives the other two.
     """
     divisors = np.array(rope.frequency_factors, np.float64)
     factor = float(divisors.max())
     plain = inverse_frequencies(RopeConfig(rope.theta, rope.rotary_dim))[0].astype(np.float64)
     between = (divisors > 1 + 1e-4) & (divisors < factor * (1 - 1e-4))
-    original, high = 8192.0, 4.0  # those of the Llama 3 models
+    original, high = 8192.0, 4.0  # as in the Llama 3 models
     if between.sum() >= 2:
         share = (1 / divisors[between] - 1 / factor) / (1 - 1 / factor)
         slope, negative = np.polyfit(plain[between] / (2 * np.pi), share, 1)
@@ -83,14 +83,14 @@ def llama3_from_factors(rope: RopeConfig) -> RopeConfig:
         high_freq_factor=round(float(high), 4),
     )
     if not np.allclose(plain / inverse_frequencies(result)[0], divisors, rtol=1e-3):
-        raise UnsupportedModelError("config.json cannot say how this file divides the frequencies of rope")
+        raise UnsupportedModelError("config.json cannot describe the rope frequency divisors of this file")
     return result
 
 
 def _write_weights(
     folder: Path, model: LoadedModel, config: ModelConfig, format: QuantFormat, progress: Progress | None
 ) -> tuple[WrittenTensor, ...]:
-    # Rows are rearranged from the order that the model has to that of the folder.
+    # Reorder query and key rows from the rope layout of the model to that of the folder.
     sources = {s.name: s for s in named_tensors(model.weights, family_of(config).hf_names, interleaved=False)}
     lines: list[WrittenTensor] = []
 
@@ -144,15 +144,15 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 @contextmanager
 def _atomic_folder(path: Path, overwrite: bool) -> Iterator[Path]:
-    """A temporary folder that takes the place of `path` when the block ends without an error.
+    """Yield a temporary folder that replaces `path` when the block ends without an error.
 
-    Only an empty folder or one that holds a model is replaced, so that a mistyped name costs nothing.
+    Only an empty folder or a model folder is replaced, to protect other data from a mistyped path.
     """
     if path.exists():
         if not overwrite:
             raise ConfigError(f"{path} exists already: choose another name or pass --force to replace it")
         if not path.is_dir() or (any(path.iterdir()) and not (path / "config.json").is_file()):
-            raise ConfigError(f"{path} is no model folder and will not be replaced: choose another name")
+            raise ConfigError(f"{path} is not a model folder and will not be replaced: choose another name")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent))
     try:

@@ -14,9 +14,8 @@ from bifolio.errors import ModelFileError
 from bifolio.model.families import family_of
 from bifolio.model.huggingface.config import config_from_hf
 from bifolio.model.huggingface.safetensors_file import open_safetensors
-from bifolio.model.loaded import LoadedModel
+from bifolio.model.loaded import LoadedModel, TextModel
 from bifolio.model.model_file import ModelFile
-from bifolio.model.text_model import TextModel
 from bifolio.quant.tensor import QuantizedTensor
 from bifolio.text.tokenizer import Tokenizer
 
@@ -24,11 +23,11 @@ MAX_JSON_BYTES = 64 << 20
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file of sane size."""
+    """Read a JSON object from a file of bounded size."""
     if not path.is_file():
         raise ModelFileError(f"{path} is missing: a model folder needs config.json and *.safetensors files")
     if path.stat().st_size > MAX_JSON_BYTES:
-        raise ModelFileError(f"{path} has {path.stat().st_size} bytes, more than any real one")
+        raise ModelFileError(f"{path} has {path.stat().st_size} bytes, more than the {MAX_JSON_BYTES} allowed")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -39,12 +38,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def load_folder(folder: Path) -> LoadedModel:
-    """The model in a folder."""
+    """Load the model of a folder."""
     return open_folder(folder).load()
 
 
 def open_folder(folder: Path) -> ModelFile:
-    """Read the descriptions, check the headers of the weights and map them."""
+    """Read the JSON files, check the headers of the weights and map them."""
     config = config_from_hf(read_json(folder / "config.json"))
     tensors = folder_tensors(folder)
     generation = read_json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
@@ -62,7 +61,7 @@ def open_folder(folder: Path) -> ModelFile:
 
 
 def folder_tensors(folder: Path) -> Mapping[str, QuantizedTensor]:
-    """Every tensor of the folder by name, memory-mapped; an unknown type is an error only for the one who asks."""
+    """Every tensor of the folder by name, memory-mapped; a tensor of an unknown type raises on access only."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         weight_map = read_json(index).get("weight_map")
@@ -85,7 +84,7 @@ def folder_tensors(folder: Path) -> Mapping[str, QuantizedTensor]:
 
 
 class FolderTensors:
-    """The tensors of a folder by name, which may or may not carry the prefix of the base model."""
+    """The tensors of a folder by name, with or without the prefix of the base model."""
 
     def __init__(self, tensors: Mapping[str, QuantizedTensor], prefix: str) -> None:
         self._tensors = tensors
@@ -107,7 +106,7 @@ class FolderTensors:
 
 
 def with_generation_ids(config: ModelConfig, generation: Mapping[str, Any]) -> ModelConfig:
-    """generation_config.json may name more end-of-text ids than config.json."""
+    """Add the end-of-text ids of generation_config.json to those of config.json."""
     eos = generation.get("eos_token_id")
     ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
     merged = tuple(dict.fromkeys([*config.eos_token_ids, *(int(i) for i in ids)]))
@@ -122,14 +121,14 @@ def _chat_template(folder: Path) -> str | None:
     if not path.is_file():
         return None
     template = read_json(path).get("chat_template")
-    if isinstance(template, list):  # several named templates: take the default one
+    if isinstance(template, list):  # several named templates: use the default one
         named = {str(entry.get("name")): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default") or next(iter(named.values()), None)
     return template if isinstance(template, str) else None
 
 
 def _special_tokens(folder: Path) -> dict[str, str]:
-    """bos_token, eos_token and so on, as chat templates name them."""
+    """Special tokens by their names in chat templates: bos_token, eos_token, ..."""
     path = folder / "tokenizer_config.json"
     if not path.is_file():
         return {}

@@ -1,9 +1,9 @@
-"""safetensors files: a JSON header that names byte ranges, then the bytes.
+"""safetensors files: a JSON header with byte ranges, then the data.
 
     |n: u64 little-endian|n bytes of JSON|data: every byte belongs to exactly one tensor|
 
-The whole header is checked in exact arithmetic against the size of the file before a tensor can be touched; tensors
-are views of the map. Types that bifolio does not use are an error only when the tensor is asked for.
+The whole header is checked in exact arithmetic against the size of the file before a tensor can be read; tensors are
+views of the mapped file. A tensor of an unsupported type raises on access only.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _DTYPE_NAMES = {format: name for name, format in _FORMATS.items()}
 _ITEM_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "I16": 2, "U16": 2, "I32": 4, "U32": 4}
 _ITEM_BYTES |= {"F64": 8, "I64": 8, "U64": 8, "F16": 2, "BF16": 2, "F32": 4}
 
-# A tensor takes about 100 bytes of header, so this is room for 160,000 of them. It bounds what parsing can allocate,
-# together with the least number of bytes that an object or a list of a real header takes on average.
+# A tensor takes about 100 bytes of header, so this allows 160,000 tensors. Together with the minimum average size of an
+# object or list in a valid header, it bounds the memory that parsing can allocate.
 _MAX_HEADER_BYTES = 16 << 20
 _MIN_BYTES_PER_CONTAINER = 8
 _MAX_DIMENSIONS = 8
@@ -43,7 +43,7 @@ class _Entry(NamedTuple):
 
 
 class _Tensors(Mapping[str, QuantizedTensor]):
-    """Tensors by name, in the order of the file; each is made when it is asked for."""
+    """Tensors by name, in the order of the file; each is created on access."""
 
     def __init__(self, path: Path, data: Bytes, entries: dict[str, _Entry]) -> None:
         self._path = path
@@ -71,7 +71,7 @@ class _Tensors(Mapping[str, QuantizedTensor]):
         return name in self._entries
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        """The shape, also of tensors whose type is not read."""
+        """The shape, also of tensors of unsupported types."""
         return self._entries[name].shape
 
     def dtype_of(self, name: str) -> str:
@@ -88,7 +88,7 @@ class SafetensorsFile:
 
 
 def open_safetensors(path: str | Path) -> SafetensorsFile:
-    """Check the header of `path` and map the file; ModelFileError says what is wrong with it."""
+    """Check the header of `path` and map the file; ModelFileError describes the first defect."""
     path = Path(path)
     data = map_file(path)
     header_end, header = _read_header(path, data)
@@ -99,7 +99,7 @@ def open_safetensors(path: str | Path) -> SafetensorsFile:
 
 
 class TensorPlan(NamedTuple):
-    """A tensor to be written, before its bytes exist."""
+    """Name, type and shape of a tensor to be written."""
 
     name: str
     format: QuantFormat
@@ -127,7 +127,7 @@ def write_planned(
     *,
     overwrite: bool = True,
 ) -> None:
-    """Write tensors that are made one at a time, by name, so that no more than one is in memory."""
+    """Write tensors that `produce` creates one at a time, so that at most one is in memory."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for plan in plans:
@@ -146,7 +146,7 @@ def write_planned(
         for plan in plans:
             tensor = produce(plan.name)
             if (tensor.format, tensor.shape) != plan[1:]:
-                raise ModelFileError(f"tensor {plan.name!r} became {tensor} where {plan} was announced")
+                raise ModelFileError(f"tensor {plan.name!r} is {tensor}, but {plan} was declared")
             file.write(np.ascontiguousarray(tensor.data).data)
 
 
@@ -158,7 +158,7 @@ def _as_dense(name: str, tensor: QuantizedTensor | NDArray[Any]) -> QuantizedTen
 
 
 def _read_header(path: Path, data: Bytes) -> tuple[int, dict[str, Any]]:
-    """Where the data starts, and the JSON object before it."""
+    """Offset of the data, and the JSON object before it."""
     if data.size < 8:
         raise ModelFileError(f"{path} has {data.size} bytes, too few for a safetensors file: fetch it again")
     length = int.from_bytes(data[:8].tobytes(), "little")
@@ -201,7 +201,7 @@ def _check_entry(path: Path, name: str, value: object, header_end: int, file_siz
         raise ModelFileError(f"{path}: tensor {name!r} has {len(shape)} dimensions, more than {_MAX_DIMENSIONS}")
     start, stop = offsets
     if not start <= stop <= file_size - header_end:
-        raise ModelFileError(f"{path}: tensor {name!r} lies outside of the file, which may be truncated")
+        raise ModelFileError(f"{path}: tensor {name!r} is outside the file, which may be truncated")
     item_bytes = _ITEM_BYTES.get(dtype)
     if item_bytes is not None and math.prod(shape) * item_bytes != stop - start:
         raise ModelFileError(f"{path}: tensor {name!r} of {dtype} {shape} does not fit its {stop - start} bytes")
@@ -213,7 +213,7 @@ def _are_counts(value: object) -> bool:
 
 
 def _check_coverage(path: Path, entries: dict[str, _Entry], header_end: int, file_size: int) -> None:
-    """Sorted by place, every tensor starts where the one before it ends, and the last ends the file."""
+    """Check that the tensors, sorted by offset, are contiguous and end with the file."""
     position = header_end
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
         if entry.start != position:

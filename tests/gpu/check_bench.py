@@ -1,4 +1,4 @@
-"""What checks of GPU kernels share: random inputs, sequences in a cache, the attention they should get."""
+"""Shared by the checks of GPU kernels: random inputs, sequences in a cache, the attention they should get."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -13,17 +14,17 @@ import torch
 from bifolio.cache.storage import CacheLayout, KVStorage
 from bifolio.config import KVDtype
 from bifolio.kernels.interface import AttentionPhase, AttentionSegment, AttentionShape
+from bifolio.kernels.reference import causal_attention
 from bifolio.kernels.torch_reference import TorchKernels
-from bifolio.kernels.triton import TritonKernels
 from bifolio.schedule.orchestrators import DecodeOrchestrator, PrefillOrchestrator
 
-Named = tuple[str, Callable[[], float]]  # a check's name, and what computes its error
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
 class Bench:
-    """A kernel set, its reference, and a source of random inputs."""
+    """A Triton kernel set, torch's in f32 as its reference, and a source of random inputs."""
 
-    def __init__(self, kernels: TritonKernels, seed: int = 0) -> None:
+    def __init__(self, kernels: Any, seed: int = 0) -> None:
         self.kernels = kernels
         self.reference = TorchKernels(kernels.device, "f32")
         self.dtype, self.device = kernels.dtype, kernels.device
@@ -37,6 +38,20 @@ class Bench:
         return torch.as_tensor(np.asarray(values), dtype=torch.int32, device=self.device)
 
 
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One comparison."""
+
+    name: str
+    error: Callable[[Bench], float]  # |out - reference| / |reference|
+    large: bool = False  # only a GPU gets through it in time
+    narrow: bool = False  # for dtypes of 16 bits alone
+
+    def run(self, kernels: Any) -> None:
+        error, tolerance = self.error(Bench(kernels, crc32(self.name.encode()))), TOLERANCE[kernels.dtype]
+        assert error < tolerance, f"{self.name}: relative error {error:.2e}, {tolerance} is allowed"
+
+
 def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     """NaN and infinities count as infinite error."""
     ours, theirs = ours.double(), theirs.double()
@@ -47,11 +62,11 @@ def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Sequences in a cache, with the rows to find them."""
+    """Sequences in a cache, and where to find them."""
 
     storage: KVStorage
     tables: torch.Tensor  # i32[s, blocks]
-    slots: list[torch.Tensor]  # i64[n] of each sequence's tokens
+    index: list[torch.Tensor]  # i64[n]  entries of each sequence's tokens
 
 
 def new_context(bench: Bench, shape: AttentionShape, lengths: list[int], block_size: int) -> Context:
@@ -64,34 +79,32 @@ def new_context(bench: Bench, shape: AttentionShape, lengths: list[int], block_s
     storage = KVStorage(layout, device=bench.device, backend="torch")
     order = 1 + np.random.default_rng(sum(lengths)).permutation(sum(counts) + 2)
     tables = np.zeros((len(lengths), max(counts) + 2), dtype=np.int32)
-    slots, used = [], 0
+    index, used = [], 0
     for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
         tables[row, :count] = order[used : used + count]
         used += count
         positions = np.arange(length)
         places = tables[row, positions // block_size].astype(np.int64) * block_size + positions % block_size
-        slots.append(torch.from_numpy(places).to(bench.device))
-    return Context(storage, bench.integers(tables), slots)
+        index.append(torch.from_numpy(places).to(bench.device))
+    return Context(storage, bench.integers(tables), index)
 
 
 def fill(bench: Bench, context: Context, shape: AttentionShape) -> None:
     """Random keys and values for every token of every sequence."""
-    for slots in context.slots:
-        size = (len(slots), shape.num_kv_heads, shape.head_dim)
-        context.storage.write(shape.layer, slots, bench.normal(*size), bench.normal(*size))
+    for index in context.index:
+        size = (len(index), shape.num_kv_heads, shape.head_dim)
+        context.storage.write(shape.layer, index, bench.normal(*size), bench.normal(*size))
 
 
 def expected_attention(
     bench: Bench, query: torch.Tensor, shape: AttentionShape, context: Context, query_lens: list[int]
 ) -> torch.Tensor:
     """[t, heads * dim] in float32, sequence by sequence."""
-    from bifolio.kernels.reference import causal_attention
-
     outputs, start = [], 0
-    for slots, count in zip(context.slots, query_lens, strict=True):
+    for index, count in zip(context.index, query_lens, strict=True):
         size = context.storage.block_size
         keys, values = (
-            array[slots // size, :, slots % size].float()
+            array[index // size, :, index % size].float()
             for array in (context.storage.keys[shape.layer], context.storage.values[shape.layer])
         )
         part = query[start : start + count].float()

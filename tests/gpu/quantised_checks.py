@@ -1,56 +1,52 @@
-"""Products and embeddings with quantised weights on a GPU, against the same weights dequantised to float32."""
+"""Checks of products and embeddings with quantised weights, against the same weights dequantised to float32."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from check_bench import Bench, Check, relative_error
 
 from bifolio.kernels.interface import Linear, Norm
 from bifolio.kernels.triton.lazy_fusion import tensor
 from bifolio.kernels.triton.quantised import FEW_ROWS, KINDS
-from bifolio.measure.check_bench import Bench, Named, relative_error
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
 EXTRAS = ("plain", "norm", "bias", "residual", "gated", "logits")
+SHAPES = [(1, 33, 96), (3, 70, 160), (FEW_ROWS + 1, 33, 64)]  # one row, few, many
+LARGE_SHAPES = [
+    (1, 3072, 2048),
+    (1, 50001, 576),
+    (7, 4096, 4096),
+    (64, 2048, 8192),
+    (64, 1000, 1536),
+    (300, 4096, 1024),
+]
 
 
-def quantised_checks(bench: Bench, large: bool) -> Iterator[Named]:
-    shapes = [(1, 33, 96), (3, 70, 160), (FEW_ROWS + 1, 33, 64)]  # one row, few, many
-    if large:
-        shapes += [(1, 3072, 2048), (1, 50001, 576), (7, 4096, 4096), (64, 2048, 8192), (64, 1000, 1536),
-                   (300, 4096, 1024)]  # fmt: skip
+def quantised_checks() -> Iterator[Check]:
     for format in KINDS:
-        for rows, outputs, depth in shapes:
+        for shape in (*SHAPES, *LARGE_SHAPES):
             for extra in EXTRAS:
-
-                def error(
-                    format: QuantFormat = format,
-                    rows: int = rows,
-                    outputs: int = outputs,
-                    depth: int = depth,
-                    extra: str = extra,
-                ) -> float:
-                    return _product_error(bench, format, rows, outputs, depth, extra)
-
-                yield f"linear {format.name} {rows}x{outputs}x{depth} {extra}", error
-        for width in (32, 96, 2048) if large else (32, 96):
-
-            def embedding_error(format: QuantFormat = format, width: int = width) -> float:
-                return _embedding_error(bench, format, width)
-
-            yield f"embedding {format.name} {width}", embedding_error
+                name = f"linear {format.name} {'x'.join(map(str, shape))} {extra}"
+                error = partial(product_error, format=format, shape=shape, extra=extra)
+                yield Check(name, error, shape in LARGE_SHAPES)
+        for width in (32, 96, 2048):
+            name = f"embedding {format.name} {width}"
+            yield Check(name, partial(embedding_error, format=format, width=width), large=width > 1000)
 
 
 def quantised(bench: Bench, format: QuantFormat, rows: int, columns: int) -> QuantizedTensor:
     return QuantizedTensor.quantize(bench.normal(rows, columns, scale=columns**-0.5).float().cpu().numpy(), format)
 
 
-def _product_error(bench: Bench, format: QuantFormat, rows: int, outputs: int, depth: int, extra: str) -> float:
+def product_error(bench: Bench, *, format: QuantFormat, shape: tuple[int, int, int], extra: str) -> float:
     kernels, reference = bench.kernels, bench.reference
+    rows, outputs, depth = shape
     parts = tuple(quantised(bench, format, outputs, depth) for _ in range(2 if extra in ("gated", "bias") else 1))
     biases = (bench.normal(outputs).float().cpu().numpy(), None) if extra == "bias" else (None,) * len(parts)
     ours = kernels.prepare_linear(Linear(parts, biases))
@@ -71,7 +67,7 @@ def _product_error(bench: Bench, format: QuantFormat, rows: int, outputs: int, d
     return relative_error(tensor(result), expected)
 
 
-def _embedding_error(bench: Bench, format: QuantFormat, width: int) -> float:
+def embedding_error(bench: Bench, *, format: QuantFormat, width: int) -> float:
     """Rows in any order, some twice, and the head that is tied to the table."""
     source = quantised(bench, format, 41, width)
     ids = np.array([40, 0, 7, 7, 31, 1])

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from check_bench import relative_error
 
 from bifolio.cache.storage import KvCacheEntry
 from bifolio.config import ModelConfig
-from bifolio.kernels.interface import Batch
-from bifolio.kernels.triton import TritonKernels
-from bifolio.measure.check_bench import relative_error
+from bifolio.kernels.interface import Batch, KernelSet
+from bifolio.kernels.torch_arrays import DTYPES
 from bifolio.measure.gpu_models import SHAPES, new_engine
 from bifolio.measure.gpu_rows import greedy
 from bifolio.model.families import family_of
@@ -21,14 +21,12 @@ from bifolio.model.loaded import LoadedModel
 from bifolio.model.tensor_names import HF_LLAMA, assemble
 
 LOGIT_TOLERANCE = {"bf16": 2e-2, "f32": 1e-4}
-PROMPT, NEW = 200, 64
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCheck:
     """How far we are from transformers."""
 
-    shape: str
     dtype: str
     prefill_error: float  # relative, of the logits of a whole prompt, against transformers in the same dtype
     exact_error: float  # the same against transformers with the same weights in f32
@@ -41,7 +39,7 @@ class ModelCheck:
     def passed(self) -> bool:
         """In f32: equal to transformers, token for token. In 16 bits both round on their way, each in its own places:
 
-        then what counts is the distance from f32, and that the two are no farther apart than their roundings explain.
+        the distance from f32 must be small, and the two no farther apart than their roundings explain.
         """
         if self.dtype == "f32":
             equal = self.equal_tokens == self.num_tokens
@@ -93,44 +91,50 @@ def transformers_model(config: ModelConfig, dtype: torch.dtype, device: str) -> 
     return model
 
 
-def check_model(shape: str, dtype: str, device: str = "cuda", num_layers: int | None = None) -> ModelCheck:
+def check_model(kernels: KernelSet, shape: str, num_prompt: int = 200, num_new: int = 64) -> ModelCheck:
     """Compare logits of a prompt, whole and in chunks, and a greedy run; weights are transformers' own."""
-    config = SHAPES[shape] if num_layers is None else replace(SHAPES[shape], num_layers=num_layers)
-    kernels = TritonKernels(device, dtype)
-    theirs = transformers_model(config, kernels.dtype, device)
+    config, dtype = SHAPES[shape], kernels.kv_dtype
+    theirs = transformers_model(config, DTYPES[dtype], kernels.device)
     tensors = dict(theirs.state_dict())
     model = LoadedModel(
         Path(shape),
         config,
         weights=assemble(config, HF_LLAMA, lambda name, size: tensors[name], lambda name, size: tensors[name].float()),
     )
-    tokens = np.random.default_rng(1).integers(0, config.vocab_size, PROMPT).tolist()
-    ids = torch.tensor([tokens], device=device)
+    tokens = np.random.default_rng(1).integers(0, config.vocab_size, num_prompt).tolist()
+    ids = torch.tensor([tokens], device=kernels.device)
     with torch.no_grad():
         expected = theirs(ids).logits[0].float()
         written = theirs.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, pad_token_id=0
-        )[0, PROMPT:].tolist()
-    engine = new_engine(model, kernels, max_num_seqs=4, max_model_len=512, block_size=16, num_blocks=160)
-    logits = _logits(engine, tokens, [PROMPT])
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_new, do_sample=False, pad_token_id=0
+        )[0, num_prompt:].tolist()
+    sizes = {"max_num_seqs": 4, "max_model_len": 512, "block_size": 16, "num_blocks": 160}
+    engine = new_engine(model, kernels, **sizes, deterministic=kernels.deterministic)
+    logits = _logits(engine, tokens, [num_prompt])
     whole = relative_error(logits, expected)
-    chunked = relative_error(_logits(engine, tokens, [90, 1, 70, 30, *[1] * 9]), expected)
-    request = engine.add_request("greedy", tokens, greedy(NEW))
+    chunked = relative_error(_logits(engine, tokens, _cut(num_prompt)), expected)
+    request = engine.add_request("greedy", tokens, greedy(num_new))
     while engine.has_work:
         engine.step()
     ours = request.sequences[0].output_token_ids
-    equal = next((i for i, (a, b) in enumerate(zip(ours, written, strict=True)) if a != b), NEW)
+    equal = next((i for i, (a, b) in enumerate(zip(ours, written, strict=True)) if a != b), num_new)
     if dtype == "f32":
-        return ModelCheck(shape, dtype, whole, whole, 0.0, chunked, equal, NEW)
+        return ModelCheck(dtype, whole, whole, 0.0, chunked, equal, num_new)
     with torch.no_grad():
         exact = theirs.float()(ids).logits[0]
     return ModelCheck(
-        shape, dtype, whole, relative_error(logits, exact), relative_error(expected, exact), chunked, equal, NEW
+        dtype, whole, relative_error(logits, exact), relative_error(expected, exact), chunked, equal, num_new
     )
 
 
+def _cut(length: int) -> list[int]:
+    """Chunks of a prompt: long ones, a single token between them, and the last nine tokens one by one."""
+    first, rest = length * 9 // 20, length - 10 - length * 9 // 20
+    return [first, 1, rest * 2 // 3, rest - rest * 2 // 3, *[1] * 9]
+
+
 def _logits(engine: Any, tokens: list[int], chunks: list[int]) -> torch.Tensor:
-    """f32[t, vocab] of all tokens, chunk by chunk through a row of its own."""
+    """f32[t, vocab] of all tokens, chunk by chunk through a cache entry of its own."""
     entry = KvCacheEntry.open(engine.runner.storage, engine.blocks)
     parts, start = [], 0
     for count in chunks:

@@ -1,21 +1,18 @@
-"""Checks of decode attention over shared prefixes: the same result as when every row reads its own context."""
+"""Checks of decode attention over shared prefixes: the same result as when every sequence reads its own context."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-
-from bifolio.kernels.interface import AttentionPhase, AttentionShape, Heads
-from bifolio.kernels.shared_prefix import Group, deal, find_groups
-from bifolio.kernels.triton.cuda_graphs import shared_words
-from bifolio.kernels.triton.shared_attention import MAX_ITEMS, new_shared_rows, rows_per_item
-from bifolio.kernels.triton.tiles import TILE
-from bifolio.measure.check_bench import (
+from attention_checks import shape_of
+from check_bench import (
     Bench,
+    Check,
     Context,
     describe,
     expected_attention,
@@ -25,39 +22,33 @@ from bifolio.measure.check_bench import (
     segment_of,
 )
 
+from bifolio.kernels.interface import AttentionPhase, AttentionShape, Heads
+from bifolio.kernels.shared_prefix import Group, deal, find_groups
+from bifolio.kernels.triton.cuda_graphs import shared_words
+from bifolio.kernels.triton.shared_attention import MAX_ITEMS, new_shared_rows, rows_per_item
+from bifolio.kernels.triton.tiles import TILE
 
-def shared_checks(bench: Bench, large: bool) -> Iterator[tuple[str, Callable[[], float]]]:
-    cases: list[tuple[AttentionShape, list[int], list[list[int]], list[int], int]] = [
-        (_shape(4, 2, 64), [80, 100, 65, 9], [[0, 1, 2]], [64], 16),
-        (_shape(2, 1, 80), [140, 30, 200, 130, 90, 70], [[0, 2, 3], [4, 5]], [128, 64], 32),
-    ]
-    if large:
-        many = list(range(1, 65))
-        cases += [
-            (_shape(32, 8, 64), [4200 + row for row in range(64)], [list(range(64))], [4096], 64),
-            (_shape(32, 8, 128), [50, *(2100 + row for row in many), 700, 701], [many, [65, 66]], [2048, 640], 64),
-            (_shape(16, 8, 128), [1000 + row for row in range(40)], [list(range(0, 40, 2))], [960], 16),
-        ]
-    for shape, lengths, groups, shared, block_size in cases:
-
-        def error(
-            shape: AttentionShape = shape,
-            lengths: list[int] = lengths,
-            groups: list[list[int]] = groups,
-            shared: list[int] = shared,
-            block_size: int = block_size,
-        ) -> float:
-            return _error(bench, shape, lengths, list(zip(groups, shared, strict=True)), block_size)
-
-        yield f"shared {describe(shape)} block {block_size} {shared} of {len(lengths)} rows", error
+MANY = list(range(1, 65))
+CASES: list[tuple[AttentionShape, list[int], list[list[int]], list[int], int, bool]] = [
+    # shape, context lengths, groups of sequences, tokens that each group shares, block size, large
+    (shape_of(4, 2, 64), [80, 100, 65, 9], [[0, 1, 2]], [64], 16, False),
+    (shape_of(2, 1, 80), [140, 30, 200, 130, 90, 70], [[0, 2, 3], [4, 5]], [128, 64], 32, False),
+    (shape_of(32, 8, 64), [4200 + row for row in range(64)], [list(range(64))], [4096], 64, True),
+    (shape_of(32, 8, 128), [50, *(2100 + row for row in MANY), 700, 701], [MANY, [65, 66]], [2048, 640], 64, True),
+    (shape_of(16, 8, 128), [1000 + row for row in range(40)], [list(range(0, 40, 2))], [960], 16, True),
+]
 
 
-def _shape(heads: int, kv_heads: int, dim: int) -> AttentionShape:
-    return AttentionShape(0, heads, kv_heads, dim, dim**-0.5)
+def shared_attention_checks() -> Iterator[Check]:
+    for shape, lengths, groups, shared, block_size, large in CASES:
+        name = f"shared {describe(shape)} block {block_size} {shared} of {len(lengths)} sequences"
+        pairs = list(zip(groups, shared, strict=True))
+        error = partial(shared_error, shape=shape, lengths=lengths, groups=pairs, block_size=block_size)
+        yield Check(name, error, large)
 
 
-def _error(
-    bench: Bench, shape: AttentionShape, lengths: list[int], groups: list[tuple[list[int], int]], block_size: int
+def shared_error(
+    bench: Bench, *, shape: AttentionShape, lengths: list[int], groups: list[tuple[list[int], int]], block_size: int
 ) -> float:
     kernels: Any = bench.kernels
     context = _shared_context(bench, shape, lengths, groups, block_size)
@@ -90,11 +81,11 @@ def _by_table(context: Context, groups: list[tuple[list[int], int]]) -> list[tup
 def _shared_context(
     bench: Bench, shape: AttentionShape, lengths: list[int], groups: list[tuple[list[int], int]], block_size: int
 ) -> Context:
-    """Every row of a group begins with the blocks of its first."""
+    """Every sequence of a group begins with the blocks of its first."""
     context = new_context(bench, shape, lengths, block_size)
     for rows, shared in groups:
         for row in rows[1:]:
             blocks = shared // block_size
             context.tables[row, :blocks] = context.tables[rows[0], :blocks]
-            context.slots[row][:shared] = context.slots[rows[0]][:shared]
+            context.index[row][:shared] = context.index[rows[0]][:shared]
     return context

@@ -1,0 +1,25 @@
+"""Every kernel for GPUs against torch in float32, over odd shapes.
+
+The GPU runs all checks (`test_gpu_kernels.py`), Triton's interpreter the small ones (tests/interpreter). Inputs are
+drawn fresh, and outputs that are written in place are poisoned before they are computed.
+"""
+
+from __future__ import annotations
+
+from attention_checks import cache_checks, decode_checks, prefill_checks
+from check_bench import Check
+from gemm_checks import norm_checks, product_checks
+from quantised_checks import quantised_checks
+from shared_attention_checks import shared_attention_checks
+from tma_checks import tma_checks
+
+CHECKS: list[Check] = [
+    *norm_checks(),
+    *product_checks(),
+    *tma_checks(),
+    *cache_checks(),
+    *decode_checks(),
+    *shared_attention_checks(),
+    *prefill_checks(),
+    *quantised_checks(),
+]

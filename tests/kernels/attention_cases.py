@@ -1,0 +1,127 @@
+"""Cases of the cache's write path and of attention in both phases."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from case_table import Context, Outputs, activations, case, new_context, normal, segment_over
+
+from bifolio.kernels.interface import AttentionPhase, AttentionShape, Batch, Heads, KernelSet, LayerAttention, Norm
+
+PREFILL, DECODE = AttentionPhase.PREFILL, AttentionPhase.DECODE
+SHAPES = {
+    "grouped": (4, 2, 64, None),
+    "odd": (7, 1, 80, None),
+    "window": (4, 4, 32, 20),
+}  # query heads, key heads, head size, window
+
+
+def shape_of(name: str) -> AttentionShape:
+    heads, kv_heads, dim, window = SHAPES[name]
+    return AttentionShape(1, heads, kv_heads, dim, dim**-0.5, window)
+
+
+# -- rope_and_write ----------------------------------------------------------------------------------------------------
+def _enter_rope(detail: str, dim: int, rotated: int, interleaved: bool, normed: bool) -> None:
+    @case("rope_and_write", detail)
+    def rope_and_write(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+        """Heads, and the keys and values that the cache holds afterwards."""
+        lengths = [21, 3]
+        norms = [kernels.prepare_norm(Norm(1 + normal(rng, dim), None, 1e-6)) if normed else None for _ in range(2)]
+        shape = AttentionShape(1, 6, 2, dim, 1.0, None, interleaved, *norms)
+        context = new_context(kernels, rng, lengths, shape.num_kv_heads, dim)
+        qkv = activations(kernels, normal(rng, sum(lengths), 10 * dim))
+        positions = kernels.from_host(np.concatenate([np.arange(length, dtype=np.int32) for length in lengths]))
+        frequencies = kernels.from_host((1e4 ** -(np.arange(rotated // 2) * 2 / max(rotated, 1))).astype(np.float32))
+        rotation = kernels.rotation(frequencies, 1.0, positions) if rotated else None
+        batch = Batch(positions, positions, kernels.from_host(context.index), (), None)
+        heads = kernels.rope_and_write(qkv, shape, rotation, batch, context.storage)
+        alone = kernels.rope_and_write(qkv, shape, rotation, Batch(positions, positions, None, (), None), None)
+        kept = [context.storage.gather(1, context.tables[i], length) for i, length in enumerate(lengths)]
+        return tuple(kernels.to_host(part) for parts in (heads, alone, *kept) for part in parts)
+
+
+_enter_rope("", 64, 64, False, False)
+_enter_rope("of a part of each head", 128, 64, False, False)
+_enter_rope("interleaved", 96, 96, True, False)
+_enter_rope("of normed heads", 80, 80, False, True)
+_enter_rope("without rotation", 64, 0, False, False)
+
+
+# -- attend ------------------------------------------------------------------------------------------------------------
+def attend(
+    kernels: KernelSet,
+    query: np.ndarray,
+    shape: AttentionShape,
+    context: Context,
+    phase: AttentionPhase,
+    queries: Sequence[int],
+    lengths: Sequence[int],
+) -> np.ndarray:
+    """[t, num_heads * head_dim] of one segment over its cached context."""
+    segment = segment_over(kernels, phase, queries, lengths, context.tables)
+    layer = LayerAttention(kernels, shape, context.storage)
+    return kernels.to_host(layer.compute_paged_attention(activations(kernels, query), segment))
+
+
+def _enter_phases(name: str) -> None:
+    shape = shape_of(name)
+
+    @case("attend", f"in both phases, {name} heads")
+    def both_phases(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+        """One query of each sequence: a decode segment and a prefill segment give the same."""
+        lengths, ones = [1, 33, 130, 16], [1] * 4
+        context = new_context(kernels, rng, lengths, shape.num_kv_heads, shape.head_dim)
+        query = normal(rng, 4, shape.num_heads, shape.head_dim)
+        return tuple(attend(kernels, query, shape, context, phase, ones, lengths) for phase in (DECODE, PREFILL))
+
+    @case("attend", f"to drafts, {name} heads")
+    def drafts(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+        """Several queries of each sequence in a decode segment, and the same in a prefill segment."""
+        lengths, queries = [40, 5, 70], [3, 3, 3]
+        context = new_context(kernels, rng, lengths, shape.num_kv_heads, shape.head_dim)
+        query = normal(rng, sum(queries), shape.num_heads, shape.head_dim)
+        return tuple(attend(kernels, query, shape, context, phase, queries, lengths) for phase in (DECODE, PREFILL))
+
+    @case("attend", f"behind a prefix, {name} heads")
+    def behind_prefix(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+        lengths, queries = [33, 70, 5], [20, 2, 5]
+        context = new_context(kernels, rng, lengths, shape.num_kv_heads, shape.head_dim)
+        query = normal(rng, sum(queries), shape.num_heads, shape.head_dim)
+        return (attend(kernels, query, shape, context, PREFILL, queries, lengths),)
+
+    @case("attend", f"to fresh prompts, {name} heads")
+    def fresh_prompts(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+        """Packed prompts over their own keys and values: with a cache, of unequal and equal lengths, and without."""
+        found = []
+        for lengths in ([17, 40, 3], [24, 24]):
+            context = new_context(kernels, rng, lengths, shape.num_kv_heads, shape.head_dim)
+            sizes = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+            heads = Heads(*(activations(kernels, normal(rng, sum(lengths), n, shape.head_dim)) for n in sizes))
+            batch_index = kernels.from_host(context.index)
+            context.storage.write(1, batch_index, heads.key, heads.value)
+            for tables, storage in ((context.tables, context.storage), (None, None)):
+                segment = segment_over(kernels, PREFILL, lengths, lengths, tables)
+                found.append(kernels.to_host(kernels.attend(heads, shape, (segment,), storage)))
+        return tuple(found)
+
+
+for _name in SHAPES:
+    _enter_phases(_name)
+
+
+@case("attend", "to two segments")
+def two_segments(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    """A mixed step: decodes, then a chunk behind a prefix."""
+    shape, lengths = shape_of("grouped"), [50, 17, 60]
+    context = new_context(kernels, rng, lengths, shape.num_kv_heads, shape.head_dim)
+    heads = Heads(
+        activations(kernels, normal(rng, 22, shape.num_heads, shape.head_dim)),
+        *(activations(kernels, normal(rng, 22, shape.num_kv_heads, shape.head_dim)) for _ in range(2)),
+    )
+    segments = (
+        segment_over(kernels, DECODE, [1, 1], lengths[:2], context.tables[:2]),
+        segment_over(kernels, PREFILL, [20], lengths[2:], context.tables[2:], token_start=2),
+    )
+    return (kernels.to_host(kernels.attend(heads, shape, segments, context.storage)),)

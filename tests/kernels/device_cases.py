@@ -1,0 +1,297 @@
+"""Cases of a set's attributes, of its arrays and memory, and of whole steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from attention_cases import DECODE, attend, shape_of
+from case_table import Outputs, activations, case, new_context, normal, protocol_members
+from network_cases import new_linear, new_norm
+
+from bifolio.engine.executor import ModelRunner
+from bifolio.engine.host_batch import HostBatch, Run
+from bifolio.kernels.interface import AttentionPhase, DeviceMemory, DeviceSlots, KernelSet, SlotSizes
+from bifolio.kernels.select import CANDIDATES
+from bifolio.kernels.storage import CacheLayout, KVStorage
+from bifolio.quant.formats import QuantFormat
+from bifolio.sampling_params import SamplingParams
+from helpers import log_softmax, make_runner, random_prompt, tiny_loaded
+
+VOCAB, BLOCK_SIZE = 61, 4
+TABLES = np.array([[1, 5, 2, 0], [3, 4, 6, 0]], np.int32)  # of two sequences, at most 12 tokens each
+PROMPTS = [random_prompt(6, seed=1, vocab_size=VOCAB), random_prompt(3, seed=2, vocab_size=VOCAB)]
+
+
+# -- attributes --------------------------------------------------------------------------------------------------------
+@case("name")
+def name(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    assert kernels.name in CANDIDATES
+    return ()
+
+
+@case("array_backend")
+def array_backend(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    """Arrays are of the kind that it names."""
+    array = kernels.from_host(np.zeros(3, np.float32))
+    if kernels.array_backend == "numpy":
+        assert isinstance(array, np.ndarray)
+    else:
+        import torch
+
+        assert kernels.array_backend == "torch"
+        assert isinstance(array, torch.Tensor)
+    return ()
+
+
+@case("device")
+def device(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    """Arrays lie there, and only a device of its own has memory to plan."""
+    kind = kernels.device.split(":")[0]
+    assert kind in ("cpu", "cuda")
+    assert str(kernels.from_host(np.zeros(3, np.float32)).device).split(":")[0] == kind
+    assert (kernels.memory() is None) == (kind == "cpu")
+    return ()
+
+
+@case("formats")
+def formats(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    """The dense formats at least; how the others are taken is a case for each format."""
+    assert kernels.formats >= {QuantFormat.F32, QuantFormat.F16, QuantFormat.BF16}
+    assert all(isinstance(format, QuantFormat) for format in kernels.formats)
+    return ()
+
+
+@case("kv_dtype")
+def kv_dtype(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    """A cache of this type can be made, and takes what the set writes."""
+    storage = kernels.new_storage(CacheLayout(1, 3, BLOCK_SIZE, 2, 32, kernels.kv_dtype))
+    keys, values = (activations(kernels, normal(rng, 4, 2, 32)) for _ in range(2))
+    storage.write(0, kernels.from_host(np.arange(4, 8)), keys, values)
+    return tuple(kernels.to_host(part) for part in storage.gather(0, [1], 4))
+
+
+@case("deterministic")
+def deterministic(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    """A set that claims it gives a sequence the same bits alone and in company."""
+    assert isinstance(kernels.deterministic, bool)
+    layer, weights = kernels.prepare_linear(new_linear(rng, (96,), 128)), kernels.prepare_norm(new_norm(rng, 96))
+    x, residual = normal(rng, 70, 128), normal(rng, 70, 96)
+
+    def block(rows: slice) -> np.ndarray:
+        delta = kernels.linear(activations(kernels, x[rows]), layer)
+        return kernels.to_host(kernels.add_norm(activations(kernels, residual[rows]), delta, weights)[1])
+
+    shape, lengths = shape_of("grouped"), [130, 17, 300]
+    context = new_context(kernels, rng, lengths, shape.num_kv_heads, shape.head_dim)
+    query = normal(rng, 3, shape.num_heads, shape.head_dim)
+    rows, mixed = block(slice(None)), attend(kernels, query, shape, context, DECODE, [1] * 3, lengths)
+    alone = block(slice(69, 70))
+    last = context._replace(tables=context.tables[2:])
+    mixed_alone = attend(kernels, query[2:], shape, last, DECODE, [1], lengths[2:])
+    if kernels.deterministic:
+        np.testing.assert_array_equal(alone[0], rows[69])
+        np.testing.assert_array_equal(mixed_alone[0], mixed[2])
+    return rows, alone, mixed, mixed_alone
+
+
+@case("launches_ahead")
+def launches_ahead(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    """A set whose passes are queued keeps the slots on its device: the next pass reads tokens that the host lacks."""
+    assert isinstance(kernels.launches_ahead, bool)
+    if kernels.launches_ahead:
+        assert new_slots(kernels, _runner(kernels)) is not None
+    return ()
+
+
+# -- arrays and memory -------------------------------------------------------------------------------------------------
+ARRAYS = tuple(np.arange(6, dtype=dtype).reshape(2, 3) for dtype in (np.float32, np.int32, np.int64))
+
+
+@case("from_host")
+def from_host(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    arrays = [kernels.from_host(array) for array in ARRAYS]
+    assert [tuple(array.shape) for array in arrays] == [(2, 3)] * 3
+    return tuple(kernels.to_host(array[:, 1:]) for array in arrays)
+
+
+@case("to_host")
+def to_host(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    """Types survive, but for one that numpy lacks."""
+    arrays = [kernels.to_host(kernels.from_host(array)) for array in ARRAYS]
+    assert [array.dtype for array in arrays] == [array.dtype for array in ARRAYS]
+    return *arrays, kernels.to_host(activations(kernels, normal(rng, 3, 4)))
+
+
+@case("fetch")
+def fetch(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    """Copies that are queued together arrive each with its own values, in any order."""
+    waits = [kernels.fetch(kernels.from_host(array)) for array in ARRAYS]
+    waits.append(kernels.fetch(activations(kernels, normal(rng, 3, 4))))
+    return tuple(wait() for wait in reversed(waits))
+
+
+@case("new_storage")
+def new_storage(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    """Write, gather, move and poison in every type that all sets keep."""
+    found: list[Any] = []
+    for dtype in ("f32", "f16", "bf16"):
+        storage = kernels.new_storage(CacheLayout(2, 7, BLOCK_SIZE, 2, 16, dtype, poison=True))  # type: ignore[arg-type]
+        assert isinstance(storage, KVStorage)
+        for layer in range(2):
+            keys, values = (kernels.from_host(normal(rng, 9, 2, 16)) for _ in range(2))
+            storage.write(layer, kernels.from_host(np.array([0, 4, 5, 6, 7, 12, 13, 14, 15])), keys, values)
+        storage.move_blocks([(1, 5), (3, 6)])
+        storage.poison_blocks([3])
+        storage.move_blocks([])
+        found += [part for layer in range(2) for part in storage.gather(layer, [1, 5, 6, 3, 2], 18)]
+        assert np.isfinite(_as_f32(kernels, storage.keys[0][0])).all()  # padding may read block 0
+    return tuple(_as_f32(kernels, part) for part in found)
+
+
+def _as_f32(kernels: KernelSet, part: Any) -> np.ndarray:
+    """Numbers of a storage; the numpy backend holds bf16 as its bits."""
+    array = kernels.to_host(part)
+    return array if array.dtype == np.uint16 else array.astype(np.float32)
+
+
+@case("memory")
+def memory(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    """The peak counts an allocation that is gone; free memory is what the device has."""
+    found = kernels.memory()
+    if found is None:
+        return ()
+    assert protocol_members(DeviceMemory) <= set(dir(found))
+    assert found.free_bytes() > 0
+    found.start_peak()
+    size = 1 << 24
+    kernels.from_host(np.zeros(size, np.uint8))
+    assert size <= found.peak_bytes() < 4 * size
+    return ()
+
+
+@case("release_memory")
+def release_memory(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    """Arrays in use stay."""
+    kept = activations(kernels, normal(rng, 64, 64))
+    activations(kernels, normal(rng, 64, 64))
+    kernels.release_memory()
+    return (kernels.to_host(kept),)
+
+
+# -- whole steps -------------------------------------------------------------------------------------------------------
+def _runner(kernels: KernelSet) -> ModelRunner:
+    return make_runner(tiny_loaded(), num_blocks=8, kernels=kernels, poison=True, cache_dtype=kernels.kv_dtype)[0]
+
+
+def prompt_batch() -> HostBatch:
+    """Two prompts, and the logits of their last tokens."""
+    runs = [Run(number, 0, prompt) for number, prompt in enumerate(PROMPTS)]
+    return HostBatch.from_runs([], runs, TABLES, BLOCK_SIZE, [len(PROMPTS[0]) - 1, sum(map(len, PROMPTS)) - 1])
+
+
+def decode_batch(step: int, tokens: Any) -> HostBatch:
+    runs = [Run(number, len(prompt) + step, [int(tokens[number])]) for number, prompt in enumerate(PROMPTS)]
+    return HostBatch.from_runs(runs, [], TABLES, BLOCK_SIZE, [0, 1])
+
+
+@case("record")
+def record(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    """A recorded pass gives the logits of the verbs one by one: the same bits where the set is deterministic."""
+    runners = _runner(kernels), _runner(kernels)
+    programs = {phase: kernels.record(runners[1].network, phase) for phase in AttentionPhase}
+    found = []
+    steps = [(AttentionPhase.PREFILL, prompt_batch())]
+    steps += [(AttentionPhase.DECODE, decode_batch(step, [7 + step, 9 + step])) for step in range(3)]
+    for phase, host in steps:
+        batch = host.to(kernels)
+        logits = kernels.to_host(runners[0].run(batch))
+        program = programs[phase]
+        if program is not None:
+            recorded = kernels.to_host(program.run(batch, runners[1].storage))
+            np.testing.assert_allclose(recorded, logits, atol=0 if kernels.deterministic else 1e-5, rtol=0)
+        found.append(logits)
+    return tuple(found)
+
+
+class Watched:
+    """An object, and the names of its methods that were used."""
+
+    def __init__(self, inner: object) -> None:
+        self.inner, self.used = inner, set[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        self.used.add(name)
+        return getattr(self.inner, name)
+
+
+def new_slots(kernels: KernelSet, runner: ModelRunner) -> DeviceSlots | None:
+    sizes = SlotSizes(num_slots=3, max_blocks=TABLES.shape[1], max_model_len=16, vocab_size=VOCAB)
+    return kernels.device_slots(runner.network, runner.storage, sizes)
+
+
+@case("device_slots")
+def device_slots(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    """Greedy decode steps of two sequences: by the slots on the device, or verb by verb where the set has none.
+
+    The tiny network's best tokens are clear enough that a set in 16 bits must find the same.
+    """
+    runner = _runner(kernels)
+    slots = new_slots(kernels, runner)
+    logits = kernels.to_host(runner.run(prompt_batch().to(kernels)))
+    first = logits.argmax(axis=-1)
+    if slots is None:
+        return _decode_by_verbs(kernels, runner, first)
+    watched = Watched(slots)
+    found = _decode_by_slots(kernels, watched, logits)
+    assert watched.used == protocol_members(DeviceSlots)
+    return found
+
+
+def _decode_by_verbs(kernels: KernelSet, runner: ModelRunner, first: np.ndarray) -> Outputs:
+    tokens = [first]
+    for step in range(3):
+        logits = kernels.to_host(runner.run(decode_batch(step, tokens[-1]).to(kernels)))
+        best = np.sort(logits, axis=-1)
+        assert (best[:, -1] - best[:, -2] > 0.1 * logits.std()).all(), "choose prompts whose best token is clear"
+        tokens.append(logits.argmax(axis=-1))
+    return np.stack(tokens).astype(np.int64), logits
+
+
+def _decode_by_slots(kernels: KernelSet, slots: Any, logits: np.ndarray) -> Outputs:
+    """Slots 2 and 0 of three hold the sequences."""
+    taken, rows = np.array([2, 0], np.int32), np.arange(2)
+    greedy = SamplingParams(temperature=0)
+    lengths = np.array([len(prompt) for prompt in PROMPTS])
+    tables = np.zeros((3, TABLES.shape[1]), np.int32)
+    tables[taken] = TABLES
+    slots.warm_up()
+    assert slots.draws(greedy)
+    for slot, prompt in zip(taken.tolist(), PROMPTS, strict=True):
+        slots.set_params(slot, greedy, 0)
+        slots.set_blocks(slot, 0, tables[slot, : -(-(len(prompt) + 3) // BLOCK_SIZE)].tolist())
+    drawn = slots.draw(kernels.from_host(logits[::-1].copy()), rows[::-1], taken, lengths)
+    tokens = [drawn.wait()]
+    filled = slots.fill_tokens(kernels.from_host(np.array([-1, 5, -1], np.int32)), taken)
+    assert kernels.to_host(filled)[:2].tolist() == [tokens[0][0], 5]
+    slots.set_progress(taken, lengths, tokens[0])
+    pending = [slots.decode(taken, tables, lengths + step) for step in range(2)]  # the second before the first is read
+    tokens += [each.wait() for each in pending]
+    slots.set_progress(taken, lengths + 2, tokens[-1])
+    last = kernels.to_host(slots.decode_logits(taken)).copy()
+    return np.stack([*tokens, last.argmax(axis=-1)]).astype(np.int64), last
+
+
+@case("top_logprobs")
+def top_logprobs(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    """The likeliest tokens of some rows, best first; where the set has no search, the host's."""
+    values = rng.standard_normal((5, VOCAB)).astype(np.float32) * 3
+    rows = np.array([4, 0, 2])
+    wait = kernels.top_logprobs(kernels.from_host(values), rows, 6)
+    if wait is None:
+        logprobs = log_softmax(values[rows])
+        ids = np.argsort(-logprobs, axis=-1)[:, :6]
+        return ids.astype(np.int64), np.take_along_axis(logprobs, ids, axis=-1).astype(np.float32)
+    ids, logprobs = wait()
+    assert (ids.dtype, logprobs.dtype) == (np.dtype(np.int64), np.dtype(np.float32))
+    return ids, logprobs

@@ -1,0 +1,174 @@
+"""Rules of the structure, asserted on the syntax trees of `src/`.
+
+kernel sets         every member is accessed by name and no code branches on `kernels.name`
+attention segments  `AttentionSegment(...)` is constructed in one module
+progress            `num_computed` of a sequence is assigned in one file
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[1] / "src" / "bifolio"
+KERNEL_SET_CLASS = re.compile(r"\b(KernelSet|[A-Z]\w*Kernels)\b")  # KernelSet, NativeKernels, TritonKernels, ...
+KERNEL_SET_NAME = re.compile(r"\w*kernels|kernel_set")  # how variables and attributes for kernel sets are called
+REFLECTION = {"getattr", "hasattr", "setattr", "delattr"}
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    """The syntax tree of every file, by its path in the package."""
+    paths = sorted(PACKAGE.rglob("*.py"))
+    return {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+
+
+def last_name(node: ast.expr) -> str:
+    """`engine.runner.kernels` -> `kernels`; the empty string for other expressions than names and attributes."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def kernel_set_names(tree: ast.AST) -> set[str]:
+    """Names and attributes that are annotated with a kernel set, or assigned from such a name."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg) and is_kernel_set(node.annotation):
+            names.add(node.arg)
+        elif isinstance(node, ast.AnnAssign) and is_kernel_set(node.annotation):
+            names.add(last_name(node.target))
+        elif isinstance(node, ast.ClassDef) and KERNEL_SET_CLASS.fullmatch(node.name):
+            names.add("self")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and last_name(node.value) in names - {"self"}:
+            names |= {last_name(target) for target in node.targets}
+    return names - {""}
+
+
+def is_kernel_set(annotation: ast.expr | None) -> bool:
+    """Whether the annotation is a kernel set or an optional one; a callable on a kernel set is none."""
+    if annotation is None:
+        return False
+    parts = ast.unparse(annotation).strip("'\"").split(" | ")
+    return any(KERNEL_SET_CLASS.fullmatch(part) for part in parts)
+
+
+def reflections(tree: ast.Module) -> Iterator[int]:
+    """Lines that call `getattr` or its relatives on a kernel set."""
+    names = kernel_set_names(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and last_name(node.func) in REFLECTION and node.args:
+            name = last_name(node.args[0])
+            if name in names or KERNEL_SET_NAME.fullmatch(name):
+                yield node.lineno
+
+
+def name_tests(tree: ast.Module) -> Iterator[int]:
+    """Lines that compare the name of a kernel set, or match on it."""
+    names = kernel_set_names(tree)
+    for node in ast.walk(tree):
+        compared: list[ast.expr] = []
+        if isinstance(node, ast.Compare):
+            compared = [node.left, *node.comparators]
+        elif isinstance(node, ast.Match):
+            compared = [node.subject]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):  # kernels.name.startswith(...)
+            compared = [node.func.value]
+        for value in compared:
+            if isinstance(value, ast.Attribute) and value.attr == "name":
+                owner = last_name(value.value)
+                if owner in names or KERNEL_SET_NAME.fullmatch(owner):
+                    yield value.lineno
+
+
+def segment_constructions(tree: ast.Module) -> Iterator[int]:
+    """Lines that construct an `AttentionSegment`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and last_name(node.func) == "AttentionSegment":
+            yield node.lineno
+
+
+def progress_assignments(tree: ast.Module) -> Iterator[int]:
+    """Lines that assign `num_computed` of an object."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr == "num_computed" and isinstance(node.ctx, ast.Store):
+            yield node.lineno
+        elif isinstance(node, ast.Call) and last_name(node.func) in {"setattr", "__setattr__"}:
+            names = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
+            yield from [node.lineno] * ("num_computed" in names)
+
+
+Rule = Callable[[ast.Module], Iterator[int]]
+
+
+def places(rule: Rule) -> dict[str, list[int]]:
+    """The lines that a rule finds, by file."""
+    found = {path: list(rule(tree)) for path, tree in trees().items()}
+    return {path: lines for path, lines in found.items() if lines}
+
+
+def test_kernel_sets_are_used_without_reflection() -> None:
+    assert places(reflections) == {}
+
+
+def test_no_code_branches_on_the_name_of_a_kernel_set() -> None:
+    assert places(name_tests) == {}
+
+
+def test_attention_segments_are_constructed_in_one_module() -> None:
+    assert set(places(segment_constructions)) == {"schedule/orchestrators.py"}
+
+
+def test_progress_is_assigned_in_one_file() -> None:
+    assert set(places(progress_assignments)) == {"sequence.py"}
+
+
+@pytest.mark.parametrize(
+    ("rule", "source"),
+    [
+        (reflections, "getattr(engine.runner.kernels, 'run', None)"),
+        (reflections, "def f(inner: KernelSet): return hasattr(inner, 'run')"),
+        (reflections, "def f(inner: TritonKernels | None): return getattr(inner, 'run')"),
+        (
+            reflections,
+            "class P:\n def f(self, x: KernelSet): self.inner = x\n def g(self): getattr(self.inner, 'a')",
+        ),
+        (reflections, "class NativeKernels:\n def f(self): return getattr(self, 'run')"),
+        (name_tests, "kernels.name == 'triton'"),
+        (name_tests, "'triton' != self._kernels.name"),
+        (name_tests, "runner.kernels.name in ('torch', 'triton')"),
+        (name_tests, "def f(inner: 'KernelSet'): return inner.name == 'native'"),
+        (name_tests, "match kernels.name:\n case 'native': pass"),
+        (name_tests, "kernels.name.startswith('tri')"),
+        (segment_constructions, "AttentionSegment(phase, 0, 1)"),
+        (segment_constructions, "interface.AttentionSegment(phase, 0, 1)"),
+        (progress_assignments, "sequence.num_computed = 3"),
+        (progress_assignments, "slot.sequence.num_computed += 1"),
+        (progress_assignments, "first, sequence.num_computed = 1, 2"),
+        (progress_assignments, "setattr(sequence, 'num_computed', 3)"),
+        (progress_assignments, "object.__setattr__(sequence, 'num_computed', 3)"),
+    ],
+)
+def test_a_violation_is_found(rule: Rule, source: str) -> None:
+    assert list(rule(ast.parse(source)))
+
+
+@pytest.mark.parametrize(
+    ("rule", "source"),
+    [
+        (reflections, "getattr(params, 'seed')"),
+        (reflections, "def f(make: Callable[[KernelSet], int]): return getattr(make, '__name__')"),
+        (name_tests, "message.name == 'user'"),
+        (name_tests, "print(kernels.name)"),
+        (segment_constructions, "def f(segment: AttentionSegment): return replace(segment, fresh=False)"),
+        (progress_assignments, "num_computed = sequence.num_computed"),
+    ],
+)
+def test_other_code_is_accepted(rule: Rule, source: str) -> None:
+    assert not list(rule(ast.parse(source)))
