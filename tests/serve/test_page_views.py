@@ -68,7 +68,7 @@ def test_drafts_are_coloured_as_they_are_verified(browser: Any) -> None:
         wait_until_done(page)
         assert page.locator(".message .token.accepted").count() > 0
         stats = page.inner_text(".stats")
-        assert "guessed tokens accepted" in stats
+        assert "draft tokens accepted" in stats
         whole = page.evaluate("document.querySelector('.message.assistant .text').cloneNode(true).textContent")
         wrong = "".join(page.locator(".message .rejected").all_text_contents())
         page.check("#view-text")

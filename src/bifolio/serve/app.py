@@ -35,7 +35,7 @@ from bifolio.serve.logs import request_id
 from bifolio.serve.metrics import CONTENT_TYPE
 from bifolio.serve.openapi import openapi_document
 from bifolio.serve.page import page_files
-from bifolio.serve.sampling import sampling_defaults
+from bifolio.serve.sampling import request_defaults
 from bifolio.serve.tools import ToolPlan
 
 logger = logging.getLogger("bifolio.http")
@@ -201,12 +201,14 @@ class Handlers:
 
     def _card(self) -> r.ModelCard:
         context = self._context
+        defaults = request_defaults(context.model.generation_config)
+        has_template = context.model.chat_template is not None
         return r.ModelCard(
             context.name,
             context.created,
             self._max_model_len(),
-            has_chat_template=context.model.chat_template is not None,
-            sampling_defaults=sampling_defaults(context.model.generation_config),
+            has_chat_template=has_template,
+            sampling_defaults=defaults,
         )
 
     def _max_model_len(self) -> int:

@@ -21,7 +21,7 @@ class Usage(msgspec.Struct):
 
 
 class WatchedDraft(msgspec.Struct):
-    """Guessed tokens that one pass verified."""
+    """Draft tokens that one pass verified."""
 
     index: int  # of the choice
     position: int  # of the first draft token among the output tokens
@@ -172,7 +172,7 @@ class ModelCard(msgspec.Struct):
     object: Literal["model"] = "model"
     owned_by: str = "bifolio"
     has_chat_template: bool = False
-    sampling_defaults: dict[str, dict[str, float | None]] = {}  # "chat" and "completion": values of absent fields
+    sampling_defaults: dict[str, float] = {}  # of requests that set none, under the names of the API
 
 
 class ModelList(msgspec.Struct):

@@ -29,7 +29,6 @@ SHOWN_DEFAULTS = (
     "frequency_penalty", "no_repeat_ngram_size", "dry_multiplier", "dry_base", "dry_allowed_length", "xtc_probability",
     "xtc_threshold", "min_tokens",
 )  # fmt: skip
-COMPLETION_MAX_TOKENS = 16  # OpenAI's default of /v1/completions
 JSON_OBJECT_SCHEMA = '{"type":"object"}'
 
 
@@ -64,14 +63,10 @@ def engine_params(
     return EngineParams(values, grammar, request.beam_search is not None, drop_output)
 
 
-def sampling_defaults(model_defaults: dict[str, Any]) -> dict[str, dict[str, float | None]]:
-    """The value of every absent number of a request, for each kind of completion; None: no limit of its own."""
-    params = SamplingParams(**merge_defaults(model_defaults))
-    values: dict[str, float | None] = {name: getattr(params, name) for name in SHOWN_DEFAULTS}
-    return {
-        "chat": {**values, "max_tokens": None, "n": 1},
-        "completion": {**values, "max_tokens": COMPLETION_MAX_TOKENS, "n": 1},
-    }
+def request_defaults(defaults: dict[str, Any]) -> dict[str, float]:
+    """The sampling values of a request that sets none, by the names of the API; `defaults` are the model's."""
+    params = SamplingParams(**merge_defaults(defaults))
+    return {name: getattr(params, name) for name in SHOWN_DEFAULTS}
 
 
 def _beam_values(beams: BeamSearch, request: Generation, explicit: dict[str, Any], limit: int | None) -> dict[str, Any]:

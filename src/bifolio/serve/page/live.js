@@ -166,7 +166,7 @@ function drawSlots(event) {
                      make("span", { className: "count", textContent: text }));
     const notes = [`request ${slot.id}`, `${slot.cached} prompt tokens were cached`];
     if (slot.beams) notes.push(`one of ${slot.beams} beams`);
-    if (slot.drafted) notes.push(`${slot.accepted} of ${slot.drafted} guessed tokens accepted`);
+    if (slot.drafted) notes.push(`${slot.accepted} of ${slot.drafted} draft tokens accepted`);
     if (slot.preemptions) notes.push(`preempted ${slot.preemptions} times`);
     row.title = notes.join("\n");
     return row;

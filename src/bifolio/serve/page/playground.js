@@ -72,8 +72,7 @@ function open(conversation, focus = false) {
 }
 
 export function defaults() {
-  const kind = state.conversation.mode === "chat" ? "chat" : "completion";
-  showDefaults(state.card?.sampling_defaults?.[kind]);
+  showDefaults(state.card?.sampling_defaults ?? {}, state.conversation.mode);
 }
 
 function drawAll() {

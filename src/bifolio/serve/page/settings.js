@@ -138,14 +138,11 @@ function keep() {
   changed();
 }
 
-// Show the server's defaults where the fields are empty.
-export function showDefaults(defaults) {
+// Show the server's defaults where the fields are empty: the model's, and those of OpenAI's API.
+export function showDefaults(defaults, mode) {
+  const known = { ...BEAMS, n: 1, seed: "random", max_tokens: mode === "chat" ? "rest of context" : 16, ...defaults };
   for (const [, rows] of NUMBERS) {
-    for (const [name] of rows) {
-      const value = name in BEAMS ? BEAMS[name] : defaults?.[name];
-      const otherwise = name === "seed" ? "random" : name === "max_tokens" ? "rest of the context" : "";
-      $(`o-${name}`).placeholder = value === null || value === undefined ? otherwise : String(value);
-    }
+    for (const [name] of rows) $(`o-${name}`).placeholder = String(known[name] ?? "");
   }
 }
 

@@ -14,7 +14,7 @@
     document.documentElement.dataset.theme = theme;
     const button = document.getElementById("theme");
     if (!button) return;
-    button.textContent = `Theme: ${theme}`;
+    button.lastChild.textContent = theme;
     button.setAttribute("aria-label", `Theme: ${NAMES[theme]}`);
   };
   apply(read());

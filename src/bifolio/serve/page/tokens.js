@@ -1,4 +1,4 @@
-// An answer token by token: probabilities in colour, or guesses that were accepted and rejected.
+// An answer token by token: probabilities in colour, or draft tokens that were accepted and rejected.
 import { hideTip, make, showTip } from "./core.js";
 
 const SHADES = [0.05, 0.2, 0.5, 0.8]; // probabilities at which the colour changes
@@ -83,7 +83,7 @@ function wasGuessed(guesses, position) {
   return false;
 }
 
-// Guesses that were wrong stand, struck out, before the token that came instead.
+// Rejected draft tokens stand, struck out, before the token that was sampled instead.
 function addRejected(target, guesses, position) {
   for (let back = 0; back < 64; back += 1) {
     const draft = guesses.get(position - back);
@@ -117,16 +117,16 @@ export function draftSummary(node) {
   const guessed = drafts.reduce((sum, draft) => sum + draft.tokens.length, 0);
   if (!guessed) return "";
   const accepted = drafts.reduce((sum, draft) => sum + draft.accepted, 0);
-  return `${accepted} of ${guessed} guessed tokens accepted (${Math.round((100 * accepted) / guessed)} %)`;
+  return `${accepted} of ${guessed} draft tokens accepted (${Math.round((100 * accepted) / guessed)} %)`;
 }
 
 export function drawLegend(target, view) {
   const chips = {
     chances: [make("span", { textContent: "probability" }), ...[0, 1, 2, 3, 4].map((level) => make("i", { className: `p${level}` })),
               make("span", { className: "muted", textContent: "low to high; point at a token for its rivals" })],
-    drafts: [make("span", { className: "token accepted", textContent: "accepted guess" }),
-             make("del", { className: "rejected", textContent: "rejected guess" }),
-             make("span", { className: "muted", textContent: "other tokens were not guessed" })],
+    drafts: [make("span", { className: "token accepted", textContent: "accepted draft" }),
+             make("del", { className: "rejected", textContent: "rejected draft" }),
+             make("span", { className: "muted", textContent: "other tokens were not drafted" })],
   };
   target.hidden = view === "text";
   target.replaceChildren(...(chips[view] ?? []));
