@@ -25,14 +25,14 @@ THROUGHPUT_EPILOG = """Examples:
   bifolio bench throughput --shape S --format q4_0 --prompt 512 --generate 128 --depth 0,1024 --batch 1,8
 
   bifolio bench throughput --shape tiny --json | jq '.rows[].tokens_per_second'"""
-LATENCY_HELP = """How long a batch of equal requests takes: to the first token, between tokens, and as a whole."""
+LATENCY_HELP = """Latency of a batch of equal requests: to the first token, between tokens, and in total."""
 LATENCY_EPILOG = """Examples:
 
   bifolio bench latency -m ./model --prompt 512 --generate 128
 
   bifolio bench latency --shape S --format q8_0 --batch 4 --json"""
 
-# Verbs of others that join this one when they are there: module -> function that registers them.
+# Optional verbs: module -> function that registers them.
 GUESTS = {"bifolio.cli.bench_serve": "register_serve", "bifolio.cli.bench_gpu": "register_gpu"}
 
 

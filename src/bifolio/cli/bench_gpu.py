@@ -19,7 +19,10 @@ def register_gpu(app: commands.App) -> None:
         rows: Annotated[str, commands.option("--rows", help="Rows to measure; default: all.")] = "",
         device: Annotated[str, commands.option("--device", help="cuda, or one of several: cuda:1.")] = "cuda",
         quick: Annotated[bool, commands.option("--quick", help="Smaller loads.")] = False,
-        deterministic: Annotated[bool, commands.option("--deterministic", help="Bit for bit, at a price.")] = False,
+        deterministic: Annotated[
+            bool,
+            commands.option("--deterministic", help="Output that depends on the request alone, bit for bit; slower."),
+        ] = False,
     ) -> None:
         """Check the GPU kernels, then measure them with random weights: value, limit, and fraction reached."""
         from bifolio.measure.gpu import main

@@ -130,7 +130,7 @@ def obey(line: str, conversation: Conversation, terminal: Terminal) -> bool:
 
 
 def answer(line: str, conversation: Conversation, terminal: Terminal) -> None:
-    """One turn; Ctrl-C ends the answer and keeps what was said, a refused turn leaves the conversation as it was."""
+    """Run one turn. Ctrl-C ends the answer and keeps its text; a refused turn leaves the conversation unchanged."""
     from bifolio.errors import RequestError
 
     try:
@@ -143,7 +143,7 @@ def answer(line: str, conversation: Conversation, terminal: Terminal) -> None:
 
 
 class Conversation:
-    """The messages so far; the engine's prefix cache remembers what they computed."""
+    """The messages so far; their keys and values stay in the engine's prefix cache."""
 
     def __init__(self, llm: LLM, params: SamplingParams, system: str | None = None) -> None:
         self.llm = llm

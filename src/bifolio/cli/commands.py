@@ -1,4 +1,4 @@
-"""Functions as commands: every parameter of a function becomes an option, its type and default say how it is read.
+"""Functions as commands: every parameter of a function becomes an option, read by its type and default.
 
     def generate(
         prompt: Annotated[str | None, argument(help="The text to continue.")] = None,
@@ -9,7 +9,7 @@
     app.command(help="Generate text.")(generate)
     app(["generate", "Once", "-n", "8"])
 
-Python's own argparse does the reading: a larger library would take longer to import than a small model to load.
+Built on argparse: a larger library would take longer to import than a small model takes to load.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from typing import Any, TypeVar
 
 Function = TypeVar("Function", bound=Callable[..., None])
 LITERAL = "\0"  # no argument of a program can hold this character
-DEST_PREFIX = "value_of_"  # keeps names such as `format_usage` apart from what argparse uses itself
+DEST_PREFIX = "value_of_"  # keeps names such as `format_usage` apart from attributes of argparse
 
 
-class BadParameter(Exception):  # noqa: N818  # says what is wrong with an option; ends the program with code 2
-    """An option's value makes no sense; the message says what to write instead."""
+class BadParameter(Exception):  # noqa: N818  # ends the program with code 2
+    """An option has an invalid value; the message names a valid one."""
 
 
 class Exit(Exception):  # noqa: N818
@@ -139,18 +139,18 @@ def _parser(program: str, help: str, epilog: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
         add_help=False,
     )
-    parser.add_argument("-h", "--help", action="help", help="Show this and exit.")
+    parser.add_argument("-h", "--help", action="help", help="Show this help and exit.")
     return parser
 
 
 def _shown_arguments(parser: argparse.ArgumentParser) -> list[str]:
-    """The positional ones as a line of usage shows them: FILE, [PROMPT], DATA..."""
+    """Positional arguments as a usage line shows them: FILE, [PROMPT], DATA..."""
     marks = {None: "{}", "?": "[{}]", "+": "{}...", "*": "[{}...]"}
     return [marks[action.nargs].format(action.metavar) for action in parser._actions if not action.option_strings]  # type: ignore[index]
 
 
 def _literal_tail(arguments: Sequence[str]) -> list[str]:
-    """What comes after "--" is no option, even if it looks like one: a mark keeps argparse from looking."""
+    """Mark the arguments after "--", so that argparse does not read them as options."""
     split = arguments.index("--") if "--" in arguments else len(arguments)
     return [*arguments[:split], *(LITERAL + text for text in arguments[split + 1 :])]
 
@@ -164,7 +164,7 @@ def _hints(function: Callable[..., None]) -> dict[str, Any]:
 
 
 def _add(parser: argparse.ArgumentParser, parameter: inspect.Parameter, hint: Any) -> None:
-    """One option or argument; what has no default must be given."""
+    """Add one option or argument; a parameter without a default is required."""
     kind, *notes = typing.get_args(hint) if typing.get_origin(hint) is typing.Annotated else (hint,)
     written = next((note for note in notes if isinstance(note, Parameter)), Parameter())
     kind = _without_none(kind)
@@ -198,7 +198,7 @@ def _without_none(kind: Any) -> Any:
 
 
 def _reader(kind: Callable[[str], Any], least: float | None) -> Callable[[str], Any]:
-    """Text to a value; the error says what was expected."""
+    """A function from text to a value; its error names the expected type or range."""
 
     def read(text: str) -> Any:
         value = kind(text.removeprefix(LITERAL))

@@ -18,7 +18,7 @@ def register(app: commands.App) -> None:
 
 HELP = """Generate text.
 
-Without a model, the embedded one writes a little story. Text streams to standard output as it is generated."""
+Without --model, the embedded model writes a story. Text streams to standard output as it is generated."""
 EPILOG = """Examples:
 
   bifolio generate "Once upon a time"
@@ -50,7 +50,8 @@ def generate(
         commands.option("--input", "-i", help="JSON lines with 'prompt' or 'prompt_token_ids', and sampling options."),
     ] = None,
     output_file: Annotated[
-        Path | None, commands.option("--output", "-o", help="Where JSON lines of results go.")
+        Path | None,
+        commands.option("--output", "-o", help="File for the results as JSON lines; default: standard output."),
     ] = None,
     speculative: options.Speculative = None,
     draft_model: options.DraftModel = None,
@@ -125,7 +126,7 @@ def stream_one(llm: Any, prompt: str | None, explicit: dict[str, Any]) -> None:
 
 
 def run_file(llm: Any, source: Path, target: Path | None, explicit: dict[str, Any]) -> None:
-    """JSON lines in, JSON lines out, in the same order; an `id` is handed through."""
+    """JSON lines in, JSON lines out, in the same order; an `id` is copied to the result."""
     entries = read_jsonl(source)
     prompts, params = [], []
     for number, entry in entries:

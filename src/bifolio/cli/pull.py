@@ -1,4 +1,4 @@
-"""`bifolio pull`: the one command that fetches models."""
+"""`bifolio pull`: the only command that downloads models."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def register(app: commands.App) -> None:
 
 def quantize(
     source: Annotated[str, commands.argument(help="The model to read.")],
-    target: Annotated[Path, commands.argument(help="What to write: NAME.gguf, or a folder.")],
+    target: Annotated[Path, commands.argument(help="File NAME.gguf or folder to write.")],
     format_name: Annotated[str, commands.option("--format", "-f", help="q4_0, q4_1, q8_0, f16, bf16 or f32.")],
     force: Annotated[bool, commands.option("--force", help="Replace the target if it exists.")] = False,
     evaluate: Annotated[
@@ -83,7 +83,7 @@ def read_text(path: Path) -> str:
 
 @contextmanager
 def progress_bar(model: LoadedModel) -> Iterator[Progress]:
-    """A bar over the bytes of the weights, on standard error and only where a person watches."""
+    """A bar over the bytes of the weights, on standard error if it is a terminal."""
     from rich.console import Console
     from rich.progress import Progress as Bar
 
