@@ -188,8 +188,8 @@ class LLM:
             print("  " + line, file=sys.stderr)
 
     def default_params(self, **explicit: Any) -> SamplingParams:
-        """The model's own generation defaults, with `explicit` values winning."""
-        return SamplingParams(**merge_defaults(self.model.generation_config, **explicit))
+        """The model's sampling defaults (`model.sampling_defaults`), with `explicit` values winning."""
+        return SamplingParams(**merge_defaults(self.model.sampling_defaults, **explicit))
 
     # -- details -----------------------------------------------------------------------------------------------
     def _model_len(self, wanted: int | None) -> int:

@@ -35,6 +35,7 @@ from bifolio.serve.logs import request_id
 from bifolio.serve.metrics import CONTENT_TYPE
 from bifolio.serve.openapi import openapi_document
 from bifolio.serve.page import page_files
+from bifolio.serve.sampling import request_defaults
 from bifolio.serve.tools import ToolPlan
 
 logger = logging.getLogger("bifolio.http")
@@ -199,7 +200,9 @@ class Handlers:
         await send_json(send, self._card())
 
     def _card(self) -> r.ModelCard:
-        return r.ModelCard(self._context.name, self._context.created, self._max_model_len())
+        context = self._context
+        defaults = request_defaults(context.model.sampling_defaults)
+        return r.ModelCard(context.name, context.created, self._max_model_len(), sampling_defaults=defaults)
 
     def _max_model_len(self) -> int:
         hello = self._context.engine.hello

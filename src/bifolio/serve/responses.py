@@ -138,6 +138,7 @@ class ModelCard(msgspec.Struct):
     max_model_len: int
     object: Literal["model"] = "model"
     owned_by: str = "bifolio"
+    sampling_defaults: dict[str, float] = {}  # of requests that set none, under the names of the API
 
 
 class ModelList(msgspec.Struct):

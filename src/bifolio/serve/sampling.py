@@ -24,6 +24,7 @@ BEAM_FIELDS = frozenset(
      "repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size", "logit_bias", "bad_words",
      "allowed_token_ids", "skip_special_tokens")
 )  # fmt: skip
+SHOWN_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 JSON_OBJECT_SCHEMA = '{"type":"object"}'
 
 
@@ -56,6 +57,12 @@ def engine_params(
         values = {**merge_defaults(defaults, **explicit), "n": request.n, "max_tokens": limit}
     _check(values, request.beam_search is not None)
     return EngineParams(values, grammar, request.beam_search is not None, drop_output)
+
+
+def request_defaults(defaults: dict[str, Any]) -> dict[str, float]:
+    """The sampling values of a request that sets none, by the names of the API; `defaults` are the model's."""
+    params = SamplingParams(**merge_defaults(defaults))
+    return {name: getattr(params, name) for name in SHOWN_DEFAULTS}
 
 
 def _beam_values(beams: BeamSearch, request: Generation, explicit: dict[str, Any], limit: int | None) -> dict[str, Any]:
