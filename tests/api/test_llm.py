@@ -220,11 +220,16 @@ def check_idle_soon(llm: LLM) -> None:
     check_idle(llm)
 
 
-def test_an_error_while_streaming_frees_the_blocks(llm: LLM) -> None:
+def test_an_error_while_streaming_frees_the_blocks(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = llm.stream(TEXT, SamplingParams(max_tokens=None, ignore_eos=True))
     next(stream)
-    with pytest.raises(KeyboardInterrupt):
-        stream.throw(KeyboardInterrupt)  # type: ignore[attr-defined]
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(llm.engine, "step", interrupted)
+        next(stream)
     check_idle(llm)
 
 

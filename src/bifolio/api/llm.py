@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from bifolio.api.outputs import RequestOutput, request_output
+from bifolio.api.stream import TokenStream
 from bifolio.beam_params import BeamSearchParams
 from bifolio.config import NUMERICS, CacheConfig, EngineConfig, KVDtype, SpeculativeConfig, checked_kv_dtype
 from bifolio.engine.build import build_engine, resolve_sizes
@@ -20,7 +21,7 @@ from bifolio.model.loaded import LoadedModel
 from bifolio.model.loader import load_model
 from bifolio.quant.convert import conversion_notes
 from bifolio.sampling_params import SamplingParams, merge_defaults
-from bifolio.sequence import Request, StepResult
+from bifolio.sequence import Request
 from bifolio.text.chat_template import Message, render_chat
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
@@ -146,18 +147,14 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> Iterator[StepResult]:
-        """Yield every token as it comes; `StepResult.request_id` is the prompt's index, `.index` the completion's.
+    ) -> TokenStream:
+        """Every token as it comes; `StepResult.request_id` is the prompt's index, `.index` the completion's.
 
-        Leaving the loop early ends the requests.
+        A bad prompt or parameter refuses the call at once. Leaving the loop early ends the requests.
         """
         batch = as_prompts(prompts)
         requests = self._add_all(batch, self.params_for(batch, sampling_params), [0] * len(batch), named=True)
-        try:
-            while any(not request.is_finished for request in requests):
-                yield from self.engine.step()
-        finally:
-            self._abort(requests)
+        return TokenStream(self.engine, requests, self._abort)
 
     def chat(
         self,

@@ -20,7 +20,7 @@ import os
 import sys
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -58,6 +58,14 @@ def option(*names: str, help: str = "", min: float | None = None, variable: str 
 
 def argument(*, help: str = "") -> Parameter:
     return Parameter(help=help, positional=True)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """ ": did you mean 'temperature'?" for a name close to a known one, else ""."""
+    from difflib import get_close_matches
+
+    close = get_close_matches(name.lower(), list(known), n=1, cutoff=0.6)
+    return f": did you mean {close[0]!r}?" if close else ""
 
 
 def echo(text: str, err: bool = False) -> None:
@@ -127,7 +135,9 @@ class App:
             parser.print_help()
             raise Exit(2)
         parser.parse_known_args([verb] if verb.startswith("-") else [])  # --help and --version end here
-        parser.error(f"there is no {verb!r}: choose one of {', '.join(self.verbs)}")
+        parser.error(
+            f"there is no {verb!r}{did_you_mean(verb, self.verbs) or ': choose one of ' + ', '.join(self.verbs)}"
+        )
 
 
 def _parser(program: str, help: str, epilog: str) -> argparse.ArgumentParser:

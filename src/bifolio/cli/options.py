@@ -16,11 +16,19 @@ Model = Annotated[
 ]
 MaxTokens = Annotated[int | None, commands.option("--max-tokens", "-n", help="The most tokens to generate.")]
 Temperature = Annotated[
-    float | None, commands.option("--temperature", "-t", help=f"Randomness of sampling; 0 is greedy; {help_text('temperature')}.")
+    float | None,
+    commands.option("--temperature", "-t", help=f"Randomness of sampling; 0 is greedy; {help_text('temperature')}."),
 ]
-TopP = Annotated[float | None, commands.option("--top-p", help=f"Keep the most likely tokens up to this mass; {help_text('top_p')}.")]
-TopK = Annotated[int | None, commands.option("--top-k", help=f"Keep this many most likely tokens; 0 is off; {help_text('top_k')}.")]
-MinP = Annotated[float | None, commands.option("--min-p", help=f"Drop tokens less likely than this fraction of the best; {help_text('min_p')}.")]
+TopP = Annotated[
+    float | None, commands.option("--top-p", help=f"Keep the most likely tokens up to this mass; {help_text('top_p')}.")
+]
+TopK = Annotated[
+    int | None, commands.option("--top-k", help=f"Keep this many most likely tokens; 0 is off; {help_text('top_k')}.")
+]
+MinP = Annotated[
+    float | None,
+    commands.option("--min-p", help=f"Drop tokens less likely than this fraction of the best; {help_text('min_p')}."),
+]
 RepetitionPenalty = Annotated[
     float | None, commands.option("--repetition-penalty", help="Above 1 discourages repeats.")
 ]
