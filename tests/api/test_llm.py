@@ -225,10 +225,11 @@ def test_an_error_while_streaming_frees_the_blocks(llm: LLM, monkeypatch: pytest
     next(stream)
 
     def interrupted() -> None:
+        monkeypatch.undo()
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(llm.engine, "step", interrupted)
+    monkeypatch.setattr(llm.engine, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
         next(stream)
     check_idle(llm)
 
