@@ -295,7 +295,7 @@ def test_impossible_settings_say_the_numbers_that_would_work(folder: Path) -> No
         LLM(folder, kernels="reference", memory="20kB")
     with pytest.raises(ConfigError, match="is not an amount of memory"):
         LLM(folder, kernels="reference", memory="a lot")
-    with pytest.raises(ConfigError, match="auto, f32, f16, bf16 or q8_0"):
+    with pytest.raises(ConfigError, match="auto, bfloat16, float16, half, float32 or float"):
         LLM(folder, kernels="reference", dtype="fp8")
     with pytest.raises(ConfigError, match="choose one of"):
         LLM(folder, kernels="fast")

@@ -45,7 +45,7 @@ def targets(
         raise commands.BadParameter("pass --model or --shape, not both: a shape is a model made of random weights")
     engine_options = {
         "block_size": block_size,
-        "dtype": kv_dtype,
+        "kv_cache_dtype": kv_dtype,
         "activations": activations,
         "kernels": kernels,
         "threads": threads,

@@ -76,7 +76,7 @@ def trace(
     requests, num_cut = scaled(recorded, scale, length)
     prompts = make_prompts(requests, loaded.config.vocab_size, seed)
     engine_options: dict[str, Any] = {
-        "dtype": kv_dtype,
+        "kv_cache_dtype": kv_dtype,
         "block_size": block_size,
         "max_num_seqs": max_num_seqs,
         "chunk_size": chunk_size,

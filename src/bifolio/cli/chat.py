@@ -74,7 +74,7 @@ def chat(
 
     llm = LLM(
         model,
-        dtype=kv_dtype,
+        kv_cache_dtype=kv_dtype,
         memory=memory,
         max_model_len=max_model_len,
         max_num_seqs=1,

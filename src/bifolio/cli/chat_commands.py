@@ -89,8 +89,8 @@ def set_option(argument: str, conversation: Conversation) -> list[str]:
         elif key == "stop":
             conversation.params = replace(params, stop=(value,) if value else ())
         elif key in NUMBERS:
-            number = None if value.lower() in NONE_WORDS else NUMBERS[key](value)
-            conversation.params = replace(params, **{key: number})
+            changed: dict[str, Any] = {key: None if value.lower() in NONE_WORDS else NUMBERS[key](value)}
+            conversation.params = replace(params, **changed)
         else:
             return [f"there is no option {name!r}{did_you_mean(key, [*NUMBERS, 'stop', 'context-policy'])}"]
     except BifolioError as error:

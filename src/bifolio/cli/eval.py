@@ -63,7 +63,7 @@ def evaluate(
         max_model_len=length,
         max_num_seqs=4,
         enable_prefix_caching=False,
-        dtype=kv_dtype,
+        kv_cache_dtype=kv_dtype,
         activations=activations,
         threads=threads,
         device=device,

@@ -103,7 +103,7 @@ def generate(
     text = given_text(prompt) if input_file is None else None
     llm = LLM(
         model,
-        dtype=kv_dtype,
+        kv_cache_dtype=kv_dtype,
         memory=memory,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,

@@ -113,7 +113,7 @@ def serve(
     guessing = options.speculative_config(speculative, draft_model)
     engine_options = {
         "model": model,
-        "dtype": kv_dtype,
+        "kv_cache_dtype": kv_dtype,
         "memory": memory,
         "max_model_len": max_model_len,
         "max_num_seqs": max_num_seqs,
