@@ -18,10 +18,12 @@
     ├── EngineDeadError        the engine stopped; requests that ran in it are lost
     └── MissingDependencyError an optional package is needed for this and is not installed
 
-A message says what is wrong and what to do about it, in one or two sentences.
+A message names the problem and the remedy, in one or two sentences.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 
 class BifolioError(Exception):
@@ -91,8 +93,16 @@ class KernelArgumentError(BifolioError, ValueError):
 
 
 class EngineDeadError(BifolioError, RuntimeError):
-    """The engine stopped, by an error of its own or because it was closed; what ran in it is lost."""
+    """The engine stopped, by an error of its own or because it was closed; its requests are lost."""
 
 
 class MissingDependencyError(BifolioError, ImportError):
     """An optional package is needed for this and is not installed."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """ ": did you mean 'temperature'?" for a name close to a known one, else ""."""
+    from difflib import get_close_matches
+
+    close = get_close_matches(name.lower(), list(known), n=1, cutoff=0.6)
+    return f": did you mean {close[0]!r}?" if close else ""

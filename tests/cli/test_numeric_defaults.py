@@ -33,7 +33,7 @@ OWN_SETTINGS = {
     "bench targets": {"kv_dtype", "threads", *DEVICE_OPTIONS},  # the planned figures are of 2 threads and an f16 cache
     "quantize": {"kv_dtype", *DEVICE_OPTIONS},  # converts; scores a text on the CPU on request
 }
-NO_MODEL_RUNS = {"train", "inspect", "models", "pull", "bench serve", "bench gpu"}
+NO_MODEL_RUNS = {"train", "inspect", "models", "list", "pull", "rm", "doctor", "completion", "bench serve", "bench gpu"}
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 QUESTION = "Once upon a time a little fox"
 

@@ -107,7 +107,9 @@ assert llm.generate("Classify: vLLM is wonderful!", choice)[0].outputs[0].text i
 digits = SamplingParams(structured_outputs=StructuredOutputsParams(regex="[0-9]{3}"), max_tokens=20)
 text = llm.generate("A number:", digits)[0].outputs[0].text
 assert len(text) == 3 and text.isdigit()
-schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+schema = {
+    "type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False
+}
 answer = SamplingParams(structured_outputs=StructuredOutputsParams(json=schema), max_tokens=60)
 print(json.loads(llm.generate("JSON:", answer)[0].outputs[0].text))
 """,

@@ -19,12 +19,13 @@ from bifolio.beam_params import BeamSearchParams
 from bifolio.config import NUMERICS, CacheConfig, EngineConfig, SpeculativeConfig
 from bifolio.engine.build import build_engine, resolve_sizes
 from bifolio.engine.engine import InferenceEngine
-from bifolio.engine.memory import default_threads, parse_bytes
+from bifolio.engine.memory import check_threads, default_threads, parse_bytes
 from bifolio.errors import ConfigError, EngineDeadError, RequestError
 from bifolio.kernels.interface import KernelSet
 from bifolio.kernels.select import select_kernels
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.loader import load_model
+from bifolio.model.weights import OnLoad
 from bifolio.quant.convert import conversion_notes
 from bifolio.sampling_params import SamplingParams, merge_defaults
 from bifolio.sequence import Request
@@ -45,7 +46,8 @@ class LLM:
     they lie in the file. `kv_cache_dtype` is the type of the cache. `seed` makes requests without a seed of their own
     repeatable. `deterministic` asks a GPU for output that depends on the request alone, to the last bit; on the CPU it
     always does. Sizes that are not given are small on the CPU and large on a GPU (`engine.build.SIZES`). Options that
-    only vLLM has are warned about by name (`api.vllm_options`).
+    only vLLM has are warned about by name (`api.vllm_options`). `on_load` is called with (layers prepared, layers in
+    all) while weights are prepared.
     """
 
     def __init__(
@@ -75,11 +77,13 @@ class LLM:
         max_waiting: int | None = None,
         poison_free_blocks: bool = False,
         verbose: bool = False,
+        on_load: OnLoad = lambda done, total: None,
         **ported: Any,
     ) -> None:
         from bifolio.model.registry import DEFAULT_MODEL
 
         check_ported(ported)
+        check_threads(threads)
         if speculative_config is not None:
             speculative = speculative_from(speculative_config)
         token_budget = max_num_batched_tokens if token_budget is None else token_budget
@@ -123,6 +127,7 @@ class LLM:
             num_blocks=num_blocks,
             memory=None if memory is None else parse_bytes(memory),
             utilisation=gpu_memory_utilization,
+            on_load=on_load,
         )
         self._ids = itertools.count()
         self._seeds = None if seed is None else random.Random(seed)

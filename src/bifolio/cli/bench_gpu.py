@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
-from bifolio.cli import commands
+from bifolio.cli import commands, measure_options
 
 
 def register_gpu(app: commands.App) -> None:
@@ -23,11 +26,18 @@ def register_gpu(app: commands.App) -> None:
             bool,
             commands.option("--deterministic", help="Output that depends on the request alone, bit for bit; slower."),
         ] = False,
+        as_json: measure_options.AsJson = False,
     ) -> None:
         """Check the GPU kernels, then measure them with random weights: value, limit, and fraction reached."""
         from bifolio.measure.gpu import main
 
         arguments = ["--only", only, "--shapes", shapes, "--rows", rows, "--device", device]
-        arguments += ["--out", str(out)] if out is not None else []
         arguments += ["--quick"] * quick + ["--deterministic"] * deterministic
-        raise commands.Exit(main(arguments))
+        with tempfile.TemporaryDirectory() as folder:
+            target = Path(folder) if out is None and as_json else out
+            arguments += ["--out", str(target)] if target is not None else []
+            with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+                code = main(arguments)
+            if as_json and target is not None and (target / "gpu.json").is_file():
+                commands.echo((target / "gpu.json").read_text(encoding="utf-8"))
+        raise commands.Exit(code)

@@ -72,21 +72,23 @@ def chat(
 
     checked_policy(context_policy)
 
-    llm = LLM(
-        model,
-        kv_cache_dtype=kv_dtype,
-        memory=memory,
-        max_model_len=max_model_len,
-        max_num_seqs=1,
-        block_size=block_size,
-        chunk_size=chunk_size,
-        activations=activations,
-        threads=threads,
-        device=device,
-        deterministic=deterministic or None,
-        gpu_memory_utilization=gpu_memory_utilization,
-        verbose=verbose,
-    )
+    with options.loading() as on_load:
+        llm = LLM(
+            model,
+            kv_cache_dtype=kv_dtype,
+            memory=memory,
+            max_model_len=max_model_len,
+            max_num_seqs=1,
+            block_size=block_size,
+            chunk_size=chunk_size,
+            activations=activations,
+            threads=threads,
+            device=device,
+            deterministic=deterministic or None,
+            gpu_memory_utilization=gpu_memory_utilization,
+            verbose=verbose,
+            on_load=on_load,
+        )
     given = {
         "max_tokens": max_tokens,
         "temperature": temperature,

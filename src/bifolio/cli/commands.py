@@ -20,9 +20,12 @@ import os
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+
+from bifolio.cli.option_values import OptionValues
+from bifolio.errors import did_you_mean as did_you_mean
 
 Function = TypeVar("Function", bound=Callable[..., None])
 LITERAL = "\0"  # no argument of a program can hold this character
@@ -60,14 +63,6 @@ def argument(*, help: str = "") -> Parameter:
     return Parameter(help=help, positional=True)
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """ ": did you mean 'temperature'?" for a name close to a known one, else ""."""
-    from difflib import get_close_matches
-
-    close = get_close_matches(name.lower(), list(known), n=1, cutoff=0.6)
-    return f": did you mean {close[0]!r}?" if close else ""
-
-
 def echo(text: str, err: bool = False) -> None:
     print(text, file=sys.stderr if err else sys.stdout)
 
@@ -82,12 +77,14 @@ class Command:
 
     def run(self, program: str, arguments: Sequence[str]) -> None:
         parser, hints = _parser(program, self.help, self.epilog), _hints(self.function)
+        values = OptionValues.of(program)
         for parameter in inspect.signature(self.function).parameters.values():
-            _add(parser, parameter, hints[parameter.name])
+            _add(parser, parameter, hints[parameter.name], values)
+        values.check_all_used()
         parser.usage = " ".join([program, "[options]", *_shown_arguments(parser)])
-        values = vars(parser.parse_intermixed_args(_literal_tail(arguments)))
+        given = vars(parser.parse_intermixed_args(_literal_tail(arguments)))
         try:
-            self.function(**{name.removeprefix(DEST_PREFIX): value for name, value in values.items()})
+            self.function(**{name.removeprefix(DEST_PREFIX): value for name, value in given.items()})
         except BadParameter as error:
             parser.error(str(error))
 
@@ -173,7 +170,7 @@ def _hints(function: Callable[..., None]) -> dict[str, Any]:
     return typing.get_type_hints(function, include_extras=True)
 
 
-def _add(parser: argparse.ArgumentParser, parameter: inspect.Parameter, hint: Any) -> None:
+def _add(parser: argparse.ArgumentParser, parameter: inspect.Parameter, hint: Any, values: OptionValues) -> None:
     """Add one option or argument; a parameter without a default is required."""
     kind, *notes = typing.get_args(hint) if typing.get_origin(hint) is typing.Annotated else (hint,)
     written = next((note for note in notes if isinstance(note, Parameter)), Parameter())
@@ -183,12 +180,17 @@ def _add(parser: argparse.ArgumentParser, parameter: inspect.Parameter, hint: An
     default = None if required else parameter.default
     if written.variable is not None:
         default = os.environ.get(written.variable, default)
+    names = written.names or ("--" + parameter.name.replace("_", "-"),)
+    reader = bool if kind is bool else _reader(typing.get_args(kind)[0] if several else kind, written.min)
+    if not written.positional:
+        value = values.take(names, reader, several)
+        default, required = (default, required) if value is None else (value, False)
     shown = "" if default is None or isinstance(default, bool) or written.positional else f" [default: {default}]"
     settings: dict[str, Any] = {"help": _escaped(written.help + shown)}
     if kind is bool:
         settings |= {"action": "store_true" if written.names else argparse.BooleanOptionalAction}
     else:
-        settings["type"] = _reader(typing.get_args(kind)[0] if several else kind, written.min)
+        settings["type"] = reader
     if written.positional:
         settings["nargs"] = ("+" if required else "*") if several else None if required else "?"
         parser.add_argument(DEST_PREFIX + parameter.name, metavar=parameter.name.upper(), default=default, **settings)
@@ -197,7 +199,6 @@ def _add(parser: argparse.ArgumentParser, parameter: inspect.Parameter, hint: An
         settings["action"] = "append"
     if kind is not bool:
         settings["metavar"] = parameter.name.upper()
-    names = written.names or ("--" + parameter.name.replace("_", "-"),)
     parser.add_argument(*names, dest=DEST_PREFIX + parameter.name, default=default, required=required, **settings)
 
 

@@ -101,22 +101,24 @@ def generate(
 
     grammar = None if json_schema is None else read_grammar(json_schema)
     text = given_text(prompt) if input_file is None else None
-    llm = LLM(
-        model,
-        kv_cache_dtype=kv_dtype,
-        memory=memory,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        block_size=block_size,
-        chunk_size=chunk_size,
-        activations=activations,
-        threads=threads,
-        device=device,
-        deterministic=deterministic or None,
-        gpu_memory_utilization=gpu_memory_utilization,
-        speculative=options.speculative_config(speculative, draft_model),
-        verbose=verbose,
-    )
+    with options.loading() as on_load:
+        llm = LLM(
+            model,
+            kv_cache_dtype=kv_dtype,
+            memory=memory,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            block_size=block_size,
+            chunk_size=chunk_size,
+            activations=activations,
+            threads=threads,
+            device=device,
+            deterministic=deterministic or None,
+            gpu_memory_utilization=gpu_memory_utilization,
+            speculative=options.speculative_config(speculative, draft_model),
+            verbose=verbose,
+            on_load=on_load,
+        )
     given: dict[str, Any] = {
         "max_tokens": max_tokens,
         "temperature": temperature,

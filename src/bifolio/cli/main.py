@@ -9,7 +9,24 @@ from importlib import import_module
 
 from bifolio.cli import commands
 
-VERBS = ("generate", "chat", "serve", "train", "eval", "quantize", "inspect", "models", "pull", "bench", "profile")
+VERBS = (
+    "generate",
+    "chat",
+    "run",
+    "serve",
+    "train",
+    "eval",
+    "quantize",
+    "inspect",
+    "list",
+    "models",
+    "pull",
+    "rm",
+    "bench",
+    "profile",
+    "doctor",
+    "completion",
+)
 
 
 def build_app(verbs: Sequence[str] = VERBS) -> commands.App:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Annotated
 
 from bifolio.cli import commands
@@ -97,3 +99,10 @@ def speculative_config(method: str | None, draft_model: str | None) -> Speculati
     if method == "ngram" and draft_model is not None:
         raise ConfigError("--draft-model is for --speculative draft: leave one of them out")
     return SpeculativeConfig("ngram" if method == "ngram" else "draft", draft_model=draft_model)
+
+
+def loading() -> AbstractContextManager[Callable[[int, int], None]]:
+    """A bar with the time left while a model is prepared; nothing for one that is ready at once."""
+    from bifolio.cli.progress import steps_bar
+
+    return steps_bar("loading")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Set
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from bifolio.cache.storage import CacheLayout
@@ -177,6 +179,18 @@ def show_bytes(count: int) -> str:
         if value < 1000:
             return f"{value:.3g} {unit}" if value < 100 else f"{value:.0f} {unit}"
     return f"{value / 1000:.3g} TB"
+
+
+def check_threads(threads: int | None) -> None:
+    """Warn once about more threads than cores: they wait for each other at the end of every operation."""
+    cores = default_threads()
+    if threads is not None and threads > cores:
+        _warn_threads(threads, cores)
+
+
+@cache
+def _warn_threads(threads: int, cores: int) -> None:
+    print(f"bifolio: {threads} threads on {cores} cores are slower than {cores}: leave threads out", file=sys.stderr)
 
 
 def default_threads() -> int:

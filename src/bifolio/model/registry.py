@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Literal
 
 from bifolio.errors import BifolioError
+from bifolio.model.references import KNOWN, normalised
 
 DEFAULT_MODEL = "stories"
-PULLABLE = ("smollm2",)  # names that `bifolio pull` knows
+PULLABLE = ("smollm2", *KNOWN)  # names that `bifolio pull` knows
 SOURCE_SUFFIX = ".source.json"
 
 Origin = Literal["embedded", "pulled"]
@@ -34,7 +35,7 @@ class ModelEntry:
     architecture: str | None = None
     num_parameters: int | None = None
     format: str | None = None  # of most of the weights, by bytes
-    source: str | None = None  # what it was pulled from
+    source: str | None = None  # reference that it was pulled by
     problem: str | None = None
 
 
@@ -57,7 +58,7 @@ def pulled_dir() -> Path:
 def find_model(name: str) -> Path | None:
     """The path behind a name, or behind the reference (`hf:org/name`) that a model was pulled by."""
     if not _is_plain(name):
-        return _find_by_source(name)
+        return _find_by_source(normalised(name) or name)
     for folder in (embedded_dir(), pulled_dir()):
         for candidate in (folder / f"{name}.gguf", folder / name):
             if candidate.exists():
@@ -75,7 +76,7 @@ def list_models() -> list[ModelEntry]:
 
 
 def describe(name: str, origin: Origin, path: Path) -> ModelEntry:
-    """What the header of a model says; one that cannot be read is listed with the reason."""
+    """A model as its header describes it; one that cannot be read is listed with the reason."""
     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) if path.is_dir() else _size(path)
     source = pulled_source(name) if origin == "pulled" else None
     try:
@@ -86,7 +87,7 @@ def describe(name: str, origin: Origin, path: Path) -> ModelEntry:
 
 
 def pulled_source(name: str) -> str | None:
-    """What the pulled model `name` came from, as it was written down then."""
+    """The source of the pulled model `name`, as it was noted then."""
     source = _pulled_record(name).get("source")
     return source if isinstance(source, str) else None
 

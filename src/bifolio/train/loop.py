@@ -228,7 +228,7 @@ class TrainingRun:
         if not self.processes.is_first:
             return
         last = self.step == settings.steps
-        if self.step % settings.eval_every == 0 or last:
+        if self.step % settings.evaluation_interval == 0 or last:
             self._note_evaluation()
         if settings.sample_every and (self.step % settings.sample_every == 0 or last):
             self.progress.message(f"step {self.step} sample: {self.sample()}")

@@ -9,7 +9,6 @@ from typing import Any
 
 from bifolio.config import ModelConfig
 from bifolio.errors import ConfigError
-from bifolio.model.families import all_families, family_named
 
 
 def _option(default: Any, help: str) -> Any:
@@ -70,7 +69,7 @@ class TrainSettings:
     seed: int = _option(0, "decides initial weights, order of the data, split and samples")
     teacher: str | None = _option(None, "folder of a model with the same tokenizer to learn from: distillation")
     eval_fraction: float = _option(0.05, "share of the text that is held out")
-    eval_every: int = _option(250, "steps between evaluations")
+    eval_every: int | None = _option(None, "steps between evaluations; default: 250, or a tenth of a shorter run")
     eval_sequences: int = _option(128, "held-out sequences of one evaluation, at most")
     keep_best: bool = _option(False, "export the weights of the best evaluation instead of the last ones")
     log_every: int = _option(10, "steps between points of the loss curve")
@@ -90,7 +89,7 @@ class TrainSettings:
         if self.preset not in PRESETS:
             raise ConfigError(f"no preset is called {self.preset!r}; choose one of {', '.join(PRESETS)}")
         for name in ("steps", "batch_size", "accumulate", "vocab_size", "eval_every", "log_every", "eval_sequences"):
-            if getattr(self, name) < 1:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.batch_size % self.accumulate:
             raise ConfigError(
@@ -104,8 +103,13 @@ class TrainSettings:
         if self.gguf is not None and self.gguf not in GGUF_FORMATS:
             raise ConfigError(f"a GGUF cannot be written as {self.gguf!r}: choose one of {', '.join(GGUF_FORMATS)}")
 
+    @property
+    def evaluation_interval(self) -> int:
+        """Steps between evaluations: unless chosen, at least ten a run."""
+        return self.eval_every or max(1, min(250, self.steps // 10))
+
     def shape(self) -> Preset:
-        """The preset with what was chosen instead."""
+        """The preset, with the sizes that were chosen instead."""
         preset = PRESETS[self.preset]
         names = [f.name for f in dataclasses.fields(Preset)]
         chosen = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
@@ -115,6 +119,8 @@ class TrainSettings:
 
     def model_config(self, vocab_size: int, end_of_text: int | None) -> ModelConfig:
         """The network for a vocabulary; `end_of_text` both begins and ends a document."""
+        from bifolio.model.families import all_families, family_named  # imports numpy, which --help does not need
+
         shape = self.shape()
         family = family_named(shape.architecture)
         if family is None or family.fresh_config is None:
