@@ -178,7 +178,7 @@ def batching(arguments: argparse.Namespace) -> None:
 
 def engine_overhead(arguments: argparse.Namespace) -> tuple[float, float]:
     """Median seconds of a step of 16 sequences: outside the kernels, and in total."""
-    llm = bench_llm(random_model(arguments.shape, "q4_0"), [MANY], dtype="f16", threads=arguments.threads)
+    llm = bench_llm(random_model(arguments.shape, "q4_0"), [MANY], kv_cache_dtype="f16", threads=arguments.threads)
     engine = llm.engine
     run = engine.decode_executor.run
     inside: list[float] = []

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 
 EXPENSIVE_FIXTURES = {"models_dir"}  # real models
+os.environ.setdefault("BIFOLIO_CONFIG", os.devnull)  # options of the user's own configuration do not count here
 if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores: torch and numpy must not start a thread on each
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

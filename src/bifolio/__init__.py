@@ -15,7 +15,16 @@ _HOME = {
     "LLM": "bifolio.api.llm",
     "AsyncLLM": "bifolio.api.async_llm",
     "Grammar": "bifolio.sampling.grammar",
+    "AsyncLLMEngine": "bifolio.api.async_llm",
+    "EngineArgs": "bifolio.api.engine_args",
+    "AsyncEngineArgs": "bifolio.api.engine_args",
     "SamplingParams": "bifolio.sampling_params",
+    "RequestOutputKind": "bifolio.sampling_params",
+    "StructuredOutputsParams": "bifolio.structured_outputs",
+    "GuidedDecodingParams": "bifolio.structured_outputs",
+    "TextPrompt": "bifolio.prompts",
+    "TokensPrompt": "bifolio.prompts",
+    "Logprob": "bifolio.api.outputs",
     "BeamSearchParams": "bifolio.beam_params",
     "RequestOutput": "bifolio.api.outputs",
     "CompletionOutput": "bifolio.api.outputs",
@@ -32,9 +41,13 @@ __all__ = [*_HOME, "__version__"]
 
 if TYPE_CHECKING:
     from bifolio.api.async_llm import AsyncLLM as AsyncLLM
+    from bifolio.api.async_llm import AsyncLLMEngine as AsyncLLMEngine
+    from bifolio.api.engine_args import AsyncEngineArgs as AsyncEngineArgs
+    from bifolio.api.engine_args import EngineArgs as EngineArgs
     from bifolio.api.language_model import LanguageModel as LanguageModel
     from bifolio.api.llm import LLM as LLM
     from bifolio.api.outputs import CompletionOutput as CompletionOutput
+    from bifolio.api.outputs import Logprob as Logprob
     from bifolio.api.outputs import RequestOutput as RequestOutput
     from bifolio.beam_params import BeamSearchParams as BeamSearchParams
     from bifolio.cache.block_manager import KVCacheBlockManager as KVCacheBlockManager
@@ -43,9 +56,14 @@ if TYPE_CHECKING:
     from bifolio.engine.engine import InferenceEngine as InferenceEngine
     from bifolio.errors import BifolioError as BifolioError
     from bifolio.model.loader import load_model as load_model
+    from bifolio.prompts import TextPrompt as TextPrompt
+    from bifolio.prompts import TokensPrompt as TokensPrompt
     from bifolio.sampling.grammar import Grammar as Grammar
+    from bifolio.sampling_params import RequestOutputKind as RequestOutputKind
     from bifolio.sampling_params import SamplingParams as SamplingParams
     from bifolio.schedule.batcher import ContinuousBatcher as ContinuousBatcher
+    from bifolio.structured_outputs import GuidedDecodingParams as GuidedDecodingParams
+    from bifolio.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
 
 
 def __getattr__(name: str) -> Any:
@@ -54,3 +72,7 @@ def __getattr__(name: str) -> Any:
     value = getattr(import_module(_HOME[name]), name)
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

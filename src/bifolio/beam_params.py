@@ -20,6 +20,7 @@ class BeamSearchParams:
 
     beam_width: int = 4
     max_tokens: int | None = 16
+    temperature: float = 0.0  # accepted for vLLM's sake: beams are ranked by the model's own probabilities
     length_penalty: float = 1.0  # above 0 favours long texts, below 0 short ones
     early_stopping: bool | Literal["never"] = False
     # True: stop at beam_width finished hypotheses. False: stop when no better one is likely at the current length.
@@ -59,6 +60,8 @@ class BeamSearchParams:
             value = getattr(self, name)
             if not isinstance(value, int | float) or not math.isfinite(value):
                 raise RequestError(f"{name} must be a finite number, not {value!r}")
+        if self.temperature != 0.0:
+            raise RequestError(f"a beam search does not sample: leave temperature at 0, not {self.temperature!r}")
         if self.early_stopping not in (True, False, "never"):
             raise RequestError(f"early_stopping must be True, False or 'never', not {self.early_stopping!r}")
         object.__setattr__(self, "sampling", self._as_sampling())

@@ -23,6 +23,8 @@ A message names the problem and its remedy, in one or two sentences.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class BifolioError(Exception):
     """Base class of all errors that bifolio raises on purpose."""
@@ -96,3 +98,11 @@ class EngineDeadError(BifolioError, RuntimeError):
 
 class MissingDependencyError(BifolioError, ImportError):
     """A required optional package is not installed."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """ ": did you mean 'temperature'?" for a name close to a known one, else ""."""
+    from difflib import get_close_matches
+
+    close = get_close_matches(name.lower(), list(known), n=1, cutoff=0.6)
+    return f": did you mean {close[0]!r}?" if close else ""

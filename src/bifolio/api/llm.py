@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any, TypeAlias
 
-from bifolio.api.outputs import RequestOutput, request_output
+from bifolio.api.chat_tokenizer import ChatTokenizer
+from bifolio.api.outputs import Decode, RequestOutput, request_output
+from bifolio.api.stream import TokenStream
+from bifolio.api.vllm_options import cache_dtype, check_ported, speculative_from, weight_dtype
 from bifolio.beam_params import BeamSearchParams
-from bifolio.config import NUMERICS, CacheConfig, EngineConfig, KVDtype, SpeculativeConfig, checked_kv_dtype
+from bifolio.config import NUMERICS, CacheConfig, EngineConfig, SpeculativeConfig
 from bifolio.engine.build import build_engine, resolve_sizes
-from bifolio.engine.memory import default_threads, parse_bytes
-from bifolio.errors import ConfigError, RequestError
+from bifolio.engine.engine import InferenceEngine
+from bifolio.engine.memory import check_threads, default_threads, parse_bytes
+from bifolio.errors import ConfigError, EngineDeadError, RequestError
 from bifolio.kernels.interface import KernelSet
 from bifolio.kernels.select import select_kernels
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.loader import load_model
+from bifolio.model.weights import OnLoad
 from bifolio.quant.convert import conversion_notes
 from bifolio.sampling_params import SamplingParams, merge_defaults
-from bifolio.sequence import Request, StepResult
+from bifolio.sequence import Request
 from bifolio.text.chat_template import Message, render_chat
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
@@ -30,20 +38,25 @@ PROGRESS_FROM = 8  # minimum number of prompts for a progress bar
 class LLM:
     """A model, a cache and an engine, for use from one thread.
 
-    `model` is a Hugging Face-layout folder, a `.gguf` file, or the name of an embedded or pulled model; None selects
-    the default embedded model. The cache has `num_blocks` blocks, or as many as fit into `memory` ("2GB"), or a safe
-    share of the free memory; on a GPU, `gpu_memory_utilization` of the memory that is free after loading the weights
-    and running the largest step. `activations` ("int8" or "int16") is the type of activations multiplied with quantised
-    weights on the native CPU kernels. `dtype` is the type of the cache and, on a GPU, of dense weights. `deterministic`
-    makes GPU output depend on the request alone, bit for bit; CPU output always does. Default sizes are small on the
-    CPU and large on a GPU (`engine.build.SIZES`).
+    `model` is a Hugging Face-layout folder, a `.gguf` file, or the name of an embedded or pulled model; None takes
+    the default embedded model. The cache gets `num_blocks` blocks, or as many as fit into `memory` ("2GB"), or a
+    safe share of free memory; on a GPU, `gpu_memory_utilization` of the memory left by the weights and the largest
+    step. `activations` ("int8" or "int16") says how finely they are rounded beside quantised weights on the native CPU
+    kernels. `dtype` is the type of dense weights on a GPU ("bfloat16", "float16", "float32"); the CPU uses weights as
+    they lie in the file. `kv_cache_dtype` is the type of the cache. `seed` makes requests without a seed of their own
+    repeatable. `deterministic` asks a GPU for output that depends on the request alone, to the last bit; on the CPU it
+    always does. Sizes that are not given are small on the CPU and large on a GPU (`engine.build.SIZES`). Options that
+    only vLLM has are warned about by name (`api.vllm_options`). `on_load` is called with (layers prepared, layers in
+    all) while weights are prepared.
     """
 
     def __init__(
         self,
         model: str | Path | LoadedModel | None = None,
         *,
-        dtype: KVDtype | str = NUMERICS.kv_dtype,
+        dtype: Any = "auto",
+        kv_cache_dtype: str = NUMERICS.kv_dtype,
+        seed: int | None = None,
         block_size: int | None = None,
         num_blocks: int | None = None,
         memory: int | str | None = None,
@@ -51,6 +64,7 @@ class LLM:
         max_model_len: int | None = None,
         chunk_size: int | None = None,
         token_budget: int | None = None,
+        max_num_batched_tokens: int | None = None,
         enable_prefix_caching: bool = True,
         deterministic: bool | None = None,
         device: str = NUMERICS.device,
@@ -59,12 +73,20 @@ class LLM:
         activations: str = NUMERICS.activations,
         gpu_memory_utilization: float = 0.9,
         speculative: SpeculativeConfig | None = None,
+        speculative_config: Mapping[str, Any] | None = None,
         max_waiting: int | None = None,
         poison_free_blocks: bool = False,
         verbose: bool = False,
+        on_load: OnLoad = lambda done, total: None,
+        **ported: Any,
     ) -> None:
         from bifolio.model.registry import DEFAULT_MODEL
 
+        check_ported(ported)
+        check_threads(threads)
+        if speculative_config is not None:
+            speculative = speculative_from(speculative_config)
+        token_budget = max_num_batched_tokens if token_budget is None else token_budget
         self.model = model if isinstance(model, LoadedModel) else load_model(model or DEFAULT_MODEL)
         kernel_set = (
             kernels
@@ -74,7 +96,7 @@ class LLM:
                 name=kernels,
                 threads=threads or default_threads(),
                 activations=activations,
-                dtype=dtype if dtype in ("f32", "f16", "bf16") else None,
+                dtype=weight_dtype(dtype),
                 deterministic=bool(deterministic),
             )
         )
@@ -83,7 +105,7 @@ class LLM:
             cache=CacheConfig(
                 sys.maxsize,  # until memory is planned
                 sizes.block_size,
-                self._kv_dtype(dtype, kernel_set),
+                cache_dtype(dtype, kv_cache_dtype, kernel_set.kv_dtype),
                 enable_prefix_caching,
                 poison_free_blocks,
             ),
@@ -96,7 +118,8 @@ class LLM:
             device=kernel_set.device,
             speculative=speculative,
         )
-        self.plan, self.engine = build_engine(
+        self._engine: InferenceEngine | None
+        self.plan, self._engine = build_engine(
             self.model,
             wanted,
             kernel_set,
@@ -104,10 +127,18 @@ class LLM:
             num_blocks=num_blocks,
             memory=None if memory is None else parse_bytes(memory),
             utilisation=gpu_memory_utilization,
+            on_load=on_load,
         )
         self._ids = itertools.count()
+        self._seeds = None if seed is None else random.Random(seed)
         if verbose:
             self.print_plan()
+
+    @property
+    def engine(self) -> InferenceEngine:
+        if self._engine is None:
+            raise EngineDeadError("this LLM was closed: make a new one")
+        return self._engine
 
     # -- generating ------------------------------------------------------------------------------------------
     def generate(
@@ -124,7 +155,7 @@ class LLM:
         priorities = [priority] * len(batch) if isinstance(priority, int) else list(priority)
         requests = self._add_all(batch, params, priorities)
         self._drain(requests, show_progress(use_tqdm, len(requests)))
-        return [request_output(request) for request in requests]
+        return self._outputs(requests)
 
     def beam_search(
         self,
@@ -140,24 +171,29 @@ class LLM:
             raise RequestError(f"{len(batch)} prompts and {len(each)} BeamSearchParams: pass one, or one for each")
         requests = self._add_all(batch, each, [0] * len(batch))
         self._drain(requests, show_progress(use_tqdm, len(requests)))
-        return [request_output(request) for request in requests]
+        return self._outputs(requests)
+
+    def _outputs(self, requests: list[Request]) -> list[RequestOutput]:
+        return [request_output(request, self.decode_token) for request in requests]
+
+    @property
+    def decode_token(self) -> Decode | None:
+        """The text of one token, for logprobs; None for a model without a tokenizer."""
+        tokenizer = self.model.tokenizer
+        return None if tokenizer is None else lambda token_id: tokenizer.decode([token_id], False)
 
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> Iterator[StepResult]:
-        """Yield every token as generated; `StepResult.request_id` is the prompt's index, `.index` the completion's.
+    ) -> TokenStream:
+        """Every token as it comes; `StepResult.request_id` is the prompt's index, `.index` the completion's.
 
-        Leaving the loop early aborts the requests.
+        A bad prompt or parameter refuses the call at once. Leaving the loop early ends the requests.
         """
         batch = as_prompts(prompts)
         requests = self._add_all(batch, self.params_for(batch, sampling_params), [0] * len(batch), named=True)
-        try:
-            while any(not request.is_finished for request in requests):
-                yield from self.engine.step()
-        finally:
-            self._abort(requests)
+        return TokenStream(self.engine, requests, self._abort)
 
     def chat(
         self,
@@ -166,11 +202,14 @@ class LLM:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         use_tqdm: bool | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, rendered with the model's chat template."""
         conversations: Any = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        options = {"tools": tools, "add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
         prompts: list[Prompt] = [
-            {"prompt_token_ids": self.chat_tokens(conversation, tools=tools)} for conversation in conversations
+            {"prompt_token_ids": self.chat_tokens(conversation, **options)} for conversation in conversations
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
@@ -188,8 +227,30 @@ class LLM:
             print("  " + line, file=sys.stderr)
 
     def default_params(self, **explicit: Any) -> SamplingParams:
-        """The model's generation defaults, overridden by `explicit` values."""
-        return SamplingParams(**merge_defaults(self.model.generation_config, **explicit))
+        """The model's sampling defaults (`model.sampling_defaults`), with `explicit` values winning."""
+        return SamplingParams(**merge_defaults(self.model.sampling_defaults, **explicit))
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The parameters of a call that passes none."""
+        return self.default_params()
+
+    def get_tokenizer(self) -> ChatTokenizer:
+        """The tokenizer, with the methods that callers of transformers know."""
+        return ChatTokenizer(self.model)
+
+    def close(self) -> None:
+        """Give back the memory of cache and weights; every later call raises EngineDeadError."""
+        if self._engine is not None:
+            self._engine.abort_all()
+            self._engine = None
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     # -- details -----------------------------------------------------------------------------------------------
     def _model_len(self, wanted: int | None) -> int:
@@ -205,21 +266,20 @@ class LLM:
             return None
         return load_model(config.draft_model or f"{self.model.path.stem}-draft")  # `stories` has `stories-draft`
 
-    def _kv_dtype(self, dtype: str, kernels: KernelSet) -> KVDtype:
-        if dtype == "auto":
-            return kernels.kv_dtype
-        return checked_kv_dtype(dtype)
-
     def params_for(
         self, batch: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[SamplingParams]:
+        """The parameters of each prompt; the model's defaults where none are given."""
         if params is None:
             params = self.default_params()
-        if isinstance(params, SamplingParams):
-            return [params] * len(batch)
-        if len(params) != len(batch):
-            raise RequestError(f"{len(batch)} prompts and {len(params)} SamplingParams: pass one, or one for each")
-        return list(params)
+        each = [params] * len(batch) if isinstance(params, SamplingParams) else checked_params(params)
+        if len(each) != len(batch):
+            raise RequestError(f"{len(batch)} prompts and {len(each)} SamplingParams: pass one, or one for each")
+        return each if self._seeds is None else [self._seeded(one, self._seeds) for one in each]
+
+    def _seeded(self, params: SamplingParams, seeds: random.Random) -> SamplingParams:
+        """The parameters with a seed drawn from that of the LLM, unless they have their own."""
+        return params if params.seed is not None else dataclasses.replace(params, seed=seeds.getrandbits(63))
 
     def _add_all(
         self,
@@ -296,11 +356,26 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Normalise one prompt or several (text, token ids or mappings) to a list."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
+    if prompts is None or not hasattr(prompts, "__len__"):
+        raise RequestError(f"prompts are text, token ids or a list of them, not {prompts!r}")
     if not len(prompts):
         return []
     if all(isinstance(item, int) or hasattr(item, "__index__") for item in prompts):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
+
+
+def checked_params(params: Any) -> list[SamplingParams]:
+    """A list of parameters; anything else is refused by its name."""
+    if isinstance(params, Mapping):
+        raise RequestError("sampling_params is a dict: pass SamplingParams(**options)")
+    if isinstance(params, BeamSearchParams):
+        raise RequestError("BeamSearchParams are for beam_search(): call it, or pass SamplingParams")
+    items = list(params) if isinstance(params, Sequence) else [params]
+    for item in items:
+        if not isinstance(item, SamplingParams):
+            raise RequestError(f"sampling_params must be SamplingParams, or one for each prompt, not {item!r}")
+    return items
 
 
 def show_progress(wanted: bool | None, num_requests: int) -> bool:

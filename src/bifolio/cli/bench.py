@@ -27,14 +27,14 @@ THROUGHPUT_EPILOG = """Examples:
   bifolio bench throughput -m ./model.gguf --batch 1,2,4,8 --plot throughput.png
 
   bifolio bench throughput --shape tiny --json | jq '.rows[].tokens_per_second'"""
-LATENCY_HELP = """How long a batch of equal requests takes: to the first token, between tokens, and as a whole."""
+LATENCY_HELP = """Latency of a batch of equal requests: to the first token, between tokens, and in total."""
 LATENCY_EPILOG = """Examples:
 
   bifolio bench latency -m ./model --prompt 512 --generate 128
 
   bifolio bench latency --shape S --format q8_0 --batch 4 --plot latency.png"""
 
-# Verbs of others that join this one when they are there: module -> function that registers them.
+# Optional verbs: module -> function that registers them.
 GUESTS = {"bifolio.cli.bench_serve": "register_serve", "bifolio.cli.bench_gpu": "register_gpu"}
 
 
@@ -90,7 +90,7 @@ def throughput(
         tests,
         chunk_size=chunk_size,
         block_size=block_size,
-        dtype=kv_dtype,
+        kv_cache_dtype=kv_dtype,
         activations=activations,
         kernels=kernels,
         threads=threads,
@@ -143,7 +143,7 @@ def latency(
         [Test(num_prompt=prompt, num_generated=generate, batch=batch)],
         chunk_size=chunk_size,
         block_size=block_size,
-        dtype=kv_dtype,
+        kv_cache_dtype=kv_dtype,
         activations=activations,
         kernels=kernels,
         threads=threads,

@@ -1,4 +1,4 @@
-"""What the measuring verbs say: what was measured, how far they are, the table and the picture."""
+"""Output that the measuring verbs share: the setting of a measurement, its progress, its table and its plot."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def describe(llm: LLM, threads: int | None) -> dict[str, Any]:
-    """What was measured, for people and for files."""
+    """The model, kernels and cache of a measurement, as JSON fields."""
     from bifolio.engine.memory import default_threads, weight_bytes
     from bifolio.measure.random_models import stored_format
 
@@ -41,7 +41,7 @@ def title(setting: dict[str, Any]) -> str:
 
 
 class progress:  # noqa: N801  # used like a function
-    """A line on standard error that says what is being measured; nothing when nobody watches."""
+    """A status line on standard error with the measurement in progress; silent unless standard error is a terminal."""
 
     def __init__(self, quiet: bool) -> None:
         self._status: Any = None

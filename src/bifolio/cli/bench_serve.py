@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 HELP = """Put load on a server and report waiting times, speed and goodput.
 
-Requests come by --rate (open loop: a Poisson process), by --concurrency (closed loop: always so many under way), or as
+Requests come by --rate (open loop: a Poisson process), by --concurrency (closed loop: a fixed number in flight), or as
 a --trace recorded them. Lengths are 128, 64:256 (evenly between) or 128~0.5 (lognormal: median and spread)."""
 EPILOG = """Examples:
 
@@ -32,15 +32,22 @@ def register_serve(bench: commands.App) -> None:
 
 
 def serve(
-    url: Annotated[str, commands.option("--url", help="Where the server is.")] = "http://127.0.0.1:8000/v1",
-    key: Annotated[str | None, commands.option("--api-key", variable="OPENAI_API_KEY", help="Its key.")] = None,
-    model: Annotated[str | None, commands.option("--served-model-name", help="Default: the first it lists.")] = None,
-    requests: Annotated[int, commands.option("--requests", "-n", min=1, help="How many.")] = 100,
-    concurrency: Annotated[int | None, commands.option("--concurrency", "-c", min=1, help="Always so many.")] = None,
+    url: Annotated[str, commands.option("--url", help="Base URL of the server.")] = "http://127.0.0.1:8000/v1",
+    key: Annotated[
+        str | None, commands.option("--api-key", variable="OPENAI_API_KEY", help="API key of the server.")
+    ] = None,
+    model: Annotated[
+        str | None,
+        commands.option("--served-model-name", help="Model to request; default: the first that the server lists."),
+    ] = None,
+    requests: Annotated[int, commands.option("--requests", "-n", min=1, help="Number of requests.")] = 100,
+    concurrency: Annotated[
+        int | None, commands.option("--concurrency", "-c", min=1, help="Requests in flight at any time (closed loop).")
+    ] = None,
     rate: Annotated[float | None, commands.option("--rate", help="Requests per second; inf: all at once.")] = None,
     burstiness: Annotated[float, commands.option("--burstiness", help="1: Poisson; smaller: in bursts.")] = 1.0,
-    prompt: Annotated[str, commands.option("--prompt", help="Tokens of a prompt.")] = "128",
-    output: Annotated[str, commands.option("--output", help="Tokens of an answer.")] = "64",
+    prompt: Annotated[str, commands.option("--prompt", help="Length of a prompt in tokens.")] = "128",
+    output: Annotated[str, commands.option("--output", help="Length of an answer in tokens.")] = "64",
     shared: Annotated[int, commands.option("--shared-prefix", min=0, help="Tokens that all prompts begin with.")] = 0,
     trace: Annotated[Path | None, commands.option("--trace", help="An Azure .csv or a Mooncake .jsonl trace.")] = None,
     scale: Annotated[float, commands.option("--scale", help="Multiply the trace's lengths by this.")] = 1.0,
@@ -50,9 +57,10 @@ def serve(
     ignore_eos: Annotated[bool, commands.option(help="Ask for answers of full length (not OpenAI's own).")] = True,
     temperature: Annotated[float, commands.option("--temperature", help="0 is greedy.")] = 0.0,
     limits: Annotated[
-        str | None, commands.option("--limits", help="What counts as good, in ms: ttft:500,tpot:50,itl:200,e2e:5000.")
+        str | None,
+        commands.option("--limits", help="Latency limits of goodput, in ms: ttft:500,tpot:50,itl:200,e2e:5000."),
     ] = None,
-    seed: Annotated[int, commands.option("--seed", help="Of lengths, arrivals and tokens.")] = 0,
+    seed: Annotated[int, commands.option("--seed", help="Seed of lengths, arrivals and tokens.")] = 0,
     timeout: Annotated[float, commands.option("--timeout", help="Seconds that a request may take.")] = 600.0,
     plot: measure_options.Plot = None,
     as_json: measure_options.AsJson = False,

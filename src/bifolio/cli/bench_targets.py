@@ -1,4 +1,4 @@
-"""`bifolio bench targets`: the planned figures, and whether they are reached here."""
+"""`bifolio bench targets`: target figures, and whether this machine reaches them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from bifolio.cli import commands, measure_options, options
 from bifolio.config import NUMERICS
 
-HELP = """Hold this machine against the figures that were planned for a small model in 4 bits.
+HELP = """Compare this machine with the target figures for a small model in 4 bits.
 
 Speed of one sequence, memory of the whole process, sequences at once and use of the cache. Without a model, a file with
 random weights of a shape is made and measured."""
@@ -32,7 +32,7 @@ def targets(
     generate: Annotated[
         int, commands.option("--generate", "-n", min=1, help="Tokens that one sequence generates.")
     ] = 128,
-    requests: Annotated[int, commands.option("--requests", min=16, help="Requests of the crowd.")] = 32,
+    requests: Annotated[int, commands.option("--requests", min=16, help="Requests of the concurrent load.")] = 32,
     repetitions: measure_options.Repetitions = 5,
     block_size: options.BlockSize = 16,
     kv_dtype: options.KvDtype = "f16",
@@ -45,7 +45,7 @@ def targets(
         raise commands.BadParameter("pass --model or --shape, not both: a shape is a model made of random weights")
     engine_options = {
         "block_size": block_size,
-        "dtype": kv_dtype,
+        "kv_cache_dtype": kv_dtype,
         "activations": activations,
         "kernels": kernels,
         "threads": threads,

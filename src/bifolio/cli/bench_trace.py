@@ -50,8 +50,8 @@ def trace(
     chunk_size: options.ChunkSize = 512,
     kv_dtype: options.KvDtype = NUMERICS.kv_dtype,
     activations: options.Activations = NUMERICS.activations,
-    prefix_caching: Annotated[bool, commands.option(help="Reuse what equal prefixes computed.")] = True,
-    seed: Annotated[int, commands.option("--seed", help="Of the random tokens.")] = 0,
+    prefix_caching: Annotated[bool, commands.option(help="Share cache blocks of equal prompt prefixes.")] = True,
+    seed: Annotated[int, commands.option("--seed", help="Seed of the random tokens.")] = 0,
     kernels: measure_options.Kernels = None,
     threads: options.Threads = NUMERICS.threads,
     device: options.Device = NUMERICS.device,
@@ -76,7 +76,7 @@ def trace(
     requests, num_cut = scaled(recorded, scale, length)
     prompts = make_prompts(requests, loaded.config.vocab_size, seed)
     engine_options: dict[str, Any] = {
-        "dtype": kv_dtype,
+        "kv_cache_dtype": kv_dtype,
         "block_size": block_size,
         "max_num_seqs": max_num_seqs,
         "chunk_size": chunk_size,
@@ -150,7 +150,7 @@ def run_comparison(
 
 
 def ratios(reports: list[TraceReport]) -> dict[str, float]:
-    """How much more the first run gets out of a second, and of a second of CPU time, than the others."""
+    """Ratios of the first run to the others: output tokens per second, and CPU time."""
     found = {}
     for report in reports[1:]:
         name = report.name.replace(", ", "_")

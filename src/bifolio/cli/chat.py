@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated
 
 from bifolio.cli import commands, options
 from bifolio.config import NUMERICS
 
 if TYPE_CHECKING:
     from bifolio.api.llm import LLM
-    from bifolio.sampling_params import SamplingParams
+    from bifolio.cli.conversation import Conversation
+    from bifolio.cli.terminal import Terminal
     from bifolio.sequence import Request
 
 HELP = """Chat with a model.
 
-Answers stream as they are generated. Commands: /help, /reset, /system, /save, /quit. Earlier turns stay in the prefix
-cache, so a long conversation does not get slower to continue. With piped input, every line is a turn and only the
-answers go to standard output."""
+Answers stream as they are generated. /help lists the commands: /set, /system, /regenerate, /branch, /save, /load,
+/reset, /bye. A pasted text of several lines is one message; so is a text between triple quotes. Earlier turns stay in
+the prefix cache, so a long conversation does not get slower to continue. With piped input, every line is a turn and
+only the answers go to standard output."""
 EPILOG = """Examples:
 
   bifolio chat -m ./SmolLM2-135M-Instruct.gguf
@@ -28,13 +29,6 @@ EPILOG = """Examples:
   bifolio chat -m ./model --system "You answer in one sentence." --temperature 0.7
 
   echo "What is the capital of France?" | bifolio chat -m ./model --temperature 0"""
-COMMANDS = {
-    "/help": "show this list",
-    "/reset": "forget the conversation; the system prompt stays",
-    "/system TEXT": "set the system prompt and start over; without TEXT: show it",
-    "/save FILE": "write the conversation as JSON",
-    "/quit": "leave (also Ctrl-D)",
-}
 
 
 def register(app: commands.App) -> None:
@@ -62,25 +56,39 @@ def chat(
     device: options.Device = NUMERICS.device,
     deterministic: options.Deterministic = NUMERICS.deterministic,
     gpu_memory_utilization: options.GpuMemoryUtilization = 0.9,
+    context_policy: Annotated[
+        str,
+        commands.option(
+            "--context-policy",
+            help="When the context is full: drop (the oldest turns), summarise (them) or stop.",
+        ),
+    ] = "drop",
+    markdown: Annotated[bool, commands.option(help="Render markdown and wrap words on a terminal.")] = True,
+    as_json: Annotated[bool, commands.option("--json", help="Print each answer as a line of JSON.")] = False,
     verbose: options.Verbose = False,
 ) -> None:
     from bifolio.api.llm import LLM
+    from bifolio.cli.conversation import Conversation, checked_policy
 
-    llm = LLM(
-        model,
-        dtype=kv_dtype,
-        memory=memory,
-        max_model_len=max_model_len,
-        max_num_seqs=1,
-        block_size=block_size,
-        chunk_size=chunk_size,
-        activations=activations,
-        threads=threads,
-        device=device,
-        deterministic=deterministic or None,
-        gpu_memory_utilization=gpu_memory_utilization,
-        verbose=verbose,
-    )
+    checked_policy(context_policy)
+
+    with options.loading() as on_load:
+        llm = LLM(
+            model,
+            kv_cache_dtype=kv_dtype,
+            memory=memory,
+            max_model_len=max_model_len,
+            max_num_seqs=1,
+            block_size=block_size,
+            chunk_size=chunk_size,
+            activations=activations,
+            threads=threads,
+            device=device,
+            deterministic=deterministic or None,
+            gpu_memory_utilization=gpu_memory_utilization,
+            verbose=verbose,
+            on_load=on_load,
+        )
     given = {
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -93,111 +101,89 @@ def chat(
     }
     explicit = {name: value for name, value in given.items() if value is not None}
     params = llm.default_params(**{"max_tokens": None, **explicit})
-    terminal = Terminal(sys.stdin.isatty() and sys.stdout.isatty())
-    conversation = Conversation(llm, params, system)
+    conversation = Conversation(llm, params, system, context_policy)
     conversation.check()
+    converse(conversation, markdown, as_json)
+
+
+def converse(conversation: Conversation, markdown: bool = True, as_json: bool = False) -> None:
+    """Read messages and commands until the input ends."""
+    from bifolio.cli.chat_commands import obey
+    from bifolio.cli.terminal import Terminal
+
+    llm = conversation.llm
+    terminal = Terminal(not as_json and sys.stdin.isatty() and sys.stdout.isatty(), markdown)
     terminal.welcome(f"{llm.model.path.name} on {llm.engine.runner.kernels.name} kernels")
     for line in terminal.lines():
-        if line.startswith("/"):
-            if not obey(line, conversation, terminal):
-                break
-        else:
-            answer(line, conversation, terminal)
+        if not line.startswith("/"):
+            answer(line, conversation, terminal, as_json)
+        elif not obey(line, conversation, terminal, lambda: answer(None, conversation, terminal, as_json)):
+            break
 
 
-def obey(line: str, conversation: Conversation, terminal: Terminal) -> bool:
-    """Run a command; False to leave."""
-    command, _, argument = line.partition(" ")
-    argument = argument.strip()
-    if command in ("/quit", "/exit"):
-        return False
-    if command == "/reset":
-        conversation.reset(conversation.system)
-        terminal.note("started over")
-    elif command == "/system" and argument:
-        conversation.reset(argument)
-        terminal.note("system prompt set, started over")
-    elif command == "/system":
-        terminal.note(conversation.system or "no system prompt of yours; the model's template may add its own")
-    elif command == "/save":
-        terminal.note(conversation.save(argument))
-    else:
-        if command != "/help":
-            terminal.note(f"unknown command {command}")
-        for name, text in COMMANDS.items():
-            terminal.note(f"{name:<14} {text}")
-    return True
-
-
-def answer(line: str, conversation: Conversation, terminal: Terminal) -> None:
-    """One turn; Ctrl-C ends the answer and keeps what was said, a refused turn leaves the conversation as it was."""
+def answer(line: str | None, conversation: Conversation, terminal: Terminal, as_json: bool = False) -> None:
+    """Run one turn (None: the last one again). A refused turn leaves the conversation unchanged."""
     from bifolio.errors import RequestError
 
+    progress = Progress(conversation.llm)
     try:
-        request = conversation.turn(line, terminal.write)
+        if as_json:
+            request = ask(line, conversation, lambda text: None)
+        else:
+            with terminal.answer(progress.line) as write:
+                request = ask(line, conversation, progress.counted(write))
     except RequestError as error:
         terminal.note(f"{error}. /reset starts over.")
         return
-    terminal.write("\n")
+    if as_json:
+        commands.echo(json.dumps(as_record(request), ensure_ascii=False))
+    for note in conversation.notes:
+        terminal.note(note)
     terminal.note(summary(request, conversation.llm))
 
 
-class Conversation:
-    """The messages so far; the engine's prefix cache remembers what they computed."""
+def ask(line: str | None, conversation: Conversation, write: Callable[[str], None]) -> Request:
+    return conversation.regenerate(write) if line is None else conversation.turn(line, write)
 
-    def __init__(self, llm: LLM, params: SamplingParams, system: str | None = None) -> None:
-        self.llm = llm
-        self.params = params
-        self.system = system
-        self.messages: list[dict[str, str]] = []
-        self.reset(system)
 
-    def reset(self, system: str | None) -> None:
-        self.system = system
-        self.messages = [{"role": "system", "content": system}] if system else []
+def as_record(request: Request) -> dict[str, object]:
+    (sequence,) = request.sequences
+    return {
+        "role": "assistant",
+        "content": sequence.text,
+        "finish_reason": None if sequence.finish_reason is None else sequence.finish_reason.value,
+        "prompt_tokens": len(request.prompt_token_ids),
+        "completion_tokens": len(sequence.output_token_ids),
+        "cached_tokens": request.metrics.num_cached_tokens,
+    }
 
-    def check(self) -> None:
-        """Refuse a model without a chat template or tokenizer before the first turn."""
-        from bifolio.errors import ChatTemplateError
 
-        if self.llm.model.chat_template is None:
-            raise ChatTemplateError(
-                f"{self.llm.model.path.name} has no chat template: `bifolio generate` continues text with it; "
-                "`bifolio pull smollm2` fetches a model that chats (then: bifolio chat -m smollm2)"
-            )
-        self.llm.chat_tokens([*self.messages, {"role": "user", "content": "Hello"}])
+class Progress:
+    """The status line while an answer streams: speed, and the share of the context in use."""
 
-    def turn(self, text: str, write: Callable[[str], None]) -> Request:
-        """Say `text`, write the answer as it comes, and keep both."""
-        messages = [*self.messages, {"role": "user", "content": text}]
-        prompt = {"prompt_token_ids": self.llm.chat_tokens(messages)}
-        pieces: list[str] = []
-        request: Any = None
-        stream = self.llm.stream(prompt, self.params)
-        try:
-            for result in stream:
-                request = result.sequence.request if result.sequence is not None else request
-                pieces.append(result.text)
-                write(result.text)
-        except KeyboardInterrupt:
-            write(" [stopped]")
-        finally:
-            stream.close()  # type: ignore[attr-defined]
-        if request is None:
-            raise KeyboardInterrupt
-        self.messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
-        return request  # type: ignore[no-any-return]
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+        self._began = 0.0  # when the first piece came
+        self._num_pieces = 0
+        self._now = 0.0
 
-    def save(self, path: str) -> str:
-        if not path:
-            return "say where: /save conversation.json"
-        try:
-            Path(path).expanduser().write_text(
-                json.dumps({"messages": self.messages}, ensure_ascii=False, indent=2) + "\n", encoding="utf-8"
-            )
-        except OSError as error:
-            return f"could not write {path}: {error.strerror}"
-        return f"{len(self.messages)} messages written to {path}"
+    def counted(self, write: Callable[[str], None]) -> Callable[[str], None]:
+        import time
+
+        def counting(text: str) -> None:
+            self._began = self._began or time.perf_counter()
+            self._num_pieces += 1
+            self._now = time.perf_counter()
+            write(text)
+
+        return counting
+
+    def line(self) -> str:
+        elapsed = self._now - self._began if self._num_pieces > 1 else 0.0
+        speed = f"{(self._num_pieces - 1) / elapsed:.1f} tok/s" if elapsed else "-"
+        held = sum(len(r.prompt_token_ids) + len(r.sequences[0].output_token_ids)
+                   for r in self._llm.engine.requests.values())  # fmt: skip
+        return f"{speed} · context {held} of {self._llm.engine.config.max_model_len}"
 
 
 def summary(request: Request, llm: LLM) -> str:
@@ -214,55 +200,3 @@ def summary(request: Request, llm: LLM) -> str:
         f"{num_prompt} tokens, {metrics.num_cached_tokens} from the cache · context {held} of "
         f"{llm.engine.config.max_model_len}, cache {100 * held / max(size, 1):.1f} % used"
     )
-
-
-class Terminal:
-    """Where turns come from and answers go: a person, or a pipe."""
-
-    def __init__(self, interactive: bool) -> None:
-        self.interactive = interactive
-        from rich.console import Console
-
-        self._notes = Console(stderr=True, highlight=False)
-
-    def welcome(self, text: str) -> None:
-        if self.interactive:
-            self.note(f"{text}. /help lists the commands.")
-
-    def note(self, text: str) -> None:
-        """Something about the conversation: dim, on standard error."""
-        self._notes.print(text, style="dim", markup=False)
-
-    def write(self, text: str) -> None:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-
-    def lines(self) -> Iterator[str]:
-        """Turns, without blank ones, until the input ends."""
-        read = self._ask if self.interactive else sys.stdin.readline
-        if self.interactive:
-            enable_history()
-        while (line := read()) != "":
-            if line.strip():
-                yield line.strip()
-
-    def _ask(self) -> str:
-        """One line with editing and history; "" at Ctrl-D; Ctrl-C clears the line."""
-        while True:
-            try:
-                return input("\n> ") + "\n"
-            except EOFError:
-                self.write("\n")
-                return ""
-            except KeyboardInterrupt:
-                self.write("\n")
-
-
-def enable_history() -> None:
-    """Arrow keys and earlier lines, where the platform has readline."""
-    try:
-        import readline
-    except ImportError:
-        return
-    readline.set_history_length(1000)
-    readline.parse_and_bind("tab: self-insert")

@@ -1,4 +1,4 @@
-"""Functions as commands: every parameter of a function becomes an option, its type and default say how it is read.
+"""Functions as commands: every parameter of a function becomes an option, read by its type and default.
 
     def generate(
         prompt: Annotated[str | None, argument(help="The text to continue.")] = None,
@@ -9,7 +9,7 @@
     app.command(help="Generate text.")(generate)
     app(["generate", "Once", "-n", "8"])
 
-Python's own argparse does the reading: a larger library would take longer to import than a small model to load.
+Built on argparse: a larger library would take longer to import than a small model takes to load.
 """
 
 from __future__ import annotations
@@ -24,13 +24,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from bifolio.cli.option_values import OptionValues
+from bifolio.errors import did_you_mean as did_you_mean
+
 Function = TypeVar("Function", bound=Callable[..., None])
 LITERAL = "\0"  # no argument of a program can hold this character
-DEST_PREFIX = "value_of_"  # keeps names such as `format_usage` apart from what argparse uses itself
+DEST_PREFIX = "value_of_"  # keeps names such as `format_usage` apart from attributes of argparse
 
 
-class BadParameter(Exception):  # noqa: N818  # says what is wrong with an option; ends the program with code 2
-    """An option's value makes no sense; the message says what to write instead."""
+class BadParameter(Exception):  # noqa: N818  # ends the program with code 2
+    """An option has an invalid value; the message names a valid one."""
 
 
 class Exit(Exception):  # noqa: N818
@@ -74,12 +77,14 @@ class Command:
 
     def run(self, program: str, arguments: Sequence[str]) -> None:
         parser, hints = _parser(program, self.help, self.epilog), _hints(self.function)
+        values = OptionValues.of(program)
         for parameter in inspect.signature(self.function).parameters.values():
-            _add(parser, parameter, hints[parameter.name])
+            _add(parser, parameter, hints[parameter.name], values)
+        values.check_all_used()
         parser.usage = " ".join([program, "[options]", *_shown_arguments(parser)])
-        values = vars(parser.parse_intermixed_args(_literal_tail(arguments)))
+        given = vars(parser.parse_intermixed_args(_literal_tail(arguments)))
         try:
-            self.function(**{name.removeprefix(DEST_PREFIX): value for name, value in values.items()})
+            self.function(**{name.removeprefix(DEST_PREFIX): value for name, value in given.items()})
         except BadParameter as error:
             parser.error(str(error))
 
@@ -127,7 +132,9 @@ class App:
             parser.print_help()
             raise Exit(2)
         parser.parse_known_args([verb] if verb.startswith("-") else [])  # --help and --version end here
-        parser.error(f"there is no {verb!r}: choose one of {', '.join(self.verbs)}")
+        parser.error(
+            f"there is no {verb!r}{did_you_mean(verb, self.verbs) or ': choose one of ' + ', '.join(self.verbs)}"
+        )
 
 
 def _parser(program: str, help: str, epilog: str) -> argparse.ArgumentParser:
@@ -139,18 +146,18 @@ def _parser(program: str, help: str, epilog: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
         add_help=False,
     )
-    parser.add_argument("-h", "--help", action="help", help="Show this and exit.")
+    parser.add_argument("-h", "--help", action="help", help="Show this help and exit.")
     return parser
 
 
 def _shown_arguments(parser: argparse.ArgumentParser) -> list[str]:
-    """The positional ones as a line of usage shows them: FILE, [PROMPT], DATA..."""
+    """Positional arguments as a usage line shows them: FILE, [PROMPT], DATA..."""
     marks = {None: "{}", "?": "[{}]", "+": "{}...", "*": "[{}...]"}
     return [marks[action.nargs].format(action.metavar) for action in parser._actions if not action.option_strings]  # type: ignore[index]
 
 
 def _literal_tail(arguments: Sequence[str]) -> list[str]:
-    """What comes after "--" is no option, even if it looks like one: a mark keeps argparse from looking."""
+    """Mark the arguments after "--", so that argparse does not read them as options."""
     split = arguments.index("--") if "--" in arguments else len(arguments)
     return [*arguments[:split], *(LITERAL + text for text in arguments[split + 1 :])]
 
@@ -163,8 +170,8 @@ def _hints(function: Callable[..., None]) -> dict[str, Any]:
     return typing.get_type_hints(function, include_extras=True)
 
 
-def _add(parser: argparse.ArgumentParser, parameter: inspect.Parameter, hint: Any) -> None:
-    """One option or argument; what has no default must be given."""
+def _add(parser: argparse.ArgumentParser, parameter: inspect.Parameter, hint: Any, values: OptionValues) -> None:
+    """Add one option or argument; a parameter without a default is required."""
     kind, *notes = typing.get_args(hint) if typing.get_origin(hint) is typing.Annotated else (hint,)
     written = next((note for note in notes if isinstance(note, Parameter)), Parameter())
     kind = _without_none(kind)
@@ -173,12 +180,17 @@ def _add(parser: argparse.ArgumentParser, parameter: inspect.Parameter, hint: An
     default = None if required else parameter.default
     if written.variable is not None:
         default = os.environ.get(written.variable, default)
+    names = written.names or ("--" + parameter.name.replace("_", "-"),)
+    reader = bool if kind is bool else _reader(typing.get_args(kind)[0] if several else kind, written.min)
+    if not written.positional:
+        value = values.take(names, reader, several)
+        default, required = (default, required) if value is None else (value, False)
     shown = "" if default is None or isinstance(default, bool) or written.positional else f" [default: {default}]"
     settings: dict[str, Any] = {"help": _escaped(written.help + shown)}
     if kind is bool:
         settings |= {"action": "store_true" if written.names else argparse.BooleanOptionalAction}
     else:
-        settings["type"] = _reader(typing.get_args(kind)[0] if several else kind, written.min)
+        settings["type"] = reader
     if written.positional:
         settings["nargs"] = ("+" if required else "*") if several else None if required else "?"
         parser.add_argument(DEST_PREFIX + parameter.name, metavar=parameter.name.upper(), default=default, **settings)
@@ -187,7 +199,6 @@ def _add(parser: argparse.ArgumentParser, parameter: inspect.Parameter, hint: An
         settings["action"] = "append"
     if kind is not bool:
         settings["metavar"] = parameter.name.upper()
-    names = written.names or ("--" + parameter.name.replace("_", "-"),)
     parser.add_argument(*names, dest=DEST_PREFIX + parameter.name, default=default, required=required, **settings)
 
 
@@ -198,7 +209,7 @@ def _without_none(kind: Any) -> Any:
 
 
 def _reader(kind: Callable[[str], Any], least: float | None) -> Callable[[str], Any]:
-    """Text to a value; the error says what was expected."""
+    """A function from text to a value; its error names the expected type or range."""
 
     def read(text: str) -> Any:
         value = kind(text.removeprefix(LITERAL))

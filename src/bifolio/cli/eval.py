@@ -15,8 +15,8 @@ from bifolio.config import NUMERICS
 
 HELP = """Measure the perplexity of a model on a text file.
 
-The text is cut into windows that do not overlap; every token but the first of a window is predicted from what stands
-before it in the window. Lower is better: exp of the mean loss per token."""
+The text is cut into windows that do not overlap; every token but the first of a window is predicted from the
+tokens before it in the window. Lower is better: exp of the mean loss per token."""
 EPILOG = """Examples:
 
   bifolio eval story.txt
@@ -31,8 +31,12 @@ def register(app: commands.App) -> None:
 def evaluate(
     text: Annotated[Path, commands.argument(help="A text file, plain or .xz.")],
     model: options.Model = None,
-    window: Annotated[int | None, commands.option("--window", help="Tokens of a window; default: 512.")] = None,
-    max_tokens: Annotated[int | None, commands.option("--max-tokens", "-n", help="Score only the first ones.")] = None,
+    window: Annotated[
+        int | None, commands.option("--window", help="Length of a window in tokens; default: 512.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, commands.option("--max-tokens", "-n", help="Number of tokens to score; default: all.")
+    ] = None,
     as_json: Annotated[bool, commands.option("--json", help="Print one JSON object.")] = False,
     kv_dtype: options.KvDtype = NUMERICS.kv_dtype,
     activations: options.Activations = NUMERICS.activations,
@@ -59,7 +63,7 @@ def evaluate(
         max_model_len=length,
         max_num_seqs=4,
         enable_prefix_caching=False,
-        dtype=kv_dtype,
+        kv_cache_dtype=kv_dtype,
         activations=activations,
         threads=threads,
         device=device,
@@ -86,7 +90,7 @@ def evaluate(
 
 
 def read_text(path: Path) -> str:
-    """UTF-8; bytes that are none become replacement characters, so that any file can be scored."""
+    """Decode a file as UTF-8; invalid bytes become replacement characters, so that any file can be scored."""
     from bifolio.errors import ConfigError
 
     try:
@@ -103,7 +107,7 @@ def read_text(path: Path) -> str:
 
 @contextmanager
 def progress_bar() -> Iterator[Callable[[int, int], None]]:
-    """Windows scored and their total, on standard error where a person watches."""
+    """Windows scored and their total, on standard error if it is a terminal."""
     from rich.console import Console
     from rich.progress import Progress
 

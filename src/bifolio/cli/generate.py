@@ -1,37 +1,53 @@
-"""`bifolio generate`: text from one prompt, or from a file of prompts."""
+"""`bifolio generate`: text from one prompt, from piped text, or from a file of prompts."""
 
 from __future__ import annotations
 
-import json
+import os
+import stat
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from bifolio.cli import commands, options
 from bifolio.config import NUMERICS
-from bifolio.errors import RequestError
 
-
-def register(app: commands.App) -> None:
-    app.command(help=HELP, epilog=EPILOG)(generate)
-
+if TYPE_CHECKING:
+    from bifolio.api.llm import LLM
+    from bifolio.api.outputs import RequestOutput
+    from bifolio.beam_params import BeamSearchParams
+    from bifolio.sampling.grammar import Grammar
+    from bifolio.sampling_params import SamplingParams
 
 HELP = """Generate text.
 
-Without a model, the embedded one writes a little story. Text streams to standard output as it is generated."""
+Without --model, the embedded model writes a story. Text streams to standard output as it is generated: behind the
+prompt on a terminal, alone in a pipe."""
 EPILOG = """Examples:
 
   bifolio generate "Once upon a time"
 
   bifolio generate -m ./SmolLM2-135M-Instruct.gguf "The capital of France is" -n 8 -t 0
 
-  bifolio generate --speculative draft -t 0 -v "One day, a little dog"
+  cat notes.txt | bifolio generate -m ./model > continued.txt
+
+  bifolio generate "A girl:" --json-schema '{"type": "object", "properties": {"name": {"type": "string"}}}'
+
+  bifolio generate --beams 4 -n 32 "One day, a little dog"
 
   bifolio generate -m ./model --input prompts.jsonl --output answers.jsonl"""
+STORY = "Once upon a time"  # where there is neither a prompt nor piped text
+DEFAULT_TOKENS = 256  # of one prompt, and of each line of a file
+NOT_WITH_BEAMS = ("temperature", "top_p", "top_k", "min_p", "seed")
+
+
+def register(app: commands.App) -> None:
+    app.command(help=HELP, epilog=EPILOG)(generate)
 
 
 def generate(
-    prompt: Annotated[str | None, commands.argument(help="The text to continue; '-' reads standard input.")] = None,
+    prompt: Annotated[
+        str | None, commands.argument(help="The text to continue; default: piped standard input.")
+    ] = None,
     model: options.Model = None,
     max_tokens: options.MaxTokens = None,
     temperature: options.Temperature = None,
@@ -42,15 +58,29 @@ def generate(
     seed: options.Seed = None,
     stop: options.Stop = None,
     ignore_eos: Annotated[bool, commands.option("--ignore-eos", help="Do not stop at the end-of-text token.")] = False,
-    json_schema: Annotated[
-        Path | None, commands.option("--json-schema", help="A JSON schema that the text must follow.")
+    beams: Annotated[
+        int | None, commands.option("--beams", min=1, help="Beam search with this many beams; prints the best text.")
     ] = None,
+    json_schema: Annotated[
+        str | None, commands.option("--json-schema", help="JSON schema that the text must follow: a file, or inline.")
+    ] = None,
+    echo: Annotated[
+        bool | None, commands.option(help="Print the prompt before its continuation; default: on a terminal.")
+    ] = None,
+    as_json: Annotated[
+        bool, commands.option("--json", help="Print one JSON object with text, token ids and finish reason.")
+    ] = False,
     input_file: Annotated[
         Path | None,
-        commands.option("--input", "-i", help="JSON lines with 'prompt' or 'prompt_token_ids', and sampling options."),
+        commands.option(
+            "--input",
+            "-i",
+            help="JSON lines with 'prompt', 'prompt_token_ids' or 'messages', and sampling options.",
+        ),
     ] = None,
     output_file: Annotated[
-        Path | None, commands.option("--output", "-o", help="Where JSON lines of results go.")
+        Path | None,
+        commands.option("--output", "-o", help="File for the results as JSON lines; default: standard output."),
     ] = None,
     speculative: options.Speculative = None,
     draft_model: options.DraftModel = None,
@@ -69,22 +99,26 @@ def generate(
 ) -> None:
     from bifolio.api.llm import LLM
 
-    llm = LLM(
-        model,
-        dtype=kv_dtype,
-        memory=memory,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        block_size=block_size,
-        chunk_size=chunk_size,
-        activations=activations,
-        threads=threads,
-        device=device,
-        deterministic=deterministic or None,
-        gpu_memory_utilization=gpu_memory_utilization,
-        speculative=options.speculative_config(speculative, draft_model),
-        verbose=verbose,
-    )
+    grammar = None if json_schema is None else read_grammar(json_schema)
+    text = given_text(prompt) if input_file is None else None
+    with options.loading() as on_load:
+        llm = LLM(
+            model,
+            kv_cache_dtype=kv_dtype,
+            memory=memory,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            block_size=block_size,
+            chunk_size=chunk_size,
+            activations=activations,
+            threads=threads,
+            device=device,
+            deterministic=deterministic or None,
+            gpu_memory_utilization=gpu_memory_utilization,
+            speculative=options.speculative_config(speculative, draft_model),
+            verbose=verbose,
+            on_load=on_load,
+        )
     given: dict[str, Any] = {
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -95,88 +129,118 @@ def generate(
         "seed": seed,
         "stop": stop,
         "ignore_eos": ignore_eos or None,
+        "grammar": grammar,
     }
-    if json_schema is not None:
-        from bifolio.sampling.grammar import read_schema
-
-        given["grammar"] = read_schema(json_schema)
     explicit = {name: value for name, value in given.items() if value is not None}
     if input_file is not None:
-        run_file(llm, input_file, output_file, explicit)
+        run_file(llm, input_file, output_file, {"max_tokens": DEFAULT_TOKENS, **explicit}, beams)
     else:
-        most = 256 if prompt is not None else llm.engine.config.max_model_len  # a story ends by itself
-        stream_one(llm, prompt, {"max_tokens": most, **explicit})
+        most = DEFAULT_TOKENS if text is not None else llm.engine.config.max_model_len  # a story ends by itself
+        params = request_params(llm, {"max_tokens": most, **explicit}, beams)
+        if echo is None:
+            echo = grammar is None and (text is None or sys.stdout.isatty())
+        run_one(llm, STORY if text is None else text, params, echo, as_json)
     if verbose and llm.engine.speculator is not None:
         stats = llm.engine.speculator.stats
         share = f"{stats.num_accepted_tokens} of {stats.num_draft_tokens} guesses were right"
         print(f"  speculation      {share} ({stats.acceptance_rate:.0%})", file=sys.stderr)
 
 
-def stream_one(llm: Any, prompt: str | None, explicit: dict[str, Any]) -> None:
-    text = sys.stdin.read() if prompt == "-" else prompt
-    if text is None:
-        text = "Once upon a time"
+def given_text(prompt: str | None) -> str | None:
+    """The prompt, or piped text where the prompt is '-' or missing; None where there is neither."""
+    if prompt == "-":
+        return sys.stdin.read()
+    if prompt is not None or not is_piped(sys.stdin):
+        return prompt
+    return sys.stdin.read().removesuffix("\n") or None
+
+
+def is_piped(stream: Any) -> bool:
+    """Whether a pipe or a file stands behind a stream: a terminal or /dev/null has no prompt to offer."""
+    try:
+        mode = os.fstat(stream.fileno()).st_mode
+    except (OSError, ValueError, AttributeError):
+        return bool(stream is not None and not stream.isatty())
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode)
+
+
+def read_grammar(schema: str) -> Grammar:
+    """A JSON schema from a file, or from the option itself where it begins with a brace."""
+    from bifolio.sampling.grammar import Grammar, check_bounds, read_schema
+
+    if not schema.lstrip().startswith("{"):
+        return read_schema(Path(schema))
+    grammar = Grammar.json_schema(schema)
+    check_bounds(grammar)
+    return grammar
+
+
+def request_params(llm: LLM, explicit: dict[str, Any], beams: int | None) -> SamplingParams | BeamSearchParams:
+    """Parameters of a request: of a beam search where beams are asked for."""
+    if beams is None:
+        return llm.default_params(**explicit)
+    from bifolio.beam_params import BeamSearchParams
+
+    for name in NOT_WITH_BEAMS:
+        if name in explicit:
+            raise commands.BadParameter(f"{name} has no meaning with --beams: leave one of them out")
+    return BeamSearchParams(beam_width=beams, **explicit)
+
+
+def run_one(llm: LLM, text: str, params: SamplingParams | BeamSearchParams, echo: bool, as_json: bool) -> None:
+    """Print the continuation of a text. Nothing is printed before the request was checked."""
+    if as_json:
+        import json
+
+        from bifolio.cli.prompt_files import as_record
+
+        (output,) = complete(llm, [text], [params])
+        commands.echo(json.dumps(as_record(output), ensure_ascii=False))
+        return
+    from bifolio.sampling_params import SamplingParams
+
+    if isinstance(params, SamplingParams):
+        stream = llm.stream(text, params)
+        write(text if echo else "")
+        for result in stream:
+            write(result.text)
+    else:
+        (output,) = complete(llm, [text], [params])
+        write((text if echo else "") + output.outputs[0].text)
+    write("\n")
+
+
+def complete(llm: LLM, prompts: list[Any], params: list[Any]) -> list[RequestOutput]:
+    from bifolio.beam_params import BeamSearchParams
+
+    if any(isinstance(each, BeamSearchParams) for each in params):
+        return llm.beam_search(prompts, params)
+    return llm.generate(prompts, params)
+
+
+def run_file(llm: LLM, source: Path, target: Path | None, explicit: dict[str, Any], beams: int | None) -> None:
+    """JSON lines in, JSON lines out, in the same order."""
+    from bifolio.beam_params import BeamSearchParams
+    from bifolio.cli.prompt_files import read_prompts, result_lines
+    from bifolio.errors import RequestError
+    from bifolio.sampling_params import SamplingParams
+
+    lines = read_prompts(source)
+    prompts, params = [], []
+    for line in lines:
+        own = line.options(SamplingParams if beams is None else BeamSearchParams)
+        prompts.append(line.prompt(llm))
+        try:
+            params.append(request_params(llm, {**explicit, **own}, beams))
+        except RequestError as error:
+            raise commands.BadParameter(f"{line.place}: {error}") from error
+    text = "".join(record + "\n" for record in result_lines(lines, complete(llm, prompts, params)))
+    if target is None:
+        sys.stdout.write(text)
+    else:
+        target.write_text(text, encoding="utf-8")
+
+
+def write(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
-    for result in llm.stream(text, llm.default_params(**explicit)):
-        sys.stdout.write(result.text)
-        sys.stdout.flush()
-    sys.stdout.write("\n")
-
-
-def run_file(llm: Any, source: Path, target: Path | None, explicit: dict[str, Any]) -> None:
-    """JSON lines in, JSON lines out, in the same order; an `id` is handed through."""
-    entries = read_jsonl(source)
-    prompts, params = [], []
-    for number, entry in entries:
-        prompt = entry.get("prompt_token_ids", entry.get("prompt"))
-        if not isinstance(prompt, str | list):
-            raise commands.BadParameter(f"{source}:{number}: needs a text 'prompt' or a list 'prompt_token_ids'")
-        prompts.append(prompt)
-        params.append(line_params(llm, f"{source}:{number}", entry, explicit))
-    outputs = llm.generate(prompts, params)
-    stream = sys.stdout if target is None else target.open("w", encoding="utf-8")
-    try:
-        for (_, entry), output in zip(entries, outputs, strict=True):
-            record = {**({"id": entry["id"]} if "id" in entry else {}), **as_record(output)}
-            stream.write(json.dumps(record, ensure_ascii=False) + "\n")
-    finally:
-        if target is not None:
-            stream.close()
-
-
-def line_params(llm: Any, place: str, entry: dict[str, Any], explicit: dict[str, Any]) -> Any:
-    options_of_line = {k: v for k, v in entry.items() if k not in ("prompt", "prompt_token_ids", "id")}
-    try:
-        return llm.default_params(**{**explicit, **options_of_line})
-    except (TypeError, RequestError) as error:  # TypeError: a name that is no sampling option
-        raise commands.BadParameter(f"{place}: {error}") from error
-
-
-def read_jsonl(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    """(line number, object) of every line that is not blank."""
-    if not path.is_file():
-        raise commands.BadParameter(f"{path} does not exist")
-    entries = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-        except ValueError as error:
-            raise commands.BadParameter(f"{path}:{number}: not JSON: {error}") from error
-        if not isinstance(entry, dict):
-            raise commands.BadParameter(f'{path}:{number}: every line is an object such as {{"prompt": "Hello"}}')
-        entries.append((number, entry))
-    return entries
-
-
-def as_record(output: Any) -> dict[str, Any]:
-    return {
-        "prompt": output.prompt,
-        "prompt_token_ids": output.prompt_token_ids,
-        "outputs": [
-            {"text": item.text, "token_ids": item.token_ids, "finish_reason": item.finish_reason}
-            for item in output.outputs
-        ],
-    }

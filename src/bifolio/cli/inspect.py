@@ -1,4 +1,4 @@
-"""`bifolio inspect`: what a model file holds, and what it would take to run."""
+"""`bifolio inspect`: the contents of a model file, and the memory that running it takes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EPILOG = """Examples:
 
   bifolio inspect ./model --json | jq .formats"""
 _SHOWN_ITEMS = 6  # of a long array
-MAX_DEFAULT_LEN = 8192  # tokens of a sequence unless told, as in `LLM`
+MAX_DEFAULT_LEN = 8192  # tokens; the default of `LLM`
 
 
 def register(app: commands.App) -> None:
@@ -44,7 +44,7 @@ class TensorLine:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What was found, before anything is shown."""
+    """The contents of a model file."""
 
     path: str
     kind: str
@@ -118,7 +118,7 @@ def read_contents(path: Path) -> Contents:
 
 
 def plain_value(value: Value) -> Any:
-    """Something that JSON can hold; long arrays are cut."""
+    """A value as JSON; long arrays are shortened."""
     if isinstance(value, int | float | bool | str):
         return value
     items = [
@@ -218,7 +218,7 @@ def show(contents: Contents, plan: dict[str, Any], with_tensors: bool) -> None:
 
 
 def shorten(value: Any, limit: int = 100) -> str:
-    """One line of a value, with what cannot be printed spelled out."""
+    """One line of a value; unprintable characters are escaped."""
     from rich.markup import escape
 
     if isinstance(value, dict) and value.keys() == {"length", "first"}:

@@ -1,4 +1,4 @@
-"""The `bifolio` command: one small file a verb; heavy imports happen inside the verbs."""
+"""The `bifolio` command: one small file for each verb; heavy imports happen inside the verbs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,24 @@ from importlib import import_module
 
 from bifolio.cli import commands
 
-VERBS = ("generate", "chat", "serve", "train", "eval", "quantize", "inspect", "models", "pull", "bench", "profile")
+VERBS = (
+    "generate",
+    "chat",
+    "run",
+    "serve",
+    "train",
+    "eval",
+    "quantize",
+    "inspect",
+    "list",
+    "models",
+    "pull",
+    "rm",
+    "bench",
+    "profile",
+    "doctor",
+    "completion",
+)
 
 
 def build_app(verbs: Sequence[str] = VERBS) -> commands.App:
@@ -32,12 +49,12 @@ def build_app(verbs: Sequence[str] = VERBS) -> commands.App:
 
 
 def wanted_verbs(arguments: Sequence[str]) -> Sequence[str]:
-    """The verb that was asked for, so that only its options are put together; all of them for help and for mistakes."""
+    """The verb of the command line, so that only its module is imported; all verbs for help and for unknown ones."""
     return arguments[:1] if arguments and arguments[0] in VERBS else VERBS
 
 
 def main() -> None:
-    """Errors meant for people are one line; Ctrl-C and a closed pipe are quiet."""
+    """Run the command line. Named errors print one line; Ctrl-C and a closed pipe print nothing."""
     from bifolio.errors import BifolioError
 
     try:

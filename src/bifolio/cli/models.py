@@ -1,4 +1,4 @@
-"""`bifolio models`: what is in the box and what was pulled."""
+"""`bifolio models`: embedded and pulled models."""
 
 from __future__ import annotations
 

@@ -1,10 +1,13 @@
-"""Options that several verbs share, spelled once."""
+"""Options that several verbs share."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Annotated
 
 from bifolio.cli import commands
+from bifolio.model.sampling_defaults import help_text
 
 if TYPE_CHECKING:
     from bifolio.config import SpeculativeConfig
@@ -14,10 +17,20 @@ Model = Annotated[
     commands.option("--model", "-m", help="A model folder, a .gguf file, or a model's name (see `bifolio models`)."),
 ]
 MaxTokens = Annotated[int | None, commands.option("--max-tokens", "-n", help="The most tokens to generate.")]
-Temperature = Annotated[float | None, commands.option("--temperature", "-t", help="0 is greedy.")]
-TopP = Annotated[float | None, commands.option("--top-p", help="Keep the most likely tokens up to this mass.")]
-TopK = Annotated[int | None, commands.option("--top-k", help="Keep this many most likely tokens; 0 is off.")]
-MinP = Annotated[float | None, commands.option("--min-p", help="Drop tokens this much less likely than the best.")]
+Temperature = Annotated[
+    float | None,
+    commands.option("--temperature", "-t", help=f"Randomness of sampling; 0 is greedy; {help_text('temperature')}."),
+]
+TopP = Annotated[
+    float | None, commands.option("--top-p", help=f"Keep the most likely tokens up to this mass; {help_text('top_p')}.")
+]
+TopK = Annotated[
+    int | None, commands.option("--top-k", help=f"Keep this many most likely tokens; 0 is off; {help_text('top_k')}.")
+]
+MinP = Annotated[
+    float | None,
+    commands.option("--min-p", help=f"Drop tokens less likely than this fraction of the best; {help_text('min_p')}."),
+]
 RepetitionPenalty = Annotated[
     float | None, commands.option("--repetition-penalty", help="Above 1 discourages repeats.")
 ]
@@ -50,36 +63,32 @@ Deterministic = Annotated[
 GpuMemoryUtilization = Annotated[
     float,
     commands.option(
-        "--gpu-memory-utilization", help="Share of what is free beside weights and steps that the cache takes."
+        "--gpu-memory-utilization", help="Fraction of GPU memory left by weights and activations that the cache takes."
     ),
 ]
-KvDtype = Annotated[
-    str, commands.option("--kv-dtype", help="How keys and values are stored: auto, f32, f16, bf16 or q8_0.")
-]
+KvDtype = Annotated[str, commands.option("--kv-dtype", help="Format of the KV cache: auto, f32, f16, bf16 or q8_0.")]
 Activations = Annotated[
     str,
     commands.option(
         "--activations",
-        help="Beside quantised weights: int8 is faster, int16 as good as exact (CPU kernels).",
+        help="Rounding of activations with quantised weights on the CPU: int8 (faster) or int16 (nearly exact).",
     ),
 ]
 Threads = Annotated[int | None, commands.option("--threads", help="Threads of the CPU kernels; default: all cores.")]
-Device = Annotated[str, commands.option("--device", help="auto, cpu or cuda.")]
-Verbose = Annotated[bool, commands.option("--verbose", "-v", help="Print the memory plan and what the loader noted.")]
+Device = Annotated[str, commands.option("--device", help="Device: auto, cpu, cuda or cuda:N.")]
+Verbose = Annotated[bool, commands.option("--verbose", "-v", help="Print the memory plan and notes of the loader.")]
 Speculative = Annotated[
     str | None,
-    commands.option(
-        "--speculative", help="Guess tokens and verify several at once: 'draft' (a small model) or 'ngram'."
-    ),
+    commands.option("--speculative", help="Speculative decoding: 'draft' (a small draft model) or 'ngram'."),
 ]
 DraftModel = Annotated[
     str | None,
-    commands.option("--draft-model", help="The model that guesses; by default NAME-draft of the model NAME."),
+    commands.option("--draft-model", help="Draft model; default: NAME-draft of the model NAME."),
 ]
 
 
 def speculative_config(method: str | None, draft_model: str | None) -> SpeculativeConfig | None:
-    """What the two options say together."""
+    """The configuration that the two options describe; None without them."""
     from bifolio.config import SpeculativeConfig
     from bifolio.errors import ConfigError
 
@@ -90,3 +99,10 @@ def speculative_config(method: str | None, draft_model: str | None) -> Speculati
     if method == "ngram" and draft_model is not None:
         raise ConfigError("--draft-model is for --speculative draft: leave one of them out")
     return SpeculativeConfig("ngram" if method == "ngram" else "draft", draft_model=draft_model)
+
+
+def loading() -> AbstractContextManager[Callable[[int, int], None]]:
+    """A bar with the time left while a model is prepared; nothing for one that is ready at once."""
+    from bifolio.cli.progress import steps_bar
+
+    return steps_bar("loading")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from bifolio.cli import commands, options
 from bifolio.config import NUMERICS
@@ -36,7 +37,7 @@ def register(app: commands.App) -> None:
 
 def quantize(
     source: Annotated[str, commands.argument(help="The model to read.")],
-    target: Annotated[Path, commands.argument(help="What to write: NAME.gguf, or a folder.")],
+    target: Annotated[Path, commands.argument(help="File NAME.gguf or folder to write.")],
     format_name: Annotated[str, commands.option("--format", "-f", help="q4_0, q4_1, q8_0, f16, bf16 or f32.")],
     force: Annotated[bool, commands.option("--force", help="Replace the target if it exists.")] = False,
     evaluate: Annotated[
@@ -45,6 +46,7 @@ def quantize(
     eval_tokens: Annotated[int, commands.option("--eval-tokens", help="The most tokens of the text to score.")] = 4096,
     activations: options.Activations = NUMERICS.activations,
     threads: options.Threads = NUMERICS.threads,
+    as_json: Annotated[bool, commands.option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     from bifolio.model.file_access import refuse_existing
     from bifolio.model.loader import load_model
@@ -56,10 +58,16 @@ def quantize(
     model = load_model(source)
     with progress_bar(model) as progress:
         report = write(target, model, format, force, progress)
-    print_report(report)
+    scores = None
+    if not as_json:
+        print_report(report)
     if text is not None:
         before = score(model, text, eval_tokens, threads, activations)
         after = score(load_model(target), text, eval_tokens, threads, activations)
+        scores = {"before": before, "after": after}
+    if as_json:
+        commands.echo(json.dumps({**as_record(report), "perplexity": scores}))
+    elif scores is not None:
         commands.echo(f"perplexity       {before:.4f} before, {after:.4f} after ({(after / before - 1) * 100:+.2f} %)")
 
 
@@ -83,7 +91,7 @@ def read_text(path: Path) -> str:
 
 @contextmanager
 def progress_bar(model: LoadedModel) -> Iterator[Progress]:
-    """A bar over the bytes of the weights, on standard error and only where a person watches."""
+    """A bar over the bytes of the weights, on standard error if it is a terminal."""
     from rich.console import Console
     from rich.progress import Progress as Bar
 
@@ -92,6 +100,16 @@ def progress_bar(model: LoadedModel) -> Iterator[Progress]:
     with Bar(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("converting", total=weight_bytes(model.weights))
         yield lambda line: bar.update(task, advance=line.old_bytes)
+
+
+def as_record(report: WriteReport) -> dict[str, Any]:
+    tensors = [
+        {"from": line.old_format.name, "to": line.new_format.name, "bytes_before": line.old_bytes,
+         "bytes_after": line.new_bytes}
+        for line in report.tensors
+    ]  # fmt: skip
+    return {"path": str(report.path), "bytes_before": report.old_bytes, "bytes_after": report.new_bytes,
+            "tensors": tensors, "notes": list(report.notes)}  # fmt: skip
 
 
 def print_report(report: WriteReport) -> None:

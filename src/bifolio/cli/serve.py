@@ -26,29 +26,35 @@ def serve(
     model: options.Model = None,
     host: Annotated[str, commands.option("--host", help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, commands.option("--port", "-p", help="Port to listen on.")] = 8000,
-    name: Annotated[str | None, commands.option("--served-model-name", help="What clients call the model.")] = None,
-    api_key: Annotated[list[str] | None, commands.option("--api-key", help="A key that is let in; repeatable.")] = None,
+    name: Annotated[str | None, commands.option("--served-model-name", help="Name of the model in requests.")] = None,
+    api_key: Annotated[list[str] | None, commands.option("--api-key", help="Accepted API key; repeatable.")] = None,
     api_key_file: Annotated[
-        list[Path] | None, commands.option("--api-key-file", help="A file of keys, one a line; repeatable.")
+        list[Path] | None, commands.option("--api-key-file", help="File of accepted API keys, one a line; repeatable.")
     ] = None,
     tls_cert: Annotated[Path | None, commands.option("--tls-cert", help="Certificate chain (PEM).")] = None,
     tls_key: Annotated[Path | None, commands.option("--tls-key", help="Private key of the certificate (PEM).")] = None,
     cors_origin: Annotated[
-        list[str] | None, commands.option("--cors-origin", help="An origin whose pages may call; repeatable.")
+        list[str] | None,
+        commands.option("--cors-origin", help="Origin that may call the API from a browser; repeatable."),
     ] = None,
-    max_queue: Annotated[int, commands.option("--max-queue", help="Requests that may wait; more get 429.")] = 256,
+    max_queue: Annotated[
+        int, commands.option("--max-queue", help="Largest number of waiting requests; others get status 429.")
+    ] = 256,
     max_open_per_key: Annotated[
-        int | None, commands.option("--max-open-per-key", help="Requests under way that one key may have.")
+        int | None, commands.option("--max-open-per-key", help="Largest number of requests in flight for one API key.")
     ] = None,
     request_timeout: Annotated[
-        float, commands.option("--request-timeout", help="The most seconds a request may take.")
+        float, commands.option("--request-timeout", help="Longest duration of a request, in seconds.")
     ] = 600.0,
     drain_timeout: Annotated[
-        float, commands.option("--drain-timeout", help="Seconds for open requests after SIGTERM.")
+        float, commands.option("--drain-timeout", help="Seconds that open requests get after SIGTERM.")
     ] = 30.0,
     max_body: Annotated[str, commands.option("--max-body", help="Largest request, such as 4MB.")] = "4MiB",
     step_timeout: Annotated[
-        float, commands.option("--step-timeout", help="Seconds of one step after which the engine counts as hung.")
+        float,
+        commands.option(
+            "--step-timeout", help="Seconds after which a step counts as hung and the engine is restarted."
+        ),
     ] = 300.0,
     log_prompts: Annotated[bool, commands.option("--log-prompts", help="Write prompts into the log.")] = False,
     log_level: Annotated[str, commands.option("--log-level", help="debug, info, warning or error.")] = "info",
@@ -107,7 +113,7 @@ def serve(
     guessing = options.speculative_config(speculative, draft_model)
     engine_options = {
         "model": model,
-        "dtype": kv_dtype,
+        "kv_cache_dtype": kv_dtype,
         "memory": memory,
         "max_model_len": max_model_len,
         "max_num_seqs": max_num_seqs,
@@ -125,7 +131,7 @@ def serve(
 
 
 def _event_loop() -> Any:
-    """uvloop where there is one: it takes a third of the work out of every event."""
+    """The loop factory of uvloop where it is installed: it saves a third of the work of every event."""
     try:
         import uvloop
     except ImportError:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
+import json
+import sys
 import typing
 from typing import Annotated, Any
 
@@ -28,8 +31,8 @@ Ctrl-C saves a checkpoint; the same command with --resume goes on from it.
 def register(app: commands.App) -> None:
     """Add the command; its options are the fields of `TrainSettings`."""
 
-    def command(**values: Any) -> None:
-        _train(values)
+    def command(as_json: bool = False, **values: Any) -> None:
+        _train(values, as_json)
 
     command.__signature__ = inspect.Signature(_parameters())  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in _parameters()}
@@ -53,10 +56,14 @@ def _parameters() -> list[inspect.Parameter]:
                 option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, written]
             )
         )
+    written = commands.option("--json", help="Print one JSON object at the end; progress goes to standard error.")
+    parameters.append(
+        inspect.Parameter("as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, written])
+    )
     return parameters
 
 
-def _train(values: dict[str, Any]) -> None:
+def _train(values: dict[str, Any], as_json: bool) -> None:
     from bifolio.errors import MissingDependencyError
     from bifolio.train.settings import TrainSettings
 
@@ -67,4 +74,9 @@ def _train(values: dict[str, Any]) -> None:
         raise MissingDependencyError("training needs torch: pip install 'bifolio[train]'") from error
     from bifolio.train.loop import train
 
-    train(settings)
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        result = train(settings)
+    if as_json:
+        evaluations = [[step, loss] for step, loss in result.history.held_out]
+        record = {"folder": str(result.folder), "steps": result.steps_done, "finished": result.finished}
+        commands.echo(json.dumps({**record, "evaluations": evaluations}))

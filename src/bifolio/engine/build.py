@@ -15,6 +15,7 @@ from bifolio.engine.engine import InferenceEngine
 from bifolio.engine.memory import MemoryPlan, plan_gpu_memory, plan_memory, weight_bytes
 from bifolio.kernels.interface import DeviceMemory, KernelSet
 from bifolio.model.loaded import LoadedModel
+from bifolio.model.weights import OnLoad
 
 
 class Sizes(NamedTuple):
@@ -58,12 +59,13 @@ def build_engine(
     num_blocks: int | None = None,
     memory: int | None = None,  # bytes for the cache
     utilisation: float = 0.9,
+    on_load: OnLoad = lambda done, total: None,  # (layers prepared, layers in all)
 ) -> tuple[MemoryPlan, InferenceEngine]:
     """The memory plan and the engine built from it."""
     cache, length = config.cache, config.max_model_len
     device = kernels.memory()
     if device is not None:
-        model = move_to_device(model, kernels)
+        model = move_to_device(model, kernels, on_load)
         draft_model = None if draft_model is None else move_to_device(draft_model, kernels)
     if device is not None and num_blocks is None and memory is None:
         plan = _measured_plan(model, config, kernels, draft_model, utilisation, device)
@@ -79,7 +81,7 @@ def build_engine(
             max_num_seqs=config.max_num_seqs,
         )
     config = replace(config, cache=replace(cache, num_blocks=plan.num_blocks))
-    return plan, InferenceEngine(model, config, kernels, draft_model=draft_model)
+    return plan, InferenceEngine(model, config, kernels, draft_model=draft_model, on_load=on_load)
 
 
 def _measured_plan(

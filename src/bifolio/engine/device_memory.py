@@ -19,7 +19,7 @@ from bifolio.engine.memory import show_bytes, weight_bytes
 from bifolio.errors import ConfigError
 from bifolio.kernels.interface import DeviceMemory, KernelSet
 from bifolio.model.loaded import LoadedModel
-from bifolio.model.weights import prepare
+from bifolio.model.weights import OnLoad, prepare
 from bifolio.sampling.sampler import Sampler, SamplingTable
 from bifolio.sampling_params import SamplingParams
 
@@ -27,10 +27,10 @@ GRAPH_SHARE = 0.25  # of a step's bytes, added: CUDA graphs keep memory of their
 FILTERED = SamplingParams(temperature=0.9, top_p=0.9, top_k=50, min_p=0.01, seed=0, logprobs=5)
 
 
-def move_to_device(model: LoadedModel, kernels: KernelSet) -> LoadedModel:
+def move_to_device(model: LoadedModel, kernels: KernelSet, on_load: OnLoad = lambda done, total: None) -> LoadedModel:
     """The model with its weights on the kernels' device; ConfigError when they do not fit."""
     try:
-        weights = prepare(model.weights, kernels)
+        weights = prepare(model.weights, kernels, on_load)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise

@@ -31,6 +31,7 @@ from bifolio.engine.speculative.speculator import new_speculator
 from bifolio.errors import RequestError
 from bifolio.kernels.interface import KernelSet, SlotSizes
 from bifolio.model.loaded import LoadedModel
+from bifolio.model.weights import OnLoad
 from bifolio.sampling.sampler import Sampler, SamplingTable
 from bifolio.sampling_params import SamplingParams
 from bifolio.schedule.batcher import ContinuousBatcher
@@ -62,7 +63,12 @@ class InferenceEngine:
     """Continuous batching over one paged cache."""
 
     def __init__(
-        self, model: LoadedModel, config: EngineConfig, kernels: KernelSet, draft_model: LoadedModel | None = None
+        self,
+        model: LoadedModel,
+        config: EngineConfig,
+        kernels: KernelSet,
+        draft_model: LoadedModel | None = None,
+        on_load: OnLoad = lambda done, total: None,  # (layers prepared, layers in all)
     ) -> None:
         self.model = model
         self.config = config
@@ -71,7 +77,7 @@ class InferenceEngine:
             cache.num_blocks, cache.block_size, enable_prefix_caching=cache.enable_prefix_caching
         )
         self.shares = BlockShareManager(self.blocks)
-        self.runner = ModelRunner.new(model, cache, kernels)
+        self.runner = ModelRunner.new(model, cache, kernels, on_load)
         self.storages = [self.runner.storage]  # then the draft model's
         if cache.poison_free_blocks:
             self.blocks.on_free = self._poison

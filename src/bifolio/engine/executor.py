@@ -33,7 +33,7 @@ from bifolio.kernels.interface import (
 )
 from bifolio.model import transformer
 from bifolio.model.loaded import LoadedModel
-from bifolio.model.weights import ModelWeights, prepare
+from bifolio.model.weights import ModelWeights, OnLoad, prepare
 from bifolio.schedule.orchestrators import DecodeOrchestrator
 from bifolio.schedule.plan import StepPlan
 
@@ -47,7 +47,13 @@ class ModelRunner:
     storage: KVStorage
 
     @classmethod
-    def new(cls, model: LoadedModel, cache: CacheConfig, kernels: KernelSet) -> ModelRunner:
+    def new(
+        cls,
+        model: LoadedModel,
+        cache: CacheConfig,
+        kernels: KernelSet,
+        on_load: OnLoad = lambda done, total: None,
+    ) -> ModelRunner:
         """Prepare a model's weights and allocate its paged cache."""
         config = model.config
         layout = CacheLayout(
@@ -59,7 +65,7 @@ class ModelRunner:
             cache.dtype,
             cache.poison_free_blocks,
         )
-        return cls(prepare(model.weights, kernels), kernels, kernels.new_storage(layout))
+        return cls(prepare(model.weights, kernels, on_load), kernels, kernels.new_storage(layout))
 
     def run(self, batch: Batch) -> Array:
         """Logits f32[r, vocab] of the batch's `logit_rows`, kernel by kernel; K and V of all tokens are cached."""

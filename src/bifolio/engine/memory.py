@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Set
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from bifolio.cache.storage import CacheLayout
@@ -80,10 +82,9 @@ def plan_memory(
             num_blocks = memory // per_block
     plan = MemoryPlan(weight_bytes, block_size, per_block, int(num_blocks), free)
     if plan.num_blocks < needed:
-        fits = max(plan.max_cached_tokens, 0)
         raise ConfigError(
             f"the cache would have {plan.num_blocks} blocks of {block_size} tokens ({show_bytes(per_block)} each); a "
-            f"sequence of {max_model_len} tokens needs {needed}: pass max_model_len <= {fits}, or at least "
+            f"sequence of {max_model_len} tokens needs {needed}: pass {_shorter(plan)}at least "
             f"{show_bytes(needed * per_block)} of memory for the cache"
         )
     return plan
@@ -115,10 +116,15 @@ def plan_gpu_memory(
             f"beside weights of {show_bytes(weight_bytes)} the GPU has {show_bytes(free_bytes)} free, a step takes "
             f"{show_bytes(step_bytes)} of it, and {utilisation:.0%} of the rest are {max(fitting, 0)} blocks of "
             f"{block_size} tokens ({show_bytes(per_block)} each); a sequence of {max_model_len} tokens needs {needed}: "
-            f"pass max_model_len <= {max(plan.max_cached_tokens, 0)}, a smaller token_budget or max_num_seqs, a larger "
-            "gpu_memory_utilization, or end other processes on the GPU"
+            f"pass {_shorter(plan)}a smaller token_budget or max_num_seqs, a larger gpu_memory_utilization, or end "
+            "other processes on the GPU"
         )
     return plan
+
+
+def _shorter(plan: MemoryPlan) -> str:
+    """Advice to shorten sequences, where at least one block is left for tokens."""
+    return f"max_model_len <= {plan.max_cached_tokens}, or " if plan.max_cached_tokens > 0 else ""
 
 
 def _bytes_per_block(config: ModelConfig, block_size: int, kv_dtype: KVDtype) -> int:
@@ -173,6 +179,18 @@ def show_bytes(count: int) -> str:
         if value < 1000:
             return f"{value:.3g} {unit}" if value < 100 else f"{value:.0f} {unit}"
     return f"{value / 1000:.3g} TB"
+
+
+def check_threads(threads: int | None) -> None:
+    """Warn once about more threads than cores: they wait for each other at the end of every operation."""
+    cores = default_threads()
+    if threads is not None and threads > cores:
+        _warn_threads(threads, cores)
+
+
+@cache
+def _warn_threads(threads: int, cores: int) -> None:
+    print(f"bifolio: {threads} threads on {cores} cores are slower than {cores}: leave threads out", file=sys.stderr)
 
 
 def default_threads() -> int:

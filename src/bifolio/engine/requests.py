@@ -10,6 +10,7 @@ import operator
 import secrets
 from collections.abc import Mapping
 from collections.abc import Sequence as Sequences
+from dataclasses import replace
 from itertools import count
 
 from bifolio.beam_params import BeamSearchParams
@@ -139,6 +140,11 @@ class RequestFactory:
 
     def _resolved(self, params: SamplingParams) -> SamplingParams:
         """Parameters with strings as tokens and the grammar compiled for this model's vocabulary."""
+        if params.structured_outputs is not None:
+            from bifolio.sampling.grammar import structured_grammar
+
+            grammar = structured_grammar(params.structured_outputs)
+            params = replace(params, grammar=grammar, structured_outputs=None, guided_decoding=None)
         if params.grammar is not None:
             from bifolio.sampling.grammar import with_grammar
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from bifolio.config import ModelConfig
 from bifolio.errors import RequestError
+from bifolio.model.sampling_defaults import sampling_defaults
 from bifolio.model.weights import ModelWeights
 from bifolio.text.tokenizer import Tokenizer
 
@@ -32,6 +33,11 @@ class TextModel:
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer, built on first use; None if the files have none."""
         return None if self.tokenizer_source is None else self.tokenizer_source()
+
+    @cached_property
+    def sampling_defaults(self) -> dict[str, Any]:
+        """Values of `generation_config.json` for requests that set none: the model's own, else filtered ones."""
+        return sampling_defaults(self.generation_config, self.config.num_parameters)
 
     def require_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

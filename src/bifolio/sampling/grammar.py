@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from bifolio.errors import BifolioError, GrammarError, MissingDependencyError
 from bifolio.model.loaded import TextModel
 from bifolio.sampling_params import SamplingParams
+from bifolio.structured_outputs import StructuredOutputsParams
 
 Kind = Literal["json_schema", "regex", "choice", "lark"]
 MAX_TEXT_CHARS = {"json_schema": 64 << 10, "regex": 8 << 10, "choice": 64 << 10, "lark": 32 << 10}
@@ -233,6 +234,19 @@ def read_schema(path: Path) -> Grammar:
         raise GrammarError(f"the schema {path} cannot be read: {error}") from error
     check_bounds(grammar)
     return grammar
+
+
+def structured_grammar(outputs: StructuredOutputsParams) -> Grammar:
+    """The grammar behind vLLM's parameters of structured output."""
+    if outputs.json is not None:
+        return Grammar.json_schema(outputs.json)
+    if outputs.regex is not None:
+        return Grammar.regex(outputs.regex)
+    if outputs.choice is not None:
+        return Grammar.choice(outputs.choice)
+    if outputs.grammar is not None:
+        return Grammar.lark(outputs.grammar)
+    return Grammar.json_object()
 
 
 def with_grammar(params: SamplingParams, model: TextModel) -> SamplingParams:

@@ -201,7 +201,7 @@ class Handlers:
 
     def _card(self) -> r.ModelCard:
         context = self._context
-        defaults = request_defaults(context.model.generation_config)
+        defaults = request_defaults(context.model.sampling_defaults)
         has_template = context.model.chat_template is not None
         return r.ModelCard(
             context.name,

@@ -193,7 +193,7 @@ async def prepare(context: ServerContext, request: ChatRequest, tenant: Tenant) 
     limit = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     params = engine_params(
         request,
-        context.model.generation_config,
+        context.model.sampling_defaults,
         max_tokens=limit,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
     )

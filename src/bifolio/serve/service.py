@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from bifolio.api.llm import LLM
+from bifolio.api.outputs import PositionLogprobs
 from bifolio.beam_params import BeamSearchParams
 from bifolio.engine.engine import InferenceEngine
 from bifolio.engine.fault.out_of_memory import STEP_FAILED
@@ -300,7 +301,7 @@ def _final_pieces(request: Request) -> list[m.Piece]:
     ]
 
 
-def _logprob(item: TokenLogprob) -> tuple[int, float, int, list[tuple[int, float]]]:
+def _logprob(item: TokenLogprob | PositionLogprobs) -> tuple[int, float, int, list[tuple[int, float]]]:
     return (item.token_id, item.logprob, item.rank, list(item.top))
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from bifolio.config import ModelConfig
 from bifolio.errors import ConfigError
-from bifolio.model.families import all_families, family_named
 
 
 def _option(default: Any, help: str) -> Any:
@@ -121,6 +120,8 @@ class TrainSettings:
 
     def model_config(self, vocab_size: int, end_of_text: int | None) -> ModelConfig:
         """The configuration for a vocabulary; `end_of_text` both begins and ends a document."""
+        from bifolio.model.families import all_families, family_named  # imports numpy, which --help does not need
+
         shape = self.shape()
         family = family_named(shape.architecture)
         if family is None or family.fresh_config is None:

@@ -1,0 +1,103 @@
+"""Options of `LLM` under the names that vLLM gives them: taken, translated, or warned about by name."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from bifolio.config import KVDtype, SpeculativeConfig, checked_kv_dtype
+from bifolio.errors import ConfigError
+
+WEIGHT_DTYPES = {
+    "auto": None,
+    "float32": "f32",
+    "float": "f32",
+    "float16": "f16",
+    "half": "f16",
+    "bfloat16": "bf16",
+    "f32": "f32",
+    "f16": "f16",
+    "bf16": "bf16",
+}
+SHORT_NAMES = ("f32", "f16", "bf16", "q8_0")  # older spelling: they named the type of the cache as well
+CACHE_DTYPES = {"float32": "f32", "float16": "f16", "half": "f16", "bfloat16": "bf16", "int8": "q8_0"}
+IGNORED = {
+    "trust_remote_code": "bifolio never runs code of a model's repository",
+    "enforce_eager": "decode steps on a GPU are always captured as CUDA graphs",
+    "quantization": "the format follows from the file",
+    "tokenizer": "the tokenizer comes with the model",
+    "tokenizer_mode": "there is one kind of tokenizer",
+    "tokenizer_revision": "revisions are chosen by `bifolio pull`",
+    "revision": "revisions are chosen by `bifolio pull`",
+    "download_dir": "models are fetched by `bifolio pull` into $BIFOLIO_CACHE",
+    "load_format": "the format follows from the file",
+    "swap_space": "a preempted sequence is computed again",
+    "cpu_offload_gb": "weights stay on one device",
+    "enable_chunked_prefill": "prompts are always computed in chunks of chunk_size",
+    "disable_log_stats": "LLM writes no log",
+    "disable_custom_all_reduce": "there is one device",
+    "max_seq_len_to_capture": "every decode step is captured",
+    "disable_async_output_proc": "output is always processed beside the next step",
+    "distributed_executor_backend": "there is one process",
+    "max_logprobs": "up to 1024 logprobs are always allowed",
+    "generation_config": "the model's sampling defaults are always used where a call passes none",
+    "compilation_config": "kernels are compiled ahead or on first use",
+}
+_SAME = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1, "task": "generate",
+         "runner": "generate", "skip_tokenizer_init": False, "enable_lora": False}  # fmt: skip
+
+
+def weight_dtype(dtype: Any) -> str | None:
+    """The type of dense weights on a GPU, from vLLM's names, torch's types or ours; None: the kernels decide."""
+    name = str(dtype).removeprefix("torch.")
+    if name == "q8_0":  # older spelling of kv_cache_dtype
+        return None
+    if name not in WEIGHT_DTYPES:
+        names = "auto, bfloat16, float16, half, float32 or float"
+        raise ConfigError(f"dtype is {names}, not {name!r}; the type of the cache is kv_cache_dtype")
+    return WEIGHT_DTYPES[name]
+
+
+def cache_dtype(dtype: Any, kv_cache_dtype: str, usual: KVDtype) -> KVDtype:
+    """The type of cached keys and values. `dtype` with one of our short names still sets it, with a warning."""
+    name = CACHE_DTYPES.get(kv_cache_dtype, kv_cache_dtype)
+    if name.startswith("fp8"):
+        raise ConfigError(f"the cache cannot be {kv_cache_dtype}: q8_0 is the type with 8 bits")
+    if name != "auto":
+        return checked_kv_dtype(name)
+    if dtype in SHORT_NAMES:
+        message = f"dtype={dtype!r} sets the type of the cache until the next release: write kv_cache_dtype={dtype!r}"
+        warnings.warn(message, DeprecationWarning, stacklevel=4)
+        return checked_kv_dtype(dtype)
+    return usual
+
+
+def check_ported(options: Mapping[str, Any]) -> None:
+    """Refuse or warn about options of vLLM that bifolio does not have; an unknown name is a TypeError."""
+    for name, value in options.items():
+        if name in _SAME:
+            if value not in (_SAME[name], None, "auto"):
+                raise ConfigError(f"{name}={value!r} is not supported: leave it out, or pass {_SAME[name]!r}")
+        elif name not in IGNORED:
+            raise TypeError(f"LLM() has no option {name!r}")
+        elif value not in (None, False, "auto"):
+            warnings.warn(f"{name}={value!r} has no effect: {IGNORED[name]}", UserWarning, stacklevel=3)
+
+
+def speculative_from(options: Mapping[str, Any]) -> SpeculativeConfig:
+    """vLLM's `speculative_config`: {"method": "ngram", "num_speculative_tokens": 4} or {"model": "draft.gguf", ...}."""
+    taken = {"method", "model", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"}
+    for name in set(options) - taken:
+        warnings.warn(f"speculative_config[{name!r}] has no effect", UserWarning, stacklevel=3)
+    is_ngram = options.get("method") == "ngram" or options.get("model") in ("ngram", "[ngram]")
+    values = {
+        "length": options.get("num_speculative_tokens"),
+        "ngram_max": options.get("prompt_lookup_max"),
+        "ngram_min": options.get("prompt_lookup_min"),
+        "draft_model": None if is_ngram else options.get("model"),
+    }
+    given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
+    if "ngram_max" in given:
+        given.setdefault("ngram_min", min(SpeculativeConfig().ngram_min, given["ngram_max"]))
+    return SpeculativeConfig("ngram" if is_ngram else "draft", **given)

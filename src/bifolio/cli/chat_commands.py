@@ -1,0 +1,100 @@
+"""Slash commands of `bifolio chat`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from bifolio.cli.commands import did_you_mean
+from bifolio.cli.conversation import Conversation, checked_policy
+from bifolio.errors import BifolioError
+
+if TYPE_CHECKING:
+    from bifolio.cli.terminal import Terminal
+
+COMMANDS = {
+    "/help": "show this list",
+    "/set NAME VALUE": "change an option, such as temperature; without arguments: show all",
+    "/system TEXT": "set the system prompt and start over; without TEXT: show it",
+    "/regenerate": "answer the last message again",
+    "/branch NAME": "go on in a copy of the conversation, or back to one; without NAME: list them",
+    "/save FILE": "write the conversation as JSON",
+    "/load FILE": "read a conversation",
+    "/reset": "forget the conversation; the system prompt stays",
+    "/bye": "leave (also /quit, /exit, Ctrl-D)",
+}
+LEAVE = ("/bye", "/quit", "/exit")
+NUMBERS: dict[str, Callable[[str], Any]] = {
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "typical_p": float,
+    "repetition_penalty": float,
+    "presence_penalty": float,
+    "frequency_penalty": float,
+    "max_tokens": int,
+    "seed": int,
+}
+NONE_WORDS = ("none", "off", "default")
+
+
+def obey(line: str, conversation: Conversation, terminal: Terminal, regenerate: Callable[[], None]) -> bool:
+    """Run a command; False to leave."""
+    command, _, argument = line.partition(" ")
+    argument = argument.strip()
+    if command in LEAVE:
+        return False
+    if command == "/reset":
+        conversation.reset(conversation.system)
+        terminal.note("started over")
+    elif command == "/system" and argument:
+        conversation.reset(argument)
+        terminal.note("system prompt set, started over")
+    elif command == "/system":
+        terminal.note(conversation.system or "no system prompt of yours; the model's template may add its own")
+    elif command == "/save":
+        terminal.note(conversation.save(argument))
+    elif command == "/load":
+        terminal.note(conversation.load(argument))
+    elif command == "/branch":
+        terminal.note(conversation.branch(argument))
+    elif command == "/regenerate":
+        regenerate()
+    elif command == "/set":
+        for text in set_option(argument, conversation):
+            terminal.note(text)
+    else:
+        known = [name.split()[0] for name in COMMANDS]
+        if command != "/help":
+            terminal.note(f"unknown command {command}{did_you_mean(command, [*known, *LEAVE])}")
+        for name, text in COMMANDS.items():
+            terminal.note(f"{name:<16} {text}")
+    return True
+
+
+def set_option(argument: str, conversation: Conversation) -> list[str]:
+    """Change an option of the next answers, or list all; the lines to print."""
+    params = conversation.params
+    if not argument:
+        shown = {name: getattr(params, name) for name in NUMBERS}
+        return [*(f"{name:<20} {value}" for name, value in shown.items()), f"{'stop':<20} {list(params.stop)}",
+                f"{'context-policy':<20} {conversation.policy}"]  # fmt: skip
+    name, _, value = argument.replace("=", " ", 1).partition(" ")
+    value, key = value.strip(), name.replace("-", "_")
+    try:
+        if key == "context_policy":
+            conversation.policy = checked_policy(value)
+        elif key == "stop":
+            conversation.params = replace(params, stop=(value,) if value else ())
+        elif key in NUMBERS:
+            changed: dict[str, Any] = {key: None if value.lower() in NONE_WORDS else NUMBERS[key](value)}
+            conversation.params = replace(params, **changed)
+        else:
+            return [f"there is no option {name!r}{did_you_mean(key, [*NUMBERS, 'stop', 'context-policy'])}"]
+    except BifolioError as error:
+        return [str(error)]
+    except ValueError:
+        return [f"{value!r} is no value of {name}: write for example /set {name} 1"]
+    return [f"{name} is {value or 'none'} from now on"]

@@ -1,0 +1,107 @@
+"""Values of options from the environment and from a configuration file, for options that the command line leaves out.
+
+    BIFOLIO_THREADS=4                         every option has a variable: BIFOLIO_ and its long name
+    ~/.config/bifolio/config.toml             or $BIFOLIO_CONFIG
+
+    threads = 4                               for every verb that has the option
+    [chat]
+    temperature = 0.5                         for one verb
+    ["bench throughput"]
+    repetitions = 3
+
+The command line comes before the environment, and the environment before the file; in the file, a verb's table comes
+before the top.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bifolio.errors import ConfigError, did_you_mean
+
+TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
+NO_VARIABLE = {"json", "help", "version", "cache", "config", "history"}  # BIFOLIO_CACHE and others mean something else
+
+
+def config_path() -> Path:
+    """$BIFOLIO_CONFIG, or bifolio/config.toml in the user's configuration folder."""
+    if override := os.environ.get("BIFOLIO_CONFIG"):
+        return Path(override).expanduser()
+    base = os.environ.get("XDG_CONFIG_HOME")
+    return (Path(base) if base else Path.home() / ".config") / "bifolio" / "config.toml"
+
+
+def read_config() -> dict[str, Any]:
+    """The configuration file; {} where there is none."""
+    path = config_path()
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+
+
+class OptionValues:
+    """The values that environment and file hold for the options of one verb."""
+
+    def __init__(self, verb: str, config: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+        table = config.get(verb, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"{config_path()}: [{verb}] must be a table of options")
+        self._verb = verb
+        self._own = {_key(name): value for name, value in table.items() if not isinstance(value, dict)}
+        self._shared = {_key(name): value for name, value in config.items() if not isinstance(value, dict)}
+        self._environment = environment
+        self._known: set[str] = set()
+
+    @classmethod
+    def of(cls, program: str) -> OptionValues:
+        """Those of "bifolio chat"."""
+        return cls(program.partition(" ")[2], read_config(), os.environ)
+
+    def take(self, names: Sequence[str], read: Callable[[str], Any], several: bool) -> Any:
+        """The value of the option with these names, read as the command line reads it; None where there is none."""
+        key = _key(max(names, key=len))
+        self._known.add(key)
+        variable = "BIFOLIO_" + key.upper()
+        if variable in self._environment and key not in NO_VARIABLE:
+            text = self._environment[variable]
+            return self._read(text.split(",") if several else text, read, several, variable)
+        for values in (self._own, self._shared):
+            if key in values:
+                return self._read(values[key], read, several, f"{key} in {config_path()}")
+        return None
+
+    def check_all_used(self) -> None:
+        """Refuse options in the verb's own table that the verb does not have."""
+        for key in self._own:
+            if key not in self._known:
+                hint = did_you_mean(key, self._known)
+                raise ConfigError(f"{config_path()}: `bifolio {self._verb}` has no option {key!r}{hint}")
+
+    def _read(self, value: Any, read: Callable[[str], Any], several: bool, source: str) -> Any:
+        try:
+            if several:
+                return [read(str(item)) for item in (value if isinstance(value, list) else [value])]
+            return _truth(value) if read is bool else read(str(value))
+        except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
+            raise ConfigError(f"{source} is {value!r}, which is no value of the option: {error}") from error
+
+
+def _key(name: str) -> str:
+    return name.lstrip("-").replace("-", "_")
+
+
+def _truth(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    text = str(value).lower()
+    if text in TRUE or text in FALSE:
+        return text in TRUE
+    raise ValueError("write true or false")

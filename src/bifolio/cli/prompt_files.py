@@ -1,0 +1,95 @@
+"""Files of prompts for `bifolio generate --input`: JSON lines with a prompt and options each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bifolio.cli import commands
+from bifolio.errors import RequestError
+
+if TYPE_CHECKING:
+    from bifolio.api.llm import LLM, Prompt
+    from bifolio.api.outputs import RequestOutput
+
+PROMPT_FIELDS = ("prompt", "prompt_token_ids", "messages")
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLine:
+    """One line of a file."""
+
+    place: str  # "prompts.jsonl:3"
+    values: dict[str, Any]
+
+    def prompt(self, llm: LLM) -> Prompt:
+        """The prompt, in the form that `LLM.generate` takes."""
+        given = [name for name in PROMPT_FIELDS if name in self.values]
+        if len(given) != 1:
+            wanted = "a text 'prompt', a list 'prompt_token_ids' or a list 'messages'"
+            raise commands.BadParameter(f"{self.place}: needs one of {wanted}, not {len(given)} of them")
+        value = self.values[given[0]]
+        if given[0] == "messages":
+            try:
+                return {"prompt_token_ids": llm.chat_tokens(value)}
+            except RequestError as error:
+                raise commands.BadParameter(f"{self.place}: {error}") from error
+        if not isinstance(value, str if given[0] == "prompt" else list):
+            raise commands.BadParameter(f"{self.place}: 'prompt' is text and 'prompt_token_ids' a list of token ids")
+        return {given[0]: value}
+
+    def options(self, params: type) -> dict[str, Any]:
+        """The sampling options of the line; a field that `params` does not have is refused by name."""
+        found = {name: value for name, value in self.values.items() if name not in (*PROMPT_FIELDS, "id")}
+        known = [field.name for field in fields(params) if field.init]
+        for name in found:
+            if name not in known:
+                hint = commands.did_you_mean(name, [*known, *PROMPT_FIELDS, "id"])
+                raise commands.BadParameter(f"{self.place}: {name!r} is not a field of a line{hint}")
+        return found
+
+
+def read_prompts(path: Path) -> list[PromptLine]:
+    """Every line that is not blank."""
+    if not path.is_file():
+        raise commands.BadParameter(f"{path} does not exist")
+    lines = []
+    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if not text.strip():
+            continue
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            raise commands.BadParameter(f"{path}:{number}: not JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise commands.BadParameter(f'{path}:{number}: every line is an object such as {{"prompt": "Hello"}}')
+        lines.append(PromptLine(f"{path}:{number}", values))
+    return lines
+
+
+def result_lines(lines: Iterable[PromptLine], outputs: Iterable[RequestOutput]) -> list[str]:
+    """Results as JSON lines, in the order of the prompts; an `id` is copied to the result."""
+    records = []
+    for line, output in zip(lines, outputs, strict=True):
+        own = {"id": line.values["id"]} if "id" in line.values else {}
+        records.append(json.dumps({**own, **as_record(output)}, ensure_ascii=False))
+    return records
+
+
+def as_record(output: RequestOutput) -> dict[str, Any]:
+    return {
+        "prompt": output.prompt,
+        "prompt_token_ids": output.prompt_token_ids,
+        "outputs": [
+            {
+                "text": item.text,
+                "token_ids": item.token_ids,
+                "finish_reason": item.finish_reason,
+                **({} if item.score is None else {"score": item.score}),
+            }
+            for item in output.outputs
+        ],
+    }

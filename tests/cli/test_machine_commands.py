@@ -1,0 +1,161 @@
+"""`run`, `list`, `doctor` and `completion`; `--json` on every verb; the warning about threads."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hub_server import local_hub
+
+from bifolio import LLM, SamplingParams
+from bifolio.cli import commands
+from bifolio.cli.main import VERBS, build_app
+from bifolio.engine import memory
+from bifolio.model.registry import embedded_dir
+from cli_runner import CliRunner, Result
+from helpers import tiny_folder
+
+CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+NO_JSON = {"serve", "completion", "run"}  # a server logs JSON; a script and a conversation are no data
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BIFOLIO_CACHE", str(tmp_path / "cache"))
+
+
+def bifolio(*arguments: str, input: str | None = None) -> Result:
+    return CliRunner().invoke(build_app(), list(arguments), input=input, catch_exceptions=False)
+
+
+def test_run_answers_a_question_with_the_chat_template() -> None:
+    folder = tiny_folder(tokenizer=True, chat_template=CHAT)
+    options = ("-t", "0", "-n", "6")
+    llm = LLM(folder, max_num_seqs=1)
+    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello"}]
+    (output,) = llm.chat(messages, SamplingParams(temperature=0, max_tokens=6))
+    for arguments, text in ((["Hello"], None), ([], "Hello\n")):
+        printed = bifolio("run", str(folder), *arguments, *options, "--system", "Be kind.", input=text).stdout
+        assert printed == output.outputs[0].text + "\n"
+
+
+def test_run_continues_text_without_a_template() -> None:
+    printed = bifolio("run", "stories", "Once upon a", "-n", "4", "-t", "0").stdout
+    assert printed.startswith(" time")
+
+
+def test_run_fetches_a_model_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    with local_hub() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.address)
+        hub.repositories["org/small"] = {"m.gguf": (embedded_dir() / "stories-draft.gguf").read_bytes()}
+        first = bifolio("run", "org/small", "Once", "-n", "2", "-t", "0")
+        assert "fetching org/small" in first.stderr
+    second = bifolio("run", "org/small", "Once", "-n", "2", "-t", "0")  # the hub is gone
+    assert second.stdout == first.stdout
+    assert "small" in bifolio("list").stdout
+    assert bifolio("list", "--json").stdout == bifolio("models", "--json").stdout
+
+
+def test_doctor_names_the_machine_and_its_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = json.loads(bifolio("doctor", "--json").stdout)
+    assert {"version", "cpu", "kernels", "gpu", "memory", "packages", "problems", "models"} <= set(report)
+    assert report["packages"]["numpy"]
+    assert report["memory"]["free_bytes"] > 0
+    assert "stories" in report["models"]
+    monkeypatch.setenv("BIFOLIO_KERNELS", "reference")
+    slow = bifolio("doctor")
+    assert slow.exit_code == 1
+    assert "BIFOLIO_KERNELS=reference replaces the choice of kernels: unset it" in slow.stdout
+    for word in ("CPU", "kernels", "GPU", "memory", "packages", "cache"):
+        assert word in slow.stdout
+
+
+def test_doctor_says_why_the_kernels_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bifolio.errors import MissingDependencyError
+    from bifolio.kernels import native
+
+    def missing() -> str:
+        raise MissingDependencyError("the native CPU kernels were not built: install a C++20 compiler")
+
+    monkeypatch.setattr(native, "isa", missing)
+    result = bifolio("doctor")
+    assert result.exit_code == 1
+    assert "slow kernels: the native CPU kernels were not built" in result.stdout
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts_have_every_verb_and_option(shell: str) -> None:
+    script = bifolio("completion", shell).stdout
+    for verb in VERBS:
+        assert verb in script
+    for option in ("max-tokens", "kv-dtype", "context-policy", "no-markdown", "repetitions"):
+        assert option in script
+    if shell == "bash":
+        done = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+
+def test_bash_completes_verbs_and_options() -> None:
+    script = bifolio("completion", "bash").stdout
+    for words, expected in (
+        (["bifolio", "gen"], "generate"),
+        (["bifolio", "chat", "--context"], "--context-policy"),
+        (["bifolio", "bench", "thr"], "throughput"),
+        (["bifolio", "bench", "latency", "--bat"], "--batch"),
+    ):
+        quoted = " ".join(f"'{word}'" for word in words)
+        ask = f"COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _bifolio; echo ${{COMPREPLY[@]}}"
+        done = subprocess.run(["bash", "-c", f"{script}\n{ask}"], text=True, capture_output=True, check=True)
+        assert done.stdout.split() == [expected]
+    assert "stories" in bifolio("completion", "names").stdout.split()
+    assert bifolio("completion", "csh").exit_code == 2
+
+
+def every_command(app: commands.App, prefix: str = "") -> dict[str, commands.Command]:
+    found: dict[str, commands.Command] = {}
+    for name, entry in app.verbs.items():
+        if isinstance(entry, commands.App):
+            found |= every_command(entry, f"{prefix}{name} ")
+        else:
+            found[prefix + name] = entry
+    return found
+
+
+def test_every_verb_that_prints_results_has_json() -> None:
+    for name, command in every_command(build_app()).items():
+        if name not in NO_JSON:
+            assert "as_json" in inspect.signature(command.function).parameters, f"{name} has no --json"
+
+
+def test_more_threads_than_cores_are_warned_about_once(capsys: pytest.CaptureFixture[str]) -> None:
+    memory._warn_threads.cache_clear()
+    folder = tiny_folder(tokenizer=True)
+    cores = memory.default_threads()
+    for _ in range(2):
+        LLM(folder, kernels="reference", max_model_len=32, threads=cores + 1)
+    printed = capsys.readouterr().err
+    assert printed.count(f"{cores + 1} threads on {cores} cores are slower than {cores}") == 1
+    LLM(folder, kernels="reference", max_model_len=32, threads=cores)
+    assert capsys.readouterr().err == ""
+
+
+def test_loading_reports_its_progress() -> None:
+    seen: list[tuple[int, int]] = []
+    llm = LLM(tiny_folder(tokenizer=True), max_model_len=32, on_load=lambda done, total: seen.append((done, total)))
+    layers = llm.model.config.num_layers
+    assert seen == [(number, layers) for number in range(layers + 1)]
+
+
+@pytest.mark.full
+def test_help_needs_no_heavy_import() -> None:
+    code = (
+        "import sys; sys.argv = ['bifolio', '--help']\nfrom bifolio.cli.main import main\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\n"
+        "print([n for n in ('numpy', 'rich', 'tokenizers', 'jinja2', 'urllib.request', 'difflib') if n in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
