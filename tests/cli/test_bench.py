@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from bifolio.cli.bench import numbers
@@ -78,6 +79,31 @@ def test_trace_compared_with_static_batching(trace_file: Path, tmp_path: Path) -
         runs["continuous"]["output_tokens_per_second"] / runs["static, padded"]["output_tokens_per_second"]
     )
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("verb", ["throughput", "latency"])
+def test_throughput_and_latency_have_plots(verb: str, tmp_path: Path) -> None:
+    for suffix, begin in ((".png", b"\x89PNG"), (".svg", b"<?xml")):
+        printed = run(verb, "-p", "8", "-n", "3", "-r", "2", "--plot", str(tmp_path / f"plot{suffix}"))
+        assert f"plot{suffix}" in "".join(printed.split())
+        assert (tmp_path / f"plot{suffix}").read_bytes().startswith(begin)
+    text = (tmp_path / "plot.svg").read_text()
+    for words in ("pp8", "tg3") if verb == "throughput" else ("first token", "between tokens", "p99"):
+        assert f"<!-- {words}" in text
+
+
+def test_a_comparison_sends_all_requests_at_once_unless_told(trace_file: Path) -> None:
+    assert run_json("trace", str(trace_file), "--compare", "static")["speed"] == 0.0
+    assert run_json("trace", str(trace_file), "--compare", "static", "--speed", "100")["speed"] == 100.0
+
+
+def test_waste_has_a_scale_of_its_own() -> None:
+    from bifolio.measure.figures import new_figure
+    from bifolio.measure.trace_plot import _plot_waste
+
+    axes = new_figure(3, 3).subplots()
+    _plot_waste(axes, [0.0, 1.0, 2.0], np.array([1.0, 4.0, 2.0]))
+    assert axes.get_ylim() == (0.0, 5.0)  # not 0 to 100
 
 
 def test_trace_prints_the_ratio(trace_file: Path) -> None:

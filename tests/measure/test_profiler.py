@@ -16,6 +16,7 @@ from bifolio.measure.machine import MachineLimits, measure_limits
 from bifolio.measure.profiler import PARTS, Profile, hook_step, profile_model
 from bifolio.measure.random_models import SHAPES, random_model
 from bifolio.measure.timed_kernels import PartClock, TimedKernels, seen_pairs
+from helpers import cpu_kernel_names
 
 LIMITS = MachineLimits(1e10, 1e11, "given", "given")
 PROMPT, GENERATED, BATCH = 24, 5, 2
@@ -128,3 +129,27 @@ def test_limits_are_measured() -> None:
     assert limits.bytes_per_second > 1e6
     assert limits.flops_per_second > 1e6
     assert limits.ridge == limits.flops_per_second / limits.bytes_per_second
+
+
+def test_quantised_work_is_held_against_the_limit_of_integers() -> None:
+    limits = MachineLimits(1e10, 1e11, "given", "given", 4e11, "given")
+    assert limits.compute_seconds(3e11, 2e11) == pytest.approx(1.0 + 0.5)
+    assert LIMITS.compute_seconds(3e11, 2e11) == pytest.approx(3.0)  # no limit of their own
+    if "native" not in cpu_kernel_names():
+        pytest.skip("the native kernels multiply in integers")
+    from bifolio.kernels.native import NativeKernels
+
+    for format, is_integer in (("q8_0", True), ("q4_0", True), ("f32", False)):
+        found = profile_model(
+            random_model("tiny", format), NativeKernels(1),
+            num_prompt=8, num_generated=1, threads=1, limits=limits,
+        )  # fmt: skip
+        mlp, attention = found.prefill.parts["MLP"], found.prefill.parts["attention"]
+        assert mlp.integer_flops == (mlp.flops if is_integer else 0.0)
+        assert attention.integer_flops == 0.0
+        integer = found.prefill.integer_flops
+        seconds = (found.prefill.flops - integer) / 1e11 + integer / 4e11
+        assert found.prefill.compute_fraction(limits) == pytest.approx(seconds / found.prefill.plain_seconds)
+        record = found.as_dict()
+        assert record["limits"]["integer_per_second"] == 4e11
+        assert record["prefill"]["compute_fraction"] == found.prefill.compute_fraction(limits)

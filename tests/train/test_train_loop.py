@@ -235,6 +235,12 @@ def test_batches_that_cannot_be_cut_are_refused(text: Path, tmp_path: Path) -> N
         run(replace(small(text, tmp_path), device="cuda"))
 
 
+@pytest.mark.parametrize(("steps", "interval"), [(2000, 200), (60, 6), (5, 1), (10_000, 250)])
+def test_a_run_is_evaluated_at_least_ten_times(steps: int, interval: int) -> None:
+    assert TrainSettings(data=("x",), steps=steps).evaluation_interval == interval
+    assert TrainSettings(data=("x",), steps=steps, eval_every=7).evaluation_interval == 7
+
+
 def test_command_line_makes_the_settings() -> None:
     settings = parse(["a.txt", "--steps", "7", "--keep-best", "--no-bf16", "--learning-rate=0.5", "b.txt", "--gguf",
                       "q8_0", "--data", "c.txt"])  # fmt: skip

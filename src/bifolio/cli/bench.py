@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Annotated
 
 from bifolio.cli import commands, measure_options, options
-from bifolio.cli.bench_output import describe, progress, show, title
+from bifolio.cli.bench_output import describe, picture_line, progress, show, title
 from bifolio.config import NUMERICS
 
 if TYPE_CHECKING:
@@ -72,11 +72,14 @@ def throughput(
     threads: options.Threads = NUMERICS.threads,
     device: options.Device = NUMERICS.device,
     deterministic: options.Deterministic = NUMERICS.deterministic,
+    plot: measure_options.Plot = None,
     as_json: measure_options.AsJson = False,
 ) -> None:
+    from bifolio.measure.figures import check_target
     from bifolio.measure.random_models import open_model
     from bifolio.measure.throughput import bench_llm, bench_tests, run_tests
 
+    check_target(plot)
     tests = bench_tests(numbers(prompt), numbers(generate), numbers(depth), numbers(batch, least=1))
     if not tests:
         raise commands.BadParameter("nothing to measure: --prompt or --generate must be above 0")
@@ -95,12 +98,17 @@ def throughput(
     with progress(as_json) as note:
         rows = run_tests(llm.engine, tests, repetitions, lambda test, number: note(step_text(test, number)))
     setting = describe(llm, threads)
+    if plot is not None:
+        from bifolio.measure.bench_plot import plot_throughput
+
+        plot_throughput(rows, plot, title(setting))
     if as_json:
         commands.echo(json.dumps({**setting, "rows": [row.as_dict() for row in rows]}))
         return
     from bifolio.measure.tables import throughput_table
 
     show(throughput_table(title(setting), rows))
+    picture_line(plot)
 
 
 def latency(
@@ -119,12 +127,15 @@ def latency(
     threads: options.Threads = NUMERICS.threads,
     device: options.Device = NUMERICS.device,
     deterministic: options.Deterministic = NUMERICS.deterministic,
+    plot: measure_options.Plot = None,
     as_json: measure_options.AsJson = False,
 ) -> None:
+    from bifolio.measure.figures import check_target
     from bifolio.measure.latency import measure_latency
     from bifolio.measure.random_models import open_model
     from bifolio.measure.throughput import Test, bench_llm
 
+    check_target(plot)
     llm = bench_llm(
         open_model(model, shape, format),
         [Test(num_prompt=prompt, num_generated=generate, batch=batch)],
@@ -139,12 +150,18 @@ def latency(
     )
     report = measure_latency(llm.engine, batch=batch, num_prompt=prompt, num_output=generate, repetitions=repetitions)
     setting = describe(llm, threads)
+    heading = f"{title(setting)}: {batch} x {prompt} prompt tokens, {generate} generated"
+    if plot is not None:
+        from bifolio.measure.bench_plot import plot_latency
+
+        plot_latency(report, plot, heading)
     if as_json:
         commands.echo(json.dumps({**setting, **report.as_dict()}))
         return
     from bifolio.measure.tables import latency_table
 
-    show(latency_table(f"{title(setting)}: {batch} x {prompt} prompt tokens, {generate} generated", report))
+    show(latency_table(heading, report))
+    picture_line(plot)
 
 
 def numbers(text: str, least: int = 0) -> list[int]:

@@ -63,7 +63,7 @@ def profile(
         batch=batch,
         threads=threads,
         chunk_size=chunk_size,
-        dtype=kv_dtype,
+        kv_cache_dtype=kv_dtype,
     )
     if plot is not None:
         from bifolio.measure.profile_plot import plot_profile
@@ -93,6 +93,8 @@ def show(result: Profile, plot: Path | None) -> None:
     limits = result.limits
     console.print(f"limits: {show_rate(limits.bytes_per_second, 'B')}: {limits.bytes_how}", markup=False)
     console.print(f"        {show_rate(limits.flops_per_second, 'FLOP')}: {limits.flops_how}", markup=False)
+    if limits.integer_per_second is not None:
+        console.print(f"        {show_rate(limits.integer_per_second, 'op')}: {limits.integer_how}", markup=False)
     for phase in result.phases:
         console.print(
             f"{phase.name}: {show_seconds(phase.plain_seconds)} as it runs, {show_seconds(phase.seconds)} "

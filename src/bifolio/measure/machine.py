@@ -1,8 +1,9 @@
-"""What this machine can do at best, measured: the limits that a profile is held against.
+"""The best rates of this machine, measured: the limits that a profile is held against.
 
 On a CPU, reading is timed with numpy's bitwise-or over an array far larger than the caches, one slice a thread, and
-arithmetic with its float32 matrix product; on a GPU, with torch's copy and bfloat16 matrix product. The best of
-several runs counts: other programs only make a run slower.
+arithmetic with its float32 matrix product or the native kernels' own loop over registers, whichever is faster. Products
+of quantised weights have a limit of their own, since CPUs multiply bytes faster than floats. On a GPU, torch's copy and
+bfloat16 matrix product are timed. The best of several runs counts: other programs only make a run slower.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from bifolio.errors import MissingDependencyError
 from bifolio.measure.statistics import show_count
 
 READ_BYTES = 256 << 20  # larger than the caches of any current CPU core complex
@@ -30,23 +32,47 @@ class MachineLimits:
     flops_per_second: float
     bytes_how: str
     flops_how: str
+    integer_per_second: float | None = None  # operations on quantised weights; None: the limit of floats
+    integer_how: str = ""
 
     @property
     def ridge(self) -> float:
-        """FLOP per byte at which both limits meet: below it, reading is what takes the time."""
+        """FLOP per byte at which both limits meet: below it, reading takes the time."""
         return self.flops_per_second / self.bytes_per_second
+
+    def compute_seconds(self, flops: float, integer_flops: float) -> float:
+        """The least time of so many operations, of which `integer_flops` multiply quantised weights."""
+        integer_rate = self.integer_per_second or self.flops_per_second
+        return (flops - integer_flops) / self.flops_per_second + integer_flops / integer_rate
 
 
 def measure_limits(device: str = "cpu", threads: int = 1, read_bytes: int = READ_BYTES) -> MachineLimits:
     if device.startswith("cuda"):
         return _measure_gpu(device)
-    size = MATRIX_SIZE
+    size, flops = MATRIX_SIZE, _matmul_speed(MATRIX_SIZE)
+    flops_how = f"float32 matrix product {size}x{size}x{size}, numpy with its own threads"
+    registers = _register_rates(threads)
+    if registers is not None and registers[0] > flops:
+        flops, flops_how = registers[0], f"products of floats in registers, {show_count(threads, 'thread')}"
     return MachineLimits(
         bytes_per_second=_read_speed(threads, read_bytes),
-        flops_per_second=_matmul_speed(size),
+        flops_per_second=flops,
         bytes_how=f"numpy reads {read_bytes >> 20} MiB, {show_count(threads, 'thread')}",
-        flops_how=f"float32 matrix product {size}x{size}x{size}, numpy with its own threads",
+        flops_how=flops_how,
+        integer_per_second=None if registers is None else max(flops, registers[1]),
+        integer_how="" if registers is None else f"products of bytes in registers, {show_count(threads, 'thread')}",
     )
+
+
+def _register_rates(threads: int) -> tuple[float, float] | None:
+    """Operations per second of floats and of bytes by the native kernels; None where they are not built."""
+    from bifolio.kernels import native
+
+    try:
+        native.set_num_threads(threads)
+        return tuple(max(native.product_rate(of_bytes) for _ in range(RUNS)) for of_bytes in (False, True))  # type: ignore[return-value]
+    except MissingDependencyError:
+        return None
 
 
 def _read_speed(threads: int, read_bytes: int) -> float:

@@ -72,6 +72,9 @@ def _plot_roofline(axes: Any, profile: Profile) -> None:
     )
     span = np.sort(np.append(span, limits.ridge))
     axes.loglog(span, np.minimum(span * limits.bytes_per_second / 1e9, roof), color="black", linewidth=2)
+    if limits.integer_per_second is not None and any(phase.integer_flops for phase in profile.phases):
+        integer_roof = np.minimum(span * limits.bytes_per_second / 1e9, limits.integer_per_second / 1e9)
+        axes.loglog(span, integer_roof, color="black", linewidth=1.5, linestyle="--", label="limit of integers")
     axes.axvline(limits.ridge, color="black", linewidth=0.8, linestyle=":")
     for phase, part, x, y in points:
         _plot_point(axes, phase, part, x, y / 1e9)
@@ -84,8 +87,8 @@ def _plot_roofline(axes: Any, profile: Profile) -> None:
     below = {"y": axes.get_ylim()[0], "va": "bottom", "fontsize": 9, "color": "#444444"}
     axes.text(limits.ridge, s="  bound by compute →", ha="left", **below)
     axes.text(limits.ridge, s="← bound by memory  ", ha="right", **below)
-    if any(y > limits.flops_per_second for _, _, _, y in points):
-        note = "above the line: integer arithmetic on quantised\nweights, or a busy moment while it was measured"
+    if any(y > max(limits.flops_per_second, limits.integer_per_second or 0.0) for _, _, _, y in points):
+        note = "above the line: other programs ran\nwhile the limit was measured"
         axes.text(0.99, 0.04, note, transform=axes.transAxes, ha="right", va="bottom", fontsize=9, color="#444444")
     _label_decades(axes.yaxis)
     plain_axes(axes)

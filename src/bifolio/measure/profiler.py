@@ -54,12 +54,20 @@ class PhaseProfile:
         return sum(part.flops for part in self.parts.values())
 
     @property
+    def integer_flops(self) -> float:
+        return sum(part.integer_flops for part in self.parts.values())
+
+    @property
     def num_bytes(self) -> float:
         return sum(part.num_bytes for part in self.parts.values())
 
+    def compute_fraction(self, limits: MachineLimits) -> float:
+        """Share of the time that the arithmetic would take at the machine's limits, integers at theirs."""
+        return limits.compute_seconds(self.flops, self.integer_flops) / self.plain_seconds
+
     @property
     def plain_seconds(self) -> float:
-        """What the same tokens take without the stopwatch."""
+        """Time of the same tokens without the stopwatch."""
         return self.num_tokens / self.speed
 
     @property
@@ -76,7 +84,7 @@ class PhaseProfile:
 
 @dataclass(slots=True)
 class Profile:
-    """Both phases of one workload, and what the machine could do."""
+    """Both phases of one workload, and the limits of the machine."""
 
     model: str
     kernels: str
@@ -98,10 +106,12 @@ class Profile:
             "flops_per_second": self.limits.flops_per_second,
             "bytes_how": self.limits.bytes_how,
             "flops_how": self.limits.flops_how,
+            "integer_per_second": self.limits.integer_per_second,
+            "integer_how": self.limits.integer_how,
         }
         workload = {"batch": self.batch, "num_prompt": self.num_prompt, "num_generated": self.num_generated}
         head = {"model": self.model, "kernels": self.kernels, "threads": self.threads, **workload, "limits": limits}
-        return {**head, **{phase.name: _phase_dict(phase) for phase in self.phases}}
+        return {**head, **{phase.name: _phase_dict(phase, self.limits) for phase in self.phases}}
 
 
 def profile_model(
@@ -199,8 +209,11 @@ def _device_wait(kernels: KernelSet) -> Callable[[], None] | None:
     return lambda: torch.cuda.synchronize(kernels.device)
 
 
-def _phase_dict(phase: PhaseProfile) -> dict[str, Any]:
+def _phase_dict(phase: PhaseProfile, limits: MachineLimits) -> dict[str, Any]:
     return {
+        "compute_fraction": phase.compute_fraction(limits),
+        "memory_fraction": phase.bytes_per_second / limits.bytes_per_second,
+        "integer_flops": phase.integer_flops,
         "tokens_per_second": phase.speed,
         "num_tokens": phase.num_tokens,
         "num_steps": phase.num_steps,

@@ -116,7 +116,7 @@ def limits_table(profile: Profile) -> Table:
             phase.name,
             f"{phase.speed:.1f}",
             show_rate(phase.flops_per_second, "FLOP"),
-            f"{100 * phase.flops_per_second / limits.flops_per_second:.1f} %",
+            f"{100 * phase.compute_fraction(limits):.1f} %",
             show_rate(phase.bytes_per_second, "B"),
             f"{100 * phase.bytes_per_second / limits.bytes_per_second:.1f} %",
         )
@@ -128,4 +128,6 @@ def limits_table(profile: Profile) -> Table:
         show_rate(limits.bytes_per_second, "B"),
         "",
     )
+    if limits.integer_per_second is not None and any(phase.integer_flops for phase in profile.phases):
+        table.add_row("machine, integers", "", show_rate(limits.integer_per_second, "op"), "", "", "")
     return table

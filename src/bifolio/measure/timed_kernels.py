@@ -30,16 +30,19 @@ from bifolio.kernels.interface import (
     StepProgram,
     Storage,
 )
+from bifolio.kernels.native import NativeKernels
 from bifolio.model.weights import ModelWeights
 from bifolio.quant.convert import converted_bytes
+from bifolio.quant.tensor import QuantizedTensor
 
 
 @dataclass(slots=True)
 class PartTotals:
-    """What one part of a step took, summed."""
+    """Time and work of one part of a step, summed."""
 
     seconds: float = 0.0
     flops: float = 0.0  # multiplications and additions of matrix products and attention
+    integer_flops: float = 0.0  # of these, the ones that multiply quantised weights by rounded activations
     num_bytes: float = 0.0  # that have to be moved at least: weights once per pass, keys and values
 
 
@@ -64,10 +67,11 @@ class PartClock:
         self.totals[self.phase][part].seconds += time.perf_counter() - begin
         return result
 
-    def count(self, part: str, flops: float, num_bytes: float) -> None:
+    def count(self, part: str, flops: float, num_bytes: float, is_integer: bool = False) -> None:
         if self.phase is not None:
             totals = self.totals[self.phase][part]
             totals.flops += flops
+            totals.integer_flops += flops if is_integer else 0.0
             totals.num_bytes += num_bytes
 
 
@@ -79,6 +83,7 @@ class TimedKernels:
         self.clock = clock
         self._part_of: dict[int, str] = {}  # id of a Linear -> part; absent: the head
         self._bytes_of: dict[int, int] = {}
+        self._integer: set[int] = set()  # ids of Linears that are multiplied in integers
         self._pairs: dict[tuple[int, int | None], tuple[int, int]] = {}  # of the segments of the current pass
 
     def attach(self, weights: ModelWeights) -> None:
@@ -87,8 +92,14 @@ class TimedKernels:
             for linear, part in ((layer.qkv, "projections"), (layer.output, "projections"), (layer.up, "MLP"),
                                  (layer.down, "MLP")):  # fmt: skip
                 self._part_of[id(linear)] = part
-                self._bytes_of[id(linear)] = linear_bytes(linear, self.inner)
-        self._bytes_of[id(weights.head)] = linear_bytes(weights.head, self.inner)
+                self._learn(linear)
+        self._learn(weights.head)
+
+    def _learn(self, linear: Linear) -> None:
+        self._bytes_of[id(linear)] = linear_bytes(linear, self.inner)
+        quantised = all(isinstance(p, QuantizedTensor) and p.format.block_elements > 1 for p in linear.parts)
+        if quantised and isinstance(self.inner, NativeKernels):
+            self._integer.add(id(linear))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -163,7 +174,7 @@ class TimedKernels:
 
     def _count_linear(self, part: str, x: Array, linear: Linear) -> None:
         flops = 2.0 * int(x.shape[0]) * linear.in_features * linear.out_features
-        self.clock.count(part, flops, self._bytes_of.get(id(linear), 0))
+        self.clock.count(part, flops, self._bytes_of.get(id(linear), 0), id(linear) in self._integer)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ COLOURS = ("#1f77b4", "#d62728", "#ff7f0e")
 
 
 def plot_trace(reports: Sequence[TraceReport], path: Path, title: str) -> None:
-    """Four panels: who runs and waits, the cache, waiting times, and progress beside the compared runs."""
+    """Four panels: running and waiting requests, the cache, latencies, and progress beside the compared runs."""
     main = reports[0]
     figure = new_figure(12, 8)
     figure.suptitle(title, fontsize=13)
@@ -40,16 +40,26 @@ def _plot_queue(axes: Any, report: TraceReport) -> None:
 def _plot_cache(axes: Any, report: TraceReport) -> None:
     at = [moment.at for moment in report.moments]
     allocated = np.array([moment.num_used_blocks for moment in report.moments]) / max(report.num_blocks, 1)
-    filled = allocated * np.array([moment.utilisation for moment in report.moments])
+    utilisation = np.array([moment.utilisation for moment in report.moments])
     axes.fill_between(at, 100 * allocated, color="#f2b6a0", label="allocated, not filled (waste)", linewidth=0)
-    axes.fill_between(at, 100 * filled, color=COLOURS[0], alpha=0.85, label="filled", linewidth=0)
+    axes.fill_between(at, 100 * allocated * utilisation, color=COLOURS[0], alpha=0.85, label="filled", linewidth=0)
     axes.set(
-        title=f"KV cache: {100 * report.utilisation:.1f} % of allocated slots are filled",
+        title=f"KV cache: {100 * report.utilisation:.1f} % of allocated tokens are filled",
         xlabel="seconds",
-        ylabel="% of all slots",
+        ylabel="% of all tokens of the cache",
         ylim=(0, 105),
     )
-    axes.legend(loc="lower left")
+    axes.legend(loc="upper right")
+    _plot_waste(axes.twinx(), at, 100 * (1 - utilisation))
+
+
+def _plot_waste(axes: Any, at: list[float], waste: Any) -> None:
+    """Waste on a scale of its own: a few percent are not visible beside the whole cache."""
+    axes.plot(at, waste, color=COLOURS[1], linewidth=1, label="waste")
+    axes.set_ylim(0, max(1.0, 1.25 * float(waste.max(initial=0.0))))
+    axes.set_ylabel("waste, % of allocated tokens", color=COLOURS[1])
+    axes.tick_params(axis="y", labelcolor=COLOURS[1])
+    axes.spines["top"].set_visible(False)
 
 
 def _plot_waiting(axes: Any, reports: Sequence[TraceReport]) -> None:
