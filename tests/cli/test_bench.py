@@ -80,6 +80,11 @@ def test_trace_compared_with_static_batching(trace_file: Path, tmp_path: Path) -
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_comparison_sends_all_requests_at_once_unless_told(trace_file: Path) -> None:
+    assert run_json("trace", str(trace_file), "--compare", "static")["speed"] == 0.0
+    assert run_json("trace", str(trace_file), "--compare", "static", "--speed", "100")["speed"] == 100.0
+
+
 def test_trace_prints_the_ratio(trace_file: Path) -> None:
     printed = run("trace", str(trace_file), "--scale", "0.5", "--speed", "0", "--limit", "3", "--compare", "static")
     assert "KV slots filled" in printed

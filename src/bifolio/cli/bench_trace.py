@@ -18,13 +18,12 @@ HELP = """Replay a trace of requests in real time and report waiting times, spee
 
 Reads the Azure (CSV) and Mooncake (JSON lines) formats. Prompts are random tokens of the recorded lengths; in
 Mooncake traces, equal hash ids become equal tokens, so prefixes are shared as they were. Lengths are multiplied by
---scale, arrivals are --speed times as fast (0: all at once)."""
+--scale, arrivals are --speed times as fast (0: all at once, as --compare does unless --speed is given)."""
 EPILOG = """Examples:
 
   bifolio bench trace azure_conv.csv --limit 200 --scale 0.25 --speed 10 --plot trace.png
 
-  bifolio bench trace azure_conv.csv --limit 200 --scale 0.25 --speed 0 --max-num-seqs 32 --num-blocks 400
-  --compare static
+  bifolio bench trace azure_conv.csv --compare static
 
   bifolio bench trace mooncake_conversation.jsonl --limit 100 --scale 0.02 --json"""
 
@@ -40,7 +39,12 @@ def trace(
     format: measure_options.Format = "f32",
     limit: Annotated[int, commands.option("--limit", min=1, help="Take this many requests from the start.")] = 200,
     scale: Annotated[float, commands.option("--scale", help="Multiply prompt and output lengths by this.")] = 0.25,
-    speed: Annotated[float, commands.option("--speed", min=0, help="Times as fast as recorded; 0: all at once.")] = 1.0,
+    speed: Annotated[
+        float | None,
+        commands.option(
+            "--speed", min=0, help="Times as fast as recorded; 0: all at once; default: 1, with --compare 0."
+        ),
+    ] = None,
     compare: Annotated[str | None, commands.option("--compare", help="'static': also run static batching.")] = None,
     num_blocks: Annotated[int | None, commands.option("--num-blocks", help="Blocks of the cache.")] = None,
     memory: options.Memory = None,
@@ -70,6 +74,8 @@ def trace(
     check_target(plot)
     if compare not in (None, "static"):
         raise commands.BadParameter(f"--compare takes 'static', not {compare!r}")
+    if speed is None:  # kinds of batching differ under load: requests that arrive slowly never wait
+        speed = 1.0 if compare is None else 0.0
     loaded = open_model(model, shape, format)
     recorded = read_trace(file, limit)
     length = min(max_model_len or longest(recorded, scale), loaded.config.max_position)
