@@ -104,9 +104,9 @@ def read_contents(path: Path) -> Contents:
         lines = [TensorLine(name, t.shape, t.format.name, t.nbytes) for name, t in sorted(found.items())]
         return Contents(str(path), "folder", read_json(path / "config.json"), lines)
     if path.suffix.lower() == ".gguf":
-        from bifolio.model.gguf.reader import open_gguf
+        from bifolio.model.gguf.split import open_whole_gguf
 
-        file = open_gguf(path)
+        file = open_whole_gguf(path)
         metadata = {key: plain_value(value) for key, value in file.metadata.items()}
         lines = [TensorLine(e.name, e.shape, e.format.name, e.nbytes) for e in file.entries.values()]
         return Contents(str(path), f"GGUF version {file.version}", metadata, lines)

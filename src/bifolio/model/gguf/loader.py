@@ -10,8 +10,9 @@ from bifolio.errors import ModelFileError, UnsupportedModelError
 from bifolio.model.families import family_of
 from bifolio.model.gguf.config import config_from_gguf
 from bifolio.model.gguf.entries import Metadata
-from bifolio.model.gguf.reader import GgufFile, open_gguf
+from bifolio.model.gguf.reader import GgufFile
 from bifolio.model.gguf.sampling import generation_config_from
+from bifolio.model.gguf.split import open_whole_gguf
 from bifolio.model.gguf.tokenizer import has_tokenizer, special_tokens, tokenizer_from_metadata
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.model_file import ModelFile
@@ -25,8 +26,8 @@ def load_gguf(path: str | Path) -> LoadedModel:
 
 
 def open_gguf_model(path: str | Path) -> ModelFile:
-    """Check the header of a file and map it."""
-    file = open_gguf(path)
+    """Check the header of a file, and of all files of a split model, and map them."""
+    file = open_whole_gguf(path)
     config = config_from_gguf(file)
     metadata = Metadata(file.metadata, file.path)
     template = file.metadata.get("tokenizer.chat_template")

@@ -15,9 +15,6 @@ from bifolio.model.weights import inverse_frequencies
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
-# general.file_type: what most matrices are
-_FILE_TYPES = {QuantFormat.F32: 0, QuantFormat.F16: 1, QuantFormat.Q4_0: 2, QuantFormat.Q4_1: 3, QuantFormat.Q8_0: 7}
-_FILE_TYPES[QuantFormat.BF16] = 32
 _QUANTIZATION_VERSION = 2
 
 
@@ -32,14 +29,14 @@ def gguf_architecture(config: ModelConfig) -> str:
     return name
 
 
-def model_metadata(config: ModelConfig, format: QuantFormat, name: str) -> dict[str, Value]:
+def model_metadata(config: ModelConfig, file_type: int, name: str) -> dict[str, Value]:
     """Everything about the network; the tokenizer has entries of its own."""
     architecture = gguf_architecture(config)
     norm_key = "layer_norm_epsilon" if config.norm == "layer" else "layer_norm_rms_epsilon"
     entries: dict[str, Value] = {
         "general.name": name,
         "general.type": "model",
-        "general.file_type": _FILE_TYPES[format],
+        "general.file_type": file_type,
         "general.quantization_version": _QUANTIZATION_VERSION,
     }
     own: dict[str, Value] = {

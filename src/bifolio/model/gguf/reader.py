@@ -105,9 +105,13 @@ class GgufFile:
     entries: dict[str, TensorEntry]  # in the order of the file
     data: Bytes  # u8[file size]
     data_start: int
+    shards: tuple[GgufFile, ...] = ()  # all files of a model in several; `entries` are those of all of them
 
     def tensor(self, name: str) -> QuantizedTensor:
         """A view of a tensor, in the format that the file has."""
+        for shard in self.shards:
+            if name in shard.entries:
+                return shard.tensor(name)
         entry = self.entries[name]
         rows = math.prod(entry.shape[:-1])
         data = self.data[entry.offset : entry.offset + entry.nbytes].reshape(rows, -1)
@@ -115,7 +119,7 @@ class GgufFile:
 
 
 def open_gguf(path: str | Path) -> GgufFile:
-    """Check the header of `path` and map the file; ModelFileError says what is wrong with it."""
+    """Check the header of `path` alone and map the file; ModelFileError says what is wrong with it."""
     path = Path(path)
     data = map_file(path)
     return _HeaderParser(path, data).parse()
