@@ -10,8 +10,8 @@ import numpy as np
 from bifolio.quant import QuantFormat, QuantizedTensor
 
 # Where the halves of a block lie that scale its values; elsewhere every byte is a valid code.
-SCALES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q2_K": (80, 82), "Q6_K": (208,), "Q3_K": (108,), "Q5_1": (0, 2), "Q4_1": (0, 2),
-          "TQ1_0": (52,), "TQ2_0": (64,)}  # fmt: skip
+SCALES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q2_K": (80, 82), "Q6_K": (208,), "Q3_K": (108,), "Q5_1": (0, 2),
+          "Q4_1": (0, 2), "TQ1_0": (52,), "TQ2_0": (64,)}  # fmt: skip
 
 
 def exotic_tensor(name: str, rows: int, columns: int, seed: int | None = None) -> QuantizedTensor:

@@ -165,7 +165,7 @@ VALID: dict[str, Callable[[], Arguments]] = {
         "bias": floats(64),
         "planes": 1,
     },
-    "file_formats": lambda: {},
+    "file_formats": dict,
     "needs_grid": lambda: {"format": 10},
     "packed_bytes": lambda: {"format": 10, "n": 20, "k": 512},
     "set_grid": lambda: {"format": 19, "bytes": grid_rows(QuantFormat.IQ2_XXS)},

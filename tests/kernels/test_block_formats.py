@@ -1,4 +1,4 @@
-"""Every format of files in the native kernels: decoded bit for bit, multiplied, encoded. The gguf package is the oracle."""
+"""Every format of files in the native kernels: decoded, multiplied, encoded. The gguf package is the oracle."""
 
 from __future__ import annotations
 

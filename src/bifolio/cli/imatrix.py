@@ -10,8 +10,8 @@ from bifolio.config import NUMERICS
 
 HELP = """Run a model over a text and write an importance matrix.
 
-For every column of every matrix the file holds the mean square of the numbers that it is multiplied by. `bifolio quantize
---imatrix` and llama.cpp's quantize spend their precision where these are large."""
+For every column of every matrix the file holds the mean square of the numbers that it is multiplied by. `bifolio
+quantize --imatrix` and llama.cpp's quantize spend their precision where these are large."""
 EPILOG = """Examples:
 
   bifolio imatrix ./SmolLM2-135M wiki.txt smol.imatrix.gguf

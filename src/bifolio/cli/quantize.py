@@ -13,16 +13,17 @@ from bifolio.config import NUMERICS
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from bifolio.model.gguf.mixes import Mix
     from bifolio.model.gguf.writer import Progress, WriteReport
     from bifolio.model.loaded import LoadedModel
-    from bifolio.model.gguf.mixes import Mix
 
 HELP = """Write a model in another format.
 
 SOURCE is a folder, a .gguf file, a llama2.c .bin file or the name of a model. TARGET is a .gguf file, or a folder for
 dense formats. The target appears only when it is complete.
 
-Formats: q4_k_m, q4_k_s, q5_k_m, q5_k_s, q6_k (the mixes of llama.cpp), iq4_nl, iq4_xs, q8_0, q4_0, q4_1, f16, bf16, f32."""
+Formats: q4_k_m, q4_k_s, q5_k_m, q5_k_s, q6_k, iq4_nl, iq4_xs (the mixes of llama.cpp), q8_0, q4_0, q4_1, f16, bf16,
+f32."""
 EPILOG = """Examples:
 
   bifolio quantize ./SmolLM2-135M smol.q4_0.gguf --format q4_0
@@ -57,8 +58,8 @@ def quantize(
     threads: options.Threads = NUMERICS.threads,
 ) -> None:
     from bifolio.model.file_access import refuse_existing
-    from bifolio.model.loader import load_model
     from bifolio.model.gguf.mixes import parse_mix
+    from bifolio.model.loader import load_model
 
     mix = parse_mix(format_name)
     refuse_existing(target, overwrite=force)

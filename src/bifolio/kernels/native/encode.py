@@ -1,4 +1,4 @@
-"""Blocks of files by the native code: floats to the formats that need a search for their scales, and any format to floats."""
+"""Blocks of files by the native code: floats to formats that need a search for scales, and any format to floats."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def decode_rows(tensor: QuantizedTensor, rows: slice) -> Floats:
 
 
 def encode_rows(values: Floats, format: QuantFormat, importance: NDArray[np.float32] | None = None) -> Bytes:
-    """u8[rows, row_bytes]: f32[rows, k] in one of SEARCHED_FORMATS. `importance`, f32[k], weighs the errors of columns."""
+    """f32[rows, k] -> u8[rows, row_bytes] in one of SEARCHED_FORMATS. `importance`, f32[k], weighs errors by column."""
     rows = np.ascontiguousarray(values, np.float32)
     out = np.empty((rows.shape[0], format.row_bytes(rows.shape[1])), np.uint8)
     weights = None if importance is None else np.ascontiguousarray(importance, np.float32)

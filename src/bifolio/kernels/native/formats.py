@@ -9,7 +9,7 @@ import numpy as np
 from bifolio.quant.convert import HeldFormats
 from bifolio.quant.formats import QuantFormat
 
-# How a format is packed: the size of its codes, the values that share a scale, and the bits of a value with all of that.
+# How a format is packed: the size of its codes, the values that share a scale, and the bits of a value in all.
 PACKINGS = {
     "F32": ("32-bit floats", 32.0),
     "F16": ("16-bit floats", 16.0),

@@ -34,6 +34,7 @@ from bifolio.kernels.native.formats import NATIVE_FORMATS, format_code
 from bifolio.kernels.native.library import library, set_num_threads
 from bifolio.kernels.native.program import ACTIVATION_CODES, PHASE_CODES, NativeProgram, native_segment
 from bifolio.quant.convert import DENSE_FORMATS, convert
+from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
 ACTIVATION_PLANES = {"int8": 1, "int16": 2}  # bytes of one activation in products with quantised weights
@@ -45,7 +46,7 @@ class NativeKernels(HostArrays):
     """Every verb of the network on the machine's best instruction set. Arrays are float32."""
 
     name = "native"
-    formats = NATIVE_FORMATS
+    formats: frozenset[QuantFormat] = NATIVE_FORMATS
 
     def __init__(
         self,
@@ -93,7 +94,7 @@ class NativeKernels(HostArrays):
         return self.native.Table(code, data, tensor.shape[1])
 
     def _accepted(self, tensor: QuantizedTensor) -> tuple[int, np.ndarray]:
-        """The native code of a format, and the bytes of the tensor: those of the file but for whole numbers and doubles."""
+        """The native code of a format, and the bytes: those of the file but for whole numbers and doubles."""
         accepted = convert(tensor, self.formats)
         return format_code(self.native, accepted.format), np.ascontiguousarray(accepted.data)
 

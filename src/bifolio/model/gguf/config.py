@@ -15,8 +15,6 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
     """Describe the network in the file."""
     metadata = Metadata(file.metadata, file.path)
     family = family_of_gguf(metadata.architecture, str(file.path))
-    if metadata.count("split.count", 1) > 1:
-        raise UnsupportedModelError(f"{file.path}: this is one part of a model: join the parts with llama-gguf-split")
     if metadata.count(".expert_count", 0):
         raise UnsupportedModelError(f"{file.path}: mixtures of experts are not supported")
     try:

@@ -1,7 +1,7 @@
 """Importance matrices: for every column of a matrix, the mean square of the numbers that it is multiplied by.
 
-A file of them is a GGUF file as llama.cpp writes and reads it: for each matrix the sums of squares `NAME.in_sum2` and the
-number of rows `NAME.counts`.
+A file of them is a GGUF file as llama.cpp writes and reads it: for each matrix the sums of squares `NAME.in_sum2` and
+the number of rows `NAME.counts`.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ from bifolio.model.families import family_of
 from bifolio.model.gguf.decoder_config import yarn_attention_factor
 from bifolio.model.gguf.reader import Value
 from bifolio.model.weights import inverse_frequencies
-from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
 _QUANTIZATION_VERSION = 2

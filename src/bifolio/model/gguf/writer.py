@@ -78,8 +78,8 @@ def write_gguf(
 ) -> WriteReport:
     """Write the model with its matrices in `format`. The file appears only when it is complete.
 
-    `extra` metadata, such as `general.license`, is written as it is. `importance` weighs the errors of a matrix's columns,
-    by the name of the tensor (`bifolio imatrix`).
+    `extra` metadata, such as `general.license`, is written as it is. `importance` weighs the errors of columns, by the
+    name of a matrix (`bifolio imatrix`).
     """
     import gguf
 
@@ -162,7 +162,7 @@ def _format_notes(targets: list[tuple[NamedTensor, QuantFormat]], mix: Mix) -> l
     ]
     if short:
         notes.append(
-            f"{len(short)} matrices have blocks of 32 because their rows are no multiple of 256 values (e.g. {short[0]})"
+            f"{len(short)} matrices have blocks of 32 because their rows are no multiple of 256 (e.g. {short[0]})"
         )
     return notes
 
