@@ -65,6 +65,7 @@ NB_MODULE(_native, m) {
   bifolio::bind_error();
   bifolio::bind_classes(m);
   bifolio::bind_formats(m);
+  bifolio::bind_tokens(m);
   bifolio::bind_operations(m);
   bifolio::bind_program(m);
   bifolio::bind_settings(m);

@@ -61,6 +61,7 @@ inline auto array(const char* name) { return nb::arg(name).none(); }
 
 void bind_classes(nb::module_& m);
 void bind_formats(nb::module_& m);
+void bind_tokens(nb::module_& m);
 void bind_operations(nb::module_& m);
 void bind_program(nb::module_& m);
 

@@ -165,6 +165,7 @@ VALID: dict[str, Callable[[], Arguments]] = {
         "bias": floats(64),
         "planes": 1,
     },
+    "join_pairs": lambda: {"tokens": ["a", "b", "ab"], "order": ints(2, 1, 0)},
     "file_formats": dict,
     "needs_grid": lambda: {"format": 10},
     "packed_bytes": lambda: {"format": 10, "n": 20, "k": 512},

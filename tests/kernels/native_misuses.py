@@ -252,6 +252,13 @@ CLASSES = [
         ("no planes", {"planes": 0}, "planes is 0"),
         ("three planes", {"planes": 3}, "planes is 3"),
     ),
+    *misuses(
+        "join_pairs",
+        ("tokens that are a tuple", {"tokens": ("a", "b")}, "incompatible", TypeError),
+        ("a token that is no string", {"tokens": ["a", "b", 3]}, "tokens must be strings"),
+        ("a token that does not exist", {"order": ints(0, 3)}, "a number in order is 3"),
+        ("a negative token", {"order": ints(0, -1)}, "a number in order is -1"),
+    ),
     *misuses("file_formats", ("an argument", {"format": 1}, "incompatible", TypeError)),
     *misuses("needs_grid", ("an unknown format", {"format": 26}, "format is 26")),
     *misuses(

@@ -55,6 +55,17 @@ class StringArray(Sequence[str]):
     def __iter__(self) -> Iterator[str]:
         return map(self._text, range(len(self)))
 
+    def texts(self) -> list[str]:
+        """All strings, decoded at once: they lie one after the other, each behind its length."""
+        starts, buffer = self._starts, self._buffer
+        if not starts:
+            return []
+        ends = [*starts[1:], starts[-1] + 8 + _U64.unpack_from(buffer, starts[-1])[0]]
+        try:
+            return [str(buffer[start + 8 : end], "utf-8") for start, end in zip(starts, ends, strict=True)]
+        except UnicodeDecodeError:
+            return list(self)  # says which string it is
+
     def raw(self, index: int) -> bytes:
         """A string as it is stored."""
         start = self._starts[index]
