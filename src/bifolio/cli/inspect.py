@@ -23,6 +23,8 @@ EPILOG = """Examples:
 
   bifolio inspect ./model --memory 4GB --max-model-len 4096 --no-tensors
 
+  bifolio inspect smol.q4_k_m.gguf --quant
+
   bifolio inspect ./model --json | jq .formats"""
 _SHOWN_ITEMS = 6  # of a long array
 MAX_DEFAULT_LEN = 8192  # tokens of a sequence unless told, as in `LLM`
@@ -69,6 +71,9 @@ def inspect(
     model: Annotated[str, commands.argument(help="A .gguf file, a folder, a llama2.c .bin file or a model's name.")],
     as_json: Annotated[bool, commands.option("--json", help="Print one JSON object.")] = False,
     tensors: Annotated[bool, commands.option(help="List every tensor.")] = True,
+    quant: Annotated[
+        bool, commands.option("--quant", help="Show the formats alone, and the form that each takes in memory.")
+    ] = False,
     memory: options.Memory = None,
     max_model_len: options.MaxModelLen = None,
     max_num_seqs: options.MaxNumSeqs = 16,
@@ -79,6 +84,9 @@ def inspect(
 
     path = resolve(model)
     contents = read_contents(path)
+    if quant:
+        show_formats(contents, as_json)
+        return
     plan = memory_plan(
         path, memory=memory, max_model_len=max_model_len, max_num_seqs=max_num_seqs, block_size=block_size,
         kv_dtype=kv_dtype,
@@ -93,6 +101,16 @@ def inspect(
         commands.echo(json.dumps(record, ensure_ascii=False, default=str))
     else:
         show(contents, plan, tensors)
+
+
+def show_formats(contents: Contents, as_json: bool) -> None:
+    from bifolio.cli.inspect_quant import quant_rows, show_quant
+
+    rows = quant_rows(contents.tensors)
+    if as_json:
+        commands.echo(json.dumps({"path": contents.path, "formats": rows}))
+    else:
+        show_quant(contents.path, rows)
 
 
 def read_contents(path: Path) -> Contents:
