@@ -66,6 +66,7 @@ template Array<const int32_t, 2> array_of<const int32_t, 2>(const char*, nb::han
 template Array<const int64_t, 1> array_of<const int64_t, 1>(const char*, nb::handle);
 template Array<int64_t, 1> array_of<int64_t, 1>(const char*, nb::handle);
 template Array<const uint8_t, 2> array_of<const uint8_t, 2>(const char*, nb::handle);
+template Array<uint8_t, 2> array_of<uint8_t, 2>(const char*, nb::handle);
 template Array<void, 4> array_of<void, 4>(const char*, nb::handle);
 
 void require_apart(const char* name, Rows a, const char* other, Rows b) {
@@ -90,9 +91,11 @@ void require_frequencies(const Vector& frequencies) {
     require(std::isfinite(frequencies.data()[i]), "frequencies[", i, "] is ", frequencies.data()[i], " and must be a finite number");
 }
 
-Format format_of(const char* name, int code) {
-  require(code >= 0 && code <= int(Format::Q4_1), name, " is ", code, " and must be the code of a format (0 to 5)");
-  return Format(code);
+FileFormat format_of(const char* name, int code) {
+  const int last = int(FileFormat::Count) - 1;
+  require(code >= 0 && code <= last, name, " is ", code, " and must be the code of a format (0 to ", last, ")");
+  require(!needs_grid(FileFormat(code)), name, " is ", file_block(FileFormat(code)).name, ", whose grid must be set first");
+  return FileFormat(code);
 }
 
 Activation activation_of(int code) {

@@ -108,7 +108,7 @@ void require_same_or_apart(const char* name, Rows a, const char* other, Rows b);
 void require_between(const char* name, int64_t value, int64_t least, int64_t most);
 void require_finite(const char* name, float value);
 void require_frequencies(const Vector& frequencies);  // of a rotation
-Format format_of(const char* name, int code);
+FileFormat format_of(const char* name, int code);
 Activation activation_of(int code);
 
 // Every element is at least 0 and below `limit`; `of` describes the limit: "table of 50 rows".

@@ -6,7 +6,8 @@
 //   float weights   y = fma(x[k-1], w[k-1], ... fma(x[1], w[1], fma(x[0], w[0], 0))), k ascending, in float32
 //   block weights   a row of x is cut into quant blocks of 32: d = max|x| / 127, q = round_to_even(x * (127 / max|x|)), the product rounded once;
 //                   y = fma(float(sum of q * w), d_w * d, y) over the blocks, ascending; the sum is an exact integer.
-//                   Q4_1 continues with y = fma(m_w, d * float(sum of q), y).
+//                   Where 16 weights share a scale, the sums are those of 16 products. Formats with minima take 32 blocks at a
+//                   time: after the sums of these blocks, y = fma(m_w, d * float(sum of q), y) over the same blocks.
 //   on AMX          BF16 and block weights are multiplied on tiles of bfloat16, to which x is rounded. A block weight becomes
 //                   the upper half of the float (d_w * kWidening) * w (Q4_1: fma with m_w * kWidening): the lower half is cut
 //                   off, and the factor corrects the mean error of that. The order of sums is that of the tile
@@ -29,12 +30,17 @@
 
 namespace bifolio {
 
-enum class Format : int32_t { F32 = 0, F16 = 1, BF16 = 2, Q8_0 = 3, Q4_0 = 4, Q4_1 = 5 };
+// The formats that kernels multiply by. The formats of files (blocks.h) become one of these when they are packed.
+//   Q4_T            nibbles that number one of sixteen signed bytes, the matrix's table
+//   Q6_0, Q6_1      six bits, signed; Q6_1 has minima, and its codes are at most 31
+//   ..._16          a scale (and a minimum) for each 16 values instead of 32
+enum class Format : int32_t { F32 = 0, F16, BF16, Q8_0, Q4_0, Q4_1, Q4_T, Q4_T_16, Q4_1_16, Q6_0, Q6_1, Q6_0_16 };
 enum class KvType : int32_t { F32 = 0, F16 = 1, BF16 = 2, Q8_0 = 3 };
 enum class Activation : int32_t { Silu = 0, GeluTanh = 1, Gelu = 2 };
 
 constexpr int64_t kPanel = 16;      // output columns that lie side by side in a packed matrix
 constexpr int64_t kQuantBlock = 32; // values of a row that share a scale in a quantised format
+constexpr int64_t kMinimaBlocks = 32;  // blocks whose minima are added together, after their sums
 constexpr int64_t kRowGroup = 4;    // rows whose activation scales lie side by side
 constexpr int64_t kTileRows = 16;   // rows of activations in a tile of an instruction set that has tiles
 constexpr float kWidening = 1.0028177f;  // 1 + 2^-8 / (2 ln 2): the mean loss when the lower half of a float is cut off
@@ -46,10 +52,13 @@ constexpr int64_t kRowBlock = 128;  // rows of activations worked on together in
 // A matrix [n, k] cut into panels of 16 output columns, the last one padded with zeros. Inside a panel:
 //   F32, F16   [k][16]
 //   BF16       [k / 2][16][2]: two consecutive k side by side, k padded with zeros to a multiple of 32
-//   Q8_0, Q4_0, Q4_1   pairs of blocks, so that a product reads one stream and everything in it is aligned:
-//                      |scales [2][16] f16|minima [2][16] f16 (Q4_1)|quants of the first block|quants of the second|
-//              quants of Q8_0: [8][16][4] int8; of Q4_0 and Q4_1: [4][16][4] bytes, low nibble element e, high nibble
-//              element e + 16 of the block; Q4_0 holds q - 8 as a signed nibble
+//   all others  pairs of blocks, so that a product reads one stream and everything in it is aligned:
+//                      |scales [2][16] f16|minima [2][16] f16, if any|quants of the first block|quants of the second|
+//               with a scale for each 16 values, there are two rows of scales (and of minima) for a block.
+//               quants of 8 bits: [8][16][4] int8; of 4 bits: [4][16][4] bytes, low nibble element e, high nibble
+//               element e + 16 of the block; Q4_0 holds q - 8 as a signed nibble; of 6 bits: [2][3][16][4] bytes for
+//               each half of the block, with the elements 0 to 11 in the low six bits, and two bits each of the elements
+//               12 to 15 in the high bits, the lowest two in the first of the three
 struct PackedMatrix {
   Format format;
   int64_t n, k;
@@ -58,19 +67,46 @@ struct PackedMatrix {
   const uint8_t* data;   // 64-byte aligned
   int64_t gap_panel = INT64_MAX;  // panels from this one on lie `gap` bytes further on
   size_t gap = 0;
+  const int8_t* table = nullptr;  // the sixteen values of a nibble, 16-byte aligned (Q4_T, Q4_T_16)
 
   const uint8_t* panel(int64_t index) const { return data + size_t(index) * panel_bytes + (index >= gap_panel ? gap : 0); }
 
   // Panels [begin, begin + count) beside as many from `other` on.
   PackedMatrix side_by_side(int64_t begin, int64_t other, int64_t count) const {
     const size_t between = size_t(other - begin - count) * panel_bytes;
-    return {format, 2 * count * kPanel, k, 2 * count, panel_bytes, panel(begin), count, between};
+    return {format, 2 * count * kPanel, k, 2 * count, panel_bytes, panel(begin), count, between, table};
   }
 };
 
-constexpr int64_t quant_bits(Format format) { return format == Format::Q8_0 ? 8 : 4; }
-constexpr int64_t quant_bytes(Format format) { return kQuantBlock * kPanel * quant_bits(format) / 8; }  // of a block
-constexpr int64_t header_bytes(Format format) { return format == Format::Q4_1 ? 128 : 64; }        // of a pair
+// How the weights of a block are written.
+struct Coding {
+  int bits;        // of a quant
+  bool is_signed;  // of its own: not by a table
+  bool table, minima;
+  int scales;      // of a block: 1, or 2 where each 16 values have one
+
+  // Six bits become bytes that are four times too large; the scale corrects it.
+  constexpr float unit() const { return bits == 6 ? 0.25f : 1.0f; }
+  // The same with quants that have become bytes.
+  constexpr Coding unpacked() const { return {8, true, false, minima, scales}; }
+};
+
+constexpr Coding coding(Format format) {
+  switch (format) {
+    case Format::Q4_0: return {4, true, false, false, 1};
+    case Format::Q4_1: return {4, false, false, true, 1};
+    case Format::Q4_T: return {4, false, true, false, 1};
+    case Format::Q4_T_16: return {4, false, true, false, 2};
+    case Format::Q4_1_16: return {4, false, false, true, 2};
+    case Format::Q6_0: return {6, true, false, false, 1};
+    case Format::Q6_1: return {6, true, false, true, 1};
+    case Format::Q6_0_16: return {6, true, false, false, 2};
+    default: return {8, true, false, false, 1};
+  }
+}
+
+constexpr int64_t quant_bytes(Format format) { return kQuantBlock * kPanel * coding(format).bits / 8; }  // of a block
+constexpr int64_t header_bytes(Format format) { return (coding(format).minima ? 128 : 64) * coding(format).scales; }  // of a pair
 constexpr int64_t pair_bytes(Format format) { return header_bytes(format) + 2 * quant_bytes(format); }
 
 // Rows of activations, as they are and (for block formats) quantised.
@@ -82,6 +118,7 @@ struct Activations {
   const float* scale;  // [rows / 4][k / 32][4]  rows interleaved by 4
   const float* sum;    // the same: scale * (sum of the block's q)
   const int32_t* isum; // the same: sum of the block's q
+  const int32_t* half_isum;  // [rows][k / 16]  sums of 16 q
   // For instruction sets with tiles: x as bfloat16, 32 numbers of sixteen rows (or of all, if there are fewer) together, in the
   // order of KParts; rows and k are padded with zeros.
   const uint16_t* bf16;  // [pieces][16][32]

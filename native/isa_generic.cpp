@@ -31,6 +31,16 @@ static inline void block_dots(const uint8_t* w, const int8_t* x, int64_t stride,
   }
 }
 
+template <int R>
+static inline void half_dots(const uint8_t* w, const int8_t* x, int64_t stride, const int32_t*, V16 sums[R]) {
+  for (int r = 0; r < R; ++r) {
+    int32_t totals[16] = {};
+    for (int e = 0; e < 16; ++e)
+      for (int column = 0; column < kPanel; ++column) totals[column] += int32_t(x[r * stride + e]) * int8_t(w[e / 4 * 64 + column * 4 + e % 4]);
+    for (int column = 0; column < kPanel; ++column) sums[r].v[0].v[column] = float(totals[column]);
+  }
+}
+
 #include "kernels/matmul_int.h"
 #include "kernels/attention.h"
 #ifdef BIFOLIO_SOFTWARE_TILES

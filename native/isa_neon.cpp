@@ -136,20 +136,41 @@ static inline void fma_packed(const float* x, int64_t x_stride, const uint8_t* p
 #define BIFOLIO_OWN_UNPACK
 constexpr float kNibbleUnit = 0.0625f;  // signed nibbles stay in the upper half of their byte
 
-// Two instructions for sixteen bytes, one for each vector unit: shifts have only one of them.
-template <bool Signed>
-static inline void unpack_block(const uint8_t* quants, uint8_t* out) {
-  UNROLL for (int i = 0; i < 256; i += 16) {
-    const uint8x16_t pairs = vld1q_u8(quants + i);
-    vst1q_u8(out + i, Signed ? vshlq_n_u8(pairs, 4) : vandq_u8(pairs, vdupq_n_u8(15)));
-    vst1q_u8(out + 256 + i, Signed ? vandq_u8(pairs, vdupq_n_u8(0xf0)) : vshrq_n_u8(pairs, 4));
+// Sixteen bytes of weights: line J of the half `Half` of a block, four columns.
+template <Coding C, int Half, int J>
+static inline int8x16_t line_of(const uint8_t* quants, int8x16_t table) {
+  if constexpr (C.bits == 8) {
+    return vld1q_s8(reinterpret_cast<const int8_t*>(quants) + (4 * Half + J) * 64);
+  } else if constexpr (C.bits == 4) {
+    const uint8x16_t pairs = vld1q_u8(quants + J * 64);
+    const uint8x16_t nibbles = Half ? vshrq_n_u8(pairs, 4) : vandq_u8(pairs, vdupq_n_u8(15));
+    if constexpr (C.table) return vqtbl1q_s8(table, nibbles);
+    else if constexpr (!C.is_signed) return vreinterpretq_s8_u8(nibbles);
+    // Two instructions for sixteen bytes, one for each vector unit: shifts have only one of them.
+    else return vreinterpretq_s8_u8(Half ? vandq_u8(pairs, vdupq_n_u8(0xf0)) : vshlq_n_u8(pairs, 4));
+  } else {
+    const uint8_t* three = quants + Half * 192;
+    if constexpr (J < 3) return vreinterpretq_s8_u8(vshlq_n_u8(vld1q_u8(three + J * 64), 2));
+    const uint8x16_t upper = vsriq_n_u8(vld1q_u8(three + 128), vld1q_u8(three + 64), 2);
+    return vreinterpretq_s8_u8(vandq_u8(vsriq_n_u8(upper, vld1q_u8(three), 4), vdupq_n_u8(0xfc)));
   }
+}
+
+template <Coding C>
+static inline void unpack_block(const uint8_t* quants, const int8_t* values, uint8_t* out) {
+  const int8x16_t table = C.table ? vld1q_s8(values) : vdupq_n_s8(0);
+  auto* bytes = reinterpret_cast<int8_t*>(out);
+#define LINE(HALF, J) vst1q_s8(bytes + (4 * HALF + J) * 64 + i, line_of<C, HALF, J>(quants + i, table));
+  UNROLL for (int i = 0; i < 64; i += 16) {
+    LINE(0, 0) LINE(0, 1) LINE(0, 2) LINE(0, 3) LINE(1, 0) LINE(1, 1) LINE(1, 2) LINE(1, 3)
+  }
+#undef LINE
 }
 
 #define BIFOLIO_OWN_INT_TILE
 struct IntRows;
-template <int Bits, bool Min, int R, class Panel>
-static inline void int_tile(const Panel& w, const IntRows& x, int first_row, int64_t blocks, V16 acc[R]);
+template <Coding C, int R, class Panel>
+static inline void int_sums(const Panel& w, const IntRows& x, int first_row, int64_t begin, int64_t end, V16 acc[R]);
 
 #define BIFOLIO_FEW_ROWS_BLOCKS 32  // they and the rows fit into 64 KB, the first cache level of a Neoverse N1
 #define BIFOLIO_OWN_INT_4
@@ -165,21 +186,52 @@ static inline void accumulate_int_4(const PackedPanel<F>& packed, const Unpacked
 #include "kernels/matmul_int.h"
 #include "kernels/neon_int_tile.h"
 
-// Four rows from block `block` on.
+// Four rows against blocks with one scale each, from block `block` of a panel on. `start` is null for zeros.
 template <Format F>
-static inline void accumulate_int_4(const PackedPanel<F>& packed, const UnpackedPanel& w, const IntRows& x, int64_t block,
-                                    int64_t blocks, bool first_rows, float* sums, int64_t stride) {
+static inline void add_sums_of_4(const PackedPanel<F>& packed, const UnpackedPanel& w, const IntRows& x, int64_t block,
+                                 int64_t blocks, bool unpack, bool first, float* sums, int64_t stride) {
   static const float zeros[8] = {};
-  const bool unpack = kUnpacksInTile<F> && first_rows;
   for (int64_t i = 0; unpack && i < 2 && i < blocks; ++i)
-    unpack_block<true>(packed.quants(block + i), const_cast<uint8_t*>(w.quants(i)));
+    unpack_block<coding(F)>(packed.quants(block + i), nullptr, const_cast<uint8_t*>(w.quants(i)));
   for (int column = 0; column < kPanel; column += 8) {
     const IntTile tile{w.first + 4 * column, w.pair - 2 * kQuantBlock * kPanel, w.scale + column, x.q, x.stride, x.scale, blocks,
-                       block ? sums + column : zeros, block ? stride : 0, sums + column, stride};
+                       first ? zeros : sums + column, first ? 0 : stride, sums + column, stride};
     if (unpack) {
       int_tile_4x8_unpacking(tile, packed.quants(block + (blocks > 1)) + 4 * column, header_bytes(F));
     } else {
       int_tile_4x8(tile);
+    }
+  }
+}
+
+// Minima of some blocks times the sums of four rows.
+static inline void add_minima_of_4(const UnpackedPanel& w, const IntRows& x, int64_t blocks, float* sums, int64_t stride) {
+  float32x4_t acc[4][4];
+  UNROLL for (int r = 0; r < 4; ++r) UNROLL for (int c = 0; c < 4; ++c) acc[r][c] = vld1q_f32(sums + r * stride + 4 * c);
+  for (int64_t b = 0; b < blocks; ++b) {
+    const float32x4_t rows = vld1q_f32(x.sum + b * kRowGroup);
+    UNROLL for (int c = 0; c < 4; ++c) {
+      const float32x4_t minimum = vld1q_f32(w.minima(b) + 4 * c);
+      acc[0][c] = vfmaq_laneq_f32(acc[0][c], minimum, rows, 0);
+      acc[1][c] = vfmaq_laneq_f32(acc[1][c], minimum, rows, 1);
+      acc[2][c] = vfmaq_laneq_f32(acc[2][c], minimum, rows, 2);
+      acc[3][c] = vfmaq_laneq_f32(acc[3][c], minimum, rows, 3);
+    }
+  }
+  UNROLL for (int r = 0; r < 4; ++r) UNROLL for (int c = 0; c < 4; ++c) vst1q_f32(sums + r * stride + 4 * c, acc[r][c]);
+}
+
+// Four rows from block `block` on.
+template <Format F>
+static inline void accumulate_int_4(const PackedPanel<F>& packed, const UnpackedPanel& w, const IntRows& x, int64_t block,
+                                    int64_t blocks, bool first_rows, float* sums, int64_t stride) {
+  if constexpr (!coding(F).minima) {
+    add_sums_of_4(packed, w, x, block, blocks, kUnpacksInTile<F> && first_rows, block == 0, sums, stride);
+  } else {
+    for (int64_t b = 0; b < blocks; b += kMinimaBlocks) {
+      const int64_t count = blocks - b < kMinimaBlocks ? blocks - b : kMinimaBlocks;
+      add_sums_of_4(packed, w.from(b), x.from(b), block + b, count, false, block + b == 0, sums, stride);
+      add_minima_of_4(w.from(b), x.from(b), count, sums, stride);
     }
   }
 }
@@ -204,68 +256,64 @@ static inline int32x4_t biased_zero(const int32_t* bias) {
 
 static inline float32x4_t unbiased(int32x4_t sum) { return vsubq_f32(vreinterpretq_f32_s32(sum), vdupq_n_f32(12582912.0f)); }
 
+// The sums of a line of four k values with R rows.
+template <Coding C, int Half, int J, int R, int G>
+static inline void add_line(const uint8_t* quants, int8x16_t table, const int8x16_t rows[R], int32x4_t dots[R][G]) {
+  UNROLL for (int g = 0; g < G; ++g) {
+    const int8x16_t weights = line_of<C, Half, J>(quants + g * 16, table);
+    UNROLL for (int r = 0; r < R; ++r) dots[r][g] = vdotq_laneq_s32(dots[r][g], weights, rows[r], J);
+  }
+}
+
 // Columns [column, column + 4 * G) of a panel against R rows. All sums of a block are in registers.
-template <int Bits, bool Min, int R, int G, class Panel>
-static inline void int_columns(const Panel& w, const IntRows& x, int first_row, int64_t blocks, int column,
+template <Coding C, int R, int G, class Panel>
+static inline void int_columns(const Panel& w, const IntRows& x, int first_row, int64_t begin, int64_t end, int column,
                                V16 acc[R]) {
   float32x4_t sums[R][G];
   UNROLL for (int r = 0; r < R; ++r) UNROLL for (int g = 0; g < G; ++g) sums[r][g] = acc[r].v[column / 4 + g];
   const int32_t* bias = kTileConstants;
   asm("" : "+r"(bias));  // otherwise the constant is kept in a register and moved
-  for (int64_t b = 0; b < blocks; ++b) {
-    int8x16_t low[R], high[R];
-    UNROLL for (int r = 0; r < R; ++r) {
-      low[r] = vld1q_s8(x.q + r * x.stride + b * kQuantBlock);
-      high[r] = vld1q_s8(x.q + r * x.stride + b * kQuantBlock + 16);
-    }
-    int32x4_t dots[R][G];
-    UNROLL for (int r = 0; r < R; ++r)
-      UNROLL for (int g = 0; g < G; ++g) dots[r][g] = biased_zero(bias);
+  const int8x16_t table = C.table ? vld1q_s8(w.table) : vdupq_n_s8(0);
+  // Signed nibbles stay in the upper half of their byte, sixteen times too large: the scale of the row corrects it.
+  constexpr float unit = C.bits == 4 && C.is_signed ? 0.0625f : C.unit();
+  for (int64_t b = begin; b < end; ++b) {
+    const int8_t* values = x.q + b * kQuantBlock;
     const uint8_t* quants = w.quants(b) + column * 4;
-    if constexpr (Bits == 8) {
-#define STEP(J, HALF, LANE)                                                                              \
-  UNROLL for (int g = 0; g < G; ++g) {                                                                          \
-    const int8x16_t weights = vld1q_s8(reinterpret_cast<const int8_t*>(quants) + J * 64 + g * 16);       \
-    UNROLL for (int r = 0; r < R; ++r) dots[r][g] = vdotq_laneq_s32(dots[r][g], weights, HALF[r], LANE);        \
-  }
-      STEP(0, low, 0) STEP(1, low, 1) STEP(2, low, 2) STEP(3, low, 3)
-      STEP(4, high, 0) STEP(5, high, 1) STEP(6, high, 2) STEP(7, high, 3)
-#undef STEP
-    } else {
-      // Signed nibbles stay in the upper half of their byte, sixteen times too large: the scale of the row corrects it.
-#define STEP(J)                                                                                                   \
-  UNROLL for (int g = 0; g < G; ++g) {                                                                                   \
-    const uint8x16_t pairs = vld1q_u8(quants + J * 64 + g * 16);                                                  \
-    const int8x16_t first = vreinterpretq_s8_u8(Min ? vandq_u8(pairs, vdupq_n_u8(15)) : vshlq_n_u8(pairs, 4));    \
-    const int8x16_t second = vreinterpretq_s8_u8(Min ? vshrq_n_u8(pairs, 4) : vandq_u8(pairs, vdupq_n_u8(0xf0))); \
-    UNROLL for (int r = 0; r < R; ++r) dots[r][g] = vdotq_laneq_s32(dots[r][g], first, low[r], J);                       \
-    UNROLL for (int r = 0; r < R; ++r) dots[r][g] = vdotq_laneq_s32(dots[r][g], second, high[r], J);                     \
-  }
-      STEP(0) STEP(1) STEP(2) STEP(3)
-#undef STEP
-    }
     const float* row_scale = x.scale + b * kRowGroup + first_row;
-    const float* row_sum = x.sum + b * kRowGroup + first_row;
-    constexpr float unit = Bits == 4 && !Min ? 0.0625f : 1.0f;
-    UNROLL for (int g = 0; g < G; g += 2) {
-      float32x4_t scale[2], minimum[2];
-      load_scales(w.scales(b) + column + 4 * g, scale);
-      if constexpr (Min) load_scales(w.minima(b) + column + 4 * g, minimum);
-      UNROLL for (int h = 0; h < 2; ++h)
-        UNROLL for (int r = 0; r < R; ++r) {
-          sums[r][g + h] = vfmaq_f32(sums[r][g + h], unbiased(dots[r][g + h]), vmulq_n_f32(scale[h], row_scale[r] * unit));
-          if constexpr (Min) sums[r][g + h] = vfmaq_n_f32(sums[r][g + h], minimum[h], row_sum[r]);
-        }
+    int32x4_t dots[R][G];
+    int8x16_t low[R], high[R];
+    const auto clear = [&]() __attribute__((always_inline)) {
+      UNROLL for (int r = 0; r < R; ++r) UNROLL for (int g = 0; g < G; ++g) dots[r][g] = biased_zero(bias);
+    };
+    const auto scale_dots = [&](int s) __attribute__((always_inline)) {
+      UNROLL for (int g = 0; g < G; g += 2) {
+        float32x4_t scale[2];
+        load_scales(w.scales(b) + s * kPanel + column + 4 * g, scale);
+        UNROLL for (int h = 0; h < 2; ++h)
+          UNROLL for (int r = 0; r < R; ++r)
+            sums[r][g + h] = vfmaq_f32(sums[r][g + h], unbiased(dots[r][g + h]), vmulq_n_f32(scale[h], row_scale[r] * unit));
+      }
+    };
+    UNROLL for (int r = 0; r < R; ++r) low[r] = vld1q_s8(values + r * x.stride), high[r] = vld1q_s8(values + r * x.stride + 16);
+    clear();
+#define LINE(HALF, J, ROWS) add_line<C, HALF, J, R, G>(quants, table, ROWS, dots);
+    if constexpr (C.scales == 1 && C.bits == 4) {  // both nibbles of a byte one after the other
+      LINE(0, 0, low) LINE(1, 0, high) LINE(0, 1, low) LINE(1, 1, high) LINE(0, 2, low) LINE(1, 2, high) LINE(0, 3, low) LINE(1, 3, high)
+    } else {
+      LINE(0, 0, low) LINE(0, 1, low) LINE(0, 2, low) LINE(0, 3, low)
+      if constexpr (C.scales == 2) scale_dots(0), clear();
+      LINE(1, 0, high) LINE(1, 1, high) LINE(1, 2, high) LINE(1, 3, high)
     }
+#undef LINE
+    scale_dots(C.scales - 1);
   }
   UNROLL for (int r = 0; r < R; ++r) UNROLL for (int g = 0; g < G; ++g) acc[r].v[column / 4 + g] = sums[r][g];
 }
 
-template <int Bits, bool Min, int R, class Panel>
-static inline void int_tile(const Panel& w, const IntRows& x, int first_row, int64_t blocks, V16 acc[R]) {
+template <Coding C, int R, class Panel>
+static inline void int_sums(const Panel& w, const IntRows& x, int first_row, int64_t begin, int64_t end, V16 acc[R]) {
   constexpr int G = R <= 2 ? 4 : 2;
-  for (int column = 0; column < kPanel; column += 4 * G)
-    int_columns<Bits, Min, R, G>(w, x, first_row, blocks, column, acc);
+  for (int column = 0; column < kPanel; column += 4 * G) int_columns<C, R, G>(w, x, first_row, begin, end, column, acc);
 }
 
 #include "kernels/neon_attention.h"

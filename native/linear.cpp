@@ -13,6 +13,7 @@ struct QuantizedRows {
   int8_t* bytes;  // [rows][k]
   float *scale, *sum;
   int32_t* isum;
+  int32_t* half_isum;  // [rows][k / 16]
   int64_t rows, k;
 
   int64_t scale_at(int64_t row, int64_t column) const {
@@ -22,7 +23,14 @@ struct QuantizedRows {
   // x holds the columns [begin, end) of a row.
   void put(const float* x, int64_t row, int64_t begin, int64_t end) const {
     const int64_t at = scale_at(row, begin);
+    const int8_t* q = bytes + row * k + begin;
     kernels().quantize_row(x, end - begin, bytes + row * k + begin, scale + at, sum + at, isum + at);
+    int32_t* halves = half_isum + (row * k + begin) / 16;
+    for (int64_t i = 0; i < (end - begin) / 16; ++i) {
+      int32_t total = 0;
+      for (int64_t j = 0; j < 16; ++j) total += q[16 * i + j];
+      halves[i] = total;
+    }
   }
 
   // The rounding error of a row: x minus its bytes times their scales.
@@ -36,11 +44,12 @@ QuantizedRows quantized_rows(Member& m, int64_t rows, int64_t k, RowMemory& memo
   const int64_t scales = round_up(rows, kRowGroup) * (k / kQuantBlock);
   if (m.rank == 0) {
     memory.bytes.array<int8_t>(size_t(rows * k));
-    memory.scales.array<float>(size_t(scales) * 3);
+    memory.scales.array<float>(size_t(scales * 3 + rows * (k / 16)));
   }
   m.barrier();
   auto* scale = memory.scales.array<float>(0);
-  return {memory.bytes.array<int8_t>(0), scale, scale + scales, reinterpret_cast<int32_t*>(scale + 2 * scales), rows, k};
+  auto* totals = reinterpret_cast<int32_t*>(scale + 2 * scales);
+  return {memory.bytes.array<int8_t>(0), scale, scale + scales, totals, totals + scales, rows, k};
 }
 
 // Rows as bfloat16, in tiles: 32 numbers of `height` rows together.
@@ -103,10 +112,10 @@ bool needs_floats(const LinearWeights& weights) {
 struct Inputs {
   Activations plain, quantized;
 
-  Inputs(Rows x, int64_t k) : plain{x.data, x.stride, x.count, k, nullptr, nullptr, nullptr, nullptr, nullptr}, quantized(plain) {}
+  Inputs(Rows x, int64_t k) : plain{x.data, x.stride, x.count, k, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr}, quantized(plain) {}
   void set(const QuantizedRows& rows) {
     quantized.rows = rows.rows;
-    quantized.q = rows.bytes, quantized.scale = rows.scale, quantized.sum = rows.sum, quantized.isum = rows.isum;
+    quantized.q = rows.bytes, quantized.scale = rows.scale, quantized.sum = rows.sum, quantized.isum = rows.isum, quantized.half_isum = rows.half_isum;
   }
   const Activations& of(Format format) const { return format >= Format::Q8_0 && quantized.q ? quantized : plain; }
 };

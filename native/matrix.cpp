@@ -1,7 +1,11 @@
 #include "matrix.h"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
+#include <algorithm>
+#include <atomic>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -14,12 +18,13 @@ namespace {
 #include "simd/generic.h"
 
 constexpr size_t kHugePage = size_t(2) << 20;
+constexpr size_t kSlabBytes = size_t(8) << 20;  // of a packed matrix, before the pages of its source are dropped
 
-size_t block_elements(Format format) { return format >= Format::Q8_0 ? kQuantBlock : 1; }
-
-size_t block_bytes(Format format) {
-  static const size_t sizes[] = {4, 2, 2, 34, 18, 20};
-  return sizes[int(format)];
+// Whole pages of a read-only map of a file, which come back when they are touched.
+void drop_pages(const uint8_t* begin, const uint8_t* end) {
+  const auto page = uintptr_t(sysconf(_SC_PAGESIZE));
+  const uintptr_t first = uintptr_t(begin) / page * page, last = uintptr_t(end) / page * page;
+  if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
 }
 
 PackedMatrix layout(Format format, int64_t n, int64_t k) {
@@ -51,22 +56,52 @@ void pack_floats(const PackedMatrix& m, const uint8_t* row, int64_t column, uint
   }
 }
 
-void pack_blocks(const PackedMatrix& m, const uint8_t* row, int64_t column, uint8_t* panel) {
-  const size_t stride = block_bytes(m.format);
-  const size_t header = m.format == Format::Q4_1 ? 4 : 2;
-  const int64_t lines = m.format == Format::Q8_0 ? 8 : 4;  // of 64 bytes, per block
-  for (int64_t b = 0; b < m.k / kQuantBlock; ++b, row += stride) {
-    uint8_t* pair = panel + b / 2 * pair_bytes(m.format);
-    std::memcpy(pair + (b % 2 * kPanel + column) * 2, row, 2);
-    if (m.format == Format::Q4_1) std::memcpy(pair + 64 + (b % 2 * kPanel + column) * 2, row + 2, 2);
-    uint8_t* out = pair + header_bytes(m.format) + b % 2 * quant_bytes(m.format) + column * 4;
-    for (int64_t line = 0; line < lines; ++line) {
-      uint32_t four;
-      std::memcpy(&four, row + header + line * 4, 4);
-      if (m.format == Format::Q4_0) four ^= 0x88888888u;  // q - 8 as a signed nibble
-      std::memcpy(out + line * 64, &four, 4);
+// 32 codes of a row, as the low bits of bytes; `out` is the place of the row's column in a block.
+void pack_codes(int bits, const int8_t* codes, uint8_t* out) {
+  const auto four_at = [&](int e) {
+    uint32_t four;
+    std::memcpy(&four, codes + e, 4);
+    return four;
+  };
+  const auto put = [&](int line, uint32_t four) { std::memcpy(out + line * 64, &four, 4); };
+  if (bits == 8)
+    for (int line = 0; line < 8; ++line) put(line, four_at(4 * line));
+  if (bits == 4)
+    for (int line = 0; line < 4; ++line) put(line, (four_at(4 * line) & 0x0f0f0f0fu) | (four_at(16 + 4 * line) & 0x0f0f0f0fu) << 4);
+  if (bits == 6)
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t last = four_at(16 * half + 12);
+      for (int line = 0; line < 3; ++line)
+        put(3 * half + line, (four_at(16 * half + 4 * line) & 0x3f3f3f3fu) | (last >> (2 * line) & 0x03030303u) << 6);
+    }
+}
+
+bool fits(float scale) { return std::fabs(scale) < 65520.0f; }  // false for NaN
+
+// A row of a block format as a column of a panel; whether all its scales are half floats.
+bool pack_blocks(const PackedMatrix& m, const FileBlock& file, const uint8_t* row, int64_t column, uint8_t* panel) {
+  const Coding code = coding(m.format);
+  Codes block;
+  bool good = true;
+  const auto put_half = [&](uint8_t* p, float value) {
+    const uint16_t word = float_to_half(value);
+    std::memcpy(p, &word, 2);
+    good = good && fits(value);
+  };
+  int64_t b = 0;
+  for (int64_t at = 0; at < m.k; at += file.elements, row += file.bytes) {
+    file.decode(row, block);
+    for (int64_t i = 0; i < file.elements / kQuantBlock; ++i, ++b) {
+      uint8_t* pair = panel + b / 2 * pair_bytes(m.format);
+      for (int s = 0; s < code.scales; ++s) {
+        uint8_t* scale = pair + ((b % 2 * code.scales + s) * kPanel + column) * 2;
+        put_half(scale, block.scales[i * code.scales + s]);
+        if (code.minima) put_half(scale + 64 * code.scales, block.minima[i * code.scales + s]);
+      }
+      pack_codes(code.bits, block.codes + i * kQuantBlock, pair + header_bytes(m.format) + b % 2 * quant_bytes(m.format) + column * 4);
     }
   }
+  return good;
 }
 
 }  // namespace
@@ -88,32 +123,29 @@ HugeBuffer::HugeBuffer(size_t size) : size_(size) {
 
 HugeBuffer::~HugeBuffer() { std::free(data_); }
 
-size_t source_row_bytes(Format format, int64_t k) { return size_t(k) / block_elements(format) * block_bytes(format); }
+size_t source_row_bytes(FileFormat format, int64_t k) {
+  const FileBlock& block = file_block(format);
+  return size_t(k / block.elements) * block.bytes;
+}
+
+size_t packed_bytes(FileFormat format, int64_t n, int64_t k) {
+  const PackedMatrix m = layout(file_block(format).packed, n, k);
+  return m.panel_bytes * size_t(m.num_panels);
+}
 
 LinearWeights::LinearWeights(const std::vector<SourceRows>& parts, int64_t k, const float* bias, int planes)
     : k_(k), planes_(planes) {
   for (size_t first = 0; first < parts.size();) {
     size_t last = first;
     int64_t rows = 0;
-    for (; last < parts.size() && parts[last].format == parts[first].format; ++last) rows += parts[last].rows;
-    PackedMatrix m = layout(parts[first].format, rows, k);
+    const FileBlock& kind = file_block(parts[first].format);
+    const auto fits_beside = [&](const FileBlock& other) { return other.packed == kind.packed && other.table == kind.table; };
+    for (; last < parts.size() && fits_beside(file_block(parts[last].format)); ++last) rows += parts[last].rows;
+    PackedMatrix m = layout(kind.packed, rows, k);
+    m.table = kind.table;
     auto memory = std::make_unique<HugeBuffer>(m.panel_bytes * size_t(m.num_panels));
-    uint8_t* target = memory->data();
-    m.data = target;
-    Pool::instance().run([&](Member& member) {
-      member.split(m.num_panels, 8, [&](int64_t begin, int64_t end) {
-        std::memset(target + size_t(begin) * m.panel_bytes, 0, size_t(end - begin) * m.panel_bytes);
-        int64_t row = 0;  // of the fused matrix
-        for (size_t p = first; p < last; row += parts[p].rows, ++p) {
-          const int64_t from = std::max(row, begin * kPanel), to = std::min(row + parts[p].rows, end * kPanel);
-          for (int64_t i = from; i < to; ++i) {
-            const uint8_t* source = parts[p].data + size_t(i - row) * parts[p].row_bytes;
-            uint8_t* panel = target + size_t(i / kPanel) * m.panel_bytes;
-            m.format >= Format::Q8_0 ? pack_blocks(m, source, i % kPanel, panel) : pack_floats(m, source, i % kPanel, panel);
-          }
-        }
-      });
-    });
+    m.data = memory->data();
+    pack(parts, first, last, m, memory->data());
     quantizes_ = quantizes_ || m.format >= Format::Q8_0;
     pieces_.push_back({m, n_, std::move(memory)});
     n_ += rows;
@@ -122,20 +154,54 @@ LinearWeights::LinearWeights(const std::vector<SourceRows>& parts, int64_t k, co
   if (bias) bias_.assign(bias, bias + n_);
 }
 
+// Parts [first, last) side by side, some megabytes at a time: so little of a mapped file is in memory together with its packed form.
+void LinearWeights::pack(const std::vector<SourceRows>& parts, size_t first, size_t last, const PackedMatrix& m, uint8_t* target) {
+  std::atomic<bool> good = true;
+  const auto each_part = [&](int64_t begin, int64_t end, auto body) {  // rows of the fused matrix -> body(part, its rows, column)
+    int64_t row = 0;
+    for (size_t p = first; p < last; row += parts[p].rows, ++p) {
+      const int64_t from = std::max(row, begin), to = std::min(row + parts[p].rows, end);
+      if (from < to) body(parts[p], from - row, to - row, from);
+    }
+  };
+  const auto pack_panels = [&](int64_t begin, int64_t end) {
+    std::memset(target + size_t(begin) * m.panel_bytes, 0, size_t(end - begin) * m.panel_bytes);
+    each_part(begin * kPanel, end * kPanel, [&](const SourceRows& part, int64_t from, int64_t to, int64_t column) {
+      for (int64_t i = from; i < to; ++i, ++column) {
+        const uint8_t* source = part.data + size_t(i) * part.row_bytes;
+        uint8_t* panel = target + size_t(column / kPanel) * m.panel_bytes;
+        if (m.format < Format::Q8_0) pack_floats(m, source, column % kPanel, panel);
+        else if (!pack_blocks(m, file_block(part.format), source, column % kPanel, panel)) good = false;
+      }
+    });
+  };
+  const int64_t slab = std::max<int64_t>(1, int64_t(kSlabBytes / m.panel_bytes));
+  for (int64_t begin = 0; begin < m.num_panels; begin += slab) {
+    const int64_t end = std::min(begin + slab, m.num_panels);
+    Pool::instance().run([&](Member& member) {
+      member.split(end - begin, 8, [&](int64_t a, int64_t b) { pack_panels(begin + a, begin + b); });
+    });
+    each_part(begin * kPanel, end * kPanel, [&](const SourceRows& part, int64_t from, int64_t to, int64_t) {
+      if (part.is_mapped) drop_pages(part.data + size_t(from) * part.row_bytes, part.data + size_t(to) * part.row_bytes);
+    });
+  }
+  if (!good) throw RangeError("a scale of a block is no finite number below 65520");
+}
+
 size_t LinearWeights::num_bytes() const {
   size_t bytes = bias_.size() * sizeof(float);
   for (const Piece& piece : pieces_) bytes += piece.memory->size();
   return bytes;
 }
 
-void dequantize_row(Format format, const uint8_t* data, int64_t k, float* out) {
+void dequantize_row(FileFormat format, const uint8_t* data, int64_t k, float* out) {
   uint16_t word;
   switch (format) {
-    case Format::F32: std::memcpy(out, data, size_t(k) * 4); return;
-    case Format::F16:
+    case FileFormat::F32: std::memcpy(out, data, size_t(k) * 4); return;
+    case FileFormat::F16:
       for (int64_t i = 0; i < k; ++i) std::memcpy(&word, data + 2 * i, 2), out[i] = half_to_float(word);
       return;
-    case Format::BF16:
+    case FileFormat::BF16:
       for (int64_t i = 0; i < k; ++i) {
         std::memcpy(&word, data + 2 * i, 2);
         const uint32_t bits = uint32_t(word) << 16;
@@ -144,23 +210,15 @@ void dequantize_row(Format format, const uint8_t* data, int64_t k, float* out) {
       return;
     default: break;
   }
-  for (int64_t b = 0; b < k / kQuantBlock; ++b, data += block_bytes(format), out += kQuantBlock) {
-    std::memcpy(&word, data, 2);
-    const float scale = half_to_float(word);
-    if (format == Format::Q8_0) {
-      for (int i = 0; i < kQuantBlock; ++i) out[i] = scale * float(int8_t(data[2 + i]));
-    } else if (format == Format::Q4_0) {
-      for (int i = 0; i < 16; ++i) {
-        out[i] = scale * float(int(data[2 + i] & 15) - 8);
-        out[16 + i] = scale * float(int(data[2 + i] >> 4) - 8);
-      }
-    } else {
-      std::memcpy(&word, data + 2, 2);
-      const float lowest = half_to_float(word);
-      for (int i = 0; i < 16; ++i) {
-        out[i] = scale * float(data[4 + i] & 15) + lowest;
-        out[16 + i] = scale * float(data[4 + i] >> 4) + lowest;
-      }
+  const FileBlock& file = file_block(format);
+  const int64_t group = file.group();
+  const bool minima = coding(file.packed).minima;
+  Codes block;
+  for (int64_t at = 0; at < k; at += file.elements, data += file.bytes, out += file.elements) {
+    file.decode(data, block);
+    for (int64_t i = 0; i < file.elements; ++i) {
+      const float number = float(file.table ? file.table[block.codes[i]] : block.codes[i]);
+      out[i] = minima ? block.scales[i / group] * number + block.minima[i / group] : block.scales[i / group] * number;
     }
   }
 }

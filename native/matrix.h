@@ -3,11 +3,16 @@
 
 #include <cstdint>
 #include <memory>
+#include <stdexcept>
 #include <vector>
 
-#include "contracts.h"
+#include "blocks.h"
 
 namespace bifolio {
+
+struct RangeError : std::overflow_error {
+  using std::overflow_error::overflow_error;
+};
 
 // Aligned memory, on huge pages where the system has them: decoding is bound by reading weights, and with 4 KB pages every
 // 64 lines end in a page walk.
@@ -27,15 +32,20 @@ class HugeBuffer {
 
 // Rows of one tensor as they lie in the file.
 struct SourceRows {
-  Format format;
+  FileFormat format;
   const uint8_t* data;
   int64_t rows;
   size_t row_bytes;
+  bool is_mapped = false;  // a read-only map of a file: pages are dropped once they are packed
 };
 
-size_t source_row_bytes(Format format, int64_t k);
+size_t source_row_bytes(FileFormat format, int64_t k);
 
-// One Linear: its parts side by side, those of one format in one matrix.
+// Bytes of a packed matrix [n, k].
+size_t packed_bytes(FileFormat format, int64_t n, int64_t k);
+
+// One Linear: its parts side by side, those of one packed format in one matrix. RangeError where a scale of a block is no
+// half float.
 class LinearWeights {
  public:
   LinearWeights(const std::vector<SourceRows>& parts, int64_t k, const float* bias, int planes = 1);
@@ -61,6 +71,8 @@ class LinearWeights {
   const float* bias() const { return bias_.empty() ? nullptr : bias_.data(); }
 
  private:
+  void pack(const std::vector<SourceRows>& parts, size_t first, size_t last, const PackedMatrix& m, uint8_t* target);
+
   int64_t n_ = 0, k_;
   int planes_;
   bool quantizes_ = false;
@@ -69,6 +81,6 @@ class LinearWeights {
 };
 
 // Row `row` of a table in file order, as floats.
-void dequantize_row(Format format, const uint8_t* data, int64_t k, float* out);
+void dequantize_row(FileFormat format, const uint8_t* data, int64_t k, float* out);
 
 }  // namespace bifolio

@@ -64,6 +64,8 @@ NB_MODULE(_native, m) {
   nanobind::set_leak_warnings(false);
   bifolio::bind_error();
   bifolio::bind_classes(m);
+  bifolio::bind_formats(m);
+  bifolio::bind_tokens(m);
   bifolio::bind_operations(m);
   bifolio::bind_program(m);
   bifolio::bind_settings(m);

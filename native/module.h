@@ -40,7 +40,8 @@ struct CacheHolder {
   int64_t num_blocks = 0;
 };
 
-LinearWeights* make_linear(const nb::list& parts, int64_t k, nb::handle bias, int planes);  // Python owns the result
+// Python owns the result. `is_mapped`: all parts lie in read-only maps of files, whose pages are dropped once they are packed.
+LinearWeights* make_linear(const nb::list& parts, int64_t k, nb::handle bias, int planes, bool is_mapped);
 AttentionConstants make_shape(int64_t heads, int64_t kv_heads, int64_t dim, float scale, int64_t window, bool interleaved,
                               const NormHolder* query_norm, const NormHolder* key_norm);
 
@@ -50,12 +51,17 @@ AttentionConstants make_shape(int64_t heads, int64_t kv_heads, int64_t dim, floa
 // They must cover the tokens [0, num_tokens) in order. `tables` keeps alive the block tables that the queries point into.
 Queries queries_of(const nb::list& segments, int64_t num_tokens, const CacheHolder& cache, bool share, std::vector<Tables>& tables);
 
+// The bytes of a matrix hold whole rows of `width` numbers.
+FileFormat require_rows(const char* name, int code, const Bytes& bytes, const char* width_name, int64_t width);
+
 // -- bindings -------------------------------------------------------------------------------------------------------------
 
 // An array argument. None is let through to the checks, so that their error names the argument.
 inline auto array(const char* name) { return nb::arg(name).none(); }
 
 void bind_classes(nb::module_& m);
+void bind_formats(nb::module_& m);
+void bind_tokens(nb::module_& m);
 void bind_operations(nb::module_& m);
 void bind_program(nb::module_& m);
 

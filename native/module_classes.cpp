@@ -8,17 +8,6 @@ using namespace nanobind::literals;
 namespace bifolio {
 namespace {
 
-// The bytes of a matrix hold whole rows of `width` numbers.
-Format require_rows(const char* name, int code, const Bytes& bytes, const char* width_name, int64_t width) {
-  const Format format = format_of("format", code);
-  require_between(width_name, width, 1, kMaxWidth);
-  require(format < Format::Q8_0 || width % kQuantBlock == 0, width_name, " is ", width, " and must be a multiple of ", kQuantBlock,
-          " for formats of blocks");
-  require(rows_in(bytes) > 0, name, " has no rows and must have at least one");
-  require_width(name, bytes, int64_t(source_row_bytes(format, width)));
-  return format;
-}
-
 // How the numbers of a cache are held in an array.
 struct KvNumbers {
   const char* name;
@@ -100,7 +89,7 @@ void CacheHolder::require_layer(int64_t index, const AttentionConstants& shape) 
           ", as the cache has");
 }
 
-LinearWeights* make_linear(const nb::list& parts, int64_t k, nb::handle bias_array, int planes) {
+LinearWeights* make_linear(const nb::list& parts, int64_t k, nb::handle bias_array, int planes, bool is_mapped) {
   require_between("planes", planes, 1, 2);
   require(parts.size() > 0, "parts is empty and must have at least one matrix");
   std::vector<Bytes> arrays;  // alive until the weights are packed
@@ -111,8 +100,8 @@ LinearWeights* make_linear(const nb::list& parts, int64_t k, nb::handle bias_arr
     require(nb::isinstance<nb::tuple>(part) && nb::len(part) == 2 && nb::try_cast(part[0], code),
             "parts must hold pairs (format, bytes)");
     const Bytes& bytes = arrays.emplace_back(array_of<const uint8_t, 2>("the bytes of a part", part[1]));
-    const Format format = require_rows("the bytes of a part", code, bytes, "k", k);
-    sources.push_back({format, bytes.data(), rows_in(bytes), bytes.shape(1)});
+    const FileFormat format = require_rows("the bytes of a part", code, bytes, "k", k);
+    sources.push_back({format, bytes.data(), rows_in(bytes), bytes.shape(1), is_mapped});
     n += rows_in(bytes);
   }
   require_between("the number of outputs", n, 1, kMaxWidth);
@@ -147,7 +136,8 @@ void bind_classes(nb::module_& m) {
       .def_prop_ro("out_features", &LinearWeights::out_features)
       .def_prop_ro("in_features", &LinearWeights::in_features)
       .def_prop_ro("num_bytes", &LinearWeights::num_bytes);
-  m.def("make_linear", &make_linear, nb::rv_policy::take_ownership, "parts"_a, "k"_a, array("bias"), "planes"_a = 1);
+  m.def("make_linear", &make_linear, nb::rv_policy::take_ownership, "parts"_a, "k"_a, array("bias"), "planes"_a = 1,
+        "is_mapped"_a = false);
   nb::class_<CacheHolder>(m, "Cache").def(nb::init<nb::list, nb::list, int, int64_t>(), "keys"_a, "values"_a, "kv_type"_a, "head_dim"_a);
   nb::class_<AttentionConstants>(m, "AttentionShape")
       .def("__init__", [](AttentionConstants* self, int64_t heads, int64_t kv_heads, int64_t dim, float scale, int64_t window,

@@ -19,7 +19,7 @@ struct Rows {
 };
 
 struct EmbeddingTable {
-  Format format;
+  FileFormat format;
   const uint8_t* data;
   int64_t rows, width;
   size_t row_bytes;

@@ -11,7 +11,7 @@ from bifolio.quant import QuantFormat, QuantizedTensor
 
 # Where the halves of a block lie that scale its values; elsewhere every byte is a valid code.
 SCALES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q2_K": (80, 82), "Q6_K": (208,), "Q3_K": (108,), "Q5_1": (0, 2),
-          "TQ1_0": (52,), "TQ2_0": (64,)}  # fmt: skip
+          "Q4_1": (0, 2), "TQ1_0": (52,), "TQ2_0": (64,)}  # fmt: skip
 
 
 def exotic_tensor(name: str, rows: int, columns: int, seed: int | None = None) -> QuantizedTensor:
@@ -25,6 +25,11 @@ def exotic_tensor(name: str, rows: int, columns: int, seed: int | None = None) -
     blocks = data.reshape(-1, format.block_bytes)
     if name == "MXFP4":
         blocks[:, 0] = 120  # the exponent of a block's scale
+    elif name == "NVFP4":
+        blocks[:, :4] = 0x2F + blocks[:, :4] % 4  # four small floats of a byte each
+    elif name == "IQ1_M":  # a quarter of the half in the high bits of each of four words
+        blocks[:, 49::2] &= 0x0F
+        blocks[:, 49::2] |= np.array([0xF0, 0x10, 0x10, 0x20], np.uint8)
     elif format.is_quantized:
         for place in SCALES.get(name, (0,)):
             blocks[:, place : place + 2] = np.array([0.01], np.float16).view(np.uint8)

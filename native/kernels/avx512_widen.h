@@ -21,15 +21,24 @@ static inline __m512 nibble_of_eight(__m512i eights, __m512 numbers) {
 template <Format F, class Take>
 __attribute__((always_inline)) static inline void each_weight(const PackedPanel<F>& panel, int64_t b, Take take) {
   const uint8_t* quants = panel.quants(b);
-  if constexpr (F == Format::Q8_0) {
-    const V16 scale = mul(load_f16(panel.scales(b)), broadcast(kWidening * 0x1p-24f));
-#pragma GCC unroll 8
-    for (int line = 0; line < 8; ++line) {
-      const __m512i fours = _mm512_loadu_si512(quants + line * 64);
-      take(line * 4, mul({{byte_of_four<0>(fours)}}, scale));
-      take(line * 4 + 1, mul({{byte_of_four<1>(fours)}}, scale));
-      take(line * 4 + 2, mul({{byte_of_four<2>(fours)}}, scale));
-      take(line * 4 + 3, mul({{byte_of_four<3>(fours)}}, scale));
+  constexpr Coding code = coding(F);
+  if constexpr (F != Format::Q4_0 && F != Format::Q4_1) {
+    alignas(64) uint8_t bytes[F == Format::Q8_0 ? 1 : kQuantBlock * kPanel];
+    if constexpr (F != Format::Q8_0) unpack_block<code>(quants, panel.table, bytes), quants = bytes;
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      const int64_t at = code.scales == 2 ? half * kPanel : 0;
+      const V16 scale = mul(load_f16(panel.scales(b) + at), broadcast(kWidening * code.unit() * 0x1p-24f));
+      const V16 minimum = code.minima ? mul(load_f16(panel.minima(b) + at), broadcast(kWidening)) : zero();
+      const auto weight = [&](__m512 number) { return code.minima ? fma(V16{{number}}, scale, minimum) : mul(V16{{number}}, scale); };
+#pragma GCC unroll 4
+      for (int line = 4 * half; line < 4 * half + 4; ++line) {
+        const __m512i fours = _mm512_loadu_si512(quants + line * 64);
+        take(line * 4, weight(byte_of_four<0>(fours)));
+        take(line * 4 + 1, weight(byte_of_four<1>(fours)));
+        take(line * 4 + 2, weight(byte_of_four<2>(fours)));
+        take(line * 4 + 3, weight(byte_of_four<3>(fours)));
+      }
     }
   } else {
     constexpr bool has_minimum = F == Format::Q4_1;

@@ -45,7 +45,7 @@ static void matmul_widened(const PackedMatrix& m, const Activations& x, const fl
   configure_tiles(x.rows);
   each_group(m, x.rows, bias, y, y_stride, begin, end, reinterpret_cast<float*>(scratch), [&](const TileGroup& group) {
     const bool right = group.panels > 1;
-    const PackedPanel<F> panels[2] = {{m.panel(group.first_panel)}, {m.panel(group.first_panel + right)}};
+    const PackedPanel<F> panels[2] = {{m.panel(group.first_panel), m.table}, {m.panel(group.first_panel + right), m.table}};
     const auto multiply = right ? multiply_widened<F, true> : multiply_widened<F, false>;
     multiply(panels, x.bf16, x.rows * kQuantBlock, m.k / kQuantBlock, scratch + kGroupSums * sizeof(float), group.at(0, 0), group.at(right, 0));
     for (int64_t p = 0; p < group.panels; ++p) group.finish(p, 0);
@@ -71,7 +71,7 @@ static void matmul_rows(const PackedMatrix& m, const Activations& x, const float
     for (int64_t r = 0; r < R; ++r)
       for (int64_t i = 0; i < kQuantBlock; i += 16) store(floats + r * m.k + b * kQuantBlock + i, load_bf16(x.bf16 + (b * R + r) * kQuantBlock + i));
   for (int64_t p = begin; p < end; ++p) {
-    const PackedPanel<F> panel{m.panel(p)};
+    const PackedPanel<F> panel{m.panel(p), m.table};
     V16 sums[R];
     for (int r = 0; r < R; ++r) sums[r] = zero();
     for (int64_t b = 0; b < m.k / kQuantBlock; ++b) {
@@ -96,10 +96,10 @@ static void matmul_blocks(const PackedMatrix& m, const Activations& x, const flo
 static void matmul_tiles(const PackedMatrix& m, const Activations& x, const float* bias, float* y, int64_t y_stride,
                          int64_t begin, int64_t end, uint8_t* scratch) {
   if (!x.bf16 || m.format < Format::BF16) return matmul(m, x, bias, y, y_stride, begin, end, scratch);
-  const auto multiply = m.format == Format::BF16   ? matmul_words<Format::BF16>
-                        : m.format == Format::Q8_0 ? matmul_blocks<Format::Q8_0>
-                        : m.format == Format::Q4_0 ? matmul_blocks<Format::Q4_0>
-                                                   : matmul_blocks<Format::Q4_1>;
-  multiply(m, x, bias, y, y_stride, begin, end, scratch);
+  static constexpr decltype(&matmul_words<Format::BF16>) multiply[] = {
+      matmul_words<Format::BF16>, matmul_blocks<Format::Q8_0>, matmul_blocks<Format::Q4_0>, matmul_blocks<Format::Q4_1>,
+      matmul_blocks<Format::Q4_T>, matmul_blocks<Format::Q4_T_16>, matmul_blocks<Format::Q4_1_16>, matmul_blocks<Format::Q6_0>,
+      matmul_blocks<Format::Q6_1>, matmul_blocks<Format::Q6_0_16>};
+  multiply[int(m.format) - int(Format::BF16)](m, x, bias, y, y_stride, begin, end, scratch);
   _tile_release();  // a context switch costs more while a thread holds tiles
 }

@@ -1,27 +1,34 @@
-// Products with Q8_0, Q4_0 and Q4_1 weights: exact integer dot products per block of 32, scaled and summed in order.
+// Products with weights of blocks: exact integer dot products for each scale, scaled and summed in order.
 #pragma once
 
 // The weights of one panel as they are packed.
 template <Format F>
 struct PackedPanel {
   const uint8_t* data;
+  const int8_t* table = nullptr;
+
+  static constexpr int64_t kScaleWords = coding(F).scales * kPanel;  // of a block
 
   const uint8_t* pair(int64_t b) const { return data + b / 2 * pair_bytes(F); }
   const uint8_t* quants(int64_t b) const { return pair(b) + header_bytes(F) + b % 2 * quant_bytes(F); }
-  const uint16_t* scales(int64_t b) const { return reinterpret_cast<const uint16_t*>(pair(b)) + b % 2 * kPanel; }
-  const uint16_t* minima(int64_t b) const { return scales(b) + 2 * kPanel; }
+  const uint16_t* scales(int64_t b) const { return reinterpret_cast<const uint16_t*>(pair(b)) + b % 2 * kScaleWords; }
+  const uint16_t* minima(int64_t b) const { return scales(b) + 2 * kScaleWords; }
 };
 
 // Some blocks of a panel for many rows: bytes, and floats for half floats.
 struct UnpackedPanel {
   const uint8_t* first;  // quants of the first block
   int64_t pair;          // bytes from one pair of blocks to the next
-  const float* scale;    // [blocks][16]
-  const float* minimum;  // the same, Q4_1 only
+  const float* scale;    // [blocks][scales of a block][16]
+  const float* minimum;  // the same, where the format has minima
+  int64_t step;          // floats from the scales of a block to those of the next
+  const int8_t* table = nullptr;
 
   const uint8_t* quants(int64_t b) const { return first + b / 2 * pair + b % 2 * kQuantBlock * kPanel; }
-  const float* scales(int64_t b) const { return scale + b * kPanel; }
-  const float* minima(int64_t b) const { return minimum + b * kPanel; }
+  const float* scales(int64_t b) const { return scale + b * step; }
+  const float* minima(int64_t b) const { return minimum + b * step; }
+  // The same from block `b` on, which is even.
+  UnpackedPanel from(int64_t b) const { return {quants(b), pair, scales(b), minima(b), step, table}; }
 };
 
 static inline V16 load_scale(const uint16_t* p) { return load_f16(p); }
@@ -35,31 +42,99 @@ struct IntRows {
   const float* sum;      // [blocks][4]
   const int32_t* isum;   // [blocks][4]
   int64_t group;         // from the scales of one row group to those of the next
+  const int32_t* half_isum;  // [rows][k / 16]
+
+  IntRows from(int64_t b) const {
+    return {q + b * kQuantBlock, stride, scale + b * kRowGroup, sum + b * kRowGroup, isum + b * kRowGroup, group, half_isum + 2 * b};
+  }
+  // The place of the scale of row r, if the first row is `first_row` of its group.
+  int64_t at(int r, int64_t b, int first_row) const { return r / 4 * group + b * kRowGroup + first_row + r % 4; }
+  int32_t half_total(int r, int64_t b, int half) const { return half_isum[r * (stride / 16) + 2 * b + half]; }
 };
 
+// Minima of `blocks` blocks times the sums of the rows.
+template <Coding C, int R, class Panel>
+static inline void add_minima(const Panel& w, const IntRows& x, int first_row, int64_t begin, int64_t end, V16 acc[R]) {
+  for (int64_t b = begin; b < end; ++b)
+    for (int s = 0; s < C.scales; ++s) {
+      const V16 minimum = load_scale(w.minima(b) + s * kPanel);
+      for (int r = 0; r < R; ++r) {
+        const int64_t at = x.at(r, b, first_row);
+        const float sum = C.scales == 1 ? x.sum[at] : x.scale[at] * float(x.half_total(r, b, s));
+        acc[r] = fma(minimum, broadcast(sum), acc[r]);
+      }
+    }
+}
+
+#ifndef BIFOLIO_OWN_UNPACK
+// The quants of a block to bytes, in the order of Q8_0; six bits are four times too large.
+template <Coding C>
+static inline void unpack_block(const uint8_t* quants, const int8_t* table, uint8_t* out) {
+  static_assert(C.bits == 4 || C.bits == 6);
+  if constexpr (C.bits == 4) {
+    for (int i = 0; i < 256; ++i) {
+      const uint8_t low = quants[i] & 15, high = quants[i] >> 4;
+      out[i] = C.table ? uint8_t(table[low]) : C.is_signed ? uint8_t((low ^ 8) - 8) : low;
+      out[256 + i] = C.table ? uint8_t(table[high]) : C.is_signed ? uint8_t((high ^ 8) - 8) : high;
+    }
+  } else {
+    for (int half = 0; half < 2; ++half, quants += 192, out += 256)
+      for (int i = 0; i < 64; ++i) {
+        for (int line = 0; line < 3; ++line) out[line * 64 + i] = uint8_t(quants[line * 64 + i] << 2);
+        out[192 + i] = uint8_t((quants[128 + i] & 0xc0) | (quants[64 + i] >> 2 & 0x30) | (quants[i] >> 4 & 0x0c));
+      }
+  }
+}
+constexpr float kNibbleUnit = 1.0f;  // the value of a unit of the byte that a signed nibble becomes
+#endif
+
 #ifndef BIFOLIO_OWN_INT_TILE
-// An instruction set provides the sums of one block for R rows, `block_dots<Bits, Signed, R>`. Bits is the size of a packed
-// quant; four-bit ones are signed (Q4_0) or unsigned (Q4_1).
-template <int Bits, bool Min, int R, class Panel>
-static inline void int_tile(const Panel& w, const IntRows& x, int first_row, int64_t blocks, V16 acc[R]) {
-  for (int64_t b = 0; b < blocks; ++b) {
-    V16 sums[R];
-    int32_t totals[R];
-    for (int r = 0; r < R; ++r) totals[r] = x.isum[r / 4 * x.group + b * kRowGroup + first_row + r % 4];
-    block_dots<Bits, !Min, R>(w.quants(b), x.q + b * kQuantBlock, x.stride, totals, sums);
-    const V16 scale = load_scale(w.scales(b));
-    for (int r = 0; r < R; ++r) {
-      const int64_t at = r / 4 * x.group + b * kRowGroup + first_row + r % 4;
-      acc[r] = fma(sums[r], mul(scale, broadcast(x.scale[at])), acc[r]);
-      if constexpr (Min) acc[r] = fma(load_scale(w.minima(b)), broadcast(x.sum[at]), acc[r]);
+// An instruction set provides the sums of one block for R rows, `block_dots<Bits, Signed, R>` for eight bits and for nibbles
+// without a table, and of half a block of bytes, `half_dots<R>`.
+template <Coding C, int R, class Panel>
+static inline void int_sums(const Panel& w, const IntRows& x, int first_row, int64_t begin, int64_t end, V16 acc[R]) {
+  constexpr bool direct = C.bits == 8 || (C.bits == 4 && !C.table);
+  for (int64_t b = begin; b < end; ++b) {
+    const uint8_t* quants = w.quants(b);
+    alignas(64) uint8_t bytes[kQuantBlock * kPanel];
+    if constexpr (!direct || (C.scales == 2 && C.bits != 8)) {
+      unpack_block<C>(quants, w.table, bytes);
+      quants = bytes;
+    }
+    for (int s = 0; s < C.scales; ++s) {
+      V16 sums[R];
+      int32_t totals[R];
+      for (int r = 0; r < R; ++r) totals[r] = C.scales == 2 ? x.half_total(r, b, s) : x.isum[x.at(r, b, first_row)];
+      const int8_t* rows = x.q + b * kQuantBlock + s * 16;
+      if constexpr (C.scales == 2) half_dots<R>(quants + s * 256, rows, x.stride, totals, sums);
+      else if constexpr (direct) block_dots<C.bits, C.is_signed, R>(quants, rows, x.stride, totals, sums);
+      else block_dots<8, true, R>(quants, rows, x.stride, totals, sums);
+      const V16 scale = load_scale(w.scales(b) + s * kPanel);
+      for (int r = 0; r < R; ++r)
+        acc[r] = fma(sums[r], mul(scale, broadcast(x.scale[x.at(r, b, first_row)] * C.unit())), acc[r]);
     }
   }
 }
 #endif
 
+// Blocks of a panel against R rows.
+template <Coding C, int R, class Panel>
+static inline void int_tile(const Panel& w, const IntRows& x, int first_row, int64_t blocks, V16 acc[R]) {
+  if constexpr (!C.minima) {
+    int_sums<C, R>(w, x, first_row, 0, blocks, acc);
+  } else {
+    for (int64_t b = 0; b < blocks; b += kMinimaBlocks) {
+      const int64_t end = blocks - b < kMinimaBlocks ? blocks : b + kMinimaBlocks;
+      int_sums<C, R>(w, x, first_row, b, end, acc);
+      add_minima<C, R>(w, x, first_row, b, end, acc);
+    }
+  }
+}
+
 static inline IntRows int_rows(const Activations& x, int64_t row, int64_t block) {
   const int64_t scales = (row / kRowGroup) * (x.k / kQuantBlock) * kRowGroup + block * kRowGroup;
-  return {x.q + row * x.k + block * kQuantBlock, x.k, x.scale + scales, x.sum + scales, x.isum + scales, x.k / kQuantBlock * kRowGroup};
+  return {x.q + row * x.k + block * kQuantBlock, x.k, x.scale + scales, x.sum + scales, x.isum + scales,
+          x.k / kQuantBlock * kRowGroup, x.half_isum + row * (x.k / 16) + block * 2};
 }
 
 template <Format F, int R>
@@ -68,17 +143,17 @@ static void matmul_int_few(const PackedMatrix& m, const Activations& x, const fl
   for (int64_t p = begin; p < end; ++p) {
     V16 acc[R];
     for (int r = 0; r < R; ++r) acc[r] = zero();
-    int_tile<quant_bits(F), F == Format::Q4_1, R>(PackedPanel<F>{m.panel(p)}, int_rows(x, 0, 0), 0, m.k / kQuantBlock, acc);
+    int_tile<coding(F), R>(PackedPanel<F>{m.panel(p), m.table}, int_rows(x, 0, 0), 0, m.k / kQuantBlock, acc);
     for (int r = 0; r < R; ++r) finish_columns(acc[r], m, p * kPanel, bias, y + r * y_stride);
   }
 }
 
-template <bool Min, int R>
+template <Coding C, int R>
 static inline void accumulate_int_rows(const UnpackedPanel& w, const IntRows& x, int first_row, int64_t blocks, float* sums,
                                        int64_t stride, bool first) {
   V16 acc[R];
   for (int r = 0; r < R; ++r) acc[r] = first ? zero() : load(sums + r * stride);
-  int_tile<8, Min, R>(w, x, first_row, blocks, acc);
+  int_tile<C, R>(w, x, first_row, blocks, acc);
   for (int r = 0; r < R; ++r) store(sums + r * stride, acc[r]);
 }
 
@@ -92,20 +167,6 @@ constexpr int64_t kUnpackedBlocks = 64;  // blocks of a panel that are worked on
 #define BIFOLIO_FEW_ROWS_BLOCKS kUnpackedBlocks  // the same for up to 32 rows and quants that are unpacked
 #endif
 
-#ifndef BIFOLIO_OWN_UNPACK
-constexpr float kNibbleUnit = 1.0f;  // the value of a unit of the byte that a signed nibble becomes
-
-// Signed nibbles (Q4_0) or unsigned ones (Q4_1) of a block to bytes, in the order of Q8_0.
-template <bool Signed>
-static inline void unpack_block(const uint8_t* quants, uint8_t* out) {
-  for (int i = 0; i < 256; ++i) {
-    const uint8_t low = quants[i] & 15, high = quants[i] >> 4;
-    out[i] = Signed ? uint8_t((low ^ 8) - 8) : low;
-    out[256 + i] = Signed ? uint8_t((high ^ 8) - 8) : high;
-  }
-}
-#endif
-
 #ifndef BIFOLIO_OWN_INT_4
 template <Format F>
 constexpr bool kUnpacksInTile = false;  // the tile of the first four rows unpacks quants for those that follow
@@ -115,17 +176,22 @@ constexpr bool kUnpacksInTile = false;  // the tile of the first four rows unpac
 template <Format F>
 static inline UnpackedPanel unpack_panel(const PackedPanel<F>& w, int64_t begin, int64_t blocks, uint8_t* scratch,
                                          bool quants = true) {
-  constexpr bool min = F == Format::Q4_1;
+  constexpr Coding code = coding(F);
+  constexpr int64_t step = code.scales * kPanel;
+  constexpr float unit = F == Format::Q4_0 ? kNibbleUnit : code.unit();
   auto* scales = reinterpret_cast<float*>(scratch + kUnpackedBlocks * kQuantBlock * kPanel);
-  float* minima = scales + kUnpackedBlocks * kPanel;
+  float* minima = scales + kUnpackedBlocks * step;
   for (int64_t b = 0; b < blocks; ++b) {
-    const V16 scale = load_f16(w.scales(begin + b));
-    store(scales + b * kPanel, F == Format::Q4_0 && kNibbleUnit != 1.0f ? mul(scale, broadcast(kNibbleUnit)) : scale);
-    if constexpr (min) store(minima + b * kPanel, load_f16(w.minima(begin + b)));
-    if (F != Format::Q8_0 && quants) unpack_block<!min>(w.quants(begin + b), scratch + b * kQuantBlock * kPanel);
+    for (int s = 0; s < code.scales; ++s) {
+      const V16 scale = load_f16(w.scales(begin + b) + s * kPanel);
+      store(scales + b * step + s * kPanel, unit != 1.0f ? mul(scale, broadcast(unit)) : scale);
+      if constexpr (code.minima) store(minima + b * step + s * kPanel, load_f16(w.minima(begin + b) + s * kPanel));
+    }
+    if constexpr (F != Format::Q8_0)
+      if (quants) unpack_block<code>(w.quants(begin + b), w.table, scratch + b * kQuantBlock * kPanel);
   }
-  if constexpr (F == Format::Q8_0) return {w.quants(begin), pair_bytes(F), scales, minima};
-  return {scratch, 2 * kQuantBlock * kPanel, scales, minima};
+  if constexpr (F == Format::Q8_0) return {w.quants(begin), pair_bytes(F), scales, minima, step};
+  return {scratch, 2 * kQuantBlock * kPanel, scales, minima, step};
 }
 
 // Prefetch part `part` of `parts` of `size` bytes: the next panel arrives while this one is multiplied.
@@ -139,13 +205,13 @@ template <Format F>
 static void matmul_int_many(const PackedMatrix& m, const Activations& x, int64_t row_begin, int64_t rows,
                             const float* bias, float* y, int64_t y_stride, int64_t begin, int64_t end,
                             uint8_t* scratch) {
-  constexpr bool min = F == Format::Q4_1;
+  constexpr Coding code = coding(F).unpacked();
   uint8_t* unpacked = scratch + kRowBlock * kPanel * sizeof(float);
   const int64_t num_blocks = m.k / kQuantBlock;
   const int64_t most = F != Format::Q8_0 && rows <= 32 ? BIFOLIO_FEW_ROWS_BLOCKS : kUnpackedBlocks;
   y += row_begin * y_stride;
   for (int64_t p = begin; p < end; ++p) {
-    const PackedPanel<F> panel{m.panel(p)};
+    const PackedPanel<F> panel{m.panel(p), m.table};
     const bool whole = (p + 1) * kPanel <= m.n;  // then sums are accumulated in the output
     float* sums = whole ? y + p * kPanel : reinterpret_cast<float*>(scratch);
     const int64_t stride = whole ? y_stride : kPanel;
@@ -156,19 +222,19 @@ static void matmul_int_many(const PackedMatrix& m, const Activations& x, int64_t
       const size_t next_bytes = p + 1 < end ? size_t(blocks / 2 * pair_bytes(F)) : 0;
       int64_t r = 0;
 #ifdef BIFOLIO_OWN_INT_4
-      for (; r + 4 <= rows && !min; r += 4) {
+      for (; r + 4 <= rows && code.scales == 1; r += 4) {
         if (r < 16) prefetch_part<F == Format::Q8_0 ? 1 : 2>(next, next_bytes, r / 4, 4);  // not into the nearest level, where it would evict the current blocks
         accumulate_int_4(panel, w, int_rows(x, row_begin + r, b), b, blocks, r == 0, sums + r * stride, stride);
       }
 #endif
       for (; r + BIFOLIO_INT_ROWS <= rows; r += BIFOLIO_INT_ROWS) {
         if (r < 16) prefetch_part(next, next_bytes, r / BIFOLIO_INT_ROWS, 16 / BIFOLIO_INT_ROWS);
-        accumulate_int_rows<min, BIFOLIO_INT_ROWS>(w, int_rows(x, row_begin + r, b), 0, blocks, sums + r * stride, stride, b == 0);
+        accumulate_int_rows<code, BIFOLIO_INT_ROWS>(w, int_rows(x, row_begin + r, b), 0, blocks, sums + r * stride, stride, b == 0);
       }
       for (; r + 4 <= rows; r += 4)
-        accumulate_int_rows<min, 4>(w, int_rows(x, row_begin + r, b), 0, blocks, sums + r * stride, stride, b == 0);
+        accumulate_int_rows<code, 4>(w, int_rows(x, row_begin + r, b), 0, blocks, sums + r * stride, stride, b == 0);
       for (; r < rows; ++r)
-        accumulate_int_rows<min, 1>(w, int_rows(x, row_begin + r, b), int(r % 4), blocks, sums + r * stride, stride, b == 0);
+        accumulate_int_rows<code, 1>(w, int_rows(x, row_begin + r, b), int(r % 4), blocks, sums + r * stride, stride, b == 0);
     }
     if (whole && !bias) continue;
     for (int64_t r = 0; r < rows; ++r) finish_columns(load(sums + r * stride), m, p * kPanel, bias, y + r * y_stride);
@@ -200,5 +266,11 @@ static void matmul(const PackedMatrix& m, const Activations& x, const float* bia
     case Format::Q8_0: return matmul_int<Format::Q8_0>(m, x, bias, y, y_stride, begin, end, scratch);
     case Format::Q4_0: return matmul_int<Format::Q4_0>(m, x, bias, y, y_stride, begin, end, scratch);
     case Format::Q4_1: return matmul_int<Format::Q4_1>(m, x, bias, y, y_stride, begin, end, scratch);
+    case Format::Q4_T: return matmul_int<Format::Q4_T>(m, x, bias, y, y_stride, begin, end, scratch);
+    case Format::Q4_T_16: return matmul_int<Format::Q4_T_16>(m, x, bias, y, y_stride, begin, end, scratch);
+    case Format::Q4_1_16: return matmul_int<Format::Q4_1_16>(m, x, bias, y, y_stride, begin, end, scratch);
+    case Format::Q6_0: return matmul_int<Format::Q6_0>(m, x, bias, y, y_stride, begin, end, scratch);
+    case Format::Q6_1: return matmul_int<Format::Q6_1>(m, x, bias, y, y_stride, begin, end, scratch);
+    case Format::Q6_0_16: return matmul_int<Format::Q6_0_16>(m, x, bias, y, y_stride, begin, end, scratch);
   }
 }

@@ -82,17 +82,20 @@ constexpr int64_t step_bytes(int64_t steps) {
 // Calls take(e, element e of all columns) for a block of a panel, e ascending.
 template <Format F, class Take>
 static inline void each_weight(const PackedPanel<F>& panel, int64_t b, Take take) {
-  const V16 scale = mul(load_f16(panel.scales(b)), broadcast(kWidening));
-  V16 minimum = zero();
-  if constexpr (F == Format::Q4_1) minimum = mul(load_f16(panel.minima(b)), broadcast(kWidening));
+  constexpr Coding code = coding(F);
+  uint8_t bytes[kQuantBlock * kPanel];
+  if constexpr (F == Format::Q8_0) std::memcpy(bytes, panel.quants(b), sizeof bytes);
+  else unpack_block<code>(panel.quants(b), panel.table, bytes);
+  V16 scale = zero(), minimum = zero();
   for (int e = 0; e < kQuantBlock; ++e) {
-    float numbers[kPanel];
-    for (int64_t column = 0; column < kPanel; ++column) {
-      const uint8_t byte = panel.quants(b)[(F == Format::Q8_0 ? e : e % 16) / 4 * 64 + column * 4 + e % 4];
-      const int nibble = e < 16 ? byte & 15 : byte >> 4;
-      numbers[column] = float(F == Format::Q8_0 ? int(int8_t(byte)) : F == Format::Q4_0 ? (nibble ^ 8) - 8 : nibble);
+    if (e % (kQuantBlock / code.scales) == 0) {
+      const int64_t at = e / 16 * kPanel;
+      scale = mul(load_f16(panel.scales(b) + at), broadcast(kWidening * code.unit()));
+      if constexpr (code.minima) minimum = mul(load_f16(panel.minima(b) + at), broadcast(kWidening));
     }
-    take(e, F == Format::Q4_1 ? fma(load(numbers), scale, minimum) : mul(load(numbers), scale));
+    float numbers[kPanel];
+    for (int64_t column = 0; column < kPanel; ++column) numbers[column] = float(int8_t(bytes[e / 4 * 64 + column * 4 + e % 4]));
+    take(e, code.minima ? fma(load(numbers), scale, minimum) : mul(load(numbers), scale));
   }
 }
 
@@ -123,10 +126,10 @@ static inline void widen_block(const PackedPanel<F>& panel, int64_t b, uint8_t* 
 
 // Steps of a panel as tiles, one after the other.
 template <Format F>
-static const uint8_t* tiles_of_panel(const uint8_t* panel, int64_t begin, int64_t steps, uint8_t* words) {
+static const uint8_t* tiles_of_panel(const uint8_t* panel, const int8_t* table, int64_t begin, int64_t steps, uint8_t* words) {
   if constexpr (F == Format::BF16) return panel + begin * kTileBytes;
   else {
-    for (int64_t step = 0; step < steps; ++step) widen_block(PackedPanel<F>{panel}, begin + step, words + step * kTileBytes);
+    for (int64_t step = 0; step < steps; ++step) widen_block(PackedPanel<F>{panel, table}, begin + step, words + step * kTileBytes);
     return words;
   }
 }
@@ -221,7 +224,7 @@ static void matmul_words(const PackedMatrix& m, const Activations& x, const floa
         const int64_t steps = parts.size(part);
         const uint8_t* weights[2];
         for (int side = 0; side <= right; ++side)
-          weights[side] = tiles_of_panel<F>(m.panel(group.first_panel + p + side), parts.begin(part), steps, widened[side]);
+          weights[side] = tiles_of_panel<F>(m.panel(group.first_panel + p + side), m.table, parts.begin(part), steps, widened[side]);
         const NextPanels next(group, parts, p, part);
         const bool more = num_tiles > 1 && next.panel < end;
         const int64_t next_bytes = more ? step_bytes<F>(parts.size(next.part)) : 0, pairs = (group.tiles + 1) / 2;

@@ -1,4 +1,4 @@
-// Sums of one block with the AVX-512 VNNI dot product (unsigned weights, signed activations).
+// Blocks as bytes, and their sums with the AVX-512 VNNI dot product (unsigned weights, signed activations).
 #pragma once
 
 static inline __m512i four_bytes(const int8_t* p) {
@@ -26,4 +26,44 @@ static inline void block_dots(const uint8_t* w, const int8_t* x, int64_t stride,
     }
   }
   for (int r = 0; r < R; ++r) sums[r].v[0] = _mm512_cvtepi32_ps(totals[r]);
+}
+
+// Sixteen bytes of each row against half a block of bytes.
+template <int R>
+static inline void half_dots(const uint8_t* w, const int8_t* x, int64_t stride, const int32_t* isum, V16 sums[R]) {
+  __m512i totals[R];
+  for (int r = 0; r < R; ++r) totals[r] = _mm512_set1_epi32(-128 * isum[r]);
+  for (int line = 0; line < 4; ++line) {
+    const __m512i weights = _mm512_xor_si512(_mm512_loadu_si512(w + line * 64), _mm512_set1_epi8(int8_t(0x80)));
+    for (int r = 0; r < R; ++r) totals[r] = _mm512_dpbusd_epi32(totals[r], weights, four_bytes(x + r * stride + line * 4));
+  }
+  for (int r = 0; r < R; ++r) sums[r].v[0] = _mm512_cvtepi32_ps(totals[r]);
+}
+
+#define BIFOLIO_OWN_UNPACK
+constexpr float kNibbleUnit = 1.0f;
+
+template <Coding C>
+static inline void unpack_block(const uint8_t* quants, const int8_t* table, uint8_t* out) {
+  const auto mask = [](__m512i a, int bits) { return _mm512_and_si512(a, _mm512_set1_epi8(char(bits))); };
+  if constexpr (C.bits == 4) {
+    const __m512i values =
+        C.table       ? _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)))
+        : C.is_signed ? _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1))
+                      : _mm512_setzero_si512();
+    for (int i = 0; i < 256; i += 64) {
+      const __m512i pairs = _mm512_loadu_si512(quants + i), low = mask(pairs, 15), high = mask(_mm512_srli_epi16(pairs, 4), 15);
+      _mm512_storeu_si512(out + i, C.table || C.is_signed ? _mm512_shuffle_epi8(values, low) : low);
+      _mm512_storeu_si512(out + 256 + i, C.table || C.is_signed ? _mm512_shuffle_epi8(values, high) : high);
+    }
+  } else {
+    for (int half = 0; half < 2; ++half, quants += 192, out += 256) {
+      const __m512i first = _mm512_loadu_si512(quants), second = _mm512_loadu_si512(quants + 64), third = _mm512_loadu_si512(quants + 128);
+      _mm512_storeu_si512(out, mask(_mm512_slli_epi16(first, 2), 0xfc));
+      _mm512_storeu_si512(out + 64, mask(_mm512_slli_epi16(second, 2), 0xfc));
+      _mm512_storeu_si512(out + 128, mask(_mm512_slli_epi16(third, 2), 0xfc));
+      const __m512i lower = _mm512_or_si512(mask(_mm512_srli_epi16(second, 2), 0x30), mask(_mm512_srli_epi16(first, 4), 0x0c));
+      _mm512_storeu_si512(out + 192, _mm512_or_si512(mask(third, 0xc0), lower));
+    }
+  }
 }

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bifolio.kernels import native
+from bifolio.kernels.native.formats import grid_rows
+from bifolio.quant import QuantFormat
 
 TOKENS, WIDTH, VOCAB = 6, 64, 50
 HEADS, KV_HEADS, DIM = 4, 2, 32
@@ -162,6 +164,18 @@ VALID: dict[str, Callable[[], Arguments]] = {
         "k": WIDTH,
         "bias": floats(64),
         "planes": 1,
+    },
+    "join_pairs": lambda: {"tokens": ["a", "b", "ab"], "order": ints(2, 1, 0)},
+    "file_formats": dict,
+    "needs_grid": lambda: {"format": 10},
+    "packed_bytes": lambda: {"format": 10, "n": 20, "k": 512},
+    "set_grid": lambda: {"format": 19, "bytes": grid_rows(QuantFormat.IQ2_XXS)},
+    "dequantize": lambda: {"format": 10, "bytes": np.zeros((3, 288), np.uint8), "width": 512, "out": floats(3, 512)},
+    "encode": lambda: {
+        "format": 10,
+        "x": floats(3, 512),
+        "importance": np.abs(floats(512)),
+        "bytes": np.zeros((3, 288), np.uint8),
     },
     "Norm": lambda: {"weight": floats(WIDTH), "bias": floats(WIDTH), "eps": 1e-5, "centered": True},
     "Table": lambda: {"format": 0, "bytes": floats(VOCAB, WIDTH).view(np.uint8), "width": WIDTH},

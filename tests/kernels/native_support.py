@@ -82,10 +82,12 @@ def block_product(x: np.ndarray, tensor: QuantizedTensor) -> np.ndarray:
     xq, xd = quantize_blocks(x)
     wq, wd, wm = weight_blocks(tensor)
     y = np.zeros((x.shape[0], tensor.shape[0]), np.float32)
-    for b in range(xq.shape[1]):
-        dots = (xq[:, b] @ wq[:, b].T).astype(np.float32)
-        y = fused_multiply_add(dots, xd[:, b, None] * wd[None, :, b], y)
-        if tensor.format is QuantFormat.Q4_1:
+    for first in range(0, xq.shape[1], 32):
+        blocks = range(first, min(first + 32, xq.shape[1]))
+        for b in blocks:
+            dots = (xq[:, b] @ wq[:, b].T).astype(np.float32)
+            y = fused_multiply_add(dots, xd[:, b, None] * wd[None, :, b], y)
+        for b in blocks if tensor.format is QuantFormat.Q4_1 else ():
             sums = xd[:, b] * xq[:, b].sum(axis=1).astype(np.float32)
             y = fused_multiply_add(wm[None, :, b], sums[:, None], y)
     return y

@@ -26,7 +26,7 @@ from bifolio.kernels import native  # noqa: E402
 ALL_MISUSES = [*MISUSES, *PROGRAM_MISUSES]
 # Arrays that are written; None is a value for those that may be left out.
 WRITTEN = {"out", "sum", "normed", "cosine", "sine", "qkv", "logits", "keys", "values"}
-OPTIONAL = {"bias", "logit_rows"}
+OPTIONAL = {"bias", "logit_rows", "importance"}
 SEGMENT_FIELDS = ("phase", "token_start", "query_starts", "context_lens", "block_tables")
 Path = tuple[str | int, ...]
 

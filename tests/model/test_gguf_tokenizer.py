@@ -10,10 +10,11 @@ import pytest
 
 from bifolio.config import ModelConfig, RopeConfig
 from bifolio.errors import ModelFileError, UnsupportedModelError
+from bifolio.kernels.native import library
 from bifolio.model.gguf.entries import Metadata
 from bifolio.model.gguf.pretokenizers import PRE_TOKENIZERS
 from bifolio.model.gguf.reader import Value, open_gguf
-from bifolio.model.gguf.tokenizer import TOKENIZER_JSON, byte_level_pre_tokenizer, tokenizer_from_gguf
+from bifolio.model.gguf.tokenizer import TOKENIZER_JSON, byte_level_pre_tokenizer, joined_pairs, tokenizer_from_gguf
 from bifolio.model.gguf.tokenizer import tokenizer_from_metadata as rebuild
 from bifolio.model.gguf.vocabulary import PROBES, tokenizer_metadata
 from bifolio.text.tokenizer import Tokenizer
@@ -227,3 +228,11 @@ def test_empty_and_repeated_tokens_keep_ids_distinct() -> None:
     tokenizer = rebuild(metadata_of(entries))
     assert tokenizer.vocab_size == 4
     assert tokenizer.encode("ab") == [0, 3]
+
+
+def test_the_native_pairs_are_those_of_plain_python() -> None:
+    tokens = ["a", "b", "ab", "abab", "é", "aé", "éa", "aéa", "▁", "▁a", "aab", "aa"]
+    order = np.random.default_rng(0).permutation(len(tokens)).astype(np.int32)[:11]
+    expected = joined_pairs(tokens, order)
+    assert len(expected) > 5
+    assert library().join_pairs(tokens, order) == expected

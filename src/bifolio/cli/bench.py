@@ -39,13 +39,14 @@ GUESTS = {"bifolio.cli.bench_serve": "register_serve", "bifolio.cli.bench_gpu": 
 
 
 def register(app: commands.App) -> None:
-    from bifolio.cli import bench_targets, bench_trace
+    from bifolio.cli import bench_formats, bench_targets, bench_trace
 
     bench = commands.App("bench", HELP)
     bench.command("throughput", help=THROUGHPUT_HELP, epilog=THROUGHPUT_EPILOG)(throughput)
     bench.command("latency", help=LATENCY_HELP, epilog=LATENCY_EPILOG)(latency)
     bench_trace.register(bench)
     bench_targets.register(bench)
+    bench_formats.register(bench)
     for module_name, function in GUESTS.items():
         try:
             module = import_module(module_name)

@@ -23,6 +23,8 @@ EPILOG = """Examples:
 
   bifolio inspect ./model --memory 4GB --max-model-len 4096 --no-tensors
 
+  bifolio inspect smol.q4_k_m.gguf --quant
+
   bifolio inspect ./model --json | jq .formats"""
 _SHOWN_ITEMS = 6  # of a long array
 MAX_DEFAULT_LEN = 8192  # tokens; the default of `LLM`
@@ -69,6 +71,9 @@ def inspect(
     model: Annotated[str, commands.argument(help="A .gguf file, a folder, a llama2.c .bin file or a model's name.")],
     as_json: Annotated[bool, commands.option("--json", help="Print one JSON object.")] = False,
     tensors: Annotated[bool, commands.option(help="List every tensor.")] = True,
+    quant: Annotated[
+        bool, commands.option("--quant", help="Show the formats alone, and the form that each takes in memory.")
+    ] = False,
     memory: options.Memory = None,
     max_model_len: options.MaxModelLen = None,
     max_num_seqs: options.MaxNumSeqs = 16,
@@ -79,6 +84,9 @@ def inspect(
 
     path = resolve(model)
     contents = read_contents(path)
+    if quant:
+        show_formats(contents, as_json)
+        return
     plan = memory_plan(
         path, memory=memory, max_model_len=max_model_len, max_num_seqs=max_num_seqs, block_size=block_size,
         kv_dtype=kv_dtype,
@@ -95,6 +103,16 @@ def inspect(
         show(contents, plan, tensors)
 
 
+def show_formats(contents: Contents, as_json: bool) -> None:
+    from bifolio.cli.inspect_quant import quant_rows, show_quant
+
+    rows = quant_rows(contents.tensors)
+    if as_json:
+        commands.echo(json.dumps({"path": contents.path, "formats": rows}))
+    else:
+        show_quant(contents.path, rows)
+
+
 def read_contents(path: Path) -> Contents:
     """A GGUF file is read by its header alone, so that files of any architecture can be looked at."""
     if path.is_dir():
@@ -104,9 +122,9 @@ def read_contents(path: Path) -> Contents:
         lines = [TensorLine(name, t.shape, t.format.name, t.nbytes) for name, t in sorted(found.items())]
         return Contents(str(path), "folder", read_json(path / "config.json"), lines)
     if path.suffix.lower() == ".gguf":
-        from bifolio.model.gguf.reader import open_gguf
+        from bifolio.model.gguf.split import open_whole_gguf
 
-        file = open_gguf(path)
+        file = open_whole_gguf(path)
         metadata = {key: plain_value(value) for key, value in file.metadata.items()}
         lines = [TensorLine(e.name, e.shape, e.format.name, e.nbytes) for e in file.entries.values()]
         return Contents(str(path), f"GGUF version {file.version}", metadata, lines)

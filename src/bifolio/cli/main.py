@@ -17,6 +17,7 @@ VERBS = (
     "train",
     "eval",
     "quantize",
+    "imatrix",
     "inspect",
     "list",
     "models",

@@ -14,17 +14,22 @@ from bifolio.config import NUMERICS
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from bifolio.model.gguf.mixes import Mix
     from bifolio.model.gguf.writer import Progress, WriteReport
     from bifolio.model.loaded import LoadedModel
-    from bifolio.quant import QuantFormat
 
 HELP = """Write a model in another format.
 
 SOURCE is a folder, a .gguf file, a llama2.c .bin file or the name of a model. TARGET is a .gguf file, or a folder for
-dense formats. The target appears only when it is complete."""
+dense formats. The target appears only when it is complete.
+
+Formats: q4_k_m, q4_k_s, q5_k_m, q5_k_s, q6_k, iq4_nl, iq4_xs (the mixes of llama.cpp), q8_0, q4_0, q4_1, f16, bf16,
+f32."""
 EPILOG = """Examples:
 
   bifolio quantize ./SmolLM2-135M smol.q4_0.gguf --format q4_0
+
+  bifolio quantize ./SmolLM2-135M smol.q4_k_m.gguf --format q4_k_m --imatrix smol.imatrix.gguf
 
   bifolio quantize smol.q4_0.gguf ./smol-folder --format bf16
 
@@ -38,7 +43,13 @@ def register(app: commands.App) -> None:
 def quantize(
     source: Annotated[str, commands.argument(help="The model to read.")],
     target: Annotated[Path, commands.argument(help="File NAME.gguf or folder to write.")],
-    format_name: Annotated[str, commands.option("--format", "-f", help="q4_0, q4_1, q8_0, f16, bf16 or f32.")],
+    format_name: Annotated[
+        str, commands.option("--format", "-f", help="q4_k_m, q5_k_m, q6_k, iq4_xs, q8_0, f16 or another: see below.")
+    ],
+    imatrix: Annotated[
+        Path | None,
+        commands.option("--imatrix", help="A file of `bifolio imatrix`: columns that matter more weigh more."),
+    ] = None,
     force: Annotated[bool, commands.option("--force", help="Replace the target if it exists.")] = False,
     evaluate: Annotated[
         Path | None, commands.option("--eval", help="A text file: show the perplexity on it before and after.")
@@ -49,15 +60,15 @@ def quantize(
     as_json: Annotated[bool, commands.option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     from bifolio.model.file_access import refuse_existing
+    from bifolio.model.gguf.mixes import parse_mix
     from bifolio.model.loader import load_model
-    from bifolio.quant import QuantFormat
 
-    format = QuantFormat.parse(format_name)
+    mix = parse_mix(format_name)
     refuse_existing(target, overwrite=force)
     text = None if evaluate is None else read_text(evaluate)
     model = load_model(source)
     with progress_bar(model) as progress:
-        report = write(target, model, format, force, progress)
+        report = write(target, model, mix, imatrix, force, progress)
     scores = None
     if not as_json:
         print_report(report)
@@ -71,14 +82,18 @@ def quantize(
         commands.echo(f"perplexity       {before:.4f} before, {after:.4f} after ({(after / before - 1) * 100:+.2f} %)")
 
 
-def write(target: Path, model: LoadedModel, format: QuantFormat, force: bool, progress: Progress) -> WriteReport:
+def write(
+    target: Path, model: LoadedModel, mix: Mix, imatrix: Path | None, force: bool, progress: Progress
+) -> WriteReport:
     if target.suffix.lower() == ".gguf":
+        from bifolio.model.gguf.imatrix import read_importance
         from bifolio.model.gguf.writer import write_gguf
 
-        return write_gguf(target, model, format, overwrite=force, progress=progress)
+        importance = None if imatrix is None else read_importance(imatrix)
+        return write_gguf(target, model, mix, overwrite=force, progress=progress, importance=importance)
     from bifolio.model.huggingface.folder_writer import write_folder
 
-    return write_folder(target, model, format, overwrite=force, progress=progress)
+    return write_folder(target, model, mix.format, overwrite=force, progress=progress)
 
 
 def read_text(path: Path) -> str:

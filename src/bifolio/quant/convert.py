@@ -11,7 +11,7 @@ prepares the weights. Memory plans and notes depend on the formats alone; they c
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,17 @@ from bifolio.quant.tensor import QuantizedTensor
 
 DENSE_FORMATS = frozenset({QuantFormat.F32, QuantFormat.F16, QuantFormat.BF16})
 _Q4_K_CHUNK = 4096  # blocks of 256 values that are converted at a time
+
+
+class HeldFormats(frozenset[QuantFormat]):
+    """The formats that a kernel set takes, with the bits of a value as it holds them: packing may round up."""
+
+    held_bits: Mapping[QuantFormat, float]
+
+    def __new__(cls, held_bits: Mapping[QuantFormat, float]) -> HeldFormats:
+        formats = super().__new__(cls, held_bits)
+        formats.held_bits = held_bits
+        return formats
 
 
 def target_format(format: QuantFormat, accepted: Set[QuantFormat]) -> QuantFormat:
@@ -50,10 +61,13 @@ def convert(tensor: Any, accepted: Set[QuantFormat]) -> Any:
 
 
 def converted_bytes(tensor: Any, accepted: Set[QuantFormat]) -> int:
-    """Bytes of `convert(tensor, accepted)`, from its format and shape alone."""
+    """Bytes of `convert(tensor, accepted)` as the kernel set holds it, from its format and shape alone."""
     if not isinstance(tensor, QuantizedTensor):
         return int(tensor.nbytes)
-    return target_format(tensor.format, accepted).bytes_for(tensor.shape)
+    target = target_format(tensor.format, accepted)
+    if isinstance(accepted, HeldFormats):
+        return int(tensor.size * accepted.held_bits[target] / 8)
+    return target.bytes_for(tensor.shape)
 
 
 def conversion_notes(formats: Iterable[QuantFormat], accepted: Set[QuantFormat], kernels: str) -> list[str]:

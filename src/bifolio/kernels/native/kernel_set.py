@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 from dataclasses import replace
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -30,13 +30,13 @@ from bifolio.kernels.interface import (
     StepProgram,
     Storage,
 )
+from bifolio.kernels.native.formats import NATIVE_FORMATS, format_code
 from bifolio.kernels.native.library import library, set_num_threads
 from bifolio.kernels.native.program import ACTIVATION_CODES, PHASE_CODES, NativeProgram, native_segment
-from bifolio.quant.convert import convert, target_format
+from bifolio.quant.convert import DENSE_FORMATS, convert
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
-FORMAT_CODES = {name: code for code, name in enumerate(("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"))}
 ACTIVATION_PLANES = {"int8": 1, "int16": 2}  # bytes of one activation in products with quantised weights
 KV_CODES = {"f32": 0, "f16": 1, "bf16": 2, "q8_0": 3}
 TEMPORARY_BLOCK = 64  # tokens of a block of the temporary cache, for passes without a cache
@@ -46,7 +46,7 @@ class NativeKernels(HostArrays):
     """Every operation of the network in the machine's best instruction set. Arrays are float32."""
 
     name = "native"
-    formats = frozenset(QuantFormat[name] for name in FORMAT_CODES)
+    formats: frozenset[QuantFormat] = NATIVE_FORMATS
 
     def __init__(
         self,
@@ -66,7 +66,6 @@ class NativeKernels(HostArrays):
         if threads is not None:
             set_num_threads(threads)
         self._caches: WeakKeyDictionary[Storage, Any] = WeakKeyDictionary()
-        self._last_table: tuple[QuantizedTensor, ref[np.ndarray]] | None = None  # the original and the converted table
 
     @property
     def activation_planes(self) -> int:
@@ -77,35 +76,32 @@ class NativeKernels(HostArrays):
     def prepare_linear(self, linear: Linear) -> Linear:
         """Pack the concatenated parts; the bytes of the file are not read again."""
         tensors = [as_tensor(part) for part in linear.parts]
-        parts = [self._accepted(tensor) for tensor in tensors]
-        packed = self.native.make_linear(parts, tensors[0].shape[1], _joined_bias(linear), self._planes)
-        for tensor in tensors:
-            release_pages(tensor.data)
+        bias, mapped = _joined_bias(linear), all(is_mapped(tensor.data) for tensor in tensors)
+        try:
+            packed = self._packed([self._accepted(tensor) for tensor in tensors], tensors[0].shape[1], bias, mapped)
+        except (
+            OverflowError
+        ):  # a scale that is no half float: damaged, which this refuses by name, or out of the ordinary
+            dense = [self._accepted(convert(tensor, DENSE_FORMATS)) for tensor in tensors]
+            packed = self._packed(dense, tensors[0].shape[1], bias, False)
         return replace(linear, prepared=packed)
+
+    def _packed(self, parts: list[tuple[int, np.ndarray]], k: int, bias: np.ndarray | None, mapped: bool) -> Any:
+        return self.native.make_linear(parts, k, bias, self._planes, mapped)
 
     def prepare_norm(self, norm: Norm) -> Norm:
         return replace(norm, weight=_floats(norm.weight), bias=None if norm.bias is None else _floats(norm.bias))
 
     def prepare_embedding(self, table: QuantizedTensor | Array) -> Any:
-        """Read rows directly from the mapped file: only pages of tokens that occur become resident.
-
-        A table in another format is converted and kept; a tied output head is packed from it.
-        """
+        """Read rows directly from the mapped file: only pages of tokens that occur become resident."""
         tensor = as_tensor(table)
         code, data = self._accepted(tensor)
-        if data is not tensor.data:
-            self._last_table = tensor, ref(data)
-            release_pages(tensor.data)
         return self.native.Table(code, data, tensor.shape[1])
 
     def _accepted(self, tensor: QuantizedTensor) -> tuple[int, np.ndarray]:
-        """The native code of a supported format, and the bytes of the tensor in that format."""
-        code = FORMAT_CODES[target_format(tensor.format, self.formats).name]
-        if self._last_table is not None and self._last_table[0] is tensor:
-            data = self._last_table[1]()
-            if data is not None:
-                return code, data
-        return code, np.ascontiguousarray(convert(tensor, self.formats).data)
+        """The native code of a format, and the bytes of the file; integers and doubles are converted."""
+        accepted = convert(tensor, self.formats)
+        return format_code(self.native, accepted.format), np.ascontiguousarray(accepted.data)
 
     # -- a whole step -------------------------------------------------------------------------------------
     def record(self, network: Network, phase: AttentionPhase) -> StepProgram:
@@ -261,19 +257,12 @@ def as_tensor(value: QuantizedTensor | Array) -> QuantizedTensor:
     return value if isinstance(value, QuantizedTensor) else QuantizedTensor.from_array(np.asarray(value))
 
 
-def release_pages(array: np.ndarray) -> None:
-    """Drop the pages of a read-only file mapping after packing; a later access reloads them."""
+def is_mapped(array: np.ndarray) -> bool:
+    """Whether these are the bytes of a read-only map of a file."""
     owner: Any = array
     while isinstance(owner, np.ndarray | memoryview):
         owner = owner.base if isinstance(owner, np.ndarray) else owner.obj
-    if not isinstance(owner, mmap.mmap) or array.flags.writeable or not hasattr(mmap, "MADV_DONTNEED"):
-        return
-    whole = np.frombuffer(owner, np.uint8)
-    begin = array.__array_interface__["data"][0] - whole.__array_interface__["data"][0]
-    first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
-    last = (begin + array.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-    if last > first:
-        owner.madvise(mmap.MADV_DONTNEED, first, last - first)
+    return isinstance(owner, mmap.mmap) and not array.flags.writeable and array.flags.c_contiguous
 
 
 def _floats(array: Array) -> np.ndarray:

@@ -10,8 +10,9 @@ from bifolio.config import ModelConfig
 from bifolio.errors import ConfigError, ModelFileError, UnsupportedModelError
 from bifolio.model.families import family_of, family_of_gguf
 from bifolio.model.gguf.entries import Metadata
-from bifolio.model.gguf.reader import GgufFile, open_gguf
+from bifolio.model.gguf.reader import GgufFile
 from bifolio.model.gguf.sampling import generation_config_from
+from bifolio.model.gguf.split import open_whole_gguf
 from bifolio.model.gguf.tokenizer import has_tokenizer, special_tokens, tokenizer_from_metadata
 from bifolio.model.loaded import LoadedModel, TextModel
 from bifolio.model.model_file import ModelFile
@@ -24,8 +25,8 @@ def load_gguf(path: str | Path) -> LoadedModel:
 
 
 def open_gguf_model(path: str | Path) -> ModelFile:
-    """Check the header of a file and map it."""
-    file = open_gguf(path)
+    """Check the header of a file, and of all files of a split model, and map them."""
+    file = open_whole_gguf(path)
     config = config_from_gguf(file)
     metadata = Metadata(file.metadata, file.path)
     template = file.metadata.get("tokenizer.chat_template")
@@ -44,8 +45,6 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
     """Read the configuration of the network from the header."""
     metadata = Metadata(file.metadata, file.path)
     family = family_of_gguf(metadata.architecture, str(file.path))
-    if metadata.count("split.count", 1) > 1:
-        raise UnsupportedModelError(f"{file.path} is one part of a model: merge the parts with llama-gguf-split")
     if metadata.count(".expert_count", 0):
         raise UnsupportedModelError(f"{file.path}: mixtures of experts are not supported")
     try:

@@ -12,12 +12,8 @@ from bifolio.model.families import family_of
 from bifolio.model.gguf.decoder_config import yarn_attention_factor
 from bifolio.model.gguf.reader import Value
 from bifolio.model.weights import inverse_frequencies
-from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
-# general.file_type: the format of most matrices
-_FILE_TYPES = {QuantFormat.F32: 0, QuantFormat.F16: 1, QuantFormat.Q4_0: 2, QuantFormat.Q4_1: 3, QuantFormat.Q8_0: 7}
-_FILE_TYPES[QuantFormat.BF16] = 32
 _QUANTIZATION_VERSION = 2
 
 
@@ -32,14 +28,14 @@ def gguf_architecture(config: ModelConfig) -> str:
     return name
 
 
-def model_metadata(config: ModelConfig, format: QuantFormat, name: str) -> dict[str, Value]:
+def model_metadata(config: ModelConfig, file_type: int, name: str) -> dict[str, Value]:
     """All entries about the network, without those of the tokenizer."""
     architecture = gguf_architecture(config)
     norm_key = "layer_norm_epsilon" if config.norm == "layer" else "layer_norm_rms_epsilon"
     entries: dict[str, Value] = {
         "general.name": name,
         "general.type": "model",
-        "general.file_type": _FILE_TYPES[format],
+        "general.file_type": file_type,
         "general.quantization_version": _QUANTIZATION_VERSION,
     }
     own: dict[str, Value] = {

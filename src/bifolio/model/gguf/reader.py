@@ -55,6 +55,17 @@ class StringArray(Sequence[str]):
     def __iter__(self) -> Iterator[str]:
         return map(self._text, range(len(self)))
 
+    def texts(self) -> list[str]:
+        """All strings, decoded at once: they lie one after the other, each behind its length."""
+        starts, buffer = self._starts, self._buffer
+        if not starts:
+            return []
+        ends = [*starts[1:], starts[-1] + 8 + _U64.unpack_from(buffer, starts[-1])[0]]
+        try:
+            return [str(buffer[start + 8 : end], "utf-8") for start, end in zip(starts, ends, strict=True)]
+        except UnicodeDecodeError:
+            return list(self)  # says which string it is
+
     def raw(self, index: int) -> bytes:
         """The undecoded bytes of a string."""
         start = self._starts[index]
@@ -105,9 +116,13 @@ class GgufFile:
     entries: dict[str, TensorEntry]  # in the order of the file
     data: Bytes  # u8[file size]
     data_start: int
+    shards: tuple[GgufFile, ...] = ()  # all files of a model in several; `entries` are those of all of them
 
     def tensor(self, name: str) -> QuantizedTensor:
         """A view of a tensor in the format of the file."""
+        for shard in self.shards:
+            if name in shard.entries:
+                return shard.tensor(name)
         entry = self.entries[name]
         rows = math.prod(entry.shape[:-1])
         data = self.data[entry.offset : entry.offset + entry.nbytes].reshape(rows, -1)

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from bifolio.errors import ModelFileError, UnsupportedModelError
+from bifolio.errors import MissingDependencyError, ModelFileError, UnsupportedModelError
+from bifolio.kernels.native.library import library
 from bifolio.model.gguf.entries import Metadata
 from bifolio.model.gguf.pretokenizers import PRE_TOKENIZERS
 from bifolio.model.gguf.reader import GgufFile, StringArray
@@ -102,17 +103,25 @@ def read_vocabulary(metadata: Metadata) -> Vocabulary:
     strings = metadata.strings("tokenizer.ggml.tokens")
     if not strings:
         raise metadata.fail("the file has no tokens")
-    tokens, seen = [], set()
-    for index, token in enumerate(strings):
-        if not token or token in seen:
-            token = f"[EMPTY_{index}]" if not token else f"[REPEATED_{index}]"
-        seen.add(token)
-        tokens.append(token)
+    tokens = _distinct(strings.texts() if isinstance(strings, StringArray) else list(strings))
     return Vocabulary(
         tokens,
         _per_token(metadata, "tokenizer.ggml.token_type", len(tokens), TokenType.NORMAL, np.int32),
         _per_token(metadata, "tokenizer.ggml.scores", len(tokens), 0, np.float32),
     )
+
+
+def _distinct(spellings: list[str]) -> list[str]:
+    if len(different := set(spellings)) == len(spellings) and "" not in different:
+        return spellings
+    tokens: list[str] = []
+    seen = set()
+    for index, token in enumerate(spellings):
+        if not token or token in seen:
+            token = f"[EMPTY_{index}]" if not token else f"[REPEATED_{index}]"
+        seen.add(token)
+        tokens.append(token)
+    return tokens
 
 
 def _per_token(metadata: Metadata, key: str, count: int, default: float, dtype: Any) -> np.ndarray:
@@ -133,8 +142,9 @@ def _byte_level(metadata: Metadata, vocabulary: Vocabulary) -> Any:
             f"the pre-tokenizer {name!r} is not supported; supported: {', '.join(PRE_TOKENIZERS)}"
         )
     ids = vocabulary.ids()
-    merges = _known_merges(metadata.strings("tokenizer.ggml.merges") or (), ids)
-    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=merges, ignore_merges=PRE_TOKENIZERS[name].ignore_merges))
+    merges = metadata.strings("tokenizer.ggml.merges") or ()
+    pairs = _known_merges(merges.texts() if isinstance(merges, StringArray) else merges, ids)
+    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=pairs, ignore_merges=PRE_TOKENIZERS[name].ignore_merges))
     tokenizer.pre_tokenizer = byte_level_pre_tokenizer(name)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
@@ -201,21 +211,28 @@ def merges_from_scores(vocabulary: Vocabulary) -> list[tuple[str, str]]:
     list is equivalent, except that it must order different splits of the same token: the split with the longest left
     part comes first, which is the leftmost one in tokens that repeat a character.
     """
-    joinable = {TokenType.NORMAL, TokenType.USER_DEFINED, TokenType.UNUSED}
-    ids = {
-        token: index
-        for index, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types.tolist(), strict=True))
-        if kind in joinable
-    }
-    order = sorted(ids.values(), key=lambda index: -float(vocabulary.scores[index]))
-    merges = []
+    joinable = np.isin(vocabulary.types, (TokenType.NORMAL, TokenType.USER_DEFINED, TokenType.UNUSED))
+    ids = np.flatnonzero(joinable)
+    order = ids[np.argsort(-vocabulary.scores[ids], kind="stable")].astype(np.int32)
+    try:
+        native = library()
+    except MissingDependencyError:
+        return joined_pairs(vocabulary.tokens, order)
+    pairs: list[tuple[str, str]] = native.join_pairs(vocabulary.tokens, order)
+    return pairs
+
+
+def joined_pairs(tokens: list[str], order: np.ndarray) -> list[tuple[str, str]]:
+    """For each token that `order` numbers, every way to cut it into two others, the longest left part first."""
+    known = {tokens[index] for index in order}
+    pairs = []
     for index in order:
-        token = vocabulary.tokens[index]
+        token = tokens[index]
         for cut in range(len(token) - 1, 0, -1):
             left, right = token[:cut], token[cut:]
-            if left in ids and right in ids:
-                merges.append((left, right))
-    return merges
+            if left in known and right in known:
+                pairs.append((left, right))
+    return pairs
 
 
 def _unigram(metadata: Metadata, vocabulary: Vocabulary) -> Any:

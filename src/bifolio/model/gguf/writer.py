@@ -9,14 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bifolio.errors import ModelFileError
+from bifolio.kernels.native.encode import SEARCHED_FORMATS, encoded
 from bifolio.model.export import NamedTensor, named_tensors
 from bifolio.model.families import family_of
 from bifolio.model.file_access import atomic_path
 from bifolio.model.gguf.metadata import gguf_architecture, model_metadata, rope_tensors
-from bifolio.model.gguf.reader import StringArray, Value, open_gguf
+from bifolio.model.gguf.mixes import MIXES, Mix
+from bifolio.model.gguf.reader import StringArray, Value
 from bifolio.model.gguf.sampling import sampling_entries
+from bifolio.model.gguf.split import open_whole_gguf
 from bifolio.model.gguf.vocabulary import tokenizer_metadata
 from bifolio.model.loaded import LoadedModel
 from bifolio.quant.formats import QuantFormat, refuse_non_finite
@@ -59,20 +63,23 @@ class WriteReport:
 
 
 Progress = Callable[[WrittenTensor], None]
+Importance = Mapping[str, NDArray[np.float32]]
 
 
 def write_gguf(
     path: str | Path,
     model: LoadedModel,
-    format: QuantFormat,
+    format: QuantFormat | Mix,
     *,
     overwrite: bool = False,
     progress: Progress | None = None,
     extra: Mapping[str, Value] | None = None,
+    importance: Importance | None = None,
 ) -> WriteReport:
     """Write the model with its matrices in `format`. The file appears only when it is complete.
 
-    `extra` metadata, such as `general.license`, is written unchanged.
+    `extra` metadata, such as `general.license`, is written unchanged. `importance` weighs the errors of columns, by the
+    name of a matrix (`bifolio imatrix`).
     """
     import gguf
 
@@ -80,12 +87,14 @@ def write_gguf(
     config = model.config
     family = family_of(config)
     interleaved = family.gguf_interleaved or config.rope_interleaved
-    entries, notes = _metadata(model, format)
+    mix = format if isinstance(format, Mix) else MIXES[format.name.lower()]
+    importance = importance or {}
+    entries, notes = _metadata(model, mix)
     entries |= extra or {}
     sources = list(named_tensors(model.weights, family.gguf_names, interleaved=interleaved))
     sources += [NamedTensor(name, tensor, "norm") for name, tensor in rope_tensors(config).items()]
-    targets = [(source, tensor_format(source, format)) for source in sources]
-    notes += _format_notes(targets, format)
+    targets = [(source, mix.format_of(source, config, has_importance=bool(importance))) for source in sources]
+    notes += _format_notes(targets, mix)
     logging.getLogger("gguf").setLevel(logging.ERROR)  # it logs every file that it writes
     with atomic_path(path, overwrite=overwrite) as temporary:
         writer = gguf.GGUFWriter(temporary, gguf_architecture(config))
@@ -101,24 +110,18 @@ def write_gguf(
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
-            written = tuple(_write_tensor(writer, source, target, progress) for source, target in targets)
+            written = tuple(_write_tensor(writer, source, target, importance, progress) for source, target in targets)
         finally:
             writer.close()
     return WriteReport(path, written, tuple(notes))
 
 
-def tensor_format(source: NamedTensor, format: QuantFormat) -> QuantFormat:
-    """The stored format: F32 for vectors, as readers expect; at least 8 bits for embedding and head, which affect every
-    token; F16 for rows that are not a multiple of the block size."""
-    if len(source.tensor.shape) < 2 or source.kind in ("norm", "bias", "positions"):
-        return QuantFormat.F32
-    if source.kind in ("embedding", "head") and format in (QuantFormat.Q4_0, QuantFormat.Q4_1):
-        format = QuantFormat.Q8_0
-    return QuantFormat.F16 if source.tensor.shape[-1] % format.block_elements else format
-
-
-def converted(source: NamedTensor, format: QuantFormat) -> QuantizedTensor:
+def converted(
+    source: NamedTensor, format: QuantFormat, importance: NDArray[np.float32] | None = None
+) -> QuantizedTensor:
     """Convert a tensor for the file; an error names the tensor if its values exceed the range of the format."""
+    if format in SEARCHED_FORMATS:
+        return encoded(source.rearranged(), format, source.name, importance)
     tensor = source.rearranged().converted(format, source.name)
     if format in (QuantFormat.F32, QuantFormat.BF16):
         for start in range(0, tensor.num_rows, PANEL_ROWS):
@@ -131,8 +134,10 @@ def converted(source: NamedTensor, format: QuantFormat) -> QuantizedTensor:
     return tensor
 
 
-def _write_tensor(writer: Any, source: NamedTensor, format: QuantFormat, progress: Progress | None) -> WrittenTensor:
-    tensor = converted(source, format)
+def _write_tensor(
+    writer: Any, source: NamedTensor, format: QuantFormat, importance: Importance, progress: Progress | None
+) -> WrittenTensor:
+    tensor = converted(source, format, importance.get(source.name))
     writer.write_tensor_data(tensor.data)
     old = source.tensor
     line = WrittenTensor(source.name, old.shape, old.format, format, old.nbytes, tensor.nbytes)
@@ -141,18 +146,32 @@ def _write_tensor(writer: Any, source: NamedTensor, format: QuantFormat, progres
     return line
 
 
-def _format_notes(targets: list[tuple[NamedTensor, QuantFormat]], format: QuantFormat) -> list[str]:
-    short = [s.name for s, target in targets if s.kind == "matrix" and target is not format]
-    if not short:
-        return []
-    return [f"{len(short)} matrices stay in F16 because their rows are not a multiple of 32 values (e.g. {short[0]})"]
+def _format_notes(targets: list[tuple[NamedTensor, QuantFormat]], mix: Mix) -> list[str]:
+    """Matrices whose rows cannot be cut into the blocks of a format."""
+    notes = []
+    matrices = [(source.name, target) for source, target in targets if source.kind == "matrix"]
+    dense = [name for name, target in matrices if target is QuantFormat.F16 and mix.format is not QuantFormat.F16]
+    if dense:
+        notes.append(
+            f"{len(dense)} matrices stay in F16 because their rows are no multiple of 32 values (e.g. {dense[0]})"
+        )
+    short = [
+        name
+        for name, target in matrices
+        if not mix.is_plain and target.block_elements == 32 != mix.format.block_elements
+    ]
+    if short:
+        notes.append(
+            f"{len(short)} matrices have blocks of 32 because their rows are no multiple of 256 (e.g. {short[0]})"
+        )
+    return notes
 
 
-def _metadata(model: LoadedModel, format: QuantFormat) -> tuple[dict[str, Value], list[str]]:
-    entries = model_metadata(model.config, format, model.path.stem) | sampling_entries(model.generation_config)
+def _metadata(model: LoadedModel, mix: Mix) -> tuple[dict[str, Value], list[str]]:
+    entries = model_metadata(model.config, mix.file_type, model.path.stem) | sampling_entries(model.generation_config)
     notes: list[str] = []
     if model.path.suffix.lower() == ".gguf":
-        entries |= _copied_entries(open_gguf(model.path).metadata)
+        entries |= _copied_entries(open_whole_gguf(model.path).metadata)
     elif (tokenizer := model.tokenizer) is not None:
         tokens, notes = tokenizer_metadata(tokenizer, model.config, model.special_tokens)
         entries |= tokens

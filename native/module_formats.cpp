@@ -1,0 +1,101 @@
+// The formats of files: their names and sizes, decoding and encoding.
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "encode.h"
+#include "module.h"
+
+using namespace nanobind::literals;
+
+namespace bifolio {
+
+// The bytes of a matrix hold whole rows of `width` numbers.
+FileFormat require_rows(const char* name, int code, const Bytes& bytes, const char* width_name, int64_t width) {
+  const FileFormat format = format_of("format", code);
+  require_between(width_name, width, 1, kMaxWidth);
+  const int64_t elements = file_block(format).elements;
+  require(width % elements == 0, width_name, " is ", width, " and must be a multiple of ", elements, " for formats of blocks");
+  require(rows_in(bytes) > 0, name, " has no rows and must have at least one");
+  require_width(name, bytes, int64_t(source_row_bytes(format, width)));
+  return format;
+}
+
+namespace {
+
+using BytesOut = Array<uint8_t, 2>;
+
+// The names of the formats of files, in the order of their codes.
+std::vector<std::string> file_formats() {
+  std::vector<std::string> names;
+  for (int code = 0; code < int(FileFormat::Count); ++code) names.emplace_back(file_block(FileFormat(code)).name);
+  return names;
+}
+
+FileFormat known_format(int code) {
+  require_between("format", code, 0, int(FileFormat::Count) - 1);
+  return FileFormat(code);
+}
+
+// Rows of a grid of magnitudes; the kernels index it with every number that a file can hold.
+void set_grid_rows(int code, const Bytes& rows) {
+  const FileFormat format = known_format(code);
+  const size_t count = grid_rows(format), width = format == FileFormat::IQ3_XXS || format == FileFormat::IQ3_S ? 4 : 8;
+  require(count > 0, "format is ", file_block(format).name, ", which has no grid");
+  require(rows.shape(0) == count && rows.shape(1) == width, "bytes has the shape (", rows.shape(0), ", ", rows.shape(1), ") and must have (",
+          count, ", ", width, ")");
+  for (size_t i = 0; i < rows.size(); ++i) require(rows.data()[i] < 8, "bytes holds ", int(rows.data()[i]), " and must hold numbers below 8");
+  set_grid(format, {rows.data(), rows.data() + rows.size()});
+}
+
+void dequantize(int code, const Bytes& bytes, int64_t width, const Output& out) {
+  const FileFormat format = require_rows("bytes", code, bytes, "width", width);
+  require(out.shape(0) == bytes.shape(0), "out has ", out.shape(0), " rows and must have ", bytes.shape(0), ", as bytes has");
+  require_width("out", out, width);
+  nb::gil_scoped_release release;
+  Pool::instance().run([&](Member& m) {
+    each_row(m, int64_t(bytes.shape(0)), width, [&](int64_t row) {
+      dequantize_row(format, bytes.data() + size_t(row) * bytes.shape(1), width, out.data() + row * width);
+    });
+  });
+}
+
+// Each number of `importance` (f32[k], or None) weighs the errors in its column.
+void encode(int code, const Input& values, const Vector& importance, const BytesOut& out) {
+  const FileFormat format = known_format(code);
+  const int64_t rows = rows_in(values), k = int64_t(values.shape(1));
+  require(can_encode(format), "format is ", file_block(format).name, ", which cannot be written");
+  require(k % file_block(format).elements == 0, "x has rows of ", k, " and must have a multiple of ", file_block(format).elements);
+  require(rows_in(out) == rows, "bytes has ", rows_in(out), " rows and must have ", rows, ", as x has");
+  require_width("bytes", out, int64_t(source_row_bytes(format, k)));
+  if (importance.is_valid()) require_length("importance", importance, k);
+  nb::gil_scoped_release release;
+  Pool::instance().run([&](Member& m) {
+    each_row(m, rows, 64 * k, [&](int64_t row) {
+      encode_row(format, values.data() + row * k, importance.is_valid() ? importance.data() : nullptr, k, out.data() + row * int64_t(out.shape(1)));
+    });
+  });
+}
+
+}  // namespace
+
+void bind_formats(nb::module_& m) {
+  m.def("file_formats", &file_formats);
+  m.def("packed_bytes", [](int format, int64_t n, int64_t k) {
+    const FileFormat known = known_format(format);
+    require_between("n", n, 1, kMaxWidth);
+    require_between("k", k, 1, kMaxWidth);
+    require(k % file_block(known).elements == 0, "k is ", k, " and must be a multiple of ", file_block(known).elements);
+    return packed_bytes(known, n, k);
+  }, "format"_a, "n"_a, "k"_a);
+  m.def("needs_grid", [](int format) { return needs_grid(known_format(format)); }, "format"_a);
+  m.def("set_grid", [](int format, nb::handle rows) { set_grid_rows(format, array_of<const uint8_t, 2>("bytes", rows)); }, "format"_a, array("bytes"));
+  m.def("dequantize", [](int format, nb::handle bytes, int64_t width, nb::handle out) {
+    dequantize(format, array_of<const uint8_t, 2>("bytes", bytes), width, array_of<float, 2>("out", out));
+  }, "format"_a, array("bytes"), "width"_a, array("out"));
+  m.def("encode", [](int format, nb::handle values, nb::handle importance, nb::handle out) {
+    encode(format, array_of<const float, 2>("x", values),
+           importance.is_none() ? Vector() : vector("importance", importance), array_of<uint8_t, 2>("bytes", out));
+  }, "format"_a, array("x"), array("importance"), array("bytes"));
+}
+
+}  // namespace bifolio

@@ -1,0 +1,61 @@
+"""Blocks of files by the native code: floats to formats that need a search for scales, and any format to floats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bifolio.errors import ModelFileError
+from bifolio.kernels.native.formats import FORMAT_CODES, NATIVE_FORMATS, format_code
+from bifolio.kernels.native.library import library
+from bifolio.quant.formats import Bytes, Floats, QuantFormat, refuse_non_finite
+from bifolio.quant.tensor import QuantizedTensor
+
+SEARCHED_FORMATS = frozenset(QuantFormat[name] for name in ("Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"))
+_LARGEST = 65504.0  # a half float, as scales are
+_PANEL_VALUES = 1 << 22  # that exist as floats at a time
+
+
+def decode_rows(tensor: QuantizedTensor, rows: slice) -> Floats:
+    """f32[len(rows), k]: rows of a tensor as floats."""
+    if tensor.format not in NATIVE_FORMATS:
+        return tensor.dequantize_rows(rows)
+    native = library()
+    data = np.ascontiguousarray(tensor.data[rows])
+    values = np.empty((data.shape[0], tensor.shape[-1]), np.float32)
+    if len(data):
+        native.dequantize(format_code(native, tensor.format), data, tensor.shape[-1], values)
+    return values
+
+
+def encode_rows(values: Floats, format: QuantFormat, importance: NDArray[np.float32] | None = None) -> Bytes:
+    """f32[rows, k] -> u8[rows, row_bytes] in one of SEARCHED_FORMATS. `importance`, f32[k], weighs errors by column."""
+    rows = np.ascontiguousarray(values, np.float32)
+    out = np.empty((rows.shape[0], format.row_bytes(rows.shape[1])), np.uint8)
+    weights = None if importance is None else np.ascontiguousarray(importance, np.float32)
+    if len(rows):
+        library().encode(FORMAT_CODES[format.name], rows, weights, out)
+    return out
+
+
+def encoded(
+    tensor: QuantizedTensor, format: QuantFormat, name: str, importance: NDArray[np.float32] | None = None
+) -> QuantizedTensor:
+    """A matrix in one of SEARCHED_FORMATS, some rows at a time; NaN and infinities are refused by name."""
+    if tensor.format is format:
+        return tensor
+    data = np.empty((tensor.num_rows, format.row_bytes(tensor.shape[-1])), np.uint8)
+    for panel in _panels(tensor):
+        values = decode_rows(tensor, panel)
+        refuse_non_finite(values, name)
+        if max(values.max(initial=0), -values.min(initial=0)) > _LARGEST:
+            raise ModelFileError(f"{name} holds values too large for {format.name}: use f32 or bf16")
+        data[panel] = encode_rows(values, format, importance)
+    return QuantizedTensor(format, data, tensor.shape, name)
+
+
+def _panels(tensor: QuantizedTensor) -> Iterator[slice]:
+    step = max(1, _PANEL_VALUES // tensor.shape[-1])
+    return (slice(start, start + step) for start in range(0, tensor.num_rows, step))
