@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import json
 import subprocess
 import sys
@@ -159,3 +160,26 @@ def test_help_needs_no_heavy_import() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_bar_appears_late_with_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bifolio.cli import progress
+
+    class Screen(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    moments = iter([1.0, 1.0, 1.5, 2.5, 3.0])
+    screen = Screen()
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(moments))
+    monkeypatch.setattr(sys, "stderr", screen)
+    with progress.bytes_bar("fetching") as report:
+        report(1, 10_000_000)
+        report(2, 10_000_000)
+        assert screen.getvalue() == ""  # work of half a second shows nothing
+        monkeypatch.undo()
+        monkeypatch.setattr(sys, "stderr", screen)
+        monkeypatch.setattr(progress, "PATIENCE", 0.0)
+        report(3, 10_000_000)
+    assert "fetching" in screen.getvalue()
+    assert "left" in screen.getvalue()

@@ -15,7 +15,7 @@ pytest.importorskip("bifolio.kernels._native")
 STORY = """
 import sys
 from bifolio.cli.main import main
-sys.argv = ["bifolio", "generate", "Once", "-n", "6", "-t", "0", "--device", "cpu"]
+sys.argv = ["bifolio", "generate", "Once", "-n", "6", "-t", "0", "--device", "cpu", "--echo"]
 main()
 """
 WITHOUT = """

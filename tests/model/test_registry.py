@@ -68,6 +68,8 @@ def test_names_do_not_lead_out_of_the_folders(name: str, monkeypatch: pytest.Mon
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(ModelFileError, match="stories-draft"):
+        load_model("xylophone")
+    with pytest.raises(ModelFileError, match="did you mean 'stories'"):
         load_model("storys")
 
 

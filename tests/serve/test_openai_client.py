@@ -13,6 +13,7 @@ import pytest
 from serving import ENGINE, RunningServer, model_folder
 
 from bifolio.api.llm import LLM
+from bifolio.model.sampling_defaults import SMALL_DEFAULTS
 from bifolio.sampling_params import SamplingParams
 
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 12, "extra_body": {"ignore_eos": True}}
@@ -207,6 +208,18 @@ def test_a_chat_uses_the_template(client: openai.OpenAI, llm: LLM) -> None:
     parts = [MESSAGES[0], {"role": "user", "content": hello}]
     again = client.chat.completions.create(messages=parts, **CHAT)  # type: ignore[arg-type]
     assert again.choices[0].message.content == expected.outputs[0].text
+
+
+def test_a_chat_without_options_uses_the_sampling_defaults_that_the_model_card_lists(
+    client: openai.OpenAI, llm: LLM
+) -> None:
+    card = client.models.retrieve("tiny").model_dump()
+    assert card["sampling_defaults"] == {**SMALL_DEFAULTS, "repetition_penalty": 1.0}
+    options: dict[str, Any] = {"model": "tiny", "seed": 3, "max_tokens": 10, "extra_body": {"ignore_eos": True}}
+    answer = client.chat.completions.create(messages=MESSAGES, **options)
+    prompt = "system: Be kind.\nuser: Hello\nassistant:"
+    expected = offline(llm, prompt, max_tokens=10, seed=3, **SMALL_DEFAULTS)
+    assert answer.choices[0].message.content == expected.outputs[0].text
 
 
 def test_a_chat_stream(client: openai.OpenAI, llm: LLM) -> None:

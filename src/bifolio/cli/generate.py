@@ -89,6 +89,7 @@ def generate(
     max_num_seqs: options.AnyNumSeqs = None,
     block_size: options.AnyBlockSize = None,
     chunk_size: options.AnyChunkSize = None,
+    dtype: options.Dtype = "auto",
     kv_dtype: options.KvDtype = NUMERICS.kv_dtype,
     activations: options.Activations = NUMERICS.activations,
     threads: options.Threads = NUMERICS.threads,
@@ -104,6 +105,7 @@ def generate(
     with options.loading() as on_load:
         llm = LLM(
             model,
+            dtype=dtype,
             kv_cache_dtype=kv_dtype,
             memory=memory,
             max_model_len=max_model_len,

@@ -67,6 +67,10 @@ GpuMemoryUtilization = Annotated[
     ),
 ]
 KvDtype = Annotated[str, commands.option("--kv-dtype", help="Format of the KV cache: auto, f32, f16, bf16 or q8_0.")]
+Dtype = Annotated[
+    str,
+    commands.option("--dtype", help="Type of dense weights on a GPU: auto, bfloat16, float16 or float32."),
+]
 Activations = Annotated[
     str,
     commands.option(

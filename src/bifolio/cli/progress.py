@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 Report = Callable[[int, int], None]  # (done, total)
-PATIENCE = 0.5  # seconds of work before a bar appears
+PATIENCE = 1.0  # seconds of work before a bar appears
 
 
 class LateBar:
@@ -18,12 +18,13 @@ class LateBar:
     def __init__(self, title: str, in_bytes: bool) -> None:
         self._title = title
         self._in_bytes = in_bytes
-        self._began = time.monotonic()
+        self._began: float | None = None  # at the first report
         self._bar: Any = None
         self._task: Any = None
 
     def __call__(self, done: int, total: int) -> None:
         if self._bar is None:
+            self._began = self._began or time.monotonic()
             if done >= total or time.monotonic() - self._began < PATIENCE or not sys.stderr.isatty():
                 return
             self._start(total)

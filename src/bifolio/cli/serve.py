@@ -65,6 +65,7 @@ def serve(
     max_num_seqs: options.AnyNumSeqs = None,
     block_size: options.AnyBlockSize = None,
     chunk_size: options.AnyChunkSize = None,
+    dtype: options.Dtype = "auto",
     kv_dtype: options.KvDtype = NUMERICS.kv_dtype,
     activations: options.Activations = NUMERICS.activations,
     threads: options.Threads = NUMERICS.threads,
@@ -113,6 +114,7 @@ def serve(
     guessing = options.speculative_config(speculative, draft_model)
     engine_options = {
         "model": model,
+        "dtype": dtype,
         "kv_cache_dtype": kv_dtype,
         "memory": memory,
         "max_model_len": max_model_len,

@@ -84,7 +84,7 @@ def plan_memory(
     if plan.num_blocks < needed:
         raise ConfigError(
             f"the cache would have {plan.num_blocks} blocks of {block_size} tokens ({show_bytes(per_block)} each); a "
-            f"sequence of {max_model_len} tokens needs {needed}: pass {_shorter(plan)}at least "
+            f"sequence of {max_model_len} tokens needs {needed}: pass {_shorter(plan, ', or ')}at least "
             f"{show_bytes(needed * per_block)} of memory for the cache"
         )
     return plan
@@ -116,15 +116,15 @@ def plan_gpu_memory(
             f"beside weights of {show_bytes(weight_bytes)} the GPU has {show_bytes(free_bytes)} free, a step takes "
             f"{show_bytes(step_bytes)} of it, and {utilisation:.0%} of the rest are {max(fitting, 0)} blocks of "
             f"{block_size} tokens ({show_bytes(per_block)} each); a sequence of {max_model_len} tokens needs {needed}: "
-            f"pass {_shorter(plan)}a smaller token_budget or max_num_seqs, a larger gpu_memory_utilization, or end "
-            "other processes on the GPU"
+            f"pass {_shorter(plan, ', ')}a smaller token_budget or max_num_seqs, a larger gpu_memory_utilization, or "
+            "end other processes on the GPU"
         )
     return plan
 
 
-def _shorter(plan: MemoryPlan) -> str:
-    """Advice to shorten sequences, where at least one block is left for tokens."""
-    return f"max_model_len <= {plan.max_cached_tokens}, or " if plan.max_cached_tokens > 0 else ""
+def _shorter(plan: MemoryPlan, joint: str) -> str:
+    """Advice to shorten sequences, where at least one block is left for tokens, and words that join other advice."""
+    return f"max_model_len <= {plan.max_cached_tokens}{joint}" if plan.max_cached_tokens > 0 else ""
 
 
 def _bytes_per_block(config: ModelConfig, block_size: int, kv_dtype: KVDtype) -> int:

@@ -2,7 +2,8 @@
 
 Temperature 1 without filters lets a small model wander off after a few tokens. So a model whose files recommend nothing
 gets the filters of llama.cpp, and a low temperature below a billion parameters. `bifolio chat`, `generate`, `run`, the
-server and `LLM.generate` without parameters start from these values; `SamplingParams()` keeps its published defaults.
+server's chat endpoint and `LLM.generate` without parameters start from these values. `SamplingParams()` and the
+completions endpoint keep their published defaults.
 """
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ async def prepare(context: ServerContext, request: CompletionRequest, tenant: Te
     scores_prompt = request.echo and request.logprobs is not None
     params = engine_params(
         request,
-        context.model.sampling_defaults,
+        context.model.generation_config,
         max_tokens=request.max_tokens if request.max_tokens is not None else 16,
         logprobs=request.logprobs,
         best_of=request.best_of,
