@@ -12,6 +12,7 @@ import numpy as np
 
 from bifolio.config import ModelConfig, RopeConfig
 from bifolio.kernels.interface import Array, AttentionShape, KernelSet, Linear, Norm
+from bifolio.model.load_progress import LoadProgress
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
@@ -81,35 +82,42 @@ def prepare(weights: ModelWeights, kernels: KernelSet) -> ModelWeights:
     if weights.prepared_for is kernels:
         return weights
 
+    progress = LoadProgress(sum(int(getattr(matrix, "nbytes", 0)) for matrix in weights.matrices()))
+
     def norm(value: Norm | None) -> Norm | None:
         return None if value is None else kernels.prepare_norm(value)
+
+    def linear(value: Linear) -> Linear:
+        return progress.prepare(kernels, value)
 
     layers = tuple(
         replace(
             layer,
             shape=replace(layer.shape, query_norm=norm(layer.shape.query_norm), key_norm=norm(layer.shape.key_norm)),
             attention_norm=kernels.prepare_norm(layer.attention_norm),
-            qkv=kernels.prepare_linear(layer.qkv),
-            output=kernels.prepare_linear(layer.output),
+            qkv=linear(layer.qkv),
+            output=linear(layer.output),
             post_attention_norm=norm(layer.post_attention_norm),
             mlp_norm=kernels.prepare_norm(layer.mlp_norm),
-            up=kernels.prepare_linear(layer.up),
-            down=kernels.prepare_linear(layer.down),
+            up=linear(layer.up),
+            down=linear(layer.down),
             post_mlp_norm=norm(layer.post_mlp_norm),
         )
         for layer in weights.layers
     )
     positions = weights.position_embedding
-    return replace(
+    prepared = replace(
         weights,
         embedding=kernels.prepare_embedding(weights.embedding),
         position_embedding=None if positions is None else kernels.prepare_embedding(positions),
         layers=layers,
         final_norm=kernels.prepare_norm(weights.final_norm),
-        head=kernels.prepare_linear(weights.head),
+        head=linear(weights.head),
         inverse_frequencies=tuple(kernels.from_host(f) for f in weights.inverse_frequencies),
         prepared_for=kernels,
     )
+    progress.finish()
+    return prepared
 
 
 def inverse_frequencies(rope: RopeConfig, max_model_len: int = 0) -> tuple[np.ndarray, float]:
