@@ -1,4 +1,4 @@
-"""What the matrices of a model are multiplied by, over a text: the sum of squares of every column."""
+"""The inputs of the matrices of a model over a text: the sum of squares of every column."""
 
 from __future__ import annotations
 

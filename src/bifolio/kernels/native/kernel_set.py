@@ -79,9 +79,7 @@ class NativeKernels(HostArrays):
         bias, mapped = _joined_bias(linear), all(is_mapped(tensor.data) for tensor in tensors)
         try:
             packed = self._packed([self._accepted(tensor) for tensor in tensors], tensors[0].shape[1], bias, mapped)
-        except (
-            OverflowError
-        ):  # a scale that is no half float: damaged, which this refuses by name, or out of the ordinary
+        except OverflowError:  # a scale beyond the half floats: dense formats hold it, or refuse it by name
             dense = [self._accepted(convert(tensor, DENSE_FORMATS)) for tensor in tensors]
             packed = self._packed(dense, tensors[0].shape[1], bias, False)
         return replace(linear, prepared=packed)
