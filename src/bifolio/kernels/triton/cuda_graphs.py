@@ -28,11 +28,11 @@ from bifolio.kernels.interface import (
 )
 from bifolio.kernels.shared_prefix import SharedWork
 from bifolio.kernels.triton.device_state import DeviceState, begin_step, recorded_event
-from bifolio.kernels.triton.sampling import choose_tokens
+from bifolio.kernels.triton.sampling import Mode, choose_tokens
 from bifolio.kernels.triton.shared_attention import SharedRows, new_shared_rows
 
 TURNS = 4  # results of a step that lie in host memory at once; more than the steps that are ever in flight
-Mode = Literal["greedy", "draw", "logits"]  # draws of the captured step: the largest logits, any, none
+StepMode = Mode | Literal["logits"]  # draws of the captured step; "logits": none
 
 
 def batch_sizes(most: int) -> list[int]:
@@ -147,13 +147,13 @@ class DecodeGraphs:
     def __init__(self, kernels: GraphKernels, network: Network, storage: Storage, state: DeviceState) -> None:
         self._kernels, self._network, self._storage, self.state = kernels, network, storage, state
         self._sizes = batch_sizes(state.num_slots)
-        self._steps: dict[tuple[int, Mode, bool], DecodeStep] = {}  # by size, draws, shares
+        self._steps: dict[tuple[int, StepMode, bool], DecodeStep] = {}  # by size, draws, shares
         self._parts: SharedRows | None = None  # whose room for results serves all steps
         self._recorder = GraphRecorder(state.device)
         self._shapes = tuple({shape.window: shape for shape in network.shapes}.values())
 
     # -- launching ---------------------------------------------------------------------------------------------------
-    def launch(self, slots: np.ndarray, mode: Mode, work: SharedWork | None = None) -> DecodeStep:
+    def launch(self, slots: np.ndarray, mode: StepMode, work: SharedWork | None = None) -> DecodeStep:
         """Run the next step of these slots (i32[n]) after everything launched before; does not wait for anything.
 
         `work` says what the slots share, in their order.
@@ -175,7 +175,7 @@ class DecodeGraphs:
         """The tokens of the step that was just launched."""
         return DeviceTokens(step.take_turn(), count, recorded_event() if step.graph is not None else None, order)
 
-    def capture_all(self, mode: Mode = "greedy") -> None:
+    def capture_all(self, mode: StepMode = "greedy") -> None:
         """Capture every batch size now, the largest first, instead of when it is first needed."""
         for size in reversed(self._sizes):
             self._step(size, mode, shares=False)
@@ -190,7 +190,7 @@ class DecodeGraphs:
             step.sent = wanted
 
     # -- one step ------------------------------------------------------------------------------------------------------
-    def _step(self, size: int, mode: Mode, shares: bool) -> DecodeStep:
+    def _step(self, size: int, mode: StepMode, shares: bool) -> DecodeStep:
         key = size, mode, shares
         if key not in self._steps:
             step = DecodeStep.new(size, self.state.device)
@@ -207,7 +207,7 @@ class DecodeGraphs:
         shared.mixed, shared.weight = self._parts.mixed, self._parts.weight
         return shared
 
-    def _run(self, step: DecodeStep, mode: Mode) -> None:
+    def _run(self, step: DecodeStep, mode: StepMode) -> None:
         state, size = self.state, len(step.rows)
         begin_step(
             step.rows, state.tables, state.lengths, state.tokens, step.token_ids, step.positions, step.index,
@@ -225,10 +225,7 @@ class DecodeGraphs:
         if mode == "logits":
             step.logits = logits
             return
-        choose_tokens(
-            logits, step.rows, state.lengths, state.tokens, state.temperatures, state.seeds, step.turn, step.chosen,
-            draws=mode == "draw",
-        )  # fmt: skip
+        choose_tokens(logits, step.rows, state, step.turn, step.chosen, mode)
 
 
 def full_shape(shapes: tuple[AttentionShape, ...]) -> AttentionShape:

@@ -1,8 +1,8 @@
 # mypy: disallow-untyped-decorators=False
 """Per-slot state on the device: block tables, cached lengths, newest tokens, sampling parameters.
 
-    words    |<-- tables [slots, blocks] -->|<- lengths ->|<- tokens ->|<- temperatures ->|<-- seeds -->|
-    changes  (place, number) pairs into the words, which are one array of 32 bits each
+    words    |<-- tables [slots, blocks] -->| lengths | tokens | temperatures | top_ks | seeds | top_ps | min_weights |
+    changes  (place, number) pairs into the words, which are one array of 32 bits each; the last three take two words
 
 The host collects differences and sends them in one small copy with the next launch; a decode step reads its inputs from
 the slots that take part and leaves its tokens there, where the next step finds them.
@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
+from bifolio.kernels.weights import ONE
 
 STAGING_BUFFERS = 4  # pinned buffers that take turns; more than the steps that are ever in flight
 
@@ -29,16 +30,23 @@ class DeviceState:
     def __init__(self, num_slots: int, max_blocks: int, device: str) -> None:
         self.num_slots, self.max_blocks, self.device = num_slots, max_blocks, device
         self.on_gpu = device.startswith("cuda")
-        sizes = [num_slots * max_blocks, num_slots, num_slots, num_slots, 2 * num_slots]
-        offsets = np.cumsum([0, *sizes])
-        offsets[4:] += offsets[4] % 2  # seeds are 64-bit words
-        self._tables, self._lengths, self._tokens, self._temperatures, self._seeds = (int(o) for o in offsets[:5])
-        self.words = torch.zeros(int(offsets[5]), dtype=torch.int32, device=device)
+        places = num_slots * max_blocks + num_slots * np.arange(5)
+        places[4] += places[4] % 2  # numbers of 64 bits follow
+        self._lengths, self._tokens, self._temperatures, self._top_ks, self._wide = (int(place) for place in places)
+        self.words = torch.zeros(self._wide + 6 * num_slots, dtype=torch.int32, device=device)
+
+        def column(place: int) -> torch.Tensor:
+            return self.words[place : place + num_slots]
+
+        wide = self.words[self._wide :].view(torch.int64).view(3, num_slots)
         self.tables = self.words[: num_slots * max_blocks].view(num_slots, max_blocks)  # i32
-        self.lengths = self.words[self._lengths : self._lengths + num_slots]  # i32  tokens in the cache
-        self.tokens = self.words[self._tokens : self._tokens + num_slots]  # i32  newest, not in the cache yet
-        self.temperatures = self.words[self._temperatures : self._temperatures + num_slots].view(torch.float32)
-        self.seeds = self.words[self._seeds : self._seeds + 2 * num_slots].view(torch.int64)
+        self.lengths = column(self._lengths)  # i32  tokens in the cache
+        self.tokens = column(self._tokens)  # i32  newest, not in the cache yet
+        self.temperatures = column(self._temperatures).view(torch.float32)  # 0: greedy
+        self.top_ks = column(self._top_ks)  # i32  0: off
+        self.seeds = wide[0]  # i64
+        self.top_ps = wide[1].view(torch.float64)  # 2: off
+        self.min_weights = wide[2].view(torch.float64)  # min_p in units of a weight; 0: off
         self._places: list[np.ndarray] = []
         self._numbers: list[np.ndarray] = []
         self._ring: deque[tuple[torch.Tensor, Any]] = deque()  # pinned buffers and the events that free them
@@ -48,10 +56,15 @@ class DeviceState:
         start = slot * self.max_blocks + first
         self._add(np.arange(start, start + len(block_ids)), np.asarray(block_ids, dtype=np.int32))
 
-    def set_sampling(self, slot: int, temperature: float, seed: int) -> None:
+    def set_sampling(
+        self, slot: int, temperature: float, seed: int, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+    ) -> None:
         self._add(np.array([self._temperatures + slot]), np.array([temperature], dtype=np.float32).view(np.int32))
-        words = np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64).view(np.int32)  # little end first
-        self._add(self._seeds + 2 * slot + np.arange(2), words)
+        self._add(np.array([self._top_ks + slot]), np.array([top_k]))
+        floats = np.array([top_p if top_p < 1.0 else 2.0, min_p * ONE])
+        wide = np.concatenate([np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64), floats.view(np.uint64)])
+        first = self._wide + 2 * (slot + self.num_slots * np.arange(3))
+        self._add(np.stack([first, first + 1], axis=1).reshape(-1), wide.view(np.int32))  # little end first
 
     def set_lengths(self, slots: np.ndarray, lengths: np.ndarray) -> None:
         self._add(self._lengths + slots, lengths)

@@ -11,7 +11,7 @@ from bifolio.kernels.interface import Array, Network, SlotSizes, Storage
 from bifolio.kernels.shared_prefix import SharedWork, share_work
 from bifolio.kernels.triton.cuda_graphs import DecodeGraphs, DeviceTokens, GraphKernels, full_shape
 from bifolio.kernels.triton.device_state import DeviceState, recorded_event
-from bifolio.kernels.triton.sampling import choose_tokens
+from bifolio.kernels.triton.sampling import Mode, choose_tokens
 from bifolio.kernels.triton.shared_attention import MAX_ITEMS, rows_per_item
 from bifolio.kernels.triton.tiles import TILE
 from bifolio.sampling_params import SamplingParams
@@ -28,23 +28,23 @@ class TritonSlots:
         self.graphs = DecodeGraphs(kernels, network, storage, self.state)
         self._shapes = network.shapes
         self._warm = np.zeros(sizes.num_slots, dtype=np.bool_)  # slots with a temperature
+        self._filtered = np.zeros(sizes.num_slots, dtype=np.bool_)  # slots with top-k, top-p or min-p
         self._work: tuple[bytes, SharedWork | None] = (b"", None)  # what the slots of the last launch share
 
     # -- slots ---------------------------------------------------------------------------------------------------------
     def draws(self, params: SamplingParams) -> bool:
-        """The model's own distribution, or its largest logit; other options are applied on the host.
-
-        Deterministic, drawing is the host's: the two differ in the last bit of the exponential.
-        """
+        """Greedy, or temperature with top-k, top-p and min-p; other options are applied on the host."""
         if params.reads_history or params.logit_bias or params.allowed_token_ids is not None or params.needs_logprobs:
             return False
-        return params.is_greedy or not (params.filters_tokens(self._vocab_size) or self._deterministic)
+        return params.is_greedy or (params.typical_p >= 1.0 and params.xtc_probability <= 0.0)
 
     def set_params(self, slot: int, params: SamplingParams, seed: int) -> None:
         temperature = 0.0 if params.is_greedy else max(params.temperature, float(np.finfo(np.float32).tiny))
         self._warm[slot] = temperature > 0
+        self._filtered[slot] = temperature > 0 and params.filters_tokens(self._vocab_size)
         self._work = b"", None
-        self.state.set_sampling(slot, temperature, seed)
+        top_k = params.top_k if 0 < params.top_k < self._vocab_size else 0
+        self.state.set_sampling(slot, temperature, seed, top_k, params.top_p, params.min_p)
 
     def set_blocks(self, slot: int, first: int, block_ids: Any) -> None:
         self.state.set_blocks(slot, first, block_ids)
@@ -69,10 +69,7 @@ class TritonSlots:
             logits = logits[torch.from_numpy(rows.astype(np.int64)).to(logits.device)]
         chosen = torch.empty((1, count), dtype=torch.int32, pin_memory=state.on_gpu)
         turn = torch.zeros(1, dtype=torch.int32, device=state.device)
-        choose_tokens(
-            logits, sent, state.lengths, state.tokens, state.temperatures, state.seeds, turn, chosen,
-            draws=bool(self._warm[slots].any()),
-        )  # fmt: skip
+        choose_tokens(logits, sent, state, turn, chosen, self._mode(slots))
         return DeviceTokens(chosen[0], count, recorded_event() if state.on_gpu else None)
 
     # -- captured steps ------------------------------------------------------------------------------------------------
@@ -81,8 +78,13 @@ class TritonSlots:
         order = None
         if work is not None:  # sharers lie side by side; tokens come back in the order of the call
             slots, order = slots[work.order], np.argsort(work.order)
-        step = self.graphs.launch(slots, "draw" if self._warm[slots].any() else "greedy", work)
+        step = self.graphs.launch(slots, self._mode(slots), work)
         return self.graphs.tokens(step, len(slots), order)
+
+    def _mode(self, slots: np.ndarray) -> Mode:
+        if self._filtered[slots].any():
+            return "filter"
+        return "draw" if self._warm[slots].any() else "greedy"
 
     def decode_logits(self, slots: np.ndarray) -> Array:
         return self.graphs.launch(slots, "logits").logits[: len(slots)]
