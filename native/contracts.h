@@ -133,8 +133,8 @@ struct KernelTable {
   void (*softcap_row)(float* x, int64_t size, float cap);
   int64_t (*argmax_row)(const float* x, int64_t size);
 
-  // floor(exp((x - highest) / temperature) * 2^40), the same bits on every machine; highest is the largest of x.
-  void (*weights_row)(const float* x, int64_t size, float highest, float temperature, int64_t* out);
+  // floor(exp((x - highest) * warmth) * 2^40), the same bits on every machine; highest is the largest of x.
+  void (*weights_row)(const float* x, int64_t size, float highest, float warmth, int64_t* out);
 
   // Convert some numbers of a row in blocks of 32: quantised, with scales kRowGroup apart; or as bfloat16, with blocks
   // `step` apart and zeros up to the end of the last block.

@@ -166,13 +166,13 @@ void argmax_rows(nb::handle x_array, nb::handle out_array) {
   });
 }
 
-void weights_rows(nb::handle x_array, nb::handle highest_array, nb::handle temperature_array, nb::handle out_array) {
+void weights_rows(nb::handle x_array, nb::handle highest_array, nb::handle warmth_array, nb::handle out_array) {
   const Input x = input("x", x_array);
-  const Vector highest = vector("highest", highest_array), temperature = vector("temperature", temperature_array);
+  const Vector highest = vector("highest", highest_array), warmth = vector("warmth", warmth_array);
   const auto out = array_of<int64_t, 2>("out", out_array);
   require_columns("x", x);
   require_length("highest", highest, rows_in(x));
-  require_length("temperature", temperature, rows_in(x));
+  require_length("warmth", warmth, rows_in(x));
   require(int64_t(out.shape(0)) == rows_in(x) && int64_t(out.shape(1)) == width_of(x), "out is ", out.shape(0), " by ",
           out.shape(1), " and must be ", rows_in(x), " by ", width_of(x));
   constexpr int64_t piece = 4096;  // columns: threads share a single row
@@ -182,7 +182,7 @@ void weights_rows(nb::handle x_array, nb::handle highest_array, nb::handle tempe
       for (int64_t unit = begin; unit < end; ++unit) {
         const int64_t row = unit / pieces, column = unit % pieces * piece;
         kernels().weights_row(rows_of(x).row(row) + column, std::min(piece, width - column), highest.data()[row],
-                              temperature.data()[row], out.data() + row * width + column);
+                              warmth.data()[row], out.data() + row * width + column);
       }
     });
   });
@@ -204,7 +204,7 @@ void bind_operations(nb::module_& m) {
         array("slots"));
   m.def("attend", &attend_rows, array("query"), "shape"_a, "segments"_a, "share"_a, "cache"_a, "layer"_a, array("out"));
   m.def("argmax", &argmax_rows, array("x"), array("out"));
-  m.def("weights", &weights_rows, array("x"), array("highest"), array("temperature"), array("out"));
+  m.def("weights", &weights_rows, array("x"), array("highest"), array("warmth"), array("out"));
 }
 
 }  // namespace bifolio

@@ -157,9 +157,9 @@ static void softcap_row(float* x, int64_t size, float cap) {
 
 // Only operations that IEEE 754 defines to the last bit, in the order of kernels/weights.py: numpy, torch and Triton get
 // the same integers. exp(x) = 2^n exp(r) with |r| <= log(2) / 2; exp(r) has 24 bits.
-static void weights_row(const float* x, int64_t size, float highest, float temperature, int64_t* out) {
+static void weights_row(const float* x, int64_t size, float highest, float warmth, int64_t* out) {
   for (int64_t i = 0; i < size; ++i) {
-    const float cooled = (x[i] - highest) / temperature;
+    const float cooled = (x[i] - highest) * warmth;
     const float value = cooled > -60.0f ? (cooled < 0.0f ? cooled : 0.0f) : -60.0f;
     const float n = std::floor(value * 1.44269504088896341f + 0.5f);
     const float r = (value - n * 0.693359375f) - n * -2.12194440e-4f;

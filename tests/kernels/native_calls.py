@@ -160,7 +160,7 @@ VALID: dict[str, Callable[[], Arguments]] = {
     "weights": lambda: {
         "x": floats(TOKENS, WIDTH),
         "highest": floats(TOKENS),
-        "temperature": floats(TOKENS),
+        "warmth": floats(TOKENS),
         "out": np.zeros((TOKENS, WIDTH), np.int64),
     },
     "make_linear": lambda: {

@@ -22,8 +22,8 @@ def cases() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     logits[1] = np.float32(-3.4e38)
     logits[1, 7] = np.float32(3.4e38)
     logits[2] = np.linspace(-1e-6, 0, 4321, dtype=np.float32)
-    temperature = np.array([[0.8], [1.0], [1.0], [1e-30], [37.5]], np.float32)
-    return logits, logits.max(axis=1, keepdims=True), temperature
+    warmth = np.array([[1.25], [1.0], [1.0], [1e30], [0.03]], np.float32)
+    return logits, logits.max(axis=1, keepdims=True), warmth
 
 
 def in_numpy(*arguments: np.ndarray) -> np.ndarray:
@@ -32,9 +32,9 @@ def in_numpy(*arguments: np.ndarray) -> np.ndarray:
 
 
 def test_torch_gives_the_integers_of_numpy() -> None:
-    logits, highest, temperature = cases()
-    found = weights_of(*(torch.from_numpy(array) for array in (logits, highest, temperature))).numpy()
-    assert np.array_equal(found, in_numpy(logits, highest, temperature))
+    logits, highest, warmth = cases()
+    found = weights_of(*(torch.from_numpy(array) for array in (logits, highest, warmth))).numpy()
+    assert np.array_equal(found, in_numpy(logits, highest, warmth))
 
 
 def test_every_instruction_set_gives_the_integers_of_numpy() -> None:

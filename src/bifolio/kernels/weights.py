@@ -1,8 +1,8 @@
 """Weights of logits: exponentials as integers, the same bits in numpy, torch, C++ and Triton.
 
-A weight is `floor(exp((logit - highest) / temperature) * 2**40)`, where exp is the polynomial below: single-precision
-operations that IEEE 754 defines to the last bit, in this order, none of them fused. Its error is below 1.5 units in the
-last place. `native/kernels/elementwise.h` and `kernels/triton/sampling.py` hold the same lines.
+A weight is `floor(exp((logit - highest) * warmth) * 2**40)`, where warmth is 1 / temperature and exp the polynomial
+below: single-precision operations that IEEE 754 defines to the last bit, in this order, none of them fused. Its error
+is below 1.5 units in the last place. `native/kernels/elementwise.h` and `kernels/triton/weights.py` hold the same lines.
 """
 
 from __future__ import annotations
@@ -23,25 +23,30 @@ POLYNOMIAL = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2
 _PIECE = 1 << 14  # numbers whose intermediate results stay in a near cache
 
 
-def weights_of(logits: Array, highest: Array, temperature: Array | None = None) -> Array:
+def warmth_of(temperature: np.ndarray) -> np.ndarray:
+    """f32[r]: 1 / temperature, the factor of the logits; finite for every normal temperature."""
+    return (np.float32(1.0) / temperature.astype(np.float32)).astype(np.float32)
+
+
+def weights_of(logits: Array, highest: Array, warmth: Array | None = None) -> Array:
     """i64[r, n] weights of f32[r, n] logits without NaN.
 
-    highest: f32[r, 1] the largest of each row; temperature: f32[r, 1], both beside the logits; None: 1.
+    highest: f32[r, 1] the largest of each row; warmth: f32[r, 1], both beside the logits; None: 1.
     """
     if not isinstance(logits, np.ndarray):
         shifted = logits - highest
-        return _weights(array_namespace(logits), shifted if temperature is None else shifted / temperature)
+        return _weights(array_namespace(logits), shifted if warmth is None else shifted * warmth)
     module = _native()
     weights = np.empty(logits.shape, np.int64)
+    factor = np.ones(len(logits), np.float32) if warmth is None else _vector(warmth)
     if module is not None and logits.size:
-        warmth = np.ones(len(logits), np.float32) if temperature is None else _vector(temperature)
-        module.weights(np.ascontiguousarray(logits, np.float32), _vector(highest), warmth, weights)
+        module.weights(np.ascontiguousarray(logits, np.float32), _vector(highest), factor, weights)
         return weights
-    for row in range(len(logits)):
-        for start in range(0, logits.shape[1], _PIECE):
-            shifted = logits[row, start : start + _PIECE] - highest[row]
-            cooled = shifted if temperature is None else shifted / temperature[row]
-            weights[row, start : start + _PIECE] = _weights(np, cooled)
+    with np.errstate(over="ignore"):
+        for row in range(len(logits)):
+            for start in range(0, logits.shape[1], _PIECE):
+                shifted = logits[row, start : start + _PIECE] - highest[row]
+                weights[row, start : start + _PIECE] = _weights(np, shifted * factor[row])
     return weights
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bifolio.kernels.weights import ONE
+from bifolio.kernels.weights import ONE, warmth_of
 from bifolio.sampling.table import SamplingTable
 from bifolio.sampling.weights import (
     Array,
@@ -77,7 +77,7 @@ def filter_rows(logits: Array, temperature: NDArray[np.float32], filters: Filter
         ids, values = sort_candidates(mask, logits)
     weights = cooled_weights(values, highest, temperature)
     kept = (values > -float("inf")) & _likely_enough(weights, total, filters)
-    kept = _keep_typical((values - highest) / column(xp, temperature, values), weights, kept, filters)
+    kept = _keep_typical((values - highest) * column(xp, warmth_of(temperature), values), weights, kept, filters)
     kept = _exclude_top_choices(weights, kept, filters)
     return _by_id(xp, ids, _only(xp, weights, kept), kept)
 

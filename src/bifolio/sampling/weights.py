@@ -5,8 +5,8 @@ Probabilities are integers, so that no sum depends on the order in which it was 
 A token's weight is `exp((logit - largest logit) / temperature)` in units of 2**-40, cut to an integer
 (`kernels.weights`). Integer sums are exact: the total of a row, its running sums, and with them the filters and the
 draw are bit for bit the same in numpy, torch and Triton, on the CPU and on a GPU, in a batch of one or of a hundred,
-and for the whole vocabulary or for a padded list of candidates. The weights of 2**22 tokens add up to less than 2**63, and
-every token that is at least 1e-12 times as likely as the most likely one has a weight.
+and for the whole vocabulary or for a padded list of candidates. The weights of 2**22 tokens add up to less than 2**63,
+and every token that is at least 1e-12 times as likely as the most likely one has a weight.
 
 Noise has no state: a uniform number is a function of (seed, position, stream) and of nothing else. A generator with
 state would tie a request's tokens to the order in which steps happened to run; hashing the position of the token makes
@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bifolio.arrays import array_namespace
-from bifolio.kernels.weights import ONE, weights_of
+from bifolio.kernels.weights import ONE, warmth_of, weights_of
 
 Array = Any  # a numpy array or a torch tensor; shapes are given in comments
 _NUMPY: Any = np if hasattr(np, "cumulative_sum") else None  # numpy itself follows the standard since 2.1
@@ -73,7 +73,7 @@ def to_weights(shifted: Array) -> Array:
 
 def cooled_weights(logits: Array, highest: Array, temperature: NDArray[np.float32]) -> Array:
     """i64[r, n] weights of f32[r, n] logits without NaN; highest: f32[r, 1]; temperature: f32[r] on the host."""
-    return weights_of(logits, highest, column(namespace(logits), temperature, logits))
+    return weights_of(logits, highest, column(namespace(logits), warmth_of(temperature), logits))
 
 
 def cleaned(logits: Array) -> tuple[Array, Array]:
@@ -105,7 +105,7 @@ def _clean(xp: Any, logits: Array) -> Array:
 
 def cool(logits: Array, temperature: NDArray[np.float32]) -> Array:
     """f32[r, n]: shifted logits over temperature. Shifting first keeps tiny temperatures from overflowing."""
-    return shift(logits) / column(namespace(logits), temperature, logits)
+    return shift(logits) * column(namespace(logits), warmth_of(temperature), logits)
 
 
 def column(xp: Any, numbers: NDArray[Any], like: Array) -> Array:

@@ -1,7 +1,7 @@
 # mypy: disallow-untyped-decorators=False
 """Per-slot state on the device: block tables, cached lengths, newest tokens, sampling parameters.
 
-    words    |<-- tables [slots, blocks] -->| lengths | tokens | temperatures | top_ks | seeds | top_ps | min_weights |
+    words    |<-- tables [slots, blocks] -->| lengths | tokens | warmths | top_ks | seeds | top_ps | min_weights |
     changes  (place, number) pairs into the words, which are one array of 32 bits each; the last three take two words
 
 The host collects differences and sends them in one small copy with the next launch; a decode step reads its inputs from
@@ -10,6 +10,7 @@ the slots that take part and leaves its tokens there, where the next step finds 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import Any
 
@@ -19,7 +20,7 @@ import triton
 import triton.language as tl
 
 from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
-from bifolio.kernels.weights import ONE
+from bifolio.kernels.weights import ONE, warmth_of
 
 STAGING_BUFFERS = 4  # pinned buffers that take turns; more than the steps that are ever in flight
 
@@ -32,7 +33,7 @@ class DeviceState:
         self.on_gpu = device.startswith("cuda")
         places = num_slots * max_blocks + num_slots * np.arange(5)
         places[4] += places[4] % 2  # numbers of 64 bits follow
-        self._lengths, self._tokens, self._temperatures, self._top_ks, self._wide = (int(place) for place in places)
+        self._lengths, self._tokens, self._warmths, self._top_ks, self._wide = (int(place) for place in places)
         self.words = torch.zeros(self._wide + 6 * num_slots, dtype=torch.int32, device=device)
 
         def column(place: int) -> torch.Tensor:
@@ -42,11 +43,11 @@ class DeviceState:
         self.tables = self.words[: num_slots * max_blocks].view(num_slots, max_blocks)  # i32
         self.lengths = column(self._lengths)  # i32  tokens in the cache
         self.tokens = column(self._tokens)  # i32  newest, not in the cache yet
-        self.temperatures = column(self._temperatures).view(torch.float32)  # 0: greedy
+        self.warmths = column(self._warmths).view(torch.float32)  # 1 / temperature; 0: greedy
         self.top_ks = column(self._top_ks)  # i32  0: off
         self.seeds = wide[0]  # i64
         self.top_ps = wide[1].view(torch.float64)  # 2: off
-        self.min_weights = wide[2].view(torch.float64)  # min_p in units of a weight; 0: off
+        self.min_weights = wide[2]  # i64  the least that min_p keeps; 0: off
         self._places: list[np.ndarray] = []
         self._numbers: list[np.ndarray] = []
         self._ring: deque[tuple[torch.Tensor, Any]] = deque()  # pinned buffers and the events that free them
@@ -59,10 +60,11 @@ class DeviceState:
     def set_sampling(
         self, slot: int, temperature: float, seed: int, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
     ) -> None:
-        self._add(np.array([self._temperatures + slot]), np.array([temperature], dtype=np.float32).view(np.int32))
+        warmth = warmth_of(np.array([temperature])) if temperature > 0 else np.zeros(1, np.float32)
+        self._add(np.array([self._warmths + slot]), warmth.view(np.int32))
         self._add(np.array([self._top_ks + slot]), np.array([top_k]))
-        floats = np.array([top_p if top_p < 1.0 else 2.0, min_p * ONE])
-        wide = np.concatenate([np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64), floats.view(np.uint64)])
+        bits = np.array([top_p if top_p < 1.0 else 2.0]).view(np.uint64)[0]
+        wide = np.array([seed & 0xFFFFFFFFFFFFFFFF, bits, math.ceil(min_p * ONE)], dtype=np.uint64)
         first = self._wide + 2 * (slot + self.num_slots * np.arange(3))
         self._add(np.stack([first, first + 1], axis=1).reshape(-1), wide.view(np.int32))  # little end first
 

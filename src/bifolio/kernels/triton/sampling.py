@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from bifolio.kernels.triton.device_state import DeviceState
-from bifolio.kernels.triton.filters import GROUP, LIST, TILE, draw_filtered
+from bifolio.kernels.triton.filters import GROUP, LIST, draw_filtered
 from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
 from bifolio.kernels.triton.weights import EXACT, highest_of, load_logits, target_of, weights_of
 
@@ -48,12 +48,12 @@ def _best_of_chunks_kernel(
         tl.store(best_of_groups + place, groups)
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows", "temperature"])
+@triton.jit(do_not_specialize_on_alignment=["rows", "warmths"])
 def _chunk_sums_kernel(
     logits: tl.tensor,
     best_value: tl.tensor,
     rows: tl.tensor,  # i32[r]  slot of each row; -1: padding
-    temperature: tl.tensor,  # f32[slots]
+    warmths: tl.tensor,  # f32[slots]  1 / temperature; 0: greedy
     sums: tl.tensor,  # i64[r, chunks]
     vocab: tl.tensor,
     num_chunks: tl.tensor,
@@ -61,7 +61,7 @@ def _chunk_sums_kernel(
     CHUNKS: tl.constexpr,
 ) -> None:
     chunk, row = tl.program_id(0), tl.program_id(1)
-    warmth = tl.load(temperature + tl.maximum(tl.load(rows + row), 0))
+    warmth = tl.load(warmths + tl.maximum(tl.load(rows + row), 0))
     wait_for_inputs()
     if warmth > 0:
         highest = highest_of(best_value, row, num_chunks, CHUNKS)
@@ -71,7 +71,7 @@ def _chunk_sums_kernel(
 
 @triton.jit(
     do_not_specialize=["num_rows"],
-    do_not_specialize_on_alignment=["rows", "lengths", "last_tokens", "temperature", "seeds", "chosen"],
+    do_not_specialize_on_alignment=["rows", "lengths", "last_tokens", "warmths", "seeds", "chosen"],
 )
 def _choose_kernel(
     logits: tl.tensor,
@@ -82,7 +82,7 @@ def _choose_kernel(
     rows: tl.tensor,  # i32[r]
     lengths: tl.tensor,  # i32[slots]  tokens in the cache before this step; becomes one more
     last_tokens: tl.tensor,  # i32[slots]  becomes the chosen token
-    temperature: tl.tensor,  # f32[slots]
+    warmths: tl.tensor,  # f32[slots]  1 / temperature; 0: greedy
     seeds: tl.tensor,  # i64[slots]
     turn: tl.tensor,  # i32[1]
     chosen: tl.tensor,  # i32[turns, r]  -1 where nothing can be chosen
@@ -105,7 +105,7 @@ def _choose_kernel(
         token = tl.load(best_index + row * num_chunks + where)
         length = tl.load(lengths + slot)
         if DRAWS:
-            warmth = tl.load(temperature + slot)
+            warmth = tl.load(warmths + slot)
             if warmth > 0:
                 if FILTERED:
                     token = tl.load(drawn + row)
@@ -152,13 +152,13 @@ def choose_tokens(
     )  # fmt: skip
     if mode == "draw":
         _chunk_sums_kernel[(num_chunks, num_rows)](
-            logits, best_value, rows, state.temperatures, sums, vocab, num_chunks, CHUNK=chunk, CHUNKS=chunks,
+            logits, best_value, rows, state.warmths, sums, vocab, num_chunks, CHUNK=chunk, CHUNKS=chunks,
             num_warps=4, **EXACT,
         )  # fmt: skip
     elif mode == "filter":
-        drawn = draw_filtered(logits, best_value, best_of_groups, rows, state, chunk, list_size, min(chunk, TILE))
+        drawn = draw_filtered(logits, best_value, best_of_groups, rows, state, chunk, list_size)
     _choose_kernel[(num_rows,)](
-        logits, best_value, best_index, sums, drawn, rows, state.lengths, state.tokens, state.temperatures, state.seeds,
+        logits, best_value, best_index, sums, drawn, rows, state.lengths, state.tokens, state.warmths, state.seeds,
         turn, chosen, vocab, num_chunks, num_rows,
         DRAWS=mode != "greedy", FILTERED=mode == "filter", CHUNK=chunk, CHUNKS=chunks, num_warps=8, **EXACT,
     )  # fmt: skip

@@ -25,10 +25,9 @@ def load_logits(logits: tl.tensor, row: tl.tensor, column: tl.tensor, vocab: tl.
 
 
 @triton.jit
-def weights_of(values: tl.tensor, highest: tl.tensor, temperature: tl.tensor) -> tl.tensor:
+def weights_of(values: tl.tensor, highest: tl.tensor, warmth: tl.tensor) -> tl.tensor:
     """i64: weights of cleaned logits, as in `kernels.weights`; `highest` is their largest, 0 if that is -inf."""
-    cooled = tl.div_rn(values - highest, tl.zeros_like(values) + temperature)
-    value = tl.minimum(tl.maximum(cooled, -60.0), 0.0)
+    value = tl.minimum(tl.maximum((values - highest) * warmth, -60.0), 0.0)
     n = tl.floor(value * 1.44269504088896341 + 0.5)
     r = (value - n * 0.693359375) - n * -2.12194440e-4
     p = r * 1.9875691500e-4 + 1.3981999507e-3
