@@ -45,24 +45,41 @@ def test_logits_equal_the_reference(architecture: str) -> None:
             np.testing.assert_allclose(ours, theirs, atol=2e-4, rtol=1e-4)
 
 
-def generate(engine: Any) -> list[list[list[int]]]:
+SAMPLING: dict[str, list[dict[str, Any]]] = {  # requests of one batch
+    "plain": [{}, {"temperature": 1.0, "seed": 5}, {"temperature": 0.8, "seed": 6, "n": 2}],
+    "logprobs": [{"logprobs": 0}, {"temperature": 1.0, "seed": 5, "logprobs": 4}, {"temperature": 1.0, "seed": 6}],
+}
+
+
+def generate(engine: Any, sampling: str) -> list[list[list[int]]]:
     options = [
-        SamplingParams(temperature=0, max_tokens=4, ignore_eos=True),
-        SamplingParams(temperature=1.0, seed=5, max_tokens=5, ignore_eos=True),
-        SamplingParams(temperature=0.8, seed=6, n=2, max_tokens=3, ignore_eos=True),
+        SamplingParams(**{"temperature": 0.0, "max_tokens": 3 + index, "ignore_eos": True, **each})
+        for index, each in enumerate(SAMPLING[sampling])
     ]
-    prompts = [random_prompt(4 + 3 * index, seed=index, vocab_size=61) for index in range(3)]
+    prompts = [random_prompt(4 + 3 * index, seed=index, vocab_size=61) for index in range(len(options))]
     requests = [engine.add_request(str(i), p, o) for i, (p, o) in enumerate(zip(prompts, options, strict=True))]
     while engine.has_work:
         engine.step()
+    for request in requests:
+        for sequence in request.sequences:
+            assert len(sequence.logprobs) == (len(sequence.output_token_ids) if request.wants_logprobs else 0)
+            assert [entry.token_id for entry in sequence.logprobs] == sequence.output_token_ids[
+                : len(sequence.logprobs)
+            ]
     return [output_ids(request) for request in requests]
 
 
-def test_overlapped_steps_on_the_kernels() -> None:
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_overlapped_steps_on_the_kernels(sampling: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows, tables and draws on the "device" give what the reference gives on the host."""
-    expected = generate(make_engine())
+    expected = generate(make_engine(), sampling)
     engine = make_engine(kernels=TritonKernels("cpu", "f32"))
-    assert generate(engine) == expected
+
+    def no_draws_here(*_: Any) -> Any:
+        raise AssertionError("drawn on the host")
+
+    monkeypatch.setattr(engine.slots, "_draw_here", no_draws_here)
+    assert generate(engine, sampling) == expected
     assert engine.stats().num_steps < 20
 
 

@@ -16,7 +16,8 @@ import numpy as np
 from bifolio.cache.block_manager import KVCacheBlockManager
 from bifolio.engine.host_batch import ON_DEVICE, HostBatch, Readout, newest_token
 from bifolio.errors import RequestError
-from bifolio.kernels.interface import Array, Batch, DeviceSlots, KernelSet, PendingTokens
+from bifolio.kernels.interface import Array, Batch, DeviceSlots, KernelSet, PendingTokens, TokenScores
+from bifolio.sampling.logprobs import finish_scores
 from bifolio.sampling.sampler import NOTHING, SampledTokens, Sampler, SamplingTable
 from bifolio.schedule.plan import StepPlan
 from bifolio.sequence import Sequence
@@ -28,20 +29,31 @@ class Draws:
 
     known: SampledTokens
     device_draws: list[int] = field(default_factory=list)  # which draws the device makes, in its order
+    num_logprobs: np.ndarray | None = None  # i64[d]  of those draws, -1: none
     pending: PendingTokens | None = None
 
     def collect(self) -> SampledTokens:
         """All tokens; waits for the device."""
         if self.pending is not None:
             tokens = self.pending.wait()
-            self.pending = None
             self.known.token_ids[self.device_draws] = tokens
+            self._take_scores(tokens, self.pending.scores())
+            self.pending = None
             for draw, token in zip(self.device_draws, tokens.tolist(), strict=True):
                 if token == NOTHING:
                     self.known.errors[draw] = RequestError(
                         "no token can follow: the model gave no finite logit for the next position"
                     )
         return self.known
+
+    def _take_scores(self, tokens: np.ndarray, scores: TokenScores | None) -> None:
+        if scores is None or self.num_logprobs is None:
+            return
+        found = finish_scores(scores, self.num_logprobs)
+        for index in np.flatnonzero((self.num_logprobs >= 0) & (tokens != NOTHING)).tolist():
+            draw = self.device_draws[index]
+            self.known.logprobs[draw], self.known.ranks[draw] = found.logprobs[index], found.ranks[index]
+            self.known.top[draw] = found.top[index]
 
 
 class SlotState:
@@ -134,7 +146,8 @@ class SlotState:
         lengths = np.fromiter((item.start for item in plan.decodes), np.int64, len(plan.decodes))
         pending = self.device.decode(slots, self.tables, lengths)
         self._newest[slots] = ON_DEVICE
-        return Draws(SampledTokens.unknown(len(slots)), list(range(len(slots))), pending)
+        count = len(slots)
+        return Draws(SampledTokens.unknown(count), list(range(count)), self.table.num_logprobs[slots], pending)
 
     def draw(self, logits: Array, readout: Readout) -> Draws | None:
         """Draw a token for every sampled row, on the device where it can, else here and now."""
@@ -147,8 +160,9 @@ class SlotState:
             known = self._draw_here(logits, readout, range(len(readout.sample_rows)))
             return Draws(known)
         there = np.flatnonzero(on_device)
-        draws = Draws(SampledTokens.unknown(len(on_device)), there.tolist())
         slots = np.asarray(readout.sample_slots, dtype=np.int32)
+        num_logprobs = self.table.num_logprobs[slots[there]]
+        draws = Draws(SampledTokens.unknown(len(on_device)), there.tolist(), num_logprobs)
         if self.device is not None:
             rows, positions = np.asarray(readout.sample_rows), np.asarray(readout.positions)
             draws.pending = self.device.draw(logits, rows[there], slots[there], positions[there])

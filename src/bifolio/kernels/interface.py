@@ -190,11 +190,29 @@ class SlotSizes(NamedTuple):
     vocab_size: int
 
 
+@dataclass(slots=True)
+class TokenScores:
+    """Numbers from which the host computes the logprobs of drawn tokens; defined for slots that have logprobs.
+
+    Logits are the model's own, less the largest of their row.
+    """
+
+    totals: np.ndarray  # i64[n]  sum of the weights of all tokens (`kernels.weights`)
+    logits: np.ndarray  # f32[n]  of the drawn token
+    ranks: np.ndarray  # i32[n]  1: no token was more likely
+    top_ids: np.ndarray  # i32[n, k]  the most likely tokens, best first; -1: fewer have a finite logit
+    top_logits: np.ndarray  # f32[n, k]
+
+
 class PendingTokens(Protocol):
     """Tokens that a launched step draws."""
 
     def wait(self) -> np.ndarray:
         """i32[n], in the order of the launch; -1 where no token can follow. Waits for the step."""
+        ...
+
+    def scores(self) -> TokenScores | None:
+        """Scores of the tokens, after `wait`; None if no slot of the step has logprobs."""
         ...
 
 

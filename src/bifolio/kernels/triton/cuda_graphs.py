@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -25,14 +25,17 @@ from bifolio.kernels.interface import (
     KernelSet,
     Network,
     Storage,
+    TokenScores,
 )
 from bifolio.kernels.shared_prefix import SharedWork
 from bifolio.kernels.triton.device_state import DeviceState, begin_step, recorded_event
-from bifolio.kernels.triton.sampling import Mode, choose_tokens
+from bifolio.kernels.triton.logprobs import read_scores
+from bifolio.kernels.triton.sampling import Mode, Results, choose_tokens
 from bifolio.kernels.triton.shared_attention import SharedRows, new_shared_rows
 
 TURNS = 4  # results of a step that lie in host memory at once; more than the steps that are ever in flight
-StepMode = Mode | Literal["logits"]  # draws of the captured step; "logits": none
+StepMode = Mode | None  # draws of the captured step; None: it ends with the logits
+GREEDY = Mode()
 
 
 def batch_sizes(most: int) -> list[int]:
@@ -65,8 +68,8 @@ class DecodeStep:
     index: torch.Tensor  # i64[r]  where K and V go
     contexts: torch.Tensor  # i32[r]
     table_rows: torch.Tensor  # i32[r]
-    turn: torch.Tensor  # i32[1]  which row of `chosen` the last launch wrote
-    chosen: torch.Tensor  # i32[TURNS, r]  on the host; the device writes there itself, launches take turns
+    turn: torch.Tensor  # i32[1]  which part of `results` the last launch wrote
+    results: Results  # on the host; the device writes there itself, TURNS launches take turns
     pieces: dict[int, Any] = field(default_factory=dict)
     graph: Any = None
     shared: SharedRows | None = None  # a prefix that rows share is read once for all; None: nothing is shared
@@ -75,20 +78,19 @@ class DecodeStep:
     next_turn: int = 0
 
     @classmethod
-    def new(cls, size: int, device: str) -> DecodeStep:
+    def new(cls, size: int, device: str, mode: StepMode) -> DecodeStep:
         def integers(dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
 
-        chosen = torch.zeros((TURNS, size), dtype=torch.int32, pin_memory=device.startswith("cuda"))
+        results = Results.new(TURNS, size, mode, pinned=device.startswith("cuda"))
         turn = torch.full((1,), TURNS - 1, dtype=torch.int32, device=device)
         tokens, positions, index, contexts = integers(), integers(), integers(torch.int64), integers()
-        return cls(integers().fill_(-1), tokens, positions, index, contexts, integers(), turn, chosen)
+        return cls(integers().fill_(-1), tokens, positions, index, contexts, integers(), turn, results)
 
-    def take_turn(self) -> torch.Tensor:
-        """i32[r]: where the next launch will write its tokens."""
-        place = self.chosen[self.next_turn]
-        self.next_turn = (self.next_turn + 1) % TURNS
-        return place
+    def take_turn(self) -> int:
+        """Which part of `results` the next launch will write."""
+        turn, self.next_turn = self.next_turn, (self.next_turn + 1) % TURNS
+        return turn
 
     def put(self, words: torch.Tensor) -> None:
         """Rows, then the words of what they share."""
@@ -101,17 +103,24 @@ class DecodeStep:
 class DeviceTokens:
     """Tokens of a launched step; they arrive later."""
 
-    tokens: torch.Tensor  # i32[r] on the host, once the event has come
+    results: Results
+    turn: int
     count: int
-    event: Any = None
+    event: Any = None  # comes when the results are on the host
     order: np.ndarray | None = None  # i64[count]  row of each token in the order of the launch; None: as they are
 
     def wait(self) -> np.ndarray:
         """i32[count]"""
         if self.event is not None:
             self.event.synchronize()
-        tokens = self.tokens.numpy()[: self.count]
-        return tokens.copy() if self.order is None else tokens[self.order]
+        return self._own(self.results.chosen)
+
+    def scores(self) -> TokenScores | None:
+        return None if self.results.scores is None else read_scores(self._own(self.results.scores))
+
+    def _own(self, results: torch.Tensor) -> np.ndarray:
+        own: np.ndarray = results[self.turn].numpy()[: self.count]
+        return own.copy() if self.order is None else own[self.order]
 
 
 class GraphRecorder:
@@ -173,9 +182,10 @@ class DecodeGraphs:
 
     def tokens(self, step: DecodeStep, count: int, order: np.ndarray | None = None) -> DeviceTokens:
         """The tokens of the step that was just launched."""
-        return DeviceTokens(step.take_turn(), count, recorded_event() if step.graph is not None else None, order)
+        event = recorded_event() if step.graph is not None else None
+        return DeviceTokens(step.results, step.take_turn(), count, event, order)
 
-    def capture_all(self, mode: StepMode = "greedy") -> None:
+    def capture_all(self, mode: StepMode = GREEDY) -> None:
         """Capture every batch size now, the largest first, instead of when it is first needed."""
         for size in reversed(self._sizes):
             self._step(size, mode, shares=False)
@@ -193,7 +203,7 @@ class DecodeGraphs:
     def _step(self, size: int, mode: StepMode, shares: bool) -> DecodeStep:
         key = size, mode, shares
         if key not in self._steps:
-            step = DecodeStep.new(size, self.state.device)
+            step = DecodeStep.new(size, self.state.device, mode)
             step.shared = self._shared_rows(size) if shares else None
             if self.state.on_gpu:
                 step.graph = self._recorder.record(lambda: self._run(step, mode))
@@ -222,10 +232,10 @@ class DecodeGraphs:
         self._kernels.stage_decode(segment, step.table_rows, step.pieces, self._shapes, step.shared)
         batch = Batch(step.token_ids, step.positions, step.index, (segment,), None)
         logits = self._network.forward(self._kernels, batch, self._storage)
-        if mode == "logits":
+        if mode is None:
             step.logits = logits
-            return
-        choose_tokens(logits, step.rows, state, step.turn, step.chosen, mode)
+        else:
+            choose_tokens(logits, step.rows, state, step.turn, step.results, mode)
 
 
 def full_shape(shapes: tuple[AttentionShape, ...]) -> AttentionShape:

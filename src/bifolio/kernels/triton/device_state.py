@@ -1,7 +1,7 @@
 # mypy: disallow-untyped-decorators=False
 """Per-slot state on the device: block tables, cached lengths, newest tokens, sampling parameters.
 
-    words    |<-- tables [slots, blocks] -->| lengths | tokens | warmths | top_ks | seeds | top_ps | min_weights |
+    words    |<-- tables [slots, blocks] -->| lengths | tokens | warmths | ... | seeds | top_ps | min_weights |
     changes  (place, number) pairs into the words, which are one array of 32 bits each; the last three take two words
 
 The host collects differences and sends them in one small copy with the next launch; a decode step reads its inputs from
@@ -31,9 +31,9 @@ class DeviceState:
     def __init__(self, num_slots: int, max_blocks: int, device: str) -> None:
         self.num_slots, self.max_blocks, self.device = num_slots, max_blocks, device
         self.on_gpu = device.startswith("cuda")
-        places = num_slots * max_blocks + num_slots * np.arange(5)
-        places[4] += places[4] % 2  # numbers of 64 bits follow
-        self._lengths, self._tokens, self._warmths, self._top_ks, self._wide = (int(place) for place in places)
+        places = num_slots * max_blocks + num_slots * np.arange(6)
+        places[5] += places[5] % 2  # numbers of 64 bits follow
+        self._lengths, self._tokens, self._warmths, self._top_ks, self._num_scores, self._wide = places.tolist()
         self.words = torch.zeros(self._wide + 6 * num_slots, dtype=torch.int32, device=device)
 
         def column(place: int) -> torch.Tensor:
@@ -45,6 +45,7 @@ class DeviceState:
         self.tokens = column(self._tokens)  # i32  newest, not in the cache yet
         self.warmths = column(self._warmths).view(torch.float32)  # 1 / temperature; 0: greedy
         self.top_ks = column(self._top_ks)  # i32  0: off
+        self.num_scores = column(self._num_scores)  # i32  0: no logprobs; else 1 and the number of most likely tokens
         self.seeds = wide[0]  # i64
         self.top_ps = wide[1].view(torch.float64)  # 2: off
         self.min_weights = wide[2]  # i64  the least that min_p keeps; 0: off
@@ -67,6 +68,10 @@ class DeviceState:
         wide = np.array([seed & 0xFFFFFFFFFFFFFFFF, bits, math.ceil(min_p * ONE)], dtype=np.uint64)
         first = self._wide + 2 * (slot + self.num_slots * np.arange(3))
         self._add(np.stack([first, first + 1], axis=1).reshape(-1), wide.view(np.int32))  # little end first
+
+    def set_logprobs(self, slot: int, num_top: int | None) -> None:
+        """Whether drawn tokens are scored, beside how many of the most likely ones."""
+        self._add(np.array([self._num_scores + slot]), np.array([0 if num_top is None else num_top + 1]))
 
     def set_lengths(self, slots: np.ndarray, lengths: np.ndarray) -> None:
         self._add(self._lengths + slots, lengths)
@@ -95,17 +100,18 @@ class DeviceState:
         """Send the pending differences."""
         changes = self.take_changes()
         if changes is not None:
-            apply_changes(self.words, self._upload(changes.reshape(-1)).view(2, -1))
+            apply_changes(self.words, self.upload(changes.reshape(-1)).view(2, -1))
 
     def send_words(self, words: np.ndarray) -> torch.Tensor:
         """i32[n] on the device: `words`, sent in one copy with the pending differences."""
         changes = self.take_changes()
-        sent = self._upload(words if changes is None else np.concatenate([words, changes.reshape(-1)]))
+        sent = self.upload(words if changes is None else np.concatenate([words, changes.reshape(-1)]))
         if changes is not None:
             apply_changes(self.words, sent[len(words) :].view(2, -1))
         return sent[: len(words)]
 
-    def _upload(self, words: np.ndarray) -> torch.Tensor:
+    def upload(self, words: np.ndarray) -> torch.Tensor:
+        """i32[n] on the device: `words`, on their way when this returns."""
         if not self.on_gpu:
             return torch.from_numpy(words.copy())
         staged = self._staging(len(words))

@@ -32,7 +32,7 @@ SECTORS = 1024  # places from which logits are sampled, 8 neighbours from each
 
 
 @triton.jit
-def _kth_largest(values: tl.tensor, count: tl.tensor, highest: tl.tensor) -> tl.tensor:
+def kth_largest(values: tl.tensor, count: tl.tensor, highest: tl.tensor) -> tl.tensor:
     """The `count`-th largest of f32[g] values, -inf if there are fewer; `highest` is the largest."""
     keys = key_of(values)
     low, high = key_of(highest * 0.0 - float("inf")).to(tl.int64), key_of(highest).to(tl.int64)
@@ -84,7 +84,7 @@ def _bracket_kernel(
         best = tl.load(best_of_groups + row * num_groups + group, mask=group < num_groups, other=-float("inf"))
         highest = highest_of(best_value, row, num_chunks, CHUNKS)
         if top_k > 0:
-            low, high = _kth_largest(best, top_k, highest), highest * 0.0 + float("inf")
+            low, high = kth_largest(best, top_k, highest), highest * 0.0 + float("inf")
             if (low == -float("inf")) & (vocab > LIST):  # no bound: the whole row is searched
                 high = low
                 tl.store(list_length + row, vocab)

@@ -9,7 +9,7 @@ Filters (`kernels.triton.filters`) decide between the two which tokens count. We
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import triton
@@ -17,11 +17,40 @@ import triton.language as tl
 
 from bifolio.kernels.triton.device_state import DeviceState
 from bifolio.kernels.triton.filters import GROUP, LIST, draw_filtered
+from bifolio.kernels.triton.logprobs import TOP_LIST, WORDS, score_drawn
 from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
 from bifolio.kernels.triton.weights import EXACT, highest_of, load_logits, target_of, weights_of
 
 CHUNK = 4096  # logits that one program reads
-Mode = Literal["greedy", "draw", "filter"]  # of a batch: the largest logits, draws without filters, any draws
+Kind = Literal["greedy", "draw", "filter"]  # of a batch: the largest logits, draws without filters, any draws
+
+
+class Mode(NamedTuple):
+    """What choosing the tokens of a batch includes; each mode is a captured step of its own, so there are few."""
+
+    kind: Kind = "greedy"
+    logprobs: bool = False  # only with the kind "filter"
+
+    @classmethod
+    def of(cls, draws: bool, filters: bool, logprobs: bool) -> Mode:
+        """The mode of a batch of which some slot draws, filters or has logprobs."""
+        if filters or logprobs:
+            return cls("filter", logprobs)
+        return cls("draw" if draws else "greedy")
+
+
+class Results(NamedTuple):
+    """Where tokens go; launches take turns."""
+
+    chosen: torch.Tensor  # i32[turns, r]  in the host's memory
+    scores: torch.Tensor | None  # i32[turns, r, WORDS]  in the host's memory; None: no logprobs
+
+    @classmethod
+    def new(cls, turns: int, size: int, mode: Mode | None, pinned: bool) -> Results:
+        chosen = torch.zeros((turns, size), dtype=torch.int32, pin_memory=pinned)
+        scored = mode is not None and mode.logprobs
+        shape = turns, size, WORDS
+        return cls(chosen, torch.zeros(shape, dtype=torch.int32, pin_memory=pinned) if scored else None)
 
 
 @triton.jit
@@ -126,39 +155,58 @@ def _choose_kernel(
         tl.store(lengths + slot, length + 1)
 
 
+class _Best(NamedTuple):
+    """The largest logits of chunks and groups."""
+
+    value: torch.Tensor  # f32[r, chunks]
+    index: torch.Tensor  # i32[r, chunks]
+    of_groups: torch.Tensor  # f32[r, groups]
+
+    @classmethod
+    def of(cls, logits: torch.Tensor, chunk: int, group: int) -> _Best:
+        """`group`: 0 if the largest of groups are not needed."""
+        (num_rows, vocab), device = logits.shape, logits.device
+        num_chunks = triton.cdiv(vocab, chunk)
+        best = cls(
+            torch.empty((num_rows, num_chunks), dtype=torch.float32, device=device),
+            torch.empty((num_rows, num_chunks), dtype=torch.int32, device=device),
+            torch.empty((num_rows, num_chunks * (chunk // GROUP)), dtype=torch.float32, device=device),
+        )
+        _best_of_chunks_kernel[(num_chunks, num_rows)](
+            logits, *best, vocab, num_chunks, CHUNK=chunk, GROUP=group, num_warps=4, **OVERLAPPED
+        )
+        return best
+
+
 def choose_tokens(
     logits: torch.Tensor,  # f32[r, vocab]
     rows: torch.Tensor,  # i32[r]  slot of each row; -1: padding
     state: DeviceState,
     turn: torch.Tensor,  # i32[1]
-    chosen: torch.Tensor,  # i32[turns, r]  its row `turn` is written
+    results: Results,  # its part `turn` is written
     mode: Mode,
     chunk: int = CHUNK,
     list_size: int = LIST,
+    top_list_size: int = TOP_LIST,
 ) -> None:
     """Choose a token for every row, and advance its slot by it."""
     num_rows, vocab = logits.shape
     num_chunks = triton.cdiv(vocab, chunk)
-    group = GROUP if mode == "filter" else 0
-    best_value = torch.empty((num_rows, num_chunks), dtype=torch.float32, device=logits.device)
-    best_index = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=logits.device)
-    best_of_groups = torch.empty((num_rows, num_chunks * (chunk // GROUP)), dtype=torch.float32, device=logits.device)
-    sums = torch.empty((num_rows, num_chunks), dtype=torch.int64, device=logits.device)
-    drawn = best_index  # not read
     chunks = triton.next_power_of_2(num_chunks)
-    _best_of_chunks_kernel[(num_chunks, num_rows)](
-        logits, best_value, best_index, best_of_groups, vocab, num_chunks, CHUNK=chunk, GROUP=group, num_warps=4,
-        **OVERLAPPED,
-    )  # fmt: skip
-    if mode == "draw":
+    best = _Best.of(logits, chunk, GROUP if mode.kind == "filter" else 0)
+    sums = torch.empty((num_rows, num_chunks), dtype=torch.int64, device=logits.device)
+    drawn = best.index  # not read
+    if mode.kind == "draw":
         _chunk_sums_kernel[(num_chunks, num_rows)](
-            logits, best_value, rows, state.warmths, sums, vocab, num_chunks, CHUNK=chunk, CHUNKS=chunks,
+            logits, best.value, rows, state.warmths, sums, vocab, num_chunks, CHUNK=chunk, CHUNKS=chunks,
             num_warps=4, **EXACT,
         )  # fmt: skip
-    elif mode == "filter":
-        drawn = draw_filtered(logits, best_value, best_of_groups, rows, state, chunk, list_size)
+    elif mode.kind == "filter":
+        drawn = draw_filtered(logits, best.value, best.of_groups, rows, state, chunk, list_size)
     _choose_kernel[(num_rows,)](
-        logits, best_value, best_index, sums, drawn, rows, state.lengths, state.tokens, state.warmths, state.seeds,
-        turn, chosen, vocab, num_chunks, num_rows,
-        DRAWS=mode != "greedy", FILTERED=mode == "filter", CHUNK=chunk, CHUNKS=chunks, num_warps=8, **EXACT,
+        logits, best.value, best.index, sums, drawn, rows, state.lengths, state.tokens, state.warmths, state.seeds,
+        turn, results.chosen, vocab, num_chunks, num_rows,
+        DRAWS=mode.kind != "greedy", FILTERED=mode.kind == "filter", CHUNK=chunk, CHUNKS=chunks, num_warps=8, **EXACT,
     )  # fmt: skip
+    if results.scores is not None:
+        score_drawn(logits, best.value, best.of_groups, rows, state, turn, results.scores, chunk, top_list_size)

@@ -11,7 +11,8 @@ from bifolio.kernels.interface import Array, Network, SlotSizes, Storage
 from bifolio.kernels.shared_prefix import SharedWork, share_work
 from bifolio.kernels.triton.cuda_graphs import DecodeGraphs, DeviceTokens, GraphKernels, full_shape
 from bifolio.kernels.triton.device_state import DeviceState, recorded_event
-from bifolio.kernels.triton.sampling import Mode, choose_tokens
+from bifolio.kernels.triton.logprobs import MAX_TOP
+from bifolio.kernels.triton.sampling import Mode, Results, choose_tokens
 from bifolio.kernels.triton.shared_attention import MAX_ITEMS, rows_per_item
 from bifolio.kernels.triton.tiles import TILE
 from bifolio.sampling_params import SamplingParams
@@ -29,12 +30,15 @@ class TritonSlots:
         self._shapes = network.shapes
         self._warm = np.zeros(sizes.num_slots, dtype=np.bool_)  # slots with a temperature
         self._filtered = np.zeros(sizes.num_slots, dtype=np.bool_)  # slots with top-k, top-p or min-p
+        self._scored = np.zeros(sizes.num_slots, dtype=np.bool_)  # slots with logprobs
         self._work: tuple[bytes, SharedWork | None] = (b"", None)  # what the slots of the last launch share
 
     # -- slots ---------------------------------------------------------------------------------------------------------
     def draws(self, params: SamplingParams) -> bool:
         """Greedy, or temperature with top-k, top-p and min-p; other options are applied on the host."""
-        if params.reads_history or params.logit_bias or params.allowed_token_ids is not None or params.needs_logprobs:
+        if params.reads_history or params.logit_bias or params.allowed_token_ids is not None:
+            return False
+        if (params.logprobs or 0) > MAX_TOP:
             return False
         return params.is_greedy or (params.typical_p >= 1.0 and params.xtc_probability <= 0.0)
 
@@ -42,7 +46,9 @@ class TritonSlots:
         temperature = 0.0 if params.is_greedy else max(params.temperature, float(np.finfo(np.float32).tiny))
         self._warm[slot] = temperature > 0
         self._filtered[slot] = temperature > 0 and params.filters_tokens(self._vocab_size)
+        self._scored[slot] = params.needs_logprobs
         self._work = b"", None
+        self.state.set_logprobs(slot, (params.logprobs or 0) if params.needs_logprobs else None)
         top_k = params.top_k if 0 < params.top_k < self._vocab_size else 0
         self.state.set_sampling(slot, temperature, seed, top_k, params.top_p, params.min_p)
 
@@ -67,10 +73,11 @@ class TritonSlots:
         sent = state.send_words(slots.astype(np.int32))
         if count != logits.shape[0] or not np.array_equal(rows, np.arange(count)):
             logits = logits[torch.from_numpy(rows.astype(np.int64)).to(logits.device)]
-        chosen = torch.empty((1, count), dtype=torch.int32, pin_memory=state.on_gpu)
+        mode = self._mode(slots)
+        results = Results.new(1, count, mode, pinned=state.on_gpu)
         turn = torch.zeros(1, dtype=torch.int32, device=state.device)
-        choose_tokens(logits, sent, state, turn, chosen, self._mode(slots))
-        return DeviceTokens(chosen[0], count, recorded_event() if state.on_gpu else None)
+        choose_tokens(logits, sent, state, turn, results, mode)
+        return DeviceTokens(results, 0, count, recorded_event() if state.on_gpu else None)
 
     # -- captured steps ------------------------------------------------------------------------------------------------
     def decode(self, slots: np.ndarray, tables: np.ndarray, lengths: np.ndarray) -> DeviceTokens:
@@ -82,12 +89,12 @@ class TritonSlots:
         return self.graphs.tokens(step, len(slots), order)
 
     def _mode(self, slots: np.ndarray) -> Mode:
-        if self._filtered[slots].any():
-            return "filter"
-        return "draw" if self._warm[slots].any() else "greedy"
+        return Mode.of(
+            bool(self._warm[slots].any()), bool(self._filtered[slots].any()), bool(self._scored[slots].any())
+        )
 
     def decode_logits(self, slots: np.ndarray) -> Array:
-        return self.graphs.launch(slots, "logits").logits[: len(slots)]
+        return self.graphs.launch(slots, None).logits[: len(slots)]
 
     def _shared_work(self, slots: np.ndarray, tables: np.ndarray, lengths: np.ndarray) -> SharedWork | None:
         """What these slots share; looked for again only when other slots take part."""
