@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from sampling_cases import (
-    KINDS,
-    OPTIONS,
-    differences,
-    on_device,
-    on_host,
-    random_logits,
-    random_params,
-    random_row_args,
-)
+from sampling_cases import KINDS, OPTIONS, differences, on_device, on_host, random_logits, random_rows
 
 
 def check(options: str, kind: str, num_rows: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     vocab = int(rng.choice([37, 300, 700]))
     list_size = int(rng.choice([32, 512]))  # the short one has to fall back to the whole row
-    logits, params = random_logits(kind, num_rows, vocab, rng), random_params(options, num_rows, rng)
-    seeds, positions = random_row_args(num_rows, rng)
-    found = on_device(logits, params, seeds, positions, "cpu", chunk=128, list_size=list_size, top_list_size=list_size)
-    expected = on_host(logits, params, seeds, positions)
+    logits, rows = random_logits(kind, num_rows, vocab, rng), random_rows(options, num_rows, vocab, rng)
+    found = on_device(logits, rows, "cpu", chunk=128, list_size=list_size, top_list_size=list_size)
+    expected = on_host(logits, rows)
     wrong = differences(found, expected)
-    assert not wrong, [(vocab, list_size, params[row], row, found, expected) for row in wrong[:1]]
+    assert not wrong, [(vocab, list_size, rows.params[row], row, found, expected) for row in wrong[:1]]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from bifolio.config import KVDtype
+from bifolio.kernels.logit_edits import LogitEdits
 from bifolio.kernels.storage import CacheLayout, KVStorage
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
@@ -223,12 +224,20 @@ class DeviceSlots(Protocol):
     host sends differences. Everything is queued behind the passes launched before.
     """
 
-    def draws(self, params: Any) -> bool:
+    def draws(self, params: Any, edits: LogitEdits) -> bool:
         """Whether a slot with these `SamplingParams` is drawn on the device."""
         ...
 
-    def set_params(self, slot: int, params: Any, seed: int) -> None:
-        """A new sequence holds the slot."""
+    def set_params(self, slot: int, params: Any, seed: int, edits: LogitEdits | None) -> None:
+        """A new sequence holds the slot; without `edits` it is drawn on the host."""
+        ...
+
+    def set_history(self, slot: int, prompt: np.ndarray, output: Sequence[int]) -> None:
+        """Prompt and output of a slot whose edits count tokens; the device counts the tokens that it draws itself."""
+        ...
+
+    def set_mask(self, slot: int, mask: np.ndarray) -> None:
+        """Tokens that may be drawn next for a slot whose edits have a mask: bool[vocab], or bits, lowest first."""
         ...
 
     def set_blocks(self, slot: int, first: int, block_ids: Sequence[int]) -> None:

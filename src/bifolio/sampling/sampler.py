@@ -53,6 +53,10 @@ __all__ = ["SampledTokens", "Sampler", "SamplingTable", "TokenMask", "prompt_log
 
 _quiet = np.errstate(over="ignore", under="ignore", invalid="ignore")  # odd logits are handled, not reported
 NOTHING = -1  # the token id of a row that could not be drawn
+NOTHING_FOLLOWS = (
+    "no token can follow: the request's allowed tokens, grammar, bad words or logits processors exclude the whole "
+    "vocabulary here, or the model gave no finite logit"
+)
 
 
 @dataclass(slots=True)
@@ -230,13 +234,7 @@ class Sampler:
         self, logits: Array, slots: NDArray[Any], token_ids: NDArray[np.int32], errors: dict[int, RequestError]
     ) -> SampledTokens:
         for row in np.flatnonzero(token_ids == NOTHING).tolist():
-            errors.setdefault(
-                row,
-                RequestError(
-                    "no token can follow: the request's allowed tokens, grammar, bad words or logits processors "
-                    "exclude the whole vocabulary here"
-                ),
-            )
+            errors.setdefault(row, RequestError(NOTHING_FOLLOWS))
         for row in errors:
             token_ids[row] = NOTHING
         outcome = SampledTokens.unknown(len(slots))

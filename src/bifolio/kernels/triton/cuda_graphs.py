@@ -29,6 +29,7 @@ from bifolio.kernels.interface import (
 )
 from bifolio.kernels.shared_prefix import SharedWork
 from bifolio.kernels.triton.device_state import DeviceState, begin_step, recorded_event
+from bifolio.kernels.triton.edits import SlotEdits
 from bifolio.kernels.triton.logprobs import read_scores
 from bifolio.kernels.triton.sampling import Mode, Results, choose_tokens
 from bifolio.kernels.triton.shared_attention import SharedRows, new_shared_rows
@@ -155,6 +156,7 @@ class DecodeGraphs:
 
     def __init__(self, kernels: GraphKernels, network: Network, storage: Storage, state: DeviceState) -> None:
         self._kernels, self._network, self._storage, self.state = kernels, network, storage, state
+        self.edits: SlotEdits | None = None  # of steps whose mode has edits
         self._sizes = batch_sizes(state.num_slots)
         self._steps: dict[tuple[int, StepMode, bool], DecodeStep] = {}  # by size, draws, shares
         self._parts: SharedRows | None = None  # whose room for results serves all steps
@@ -235,7 +237,7 @@ class DecodeGraphs:
         if mode is None:
             step.logits = logits
         else:
-            choose_tokens(logits, step.rows, state, step.turn, step.results, mode)
+            choose_tokens(logits, step.rows, state, step.turn, step.results, mode, self.edits)
 
 
 def full_shape(shapes: tuple[AttentionShape, ...]) -> AttentionShape:

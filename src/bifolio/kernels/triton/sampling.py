@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from bifolio.kernels.triton.device_state import DeviceState
+from bifolio.kernels.triton.edits import SlotEdits, edit_logits
 from bifolio.kernels.triton.filters import GROUP, LIST, draw_filtered
 from bifolio.kernels.triton.logprobs import TOP_LIST, WORDS, score_drawn
 from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
@@ -29,13 +30,14 @@ class Mode(NamedTuple):
     """What choosing the tokens of a batch includes; each mode is a captured step of its own, so there are few."""
 
     kind: Kind = "greedy"
+    edits: bool = False  # only with the kind "filter"
     logprobs: bool = False  # only with the kind "filter"
 
     @classmethod
-    def of(cls, draws: bool, filters: bool, logprobs: bool) -> Mode:
-        """The mode of a batch of which some slot draws, filters or has logprobs."""
-        if filters or logprobs:
-            return cls("filter", logprobs)
+    def of(cls, draws: bool, filters: bool, edits: bool, logprobs: bool) -> Mode:
+        """The mode of a batch of which some slot draws, filters, has edits or logprobs."""
+        if filters or edits or logprobs:
+            return cls("filter", edits, logprobs)
         return cls("draw" if draws else "greedy")
 
 
@@ -100,7 +102,7 @@ def _chunk_sums_kernel(
 
 @triton.jit(
     do_not_specialize=["num_rows"],
-    do_not_specialize_on_alignment=["rows", "lengths", "last_tokens", "warmths", "seeds", "chosen"],
+    do_not_specialize_on_alignment=["rows", "lengths", "last_tokens", "warmths", "seeds", "edit_flags", "chosen"],
 )
 def _choose_kernel(
     logits: tl.tensor,
@@ -113,6 +115,8 @@ def _choose_kernel(
     last_tokens: tl.tensor,  # i32[slots]  becomes the chosen token
     warmths: tl.tensor,  # f32[slots]  1 / temperature; 0: greedy
     seeds: tl.tensor,  # i64[slots]
+    edit_flags: tl.tensor,  # i32[slots]
+    counts: tl.tensor,  # i32[slots, vocab]  of slots whose tokens are counted, if EDITED: one more of the chosen token
     turn: tl.tensor,  # i32[1]
     chosen: tl.tensor,  # i32[turns, r]  -1 where nothing can be chosen
     vocab: tl.tensor,
@@ -120,6 +124,7 @@ def _choose_kernel(
     num_rows: tl.tensor,
     DRAWS: tl.constexpr,  # some row has a temperature
     FILTERED: tl.constexpr,  # rows with a temperature are drawn already
+    EDITED: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ) -> None:
@@ -153,13 +158,18 @@ def _choose_kernel(
         tl.store(chosen + tl.load(turn) * num_rows + row, token)
         tl.store(last_tokens + slot, token)
         tl.store(lengths + slot, length + 1)
+        if EDITED:
+            is_counted = (tl.load(edit_flags + slot) & 2) != 0
+            if is_counted & (token >= 0):
+                count = counts + slot.to(tl.int64) * vocab + token
+                tl.store(count, tl.load(count) + 1)
 
 
 class _Best(NamedTuple):
     """The largest logits of chunks and groups."""
 
     value: torch.Tensor  # f32[r, chunks]
-    index: torch.Tensor  # i32[r, chunks]
+    token: torch.Tensor  # i32[r, chunks]
     of_groups: torch.Tensor  # f32[r, groups]
 
     @classmethod
@@ -185,6 +195,7 @@ def choose_tokens(
     turn: torch.Tensor,  # i32[1]
     results: Results,  # its part `turn` is written
     mode: Mode,
+    edits: SlotEdits | None = None,
     chunk: int = CHUNK,
     list_size: int = LIST,
     top_list_size: int = TOP_LIST,
@@ -193,9 +204,13 @@ def choose_tokens(
     num_rows, vocab = logits.shape
     num_chunks = triton.cdiv(vocab, chunk)
     chunks = triton.next_power_of_2(num_chunks)
-    best = _Best.of(logits, chunk, GROUP if mode.kind == "filter" else 0)
+    group = GROUP if mode.kind == "filter" else 0
+    own_logits, is_edited = logits, mode.edits and edits is not None
+    if mode.edits and edits is not None:
+        logits = edit_logits(own_logits, rows, state, edits, chunk)
+    best = _Best.of(logits, chunk, group)
     sums = torch.empty((num_rows, num_chunks), dtype=torch.int64, device=logits.device)
-    drawn = best.index  # not read
+    drawn = best.token  # not read
     if mode.kind == "draw":
         _chunk_sums_kernel[(num_chunks, num_rows)](
             logits, best.value, rows, state.warmths, sums, vocab, num_chunks, CHUNK=chunk, CHUNKS=chunks,
@@ -204,9 +219,11 @@ def choose_tokens(
     elif mode.kind == "filter":
         drawn = draw_filtered(logits, best.value, best.of_groups, rows, state, chunk, list_size)
     _choose_kernel[(num_rows,)](
-        logits, best.value, best.index, sums, drawn, rows, state.lengths, state.tokens, state.warmths, state.seeds,
-        turn, results.chosen, vocab, num_chunks, num_rows,
-        DRAWS=mode.kind != "greedy", FILTERED=mode.kind == "filter", CHUNK=chunk, CHUNKS=chunks, num_warps=8, **EXACT,
+        logits, best.value, best.token, sums, drawn, rows, state.lengths, state.tokens, state.warmths, state.seeds,
+        state.edit_flags, best.token if edits is None else edits.counts, turn, results.chosen, vocab, num_chunks,
+        num_rows, DRAWS=mode.kind != "greedy", FILTERED=mode.kind == "filter", EDITED=is_edited, CHUNK=chunk,
+        CHUNKS=chunks, num_warps=8, **EXACT,
     )  # fmt: skip
     if results.scores is not None:
-        score_drawn(logits, best.value, best.of_groups, rows, state, turn, results.scores, chunk, top_list_size)
+        best = _Best.of(own_logits, chunk, group) if is_edited else best
+        score_drawn(own_logits, best.value, best.of_groups, rows, state, turn, results.scores, chunk, top_list_size)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from bifolio.kernels.interface import Array, Network, SlotSizes, Storage
+from bifolio.kernels.logit_edits import LogitEdits
 from bifolio.kernels.shared_prefix import SharedWork, share_work
 from bifolio.kernels.triton.cuda_graphs import DecodeGraphs, DeviceTokens, GraphKernels, full_shape
 from bifolio.kernels.triton.device_state import DeviceState, recorded_event
+from bifolio.kernels.triton.edits import SlotEdits
 from bifolio.kernels.triton.logprobs import MAX_TOP
 from bifolio.kernels.triton.sampling import Mode, Results, choose_tokens
 from bifolio.kernels.triton.shared_attention import MAX_ITEMS, rows_per_item
@@ -31,26 +34,50 @@ class TritonSlots:
         self._warm = np.zeros(sizes.num_slots, dtype=np.bool_)  # slots with a temperature
         self._filtered = np.zeros(sizes.num_slots, dtype=np.bool_)  # slots with top-k, top-p or min-p
         self._scored = np.zeros(sizes.num_slots, dtype=np.bool_)  # slots with logprobs
+        self._edited = np.zeros(sizes.num_slots, dtype=np.bool_)  # slots with edits
+        self._may_edit = sizes.num_slots * sizes.vocab_size < 1 << 31  # places in the arrays of edits have 32 bits
         self._work: tuple[bytes, SharedWork | None] = (b"", None)  # what the slots of the last launch share
 
     # -- slots ---------------------------------------------------------------------------------------------------------
-    def draws(self, params: SamplingParams) -> bool:
-        """Greedy, or temperature with top-k, top-p and min-p; other options are applied on the host."""
-        if params.reads_history or params.logit_bias or params.allowed_token_ids is not None:
-            return False
+    def draws(self, params: SamplingParams, edits: LogitEdits) -> bool:
+        """All but typical, XTC and more than MAX_TOP likely tokens; those are drawn on the host."""
         if (params.logprobs or 0) > MAX_TOP:
             return False
-        return params.is_greedy or (params.typical_p >= 1.0 and params.xtc_probability <= 0.0)
+        if not params.is_greedy and (params.typical_p < 1.0 or params.xtc_probability > 0.0):
+            return False
+        return edits.is_empty or self._has_room_for_edits()
 
-    def set_params(self, slot: int, params: SamplingParams, seed: int) -> None:
+    def set_params(self, slot: int, params: SamplingParams, seed: int, edits: LogitEdits | None) -> None:
         temperature = 0.0 if params.is_greedy else max(params.temperature, float(np.finfo(np.float32).tiny))
         self._warm[slot] = temperature > 0
         self._filtered[slot] = temperature > 0 and params.filters_tokens(self._vocab_size)
         self._scored[slot] = params.needs_logprobs
+        self._edited[slot] = edits is not None and not edits.is_empty
         self._work = b"", None
         self.state.set_logprobs(slot, (params.logprobs or 0) if params.needs_logprobs else None)
         top_k = params.top_k if 0 < params.top_k < self._vocab_size else 0
         self.state.set_sampling(slot, temperature, seed, top_k, params.top_p, params.min_p)
+        if self.graphs.edits is not None and edits is not None and not edits.is_empty:
+            self.graphs.edits.set(slot, edits)
+        else:
+            self.state.set_edits(slot, 0, None)
+
+    def set_history(self, slot: int, prompt: np.ndarray, output: Sequence[int]) -> None:
+        if self.graphs.edits is not None:
+            self.graphs.edits.set_history(slot, prompt, output)
+
+    def set_mask(self, slot: int, mask: np.ndarray) -> None:
+        if self.graphs.edits is not None:
+            self.graphs.edits.set_mask(slot, mask)
+
+    def _has_room_for_edits(self) -> bool:
+        """Allocate the arrays of edits with the first slot that needs them."""
+        if self.graphs.edits is None and self._may_edit:
+            try:
+                self.graphs.edits = SlotEdits(self.state, self._vocab_size)
+            except torch.cuda.OutOfMemoryError:
+                self._may_edit = False
+        return self.graphs.edits is not None
 
     def set_blocks(self, slot: int, first: int, block_ids: Any) -> None:
         self.state.set_blocks(slot, first, block_ids)
@@ -76,7 +103,7 @@ class TritonSlots:
         mode = self._mode(slots)
         results = Results.new(1, count, mode, pinned=state.on_gpu)
         turn = torch.zeros(1, dtype=torch.int32, device=state.device)
-        choose_tokens(logits, sent, state, turn, results, mode)
+        choose_tokens(logits, sent, state, turn, results, mode, self.graphs.edits)
         return DeviceTokens(results, 0, count, recorded_event() if state.on_gpu else None)
 
     # -- captured steps ------------------------------------------------------------------------------------------------
@@ -89,9 +116,12 @@ class TritonSlots:
         return self.graphs.tokens(step, len(slots), order)
 
     def _mode(self, slots: np.ndarray) -> Mode:
-        return Mode.of(
-            bool(self._warm[slots].any()), bool(self._filtered[slots].any()), bool(self._scored[slots].any())
-        )
+        """The mode of a step of these slots; what their edits need is on its way."""
+        options = self._warm, self._filtered, self._edited, self._scored
+        mode = Mode.of(*(bool(option[slots].any()) for option in options))
+        if mode.edits and self.graphs.edits is not None:
+            self.graphs.edits.send()
+        return mode
 
     def decode_logits(self, slots: np.ndarray) -> Array:
         return self.graphs.launch(slots, None).logits[: len(slots)]
