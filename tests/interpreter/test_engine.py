@@ -60,7 +60,11 @@ PENALTIES = {"repetition_penalty": 1.4, "presence_penalty": 0.6, "frequency_pena
 SAMPLING: dict[str, list[dict[str, Any]]] = {  # requests of one batch
     "plain": [{}, {"temperature": 1.0, "seed": 5}, {"temperature": 0.8, "seed": 6, "n": 2}],
     "logprobs": [{"logprobs": 0}, {"temperature": 1.0, "seed": 5, "logprobs": 4}, {"temperature": 1.0, "seed": 6}],
-    "penalties": [PENALTIES, {"temperature": 1.0, "seed": 5, "n": 2, **PENALTIES}, {"temperature": 0.9, "top_p": 0.8}],
+    "penalties": [
+        PENALTIES,
+        {"temperature": 1.0, "seed": 5, "n": 2, **PENALTIES},
+        {"temperature": 0.9, "seed": 6, "top_p": 0.8},
+    ],
     "bans": [
         {"logit_bias": {5: 9.0, 6: 8.0}, "bad_words_token_ids": ((5,),)},
         {"temperature": 1.0, "seed": 5, "allowed_token_ids": (3, 4, 5, 6, 7), "logprobs": 2},
@@ -139,7 +143,11 @@ def test_a_grammar_is_drawn_on_the_device(monkeypatch: pytest.MonkeyPatch) -> No
     """Its mask comes with each step; other rows run ahead of it."""
     pytest.importorskip("llguidance")
     model = tiny_loaded(tokenizer=True)
-    each = [{"grammar": Grammar.regex("[a-f]{3,4}"), "seed": 1, "logprobs": 1}, {"seed": 2}, {"grammar": {"enum": [7]}}]
+    each = [
+        {"grammar": Grammar.regex("[a-f]{3,4}"), "seed": 1, "logprobs": 1},
+        {"seed": 2},
+        {"grammar": {"enum": [7]}, "seed": 3},
+    ]
     options = parameters(each, temperature=1.0, max_tokens=6)
     expected = generate(make_engine(model), options)
     engine = make_engine(model, kernels=TritonKernels("cpu", "f32"))

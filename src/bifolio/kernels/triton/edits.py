@@ -108,7 +108,7 @@ class SlotEdits:
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["sent"])
 def _fill_rows_kernel(
     words: tl.tensor,  # i32[slots, width]
-    sent: tl.tensor,  # i32[2, count]  slots, then what their rows are filled with
+    sent: tl.tensor,  # i32[2, count]  slots, then a fill value for each
     width: tl.tensor,
     count: tl.tensor,
     BLOCK: tl.constexpr,

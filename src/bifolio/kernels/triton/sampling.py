@@ -27,7 +27,7 @@ Kind = Literal["greedy", "draw", "filter"]  # of a batch: the largest logits, dr
 
 
 class Mode(NamedTuple):
-    """What choosing the tokens of a batch includes; each mode is a captured step of its own, so there are few."""
+    """The parts of choosing tokens that a batch needs; each mode is a captured step of its own, so there are few."""
 
     kind: Kind = "greedy"
     edits: bool = False  # only with the kind "filter"

@@ -116,7 +116,7 @@ class TritonSlots:
         return self.graphs.tokens(step, len(slots), order)
 
     def _mode(self, slots: np.ndarray) -> Mode:
-        """The mode of a step of these slots; what their edits need is on its way."""
+        """The mode of a step of these slots; sends pending changes of their edits."""
         options = self._warm, self._filtered, self._edited, self._scored
         mode = Mode.of(*(bool(option[slots].any()) for option in options))
         if mode.edits and self.graphs.edits is not None:
