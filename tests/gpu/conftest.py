@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import pytest
 
-for folder in ("", "engine", "sampling", "model", "api"):
+for folder in ("", "engine", "sampling", "model", "api", "kernels"):
     sys.path.insert(0, str(Path(__file__).parent.parent / folder))
 
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("triton")
+
 import torch
 from sampling_cases import KINDS, OPTIONS, differences, on_device, on_host, random_logits, random_rows
 
