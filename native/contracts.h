@@ -170,6 +170,9 @@ struct KernelTable {
   void (*softcap_row)(float* x, int64_t size, float cap);
   int64_t (*argmax_row)(const float* x, int64_t size);
 
+  // floor(exp((x - highest) * warmth) * 2^40), the same bits on every machine; highest is the largest of x.
+  void (*weights_row)(const float* x, int64_t size, float highest, float warmth, int64_t* out);
+
   // Convert some numbers of a row in blocks of 32: quantised, with scales kRowGroup apart; or as bfloat16, with blocks
   // `step` apart and zeros up to the end of the last block.
   void (*quantize_row)(const float* x, int64_t k, int8_t* q, float* scale, float* sum, int32_t* isum);

@@ -155,6 +155,26 @@ static void softcap_row(float* x, int64_t size, float cap) {
   map_row(size, x, [&](auto at) { return mul(tanh(div(at(x), broadcast(cap))), broadcast(cap)); });
 }
 
+// Only operations that IEEE 754 defines to the last bit, in the order of kernels/weights.py: numpy, torch and Triton get
+// the same integers. exp(x) = 2^n exp(r) with |r| <= log(2) / 2; exp(r) has 24 bits.
+static void weights_row(const float* x, int64_t size, float highest, float warmth, int64_t* out) {
+  for (int64_t i = 0; i < size; ++i) {
+    const float cooled = (x[i] - highest) * warmth;
+    const float value = cooled > -60.0f ? (cooled < 0.0f ? cooled : 0.0f) : -60.0f;
+    const float n = std::floor(value * 1.44269504088896341f + 0.5f);
+    const float r = (value - n * 0.693359375f) - n * -2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + r + 1.0f;
+    const int32_t bits = int32_t(p * 16777216.0f), places = std::min(int32_t(-n), 63);
+    out[i] = (int64_t(bits) << 16) >> places;
+  }
+}
+
 // The first of the largest; NaN is never the largest.
 static int64_t argmax_row(const float* x, int64_t size) {
   V16 best = broadcast(-INFINITY);

@@ -15,7 +15,8 @@ from test_engine_machine import EngineMachine
 from bifolio import LLM, BeamSearchParams, SamplingParams, SpeculativeConfig
 from bifolio.api.outputs import request_output
 from bifolio.errors import ConfigError
-from helpers import drain, kv_storage, make_engine, output_ids, random_prompt, run_alone, tiny_folder
+from bifolio.sampling.grammar import Grammar
+from helpers import drain, kv_storage, make_engine, output_ids, random_prompt, run_alone, tiny_folder, tiny_loaded
 
 VOCAB = 61
 EXACT_DTYPE = "bf16"  # of tests to the last bit
@@ -33,6 +34,15 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "several": {"temperature": 1.0, "seed": 10, "n": 3},
     "logprobs": {"temperature": 0.7, "seed": 11, "logprobs": 3, "prompt_logprobs": 2},
     "stops": {"temperature": 1.0, "seed": 12, "stop_token_ids": tuple(range(30, 40)), "min_tokens": 3},
+}
+
+ON_DEVICE: dict[str, dict[str, Any]] = {  # drawn inside the captured step
+    **{name: SAMPLING[name] for name in ("greedy", "plain", "top-k", "top-p", "penalties", "bias", "several")},
+    "repetition": {"temperature": 0.0, "repetition_penalty": 1.3, "logprobs": 2},
+    "logprobs": {"temperature": 0.7, "seed": 11, "logprobs": 20},
+    "best": {"temperature": 0.9, "seed": 12, "n": 1, "best_of": 2},
+    "allowed": {"temperature": 1.0, "seed": 13, "allowed_token_ids": tuple(range(5, 25)), "frequency_penalty": 0.5},
+    "stops": {"temperature": 1.0, "seed": 14, "stop_token_ids": tuple(range(30, 36)), "min_tokens": 6},
 }
 
 
@@ -55,6 +65,47 @@ def test_every_kind_of_sampling_in_one_batch(new_engine: NewEngine) -> None:
         for ours, theirs in zip(request.sequences, expected.sequences, strict=True):
             assert [e.logprob for e in ours.logprobs] == pytest.approx([e.logprob for e in theirs.logprobs], abs=1e-4)
     assert engine.blocks.num_used_blocks == 0
+
+
+@pytest.mark.usefixtures("own_kernels")
+def test_options_inside_the_captured_step(new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No token is drawn on the host; tokens, ranks and logprobs are those of the CPU's reference kernels."""
+    options = [SamplingParams(**{"max_tokens": 12, "ignore_eos": True, **each}) for each in ON_DEVICE.values()]
+    prompts = [random_prompt(5 + 2 * number, seed=number, vocab_size=VOCAB) for number in range(len(options))]
+    engine = new_engine(max_num_seqs=24, num_blocks=400)
+    monkeypatch.setattr(engine.slots, "_draw_here", None)
+    requests = [engine.add_request(str(i), p, o) for i, (p, o) in enumerate(zip(prompts, options, strict=True))]
+    drain(engine)
+    for name, prompt, params, request in zip(ON_DEVICE, prompts, options, requests, strict=True):
+        expected = run_alone(prompt, params)
+        assert output_ids(request) == output_ids(expected), name
+        for ours, theirs in zip(request.sequences, expected.sequences, strict=True):
+            assert [e.logprob for e in ours.logprobs] == pytest.approx([e.logprob for e in theirs.logprobs], abs=1e-4)
+            assert [len(e.top) for e in ours.logprobs] == [len(e.top) for e in theirs.logprobs]
+    assert engine.blocks.num_used_blocks == 0
+
+
+@pytest.mark.usefixtures("own_kernels")
+def test_grammars_inside_the_captured_step(new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the requests follow a grammar; all are drawn on the device and equal the CPU's."""
+    pytest.importorskip("llguidance")
+    model, pattern = tiny_loaded(tokenizer=True), Grammar.regex("[a-f]{6,9}")
+    vocab = model.config.vocab_size
+    options = [
+        SamplingParams(temperature=1.0, seed=number, max_tokens=10, grammar=pattern if number % 2 else None)
+        for number in range(6)
+    ]
+    outcomes = []
+    for make in (make_engine, new_engine):
+        engine = make(model=model, max_num_seqs=8)
+        if make is new_engine:
+            monkeypatch.setattr(engine.slots, "_draw_here", None)
+        prompts = [random_prompt(5 + number, seed=number, vocab_size=vocab) for number in range(len(options))]
+        requests = [engine.add_request(str(i), p, o) for i, (p, o) in enumerate(zip(prompts, options, strict=True))]
+        drain(engine)
+        assert all(request.error is None for request in requests)
+        outcomes.append([output_ids(request) for request in requests])
+    assert outcomes[0] == outcomes[1]
 
 
 def test_a_life_at_random(new_engine: NewEngine) -> None:

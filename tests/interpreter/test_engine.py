@@ -11,15 +11,26 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bifolio import LLM
+from bifolio import LLM, SpeculativeConfig
 from bifolio.kernels.reference import ReferenceKernels
 from bifolio.kernels.select import CANDIDATES, Wanted
 from bifolio.kernels.torch_reference import TorchKernels
 from bifolio.kernels.triton import TritonKernels
 from bifolio.kernels.triton.cache import CudaStorage
 from bifolio.model.huggingface.hf_loader import load_folder
+from bifolio.sampling.grammar import Grammar
 from bifolio.sampling_params import SamplingParams
-from helpers import make_engine, make_runner, open_entry, output_ids, random_prompt, run_chunks, tiny_folder, tiny_model
+from helpers import (
+    make_engine,
+    make_runner,
+    open_entry,
+    output_ids,
+    random_prompt,
+    run_chunks,
+    tiny_folder,
+    tiny_loaded,
+    tiny_model,
+)
 
 TOKENS = random_prompt(11, seed=4, vocab_size=61)
 
@@ -45,25 +56,103 @@ def test_logits_equal_the_reference(architecture: str) -> None:
             np.testing.assert_allclose(ours, theirs, atol=2e-4, rtol=1e-4)
 
 
-def generate(engine: Any) -> list[list[list[int]]]:
-    options = [
-        SamplingParams(temperature=0, max_tokens=4, ignore_eos=True),
-        SamplingParams(temperature=1.0, seed=5, max_tokens=5, ignore_eos=True),
-        SamplingParams(temperature=0.8, seed=6, n=2, max_tokens=3, ignore_eos=True),
-    ]
-    prompts = [random_prompt(4 + 3 * index, seed=index, vocab_size=61) for index in range(3)]
+PENALTIES = {"repetition_penalty": 1.4, "presence_penalty": 0.6, "frequency_penalty": 0.4}
+SAMPLING: dict[str, list[dict[str, Any]]] = {  # requests of one batch
+    "plain": [{}, {"temperature": 1.0, "seed": 5}, {"temperature": 0.8, "seed": 6, "n": 2}],
+    "logprobs": [{"logprobs": 0}, {"temperature": 1.0, "seed": 5, "logprobs": 4}, {"temperature": 1.0, "seed": 6}],
+    "penalties": [
+        PENALTIES,
+        {"temperature": 1.0, "seed": 5, "n": 2, **PENALTIES},
+        {"temperature": 0.9, "seed": 6, "top_p": 0.8},
+    ],
+    "bans": [
+        {"logit_bias": {5: 9.0, 6: 8.0}, "bad_words_token_ids": ((5,),)},
+        {"temperature": 1.0, "seed": 5, "allowed_token_ids": (3, 4, 5, 6, 7), "logprobs": 2},
+        {"temperature": 1.0, "seed": 6, "min_tokens": 3, "stop_token_ids": tuple(range(0, 60, 10))},
+    ],
+}
+
+
+def generate(engine: Any, options: list[SamplingParams]) -> tuple[list[Any], list[float]]:
+    """Tokens, ranks and most likely tokens of every sequence; and all logprobs."""
+    prompts = [random_prompt(4 + 3 * index, seed=index, vocab_size=61) for index in range(len(options))]
     requests = [engine.add_request(str(i), p, o) for i, (p, o) in enumerate(zip(prompts, options, strict=True))]
     while engine.has_work:
         engine.step()
-    return [output_ids(request) for request in requests]
+    assert all(request.error is None for request in requests)
+    entries = [entry for request in requests for sequence in request.sequences for entry in sequence.logprobs]
+    tops = [(entry.token_id, entry.rank, [token for token, _ in entry.top]) for entry in entries]
+    scores = [score for entry in entries for score in (entry.logprob, *(top for _, top in entry.top))]
+    return [*(output_ids(request) for request in requests), tops], scores
 
 
-def test_overlapped_steps_on_the_kernels() -> None:
+def assert_same(engine: Any, options: list[SamplingParams], expected: tuple[list[Any], list[float]]) -> None:
+    """Logits of two kernel sets differ in their last bits, so logprobs do too."""
+    found = generate(engine, options)
+    assert found[0] == expected[0]
+    assert found[1] == pytest.approx(expected[1], abs=1e-4)
+
+
+def parameters(each: list[dict[str, Any]], **common: Any) -> list[SamplingParams]:
+    options: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, **common}
+    return [SamplingParams(**{"max_tokens": 3 + index, **options, **own}) for index, own in enumerate(each)]
+
+
+def draw_on_device(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on a draw on the host is an error."""
+
+    def no_draws_here(*_: Any) -> Any:
+        raise AssertionError("drawn on the host")
+
+    monkeypatch.setattr(engine.slots, "_draw_here", no_draws_here)
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_overlapped_steps_on_the_kernels(sampling: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows, tables and draws on the "device" give what the reference gives on the host."""
-    expected = generate(make_engine())
+    options = parameters(SAMPLING[sampling])
+    expected = generate(make_engine(), options)
     engine = make_engine(kernels=TritonKernels("cpu", "f32"))
-    assert generate(engine) == expected
+    draw_on_device(engine, monkeypatch)
+    assert_same(engine, options, expected)
     assert engine.stats().num_steps < 20
+
+
+def test_counts_survive_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A preempted sequence takes a slot with its history, which the device counts anew."""
+    options = parameters([{"seed": index, **PENALTIES} for index in range(3)], temperature=1.0, max_tokens=9)
+    expected = generate(make_engine(), options)
+    engine = make_engine(kernels=TritonKernels("cpu", "f32"), num_blocks=12, max_model_len=28)
+    draw_on_device(engine, monkeypatch)
+    assert_same(engine, options, expected)
+    assert engine.stats().num_preemptions > 0
+
+
+def test_counts_follow_drafts() -> None:
+    """Drafts are verified on the host; a step without drafts draws on the device, with all tokens counted."""
+    config = SpeculativeConfig("ngram", ngram_min=1, adaptive=False)
+    options = parameters([{"seed": index, **PENALTIES} for index in range(2)], temperature=0.5, max_tokens=8)
+    expected = generate(make_engine(), options)
+    engine = make_engine(kernels=TritonKernels("cpu", "f32"), speculative=config)
+    assert_same(engine, options, expected)
+    assert engine.speculator is not None
+    assert engine.speculator.stats.num_draft_tokens > 0
+
+
+def test_a_grammar_is_drawn_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its mask comes with each step; other rows run ahead of it."""
+    pytest.importorskip("llguidance")
+    model = tiny_loaded(tokenizer=True)
+    each = [
+        {"grammar": Grammar.regex("[a-f]{3,4}"), "seed": 1, "logprobs": 1},
+        {"seed": 2},
+        {"grammar": {"enum": [7]}, "seed": 3},
+    ]
+    options = parameters(each, temperature=1.0, max_tokens=6)
+    expected = generate(make_engine(model), options)
+    engine = make_engine(model, kernels=TritonKernels("cpu", "f32"))
+    draw_on_device(engine, monkeypatch)
+    assert_same(engine, options, expected)
 
 
 def test_a_shared_prompt_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:

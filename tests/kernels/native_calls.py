@@ -159,6 +159,12 @@ VALID: dict[str, Callable[[], Arguments]] = {
         "out": floats(TOKENS, QUERY_WIDTH),
     },
     "argmax": lambda: {"x": floats(TOKENS, WIDTH), "out": longs(*range(TOKENS))},
+    "weights": lambda: {
+        "x": floats(TOKENS, WIDTH),
+        "highest": floats(TOKENS),
+        "warmth": floats(TOKENS),
+        "out": np.zeros((TOKENS, WIDTH), np.int64),
+    },
     "make_linear": lambda: {
         "parts": [(0, floats(48, WIDTH).view(np.uint8)), (0, floats(16, WIDTH).view(np.uint8))],
         "k": WIDTH,

@@ -163,6 +163,13 @@ ELEMENTWISE = [
         ("no columns", {"x": floats(6, 0)}, "x has no columns"),
         ("a short output", {"out": longs(1, 2)}, "out has 2 elements and must have 6"),
     ),
+    *misuses(
+        "weights",
+        ("no columns", {"x": floats(6, 0)}, "x has no columns"),
+        ("too few maxima", {"highest": floats(5)}, "highest has 5 elements and must have 6"),
+        ("too few factors", {"warmth": floats(5)}, "warmth has 5 elements and must have 6"),
+        ("a narrow output", {"out": np.zeros((6, 3), np.int64)}, "out is 6 by 3 and must be 6 by 64"),
+    ),
 ]
 
 ATTENTION = [

@@ -16,8 +16,10 @@ import numpy as np
 from bifolio.cache.block_manager import KVCacheBlockManager
 from bifolio.engine.host_batch import ON_DEVICE, HostBatch, Readout, newest_token
 from bifolio.errors import RequestError
-from bifolio.kernels.interface import Array, Batch, DeviceSlots, KernelSet, PendingTokens
-from bifolio.sampling.sampler import NOTHING, SampledTokens, Sampler, SamplingTable
+from bifolio.kernels.interface import Array, Batch, DeviceSlots, KernelSet, PendingTokens, TokenScores
+from bifolio.sampling.edits import device_edits
+from bifolio.sampling.logprobs import finish_scores
+from bifolio.sampling.sampler import NOTHING, NOTHING_FOLLOWS, SampledTokens, Sampler, SamplingTable
 from bifolio.schedule.plan import StepPlan
 from bifolio.sequence import Sequence
 
@@ -27,21 +29,30 @@ class Draws:
     """The draws of a launched step: those of the host are known, those of the device are in flight."""
 
     known: SampledTokens
-    device_draws: list[int] = field(default_factory=list)  # indices of the draws on the device, in its order
+    device_draws: list[int] = field(default_factory=list)  # which draws the device makes, in its order
+    num_logprobs: np.ndarray | None = None  # i64[d]  of those draws, -1: none
     pending: PendingTokens | None = None
 
     def collect(self) -> SampledTokens:
         """All tokens; waits for the device."""
         if self.pending is not None:
             tokens = self.pending.wait()
-            self.pending = None
             self.known.token_ids[self.device_draws] = tokens
+            self._take_scores(tokens, self.pending.scores())
+            self.pending = None
             for draw, token in zip(self.device_draws, tokens.tolist(), strict=True):
                 if token == NOTHING:
-                    self.known.errors[draw] = RequestError(
-                        "no token can be sampled: the model gave no finite logit for the next position"
-                    )
+                    self.known.errors[draw] = RequestError(NOTHING_FOLLOWS)
         return self.known
+
+    def _take_scores(self, tokens: np.ndarray, scores: TokenScores | None) -> None:
+        if scores is None or self.num_logprobs is None:
+            return
+        found = finish_scores(scores, self.num_logprobs)
+        for index in np.flatnonzero((self.num_logprobs >= 0) & (tokens != NOTHING)).tolist():
+            draw = self.device_draws[index]
+            self.known.logprobs[draw], self.known.ranks[draw] = found.logprobs[index], found.ranks[index]
+            self.known.top[draw] = found.top[index]
 
 
 class SlotState:
@@ -61,9 +72,12 @@ class SlotState:
         self.tables = np.zeros((num_slots, max_blocks), dtype=np.int32)  # block ids by slot, padded with block 0
         self._blocks = blocks
         self._kernels = kernels
-        self._newest = np.full(num_slots, ON_DEVICE, dtype=np.int32)  # tokens sampled by launched steps
-        self._is_current = np.zeros(num_slots, dtype=np.bool_)  # the device has the slot's length and newest token
-        self._on_device = np.zeros(num_slots, dtype=np.bool_)  # the device samples the slot's tokens
+        self._newest = np.full(num_slots, ON_DEVICE, dtype=np.int32)  # tokens drawn by launched steps
+        self._is_current = np.zeros(num_slots, dtype=np.bool_)  # the device knows the slot's length and newest token
+        self._on_device = np.zeros(num_slots, dtype=np.bool_)  # the slot is drawn on the device
+        self._counts_tokens = np.zeros(num_slots, dtype=np.bool_)  # and its edits depend on the tokens before
+        self._knows_history = np.zeros(num_slots, dtype=np.bool_)  # the device has counted all of these
+        self._has_mask = np.zeros(num_slots, dtype=np.bool_)  # and its mask is sent with each step
 
     @property
     def table(self) -> SamplingTable:
@@ -78,17 +92,31 @@ class SlotState:
         params, seed = request.params, sequence.seed
         self.table.set(slot, params, seed, request.prompt_array, sequence.output_token_ids, end_ids, mask=mask)
         self._is_current[slot] = False
-        self._on_device[slot] = self.device is not None and sequence.group is None and self.device.draws(params)
+        self._knows_history[slot] = False
         if self.device is not None:
-            self.device.set_params(slot, params, seed)
+            self._set_on_device(slot, sequence)
+
+    def _set_on_device(self, slot: int, sequence: Sequence) -> None:
+        """Decide where the slot's tokens are drawn; its history is sent with its first draw."""
+        state, params = self.table.states[slot], sequence.request.params
+        edits = None if self.device is None or state is None or sequence.group is not None else device_edits(state)
+        if self.device is None or edits is None or not self.device.draws(params, edits):
+            edits = None
+        self._on_device[slot] = edits is not None
+        self._counts_tokens[slot] = edits is not None and edits.counts_tokens
+        self._has_mask[slot] = edits is not None and edits.has_mask
+        if self.device is not None:
+            self.device.set_params(slot, params, sequence.seed, edits)
 
     def clear_slot(self, slot: int) -> None:
         self.table.clear(slot)
-        self._on_device[slot] = False
+        self._on_device[slot] = self._counts_tokens[slot] = self._has_mask[slot] = False
 
     def waits_for_tokens(self, slot: int) -> bool:
-        """Whether the slot's next draw depends on earlier token values, so that its steps cannot be launched ahead."""
-        return not self._on_device[slot] and bool(self.table.reads_history[slot])
+        """Whether the slot's next draw depends on the values of the tokens before it: its steps cannot run ahead."""
+        if self._on_device[slot]:
+            return bool(self._has_mask[slot])
+        return bool(self.table.reads_history[slot])
 
     # -- one step ------------------------------------------------------------------------------------------------------
     def update(self, plan: StepPlan) -> None:
@@ -132,9 +160,11 @@ class SlotState:
         if self.device is None or not self._on_device[slots].all():
             return None
         lengths = np.fromiter((item.start for item in plan.decodes), np.int64, len(plan.decodes))
+        self._send_edits(self.device, slots)
         pending = self.device.decode(slots, self.tables, lengths)
         self._newest[slots] = ON_DEVICE
-        return Draws(SampledTokens.unknown(len(slots)), list(range(len(slots))), pending)
+        count = len(slots)
+        return Draws(SampledTokens.unknown(count), list(range(count)), self.table.num_logprobs[slots], pending)
 
     def draw(self, logits: Array, readout: Readout) -> Draws | None:
         """Sample a token for every sampled row, on the device where supported, else on the host."""
@@ -147,9 +177,11 @@ class SlotState:
             known = self._draw_here(logits, readout, range(len(readout.sample_rows)))
             return Draws(known)
         there = np.flatnonzero(on_device)
-        draws = Draws(SampledTokens.unknown(len(on_device)), there.tolist())
         slots = np.asarray(readout.sample_slots, dtype=np.int32)
+        num_logprobs = self.table.num_logprobs[slots[there]]
+        draws = Draws(SampledTokens.unknown(len(on_device)), there.tolist(), num_logprobs)
         if self.device is not None:
+            self._send_edits(self.device, slots[there])
             rows, positions = np.asarray(readout.sample_rows), np.asarray(readout.positions)
             draws.pending = self.device.draw(logits, rows[there], slots[there], positions[there])
         self._newest[slots[there]] = ON_DEVICE
@@ -158,6 +190,22 @@ class SlotState:
             here = np.flatnonzero(~on_device).tolist()
             draws.known.put(here, self._draw_here(logits, readout, here))
         return draws
+
+    def _send_edits(self, device: DeviceSlots, slots: np.ndarray) -> None:
+        """Send histories that the device does not have, and the masks of the next tokens.
+
+        Steps in flight draw no tokens of such slots: the history of a slot is sent before its first draw, or after a
+        draw of the host, and a slot with a mask waits for its tokens.
+        """
+        for slot in slots[self._counts_tokens[slots] & ~self._knows_history[slots]].tolist():
+            state = self.table.states[slot]
+            if state is not None:
+                device.set_history(slot, state.history.prompt, state.output_token_ids)
+                self._knows_history[slot] = True
+        for slot in slots[self._has_mask[slots]].tolist():
+            state = self.table.states[slot]
+            if state is not None and state.mask is not None:
+                device.set_mask(slot, np.asarray(state.mask.allowed(())))
 
     def _draw_here(self, logits: Array, readout: Readout, draws: Sequences[int]) -> SampledTokens:
         rows = [readout.sample_rows[draw] for draw in draws]
@@ -169,5 +217,5 @@ class SlotState:
             logits, slots, [readout.positions[draw] for draw in draws], pending if any(pending) else None
         )
         self._newest[slots] = sampled.token_ids
-        self._is_current[slots] = False
+        self._is_current[slots] = self._knows_history[slots] = False
         return sampled

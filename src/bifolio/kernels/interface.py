@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from bifolio.config import KVDtype
+from bifolio.kernels.logit_edits import LogitEdits
 from bifolio.kernels.storage import CacheLayout, KVStorage
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
@@ -190,11 +191,29 @@ class SlotSizes(NamedTuple):
     vocab_size: int
 
 
+@dataclass(slots=True)
+class TokenScores:
+    """Numbers from which the host computes the logprobs of drawn tokens; defined for slots that have logprobs.
+
+    Logits are the model's own, less the largest of their row.
+    """
+
+    totals: np.ndarray  # i64[n]  sum of the weights of all tokens (`kernels.weights`)
+    logits: np.ndarray  # f32[n]  of the drawn token
+    ranks: np.ndarray  # i32[n]  1: no token was more likely
+    top_ids: np.ndarray  # i32[n, k]  the most likely tokens, best first; -1: fewer have a finite logit
+    top_logits: np.ndarray  # f32[n, k]
+
+
 class PendingTokens(Protocol):
     """Tokens sampled by a launched step."""
 
     def wait(self) -> np.ndarray:
         """i32[n], in the order of the launch; -1 where no token can be sampled. Waits for the step."""
+        ...
+
+    def scores(self) -> TokenScores | None:
+        """Scores of the tokens, after `wait`; None if no slot of the step has logprobs."""
         ...
 
 
@@ -205,12 +224,20 @@ class DeviceSlots(Protocol):
     host sends differences. All updates are queued after the passes launched before.
     """
 
-    def draws(self, params: Any) -> bool:
-        """Whether the device samples slots with these `SamplingParams`."""
+    def draws(self, params: Any, edits: LogitEdits) -> bool:
+        """Whether a slot with these `SamplingParams` is drawn on the device."""
         ...
 
-    def set_params(self, slot: int, params: Any, seed: int) -> None:
-        """Initialise the slot for a new sequence."""
+    def set_params(self, slot: int, params: Any, seed: int, edits: LogitEdits | None) -> None:
+        """A new sequence holds the slot; without `edits` it is drawn on the host."""
+        ...
+
+    def set_history(self, slot: int, prompt: np.ndarray, output: Sequence[int]) -> None:
+        """Prompt and output of a slot whose edits count tokens; the device counts the tokens that it draws itself."""
+        ...
+
+    def set_mask(self, slot: int, mask: np.ndarray) -> None:
+        """Tokens that may be drawn next for a slot whose edits have a mask: bool[vocab], or bits, lowest first."""
         ...
 
     def set_blocks(self, slot: int, first: int, block_ids: Sequence[int]) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bifolio.errors import RequestError
+from bifolio.kernels.logit_edits import MAX_ENDS, LogitEdits
 from bifolio.sampling.repetition import dry_matches, dry_penalties, ngram_bans, word_bans
 from bifolio.sampling.table import SlotOptions
 from bifolio.sampling.weights import Array, device, namespace
@@ -134,6 +135,31 @@ class Edits:
         allowed = xp.asarray(np.stack([mask for _, mask in self._masks]), device=where)
         values = logits[rows, :]
         logits[rows, :] = xp.where(allowed, values, xp.full_like(values, -float("inf")))
+
+
+def device_edits(state: SlotOptions) -> LogitEdits | None:
+    """The edits of a slot as a device carries them out; None if an option is carried out on the host alone."""
+    params = state.params
+    end_ids = state.end_ids if params.min_tokens else state.end_ids[:0]
+    if params.no_repeat_ngram_size or params.dry_multiplier or state.processors or len(end_ids) > MAX_ENDS:
+        return None
+    if any(len(word) > 1 for word in state.words):
+        return None
+    bias = dict(zip(state.bias_ids.tolist(), state.bias_amounts.tolist(), strict=True))
+    if state.allowed is not None:
+        bias = {token: bias.get(token, 0.0) for token in np.flatnonzero(state.allowed).tolist()}
+    bias |= dict.fromkeys((word[0] for word in state.words), -float("inf"))
+    return LogitEdits(
+        bias_ids=np.fromiter(bias.keys(), np.int64, len(bias)),
+        bias_amounts=np.fromiter(bias.values(), np.float32, len(bias)),
+        excludes_others=state.allowed is not None,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        end_ids=end_ids,
+        min_length=len(state.history.prompt) + params.min_tokens if len(end_ids) else 0,
+        has_mask=state.mask is not None,
+    )
 
 
 def _processed(row: Array, state: SlotOptions, pending: Sequence[int]) -> Array:

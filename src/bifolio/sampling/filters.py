@@ -1,9 +1,9 @@
-"""Which tokens may still be drawn: top-k, top-p, min-p, typical, XTC, in this order, and with what weight.
+"""Filters: the tokens that may be drawn and their weights, after top-k, top-p, min-p, typical and XTC, in this order.
 
-The filters work on candidates, the tokens that can survive, sorted by falling probability. Top-k, top-p and min-p keep
-a beginning of that order, so whatever lies behind it need never be sorted. Each renormalises over what it was given.
-All comparisons are between exact integers or between numbers computed from them one by one, so a row's result does
-not depend on its neighbours or on the width to which the candidates are padded.
+The filters work on candidates, the tokens that can survive, sorted by falling logit and rising id. Top-k, top-p and
+min-p keep a beginning of that order, so the tokens behind it need never be sorted. Each filter renormalises over the
+tokens that the one before it kept. All comparisons are between exact integers or between numbers computed from them one
+by one, so a row's result does not depend on its neighbours or on the width to which the candidates are padded.
 """
 
 from __future__ import annotations
@@ -14,19 +14,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bifolio.kernels.weights import ONE, warmth_of
 from bifolio.sampling.table import SamplingTable
 from bifolio.sampling.weights import (
-    ONE,
     Array,
     cleaned,
     column,
-    cool,
+    cooled_weights,
     descending_keys,
     device,
     kth_bound,
     namespace,
     sort_candidates,
-    to_weights,
 )
 
 
@@ -56,10 +55,9 @@ class Filters:
 
 @dataclass(slots=True)
 class Candidates:
-    """The tokens that may be drawn, by falling probability."""
+    """The tokens that may be drawn, by rising id."""
 
     ids: Array  # i64[r, c]
-    values: Array  # f32[r, c]  shifted logits; -inf in the padding
     weights: Array  # i64[r, c]  0 where not kept
     kept: Array  # bool[r, c]  includes tokens too unlikely to have a weight
 
@@ -70,48 +68,51 @@ def filter_rows(logits: Array, temperature: NDArray[np.float32], filters: Filter
     Either every row has a top-k or none has: the two kinds find their candidates in different ways.
     """
     xp = namespace(logits)
+    logits, highest = cleaned(logits)
     total: Array | None = None
     if filters.top_k[0] < logits.shape[-1]:
-        ids, values = _top_k(logits, temperature, filters.top_k)
+        ids, values = _top_k(logits, filters.top_k)
     else:
-        shifted = cool(logits, temperature)
-        mask, total = _likely(shifted, filters)
-        ids, values = sort_candidates(mask, shifted)
-    weights = to_weights(values)
+        mask, total = _likely(cooled_weights(logits, highest, temperature), filters)
+        ids, values = sort_candidates(mask, logits)
+    weights = cooled_weights(values, highest, temperature)
     kept = (values > -float("inf")) & _likely_enough(weights, total, filters)
-    kept = _keep_typical(values, weights, kept, filters)
+    kept = _keep_typical((values - highest) * column(xp, warmth_of(temperature), values), weights, kept, filters)
     kept = _exclude_top_choices(weights, kept, filters)
-    return Candidates(ids, values, _only(xp, weights, kept), kept)
+    return _by_id(xp, ids, _only(xp, weights, kept), kept)
 
 
-def _top_k(logits: Array, temperature: NDArray[np.float32], top_k: NDArray[np.int64]) -> tuple[Array, Array]:
-    """(i64[r, c] ids, f32[r, c] shifted logits over temperature): the largest, ties with the last included."""
+def _top_k(logits: Array, top_k: NDArray[np.int64]) -> tuple[Array, Array]:
+    """(i64[r, c] ids, f32[r, c] logits): the largest, ties with the last included; -inf behind them."""
     xp = namespace(logits)
-    logits, highest = cleaned(logits)
     ids, values = sort_candidates(logits >= kth_bound(logits, top_k), logits)
-    values = (values - highest) / column(xp, temperature, values)
     last = xp.asarray(np.minimum(top_k, values.shape[-1])[:, None] - 1, device=device(values))
     below = values < xp.take_along_axis(values, last, axis=-1)
     return ids, xp.where(below, xp.full_like(values, -float("inf")), values)
+
+
+def _by_id(xp: Any, ids: Array, weights: Array, kept: Array) -> Candidates:
+    order = xp.argsort(xp.where(kept, ids, ids + (1 << 32)), axis=-1)
+    ids, weights, kept = (xp.take_along_axis(column, order, axis=-1) for column in (ids, weights, kept))
+    return Candidates(ids, weights, kept)
 
 
 def _only(xp: Any, weights: Array, kept: Array) -> Array:
     return xp.where(kept, weights, xp.zeros_like(weights))
 
 
-def _likely(shifted: Array, filters: Filters) -> tuple[Array, Array]:
-    """(bool[r, n] a superset of what top-p and min-p keep, i64[r, 1] the total weight of the row).
+def _likely(weights: Array, filters: Filters) -> tuple[Array, Array]:
+    """(bool[r, n] a superset of the tokens that top-p and min-p keep, i64[r, 1] the total weight of the row).
 
     Tokens of at most (1 - top_p) * total / n each weigh at most (1 - top_p) * total together, so top-p drops them all;
     the factor below 1 covers rounding.
     """
-    xp = namespace(shifted)
-    weights = to_weights(shifted)
+    xp = namespace(weights)
     total = xp.sum(weights, axis=-1, keepdims=True)
-    share = column(xp, (1.0 - filters.top_p) * (0.999 / shifted.shape[-1]), shifted)
+    share = column(xp, (1.0 - filters.top_p) * (0.999 / weights.shape[-1]), weights)
     floor = np.where(filters.min_p > 0.0, filters.min_p * (0.999 * ONE), np.where(filters.top_p < 1.0, 0.0, -1.0))
-    least = xp.maximum(xp.astype(total, xp.float64) * share, column(xp, floor, shifted))
-    least = xp.where(column(xp, floor, shifted) < 0.0, -xp.ones_like(least), least)  # neither: keep all
+    least = xp.maximum(xp.astype(total, xp.float64) * share, column(xp, floor, weights))
+    least = xp.where(column(xp, floor, weights) < 0.0, -xp.ones_like(least), least)  # neither: keep all
     return weights > xp.astype(least, xp.int64), total
 
 

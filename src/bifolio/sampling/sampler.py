@@ -1,6 +1,6 @@
 """From logits to tokens, for a whole batch at once: numpy arrays or torch tensors, one definition.
 
-What happens to a row, in this order (transformers' where it has the option):
+The steps of a row, in this order (transformers' where it has the option):
 
     1. logit bias                       7. the user's logits processors
     2. repetition penalty               8. allowed tokens and grammar
@@ -13,9 +13,9 @@ Well-defined oddities: a NaN logit counts as excluded, +inf as the largest finit
 takes the lowest id; a tiny temperature is greedy up to exact ties. A row of which everything is excluded, or whose own
 processor fails, gets token id -1 and an entry in `SampledTokens.errors`; the other rows are not affected.
 
-Each draw inverts the cumulative distribution at one uniform number that depends on (seed, position) alone; the
-tokens lie in the order of their ids, or of falling probability in rows that use a filter. Weights are integers (see
-`sampling.weights`), so a row's token does not depend, to the last bit, on the rest of the batch.
+Each draw inverts the cumulative distribution, tokens in the order of their ids, at one uniform number that depends on
+(seed, position) alone. Weights are integers (see `sampling.weights`), so a row's token does not depend, to the last
+bit, on the rest of the batch, nor on the device that draws it.
 """
 
 from __future__ import annotations
@@ -28,15 +28,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bifolio.errors import RequestError
+from bifolio.kernels.weights import ONE
 from bifolio.sampling.edits import Edits
 from bifolio.sampling.filters import Filters, filter_rows
 from bifolio.sampling.logprobs import TokenLogprobs, score_tokens
 from bifolio.sampling.table import SamplingTable, TokenMask
 from bifolio.sampling.weights import (
-    ONE,
     STREAM_XTC,
     Array,
+    cleaned,
     cool,
+    cooled_weights,
     device,
     draw,
     is_numpy,
@@ -51,6 +53,10 @@ __all__ = ["SampledTokens", "Sampler", "SamplingTable", "TokenMask", "prompt_log
 
 _quiet = np.errstate(over="ignore", under="ignore", invalid="ignore")  # odd logits are handled, not reported
 NOTHING = -1  # the token id of a row that could not be drawn
+NOTHING_FOLLOWS = (
+    "no token can follow: the request's allowed tokens, grammar, bad words or logits processors exclude the whole "
+    "vocabulary here, or the model gave no finite logit"
+)
 
 
 @dataclass(slots=True)
@@ -175,7 +181,7 @@ class Sampler:
         return changed, edits.apply(changed)
 
     def _draw_plain(self, logits: Array, slots: NDArray[Any], positions: NDArray[Any]) -> NDArray[Any]:
-        weights = to_weights(cool(logits, self.table.temperature[slots]))
+        weights = cooled_weights(*cleaned(logits), self.table.temperature[slots])
         return _draw(weights, uniform(self.table.seed[slots], positions))
 
     def _draw_filtered(self, logits: Array, slots: NDArray[Any], positions: NDArray[Any]) -> NDArray[Any]:
@@ -228,13 +234,7 @@ class Sampler:
         self, logits: Array, slots: NDArray[Any], token_ids: NDArray[np.int32], errors: dict[int, RequestError]
     ) -> SampledTokens:
         for row in np.flatnonzero(token_ids == NOTHING).tolist():
-            errors.setdefault(
-                row,
-                RequestError(
-                    "no token can follow: the request's allowed tokens, grammar, bad words or logits processors "
-                    "exclude the whole vocabulary here"
-                ),
-            )
+            errors.setdefault(row, RequestError(NOTHING_FOLLOWS))
         for row in errors:
             token_ids[row] = NOTHING
         outcome = SampledTokens.unknown(len(slots))

@@ -2,10 +2,11 @@
 
 Probabilities are integers, so that no sum depends on the order in which it was taken.
 
-A token's weight is `exp(logit - largest logit)` in units of 2**-40, cut to an integer. Integer sums are exact: the
-total of a row, its running sums, and with them the filters and the draw are bit for bit the same in numpy and torch,
-on the CPU and on a GPU, in a batch of one or of a hundred, and for the whole vocabulary or for a padded list of
-candidates. A vocabulary of 2**22 tokens fits into 63 bits, and nothing more likely than 1e-12 of the favourite is lost.
+A token's weight is `exp((logit - largest logit) / temperature)` in units of 2**-40, cut to an integer
+(`kernels.weights`). Integer sums are exact: the total of a row, its running sums, and with them the filters and the
+draw are bit for bit the same in numpy, torch and Triton, on the CPU and on a GPU, in a batch of one or of a hundred,
+and for the whole vocabulary or for a padded list of candidates. The weights of 2**22 tokens add up to less than 2**63,
+and every token that is at least 1e-12 times as likely as the most likely one has a weight.
 
 Noise has no state: a uniform number is a function of (seed, position, stream) and of nothing else. A generator with
 state would tie a request's tokens to the order in which steps happened to run; hashing the position of the token makes
@@ -22,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bifolio.arrays import array_namespace
+from bifolio.kernels.weights import ONE, warmth_of, weights_of
 
 Array = Any  # a numpy array or a torch tensor; shapes are given in comments
 _NUMPY: Any = np if hasattr(np, "cumulative_sum") else None  # numpy itself follows the standard since 2.1
@@ -35,7 +37,6 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2**64 divided by the golden ratio: th
 _FIRST = np.uint64(0xBF58476D1CE4E5B9)
 _SECOND = np.uint64(0x94D049BB133111EB)
 
-ONE = 1 << 40  # the weight of the most likely token
 _LAST = (1 << 63) - 1  # sorts behind every key
 _MAX_GROUP = 64  # values of which only the largest is looked at first
 _BLOCK = 256  # weights summed before any is looked at
@@ -66,13 +67,17 @@ def to_host(values: Array) -> NDArray[Any]:
 
 
 def to_weights(shifted: Array) -> Array:
-    """i64[..., n] weights of f32[..., n] logits of which the largest is 0."""
-    xp = namespace(shifted)
-    return xp.astype(xp.exp(shifted) * float(ONE), xp.int64)
+    """i64[r, n] weights of f32[r, n] logits of which the largest is 0."""
+    return weights_of(shifted, namespace(shifted).zeros_like(shifted[:, :1]))
+
+
+def cooled_weights(logits: Array, highest: Array, temperature: NDArray[np.float32]) -> Array:
+    """i64[r, n] weights of f32[r, n] logits without NaN; highest: f32[r, 1]; temperature: f32[r] on the host."""
+    return weights_of(logits, highest, column(namespace(logits), warmth_of(temperature), logits))
 
 
 def cleaned(logits: Array) -> tuple[Array, Array]:
-    """(f32[r, n] logits, f32[r, 1] the largest of each row), with what a broken model may produce made well-defined.
+    """(f32[r, n] logits, f32[r, 1] the largest of each row), well-defined also for the output of a broken model.
 
     NaN counts as excluded (-inf), +inf as the largest finite number, and a row of nothing but -inf has 0 as largest.
     Rows without such values are returned as they are.
@@ -100,8 +105,7 @@ def _clean(xp: Any, logits: Array) -> Array:
 
 def cool(logits: Array, temperature: NDArray[np.float32]) -> Array:
     """f32[r, n]: shifted logits over temperature. Shifting first keeps tiny temperatures from overflowing."""
-    shifted = shift(logits)
-    return shifted if (temperature == 1.0).all() else shifted / column(namespace(logits), temperature, logits)
+    return shift(logits) * column(namespace(logits), warmth_of(temperature), logits)
 
 
 def column(xp: Any, numbers: NDArray[Any], like: Array) -> Array:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -25,14 +25,18 @@ from bifolio.kernels.interface import (
     KernelSet,
     Network,
     Storage,
+    TokenScores,
 )
 from bifolio.kernels.shared_prefix import SharedWork
 from bifolio.kernels.triton.device_state import DeviceState, begin_step, recorded_event
-from bifolio.kernels.triton.sampling import choose_tokens
+from bifolio.kernels.triton.edits import SlotEdits
+from bifolio.kernels.triton.logprobs import read_scores
+from bifolio.kernels.triton.sampling import Mode, Results, choose_tokens
 from bifolio.kernels.triton.shared_attention import SharedRows, new_shared_rows
 
-TURNS = 4  # result buffers per step in host memory; more than the steps in flight
-Mode = Literal["greedy", "draw", "logits"]  # sampling in the graph: argmax, any, none
+TURNS = 4  # results of a step that lie in host memory at once; more than the steps that are ever in flight
+StepMode = Mode | None  # draws of the captured step; None: it ends with the logits
+GREEDY = Mode()
 
 
 def batch_sizes(most: int) -> list[int]:
@@ -65,8 +69,8 @@ class DecodeStep:
     index: torch.Tensor  # i64[r]  cache index of K and V
     contexts: torch.Tensor  # i32[r]
     table_rows: torch.Tensor  # i32[r]
-    turn: torch.Tensor  # i32[1]  row of `chosen` that the last launch wrote
-    chosen: torch.Tensor  # i32[TURNS, r]  pinned host memory that the device writes, one row per launch in turn
+    turn: torch.Tensor  # i32[1]  which part of `results` the last launch wrote
+    results: Results  # on the host; the device writes there itself, TURNS launches take turns
     pieces: dict[int, Any] = field(default_factory=dict)
     graph: Any = None
     shared: SharedRows | None = None  # shared prefixes, read once for all rows; None: no sharing
@@ -75,20 +79,19 @@ class DecodeStep:
     next_turn: int = 0
 
     @classmethod
-    def new(cls, size: int, device: str) -> DecodeStep:
+    def new(cls, size: int, device: str, mode: StepMode) -> DecodeStep:
         def integers(dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
 
-        chosen = torch.zeros((TURNS, size), dtype=torch.int32, pin_memory=device.startswith("cuda"))
+        results = Results.new(TURNS, size, mode, pinned=device.startswith("cuda"))
         turn = torch.full((1,), TURNS - 1, dtype=torch.int32, device=device)
         tokens, positions, index, contexts = integers(), integers(), integers(torch.int64), integers()
-        return cls(integers().fill_(-1), tokens, positions, index, contexts, integers(), turn, chosen)
+        return cls(integers().fill_(-1), tokens, positions, index, contexts, integers(), turn, results)
 
-    def take_turn(self) -> torch.Tensor:
-        """i32[r]: the buffer for the tokens of the next launch."""
-        place = self.chosen[self.next_turn]
-        self.next_turn = (self.next_turn + 1) % TURNS
-        return place
+    def take_turn(self) -> int:
+        """Which part of `results` the next launch will write."""
+        turn, self.next_turn = self.next_turn, (self.next_turn + 1) % TURNS
+        return turn
 
     def put(self, words: torch.Tensor) -> None:
         """Set `rows`, then the words of `shared`."""
@@ -101,17 +104,24 @@ class DecodeStep:
 class DeviceTokens:
     """Tokens of a launched step, in flight."""
 
-    tokens: torch.Tensor  # i32[r] on the host, valid once the event is complete
+    results: Results
+    turn: int
     count: int
-    event: Any = None
-    order: np.ndarray | None = None  # i64[count]  row of each token in the order of the launch; None: unchanged
+    event: Any = None  # comes when the results are on the host
+    order: np.ndarray | None = None  # i64[count]  row of each token in the order of the launch; None: as they are
 
     def wait(self) -> np.ndarray:
         """i32[count]"""
         if self.event is not None:
             self.event.synchronize()
-        tokens = self.tokens.numpy()[: self.count]
-        return tokens.copy() if self.order is None else tokens[self.order]
+        return self._own(self.results.chosen)
+
+    def scores(self) -> TokenScores | None:
+        return None if self.results.scores is None else read_scores(self._own(self.results.scores))
+
+    def _own(self, results: torch.Tensor) -> np.ndarray:
+        own: np.ndarray = results[self.turn].numpy()[: self.count]
+        return own.copy() if self.order is None else own[self.order]
 
 
 class GraphRecorder:
@@ -148,15 +158,16 @@ class DecodeGraphs:
 
     def __init__(self, kernels: GraphKernels, network: Network, storage: Storage, state: DeviceState) -> None:
         self._kernels, self._network, self._storage, self.state = kernels, network, storage, state
+        self.edits: SlotEdits | None = None  # of steps whose mode has edits
         self._sizes = batch_sizes(state.num_slots)
-        self._steps: dict[tuple[int, Mode, bool], DecodeStep] = {}  # by size, sampling, sharing
-        self._parts: SharedRows | None = None  # its result buffers are used by all steps
+        self._steps: dict[tuple[int, StepMode, bool], DecodeStep] = {}  # by size, draws, shares
+        self._parts: SharedRows | None = None  # whose room for results serves all steps
         self._recorder = GraphRecorder(state.device)
         self._shapes = tuple({shape.window: shape for shape in network.shapes}.values())
 
     # -- launching ---------------------------------------------------------------------------------------------------
-    def launch(self, slots: np.ndarray, mode: Mode, work: SharedWork | None = None) -> DecodeStep:
-        """Queue the next step of these slots (i32[n]); returns without waiting.
+    def launch(self, slots: np.ndarray, mode: StepMode, work: SharedWork | None = None) -> DecodeStep:
+        """Run the next step of these slots (i32[n]) after everything launched before; does not wait for anything.
 
         `work` describes prefixes shared by the slots, in their order.
         """
@@ -174,11 +185,12 @@ class DecodeGraphs:
         return step
 
     def tokens(self, step: DecodeStep, count: int, order: np.ndarray | None = None) -> DeviceTokens:
-        """The tokens of the step launched last."""
-        return DeviceTokens(step.take_turn(), count, recorded_event() if step.graph is not None else None, order)
+        """The tokens of the step that was just launched."""
+        event = recorded_event() if step.graph is not None else None
+        return DeviceTokens(step.results, step.take_turn(), count, event, order)
 
-    def capture_all(self, mode: Mode = "greedy") -> None:
-        """Capture every batch size now, the largest first, instead of on first use."""
+    def capture_all(self, mode: StepMode = GREEDY) -> None:
+        """Capture every batch size now, the largest first, instead of when it is first needed."""
         for size in reversed(self._sizes):
             self._step(size, mode, shares=False)
 
@@ -192,10 +204,10 @@ class DecodeGraphs:
             step.sent = wanted
 
     # -- one step ------------------------------------------------------------------------------------------------------
-    def _step(self, size: int, mode: Mode, shares: bool) -> DecodeStep:
+    def _step(self, size: int, mode: StepMode, shares: bool) -> DecodeStep:
         key = size, mode, shares
         if key not in self._steps:
-            step = DecodeStep.new(size, self.state.device)
+            step = DecodeStep.new(size, self.state.device, mode)
             step.shared = self._shared_rows(size) if shares else None
             if self.state.on_gpu:
                 step.graph = self._recorder.record(lambda: self._run(step, mode))
@@ -209,7 +221,7 @@ class DecodeGraphs:
         shared.mixed, shared.weight = self._parts.mixed, self._parts.weight
         return shared
 
-    def _run(self, step: DecodeStep, mode: Mode) -> None:
+    def _run(self, step: DecodeStep, mode: StepMode) -> None:
         state, size = self.state, len(step.rows)
         begin_step(
             step.rows, state.tables, state.lengths, state.tokens, step.token_ids, step.positions, step.index,
@@ -224,13 +236,10 @@ class DecodeGraphs:
         self._kernels.stage_decode(segment, step.table_rows, step.pieces, self._shapes, step.shared)
         batch = Batch(step.token_ids, step.positions, step.index, (segment,), None)
         logits = self._network.forward(self._kernels, batch, self._storage)
-        if mode == "logits":
+        if mode is None:
             step.logits = logits
-            return
-        choose_tokens(
-            logits, step.rows, state.lengths, state.tokens, state.temperatures, state.seeds, step.turn, step.chosen,
-            draws=mode == "draw",
-        )  # fmt: skip
+        else:
+            choose_tokens(logits, step.rows, state, step.turn, step.results, mode, self.edits)
 
 
 def full_shape(shapes: tuple[AttentionShape, ...]) -> AttentionShape:

@@ -1,8 +1,8 @@
 # mypy: disallow-untyped-decorators=False
 """Per-slot state on the device: block tables, cached lengths, newest tokens, sampling parameters.
 
-    words    |<-- tables [slots, blocks] -->|<- lengths ->|<- tokens ->|<- temperatures ->|<-- seeds -->|
-    changes  (place, number) pairs into the words, which are one array of 32 bits each
+    words    |<-- tables [slots, blocks] -->| lengths | tokens | warmths | ... | seeds | top_ps | min_weights | ... |
+    changes  (place, number) pairs into the words, which are one array of 32 bits each; from the seeds on two words each
 
 The host collects differences and sends them in one small copy with the next launch; a decode step reads its inputs from
 the slots that take part and leaves its tokens there, where the next step finds them.
@@ -10,6 +10,7 @@ the slots that take part and leaves its tokens there, where the next step finds 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import Any
 
@@ -18,9 +19,11 @@ import torch
 import triton
 import triton.language as tl
 
+from bifolio.kernels.logit_edits import MAX_ENDS, LogitEdits
 from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
+from bifolio.kernels.weights import ONE, warmth_of
 
-STAGING_BUFFERS = 4  # pinned buffers that take turns; more than the steps that are ever in flight
+STAGING_BUFFERS = 12  # pinned buffers that take turns; a step takes up to four, and two steps are in flight at most
 
 
 class DeviceState:
@@ -29,16 +32,31 @@ class DeviceState:
     def __init__(self, num_slots: int, max_blocks: int, device: str) -> None:
         self.num_slots, self.max_blocks, self.device = num_slots, max_blocks, device
         self.on_gpu = device.startswith("cuda")
-        sizes = [num_slots * max_blocks, num_slots, num_slots, num_slots, 2 * num_slots]
-        offsets = np.cumsum([0, *sizes])
-        offsets[4:] += offsets[4] % 2  # seeds are 64-bit words
-        self._tables, self._lengths, self._tokens, self._temperatures, self._seeds = (int(o) for o in offsets[:5])
-        self.words = torch.zeros(int(offsets[5]), dtype=torch.int32, device=device)
+        places = num_slots * max_blocks + num_slots * np.array([*range(9), 8 + MAX_ENDS])
+        places[-1] += places[-1] % 2  # numbers of 64 bits follow
+        self._lengths, self._tokens, self._warmths, self._top_ks, self._num_scores = places[:5].tolist()
+        self._edit_flags, self._repetitions, self._min_lengths = places[5:8].tolist()
+        self._ends, self._wide = int(places[8]), int(places[-1])
+        self.words = torch.zeros(self._wide + 2 * 5 * num_slots, dtype=torch.int32, device=device)
+
+        def column(place: int) -> torch.Tensor:
+            return self.words[place : place + num_slots]
+
+        wide = self.words[self._wide :].view(torch.int64).view(5, num_slots)
         self.tables = self.words[: num_slots * max_blocks].view(num_slots, max_blocks)  # i32
-        self.lengths = self.words[self._lengths : self._lengths + num_slots]  # i32  tokens in the cache
-        self.tokens = self.words[self._tokens : self._tokens + num_slots]  # i32  newest, not in the cache yet
-        self.temperatures = self.words[self._temperatures : self._temperatures + num_slots].view(torch.float32)
-        self.seeds = self.words[self._seeds : self._seeds + 2 * num_slots].view(torch.int64)
+        self.lengths = column(self._lengths)  # i32  tokens in the cache
+        self.tokens = column(self._tokens)  # i32  newest, not in the cache yet
+        self.warmths = column(self._warmths).view(torch.float32)  # 1 / temperature; 0: greedy
+        self.top_ks = column(self._top_ks)  # i32  0: off
+        self.num_scores = column(self._num_scores)  # i32  0: no logprobs; else 1 and the number of most likely tokens
+        self.edit_flags = column(self._edit_flags)  # i32  see `kernels.triton.edits`; 0: none
+        self.repetitions = column(self._repetitions).view(torch.float32)
+        self.min_lengths = column(self._min_lengths)  # i32
+        self.ends = self.words[self._ends : self._ends + MAX_ENDS * num_slots]  # i32[slots, MAX_ENDS]  -1: none
+        self.seeds = wide[0]  # i64
+        self.top_ps = wide[1].view(torch.float64)  # 2: off
+        self.min_weights = wide[2]  # i64  the least that min_p keeps; 0: off
+        self.penalties = wide[3:].view(torch.float64)  # f64[2, slots]  presence, frequency
         self._places: list[np.ndarray] = []
         self._numbers: list[np.ndarray] = []
         self._ring: deque[tuple[torch.Tensor, Any]] = deque()  # pinned buffers and the events that free them
@@ -48,10 +66,32 @@ class DeviceState:
         start = slot * self.max_blocks + first
         self._add(np.arange(start, start + len(block_ids)), np.asarray(block_ids, dtype=np.int32))
 
-    def set_sampling(self, slot: int, temperature: float, seed: int) -> None:
-        self._add(np.array([self._temperatures + slot]), np.array([temperature], dtype=np.float32).view(np.int32))
-        words = np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64).view(np.int32)  # little end first
-        self._add(self._seeds + 2 * slot + np.arange(2), words)
+    def set_sampling(
+        self, slot: int, temperature: float, seed: int, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+    ) -> None:
+        warmth = warmth_of(np.array([temperature])) if temperature > 0 else np.zeros(1, np.float32)
+        self._add(np.array([self._warmths + slot]), warmth.view(np.int32))
+        self._add(np.array([self._top_ks + slot]), np.array([top_k]))
+        bits = np.array([top_p if top_p < 1.0 else 2.0]).view(np.uint64)[0]
+        wide = np.array([seed & 0xFFFFFFFFFFFFFFFF, bits, math.ceil(min_p * ONE)], dtype=np.uint64)
+        self._add_wide(slot, 0, wide)
+
+    def set_logprobs(self, slot: int, num_top: int | None) -> None:
+        """Whether drawn tokens are scored, beside how many of the most likely ones."""
+        self._add(np.array([self._num_scores + slot]), np.array([0 if num_top is None else num_top + 1]))
+
+    def set_edits(self, slot: int, flags: int, edits: LogitEdits | None) -> None:
+        """Single numbers of the slot's edits; without edits the flags are 0 and nothing else is read."""
+        self._add(np.array([self._edit_flags + slot]), np.array([flags]))
+        if edits is None:
+            return
+        self._add(np.array([self._min_lengths + slot]), np.array([edits.min_length]))
+        repetition = np.array([edits.repetition_penalty], dtype=np.float32)
+        self._add(np.array([self._repetitions + slot]), repetition.view(np.int32))
+        ends = np.full(MAX_ENDS, -1, dtype=np.int32)
+        ends[: len(edits.end_ids)] = edits.end_ids
+        self._add(self._ends + MAX_ENDS * slot + np.arange(MAX_ENDS), ends)
+        self._add_wide(slot, 3, np.array([edits.presence_penalty, edits.frequency_penalty]))
 
     def set_lengths(self, slots: np.ndarray, lengths: np.ndarray) -> None:
         self._add(self._lengths + slots, lengths)
@@ -75,22 +115,28 @@ class DeviceState:
         self._places.append(places)
         self._numbers.append(np.asarray(numbers, dtype=np.int32))
 
+    def _add_wide(self, slot: int, column: int, numbers: np.ndarray) -> None:
+        """Numbers of 64 bits, in as many columns from `column` on."""
+        first = self._wide + 2 * (slot + self.num_slots * (column + np.arange(len(numbers))))
+        self._add(np.stack([first, first + 1], axis=1).reshape(-1), numbers.view(np.int32))  # little end first
+
     # -- sending -------------------------------------------------------------------------------------------------------
     def send(self) -> None:
         """Send the pending differences."""
         changes = self.take_changes()
         if changes is not None:
-            apply_changes(self.words, self._upload(changes.reshape(-1)).view(2, -1))
+            apply_changes(self.words, self.upload(changes.reshape(-1)).view(2, -1))
 
     def send_words(self, words: np.ndarray) -> torch.Tensor:
         """i32[n] on the device: `words`, sent in one copy with the pending differences."""
         changes = self.take_changes()
-        sent = self._upload(words if changes is None else np.concatenate([words, changes.reshape(-1)]))
+        sent = self.upload(words if changes is None else np.concatenate([words, changes.reshape(-1)]))
         if changes is not None:
             apply_changes(self.words, sent[len(words) :].view(2, -1))
         return sent[: len(words)]
 
-    def _upload(self, words: np.ndarray) -> torch.Tensor:
+    def upload(self, words: np.ndarray) -> torch.Tensor:
+        """i32[n] on the device: `words`, on their way when this returns."""
         if not self.on_gpu:
             return torch.from_numpy(words.copy())
         staged = self._staging(len(words))

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from bifolio.kernels.interface import Array, Network, SlotSizes, Storage
+from bifolio.kernels.logit_edits import LogitEdits
 from bifolio.kernels.shared_prefix import SharedWork, share_work
 from bifolio.kernels.triton.cuda_graphs import DecodeGraphs, DeviceTokens, GraphKernels, full_shape
 from bifolio.kernels.triton.device_state import DeviceState, recorded_event
-from bifolio.kernels.triton.sampling import choose_tokens
+from bifolio.kernels.triton.edits import SlotEdits
+from bifolio.kernels.triton.logprobs import MAX_TOP
+from bifolio.kernels.triton.sampling import Mode, Results, choose_tokens
 from bifolio.kernels.triton.shared_attention import MAX_ITEMS, rows_per_item
 from bifolio.kernels.triton.tiles import TILE
 from bifolio.sampling_params import SamplingParams
@@ -28,23 +32,52 @@ class TritonSlots:
         self.graphs = DecodeGraphs(kernels, network, storage, self.state)
         self._shapes = network.shapes
         self._warm = np.zeros(sizes.num_slots, dtype=np.bool_)  # slots with a temperature
+        self._filtered = np.zeros(sizes.num_slots, dtype=np.bool_)  # slots with top-k, top-p or min-p
+        self._scored = np.zeros(sizes.num_slots, dtype=np.bool_)  # slots with logprobs
+        self._edited = np.zeros(sizes.num_slots, dtype=np.bool_)  # slots with edits
+        self._may_edit = sizes.num_slots * sizes.vocab_size < 1 << 31  # places in the arrays of edits have 32 bits
         self._work: tuple[bytes, SharedWork | None] = (b"", None)  # what the slots of the last launch share
 
     # -- slots ---------------------------------------------------------------------------------------------------------
-    def draws(self, params: SamplingParams) -> bool:
-        """The model's own distribution, or its largest logit; other options are applied on the host.
-
-        Deterministic, drawing is the host's: the two differ in the last bit of the exponential.
-        """
-        if params.reads_history or params.logit_bias or params.allowed_token_ids is not None or params.needs_logprobs:
+    def draws(self, params: SamplingParams, edits: LogitEdits) -> bool:
+        """All but typical, XTC and more than MAX_TOP likely tokens; those are drawn on the host."""
+        if (params.logprobs or 0) > MAX_TOP:
             return False
-        return params.is_greedy or not (params.filters_tokens(self._vocab_size) or self._deterministic)
+        if not params.is_greedy and (params.typical_p < 1.0 or params.xtc_probability > 0.0):
+            return False
+        return edits.is_empty or self._has_room_for_edits()
 
-    def set_params(self, slot: int, params: SamplingParams, seed: int) -> None:
+    def set_params(self, slot: int, params: SamplingParams, seed: int, edits: LogitEdits | None) -> None:
         temperature = 0.0 if params.is_greedy else max(params.temperature, float(np.finfo(np.float32).tiny))
         self._warm[slot] = temperature > 0
+        self._filtered[slot] = temperature > 0 and params.filters_tokens(self._vocab_size)
+        self._scored[slot] = params.needs_logprobs
+        self._edited[slot] = edits is not None and not edits.is_empty
         self._work = b"", None
-        self.state.set_sampling(slot, temperature, seed)
+        self.state.set_logprobs(slot, (params.logprobs or 0) if params.needs_logprobs else None)
+        top_k = params.top_k if 0 < params.top_k < self._vocab_size else 0
+        self.state.set_sampling(slot, temperature, seed, top_k, params.top_p, params.min_p)
+        if self.graphs.edits is not None and edits is not None and not edits.is_empty:
+            self.graphs.edits.set(slot, edits)
+        else:
+            self.state.set_edits(slot, 0, None)
+
+    def set_history(self, slot: int, prompt: np.ndarray, output: Sequence[int]) -> None:
+        if self.graphs.edits is not None:
+            self.graphs.edits.set_history(slot, prompt, output)
+
+    def set_mask(self, slot: int, mask: np.ndarray) -> None:
+        if self.graphs.edits is not None:
+            self.graphs.edits.set_mask(slot, mask)
+
+    def _has_room_for_edits(self) -> bool:
+        """Allocate the arrays of edits with the first slot that needs them."""
+        if self.graphs.edits is None and self._may_edit:
+            try:
+                self.graphs.edits = SlotEdits(self.state, self._vocab_size)
+            except torch.cuda.OutOfMemoryError:
+                self._may_edit = False
+        return self.graphs.edits is not None
 
     def set_blocks(self, slot: int, first: int, block_ids: Any) -> None:
         self.state.set_blocks(slot, first, block_ids)
@@ -67,13 +100,11 @@ class TritonSlots:
         sent = state.send_words(slots.astype(np.int32))
         if count != logits.shape[0] or not np.array_equal(rows, np.arange(count)):
             logits = logits[torch.from_numpy(rows.astype(np.int64)).to(logits.device)]
-        chosen = torch.empty((1, count), dtype=torch.int32, pin_memory=state.on_gpu)
+        mode = self._mode(slots)
+        results = Results.new(1, count, mode, pinned=state.on_gpu)
         turn = torch.zeros(1, dtype=torch.int32, device=state.device)
-        choose_tokens(
-            logits, sent, state.lengths, state.tokens, state.temperatures, state.seeds, turn, chosen,
-            draws=bool(self._warm[slots].any()),
-        )  # fmt: skip
-        return DeviceTokens(chosen[0], count, recorded_event() if state.on_gpu else None)
+        choose_tokens(logits, sent, state, turn, results, mode, self.graphs.edits)
+        return DeviceTokens(results, 0, count, recorded_event() if state.on_gpu else None)
 
     # -- captured steps ------------------------------------------------------------------------------------------------
     def decode(self, slots: np.ndarray, tables: np.ndarray, lengths: np.ndarray) -> DeviceTokens:
@@ -81,11 +112,19 @@ class TritonSlots:
         order = None
         if work is not None:  # sharers lie side by side; tokens come back in the order of the call
             slots, order = slots[work.order], np.argsort(work.order)
-        step = self.graphs.launch(slots, "draw" if self._warm[slots].any() else "greedy", work)
+        step = self.graphs.launch(slots, self._mode(slots), work)
         return self.graphs.tokens(step, len(slots), order)
 
+    def _mode(self, slots: np.ndarray) -> Mode:
+        """The mode of a step of these slots; sends pending changes of their edits."""
+        options = self._warm, self._filtered, self._edited, self._scored
+        mode = Mode.of(*(bool(option[slots].any()) for option in options))
+        if mode.edits and self.graphs.edits is not None:
+            self.graphs.edits.send()
+        return mode
+
     def decode_logits(self, slots: np.ndarray) -> Array:
-        return self.graphs.launch(slots, "logits").logits[: len(slots)]
+        return self.graphs.launch(slots, None).logits[: len(slots)]
 
     def warm_up(self) -> None:
         self.graphs.capture_all()
