@@ -13,7 +13,9 @@ def check(options: str, kind: str, num_rows: int, seed: int) -> None:
     list_size = int(rng.choice([32, 512]))  # the short one has to fall back to the whole row
     logits, params = random_logits(kind, num_rows, vocab, rng), random_params(options, num_rows, rng)
     seeds, positions = random_row_args(num_rows, rng)
-    found = on_device(logits, params, seeds, positions, "cpu", chunk=128, list_size=list_size)
+    found = on_device(
+        logits, params, seeds, positions, "cpu", chunk=1024 if rng.random() < 0.5 else 128, list_size=list_size
+    )
     expected = on_host(logits, params, seeds, positions)
     assert found.tolist() == expected.tolist(), (options, kind, vocab, list_size)
 

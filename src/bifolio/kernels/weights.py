@@ -2,7 +2,8 @@
 
 A weight is `floor(exp((logit - highest) * warmth) * 2**40)`, where warmth is 1 / temperature and exp the polynomial
 below: single-precision operations that IEEE 754 defines to the last bit, in this order, none of them fused. Its error
-is below 1.5 units in the last place. `native/kernels/elementwise.h` and `kernels/triton/weights.py` hold the same lines.
+is below 1.5 units in the last place. `native/kernels/elementwise.h` and `kernels/triton/weights.py` hold the same
+lines.
 """
 
 from __future__ import annotations
