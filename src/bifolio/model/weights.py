@@ -109,7 +109,7 @@ def prepare(weights: ModelWeights, kernels: KernelSet, on_load: OnLoad = lambda 
     layers = tuple(prepared(number, layer) for number, layer in enumerate(weights.layers))
     on_load(len(layers), len(layers))
     positions = weights.position_embedding
-    result = replace(
+    return replace(
         weights,
         embedding=kernels.prepare_embedding(weights.embedding),
         position_embedding=None if positions is None else kernels.prepare_embedding(positions),
@@ -119,7 +119,6 @@ def prepare(weights: ModelWeights, kernels: KernelSet, on_load: OnLoad = lambda 
         inverse_frequencies=tuple(kernels.from_host(f) for f in weights.inverse_frequencies),
         prepared_for=kernels,
     )
-    return result
 
 
 def inverse_frequencies(rope: RopeConfig, max_model_len: int = 0) -> tuple[np.ndarray, float]:

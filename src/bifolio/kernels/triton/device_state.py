@@ -234,7 +234,7 @@ def begin_step(
     block_size: int,
     turns: int,
 ) -> None:
-    """Lay out the next token of every row: what it is, where it stands, where its K and V go, what it sees."""
+    """Lay out the next token of every row: id, position, place of its K and V, context length."""
     num_rows = rows.shape[0]
     block = 64
     _begin_step_kernel[(triton.cdiv(num_rows, block),)](

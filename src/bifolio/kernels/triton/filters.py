@@ -28,6 +28,7 @@ from bifolio.kernels.triton.weights import EXACT, highest_of, load_logits, weigh
 
 GROUP = 64  # logits of which the largest is known
 LIST = 8192  # undecided tokens of a row that have room
+ROOM = 1024  # undecided tokens of a chunk that have room
 SECTORS = 1024  # places from which logits are sampled, 8 neighbours from each
 
 
@@ -62,7 +63,6 @@ def _bracket_kernel(
     top_ks: tl.tensor,  # i32[slots]
     top_ps: tl.tensor,  # f64[slots]
     bracket: tl.tensor,  # f32[r, 2]  low, high
-    list_length: tl.tensor,  # i32[r]  becomes 0
     vocab: tl.tensor,
     num_chunks: tl.tensor,
     num_groups: tl.tensor,  # of a row, padding included
@@ -70,13 +70,11 @@ def _bracket_kernel(
     GROUPS: tl.constexpr,
     CHUNKS: tl.constexpr,
     SECTORS: tl.constexpr,
-    LIST: tl.constexpr,
 ) -> None:
     row = tl.program_id(0)
     slot = tl.maximum(tl.load(rows + row), 0)
     warmth, top_k, top_p = tl.load(warmths + slot), tl.load(top_ks + slot), tl.load(top_ps + slot).to(tl.float32)
     wait_for_inputs()
-    tl.store(list_length + row, 0)
     low = warmth * 0.0 - float("inf")
     high = low
     if warmth > 0:
@@ -85,9 +83,6 @@ def _bracket_kernel(
         highest = highest_of(best_value, row, num_chunks, CHUNKS)
         if top_k > 0:
             low, high = kth_largest(best, top_k, highest), highest * 0.0 + float("inf")
-            if (low == -float("inf")) & (vocab > LIST):  # no bound: the whole row is searched
-                high = low
-                tl.store(list_length + row, vocab)
         elif top_p < 1.0:
             num_sectors = vocab // 8
             sector = tl.arange(0, SECTORS)
@@ -111,7 +106,7 @@ def _bracket_kernel(
             every = tl.sum(tl.sum(squares, axis=1), axis=0)
             upper = tl.sum(tl.sum(tl.where(values > floor, squares, 0.0), axis=1), axis=0)
             variance = (1.0 - top_p) * (1.0 - top_p) * upper + top_p * top_p * (every - upper)
-            slack = (4.5 * scale * tl.sqrt(variance)) / total + 3e-4
+            slack = (5.5 * scale * tl.sqrt(variance)) / total + 3e-4
             most, least = (top_p + slack) * total, (top_p - slack) * total
             low_floor, low_ceiling = lowest, ceiling
             high_floor, high_ceiling = floor, highest + 1e-3 / warmth
@@ -128,6 +123,20 @@ def _bracket_kernel(
     tl.store(bracket + 2 * row + 1, high)
 
 
+@triton.jit
+def _numbered(mask: tl.tensor, CHUNK: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """(i32[CHUNK] numbers of the elements of the mask, each once; i32 how many there are).
+
+    Numbers rise inside a thread first: a scan over all elements would take twice the time of the rest of the kernel.
+    """
+    ones = tl.reshape(mask.to(tl.int32), (CHUNK // min(1024, CHUNK), min(256, CHUNK // 4), 4))
+    inner = tl.sum(ones, axis=2)
+    of_thread = tl.sum(inner, axis=0)
+    before = tl.cumsum(of_thread, axis=0) - of_thread
+    index = (tl.cumsum(inner, axis=0) - inner + before[None, :])[:, :, None] + tl.cumsum(ones, axis=2) - ones
+    return tl.reshape(index, (CHUNK,)), tl.sum(of_thread, axis=0)
+
+
 @triton.jit(do_not_specialize_on_alignment=["rows", "warmths", "top_ks", "min_weights"])
 def _divide_kernel(
     logits: tl.tensor,
@@ -138,15 +147,15 @@ def _divide_kernel(
     min_weights: tl.tensor,  # i64[slots]
     bracket: tl.tensor,  # f32[r, 2]
     sums: tl.tensor,  # i64[3, r, chunks]  kept for certain; from `high` on; all
-    list_length: tl.tensor,  # i32[r]
-    list_values: tl.tensor,  # f32[r, LIST]
-    list_ids: tl.tensor,  # i32[r, LIST]
+    list_lengths: tl.tensor,  # i32[r, chunks]
+    list_values: tl.tensor,  # f32[r, chunks, ROOM]
+    list_ids: tl.tensor,  # i32[r, chunks, ROOM]
     vocab: tl.tensor,
     num_chunks: tl.tensor,
     num_rows: tl.tensor,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
-    LIST: tl.constexpr,
+    ROOM: tl.constexpr,
 ) -> None:
     chunk, row = tl.program_id(0), tl.program_id(1)
     slot = tl.maximum(tl.load(rows + row), 0)
@@ -173,13 +182,14 @@ def _divide_kernel(
             tl.store(sums + place, sum_certain)
             tl.store(sums + size + place, sum_above)
             tl.store(sums + 2 * size + place, sum_all)
+        count = place * 0
         if high > low:
             undecided = (values >= low) & (values < high) & (values > -float("inf"))
-            first = list_length + row + tl.zeros((CHUNK,), tl.int32)
-            index = tl.atomic_add(first, tl.full((CHUNK,), 1, tl.int32), mask=undecided, sem="relaxed")  # any order
-            fits = undecided & (index < LIST)
-            tl.store(list_values + row * LIST + index, values, mask=fits)
-            tl.store(list_ids + row * LIST + index, column, mask=fits)
+            index, count = _numbered(undecided, CHUNK)
+            fits = undecided & (index < ROOM)
+            tl.store(list_values + place.to(tl.int64) * ROOM + index, values, mask=fits)
+            tl.store(list_ids + place.to(tl.int64) * ROOM + index, column, mask=fits)
+        tl.store(list_lengths + place, count)
 
 
 def draw_filtered(
@@ -195,25 +205,27 @@ def draw_filtered(
     (num_rows, vocab), num_chunks, device = logits.shape, best_value.shape[1], logits.device
     chunks, num_groups = triton.next_power_of_2(num_chunks), best_of_groups.shape[1]
     bracket = torch.empty((num_rows, 2), dtype=torch.float32, device=device)
-    list_length = torch.empty(num_rows, dtype=torch.int32, device=device)
+    list_lengths = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=device)
+    room = min(ROOM, chunk)
     sums = torch.empty((3, num_rows, num_chunks), dtype=torch.int64, device=device)
-    list_values = torch.empty((num_rows, list_size), dtype=torch.float32, device=device)
-    list_ids = torch.empty((num_rows, list_size), dtype=torch.int32, device=device)
+    list_values = torch.empty((num_rows, num_chunks, room), dtype=torch.float32, device=device)
+    list_ids = torch.empty((num_rows, num_chunks, room), dtype=torch.int32, device=device)
+    list_starts = torch.empty((num_rows, chunks), dtype=torch.int32, device=device)
     drawn = torch.empty(num_rows, dtype=torch.int32, device=device)
     _bracket_kernel[(num_rows,)](
-        logits, best_value, best_of_groups, rows, state.warmths, state.top_ks, state.top_ps, bracket, list_length,
+        logits, best_value, best_of_groups, rows, state.warmths, state.top_ks, state.top_ps, bracket,
         vocab, num_chunks, num_groups, GROUP=GROUP, GROUPS=triton.next_power_of_2(num_groups), CHUNKS=chunks,
-        SECTORS=SECTORS, LIST=list_size, num_warps=16, **EXACT,
+        SECTORS=SECTORS if vocab <= 160 << 10 else 2 * SECTORS, num_warps=8, **EXACT,
     )  # fmt: skip
     _divide_kernel[(num_chunks, num_rows)](
-        logits, best_value, rows, state.warmths, state.top_ks, state.min_weights, bracket, sums, list_length,
-        list_values, list_ids, vocab, num_chunks, num_rows, CHUNK=chunk, CHUNKS=chunks, LIST=list_size, num_warps=8,
+        logits, best_value, rows, state.warmths, state.top_ks, state.min_weights, bracket, sums, list_lengths,
+        list_values, list_ids, vocab, num_chunks, num_rows, CHUNK=chunk, CHUNKS=chunks, ROOM=room, num_warps=8,
         **EXACT,
     )  # fmt: skip
     draw_kernel[(num_rows,)](
         logits, best_value, rows, state.warmths, state.top_ks, state.top_ps, state.min_weights, state.lengths,
-        state.seeds, bracket, sums, list_length, list_values, list_ids, drawn, vocab, num_chunks, num_rows,
-        CHUNK=chunk, CHUNKS=chunks, LIST=list_size, num_warps=16, **EXACT,
+        state.seeds, bracket, sums, list_lengths, list_starts, list_values, list_ids, drawn, vocab, num_chunks,
+        num_rows, CHUNK=chunk, CHUNKS=chunks, LIST=list_size, ROOM=room, num_warps=16, **EXACT,
     )  # fmt: skip
     redraw_kernel[(num_rows,)](
         logits, best_value, rows, state.warmths, state.top_ks, state.top_ps, state.min_weights, state.lengths,

@@ -67,6 +67,17 @@ def _place_in_chunk(
     return tl.minimum(chunk * CHUNK + step, vocab - 1)
 
 
+@triton.jit
+def _place_in_lists(starts: tl.tensor, index: tl.tensor, num_chunks: tl.tensor, ROOM: tl.constexpr) -> tl.tensor:
+    """i32 like `index`: where the lists of all chunks, one behind the other, hold these elements."""
+    chunk, start = tl.zeros_like(index), tl.zeros_like(index)
+    for number in range(1, num_chunks):
+        first = tl.load(starts + number)
+        chunk = tl.where(index >= first, number, chunk)
+        start = tl.where(index >= first, first, start)
+    return chunk * ROOM + index - start
+
+
 @triton.jit(
     do_not_specialize=["num_chunks"],
     do_not_specialize_on_alignment=["rows", "warmths", "top_ks", "top_ps", "min_weights", "lengths", "seeds"],
@@ -83,7 +94,8 @@ def draw_kernel(
     seeds: tl.tensor,  # i64[slots]
     bracket: tl.tensor,
     sums: tl.tensor,
-    list_length: tl.tensor,
+    list_lengths: tl.tensor,
+    list_starts: tl.tensor,  # i32[r, CHUNKS]  scratch
     list_values: tl.tensor,
     list_ids: tl.tensor,
     drawn: tl.tensor,  # i32[r]  -1: the bracket does not hold
@@ -93,6 +105,7 @@ def draw_kernel(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
     LIST: tl.constexpr,
+    ROOM: tl.constexpr,
 ) -> None:
     row = tl.program_id(0)
     slot = tl.maximum(tl.load(rows + row), 0)
@@ -100,11 +113,15 @@ def draw_kernel(
     min_weight = tl.load(min_weights + slot)
     is_padding = tl.load(rows + row) < 0
     wait_for_inputs()
-    length = tl.load(list_length + row)
+    every = tl.arange(0, CHUNKS)
+    exists = every < num_chunks
+    parts = tl.load(list_lengths + row * num_chunks + every, mask=exists, other=0)
+    length = tl.sum(parts, axis=0)
+    has_room = (length <= LIST) & (tl.max(parts, axis=0) <= ROOM)
     token = slot * 0
-    if (warmth > 0) & (length <= LIST) & (not is_padding):
-        every = tl.arange(0, CHUNKS)
-        exists = every < num_chunks
+    if (warmth > 0) & has_room & (not is_padding):
+        tl.store(list_starts + row * CHUNKS + every, tl.cumsum(parts, axis=0) - parts)
+        tl.debug_barrier()
         place, size = row * num_chunks + every, num_rows * num_chunks
         certain = tl.load(sums + place, mask=exists, other=0)
         above = tl.sum(tl.load(sums + size + place, mask=exists, other=0), axis=0)
@@ -112,8 +129,10 @@ def draw_kernel(
         highest = highest_of(best_value, row, num_chunks, CHUNKS)
         low, high = tl.load(bracket + 2 * row), tl.load(bracket + 2 * row + 1)
         index = tl.arange(0, LIST)
-        values = tl.load(list_values + row * LIST + index, mask=index < length, other=-float("inf"))
-        ids = tl.load(list_ids + row * LIST + index, mask=index < length, other=0)
+        place_in_lists = _place_in_lists(list_starts + row * CHUNKS, index, num_chunks, ROOM)
+        first = row * num_chunks * ROOM
+        values = tl.load(list_values + first + place_in_lists, mask=index < length, other=-float("inf"))
+        ids = tl.load(list_ids + first + place_in_lists, mask=index < length, other=0)
         keys, weights = key_of(values), weights_of(values, highest, warmth)
         cut = key_of(warmth * 0.0 - float("inf"))  # key of the least likely token that is kept
         last_id = slot * 0 + vocab  # of the tokens at the cut, those up to this id are kept
@@ -169,7 +188,7 @@ def draw_kernel(
             )
         else:
             token = slot * 0 - 1
-    elif length > LIST:
+    elif (warmth > 0) & (not is_padding):
         token = slot * 0 - 1
     tl.store(drawn + row, token)
 
