@@ -1,4 +1,4 @@
-"""The HTTP application: routes, what surrounds every handler, and the handlers that are short."""
+"""The HTTP application: routes, the wrapper of every handler, and the short handlers."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Endpoint:
                 "status": status,
                 "seconds": round(seconds, 4),
                 "tenant": scope["state"]["tenant"].name if "tenant" in scope.get("state", {}) else None,
-                **scope.get("state", {}).get("books", {}),
+                **scope.get("state", {}).get("usage", {}),
             },
         )
 
@@ -141,7 +141,7 @@ class Handlers:
                 run.close()
                 watcher.cancel()
                 usage = run.usage()
-                scope["state"]["books"] = {
+                scope["state"]["usage"] = {
                     "prompt_tokens": usage.prompt_tokens,
                     "completion_tokens": usage.completion_tokens,
                     "cached_tokens": usage.prompt_tokens_details.cached_tokens,

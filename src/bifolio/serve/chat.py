@@ -42,7 +42,7 @@ RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
 
 @dataclass(slots=True)
 class _Choice:
-    """What is known of one choice of a stream."""
+    """The state of one choice of a stream."""
 
     scanner: CallScanner | None
     forced: str | None = None  # text of a call that must be one, gathered until it is complete

@@ -1,4 +1,4 @@
-"""What every handler of the front end needs, in one place."""
+"""The state that all handlers of the front end share."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from bifolio.serve.token_text import TokenTexts
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one client, or all of them, may ask of the server."""
+    """Bounds on the requests of one client and of all clients together."""
 
     max_body_bytes: int = 4 << 20
     max_queue: int = 256  # requests that may wait for a slot
     max_open_per_key: int | None = None  # requests that one key may have under way; None: no limit of its own
     request_timeout: float = 600.0  # seconds, from the arrival to the last token
     body_timeout: float = 30.0  # seconds that a client may take to send its request
-    write_timeout: float = 60.0  # seconds that a client may take to read what was sent
+    write_timeout: float = 60.0  # seconds that a client may take to read an event
     max_prompts: int = 256  # in one request
     max_sequences: int = 256  # prompts × completions of one request
 
 
 @dataclass(slots=True)
 class ServerContext:
-    """The model's tokenizer and template, the engine, and the books that are kept."""
+    """The model's tokenizer and template, the engine, limits and metrics."""
 
     model: TextModel
     engine: EngineProcess
@@ -55,7 +55,7 @@ class ServerContext:
 
     @contextlib.contextmanager
     def admission(self, tenant: Tenant, count: int) -> Iterator[None]:
-        """Let `count` engine requests in, or say when to come back. Refusing early keeps those who wait in time."""
+        """Admit `count` engine requests, or refuse with the seconds to wait. An early refusal keeps the queue short."""
         engine, limits = self.engine, self.limits
         if self.draining:
             raise ApiError(503, "the server is shutting down", "shutting_down", retry_after=5)
@@ -109,7 +109,7 @@ class ServerContext:
 
 
 def public_name(reference: str | Path | None, given: str | None) -> str:
-    """What clients call the model: as told, or the name of its file or folder."""
+    """The model's name in the API: `given`, or the name of its file or folder."""
     from bifolio.model.registry import DEFAULT_MODEL
 
     return given or Path(str(reference or DEFAULT_MODEL)).stem or "model"

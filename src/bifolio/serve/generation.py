@@ -23,7 +23,7 @@ Scored = tuple[int, float, int, list[tuple[int, float]]]  # token id, logprob, r
 
 @dataclass(slots=True)
 class Job:
-    """Prompts and parameters: what a client asked for, in the engine's terms."""
+    """The prompts and parameters of a client's request, in the engine's terms."""
 
     tenant: Tenant
     prompts: Sequence[list[int]]
@@ -38,7 +38,7 @@ class Job:
 
 @dataclass(slots=True)
 class Run:
-    """A job under way: updates with their places, and the books."""
+    """A job in flight: its updates in order, and its metrics."""
 
     context: ServerContext
     job: Job
@@ -77,7 +77,7 @@ class Run:
         self._timer = asyncio.get_running_loop().call_later(self.time_limit, self._too_late)
 
     async def next(self) -> list[tuple[int, Update]]:
-        """(prompt number, what is new of it); an empty list after the end."""
+        """(prompt number, its update) of everything new; an empty list after the end."""
         stream = self._stream
         if stream is None:
             return []
@@ -108,7 +108,7 @@ class Run:
         if self._stream is not None:
             self._stream.fail(ApiError(499, "the client has gone", "client_closed"))
 
-    # -- books ---------------------------------------------------------------------------------------------------------
+    # -- metrics -------------------------------------------------------------------------------------------------------
     def _note(self, update: Update) -> tuple[int, Update]:
         number = self._numbers[update.id]
         metrics, now = self.context.metrics, time.perf_counter()

@@ -1,4 +1,4 @@
-"""What the HTTP front end and the engine process say to each other.
+"""The messages between the HTTP front end and the engine process.
 
 Frames of four bytes of length and one msgpack message, over a private pair of connected sockets. Both ends are ours,
 so a message that does not decode means a broken peer and ends the connection. Nothing is ever unpickled.
@@ -88,7 +88,7 @@ class Refused(msgspec.Struct, tag="refused"):
 
 
 class Piece(msgspec.Struct, array_like=True, omit_defaults=True):
-    """What is new of one completion."""
+    """The new tokens and text of one completion."""
 
     index: int
     text: str
@@ -113,7 +113,7 @@ class Ended(msgspec.Struct, array_like=True):
 
 
 class Update(msgspec.Struct, array_like=True, omit_defaults=True):
-    """What is new of one request."""
+    """The new output of one request."""
 
     id: str
     pieces: list[Piece]

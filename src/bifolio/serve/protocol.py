@@ -65,7 +65,7 @@ class BeamSearch(Strict, kw_only=True):
 
 
 class Generation(Strict, kw_only=True):
-    """What both kinds of completion share."""
+    """The fields that both kinds of completion share."""
 
     model: str | None = None
     n: Annotated[int, Meta(ge=1, le=128)] = 1

@@ -29,7 +29,7 @@ JSON_OBJECT_SCHEMA = '{"type":"object"}'
 
 @dataclass(frozen=True, slots=True)
 class EngineParams:
-    """What travels to the engine: checked here, so that a mistake is answered at once."""
+    """Parameters as they are sent to the engine, checked here so that a mistake is answered at once."""
 
     values: dict[str, Any] = field(default_factory=dict)  # fields of SamplingParams or BeamSearchParams
     grammar: tuple[str, str] | None = None  # (kind, text)

@@ -65,7 +65,7 @@ class Server(uvicorn.Server):
         self.begin_drain()
 
     def begin_drain(self) -> None:
-        """Refuse what is new, let finish what runs."""
+        """Refuse new requests; requests in flight finish."""
         self._context.draining = True
         self.should_exit = True
 

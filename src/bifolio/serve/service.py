@@ -1,7 +1,7 @@
 """The engine's side of the conversation: messages in, a step, messages out.
 
-Updates are computed from what a sequence has now and what was sent before, not from single steps: tokens of several
-fast steps travel together, and a step that failed half-way and was repeated neither loses nor doubles anything.
+An update is the difference between a sequence's tokens and those already sent, not the result of one step: tokens of
+several fast steps travel together, and a step that failed half-way and was repeated neither loses nor doubles a token.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class EngineService:
         late.start()
 
     def _too_late(self, request_id: str) -> None:
-        """The bounds on a grammar make this rare; the thread goes on, but nobody waits for it."""
+        """Refuse a request whose grammar is still being compiled; the compiling thread goes on without a client."""
         self._refuse_compiled(request_id, GrammarError("the grammar takes too long to compile: make it simpler"))
 
     def _refuse_compiled(self, request_id: str, error: BifolioError) -> None:
@@ -193,7 +193,7 @@ class EngineService:
 
     # -- after a step --------------------------------------------------------------------------------------------------
     def _after_step(self, results: list[StepResult]) -> None:
-        """Note who has news; send it when somebody's first token or end is among it, or enough time has passed."""
+        """Mark the requests with new tokens; send at once if one of them began or ended, else after an interval."""
         urgent = False
         for result in results:
             live = self._live.get(result.request_id)

@@ -14,7 +14,7 @@ MAX_BUFFERED_TOKENS = 16384  # more than this unread, and the client is too slow
 class RequestStream:
     """Updates of some requests, in order. A reader that stays behind finds them together in one list.
 
-    Lives on the event loop. `close` is called whatever happens, and ends in the engine what still runs.
+    Lives on the event loop. `close` is always called, and aborts the requests that still run in the engine.
     """
 
     __slots__ = ("_abort", "_buffered", "_error", "_open", "_updates", "_waiter")
@@ -28,7 +28,7 @@ class RequestStream:
         self._waiter: asyncio.Future[None] | None = None
 
     async def next(self) -> list[Update]:
-        """What is new; an empty list after the end. Raises what a request failed with."""
+        """The new updates; an empty list after the end. Raises the error of a failed request."""
         while not self._updates:
             if self._error is not None:
                 raise self._error
@@ -54,7 +54,7 @@ class RequestStream:
         self._wake()
 
     def fail(self, error: ApiError) -> None:
-        """End everything; what was not read yet is dropped."""
+        """End all requests; unread updates are dropped."""
         if self._error is None and (self._open or self._updates):
             self._updates, self._error = [], error
         self.close()

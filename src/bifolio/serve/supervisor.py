@@ -93,13 +93,13 @@ class EngineProcess:
 
     # -- the process's life ------------------------------------------------------------------------------------------
     async def start(self) -> m.Hello:
-        """Start the first process. What no restart would change (a bad setting, a missing file) is a `ConfigError`."""
+        """Start the first process. `ConfigError`: a bad setting or a missing file, which a restart cannot change."""
         self._greeting = asyncio.get_running_loop().create_future()
         self._runner = asyncio.create_task(self._keep_alive())
         return await asyncio.shield(self._greeting)
 
     async def close(self) -> None:
-        """End the process; what runs in it is aborted."""
+        """End the process; requests in flight are aborted."""
         self._closing = True
         if self._link is not None:
             self._link.send(m.Shutdown())
@@ -207,7 +207,7 @@ class EngineProcess:
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(error)
-                answer.exception()  # whoever asked may be gone
+                answer.exception()  # marks it as read: the client may be gone
         self._answers.clear()
         for name, value in self.stats.items():
             if name in COUNTERS:

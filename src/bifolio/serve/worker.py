@@ -40,7 +40,7 @@ class Outbox:
         self._queue.put(message)
 
     def close(self, timeout: float = 5.0) -> None:
-        """Send what is queued, then stop."""
+        """Send the queued messages, then stop."""
         self._queue.put(None)
         self._thread.join(timeout)
 
@@ -87,7 +87,7 @@ def serve(connection: socket.socket) -> int:
 
     def beat() -> None:
         while service.thread.is_alive:
-            with contextlib.suppress(RuntimeError):  # the engine changed what was being counted: next time
+            with contextlib.suppress(RuntimeError):  # a collection changed while it was counted: skip this beat
                 outbox.put(service.beat())
             stopped.wait(BEAT_SECONDS)
 
