@@ -90,7 +90,7 @@ HugeBuffer::~HugeBuffer() { std::free(data_); }
 
 size_t source_row_bytes(Format format, int64_t k) { return size_t(k) / block_elements(format) * block_bytes(format); }
 
-LinearWeights::LinearWeights(const std::vector<SourceRows>& parts, int64_t k, const float* bias, int planes)
+LinearWeights::LinearWeights(const std::vector<SourceRows>& parts, int64_t k, const float* bias, int planes, Pool& pool)
     : k_(k), planes_(planes) {
   for (size_t first = 0; first < parts.size();) {
     size_t last = first;
@@ -100,7 +100,7 @@ LinearWeights::LinearWeights(const std::vector<SourceRows>& parts, int64_t k, co
     auto memory = std::make_unique<HugeBuffer>(m.panel_bytes * size_t(m.num_panels));
     uint8_t* target = memory->data();
     m.data = target;
-    Pool::instance().run([&](Member& member) {
+    pool.run([&](Member& member) {
       member.split(m.num_panels, 8, [&](int64_t begin, int64_t end) {
         std::memset(target + size_t(begin) * m.panel_bytes, 0, size_t(end - begin) * m.panel_bytes);
         int64_t row = 0;  // of the fused matrix

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "contracts.h"
+#include "pool.h"
 
 namespace bifolio {
 
@@ -38,7 +39,8 @@ size_t source_row_bytes(Format format, int64_t k);
 // One Linear: its parts side by side, those of one format in one matrix.
 class LinearWeights {
  public:
-  LinearWeights(const std::vector<SourceRows>& parts, int64_t k, const float* bias, int planes = 1);
+  LinearWeights(const std::vector<SourceRows>& parts, int64_t k, const float* bias, int planes = 1,
+                Pool& pool = Pool::instance());
   LinearWeights(const LinearWeights&) = delete;
 
   int64_t in_features() const { return k_; }

@@ -49,6 +49,7 @@ class AsyncLLM:
 
     def __init__(self, model: str | Path | LoadedModel | LLM | None = None, **options: Any) -> None:
         self.llm = model if isinstance(model, LLM) else LLM(model, **options)
+        self.llm.hand_over("AsyncLLM")
         self._channels: dict[str, _Channel] = {}  # request id → who waits for it; changed on the engine's thread
         self._ids = itertools.count()
         self.thread = EngineThread(self.llm.engine, self._dispatch, self._tell_dead)
@@ -115,6 +116,7 @@ class AsyncLLM:
     async def close(self) -> None:
         """Abort what runs and end the thread."""
         await asyncio.to_thread(self.thread.stop)
+        self.llm.take_back()
 
     async def __aenter__(self) -> AsyncLLM:
         return self

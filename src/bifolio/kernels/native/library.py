@@ -43,7 +43,7 @@ def set_isa(name: str, module: Any = None) -> None:
 
 
 def set_num_threads(count: int) -> None:
-    """Threads of the team, the calling one included; 0 for one per physical core."""
+    """Threads of the pool of the process, the calling one included; 0 for one per physical core."""
     library().set_num_threads(count)
 
 
