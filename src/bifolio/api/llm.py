@@ -23,7 +23,8 @@ from bifolio.model.loader import load_model
 from bifolio.quant.convert import conversion_notes
 from bifolio.sampling_params import SamplingParams, merge_defaults
 from bifolio.sequence import Request, StepResult
-from bifolio.text.chat_template import Message, render_chat
+from bifolio.text.chat_template import Message, check_messages, render_chat
+from bifolio.text.roles import Placeholders
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 PROGRESS_FROM = 8  # prompts; fewer are done before a bar would be read
@@ -190,9 +191,17 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def chat_tokens(self, messages: Sequence[Message], **options: Any) -> list[int]:
-        """Token ids of a conversation; special tokens come from the template alone."""
-        text = render_chat(self.model.chat_template, messages, special_tokens=self.model.special_tokens, **options)
-        return self.model.require_tokenizer().encode(text, add_special_tokens=False)
+        """Token ids of a conversation; special tokens come from the template alone (`text.roles`)."""
+        tokenizer = self.model.require_tokenizer()
+        check_messages(messages)
+        placeholders = Placeholders(tokenizer.special_tokens)
+        text = render_chat(
+            self.model.chat_template,
+            placeholders.protect(list(messages)),
+            special_tokens=self.model.special_tokens,
+            **placeholders.protect(options),
+        )
+        return tokenizer.encode_parts(placeholders.parts(text))
 
     # -- looking -----------------------------------------------------------------------------------------------
     def print_plan(self) -> None:

@@ -39,6 +39,7 @@ from bifolio.serve.tools import ToolPlan
 
 logger = logging.getLogger("bifolio.http")
 Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
+TEXTS_AT_ONCE = 4096  # of tokens, before other requests get a turn
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,64}")
 
 
@@ -172,22 +173,24 @@ class Handlers:
             raise bad_request("pass either prompt or messages")
         if request.messages is not None:
             chat_request = p.ChatRequest(messages=request.messages)
-            tokens = await chat_calls.chat_tokens(context, chat_request, ToolPlan())
+            tokens = await chat_calls.chat_tokens(context, chat_request, ToolPlan(), _tenant(scope))
         else:
-            tokens = await completion_calls.encode(context, request.prompt or "", request.add_special_tokens)
-        texts = [context.texts.text(token) for token in tokens]
-        await send_json(send, r.Tokens(tokens, texts, len(tokens), self._max_model_len()))
+            (tokens,) = await context.tokenizers.encode([request.prompt or ""], request.add_special_tokens)
+        texts: list[str] = []
+        for first in range(0, len(tokens), TEXTS_AT_ONCE):
+            texts += [context.texts.text(token) for token in tokens[first : first + TEXTS_AT_ONCE]]
+            await asyncio.sleep(0)
+        await send_json(send, r.Tokens(tokens, texts, len(tokens), context.max_model_len))
 
     async def detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = self._context
         request = decode(await read_body(scope, receive, context.limits), p.DetokenizeRequest)
         context.check_model(request.model)
         vocab = context.model.config.vocab_size
-        for token in request.tokens:
-            if token >= vocab:
-                raise bad_request(f"the token id {token} is outside the vocabulary of {vocab} tokens", "tokens")
-        tokenizer = context.model.require_tokenizer()
-        text = await asyncio.to_thread(tokenizer.decode, request.tokens, request.skip_special_tokens)
+        largest = max(request.tokens, default=0)
+        if largest >= vocab:
+            raise bad_request(f"the token id {largest} is outside the vocabulary of {vocab} tokens", "tokens")
+        text = await context.tokenizers.decode(request.tokens, request.skip_special_tokens)
         await send_json(send, r.Detokenized(text))
 
     # -- looking -------------------------------------------------------------------------------------------------------
@@ -199,11 +202,7 @@ class Handlers:
         await send_json(send, self._card())
 
     def _card(self) -> r.ModelCard:
-        return r.ModelCard(self._context.name, self._context.created, self._max_model_len())
-
-    def _max_model_len(self) -> int:
-        hello = self._context.engine.hello
-        return self._context.model.config.max_position if hello is None else hello.max_model_len
+        return r.ModelCard(self._context.name, self._context.created, self._context.max_model_len)
 
     async def health(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send_json(send, r.Health("ok"))

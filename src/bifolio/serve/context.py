@@ -13,9 +13,12 @@ from pathlib import Path
 from bifolio.model.text_model import TextModel
 from bifolio.serve.auth import Tenant
 from bifolio.serve.errors import ApiError
+from bifolio.serve.grammar_checks import GrammarChecks
+from bifolio.serve.helper import Helper, new_helper
 from bifolio.serve.metrics import Metrics
 from bifolio.serve.supervisor import EngineProcess
 from bifolio.serve.token_text import TokenTexts
+from bifolio.serve.tokenizing import TokenizerPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +46,26 @@ class ServerContext:
     metrics: Metrics = field(default_factory=Metrics)
     created: int = field(default_factory=lambda: int(time.time()))
     log_prompts: bool = False
+    reference: str | None = None  # the model, as helper processes find it; None: by its path
     draining: bool = False
     texts: TokenTexts = field(init=False)
+    tokenizers: TokenizerPool = field(init=False)
+    templates: Helper = field(init=False)  # renders chat templates
+    grammars: GrammarChecks = field(init=False)
     _open_per_key: Counter[str] = field(init=False, default_factory=Counter)
-
-    _longest_token: int | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.texts = TokenTexts(self.model.tokenizer)
+        self.tokenizers = TokenizerPool(self.model.tokenizer)
+        self.templates = new_helper(self.reference or str(self.model.path), reads_tokenizer=False)
+        self.grammars = GrammarChecks(new_helper(self.reference or str(self.model.path), reads_tokenizer=True))
         self.metrics.watch(self.engine)
+
+    async def close(self) -> None:
+        """End the helper processes and the threads of the tokenizer."""
+        self.tokenizers.close()
+        await self.templates.close()
+        await self.grammars.close()
 
     @contextlib.contextmanager
     def admission(self, tenant: Tenant, count: int) -> Iterator[None]:
@@ -83,20 +97,11 @@ class ServerContext:
         """Seconds until the queue has probably moved on by one batch."""
         return max(1, min(60, math.ceil(self.metrics.recent_latency)))
 
-    def check_length(self, text: str) -> None:
-        """Refuse at once a text that cannot fit however it is cut into tokens: encoding megabytes takes seconds."""
-        tokenizer, hello = self.model.tokenizer, self.engine.hello
-        if tokenizer is None or hello is None:
-            return
-        if self._longest_token is None:
-            self._longest_token = max(map(len, tokenizer.backend.get_vocab()), default=1)
-        if len(text) > hello.max_model_len * self._longest_token:
-            raise ApiError(
-                400,
-                f"the text has {len(text)} characters and the model takes {hello.max_model_len} tokens: shorten it",
-                "context_length_exceeded",
-                param="prompt",
-            )
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of a prompt and its completion together."""
+        hello = self.engine.hello
+        return self.model.config.max_position if hello is None else hello.max_model_len
 
     def check_model(self, wanted: str | None) -> None:
         if wanted is not None and wanted not in ("", self.name):

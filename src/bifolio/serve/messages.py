@@ -155,7 +155,7 @@ to_engine_decoder = msgspec.msgpack.Decoder(ToEngine)
 from_engine_decoder = msgspec.msgpack.Decoder(FromEngine)
 
 
-def frame(message: ToEngine | FromEngine) -> bytes:
+def frame(message: msgspec.Struct) -> bytes:
     body = _encoder.encode(message)
     return len(body).to_bytes(4, "little") + body
 

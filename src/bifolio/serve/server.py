@@ -98,7 +98,13 @@ async def running_context(settings: ServerSettings, engine_options: dict[str, An
     try:
         await asyncio.gather(engine.start(), asyncio.to_thread(lambda: model.tokenizer))
         name = public_name(reference, settings.model_name)
-        yield ServerContext(model, engine, name, settings.limits, log_prompts=settings.log_prompts)
+        context = ServerContext(
+            model, engine, name, settings.limits, log_prompts=settings.log_prompts, reference=str(reference)
+        )
+        try:
+            yield context
+        finally:
+            await context.close()
     finally:
         await engine.close()
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from bifolio.sequence import Request, StepResult, TokenLogprob
 from bifolio.serve import messages as m
 from bifolio.serve.embedding import EmbeddingQueue
 from bifolio.serve.snapshot import blocks_of, slots_of, waiting_of
+from bifolio.text.tokenizer import is_library_error
 
 logger = logging.getLogger(__name__)
 Send = Callable[[m.FromEngine], None]
@@ -58,14 +59,14 @@ class EngineService:
     thread: EngineThread = field(init=False)
     _live: dict[str, _Live] = field(init=False, default_factory=dict)
     _embeddings: EmbeddingQueue = field(init=False)
-    _compilers: ThreadPoolExecutor = field(init=False)
-    _compiling: set[str] = field(init=False, default_factory=set)  # ids whose grammar is being compiled
+    _compiler: ThreadPoolExecutor = field(init=False)
+    _compiling: dict[str, float] = field(init=False, default_factory=dict)  # id of a waiting grammar -> its deadline
     _last_sent: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
         self.thread = EngineThread(self.llm.engine, self._after_step)
         self._embeddings = EmbeddingQueue(self.llm.engine)
-        self._compilers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="bifolio-grammar")
+        self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bifolio-grammar")
 
     def hello(self, model_name: str) -> m.Hello:
         engine = self.llm.engine
@@ -85,17 +86,33 @@ class EngineService:
     def handle(self, message: m.ToEngine) -> None:
         """Take a message; everything that touches the engine is queued for its thread."""
         if isinstance(message, m.Start) and message.grammar is not None:
-            self.thread.post(lambda engine: self._compile_first(message))
+            self._compile_first(message)
         elif isinstance(message, m.Start):
-            self.thread.post(lambda engine: self._start(engine, message))
+            self._post(message.id, lambda engine: self._start(engine, message))
         elif isinstance(message, m.Abort):
             self.thread.post(lambda engine: self._abort(engine, message.ids))
         elif isinstance(message, m.Embed):
-            self.thread.post(lambda engine: self._embed(message))
+            self._post(message.id, lambda engine: self._embed(message))
         elif isinstance(message, m.Look):
-            self.thread.post(lambda engine: self._look(engine, message.id))
+            self._post(message.id, lambda engine: self._look(engine, message.id))
         elif isinstance(message, m.Shutdown):
             self.thread.stop(timeout=0)
+
+    def _post(self, request_id: str, command: Callable[[InferenceEngine], None]) -> None:
+        """Queue a command whose failure, of any kind, refuses one request and nothing else."""
+
+        def guarded(engine: InferenceEngine) -> None:
+            try:
+                command(engine)
+            except BaseException as error:
+                if not is_library_error(error):
+                    raise
+                logger.exception("a command for a request failed")
+                engine.abort(request_id)
+                self._live.pop(request_id, None)
+                self.send(m.Refused(request_id, "EngineError", f"the engine failed: {type(error).__name__}"))
+
+        self.thread.post(guarded)
 
     def beat(self) -> m.Beat:
         """From any thread: the counters are plain numbers, and a torn read does no harm."""
@@ -111,40 +128,51 @@ class EngineService:
         stats["num_cached_blocks"] = float(self.llm.engine.blocks.num_cached_blocks)
         return m.Beat(stats, 0.0 if started is None else max(time.monotonic() - started, 0.0))
 
-    # -- on the engine's thread ----------------------------------------------------------------------------------------
+    # -- grammars ------------------------------------------------------------------------------------------------------
     def _compile_first(self, message: m.Start) -> None:
-        """Grammars are compiled elsewhere: the steps of other requests go on meanwhile."""
-        self._compiling.add(message.id)
+        """Compile on a thread of its own while the steps of other requests go on.
+
+        The front end sends grammars that a helper process has found to be cheap. All wait for one thread; those that
+        wait longer than `COMPILE_SECONDS` are refused by `expire_grammars`.
+        """
+        self._compiling[message.id] = time.monotonic() + COMPILE_SECONDS
 
         def compile_it() -> None:
             from bifolio.sampling.grammar import Grammar, compile_grammar
 
             kind, text = message.grammar or ("", "")
+            if message.id not in self._compiling:
+                return  # aborted or too late
             try:
                 compiled = compile_grammar(Grammar(kind, text), self.llm.model)  # type: ignore[arg-type]
             except BifolioError as error:
                 reason = error
                 self.thread.post(lambda engine: self._refuse_compiled(message.id, reason))
             else:
-                self.thread.post(lambda engine: self._start_compiled(engine, message, compiled))
+                self._post(message.id, lambda engine: self._start_compiled(engine, message, compiled))
 
-        self._compilers.submit(compile_it)
-        late = threading.Timer(COMPILE_SECONDS, lambda: self.thread.post(lambda engine: self._too_late(message.id)))
-        late.daemon = True
-        late.start()
+        try:
+            self._compiler.submit(compile_it)
+        except RuntimeError:  # the system starts no further thread
+            failure = GrammarError("no thread is free to compile the grammar: ask again later")
+            self.thread.post(lambda engine: self._refuse_compiled(message.id, failure))
 
-    def _too_late(self, request_id: str) -> None:
-        """Refuse a request whose grammar is still being compiled; the compiling thread goes on without a client."""
-        self._refuse_compiled(request_id, GrammarError("the grammar takes too long to compile: make it simpler"))
+    def expire_grammars(self) -> None:
+        """From any thread, now and then: refuse the requests whose grammar takes too long."""
+        now, error = time.monotonic(), GrammarError("the grammar takes too long to compile: make it simpler")
+        for request_id in [known for known, deadline in list(self._compiling.items()) if now > deadline]:
+            self.thread.post(partial(self._refuse_late, request_id, error))
+
+    # -- on the engine's thread ----------------------------------------------------------------------------------------
+    def _refuse_late(self, request_id: str, error: BifolioError, engine: InferenceEngine) -> None:
+        self._refuse_compiled(request_id, error)
 
     def _refuse_compiled(self, request_id: str, error: BifolioError) -> None:
-        if request_id in self._compiling:
-            self._compiling.discard(request_id)
+        if self._compiling.pop(request_id, None) is not None:
             self._refuse(request_id, error)
 
     def _start_compiled(self, engine: InferenceEngine, message: m.Start, grammar: object) -> None:
-        if message.id in self._compiling:  # else it was aborted meanwhile
-            self._compiling.discard(message.id)
+        if self._compiling.pop(message.id, None) is not None:  # else it was aborted meanwhile
             self._start(engine, message, grammar)
 
     def _start(self, engine: InferenceEngine, message: m.Start, grammar: object | None = None) -> None:
@@ -169,7 +197,7 @@ class EngineService:
 
     def _abort(self, engine: InferenceEngine, ids: list[str]) -> None:
         for request_id in ids:
-            self._compiling.discard(request_id)
+            self._compiling.pop(request_id, None)
             self._embeddings.abort(request_id)
             self._live.pop(request_id, None)
             engine.abort(request_id)

@@ -89,6 +89,7 @@ def serve(connection: socket.socket) -> int:
         while service.thread.is_alive:
             with contextlib.suppress(RuntimeError):  # a collection changed while it was counted: skip this beat
                 outbox.put(service.beat())
+                service.expire_grammars()
             stopped.wait(BEAT_SECONDS)
 
     stopped = threading.Event()

@@ -91,8 +91,8 @@ def check_output(settings: TrainSettings) -> None:
     ]
     if kept:
         raise ConfigError(
-            f"the folder {folder} holds a model already ({', '.join(kept)}): continue it with --resume, replace it with "
-            "--force, or choose another --output"
+            f"the folder {folder} holds a model already ({', '.join(kept)}): continue it with --resume, replace it "
+            "with --force, or choose another --output"
         )
 
 

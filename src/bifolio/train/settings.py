@@ -148,7 +148,7 @@ GGUF_FORMATS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1")
 
 # Settings that may differ between a run and its continuation: they do not change what is computed.
 FREE_ON_RESUME = frozenset(
-    {"output", "resume", "force", "eval_every", "eval_sequences", "log_every", "save_every", "sample_every", "sample_prompt",
-     "sample_tokens", "sample_temperature", "max_minutes", "device", "compile", "gguf", "keep_best", "data",
-     "tokenizer"}
+    {"output", "resume", "force", "eval_every", "eval_sequences", "log_every", "save_every", "sample_every",
+     "sample_prompt", "sample_tokens", "sample_temperature", "max_minutes", "device", "compile", "gguf", "keep_best",
+     "data", "tokenizer"}
 )  # fmt: skip
