@@ -14,6 +14,7 @@
     │   ├── OutOfBlocksError   the pool cannot supply the blocks asked for; nothing was changed
     │   └── UnknownSequenceError
     ├── PhaseError             decode before the prompt is complete, and other wrong transitions
+    ├── ModelOutputError       the network gave no number that can be used
     ├── KernelArgumentError    a kernel was handed an array or a number that does not fit
     ├── EngineDeadError        the engine stopped; requests that ran in it are lost
     └── MissingDependencyError an optional package is needed for this and is not installed
@@ -81,6 +82,13 @@ class UnknownSequenceError(CacheError, KeyError):
 
 class PhaseError(BifolioError, RuntimeError):
     """A sequence was asked for something that its phase does not allow."""
+
+
+NO_FINITE_LOGIT = "the model gave no finite logit for the next position: its weights may be damaged"
+
+
+class ModelOutputError(BifolioError, ArithmeticError):
+    """The network gave no finite logit: its weights are damaged, or its numbers overflow. No client caused it."""
 
 
 class KernelArgumentError(BifolioError, ValueError):

@@ -93,6 +93,10 @@ class SequenceGroup(Protocol):
         """Whether all live members have computed all tokens but the last, so that the group can take its next step."""
         ...
 
+    def live(self) -> list[Sequence]:
+        """The members that stand for a hypothesis."""
+        ...
+
     def may_open(self, sequence: Sequence) -> bool:
         """After a preemption tables are opened one by one, so that later ones find the blocks of earlier ones."""
         ...

@@ -22,6 +22,7 @@ from bifolio.cache.block_manager import KVCacheBlockManager
 from bifolio.cache.sharing import BlockShareManager, ShareStats, SpeculativeDecodingSharing
 from bifolio.config import EngineConfig
 from bifolio.engine.executor import DecodeExecutor, ModelRunner, PrefillExecutor
+from bifolio.engine.fault.progress import ProgressWatch
 from bifolio.engine.fault.recovery import FaultRecovery
 from bifolio.engine.host_batch import Readout
 from bifolio.engine.postprocess import Postprocessor, Ticket
@@ -95,6 +96,7 @@ class InferenceEngine:
             self.batcher, self.phases, self.blocks, self.slots.sampler, kernels, self.speculator, speculation
         )
         self.faults = FaultRecovery(self)
+        self.progress = ProgressWatch(self)
         self.requests: dict[str, Request] = {}  # not finished yet
         self.factory = RequestFactory(model, config, self.blocks, self.requests)
         self.in_flight: deque[Ticket] = deque()
@@ -236,6 +238,8 @@ class InferenceEngine:
         prompt = [*parent.token_ids, *token_ids]
         request = self.factory.new_request(new_request_id, prompt, params, salt=salt, **options)
         self.factory.add_completions(request)
+        if params.prompt_logprobs is not None:  # they need the logits of every position: the prompt is computed whole
+            return self._enqueue(request)
         first = request.sequences[0]
         self.blocks.fork(parent.id, first.id)
         try:
@@ -312,6 +316,7 @@ class InferenceEngine:
 
     def _deliver(self) -> list[StepResult]:
         results, self._outbox = self._outbox, []
+        results.extend(self.progress.observe(results))
         for result in results:
             if result.finished:
                 request = self.requests.get(result.request_id)

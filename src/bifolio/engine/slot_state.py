@@ -15,7 +15,7 @@ import numpy as np
 
 from bifolio.cache.block_manager import KVCacheBlockManager
 from bifolio.engine.host_batch import ON_DEVICE, HostBatch, Readout, newest_token
-from bifolio.errors import RequestError
+from bifolio.errors import NO_FINITE_LOGIT, ModelOutputError
 from bifolio.kernels.interface import Array, Batch, DeviceSlots, KernelSet, PendingTokens
 from bifolio.sampling.sampler import NOTHING, SampledTokens, Sampler, SamplingTable
 from bifolio.schedule.plan import StepPlan
@@ -38,9 +38,7 @@ class Draws:
             self.known.token_ids[self.device_draws] = tokens
             for draw, token in zip(self.device_draws, tokens.tolist(), strict=True):
                 if token == NOTHING:
-                    self.known.errors[draw] = RequestError(
-                        "no token can follow: the model gave no finite logit for the next position"
-                    )
+                    self.known.errors[draw] = ModelOutputError(NO_FINITE_LOGIT)
         return self.known
 
 

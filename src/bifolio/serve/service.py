@@ -22,7 +22,7 @@ from bifolio.beam_params import BeamSearchParams
 from bifolio.engine.engine import InferenceEngine
 from bifolio.engine.fault.out_of_memory import STEP_FAILED
 from bifolio.engine.thread import EngineThread
-from bifolio.errors import BifolioError, GrammarError, RequestError
+from bifolio.errors import NO_FINITE_LOGIT, BifolioError, GrammarError, RequestError
 from bifolio.sampling_params import SamplingParams
 from bifolio.sequence import Request, StepResult, TokenLogprob
 from bifolio.serve import messages as m
@@ -320,5 +320,5 @@ def _ended(request: Request) -> m.Ended:
         metrics.num_cached_tokens,
         metrics.num_preemptions,
         request.error,
-        (request.error or "").startswith(STEP_FAILED),
+        (request.error or "").startswith((STEP_FAILED, NO_FINITE_LOGIT)),
     )
