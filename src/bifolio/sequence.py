@@ -167,9 +167,10 @@ class Sequence:
         return self.parent is not None or (self.group is not None and not self.group.is_live(self))
 
     @property
-    def order(self) -> tuple[int, int]:
+    def order(self) -> tuple[int, float, int]:
         """Rank in the queue: smaller goes first; the planner preempts from the other end."""
-        return (self.request.priority, self.request.number)
+        request = self.request
+        return (request.priority, request.turn, request.number)
 
     # -- progress: the only places that change it ----------------------------------------------------------------------
 
@@ -225,6 +226,7 @@ class Request:
     seed: int
     prompt: str | None = None
     priority: int = 0  # smaller goes first
+    turn: float = 0.0  # among requests of one priority: smaller goes first, then the earlier arrival
     salt: bytes = b""  # requests share cached prefixes only with others of the same salt
     max_tokens: int = 0  # of each completion, resolved against the model's context
     sequences: list[Sequence] = field(default_factory=list)

@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sampling_helpers import CROWD, EOS, VOCAB, crowd, make_sampler, random_logits
 
-from bifolio.errors import ModelOutputError, RequestError
+from bifolio.errors import ModelOutputError
 from bifolio.sampling.sampler import Sampler, SamplingTable, uniform
 from bifolio.sampling.weights import STREAM_XTC, child_seed
 from bifolio.sampling_params import SamplingParams

@@ -26,8 +26,8 @@ def serve(
     model: options.Model = None,
     host: Annotated[str, commands.option("--host", help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, commands.option("--port", "-p", help="Port to listen on.")] = 8000,
-    name: Annotated[str | None, commands.option("--served-model-name", help="What clients call the model.")] = None,
-    api_key: Annotated[list[str] | None, commands.option("--api-key", help="A key that is let in; repeatable.")] = None,
+    name: Annotated[str | None, commands.option("--served-model-name", help="Name of the model in the API.")] = None,
+    api_key: Annotated[list[str] | None, commands.option("--api-key", help="An accepted key; repeatable.")] = None,
     api_key_file: Annotated[
         list[Path] | None, commands.option("--api-key-file", help="A file of keys, one a line; repeatable.")
     ] = None,
@@ -50,6 +50,13 @@ def serve(
     step_timeout: Annotated[
         float, commands.option("--step-timeout", help="Seconds of one step after which the engine counts as hung.")
     ] = 300.0,
+    heartbeat_timeout: Annotated[
+        float, commands.option("--heartbeat-timeout", help="Seconds without a sign of the engine until /ready fails.")
+    ] = 10.0,
+    allowed_host: Annotated[
+        list[str] | None,
+        commands.option("--allowed-host", help="Another host name of a local server without keys; repeatable."),
+    ] = None,
     log_prompts: Annotated[bool, commands.option("--log-prompts", help="Write prompts into the log.")] = False,
     log_level: Annotated[str, commands.option("--log-level", help="debug, info, warning or error.")] = "info",
     speculative: options.Speculative = None,
@@ -102,6 +109,8 @@ def serve(
         ),
         drain_seconds=drain_timeout,
         step_timeout=step_timeout,
+        heartbeat_timeout=heartbeat_timeout,
+        allowed_hosts=allowed_host or [],
         log_prompts=log_prompts,
     )
     guessing = options.speculative_config(speculative, draft_model)

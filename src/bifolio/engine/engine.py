@@ -192,10 +192,11 @@ class InferenceEngine:
         *,
         prompt: str | None = None,
         priority: int = 0,
+        turn: float = 0.0,
         salt: bytes = b"",
     ) -> Request:
         """Queue a request; one that cannot be served is refused here, before it touches anything."""
-        request = self.factory.new_request(request_id, prompt_token_ids, params, prompt, priority, salt)
+        request = self.factory.new_request(request_id, prompt_token_ids, params, prompt, priority, salt, turn)
         self.factory.add_completions(request)
         return self._enqueue(request)
 
@@ -207,10 +208,11 @@ class InferenceEngine:
         *,
         prompt: str | None = None,
         priority: int = 0,
+        turn: float = 0.0,
         salt: bytes = b"",
     ) -> Request:
         """Queue a beam search; it runs in the same batches as all other requests."""
-        request = self.factory.new_request(request_id, prompt_token_ids, params.sampling, prompt, priority, salt)
+        request = self.factory.new_request(request_id, prompt_token_ids, params.sampling, prompt, priority, salt, turn)
         self.factory.add_beams(request, params)
         return self._enqueue(request)
 

@@ -50,6 +50,7 @@ class RequestFactory:
         prompt: str | None = None,
         priority: int = 0,
         salt: bytes = b"",
+        turn: float = 0.0,
     ) -> Request:
         """A request that can be served, without sequences yet; `RequestError` and its kin say why it cannot."""
         prompt_ids = as_token_ids(prompt_token_ids)
@@ -63,6 +64,7 @@ class RequestFactory:
             seed=params.seed if params.seed is not None else secrets.randbits(63),
             prompt=prompt,
             priority=priority,
+            turn=turn,
             salt=salt,
             max_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
         )

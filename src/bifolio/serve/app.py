@@ -29,16 +29,23 @@ from bifolio.serve.auth import App, Guard, KeyRing, Receive, Scope, Send, Tenant
 from bifolio.serve.context import ServerContext
 from bifolio.serve.errors import ApiError, bad_request
 from bifolio.serve.generation import Run, collect
+from bifolio.serve.hosts import HostGuard
 from bifolio.serve.http import decode, read_body, send_bytes, send_events, send_json
 from bifolio.serve.live import live_events
 from bifolio.serve.logs import request_id
 from bifolio.serve.metrics import CONTENT_TYPE
-from bifolio.serve.openapi import openapi_document
+from bifolio.serve.openapi import docs_page, openapi_document
 from bifolio.serve.page import page_files
 from bifolio.serve.tools import ToolPlan
 
 logger = logging.getLogger("bifolio.http")
 Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
+PAGE_HEADERS = (
+    (b"cache-control", b"no-cache"),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"content-security-policy", b"default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"),
+)
 TEXTS_AT_ONCE = 4096  # of tokens, before other requests get a turn
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,64}")
 
@@ -220,6 +227,9 @@ class Handlers:
             self._document = openapi_document()
         await send_json(send, self._document)
 
+    async def docs(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send_bytes(send, docs_page().encode(), b"text/html; charset=utf-8", headers=PAGE_HEADERS)
+
     async def live(self, scope: Scope, receive: Receive, send: Send) -> None:
         await live_events(self._context, scope, receive, send)
 
@@ -274,11 +284,17 @@ ROUTES: tuple[tuple[str, str, str], ...] = (  # path, method, name of the handle
     ("/metrics", "GET", "metrics"),
     ("/openapi.json", "GET", "openapi"),
     ("/live", "GET", "live"),
+    ("/docs", "GET", "docs"),
 )
 
 
-def make_app(context: ServerContext, keys: KeyRing | None = None, cors_origins: Iterable[str] = ()) -> App:
-    """The application, guarded."""
+def make_app(
+    context: ServerContext,
+    keys: KeyRing | None = None,
+    cors_origins: Iterable[str] = (),
+    hosts: Iterable[str] | None = None,
+) -> App:
+    """The application, guarded. `hosts`: the names that a server without keys answers to; None: any."""
     handlers = Handlers(context)
     routes = [
         Route(path, Endpoint(context, path, getattr(handlers, name)), methods=[method]) for path, method, name in ROUTES
@@ -291,6 +307,8 @@ def make_app(context: ServerContext, keys: KeyRing | None = None, cors_origins: 
     middleware = [
         Middleware(Guard, keys=keys or KeyRing(), open_paths=files),
     ]
+    if hosts is not None and not keys:
+        middleware.insert(0, Middleware(HostGuard, hosts=list(hosts), origins=origins))
     if origins:
         middleware.insert(
             0, Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
@@ -301,18 +319,8 @@ def make_app(context: ServerContext, keys: KeyRing | None = None, cors_origins: 
 
 
 def _file_handler(body: bytes, content_type: bytes) -> Handler:
-    headers = (
-        (b"cache-control", b"no-cache"),
-        (b"x-content-type-options", b"nosniff"),
-        (b"referrer-policy", b"no-referrer"),
-        (
-            b"content-security-policy",
-            b"default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-        ),
-    )
-
     async def handler(scope: Scope, receive: Receive, send: Send) -> None:
-        await send_bytes(send, body, content_type, headers=headers)
+        await send_bytes(send, body, content_type, headers=PAGE_HEADERS)
 
     return handler
 

@@ -198,6 +198,7 @@ async def prepare(context: ServerContext, request: ChatRequest, tenant: Tenant) 
     params = await resolve_strings(context, params)
     if params.grammar is not None:
         await context.grammars.require(*params.grammar, tenant.name)
+    context.check_scored([prompt], drawn, params)
     job = Job(
         tenant,
         [prompt],

@@ -178,6 +178,7 @@ async def prepare(context: ServerContext, request: CompletionRequest, tenant: Te
     drawn = request.beam_search.width if request.beam_search else request.best_of or request.n
     if len(prompts) * drawn > context.limits.max_sequences:
         raise bad_request(f"{len(prompts)} prompts × {drawn} completions are too many for one request", "prompt")
+    context.check_scored([tokens for _, tokens in prompts], drawn, params)
     job = Job(
         tenant,
         [tokens for _, tokens in prompts],

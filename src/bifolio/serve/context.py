@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from bifolio.serve.errors import ApiError
 from bifolio.serve.grammar_checks import GrammarChecks
 from bifolio.serve.helper import Helper, new_helper
 from bifolio.serve.metrics import Metrics
+from bifolio.serve.sampling import EngineParams
 from bifolio.serve.supervisor import EngineProcess
 from bifolio.serve.token_text import TokenTexts
 from bifolio.serve.tokenizing import TokenizerPool
@@ -33,6 +34,7 @@ class Limits:
     write_timeout: float = 60.0  # seconds that a client may take to read an event
     max_prompts: int = 256  # in one request
     max_sequences: int = 256  # prompts × completions of one request
+    max_scored: int = 1_000_000  # logprobs that one request may ask for, those of its prompts included
 
 
 @dataclass(slots=True)
@@ -48,6 +50,7 @@ class ServerContext:
     log_prompts: bool = False
     reference: str | None = None  # the model, as helper processes find it; None: by its path
     draining: bool = False
+    owners: dict[str, str] = field(default_factory=dict)  # engine request in flight -> name of its tenant
     texts: TokenTexts = field(init=False)
     tokenizers: TokenizerPool = field(init=False)
     templates: Helper = field(init=False)  # renders chat templates
@@ -102,6 +105,25 @@ class ServerContext:
         """Tokens of a prompt and its completion together."""
         hello = self.engine.hello
         return self.model.config.max_position if hello is None else hello.max_model_len
+
+    def check_scored(self, prompts: Sequence[list[int]], num_drawn: int, params: EngineParams) -> None:
+        """Refuse a request whose logprobs would take hundreds of megabytes."""
+        values = params.values
+        limit = values.get("max_tokens")
+        each = self.max_model_len if limit is None else min(limit, self.max_model_len)
+        scored = 0
+        if values.get("logprobs") is not None:
+            scored += len(prompts) * num_drawn * each * (1 + values["logprobs"])
+        if values.get("prompt_logprobs") is not None:
+            scored += sum(map(len, prompts)) * (1 + values["prompt_logprobs"])
+        if scored > self.limits.max_scored:
+            raise ApiError(
+                400,
+                f"the request may return {scored} logprobs and {self.limits.max_scored} are allowed: ask for fewer "
+                "prompts, tokens or logprobs",
+                "too_many_logprobs",
+                param="logprobs",
+            )
 
     def check_model(self, wanted: str | None) -> None:
         if wanted is not None and wanted not in ("", self.name):

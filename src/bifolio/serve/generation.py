@@ -59,6 +59,7 @@ class Run:
         for number, prompt in enumerate(job.prompts):
             request_id = engine.new_id()
             self._numbers[request_id] = number
+            self.context.owners[request_id] = job.tenant.name
             starts.append(
                 Start(
                     request_id,
@@ -69,6 +70,7 @@ class Run:
                     not job.stream,
                     job.priority,
                     salt,
+                    job.tenant.name,
                 )
             )
             self.context.metrics.prompt_tokens.inc(len(prompt))
@@ -89,6 +91,8 @@ class Run:
             self._timer.cancel()
         if self._stream is not None:
             self._stream.close()
+        for request_id in self._numbers:
+            self.context.owners.pop(request_id, None)
 
     @property
     def time_limit(self) -> float:

@@ -28,6 +28,9 @@ SSE_HEADERS = [
 
 async def read_body(scope: Scope, receive: Receive, limits: Limits) -> bytes:
     """The whole body, or a 413 as soon as it is known to be too long."""
+    kind = next((value for name, value in scope["headers"] if name == b"content-type"), b"application/json")
+    if kind.partition(b";")[0].strip().lower() != b"application/json":
+        raise ApiError(415, "the body must be JSON: send content-type: application/json", "unsupported_media_type")
     declared = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
     if declared.isdigit() and int(declared) > limits.max_body_bytes:
         raise too_large(limits)

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 MAX_FRAME_BYTES = 256 << 20
+MAX_FRAME_ENTRIES = 200_000  # tokens and logprobs of one frame of updates: some megabytes
 
 
 class Launch(msgspec.Struct, tag="launch"):
@@ -33,6 +34,7 @@ class Start(msgspec.Struct, tag="start", omit_defaults=True):
     final_only: bool = False  # one update, at the end
     priority: int = 0
     salt: bytes = b""
+    key: str = ""  # whose request it is: keys take turns
 
 
 class Abort(msgspec.Struct, tag="abort"):
@@ -121,6 +123,13 @@ class Update(msgspec.Struct, array_like=True, omit_defaults=True):
     ended: Ended | None = None
     num_cached_tokens: int | None = None  # in the first update
 
+    @property
+    def num_entries(self) -> int:
+        """Tokens and logprobs: the size of the update, for limits."""
+        scored = [item for piece in self.pieces for item in piece.logprobs or ()]
+        scored += [item for item in self.prompt_logprobs or () if item is not None]
+        return sum(len(piece.token_ids) for piece in self.pieces) + sum(1 + len(item[3]) for item in scored)
+
 
 class Updates(msgspec.Struct, tag="updates"):
     items: list[Update]
@@ -129,6 +138,10 @@ class Updates(msgspec.Struct, tag="updates"):
 class Embedding(msgspec.Struct, tag="embedding"):
     id: str
     vector: bytes  # f32[hidden], little-endian
+
+
+BLOCK_HELD = 2  # BLOCK_HELD + slot % BLOCK_COLOURS is the state of a block that a slot holds
+BLOCK_COLOURS = 250
 
 
 class Picture(msgspec.Struct, tag="picture"):

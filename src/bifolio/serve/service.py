@@ -27,6 +27,7 @@ from bifolio.sampling_params import SamplingParams
 from bifolio.sequence import Request, StepResult, TokenLogprob
 from bifolio.serve import messages as m
 from bifolio.serve.embedding import EmbeddingQueue
+from bifolio.serve.fairness import Turns
 from bifolio.serve.snapshot import blocks_of, slots_of, waiting_of
 from bifolio.text.tokenizer import is_library_error
 
@@ -61,6 +62,7 @@ class EngineService:
     _embeddings: EmbeddingQueue = field(init=False)
     _compiler: ThreadPoolExecutor = field(init=False)
     _compiling: dict[str, float] = field(init=False, default_factory=dict)  # id of a waiting grammar -> its deadline
+    _turns: Turns = field(init=False, default_factory=Turns)
     _last_sent: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
@@ -177,7 +179,9 @@ class EngineService:
 
     def _start(self, engine: InferenceEngine, message: m.Start, grammar: object | None = None) -> None:
         values = dict(message.params) if grammar is None else {**message.params, "grammar": grammar}
-        options: dict[str, Any] = {"priority": message.priority, "salt": message.salt}
+        cost = float(values.get("beam_width") or values.get("best_of") or values.get("n") or 1)
+        turn = self._turns.next(message.key, cost, message.priority)
+        options: dict[str, Any] = {"turn": turn, "salt": message.salt}
         prompt = message.prompt_token_ids
         try:
             if message.is_beam_search:
@@ -227,6 +231,7 @@ class EngineService:
             live = self._live.get(result.request_id)
             if live is not None:
                 live.has_news = not live.final_only or live.request.is_finished
+                self._turns.started(live.request.turn)
                 urgent = urgent or (live.has_news and (result.finished or not live.sent_first))
         now = time.monotonic()
         interval = min(len(self._live) / self.max_updates_per_second, MAX_UPDATE_SECONDS)
@@ -235,13 +240,18 @@ class EngineService:
             self._send_news()
 
     def _send_news(self) -> None:
-        updates = []
+        updates: list[m.Update] = []
+        entries = 0
         for live in list(self._live.values()):
             if live.has_news:
                 live.has_news = False
                 update = self._update(live)
                 if update is not None:
                     updates.append(update)
+                    entries += update.num_entries
+            if entries > m.MAX_FRAME_ENTRIES:
+                self.send(m.Updates(updates))
+                updates, entries = [], 0
         if updates:
             self.send(m.Updates(updates))
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from bifolio.serve.errors import ApiError
 from bifolio.serve.messages import Update
 
-MAX_BUFFERED_TOKENS = 16384  # more than this unread, and the client is too slow to be served
+MAX_BUFFERED_ENTRIES = 131_072  # tokens and logprobs: more than this unread, and the client is too slow to be served
 
 
 class RequestStream:
@@ -23,7 +23,7 @@ class RequestStream:
         self._open = set(request_ids)  # the engine has more to say of these
         self._abort = abort
         self._updates: list[Update] = []
-        self._buffered = 0  # tokens in `_updates`
+        self._buffered = 0  # tokens and logprobs in `_updates`
         self._error: ApiError | None = None
         self._waiter: asyncio.Future[None] | None = None
 
@@ -46,10 +46,10 @@ class RequestStream:
         if update.id not in self._open:
             return
         self._updates.append(update)
-        self._buffered += sum(len(piece.token_ids) for piece in update.pieces)
+        self._buffered += update.num_entries
         if update.ended is not None:
             self._open.discard(update.id)
-        elif self._buffered > MAX_BUFFERED_TOKENS:
+        elif self._buffered > MAX_BUFFERED_ENTRIES:
             self.fail(ApiError(408, "the client reads too slowly: the request was ended", "slow_client"))
         self._wake()
 

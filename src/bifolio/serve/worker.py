@@ -132,7 +132,9 @@ def make_service(launch: m.Launch, send: Send) -> EngineService:
 
 
 def main() -> None:
-    faulthandler.enable()  # a crash in a kernel leaves a trace in the log
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError, ValueError):
+            faulthandler.enable()  # a crash in a kernel leaves a trace in the log
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the front end decides
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     configure_logging(os.environ.get("BIFOLIO_LOG_LEVEL", "info"), "engine")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bifolio.errors import ModelFileError, RequestError
+from bifolio.text.tokenizer_bounds import check_tokenizer_file
 
 
 class Tokenizer:
@@ -21,6 +22,7 @@ class Tokenizer:
     def from_file(cls, path: Path) -> Tokenizer:
         import tokenizers
 
+        check_tokenizer_file(path)
         try:
             return cls(tokenizers.Tokenizer.from_file(str(path)))
         except BaseException as error:  # plain Exception for every kind of bad file, and panics of its Rust code
