@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from bifolio.text.chat_template import Message, check_messages, render_chat
 from bifolio.text.roles import Placeholders
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
+logger = logging.getLogger(__name__)
 PROGRESS_FROM = 8  # prompts; fewer are done before a bar would be read
 
 
@@ -68,6 +70,8 @@ class LLM:
     ) -> None:
         from bifolio.model.registry import DEFAULT_MODEL
 
+        if threads is not None and threads > default_threads() and device != "cuda":
+            logger.warning("threads=%d on %d cores: more threads than cores are slower", threads, default_threads())
         self.model = model if isinstance(model, LoadedModel) else load_model(model or DEFAULT_MODEL)
         kernel_set = (
             kernels

@@ -9,7 +9,20 @@ from importlib import import_module
 
 from bifolio.cli import commands
 
-VERBS = ("generate", "chat", "serve", "train", "eval", "quantize", "inspect", "models", "pull", "bench", "profile")
+VERBS = (
+    "generate",
+    "chat",
+    "serve",
+    "train",
+    "eval",
+    "quantize",
+    "inspect",
+    "models",
+    "pull",
+    "bench",
+    "profile",
+    "soak",
+)
 
 
 def build_app(verbs: Sequence[str] = VERBS) -> commands.App:

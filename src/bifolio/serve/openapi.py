@@ -46,6 +46,8 @@ def openapi_document() -> dict[str, Any]:
     plain = {"schema": {"type": "string"}}
     metrics = {"description": "Metrics", "content": {"text/plain": plain}}
     paths["/metrics"] = {"get": {"summary": "Prometheus metrics", "responses": _responses(metrics)}}
+    page = {"description": "A page for people", "content": {"text/html": plain}}
+    paths["/docs"] = {"get": {"summary": "This document as a page", "responses": _responses(page)}}
     live = {"description": "Events", "content": {"text/event-stream": plain}}
     interval = {
         "name": "interval",
