@@ -55,6 +55,9 @@ class Run:
     def start(self) -> None:
         job, engine = self.job, self.context.engine
         salt = job.tenant.salt + (job.cache_salt or "").encode()
+        key = (
+            job.tenant.name if job.tenant.salt else f"{job.tenant.name}-{id(self):x}"
+        )  # without keys, requests take turns
         starts = []
         for number, prompt in enumerate(job.prompts):
             request_id = engine.new_id()
@@ -70,7 +73,7 @@ class Run:
                     not job.stream,
                     job.priority,
                     salt,
-                    job.tenant.name,
+                    key,
                 )
             )
             self.context.metrics.prompt_tokens.inc(len(prompt))
