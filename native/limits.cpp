@@ -3,8 +3,8 @@
 #include <time.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
-#include <vector>
 
 #include "isa.h"
 #include "matrix.h"
@@ -20,11 +20,11 @@ double now() {
 }
 
 template <class Work>
-double best_seconds(int repeats, Work work) {
+double best_seconds(Pool& pool, int repeats, Work work) {
   double best = 1e9;
   for (int i = 0; i < repeats; ++i) {
     const double begin = now();
-    Pool::instance().run(work);
+    pool.run(work);
     best = std::min(best, now() - begin);
   }
   return best;
@@ -32,26 +32,33 @@ double best_seconds(int repeats, Work work) {
 
 }  // namespace
 
-double read_bandwidth(size_t bytes) {
+double read_bandwidth(Pool& pool, size_t bytes) {
+  constexpr int64_t kPiece = int64_t(1) << 17;  // words, 1 MiB
   const HugeBuffer buffer(bytes);
   std::memset(buffer.data(), 1, bytes);
   const auto* words = reinterpret_cast<const uint64_t*>(buffer.data());
-  std::vector<uint64_t> sinks(size_t(Pool::kMaxThreads) * 8);  // the number of threads may change before they run
-  const double seconds = best_seconds(7, [&](Member& m) {
-    const size_t count = bytes / 8 / size_t(m.size), begin = count * size_t(m.rank);
-    uint64_t sum = 0;
-    for (size_t i = begin; i < begin + count; ++i) sum ^= words[i];
-    sinks[size_t(m.rank) * 8] = sum;
+  std::atomic<uint64_t> sink{0};
+  const double seconds = best_seconds(pool, 7, [&](Member& m) {
+    m.split(int64_t(bytes / 8), kPiece, [&](int64_t begin, int64_t end) {
+      uint64_t sum = 0;
+      for (int64_t i = begin; i < end; ++i) sum ^= words[i];
+      sink.fetch_xor(sum, std::memory_order_relaxed);
+    });
   });
   return double(bytes) / seconds;
 }
 
-double product_rate(bool bytes) {
-  std::vector<int64_t> operations(size_t(Pool::kMaxThreads) * 8);
-  const double seconds = best_seconds(5, [&](Member& m) { operations[size_t(m.rank) * 8] = kernels().peak_loop(bytes); });
-  double total = 0;
-  for (int64_t count : operations) total += double(count);
-  return total / seconds;
+double product_rate(Pool& pool, bool bytes) {
+  constexpr int64_t kPieces = 8;  // of each thread, so that one that starts late takes fewer
+  std::atomic<int64_t> operations{0};
+  int repeats = 0;
+  const double seconds = best_seconds(pool, 5, [&](Member& m) {
+    ++repeats;
+    m.split(kPieces * m.size, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) operations.fetch_add(kernels().peak_loop(bytes), std::memory_order_relaxed);
+    });
+  });
+  return double(operations) / repeats / seconds;
 }
 
 }  // namespace bifolio

@@ -4,9 +4,11 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "pool.h"
+
 namespace bifolio {
 
-double read_bandwidth(size_t bytes);   // bytes per second, all threads reading their share
-double product_rate(bool bytes);       // operations per second (a product and a sum are two), all threads
+double read_bandwidth(Pool& pool, size_t bytes);  // bytes per second, all threads reading their share
+double product_rate(Pool& pool, bool bytes);      // operations per second (a product and a sum are two), all threads
 
 }  // namespace bifolio

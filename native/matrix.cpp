@@ -133,7 +133,7 @@ size_t packed_bytes(FileFormat format, int64_t n, int64_t k) {
   return m.panel_bytes * size_t(m.num_panels);
 }
 
-LinearWeights::LinearWeights(const std::vector<SourceRows>& parts, int64_t k, const float* bias, int planes)
+LinearWeights::LinearWeights(const std::vector<SourceRows>& parts, int64_t k, const float* bias, int planes, Pool& pool)
     : k_(k), planes_(planes) {
   for (size_t first = 0; first < parts.size();) {
     size_t last = first;
@@ -145,7 +145,7 @@ LinearWeights::LinearWeights(const std::vector<SourceRows>& parts, int64_t k, co
     m.table = kind.table;
     auto memory = std::make_unique<HugeBuffer>(m.panel_bytes * size_t(m.num_panels));
     m.data = memory->data();
-    pack(parts, first, last, m, memory->data());
+    pack(parts, first, last, m, memory->data(), pool);
     quantizes_ = quantizes_ || m.format >= Format::Q8_0;
     pieces_.push_back({m, n_, std::move(memory)});
     n_ += rows;
@@ -155,7 +155,8 @@ LinearWeights::LinearWeights(const std::vector<SourceRows>& parts, int64_t k, co
 }
 
 // Parts [first, last) side by side, some megabytes at a time: so little of a mapped file is in memory together with its packed form.
-void LinearWeights::pack(const std::vector<SourceRows>& parts, size_t first, size_t last, const PackedMatrix& m, uint8_t* target) {
+void LinearWeights::pack(const std::vector<SourceRows>& parts, size_t first, size_t last, const PackedMatrix& m, uint8_t* target,
+                         Pool& pool) {
   std::atomic<bool> good = true;
   const auto each_part = [&](int64_t begin, int64_t end, auto body) {  // rows of the fused matrix -> body(part, its rows, column)
     int64_t row = 0;
@@ -178,7 +179,7 @@ void LinearWeights::pack(const std::vector<SourceRows>& parts, size_t first, siz
   const int64_t slab = std::max<int64_t>(1, int64_t(kSlabBytes / m.panel_bytes));
   for (int64_t begin = 0; begin < m.num_panels; begin += slab) {
     const int64_t end = std::min(begin + slab, m.num_panels);
-    Pool::instance().run([&](Member& member) {
+    pool.run([&](Member& member) {
       member.split(end - begin, 8, [&](int64_t a, int64_t b) { pack_panels(begin + a, begin + b); });
     });
     each_part(begin * kPanel, end * kPanel, [&](const SourceRows& part, int64_t from, int64_t to, int64_t) {

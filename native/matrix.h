@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "blocks.h"
+#include "pool.h"
 
 namespace bifolio {
 
@@ -48,7 +49,8 @@ size_t packed_bytes(FileFormat format, int64_t n, int64_t k);
 // half float.
 class LinearWeights {
  public:
-  LinearWeights(const std::vector<SourceRows>& parts, int64_t k, const float* bias, int planes = 1);
+  LinearWeights(const std::vector<SourceRows>& parts, int64_t k, const float* bias, int planes = 1,
+                Pool& pool = Pool::instance());
   LinearWeights(const LinearWeights&) = delete;
 
   int64_t in_features() const { return k_; }
@@ -71,7 +73,8 @@ class LinearWeights {
   const float* bias() const { return bias_.empty() ? nullptr : bias_.data(); }
 
  private:
-  void pack(const std::vector<SourceRows>& parts, size_t first, size_t last, const PackedMatrix& m, uint8_t* target);
+  void pack(const std::vector<SourceRows>& parts, size_t first, size_t last, const PackedMatrix& m, uint8_t* target,
+            Pool& pool);
 
   int64_t n_ = 0, k_;
   int planes_;

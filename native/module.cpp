@@ -38,8 +38,12 @@ void bind_settings(nb::module_& m) {
   m.def("available_isas", &available_isas);
   m.def("set_isa", [](const std::string& name) {
     nb::gil_scoped_release release;
-    Pool::instance().run_alone([&] { set_isa(name); });
+    Pool::run_alone([&] { set_isa(name); });
   }, "name"_a);
+  nb::class_<PoolHolder>(m, "Pool").def(nb::init<int64_t>(), "count"_a).def_prop_ro("num_threads", [](PoolHolder& self) {
+    nb::gil_scoped_release release;
+    return self.pool.num_threads();
+  });
   m.def("num_threads", [] {
     nb::gil_scoped_release release;
     return Pool::instance().num_threads();
@@ -49,15 +53,28 @@ void bind_settings(nb::module_& m) {
     nb::gil_scoped_release release;
     Pool::instance().set_num_threads(int(count));
   }, "count"_a);
-  m.def("read_bandwidth", [](int64_t bytes) {
+  m.def("read_bandwidth", [](int64_t bytes, PoolHolder* pool) {
     require_between("bytes", bytes, kLeastRead, kMostRead);
     nb::gil_scoped_release release;
-    return read_bandwidth(size_t(bytes));
-  }, "bytes"_a);
-  m.def("product_rate", &product_rate, nb::call_guard<nb::gil_scoped_release>(), "bytes"_a);
+    return read_bandwidth(team_of(pool), size_t(bytes));
+  }, "bytes"_a, pool_argument());
+  m.def("product_rate", [](bool bytes, PoolHolder* pool) {
+    nb::gil_scoped_release release;
+    return product_rate(team_of(pool), bytes);
+  }, "bytes"_a, pool_argument());
 }
 
 }  // namespace
+
+PoolHolder::PoolHolder(int64_t count) : pool((require_between("count", count, 0, Pool::kMaxThreads), int(count))) {}
+
+Pool& team_of(PoolHolder* pool) { return pool ? pool->pool : Pool::instance(); }
+
+Workspace& workspace_of(PoolHolder* pool) {
+  static Workspace of_process;
+  return pool ? pool->workspace : of_process;
+}
+
 }  // namespace bifolio
 
 NB_MODULE(_native, m) {

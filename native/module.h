@@ -13,6 +13,17 @@ namespace bifolio {
 
 // -- classes; each keeps alive the arrays it points into ------------------------------------------------------------------
 
+// The threads of an engine, and the memory of operations that are called by themselves.
+struct PoolHolder {
+  explicit PoolHolder(int64_t count);  // 0: one for each physical core
+  Pool pool;
+  Workspace workspace;  // only used inside Pool::run, which admits one caller at a time
+};
+
+// Of the given pool, or of that of the process.
+Pool& team_of(PoolHolder* pool);
+Workspace& workspace_of(PoolHolder* pool);
+
 struct NormHolder {
   NormHolder(nb::handle weight, nb::handle bias, float eps, bool centered);
   Vector weight;
@@ -41,7 +52,7 @@ struct CacheHolder {
 };
 
 // Python owns the result. `is_mapped`: all parts lie in read-only maps of files, whose pages are dropped once they are packed.
-LinearWeights* make_linear(const nb::list& parts, int64_t k, nb::handle bias, int planes, bool is_mapped);
+LinearWeights* make_linear(const nb::list& parts, int64_t k, nb::handle bias, int planes, bool is_mapped, PoolHolder* pool);
 AttentionConstants make_shape(int64_t heads, int64_t kv_heads, int64_t dim, float scale, int64_t window, bool interleaved,
                               const NormHolder* query_norm, const NormHolder* key_norm);
 
@@ -58,6 +69,9 @@ FileFormat require_rows(const char* name, int code, const Bytes& bytes, const ch
 
 // An array argument. None is let through to the checks, so that their error names the argument.
 inline auto array(const char* name) { return nb::arg(name).none(); }
+
+// The pool of an operation; None, the default, is that of the process.
+inline auto pool_argument() { return nb::arg("pool").none() = nb::none(); }
 
 void bind_classes(nb::module_& m);
 void bind_formats(nb::module_& m);

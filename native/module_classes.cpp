@@ -89,7 +89,7 @@ void CacheHolder::require_layer(int64_t index, const AttentionConstants& shape) 
           ", as the cache has");
 }
 
-LinearWeights* make_linear(const nb::list& parts, int64_t k, nb::handle bias_array, int planes, bool is_mapped) {
+LinearWeights* make_linear(const nb::list& parts, int64_t k, nb::handle bias_array, int planes, bool is_mapped, PoolHolder* pool) {
   require_between("planes", planes, 1, 2);
   require(parts.size() > 0, "parts is empty and must have at least one matrix");
   std::vector<Bytes> arrays;  // alive until the weights are packed
@@ -108,7 +108,7 @@ LinearWeights* make_linear(const nb::list& parts, int64_t k, nb::handle bias_arr
   const Vector bias = bias_array.is_none() ? Vector() : vector("bias", bias_array);
   if (bias.is_valid()) require_length("bias", bias, n);
   nb::gil_scoped_release release;
-  return new LinearWeights(sources, k, bias.is_valid() ? bias.data() : nullptr, planes);
+  return new LinearWeights(sources, k, bias.is_valid() ? bias.data() : nullptr, planes, team_of(pool));
 }
 
 AttentionConstants make_shape(int64_t heads, int64_t kv_heads, int64_t dim, float scale, int64_t window, bool interleaved,
@@ -137,7 +137,7 @@ void bind_classes(nb::module_& m) {
       .def_prop_ro("in_features", &LinearWeights::in_features)
       .def_prop_ro("num_bytes", &LinearWeights::num_bytes);
   m.def("make_linear", &make_linear, nb::rv_policy::take_ownership, "parts"_a, "k"_a, array("bias"), "planes"_a = 1,
-        "is_mapped"_a = false);
+        "is_mapped"_a = false, pool_argument());
   nb::class_<CacheHolder>(m, "Cache").def(nb::init<nb::list, nb::list, int, int64_t>(), "keys"_a, "values"_a, "kv_type"_a, "head_dim"_a);
   nb::class_<AttentionConstants>(m, "AttentionShape")
       .def("__init__", [](AttentionConstants* self, int64_t heads, int64_t kv_heads, int64_t dim, float scale, int64_t window,

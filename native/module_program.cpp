@@ -146,7 +146,7 @@ void record_logits(ProgramHolder& self, Register x, const LinearWeights& head, f
 
 std::map<std::string, double> run_program(ProgramHolder& self, const CacheHolder& cache, nb::handle id_array, nb::handle position_array,
                                           nb::handle slot_array, nb::handle row_array, const nb::list& segments, bool share,
-                                          nb::handle logit_array, bool profile) {
+                                          nb::handle logit_array, bool profile, PoolHolder* pool_holder) {
   require(self.program.is_complete(), "the program is not complete: record logits before it is run");
   const Ints ids = ints("ids", id_array), positions = ints("positions", position_array);
   const Longs slots = longs("slots", slot_array);
@@ -166,8 +166,9 @@ std::map<std::string, double> run_program(ProgramHolder& self, const CacheHolder
   const Step step{tokens, ids.data(), positions.data(), slots.data(), logit_rows.is_valid() ? logit_rows.data() : nullptr, num_logit_rows,
                   queries_of(segments, tokens, cache, share, tables), &cache.layers, logits.data()};
   nb::gil_scoped_release release;
-  if (profile) return self.program.profile(step);
-  self.program.run(step);
+  Pool& pool = team_of(pool_holder);
+  if (profile) return self.program.profile(pool, step);
+  self.program.run(pool, step);
   return {};
 }
 
@@ -189,7 +190,7 @@ void bind_program(nb::module_& m) {
       .def("take", &record_take, "x"_a)
       .def("logits", &record_logits, "x"_a, "head"_a, "softcap"_a)
       .def("run", &run_program, "cache"_a, array("ids"), array("positions"), array("slots"), array("logit_rows"), "segments"_a, "share"_a,
-           array("logits"), "profile"_a = false)
+           array("logits"), "profile"_a = false, pool_argument())
       .def_prop_ro("vocab_size", [](const ProgramHolder& self) { return self.program.vocab_size(); })
       .def_prop_ro("scratch_bytes", [](const ProgramHolder& self) { return self.program.scratch_bytes(); });
 }

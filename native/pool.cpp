@@ -2,14 +2,17 @@
 
 #include <sched.h>
 #include <sys/mman.h>
+#include <time.h>
 
 #include <algorithm>
 #include <cstdlib>
 #include <fstream>
 #include <new>
 #include <set>
+#include <shared_mutex>
 #include <string>
 #include <system_error>
+#include <utility>
 
 #include "argument_error.h"
 
@@ -19,6 +22,25 @@ namespace {
 // How often a thread polls for work before it sleeps: a decode step follows the last one within some ten microseconds,
 // and waking a thread costs about as much.
 constexpr int kSpins = 4000;
+
+constexpr uint32_t kOpen = 1 << 16;
+constexpr double kTolerated = 100e-6;  // seconds that the caller waits for a piece before its thread counts as suspended
+constexpr double kShortestPause = 2e-3, kLongestPause = 0.25;  // seconds without a thread that was suspended
+constexpr double kForgotten = 1.0;                             // seconds without a delay that make pauses short again
+
+thread_local Scratch* own_scratch = nullptr;
+
+// Held shared while a pool runs work, and exclusively while a setting of the process changes.
+std::shared_mutex& settings_mutex() {
+  static std::shared_mutex* mutex = new std::shared_mutex();
+  return *mutex;
+}
+
+double now() {
+  timespec time;
+  clock_gettime(CLOCK_MONOTONIC, &time);
+  return double(time.tv_sec) + 1e-9 * double(time.tv_nsec);
+}
 
 constexpr size_t kHugePage = size_t(2) << 20;
 
@@ -69,61 +91,42 @@ uint8_t* Scratch::bytes(size_t size) {
   return data_;
 }
 
-void Member::barrier() {
-  if (size == 1) return;
-  const uint32_t sense = pool_.sense_.load(std::memory_order_relaxed);
-  if (pool_.arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size) {
-    pool_.arrived_.store(0, std::memory_order_relaxed);
-    pool_.sense_.store(sense + 1, std::memory_order_release);
-  } else {
-    pool_.wait_for_others(sense);
-  }
-}
-
-Scratch& Member::scratch() { return *pool_.scratch_[size_t(rank)]; }
-
-std::atomic<int64_t>& Member::counter() { return pool_.counters_[loop_].value; }
-
-// Three counters in turn: the one reset here was last used two barriers ago, so no member still reads it.
-void Member::finish_loop() {
-  if (rank == 0) pool_.counters_[(loop_ + 1) % 3].value.store(0, std::memory_order_relaxed);
-  loop_ = (loop_ + 1) % 3;
-  barrier();
-}
+Scratch& Member::scratch() { return *own_scratch; }
 
 Pool& Pool::instance() {
-  static Pool* pool = new Pool();  // never destroyed: threads may outlive static destructors
+  static Pool* pool = new Pool(0);  // never destroyed: threads may outlive static destructors
   return *pool;
 }
 
-Pool::Pool() : size_(default_threads()) {
-  try {
-    start_threads();
-  } catch (const ArgumentError&) {  // work goes on with the threads that the system gave
-  }
-}
+Pool::Pool(int count) : size_(count > 0 ? count : default_threads()) { start_threads(); }
 
 Pool::~Pool() { stop_threads(); }
 
 void Pool::start_threads() {
   scratch_.clear();
   for (int rank = 0; rank < size_; ++rank) scratch_.push_back(std::make_unique<Scratch>());
-  const uint32_t seen = generation_.load();
   try {
-    for (int rank = 1; rank < size_; ++rank) threads_.emplace_back(&Pool::work_loop, this, rank, seen);
+    for (int rank = 1; rank < size_; ++rank) threads_.emplace_back(&Pool::work_loop, this, rank);
   } catch (const std::system_error&) {
     const int asked = size_;
-    size_ = int(threads_.size()) + 1;  // those that the system gave
-    throw ArgumentError("the system starts " + std::to_string(size_) + " threads at most, not " + std::to_string(asked));
+    stop_threads();
+    size_ = 1;
+    throw ArgumentError("the system does not start " + std::to_string(asked) + " threads: ask for fewer");
   }
+  pause_ = resume_at_ = 0;
+  active_.store(size_ - 1);
+  active_.notify_all();
 }
 
 void Pool::stop_threads() {
   stopping_ = true;
   generation_.fetch_add(1);
   generation_.notify_all();
+  active_.store(kMaxThreads);
+  active_.notify_all();
   for (auto& thread : threads_) thread.join();
   threads_.clear();
+  active_.store(0);
   stopping_ = false;
 }
 
@@ -136,53 +139,120 @@ void Pool::set_num_threads(int count) {
   start_threads();
 }
 
-void Pool::run_alone(const std::function<void()>& work) {
-  std::lock_guard lock(mutex_);
-  work();
-}
-
 int Pool::num_threads() {
   std::lock_guard lock(mutex_);
   return size_;
 }
 
-void Pool::wait_for_others(uint32_t sense) {
-  for (int spins = 0; sense_.load(std::memory_order_acquire) == sense; ++spins) {
-    if (spins < kSpins) {
-      pause_briefly();
-    } else {
-      sched_yield();  // more threads than free cores: yield to the one that is late
-    }
-  }
-}
-
-void Pool::work_loop(int rank, uint32_t seen) {
-  for (;;) {
-    for (int spins = 0; generation_.load(std::memory_order_acquire) == seen && spins < kSpins; ++spins) pause_briefly();
-    if (generation_.load(std::memory_order_acquire) == seen) {
-      sleepers_.fetch_add(1);
-      generation_.wait(seen);
-      sleepers_.fetch_sub(1);
-    }
-    seen = generation_.load(std::memory_order_acquire);
-    if (stopping_) return;
-    Member member(*this, rank, size_);
-    (*work_)(member);
-    member.barrier();
-  }
+void Pool::run_alone(const std::function<void()>& work) {
+  std::unique_lock lock(settings_mutex());
+  work();
 }
 
 void Pool::run(const std::function<void(Member&)>& work) {
   std::lock_guard lock(mutex_);
-  for (auto& counter : counters_) counter.value.store(0, std::memory_order_relaxed);
-  work_ = &work;
-  if (size_ > 1) {
-    generation_.fetch_add(1, std::memory_order_seq_cst);
-    if (sleepers_.load(std::memory_order_seq_cst) > 0) generation_.notify_all();
-  }
-  Member member(*this, 0, size_);
+  std::shared_lock settings(settings_mutex());
+  own_scratch = scratch_[0].get();
+  if (active_.load(std::memory_order_relaxed) < size_ - 1) recover(now());
+  Member member(*this, size_);
   work(member);
-  member.barrier();
+}
+
+// -- one loop -------------------------------------------------------------------------------------------------------------
+
+void Pool::share(const Loop& loop) {
+  if (active_.load(std::memory_order_relaxed) == 0) {
+    loop.call(loop.body, 0, loop.count);
+    return;
+  }
+  loop_ = loop;
+  next_.store(0, std::memory_order_relaxed);
+  gate_.store(kOpen, std::memory_order_release);
+  generation_.fetch_add(1, std::memory_order_seq_cst);
+  if (sleepers_.load(std::memory_order_seq_cst) > 0) generation_.notify_all();
+  const double began = now();
+  int64_t taken = 0;
+  try {
+    taken = take_pieces(loop);
+  } catch (...) {
+    next_.store(loop.count, std::memory_order_relaxed);
+    wait_for_others();
+    throw;
+  }
+  const double exhausted = now();
+  if (wait_for_others()) {
+    const double late = now() - exhausted, usual = (exhausted - began) / double(std::max<int64_t>(taken, 1));
+    if (late > kTolerated + 4 * usual) slow_down(exhausted + late);
+  }
+  if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
+}
+
+int64_t Pool::take_pieces(const Loop& loop) {
+  int64_t taken = 0;
+  for (int64_t begin; (begin = next_.fetch_add(loop.piece, std::memory_order_relaxed)) < loop.count; ++taken)
+    loop.call(loop.body, begin, std::min(begin + loop.piece, loop.count));
+  return taken;
+}
+
+// Closes the loop and waits for the threads that are inside a piece; true if one of them took long.
+bool Pool::wait_for_others() {
+  uint32_t gate = gate_.fetch_and(~kOpen, std::memory_order_acq_rel) & ~kOpen;
+  for (int spins = 0; gate != 0 && spins < kSpins; ++spins) {
+    pause_briefly();
+    gate = gate_.load(std::memory_order_acquire);
+  }
+  if (gate == 0) return false;
+  for (; gate != 0; gate = gate_.load(std::memory_order_acquire)) gate_.wait(gate, std::memory_order_acquire);
+  return true;
+}
+
+// A thread was suspended inside a piece: leave one out, longer with every time that this happens again.
+void Pool::slow_down(double now) {
+  active_.store(std::max(active_.load(std::memory_order_relaxed) - 1, 0), std::memory_order_relaxed);
+  if (now > resume_at_ + kForgotten) pause_ = 0;
+  pause_ = std::clamp(pause_ * 2, kShortestPause, kLongestPause);
+  resume_at_ = now + pause_;
+}
+
+void Pool::recover(double now) {
+  if (now < resume_at_) return;
+  active_.fetch_add(1, std::memory_order_relaxed);
+  active_.notify_all();
+  resume_at_ = now + pause_;
+}
+
+// -- the other threads ----------------------------------------------------------------------------------------------------
+
+void Pool::wait_for_loop(uint32_t seen) {
+  for (int spins = 0; spins < kSpins; ++spins) {
+    if (generation_.load(std::memory_order_acquire) != seen) return;
+    pause_briefly();
+  }
+  sleepers_.fetch_add(1);
+  generation_.wait(seen);
+  sleepers_.fetch_sub(1);
+}
+
+void Pool::work_loop(int rank) {
+  own_scratch = scratch_[size_t(rank)].get();
+  for (uint32_t seen = 0;;) {
+    for (int active; (active = active_.load(std::memory_order_acquire)) < rank;) active_.wait(active);
+    wait_for_loop(seen);
+    seen = generation_.load();
+    if (stopping_) return;  // set before the generation changes for the last time
+    uint32_t gate = gate_.load(std::memory_order_relaxed);
+    while ((gate & kOpen) && !gate_.compare_exchange_weak(gate, gate + 1, std::memory_order_acq_rel)) {
+    }
+    if (!(gate & kOpen)) continue;  // the loop has ended
+    try {
+      take_pieces(loop_);
+    } catch (...) {
+      next_.store(loop_.count, std::memory_order_relaxed);
+      std::lock_guard lock(error_mutex_);
+      if (!error_) error_ = std::current_exception();
+    }
+    if (gate_.fetch_sub(1, std::memory_order_acq_rel) == 1) gate_.notify_one();  // the last to leave a closed loop
+  }
 }
 
 }  // namespace bifolio

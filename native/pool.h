@@ -1,9 +1,9 @@
-// A small team of threads that run one function together, with barriers between its steps.
+// A small team of threads that share the pieces of loops.
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -31,37 +31,25 @@ class Scratch {
   size_t size_ = 0;
 };
 
-// One thread's place in the team. Every member must pass the same barriers and loops in the same order.
+// The team as an operation sees it. An operation runs on the calling thread; only the pieces of its loops run on several
+// threads, so the code between two loops needs no synchronisation.
 class Member {
  public:
-  Member(Pool& pool, int rank, int size) : rank(rank), size(size), pool_(pool) {}
+  Member(Pool& pool, int size) : size(size), pool_(pool) {}
 
-  const int rank;
-  const int size;
+  static constexpr int rank = 0;  // of the calling thread
+  const int size;                 // threads of the team
 
-  void barrier();
-  Scratch& scratch();
+  void barrier() {}     // every loop has ended when `split` returns
+  Scratch& scratch();   // of the thread that runs the present piece
 
-  // Calls body(begin, end) for pieces of [0, count), each taken by the next free member. Ends with a barrier.
+  // Calls body(begin, end) for pieces of [0, count), each taken by the next free thread; returns when all are done. A thread
+  // that is not running takes no piece, and the others do not wait for it.
   template <class Body>
-  void split(int64_t count, int64_t piece, Body body) {
-    if (size == 1 || count <= piece) {
-      if (rank == 0 && count > 0) body(int64_t(0), count);
-      barrier();
-      return;
-    }
-    std::atomic<int64_t>& next = counter();
-    for (int64_t begin; (begin = next.fetch_add(piece, std::memory_order_relaxed)) < count;)
-      body(begin, begin + piece < count ? begin + piece : count);
-    finish_loop();
-  }
+  void split(int64_t count, int64_t piece, Body body);
 
  private:
-  std::atomic<int64_t>& counter();
-  void finish_loop();
-
   Pool& pool_;
-  int loop_ = 0;  // index of the next counter
 };
 
 // Rows of a piece, so that taking a piece costs little beside the work: about 8 K numbers.
@@ -74,42 +62,70 @@ void each_row(Member& m, int64_t count, int64_t width, Body body) {
   });
 }
 
+// The pieces [0, count) of a loop.
+struct Loop {
+  void (*call)(void* body, int64_t begin, int64_t end);
+  void* body;
+  int64_t count, piece;
+};
+
+// The threads of one engine. They poll briefly for the next loop, then sleep. When the machine is busy and a thread is
+// suspended inside a piece, the calling thread sleeps instead of polling, and the team continues with fewer threads for a
+// while: a delayed thread costs more than it computes.
 class Pool {
  public:
   static constexpr int kMaxThreads = 1024;
-  static Pool& instance();
+  static Pool& instance();  // that of the process, for work that belongs to no engine
 
-  // Runs work(member) on every thread of the team and returns when all are done. One caller at a time.
+  explicit Pool(int count);  // 0: one for each physical core
+  ~Pool();
+  Pool(const Pool&) = delete;
+
+  // Runs work(member) on the calling thread, its loops on all threads. One caller at a time: others wait.
   void run(const std::function<void(Member&)>& work);
-  void run_alone(const std::function<void()>& work);  // on the calling thread, while no other work runs
   void set_num_threads(int count);  // 0: one for each physical core
   int num_threads();
 
+  static void run_alone(const std::function<void()>& work);  // on the calling thread, while no pool runs any work
+
  private:
   friend class Member;
-  struct alignas(64) Counter {
-    std::atomic<int64_t> value{0};
-  };
 
-  Pool();
-  ~Pool();
   void start_threads();
   void stop_threads();
-  void work_loop(int rank, uint32_t seen);
-  void wait_for_others(uint32_t sense);
+  void work_loop(int rank);
+  void wait_for_loop(uint32_t seen);
+  void share(const Loop& loop);
+  int64_t take_pieces(const Loop& loop);
+  bool wait_for_others();
+  void slow_down(double now);
+  void recover(double now);
 
   std::mutex mutex_;  // held by the caller for the whole of `run`
   int size_ = 1;
   std::vector<std::thread> threads_;
   std::vector<std::unique_ptr<Scratch>> scratch_;
-  const std::function<void(Member&)>* work_ = nullptr;
-  bool stopping_ = false;
+  std::atomic<bool> stopping_{false};
+  Loop loop_{};  // valid for threads inside the gate
+  std::mutex error_mutex_;
+  std::exception_ptr error_;  // of the first piece that failed
+  double pause_ = 0, resume_at_ = 0;  // seconds without the suspended threads, and when they are asked again
 
-  alignas(64) std::atomic<uint32_t> generation_{0};  // a change starts the threads
+  alignas(64) std::atomic<uint32_t> generation_{0};  // changes with every loop
+  alignas(64) std::atomic<uint32_t> gate_{0};        // bit 16: the loop is open; below: the threads inside
   alignas(64) std::atomic<int> sleepers_{0};
-  alignas(64) std::atomic<int> arrived_{0};
-  alignas(64) std::atomic<uint32_t> sense_{0};  // a change opens the barrier
-  Counter counters_[3];
+  alignas(64) std::atomic<int> active_{0};  // threads beside the caller that may take pieces
+  alignas(64) std::atomic<int64_t> next_{0};
 };
+
+template <class Body>
+void Member::split(int64_t count, int64_t piece, Body body) {
+  if (count <= 0) return;
+  if (size == 1 || count <= piece) {
+    body(int64_t(0), count);
+    return;
+  }
+  pool_.share({[](void* of, int64_t begin, int64_t end) { (*static_cast<Body*>(of))(begin, end); }, &body, count, piece});
+}
 
 }  // namespace bifolio

@@ -197,15 +197,15 @@ void Program::allocate(const Step& step) {
   }
 }
 
-void Program::run(const Step& step) {
+void Program::run(Pool& pool, const Step& step) {
   std::lock_guard lock(mutex_);
   allocate(step);
-  Pool::instance().run([&](Member& member) {
+  pool.run([&](Member& member) {
     for (const Operation& operation : operations_) operation.work(member, step);
   });
 }
 
-std::map<std::string, double> Program::profile(const Step& step) {
+std::map<std::string, double> Program::profile(Pool& pool, const Step& step) {
   const auto now = [] {
     timespec time;
     clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
@@ -214,11 +214,11 @@ std::map<std::string, double> Program::profile(const Step& step) {
   std::lock_guard lock(mutex_);
   allocate(step);
   std::map<std::string, double> seconds;
-  Pool::instance().run([&](Member& member) {
+  pool.run([&](Member& member) {
     for (const Operation& operation : operations_) {
       const double begin = now();
       operation.work(member, step);
-      if (member.rank == 0) seconds[operation.name] += now() - begin;
+      seconds[operation.name] += now() - begin;
     }
   });
   return seconds;

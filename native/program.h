@@ -50,9 +50,9 @@ class Program {
   bool is_complete() const { return vocab_size_ > 0; }  // logits, the last operation, has been recorded
 
   // Only for complete programs. One caller at a time: others wait.
-  void run(const Step& step);
+  void run(Pool& pool, const Step& step);
   // The same, measured: seconds of processor time of the calling thread in all operations of each name.
-  std::map<std::string, double> profile(const Step& step);
+  std::map<std::string, double> profile(Pool& pool, const Step& step);
   int64_t vocab_size() const { return vocab_size_; }
   size_t scratch_bytes() const;
 

@@ -393,10 +393,10 @@ int main(int argc, char** argv) {
   if (!few) check_gated(), check_attention(), check_nan(), check_plans();
   std::printf(failures ? "%d comparisons failed\n" : "all comparisons passed\n", failures);
   if (argc > 1 && std::string(argv[1]) == "--time") {
-    std::printf("%d threads, %.1f GB/s read from memory\n", Pool::instance().num_threads(), read_bandwidth(size_t(256) << 20) * 1e-9);
+    std::printf("%d threads, %.1f GB/s read from memory\n", Pool::instance().num_threads(), read_bandwidth(Pool::instance(), size_t(256) << 20) * 1e-9);
     for (const std::string& isa : available_isas()) {
       set_isa(isa);
-      std::printf("%-8s at best %8.1f Gop/s of bytes, %8.1f Gop/s of floats\n", isa.c_str(), product_rate(true) * 1e-9, product_rate(false) * 1e-9);
+      std::printf("%-8s at best %8.1f Gop/s of bytes, %8.1f Gop/s of floats\n", isa.c_str(), product_rate(Pool::instance(), true) * 1e-9, product_rate(Pool::instance(), false) * 1e-9);
     }
     time_products(4096, 4096);
   }

@@ -40,6 +40,19 @@ class NumericDefaults:
 NUMERICS = NumericDefaults()
 
 
+# The largest sizes of a network, several times those of real ones: memory is never planned for absurd sizes of a file.
+MODEL_LIMITS = {
+    "vocab_size": 1 << 22,
+    "hidden_size": 1 << 18,
+    "num_layers": 1 << 12,
+    "num_heads": 1 << 12,
+    "num_kv_heads": 1 << 12,
+    "head_dim": 1 << 13,
+    "intermediate_size": 1 << 21,
+    "max_position": 1 << 27,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
     """Rotary position embedding; a model has one, or one for its local and one for its global layers."""
@@ -101,11 +114,17 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
-                     "intermediate_size", "max_position"):  # fmt: skip
+        for name in MODEL_LIMITS:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
                 raise ConfigError(f"the model's {name} must be a positive whole number, not {value!r}")
+            if value > MODEL_LIMITS[name]:
+                raise ConfigError(f"the model's {name} is {value}: at most {MODEL_LIMITS[name]} are supported")
+        for rope in self.ropes:
+            if rope.rotary_dim > self.head_dim:
+                raise ConfigError(f"rope rotates {rope.rotary_dim} dimensions of heads of {self.head_dim}")
+            if max(len(rope.frequency_factors), len(rope.frequency_factors_short)) > rope.rotary_dim:
+                raise ConfigError("rope has more frequency factors than rotated dimensions")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"{self.num_heads} query heads cannot share {self.num_kv_heads} key/value heads evenly: "

@@ -14,6 +14,7 @@
     │   ├── OutOfBlocksError   the pool has too few free blocks; nothing was changed
     │   └── UnknownSequenceError
     ├── PhaseError             decode before the prompt is complete, and other wrong transitions
+    ├── ModelOutputError       the network gave no finite logit
     ├── KernelArgumentError    an array or a number that does not fit the kernel
     ├── EngineDeadError        the engine stopped; its running requests are lost
     └── MissingDependencyError a required optional package is not installed
@@ -83,6 +84,13 @@ class UnknownSequenceError(CacheError, KeyError):
 
 class PhaseError(BifolioError, RuntimeError):
     """An operation that the phase of the sequence does not allow."""
+
+
+NO_FINITE_LOGIT = "the model gave no finite logit for the next position: its weights may be damaged"
+
+
+class ModelOutputError(BifolioError, ArithmeticError):
+    """The network gave no finite logit: its weights are damaged, or its numbers overflow. No client caused it."""
 
 
 class KernelArgumentError(BifolioError, ValueError):

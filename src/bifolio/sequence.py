@@ -109,6 +109,10 @@ class SequenceGroup(Protocol):
         """Whether all live members have computed all tokens but the last, so that the group can take its next step."""
         ...
 
+    def live(self) -> list[Sequence]:
+        """The members that stand for a hypothesis."""
+        ...
+
     def may_open(self, sequence: Sequence) -> bool:
         """Whether its block table may be opened; after a preemption one at a time, so that later members reuse blocks
         of earlier ones."""
@@ -180,9 +184,10 @@ class Sequence:
         return self.parent is not None or (self.group is not None and not self.group.is_live(self))
 
     @property
-    def order(self) -> tuple[int, int]:
+    def order(self) -> tuple[int, float, int]:
         """Sort key of the queue: smaller runs first; the planner preempts the largest."""
-        return (self.request.priority, self.request.number)
+        request = self.request
+        return (request.priority, request.turn, request.number)
 
     # -- progress: the only places that change it ----------------------------------------------------------------------
 
@@ -238,6 +243,7 @@ class Request:
     seed: int
     prompt: str | None = None
     priority: int = 0  # smaller runs first
+    turn: float = 0.0  # among requests of one priority: smaller runs first, then the earlier arrival
     salt: bytes = b""  # cached prefixes are shared between requests of the same salt only
     max_tokens: int = 0  # of each completion, resolved against the model's context
     sequences: list[Sequence] = field(default_factory=list)

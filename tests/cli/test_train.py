@@ -112,3 +112,22 @@ def test_without_torch_the_extra_is_named(text: Path, monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(MissingDependencyError, match=r"bifolio\[train\]"):
         bifolio("train", text)
+
+
+@pytest.mark.parametrize("name", ["config.json", "checkpoint", "tokenizer.json"])
+def test_a_folder_with_a_model_is_refused_and_left_alone(text: Path, tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / name).write_text("precious")
+    with pytest.raises(BifolioError, match=r"holds a model already.*--resume.*--force"):
+        bifolio("train", text, "--output", folder, *SHAPE, "--steps", "1")
+    assert [(path.name, path.read_text()) for path in folder.iterdir()] == [(name, "precious")]
+
+
+@pytest.mark.full
+def test_force_replaces_a_model(text: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    bifolio("train", text, "--output", folder, *SHAPE, "--steps", "1")
+    before = (folder / "model.safetensors").read_bytes()
+    bifolio("train", text, "--output", folder, *SHAPE, "--steps", "2", "--force")
+    assert (folder / "model.safetensors").read_bytes() != before

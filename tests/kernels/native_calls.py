@@ -211,6 +211,7 @@ VALID: dict[str, Callable[[], Arguments]] = {
     "Program.logits": lambda: recording(x="taken", head=linear(VOCAB, WIDTH), softcap=30.0),
     "Program.run": run_arguments,
     "set_isa": lambda: {"name": ""},
+    "Pool": lambda: {"count": 2},
     "set_num_threads": lambda: {"count": 0},
     "read_bandwidth": lambda: {"bytes": 1 << 20},
     "product_rate": lambda: {"bytes": True},

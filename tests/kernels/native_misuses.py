@@ -339,6 +339,11 @@ CLASSES = [
 SETTINGS = [
     *misuses("set_isa", ("an unknown name", {"name": "mmx"}, "no instruction set mmx: choose one of")),
     *misuses(
+        "Pool",
+        ("a negative count", {"count": -1}, "count is -1 and must be between 0 and 1024"),
+        ("a huge count", {"count": 10**6}, "count is 1000000"),
+    ),
+    *misuses(
         "set_num_threads",
         ("a negative count", {"count": -1}, "count is -1 and must be between 0 and 1024"),
         ("a huge count", {"count": 10**6}, "count is 1000000"),

@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sampling_helpers import CROWD, EOS, VOCAB, crowd, make_sampler, random_logits
 
-from bifolio.errors import RequestError
+from bifolio.errors import ModelOutputError
 from bifolio.sampling.sampler import Sampler, SamplingTable, uniform
 from bifolio.sampling.weights import STREAM_XTC, child_seed
 from bifolio.sampling_params import SamplingParams
@@ -221,7 +221,7 @@ def test_broken_logits_are_well_defined(options: dict[str, Any], use_torch: bool
         for row, (_, possible) in enumerate(rows):
             if possible is None:
                 assert result.token_ids[row] == -1
-                assert isinstance(result.errors[row], RequestError)
+                assert isinstance(result.errors[row], ModelOutputError)
             else:
                 assert int(result.token_ids[row]) in possible
                 assert row not in result.errors

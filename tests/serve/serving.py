@@ -139,7 +139,7 @@ class Reply(NamedTuple):
 async def post(server: RunningServer, path: str, body: Any, timeout: float = 120.0) -> Reply:
     """One request on a connection of its own: a client that costs next to nothing, for many at once."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(content)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {len(content)}\r\n\r\n"
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     try:
         async with asyncio.timeout(timeout):

@@ -65,7 +65,7 @@ def raw(server: RunningServer, *parts: bytes, read: bool = True, reset: bool = F
 
 def post_bytes(body: bytes, *, length: int | None = None, path: str = "/v1/completions") -> bytes:
     size = len(body) if length is None else length
-    return f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {size}\r\n\r\n".encode() + body
+    return f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {size}\r\n\r\n".encode() + body
 
 
 def test_thirty_two_clients_at_once_get_the_text_each_would_have_alone(server: RunningServer) -> None:
@@ -127,11 +127,11 @@ def test_garbage_bytes(tiny: RunningServer) -> None:
         b"GET / HTTP/9.9\r\n\r\n",
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),  # TLS to a plain port
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999999999999\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-        b"GET /live HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999999999999\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",  # noqa: E501
+        b"GET /live HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n",
     ):
         raw(tiny, odd, read=False)
     check_well(tiny, text)
@@ -142,7 +142,7 @@ def test_large_bodies_are_refused(tiny: RunningServer) -> None:
     assert b" 413 " in raw(tiny, post_bytes(b"", length=10 << 20))[:20]  # announced
     huge = json.dumps({"prompt": "x" * (10 << 20)}).encode()
     raw(tiny, post_bytes(huge), read=False)
-    chunked = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    chunked = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
     piece = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
     raw(tiny, chunked, *[piece] * 160, read=False)  # not announced
     check_well(tiny, text)
@@ -156,7 +156,7 @@ def test_a_hundred_thousand_headers(tiny: RunningServer) -> None:
     long = b"GET /health HTTP/1.1\r\nx: " + b"y" * (4 << 20) + b"\r\n\r\n"
     answer = raw(tiny, long)
     assert not answer or b" 431 " in answer[:20]
-    assert b" 200 " in raw(tiny, b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")[:20]
+    assert b" 200 " in raw(tiny, b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")[:20]
     check_well(tiny, text)
 
 

@@ -276,7 +276,7 @@ def test_a_client_that_stops_reading_is_dropped() -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", server.port))
         connection.settimeout(30)
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(content)}\r\n\r\n"
         connection.sendall(head.encode() + content)
         assert connection.recv(4096)
         assert server.wait_idle()["num_used_blocks"] == 0  # ended although nobody reads

@@ -200,3 +200,41 @@ def test_honest_use_of_what_is_watched_still_works() -> None:
         "{{ [1, 'a'] }}"
     )
     assert render_chat(template, HELLO) == "1 aaa a-00003     x|1 {2} hi a-b   x   None [1, 'a']"
+
+
+# -- small templates with large values -------------------------------------------------------------------------------
+
+NESTED = (
+    "{% set ns = namespace(a=[], b=[]) %}{% for i in range(40) %}{% set ns.a = [ns.a, ns.a] %}"
+    "{% set ns.b = [ns.b, ns.b] %}{% endfor %}"
+)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "ns.a == ns.b", "ns.a < ns.b", "ns.a != ns.b", "ns.a in [ns.b]", "ns.a is eq(ns.b)", "[ns.a].index(ns.b)",
+        "[ns.a].count(ns.b)", "[ns.b] | select('eq', ns.a) | list", "[ns.a, ns.b] | sort", "[ns.a, ns.b] | max",
+        "ns.a | string | length", "{'a': ns.a} == {'a': ns.b}",
+    ],
+)  # fmt: skip
+def test_comparisons_of_lists_that_share_their_parts_are_bounded(expression: str) -> None:
+    with pytest.raises(ChatTemplateError):
+        render_chat(NESTED + "{{ " + expression + " }}", HELLO)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "('a' * 1000000) | wordwrap(1)",
+        "[[[[1]]]] | tojson(indent=99999)",
+        "('a' * 100000).translate({97: 'b' * 100000})",
+        "(1).to_bytes(9999999999, 'big')",
+        "'a' | center(99999999999)",
+        "('%(a)s' * 100000) % {'a': 'b' * 100000}",
+    ],
+)
+def test_methods_that_make_large_values_are_refused(expression: str) -> None:
+    with pytest.raises(ChatTemplateError):
+        render_chat("{{ " + expression + " }}", HELLO)

@@ -52,6 +52,7 @@ class AsyncLLM:
 
     def __init__(self, model: str | Path | LoadedModel | LLM | None = None, **options: Any) -> None:
         self.llm = model if isinstance(model, LLM) else LLM(model, **options)
+        self.llm.hand_over("AsyncLLM")
         self._channels: dict[str, _Channel] = {}  # by request id; changed on the engine's thread only
         self._ids = itertools.count()
         self.thread = EngineThread(self.llm.engine, self._dispatch, self._notify_stopped)
@@ -148,6 +149,7 @@ class AsyncLLM:
     async def close(self) -> None:
         """Abort running requests and end the thread."""
         await asyncio.to_thread(self.thread.stop)
+        self.llm.take_back()
 
     def shutdown(self) -> None:
         """`close` for code that is not asynchronous."""

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import random
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -28,15 +29,16 @@ from bifolio.model.loader import load_model
 from bifolio.model.weights import OnLoad
 from bifolio.quant.convert import conversion_notes
 from bifolio.sampling_params import SamplingParams, merge_defaults
-from bifolio.sequence import Request
-from bifolio.text.chat_template import Message, render_chat
+from bifolio.sequence import Request, StepResult
+from bifolio.text.chat_template import Message, check_messages, render_chat
+from bifolio.text.roles import Placeholders
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 PROGRESS_FROM = 8  # minimum number of prompts for a progress bar
 
 
 class LLM:
-    """A model, a cache and an engine, for use from one thread.
+    """A model, a cache and an engine. Calls from several threads run in one continuous batch.
 
     `model` is a Hugging Face-layout folder, a `.gguf` file, or the name of an embedded or pulled model; None takes
     the default embedded model. The cache gets `num_blocks` blocks, or as many as fit into `memory` ("2GB"), or a
@@ -131,6 +133,9 @@ class LLM:
         )
         self._ids = itertools.count()
         self._seeds = None if seed is None else random.Random(seed)
+        self._lock = threading.RLock()  # held while the engine is touched: for one step at most
+        self._streams: dict[str, list[StepResult]] = {}  # request id -> results that its stream has not read
+        self._owner: str | None = None
         if verbose:
             self.print_plan()
 
@@ -192,8 +197,9 @@ class LLM:
         A bad prompt or parameter refuses the call at once. Leaving the loop early ends the requests.
         """
         batch = as_prompts(prompts)
-        requests = self._add_all(batch, self.params_for(batch, sampling_params), [0] * len(batch), named=True)
-        return TokenStream(self.engine, requests, self._abort)
+        unread: list[StepResult] = []
+        requests = self._add_all(batch, self.params_for(batch, sampling_params), [0] * len(batch), unread)
+        return TokenStream(requests, unread, self._lock, self._step, self._abort)
 
     def chat(
         self,
@@ -214,9 +220,17 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def chat_tokens(self, messages: Sequence[Message], **options: Any) -> list[int]:
-        """Token ids of a conversation; special tokens come from the template alone."""
-        text = render_chat(self.model.chat_template, messages, special_tokens=self.model.special_tokens, **options)
-        return self.model.require_tokenizer().encode(text, add_special_tokens=False)
+        """Token ids of a conversation; special tokens come from the template alone (`text.roles`)."""
+        tokenizer = self.model.require_tokenizer()
+        check_messages(messages)
+        placeholders = Placeholders(tokenizer.special_tokens)
+        text = render_chat(
+            self.model.chat_template,
+            placeholders.protect(list(messages)),
+            special_tokens=self.model.special_tokens,
+            **placeholders.protect(options),
+        )
+        return tokenizer.encode_parts(placeholders.parts(text))
 
     # -- configuration -----------------------------------------------------------------------------------------
     def print_plan(self) -> None:
@@ -286,26 +300,66 @@ class LLM:
         batch: list[Prompt],
         params: Sequence[SamplingParams | BeamSearchParams],
         priorities: list[int],
-        named: bool = False,
+        results: list[StepResult] | None = None,
     ) -> list[Request]:
         """Add all requests or none: an invalid prompt raises before any request runs."""
         requests: list[Request] = []
         try:
-            for number, (prompt, each, priority) in enumerate(zip(batch, params, priorities, strict=True)):
-                request_id = str(number) if named else f"request-{next(self._ids)}"
-                requests.append(self._add(request_id, prompt, each, priority))
+            for prompt, each, priority in zip(batch, params, priorities, strict=True):
+                request_id = f"request-{next(self._ids)}"
+                requests.append(self._add(request_id, prompt, each, priority, results))
         except BaseException:
             self._abort(requests)
             raise
         return requests
 
     def _add(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | BeamSearchParams, priority: int
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | BeamSearchParams,
+        priority: int,
+        results: list[StepResult] | None,
     ) -> Request:
         text, token_ids = self.prompt_tokens(prompt)
-        if isinstance(params, BeamSearchParams):
-            return self.engine.add_beam_search(request_id, token_ids, params, prompt=text, priority=priority)
-        return self.engine.add_request(request_id, token_ids, params, prompt=text, priority=priority)
+        with self._lock:
+            self._check_owner()
+            if isinstance(params, BeamSearchParams):
+                request = self.engine.add_beam_search(request_id, token_ids, params, prompt=text, priority=priority)
+            else:
+                request = self.engine.add_request(request_id, token_ids, params, prompt=text, priority=priority)
+            if results is not None:
+                self._streams[request_id] = results
+            return request
+
+    def _step(self) -> list[StepResult]:
+        """One step for the requests of all threads; results of streams go to their readers."""
+        with self._lock:
+            self._check_owner()
+            results = self.engine.step()
+            for result in results:
+                unread = self._streams.get(result.request_id)
+                if unread is not None:
+                    unread.append(result)
+            return results
+
+    # -- another owner ---------------------------------------------------------------------------------------------
+    def hand_over(self, owner: str) -> None:
+        """Let another object (such as `AsyncLLM`) run the engine on its own thread; calls are refused from now on."""
+        with self._lock:
+            self._check_owner()
+            if self.engine.has_work:
+                raise ConfigError(f"requests are running in this LLM: wait for them before {owner} takes it over")
+            self._owner = owner
+
+    def take_back(self) -> None:
+        """Accept calls again, after the other owner has stopped its thread."""
+        with self._lock:
+            self._owner = None
+
+    def _check_owner(self) -> None:
+        if self._owner is not None:
+            raise ConfigError(f"{self._owner} runs the engine of this LLM: use its methods instead, or close it first")
 
     def prompt_tokens(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
         """(text or None, token ids) of a prompt in any of its forms."""
@@ -324,7 +378,7 @@ class LLM:
         try:
             if not progress:
                 while any(not request.is_finished for request in requests):
-                    self.engine.step()
+                    self._step()
             else:
                 self._drain_with_bar(requests)
         finally:
@@ -339,17 +393,20 @@ class LLM:
             task = bar.add_task("generating", total=len(requests), speed="")
             num_tokens = 0
             while any(not request.is_finished for request in requests):
-                num_tokens += sum(result.token is not None for result in self.engine.step())
+                num_tokens += sum(result.token is not None for result in self._step())
                 elapsed = bar.tasks[0].elapsed or 1e-9
                 done = sum(request.is_finished for request in requests)
                 bar.update(task, completed=done, speed=f"{num_tokens / elapsed:.0f} tok/s")
 
     def _abort(self, requests: list[Request]) -> None:
-        unfinished = [request for request in requests if not request.is_finished]
-        for request in unfinished:
-            self.engine.abort(request.request_id)
-        if unfinished:
-            self.engine.step()  # releases their slots and blocks
+        with self._lock:
+            unfinished = [request for request in requests if not request.is_finished]
+            for request in unfinished:
+                self.engine.abort(request.request_id)
+            if unfinished:
+                self._step()  # releases their slots and blocks
+            for request in requests:
+                self._streams.pop(request.request_id, None)
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -26,6 +26,7 @@ VERBS = (
     "bench",
     "profile",
     "doctor",
+    "soak",
     "completion",
 )
 

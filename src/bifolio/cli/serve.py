@@ -56,6 +56,13 @@ def serve(
             "--step-timeout", help="Seconds after which a step counts as hung and the engine is restarted."
         ),
     ] = 300.0,
+    heartbeat_timeout: Annotated[
+        float, commands.option("--heartbeat-timeout", help="Seconds without a sign of the engine until /ready fails.")
+    ] = 10.0,
+    allowed_host: Annotated[
+        list[str] | None,
+        commands.option("--allowed-host", help="Another host name of a local server without keys; repeatable."),
+    ] = None,
     log_prompts: Annotated[bool, commands.option("--log-prompts", help="Write prompts into the log.")] = False,
     log_level: Annotated[str, commands.option("--log-level", help="debug, info, warning or error.")] = "info",
     speculative: options.Speculative = None,
@@ -109,6 +116,8 @@ def serve(
         ),
         drain_seconds=drain_timeout,
         step_timeout=step_timeout,
+        heartbeat_timeout=heartbeat_timeout,
+        allowed_hosts=allowed_host or [],
         log_prompts=log_prompts,
     )
     guessing = options.speculative_config(speculative, draft_model)

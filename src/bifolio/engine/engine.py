@@ -22,6 +22,7 @@ from bifolio.cache.block_manager import KVCacheBlockManager
 from bifolio.cache.sharing import BlockShareManager, ShareStats, SpeculativeDecodingSharing
 from bifolio.config import EngineConfig
 from bifolio.engine.executor import DecodeExecutor, ModelRunner, PrefillExecutor
+from bifolio.engine.fault.progress import ProgressWatch
 from bifolio.engine.fault.recovery import FaultRecovery
 from bifolio.engine.host_batch import Readout
 from bifolio.engine.postprocess import Postprocessor, Ticket
@@ -101,6 +102,7 @@ class InferenceEngine:
             self.batcher, self.phases, self.blocks, self.slots.sampler, kernels, self.speculator, speculation
         )
         self.faults = FaultRecovery(self)
+        self.progress = ProgressWatch(self)
         self.requests: dict[str, Request] = {}  # not finished yet
         self.factory = RequestFactory(model, config, self.blocks, self.requests)
         self.in_flight: deque[Ticket] = deque()
@@ -196,10 +198,11 @@ class InferenceEngine:
         *,
         prompt: str | None = None,
         priority: int = 0,
+        turn: float = 0.0,
         salt: bytes = b"",
     ) -> Request:
         """Queue a request; one that cannot be served is rejected here, before any state changes."""
-        request = self.factory.new_request(request_id, prompt_token_ids, params, prompt, priority, salt)
+        request = self.factory.new_request(request_id, prompt_token_ids, params, prompt, priority, salt, turn)
         self.factory.add_completions(request)
         return self._enqueue(request)
 
@@ -211,10 +214,11 @@ class InferenceEngine:
         *,
         prompt: str | None = None,
         priority: int = 0,
+        turn: float = 0.0,
         salt: bytes = b"",
     ) -> Request:
         """Queue a beam search; it runs in the same batches as all other requests."""
-        request = self.factory.new_request(request_id, prompt_token_ids, params.sampling, prompt, priority, salt)
+        request = self.factory.new_request(request_id, prompt_token_ids, params.sampling, prompt, priority, salt, turn)
         self.factory.add_beams(request, params)
         return self._enqueue(request)
 
@@ -242,6 +246,8 @@ class InferenceEngine:
         prompt = [*parent.token_ids, *token_ids]
         request = self.factory.new_request(new_request_id, prompt, params, salt=salt, **options)
         self.factory.add_completions(request)
+        if params.prompt_logprobs is not None:  # they need the logits of every position: the prompt is computed whole
+            return self._enqueue(request)
         first = request.sequences[0]
         self.blocks.fork(parent.id, first.id)
         try:
@@ -318,6 +324,7 @@ class InferenceEngine:
 
     def _deliver(self) -> list[StepResult]:
         results, self._outbox = self._outbox, []
+        results.extend(self.progress.observe(results))
         for result in results:
             if result.finished:
                 request = self.requests.get(result.request_id)

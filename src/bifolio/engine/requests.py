@@ -51,6 +51,7 @@ class RequestFactory:
         prompt: str | None = None,
         priority: int = 0,
         salt: bytes = b"",
+        turn: float = 0.0,
     ) -> Request:
         """A valid request, without sequences yet; raises a `RequestError` that says why it cannot be served."""
         prompt_ids = as_token_ids(prompt_token_ids)
@@ -64,6 +65,7 @@ class RequestFactory:
             seed=params.seed if params.seed is not None else secrets.randbits(63),
             prompt=prompt,
             priority=priority,
+            turn=turn,
             salt=salt,
             max_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
         )

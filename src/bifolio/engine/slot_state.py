@@ -15,11 +15,11 @@ import numpy as np
 
 from bifolio.cache.block_manager import KVCacheBlockManager
 from bifolio.engine.host_batch import ON_DEVICE, HostBatch, Readout, newest_token
-from bifolio.errors import RequestError
+from bifolio.errors import NO_FINITE_LOGIT, ModelOutputError
 from bifolio.kernels.interface import Array, Batch, DeviceSlots, KernelSet, PendingTokens, TokenScores
 from bifolio.sampling.edits import device_edits
 from bifolio.sampling.logprobs import finish_scores
-from bifolio.sampling.sampler import NOTHING, NOTHING_FOLLOWS, SampledTokens, Sampler, SamplingTable
+from bifolio.sampling.sampler import NOTHING, SampledTokens, Sampler, SamplingTable
 from bifolio.schedule.plan import StepPlan
 from bifolio.sequence import Sequence
 
@@ -42,7 +42,7 @@ class Draws:
             self.pending = None
             for draw, token in zip(self.device_draws, tokens.tolist(), strict=True):
                 if token == NOTHING:
-                    self.known.errors[draw] = RequestError(NOTHING_FOLLOWS)
+                    self.known.errors[draw] = ModelOutputError(NO_FINITE_LOGIT)
         return self.known
 
     def _take_scores(self, tokens: np.ndarray, scores: TokenScores | None) -> None:

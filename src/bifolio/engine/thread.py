@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from bifolio.engine.engine import InferenceEngine
 from bifolio.errors import EngineDeadError
 from bifolio.sequence import StepResult
+from bifolio.text.tokenizer import is_library_error
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -34,10 +35,8 @@ class EngineThread:
     ) -> None:
         self.engine = engine
         self.failure: BaseException | None = None  # the error that ended the thread
-        self.step_started: float | None = None  # `time.monotonic` at the start of a running step, for watchdogs
-        self.background: Callable[[], bool] | None = (
-            None  # runs one slice of other work; returns True while more is left
-        )
+        self.step_started: float | None = None  # `time.monotonic` of the running step or command, for watchdogs
+        self.background: Callable[[], bool] | None = None  # runs one slice of other work; True while more is left
         self._on_results = on_results
         self._on_closed = on_closed
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
@@ -62,7 +61,7 @@ class EngineThread:
         return future
 
     def post(self, function: Callable[[InferenceEngine], Any]) -> None:
-        """`call` without a result."""
+        """`call` without a result. A command that fails is logged, and the engine continues."""
         self._commands.put((function, None))
 
     def stop(self, timeout: float | None = None) -> None:
@@ -121,15 +120,21 @@ class EngineThread:
         function, future = command
         if future is not None and not future.set_running_or_notify_cancel():
             return
+        self.step_started = time.monotonic()
         try:
             result = function(self.engine)
-        except Exception as error:
-            if future is None:
+        except BaseException as error:
+            if not is_library_error(error):
                 raise
-            future.set_exception(error)
+            if future is None:
+                logger.exception("a command for the engine failed")
+            else:
+                future.set_exception(error)
         else:
             if future is not None:
                 future.set_result(result)
+        finally:
+            self.step_started = None
 
     def _close(self) -> None:
         with self._closing:

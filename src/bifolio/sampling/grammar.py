@@ -3,13 +3,15 @@
     Grammar.json_schema({...})   Grammar.regex("[a-z]+")   Grammar.choice(["yes", "no"])   Grammar.lark("start: ...")
 
 Grammars come from strangers, so everything about them is bounded: the size and depth of their text, the work of
-compiling and of each step, the states of the automaton, and the number of compiled ones that are kept.
+compiling and of each step, the states of the automaton, and the number and memory of compiled ones that are kept.
 """
 
 from __future__ import annotations
 
 import json
+import mmap
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,14 +24,17 @@ from numpy.typing import NDArray
 
 from bifolio.errors import BifolioError, GrammarError, MissingDependencyError
 from bifolio.model.loaded import TextModel
+from bifolio.sampling.grammar_bounds import check_text
 from bifolio.sampling_params import SamplingParams
 from bifolio.structured_outputs import StructuredOutputsParams
 
 Kind = Literal["json_schema", "regex", "choice", "lark"]
-MAX_TEXT_CHARS = {"json_schema": 64 << 10, "regex": 8 << 10, "choice": 64 << 10, "lark": 32 << 10}
-MAX_DEPTH = 48  # of a schema's nesting, or of a regular expression's brackets
-MAX_PATTERNS = 256  # of a schema's strings with a pattern or format: each is an automaton of its own
 MAX_CACHED = 32  # compiled grammars that are kept
+MAX_CACHED_BYTES = 256 << 20  # of them together
+MAX_GRAMMAR_BYTES = 64 << 20  # of one
+MAX_MASK_SECONDS = 0.4  # CPU time of one mask on the engine's thread
+MEAN_MASK_SECONDS = 0.02  # of all masks of a sequence, beyond a first second
+PROBED_TOKENS = 24
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 400_000,  # about 10 ms of work
     "step_lexer_fuel": 100_000,  # about 10 ms, for each token
@@ -89,6 +94,7 @@ class CompiledGrammar:
     """A grammar for one tokenizer, ready to be followed any number of times."""
 
     grammar: Grammar
+    num_bytes: int  # memory that compiling took
     _pristine: Any = field(repr=False, compare=False)  # an llguidance.LLMatcher that no token was fed to
 
     def follow(self, output_token_ids: list[int]) -> GrammarMask:
@@ -103,15 +109,31 @@ class GrammarMask:
     that change places, drafts that were rejected and recomputed requests need no care.
     """
 
-    __slots__ = ("_consumed", "_matcher", "_output")
+    __slots__ = ("_consumed", "_is_over_budget", "_matcher", "_num_masks", "_output", "_seconds")
 
     def __init__(self, matcher: Any, output_token_ids: list[int]) -> None:
         self._matcher = matcher
         self._output = output_token_ids
-        self._consumed: list[int] = []  # what the matcher was fed
+        self._consumed: list[int] = []  # the tokens that the matcher was fed
+        self._seconds, self._num_masks, self._is_over_budget = 0.0, 0, False
 
     def allowed(self, pending: Sequence[int]) -> NDArray[Any]:
-        """Bits of the tokens that may follow; all are set behind a draft that broke the grammar: it is cut anyway."""
+        """Bits of the tokens that may follow; all are set behind a draft that broke the grammar: it is cut anyway.
+
+        A grammar that has cost more time than its budget allows no token, which ends its request with an error.
+        """
+        if self._is_over_budget:
+            return self._all(False)
+        began = time.thread_time()
+        bits = self._allowed(pending)
+        seconds = time.thread_time() - began
+        self._seconds += seconds
+        self._num_masks += 1
+        mean_limit = 1.0 + MEAN_MASK_SECONDS * self._num_masks
+        self._is_over_budget = seconds > MAX_MASK_SECONDS or self._seconds > mean_limit
+        return self._all(False) if self._is_over_budget else bits
+
+    def _allowed(self, pending: Sequence[int]) -> NDArray[Any]:
         target = [*self._output, *pending]
         if not self._go_to(target):
             broken = len(self._consumed) >= len(self._output) and not self._matcher.is_error()
@@ -174,16 +196,19 @@ class _Compiler:
             if found is not None:
                 self._cache.move_to_end(grammar)
                 return found
+        before = _resident_bytes()
         with _refusing(f"the {_NAMES[grammar.kind]} cannot be used"):
             matcher = _llguidance().LLMatcher(self._tokenizer, _source(grammar), log_level=0, limits=self._limits)
             _check_matcher(matcher)
             probe = matcher.deep_copy()
             probe.compute_bitmask()  # the first step is the most expensive: an error in it refuses the grammar
             _check_matcher(probe)
-        compiled = CompiledGrammar(grammar, matcher)
+        compiled = CompiledGrammar(grammar, max(_resident_bytes() - before, len(grammar.text)), matcher)
         with self._lock:
             self._cache[grammar] = compiled
-            while len(self._cache) > MAX_CACHED:
+            while len(self._cache) > 1 and (
+                len(self._cache) > MAX_CACHED or sum(c.num_bytes for c in self._cache.values()) > MAX_CACHED_BYTES
+            ):
                 self._cache.popitem(last=False)
         return compiled
 
@@ -257,53 +282,38 @@ def with_grammar(params: SamplingParams, model: TextModel) -> SamplingParams:
 
 
 def check_bounds(grammar: Grammar) -> None:
-    """Refuse by size and shape what would take long only to be read."""
-    most = MAX_TEXT_CHARS[grammar.kind]
-    if len(grammar.text) > most:
-        raise GrammarError(f"the {_NAMES[grammar.kind]} has {len(grammar.text)} characters: at most {most} are taken")
-    if grammar.kind in ("json_schema", "choice"):
-        try:
-            value = json.loads(grammar.text)
-        except (ValueError, RecursionError) as error:
-            raise GrammarError(f"the {_NAMES[grammar.kind]} is not valid JSON: {error}") from error
-        _check_choices(value) if grammar.kind == "choice" else _check_schema(value)
-    elif grammar.kind == "regex" and _bracket_depth(grammar.text) > MAX_DEPTH:
-        raise GrammarError(f"the regular expression is nested more than {MAX_DEPTH} deep")
+    """Refuse by size and shape a grammar that would take long only to be read."""
+    check_text(grammar.kind, _NAMES[grammar.kind], grammar.text)
 
 
-def _check_choices(value: Any) -> None:
-    if not isinstance(value, list) or not value or not all(isinstance(item, str) for item in value):
-        raise GrammarError("a choice is a list of texts, at least one")
+def probe_grammar(grammar: Grammar, model: TextModel) -> None:
+    """Compile a grammar and follow it for some tokens; refuse it if a mask or the whole costs too much.
+
+    Meant for a process with limits of its own: the compiler cannot be stopped.
+    """
+    check_bounds(grammar)
+    before = _resident_bytes()
+    mask = prepare_compiler(model).compile(grammar).follow(output := [])
+    rng = np.random.default_rng(0)
+    for _ in range(PROBED_TOKENS):
+        began = time.thread_time()
+        allowed = np.flatnonzero(np.unpackbits(mask.allowed([]), bitorder="little"))
+        if time.thread_time() - began > MAX_MASK_SECONDS / 4:
+            raise GrammarError(f"the {_NAMES[grammar.kind]} takes too long for each token: make it simpler")
+        open_ended = allowed[(allowed < model.config.vocab_size) & ~np.isin(allowed, model.config.eos_token_ids)]
+        if not len(open_ended):
+            break
+        output.append(int(rng.choice(open_ended)))
+    if _resident_bytes() - before > MAX_GRAMMAR_BYTES:
+        raise GrammarError(f"the {_NAMES[grammar.kind]} takes more than {MAX_GRAMMAR_BYTES >> 20} MiB: make it simpler")
 
 
-def _check_schema(schema: Any) -> None:
-    if not isinstance(schema, dict | bool):
-        raise GrammarError("a JSON schema is an object, true or false")
-    num_patterns = 0
-    level = [schema]
-    for _ in range(MAX_DEPTH):
-        if not level:
-            return
-        below: list[Any] = []
-        for value in level:
-            if isinstance(value, dict):
-                num_patterns += "pattern" in value or "format" in value
-                below.extend(value.values())
-            elif isinstance(value, list):
-                below.extend(value)
-        if num_patterns > MAX_PATTERNS:
-            raise GrammarError(f"the JSON schema has more than {MAX_PATTERNS} patterns and formats")
-        level = below
-    if level:
-        raise GrammarError(f"the JSON schema is nested more than {MAX_DEPTH} deep")
-
-
-def _bracket_depth(pattern: str) -> int:
-    depth = deepest = 0
-    for character in pattern:
-        depth += (character in "([") - (character in ")]")
-        deepest = max(deepest, depth)
-    return deepest
+def _resident_bytes() -> int:
+    """Memory of this process; 0 where the system does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def _source(grammar: Grammar) -> str:

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bifolio.errors import RequestError
+from bifolio.errors import NO_FINITE_LOGIT, BifolioError, ModelOutputError, RequestError
 from bifolio.kernels.weights import ONE
 from bifolio.sampling.edits import Edits
 from bifolio.sampling.filters import Filters, filter_rows
@@ -67,7 +67,7 @@ class SampledTokens:
     logprobs: NDArray[np.float32]  # f32[r]  of the drawn token, from the model's own logits; NaN where not asked for
     ranks: NDArray[np.int32]  # i32[r]  1: the model's own favourite; 0 where not asked for
     top: list[list[tuple[int, float]] | None]  # per row, the most likely (id, logprob); None where not asked for
-    errors: dict[int, RequestError] = field(default_factory=dict)  # row -> why nothing was drawn
+    errors: dict[int, BifolioError] = field(default_factory=dict)  # row -> why nothing was drawn
 
     @classmethod
     def unknown(cls, count: int) -> SampledTokens:
@@ -118,7 +118,7 @@ class Sampler:
             token_ids[rows] = self._draw_plain(_rows(work, rows), slots[rows], positions[rows])
         for rows in self._filter_groups(slots, filtered, work):
             token_ids[rows] = self._draw_filtered(_rows(work, rows), slots[rows], positions[rows])
-        return self._outcome(logits, slots, token_ids, errors)
+        return self._outcome(logits, slots, token_ids, {**errors})
 
     def _plain_greedy(self, logits: Array, slots: NDArray[Any]) -> SampledTokens | None:
         """The usual greedy step on the CPU in two numpy calls; None for anything else."""
@@ -231,10 +231,10 @@ class Sampler:
         return values, kept
 
     def _outcome(
-        self, logits: Array, slots: NDArray[Any], token_ids: NDArray[np.int32], errors: dict[int, RequestError]
+        self, logits: Array, slots: NDArray[Any], token_ids: NDArray[np.int32], errors: dict[int, BifolioError]
     ) -> SampledTokens:
         for row in np.flatnonzero(token_ids == NOTHING).tolist():
-            errors.setdefault(row, RequestError(NOTHING_FOLLOWS))
+            errors.setdefault(row, _no_token(logits[row, :]))
         for row in errors:
             token_ids[row] = NOTHING
         outcome = SampledTokens.unknown(len(slots))
@@ -247,6 +247,16 @@ class Sampler:
             for row, top in zip(rows, scored.top, strict=True):
                 outcome.top[row] = top
         return outcome
+
+
+def _no_token(logits: Array) -> BifolioError:
+    """The reason why no token could be drawn from the logits of a position: f32[vocab], as the network gave them."""
+    if not bool(namespace(logits).any(namespace(logits).isfinite(logits))):
+        return ModelOutputError(NO_FINITE_LOGIT)
+    return RequestError(
+        "no token can follow: the request's allowed tokens, grammar, bad words or logits processors exclude the whole "
+        "vocabulary here"
+    )
 
 
 @_quiet

@@ -100,7 +100,7 @@ class ContinuousBatcher:
         self._max_running: int | None = None
         self._may_admit = True  # blocks or slots were freed since the last attempt that admitted no request
         self._free = list(range(max_slots - 1, -1, -1))  # slot numbers; the smallest is taken first
-        self._waiting: list[tuple[tuple[int, int], int, Sequence]] = []  # heap by order, then by index
+        self._waiting: list[tuple[tuple[int, float, int], int, Sequence]] = []  # heap by order, then by index
         self._slot_of: dict[int, int] = {}  # sequence id → slot number
         self._kept: dict[str, Sequence] = {}  # ended conversations that may be branched; the oldest first
 

@@ -182,7 +182,13 @@ class PhaseManager:
             return True
         if sequence.group is None or not sequence.group.may_open(sequence):
             return False
-        sequence.rewind(blocks.open_table(sequence.id, sequence.token_ids, salt=sequence.request.salt))
+        relative, shared = _nearest(sequence)
+        if relative is not None and shared:  # also without a prefix cache: admission counted the shared blocks once
+            blocks.fork(relative.id, sequence.id)
+            blocks.truncate(sequence.id, shared)
+            sequence.rewind(shared)
+        else:
+            sequence.rewind(blocks.open_table(sequence.id, sequence.token_ids, salt=sequence.request.salt))
         return True
 
     def _make_room(
@@ -202,6 +208,20 @@ class PhaseManager:
             raise PhaseError("no block is free and no preempt callback is configured")
         self._preempt(victim)
         preempted.append(victim)
+
+
+def _nearest(sequence: Sequence) -> tuple[Sequence | None, int]:
+    """The member of the group with the longest computed beginning in common with this one, and its length."""
+    best, longest = None, 0
+    for other in [] if sequence.group is None else sequence.group.live():
+        if other is sequence or other.num_computed <= longest:
+            continue
+        most = min(other.num_computed, sequence.num_tokens - 1)
+        pairs = zip(other.token_ids[:most], sequence.token_ids[:most], strict=False)
+        shared = next((count for count, (left, right) in enumerate(pairs) if left != right), most)
+        if shared > longest:
+            best, longest = other, shared
+    return best, longest
 
 
 def _behind(sequence: Sequence, active: Iterable[BatchSlot]) -> list[Sequence]:

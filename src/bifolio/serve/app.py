@@ -1,4 +1,4 @@
-"""The HTTP application: routes, what surrounds every handler, and the handlers that are short."""
+"""The HTTP application: routes, the wrapper of every handler, and the short handlers."""
 
 from __future__ import annotations
 
@@ -29,17 +29,25 @@ from bifolio.serve.auth import App, Guard, KeyRing, Receive, Scope, Send, Tenant
 from bifolio.serve.context import ServerContext
 from bifolio.serve.errors import ApiError, bad_request
 from bifolio.serve.generation import Run, collect
+from bifolio.serve.hosts import HostGuard
 from bifolio.serve.http import decode, read_body, send_bytes, send_events, send_json
 from bifolio.serve.live import live_events
 from bifolio.serve.logs import request_id
 from bifolio.serve.metrics import CONTENT_TYPE
-from bifolio.serve.openapi import openapi_document
+from bifolio.serve.openapi import docs_page, openapi_document
 from bifolio.serve.page import page_files
 from bifolio.serve.sampling import request_defaults
 from bifolio.serve.tools import ToolPlan
 
 logger = logging.getLogger("bifolio.http")
 Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
+PAGE_HEADERS = (
+    (b"cache-control", b"no-cache"),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"content-security-policy", b"default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"),
+)
+TEXTS_AT_ONCE = 4096  # of tokens, before other requests get a turn
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,64}")
 
 
@@ -97,7 +105,7 @@ class Endpoint:
                 "status": status,
                 "seconds": round(seconds, 4),
                 "tenant": scope["state"]["tenant"].name if "tenant" in scope.get("state", {}) else None,
-                **scope.get("state", {}).get("books", {}),
+                **scope.get("state", {}).get("usage", {}),
             },
         )
 
@@ -142,7 +150,7 @@ class Handlers:
                 run.close()
                 watcher.cancel()
                 usage = run.usage()
-                scope["state"]["books"] = {
+                scope["state"]["usage"] = {
                     "prompt_tokens": usage.prompt_tokens,
                     "completion_tokens": usage.completion_tokens,
                     "cached_tokens": usage.prompt_tokens_details.cached_tokens,
@@ -173,22 +181,24 @@ class Handlers:
             raise bad_request("pass either prompt or messages")
         if request.messages is not None:
             chat_request = p.ChatRequest(messages=request.messages)
-            tokens = await chat_calls.chat_tokens(context, chat_request, ToolPlan())
+            tokens = await chat_calls.chat_tokens(context, chat_request, ToolPlan(), _tenant(scope))
         else:
-            tokens = await completion_calls.encode(context, request.prompt or "", request.add_special_tokens)
-        texts = [context.texts.text(token) for token in tokens]
-        await send_json(send, r.Tokens(tokens, texts, len(tokens), self._max_model_len()))
+            (tokens,) = await context.tokenizers.encode([request.prompt or ""], request.add_special_tokens)
+        texts: list[str] = []
+        for first in range(0, len(tokens), TEXTS_AT_ONCE):
+            texts += [context.texts.text(token) for token in tokens[first : first + TEXTS_AT_ONCE]]
+            await asyncio.sleep(0)
+        await send_json(send, r.Tokens(tokens, texts, len(tokens), context.max_model_len))
 
     async def detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = self._context
         request = decode(await read_body(scope, receive, context.limits), p.DetokenizeRequest)
         context.check_model(request.model)
         vocab = context.model.config.vocab_size
-        for token in request.tokens:
-            if token >= vocab:
-                raise bad_request(f"the token id {token} is outside the vocabulary of {vocab} tokens", "tokens")
-        tokenizer = context.model.require_tokenizer()
-        text = await asyncio.to_thread(tokenizer.decode, request.tokens, request.skip_special_tokens)
+        largest = max(request.tokens, default=0)
+        if largest >= vocab:
+            raise bad_request(f"the token id {largest} is outside the vocabulary of {vocab} tokens", "tokens")
+        text = await context.tokenizers.decode(request.tokens, request.skip_special_tokens)
         await send_json(send, r.Detokenized(text))
 
     # -- looking -------------------------------------------------------------------------------------------------------
@@ -206,14 +216,10 @@ class Handlers:
         return r.ModelCard(
             context.name,
             context.created,
-            self._max_model_len(),
+            context.max_model_len,
             has_chat_template=has_template,
             sampling_defaults=defaults,
         )
-
-    def _max_model_len(self) -> int:
-        hello = self._context.engine.hello
-        return self._context.model.config.max_position if hello is None else hello.max_model_len
 
     async def health(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send_json(send, r.Health("ok"))
@@ -230,6 +236,9 @@ class Handlers:
         if self._document is None:
             self._document = openapi_document()
         await send_json(send, self._document)
+
+    async def docs(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send_bytes(send, docs_page().encode(), b"text/html; charset=utf-8", headers=PAGE_HEADERS)
 
     async def live(self, scope: Scope, receive: Receive, send: Send) -> None:
         await live_events(self._context, scope, receive, send)
@@ -285,11 +294,17 @@ ROUTES: tuple[tuple[str, str, str], ...] = (  # path, method, name of the handle
     ("/metrics", "GET", "metrics"),
     ("/openapi.json", "GET", "openapi"),
     ("/live", "GET", "live"),
+    ("/docs", "GET", "docs"),
 )
 
 
-def make_app(context: ServerContext, keys: KeyRing | None = None, cors_origins: Iterable[str] = ()) -> App:
-    """The application, guarded."""
+def make_app(
+    context: ServerContext,
+    keys: KeyRing | None = None,
+    cors_origins: Iterable[str] = (),
+    hosts: Iterable[str] | None = None,
+) -> App:
+    """The application, guarded. `hosts`: the names that a server without keys answers to; None: any."""
     handlers = Handlers(context)
     routes = [
         Route(path, Endpoint(context, path, getattr(handlers, name)), methods=[method]) for path, method, name in ROUTES
@@ -302,6 +317,8 @@ def make_app(context: ServerContext, keys: KeyRing | None = None, cors_origins: 
     middleware = [
         Middleware(Guard, keys=keys or KeyRing(), open_paths=files),
     ]
+    if hosts is not None and not keys:
+        middleware.insert(0, Middleware(HostGuard, hosts=list(hosts), origins=origins))
     if origins:
         middleware.insert(
             0, Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
@@ -312,18 +329,8 @@ def make_app(context: ServerContext, keys: KeyRing | None = None, cors_origins: 
 
 
 def _file_handler(body: bytes, content_type: bytes) -> Handler:
-    headers = (
-        (b"cache-control", b"no-cache"),
-        (b"x-content-type-options", b"nosniff"),
-        (b"referrer-policy", b"no-referrer"),
-        (
-            b"content-security-policy",
-            b"default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-        ),
-    )
-
     async def handler(scope: Scope, receive: Receive, send: Send) -> None:
-        await send_bytes(send, body, content_type, headers=headers)
+        await send_bytes(send, body, content_type, headers=PAGE_HEADERS)
 
     return handler
 

@@ -1,4 +1,4 @@
-"""Bearer keys. Every route is guarded but those named here; the guard looks at the path alone, never at a host name."""
+"""Bearer keys. Every route is guarded except those named here; the guard decides by the path alone."""
 
 from __future__ import annotations
 
@@ -24,14 +24,17 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Whoever holds a key."""
+    """The holder of a key."""
 
-    name: str  # for books and logs; says nothing about the key
-    salt: bytes  # cached prefixes are shared under the same salt only: a hit would tell what others ask
+    name: str  # for metrics and logs; reveals nothing about the key
+    salt: bytes  # cached prefixes are shared under the same salt only: the time of a hit would reveal other prompts
+
+
+ANONYMOUS = Tenant("anonymous", b"")  # every client of a server without keys
 
 
 class KeyRing:
-    """The keys that are let in; without any, everybody is."""
+    """The accepted keys; without any, every client is accepted."""
 
     def __init__(self, keys: Iterable[str] = ()) -> None:
         self._secret = secrets.token_bytes(32)  # fresh for each start: digests of keys are worth nothing elsewhere
@@ -39,15 +42,14 @@ class KeyRing:
         for number, key in enumerate(dict.fromkeys(keys)):
             digest = self._digest(key.encode())
             self._tenants.append((digest, Tenant(f"key-{number}", digest[:16])))
-        self._anyone = Tenant("anyone", b"")
 
     def __bool__(self) -> bool:
         return bool(self._tenants)
 
     def find(self, header: bytes | None) -> Tenant | None:
-        """Whose `Authorization` header this is. Every key is compared, in time that does not depend on the key."""
+        """The tenant of an `Authorization` header. All keys are compared, in time that does not depend on the key."""
         if not self._tenants:
-            return self._anyone
+            return ANONYMOUS
         scheme, _, key = (header or b"").partition(b" ")
         if scheme.lower() != b"bearer" or len(key) > MAX_KEY_BYTES:
             return None
@@ -100,7 +102,7 @@ class Guard:
         if tenant is None and not (scope["path"] in self._open and scope["method"] in ("GET", "HEAD")):
             await send_error(send, ApiError(401, "pass a valid key as 'Authorization: Bearer KEY'", "invalid_api_key"))
             return
-        scope.setdefault("state", {})["tenant"] = tenant or Tenant("anyone", b"")
+        scope.setdefault("state", {})["tenant"] = tenant or ANONYMOUS
         await self._app(scope, receive, send)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import secrets
 import time
@@ -12,12 +11,12 @@ from typing import Any
 
 import msgspec
 
-from bifolio.errors import ChatTemplateError
 from bifolio.serve.auth import Tenant
-from bifolio.serve.completions import LOWEST, encode
+from bifolio.serve.completions import LOWEST
 from bifolio.serve.context import ServerContext
 from bifolio.serve.errors import bad_request
 from bifolio.serve.generation import Answer, Job, Run, Scored, Whole
+from bifolio.serve.helper_messages import Failed, Render
 from bifolio.serve.messages import Piece
 from bifolio.serve.protocol import ChatRequest, Message
 from bifolio.serve.responses import (
@@ -33,17 +32,17 @@ from bifolio.serve.responses import (
     TopLogprob,
     Usage,
 )
-from bifolio.serve.sampling import EngineParams, engine_params
+from bifolio.serve.sampling import EngineParams, engine_params, resolve_strings
 from bifolio.serve.steps import watched_steps
 from bifolio.serve.tools import CallScanner, ToolPlan, called, plan_tools, read_call
-from bifolio.text.chat_template import render_chat
+from bifolio.text.roles import Placeholders
 
-RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
+RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "template", "special_tokens"})
 
 
 @dataclass(slots=True)
 class _Choice:
-    """What is known of one choice of a stream."""
+    """The state of one choice of a stream."""
 
     scanner: CallScanner | None
     forced: str | None = None  # text of a call that must be one, gathered until it is complete
@@ -189,7 +188,7 @@ async def prepare(context: ServerContext, request: ChatRequest, tenant: Tenant) 
     if request.top_logprobs and not request.logprobs:
         raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
     tools = plan_tools(request, context.model.chat_template)
-    prompt = await chat_tokens(context, request, tools)
+    prompt = await chat_tokens(context, request, tools, tenant)
     limit = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     params = engine_params(
         request,
@@ -202,6 +201,10 @@ async def prepare(context: ServerContext, request: ChatRequest, tenant: Tenant) 
             raise bad_request("a tool call and a response_format cannot both be enforced", "tool_choice")
         params = EngineParams(params.values, ("json_schema", tools.schema), params.is_beam_search, params.drop_output)
     drawn = request.beam_search.width if request.beam_search else request.n
+    params = await resolve_strings(context, params)
+    if params.grammar is not None:
+        await context.grammars.require(*params.grammar, tenant.name)
+    context.check_scored([prompt], drawn, params)
     job = Job(
         tenant,
         [prompt],
@@ -217,25 +220,27 @@ async def prepare(context: ServerContext, request: ChatRequest, tenant: Tenant) 
     return ChatCall(context, request, tools, job)
 
 
-async def chat_tokens(context: ServerContext, request: ChatRequest, tools: ToolPlan) -> list[int]:
+async def chat_tokens(context: ServerContext, request: ChatRequest, tools: ToolPlan, tenant: Tenant) -> list[int]:
     """The conversation in the model's own form; special tokens come from the template alone."""
     variables = request.chat_template_kwargs or {}
     if RESERVED & variables.keys():
         raise bad_request(f"chat_template_kwargs may not set {sorted(RESERVED)}", "chat_template_kwargs")
     messages = [as_template_message(message) for message in request.messages]
-    try:
-        text = await asyncio.to_thread(
-            render_chat,
-            context.model.chat_template,
-            messages,
-            special_tokens=context.model.special_tokens,
-            add_generation_prompt=request.add_generation_prompt,
-            tools=tools.shown,
-            **{name: value for name, value in variables.items() if name.isidentifier()},
-        )
-    except ChatTemplateError as error:
-        raise bad_request(str(error), "messages", "chat_template") from error
-    return await encode(context, text, add_special_tokens=False)
+    if context.model.chat_template is None:
+        raise bad_request("this model has no chat template: use /v1/completions", "messages", "chat_template")
+    placeholders = Placeholders(context.tokenizers.tokenizer.special_tokens)
+    task = Render(
+        placeholders.protect(messages),
+        placeholders.protect(tools.shown),
+        request.add_generation_prompt,
+        placeholders.protect({name: value for name, value in variables.items() if name.isidentifier()}),
+    )
+    outcome = await context.templates.ask(task, tenant.name)
+    if isinstance(outcome, Failed):
+        slow = outcome.kind == "Killed"
+        message = "the chat template takes too much time or memory" if slow else outcome.message
+        raise bad_request(message, "messages", "chat_template")
+    return await context.tokenizers.encode_parts(placeholders.parts(outcome.text), context.max_model_len)
 
 
 def as_template_message(message: Message) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator
@@ -16,7 +15,7 @@ from bifolio.serve.errors import bad_request
 from bifolio.serve.generation import Answer, Job, Run, Scored, Whole
 from bifolio.serve.protocol import CompletionRequest
 from bifolio.serve.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
-from bifolio.serve.sampling import engine_params
+from bifolio.serve.sampling import engine_params, resolve_strings
 from bifolio.serve.steps import watched_steps
 from bifolio.serve.token_text import TokenTexts
 
@@ -177,9 +176,13 @@ async def prepare(context: ServerContext, request: CompletionRequest, tenant: Te
         best_of=request.best_of,
         prompt_logprobs=request.logprobs if scores_prompt else None,
     )
+    params = await resolve_strings(context, params)
+    if params.grammar is not None:
+        await context.grammars.require(*params.grammar, tenant.name)
     drawn = request.beam_search.width if request.beam_search else request.best_of or request.n
     if len(prompts) * drawn > context.limits.max_sequences:
         raise bad_request(f"{len(prompts)} prompts × {drawn} completions are too many for one request", "prompt")
+    context.check_scored([tokens for _, tokens in prompts], drawn, params)
     job = Job(
         tenant,
         [tokens for _, tokens in prompts],
@@ -214,18 +217,13 @@ async def read_prompts(
     for part in parts:
         if not isinstance(part, str) and part and not 0 <= min(part) <= max(part) < vocab:
             raise bad_request(f"token ids lie between 0 and {vocab - 1}", "prompt", "invalid_token_id")
-    return [(part, await encode(context, part, add_special_tokens)) if isinstance(part, str) else (None, part)
-            for part in parts]  # fmt: skip
+    texts = [part for part in parts if isinstance(part, str)]
+    encoded = iter(await encode(context, texts, add_special_tokens))
+    return [(part, next(encoded)) if isinstance(part, str) else (None, part) for part in parts]
 
 
-INLINE_CHARS = 2000  # texts up to this length are encoded at once; longer ones on a thread
-
-
-async def encode(context: ServerContext, text: str, add_special_tokens: bool) -> list[int]:
-    tokenizer = context.model.tokenizer
-    if tokenizer is None:
-        raise bad_request("this model has no tokenizer: pass token ids", "prompt")
-    if len(text) <= INLINE_CHARS:
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    context.check_length(text)
-    return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+async def encode(context: ServerContext, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+    """Token ids of prompts; those that cannot fit into the context are refused before they are tokenised."""
+    if not texts:
+        return []
+    return await context.tokenizers.encode(texts, add_special_tokens, context.max_model_len)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from typing import Any
 
 from bifolio.serve.errors import ApiError
@@ -12,7 +13,48 @@ MAX_HEADERS = 128
 HEAD_SECONDS = 15.0  # from the first byte of a request, or from the connection, to the end of its headers
 
 
-def make_protocol() -> Any:
+SILENT_SECONDS = 1.0  # without a byte, after which a connection makes room for others
+SPARED = frozenset({b"/health", b"/ready"})  # answered on any connection
+
+
+class Connections:
+    """The open connections. Silent ones make room for new ones, those of the busiest address first."""
+
+    def __init__(self, most: int, most_per_address: int) -> None:
+        self._most = most
+        self._most_per_address = most_per_address
+        self._open: dict[Any, str] = {}  # connection -> address; the oldest first
+        self._per_address: Counter[str] = Counter()
+
+    def add(self, connection: Any, address: str) -> bool:
+        """Register a connection; False if it may only ask for `SPARED` paths, because there are too many."""
+        self._open[connection] = address
+        self._per_address[address] += 1
+        if self._per_address[address] > self._most_per_address:
+            return self._close_silent(address)
+        if len(self._open) > self._most:
+            return self._close_silent(self._per_address.most_common(1)[0][0])
+        return True
+
+    def remove(self, connection: Any) -> None:
+        address = self._open.pop(connection, None)
+        if address is not None:
+            self._per_address[address] -= 1
+            if not self._per_address[address]:
+                del self._per_address[address]
+
+    def _close_silent(self, address: str) -> bool:
+        """Close the oldest connection of an address on which no request has begun; the last one is the new one."""
+        newest = next(reversed(self._open))
+        for connection, known in self._open.items():
+            if known == address and connection is not newest and connection.is_silent:
+                connection.close_silent()
+                self.remove(connection)
+                return True
+        return False
+
+
+def make_protocol(connections: Connections) -> Any:
     """A class for uvicorn's `http` setting."""
     try:
         from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -26,16 +68,31 @@ def make_protocol() -> Any:
             self._head_bytes = 0
             self._head_open = True
             self._refused = False
+            self._last_byte = self.loop.time()
             self._head_timer = self.loop.call_later(HEAD_SECONDS, self._head_too_slow)
             super().connection_made(transport)
+            peer = transport.get_extra_info("peername")
+            self._is_full = not connections.add(self, str(peer[0]) if peer else "")
+
+        @property
+        def is_silent(self) -> bool:
+            """No byte of a request has come for a while since the connection was opened or the last answer was sent."""
+            busy = self.cycle is not None and not self.cycle.response_complete
+            waits = not busy and (not self._head_open or self._head_bytes == 0)
+            return waits and self.loop.time() - self._last_byte > SILENT_SECONDS
+
+        def close_silent(self) -> None:
+            self.transport.close()
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._head_timer.cancel()
+            connections.remove(self)
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
             if self._refused:
                 return
+            self._last_byte = self.loop.time()
             super().data_received(data)
             if self._head_open and not self._refused:
                 self._head_bytes += len(data)
@@ -58,6 +115,8 @@ def make_protocol() -> Any:
         def on_headers_complete(self) -> None:
             self._head_open = False
             self._head_timer.cancel()
+            if self._is_full and self.url.partition(b"?")[0] not in SPARED:
+                self._refuse(ApiError(503, "too many connections are open", "too_many_connections", retry_after=2))
             if not self._refused:
                 super().on_headers_complete()
 

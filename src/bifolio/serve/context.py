@@ -1,4 +1,4 @@
-"""What every handler of the front end needs, in one place."""
+"""The state that all handlers of the front end share."""
 
 from __future__ import annotations
 
@@ -6,35 +6,40 @@ import contextlib
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from bifolio.model.loaded import TextModel
 from bifolio.serve.auth import Tenant
 from bifolio.serve.errors import ApiError
+from bifolio.serve.grammar_checks import GrammarChecks
+from bifolio.serve.helper import Helper, new_helper
 from bifolio.serve.metrics import Metrics
+from bifolio.serve.sampling import EngineParams
 from bifolio.serve.supervisor import EngineProcess
 from bifolio.serve.token_text import TokenTexts
+from bifolio.serve.tokenizing import TokenizerPool
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one client, or all of them, may ask of the server."""
+    """Bounds on the requests of one client and of all clients together."""
 
     max_body_bytes: int = 4 << 20
     max_queue: int = 256  # requests that may wait for a slot
     max_open_per_key: int | None = None  # requests that one key may have under way; None: no limit of its own
     request_timeout: float = 600.0  # seconds, from the arrival to the last token
     body_timeout: float = 30.0  # seconds that a client may take to send its request
-    write_timeout: float = 60.0  # seconds that a client may take to read what was sent
+    write_timeout: float = 60.0  # seconds that a client may take to read an event
     max_prompts: int = 256  # in one request
     max_sequences: int = 256  # prompts × completions of one request
+    max_scored: int = 1_000_000  # logprobs that one request may ask for, those of its prompts included
 
 
 @dataclass(slots=True)
 class ServerContext:
-    """The model's tokenizer and template, the engine, and the books that are kept."""
+    """The model's tokenizer and template, the engine, limits and metrics."""
 
     model: TextModel
     engine: EngineProcess
@@ -43,19 +48,31 @@ class ServerContext:
     metrics: Metrics = field(default_factory=Metrics)
     created: int = field(default_factory=lambda: int(time.time()))
     log_prompts: bool = False
+    reference: str | None = None  # the model, as helper processes find it; None: by its path
     draining: bool = False
+    owners: dict[str, str] = field(default_factory=dict)  # engine request in flight -> name of its tenant
     texts: TokenTexts = field(init=False)
+    tokenizers: TokenizerPool = field(init=False)
+    templates: Helper = field(init=False)  # renders chat templates
+    grammars: GrammarChecks = field(init=False)
     _open_per_key: Counter[str] = field(init=False, default_factory=Counter)
-
-    _longest_token: int | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.texts = TokenTexts(self.model.tokenizer)
+        self.tokenizers = TokenizerPool(self.model.tokenizer)
+        self.templates = new_helper(self.reference or str(self.model.path), reads_tokenizer=False)
+        self.grammars = GrammarChecks(new_helper(self.reference or str(self.model.path), reads_tokenizer=True))
         self.metrics.watch(self.engine)
+
+    async def close(self) -> None:
+        """End the helper processes and the threads of the tokenizer."""
+        self.tokenizers.close()
+        await self.templates.close()
+        await self.grammars.close()
 
     @contextlib.contextmanager
     def admission(self, tenant: Tenant, count: int) -> Iterator[None]:
-        """Let `count` engine requests in, or say when to come back. Refusing early keeps those who wait in time."""
+        """Admit `count` engine requests, or refuse with the seconds to wait. An early refusal keeps the queue short."""
         engine, limits = self.engine, self.limits
         if self.draining:
             raise ApiError(503, "the server is shutting down", "shutting_down", retry_after=5)
@@ -83,19 +100,29 @@ class ServerContext:
         """Seconds until the queue has probably moved on by one batch."""
         return max(1, min(60, math.ceil(self.metrics.recent_latency)))
 
-    def check_length(self, text: str) -> None:
-        """Refuse at once a text that cannot fit however it is cut into tokens: encoding megabytes takes seconds."""
-        tokenizer, hello = self.model.tokenizer, self.engine.hello
-        if tokenizer is None or hello is None:
-            return
-        if self._longest_token is None:
-            self._longest_token = max(map(len, tokenizer.backend.get_vocab()), default=1)
-        if len(text) > hello.max_model_len * self._longest_token:
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of a prompt and its completion together."""
+        hello = self.engine.hello
+        return self.model.config.max_position if hello is None else hello.max_model_len
+
+    def check_scored(self, prompts: Sequence[list[int]], num_drawn: int, params: EngineParams) -> None:
+        """Refuse a request whose logprobs would take hundreds of megabytes."""
+        values = params.values
+        limit = values.get("max_tokens")
+        each = self.max_model_len if limit is None else min(limit, self.max_model_len)
+        scored = 0
+        if values.get("logprobs") is not None:
+            scored += len(prompts) * num_drawn * each * (1 + values["logprobs"])
+        if values.get("prompt_logprobs") is not None:
+            scored += sum(map(len, prompts)) * (1 + values["prompt_logprobs"])
+        if scored > self.limits.max_scored:
             raise ApiError(
                 400,
-                f"the text has {len(text)} characters and the model takes {hello.max_model_len} tokens: shorten it",
-                "context_length_exceeded",
-                param="prompt",
+                f"the request may return {scored} logprobs and {self.limits.max_scored} are allowed: ask for fewer "
+                "prompts, tokens or logprobs",
+                "too_many_logprobs",
+                param="logprobs",
             )
 
     def check_model(self, wanted: str | None) -> None:
@@ -109,7 +136,7 @@ class ServerContext:
 
 
 def public_name(reference: str | Path | None, given: str | None) -> str:
-    """What clients call the model: as told, or the name of its file or folder."""
+    """The model's name in the API: `given`, or the name of its file or folder."""
     from bifolio.model.registry import DEFAULT_MODEL
 
     return given or Path(str(reference or DEFAULT_MODEL)).stem or "model"

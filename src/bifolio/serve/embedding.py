@@ -57,7 +57,7 @@ class EmbeddingQueue:
         job = self._active
         try:
             vector = job.advance()
-        except Exception as error:  # only this text may suffer
+        except Exception as error:  # only this text fails
             job.close()
             self._active = None
             job.done(None, error)
@@ -76,7 +76,7 @@ class EmbeddingQueue:
         return needed + spare <= blocks.num_free_blocks or (not spare and needed <= blocks.num_free_blocks)
 
     def _make_room(self) -> bool:
-        """Nothing runs, and yet blocks lack: kept conversations hold them."""
+        """Drop a kept conversation: no request runs, and kept conversations hold the blocks."""
         return self._engine.batcher.drop_kept()
 
 

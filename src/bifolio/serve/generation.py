@@ -23,7 +23,7 @@ Scored = tuple[int, float, int, list[tuple[int, float]]]  # token id, logprob, r
 
 @dataclass(slots=True)
 class Job:
-    """Prompts and parameters: what a client asked for, in the engine's terms."""
+    """The prompts and parameters of a client's request, in the engine's terms."""
 
     tenant: Tenant
     prompts: Sequence[list[int]]
@@ -39,7 +39,7 @@ class Job:
 
 @dataclass(slots=True)
 class Run:
-    """A job under way: updates with their places, and the books."""
+    """A job in flight: its updates in order, and its metrics."""
 
     context: ServerContext
     job: Job
@@ -56,10 +56,14 @@ class Run:
     def start(self) -> None:
         job, engine = self.job, self.context.engine
         salt = job.tenant.salt + (job.cache_salt or "").encode()
+        key = (
+            job.tenant.name if job.tenant.salt else f"{job.tenant.name}-{id(self):x}"
+        )  # without keys, requests take turns
         starts = []
         for number, prompt in enumerate(job.prompts):
             request_id = engine.new_id()
             self._numbers[request_id] = number
+            self.context.owners[request_id] = job.tenant.name
             starts.append(
                 Start(
                     request_id,
@@ -71,6 +75,7 @@ class Run:
                     job.priority,
                     salt,
                     job.wants_steps,
+                    key,
                 )
             )
             self.context.metrics.prompt_tokens.inc(len(prompt))
@@ -79,7 +84,7 @@ class Run:
         self._timer = asyncio.get_running_loop().call_later(self.time_limit, self._too_late)
 
     async def next(self) -> list[tuple[int, Update]]:
-        """(prompt number, what is new of it); an empty list after the end."""
+        """(prompt number, its update) of everything new; an empty list after the end."""
         stream = self._stream
         if stream is None:
             return []
@@ -91,6 +96,8 @@ class Run:
             self._timer.cancel()
         if self._stream is not None:
             self._stream.close()
+        for request_id in self._numbers:
+            self.context.owners.pop(request_id, None)
 
     @property
     def time_limit(self) -> float:
@@ -110,7 +117,7 @@ class Run:
         if self._stream is not None:
             self._stream.fail(ApiError(499, "the client has gone", "client_closed"))
 
-    # -- books ---------------------------------------------------------------------------------------------------------
+    # -- metrics -------------------------------------------------------------------------------------------------------
     def _note(self, update: Update) -> tuple[int, Update]:
         number = self._numbers[update.id]
         metrics, now = self.context.metrics, time.perf_counter()

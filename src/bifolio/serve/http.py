@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from typing import Any, TypeVar
 
 import msgspec
 
 from bifolio.serve.auth import Receive, Scope, Send
+from bifolio.serve.bounds import check_bytes
 from bifolio.serve.context import Limits
 from bifolio.serve.errors import ApiError, bad_request
 
 T = TypeVar("T")
 _encoder = msgspec.json.Encoder()
+_PATH = re.compile(r"`\$([^`]*)`$")
+_UNKNOWN_FIELD = re.compile(r"unknown field `([^`]*)`")
 DONE = b"data: [DONE]\n\n"
 SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -24,6 +28,9 @@ SSE_HEADERS = [
 
 async def read_body(scope: Scope, receive: Receive, limits: Limits) -> bytes:
     """The whole body, or a 413 as soon as it is known to be too long."""
+    kind = next((value for name, value in scope["headers"] if name == b"content-type"), b"application/json")
+    if kind.partition(b";")[0].strip().lower() != b"application/json":
+        raise ApiError(415, "the body must be JSON: send content-type: application/json", "unsupported_media_type")
     declared = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
     if declared.isdigit() and int(declared) > limits.max_body_bytes:
         raise too_large(limits)
@@ -50,15 +57,21 @@ def too_large(limits: Limits) -> ApiError:
 def decode(body: bytes, kind: type[T]) -> T:
     """A request of the given type, or a 400 that names the field."""
     try:
-        return msgspec.json.decode(body, type=kind)
+        request = msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         text = str(error)
-        _, _, path = text.partition(" - at `$")
-        raise bad_request(text, path.rstrip("`").lstrip(".") or None) from None
+        path, unknown = _PATH.search(text), _UNKNOWN_FIELD.search(text)
+        name = path[1].lstrip(".") if path is not None else ""
+        if unknown is not None:
+            name = f"{name}.{unknown[1]}" if name else unknown[1]
+        raise bad_request(text, name or None) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise bad_request(f"the body is not valid JSON: {error}") from None
     except RecursionError:
         raise bad_request("the body is nested too deeply") from None
+    if isinstance(request, msgspec.Struct):
+        check_bytes(request)
+    return request
 
 
 async def send_json(send: Send, value: Any, status: int = 200, headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:

@@ -11,35 +11,38 @@ import asyncio
 import base64
 import contextlib
 import time
+from collections import Counter
 from typing import Any
 from urllib.parse import parse_qs
 
 import msgspec
+import numpy as np
 
-from bifolio.serve.auth import Receive, Scope, Send
+from bifolio.serve.auth import Receive, Scope, Send, Tenant
 from bifolio.serve.context import ServerContext
 from bifolio.serve.errors import ApiError, bad_request
 from bifolio.serve.http import SSE_HEADERS
+from bifolio.serve.messages import BLOCK_COLOURS, BLOCK_HELD
 
 LOOK_TIMEOUT = 5.0  # seconds
 MAX_WATCHERS = 32  # pictures cost the engine a little time each
-
-
-class _Watchers:
-    count = 0
+MAX_WATCHERS_PER_KEY = 8
+HIDDEN = ("prompt", "computed", "tokens", "generated", "limit", "cached", "preemptions")  # of requests of other keys
+_watchers: Counter[str] = Counter()
 
 
 async def live_events(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
     """Server-sent events until the client goes away."""
     interval = _interval(scope)
-    if _Watchers.count >= MAX_WATCHERS:
-        raise ApiError(429, "too many watch already", "too_many_watchers", retry_after=10)
-    _Watchers.count += 1
+    tenant: Tenant = scope["state"]["tenant"]
+    if _watchers.total() >= MAX_WATCHERS or _watchers[tenant.name] >= MAX_WATCHERS_PER_KEY:
+        raise ApiError(429, "too many clients watch already", "too_many_watchers", retry_after=10)
+    _watchers[tenant.name] += 1
     gone = asyncio.create_task(_until_gone(receive))
     try:
         await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
         while not gone.done() and not context.draining:
-            event = b"data: " + msgspec.json.encode(await picture(context)) + b"\n\n"
+            event = b"data: " + msgspec.json.encode(await picture(context, tenant)) + b"\n\n"
             async with asyncio.timeout(context.limits.write_timeout):
                 await send({"type": "http.response.body", "body": event, "more_body": True})
             await asyncio.wait([gone], timeout=interval)
@@ -48,12 +51,12 @@ async def live_events(context: ServerContext, scope: Scope, receive: Receive, se
     except TimeoutError:
         raise ApiError(499, "the client stopped reading", "slow_client") from None
     finally:
-        _Watchers.count -= 1
+        _watchers[tenant.name] -= 1
         gone.cancel()
 
 
-async def picture(context: ServerContext) -> dict[str, Any]:
-    """One event; without an engine there is little to see."""
+async def picture(context: ServerContext, tenant: Tenant) -> dict[str, Any]:
+    """One event; without an engine there is little to see. Lengths are those of the tenant's own requests."""
     engine = context.engine
     seen: dict[str, Any] = {"time": time.time(), "ready": engine.is_ready, "stats": dict(engine.stats)}
     seen["restarts"] = engine.num_restarts
@@ -63,9 +66,27 @@ async def picture(context: ServerContext) -> dict[str, Any]:
     with contextlib.suppress(ApiError, TimeoutError):
         async with asyncio.timeout(LOOK_TIMEOUT):
             found = await engine.look()
-        seen |= {"slots": found.slots, "waiting": found.waiting, "stats": found.stats}
-        seen["blocks"] = base64.b64encode(found.blocks).decode()
+        slots = [_visible(context, entry, tenant) for entry in found.slots]
+        own = {entry["slot"] for entry in slots if entry["id"]}
+        seen |= {"slots": slots, "stats": found.stats}
+        seen["waiting"] = [_visible(context, entry, tenant) for entry in found.waiting]
+        seen["blocks"] = base64.b64encode(_visible_blocks(found.blocks, own)).decode()
     return seen
+
+
+def _visible(context: ServerContext, entry: dict[str, Any], tenant: Tenant) -> dict[str, Any]:
+    """The entry of a request, without its id and lengths if it belongs to another key."""
+    if context.owners.get(entry["id"], tenant.name) == tenant.name:
+        return entry
+    return {**entry, "id": "", **dict.fromkeys(HIDDEN, 0)}
+
+
+def _visible_blocks(blocks: bytes, own_slots: set[int]) -> bytes:
+    """u8[n, 2]: blocks of other keys are held, by no slot in particular."""
+    states = np.frombuffer(blocks, np.uint8).reshape(-1, 2).copy()
+    shown = np.isin(states[:, 0], [BLOCK_HELD + slot % BLOCK_COLOURS for slot in own_slots])
+    states[(states[:, 0] > BLOCK_HELD) & ~shown, 0] = BLOCK_HELD
+    return states.tobytes()
 
 
 def _latencies(context: ServerContext) -> dict[str, float]:

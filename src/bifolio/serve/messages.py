@@ -1,4 +1,4 @@
-"""What the HTTP front end and the engine process say to each other.
+"""The messages between the HTTP front end and the engine process.
 
 Frames of four bytes of length and one msgpack message, over a private pair of connected sockets. Both ends are ours,
 so a message that does not decode means a broken peer and ends the connection. Nothing is ever unpickled.
@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 MAX_FRAME_BYTES = 256 << 20
+MAX_FRAME_ENTRIES = 200_000  # tokens and logprobs of one frame of updates: some megabytes
 
 
 class Launch(msgspec.Struct, tag="launch"):
@@ -34,6 +35,7 @@ class Start(msgspec.Struct, tag="start", omit_defaults=True):
     priority: int = 0
     salt: bytes = b""
     wants_steps: bool = False  # updates carry verified drafts and steps of a beam search
+    key: str = ""  # of the client: keys take turns
 
 
 class Abort(msgspec.Struct, tag="abort"):
@@ -89,7 +91,7 @@ class Refused(msgspec.Struct, tag="refused"):
 
 
 class Piece(msgspec.Struct, array_like=True, omit_defaults=True):
-    """What is new of one completion."""
+    """The new tokens and text of one completion."""
 
     index: int
     text: str
@@ -114,7 +116,7 @@ class Ended(msgspec.Struct, array_like=True):
 
 
 class Update(msgspec.Struct, array_like=True, omit_defaults=True):
-    """What is new of one request."""
+    """The new output of one request."""
 
     id: str
     pieces: list[Piece]
@@ -124,6 +126,13 @@ class Update(msgspec.Struct, array_like=True, omit_defaults=True):
     drafts: list[tuple[int, int, list[int], int]] | None = None  # completion, position, guesses, how many were right
     beams: list[tuple[int, list[tuple[int, int, float, bool]]]] | None = None  # position, (parent, token, score, ended)
 
+    @property
+    def num_entries(self) -> int:
+        """Tokens and logprobs: the size of the update, for limits."""
+        scored = [item for piece in self.pieces for item in piece.logprobs or ()]
+        scored += [item for item in self.prompt_logprobs or () if item is not None]
+        return sum(len(piece.token_ids) for piece in self.pieces) + sum(1 + len(item[3]) for item in scored)
+
 
 class Updates(msgspec.Struct, tag="updates"):
     items: list[Update]
@@ -132,6 +141,10 @@ class Updates(msgspec.Struct, tag="updates"):
 class Embedding(msgspec.Struct, tag="embedding"):
     id: str
     vector: bytes  # f32[hidden], little-endian
+
+
+BLOCK_HELD = 2  # BLOCK_HELD + slot % BLOCK_COLOURS is the state of a block that a slot holds
+BLOCK_COLOURS = 250
 
 
 class Picture(msgspec.Struct, tag="picture"):
@@ -158,7 +171,7 @@ to_engine_decoder = msgspec.msgpack.Decoder(ToEngine)
 from_engine_decoder = msgspec.msgpack.Decoder(FromEngine)
 
 
-def frame(message: ToEngine | FromEngine) -> bytes:
+def frame(message: msgspec.Struct) -> bytes:
     body = _encoder.encode(message)
     return len(body).to_bytes(4, "little") + body
 

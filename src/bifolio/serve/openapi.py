@@ -46,6 +46,8 @@ def openapi_document() -> dict[str, Any]:
     plain = {"schema": {"type": "string"}}
     metrics = {"description": "Metrics", "content": {"text/plain": plain}}
     paths["/metrics"] = {"get": {"summary": "Prometheus metrics", "responses": _responses(metrics)}}
+    page = {"description": "A page for people", "content": {"text/html": plain}}
+    paths["/docs"] = {"get": {"summary": "This document as a page", "responses": _responses(page)}}
     live = {"description": "Events", "content": {"text/event-stream": plain}}
     interval = {
         "name": "interval",
@@ -65,6 +67,21 @@ def openapi_document() -> dict[str, Any]:
         },
         "security": [{"key": []}, {}],
     }
+
+
+def docs_page() -> str:
+    """The operations and the fields of their requests as a page without scripts, for `/docs`."""
+    parts = []
+    for path, method, summary, request, response in OPERATIONS:
+        parts.append(f"<h2><code>{method.upper()} {path}</code></h2><p>{summary}. Returns {response.__name__}.</p>")
+        if request is not None:
+            names = "".join(f"<li><code>{field.encode_name}</code></li>" for field in msgspec.structs.fields(request))
+            parts.append(f"<details><summary>{request.__name__}</summary><ul>{names}</ul></details>")
+    body = "".join(parts)
+    return (
+        "<!doctype html><html lang=en><meta charset=utf-8><title>bifolio: API</title><h1>bifolio: API</h1>"
+        f'<p>Types and limits: <a href="/openapi.json">openapi.json</a>.</p>{body}</html>'
+    )
 
 
 def _operation(path: str, summary: str, request: Any, response: Any) -> dict[str, Any]:

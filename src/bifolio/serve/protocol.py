@@ -2,6 +2,9 @@
 
 A field that is not here is refused by name, so that a typing error does not silently change a result. Fields of OpenAI
 that have no meaning here (`user`, `store`, ...) are accepted and ignored. None means: the model's default.
+
+Every field is bounded here, in number and in size: texts and lists by `max_length`, free JSON by `max_bytes`
+(`serve.bounds`). A test fails when a field has no bound.
 """
 
 from __future__ import annotations
@@ -14,13 +17,24 @@ from msgspec import Meta
 MAX_STOPS = 32
 MAX_PROMPTS = 256
 MAX_TOP_LOGPROBS = 100
+MAX_TEXT_CHARS = 4 << 20  # of a prompt or message; the limit on the body is lower than several of them
+MAX_TOKENS = 1 << 20  # ids of a prompt
 BIG = 1 << 31
 
 Count = Annotated[int, Meta(ge=0, le=BIG)]
 Probability = Annotated[float, Meta(ge=0, le=1)]
 Share = Annotated[float, Meta(gt=0, le=1)]
-Stop = str | Annotated[list[str], Meta(max_length=MAX_STOPS)]
-TokenIds = list[Annotated[int, Meta(ge=0, le=BIG)]]
+Name = Annotated[str, Meta(max_length=256)]
+Word = Annotated[str, Meta(max_length=256)]  # of `stop`, `bad_words` and `dry_sequence_breakers`
+Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
+Stop = Word | Annotated[list[Word], Meta(max_length=MAX_STOPS)]
+TokenIds = Annotated[list[Annotated[int, Meta(ge=0, le=BIG)]], Meta(max_length=MAX_TOKENS)]
+Prompts = (
+    Text
+    | Annotated[list[Text | Annotated[int, Meta(ge=0, le=BIG)] | TokenIds], Meta(min_length=1, max_length=MAX_TOKENS)]
+)
+Schema = Annotated[dict[Name, Any], Meta(max_length=1024, extra={"max_bytes": 64 << 10})]
+FreeJson = Annotated[dict[Name, Any], Meta(max_length=64, extra={"max_bytes": 64 << 10})]
 
 
 class Strict(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -34,9 +48,9 @@ class StreamOptions(Strict, kw_only=True):
 
 
 class JsonSchemaFormat(Strict, kw_only=True):
-    name: Annotated[str, Meta(max_length=256)] = "schema"
-    description: str | None = None
-    schema: dict[str, Any] | bool | None = None
+    name: Name = "schema"
+    description: Text | None = None
+    schema: Schema | bool | None = None
     strict: bool | None = None  # the output always follows the schema
 
 
@@ -48,10 +62,10 @@ class ResponseFormat(Strict, kw_only=True):
 class StructuredOutputs(Strict, kw_only=True):
     """Exactly one of these constrains the text."""
 
-    json: dict[str, Any] | bool | None = None  # a JSON schema
-    regex: str | None = None
-    choice: Annotated[list[str], Meta(min_length=1, max_length=4096)] | None = None
-    grammar: str | None = None  # Lark
+    json: Schema | bool | None = None  # a JSON schema
+    regex: Annotated[str, Meta(max_length=8 << 10)] | None = None
+    choice: Annotated[list[Annotated[str, Meta(max_length=4096)]], Meta(min_length=1, max_length=4096)] | None = None
+    grammar: Annotated[str, Meta(max_length=32 << 10)] | None = None  # Lark
     json_object: bool = False
 
 
@@ -66,9 +80,9 @@ class BeamSearch(Strict, kw_only=True):
 
 
 class Generation(Strict, kw_only=True):
-    """What both kinds of completion share."""
+    """The fields that both kinds of completion share."""
 
-    model: str | None = None
+    model: Name | None = None
     n: Annotated[int, Meta(ge=1, le=128)] = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -78,7 +92,12 @@ class Generation(Strict, kw_only=True):
     presence_penalty: Annotated[float, Meta(ge=-100, le=100)] | None = None
     stop: Stop | None = None
     seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
-    logit_bias: dict[str, Annotated[float, Meta(ge=-1000, le=1000)]] | None = None
+    logit_bias: (
+        Annotated[
+            dict[Annotated[str, Meta(max_length=10)], Annotated[float, Meta(ge=-1000, le=1000)]], Meta(max_length=4096)
+        ]
+        | None
+    ) = None
     response_format: ResponseFormat | None = None
     # beyond OpenAI
     top_k: Annotated[int, Meta(ge=-1, le=BIG)] | None = None
@@ -89,14 +108,14 @@ class Generation(Strict, kw_only=True):
     dry_multiplier: Annotated[float, Meta(ge=0, le=100)] | None = None
     dry_base: Annotated[float, Meta(ge=1, le=100)] | None = None
     dry_allowed_length: Annotated[int, Meta(ge=1, le=1024)] | None = None
-    dry_sequence_breakers: Annotated[list[str], Meta(max_length=64)] | None = None
+    dry_sequence_breakers: Annotated[list[Word], Meta(max_length=64)] | None = None
     dry_range: Count | None = None
     xtc_probability: Probability | None = None
     xtc_threshold: Probability | None = None
-    bad_words: Annotated[list[str], Meta(max_length=1024)] | None = None
+    bad_words: Annotated[list[Word], Meta(max_length=256)] | None = None
     allowed_token_ids: TokenIds | None = None
     min_tokens: Count | None = None
-    stop_token_ids: Annotated[TokenIds, Meta(max_length=1024)] | None = None
+    stop_token_ids: Annotated[list[Count], Meta(max_length=1024)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -104,56 +123,56 @@ class Generation(Strict, kw_only=True):
     structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool = False  # add `token_ids` to every choice
     priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0  # smaller goes first
-    cache_salt: Annotated[str, Meta(max_length=256)] | None = None  # share cached prefixes only with the same salt
+    cache_salt: Name | None = None  # share cached prefixes only with the same salt
     timeout: Annotated[float, Meta(gt=0, le=86400)] | None = None  # seconds
     # ignored
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
+    user: Name | None = None
+    metadata: FreeJson | None = None
     store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    service_tier: Name | None = None
+    safety_identifier: Name | None = None
+    prompt_cache_key: Name | None = None
 
 
 class CompletionRequest(Generation, kw_only=True):
-    prompt: str | Annotated[list[str | int | TokenIds], Meta(min_length=1, max_length=1 << 20)]
+    prompt: Prompts
     max_tokens: Count | None = 16
     best_of: Annotated[int, Meta(ge=1, le=128)] | None = None
     echo: bool = False
     logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    suffix: str | None = None  # only the empty one
+    suffix: Name | None = None  # only the empty one
     add_special_tokens: bool = True
 
 
 class TextPart(Strict, kw_only=True):
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class FunctionCall(Strict, kw_only=True):
-    name: str
-    arguments: str  # JSON
+    name: Name
+    arguments: Text  # JSON
 
 
 class ToolCall(Strict, kw_only=True):
-    id: str
+    id: Name
     function: FunctionCall
     type: Literal["function"] = "function"
 
 
 class Message(Strict, kw_only=True):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
-    name: str | None = None
-    tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
-    refusal: str | None = None  # ignored
+    content: Text | Annotated[list[TextPart], Meta(max_length=1024)] | None = None
+    name: Name | None = None
+    tool_calls: Annotated[list[ToolCall], Meta(max_length=128)] | None = None
+    tool_call_id: Name | None = None
+    refusal: Text | None = None  # ignored
 
 
 class FunctionDefinition(Strict, kw_only=True):
     name: Annotated[str, Meta(min_length=1, max_length=256)]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
+    description: Annotated[str, Meta(max_length=64 << 10)] | None = None
+    parameters: Schema | None = None
     strict: bool | None = None
 
 
@@ -163,7 +182,7 @@ class Tool(Strict, kw_only=True):
 
 
 class NamedFunction(Strict, kw_only=True):
-    name: str
+    name: Name
 
 
 class NamedTool(Strict, kw_only=True):
@@ -180,28 +199,28 @@ class ChatRequest(Generation, kw_only=True):
     tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: FreeJson | None = None
     add_generation_prompt: bool = True
-    reasoning_effort: str | None = None  # ignored
-    modalities: list[Literal["text"]] | None = None
+    reasoning_effort: Name | None = None  # ignored
+    modalities: Annotated[list[Literal["text"]], Meta(max_length=1)] | None = None
 
 
 class EmbeddingRequest(Strict, kw_only=True):
-    input: str | Annotated[list[str | int | TokenIds], Meta(min_length=1, max_length=1 << 20)]
-    model: str | None = None
+    input: Prompts
+    model: Name | None = None
     encoding_format: Literal["float", "base64"] = "float"
-    dimensions: int | None = None  # only the model's own
-    user: str | None = None
+    dimensions: Count | None = None  # only the model's own
+    user: Name | None = None
 
 
 class TokenizeRequest(Strict, kw_only=True):
-    prompt: str | None = None
+    prompt: Text | None = None
     messages: Annotated[list[Message], Meta(min_length=1, max_length=4096)] | None = None
-    model: str | None = None
+    model: Name | None = None
     add_special_tokens: bool = True
 
 
 class DetokenizeRequest(Strict, kw_only=True):
-    tokens: Annotated[TokenIds, Meta(max_length=1 << 20)]
-    model: str | None = None
+    tokens: Annotated[list[Count], Meta(max_length=1 << 17)]
+    model: Name | None = None
     skip_special_tokens: bool = False

@@ -1,4 +1,4 @@
-"""What the HTTP API answers, in OpenAI's shapes."""
+"""Answers of the HTTP API, in OpenAI's shapes."""
 
 from __future__ import annotations
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -12,6 +13,9 @@ from bifolio.errors import RequestError
 from bifolio.sampling_params import SamplingParams, merge_defaults
 from bifolio.serve.errors import bad_request
 from bifolio.serve.protocol import BeamSearch, Generation, ResponseFormat, StructuredOutputs
+
+if TYPE_CHECKING:
+    from bifolio.serve.context import ServerContext
 
 SAME_NAME = (
     "temperature", "top_p", "frequency_penalty", "presence_penalty", "stop", "seed", "top_k", "min_p", "typical_p",
@@ -34,7 +38,7 @@ JSON_OBJECT_SCHEMA = '{"type":"object"}'
 
 @dataclass(frozen=True, slots=True)
 class EngineParams:
-    """What travels to the engine: checked here, so that a mistake is answered at once."""
+    """Parameters as they are sent to the engine, checked here so that a mistake is answered at once."""
 
     values: dict[str, Any] = field(default_factory=dict)  # fields of SamplingParams or BeamSearchParams
     grammar: tuple[str, str] | None = None  # (kind, text)
@@ -85,6 +89,25 @@ def _beam_values(beams: BeamSearch, request: Generation, explicit: dict[str, Any
         "num_groups": beams.num_groups,
         "diversity_penalty": beams.diversity_penalty,
     }
+
+
+async def resolve_strings(context: ServerContext, params: EngineParams) -> EngineParams:
+    """The same with the texts of `bad_words` and `dry_sequence_breakers` as token ids: the engine tokenises nothing."""
+    words, breakers = params.values.get("bad_words"), params.values.get("dry_sequence_breakers")
+    if not words and not breakers:
+        return params
+    tokenizer = context.tokenizers.tokenizer
+    given = SamplingParams(bad_words=words or (), dry_sequence_breakers=breakers or (), dry_multiplier=1.0)
+    size = 2 * sum(map(len, [*(words or ()), *(breakers or ())]))
+    resolved = await context.tokenizers.run(
+        lambda: given.resolve_strings(lambda text: tokenizer.encode(text, add_special_tokens=False)), size
+    )
+    values = {**params.values, "bad_words": []}
+    if words:
+        values["bad_words_token_ids"] = [*values.get("bad_words_token_ids", ()), *resolved.bad_words_token_ids]
+    if breakers:
+        values["dry_sequence_breakers"] = list(resolved.dry_sequence_breakers)
+    return dataclasses.replace(params, values={name: value for name, value in values.items() if value != []})
 
 
 def _check(values: dict[str, Any], is_beam_search: bool) -> None:

@@ -20,9 +20,10 @@ from bifolio.errors import ConfigError
 from bifolio.model.loader import open_text_model
 from bifolio.serve.app import make_app
 from bifolio.serve.auth import KeyRing
-from bifolio.serve.connection import make_protocol
+from bifolio.serve.connection import Connections, make_protocol
 from bifolio.serve.context import Limits, ServerContext, public_name
 from bifolio.serve.errors import ApiError
+from bifolio.serve.hosts import is_loopback
 from bifolio.serve.messages import Launch
 from bifolio.serve.supervisor import EngineProcess
 
@@ -41,9 +42,12 @@ class ServerSettings:
     tls_certificate: Path | None = None
     tls_key: Path | None = None
     limits: Limits = field(default_factory=Limits)
+    allowed_hosts: Sequence[str] = ()  # further names that a server without keys on the loopback interface answers to
     max_connections: int = 1024
+    max_connections_per_address: int = 1024  # fewer where clients come from addresses of their own
     drain_seconds: float = 30.0  # that requests under way get when the server is told to stop
-    step_timeout: float = 300.0  # a step that takes longer means a hung engine
+    step_timeout: float = 300.0  # seconds; a longer step means a hung engine
+    heartbeat_timeout: float = 10.0  # seconds without a heartbeat of the engine until `/ready` answers 503
     max_updates_per_second: float = 400.0  # events of all streams together, about
     log_prompts: bool = False
     worker_command: Sequence[str] | None = None
@@ -56,6 +60,12 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._context = context
         self._drain_seconds = drain_seconds
+        self.address: str | None = None  # for the log, once the port is bound
+
+    async def startup(self, sockets: Any = None) -> None:
+        await super().startup(sockets)
+        if self.started and self.address is not None:
+            logger.info("serving", extra={"address": self.address, "model": self._context.name})
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Not uvicorn's own: it would raise the signal again after the drain, before the engine is closed."""
@@ -65,7 +75,7 @@ class Server(uvicorn.Server):
         self.begin_drain()
 
     def begin_drain(self) -> None:
-        """Refuse what is new, let finish what runs."""
+        """Refuse new requests; requests in flight finish."""
         self._context.draining = True
         self.should_exit = True
 
@@ -94,24 +104,36 @@ async def running_context(settings: ServerSettings, engine_options: dict[str, An
     reference = engine_options.get("model") or DEFAULT_MODEL
     model = open_text_model(reference)
     launch = Launch({**engine_options, "model": str(reference)}, settings.max_updates_per_second)
-    engine = EngineProcess(launch, command=settings.worker_command, step_timeout=settings.step_timeout)
+    engine = EngineProcess(
+        launch,
+        command=settings.worker_command,
+        step_timeout=settings.step_timeout,
+        heartbeat_timeout=settings.heartbeat_timeout,
+    )
     try:
         await asyncio.gather(engine.start(), asyncio.to_thread(lambda: model.tokenizer))
         name = public_name(reference, settings.model_name)
-        yield ServerContext(model, engine, name, settings.limits, log_prompts=settings.log_prompts)
+        context = ServerContext(
+            model, engine, name, settings.limits, log_prompts=settings.log_prompts, reference=str(reference)
+        )
+        try:
+            yield context
+        finally:
+            await context.close()
     finally:
         await engine.close()
 
 
 def make_server(settings: ServerSettings, context: ServerContext) -> Server:
-    app = make_app(context, KeyRing(settings.keys), settings.cors_origins)
+    hosts = [settings.host, *settings.allowed_hosts] if is_loopback(settings.host) else None
+    app = make_app(context, KeyRing(settings.keys), settings.cors_origins, hosts)
     if (settings.tls_certificate is None) != (settings.tls_key is None):
         raise ConfigError("TLS needs both a certificate and its key")
     config = uvicorn.Config(
         app,
         host=settings.host,
         port=settings.port,
-        http=make_protocol(),
+        http=make_protocol(Connections(settings.max_connections, settings.max_connections_per_address)),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -119,7 +141,6 @@ def make_server(settings: ServerSettings, context: ServerContext) -> Server:
         server_header=False,
         date_header=True,
         proxy_headers=False,
-        limit_concurrency=settings.max_connections,
         backlog=2048,
         timeout_keep_alive=30,
         timeout_graceful_shutdown=int(settings.drain_seconds) + 5,
@@ -143,5 +164,5 @@ async def serve(settings: ServerSettings, engine_options: dict[str, Any]) -> Non
             logger.info("memory plan: %s", line)
         server = make_server(settings, context)
         scheme = "https" if settings.tls_certificate else "http"
-        logger.info("serving", extra={"address": f"{scheme}://{settings.host}:{settings.port}", "model": context.name})
+        server.address = f"{scheme}://{settings.host}:{settings.port}"
         await server.serve()

@@ -1,18 +1,18 @@
 """The engine's side of the conversation: messages in, a step, messages out.
 
-Updates are computed from what a sequence has now and what was sent before, not from single steps: tokens of several
-fast steps travel together, and a step that failed half-way and was repeated neither loses nor doubles anything.
+An update is the difference between a sequence's tokens and those already sent, not the result of one step: tokens of
+several fast steps travel together, and a step that failed half-way and was repeated neither loses nor doubles a token.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,12 +23,14 @@ from bifolio.beam_params import BeamSearchParams
 from bifolio.engine.engine import InferenceEngine
 from bifolio.engine.fault.out_of_memory import STEP_FAILED
 from bifolio.engine.thread import EngineThread
-from bifolio.errors import BifolioError, GrammarError, RequestError
+from bifolio.errors import NO_FINITE_LOGIT, BifolioError, GrammarError, RequestError
 from bifolio.sampling_params import SamplingParams
 from bifolio.sequence import BeamStep, DraftStep, Request, StepResult, TokenLogprob
 from bifolio.serve import messages as m
 from bifolio.serve.embedding import EmbeddingQueue
+from bifolio.serve.fairness import Turns
 from bifolio.serve.snapshot import blocks_of, slots_of, waiting_of
+from bifolio.text.tokenizer import is_library_error
 
 logger = logging.getLogger(__name__)
 Send = Callable[[m.FromEngine], None]
@@ -59,15 +61,16 @@ class EngineService:
     thread: EngineThread = field(init=False)
     _live: dict[str, _Live] = field(init=False, default_factory=dict)
     _embeddings: EmbeddingQueue = field(init=False)
-    _compilers: ThreadPoolExecutor = field(init=False)
-    _compiling: set[str] = field(init=False, default_factory=set)  # ids whose grammar is being compiled
+    _compiler: ThreadPoolExecutor = field(init=False)
+    _compiling: dict[str, float] = field(init=False, default_factory=dict)  # id of a waiting grammar -> its deadline
+    _turns: Turns = field(init=False, default_factory=Turns)
     _watched: set[str] = field(init=False, default_factory=set)  # ids whose steps are sent
     _last_sent: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
         self.thread = EngineThread(self.llm.engine, self._after_step)
         self._embeddings = EmbeddingQueue(self.llm.engine)
-        self._compilers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="bifolio-grammar")
+        self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bifolio-grammar")
 
     def hello(self, model_name: str) -> m.Hello:
         engine = self.llm.engine
@@ -87,17 +90,33 @@ class EngineService:
     def handle(self, message: m.ToEngine) -> None:
         """Take a message; everything that touches the engine is queued for its thread."""
         if isinstance(message, m.Start) and message.grammar is not None:
-            self.thread.post(lambda engine: self._compile_first(message))
+            self._compile_first(message)
         elif isinstance(message, m.Start):
-            self.thread.post(lambda engine: self._start(engine, message))
+            self._post(message.id, lambda engine: self._start(engine, message))
         elif isinstance(message, m.Abort):
             self.thread.post(lambda engine: self._abort(engine, message.ids))
         elif isinstance(message, m.Embed):
-            self.thread.post(lambda engine: self._embed(message))
+            self._post(message.id, lambda engine: self._embed(message))
         elif isinstance(message, m.Look):
-            self.thread.post(lambda engine: self._look(engine, message.id))
+            self._post(message.id, lambda engine: self._look(engine, message.id))
         elif isinstance(message, m.Shutdown):
             self.thread.stop(timeout=0)
+
+    def _post(self, request_id: str, command: Callable[[InferenceEngine], None]) -> None:
+        """Queue a command whose failure, of any kind, refuses one request and nothing else."""
+
+        def guarded(engine: InferenceEngine) -> None:
+            try:
+                command(engine)
+            except BaseException as error:
+                if not is_library_error(error):
+                    raise
+                logger.exception("a command for a request failed")
+                engine.abort(request_id)
+                self._live.pop(request_id, None)
+                self.send(m.Refused(request_id, "EngineError", f"the engine failed: {type(error).__name__}"))
+
+        self.thread.post(guarded)
 
     def beat(self) -> m.Beat:
         """From any thread: the counters are plain numbers, and a torn read does no harm."""
@@ -113,45 +132,58 @@ class EngineService:
         stats["num_cached_blocks"] = float(self.llm.engine.blocks.num_cached_blocks)
         return m.Beat(stats, 0.0 if started is None else max(time.monotonic() - started, 0.0))
 
-    # -- on the engine's thread ----------------------------------------------------------------------------------------
+    # -- grammars ------------------------------------------------------------------------------------------------------
     def _compile_first(self, message: m.Start) -> None:
-        """Grammars are compiled elsewhere: the steps of other requests go on meanwhile."""
-        self._compiling.add(message.id)
+        """Compile on a thread of its own while the steps of other requests go on.
+
+        The front end sends grammars that a helper process has found to be cheap. All wait for one thread; those that
+        wait longer than `COMPILE_SECONDS` are refused by `expire_grammars`.
+        """
+        self._compiling[message.id] = time.monotonic() + COMPILE_SECONDS
 
         def compile_it() -> None:
             from bifolio.sampling.grammar import Grammar, compile_grammar
 
             kind, text = message.grammar or ("", "")
+            if message.id not in self._compiling:
+                return  # aborted or too late
             try:
                 compiled = compile_grammar(Grammar(kind, text), self.llm.model)  # type: ignore[arg-type]
             except BifolioError as error:
                 reason = error
                 self.thread.post(lambda engine: self._refuse_compiled(message.id, reason))
             else:
-                self.thread.post(lambda engine: self._start_compiled(engine, message, compiled))
+                self._post(message.id, lambda engine: self._start_compiled(engine, message, compiled))
 
-        self._compilers.submit(compile_it)
-        late = threading.Timer(COMPILE_SECONDS, lambda: self.thread.post(lambda engine: self._too_late(message.id)))
-        late.daemon = True
-        late.start()
+        try:
+            self._compiler.submit(compile_it)
+        except RuntimeError:  # the system starts no further thread
+            failure = GrammarError("no thread is free to compile the grammar: ask again later")
+            self.thread.post(lambda engine: self._refuse_compiled(message.id, failure))
 
-    def _too_late(self, request_id: str) -> None:
-        """The bounds on a grammar make this rare; the thread goes on, but nobody waits for it."""
-        self._refuse_compiled(request_id, GrammarError("the grammar takes too long to compile: make it simpler"))
+    def expire_grammars(self) -> None:
+        """From any thread, now and then: refuse the requests whose grammar takes too long."""
+        now, error = time.monotonic(), GrammarError("the grammar takes too long to compile: make it simpler")
+        for request_id in [known for known, deadline in list(self._compiling.items()) if now > deadline]:
+            self.thread.post(partial(self._refuse_late, request_id, error))
+
+    # -- on the engine's thread ----------------------------------------------------------------------------------------
+    def _refuse_late(self, request_id: str, error: BifolioError, engine: InferenceEngine) -> None:
+        self._refuse_compiled(request_id, error)
 
     def _refuse_compiled(self, request_id: str, error: BifolioError) -> None:
-        if request_id in self._compiling:
-            self._compiling.discard(request_id)
+        if self._compiling.pop(request_id, None) is not None:
             self._refuse(request_id, error)
 
     def _start_compiled(self, engine: InferenceEngine, message: m.Start, grammar: object) -> None:
-        if message.id in self._compiling:  # else it was aborted meanwhile
-            self._compiling.discard(message.id)
+        if self._compiling.pop(message.id, None) is not None:  # else it was aborted meanwhile
             self._start(engine, message, grammar)
 
     def _start(self, engine: InferenceEngine, message: m.Start, grammar: object | None = None) -> None:
         values = dict(message.params) if grammar is None else {**message.params, "grammar": grammar}
-        options: dict[str, Any] = {"priority": message.priority, "salt": message.salt}
+        cost = float(values.get("beam_width") or values.get("best_of") or values.get("n") or 1)
+        turn = self._turns.next(message.key, cost, message.priority)
+        options: dict[str, Any] = {"turn": turn, "salt": message.salt}
         prompt = message.prompt_token_ids
         try:
             if message.is_beam_search:
@@ -174,7 +206,7 @@ class EngineService:
 
     def _abort(self, engine: InferenceEngine, ids: list[str]) -> None:
         for request_id in ids:
-            self._compiling.discard(request_id)
+            self._compiling.pop(request_id, None)
             self._embeddings.abort(request_id)
             self._live.pop(request_id, None)
             engine.abort(request_id)
@@ -198,12 +230,13 @@ class EngineService:
 
     # -- after a step --------------------------------------------------------------------------------------------------
     def _after_step(self, results: list[StepResult]) -> None:
-        """Note who has news; send it when somebody's first token or end is among it, or enough time has passed."""
+        """Mark the requests with new tokens; send at once if one of them began or ended, else after an interval."""
         urgent = False
         for result in results:
             live = self._live.get(result.request_id)
             if live is not None:
                 live.has_news = not live.final_only or live.request.is_finished
+                self._turns.started(live.request.turn)
                 urgent = urgent or (live.has_news and (result.finished or not live.sent_first))
         for live in [self._live[name] for name in self._watched if name in self._live]:
             live.has_news = live.has_news or bool(live.request.steps)
@@ -214,13 +247,18 @@ class EngineService:
             self._send_news()
 
     def _send_news(self) -> None:
-        updates = []
+        updates: list[m.Update] = []
+        entries = 0
         for live in list(self._live.values()):
             if live.has_news:
                 live.has_news = False
                 update = self._update(live)
                 if update is not None:
                     updates.append(update)
+                    entries += update.num_entries
+            if entries > m.MAX_FRAME_ENTRIES:
+                self.send(m.Updates(updates))
+                updates, entries = [], 0
         if updates:
             self.send(m.Updates(updates))
 
@@ -314,5 +352,5 @@ def _ended(request: Request) -> m.Ended:
         metrics.num_cached_tokens,
         metrics.num_preemptions,
         request.error,
-        (request.error or "").startswith(STEP_FAILED),
+        (request.error or "").startswith((STEP_FAILED, NO_FINITE_LOGIT)),
     )

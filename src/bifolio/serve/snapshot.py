@@ -8,9 +8,10 @@ import numpy as np
 
 from bifolio.engine.engine import InferenceEngine
 from bifolio.sequence import Sequence
+from bifolio.serve import messages as m
 
-FREE, CACHED, HELD = 0, 1, 2  # HELD + slot % COLOURS is the state of a block that a row holds
-COLOURS = 250
+FREE, CACHED, HELD = 0, 1, m.BLOCK_HELD
+COLOURS = m.BLOCK_COLOURS
 MAX_WAITING = 100  # listed; the others are counted
 
 

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable
 from bifolio.serve.errors import ApiError
 from bifolio.serve.messages import Update
 
-MAX_BUFFERED_TOKENS = 16384  # more than this unread, and the client is too slow to be served
+MAX_BUFFERED_ENTRIES = 131_072  # tokens and logprobs: more than this unread, and the client is too slow to be served
 
 
 class RequestStream:
     """Updates of some requests, in order. A reader that stays behind finds them together in one list.
 
-    Lives on the event loop. `close` is called whatever happens, and ends in the engine what still runs.
+    Lives on the event loop. `close` is always called, and aborts the requests that still run in the engine.
     """
 
     __slots__ = ("_abort", "_buffered", "_error", "_open", "_updates", "_waiter")
@@ -23,12 +23,12 @@ class RequestStream:
         self._open = set(request_ids)  # the engine has more to say of these
         self._abort = abort
         self._updates: list[Update] = []
-        self._buffered = 0  # tokens in `_updates`
+        self._buffered = 0  # tokens and logprobs in `_updates`
         self._error: ApiError | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     async def next(self) -> list[Update]:
-        """What is new; an empty list after the end. Raises what a request failed with."""
+        """The new updates; an empty list after the end. Raises the error of a failed request."""
         while not self._updates:
             if self._error is not None:
                 raise self._error
@@ -46,15 +46,15 @@ class RequestStream:
         if update.id not in self._open:
             return
         self._updates.append(update)
-        self._buffered += sum(len(piece.token_ids) for piece in update.pieces)
+        self._buffered += update.num_entries
         if update.ended is not None:
             self._open.discard(update.id)
-        elif self._buffered > MAX_BUFFERED_TOKENS:
+        elif self._buffered > MAX_BUFFERED_ENTRIES:
             self.fail(ApiError(408, "the client reads too slowly: the request was ended", "slow_client"))
         self._wake()
 
     def fail(self, error: ApiError) -> None:
-        """End everything; what was not read yet is dropped."""
+        """End all requests; unread updates are dropped."""
         if self._error is None and (self._open or self._updates):
             self._updates, self._error = [], error
         self.close()

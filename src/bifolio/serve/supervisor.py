@@ -30,6 +30,7 @@ from bifolio.serve.stream import RequestStream
 logger = logging.getLogger(__name__)
 FIRST_DELAY, LONGEST_DELAY = 0.2, 10.0  # seconds between restarts, doubled from the one to the other
 HEALTHY_SECONDS = 30.0  # a process that lived so long restarts without delay
+DEAD_AFTER = 3.0  # heartbeat timeouts without a heartbeat: the process is killed
 KILL_AFTER = 10.0  # seconds that a process gets to shut down
 
 
@@ -72,17 +73,26 @@ class _Link(asyncio.Protocol):
 class EngineProcess:
     """The supervisor, and the front end's only way to the engine."""
 
-    def __init__(self, launch: m.Launch, *, command: Sequence[str] | None = None, step_timeout: float = 300.0) -> None:
+    def __init__(
+        self,
+        launch: m.Launch,
+        *,
+        command: Sequence[str] | None = None,
+        step_timeout: float = 300.0,
+        heartbeat_timeout: float = 10.0,
+    ) -> None:
         """`command` starts the process; the number of its socket is appended."""
         self._launch = launch
         self._command = list(command or default_command())
         self._step_timeout = step_timeout
+        self._heartbeat_timeout = heartbeat_timeout  # seconds
         self._link: _Link | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._runner: asyncio.Task[None] | None = None
         self._greeting: asyncio.Future[m.Hello] | None = None
         self._streams: dict[str, RequestStream] = {}
         self._answers: dict[str, asyncio.Future[Any]] = {}  # embeddings and pictures
+        self._num_embeddings = 0  # in flight
         self._ids = itertools.count()
         self._closing = False
         self._last_beat = 0.0
@@ -93,13 +103,13 @@ class EngineProcess:
 
     # -- the process's life ------------------------------------------------------------------------------------------
     async def start(self) -> m.Hello:
-        """Start the first process. What no restart would change (a bad setting, a missing file) is a `ConfigError`."""
+        """Start the first process. `ConfigError`: a bad setting or a missing file, which a restart cannot change."""
         self._greeting = asyncio.get_running_loop().create_future()
         self._runner = asyncio.create_task(self._keep_alive())
         return await asyncio.shield(self._greeting)
 
     async def close(self) -> None:
-        """End the process; what runs in it is aborted."""
+        """End the process; requests in flight are aborted."""
         self._closing = True
         if self._link is not None:
             self._link.send(m.Shutdown())
@@ -119,12 +129,13 @@ class EngineProcess:
 
     @property
     def is_ready(self) -> bool:
-        return self.hello is not None
+        """Whether the process has greeted and its heartbeats arrive."""
+        return self.hello is not None and time.monotonic() - self._last_beat < self._heartbeat_timeout
 
     @property
     def num_open(self) -> int:
-        """Requests that have not ended."""
-        return len(self._streams)
+        """Requests that have not ended, embeddings included."""
+        return len(self._streams) + self._num_embeddings
 
     async def _keep_alive(self) -> None:
         delay = FIRST_DELAY
@@ -186,8 +197,8 @@ class EngineProcess:
         """A process that hangs is as good as dead."""
         while True:
             await asyncio.sleep(1.0)
-            if self.hello is not None and time.monotonic() - self._last_beat > max(self._step_timeout, 60.0):
-                logger.error("the engine process has not been heard of for too long: it is killed")
+            if self.hello is not None and time.monotonic() - self._last_beat > DEAD_AFTER * self._heartbeat_timeout:
+                logger.error("the engine process sends no heartbeats: it is killed")
                 self.kill()
 
     def _greet_with(self, outcome: m.Hello | ConfigError) -> None:
@@ -207,7 +218,7 @@ class EngineProcess:
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(error)
-                answer.exception()  # whoever asked may be gone
+                answer.exception()  # marks it as read: the client may be gone
         self._answers.clear()
         for name, value in self.stats.items():
             if name in COUNTERS:
@@ -241,7 +252,7 @@ class EngineProcess:
             if answer is not None and not answer.done():
                 answer.set_result(message)
         elif isinstance(message, m.Hello):
-            self.hello = message
+            self.hello, self._last_beat = message, time.monotonic()
             logger.info("engine ready", extra={"engine_pid": message.pid, "kernels": message.kernels})
             self._greet_with(message)
         elif isinstance(message, m.Fatal):
@@ -282,7 +293,11 @@ class EngineProcess:
     async def embed(self, token_ids: list[int]) -> bytes:
         """f32[hidden] as bytes, of length 1."""
         request_id = self.new_id()
-        answer: m.Embedding = await self._ask(request_id, m.Embed(request_id, token_ids))
+        self._num_embeddings += 1
+        try:
+            answer: m.Embedding = await self._ask(request_id, m.Embed(request_id, token_ids))
+        finally:
+            self._num_embeddings -= 1
         return answer.vector
 
     async def look(self) -> m.Picture:

@@ -1,4 +1,4 @@
-"""Tools: what the template is told about them, how a call is enforced, and how it is found in the text."""
+"""Tools: their description for the template, enforced calls, and calls found in the text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OPEN_TAG, CLOSE_TAG = "<tool_call>", "</tool_call>"
 
 @dataclass(frozen=True, slots=True)
 class ToolPlan:
-    """What a request wants with its tools."""
+    """The tools of a request, resolved."""
 
     shown: list[dict[str, Any]] | None = None  # to the template
     schema: str | None = None  # the JSON schema that a call must follow, when there must be one

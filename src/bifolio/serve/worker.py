@@ -40,7 +40,7 @@ class Outbox:
         self._queue.put(message)
 
     def close(self, timeout: float = 5.0) -> None:
-        """Send what is queued, then stop."""
+        """Send the queued messages, then stop."""
         self._queue.put(None)
         self._thread.join(timeout)
 
@@ -87,8 +87,9 @@ def serve(connection: socket.socket) -> int:
 
     def beat() -> None:
         while service.thread.is_alive:
-            with contextlib.suppress(RuntimeError):  # the engine changed what was being counted: next time
+            with contextlib.suppress(RuntimeError):  # a collection changed while it was counted: skip this beat
                 outbox.put(service.beat())
+                service.expire_grammars()
             stopped.wait(BEAT_SECONDS)
 
     stopped = threading.Event()
@@ -131,7 +132,9 @@ def make_service(launch: m.Launch, send: Send) -> EngineService:
 
 
 def main() -> None:
-    faulthandler.enable()  # a crash in a kernel leaves a trace in the log
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError, ValueError):
+            faulthandler.enable()  # a crash in a kernel leaves a trace in the log
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the front end decides
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     configure_logging(os.environ.get("BIFOLIO_LOG_LEVEL", "info"), "engine")

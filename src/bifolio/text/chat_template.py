@@ -101,9 +101,12 @@ class Limits:
 
     def allow_spelled(self, value: Any) -> Any:
         """Return the value if its string form is within the limits, including lists that repeat one long text."""
-        size, left = 0, [value]
+        size, left, turns = 0, [value], 0
         while left:
             item = left.pop()
+            turns += 1
+            if not turns % 4096:
+                self.tick()
             if isinstance(item, Mapping):
                 left.extend(item.keys())
                 left.extend(item.values())
@@ -121,6 +124,9 @@ class Limits:
                 raise ChatTemplateError(f"the chat template calls {name!r} with {value}, which is not allowed")
         if name in ("format", "format_map", "%") and WIDE_FIELD.search(re.sub(r"\{\{|\}\}", "", str(arguments[0]))):
             raise ChatTemplateError("the chat template uses format fields of a width that is not allowed")
+        if name == "%":
+            sizes = [len(str(value)) for value in _format_values(arguments[1])] if len(arguments) > 1 else []
+            self.allow(len(str(arguments[0])) + str(arguments[0]).count("%") * max(sizes, default=0))
         if name == "replace" and len(arguments) >= 3:
             text, old, new = (str(value) for value in arguments[:3])
             self.allow(len(text) + text.count(old) * len(new))
@@ -135,6 +141,11 @@ class Limits:
         return str(self.count(separator.join(pieces)))
 
 
+FORBIDDEN_METHODS = frozenset(  # of texts, numbers and bytes: they make large values, and no real template calls them
+    {"translate", "maketrans", "to_bytes", "from_bytes", "expandtabs", "format_map", "encode", "decode"}
+)
+REMOVED_FILTERS = ("wordwrap", "urlize", "pprint", "xmlattr", "filesizeformat", "random", "forceescape")
+MAX_INDENT = 16
 PADDING = {"center", "ljust", "rjust", "zfill", "expandtabs", "indent", "slice", "batch", "tojson", "wordwrap", "round"}
 
 
@@ -151,6 +162,7 @@ def _compile(template: str, limits: Limits) -> Any:
         intercepted_binops = frozenset({"+", "*", "**", "%"})
         tick = staticmethod(limits.tick)  # attributes of the environment: a template cannot replace them
         concatenate = staticmethod(lambda *parts: limits.join("", parts))
+        bounded = staticmethod(limits.allow_spelled)
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
             if operator == "+":
@@ -165,8 +177,12 @@ def _compile(template: str, limits: Limits) -> Any:
         def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
             method = getattr(function, "__wrapped__", function)  # the sandbox wraps `format`
             owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
+            if name in FORBIDDEN_METHODS:
+                raise ChatTemplateError(f"the chat template calls {name!r}, which is not allowed")
             if isinstance(owner, str) and name == "join" and len(args) == 1:
                 return limits.join(owner, args[0])
+            if isinstance(owner, list | tuple | dict):
+                limits.allow_spelled([owner, *args])  # index, count and others compare
             if isinstance(owner, str):
                 limits.check_call(name, (owner, *args, *kwargs.values()))
             return limits.count(super().call(context, function, *args, **kwargs))
@@ -180,6 +196,19 @@ def _compile(template: str, limits: Limits) -> Any:
             return self.generic_visit(node)
 
         visit_Macro = visit_For  # noqa: N815
+
+        def visit_Compare(self, node: Any) -> Any:  # noqa: N802
+            """Nested lists that share their parts take exponential time to compare: their spelling is bounded first."""
+            node = self.generic_visit(node)
+            node.expr = self._bounded(node.expr)
+            for operand in node.ops:
+                operand.expr = self._bounded(operand.expr)
+            return node
+
+        def _bounded(self, value: Any) -> Any:
+            if isinstance(value, nodes.Const):
+                return value
+            return nodes.Call(nodes.EnvironmentAttribute("bounded"), [value], [], None, None)
 
         def visit_Concat(self, node: Any) -> Any:  # noqa: N802
             parts = [self.visit(part) for part in node.nodes]
@@ -196,6 +225,11 @@ def _compile(template: str, limits: Limits) -> Any:
     environment.filters["tojson"] = _to_json
     environment.filters.update({name: _checked_filter(name, f, limits) for name, f in environment.filters.items()})
     environment.filters["join"] = join_filter
+    for name in REMOVED_FILTERS:
+        environment.filters.pop(name, None)
+    for name in ("eq", "==", "equalto", "ne", "!=", "gt", ">", "ge", ">=", "lt", "<", "le", "<=", "in", "greaterthan",
+                 "lessthan"):  # fmt: skip
+        environment.tests[name] = _bounded_test(environment.tests[name], limits)
     del environment.globals["lipsum"]  # generates text of any length
     environment.globals.update(
         raise_exception=_raise_exception, range=_bounded_range, strftime_now=lambda form: time.strftime(form)
@@ -205,6 +239,15 @@ def _compile(template: str, limits: Limits) -> Any:
         return jinja2.Template.from_code(environment, environment.compile(tree), environment.globals)
     except (jinja2.TemplateError, RecursionError, ValueError, TypeError) as error:
         raise ChatTemplateError(f"the chat template is broken: {error}") from error
+
+
+def _bounded_test(function: Any, limits: Limits) -> Callable[..., Any]:
+    """A comparison whose operands are of bounded size."""
+
+    def test(*values: Any) -> Any:
+        return function(*(limits.allow_spelled(value) for value in values))
+
+    return test
 
 
 def _checked_filter(name: str, function: Callable[..., Any], limits: Limits) -> Callable[..., Any]:
@@ -219,6 +262,12 @@ def _checked_filter(name: str, function: Callable[..., Any], limits: Limits) -> 
     return checked
 
 
+def _format_values(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return list(value.values())
+    return value if isinstance(value, tuple | list) else [value]
+
+
 def _size(value: Any) -> int:
     if isinstance(value, int | float):
         return int(min(abs(value), MAX_OUTPUT_CHARS + 1))
@@ -230,6 +279,8 @@ def _raise_exception(message: str) -> None:
 
 
 def _to_json(value: Any, indent: int | None = None, **_: Any) -> str:
+    if indent is not None and not (isinstance(indent, int) and 0 <= indent <= MAX_INDENT):
+        raise ChatTemplateError(f"the chat template indents JSON by {indent!r}: at most {MAX_INDENT} are allowed")
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 

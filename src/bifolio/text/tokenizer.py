@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from bifolio.errors import ModelFileError
+from bifolio.errors import ModelFileError, RequestError
+from bifolio.text.tokenizer_bounds import check_tokenizer_file
 
 
 class Tokenizer:
@@ -20,18 +22,52 @@ class Tokenizer:
     def from_file(cls, path: Path) -> Tokenizer:
         import tokenizers
 
+        check_tokenizer_file(path)
         try:
             return cls(tokenizers.Tokenizer.from_file(str(path)))
-        except Exception as error:  # the library raises plain Exception for every kind of bad file
+        except BaseException as error:  # plain Exception for every kind of bad file, and panics of its Rust code
+            if not is_library_error(error):
+                raise
             raise ModelFileError(f"{path} is not a usable tokenizer: {error}") from error
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+        return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of each text. Releases the GIL, as `encode` of the library does not."""
+        try:
+            encodings = self.backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)
+        except BaseException as error:
+            if not is_library_error(error):
+                raise
+            raise RequestError(f"the tokenizer cannot encode this text: {_first_line(error)}") from error
+        return [encoding.ids for encoding in encodings]
+
+    def encode_parts(self, parts: Sequence[tuple[str, bool]]) -> list[int]:
+        """Token ids of texts one after the other, without added tokens.
+
+        A part that is marked is the spelling of a special token as plain text: its first letter is encoded by itself.
+        """
+        texts: list[str] = []
+        for text, is_literal in parts:
+            texts += [text[:1], text[1:]] if is_literal else [text]
+        encoded = self.encode_batch([text for text in texts if text], add_special_tokens=False)
+        return [token for ids in encoded for token in ids]
+
+    @cached_property
+    def special_tokens(self) -> frozenset[str]:
+        """The spellings that are encoded as one special token wherever they occur."""
+        return frozenset(token.content for token in self.backend.get_added_tokens_decoder().values() if token.special)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        text: str = self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
-        return text
+        """The text of tokens. Releases the GIL."""
+        try:
+            (text,) = self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
+        except BaseException as error:
+            if not is_library_error(error):
+                raise
+            raise RequestError(f"the tokenizer cannot decode these tokens: {_first_line(error)}") from error
+        return str(text)
 
     def token(self, token_id: int) -> str:
         """The token's entry in the vocabulary (not always printable text)."""
@@ -41,3 +77,12 @@ class Tokenizer:
     def token_id(self, token: str) -> int | None:
         found: int | None = self.backend.token_to_id(token)
         return found
+
+
+def is_library_error(error: BaseException) -> bool:
+    """Whether a library raised it: an Exception, or a panic of Rust code, which is a BaseException."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0][:200]

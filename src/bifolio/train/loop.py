@@ -69,6 +69,7 @@ def prepare_corpus(settings: TrainSettings) -> Corpus:
 
 def train(settings: TrainSettings, corpus: Corpus | None = None, progress: Progress | None = None) -> TrainResult:
     """Train as specified by the settings; Ctrl-C saves a checkpoint and returns."""
+    check_output(settings)
     with joined(settings.device) as processes:
         progress = progress or make_progress(processes.is_first)
         try:
@@ -76,6 +77,23 @@ def train(settings: TrainSettings, corpus: Corpus | None = None, progress: Progr
             return run.run()
         finally:
             progress.close()
+
+
+def check_output(settings: TrainSettings) -> None:
+    """Refuse to replace the files of an earlier run, unless the settings say so."""
+    if settings.resume or settings.force:
+        return
+    folder = Path(settings.output)
+    kept = [
+        name
+        for name in ("checkpoint", "config.json", "tokenizer.json", "model.safetensors")
+        if (folder / name).exists()
+    ]
+    if kept:
+        raise ConfigError(
+            f"the folder {folder} holds a model already ({', '.join(kept)}): continue it with --resume, replace it "
+            "with --force, or choose another --output"
+        )
 
 
 class TrainingRun:

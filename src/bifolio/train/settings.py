@@ -75,6 +75,7 @@ class TrainSettings:
     log_every: int = _option(10, "steps between points of the loss curve")
     save_every: int = _option(500, "steps between checkpoints; 0: only at the end")
     resume: bool = _option(False, "continue from the checkpoint in the output folder")
+    force: bool = _option(False, "replace a model or checkpoint that is already in the output folder")
     sample_every: int = _option(500, "steps between printed samples; 0: none")
     sample_prompt: str = _option("", "text that samples continue")
     sample_tokens: int = _option(100, "tokens of a sample")
@@ -154,7 +155,7 @@ GGUF_FORMATS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1")
 
 # Settings that may differ between a run and its continuation, because they do not change the result.
 FREE_ON_RESUME = frozenset(
-    {"output", "resume", "eval_every", "eval_sequences", "log_every", "save_every", "sample_every", "sample_prompt",
-     "sample_tokens", "sample_temperature", "max_minutes", "device", "compile", "gguf", "keep_best", "data",
-     "tokenizer"}
+    {"output", "resume", "force", "eval_every", "eval_sequences", "log_every", "save_every", "sample_every",
+     "sample_prompt", "sample_tokens", "sample_temperature", "max_minutes", "device", "compile", "gguf", "keep_best",
+     "data", "tokenizer"}
 )  # fmt: skip

@@ -31,7 +31,7 @@ from bifolio.kernels.interface import (
     Storage,
 )
 from bifolio.kernels.native.formats import NATIVE_FORMATS, format_code
-from bifolio.kernels.native.library import library, set_num_threads
+from bifolio.kernels.native.library import library
 from bifolio.kernels.native.program import ACTIVATION_CODES, PHASE_CODES, NativeProgram, native_segment
 from bifolio.quant.convert import DENSE_FORMATS, convert
 from bifolio.quant.formats import QuantFormat
@@ -57,14 +57,14 @@ class NativeKernels(HostArrays):
         """`activations`: their rounding in products with quantised weights. "int8" is the default (on AMX, whose tiles
         multiply bfloat16, it rounds less than 8 bits do); "int16" adds a second byte for the rounding error of the
         first, which gives nearly the result of exact activations.
+        `threads`: of a pool of this kernel set alone; None shares the pool of the process (`set_num_threads`).
         `share_prefixes`: attention reads blocks shared by several contexts once; results are bit-identical."""
         if activations not in ACTIVATION_PLANES:
             raise ConfigError(f"activations must be one of {', '.join(ACTIVATION_PLANES)}, not {activations!r}")
         self.native = library()
         self._planes = ACTIVATION_PLANES[activations]
         self.share_prefixes = share_prefixes
-        if threads is not None:
-            set_num_threads(threads)
+        self.pool = None if threads is None else self.native.Pool(threads)  # None: the pool of the process
         self._caches: WeakKeyDictionary[Storage, Any] = WeakKeyDictionary()
 
     @property
@@ -85,7 +85,7 @@ class NativeKernels(HostArrays):
         return replace(linear, prepared=packed)
 
     def _packed(self, parts: list[tuple[int, np.ndarray]], k: int, bias: np.ndarray | None, mapped: bool) -> Any:
-        return self.native.make_linear(parts, k, bias, self._planes, mapped)
+        return self.native.make_linear(parts, k, bias, self._planes, mapped, self.pool)
 
     def prepare_norm(self, norm: Norm) -> Norm:
         return replace(norm, weight=_floats(norm.weight), bias=None if norm.bias is None else _floats(norm.bias))
@@ -109,37 +109,37 @@ class NativeKernels(HostArrays):
     # -- operations -------------------------------------------------------------------------------------
     def embed(self, table: Any, ids: Array, scale: float) -> Array:
         out = np.empty((len(ids), table.width), np.float32)
-        self.native.embed(table, np.ascontiguousarray(ids, np.int32), scale, out)
+        self.native.embed(table, np.ascontiguousarray(ids, np.int32), scale, out, self.pool)
         return out
 
     def rotation(self, inverse_frequencies: Array, scale: float, positions: Array) -> Rotation:
         shape = (len(positions), len(inverse_frequencies))
         cosine, sine = np.empty(shape, np.float32), np.empty(shape, np.float32)
         self.native.rotation(
-            _floats(inverse_frequencies), scale, np.ascontiguousarray(positions, np.int32), cosine, sine
+            _floats(inverse_frequencies), scale, np.ascontiguousarray(positions, np.int32), cosine, sine, self.pool
         )
         return Rotation(cosine, sine)
 
     def norm(self, x: Array, norm: Norm) -> Array:
         x = _floats(x)
         out = np.empty_like(x)
-        self.native.norm(x.reshape(-1, x.shape[-1]), self.native_norm(norm), out.reshape(-1, x.shape[-1]))
+        self.native.norm(x.reshape(-1, x.shape[-1]), self.native_norm(norm), out.reshape(-1, x.shape[-1]), self.pool)
         return out
 
     def add(self, x: Array, y: Array) -> Array:
         out = np.empty(x.shape, np.float32)
-        self.native.add(_floats(x), _floats(y), out)
+        self.native.add(_floats(x), _floats(y), out, self.pool)
         return out
 
     def add_norm(self, x: Array, delta: Array, norm: Norm) -> tuple[Array, Array]:
         total, normed = np.empty(x.shape, np.float32), np.empty(x.shape, np.float32)
-        self.native.add_norm(_floats(x), _floats(delta), self.native_norm(norm), total, normed)
+        self.native.add_norm(_floats(x), _floats(delta), self.native_norm(norm), total, normed, self.pool)
         return total, normed
 
     def linear(self, x: Array, linear: Linear) -> Array:
         packed = self.packed(linear)
         out = np.empty((x.shape[0], packed.out_features), np.float32)
-        self.native.linear(_floats(x), packed, out)
+        self.native.linear(_floats(x), packed, out, self.pool)
         return out
 
     def rope_and_write(
@@ -155,6 +155,7 @@ class NativeKernels(HostArrays):
             self.cache(storage) if cached and storage is not None else None,
             shape.layer,
             np.ascontiguousarray(batch.cache_index, np.int64) if cached else None,
+            self.pool,
         )
         heads = rotated.reshape(len(qkv), -1, shape.head_dim)
         first_value = shape.num_heads + shape.num_kv_heads
@@ -172,29 +173,31 @@ class NativeKernels(HostArrays):
             layer = 0
         else:
             cache, described, layer = self.cache(storage), [native_segment(s) for s in segments], shape.layer
-        self.native.attend(query, self.native_shape(shape), described, self.share_prefixes, cache, layer, out)
+        self.native.attend(
+            query, self.native_shape(shape), described, self.share_prefixes, cache, layer, out, self.pool
+        )
         return out
 
     def act_mul(self, x: Array, activation: str) -> Array:
         out = np.empty((x.shape[0], x.shape[1] // 2), np.float32)
-        self.native.act_mul(_floats(x), ACTIVATION_CODES[activation], out)
+        self.native.act_mul(_floats(x), ACTIVATION_CODES[activation], out, self.pool)
         return out
 
     def act(self, x: Array, activation: str) -> Array:
         out = np.empty(x.shape, np.float32)
-        self.native.act(_floats(x), ACTIVATION_CODES[activation], out)
+        self.native.act(_floats(x), ACTIVATION_CODES[activation], out, self.pool)
         return out
 
     def logits(self, x: Array, head: Linear, softcap: float) -> Array:
         out = self.linear(x, head)
         if softcap:
-            self.native.softcap(out, softcap)
+            self.native.softcap(out, softcap, self.pool)
         return out
 
     def argmax(self, logits: Array) -> np.ndarray:
         """i64[r]: index of the largest value of each row, the first among equals."""
         out = np.empty(logits.shape[0], np.int64)
-        self.native.argmax(_floats(logits), out)
+        self.native.argmax(_floats(logits), out, self.pool)
         return out
 
     # -- native counterparts ------------------------------------------------------------------------------

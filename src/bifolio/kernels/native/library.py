@@ -43,7 +43,7 @@ def set_isa(name: str, module: Any = None) -> None:
 
 
 def set_num_threads(count: int) -> None:
-    """Set the size of the thread pool, the calling thread included; 0 for one per physical core."""
+    """Set the size of the thread pool of the process, the calling thread included; 0 for one per physical core."""
     library().set_num_threads(count)
 
 

@@ -66,6 +66,7 @@ class NativeProgram:
             [native_segment(segment) for segment in batch.segments],
             self._kernels.share_prefixes,
             logits,
+            pool=self._kernels.pool,
         )
         return logits
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bifolio.config import ModelConfig
+from bifolio.config import MODEL_LIMITS, ModelConfig
 from bifolio.errors import ConfigError, ModelFileError
 from bifolio.model.families import family_of, family_of_hf
 from bifolio.model.huggingface.decoder_config import Raw
@@ -14,6 +14,9 @@ def config_from_hf(raw: Raw) -> ModelConfig:
     """Read the fields; a missing field or one of the wrong type raises a named error."""
     family = family_of_hf(raw.get("model_type"))
     try:
+        for name in ("num_hidden_layers", "n_layer"):  # before lists of so many entries are made
+            if int(raw.get(name) or 1) > MODEL_LIMITS["num_layers"]:
+                raise ModelFileError(f"config.json has {raw[name]} layers, more than any real model")
         return family.config_from_hf(raw, family.name)
     except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         if isinstance(error, ConfigError | ModelFileError):

@@ -1,0 +1,327 @@
+"""A soak test of a server: exact answers under chaos, and no growth.
+
+    oracle clients   compare every answer with that of the offline API, character for character
+    chaos            hostile requests, clients that read slowly or leave, stops and kills of the engine
+    sampler          memory, file descriptors and threads of the server and its processes, once a second
+
+The run fails on a wrong answer, growing memory or descriptors, blocks in use at the end, or a victim that waits too
+long.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bifolio.errors import ConfigError
+from bifolio.measure.soak_bombs import BOMBS, Bomb
+
+PROMPTS = ("Once upon a time", "The fox", "One day, a little girl", "Tom and his dog", "In the dark wood", "a")
+TOKENS = (4, 16, 48)
+ORACLE_KEY, CHAOS_KEY = "soak-oracle-key", "soak-chaos-key"
+START_SECONDS = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class SoakPlan:
+    """The length of a run and its limits."""
+
+    seconds: float = 60.0
+    model: str | None = None
+    oracle_clients: int = 4
+    chaos_clients: int = 2
+    kill_every: float = 45.0  # seconds; 0: the engine is never killed
+    max_wait: float = 30.0  # seconds of one answer, restarts of the engine aside
+    max_growth: float = 32.0  # MiB per minute after the first half of the run
+    seed: int = 0
+    server_options: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Sample:
+    """The processes of the server at one moment."""
+
+    time: float  # seconds since the start
+    memory: float  # MiB of all processes
+    descriptors: int  # of the front end
+    threads: int
+
+
+@dataclass(slots=True)
+class SoakReport:
+    """The outcome of a run."""
+
+    seconds: float = 0.0
+    answers: list[tuple[float, float]] = field(default_factory=list)  # (time, seconds) of the oracle's requests
+    wrong: list[str] = field(default_factory=list)
+    lost: int = 0  # answered with a 503 or a broken connection while the engine was down
+    bombs: dict[str, dict[str, int]] = field(default_factory=dict)  # name -> status -> count
+    kills: list[float] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    used_blocks: float = 0.0  # at the end
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def growth(self) -> float:
+        """MiB per minute in the second half of the run."""
+        late = self.samples[len(self.samples) // 2 :]
+        if len(late) < 10:
+            return 0.0
+        times = np.array([sample.time for sample in late]) / 60
+        return float(np.polyfit(times, np.array([sample.memory for sample in late]), 1)[0])
+
+    def judge(self, plan: SoakPlan) -> None:
+        """Note every limit that was not kept."""
+        slowest = max((seconds for _, seconds in self.answers), default=0.0)
+        if not self.answers:
+            self.problems.append("no answer came")
+        if self.wrong:
+            self.problems.append(f"{len(self.wrong)} wrong answers, the first: {self.wrong[0]}")
+        if slowest > plan.max_wait:
+            self.problems.append(f"a request waited {slowest:.1f} s")
+        if not plan.kill_every and self.growth > plan.max_growth:
+            self.problems.append(f"memory grows by {self.growth:.1f} MiB per minute")
+        if self.used_blocks:
+            self.problems.append(f"{self.used_blocks:.1%} of the blocks are in use at the end")
+        late = self.samples[len(self.samples) // 2 :]
+        if late and late[-1].descriptors > 2 * min(sample.descriptors for sample in late) + 32:
+            self.problems.append(f"{late[-1].descriptors} file descriptors are open")
+
+    def as_dict(self) -> dict[str, Any]:
+        waits = sorted(seconds for _, seconds in self.answers) or [0.0]
+        return {
+            "seconds": round(self.seconds, 1),
+            "answers": len(self.answers),
+            "wrong": len(self.wrong),
+            "lost": self.lost,
+            "kills": len(self.kills),
+            "wait_median": round(waits[len(waits) // 2], 3),
+            "wait_longest": round(waits[-1], 3),
+            "memory_growth_mib_per_minute": round(self.growth, 2),
+            "bombs": self.bombs,
+            "problems": self.problems,
+        }
+
+
+class Soak:
+    """One run: a server of its own, and the threads around it."""
+
+    def __init__(self, plan: SoakPlan) -> None:
+        self.plan, self.report = plan, SoakReport()
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._down_until = 0.0  # answers may be lost until then
+        self._began = time.monotonic()
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            self._port = int(listener.getsockname()[1])
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def run(self) -> SoakReport:
+        plan = self.plan
+        expected = self._expected()
+        self._start_server()
+        threads = [
+            threading.Thread(target=self._oracle, args=(expected, number)) for number in range(plan.oracle_clients)
+        ]
+        threads += [threading.Thread(target=self._chaos, args=(number,)) for number in range(plan.chaos_clients)]
+        threads += [threading.Thread(target=work) for work in (self._sample, self._kill)]
+        try:
+            self._began = time.monotonic()
+            for thread in threads:
+                thread.start()
+            self._stop.wait(plan.seconds)
+            self._stop.set()
+            for thread in threads:
+                thread.join()
+            self.report.seconds = time.monotonic() - self._began
+            self.report.used_blocks = self._used_blocks()
+        finally:
+            self._stop.set()
+            self._end_server()
+        self.report.judge(plan)
+        return self.report
+
+    # -- the server ----------------------------------------------------------------------------------------------------
+    def _start_server(self) -> None:
+        model = [] if self.plan.model is None else ["-m", self.plan.model]
+        command = [sys.executable, "-m", "bifolio", "serve", *model, "--port", str(self._port), "--log-level", "error"]
+        command += ["--api-key", ORACLE_KEY, "--api-key", CHAOS_KEY, *self.plan.server_options]
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+        end = time.monotonic() + START_SECONDS
+        while time.monotonic() < end and self._process.poll() is None:
+            try:
+                if self._ask("GET", "/ready")[0] == 200:
+                    return
+            except OSError:
+                pass
+            time.sleep(0.1)
+        raise ConfigError("the server of the soak test did not start: run `bifolio serve` to see why")
+
+    def _end_server(self) -> None:
+        if self._process is not None:
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                self._process.wait(60)
+            except subprocess.TimeoutExpired:
+                self.report.problems.append("the server did not end on SIGTERM")
+                self._process.kill()
+
+    def _expected(self) -> dict[tuple[str, int], str]:
+        """The greedy text of every prompt and length, by the offline API."""
+        from bifolio.api.llm import LLM
+        from bifolio.sampling_params import SamplingParams
+
+        llm = LLM(self.plan.model, threads=1)
+        cases = [(prompt, count) for prompt in PROMPTS for count in TOKENS]
+        params = [SamplingParams(temperature=0, max_tokens=count) for _, count in cases]
+        outputs = llm.generate([prompt for prompt, _ in cases], params, use_tqdm=False)
+        return {case: output.outputs[0].text for case, output in zip(cases, outputs, strict=True)}
+
+    def _ask(self, method: str, path: str, body: Any = None, key: str = ORACLE_KEY) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=120)
+        try:
+            headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+            content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+            connection.request(method, path, content, headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        finally:
+            connection.close()
+
+    def _used_blocks(self) -> float:
+        """Share of the blocks in use once all requests have ended."""
+        end = time.monotonic() + 30
+        used = 1.0
+        while time.monotonic() < end:
+            try:
+                status, body = self._ask("GET", "/metrics")
+            except OSError:
+                status, body = 0, b""
+            lines = body.decode().splitlines()
+            values = [float(line.split()[-1]) for line in lines if line.startswith("bifolio:kv_cache_usage_perc")]
+            if status == 200 and values:
+                used = values[0]
+                if not used:
+                    break
+            time.sleep(0.5)
+        return used
+
+    # -- threads -------------------------------------------------------------------------------------------------------
+    def _oracle(self, expected: dict[tuple[str, int], str], number: int) -> None:
+        rng = random.Random(f"{self.plan.seed}-oracle-{number}")
+        while not self._stop.is_set():
+            prompt, count = rng.choice(list(expected))
+            began = time.monotonic()
+            body = {"prompt": prompt, "max_tokens": count, "temperature": 0, "n": 1}
+            try:
+                status, answer = self._ask("POST", "/v1/completions", body)
+            except (OSError, http.client.HTTPException):
+                status, answer = 503, b""
+            now = time.monotonic()
+            with self._lock:
+                if status == 200:
+                    self.report.answers.append((now - self._began, now - began))
+                    text = json.loads(answer)["choices"][0]["text"]
+                    if text != expected[prompt, count]:
+                        self.report.wrong.append(f"{prompt!r}, {count} tokens: {text!r}")
+                elif status in (429, 503) and (now < self._down_until or status == 429):
+                    self.report.lost += 1
+                else:
+                    self.report.wrong.append(f"{prompt!r}: status {status}")
+            if status != 200:
+                time.sleep(0.2)
+
+    def _chaos(self, number: int) -> None:
+        rng = random.Random(f"{self.plan.seed}-chaos-{number}")
+        while not self._stop.is_set():
+            bomb = rng.choice(BOMBS)
+            try:
+                status = str(self._throw(bomb))
+            except (OSError, http.client.HTTPException):
+                status = "closed"
+            with self._lock:
+                counts = self.report.bombs.setdefault(bomb.name, {})
+                counts[status] = counts.get(status, 0) + 1
+
+    def _throw(self, bomb: Bomb) -> int | str:
+        if bomb.leaves_after is None:
+            return self._ask("POST", bomb.path, bomb.body(), CHAOS_KEY)[0]
+        content = json.dumps(bomb.body()).encode()
+        head = (
+            f"POST {bomb.path} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {CHAOS_KEY}\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
+        )
+        with socket.create_connection(("127.0.0.1", self._port), timeout=30) as connection:
+            connection.sendall(head.encode() + content)
+            self._stop.wait(bomb.leaves_after)  # nothing is read
+        return "left"
+
+    def _kill(self) -> None:
+        """Kill the engine now and then; before that, stop it for a moment."""
+        while self.plan.kill_every and not self._stop.wait(self.plan.kill_every):
+            engines = [pid for pid in self._processes() if b"bifolio.serve.worker" in _command_line(pid)]
+            for pid in engines:
+                os.kill(pid, signal.SIGSTOP)
+                self._stop.wait(1.0)
+                os.kill(pid, signal.SIGCONT)
+                with self._lock:
+                    self._down_until = time.monotonic() + 30.0
+                    self.report.kills.append(time.monotonic() - self._began)
+                os.kill(pid, signal.SIGKILL)
+
+    def _sample(self) -> None:
+        while not self._stop.wait(1.0):
+            pids = self._processes()
+            memory = sum(_resident(pid) for pid in pids)
+            front = pids[0] if pids else 0
+            threads = sum(_count(pid, "task") for pid in pids)
+            sample = Sample(time.monotonic() - self._began, memory / (1 << 20), _count(front, "fd"), threads)
+            with self._lock:
+                self.report.samples.append(sample)
+
+    def _processes(self) -> list[int]:
+        """The front end, then its children."""
+        if self._process is None:
+            return []
+        root = self._process.pid
+        found = [root]
+        for task in Path(f"/proc/{root}/task").glob("*/children"):
+            try:
+                found += [int(pid) for pid in task.read_text(encoding="ascii").split()]
+            except OSError:
+                continue
+        return found
+
+
+def _command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def _resident(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGESIZE")
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def _count(pid: int, name: str) -> int:
+    try:
+        return len(os.listdir(f"/proc/{pid}/{name}"))
+    except OSError:
+        return 0

@@ -1,0 +1,88 @@
+"""Sizes and pipelines in model files that no real model has are refused by a named error, before memory is taken."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bifolio.errors import BifolioError, ModelFileError, RequestError
+from bifolio.model.huggingface.config import config_from_hf
+from bifolio.text.tokenizer import Tokenizer
+from helpers import TINY, tiny_folder
+
+HUGE = 1 << 45
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"head_dim": HUGE},
+        {"num_hidden_layers": HUGE, "sliding_window": 8},
+        {"partial_rotary_factor": 1e15},
+        {"vocab_size": HUGE},
+        {"hidden_size": HUGE},
+        {"intermediate_size": HUGE},
+        {"max_position_embeddings": HUGE},
+        {"num_attention_heads": HUGE, "num_key_value_heads": HUGE},
+        {"model_type": []},
+        {"model_type": {"a": 1}},
+        {"num_hidden_layers": "many"},
+        {"rope_scaling": {"rope_type": "longrope", "long_factor": [1.0] * 100_000, "short_factor": [1.0]}},
+        {"sliding_window_pattern": [], "layer_types": 7},
+    ],
+    ids=str,
+)
+def test_sizes_beyond_any_real_model_are_refused(change: dict[str, Any]) -> None:
+    raw = {**TINY, **change}
+    if "layer_types" in change:
+        raw["model_type"] = "gemma3_text"
+    with pytest.raises(BifolioError):
+        config_from_hf(raw)
+
+
+def tokenizer_with(tmp_path: Path, **parts: Any) -> Path:
+    raw = json.loads((tiny_folder(tokenizer=True) / "tokenizer.json").read_text())
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps({**raw, **parts}))
+    return path
+
+
+def replace(content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {"String": "a"}, "content": content}
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"normalizer": replace("b" * (1 << 20))},
+        {"normalizer": {"type": "Sequence", "normalizers": [replace("aa")] * 24}},
+        {"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}] * 100}},
+        {
+            "post_processor": {
+                "type": "TemplateProcessing",
+                "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}] * 300_000,
+                "pair": [],
+                "special_tokens": {},
+            }
+        },
+        {"model": None},
+        {"decoder": {"type": "none of ours"}},
+    ],
+    ids=["long replacement", "doublings", "many steps", "many entries", "no model", "unknown decoder"],
+)
+def test_hostile_tokenizers_are_refused(tmp_path: Path, parts: dict[str, Any]) -> None:
+    with pytest.raises(ModelFileError):
+        Tokenizer.from_file(tokenizer_with(tmp_path, **parts))
+
+
+def test_a_catastrophic_pattern_refuses_a_text_and_no_more(tmp_path: Path) -> None:
+    """The regex engine gives up with a panic of its Rust code, which is no Exception."""
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    tokenizer = Tokenizer.from_file(tokenizer_with(tmp_path, pre_tokenizer=split))
+    with contextlib.suppress(RequestError):
+        tokenizer.encode("a" * 40 + "b")
+    assert tokenizer.encode("b")
