@@ -103,9 +103,8 @@ void check(const std::string& what, double tolerance_of_tiles, Work work) {
 }
 
 // Every packed format once or more.
-const FileFormat kFormats[] = {FileFormat::F32,  FileFormat::F16,  FileFormat::BF16, FileFormat::Q8_0,   FileFormat::Q4_0,
-                               FileFormat::Q4_1, FileFormat::Q4_K, FileFormat::Q6_K, FileFormat::Q5_0,   FileFormat::Q5_K,
-                               FileFormat::Q2_K, FileFormat::Q3_K, FileFormat::IQ4_NL, FileFormat::MXFP4};
+using enum FileFormat;
+const FileFormat kFormats[] = {F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q4_K, Q6_K, Q5_0, Q5_K, Q2_K, Q3_K, IQ4_NL, MXFP4};
 const char* name_of(FileFormat format) { return file_block(format).name; }
 Workspace workspace;
 
@@ -160,11 +159,9 @@ void check_products() {
         const auto found = product(x, rows, weights), exact = exact_product(x, rows, format, bytes, n);
         report(std::string(name) + " of floats", "tiles", compare(found, exact), 0.006, false);
         if (rows * n * k > 5000000) check_slope(name, found, exact);
-        std::vector<float> alone;  // every row must be equal to the row alone
-        for (const std::string& isa : available_isas()) {
+        for (const std::string& isa : available_isas()) {  // every row must be equal to the row alone
           set_isa(isa);
           const auto all = product(x, rows, weights);
-          alone.clear();
           for (int64_t r = 0; r < rows; r += std::max<int64_t>(1, rows / 3)) {
             const auto one = product({x.begin() + r * k, x.begin() + (r + 1) * k}, 1, weights);
             report(std::string(name) + " row alone", isa, compare(one, {all.begin() + r * n, all.begin() + (r + 1) * n}), 0, true);
@@ -384,9 +381,7 @@ void time_products(int64_t n, int64_t k) {
 
 int main(int argc, char** argv) {
   few = argc > 1 && std::string(argv[1]) == "--few";
-  std::printf("instruction sets:");
-  for (const std::string& isa : available_isas()) std::printf(" %s", isa.c_str());
-  std::printf("\n");
+  for (const std::string& isa : available_isas()) std::printf("instruction set %s\n", isa.c_str());
   check_rows();
   check_products();
   check_mixed_formats();

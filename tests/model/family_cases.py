@@ -21,7 +21,6 @@ from bifolio.model.gguf.metadata import model_metadata
 from bifolio.model.gguf.reader import GgufFile, Value, open_gguf
 from bifolio.model.huggingface.config import config_from_hf, config_to_hf
 from bifolio.model.huggingface.folder_writer import folder_config
-from bifolio.quant import QuantFormat
 
 EXPECTED = Path(__file__).with_name("family_configs.json")
 
@@ -242,7 +241,7 @@ def describe(config: ModelConfig) -> dict[str, Any]:
     """The configuration as JSON, and both descriptions that are written of it, or the reason why one cannot be."""
     description = {
         "config": asdict(config),
-        "gguf": _written(lambda: model_metadata(config, QuantFormat.Q8_0, "name")),
+        "gguf": _written(lambda: model_metadata(config, 7, "name")),
         "hf": _written(lambda: config_to_hf(folder_config(config))),
     }
     found: dict[str, Any] = json.loads(json.dumps(description, default=np.ndarray.tolist))

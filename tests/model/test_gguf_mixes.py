@@ -18,6 +18,7 @@ from bifolio.model.gguf.mixes import MIXES, parse_mix
 from bifolio.model.gguf.reader import open_gguf
 from bifolio.model.gguf.writer import write_gguf
 from bifolio.model.loader import load_model
+from helpers import make_runner, open_entry, run_chunks
 
 SEARCHED = ["q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m", "q6_k", "iq4_nl", "iq4_xs"]
 
@@ -104,6 +105,26 @@ def test_a_file_that_is_no_importance_matrix_is_refused(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", load_model("stories"), parse_mix("q8_0"))
     with pytest.raises(ModelFileError, match="no importance matrix"):
         read_importance(tmp_path / "m.gguf")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["q4_k_m", "q6_k", "iq4_xs"])
+def test_llama_cpp_reads_the_file(name: str, tmp_path: Path) -> None:
+    """Logits over a short text agree up to the rounding of activations."""
+    llama_cpp = pytest.importorskip("llama_cpp")
+    path = tmp_path / "m.gguf"
+    write_gguf(path, load_model("stories"), parse_mix(name))
+    text = "Once upon a time there was a little girl who liked to play in the garden."
+    model = load_model(path)
+    tokens = model.require_tokenizer().encode(text)
+    theirs = llama_cpp.Llama(str(path), n_ctx=64, n_threads=1, n_threads_batch=1, logits_all=True, verbose=False)
+    theirs.eval(tokens)
+    expected = np.asarray(theirs.scores[: len(tokens)])
+    runner, blocks = make_runner(model, kernels=NativeKernels(1, activations="int16"))
+    found = run_chunks(runner, open_entry(runner, blocks), tokens, 64)
+    agree = (found.argmax(axis=1) == expected.argmax(axis=1)).mean()
+    assert np.linalg.norm(found - expected) < 0.03 * np.linalg.norm(expected)
+    assert agree > 0.9
 
 
 @pytest.mark.full
