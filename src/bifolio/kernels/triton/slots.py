@@ -36,7 +36,7 @@ class TritonSlots:
         self._scored = np.zeros(sizes.num_slots, dtype=np.bool_)  # slots with logprobs
         self._edited = np.zeros(sizes.num_slots, dtype=np.bool_)  # slots with edits
         self._may_edit = sizes.num_slots * sizes.vocab_size < 1 << 31  # places in the arrays of edits have 32 bits
-        self._work: tuple[bytes, SharedWork | None] = (b"", None)  # what the slots of the last launch share
+        self._work: tuple[bytes, SharedWork | None] = (b"", None)  # shared work of the slots of the last launch
 
     # -- slots ---------------------------------------------------------------------------------------------------------
     def draws(self, params: SamplingParams, edits: LogitEdits) -> bool:
@@ -130,7 +130,7 @@ class TritonSlots:
         self.graphs.capture_all()
 
     def _shared_work(self, slots: np.ndarray, tables: np.ndarray, lengths: np.ndarray) -> SharedWork | None:
-        """What these slots share; looked for again only when other slots take part."""
+        """Shared work of these slots; searched again only when other slots take part."""
         if len(slots) < 2 or self._deterministic or all(shape.window is not None for shape in self._shapes):
             return None
         key = slots.tobytes()
