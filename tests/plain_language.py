@@ -1,7 +1,6 @@
-"""Words and clauses that prose in this repository avoids, and where they still occur.
+"""Words and clauses that prose in this repository avoids.
 
-    python tests/plain_language.py             # every occurrence: file, line, words, and what to write instead
-    python tests/plain_language.py --shrink    # lower the counts of tests/language_baseline.txt to those of today
+    python tests/plain_language.py    # every occurrence: file, line, words, advice
 
 Prose is all of a Markdown, HTML or JSON file or a shell script, and the comments and strings of Python, C++, JavaScript
 and CSS files. Code between backticks and values in f-strings are no prose. Quoted output of a model stands between
@@ -12,15 +11,12 @@ from __future__ import annotations
 
 import io
 import re
-import sys
 import tokenize
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-BASELINE = Path(__file__).with_name("language_baseline.txt")
 PLACES = ("src", "native", "docs", "benchmarks", "scripts", "README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 PYTHON, CODE, TEXT = {".py"}, {".h", ".cpp", ".js", ".css"}, {".md", ".html", ".json", ""}
 
@@ -140,30 +136,10 @@ def _is_question(text: str, position: int) -> bool:
     return end is not None and end.group() == "?"
 
 
-def read_baseline(text: str) -> dict[str, int]:
-    """`path count` a line; lines that begin with # are comments."""
-    entries = (line.rsplit(" ", 1) for line in text.splitlines() if line.strip() and not line.startswith("#"))
-    return {path: int(count) for path, count in entries}
-
-
-@cache
-def counts() -> dict[str, int]:
-    found = {path.relative_to(ROOT).as_posix(): len(hits_of(path)) for path in files()}
-    return {path: count for path, count in found.items() if count}
-
-
-def shrink() -> None:
-    """Lower the counts of the baseline; a count that would have to rise stays, and its test fails."""
-    today, text = counts(), BASELINE.read_text(encoding="utf-8")
-    kept = {path: min(count, today.get(path, 0)) for path, count in read_baseline(text).items()}
-    header = [line for line in text.splitlines() if line.startswith("#")]
-    lines = [*header, *(f"{path} {count}" for path, count in sorted(kept.items()) if count)]
-    BASELINE.write_text("\n".join(lines) + "\n", encoding="utf-8")
+def all_hits() -> list[Hit]:
+    return [hit for path in files() for hit in hits_of(path)]
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--shrink"]:
-        shrink()
-    else:
-        for hit in (hit for path in files() for hit in hits_of(path)):
-            print(f"{hit.path}:{hit.line}: {hit.words}: {hit.instead}")
+    for hit in all_hits():
+        print(f"{hit.path}:{hit.line}: {hit.words}: {hit.instead}")

@@ -66,7 +66,7 @@ class Edits:
         self._masks: list[tuple[int, NDArray[np.bool_]]] = []
 
     def gather(self, row: int, state: SlotOptions, pending: Sequence[int], vocab_size: int) -> None:
-        """Collect what the parameters and the history of one sequence ask for."""
+        """Collect the changes that the parameters and the history of one sequence require."""
         params, history = state.params, state.history
         self._bias.add(row, state.bias_ids, state.bias_amounts)
         if params.repetition_penalty != 1.0:
@@ -163,7 +163,7 @@ def device_edits(state: SlotOptions) -> LogitEdits | None:
 
 
 def _processed(row: Array, state: SlotOptions, pending: Sequence[int]) -> Array:
-    """f32[vocab]: one row after the user's functions, which may keep or change what they are given."""
+    """f32[vocab]: one row after the user's functions, which may keep or change their argument."""
     xp = namespace(row)
     values = xp.asarray(row, copy=True)
     prompt, output = state.history.prompt.tolist(), [*state.output_token_ids, *pending]
@@ -176,7 +176,7 @@ def _processed(row: Array, state: SlotOptions, pending: Sequence[int]) -> Array:
 
 
 def _combined_mask(state: SlotOptions, pending: Sequence[int], vocab_size: int) -> NDArray[np.bool_] | None:
-    """bool[vocab]: what both the list of allowed tokens and the grammar let through; None without either."""
+    """bool[vocab]: tokens allowed by the list of allowed tokens and by the grammar; None without either."""
     if state.mask is None:
         return state.allowed
     grammar = _unpacked(np.asarray(state.mask.allowed(pending)), vocab_size)

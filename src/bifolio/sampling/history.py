@@ -1,4 +1,4 @@
-"""What a sequence has said so far, kept up to date with its live list of output tokens."""
+"""The tokens of a sequence so far, kept up to date with its live list of output tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 class History:
     """Prompt and output of one sequence as one growing array, and optionally how often each token occurs.
 
-    The engine appends to the list of output tokens; each look at the history first takes over what is new, so a step
+    The engine appends to the list of output tokens; each access first appends the new tokens, so a step
     costs the new tokens and not the whole text. A list that became shorter (a rollback) is taken over anew. A list
     whose tokens were exchanged without becoming shorter must be announced with `restart`.
 

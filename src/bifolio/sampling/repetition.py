@@ -70,6 +70,6 @@ def dry_matches(
 def dry_penalties(
     lengths: NDArray[np.int64], allowed_length: int, multiplier: float, base: float
 ) -> NDArray[np.float64]:
-    """What DRY subtracts from the logits: multiplier * base ** (length - allowed), kept finite."""
+    """The DRY penalty, subtracted from the logits: multiplier * base ** (length - allowed), kept finite."""
     with np.errstate(over="ignore"):
         return np.minimum(multiplier * np.power(base, (lengths - allowed_length).astype(np.float64)), 1e30)

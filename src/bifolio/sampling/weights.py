@@ -205,9 +205,7 @@ def draw(weights: Array, noise: NDArray[np.float64]) -> Array:
     block = xp.clip(xp.count_nonzero(running <= target, axis=-1), 0, block_sums.shape[-1] - 1)[:, None]
     before = xp.take_along_axis(running - block_sums, block, axis=-1)
     index = block * _BLOCK + xp.arange(_BLOCK, device=where)
-    inside = xp.take_along_axis(
-        weights, xp.clip(index, 0, width - 1), axis=-1
-    )  # what lies behind the end is not reached
+    inside = xp.take_along_axis(weights, xp.clip(index, 0, width - 1), axis=-1)  # the end of the row is not passed
     steps = xp.count_nonzero(xp.cumulative_sum(inside, axis=-1) + before <= target, axis=-1)
     return xp.clip(block[:, 0] * _BLOCK + steps, 0, width - 1)
 
