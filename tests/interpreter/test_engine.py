@@ -131,12 +131,19 @@ def test_counts_survive_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_counts_follow_drafts() -> None:
     """Drafts are verified on the host; a step without drafts draws on the device, with all tokens counted."""
     config = SpeculativeConfig("ngram", ngram_min=1, adaptive=False)
-    options = parameters([{"seed": index, **PENALTIES} for index in range(2)], temperature=0.5, max_tokens=8)
+    options = parameters(
+        [{"seed": index, "frequency_penalty": -1.0} for index in range(2)], temperature=0.5, max_tokens=7
+    )
     expected = generate(make_engine(), options)
     engine = make_engine(kernels=TritonKernels("cpu", "f32"), speculative=config)
+    sent: list[int] = []
+    device: Any = engine.slots.device
+    set_history = device.set_history
+    device.set_history = lambda slot, prompt, output: (sent.append(len(output)), set_history(slot, prompt, output))
     assert_same(engine, options, expected)
     assert engine.speculator is not None
     assert engine.speculator.stats.num_draft_tokens > 0
+    assert max(sent) > 0
 
 
 def test_a_grammar_is_drawn_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
