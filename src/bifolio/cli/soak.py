@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from bifolio.cli import commands, options
+from bifolio.config import NUMERICS
 
 HELP = """Run a server under chaos and compare its answers with exact ones.
 
@@ -35,6 +36,11 @@ def soak(
     max_wait: Annotated[float, commands.option("--max-wait", help="Most seconds of an exact answer.")] = 30.0,
     plot: Annotated[Path | None, commands.option("--plot", help="File for a picture of the run (PNG).")] = None,
     seed: Annotated[int, commands.option("--seed", help="Seed of the order of requests.")] = 0,
+    kv_dtype: options.KvDtype = NUMERICS.kv_dtype,
+    activations: options.Activations = NUMERICS.activations,
+    threads: options.Threads = NUMERICS.threads,
+    device: options.Device = NUMERICS.device,
+    deterministic: options.Deterministic = NUMERICS.deterministic,
 ) -> None:
     from bifolio.measure.figures import check_target
     from bifolio.measure.soak import Soak, SoakPlan
@@ -48,6 +54,13 @@ def soak(
         kill_every=kill_every,
         max_wait=max_wait,
         seed=seed,
+        numerics={
+            "kv_dtype": kv_dtype,
+            "activations": activations,
+            "threads": threads,
+            "device": device,
+            "deterministic": deterministic,
+        },
     )
     report = Soak(plan).run()
     if plot is not None:

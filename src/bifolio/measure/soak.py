@@ -20,12 +20,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from bifolio.config import NUMERICS
 from bifolio.errors import ConfigError
 from bifolio.measure.soak_bombs import BOMBS, Bomb
 
@@ -47,7 +49,7 @@ class SoakPlan:
     max_wait: float = 30.0  # seconds of one answer, restarts of the engine aside
     max_growth: float = 32.0  # MiB per minute after the first half of the run
     seed: int = 0
-    server_options: tuple[str, ...] = ()
+    numerics: Mapping[str, Any] = field(default_factory=dict)  # of the server and of the exact answers alike
 
 
 @dataclass(slots=True)
@@ -158,7 +160,7 @@ class Soak:
     def _start_server(self) -> None:
         model = [] if self.plan.model is None else ["-m", self.plan.model]
         command = [sys.executable, "-m", "bifolio", "serve", *model, "--port", str(self._port), "--log-level", "error"]
-        command += ["--api-key", ORACLE_KEY, "--api-key", CHAOS_KEY, *self.plan.server_options]
+        command += ["--api-key", ORACLE_KEY, "--api-key", CHAOS_KEY, *self._numeric_options()]
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
         end = time.monotonic() + START_SECONDS
         while time.monotonic() < end and self._process.poll() is None:
@@ -169,6 +171,17 @@ class Soak:
                 pass
             time.sleep(0.1)
         raise ConfigError("the server of the soak test did not start: run `bifolio serve` to see why")
+
+    def _numeric_options(self) -> list[str]:
+        """The same numbers as options of the command line."""
+        found: list[str] = []
+        for name, value in self.plan.numerics.items():
+            flag = f"--{name.replace('_', '-')}"
+            if value is True:
+                found.append(flag)
+            elif value is not None and value is not False:
+                found += [flag, str(value)]
+        return found
 
     def _end_server(self) -> None:
         if self._process is not None:
@@ -184,7 +197,8 @@ class Soak:
         from bifolio.api.llm import LLM
         from bifolio.sampling_params import SamplingParams
 
-        llm = LLM(self.plan.model, threads=1)
+        chosen = {name: value for name, value in self.plan.numerics.items() if value is not None}
+        llm = LLM(self.plan.model, dtype=chosen.pop("kv_dtype", NUMERICS.kv_dtype), **chosen)
         cases = [(prompt, count) for prompt in PROMPTS for count in TOKENS]
         params = [SamplingParams(temperature=0, max_tokens=count) for _, count in cases]
         outputs = llm.generate([prompt for prompt, _ in cases], params, use_tqdm=False)
