@@ -12,6 +12,7 @@ from network_cases import new_linear, new_norm
 from bifolio.engine.executor import ModelRunner
 from bifolio.engine.host_batch import HostBatch, Run
 from bifolio.kernels.interface import AttentionPhase, DeviceMemory, DeviceSlots, KernelSet, SlotSizes
+from bifolio.kernels.logit_edits import LogitEdits
 from bifolio.kernels.select import CANDIDATES
 from bifolio.kernels.storage import CacheLayout, KVStorage
 from bifolio.quant.formats import QuantFormat
@@ -266,9 +267,13 @@ def _decode_by_slots(kernels: KernelSet, slots: Any, logits: np.ndarray) -> Outp
     tables = np.zeros((3, TABLES.shape[1]), np.int32)
     tables[taken] = TABLES
     slots.warm_up()
-    assert slots.draws(greedy)
+    nothing = np.zeros(0, np.int64)  # edits that count tokens and have a mask, but change no logit of the network
+    edits = LogitEdits(nothing, np.zeros(0, np.float32), False, 1.0, 0.0, 1e-30, nothing, 0, has_mask=True)
+    assert slots.draws(greedy, edits)
     for slot, prompt in zip(taken.tolist(), PROMPTS, strict=True):
-        slots.set_params(slot, greedy, 0)
+        slots.set_params(slot, greedy, 0, edits)
+        slots.set_history(slot, np.array(prompt, np.int32), [])
+        slots.set_mask(slot, np.ones(VOCAB, np.bool_))
         slots.set_blocks(slot, 0, tables[slot, : -(-(len(prompt) + 3) // BLOCK_SIZE)].tolist())
     drawn = slots.draw(kernels.from_host(logits[::-1].copy()), rows[::-1], taken, lengths)
     tokens = [drawn.wait()]

@@ -152,7 +152,7 @@ class SlotState:
                 np.array([item.start for item in late]),
                 np.array([newest_token(item, self._newest) for item in late]),
             )
-            self._is_current[slots[behind]] = True
+            self._is_current[slots[behind]] = self._on_device[slots[behind]]  # beams change on the host
         return slots
 
     def draw_with_pass(self, plan: StepPlan, slots: np.ndarray) -> Draws | None:
