@@ -381,6 +381,7 @@ void time_products(int64_t n, int64_t k) {
 
 int main(int argc, char** argv) {
   few = argc > 1 && std::string(argv[1]) == "--few";
+  std::printf("tiles in plain C++\n");
   for (const std::string& isa : available_isas()) std::printf("instruction set %s\n", isa.c_str());
   check_rows();
   check_products();

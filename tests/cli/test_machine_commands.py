@@ -21,7 +21,12 @@ from cli_runner import CliRunner, Result
 from helpers import tiny_folder
 
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
-NO_JSON = {"serve", "completion", "run"}  # a server logs JSON; a script and a conversation are no data
+NO_JSON = {
+    "serve",
+    "completion",
+    "run",
+    "soak",
+}  # a server logs JSON; a script and a conversation are no data; soak prints JSON
 
 
 @pytest.fixture(autouse=True)

@@ -214,7 +214,8 @@ def test_a_chat_without_options_uses_the_sampling_defaults_that_the_model_card_l
     client: openai.OpenAI, llm: LLM
 ) -> None:
     card = client.models.retrieve("tiny").model_dump()
-    assert card["sampling_defaults"] == {**SMALL_DEFAULTS, "repetition_penalty": 1.0}
+    expected_defaults = {**SMALL_DEFAULTS, "repetition_penalty": 1.0}
+    assert {name: card["sampling_defaults"][name] for name in expected_defaults} == expected_defaults
     options: dict[str, Any] = {"model": "tiny", "seed": 3, "max_tokens": 10, "extra_body": {"ignore_eos": True}}
     answer = client.chat.completions.create(messages=MESSAGES, **options)
     prompt = "system: Be kind.\nuser: Hello\nassistant:"

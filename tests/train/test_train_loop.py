@@ -219,7 +219,7 @@ def test_a_draft_learns_its_teacher(text: Path, tmp_path: Path) -> None:
         agree = (draft.model.prefill(idx)[0].argmax(-1) == teacher.model.prefill(idx)[0].argmax(-1)).float().mean()
     assert agree > 0.4
     with pytest.raises(ConfigError, match="teacher"):
-        run(replace(settings, tokenizer="bpe", vocab_size=300))
+        run(replace(settings, tokenizer="bpe", vocab_size=300, force=True))
 
 
 def test_time_limit_ends_the_run_with_an_export(text: Path, tmp_path: Path) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
-from bifolio.cli import commands, options
+from bifolio.cli import commands, measure_options, options
 from bifolio.config import NUMERICS
 
 HELP = """Run a model over a text and write an importance matrix.
@@ -35,6 +36,7 @@ def imatrix(
     ] = None,
     force: Annotated[bool, commands.option("--force", help="Replace the target if it exists.")] = False,
     threads: options.Threads = NUMERICS.threads,
+    as_json: measure_options.AsJson = False,
 ) -> None:
     from bifolio.cli.eval import progress_bar, read_text
     from bifolio.kernels.select import select_kernels
@@ -52,4 +54,9 @@ def imatrix(
     write_importance(
         target, columns.sums, columns.counts, dataset=text.name, chunks=count, chunk_size=window, overwrite=force
     )
-    commands.echo(f"wrote {target}: {len(columns.sums)} matrices, {count} windows of {window} tokens")
+    if as_json:
+        commands.echo(
+            json.dumps({"file": str(target), "matrices": len(columns.sums), "windows": count, "tokens": window})
+        )
+    else:
+        commands.echo(f"wrote {target}: {len(columns.sums)} matrices, {count} windows of {window} tokens")

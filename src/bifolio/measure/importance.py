@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ from bifolio.kernels.interface import (
     StepProgram,
     Storage,
 )
+from bifolio.measure.timed_kernels import PartClock, TimedKernels
 from bifolio.model.families import family_of
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.weights import ModelWeights
@@ -43,11 +44,11 @@ class ColumnSums:
             self.counts[name] += len(x)
 
 
-class WatchedKernels:
-    """Looks like the kernel set inside, and adds up the inputs of every product of a layer."""
+class WatchedKernels(TimedKernels):
+    """The kernel set inside, which also adds up the inputs of every product of a layer; its clock stands still."""
 
     def __init__(self, inner: KernelSet, columns: ColumnSums) -> None:
-        self.inner = inner
+        super().__init__(inner, PartClock())
         self.columns = columns
         self._names: dict[int, tuple[str, ...]] = {}  # id of a Linear -> its matrices; absent: the head
 
@@ -64,9 +65,6 @@ class WatchedKernels:
             )
             for linear, parts in groups:
                 self._names[id(linear)] = tuple(f"{prefix}{part}.weight" for part in parts)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
 
     def record(self, network: Network, phase: AttentionPhase) -> StepProgram:
         """The verbs one by one."""
