@@ -24,7 +24,8 @@ Segment segment_of(nb::handle item, int64_t first_token, int64_t num_tokens, con
                    std::vector<Tables>& all_tables) {
   int phase = 0;
   int64_t token_start = 0;
-  require(nb::isinstance<nb::tuple>(item) && nb::len(item) == 5 && nb::try_cast(item[0], phase) && nb::try_cast(item[1], token_start),
+  require(nb::isinstance<nb::tuple>(item) && nb::len(item) == 5 && nb::isinstance<nb::int_>(item[0]) && nb::isinstance<nb::int_>(item[1]) &&
+              nb::try_cast(item[0], phase) && nb::try_cast(item[1], token_start),
           "a segment must be a tuple (phase, token_start, query_starts, context_lens, block_tables)");
   require(phase == int(Phase::Prefill) || phase == int(Phase::Decode), "phase is ", phase, " and must be 0 (prefill) or 1 (decode)");
   const Ints& starts = arrays.emplace_back(ints("query_starts", item[2]));

@@ -59,6 +59,7 @@ def check_idle(llm: LLM) -> None:
     llm.engine.blocks.check_invariants()
 
 
+@pytest.mark.full
 def test_calls_from_several_threads_give_the_tokens_of_calls_one_after_the_other(folder: Path) -> None:
     llm = native_llm(folder)
     expected = [generated(llm, number) for number in range(24)]

@@ -87,6 +87,7 @@ def test_nothing_is_echoed_before_the_request_was_checked(folder: Path) -> None:
         assert result.stdout == ""
 
 
+@pytest.mark.full
 def test_piped_text_is_the_prompt(folder: Path) -> None:
     command = [sys.executable, "-m", "bifolio", "generate", "-m", str(folder), "-n", "12", "-t", "0"]
     done = subprocess.run(command, input=TEXT + "\n", capture_output=True, text=True, timeout=120, check=True)
@@ -159,6 +160,7 @@ def test_too_little_memory_is_advised_without_nonsense() -> None:
         invoke(TEXT, "--memory", "1MB")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("command", [["generate", "--device", "cuda", TEXT], ["bench", "gpu"]])
 def test_a_missing_gpu_is_one_sentence(command: list[str]) -> None:
     done = subprocess.run(
@@ -210,6 +212,7 @@ def test_mistakes_are_named_errors(folder: Path, arguments: list[str]) -> None:
         CliRunner().invoke(build_app(), ["generate", *arguments], catch_exceptions=False)
 
 
+@pytest.mark.full
 def test_mistakes_are_one_line_on_a_terminal() -> None:
     command = [sys.executable, "-m", "bifolio.cli.main", "generate", "-m", "/nowhere/model", TEXT]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

@@ -54,6 +54,7 @@ def test_run_continues_text_without_a_template() -> None:
     assert printed.startswith(" time")
 
 
+@pytest.mark.full
 def test_run_fetches_a_model_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
     with local_hub() as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.address)

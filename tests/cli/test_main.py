@@ -47,6 +47,7 @@ def test_a_verb_does_not_load_what_others_need(verb: str) -> None:
     assert result.stdout.splitlines()[-1] == "[]", result.stdout + result.stderr
 
 
+@pytest.mark.full
 def test_generating_imports_no_more_than_it_needs() -> None:
     heavy = ("torch", "gguf", "matplotlib", "starlette", "jinja2", "huggingface_hub", "rich.console")
     result = command(

@@ -234,6 +234,7 @@ def test_a_short_name_brings_the_defaults_of_its_authors(hub: Hub, gguf: bytes) 
     assert {key: defaults[key] for key in known.generation_config} == dict(known.generation_config)
 
 
+@pytest.mark.full
 def test_no_connection_is_one_line_within_three_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(ModelFileError, match="no connection to") as caught:

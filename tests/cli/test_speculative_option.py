@@ -15,6 +15,7 @@ def generate(*arguments: str) -> tuple[str, str]:
     return result.stdout, result.stderr
 
 
+@pytest.mark.full
 def test_the_text_is_the_same_and_the_guesses_are_counted() -> None:
     arguments = ("One day, a little dog", "-t", "0", "-n", "40")
     plain, _ = generate(*arguments)

@@ -57,6 +57,7 @@ def test_prompt_logprobs(architecture: str, max_tokens: int, chunk_size: int, pr
     assert output == ([] if max_tokens == 0 else [int(logprobs[-1].argmax())])
 
 
+@pytest.mark.full
 def test_prompt_logprobs_survive_preemption() -> None:
     engine = make_engine(
         load_folder(tiny_model("mistral")[1]),

@@ -20,6 +20,8 @@ from bifolio.model.loader import load_model
 from bifolio.sequence import Request
 from helpers import fresh_folder, random_prompt, tiny_folder
 
+pytestmark = pytest.mark.full
+
 FORMATS = {"q4_k_m": {"Q4_K", "Q6_K"}, "q6_k": {"Q6_K"}, "iq4_xs": {"IQ4_XS", "Q6_K"}}
 CHOOSING: dict[str, dict[str, Any]] = {
     "n": {"n": 3},
@@ -77,6 +79,7 @@ def run_alone(format: str, features: frozenset[str]) -> list[Any]:
     return essence(request)
 
 
+@pytest.mark.full
 def test_the_files_hold_these_formats() -> None:
     for format, expected in FORMATS.items():
         assert {kind.name for kind in load_model(model_file(format)).weights.formats()} == expected

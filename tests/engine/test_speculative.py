@@ -83,6 +83,7 @@ def test_the_output_is_the_plain_run_s(name: str, num_blocks: int) -> None:
     llm.engine.blocks.check_invariants()
 
 
+@pytest.mark.full
 def test_a_perfect_draft_is_always_accepted_and_saves_steps() -> None:
     llm = make_llm(SETTINGS["same draft"])
     llm.generate(*requests())

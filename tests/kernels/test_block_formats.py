@@ -14,7 +14,10 @@ from bifolio.kernels.native.formats import FORMAT_CODES, NATIVE_FORMATS, format_
 from bifolio.quant import QuantFormat, QuantizedTensor
 from exotic_weights import exotic_tensor
 
-BLOCKS = sorted((format for format in NATIVE_FORMATS if format.is_quantized), key=lambda format: format.name)
+pytestmark = pytest.mark.full
+
+KNOWN = gguf.GGMLQuantizationType.__members__  # older versions of the package lack the newest formats
+BLOCKS = sorted((f for f in NATIVE_FORMATS if f.is_quantized and f.name in KNOWN), key=lambda format: format.name)
 EVERY = pytest.mark.parametrize("format", BLOCKS, ids=lambda format: format.name)
 
 

@@ -41,6 +41,7 @@ def expect_broken(check: Any, *arguments: Any) -> None:
 
 
 # -- 1. causal visibility ---------------------------------------------------------------------------------------------
+@pytest.mark.full
 @pytest.mark.parametrize("chunk_size", [1, 4, LENGTH])
 def test_a_token_sees_tokens_up_to_its_own_position(subject: Subject, chunk_size: int) -> None:
     laws.check_causal_visibility(subject, chunk_size)

@@ -17,6 +17,7 @@ def good() -> SoakReport:
     return SoakReport(answers=[(1.0, 0.1)] * 10, samples=samples)
 
 
+@pytest.mark.full
 def test_a_good_run_has_no_problem(tmp_path: Path) -> None:
     report = good()
     report.judge(SoakPlan(kill_every=0))

@@ -31,6 +31,7 @@ def test_the_scale_of_waste_fits_the_waste(waste: float, last: float | None) -> 
     assert "padding counted as filled" in texts[1]
 
 
+@pytest.mark.full
 def test_all_panels_are_drawn(tmp_path: Path) -> None:
     plot_trace([report("continuous", 0.95), report("static, packed", 0.9)], tmp_path / "trace.png", "a trace")
     assert (tmp_path / "trace.png").read_bytes().startswith(b"\x89PNG")

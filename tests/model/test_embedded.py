@@ -84,6 +84,7 @@ def test_the_characters_of_shakespeare_survive_the_file() -> None:
 # -- what they can do --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_story_ends_and_is_the_same_for_the_same_seed() -> None:
     params = llm().default_params(seed=7, max_tokens=480)
     assert (params.temperature, params.top_p) == (0.7, 0.95)

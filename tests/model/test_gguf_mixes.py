@@ -20,6 +20,8 @@ from bifolio.model.gguf.writer import write_gguf
 from bifolio.model.loader import load_model
 from helpers import make_runner, open_entry, run_chunks
 
+pytestmark = pytest.mark.full
+
 SEARCHED = ["q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m", "q6_k", "iq4_nl", "iq4_xs"]
 
 
@@ -34,6 +36,7 @@ def test_names_of_mixes() -> None:
         parse_mix("q9")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", SEARCHED)
 def test_files_hold_the_values_of_their_source(name: str, tmp_path: Path) -> None:
     source = load_model("stories")

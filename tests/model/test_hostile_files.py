@@ -55,6 +55,7 @@ def replace(content: str) -> dict[str, Any]:
     return {"type": "Replace", "pattern": {"String": "a"}, "content": content}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "parts",
     [

@@ -112,6 +112,7 @@ def test_inspecting_k_quants_shows_formats_bytes_and_conversions(tmp_path: Path)
     assert record["memory_plan"]["weight_bytes"] == llm.plan.weight_bytes
 
 
+@pytest.mark.full
 def test_inspecting_k_quants_needs_no_gguf_package(tmp_path: Path) -> None:
     path = k_quant_llama(tmp_path / "k.gguf")
     code = (

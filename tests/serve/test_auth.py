@@ -109,6 +109,7 @@ def test_a_key_lets_in(guarded: RunningServer) -> None:
         guarded.client("wrong").models.list()
 
 
+@pytest.mark.full
 def test_tenants_do_not_share_cached_prefixes(guarded: RunningServer) -> None:
     prompt = [9 + number % 70 for number in range(80)]
 

@@ -96,6 +96,7 @@ def test_the_victim_law(victim_time: Any, name: str) -> None:
     assert health < 0.5
 
 
+@pytest.mark.full
 def test_a_grammar_that_was_refused_does_not_harm_later_ones(server: RunningServer) -> None:
     with server.http() as http:
         for _ in range(3):
@@ -127,6 +128,7 @@ def test_reserved_variables_are_refused(server: RunningServer, kwargs: dict[str,
     assert reply.json()["error"]["param"] == "chat_template_kwargs"
 
 
+@pytest.mark.full
 def test_text_of_a_client_never_becomes_a_special_token() -> None:
     with running_server(engine={"model": str(model_folder(ROLES))}) as server, server.http() as http:
         (special,) = http.post("/tokenize", json={"prompt": "<|endoftext|>", "add_special_tokens": False}).json()[

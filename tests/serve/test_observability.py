@@ -103,6 +103,7 @@ def wait_for_log(caplog: pytest.LogCaptureFixture, count: int) -> list[logging.L
         time.sleep(0.01)
 
 
+@pytest.mark.full
 def test_a_log_line_for_each_request_and_no_prompt_in_it(own: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         secret = "xyzzy the secret word"

@@ -197,6 +197,7 @@ MESSAGES: list[Any] = [{"role": "system", "content": "Be kind."}, {"role": "user
 CHAT: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 10, "extra_body": {"ignore_eos": True}}
 
 
+@pytest.mark.full
 def test_a_chat_uses_the_template(client: openai.OpenAI, llm: LLM) -> None:
     answer = client.chat.completions.create(messages=MESSAGES, **CHAT)
     expected = offline(llm, "system: Be kind.\nuser: Hello\nassistant:", max_tokens=10)

@@ -46,6 +46,7 @@ def client(server: RunningServer) -> openai.OpenAI:
     return server.client()
 
 
+@pytest.mark.full
 def test_response_format_json_schema(client: openai.OpenAI) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
     for seed in range(5):
@@ -115,6 +116,7 @@ def test_wrong_grammars_are_400(server: RunningServer, body: dict[str, Any]) -> 
     assert answer.json()["error"]["message"]
 
 
+@pytest.mark.full
 def test_hostile_schemas_do_not_stop_other_streams(server: RunningServer, client: openai.OpenAI) -> None:
     """One stream runs; meanwhile hostile schemas are refused. The longest silence of the stream is bounded."""
     gaps: list[float] = []
