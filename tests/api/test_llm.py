@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bifolio import LLM, SamplingParams
-from bifolio.api.llm import as_prompts, show_progress
+from bifolio.api.prompts import as_prompts, show_progress
 from bifolio.errors import (
     ChatTemplateError,
     ConfigError,

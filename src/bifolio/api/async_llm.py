@@ -13,8 +13,9 @@ from typing import Any
 from bifolio.api.chat_tokenizer import ChatTokenizer
 from bifolio.api.engine_args import EngineArgs
 from bifolio.api.generation import Generation, GrowingOutput
-from bifolio.api.llm import LLM, Prompt, as_prompts
+from bifolio.api.llm import LLM
 from bifolio.api.outputs import RequestOutput, request_output
+from bifolio.api.prompts import Prompt, as_prompts
 from bifolio.engine.engine import EngineStats, InferenceEngine
 from bifolio.engine.thread import EngineThread
 from bifolio.errors import EngineDeadError

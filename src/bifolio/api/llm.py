@@ -10,10 +10,11 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any
 
 from bifolio.api.chat_tokenizer import ChatTokenizer
 from bifolio.api.outputs import Decode, RequestOutput, request_output
+from bifolio.api.prompts import Prompt, as_prompts, checked_params, show_progress
 from bifolio.api.stream import TokenStream
 from bifolio.api.vllm_options import cache_dtype, check_ported, speculative_from, weight_dtype
 from bifolio.beam_params import BeamSearchParams
@@ -32,9 +33,6 @@ from bifolio.sampling_params import SamplingParams, merge_defaults
 from bifolio.sequence import Request, StepResult
 from bifolio.text.chat_template import Message, check_messages, render_chat
 from bifolio.text.roles import Placeholders
-
-Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
-PROGRESS_FROM = 8  # minimum number of prompts for a progress bar
 
 
 class LLM:
@@ -407,34 +405,3 @@ class LLM:
                 self._step()  # releases their slots and blocks
             for request in requests:
                 self._streams.pop(request.request_id, None)
-
-
-def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Normalise one prompt or several (text, token ids or mappings) to a list."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if prompts is None or not hasattr(prompts, "__len__"):
-        raise RequestError(f"prompts are text, token ids or a list of them, not {prompts!r}")
-    if not len(prompts):
-        return []
-    if all(isinstance(item, int) or hasattr(item, "__index__") for item in prompts):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
-
-
-def checked_params(params: Any) -> list[SamplingParams]:
-    """A list of parameters; anything else is refused by its name."""
-    if isinstance(params, Mapping):
-        raise RequestError("sampling_params is a dict: pass SamplingParams(**options)")
-    if isinstance(params, BeamSearchParams):
-        raise RequestError("BeamSearchParams are for beam_search(): call it, or pass SamplingParams")
-    items = list(params) if isinstance(params, Sequence) else [params]
-    for item in items:
-        if not isinstance(item, SamplingParams):
-            raise RequestError(f"sampling_params must be SamplingParams, or one for each prompt, not {item!r}")
-    return items
-
-
-def show_progress(wanted: bool | None, num_requests: int) -> bool:
-    """Whether to show a progress bar; by default for large calls on a terminal."""
-    return sys.stderr.isatty() and num_requests >= PROGRESS_FROM if wanted is None else wanted

@@ -12,8 +12,9 @@ from bifolio.cli import commands
 from bifolio.errors import RequestError
 
 if TYPE_CHECKING:
-    from bifolio.api.llm import LLM, Prompt
+    from bifolio.api.llm import LLM
     from bifolio.api.outputs import RequestOutput
+    from bifolio.api.prompts import Prompt
 
 PROMPT_FIELDS = ("prompt", "prompt_token_ids", "messages")
 
