@@ -12,12 +12,14 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.full
-def test_every_instruction_set_equals_plain_cpp(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "sizes", [pytest.param(["--few"], marks=pytest.mark.full), pytest.param([], marks=pytest.mark.slow)]
+)
+def test_every_instruction_set_equals_plain_cpp(sizes: list[str], tmp_path: Path) -> None:
     if shutil.which("g++") is None:
         pytest.skip("there is no C++ compiler")
     done = subprocess.run(
-        ["sh", str(ROOT / "scripts" / "native-selftest")],
+        ["sh", str(ROOT / "scripts" / "native-selftest"), *sizes],
         env={**os.environ, "BUILD_DIR": str(tmp_path)},
         capture_output=True,
         text=True,
