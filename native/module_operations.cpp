@@ -161,7 +161,7 @@ void argmax_rows(nb::handle x_array, nb::handle out_array, PoolHolder* pool) {
   });
 }
 
-void weights_rows(nb::handle x_array, nb::handle highest_array, nb::handle warmth_array, nb::handle out_array, PoolHolder* pool) {
+void weights_rows(nb::handle x_array, nb::handle highest_array, nb::handle warmth_array, nb::handle out_array) {
   const Input x = input("x", x_array);
   const Vector highest = vector("highest", highest_array), warmth = vector("warmth", warmth_array);
   const auto out = array_of<int64_t, 2>("out", out_array);
@@ -170,17 +170,10 @@ void weights_rows(nb::handle x_array, nb::handle highest_array, nb::handle warmt
   require_length("warmth", warmth, rows_in(x));
   require(int64_t(out.shape(0)) == rows_in(x) && int64_t(out.shape(1)) == width_of(x), "out is ", out.shape(0), " by ",
           out.shape(1), " and must be ", rows_in(x), " by ", width_of(x));
-  constexpr int64_t piece = 4096;  // columns: threads share a single row
-  const int64_t width = width_of(x), pieces = (width + piece - 1) / piece;
-  run_team(pool, [&](Member& t) {
-    t.split(rows_in(x) * pieces, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t unit = begin; unit < end; ++unit) {
-        const int64_t row = unit / pieces, column = unit % pieces * piece;
-        kernels().weights_row(rows_of(x).row(row) + column, std::min(piece, width - column), highest.data()[row],
-                              warmth.data()[row], out.data() + row * width + column);
-      }
-    });
-  });
+  // On the calling thread: sampling belongs to no kernel set, and must not start threads beside those of an engine.
+  nb::gil_scoped_release release;
+  for (int64_t row = 0; row < rows_in(x); ++row)
+    kernels().weights_row(rows_of(x).row(row), width_of(x), highest.data()[row], warmth.data()[row], out.data() + row * width_of(x));
 }
 
 }  // namespace
@@ -199,7 +192,7 @@ void bind_operations(nb::module_& m) {
         array("slots"), pool_argument());
   m.def("attend", &attend_rows, array("query"), "shape"_a, "segments"_a, "share"_a, "cache"_a, "layer"_a, array("out"), pool_argument());
   m.def("argmax", &argmax_rows, array("x"), array("out"), pool_argument());
-  m.def("weights", &weights_rows, array("x"), array("highest"), array("warmth"), array("out"), pool_argument());
+  m.def("weights", &weights_rows, array("x"), array("highest"), array("warmth"), array("out"));
 }
 
 }  // namespace bifolio

@@ -96,6 +96,14 @@ def deterministic(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
     return rows, alone, mixed, mixed_alone
 
 
+@case("activation_planes")
+def activation_planes(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    """How often a quantised weight meets an activation as integers; the value is each set's own."""
+    assert kernels.activation_planes in (0, 1, 2)
+    assert kernels.activation_planes == 0 or any(format.is_quantized for format in kernels.formats)
+    return ()
+
+
 @case("launches_ahead")
 def launches_ahead(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
     """A set whose passes are queued keeps the slots on its device: the next pass reads tokens that the host lacks."""

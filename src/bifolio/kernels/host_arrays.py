@@ -19,6 +19,7 @@ class HostArrays:
     kv_dtype: KVDtype = "f32"
     deterministic = True
     launches_ahead = False
+    activation_planes = 0
 
     def from_host(self, array: np.ndarray) -> Array:
         return array

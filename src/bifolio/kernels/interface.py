@@ -282,6 +282,7 @@ class KernelSet(PagedAttentionKernel, Protocol):
     kv_dtype: KVDtype  # default type of the cache
     deterministic: bool  # results of a sequence do not depend on the rest of the batch
     launches_ahead: bool  # passes are queued on a device: the host plans the next step meanwhile
+    activation_planes: int  # integer products for each quantised weight and activation; 0: multiplied as floats
 
     # -- arrays and memory ------------------------------------------------------------------------------------------
     def from_host(self, array: np.ndarray) -> Array: ...

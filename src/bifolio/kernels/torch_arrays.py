@@ -24,6 +24,7 @@ class TorchArrays:
 
     array_backend = "torch"
     launches_ahead = False
+    activation_planes = 0
 
     def __init__(self, device: str = "cpu", dtype: str = "f32") -> None:
         if dtype not in DTYPES:

@@ -19,7 +19,7 @@ from bifolio.engine.memory import default_threads
 from bifolio.kernels.interface import KernelSet
 from bifolio.measure.machine import READ_BYTES, MachineLimits, measure_limits
 from bifolio.measure.throughput import Test, add_random, bench_llm, measure, start_decoding, stop
-from bifolio.measure.timed_kernels import PartClock, PartTotals, TimedKernels, activation_planes
+from bifolio.measure.timed_kernels import PartClock, PartTotals, TimedKernels
 from bifolio.model.loaded import LoadedModel
 
 VERB_PARTS = ("embedding", "norms", "projections", "attention", "MLP", "logits")
@@ -152,7 +152,7 @@ def profile_model(
 
 
 def _limits_of(kernels: KernelSet, threads: int) -> MachineLimits:
-    return measure_limits(kernels.device, threads, READ_BYTES, activation_planes(kernels))
+    return measure_limits(kernels.device, threads, READ_BYTES, kernels.activation_planes)
 
 
 def _best(run: Callable[[], PhaseProfile]) -> PhaseProfile:

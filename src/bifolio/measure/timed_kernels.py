@@ -85,7 +85,7 @@ class TimedKernels:
         self.inner = inner
         self.name, self.array_backend, self.device = inner.name, inner.array_backend, inner.device
         self.formats, self.kv_dtype, self.deterministic = inner.formats, inner.kv_dtype, inner.deterministic
-        self.launches_ahead = inner.launches_ahead
+        self.launches_ahead, self.activation_planes = inner.launches_ahead, inner.activation_planes
         self.clock = clock
         self._part_of: dict[int, str] = {}  # id of a Linear -> part; absent: the head
         self._bytes_of: dict[int, int] = {}
@@ -103,7 +103,7 @@ class TimedKernels:
 
     def _learn(self, linear: Linear) -> None:
         self._bytes_of[id(linear)] = linear_bytes(linear, self.inner)
-        if activation_planes(self.inner):
+        if self.activation_planes:
             self._integer_shares[id(linear)] = quantised_share(linear, self.inner)
 
     # -- arrays, memory and weights: as the set inside has them -------------------------------------------------------
@@ -231,13 +231,6 @@ class _SplitProgram:
 def linear_bytes(linear: Linear, kernels: KernelSet) -> int:
     """Bytes of the matrices in the formats that the kernels multiply by."""
     return sum(converted_bytes(part, kernels.formats) for part in linear.parts)
-
-
-def activation_planes(kernels: KernelSet) -> int:
-    """Integer products for each quantised weight and activation; 0 for kernels that multiply them as floats."""
-    from bifolio.kernels.native.kernel_set import NativeKernels
-
-    return kernels.activation_planes if isinstance(kernels, NativeKernels) else 0
 
 
 def quantised_share(linear: Linear, kernels: KernelSet) -> float:

@@ -62,15 +62,10 @@ class NativeKernels(HostArrays):
         if activations not in ACTIVATION_PLANES:
             raise ConfigError(f"activations must be one of {', '.join(ACTIVATION_PLANES)}, not {activations!r}")
         self.native = library()
-        self._planes = ACTIVATION_PLANES[activations]
+        self.activation_planes = ACTIVATION_PLANES[activations]
         self.share_prefixes = share_prefixes
         self.pool = None if threads is None else self.native.Pool(threads)  # None: the pool of the process
         self._caches: WeakKeyDictionary[Storage, Any] = WeakKeyDictionary()
-
-    @property
-    def activation_planes(self) -> int:
-        """Bytes of one activation beside quantised weights, each with its own integer product."""
-        return self._planes
 
     # -- weights ----------------------------------------------------------------------------------------
     def prepare_linear(self, linear: Linear) -> Linear:
@@ -85,7 +80,7 @@ class NativeKernels(HostArrays):
         return replace(linear, prepared=packed)
 
     def _packed(self, parts: list[tuple[int, np.ndarray]], k: int, bias: np.ndarray | None, mapped: bool) -> Any:
-        return self.native.make_linear(parts, k, bias, self._planes, mapped, self.pool)
+        return self.native.make_linear(parts, k, bias, self.activation_planes, mapped, self.pool)
 
     def prepare_norm(self, norm: Norm) -> Norm:
         return replace(norm, weight=_floats(norm.weight), bias=None if norm.bias is None else _floats(norm.bias))
