@@ -15,11 +15,11 @@ import numpy as np
 
 from bifolio.cache.block_manager import KVCacheBlockManager
 from bifolio.engine.host_batch import ON_DEVICE, HostBatch, Readout, newest_token
-from bifolio.errors import NO_FINITE_LOGIT, ModelOutputError
+from bifolio.errors import NO_FINITE_LOGIT, ModelOutputError, RequestError
 from bifolio.kernels.interface import Array, Batch, DeviceSlots, KernelSet, PendingTokens, TokenScores
 from bifolio.sampling.edits import device_edits
 from bifolio.sampling.logprobs import finish_scores
-from bifolio.sampling.sampler import NOTHING, SampledTokens, Sampler, SamplingTable
+from bifolio.sampling.sampler import NOTHING, NOTHING_FOLLOWS, SampledTokens, Sampler, SamplingTable
 from bifolio.schedule.plan import StepPlan
 from bifolio.sequence import Sequence
 
@@ -31,6 +31,7 @@ class Draws:
     known: SampledTokens
     device_draws: list[int] = field(default_factory=list)  # which draws the device makes, in its order
     num_logprobs: np.ndarray | None = None  # i64[d]  of those draws, -1: none
+    excluding: np.ndarray | None = None  # bool[d]  whether options of the request exclude tokens
     pending: PendingTokens | None = None
 
     def collect(self) -> SampledTokens:
@@ -40,9 +41,10 @@ class Draws:
             self.known.token_ids[self.device_draws] = tokens
             self._take_scores(tokens, self.pending.scores())
             self.pending = None
-            for draw, token in zip(self.device_draws, tokens.tolist(), strict=True):
-                if token == NOTHING:
-                    self.known.errors[draw] = ModelOutputError(NO_FINITE_LOGIT)
+            for index in np.flatnonzero(tokens == NOTHING).tolist():
+                excludes = self.excluding is not None and bool(self.excluding[index])
+                reason = RequestError(NOTHING_FOLLOWS) if excludes else ModelOutputError(NO_FINITE_LOGIT)
+                self.known.errors[self.device_draws[index]] = reason
         return self.known
 
     def _take_scores(self, tokens: np.ndarray, scores: TokenScores | None) -> None:
@@ -164,7 +166,8 @@ class SlotState:
         pending = self.device.decode(slots, self.tables, lengths)
         self._newest[slots] = ON_DEVICE
         count = len(slots)
-        return Draws(SampledTokens.unknown(count), list(range(count)), self.table.num_logprobs[slots], pending)
+        unknown, excluding = SampledTokens.unknown(count), self.table.is_edited[slots]
+        return Draws(unknown, list(range(count)), self.table.num_logprobs[slots], excluding, pending)
 
     def draw(self, logits: Array, readout: Readout) -> Draws | None:
         """Sample a token for every sampled row, on the device where supported, else on the host."""
@@ -179,7 +182,8 @@ class SlotState:
         there = np.flatnonzero(on_device)
         slots = np.asarray(readout.sample_slots, dtype=np.int32)
         num_logprobs = self.table.num_logprobs[slots[there]]
-        draws = Draws(SampledTokens.unknown(len(on_device)), there.tolist(), num_logprobs)
+        excluding = self.table.is_edited[slots[there]]
+        draws = Draws(SampledTokens.unknown(len(on_device)), there.tolist(), num_logprobs, excluding)
         if self.device is not None:
             self._send_edits(self.device, slots[there])
             rows, positions = np.asarray(readout.sample_rows), np.asarray(readout.positions)
