@@ -26,15 +26,6 @@ from bifolio.kernels.select import require_gpu
 
 SECTIONS = ("rows", "profile", "start")
 SHAPES = ("llama-1b", "qwen3-0.6b", "llama-8b")
-PEER = {  # measured on the same kind of machine: vLLM 0.26
-    "single": (2.35, 1.98, 4.93),
-    "crowd": (21793, 22062, 9656),
-    "first_token": (43.5, 34.9, 215),
-    "prompts": (258307, 296173, 42393),
-    "decode": (18959, 11768, 6509),
-    "common_prefix": (13355, 8411, 5004),
-    "beams": (5.09, 6.63, 7.09),
-}
 
 
 class Report:
@@ -135,7 +126,7 @@ def _measure_shape(report: Report, options: argparse.Namespace, shape: str, limi
             report.attempt("recovery", rows.drain)
             continue
         report.add("rows", {"shape": shape, "name": name, "deterministic": options.deterministic, **figure.as_dict()})
-        report.say(f"{shape} {_line(name, shape, figure.as_dict())}")
+        report.say(f"{shape} {_line(figure.as_dict())}")
     if "profile" in options.only:
         report.attempt(f"profile {shape}", partial(_profile, report, shape, engine, rows))
 
@@ -201,14 +192,9 @@ def first_token(shape: str, device: str) -> None:
     print(f"imported {imported:.1f}, ready {ready:.1f}, first token {first:.1f}, eight tokens {done:.1f}")
 
 
-def _line(name: str, shape: str, figure: dict[str, Any]) -> str:
-    peer = PEER.get(name, (None,) * 3)[SHAPES.index(shape)] if shape in SHAPES else None
-    fraction = f"{figure['fraction']:.0%} of the limit" if figure.get("fraction") else ""
-    versus = ""
-    if peer:
-        factor = peer / figure["value"] if figure["smaller_is_better"] else figure["value"] / peer
-        versus = f", {factor:.2f}x vLLM's {peer}"
-    return f"{figure['row']}: {figure['value']:.5g} {figure['unit']} ({fraction}{versus}) {figure['note']}"
+def _line(figure: dict[str, Any]) -> str:
+    fraction = f" ({figure['fraction']:.0%} of the limit)" if figure.get("fraction") else ""
+    return f"{figure['row']}: {figure['value']:.5g} {figure['unit']}{fraction} {figure['note']}"
 
 
 def _forget() -> None:
@@ -222,7 +208,7 @@ def _forget() -> None:
 def print_table(report: Report) -> None:
     print("\n== summary ==")
     for entry in report.found.get("rows", []):
-        print(f"{entry['shape']:11s} {_line(entry['name'], entry['shape'], entry)}")
+        print(f"{entry['shape']:11s} {_line(entry)}")
     for entry in report.found.get("start", []):
         print(f"{entry['shape']:11s} start {entry['kind']}: {entry['seconds']:.1f} s ({entry['detail']})")
     for entry in report.found["errors"]:

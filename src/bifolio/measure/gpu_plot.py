@@ -1,4 +1,4 @@
-"""Plot of the GPU benchmark: the fraction of its limit that each row reaches, beside vLLM's.
+"""Plot of the GPU benchmark: the fraction of its limit that each row reaches.
 
 python -m bifolio.measure.gpu_plot results/gpu.json gpu.png
 """
@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from bifolio.measure.gpu import PEER, SHAPES
+from bifolio.measure.gpu import SHAPES
 
 TITLES = {
     "single": "1 sequence",
@@ -23,40 +23,28 @@ TITLES = {
 }
 
 
-def fractions(row: dict[str, Any], shape: str) -> tuple[float, float]:
-    """(ours, vLLM's) as fractions of the limit."""
-    peer = PEER[row["name"]][SHAPES.index(shape)]
-    ours: float = row["fraction"]
-    ratio = row["value"] / peer if row["smaller_is_better"] else peer / row["value"]
-    return ours, ours * ratio
-
-
 def plot(found: dict[str, Any], path: Path) -> None:
-    """One panel per model, two bars per row."""
+    """One panel per model, one bar per row."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    from matplotlib.patches import Rectangle
 
     figure, axes = plt.subplots(1, len(SHAPES), figsize=(13, 4.2), sharey=True)
     for axis, shape in zip(axes, SHAPES, strict=True):
         rows = {row["name"]: row for row in found["rows"] if row["shape"] == shape}
         names = [name for name in TITLES if name in rows and rows[name]["fraction"]]
         for place, name in enumerate(names):
-            ours, theirs = fractions(rows[name], shape)
-            for shift, value, color in ((-0.2, ours, "#2b6cb0"), (0.2, theirs, "#c0a060")):
-                axis.barh(place + shift, value, 0.38, color=color)
-                axis.text(value + 0.01, place + shift, f"{value:.0%}", va="center", fontsize=7)
+            value = rows[name]["fraction"]
+            axis.barh(place, value, 0.6, color="#2b6cb0")
+            axis.text(value + 0.01, place, f"{value:.0%}", va="center", fontsize=7)
         axis.set_yticks(range(len(names)), [TITLES[name] for name in names])
         axis.set_xlim(0, 1)
         axis.set_title(shape)
         axis.set_xlabel("fraction of the limit")
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].invert_yaxis()
-    handles = [Rectangle((0, 0), 1, 1, color=color) for color in ("#2b6cb0", "#c0a060")]
-    figure.legend(handles, ["bifolio", "vLLM 0.26"], loc="lower center", ncols=2, frameon=False)
-    figure.tight_layout(rect=(0, 0.05, 1, 1))
+    figure.tight_layout()
     figure.savefig(path, dpi=120)
 
 
