@@ -213,12 +213,9 @@ Queries::Queries(const std::vector<Segment>& segments, int64_t block_size, bool 
 
 void attend(Member& m, Rows qkv, const AttentionConstants& shape, const Queries& queries, const KvLayer& kv, Rows out,
             Workspace& workspace) {
-  // Every member makes the same plans.
   const AttentionPlan prefill = plan_attention(Phase::Prefill, queries.prefill, shape, m.size);
   const AttentionPlan decode = plan_attention(Phase::Decode, queries.decode, shape, m.size);
-  if (m.rank == 0) workspace.partials.array<float>(prefill.partial_floats + decode.partial_floats);
-  m.barrier();
-  float* partials = workspace.partials.array<float>(0);
+  float* partials = workspace.partials.array<float>(prefill.partial_floats + decode.partial_floats);
   const Attention prompts(qkv, shape, queries.prefill, kv, out, prefill, partials);
   const Attention tokens(qkv, shape, queries.decode, kv, out, decode, partials + prefill.partial_floats);
   const int64_t border = int64_t(prefill.units.size());  // the larger units come first

@@ -39,17 +39,12 @@ struct QuantizedRows {
   }
 };
 
-// Memory for rows of k numbers as bytes; every member calls this.
-QuantizedRows quantized_rows(Member& m, int64_t rows, int64_t k, RowMemory& memory) {
+// Memory for rows of k numbers as bytes.
+QuantizedRows quantized_rows(int64_t rows, int64_t k, RowMemory& memory) {
   const int64_t scales = round_up(rows, kRowGroup) * (k / kQuantBlock);
-  if (m.rank == 0) {
-    memory.bytes.array<int8_t>(size_t(rows * k));
-    memory.scales.array<float>(size_t(scales * 3 + rows * (k / 16)));
-  }
-  m.barrier();
-  auto* scale = memory.scales.array<float>(0);
+  auto* scale = memory.scales.array<float>(size_t(scales * 3 + rows * (k / 16)));
   auto* totals = reinterpret_cast<int32_t*>(scale + 2 * scales);
-  return {memory.bytes.array<int8_t>(0), scale, scale + scales, totals, totals + scales, rows, k};
+  return {memory.bytes.array<int8_t>(size_t(rows * k)), scale, scale + scales, totals, totals + scales, rows, k};
 }
 
 // Rows as bfloat16, in tiles: 32 numbers of `height` rows together.
@@ -83,15 +78,11 @@ struct RoundedRows {
 };
 
 // Memory for rows of k numbers as bfloat16; fewer than sixteen rows make lower tiles.
-RoundedRows rounded_rows(Member& m, int64_t rows, int64_t k, RowMemory& memory) {
+RoundedRows rounded_rows(int64_t rows, int64_t k, RowMemory& memory) {
   const int64_t steps = round_up(k, kQuantBlock) / kQuantBlock, height = std::min(rows, kTileRows);
   RoundedRows result{nullptr, KParts(steps), height, rows};
-  if (m.rank == 0) {
-    result.words = memory.words.array<uint16_t>(size_t(result.tiles() * height * steps * kQuantBlock));
-    result.clear_padding();
-  }
-  m.barrier();
-  result.words = memory.words.array<uint16_t>(0);
+  result.words = memory.words.array<uint16_t>(size_t(result.tiles() * height * steps * kQuantBlock));
+  result.clear_padding();
   return result;
 }
 
@@ -139,14 +130,14 @@ void quantize_rows(Member& m, Rows x, int64_t planes, const QuantizedRows& rows,
 Inputs prepare(Member& m, Rows x, const LinearWeights& weights, Workspace& workspace) {
   Inputs inputs(x, x.width);
   if (needs_words(weights)) {
-    const RoundedRows rows = rounded_rows(m, x.count, x.width, workspace.input);
+    const RoundedRows rows = rounded_rows(x.count, x.width, workspace.input);
     each_row(m, x.count, x.width, [&](int64_t row) { rows.put(x.row(row), row, 0, x.width); });
     inputs.plain.bf16 = rows.words;
   }
   if (!needs_bytes(weights)) return inputs;
   const int64_t planes = planes_of(weights);
-  if (m.rank == 0 && planes > 1) workspace.residuals.bytes(size_t(x.count * x.width) * sizeof(float));
-  const QuantizedRows rows = quantized_rows(m, x.count * planes, x.width, workspace.input);
+  if (planes > 1) workspace.residuals.bytes(size_t(x.count * x.width) * sizeof(float));
+  const QuantizedRows rows = quantized_rows(x.count * planes, x.width, workspace.input);
   quantize_rows(m, x, planes, rows, workspace);
   inputs.set(rows);
   return inputs;
@@ -165,11 +156,7 @@ void multiply(Member& m, const Inputs& inputs, int64_t count, const LinearWeight
     const PackedMatrix& matrix = piece.matrix;
     const bool split_planes = planes_of(weights) > 1 && matrix.format >= Format::Q8_0;
     const int64_t width = round_up(matrix.n, kPanel);
-    if (split_planes) {
-      if (m.rank == 0) workspace.planes.bytes(size_t(2 * count * width) * sizeof(float));
-      m.barrier();
-    }
-    float* target = split_planes ? workspace.planes.array<float>(0) : out.data + piece.column;
+    float* target = split_planes ? workspace.planes.array<float>(size_t(2 * count * width)) : out.data + piece.column;
     const int64_t stride = split_planes ? width : out.stride;
     const float* bias = weights.bias() && !split_planes ? weights.bias() + piece.column : nullptr;
     m.split(matrix.num_panels, panel_piece(matrix, m.size, count), [&](int64_t begin, int64_t end) {
@@ -215,11 +202,11 @@ struct Middle {
   }
 };
 
-Middle make_middle(Member& m, Rows floats, const LinearWeights& next, RowMemory& memory) {
+Middle make_middle(Rows floats, const LinearWeights& next, RowMemory& memory) {
   const bool words = needs_words(next), bytes = needs_bytes(next);
   return {floats, needs_floats(next), words, bytes,
-          words ? rounded_rows(m, floats.count, floats.width, memory) : RoundedRows{nullptr, KParts(1), 1, 1},
-          bytes ? quantized_rows(m, floats.count, floats.width, memory) : QuantizedRows{}};
+          words ? rounded_rows(floats.count, floats.width, memory) : RoundedRows{nullptr, KParts(1), 1, 1},
+          bytes ? quantized_rows(floats.count, floats.width, memory) : QuantizedRows{}};
 }
 
 constexpr int64_t kGatedRows = 512, kGatedColumns = 128;  // their products stay in the cache of one core
@@ -255,7 +242,7 @@ void gate_rows(Member& m, Rows x, const LinearWeights& pair, Activation activati
                Workspace& workspace) {
   const int64_t width = last.in_features(), most = gated_columns(width, m.size);
   const Inputs inputs = prepare(m, x, pair, workspace);
-  const Middle target = make_middle(m, middle, last, workspace.middle);
+  const Middle target = make_middle(middle, last, workspace.middle);
   m.split((width + most - 1) / most, 1, [&](int64_t first, int64_t end) {
     for (int64_t begin = first * most; begin < std::min(end * most, width); begin += most)
       gate_columns(m, inputs, pair, activation, begin, std::min(begin + most, width), target);

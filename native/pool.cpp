@@ -1,5 +1,6 @@
 #include "pool.h"
 
+#include <pthread.h>
 #include <sched.h>
 #include <sys/mman.h>
 #include <time.h>
@@ -7,6 +8,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <fstream>
+#include <functional>
 #include <new>
 #include <set>
 #include <shared_mutex>
@@ -36,11 +38,13 @@ std::shared_mutex& settings_mutex() {
   return *mutex;
 }
 
-double now() {
-  timespec time;
-  clock_gettime(CLOCK_MONOTONIC, &time);
+double read_clock(clockid_t clock) {
+  timespec time{};
+  clock_gettime(clock, &time);
   return double(time.tv_sec) + 1e-9 * double(time.tv_nsec);
 }
+
+double now() { return read_clock(CLOCK_MONOTONIC); }
 
 constexpr size_t kHugePage = size_t(2) << 20;
 
@@ -106,7 +110,10 @@ void Pool::start_threads() {
   scratch_.clear();
   for (int rank = 0; rank < size_; ++rank) scratch_.push_back(std::make_unique<Scratch>());
   try {
-    for (int rank = 1; rank < size_; ++rank) threads_.emplace_back(&Pool::work_loop, this, rank);
+    for (int rank = 1; rank < size_; ++rank) {
+      workers_.push_back(std::make_unique<Worker>());
+      workers_.back()->thread = std::thread(&Pool::work_loop, this, rank, std::ref(workers_.back()->inside));
+    }
   } catch (const std::system_error&) {
     const int asked = size_;
     stop_threads();
@@ -124,8 +131,9 @@ void Pool::stop_threads() {
   generation_.notify_all();
   active_.store(kMaxThreads);
   active_.notify_all();
-  for (auto& thread : threads_) thread.join();
-  threads_.clear();
+  for (auto& worker : workers_)
+    if (worker->thread.joinable()) worker->thread.join();
+  workers_.clear();
   active_.store(0);
   stopping_ = false;
 }
@@ -153,7 +161,6 @@ void Pool::run(const std::function<void(Member&)>& work) {
   std::lock_guard lock(mutex_);
   std::shared_lock settings(settings_mutex());
   own_scratch = scratch_[0].get();
-  if (active_.load(std::memory_order_relaxed) < size_ - 1) recover(now());
   Member member(*this, size_);
   work(member);
 }
@@ -161,6 +168,7 @@ void Pool::run(const std::function<void(Member&)>& work) {
 // -- one loop -------------------------------------------------------------------------------------------------------------
 
 void Pool::share(const Loop& loop) {
+  if (active_.load(std::memory_order_relaxed) < size_ - 1) recover(now());
   if (active_.load(std::memory_order_relaxed) == 0) {
     loop.call(loop.body, 0, loop.count);
     return;
@@ -170,31 +178,24 @@ void Pool::share(const Loop& loop) {
   gate_.store(kOpen, std::memory_order_release);
   generation_.fetch_add(1, std::memory_order_seq_cst);
   if (sleepers_.load(std::memory_order_seq_cst) > 0) generation_.notify_all();
-  const double began = now();
-  int64_t taken = 0;
   try {
-    taken = take_pieces(loop);
+    take_pieces(loop);
   } catch (...) {
     next_.store(loop.count, std::memory_order_relaxed);
     wait_for_others();
     throw;
   }
-  const double exhausted = now();
-  if (wait_for_others()) {
-    const double late = now() - exhausted, usual = (exhausted - began) / double(std::max<int64_t>(taken, 1));
-    if (late > kTolerated + 4 * usual) slow_down(exhausted + late);
-  }
+  if (wait_for_others()) slow_down(now());
   if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
 }
 
-int64_t Pool::take_pieces(const Loop& loop) {
-  int64_t taken = 0;
-  for (int64_t begin; (begin = next_.fetch_add(loop.piece, std::memory_order_relaxed)) < loop.count; ++taken)
+void Pool::take_pieces(const Loop& loop) {
+  for (int64_t begin; (begin = next_.fetch_add(loop.piece, std::memory_order_relaxed)) < loop.count;)
     loop.call(loop.body, begin, std::min(begin + loop.piece, loop.count));
-  return taken;
 }
 
-// Closes the loop and waits for the threads that are inside a piece; true if one of them took long.
+// Closes the loop and waits for the threads that are inside a piece; true if one of them was suspended for long: its
+// processor time stood still while the caller waited. A slow piece (page faults, cold caches) is no suspension.
 bool Pool::wait_for_others() {
   uint32_t gate = gate_.fetch_and(~kOpen, std::memory_order_acq_rel) & ~kOpen;
   for (int spins = 0; gate != 0 && spins < kSpins; ++spins) {
@@ -202,8 +203,18 @@ bool Pool::wait_for_others() {
     gate = gate_.load(std::memory_order_acquire);
   }
   if (gate == 0) return false;
+  const double began = now();
+  std::vector<std::pair<clockid_t, double>> inside;  // the clocks of the threads that are inside a piece
+  for (auto& worker : workers_) {
+    clockid_t clock;
+    if (worker->inside.load(std::memory_order_relaxed) && pthread_getcpuclockid(worker->thread.native_handle(), &clock) == 0)
+      inside.emplace_back(clock, read_clock(clock));
+  }
   for (; gate != 0; gate = gate_.load(std::memory_order_acquire)) gate_.wait(gate, std::memory_order_acquire);
-  return true;
+  const double waited = now() - began;
+  double computed = 0;
+  for (auto& [clock, before] : inside) computed = std::max(computed, read_clock(clock) - before);
+  return waited > kTolerated && computed < waited / 2;
 }
 
 // A thread was suspended inside a piece: leave one out, longer with every time that this happens again.
@@ -233,7 +244,7 @@ void Pool::wait_for_loop(uint32_t seen) {
   sleepers_.fetch_sub(1);
 }
 
-void Pool::work_loop(int rank) {
+void Pool::work_loop(int rank, std::atomic<bool>& inside) {
   own_scratch = scratch_[size_t(rank)].get();
   for (uint32_t seen = 0;;) {
     for (int active; (active = active_.load(std::memory_order_acquire)) < rank;) active_.wait(active);
@@ -244,6 +255,7 @@ void Pool::work_loop(int rank) {
     while ((gate & kOpen) && !gate_.compare_exchange_weak(gate, gate + 1, std::memory_order_acq_rel)) {
     }
     if (!(gate & kOpen)) continue;  // the loop has ended
+    inside.store(true, std::memory_order_relaxed);
     try {
       take_pieces(loop_);
     } catch (...) {
@@ -251,6 +263,7 @@ void Pool::work_loop(int rank) {
       std::lock_guard lock(error_mutex_);
       if (!error_) error_ = std::current_exception();
     }
+    inside.store(false, std::memory_order_relaxed);
     if (gate_.fetch_sub(1, std::memory_order_acq_rel) == 1) gate_.notify_one();  // the last to leave a closed loop
   }
 }

@@ -37,11 +37,9 @@ class Member {
  public:
   Member(Pool& pool, int size) : size(size), pool_(pool) {}
 
-  static constexpr int rank = 0;  // of the calling thread
-  const int size;                 // threads of the team
+  const int size;  // threads of the team
 
-  void barrier() {}     // every loop has ended when `split` returns
-  Scratch& scratch();   // of the thread that runs the present piece
+  Scratch& scratch();  // of the thread that runs the present piece
 
   // Calls body(begin, end) for pieces of [0, count), each taken by the next free thread; returns when all are done. A thread
   // that is not running takes no piece, and the others do not wait for it.
@@ -91,19 +89,24 @@ class Pool {
  private:
   friend class Member;
 
+  struct alignas(64) Worker {
+    std::thread thread;
+    std::atomic<bool> inside{false};  // a piece of the loop
+  };
+
   void start_threads();
   void stop_threads();
-  void work_loop(int rank);
+  void work_loop(int rank, std::atomic<bool>& inside);
   void wait_for_loop(uint32_t seen);
   void share(const Loop& loop);
-  int64_t take_pieces(const Loop& loop);
+  void take_pieces(const Loop& loop);
   bool wait_for_others();
   void slow_down(double now);
   void recover(double now);
 
   std::mutex mutex_;  // held by the caller for the whole of `run`
   int size_ = 1;
-  std::vector<std::thread> threads_;
+  std::vector<std::unique_ptr<Worker>> workers_;
   std::vector<std::unique_ptr<Scratch>> scratch_;
   std::atomic<bool> stopping_{false};
   Loop loop_{};  // valid for threads inside the gate
