@@ -224,6 +224,7 @@ class EngineConfig:
     device: str = "cpu"
     speculative: SpeculativeConfig | None = None
     launch_ahead: int | None = None  # steps launched before the previous one is collected; None: the kernel set's value
+    warm_up: bool = True  # on a GPU: compile kernels and capture decode steps before the first request
 
     def __post_init__(self) -> None:
         if self.launch_ahead not in (None, 0, 1):

@@ -284,6 +284,11 @@ class InferenceEngine:
         now.sharing = self.shares.get_stats()
         return now
 
+    def reset_stats(self) -> None:
+        """Set all counters to 0."""
+        self._counters = EngineStats()
+        self.batcher.num_prompt_tokens = self.batcher.num_cached_tokens = 0
+
     # -- slots (called by the batcher) ------------------------------------------------------------------------------
     def slot_taken(self, slot: int, sequence: Sequence) -> None:
         self.slots.set_slot(slot, sequence, frozenset(self.model.config.eos_token_ids))

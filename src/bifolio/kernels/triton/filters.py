@@ -27,9 +27,11 @@ from bifolio.kernels.triton.selection import draw_kernel, key_of, redraw_kernel,
 from bifolio.kernels.triton.weights import EXACT, highest_of, load_logits, weights_of
 
 GROUP = 64  # logits of which the largest is known
+BRACKET_WARPS, DIVIDE_WARPS = 16, 8
 LIST = 8192  # undecided tokens of a row that have room
 ROOM = 1024  # undecided tokens of a chunk that have room
-SECTORS = 1024  # places from which logits are sampled, 8 neighbours from each
+SECTORS = 2048  # places from which logits are sampled, 8 neighbours from each
+FEWEST, MOST = 1500, 3500  # tokens on each side of the estimated cut that are listed
 
 
 @triton.jit
@@ -48,7 +50,7 @@ def kth_largest(values: tl.tensor, count: tl.tensor, highest: tl.tensor) -> tl.t
 def _above(
     best: tl.tensor, known: tl.tensor, values: tl.tensor, sampled: tl.tensor, scale: tl.tensor, edge: tl.tensor
 ) -> tl.tensor:
-    """The estimated weight of all logits above an edge."""
+    """The estimated weight of all logits above an edge; with weights of 1, their number."""
     rest = tl.sum(tl.sum(tl.where(values > edge, sampled, 0.0), axis=1), axis=0)
     return tl.sum(tl.where(best > edge, known, 0.0), axis=0) + scale * rest
 
@@ -70,6 +72,8 @@ def _bracket_kernel(
     GROUPS: tl.constexpr,
     CHUNKS: tl.constexpr,
     SECTORS: tl.constexpr,
+    FEWEST: tl.constexpr,
+    MOST: tl.constexpr,
 ) -> None:
     row = tl.program_id(0)
     slot = tl.maximum(tl.load(rows + row), 0)
@@ -96,9 +100,12 @@ def _bracket_kernel(
             known = tl.exp((best - highest) * warmth)
             sampled = tl.where(others, tl.exp((values - highest) * warmth), 0.0)
             total = tl.sum(known, axis=0) + scale * tl.sum(tl.sum(sampled, axis=1), axis=0)
-            lowest = highest - 30.0 / warmth
+            weightless = highest - 30.0 / warmth  # tokens below have the weight 0
+            is_group = group < (vocab + GROUP - 1) // GROUP
+            least_best = tl.min(tl.where(is_group, best, float("inf")), axis=0)
+            lowest = tl.maximum(weightless, highest - 2.5 * (highest - least_best))
             floor, ceiling = lowest, highest
-            for _ in range(12):  # the cut, roughly
+            for _ in range(10):  # the cut, roughly
                 middle = 0.5 * (floor + ceiling)
                 reached = _above(best, known, values, sampled, scale, middle) >= top_p * total
                 floor, ceiling = tl.where(reached, middle, floor), tl.where(reached, ceiling, middle)
@@ -106,19 +113,28 @@ def _bracket_kernel(
             every = tl.sum(tl.sum(squares, axis=1), axis=0)
             upper = tl.sum(tl.sum(tl.where(values > floor, squares, 0.0), axis=1), axis=0)
             variance = (1.0 - top_p) * (1.0 - top_p) * upper + top_p * top_p * (every - upper)
-            slack = (5.5 * scale * tl.sqrt(variance)) / total + 3e-4
+            slack = (5.0 * scale * tl.sqrt(variance)) / total + 1e-4
             most, least = (top_p + slack) * total, (top_p - slack) * total
-            low_floor, low_ceiling = lowest, ceiling
-            high_floor, high_ceiling = floor, highest + 1e-3 / warmth
-            for _ in range(14):
+            # The edges lie so much weight away from the cut, and FEWEST to MOST tokens: a peak of few tokens, which the
+            # sample describes badly, is listed whole.
+            one, ones = known * 0.0 + 1.0, others.to(tl.float32)
+            num_low = _above(best, one, values, ones, scale, ceiling)
+            num_high = _above(best, one, values, ones, scale, floor)
+            top = highest + 1e-3 / warmth
+            low_floor, low_ceiling, high_floor, high_ceiling = lowest, ceiling, floor, top
+            for _ in range(9):
                 edge = 0.5 * (low_floor + low_ceiling)
-                reached = _above(best, known, values, sampled, scale, edge) >= most
-                low_floor, low_ceiling = tl.where(reached, edge, low_floor), tl.where(reached, low_ceiling, edge)
+                count = _above(best, one, values, ones, scale, edge) - num_low
+                missing = (_above(best, known, values, sampled, scale, edge) < most) | (count < FEWEST)
+                missing = missing & (count < MOST)
+                low_floor, low_ceiling = tl.where(missing, low_floor, edge), tl.where(missing, edge, low_ceiling)
                 edge = 0.5 * (high_floor + high_ceiling)
-                reached = _above(best, known, values, sampled, scale, edge) >= least
-                high_floor, high_ceiling = tl.where(reached, edge, high_floor), tl.where(reached, high_ceiling, edge)
-            low = tl.where(most >= total * 0.99999, low, low_floor)
-            high = tl.where(least <= 0.0, high * 0.0 + float("inf"), high_ceiling)
+                count = num_high - _above(best, one, values, ones, scale, edge)
+                missing = (_above(best, known, values, sampled, scale, edge) >= least) | (count < FEWEST)
+                missing = missing & (count < MOST)
+                high_floor, high_ceiling = tl.where(missing, edge, high_floor), tl.where(missing, high_ceiling, edge)
+            low = tl.where(low_floor <= lowest, weightless, low_floor)
+            high = tl.where(high_ceiling >= top, float("inf"), high_ceiling)
     tl.store(bracket + 2 * row, low)
     tl.store(bracket + 2 * row + 1, high)
 
@@ -172,10 +188,7 @@ def _divide_kernel(
             tl.store(sums + size + place, place.to(tl.int64) * 0)
         else:
             weights = weights_of(values, highest_of(best_value, row, num_chunks, CHUNKS), warmth)
-            sum_all = tl.sum(weights, axis=0)
-            sum_above = sum_all
-            if high > -float("inf"):
-                sum_above = tl.sum(tl.where(values >= high, weights, 0), axis=0)
+            sum_all, sum_above = tl.split(tl.sum(tl.join(weights, tl.where(values >= high, weights, 0)), axis=0))
             sum_certain = sum_above
             if min_weight > 0:
                 sum_certain = tl.sum(tl.where((weights >= min_weight) & (values >= high), weights, 0), axis=0)
@@ -215,12 +228,13 @@ def draw_filtered(
     _bracket_kernel[(num_rows,)](
         logits, best_value, best_of_groups, rows, state.warmths, state.top_ks, state.top_ps, bracket,
         vocab, num_chunks, num_groups, GROUP=GROUP, GROUPS=triton.next_power_of_2(num_groups), CHUNKS=chunks,
-        SECTORS=SECTORS if vocab <= 160 << 10 else 2 * SECTORS, num_warps=8, **EXACT,
+        SECTORS=SECTORS if vocab <= 160 << 10 else 2 * SECTORS, FEWEST=FEWEST, MOST=MOST, num_warps=BRACKET_WARPS,
+        **EXACT,
     )  # fmt: skip
     _divide_kernel[(num_chunks, num_rows)](
         logits, best_value, rows, state.warmths, state.top_ks, state.min_weights, bracket, sums, list_lengths,
-        list_values, list_ids, vocab, num_chunks, num_rows, CHUNK=chunk, CHUNKS=chunks, ROOM=room, num_warps=8,
-        **EXACT,
+        list_values, list_ids, vocab, num_chunks, num_rows, CHUNK=chunk, CHUNKS=chunks, ROOM=room,
+        num_warps=DIVIDE_WARPS, **EXACT,
     )  # fmt: skip
     draw_kernel[(num_rows,)](
         logits, best_value, rows, state.warmths, state.top_ks, state.top_ps, state.min_weights, state.lengths,
