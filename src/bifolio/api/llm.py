@@ -45,9 +45,10 @@ class LLM:
     kernels. `dtype` is the type of dense weights on a GPU ("bfloat16", "float16", "float32"); the CPU uses weights as
     they lie in the file. `kv_cache_dtype` is the type of the cache. `seed` makes requests without a seed of their own
     repeatable. `deterministic` asks a GPU for output that depends on the request alone, to the last bit; on the CPU it
-    always does. Sizes that are not given are small on the CPU and large on a GPU (`engine.build.SIZES`). Options that
-    only vLLM has are warned about by name (`api.vllm_options`). `on_load` is called with (layers prepared, layers in
-    all) while weights are prepared.
+    always does. `warm_up` compiles a GPU's kernels and captures its decode steps before the first request. Sizes that
+    are not given are small on the CPU and large on a GPU (`engine.build.SIZES`). Options that only vLLM has are warned
+    about by name (`api.vllm_options`). `on_load` is called with (layers prepared, layers in all) while weights are
+    prepared.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class LLM:
         speculative_config: Mapping[str, Any] | None = None,
         max_waiting: int | None = None,
         poison_free_blocks: bool = False,
+        warm_up: bool = True,
         verbose: bool = False,
         on_load: OnLoad = lambda done, total: None,
         **ported: Any,
@@ -117,6 +119,7 @@ class LLM:
             deterministic=deterministic is not False if kernel_set.device == "cpu" else bool(deterministic),
             device=kernel_set.device,
             speculative=speculative,
+            warm_up=warm_up,
         )
         self._engine: InferenceEngine | None
         self.plan, self._engine = build_engine(

@@ -12,7 +12,16 @@ import numpy as np
 from bifolio.engine.engine import InferenceEngine
 from bifolio.sampling_params import SamplingParams
 
-PROMPT_LENGTHS = (3, 20, 70, 1100, 40)  # tokens: one for each kernel of prefill attention, the last beside decodes
+BURSTS = (  # (tokens of a common beginning, further tokens) of prompts that arrive together
+    ((0, 3),),
+    ((0, 20),),
+    ((640, 70),),
+    ((0, 1100),),
+    ((0, 700),) * 12,  # fill a step
+    ((640, 8), (0, 10)),  # the beginning is cached now
+    ((640, 40),),
+    ((640, 300), (0, 40)),
+)
 NUM_TOKENS = 6
 SAMPLING = (
     SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False),
@@ -23,10 +32,13 @@ SAMPLING = (
 def warm_up(engine: InferenceEngine) -> None:
     """Run throwaway requests and capture all decode steps; the engine's counters and its prefix cache start empty."""
     vocab_size, longest = engine.model.config.vocab_size, engine.config.max_model_len - NUM_TOKENS
-    for kind, params in enumerate(SAMPLING):
-        for number, length in enumerate(PROMPT_LENGTHS):
-            tokens = np.arange(min(length, longest)) % vocab_size
-            engine.add_request(f"warm-up-{kind}-{number}", tokens.tolist(), params)
+    number = 0
+    for params in SAMPLING:
+        for burst in BURSTS:
+            for common, own in burst:
+                number += 1
+                tokens = np.concatenate([np.arange(common), 1000 * number + np.arange(own)])[-longest:] % vocab_size
+                engine.add_request(f"warm-up-{number}", tokens.tolist(), params)
             engine.step()
         while engine.has_work:
             engine.step()
