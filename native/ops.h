@@ -30,8 +30,10 @@ struct AttentionConstants {
   float scale;
   int64_t window;  // 0: none
   bool interleaved;
-  const NormWeights* query_norm;
+  const NormWeights* query_norm;  // of head_dim: for each head; wider: one for all heads of a token
   const NormWeights* key_norm;
+  bool norm_after_rope = false;
+  float softcap = 0.0f;  // of scores; 0: off
 
   int64_t query_width() const { return num_heads * head_dim; }
   int64_t qkv_width() const { return (num_heads + 2 * num_kv_heads) * head_dim; }

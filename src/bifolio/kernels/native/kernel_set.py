@@ -213,6 +213,8 @@ class NativeKernels(HostArrays):
             shape.window or 0,
             shape.rope_interleaved,
             *norms,
+            shape.norm_after_rope,
+            shape.softcap,
         )
 
     def cache(self, storage: Storage) -> Any:

@@ -172,6 +172,8 @@ class TritonKernels(TorchArrays):
         return tensor(total), normed
 
     def linear(self, x: Array, linear: Linear) -> Array:
+        if not isinstance(x, Normed):
+            x = tensor(x).to(self.dtype)  # the residual stream is f32
         rows = x.rows if isinstance(x, Normed) else int(x.shape[0])
         return Product(x, linear, self._multiply if self._is_ours(rows, linear) else self._library_multiply)
 
