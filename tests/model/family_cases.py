@@ -241,7 +241,7 @@ def open_case(case: GgufCase, folder: Path) -> GgufFile:
 
 
 def describe(config: ModelConfig) -> dict[str, Any]:
-    """The fields of the configuration that are not defaults, and both descriptions that are written of it, or the reason why one cannot be."""
+    """The fields that are not defaults, and both descriptions that are written of them, or why one cannot be."""
     description = {
         "config": {key: value for key, value in asdict(config).items() if DEFAULTS[key] != value},
         "gguf": _written(lambda: model_metadata(config, 7, "name")),

@@ -1,4 +1,4 @@
-"""Every family of the table `family_rows`: equal to transformers from a folder and from a GGUF file, and to llama.cpp."""
+"""Every family of `family_rows`: equal to transformers from a folder and from a GGUF file, and to llama.cpp."""
 
 from __future__ import annotations
 
