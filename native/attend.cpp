@@ -106,7 +106,7 @@ class Attention {
       const Query& which = queries_[size_t(index)];
       begin[r] = window_begin(shape_, which.position);
       end[r] = which.position + 1;
-      scale_row(qkv_.row(which.token) + head * dim, shape_.scale, dim, query + r * dim);
+      scale_row(qkv_.row(which.token) + head * dim, shape_.scale_at(which.position), dim, query + r * dim);
     });
   }
 

@@ -116,6 +116,8 @@ class ModelConfig:
     residual_scale: float = 1.0  # factor of the outputs of attention and MLP that are added to the residual stream
     attention_scale: float = 0.0  # 0: 1/sqrt(head_dim)
     attention_softcap: float = 0.0  # of attention scores; 0: off
+    attention_temperature: float = 0.0  # growth of queries with the log of their position; 0: off
+    temperature_period: int = 1  # positions after which a query grows again
     logit_scale: float = 1.0  # factor of the logits
     logit_softcap: float = 0.0  # 0: off
     bos_token_id: int | None = None

@@ -15,12 +15,14 @@ SHAPES = {
     "odd": (7, 1, 80, None, 0.0),
     "window": (4, 4, 32, 20, 0.0),
     "soft-capped": (4, 2, 64, 50, 0.7),
-}  # query heads, key heads, head size, window, soft cap
+    "growing": (4, 2, 64, None, 0.0, 0.3, 8),
+}  # query heads, key heads, head size, window, soft cap, temperature and its period
 
 
 def shape_of(name: str) -> AttentionShape:
-    heads, kv_heads, dim, window, softcap = SHAPES[name]
-    return AttentionShape(1, heads, kv_heads, dim, dim**-0.5, window, softcap=softcap)
+    heads, kv_heads, dim, window, softcap, *growth = SHAPES[name]
+    temperature = dict(zip(("temperature", "temperature_period"), growth, strict=False))
+    return AttentionShape(1, heads, kv_heads, dim, dim**-0.5, window, softcap=softcap, **temperature)
 
 
 # -- rope_and_write ----------------------------------------------------------------------------------------------------

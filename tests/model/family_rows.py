@@ -111,6 +111,21 @@ ROWS: dict[str, Row] = {
          "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2},
         peer={"sliding_window": None, "layer_types": ["full_attention"] * 4},
     ),
+    "mistral3": Row(
+        "Ministral3Config",
+        {"head_dim": 24,
+         "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "beta_fast": 32.0,
+                             "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+                             "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.1}},
+        {"model_type": "mistral3", "vision_config": {}, "text_config": {
+         "model_type": "ministral3", "vocab_size": 131072, "hidden_size": 3072, "intermediate_size": 9216,
+         "num_hidden_layers": 26, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+         "hidden_act": "silu", "max_position_embeddings": 262144, "rms_norm_eps": 1e-05, "sliding_window": None,
+         "rope_parameters": {"type": "yarn", "rope_type": "yarn", "rope_theta": 1000000.0, "factor": 16.0,
+                             "original_max_position_embeddings": 16384, "beta_fast": 32.0, "beta_slow": 1.0,
+                             "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+         "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2}},
+    ),
     "olmo2": Row(
         "Olmo2Config", {},
         {"model_type": "olmo2", "vocab_size": 100352, "hidden_size": 2048, "intermediate_size": 8192,

@@ -76,6 +76,8 @@ class AttentionShape:
     key_norm: Norm | None = None
     norm_after_rope: bool = False
     softcap: float = 0.0  # scores become softcap * tanh(score / softcap); 0: off
+    temperature: float = 0.0  # queries at position p grow by 1 + temperature * log(1 + p // temperature_period)
+    temperature_period: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,6 +125,7 @@ class ReferenceKernels(HostArrays):
             starts = [segment.token_start + int(start) for start in segment.query_starts]
             for i in range(segment.num_sequences):
                 own = Heads(*(None if part is None else part[starts[i] : starts[i + 1]] for part in heads))
+                own = own._replace(query=scale_by_position(own.query, shape, int(segment.context_lens[i])))
                 outputs.append(attend(own, shape, segment, i, storage))
         return outputs[0] if len(outputs) == 1 else namespace(heads.query).concat(outputs, axis=0)
 
@@ -178,6 +179,17 @@ def rotate(x: Array, rotation: Rotation, interleaved: bool) -> Array:
     else:
         turned = xp.concat([first, second], axis=-1)
     return xp.astype(xp.concat([turned, rest], axis=-1) if rest.shape[-1] else turned, x.dtype)
+
+
+def scale_by_position(query: Array, shape: AttentionShape, length: int) -> Array:
+    """Queries [n, h, d] at the last n of `length` positions, multiplied by the temperature at their positions."""
+    if not shape.temperature:
+        return query
+    positions = np.arange(length - query.shape[0], length)
+    factors = 1 + shape.temperature * np.log(1 + positions // shape.temperature_period)
+    xp = namespace(query)
+    scaled = query * xp.asarray(factors.astype(np.float32))[:, None, None]
+    return xp.astype(scaled, query.dtype)
 
 
 def causal_attention(

@@ -138,6 +138,7 @@ class TorchKernels(TorchArrays):
     ) -> torch.Tensor:
         tokens = slice(segment.token_start, segment.token_end)
         own = Heads(*(None if part is None else part[tokens] for part in heads))
+        own = own._replace(query=scale_by_position(own.query, shape, segment))
         attend = self._attend_decode if segment.phase is AttentionPhase.DECODE else self._attend_prefill
         return attend(own, shape, segment, storage)
 
@@ -163,6 +164,22 @@ class TorchKernels(TorchArrays):
 
 def _are_equally_long(segment: AttentionSegment) -> bool:
     return segment.num_sequences * segment.max_query_len == segment.token_end - segment.token_start
+
+
+def scale_by_position(query: torch.Tensor, shape: AttentionShape, segment: AttentionSegment) -> torch.Tensor:
+    """Queries [t, heads, dim] of a segment, multiplied by the temperature at their positions."""
+    if not shape.temperature:
+        return query
+    lengths = torch.as_tensor(segment.context_lens, device=query.device)
+    if segment.max_query_len == 1 and segment.num_sequences == query.shape[0]:
+        positions = (lengths - 1).clamp(min=0)
+    else:
+        starts = torch.as_tensor(segment.query_starts, device=query.device)
+        counts = starts.diff()
+        before = (lengths - counts - starts[:-1]).repeat_interleave(counts)
+        positions = torch.arange(query.shape[0], device=query.device) + before
+    factors = 1 + shape.temperature * (1 + positions // shape.temperature_period).float().log()
+    return (query * factors[:, None, None]).to(query.dtype)
 
 
 def rotate(x: torch.Tensor, rotation: Rotation, interleaved: bool) -> torch.Tensor:

@@ -79,6 +79,8 @@ def attention_shape(
         key_norm=key_norm,
         norm_after_rope=config.qk_norm_after_rope,
         softcap=config.attention_softcap,
+        temperature=config.attention_temperature,
+        temperature_period=config.temperature_period,
     )
 
 

@@ -215,6 +215,8 @@ class NativeKernels(HostArrays):
             *norms,
             shape.norm_after_rope,
             shape.softcap,
+            shape.temperature,
+            shape.temperature_period,
         )
 
     def cache(self, storage: Storage) -> Any:
