@@ -23,7 +23,8 @@ from bifolio.model.huggingface.decoder_config import (
     written_layer_types,
 )
 
-DEFAULTS = {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": 4096,
+DEFAULT_WINDOW = 4096
+DEFAULTS = {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": DEFAULT_WINDOW,
             "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "tie_word_embeddings": True}  # fmt: skip
 WINDOW_PERIOD = 2
 LARGEST_LAYERS = 46  # the 27B model scales attention by hidden_size / heads instead of the head size
@@ -67,6 +68,9 @@ def config_from_gguf(file: GgufFile, metadata: Metadata, name: str) -> ModelConf
         attention_softcap=metadata.number(".attn_logit_softcapping", 50.0),
         logit_softcap=metadata.number(".final_logit_softcapping", 30.0),
     )
+    if not config.layer_window:  # older files do not say it
+        windows = (DEFAULT_WINDOW, None) * config.num_layers
+        config = replace(config, layer_window=windows[: config.num_layers])
     return config if config.attention_scale else replace(config, attention_scale=gguf_scale(config))
 
 

@@ -18,7 +18,7 @@ from bifolio.model.huggingface.decoder_config import Raw, decoder_from_hf, decod
 def config_from_hf(raw: Raw, name: str) -> ModelConfig:
     if isinstance(raw.get("text_config"), Mapping):
         raw = raw["text_config"]  # a model of text and images
-    raw = {"rms_norm_eps": 1e-5, **raw}
+    raw = {"rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2, **raw}
     parameters = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     return decoder_from_hf(
         raw,
