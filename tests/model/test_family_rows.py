@@ -76,10 +76,14 @@ def test_every_chunk_and_block_size(name: str, kernels: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("name", ROWS)
 def test_64_greedy_tokens_are_those_of_transformers(name: str) -> None:
-    """Each has the largest logit that transformers computes behind the tokens before it."""
+    check_greedy_tokens(name, select_kernels("cpu", threads=1))
+
+
+def check_greedy_tokens(name: str, kernels: KernelSet) -> None:
+    """Each token of an engine has the largest logit that transformers computes behind the tokens before it."""
     model, folder = row_folder(name)
     prompts = [random_prompt(length, seed=length) for length in (LENGTH, 17)]
-    for prompt, tokens in zip(prompts, engine_tokens(folder, prompts), strict=True):
+    for prompt, tokens in zip(prompts, engine_tokens(folder, prompts, kernels), strict=True):
         assert len(tokens) == 64
         theirs = transformers_logits(model, prompt + tokens).argmax(axis=1)
         assert tokens == theirs[len(prompt) - 1 : -1].tolist()
@@ -90,13 +94,13 @@ def test_64_greedy_tokens_are_those_of_transformers(name: str) -> None:
 def test_64_greedy_tokens_are_generated_by_transformers(name: str) -> None:
     model, folder = row_folder(name)
     prompt = random_prompt(LENGTH)
-    assert engine_tokens(folder, [prompt]) == [transformers_greedy(model, prompt, 64)]
+    found = engine_tokens(folder, [prompt], select_kernels("cpu", threads=1))
+    assert found == [transformers_greedy(model, prompt, 64)]
 
 
-def engine_tokens(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
-    """64 greedy tokens behind each prompt, by an engine on the fastest kernels of the CPU, in mixed steps."""
+def engine_tokens(folder: Path, prompts: list[list[int]], kernels: KernelSet) -> list[list[int]]:
+    """64 greedy tokens behind each prompt, in steps of both phases."""
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False)
-    kernels = select_kernels("cpu", threads=1)
     llm = LLM(folder, kernels=kernels, block_size=4, chunk_size=5, max_num_seqs=2, poison_free_blocks=True)
     return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
 

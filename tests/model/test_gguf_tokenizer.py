@@ -159,7 +159,7 @@ def test_a_byte_level_tokenizer_is_written_under_the_name_of_its_pre_tokenizer(p
         assert rebuilt.encode(text) == tokenizer.encode(text)
 
 
-PRE_TYPES_OF_FAMILIES = ("dbrx", "exaone4", "hunyuan-dense", "refact", "seed-coder", "smaug-bpe", "tekken", "tiny_aya")
+PRE_TYPES_OF_FAMILIES = ("dbrx", "exaone4", "hunyuan-dense", "refact", "seed-coder", "smaug-bpe", "tiny_aya")
 
 
 @pytest.mark.full
