@@ -96,6 +96,7 @@ def kind(name: str) -> str:
 
 
 HEADS = {"KV_HEADS": 8, "GROUP": 4, "DIM": 128, "DIM_BLOCK": 128, "BLOCK_SIZE": 64, "TILE": 64, "PRECISION": "tf32"}
+HEADS["CAP"] = 0.0
 DECODE = {
     **HEADS, "HEADS": 32, "ROWS": 16, "STAGES": 4, "SHARED_ROWS": 0, "FIXED": 0, "JOINED": 16, "GROUP_BLOCK": 4,
 }  # fmt: skip
@@ -116,6 +117,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
         {**DECODE, "ROWS": 64, "FIXED": 1024, "JOINED": 1, "GROUP_BLOCK": 64},
         4,
     ),
+    "decode, soft-capped": (decode._decode_kernel, {**DECODE, "CAP": 72.0}, 2),
     "cut": (split_kv._cut_kernel, CUT, 8),
     "cut, deterministic": (split_kv._cut_kernel, {**CUT, "IS_SHARED": False, "FIXED": 1024}, 8),
     "shared": (shared_attention._shared_kernel, {**HEADS, "ROWS": 128, "STAGES": 3}, 8),
@@ -131,7 +133,19 @@ CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
     "rope": (
         cache._rope_write_kernel,
         {"HEADS": 32, "KV_HEADS": 8, "DIM": 128, "DIM_BLOCK": 128, "ROTATED": 128, "INTERLEAVED": False,
-         "HAS_NORM": True, "HAS_CACHE": True, "BLOCK_SIZE": 64, "TILE": 8},
+         "HAS_NORM": True, "ALL_HEADS": False, "NORM_AFTER": False, "HAS_CACHE": True, "BLOCK_SIZE": 64, "TILE": 8},
+        4,
+    ),
+    "rope, norms of all heads": (
+        cache._rope_write_kernel,
+        {"HEADS": 32, "KV_HEADS": 8, "DIM": 128, "DIM_BLOCK": 128, "ROTATED": 128, "INTERLEAVED": False,
+         "HAS_NORM": True, "ALL_HEADS": True, "NORM_AFTER": False, "HAS_CACHE": True, "BLOCK_SIZE": 64, "TILE": 8},
+        4,
+    ),
+    "rope, norms afterwards": (
+        cache._rope_write_kernel,
+        {"HEADS": 32, "KV_HEADS": 8, "DIM": 128, "DIM_BLOCK": 128, "ROTATED": 64, "INTERLEAVED": False,
+         "HAS_NORM": True, "ALL_HEADS": False, "NORM_AFTER": True, "HAS_CACHE": True, "BLOCK_SIZE": 64, "TILE": 8},
         4,
     ),
     "begin": (device_state._begin_step_kernel, {"TURNS": 4, "BLOCK_SIZE": 64, "BLOCK": 64}, 1),

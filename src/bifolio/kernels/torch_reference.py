@@ -95,14 +95,23 @@ class TorchKernels(TorchArrays):
     ) -> Heads:
         heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
         query, key, value = qkv.unflatten(-1, (heads + 2 * kv_heads, dim)).split((heads, kv_heads, kv_heads), dim=1)
-        if shape.query_norm is not None and shape.key_norm is not None:
-            query, key = self.norm(query, shape.query_norm), self.norm(key, shape.key_norm)
+        if not shape.norm_after_rope:
+            query, key = self._norm_heads(query, shape.query_norm), self._norm_heads(key, shape.key_norm)
         if rotation is not None:
             query = rotate(query, rotation, shape.rope_interleaved)
             key = rotate(key, rotation, shape.rope_interleaved)
+        if shape.norm_after_rope:
+            query, key = self._norm_heads(query, shape.query_norm), self._norm_heads(key, shape.key_norm)
         if storage is not None and batch.cache_index is not None:
             storage.write(shape.layer, batch.cache_index, key, value)
         return Heads(query, key, value)
+
+    def _norm_heads(self, heads: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+        """Norm each head, or all heads of a token together if the norm is wider than a head."""
+        if norm is None:
+            return heads
+        rows = heads.reshape(-1, norm.weight.shape[0])
+        return torch.reshape(self.norm(rows, norm), heads.shape)
 
     def attend(
         self, heads: Heads, shape: AttentionShape, segments: tuple[AttentionSegment, ...], storage: Storage | None
@@ -129,6 +138,7 @@ class TorchKernels(TorchArrays):
     ) -> torch.Tensor:
         tokens = slice(segment.token_start, segment.token_end)
         own = Heads(*(None if part is None else part[tokens] for part in heads))
+        own = own._replace(query=scale_by_position(own.query, shape, segment))
         attend = self._attend_decode if segment.phase is AttentionPhase.DECODE else self._attend_prefill
         return attend(own, shape, segment, storage)
 
@@ -156,6 +166,22 @@ def _are_equally_long(segment: AttentionSegment) -> bool:
     return segment.num_sequences * segment.max_query_len == segment.token_end - segment.token_start
 
 
+def scale_by_position(query: torch.Tensor, shape: AttentionShape, segment: AttentionSegment) -> torch.Tensor:
+    """Queries [t, heads, dim] of a segment, multiplied by the temperature at their positions."""
+    if not shape.temperature:
+        return query
+    lengths = torch.as_tensor(segment.context_lens, device=query.device)
+    if segment.max_query_len == 1 and segment.num_sequences == query.shape[0]:
+        positions = (lengths - 1).clamp(min=0)
+    else:
+        starts = torch.as_tensor(segment.query_starts, device=query.device)
+        counts = starts.diff()
+        before = (lengths - counts - starts[:-1]).repeat_interleave(counts)
+        positions = torch.arange(query.shape[0], device=query.device) + before
+    factors = 1 + shape.temperature * (1 + positions // shape.temperature_period).float().log()
+    return (query * factors[:, None, None]).to(query.dtype)
+
+
 def rotate(x: torch.Tensor, rotation: Rotation, interleaved: bool) -> torch.Tensor:
     """Rotate each pair of dimensions by its angle, in float32; dimensions past the rotated ones are unchanged."""
     cos, sin = rotation.cos[:, None, :], rotation.sin[:, None, :]
@@ -177,15 +203,35 @@ def _attend_equal(heads: Heads, shape: AttentionShape, num_sequences: int) -> to
         distance = torch.arange(length, device=query.device)
         distance = distance[:, None] - distance[None, :]
         mask = (distance >= 0) & (distance < shape.window)
-    mixed = F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=shape.scale,
-        enable_gqa=shape.num_heads != shape.num_kv_heads,
-    )
+    return _attend_masked(query, key, value, mask, shape)
+
+
+def _attend_masked(
+    query: torch.Tensor,  # [s, heads, n, dim]
+    key: torch.Tensor,  # [s, kv_heads, L, dim]
+    value: torch.Tensor,
+    mask: torch.Tensor | None,  # bool, broadcast to [s, heads, n, L]; None: causal
+    shape: AttentionShape,
+) -> torch.Tensor:
+    """[s * n, heads * dim]"""
+    if not shape.softcap:
+        mixed = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=shape.scale,
+            enable_gqa=shape.num_heads != shape.num_kv_heads,
+        )
+        return mixed.transpose(1, 2).flatten(2).flatten(0, 1)
+    if mask is None:
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+    group = shape.num_heads // shape.num_kv_heads
+    key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+    scores = ((query * shape.scale) @ key.transpose(2, 3)).float()
+    scores = (torch.tanh(scores / shape.softcap) * shape.softcap).masked_fill(~mask, float("-inf"))
+    mixed = scores.softmax(dim=-1).to(query.dtype) @ value
     return mixed.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
@@ -233,15 +279,8 @@ def _attend_paged(
     positions = lens[:, None] - num_queries + torch.arange(num_queries, device=query.device)[None, :]  # [s, n]
     distance = positions[:, :, None] - slots[None, None, :]
     visible = distance >= 0 if shape.window is None else (distance >= 0) & (distance < shape.window)
-    mixed = F.scaled_dot_product_attention(
-        queries.transpose(1, 2),
-        context(storage.keys[shape.layer]),
-        context(storage.values[shape.layer]),
-        attn_mask=visible[:, None],
-        scale=shape.scale,
-        enable_gqa=shape.num_heads != shape.num_kv_heads,
-    )
-    return mixed.transpose(1, 2).flatten(2).flatten(0, 1)
+    keys, values = context(storage.keys[shape.layer]), context(storage.values[shape.layer])
+    return _attend_masked(queries.transpose(1, 2), keys, values, visible[:, None], shape)
 
 
 def _fuse(parts: tuple[Any, ...], biases: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -213,6 +213,10 @@ class NativeKernels(HostArrays):
             shape.window or 0,
             shape.rope_interleaved,
             *norms,
+            shape.norm_after_rope,
+            shape.softcap,
+            shape.temperature,
+            shape.temperature_period,
         )
 
     def cache(self, storage: Storage) -> Any:

@@ -17,7 +17,7 @@ import triton.language as tl
 from bifolio.kernels.interface import AttentionShape, Storage
 from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
 from bifolio.kernels.triton.split_kv import FIXED_PIECE, PIECE_BYTES, Pieces, first_token
-from bifolio.kernels.triton.tiles import LOG2_E, TILE, join_part, mix_tile, read_tile
+from bifolio.kernels.triton.tiles import TILE, join_part, mix_tile, read_tile, score_constants
 
 MIN_ROWS = 16  # rows of the smallest matrix product
 JOINED_ROWS = 64  # rows of parts (parts times heads of a group) that are merged at once
@@ -65,6 +65,7 @@ def _decode_kernel(
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
+    CAP: tl.constexpr,  # of scores; 0: none
     SHARED_ROWS: tl.constexpr,  # 0: no shared prefixes
     FIXED: tl.constexpr,  # tokens of a piece in deterministic mode, where a program computes several; 0: any length
     JOINED: tl.constexpr,  # parts that are merged at once
@@ -78,14 +79,14 @@ def _decode_kernel(
                 query, keys, values, tables, table_rows, lengths, sequence, number, first, count, piece_length,
                 arrivals, mixed_parts, weight_parts, shared_words, shared_mixed, shared_weight, num_sequences, out,
                 query_stride, table_stride, window, scale, kv_head, item, HEADS, KV_HEADS, GROUP, ROWS, DIM, DIM_BLOCK,
-                BLOCK_SIZE, TILE, STAGES, PRECISION, SHARED_ROWS, FIXED, JOINED, GROUP_BLOCK,
+                BLOCK_SIZE, TILE, STAGES, PRECISION, CAP, SHARED_ROWS, FIXED, JOINED, GROUP_BLOCK,
             )  # fmt: skip
     else:
         _attend_piece(
             query, keys, values, tables, table_rows, lengths, sequence, number, first, count, piece_length,
             arrivals, mixed_parts, weight_parts, shared_words, shared_mixed, shared_weight, num_sequences, out,
             query_stride, table_stride, window, scale, kv_head, tl.program_id(1), HEADS, KV_HEADS, GROUP, ROWS, DIM,
-            DIM_BLOCK, BLOCK_SIZE, TILE, STAGES, PRECISION, SHARED_ROWS, FIXED, JOINED, GROUP_BLOCK,
+            DIM_BLOCK, BLOCK_SIZE, TILE, STAGES, PRECISION, CAP, SHARED_ROWS, FIXED, JOINED, GROUP_BLOCK,
         )  # fmt: skip
 
 
@@ -126,6 +127,7 @@ def _attend_piece(
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
+    CAP: tl.constexpr,
     SHARED_ROWS: tl.constexpr,
     FIXED: tl.constexpr,
     JOINED: tl.constexpr,
@@ -156,7 +158,7 @@ def _attend_piece(
         oldest = tl.where(window > 0, length - window, 0)
         highest, total, mixed = _mix_tokens(
             q, keys, values, table, begin, end, oldest, kv_head, dim, scale, KV_HEADS, BLOCK_SIZE, ROWS, DIM,
-            DIM_BLOCK, TILE, STAGES, PRECISION,
+            DIM_BLOCK, TILE, STAGES, PRECISION, CAP,
         )  # fmt: skip
         mixed = mixed / total[:, None]
         num_pieces = tl.load(count + owner)
@@ -245,6 +247,7 @@ def _mix_tokens(
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
+    CAP: tl.constexpr,
 ) -> tl.tensor:
     """The online softmax over the tokens from `begin` to `end`: (highest, total, mixed)."""
     highest = tl.full([ROWS], -float("inf"), tl.float32)
@@ -257,13 +260,13 @@ def _mix_tokens(
     for start in tl.range(begin, whole, TILE, num_stages=STAGES):
         k = read_tile(keys, table, start, end, kv_head, dim, KV_HEADS, BLOCK_SIZE, DIM, DIM_BLOCK, TILE, False)
         v = read_tile(values, table, start, end, kv_head, dim, KV_HEADS, BLOCK_SIZE, DIM, DIM_BLOCK, TILE, False)
-        highest, total, mixed = mix_tile(q, k, v, visible, highest, total, mixed, scale, False, PRECISION)
+        highest, total, mixed = mix_tile(q, k, v, visible, highest, total, mixed, scale, False, PRECISION, CAP)
     for start in tl.range(whole, end, TILE, num_stages=1):
         token = start + tl.arange(0, TILE)
         seen = ((token < end) & (token >= oldest))[None, :]
         k = read_tile(keys, table, start, end, kv_head, dim, KV_HEADS, BLOCK_SIZE, DIM, DIM_BLOCK, TILE, True)
         v = read_tile(values, table, start, end, kv_head, dim, KV_HEADS, BLOCK_SIZE, DIM, DIM_BLOCK, TILE, True)
-        highest, total, mixed = mix_tile(q, k, v, seen, highest, total, mixed, scale, True, PRECISION)
+        highest, total, mixed = mix_tile(q, k, v, seen, highest, total, mixed, scale, True, PRECISION, CAP)
     return highest, total, mixed
 
 
@@ -332,6 +335,7 @@ def decode_attention(
     num_sequences, heads, dim = query.shape
     group = heads // shape.num_kv_heads
     keys, values = storage.keys[shape.layer], storage.values[shape.layer]
+    scale, cap = score_constants(shape)
     if out is None:
         out = torch.empty((num_sequences, heads * dim), dtype=query.dtype, device=query.device)
     stages = (
@@ -364,7 +368,7 @@ def decode_attention(
         query.stride(0),
         tables.stride(0),
         pieces.window,
-        shape.scale * LOG2_E,
+        scale,
         HEADS=heads,
         KV_HEADS=shape.num_kv_heads,
         GROUP=group,
@@ -375,6 +379,7 @@ def decode_attention(
         TILE=tile,
         STAGES=stages,
         PRECISION="ieee" if keys.dtype == torch.float32 else "tf32",
+        CAP=cap,
         SHARED_ROWS=0 if shared is None else shared[2].shape[2],
         FIXED=FIXED_PIECE if pieces.fixed else 0,
         JOINED=1 if pieces.fixed else max(JOINED_ROWS // group_block, 2),

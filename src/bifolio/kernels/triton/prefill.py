@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bifolio.kernels.interface import AttentionSegment, AttentionShape, Heads, Storage
 from bifolio.kernels.triton.split_kv import FIXED_PIECE
-from bifolio.kernels.triton.tiles import LOG2_E, join_part, mix_tile, read_tile
+from bifolio.kernels.triton.tiles import join_part, mix_tile, read_tile, score_constants
 
 CUDNN_FROM = 1024  # tokens of each sequence; building cuDNN's plan does not pay off for shorter ones
 CUDNN_STEP = 1024  # lengths are padded to multiples of this, so that few plans are built
@@ -91,6 +91,7 @@ def _prefill_kernel(
     WINDOW: tl.constexpr,  # 0: none
     FRESH: tl.constexpr,
     PRECISION: tl.constexpr,
+    CAP: tl.constexpr,  # of scores; 0: none
     FIXED: tl.constexpr,  # tokens of a piece in deterministic mode; 0: one piece
 ) -> None:
     tile, head = tl.program_id(1), tl.program_id(0)
@@ -126,7 +127,7 @@ def _prefill_kernel(
             weight, part_total, values_mixed = _mix_tokens(
                 q, keys, values, table, piece, tl.minimum(tl.maximum(whole, piece), last), last, end, start_query,
                 position, kv_head, dim, key_stride, value_stride, scale, KV_HEADS, BLOCK_SIZE, ROWS, DIM, DIM_BLOCK,
-                TILE, WINDOW, FRESH, PRECISION,
+                TILE, WINDOW, FRESH, PRECISION, CAP,
             )  # fmt: skip
             weight = tl.where(part_total > 0, weight + tl.log2(part_total), -float("inf"))
             values_mixed = values_mixed / tl.where(part_total > 0, part_total, 1.0)[:, None]
@@ -134,7 +135,7 @@ def _prefill_kernel(
     else:
         highest, total, mixed = _mix_tokens(
             q, keys, values, table, begin, whole, end, end, start_query, position, kv_head, dim, key_stride,
-            value_stride, scale, KV_HEADS, BLOCK_SIZE, ROWS, DIM, DIM_BLOCK, TILE, WINDOW, FRESH, PRECISION,
+            value_stride, scale, KV_HEADS, BLOCK_SIZE, ROWS, DIM, DIM_BLOCK, TILE, WINDOW, FRESH, PRECISION, CAP,
         )  # fmt: skip
     mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]  # a row of padding has no keys
     place = out + (token[:, None] * HEADS + head) * DIM + dim[None, :]
@@ -167,6 +168,7 @@ def _mix_tokens(
     WINDOW: tl.constexpr,
     FRESH: tl.constexpr,
     PRECISION: tl.constexpr,
+    CAP: tl.constexpr,
 ) -> tl.tensor:
     """The online softmax over the tokens from `begin` to `last`: (highest, total, mixed)."""
     highest = tl.full([ROWS], -float("inf"), tl.float32)
@@ -184,7 +186,7 @@ def _mix_tokens(
         else:
             k = read_tile(keys, table, start, end, kv_head, dim, KV_HEADS, BLOCK_SIZE, DIM, DIM_BLOCK, TILE, False)
             v = read_tile(values, table, start, end, kv_head, dim, KV_HEADS, BLOCK_SIZE, DIM, DIM_BLOCK, TILE, False)
-        highest, total, mixed = mix_tile(q, k, v, all_visible, highest, total, mixed, scale, False, PRECISION)
+        highest, total, mixed = mix_tile(q, k, v, all_visible, highest, total, mixed, scale, False, PRECISION, CAP)
     for start in tl.range(whole, last, TILE):
         other = start + tl.arange(0, TILE)
         visible = position[:, None] >= other[None, :]
@@ -200,7 +202,7 @@ def _mix_tokens(
         else:
             k = read_tile(keys, table, start, end, kv_head, dim, KV_HEADS, BLOCK_SIZE, DIM, DIM_BLOCK, TILE, True)
             v = read_tile(values, table, start, end, kv_head, dim, KV_HEADS, BLOCK_SIZE, DIM, DIM_BLOCK, TILE, True)
-        highest, total, mixed = mix_tile(q, k, v, visible, highest, total, mixed, scale, True, PRECISION)
+        highest, total, mixed = mix_tile(q, k, v, visible, highest, total, mixed, scale, True, PRECISION, CAP)
     return highest, total, mixed
 
 
@@ -265,6 +267,7 @@ def prefill_attention(
         keys, values, block_size = storage.keys[shape.layer], storage.values[shape.layer], storage.block_size
         tables = segment.block_tables
     wide = keys.dtype == torch.float32
+    scale, cap = score_constants(shape)
     _prefill_kernel[(shape.num_heads, tiles.sequence.shape[0])](
         query,
         keys,
@@ -280,7 +283,7 @@ def prefill_attention(
         keys.stride(0) if fresh else 0,
         values.stride(0) if fresh else 0,
         0 if fresh else tables.stride(0),
-        shape.scale * LOG2_E,
+        scale,
         HEADS=shape.num_heads,
         KV_HEADS=shape.num_kv_heads,
         DIM=shape.head_dim,
@@ -291,6 +294,7 @@ def prefill_attention(
         WINDOW=shape.window or 0,
         FRESH=fresh,
         PRECISION="ieee" if wide else "tf32",
+        CAP=cap,
         FIXED=FIXED_PIECE if fixed else 0,
         num_warps=8 if rows >= 128 else 4,
         num_stages=1 if wide else 3 if shape.head_dim <= 128 else 2,
@@ -308,6 +312,7 @@ def uses_cudnn(query: torch.Tensor, shape: AttentionShape, segment: AttentionSeg
         and segment.max_query_len >= CUDNN_FROM
         and (shape.window is None or shape.window >= segment.max_query_len)
         and shape.head_dim <= 128
+        and not shape.softcap
         and shape.head_dim % 8 == 0
     )
 

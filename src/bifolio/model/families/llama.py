@@ -14,8 +14,10 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def folder_family(config: ModelConfig) -> str:
-    """Networks with windows are written as Mistral, because Llama's config.json has no windows."""
-    return "mistral" if config.layer_window else "llama"
+    """Networks with windows are written as Mistral or Ministral, because Llama's config.json has no windows."""
+    if not config.layer_window:
+        return "llama"
+    return "ministral" if None in config.layer_window else "mistral"
 
 
 def fresh_config(*, hidden_size: int, num_heads: int, **sizes: Any) -> ModelConfig:
