@@ -5,9 +5,9 @@
     python benchmarks/k_quants.py perplexity a.Q4_K_M.gguf --engine llama.cpp --text prose.txt
 
 `turns` gives one table for all files: prefill, one sequence, 16 sequences (tokens per second), the seconds from the
-start of a process to its first token, and its peak memory. Each engine loads a file in a process of its own. The engines
-alternate, round by round, and the table shows the median of the rounds, or with `--best` the best one. On a machine that
-other programs use, the clock `processor` counts processor time, and one thread is enough.
+start of a process to its first token, and its peak memory. Each engine loads a file in a process of its own. They
+alternate, round by round, and the table shows the median of the rounds, or with `--best` the best one. On a machine
+that other programs use, the clock `processor` counts processor time, and one thread is enough.
 """
 
 from __future__ import annotations
