@@ -5,8 +5,8 @@
 
 Compiles the kernels in place (cmake, ninja and nanobind; `--no-build` skips it). Random models in the shapes of
 SmolLM2-135M (S) and Llama-3.2-1B (M) run in one process for each instruction set, which `BIFOLIO_ISA` selects: an
-AVX-512 machine with `BIFOLIO_ISA=avx2` runs as an AVX2 machine does. The processes take turns, workload by workload, and
-the table shows the median of the rounds in tokens per second, with the ratio to the best instruction set.
+AVX-512 machine with `BIFOLIO_ISA=avx2` runs as an AVX2 machine does. The processes take turns, workload by workload,
+and the table shows the median of the rounds in tokens per second, with the ratio to the best instruction set.
 
 `--llama NAME=FOLDER` adds llama.cpp with the shared libraries of FOLDER, a build for the instruction set NAME (it needs
 the Python package llama_cpp, of which only the bindings are used). For AVX2 alone: cmake -DGGML_NATIVE=OFF
@@ -66,7 +66,7 @@ def work(options: argparse.Namespace) -> None:
         model = NativeModel(config, format, "f16", int(options.threads))
     else:
         path = Path(tempfile.mkdtemp()) / "model.gguf"
-        write_gguf(path, config, format)
+        write_gguf(config, format, path)
         model = LlamaCppModel(path, int(options.threads), flash_attention=False)
     workloads = {workload.name: workload for workload in ALL}
     print("ready", flush=True)
