@@ -105,7 +105,7 @@ class RequestFactory:
         detokenizer = None
         if tokenizer is not None:
             skip = request.params.skip_special_tokens
-            detokenizer = IncrementalDetokenizer(tokenizer.backend, request.prompt_token_ids, skip)
+            detokenizer = IncrementalDetokenizer(tokenizer.decoder, request.prompt_token_ids, skip)
         eos, length = self._model.config.eos_token_ids, self._config.max_model_len
         return StopChecker(request.params, eos, len(request.prompt_token_ids), length, detokenizer)
 
