@@ -270,6 +270,15 @@ class InferenceEngine:
         self._outbox.extend(self.batcher.finish(request, FinishReason.ABORT))
         return True
 
+    def stop(self, request_id: str, index: int, stop_reason: str) -> None:
+        """End one completion at a stop text that the reader of its tokens has found; no error if it ended before."""
+        request = self.requests.get(request_id)
+        sequence = None if request is None or request.search is not None else request.sequences[index]
+        if request is None or sequence is None or sequence.finish_reason is not None:
+            return
+        sequence.stop_reason = stop_reason
+        self._outbox.extend(self.batcher.finish(request, FinishReason.STOP, [sequence]))
+
     def abort_all(self) -> None:
         for request_id in list(self.requests):
             self.abort(request_id)

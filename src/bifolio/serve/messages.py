@@ -42,6 +42,14 @@ class Abort(msgspec.Struct, tag="abort"):
     ids: list[str]
 
 
+class Stop(msgspec.Struct, tag="stop"):
+    """End one completion: the front end has found a stop text in it."""
+
+    id: str
+    index: int
+    stop_reason: str
+
+
 class Embed(msgspec.Struct, tag="embed"):
     """Mean-pooled hidden states of one text."""
 
@@ -59,7 +67,7 @@ class Shutdown(msgspec.Struct, tag="shutdown"):
     """Abort everything and exit."""
 
 
-ToEngine = Launch | Start | Abort | Embed | Look | Shutdown
+ToEngine = Launch | Start | Abort | Stop | Embed | Look | Shutdown
 
 
 class Hello(msgspec.Struct, tag="hello"):
@@ -90,15 +98,15 @@ class Refused(msgspec.Struct, tag="refused"):
     message: str
 
 
-class Piece(msgspec.Struct, array_like=True, omit_defaults=True):
-    """The new tokens and text of one completion."""
+class NewTokens(msgspec.Struct, array_like=True, omit_defaults=True):
+    """The new tokens of one completion. The front end makes text of them and looks for stop texts."""
 
     index: int
-    text: str
-    token_ids: list[int]
-    logprobs: list[tuple[int, float, int, list[tuple[int, float]]]] | None = None  # id, logprob, rank, rivals
+    token_ids: bytes  # i32[t]
+    scores: bytes | None = None  # one record for each token (`logprob_records`)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    text: str | None = None  # of a completion that is chosen at the end: the engine needs its text itself
     cumulative_logprob: float | None = None
     score: float | None = None  # of a beam
 
@@ -119,8 +127,8 @@ class Update(msgspec.Struct, array_like=True, omit_defaults=True):
     """The new output of one request."""
 
     id: str
-    pieces: list[Piece]
-    prompt_logprobs: list[tuple[int, float, int, list[tuple[int, float]]] | None] | None = None
+    pieces: list[NewTokens]
+    prompt_scores: bytes | None = None  # one record for each prompt token from the second on
     ended: Ended | None = None
     num_cached_tokens: int | None = None  # in the first update
     drafts: list[tuple[int, int, list[int], int]] | None = None  # completion, position, guesses, how many were right
@@ -128,10 +136,11 @@ class Update(msgspec.Struct, array_like=True, omit_defaults=True):
 
     @property
     def num_entries(self) -> int:
-        """Tokens and logprobs: the size of the update, for limits."""
-        scored = [item for piece in self.pieces for item in piece.logprobs or ()]
-        scored += [item for item in self.prompt_logprobs or () if item is not None]
-        return sum(len(piece.token_ids) for piece in self.pieces) + sum(1 + len(item[3]) for item in scored)
+        """Tokens and logprobs, about: the size of the update, for limits."""
+        count = 0 if self.prompt_scores is None else len(self.prompt_scores) // 8
+        for piece in self.pieces:
+            count += len(piece.token_ids) // 4 + (0 if piece.scores is None else len(piece.scores) // 8)
+        return count
 
 
 class Updates(msgspec.Struct, tag="updates"):

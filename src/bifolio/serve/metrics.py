@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from bifolio.serve.messages import Ended
@@ -61,6 +63,25 @@ class _EngineCollector(Collector):
         yield CounterMetricFamily(PREFIX + "engine_restarts", "Restarts of the engine process.", engine.num_restarts)
 
 
+class CountedHistogram(Collector):
+    """A histogram that takes many equal values at once: a stream's update has many tokens."""
+
+    def __init__(self, name: str, text: str, bounds: tuple[float, ...], registry: CollectorRegistry) -> None:
+        self._name, self._text, self._bounds = name, text, bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+        registry.register(self)
+
+    def observe(self, value: float, count: int = 1) -> None:
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._sum += value * count
+
+    def collect(self) -> Iterator[Any]:
+        names = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
+        buckets = list(zip(names, accumulate(self._counts), strict=True))
+        yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
+
+
 class Metrics:
     """Counters and histograms of one server."""
 
@@ -73,8 +94,8 @@ class Metrics:
         self.time_to_first_token = histogram(
             "time_to_first_token_seconds", "From the arrival to the first token.", _LATENCY
         )
-        self.inter_token = histogram(
-            "inter_token_latency_seconds", "Between two tokens of a completion.", _BETWEEN_TOKENS
+        self.inter_token = CountedHistogram(
+            PREFIX + "inter_token_latency_seconds", "Between two tokens of a completion.", _BETWEEN_TOKENS, registry
         )
         self.end_to_end = histogram("e2e_request_latency_seconds", "From the arrival to the last token.", _LATENCY)
         self.queue = histogram("request_queue_time_seconds", "From the arrival to the first scheduling.", _LATENCY)
@@ -107,8 +128,8 @@ class Metrics:
     def first_tokens_ended(self, ended: Ended, num_tokens: int) -> None:
         """Latencies of a request whose tokens were not streamed, from the engine's own clock."""
         self.time_to_first_token.observe(ended.queue_time + ended.prefill_time)
-        for _ in range(num_tokens - 1):
-            self.inter_token.observe(ended.decode_time / (num_tokens - 1))
+        if num_tokens > 1:
+            self.inter_token.observe(ended.decode_time / (num_tokens - 1), num_tokens - 1)
 
     def render(self) -> bytes:
         return generate_latest(self.registry)

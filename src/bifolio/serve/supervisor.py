@@ -290,6 +290,11 @@ class EngineProcess:
         link.write(frames)
         return stream
 
+    def stop(self, request_id: str, index: int, stop_reason: str) -> None:
+        """End one completion of a request, in which a stop text was found."""
+        if self._link is not None:
+            self._link.send(m.Stop(request_id, index, stop_reason))
+
     async def embed(self, token_ids: list[int]) -> bytes:
         """f32[hidden] as bytes, of length 1."""
         request_id = self.new_id()
