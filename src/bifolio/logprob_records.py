@@ -44,10 +44,14 @@ def pack_records(
     words[:, 0], words[:, 2], words[:, 3] = token_ids, ranks, counts
     words[:, 1] = np.asarray(logprobs, dtype=np.float32).view(np.int32)
     width = min(num_pairs, top_ids.shape[1])
-    valid = np.arange(width) < counts[:, None]
+    if not width:
+        return words
     found = np.ascontiguousarray(top_logprobs[:, :width], dtype=np.float32).view(np.int32)
-    words[:, HEAD_WORDS : HEAD_WORDS + 2 * width : 2] = np.where(valid, top_ids[:, :width], 0)
-    words[:, HEAD_WORDS + 1 : HEAD_WORDS + 1 + 2 * width : 2] = np.where(valid, found, 0)
+    words[:, HEAD_WORDS : HEAD_WORDS + 2 * width : 2] = top_ids[:, :width]
+    words[:, HEAD_WORDS + 1 : HEAD_WORDS + 1 + 2 * width : 2] = found
+    if counts.min() < width:
+        missing = np.repeat(np.arange(width) >= counts[:, None], 2, axis=1)
+        words[:, HEAD_WORDS : HEAD_WORDS + 2 * width][missing] = 0
     return words
 
 

@@ -210,14 +210,15 @@ class Sequence:
         self.token_ids.append(token_id)
         self.output_token_ids.append(token_id)
 
-    def decode(self, token_id: int) -> None:
-        """Record that a pass over one token was collected and append the token that it sampled: both of the above."""
+    def decode(self, token_id: int) -> int:
+        """`advance` by one token and `append_token`: a plain decode step. Returns the number of output tokens."""
         self.num_in_flight -= 1
         self.num_computed += 1
         if self.num_expected:
             self.num_expected -= 1
         self.token_ids.append(token_id)
         self.output_token_ids.append(token_id)
+        return len(self.output_token_ids)
 
     def rewind(self, num_computed: int) -> None:
         """Reset the progress to `num_computed` tokens and discard launched passes."""

@@ -346,6 +346,7 @@ class InferenceEngine:
     def _count(self, plan: StepPlan) -> None:
         counters = self._counters
         counters.num_steps += 1
-        counters.num_decode_tokens += sum(item.num_new for item in plan.decodes)
+        has_drafts = self.speculator is not None
+        counters.num_decode_tokens += sum(item.num_new for item in plan.decodes) if has_drafts else len(plan.decodes)
         counters.num_prefill_tokens += sum(item.num_new for item in plan.prefills)
         counters.num_preemptions += len(plan.preempted)

@@ -35,23 +35,22 @@ class _Drawn:
     token_ids: list[int]
     errors: dict[int, BifolioError]
     logprobs: list[float]  # empty if no sequence of the step has logprobs
-    records: memoryview
+    records: bytes
     record_bytes: int  # of one row; a sequence with fewer alternatives takes the beginning
 
     @classmethod
     def of(cls, sampled: SampledTokens) -> _Drawn:
         tokens, scores = sampled.token_ids, sampled.scores
         if scores is None:
-            return cls(tokens.tolist(), sampled.errors, [], memoryview(b""), 0)
-        words = scores.pack(tokens, scores.top_ids.shape[1])
-        return cls(
-            tokens.tolist(), sampled.errors, scores.logprobs.tolist(), memoryview(words.tobytes()), 4 * words.shape[1]
-        )
+            return cls(tokens.tolist(), sampled.errors, [], b"", 0)
+        words = scores.pack(tokens, max(int(scores.num_top.max()), 0))
+        return cls(tokens.tolist(), sampled.errors, scores.logprobs.tolist(), words.tobytes(), 4 * words.shape[1])
 
     def score(self, row: int, sequence: Sequence) -> None:
         """Append the logprobs of a row to those of its sequence."""
-        records, start = sequence.logprobs, row * self.record_bytes
-        records.add(self.records[start : start + min(records.num_bytes, self.record_bytes)])
+        records, size = sequence.logprobs, self.record_bytes
+        start = row * size
+        records.add(self.records[start : start + (records.num_bytes if records.num_bytes < size else size)])
         sequence.cumulative_logprob += self.logprobs[row]
 
 
@@ -178,23 +177,22 @@ class Postprocessor:
         self, decodes: tuple[ScheduledSequence, ...], drawn: _Drawn, results: list[StepResult]
     ) -> None:
         """Add one token to each of these sequences: a plain decode step."""
-        block_size = self._blocks.block_size
+        block_size, has_errors, tokens = self._blocks.block_size, bool(drawn.errors), drawn.token_ids
         for row, item in enumerate(decodes):
             sequence = item.sequence
-            if sequence.finish_reason is not None or row in drawn.errors or sequence.checks_text:
+            if sequence.finish_reason is not None or sequence.checks_text or has_errors:
                 sequence.advance(1)
                 if sequence.finish_reason is None:  # else it ended while the step ran
                     if sequence.num_computed % block_size == 0:
                         self._commit(sequence, sequence.num_computed)
                     self._add_token(sequence, drawn, row, results)
                 continue
-            token, request, stops = drawn.token_ids[row], sequence.request, sequence.stops
-            if (sequence.num_computed + 1) % block_size == 0:
-                self._commit(sequence, sequence.num_computed + 1)
-            sequence.decode(token)
+            token, request, stops = tokens[row], sequence.request, sequence.stops
+            count = sequence.decode(token)
+            if sequence.num_computed % block_size == 0:
+                self._commit(sequence, sequence.num_computed)
             if request.wants_logprobs:
                 drawn.score(row, sequence)
-            count = len(sequence.output_token_ids)
             if token in stops.end_ids or count >= stops.limit:
                 end = stops.check(token, count)
                 if end is not None:

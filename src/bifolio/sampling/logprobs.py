@@ -91,13 +91,14 @@ def score_tokens(logits: Array, token_ids: NDArray[Any], num_top: NDArray[Any]) 
 
 def finish_scores(scores: TokenScores, num_top: NDArray[Any]) -> TokenLogprobs:
     """Logprobs from the numbers that a device sent: those of `score_tokens`, bit for bit."""
+    wanted = np.asarray(num_top, dtype=np.int64)
+    width = max(int(wanted.max()), 0)
+    top_ids = scores.top_ids[:, :width]
     with np.errstate(divide="ignore", invalid="ignore"):  # tokens without logprobs have no total
         log_sum = log_total(np, scores.totals[:, None])
-        logprobs, top_logprobs = (scores.logits[:, None] - log_sum)[:, 0], scores.top_logits - log_sum
-    wanted = np.asarray(num_top, dtype=np.int64)
-    exists = np.arange(scores.top_ids.shape[1]) < wanted[:, None]
-    counts = np.count_nonzero(exists & (scores.top_ids >= 0), axis=1)
-    return TokenLogprobs(logprobs, scores.ranks, np.where(wanted < 0, -1, counts), scores.top_ids, top_logprobs)
+        logprobs, top_logprobs = (scores.logits[:, None] - log_sum)[:, 0], scores.top_logits[:, :width] - log_sum
+    counts = np.count_nonzero((np.arange(top_ids.shape[1]) < wanted[:, None]) & (top_ids >= 0), axis=1)
+    return TokenLogprobs(logprobs, scores.ranks, np.where(wanted < 0, -1, counts), top_ids, top_logprobs)
 
 
 def _top(
