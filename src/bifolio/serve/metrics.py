@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import accumulate
@@ -30,6 +31,7 @@ _ENGINE_COUNTERS = {
     "engine_steps": ("num_steps", "Steps of the engine."),
     "spec_decode_num_draft_tokens": ("num_draft_tokens", "Tokens guessed by speculation."),
     "spec_decode_num_accepted_tokens": ("num_accepted_tokens", "Guessed tokens that were right."),
+    "engine_cpu_seconds": ("cpu_seconds", "CPU time of the engine process."),
 }
 
 
@@ -60,6 +62,7 @@ class _EngineCollector(Collector):
             yield GaugeMetricFamily(PREFIX + name, text, value)
         for name, (source, text) in _ENGINE_COUNTERS.items():
             yield CounterMetricFamily(PREFIX + name, text, engine.counter(source))
+        yield CounterMetricFamily(PREFIX + "front_end_cpu_seconds", "CPU time of the front end.", time.process_time())
         yield CounterMetricFamily(PREFIX + "engine_restarts", "Restarts of the engine process.", engine.num_restarts)
 
 

@@ -133,6 +133,7 @@ class EngineService:
         if speculator is not None:
             stats["num_draft_tokens"] = float(speculator.stats.num_draft_tokens)
             stats["num_accepted_tokens"] = float(speculator.stats.num_accepted_tokens)
+        stats["cpu_seconds"] = time.process_time()
         stats["num_cached_blocks"] = float(self.llm.engine.blocks.num_cached_blocks)
         return m.Beat(stats, 0.0 if started is None else max(time.monotonic() - started, 0.0))
 

@@ -335,7 +335,7 @@ class EngineProcess:
 
 COUNTERS = frozenset(
     ("num_steps", "num_prefill_tokens", "num_decode_tokens", "num_preemptions", "num_prompt_tokens",
-     "num_cached_tokens", "num_draft_tokens", "num_accepted_tokens")
+     "num_cached_tokens", "num_draft_tokens", "num_accepted_tokens", "cpu_seconds")
 )  # fmt: skip
 REFUSAL_CODES = {
     "PromptTooLongError": "context_length_exceeded",
