@@ -90,13 +90,12 @@ class Run:
         job, engine = self.job, self.context.engine
         salt = job.tenant.salt + (job.cache_salt or "").encode()
         key = (
-            job.tenant.name if job.tenant.salt else f"{job.tenant.name}-{id(self):x}"
+            job.tenant.name if job.tenant.salt else f"{job.tenant.name}-{engine.new_id()}"
         )  # without keys, requests take turns
         starts = []
         for number, prompt in enumerate(job.prompts):
             request_id = engine.new_id()
             self._numbers[request_id] = number
-            self.context.owners[request_id] = job.tenant.name
             starts.append(
                 Start(
                     request_id,
@@ -109,6 +108,7 @@ class Run:
                     salt,
                     job.wants_steps,
                     key,
+                    job.tenant.name,
                 )
             )
             self.context.metrics.prompt_tokens.inc(len(prompt))
@@ -135,8 +135,6 @@ class Run:
             self._timer.cancel()
         if self._stream is not None:
             self._stream.close()
-        for request_id in self._numbers:
-            self.context.owners.pop(request_id, None)
 
     @property
     def time_limit(self) -> float:

@@ -36,6 +36,7 @@ class Start(msgspec.Struct, tag="start", omit_defaults=True):
     salt: bytes = b""
     wants_steps: bool = False  # updates carry verified drafts and steps of a beam search
     key: str = ""  # of the client: keys take turns
+    owner: str = ""  # name of the tenant, for limits and for `/live`
 
 
 class Abort(msgspec.Struct, tag="abort"):
@@ -175,9 +176,48 @@ class Beat(msgspec.Struct, tag="beat"):
 
 FromEngine = Hello | Fatal | Refused | Updates | Embedding | Picture | Beat
 
+
+# Between the first front end, which owns the engine process, and the others: requests and updates as above, and these.
+class Serve(msgspec.Struct, tag="serve"):
+    """First message to a new front end: its settings, encoded by `serve.branches`."""
+
+    settings: bytes
+    secret: bytes  # digests of API keys are equal in all front ends
+
+
+class Lost(msgspec.Struct, tag="lost"):
+    """The engine process ended, and all requests with it."""
+
+
+class Drain(msgspec.Struct, tag="drain"):
+    """Refuse new requests; exit when those in flight have ended."""
+
+
+class Samples(msgspec.Struct, tag="samples"):
+    """The metrics of a front end, as Prometheus reads them."""
+
+    body: bytes
+
+
+class Scrape(msgspec.Struct, tag="scrape"):
+    """Ask for the metrics of all front ends."""
+
+    id: str
+
+
+class Scraped(msgspec.Struct, tag="scraped"):
+    id: str
+    body: bytes
+
+
+FromBranch = Start | Abort | Stop | Embed | Look | Samples | Scrape
+ToBranch = Serve | Hello | Refused | Updates | Embedding | Picture | Beat | Lost | Drain | Scraped
+
 _encoder = msgspec.msgpack.Encoder()
 to_engine_decoder = msgspec.msgpack.Decoder(ToEngine)
 from_engine_decoder = msgspec.msgpack.Decoder(FromEngine)
+from_branch_decoder = msgspec.msgpack.Decoder(FromBranch)
+to_branch_decoder = msgspec.msgpack.Decoder(ToBranch)
 
 
 def frame(message: msgspec.Struct) -> bytes:

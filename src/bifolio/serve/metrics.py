@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from bifolio.serve.engine_client import EngineClient
 from bifolio.serve.messages import Ended
-from bifolio.serve.supervisor import EngineProcess
 
 PREFIX = "bifolio:"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -38,7 +40,7 @@ _ENGINE_COUNTERS = {
 class _EngineCollector(Collector):
     """Reads the last report of the engine process; nothing is stored twice."""
 
-    def __init__(self, engine: EngineProcess) -> None:
+    def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
 
     def collect(self) -> Iterator[Any]:
@@ -62,8 +64,36 @@ class _EngineCollector(Collector):
             yield GaugeMetricFamily(PREFIX + name, text, value)
         for name, (source, text) in _ENGINE_COUNTERS.items():
             yield CounterMetricFamily(PREFIX + name, text, engine.counter(source))
-        yield CounterMetricFamily(PREFIX + "front_end_cpu_seconds", "CPU time of the front end.", time.process_time())
         yield CounterMetricFamily(PREFIX + "engine_restarts", "Restarts of the engine process.", engine.num_restarts)
+
+
+class _CpuCollector(Collector):
+    """CPU time of this process."""
+
+    def collect(self) -> Iterator[Any]:
+        yield CounterMetricFamily(PREFIX + "front_end_cpu_seconds", "CPU time of the front ends.", time.process_time())
+
+
+class _Sums(Collector):
+    """The samples of several front ends, added up."""
+
+    def __init__(self, texts: list[bytes]) -> None:
+        self._texts = texts
+
+    def collect(self) -> Iterator[Any]:
+        families: dict[str, Metric] = {}
+        values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
+        for text in self._texts:
+            for family in text_string_to_metric_families(text.decode()):
+                families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                sums = values.setdefault(family.name, {})
+                for sample in family.samples:
+                    key = sample.name, tuple(sample.labels.items())
+                    sums[key] = sums.get(key, 0.0) + sample.value
+        for name, merged in families.items():
+            for (sample_name, labels), value in values[name].items():
+                merged.add_sample(sample_name, dict(labels), value)
+            yield merged
 
 
 class CountedHistogram(Collector):
@@ -90,6 +120,7 @@ class Metrics:
 
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
+        registry.register(_CpuCollector())
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(PREFIX + name, text, buckets=buckets, registry=registry)
@@ -117,7 +148,7 @@ class Metrics:
         self.open_responses = Gauge(PREFIX + "http_open_requests", "HTTP requests under way.", registry=registry)
         self.recent_latency = 1.0  # seconds; an average that forgets
 
-    def watch(self, engine: EngineProcess) -> None:
+    def watch(self, engine: EngineClient) -> None:
         self.registry.register(_EngineCollector(engine))
 
     def request_ended(self, ended: Ended, seconds: float) -> None:
@@ -134,5 +165,12 @@ class Metrics:
         if num_tokens > 1:
             self.inter_token.observe(ended.decode_time / (num_tokens - 1), num_tokens - 1)
 
-    def render(self) -> bytes:
-        return generate_latest(self.registry)
+    def render(self, others: Sequence[bytes] = ()) -> bytes:
+        """As Prometheus reads them; the metrics of `others`, rendered by other front ends, are added."""
+        own: bytes = generate_latest(self.registry)
+        if not others:
+            return own
+        registry = CollectorRegistry()
+        registry.register(_Sums([own, *others]))
+        merged: bytes = generate_latest(registry)
+        return merged

@@ -51,6 +51,7 @@ class _Live:
     is_chosen_late: bool = False  # which completions are returned, and in which order, is decided at the end
     final_only: bool = False
     sent_first: bool = False
+    owner: str = ""  # name of its tenant
 
 
 @dataclass(slots=True)
@@ -203,7 +204,8 @@ class EngineService:
         if message.wants_steps:
             request.steps = []
         self._unstarted.add(message.id)
-        self._live[message.id] = _Live(request, [0] * count, [False] * count, is_chosen_late, only_at_the_end)
+        live = _Live(request, [0] * count, [False] * count, is_chosen_late, only_at_the_end, owner=message.owner)
+        self._live[message.id] = live
 
     def _refuse(self, request_id: str, error: BifolioError) -> None:
         kind = type(error).__name__ if isinstance(error, RequestError) else "RequestError"
@@ -235,7 +237,11 @@ class EngineService:
         self.thread.background = self._embeddings.advance
 
     def _look(self, engine: InferenceEngine, look_id: str) -> None:
-        self.send(m.Picture(look_id, slots_of(engine), waiting_of(engine), self.beat().stats, blocks_of(engine)))
+        slots, waiting = slots_of(engine), waiting_of(engine)
+        for entry in [*slots, *waiting]:
+            live = self._live.get(entry["id"])
+            entry["owner"] = "" if live is None else live.owner
+        self.send(m.Picture(look_id, slots, waiting, self.beat().stats, blocks_of(engine)))
 
     # -- after a step --------------------------------------------------------------------------------------------------
     def _after_step(self, results: list[StepResult]) -> None:
