@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import heapq
 import math
 import time
 from collections import Counter
@@ -60,6 +61,8 @@ class ServerContext:
     templates: Helper = field(init=False)  # renders chat templates
     grammars: GrammarChecks = field(init=False)
     _open_per_key: Counter[str] = field(init=False, default_factory=Counter)
+    _free_places: list[int] = field(init=False, default_factory=list)  # a heap
+    _num_places: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         self.texts = TokenTexts(self.model.tokenizer)
@@ -92,6 +95,16 @@ class ServerContext:
             self._open_per_key[tenant.name] -= count
             if not self._open_per_key[tenant.name]:
                 del self._open_per_key[tenant.name]
+
+    def take_place(self) -> int:
+        """The smallest number that no other request without a key has: later requests follow in its turns."""
+        if self._free_places:
+            return heapq.heappop(self._free_places)
+        self._num_places += 1
+        return self._num_places - 1
+
+    def give_back_place(self, place: int) -> None:
+        heapq.heappush(self._free_places, place)
 
     def refusal(self, tenant: str, count: int) -> ApiError | None:
         """The error of `count` further requests, if they are too many; requests of all front ends count."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 import time
 from array import array
 from collections.abc import Sequence
@@ -79,6 +80,7 @@ class Run:
     num_cached_tokens: int = 0
     _stream: RequestStream | None = None
     _timer: asyncio.TimerHandle | None = None
+    _place: int | None = None  # among the concurrent requests without a key
     _numbers: dict[str, int] = field(default_factory=dict)  # engine request → which prompt
     _lengths: dict[int, int] = field(default_factory=dict)  # choice → its tokens so far
     _last_token: dict[int, float] = field(default_factory=dict)  # choice → when its last token came
@@ -89,9 +91,10 @@ class Run:
     def start(self) -> None:
         job, engine = self.job, self.context.engine
         salt = job.tenant.salt + (job.cache_salt or "").encode()
-        key = (
-            job.tenant.name if job.tenant.salt else f"{job.tenant.name}-{engine.new_id()}"
-        )  # without keys, requests take turns
+        key = job.tenant.name
+        if not job.tenant.salt:  # without keys, concurrent requests take turns as if each came from another client
+            self._place = self.context.take_place()
+            key = f"{key}-{os.getpid():x}-{self._place}"
         starts = []
         for number, prompt in enumerate(job.prompts):
             request_id = engine.new_id()
@@ -135,6 +138,9 @@ class Run:
             self._timer.cancel()
         if self._stream is not None:
             self._stream.close()
+        if self._place is not None:
+            self.context.give_back_place(self._place)
+            self._place = None
 
     @property
     def time_limit(self) -> float:

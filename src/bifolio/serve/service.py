@@ -52,6 +52,7 @@ class _Live:
     final_only: bool = False
     sent_first: bool = False
     owner: str = ""  # name of its tenant
+    is_over: bool = False  # the last update was sent
 
 
 @dataclass(slots=True)
@@ -245,29 +246,30 @@ class EngineService:
 
     # -- after a step --------------------------------------------------------------------------------------------------
     def _after_step(self, results: list[StepResult]) -> None:
-        """Send the new tokens at once if a request began or ended, else after an interval."""
-        urgent = False
+        """Send the new tokens of all requests after an interval, and at once those of requests that began or ended."""
+        urgent: list[_Live] = []
         if self._unstarted:
             for request_id in self._unstarted.intersection([result.request_id for result in results]):
                 live = self._live[request_id]
                 self._unstarted.discard(request_id)
                 self._turns.started(live.request.turn)
-                urgent = urgent or not live.final_only
-        for result in results:
-            if result.finished:
-                ended = self._live.get(result.request_id)
-                urgent = urgent or (ended is not None and (not ended.final_only or ended.request.is_finished))
+                if not live.final_only:
+                    urgent.append(live)
+        ended = [result.request_id for result in results if result.finished]
+        urgent += [self._live[request_id] for request_id in ended if request_id in self._live]
         now = time.monotonic()
         interval = min(len(self._live) / self.max_updates_per_second, MAX_UPDATE_SECONDS)
-        if urgent or now - self._last_sent >= interval:
+        if now - self._last_sent >= interval:
             self._last_sent = now
-            self._send_news()
+            self._send_news(list(self._live.values()))
+        elif urgent:
+            self._send_news(urgent)
 
-    def _send_news(self) -> None:
+    def _send_news(self, lives: list[_Live]) -> None:
         updates: list[m.Update] = []
         entries = 0
-        for live in list(self._live.values()):
-            if not live.final_only or live.request.is_finished:
+        for live in lives:
+            if not live.is_over and (not live.final_only or live.request.is_finished):
                 update = self._update(live)
                 if update is not None:
                     updates.append(update)
@@ -293,6 +295,7 @@ class EngineService:
                 update.prompt_scores = request.prompt_scores.packed()
         if is_finished:
             update.ended = _ended(request)
+            live.is_over = True
             self._forget(request.request_id)
         return update
 
