@@ -5,8 +5,8 @@
     clients ──▶ front end 2 (serve.branch) ──▶ front end 0
 
 Each has its own event loop, tokenizer and helper processes, so HTTP, JSON and detokenisation use several cores. The
-first one relays messages, a few for each interval of updates, and holds what belongs to all: the engine process, the
-limits on open requests and the metrics.
+first one relays messages, a few for each interval of updates, and holds the state that all share: the engine process,
+the limits on open requests and the metrics.
 """
 
 from __future__ import annotations

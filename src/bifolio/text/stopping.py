@@ -62,11 +62,10 @@ class StopStringScanner:
     longest, if several end at the same character). A tail that may begin a stop text is held back until it is decided.
     """
 
-    __slots__ = ("_held", "_include", "_longest", "_stops")
+    __slots__ = ("_held", "_include", "_stops")
 
     def __init__(self, stops: Sequence[str], include_in_output: bool = False) -> None:
         self._stops = tuple(sorted(stops, key=len, reverse=True))
-        self._longest = max((len(stop) for stop in stops), default=0)
         self._include = include_in_output
         self._held = ""
 
@@ -92,8 +91,7 @@ class StopStringScanner:
 
     def fork(self) -> StopStringScanner:
         copy = object.__new__(StopStringScanner)
-        copy._stops, copy._longest, copy._include = self._stops, self._longest, self._include
-        copy._held = self._held
+        copy._stops, copy._include, copy._held = self._stops, self._include, self._held
         return copy
 
     @property
@@ -111,11 +109,14 @@ class StopStringScanner:
 
     def _partial(self, text: str) -> int:
         """Length of the longest suffix of `text` that is a proper prefix of a stop text."""
-        for length in range(min(len(text), self._longest - 1), 0, -1):
-            tail = text[-length:]
-            if any(len(stop) > length and stop.startswith(tail) for stop in self._stops):
-                return length
-        return 0
+        longest = 0
+        for stop in self._stops:
+            start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+            while start >= 0 and not stop.startswith(text[start:]):
+                start = text.find(stop[0], start + 1)
+            if start >= 0:
+                longest = max(longest, len(text) - start)
+        return longest
 
 
 class OutputText:
