@@ -60,6 +60,9 @@ def serve(
         str | None,
         commands.option("--limits", help="Latency limits of goodput, in ms: ttft:500,tpot:50,itl:200,e2e:5000."),
     ] = None,
+    clients: Annotated[
+        int, commands.option("--clients", min=1, help="Processes that send the requests; one reads about 20,000 tok/s.")
+    ] = 1,
     seed: Annotated[int, commands.option("--seed", help="Seed of lengths, arrivals and tokens.")] = 0,
     timeout: Annotated[float, commands.option("--timeout", help="Seconds that a request may take.")] = 600.0,
     plot: measure_options.Plot = None,
@@ -71,8 +74,9 @@ def serve(
 
     from bifolio.errors import ConfigError
     from bifolio.measure.figures import check_target
-    from bifolio.measure.load import Plan, parse_limits, run_load
+    from bifolio.measure.load import Plan, parse_limits
     from bifolio.measure.load_client import LoadClient
+    from bifolio.measure.load_processes import Target, run_clients
 
     if sum(option is not None for option in (concurrency, rate, trace)) > 1:
         raise ConfigError("choose one of --concurrency, --rate and --trace")
@@ -88,14 +92,9 @@ def serve(
         size = concurrency or 8
         plan = Plan(_drawn(requests, prompt, output, shared, vocab_size, generator, None, 1.0), size)
         name = f"{size} at a time"
-    client = LoadClient(url, key=key, timeout=timeout)
-
-    async def run() -> LoadReport:
-        served = model or await client.model_name()
-        body = {"model": served, "temperature": temperature, **({"ignore_eos": True} if ignore_eos else {})}
-        return await run_load(client, plan, body, name, parse_limits(limits))
-
-    report = asyncio.run(run())
+    served = model or asyncio.run(LoadClient(url, key=key, timeout=timeout).model_name())
+    body = {"model": served, "temperature": temperature, **({"ignore_eos": True} if ignore_eos else {})}
+    report = run_clients(Target(url, key, timeout), plan, body, name, parse_limits(limits), clients)
     if plot is not None:
         from bifolio.measure.load_plot import plot_load
 
@@ -167,6 +166,10 @@ def show(report: LoadReport) -> None:
     console.print(f"  duration          {show_seconds(report.seconds)}", highlight=False)
     console.print(f"  requests/s        {figures['requests_per_second']:.2f}", highlight=False)
     console.print(f"  output tokens/s   {figures['output_tokens_per_second']:.1f}", highlight=False)
+    for kind, label in (("front_end", "front end"), ("engine", "engine")):
+        if kind in report.cpu_seconds:
+            cpu = 1e6 * report.cpu_per_token(kind)
+            console.print(f"  CPU of {label:11s}{cpu:.1f} us per output token", highlight=False)
     if report.limits:
         share = f"{100 * figures['goodput_share']:.1f} % within the limits"
         console.print(f"  goodput           {figures['goodput_requests_per_second']:.2f} requests/s, {share}")

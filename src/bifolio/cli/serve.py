@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from bifolio.cli import commands, options
 from bifolio.config import NUMERICS
@@ -63,6 +63,10 @@ def serve(
         list[str] | None,
         commands.option("--allowed-host", help="Another host name of a local server without keys; repeatable."),
     ] = None,
+    front_ends: Annotated[
+        int | None,
+        commands.option("--front-ends", min=1, help="Processes that serve HTTP; default: 2 from 8 cores on, else 1."),
+    ] = None,
     log_prompts: Annotated[bool, commands.option("--log-prompts", help="Write prompts into the log.")] = False,
     log_level: Annotated[str, commands.option("--log-level", help="debug, info, warning or error.")] = "info",
     speculative: options.Speculative = None,
@@ -90,7 +94,7 @@ def serve(
         from bifolio.serve.auth import read_keys
         from bifolio.serve.context import Limits
         from bifolio.serve.logs import LEVELS, configure_logging
-        from bifolio.serve.server import ServerSettings
+        from bifolio.serve.server import ServerSettings, default_front_ends, event_loop
         from bifolio.serve.server import serve as run_server
     except ImportError as error:
         raise MissingDependencyError(f"the server needs {error.name}: pip install 'bifolio[serve]'") from error
@@ -119,6 +123,7 @@ def serve(
         heartbeat_timeout=heartbeat_timeout,
         allowed_hosts=allowed_host or [],
         log_prompts=log_prompts,
+        front_ends=front_ends or default_front_ends(),
     )
     guessing = options.speculative_config(speculative, draft_model)
     engine_options = {
@@ -137,14 +142,5 @@ def serve(
         "gpu_memory_utilization": gpu_memory_utilization,
         "speculative": None if guessing is None else asdict(guessing),
     }
-    with asyncio.Runner(loop_factory=_event_loop()) as runner:
+    with asyncio.Runner(loop_factory=event_loop()) as runner:
         runner.run(run_server(settings, engine_options))
-
-
-def _event_loop() -> Any:
-    """The loop factory of uvloop where it is installed: it saves a third of the work of every event."""
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    return uvloop.new_event_loop

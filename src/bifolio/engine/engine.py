@@ -270,6 +270,15 @@ class InferenceEngine:
         self._outbox.extend(self.batcher.finish(request, FinishReason.ABORT))
         return True
 
+    def stop(self, request_id: str, index: int, stop_reason: str) -> None:
+        """End one completion at a stop text that the reader of its tokens has found; no error if it ended before."""
+        request = self.requests.get(request_id)
+        sequence = None if request is None or request.search is not None else request.sequences[index]
+        if request is None or sequence is None or sequence.finish_reason is not None:
+            return
+        sequence.stop_reason = stop_reason
+        self._outbox.extend(self.batcher.finish(request, FinishReason.STOP, [sequence]))
+
     def abort_all(self) -> None:
         for request_id in list(self.requests):
             self.abort(request_id)
@@ -342,6 +351,7 @@ class InferenceEngine:
     def _count(self, plan: StepPlan) -> None:
         counters = self._counters
         counters.num_steps += 1
-        counters.num_decode_tokens += sum(item.num_new for item in plan.decodes)
+        has_drafts = self.speculator is not None
+        counters.num_decode_tokens += sum(item.num_new for item in plan.decodes) if has_drafts else len(plan.decodes)
         counters.num_prefill_tokens += sum(item.num_new for item in plan.prefills)
         counters.num_preemptions += len(plan.preempted)

@@ -261,16 +261,19 @@ class ContinuousBatcher:
         child_slot = self._slot_of[child.id]
         self.slots[child_slot].sample_slots = (child_slot,)
 
-    def finish(self, request: Request, reason: FinishReason) -> list[StepResult]:
-        """Finish a request's sequences; the next `evict_completed` frees their slots and blocks."""
+    def finish(
+        self, request: Request, reason: FinishReason, sequences: list[Sequence] | None = None
+    ) -> list[StepResult]:
+        """Finish a request's sequences, by default all; the next `evict_completed` frees their slots and blocks."""
         results = []
-        for sequence in request.sequences:
+        for sequence in request.sequences if sequences is None else sequences:
             if sequence.finish_reason is None:
                 sequence.finish(reason)
                 if sequence.id not in self._slot_of and self._blocks.has_table(sequence.id):
                     self._blocks.release(sequence.id)  # branched from a kept conversation and never admitted
                 results.append(StepResult(request.request_id, None, True, reason, sequence.index, sequence=sequence))
-        request.metrics.finished = time.perf_counter()
+        if request.is_finished:
+            request.metrics.finished = time.perf_counter()
         return results
 
     # -- slots ----------------------------------------------------------------------------------------------------

@@ -94,7 +94,7 @@ class PhaseManager:
         if running is None:
             return StepPlan(is_short=True)
         decodes = self._with_drafts(running, token_budget, drafts) if drafts else _decodes(running)
-        left = token_budget - sum(item.num_new for item in decodes)
+        left = token_budget - (sum(item.num_new for item in decodes) if drafts else len(decodes))
         prefills, is_short = (
             self._plan_prefills(active, waiting, left, preempted, may_preempt) if waiting and left > 0 else ([], False)
         )

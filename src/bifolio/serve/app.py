@@ -230,7 +230,8 @@ class Handlers:
         await send_json(send, r.Health("ready"))
 
     async def metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send_bytes(send, self._context.metrics.render(), CONTENT_TYPE.encode())
+        body = await self._context.engine.metrics(self._context.metrics)
+        await send_bytes(send, body, CONTENT_TYPE.encode())
 
     async def openapi(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._document is None:

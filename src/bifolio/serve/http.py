@@ -13,6 +13,7 @@ from bifolio.serve.auth import Receive, Scope, Send
 from bifolio.serve.bounds import check_bytes
 from bifolio.serve.context import Limits
 from bifolio.serve.errors import ApiError, bad_request
+from bifolio.serve.events import Event, encode_event
 
 T = TypeVar("T")
 _encoder = msgspec.json.Encoder()
@@ -86,18 +87,23 @@ async def send_bytes(
     await send({"type": "http.response.body", "body": body})
 
 
-async def send_events(send: Send, events: AsyncIterator[msgspec.Struct], write_timeout: float) -> None:
-    """Server-sent events. The status is sent with the first of them, so that an error before it has its own."""
+async def send_events(send: Send, events: AsyncIterator[list[Event]], write_timeout: float) -> None:
+    """Server-sent events, those that are ready together in one write.
+
+    The status is sent with the first of them, so that an error before it has its own.
+    """
     started = False
     tail = DONE
     with WriteWatch(write_timeout) as watch:
         try:
-            async for event in events:
+            async for batch in events:
+                if not batch:
+                    continue
                 if not started:
                     started = True
                     await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
                 watch.begin()
-                body = b"data: " + _encoder.encode(event) + b"\n\n"
+                body = b"".join([encode_event(event) for event in batch])
                 await send({"type": "http.response.body", "body": body, "more_body": True})
                 watch.end()
         except ApiError as error:
