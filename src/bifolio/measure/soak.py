@@ -60,6 +60,7 @@ class Sample:
     memory: float  # MiB of all processes
     descriptors: int  # of the front end
     threads: int
+    parts: dict[str, float] = field(default_factory=dict)  # MiB of the front end, the engine and the helpers
 
 
 @dataclass(slots=True)
@@ -299,10 +300,12 @@ class Soak:
     def _sample(self) -> None:
         while not self._stop.wait(1.0):
             pids = self._processes()
-            memory = sum(_resident(pid) for pid in pids)
+            parts = dict.fromkeys(("front end", "engine", "helpers"), 0.0)
+            for pid in pids:
+                parts[_part(pid, pids[0])] += _resident(pid) / (1 << 20)
             front = pids[0] if pids else 0
             threads = sum(_count(pid, "task") for pid in pids)
-            sample = Sample(time.monotonic() - self._began, memory / (1 << 20), _count(front, "fd"), threads)
+            sample = Sample(time.monotonic() - self._began, sum(parts.values()), _count(front, "fd"), threads, parts)
             with self._lock:
                 self.report.samples.append(sample)
 
@@ -318,6 +321,13 @@ class Soak:
             except OSError:
                 continue
         return found
+
+
+def _part(pid: int, front: int) -> str:
+    """The role of a process of the server."""
+    if pid == front:
+        return "front end"
+    return "engine" if b"bifolio.serve.worker" in _command_line(pid) else "helpers"
 
 
 def _command_line(pid: int) -> bytes:

@@ -204,7 +204,7 @@ class ContinuousBatcher:
             )
         needed = reading.blocks_with(sequence, cached)
         while self._slot_of and needed + len(self._slot_of) // 4 > self._blocks.num_free_blocks:
-            if not self.drop_kept():
+            if not self._drop_oldest(but=sequence):
                 if not branched:
                     self._blocks.release(sequence.id)
                 return False
@@ -230,12 +230,22 @@ class ContinuousBatcher:
         return ended
 
     def drop_kept(self, request_id: str | None = None) -> bool:
-        """Release the blocks of a kept conversation, by default the oldest; False when there is none."""
+        """Release the blocks of a kept conversation, by default the oldest; False when there is none.
+
+        Without a kept conversation, the last waiting branch of one gives up its blocks: it is computed anew later.
+        """
         if request_id is None:
-            request_id = next(iter(self._kept), None)
-        sequence = None if request_id is None else self._kept.pop(request_id, None)
-        if sequence is None:
-            return False
+            return self._drop_oldest()
+        sequence = self._kept.pop(request_id, None)
+        return sequence is not None and self._drop(sequence)
+
+    def _drop_oldest(self, but: Sequence | None = None) -> bool:
+        if self._kept:
+            return self._drop(self._kept.pop(next(iter(self._kept))))
+        branches = [item for item in self._waiting if item[2] is not but and self._blocks.has_table(item[2].id)]
+        return bool(branches) and self._drop(max(branches)[2])
+
+    def _drop(self, sequence: Sequence) -> bool:
         self._blocks.release(sequence.id)
         self._may_admit = True
         return True

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, ItemsView, Iterable, KeysView, Mapping, Sequence, ValuesView
 from functools import wraps
 from typing import Any
 
@@ -110,8 +110,10 @@ class Limits:
             if isinstance(item, Mapping):
                 left.extend(item.keys())
                 left.extend(item.values())
-            elif isinstance(item, list | tuple | set):
+            elif isinstance(item, list | tuple | set | KeysView | ValuesView | ItemsView):
                 left.extend(item)
+            elif type(item).__name__ == "Namespace":  # of jinja2; it is spelled as the dict of its attributes
+                left.append(object.__getattribute__(item, "_Namespace__attrs"))
             size += len(item) if isinstance(item, str) else 4
             self.allow(size)
         return value
@@ -174,6 +176,9 @@ def _compile(template: str, limits: Limits) -> Any:
                 return limits.count(left * right)
             raise ChatTemplateError(f"the chat template uses {operator!r} in a way that is not allowed")
 
+        def getitem(self, value: Any, argument: Any) -> Any:
+            return super().getitem(value, limits.allow_spelled(argument))
+
         def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
             method = getattr(function, "__wrapped__", function)  # the sandbox wraps `format`
             owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
@@ -210,6 +215,12 @@ def _compile(template: str, limits: Limits) -> Any:
                 return value
             return nodes.Call(nodes.EnvironmentAttribute("bounded"), [value], [], None, None)
 
+        def visit_Pair(self, node: Any) -> Any:  # noqa: N802
+            """Nested tuples take exponential time to hash as well: keys are bounded before a dict is built."""
+            node = self.generic_visit(node)
+            node.key = self._bounded(node.key)
+            return node
+
         def visit_Concat(self, node: Any) -> Any:  # noqa: N802
             parts = [self.visit(part) for part in node.nodes]
             return nodes.Call(nodes.EnvironmentAttribute("concatenate"), parts, [], None, None)
@@ -232,12 +243,14 @@ def _compile(template: str, limits: Limits) -> Any:
         environment.tests[name] = _bounded_test(environment.tests[name], limits)
     del environment.globals["lipsum"]  # generates text of any length
     environment.globals.update(
-        raise_exception=_raise_exception, range=_bounded_range, strftime_now=lambda form: time.strftime(form)
+        raise_exception=lambda message: _raise_exception(limits.allow_spelled(message)),
+        range=_bounded_range,
+        strftime_now=lambda form: time.strftime(form),
     )
     try:
         tree = Bounds().visit(environment.parse(template))
         return jinja2.Template.from_code(environment, environment.compile(tree), environment.globals)
-    except (jinja2.TemplateError, RecursionError, ValueError, TypeError) as error:
+    except (jinja2.TemplateError, SyntaxError, RecursionError, MemoryError, ValueError, TypeError) as error:
         raise ChatTemplateError(f"the chat template is broken: {error}") from error
 
 
