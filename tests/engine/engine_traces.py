@@ -17,6 +17,7 @@ import traceback
 from collections import Counter
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from bifolio import BeamSearchParams, SamplingParams
 from bifolio.engine.engine import InferenceEngine
 from bifolio.errors import RequestError
 from bifolio.kernels.interface import KernelSet
+from bifolio.schedule import shares
 from bifolio.sequence import FinishReason, Request
 from helpers import drain, make_engine, make_kernels, output_ids, random_prompt
 
@@ -55,10 +57,12 @@ def alone(kernels: str, prompt: tuple[int, ...], kind: str, options: Options) ->
     return output_ids(request), logprobs(request)
 
 
-def start(engine: InferenceEngine, name: str, prompt: tuple[int, ...], kind: str, options: Options) -> Request:
+def start(
+    engine: InferenceEngine, name: str, prompt: tuple[int, ...], kind: str, options: Options, owner: str = ""
+) -> Request:
     if kind == "beam":
-        return engine.add_beam_search(name, prompt, BeamSearchParams(**dict(options)))
-    return engine.add_request(name, prompt, SamplingParams(**dict(options)))
+        return engine.add_beam_search(name, prompt, BeamSearchParams(**dict(options)), owner=owner)
+    return engine.add_request(name, prompt, SamplingParams(**dict(options)), owner=owner)
 
 
 def logprobs(request: Request) -> list[float]:
@@ -84,22 +88,27 @@ class Trace:
             enable_prefix_caching=rng.random() < 0.5,
             launch_ahead=rng.choice([0, 0, 1]),
         )
+        self.owners = rng.choice([("",), ("a", "b"), ("", "a", "a", "b")])
         self.requests: dict[str, tuple[Request, tuple[int, ...], str, Options]] = {}
         self.aborted: set[str] = set()
         self.kept: set[str] = set()
         self.counts: Counter[str] = Counter()
 
     def run(self, num_actions: int = 40) -> Counter[str]:
-        """Live, end and be checked; the numbers of requests of each kind."""
+        """Live, end and be checked; the numbers of requests of each kind. Owners yield slots without patience."""
+        with mock.patch.multiple(shares, PATIENCE=0.0, INTERVAL=0.0):
+            self._live(num_actions)
+        self.check()
+        self.counts["preemptions"] = self.engine.stats().num_preemptions
+        return self.counts
+
+    def _live(self, num_actions: int) -> None:
         actions = [self.add, self.add, self.search, self.fork, self.abort, self.step, self.step, self.step]
         for _ in range(num_actions):
             self.rng.choice(actions)()
         drain(self.engine, 20_000)
         for name in list(self.kept):
             self.engine.release(name)
-        self.check()
-        self.counts["preemptions"] = self.engine.stats().num_preemptions
-        return self.counts
 
     # -- actions -------------------------------------------------------------------------------------------------------
     def add(self) -> None:
@@ -193,7 +202,7 @@ class Trace:
     def _start(self, prompt: tuple[int, ...], kind: str, options: Options, keep: bool = False) -> None:
         name = f"r{len(self.requests)}"
         try:
-            request = start(self.engine, name, prompt, kind, options)
+            request = start(self.engine, name, prompt, kind, options, self.rng.choice(self.owners))
         except RequestError:
             return  # cannot fit into this pool
         self.requests[name] = (request, prompt, kind, options)

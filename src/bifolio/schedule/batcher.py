@@ -9,9 +9,9 @@ from typing import Protocol
 
 from bifolio.cache.block_manager import KVCacheBlockManager
 from bifolio.errors import ConfigError, RequestError
-from bifolio.schedule.phases import team
 from bifolio.schedule.plan import BatchSlot
-from bifolio.sequence import FinishReason, Request, Sequence, StepResult
+from bifolio.schedule.shares import SlotShares
+from bifolio.sequence import FinishReason, Request, Sequence, StepResult, team
 
 KEPT_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 
@@ -103,6 +103,7 @@ class ContinuousBatcher:
         self._waiting: list[tuple[tuple[int, float, int], int, Sequence]] = []  # heap by order, then by index
         self._slot_of: dict[int, int] = {}  # sequence id → slot number
         self._kept: dict[str, Sequence] = {}  # ended conversations that may be branched; the oldest first
+        self._shares: SlotShares | None = None  # made with the first request that has an owner
 
     # -- queries ------------------------------------------------------------------------------------------------
     @property
@@ -151,7 +152,30 @@ class ContinuousBatcher:
             )
         if self.max_waiting is not None and self.num_waiting >= self.max_waiting:
             raise RequestError(f"{self.num_waiting} requests are waiting already: try again later")
+        if request.owner and self._shares is None:
+            self._shares = SlotShares()
         self._push(request.sequences[0])
+
+    def overdue(self) -> Sequence | None:
+        """A sequence that waits while another owner has slots to yield."""
+        return None if self._shares is None or not self._waiting else self._shares.overdue(self)
+
+    def yield_to(self, sequence: Sequence) -> list[Sequence]:
+        """Preempt sequences of the owner with the most slots for one that waits; no step may be in flight."""
+        return [] if self._shares is None else self._shares.yield_to(sequence, self)
+
+    def waiting_in_order(self) -> list[Sequence]:
+        return [item[2] for item in sorted(self._waiting) if item[2].finish_reason is None]
+
+    def admit_now(self, sequence: Sequence) -> bool:
+        """Admit a waiting sequence before its turn; False if slots or blocks are missing."""
+        reading = ReadPrompts([slot.held for slot in self.slots if slot.sequence is not None], self._blocks)
+        if not self._fits(sequence, reading):
+            return False
+        self._waiting = [item for item in self._waiting if item[2] is not sequence]
+        heapq.heapify(self._waiting)
+        self._admit(sequence)
+        return True
 
     def prompts_advanced(self) -> None:
         """Retry admission after prefill: waiting requests may share the new blocks."""
@@ -169,23 +193,26 @@ class ContinuousBatcher:
             if sequence.finish_reason is not None:
                 heapq.heappop(self._waiting)
                 continue
-            members = team(sequence)
-            if (
-                len(self._free) < len(members)
-                or self._is_too_many(len(members))
-                or reading.will_know_prefix(sequence)
-                or not self._open(sequence, reading)
-            ):
+            if reading.will_know_prefix(sequence) or not self._fits(sequence, reading):
                 break
             heapq.heappop(self._waiting)
-            slots = [self._take_slot(member) for member in members]
-            if sequence.group is None:
-                self.slots[slots[0]].sample_slots = tuple(slots)
-            if not sequence.request.metrics.num_preemptions:  # a preempted sequence was counted before
-                self.num_prompt_tokens += sequence.num_prompt
-                self.num_cached_tokens += sequence.request.metrics.num_cached_tokens
+            self._admit(sequence)
             admitted.append(sequence)
         return admitted
+
+    def _fits(self, sequence: Sequence, reading: ReadPrompts) -> bool:
+        """Whether there are slots and blocks for it; its table is open then."""
+        count = len(team(sequence))
+        return len(self._free) >= count and not self._is_too_many(count) and self._open(sequence, reading)
+
+    def _admit(self, sequence: Sequence) -> None:
+        """Give it and its later forks their slots."""
+        slots = [self._take_slot(member) for member in team(sequence)]
+        if sequence.group is None:
+            self.slots[slots[0]].sample_slots = tuple(slots)
+        if not sequence.request.metrics.num_preemptions:  # a preempted sequence was counted before
+            self.num_prompt_tokens += sequence.num_prompt
+            self.num_cached_tokens += sequence.request.metrics.num_cached_tokens
 
     def _is_too_many(self, count: int) -> bool:
         limit = self._max_running
@@ -287,6 +314,8 @@ class ContinuousBatcher:
     def _push(self, sequence: Sequence) -> None:
         heapq.heappush(self._waiting, (sequence.order, sequence.index, sequence))
         self._may_admit = True
+        if self._shares is not None:
+            self._shares.queued(sequence)
 
     def wait(self, sequence: Sequence) -> None:
         """Queue a sequence that has neither blocks nor slot."""
@@ -303,12 +332,16 @@ class ContinuousBatcher:
         self.slots[index].sequence = sequence
         self.slots[index].sample_slots = (index,)
         self._slot_of[sequence.id] = index
+        if self._shares is not None:
+            self._shares.admitted(sequence)
         if self._listener is not None:
             self._listener.slot_taken(index, sequence)
         return index
 
     def _leave(self, sequence: Sequence, keep_blocks: bool = False) -> None:
         self._may_admit = True
+        if self._shares is not None:
+            self._shares.left(sequence)
         index = self._slot_of.pop(sequence.id, None)
         if index is not None:
             self.slots[index].sequence = None

@@ -9,7 +9,8 @@ from bifolio.cache.sharing import SpeculativeDecodingSharing
 from bifolio.errors import OutOfBlocksError, PhaseError, UnknownSequenceError
 from bifolio.schedule.orchestrators import DecodeOrchestrator, PrefillOrchestrator
 from bifolio.schedule.plan import BatchSlot, ScheduledSequence, StepPlan
-from bifolio.sequence import Sequence, SequencePhase
+from bifolio.schedule.shares import prefill_quotas
+from bifolio.sequence import Sequence, SequencePhase, team
 
 Preempt = Callable[[Sequence], None]
 
@@ -155,13 +156,13 @@ class PhaseManager:
     ) -> tuple[list[ScheduledSequence], bool]:
         """Chunks in order of priority and arrival, and whether a chunk waits for a preemption."""
         scheduled: list[ScheduledSequence] = []
-        for slot in sorted((slot for slot in waiting if slot.sequence is not None), key=lambda slot: slot.held.order):
+        for slot, quota in prefill_quotas([slot for slot in waiting if slot.sequence is not None], budget):
             if budget < 1:
                 break
             if slot.sequence is None or not self._has_table(slot.held):  # preempted in this step, or not yet opened
                 continue
             sequence = slot.held
-            limit = min(self.chunk_size, budget, _chunk_limit(sequence))
+            limit = min(self.chunk_size, budget, quota, _chunk_limit(sequence))
             if limit < 1:
                 continue
             num_new = self.prefill.reserve_chunk(sequence, limit)
@@ -274,10 +275,3 @@ def _chunk_limit(sequence: Sequence) -> int:
     """Tokens left to prefill; resumed members of a group leave the last one for their common decode step."""
     together = sequence.group is not None and bool(sequence.output_token_ids)
     return sequence.num_uncomputed - 1 if together else sequence.num_uncomputed
-
-
-def team(sequence: Sequence) -> list[Sequence]:
-    """The sequences admitted and preempted together with this one: beams of one search, or later forks of it."""
-    if sequence.group is not None:
-        return sequence.group.members
-    return [sequence, *(child for child in sequence.request.sequences if child.parent is sequence)]
