@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import struct
@@ -203,7 +204,7 @@ def mutate(sample: Sample, rng: random.Random) -> bytes:
     for _ in range(rng.choice([1, 1, 2, 4])):
         if sample.kind == "tokenizer" and rng.random() < 0.5:
             place = rng.choice(list(PLACES))
-            document[place] = rng.choice(PLACES[place])
+            document[place] = copy.deepcopy(rng.choice(PLACES[place]))
         else:
             document = mutate_json(document, rng)
             if not isinstance(document, dict):
@@ -266,18 +267,19 @@ def mutate_json(document: Any, rng: random.Random) -> Any:
         parent, key = node, rng.choice(list(node) if isinstance(node, dict) else range(len(node)))
         node = parent[key]
     if parent is None:
-        return rng.choice(VALUES) if rng.random() < 0.1 else document
+        return copy.deepcopy(rng.choice(VALUES)) if rng.random() < 0.1 else document
+    node = copy.deepcopy(node)  # values of a document have one place each
     match rng.randrange(7):
         case 0 | 1:
-            parent[key] = rng.choice(VALUES)
+            parent[key] = copy.deepcopy(rng.choice(VALUES))
         case 2:
-            parent[key] = rng.choice(PARTS)
+            parent[key] = copy.deepcopy(rng.choice(PARTS))
         case 3:
-            parent[key] = _grown(node, rng)
+            parent[key] = json.loads(json.dumps(_grown(node, rng)))
         case 4:
             del parent[key]
         case 5 if isinstance(parent, list):
-            parent.extend([node] * rng.choice([1, 3, 300]))
+            parent.extend(copy.deepcopy(node) for _ in range(rng.choice([1, 3, 300])))
         case 5:
             parent[rng.choice(list(parent))] = node
         case _:
@@ -297,5 +299,5 @@ def _grown(node: Any, rng: random.Random) -> Any:
 
 def _other_number(node: Any, rng: random.Random) -> Any:
     if isinstance(node, bool) or not isinstance(node, int | float):
-        return rng.choice(VALUES)
+        return copy.deepcopy(rng.choice(VALUES))
     return rng.choice([node * 2, node + 1, -node, node * 1000, node * 2**30, node / 3, 0])

@@ -33,6 +33,20 @@ HUGE = 1 << 45
         {"num_hidden_layers": "many"},
         {"rope_scaling": {"rope_type": "longrope", "long_factor": [1.0] * 100_000, "short_factor": [1.0]}},
         {"sliding_window_pattern": [], "layer_types": 7},
+        {
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 0.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+        {
+            "model_type": "phi3",
+            "original_max_position_embeddings": 64,
+            "rope_scaling": {"type": "longrope", "long_factor": [1.0] * 3, "short_factor": [1.0] * 3},
+        },
     ],
     ids=str,
 )

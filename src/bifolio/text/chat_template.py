@@ -89,7 +89,7 @@ class Limits:
         """Add the size of a value to the total and return the value if it is within the limits."""
         if isinstance(value, str | list | tuple):
             self.allow(len(value))
-            self.built += len(value)
+            self.built += len(value) if isinstance(value, str) else ITEM_CHARS * len(value)
             if self.built > MAX_BUILT_CHARS:
                 raise ChatTemplateError(f"the chat template built texts of more than {MAX_BUILT_CHARS} characters")
             self.tick()
@@ -124,6 +124,8 @@ class Limits:
             self.allow_spelled(value)
             if isinstance(value, int | float) and not -MAX_NUMBER <= value <= MAX_NUMBER and name in PADDING:
                 raise ChatTemplateError(f"the chat template calls {name!r} with {value}, which is not allowed")
+        if name in SPREADING and isinstance(arguments[0], str):
+            self.allow(ITEM_CHARS * len(arguments[0]))
         if name in ("format", "format_map", "%") and WIDE_FIELD.search(re.sub(r"\{\{|\}\}", "", str(arguments[0]))):
             raise ChatTemplateError("the chat template uses format fields of a width that is not allowed")
         if name == "%":
@@ -148,6 +150,8 @@ FORBIDDEN_METHODS = frozenset(  # of texts, numbers and bytes: they make large v
 )
 REMOVED_FILTERS = ("wordwrap", "urlize", "pprint", "xmlattr", "filesizeformat", "random", "forceescape")
 MAX_INDENT = 16
+ITEM_CHARS = 16  # an item of a list counts as so many characters
+SPREADING = {"list", "sort", "unique", "batch", "slice", "groupby"}  # filters that make a list of a text's characters
 PADDING = {"center", "ljust", "rjust", "zfill", "expandtabs", "indent", "slice", "batch", "tojson", "wordwrap", "round"}
 
 
