@@ -188,16 +188,22 @@ class ContinuousBatcher:
             return admitted
         self._may_admit = False
         reading = ReadPrompts([slot.held for slot in self.slots if slot.sequence is not None], self._blocks)
+        passed = []  # sequences that wait for a prefix; requests of other owners may overtake them
         while self._waiting:
             sequence = self._waiting[0][2]
-            if sequence.finish_reason is not None:
-                heapq.heappop(self._waiting)
-                continue
-            if reading.will_know_prefix(sequence) or not self._fits(sequence, reading):
-                break
+            if sequence.finish_reason is None:
+                if reading.will_know_prefix(sequence):
+                    if not sequence.request.owner:
+                        break
+                    passed.append(heapq.heappop(self._waiting))
+                    continue
+                if not self._fits(sequence, reading):
+                    break
+                self._admit(sequence)
+                admitted.append(sequence)
             heapq.heappop(self._waiting)
-            self._admit(sequence)
-            admitted.append(sequence)
+        for item in passed:
+            heapq.heappush(self._waiting, item)
         return admitted
 
     def _fits(self, sequence: Sequence, reading: ReadPrompts) -> bool:
@@ -287,7 +293,8 @@ class ContinuousBatcher:
             self._leave(member)
             member.rewind(0)
         sequence.request.metrics.num_preemptions += 1
-        self._push(next(member for member in members if not member.is_dormant))
+        live = members if sequence.group is None else sequence.group.live()  # the first of these computes the prompt
+        self._push(next(member for member in live if not member.is_dormant))
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Share the parent's blocks and progress with the child, which already has a slot."""
