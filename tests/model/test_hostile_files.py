@@ -94,6 +94,7 @@ def replace(content: str) -> dict[str, Any]:
         },
         {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "/////w=="}},
         {"decoder": {"type": "Strip", "content": "a", "start": 1 << 40, "stop": 0}},
+        {"model": {"type": "BPE", "vocab": {"a": 1 << 31}, "merges": []}},
         {"model": None},
         {"decoder": {"type": "none of ours"}},
     ],

@@ -19,6 +19,7 @@ MAX_STEPS = 64  # of a normalizer, pre-tokenizer or decoder
 MAX_TEXT_CHARS = 4096  # of a pattern or of its replacement
 MAX_GROWTH = 64.0  # times that all replacements together lengthen a text
 MAX_TEMPLATE_ENTRIES = 256  # of a post-processor
+MAX_TOKEN_ID = 1 << 22  # tables of tokens have an entry for every id below the largest
 MAX_COUNT = 1 << 16  # of characters that a step strips, or of which it makes a piece
 MAX_DEPTH = 16
 
@@ -33,10 +34,20 @@ def check_tokenizer_file(path: Path) -> None:
         raise ModelFileError(f"{path} is not a usable tokenizer: {error}") from error
     if not isinstance(raw, dict):
         raise ModelFileError(f"{path} is not a usable tokenizer: it is no JSON object")
+    _check_ids(path, raw)
     for part in ("normalizer", "pre_tokenizer", "decoder"):
         _check_pipeline(path, part, raw.get(part))
     if _num_entries(path, raw.get("post_processor")) > 4 * MAX_TEMPLATE_ENTRIES:
         raise ModelFileError(f"{path}: the post_processor has more than {MAX_TEMPLATE_ENTRIES} entries")
+
+
+def _check_ids(path: Path, raw: dict[str, Any]) -> None:
+    model, added = raw.get("model"), raw.get("added_tokens")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    ids = list(vocab.values()) if isinstance(vocab, dict) else []
+    ids += [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+    if any(isinstance(token_id, int | float) and not 0 <= token_id < MAX_TOKEN_ID for token_id in ids):
+        raise ModelFileError(f"{path}: a token id is not between 0 and {MAX_TOKEN_ID - 1}")
 
 
 def _check_pipeline(path: Path, name: str, part: Any) -> None:
