@@ -106,6 +106,7 @@ def replace(content: str) -> dict[str, Any]:
         "many ids",
         "damaged table",
         "large count",
+        "large id",
         "no model",
         "unknown decoder",
     ],
