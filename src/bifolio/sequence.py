@@ -256,6 +256,7 @@ class Request:
     prompt: str | None = None
     priority: int = 0  # smaller runs first
     turn: float = 0.0  # among requests of one priority: smaller runs first, then the earlier arrival
+    owner: str = ""  # the client: slots and prefill are shared between owners; "": takes no part in this
     salt: bytes = b""  # cached prefixes are shared between requests of the same salt only
     max_tokens: int = 0  # of each completion, resolved against the model's context
     sequences: list[Sequence] = field(default_factory=list)
@@ -312,3 +313,10 @@ class StepResult:
         if sequence is None or not self.number or not sequence.request.wants_logprobs:
             return None
         return sequence.logprobs[self.number - 1]
+
+
+def team(sequence: Sequence) -> list[Sequence]:
+    """The sequences admitted and preempted together with this one: beams of one search, or later forks of it."""
+    if sequence.group is not None:
+        return sequence.group.members
+    return [sequence, *(child for child in sequence.request.sequences if child.parent is sequence)]

@@ -53,6 +53,7 @@ class RequestFactory:
         priority: int = 0,
         salt: bytes = b"",
         turn: float = 0.0,
+        owner: str = "",
     ) -> Request:
         """A valid request, without sequences yet; raises a `RequestError` that says why it cannot be served."""
         prompt_ids = as_token_ids(prompt_token_ids)
@@ -67,6 +68,7 @@ class RequestFactory:
             prompt=prompt,
             priority=priority,
             turn=turn,
+            owner=owner,
             salt=salt,
             max_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sized
 from dataclasses import dataclass, field
 
 import msgspec
@@ -12,7 +12,7 @@ import msgspec
 from bifolio.logprob_records import TokenLogprob
 from bifolio.serve.auth import Tenant
 from bifolio.serve.context import ServerContext
-from bifolio.serve.errors import bad_request
+from bifolio.serve.errors import ApiError, bad_request
 from bifolio.serve.events import Event, TextEvents
 from bifolio.serve.generation import Answer, Job, Piece, Run, Scores, Whole
 from bifolio.serve.protocol import CompletionRequest
@@ -218,6 +218,11 @@ async def read_prompts(
 ) -> Prompts:
     """A text, token ids, or a list of either → (text, token ids) of each."""
     parts: list[str | list[int]]
+    most = context.limits.max_prompts
+    if isinstance(prompt, list) and isinstance(prompt[0], int):
+        _check_length(context, prompt)
+    elif isinstance(prompt, list) and len(prompt) > most:
+        raise bad_request(f"{len(prompt)} prompts are too many: at most {most}", "prompt")
     if isinstance(prompt, str):
         parts = [prompt]
     elif all(isinstance(item, int) for item in prompt):
@@ -226,15 +231,26 @@ async def read_prompts(
         parts = prompt  # type: ignore[assignment]
     else:
         raise bad_request("prompt must be a text, a list of texts, token ids, or a list of lists of them", "prompt")
-    if len(parts) > context.limits.max_prompts:
-        raise bad_request(f"{len(parts)} prompts are too many: at most {context.limits.max_prompts}", "prompt")
     vocab = context.model.config.vocab_size
     for part in parts:
+        if isinstance(part, list):
+            _check_length(context, part)
         if not isinstance(part, str) and part and not 0 <= min(part) <= max(part) < vocab:
             raise bad_request(f"token ids lie between 0 and {vocab - 1}", "prompt", "invalid_token_id")
     texts = [part for part in parts if isinstance(part, str)]
     encoded = iter(await encode(context, texts, add_special_tokens))
     return [(part, next(encoded)) if isinstance(part, str) else (None, part) for part in parts]
+
+
+def _check_length(context: ServerContext, token_ids: Sized) -> None:
+    """Refuse token ids that cannot fit before they are looked at or sent to the engine."""
+    if len(token_ids) > context.max_model_len:
+        raise ApiError(
+            400,
+            f"the prompt has {len(token_ids)} tokens and the model takes {context.max_model_len}: shorten it",
+            "context_length_exceeded",
+            param="prompt",
+        )
 
 
 async def encode(context: ServerContext, texts: list[str], add_special_tokens: bool) -> list[list[int]]:

@@ -220,7 +220,7 @@ class Run:
             detokenizer = None
             if tokenizer is not None:
                 prompt = job.prompts[choice // job.num_choices]
-                detokenizer = IncrementalDetokenizer(tokenizer.backend, prompt, params.skip_special_tokens)
+                detokenizer = IncrementalDetokenizer(tokenizer.decoder, prompt, params.skip_special_tokens)
             found = self._texts[choice] = OutputText(params, detokenizer)
         return found
 

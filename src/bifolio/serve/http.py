@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, TypeVar
 
 import msgspec
@@ -19,6 +21,7 @@ T = TypeVar("T")
 _encoder = msgspec.json.Encoder()
 _PATH = re.compile(r"`\$([^`]*)`$")
 _UNKNOWN_FIELD = re.compile(r"unknown field `([^`]*)`")
+LARGE_BYTES = 64 << 10  # of a body
 DONE = b"data: [DONE]\n\n"
 SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -55,10 +58,23 @@ def too_large(limits: Limits) -> ApiError:
     return ApiError(413, f"the request is larger than {limits.max_body_bytes} bytes", "request_too_large")
 
 
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Pause the garbage collector: it would look at the million lists of a large body again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def decode(body: bytes, kind: type[T]) -> T:
     """A request of the given type, or a 400 that names the field."""
     try:
-        request = msgspec.json.decode(body, type=kind)
+        with _no_collection() if len(body) > LARGE_BYTES else contextlib.nullcontext():
+            request = msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         text = str(error)
         path, unknown = _PATH.search(text), _UNKNOWN_FIELD.search(text)

@@ -37,7 +37,10 @@ class Tokenizer:
 
         check_tokenizer_file(path)
         try:
-            return cls(tokenizers.Tokenizer.from_file(str(path)))
+            backend = tokenizers.Tokenizer.from_file(str(path))
+            backend.no_padding()  # for batches of training: a prompt is neither padded nor cut without a word
+            backend.no_truncation()
+            return cls(backend)
         except BaseException as error:  # plain Exception for every kind of bad file, and panics of its Rust code
             if not is_library_error(error):
                 raise
