@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from bifolio.errors import MissingDependencyError, ModelFileError, UnsupportedModelError
-from bifolio.kernels.native.library import library
+from bifolio.kernels.cpu import join_pairs
 from bifolio.model.gguf.entries import Metadata
 from bifolio.model.gguf.pretokenizers import PRE_TOKENIZERS
 from bifolio.model.gguf.reader import GgufFile, StringArray
@@ -215,11 +215,9 @@ def merges_from_scores(vocabulary: Vocabulary) -> list[tuple[str, str]]:
     ids = np.flatnonzero(joinable)
     order = ids[np.argsort(-vocabulary.scores[ids], kind="stable")].astype(np.int32)
     try:
-        native = library()
+        return join_pairs(vocabulary.tokens, order)
     except MissingDependencyError:
         return joined_pairs(vocabulary.tokens, order)
-    pairs: list[tuple[str, str]] = native.join_pairs(vocabulary.tokens, order)
-    return pairs
 
 
 def joined_pairs(tokens: list[str], order: np.ndarray) -> list[tuple[str, str]]:
