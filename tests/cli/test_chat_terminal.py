@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,19 @@ def test_keys_typed_during_an_answer_are_not_echoed_and_ctrl_c_ends_it(folder: P
         assert "QZXQ" not in answer
         assert "[stopped]" in answer
         terminal.expect("> ")
+
+
+def test_the_status_line_shows_speed_and_the_context_in_use(folder: Path, tmp_path: Path) -> None:
+    with session(folder, tmp_path, "-n", "24", "--stop", "never", "--max-model-len", "128", width=100) as terminal:
+        terminal.expect("> ")
+        terminal.line("Once upon a time")
+        terminal.expect(" tokens, ")
+        status = re.findall(r"([\d.]+) tok/s · context (\d+) of 128", terminal.text)  # drawn again while it streams
+        summary = terminal.expect("> ")
+    assert status
+    held = [int(count) for _, count in status]
+    assert held == sorted(held)
+    assert re.search(r"context \d+ of 128, cache [\d.]+ % used", " ".join(summary.split()))
 
 
 def test_markdown_is_rendered_and_words_are_wrapped() -> None:
