@@ -111,7 +111,7 @@ def counted(show: Report, total: int) -> Progress:
     def add(line: WrittenTensor) -> None:
         nonlocal done
         done += line.old_bytes
-        show(done, total)
+        show(min(done, total), total)  # vectors are not part of the total
 
     return add
 
