@@ -107,6 +107,10 @@ def test_a_story_without_a_download(home: Home) -> None:
     shown = " ".join(terminal.text.split())
     assert shown.endswith(" ".join(text.split()))  # on a busy machine a bar may stand before it
     assert shown.count("One day, a little dog") == 1
+    with home.terminal("generate", "One day, a little dog", "--seed", "8", "-n", "8", "--no-echo") as terminal:
+        assert terminal.wait(120) == 0
+    assert "One day, a little dog" not in terminal.text
+    assert terminal.text.split()
 
 
 def test_pull_from_a_mirror_then_chat_ten_turns_beyond_the_context(home: Home) -> None:
