@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -21,6 +22,7 @@ from bifolio.serve import live
 from bifolio.serve.auth import Tenant
 from bifolio.serve.fairness import MAX_SHIFT, Turns
 from bifolio.serve.messages import BLOCK_HELD
+from pty_session import PtySession
 
 SHORT = {"prompt": "Once", "max_tokens": 2, "temperature": 0}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
@@ -155,6 +157,27 @@ def test_serving_is_logged_when_the_port_is_bound() -> None:
     assert done.returncode != 0
     assert '"message": "serving"' not in done.stderr
     assert "address already in use" in done.stderr.lower()
+
+
+@pytest.mark.full
+def test_logs_are_readable_on_a_terminal_and_json_in_a_pipe() -> None:
+    options = ("serve", "-m", str(model_folder()), "--port", "0")
+    with PtySession.bifolio(*options, width=200) as terminal:
+        terminal.expect(" serving")
+        terminal.interrupt()
+        assert terminal.wait() == 0
+    lines = [line for line in re.split(r"[\r\n]+|\^C", terminal.text) if line.strip()]
+    assert all(re.match(r"\d\d:\d\d:\d\d \w", line) for line in lines), lines
+    assert re.search(r"serving .*127\.0\.0\.1:\d+", terminal.text)
+    command = [sys.executable, "-m", "bifolio", *options]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        records = []
+        for line in process.stderr or ():
+            records.append(json.loads(line))
+            if records[-1]["message"] == "serving":
+                process.send_signal(signal.SIGTERM)
+    assert any(record["message"] == "serving" for record in records)
+    assert all({"time", "level", "part", "message"} <= set(record) for record in records)
 
 
 @pytest.mark.full

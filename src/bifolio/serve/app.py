@@ -142,7 +142,7 @@ class Handlers:
             try:
                 run.start()
                 if job.stream:
-                    await send_events(send, call.events(run), context.limits.write_timeout)
+                    await send_events(send, call.events(run), context.limits.write_timeout, job.write_interval)
                 else:
                     whole = await collect(run)
                     await send_json(send, call.whole(whole, run.usage()))

@@ -18,7 +18,7 @@ from bifolio.serve.errors import bad_request
 from bifolio.serve.events import Event, TextEvents
 from bifolio.serve.generation import Answer, Job, Piece, Run, Scores, Whole
 from bifolio.serve.helper_messages import Failed, Render
-from bifolio.serve.protocol import ChatRequest, Message
+from bifolio.serve.protocol import ChatRequest, Message, StreamOptions
 from bifolio.serve.responses import (
     CalledTool,
     ChatChoice,
@@ -217,6 +217,7 @@ async def prepare(context: ServerContext, request: ChatRequest, tenant: Tenant) 
     if params.grammar is not None:
         await context.grammars.require(*params.grammar, tenant.name)
     context.check_scored([prompt], drawn, params)
+    stream_options = request.stream_options or StreamOptions()
     job = Job(
         tenant,
         [prompt],
@@ -227,7 +228,8 @@ async def prepare(context: ServerContext, request: ChatRequest, tenant: Tenant) 
         request.cache_salt,
         request.timeout,
         drawn,
-        request.stream_options is not None and request.stream_options.include_steps,
+        stream_options.include_steps,
+        stream_options.interval_ms / 1000,
     )
     return ChatCall(context, request, tools, job)
 

@@ -15,7 +15,7 @@ from bifolio.serve.context import ServerContext
 from bifolio.serve.errors import ApiError, bad_request
 from bifolio.serve.events import Event, TextEvents
 from bifolio.serve.generation import Answer, Job, Piece, Run, Scores, Whole
-from bifolio.serve.protocol import CompletionRequest
+from bifolio.serve.protocol import CompletionRequest, StreamOptions
 from bifolio.serve.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
 from bifolio.serve.sampling import engine_params, resolve_strings
 from bifolio.serve.steps import watched_steps
@@ -198,6 +198,7 @@ async def prepare(context: ServerContext, request: CompletionRequest, tenant: Te
     if len(prompts) * drawn > context.limits.max_sequences:
         raise bad_request(f"{len(prompts)} prompts × {drawn} completions are too many for one request", "prompt")
     context.check_scored([tokens for _, tokens in prompts], drawn, params)
+    stream_options = request.stream_options or StreamOptions()
     job = Job(
         tenant,
         [tokens for _, tokens in prompts],
@@ -208,7 +209,8 @@ async def prepare(context: ServerContext, request: CompletionRequest, tenant: Te
         request.cache_salt,
         request.timeout,
         drawn,
-        request.stream_options is not None and request.stream_options.include_steps,
+        stream_options.include_steps,
+        stream_options.interval_ms / 1000,
     )
     return CompletionCall(context, request, prompts, job)
 

@@ -43,6 +43,7 @@ class Job:
     timeout: float | None = None
     num_drawn: int = 1  # sequences of each prompt: best_of, or beams
     wants_steps: bool = False  # verified drafts and steps of a beam search
+    write_interval: float = 0.0  # seconds whose events are written together; 0: each event alone
 
 
 @dataclass(slots=True)

@@ -103,7 +103,9 @@ async def send_bytes(
     await send({"type": "http.response.body", "body": body})
 
 
-async def send_events(send: Send, events: AsyncIterator[list[Event]], write_timeout: float) -> None:
+async def send_events(
+    send: Send, events: AsyncIterator[list[Event]], write_timeout: float, interval: float = 0.0
+) -> None:
     """Server-sent events, those that are ready together in one write.
 
     The status is sent with the first of them, so that an error before it has its own.
@@ -112,14 +114,11 @@ async def send_events(send: Send, events: AsyncIterator[list[Event]], write_time
     tail = DONE
     with WriteWatch(write_timeout) as watch:
         try:
-            async for batch in events:
-                if not batch:
-                    continue
+            async for body in grouped(events, interval) if interval else encoded(events):
                 if not started:
                     started = True
                     await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
                 watch.begin()
-                body = b"".join([encode_event(event) for event in batch])
                 await send({"type": "http.response.body", "body": body, "more_body": True})
                 watch.end()
         except ApiError as error:
@@ -130,6 +129,40 @@ async def send_events(send: Send, events: AsyncIterator[list[Event]], write_time
             await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
         watch.begin()
         await send({"type": "http.response.body", "body": tail})
+
+
+async def encoded(events: AsyncIterator[list[Event]]) -> AsyncIterator[bytes]:
+    async for batch in events:
+        if batch:
+            yield b"".join([encode_event(event) for event in batch])
+
+
+async def grouped(events: AsyncIterator[list[Event]], interval: float) -> AsyncIterator[bytes]:
+    """Encoded events, those of `interval` seconds in one piece. The first event comes at once, the last ones together
+    with the end. A browser takes longer for a piece than for the events in it."""
+    bodies, clock = encoded(events), asyncio.get_running_loop().time
+    upcoming = asyncio.ensure_future(anext(bodies, b""))
+    ready, due = b"", 0.0
+    try:
+        while True:
+            await asyncio.wait({upcoming}, timeout=max(due - clock(), 0.0) if ready else None)
+            if upcoming.done():
+                body = upcoming.result()
+                if not body:
+                    break
+                ready += body
+                upcoming = asyncio.ensure_future(anext(bodies, b""))
+            if ready and clock() >= due:
+                yield ready
+                ready, due = b"", clock() + interval
+    except ApiError:
+        if ready:
+            yield ready
+        raise
+    finally:
+        upcoming.cancel()
+    if ready:
+        yield ready
 
 
 class WriteWatch:

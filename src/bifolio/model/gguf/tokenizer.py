@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from bifolio.errors import MissingDependencyError, ModelFileError, UnsupportedModelError
-from bifolio.kernels.native.library import library
+from bifolio.kernels.cpu import join_pairs, new_codec
 from bifolio.model.gguf.entries import Metadata
 from bifolio.model.gguf.file_tokenizer import FileTokenizer, TokenType
 from bifolio.model.gguf.pretokenizers import PRE_TOKENIZERS
@@ -77,12 +77,11 @@ def _native_tokenizer(metadata: Metadata) -> Tokenizer | None:
     pre = PRE_TOKENIZERS.get(metadata.text("tokenizer.ggml.pre", "default"))
     if kind not in ("llama", "gpt2") or (kind == "gpt2" and (pre is None or not isinstance(merges, StringArray))):
         return None
+    types, scores = _types_and_scores(metadata, len(strings))
     try:
-        native = library()
+        codec = new_codec(strings.data, strings.starts, types)
     except MissingDependencyError:
         return None
-    types, scores = _types_and_scores(metadata, len(strings))
-    codec = native.Codec(strings.data, strings.starts, types)
     if kind == "llama":
         codec.set_order(_best_first(types, scores), metadata.flag("tokenizer.ggml.add_space_prefix", True))
     elif isinstance(merges, StringArray) and pre is not None:
@@ -240,11 +239,9 @@ def merges_from_scores(vocabulary: Vocabulary) -> list[tuple[str, str]]:
     """
     order = _best_first(vocabulary.types, vocabulary.scores)
     try:
-        native = library()
+        return join_pairs(vocabulary.tokens, order)
     except MissingDependencyError:
         return joined_pairs(vocabulary.tokens, order)
-    pairs: list[tuple[str, str]] = native.join_pairs(vocabulary.tokens, order)
-    return pairs
 
 
 def _best_first(types: np.ndarray, scores: np.ndarray) -> np.ndarray:

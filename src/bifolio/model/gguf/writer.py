@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bifolio.errors import ModelFileError
-from bifolio.kernels.native.encode import SEARCHED_FORMATS, encoded, quickly_converted
+from bifolio.kernels.cpu import SEARCHED_FORMATS, encoded, quickly_converted
 from bifolio.model.export import NamedTensor, named_tensors
 from bifolio.model.families import family_of
 from bifolio.model.file_access import atomic_path
