@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bifolio.errors import MissingDependencyError, ModelFileError, UnsupportedModelError
-from bifolio.kernels.cpu import string_starts
+from bifolio.kernels import cpu
 from bifolio.model.file_access import map_file
 from bifolio.quant.formats import Bytes, QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
@@ -141,7 +141,7 @@ def string_starts(data: Bytes, position: int, count: int) -> tuple[NDArray[np.ui
     """Offsets of `count` strings from `position` on, and the end of the last; -1 if one ends after the data."""
     starts = np.empty(count, np.uint64)
     try:
-        return starts, string_starts(data, position, starts)
+        return starts, cpu.string_starts(data, position, starts)
     except MissingDependencyError:
         return starts, walk_strings(data, position, starts)
 
