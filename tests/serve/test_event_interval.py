@@ -22,14 +22,14 @@ class Event(msgspec.Struct):
 def pieces_of(steps: list[Any], interval: float) -> tuple[list[list[int]], str | None]:
     """Numbers of the events in each piece, and the error; a step is a number, a pause or an error."""
 
-    async def events() -> AsyncIterator[msgspec.Struct]:
+    async def events() -> AsyncIterator[list[msgspec.Struct | bytes]]:
         for step in steps:
             if isinstance(step, float):
                 await asyncio.sleep(step)
             elif isinstance(step, ApiError):
                 raise step
             else:
-                yield Event(step)
+                yield [Event(step)]
 
     async def collect() -> tuple[list[list[int]], str | None]:
         found: list[list[int]] = []
