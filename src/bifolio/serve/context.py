@@ -28,6 +28,7 @@ class Limits:
 
     max_body_bytes: int = 4 << 20
     max_queue: int = 256  # requests that may wait for a slot
+    reserved_per_key: int = 16  # requests of a key that are admitted even if others have filled the queue
     max_open_per_key: int | None = None  # requests that one key may have under way; None: no limit of its own
     request_timeout: float = 600.0  # seconds, from the arrival to the last token
     body_timeout: float = 30.0  # seconds that a client may take to send its request
@@ -78,7 +79,9 @@ class ServerContext:
             raise ApiError(503, "the server is shutting down", "shutting_down", retry_after=5)
         if engine.hello is None:
             raise ApiError(503, "the engine is starting: ask again in a moment", "engine_unavailable", retry_after=2)
-        if engine.num_open + count > engine.hello.max_num_seqs + limits.max_queue:
+        reserved = limits.reserved_per_key if tenant.salt else 0  # clients without keys are one client
+        own = self._open_per_key[tenant.name] + count
+        if engine.num_open + count > engine.hello.max_num_seqs + limits.max_queue and own > reserved:
             raise ApiError(
                 429,
                 f"{engine.num_open} requests are under way: come back later",
@@ -86,7 +89,7 @@ class ServerContext:
                 retry_after=self._wait(),
             )
         most = limits.max_open_per_key
-        if most is not None and self._open_per_key[tenant.name] + count > most:
+        if most is not None and own > most:
             raise ApiError(429, f"this key may have {most} requests under way at a time", "key_limit", retry_after=1)
         self._open_per_key[tenant.name] += count
         try:
