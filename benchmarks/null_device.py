@@ -56,7 +56,7 @@ class NullDevice:
     def set_progress(self, slots: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> None: ...
 
     def fill_tokens(self, token_ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
-        return np.maximum(token_ids, 0)
+        return np.asarray(np.maximum(token_ids, 0))
 
     def draw(self, logits: Any, rows: np.ndarray, slots: np.ndarray, positions: np.ndarray) -> DrawnTokens:
         return self._drawn(slots)
@@ -97,10 +97,10 @@ def main() -> None:
         supervisor.default_command = lambda: [sys.executable, str(Path(__file__).resolve())]
         run_command()
     else:
-        from bifolio.api import llm
+        from bifolio.api import engine_options
         from bifolio.serve import worker
 
-        llm.select_kernels = null_kernels
+        vars(engine_options)["select_kernels"] = null_kernels
         worker.main()
 
 

@@ -13,6 +13,7 @@ quoted as comparisons: hosts differ in speed, and the engines depend on it to di
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import random
@@ -109,14 +110,11 @@ class Engine:
     """One of the two libraries; both have the same names here."""
 
     def __init__(self, library: str, folder: Path, options: dict[str, Any]) -> None:
-        if library == "vllm":
-            from vllm import LLM, SamplingParams
-        else:
-            from bifolio import LLM, SamplingParams
-
+        module: Any = importlib.import_module(library)
+        if library == "bifolio":
             options = {"device": "cuda", **options}
-        self._params = SamplingParams
-        self.llm: Any = LLM(str(folder), max_model_len=LONG + 300, **options)
+        self._params = module.SamplingParams
+        self.llm = module.LLM(str(folder), max_model_len=LONG + 300, **options)
         self.vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
         self._random = random.Random(0)
 

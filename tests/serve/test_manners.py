@@ -89,6 +89,25 @@ def test_logprobs_beyond_the_budget_are_refused(server: RunningServer) -> None:
 
 
 @pytest.mark.full
+def test_a_full_queue_of_one_key_does_not_refuse_another() -> None:
+    from bifolio.serve.context import Limits
+
+    limits = Limits(max_queue=8)
+    with running_server(keys=["one-key", "other-key"], limits=limits, engine={"max_num_seqs": 2}) as server:
+        filling = {**SHORT, "prompt": ["Once"] * 10, "max_tokens": 300, "ignore_eos": True}
+        with server.http("one-key") as busy, server.http("other-key") as other:
+            thread = threading.Thread(target=lambda: busy.post("/v1/completions", json=filling))
+            thread.start()
+            while server.on_loop(lambda: server.context.engine.num_open) < 10:
+                time.sleep(0.01)
+            assert (
+                server.http("one-key").post("/v1/completions", json={**SHORT, "prompt": ["a"] * 10}).status_code == 429
+            )
+            assert other.post("/v1/completions", json=SHORT).status_code == 200
+            thread.join()
+
+
+@pytest.mark.full
 def test_embeddings_wait_in_the_same_queue() -> None:
     from bifolio.serve.context import Limits
 

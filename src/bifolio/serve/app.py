@@ -253,6 +253,7 @@ async def _unless_gone(work: asyncio.Future[Any], receive: Receive, timeout: flo
             pass
 
     watcher = asyncio.ensure_future(gone())
+    work.add_done_callback(lambda done: done.cancelled() or done.exception())  # read also if the client has gone
     try:
         await asyncio.wait([work, watcher], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         if work.done():

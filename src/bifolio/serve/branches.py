@@ -33,7 +33,7 @@ from bifolio.serve.supervisor import EngineProcess
 logger = logging.getLogger(__name__)
 RESTART_SECONDS = 1.0
 EXIT_SECONDS = 5.0  # that a front end gets after its drain
-Admit = Callable[[str, int], ApiError | None]  # (tenant, number of requests) -> why they are refused
+Admit = Callable[[str, int, bool], ApiError | None]  # (tenant, number of requests, has a key) -> reason of a refusal
 
 
 def encode_settings(settings: Any) -> bytes:
@@ -99,7 +99,7 @@ class Branch:
     def _start(self, message: m.Start | m.Embed) -> None:
         """Pass a request on if the limits, which all front ends share, allow it."""
         tenant = message.owner if isinstance(message, m.Start) else ""
-        error = self._owner.admit(tenant, 1)
+        error = self._owner.admit(tenant, 1, isinstance(message, m.Start) and bool(message.salt))
         if error is not None:
             kind = "KeyLimit" if error.code == "key_limit" else "QueueFull"
             self.send(m.Refused(message.id, kind, str(error)))

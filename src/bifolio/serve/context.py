@@ -33,6 +33,7 @@ class Limits:
 
     max_body_bytes: int = 4 << 20
     max_queue: int = 256  # requests that may wait for a slot
+    reserved_per_key: int = 16  # requests of a key that are admitted even if others have filled the queue
     max_open_per_key: int | None = None  # requests that one key may have under way; None: no limit of its own
     request_timeout: float = 600.0  # seconds, from the arrival to the last token
     body_timeout: float = 30.0  # seconds that a client may take to send its request
@@ -85,7 +86,7 @@ class ServerContext:
             raise ApiError(503, "the server is shutting down", "shutting_down", retry_after=5)
         if self.engine.hello is None:
             raise ApiError(503, "the engine is starting: ask again in a moment", "engine_unavailable", retry_after=2)
-        error = self.refusal(tenant.name, count)
+        error = self.refusal(tenant.name, count, bool(tenant.salt))
         if error is not None:
             raise error
         self._open_per_key[tenant.name] += count
@@ -106,17 +107,17 @@ class ServerContext:
     def give_back_place(self, place: int) -> None:
         heapq.heappush(self._free_places, place)
 
-    def refusal(self, tenant: str, count: int) -> ApiError | None:
+    def refusal(self, tenant: str, count: int, has_key: bool) -> ApiError | None:
         """The error of `count` further requests, if they are too many; requests of all front ends count."""
         engine, limits = self.engine, self.limits
-        if engine.hello is not None and engine.num_open + count > engine.hello.max_num_seqs + limits.max_queue:
+        own = count + self._open_per_key[tenant] + (0 if self.branches is None else self.branches.open_per_key(tenant))
+        reserved = limits.reserved_per_key if has_key else 0  # clients without keys are one client
+        is_full = engine.hello is not None and engine.num_open + count > engine.hello.max_num_seqs + limits.max_queue
+        if is_full and own > reserved:
             message = f"{engine.num_open} requests are under way: come back later"
             return ApiError(429, message, "queue_full", retry_after=self._wait())
         most = limits.max_open_per_key
-        if most is None:
-            return None
-        known = self._open_per_key[tenant] + (0 if self.branches is None else self.branches.open_per_key(tenant))
-        if known + count <= most:
+        if most is None or own <= most:
             return None
         return ApiError(429, f"this key may have {most} requests under way at a time", "key_limit", retry_after=1)
 
