@@ -193,11 +193,17 @@ ROWS: dict[str, Row] = {
 }  # fmt: skip
 
 
+NEW_ORACLE = (5, 22)  # of transformers: older ones rotate some of these otherwise, or do not read folders of theirs
+OF_NEW_ORACLE = {"exaone4", "hunyuan_dense", "olmo3", "stablelm"}
+
+
 def row_model(name: str, **overrides: Any) -> Any:
-    """The small model of a row with random weights."""
+    """The small model of a row with random weights; skips the test where transformers is too old for the row."""
     import torch
     import transformers
 
+    if name in OF_NEW_ORACLE and tuple(map(int, transformers.__version__.split(".")[:2])) < NEW_ORACLE:
+        pytest.skip(f"transformers {transformers.__version__} is no oracle of {name}")
     row = ROWS[name]
     config = getattr(transformers, row.config)(**{**SIZES, **row.tiny, **overrides})
     config._attn_implementation = "eager"
