@@ -85,5 +85,6 @@ NB_MODULE(_native, m) {
   bifolio::bind_tokens(m);
   bifolio::bind_operations(m);
   bifolio::bind_program(m);
+  bifolio::bind_ranks(m);
   bifolio::bind_settings(m);
 }

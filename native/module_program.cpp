@@ -3,6 +3,7 @@
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 
@@ -128,6 +129,22 @@ Register record_act_mul(ProgramHolder& self, Register x, int activation) {
   return self.program.act_mul(x, activation_of(activation));
 }
 
+Register record_all_gather(ProgramHolder& self, Register x, RanksHolder& ranks, const std::vector<int64_t>& widths) {
+  self.require_open();
+  self.require_register("x", x);
+  ranks.require_widths(widths, self.program.width(x));
+  self.keep.append(nb::find(ranks));
+  return self.program.all_gather(x, ranks.memory, widths);
+}
+
+Register record_all_reduce(ProgramHolder& self, Register x, RanksHolder& ranks) {
+  self.require_open();
+  self.require_register("x", x);
+  RanksHolder::require_sum(self.program.width(x));
+  self.keep.append(nb::find(ranks));
+  return self.program.all_reduce(x, ranks.memory);
+}
+
 Register record_take(ProgramHolder& self, Register x) {
   self.require_open();
   self.require_register("x", x);
@@ -187,6 +204,8 @@ void bind_program(nb::module_& m) {
       .def("attend", &record_attend, "qkv"_a, "layer"_a, "shape"_a)
       .def("act", &record_act, "x"_a, "activation"_a)
       .def("act_mul", &record_act_mul, "x"_a, "activation"_a)
+      .def("all_gather", &record_all_gather, "x"_a, "ranks"_a, "widths"_a)
+      .def("all_reduce", &record_all_reduce, "x"_a, "ranks"_a)
       .def("take", &record_take, "x"_a)
       .def("logits", &record_logits, "x"_a, "head"_a, "softcap"_a)
       .def("run", &run_program, "cache"_a, array("ids"), array("positions"), array("slots"), array("logit_rows"), "segments"_a, "share"_a,

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "ops.h"
+#include "ranks.h"
 
 namespace bifolio {
 
@@ -40,6 +41,8 @@ class Program {
   Register attend(Register qkv, int64_t layer, const AttentionConstants& shape);
   Register act(Register x, Activation activation);
   Register act_mul(Register x, Activation activation);
+  Register all_gather(Register x, RankMemory& ranks, const std::vector<int64_t>& widths);
+  Register all_reduce(Register x, RankMemory& ranks);  // returns the same register
   Register take(Register x);  // the rows of logit_rows
   void logits(Register x, const LinearWeights& head, float softcap);
 

@@ -35,12 +35,21 @@ class AttentionPhase(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Shards:
+    """How the ranks of tensor parallelism share a matrix; each holds some of its rows or of its columns."""
+
+    inputs: tuple[int, ...]  # columns of the input on each rank, gathered before the product; empty: a rank uses its own
+    outputs: tuple[int, ...]  # rows of each rank, whose results are gathered; empty: the results of all ranks are added
+
+
+@dataclass(frozen=True, slots=True)
 class Linear:
     """One or several matrices applied to the same input; their outputs are concatenated."""
 
     parts: tuple[QuantizedTensor | Array, ...]  # each [out_i, in]
     biases: tuple[Array | None, ...]  # each f32[out_i]
     prepared: Any = None  # the kernel set's own form, created at load: packed, fused, on the device
+    shards: Shards | None = None  # None: this rank's product needs nothing of other ranks
 
     @property
     def out_features(self) -> int:
@@ -159,6 +168,21 @@ class StepProgram(Protocol):
 
     def run(self, batch: Batch, storage: Storage) -> Array:
         """Logits f32[r, vocab] of the batch's `logit_rows`."""
+        ...
+
+
+class Ranks(Protocol):
+    """The processes that run one model together, each with a part of every matrix."""
+
+    rank: int  # of this process; rank 0 plans and samples
+    size: int
+
+    def all_gather(self, x: Array, widths: tuple[int, ...]) -> Array:
+        """[t, sum(widths)]: the columns of all ranks side by side; `x` is [t, widths[rank]]."""
+        ...
+
+    def all_reduce(self, x: Array) -> Array:
+        """[t, d]: the sum over all ranks; the order of the additions does not change from run to run."""
         ...
 
 
@@ -287,6 +311,7 @@ class KernelSet(PagedAttentionKernel, Protocol):
     deterministic: bool  # results of a sequence do not depend on the rest of the batch
     launches_ahead: bool  # passes are queued on a device: the host plans the next step meanwhile
     activation_planes: int  # integer products for each quantised weight and activation; 0: multiplied as floats
+    ranks: Ranks | None  # of tensor parallelism; None: this process runs the whole model
 
     # -- arrays and memory ------------------------------------------------------------------------------------------
     def from_host(self, array: np.ndarray) -> Array: ...
@@ -364,6 +389,14 @@ class KernelSet(PagedAttentionKernel, Protocol):
         ...
 
     def act(self, x: Array, activation: str) -> Array: ...
+
+    def all_gather(self, x: Array, widths: tuple[int, ...]) -> Array:
+        """The columns of all ranks side by side: [t, sum(widths)]; `x` as it is where there is one rank."""
+        ...
+
+    def all_reduce(self, x: Array) -> Array:
+        """The sum over all ranks; `x` as it is where there is one rank."""
+        ...
 
     def take(self, x: Array, rows: Array) -> Array: ...
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -56,6 +56,18 @@ class CacheLayout:
     def bytes_per_block(self) -> int:
         """Bytes that one block takes in all layers, keys and values together."""
         return self.block_size * self.bytes_per_token
+
+
+class BlockMover(Protocol):
+    """A store of blocks: a `KVStorage`, or the storages of other processes."""
+
+    def move_blocks(self, moves: Iterable[tuple[int, int]]) -> None:
+        """Copy whole blocks (src, dst), as if all sources were read before the first write."""
+        ...
+
+    def poison_blocks(self, block_ids: Iterable[int]) -> None:
+        """Fill blocks with NaN."""
+        ...
 
 
 class KVStorage:

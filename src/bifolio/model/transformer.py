@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bifolio.kernels.interface import Array, Batch, KernelSet, Rotation, Storage
+from bifolio.kernels.interface import Array, Batch, KernelSet, Linear, Rotation, Storage
 from bifolio.model.weights import LayerWeights, ModelWeights
 
 
@@ -15,6 +15,8 @@ def hidden_states(weights: ModelWeights, batch: Batch, kernels: KernelSet, stora
     """The residual stream after the last layer, before the final norm: [t, d]."""
     config = weights.config
     x = kernels.embed(weights.embedding, batch.token_ids, config.embedding_scale / config.residual_scale)
+    if weights.embedding_widths:
+        x = kernels.all_gather(x, weights.embedding_widths)
     if weights.position_embedding is not None:
         x = kernels.add(x, kernels.embed(weights.position_embedding, batch.positions, 1.0))
     rotations = tuple(
@@ -49,14 +51,24 @@ class PagedAttentionLayer:
         qkv = kernels.linear(x, layer.qkv)
         heads = kernels.rope_and_write(qkv, layer.shape, rotation, batch, storage)
         mixed = kernels.attend(heads, layer.shape, batch.segments, storage)
-        return kernels.linear(mixed, layer.output)
+        return joined(mixed, layer.output, kernels)
 
 
 def mlp(layer: LayerWeights, x: Array, activation: str, gated: bool, kernels: KernelSet) -> Array:
     up = kernels.linear(x, layer.up)
     mixed = kernels.act_mul(up, activation) if gated else kernels.act(up, activation)
-    down = kernels.linear(mixed, layer.down)
+    down = joined(mixed, layer.down, kernels)
     return down if layer.post_mlp_norm is None else kernels.norm(down, layer.post_mlp_norm)
+
+
+def joined(x: Array, linear: Linear, kernels: KernelSet) -> Array:
+    """A product whose input is spread over the ranks of tensor parallelism; its result is whole on every rank."""
+    shards = linear.shards
+    if shards is None:
+        return kernels.linear(x, linear)
+    if not shards.outputs:
+        return kernels.all_reduce(kernels.linear(x, linear))
+    return kernels.all_gather(kernels.linear(kernels.all_gather(x, shards.inputs), linear), shards.outputs)
 
 
 def forward(weights: ModelWeights, batch: Batch, kernels: KernelSet, storage: Storage | None) -> Array:
@@ -64,4 +76,6 @@ def forward(weights: ModelWeights, batch: Batch, kernels: KernelSet, storage: St
     x = hidden_states(weights, batch, kernels, storage)
     if batch.logit_rows is not None:
         x = kernels.take(x, batch.logit_rows)
-    return kernels.logits(kernels.norm(x, weights.final_norm), weights.head, weights.config.logit_softcap)
+    logits = kernels.logits(kernels.norm(x, weights.final_norm), weights.head, weights.config.logit_softcap)
+    shards = weights.head.shards
+    return logits if shards is None else kernels.all_gather(logits, shards.outputs)

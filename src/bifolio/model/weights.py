@@ -50,6 +50,7 @@ class ModelWeights:
     head: Linear
     inverse_frequencies: tuple[Array, ...]  # f32[rotary_dim/2] for each rope configuration
     rope_scales: tuple[float, ...]  # factor on cos and sin for each rope configuration
+    embedding_widths: tuple[int, ...] = ()  # columns of the embedding on each rank; empty: this rank has all
     prepared_for: KernelSet | None = None  # the kernel set that owns the arrays; None: as loaded from a file
 
     def matrices(self) -> list[QuantizedTensor | Array]:

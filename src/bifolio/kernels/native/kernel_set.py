@@ -31,6 +31,7 @@ from bifolio.kernels.interface import (
 )
 from bifolio.kernels.native.formats import NATIVE_FORMATS, format_code
 from bifolio.kernels.native.library import library
+from bifolio.kernels.native.ranks import SharedMemoryRanks
 from bifolio.kernels.native.program import ACTIVATION_CODES, PHASE_CODES, NativeProgram, native_segment
 from bifolio.quant.convert import DENSE_FORMATS, convert
 from bifolio.quant.formats import QuantFormat
@@ -194,6 +195,12 @@ class NativeKernels(HostArrays):
         out = np.empty(logits.shape[0], np.int64)
         self.native.argmax(_floats(logits), out, self.pool)
         return out
+
+    def memory_of_ranks(self) -> Any:
+        """The memory through which a program exchanges with other ranks."""
+        if not isinstance(self.ranks, SharedMemoryRanks):
+            raise ConfigError("these weights are a part of a model: join the ranks that hold the others")
+        return self.ranks.native
 
     # -- native counterparts ------------------------------------------------------------------------------
     def packed(self, linear: Linear) -> Any:

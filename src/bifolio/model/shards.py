@@ -1,0 +1,141 @@
+"""The part of a model that one rank of tensor parallelism holds: rows and columns of its matrices, as views of the file.
+
+    matrix       rank holds                          exchange
+    q, k, v      rows of its heads                   none; a kv head that several ranks need is on each of them
+    gate, up     rows of its columns of the MLP      none
+    output, down rows, and the whole of each row     inputs and results are gathered      (exact)
+                 columns, for its own inputs         results are added                    (not exact)
+    head         rows: its part of the vocabulary    logits are gathered
+    embedding    all rows (a view of the mapped file costs no memory), or columns, gathered, on a device
+
+Exact parts give the bits of the whole model: every sum along a row is computed by one rank, in the order of one process.
+Added parts exchange less, and the order of the addition differs from one process. Columns of quantised matrices are cut on
+the borders of their blocks; a matrix whose parts do not end there is cut into rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from bifolio.config import ModelConfig
+from bifolio.errors import ConfigError
+from bifolio.kernels.interface import Array, Linear, Shards
+from bifolio.model.weights import LayerWeights, ModelWeights
+from bifolio.quant.tensor import QuantizedTensor
+
+Span = tuple[int, int]  # [start, stop)
+
+
+def check_size(config: ModelConfig, size: int) -> None:
+    """Raise ConfigError if the heads of a model cannot be shared evenly by `size` ranks."""
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    if config.qk_norm_all_heads and size > 1:
+        raise ConfigError("tensor_parallel_size must be 1: this model norms all heads of a token together")
+    if heads % size or (kv_heads % size and size % kv_heads):
+        fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+        raise ConfigError(
+            f"tensor_parallel_size={size} does not divide {heads} query heads and {kv_heads} key/value heads: "
+            f"use one of {', '.join(map(str, fitting))}"
+        )
+
+
+def spans(total: int, size: int, unit: int = 1) -> list[Span]:
+    """Cut [0, total) into `size` spans whose borders are multiples of `unit`; they differ by one unit at most."""
+    units = -(-total // unit)
+    if units < size:
+        raise ConfigError(f"{total} rows or columns in blocks of {unit} cannot be shared by {size} ranks: use fewer")
+    borders = [min(units * rank // size * unit, total) for rank in range(size + 1)]
+    return list(zip(borders, borders[1:], strict=False))
+
+
+def widths(parts: list[Span]) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in parts)
+
+
+def shard(weights: ModelWeights, rank: int, size: int, *, exact: bool, spread_embedding: bool = False) -> ModelWeights:
+    """The part of `rank`; its configuration counts the rank's own heads and keeps the whole vocabulary."""
+    config = weights.config
+    check_size(config, size)
+    if size == 1:
+        return weights
+    layers = tuple(_shard_layer(layer, config, rank, size, exact) for layer in weights.layers)
+    vocabulary = spans(config.vocab_size, size)
+    head = _rows(weights.head, [vocabulary[rank]])
+    own = replace(
+        config,
+        num_heads=config.num_heads // size,
+        num_kv_heads=max(config.num_kv_heads // size, 1),
+        intermediate_size=layers[0].up.out_features // (2 if config.gated_mlp else 1),
+    )
+    sharded = replace(
+        weights, config=own, layers=layers, head=replace(head, shards=Shards((), widths(vocabulary))), prepared_for=None
+    )
+    return _spread_embedding(sharded, rank, size) if spread_embedding else sharded
+
+
+def _shard_layer(layer: LayerWeights, config: ModelConfig, rank: int, size: int, exact: bool) -> LayerWeights:
+    dim, heads = config.head_dim, config.num_heads // size
+    kv_heads = max(config.num_kv_heads // size, 1)
+    first_kv = rank * config.num_kv_heads // size
+    queries, keys = config.query_size, config.kv_size
+    own_kv = (first_kv * dim, (first_kv + kv_heads) * dim)
+    qkv = [(rank * heads * dim, (rank + 1) * heads * dim)] + [
+        (before + own_kv[0], before + own_kv[1]) for before in (queries, queries + keys)
+    ]
+    ffn = config.intermediate_size
+    unit = _block(layer.down)
+    mlp = spans(ffn, size, 1 if exact or ffn // unit < size else unit)
+    up = [mlp[rank], (ffn + mlp[rank][0], ffn + mlp[rank][1])] if config.gated_mlp else [mlp[rank]]
+    by_heads = [(r * heads * dim, (r + 1) * heads * dim) for r in range(size)]
+    return replace(
+        layer,
+        shape=replace(layer.shape, num_heads=heads, num_kv_heads=kv_heads),
+        qkv=_rows(layer.qkv, qkv),
+        output=_joining(layer.output, by_heads, rank, exact),
+        up=_rows(layer.up, up),
+        down=_joining(layer.down, mlp, rank, exact),
+    )
+
+
+def _joining(linear: Linear, inputs: list[Span], rank: int, exact: bool) -> Linear:
+    """The rank's part of a product whose inputs are spread over the ranks."""
+    if not exact and all(start % _block(linear) == 0 for start, _ in inputs):
+        start, stop = inputs[rank]
+        biases = linear.biases if rank == 0 else (None,) * len(linear.biases)  # added once
+        parts = tuple(_columns(part, start, stop) for part in linear.parts)
+        return replace(linear, parts=parts, biases=biases, shards=Shards((), ()))
+    outputs = spans(linear.out_features, len(inputs))
+    return replace(_rows(linear, [outputs[rank]]), shards=Shards(widths(inputs), widths(outputs)))
+
+
+def _spread_embedding(weights: ModelWeights, rank: int, size: int) -> ModelWeights:
+    table = weights.embedding
+    unit = table.format.block_elements if isinstance(table, QuantizedTensor) else 1
+    columns = spans(int(table.shape[1]), size, unit)
+    return replace(weights, embedding=_columns(table, *columns[rank]), embedding_widths=widths(columns))
+
+
+def _block(linear: Linear) -> int:
+    """Values of a row between two borders of blocks."""
+    return max((part.format.block_elements for part in linear.parts if isinstance(part, QuantizedTensor)), default=1)
+
+
+def _rows(linear: Linear, wanted: list[Span]) -> Linear:
+    """The given rows of the concatenated parts, in their order."""
+    parts: list[QuantizedTensor | Array] = []
+    biases: list[Array | None] = []
+    for start, stop in wanted:
+        before = 0
+        for part, bias in zip(linear.parts, linear.biases, strict=True):
+            count = int(part.shape[0])
+            first, last = max(start - before, 0), min(stop - before, count)
+            if first < last:
+                rows = slice(first, last)
+                parts.append(part.select_rows(rows) if isinstance(part, QuantizedTensor) else part[rows])
+                biases.append(None if bias is None else bias[rows])
+            before += count
+    return replace(linear, parts=tuple(parts), biases=tuple(biases))
+
+
+def _columns(matrix: QuantizedTensor | Array, start: int, stop: int) -> QuantizedTensor | Array:
+    return matrix.select_columns(start, stop) if isinstance(matrix, QuantizedTensor) else matrix[:, start:stop]
