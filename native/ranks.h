@@ -28,7 +28,7 @@ class RankMemory {
  public:
   static constexpr size_t kLine = 64;
   static constexpr int kMaxRanks = 64, kSignals = 2 + kMaxRanks;
-  static constexpr size_t kCapacity = size_t(4) << 20;  // bytes of one rank's part of an exchange
+  static constexpr size_t kCapacity = size_t(1) << 20;  // bytes of one rank's part of an exchange
   static size_t num_bytes(int size) { return words(size) * kLine + 2 * size_t(size) * kCapacity; }
 
   RankMemory(uint8_t* memory, int rank, int size) : memory_(memory), rank_(rank), size_(size) {}

@@ -13,8 +13,8 @@ from bifolio.engine.memory import default_threads
 from bifolio.engine.parallel.commands import command_bytes
 from bifolio.engine.parallel.team import RankTeam, engine_settings
 from bifolio.errors import ConfigError
-from bifolio.kernels.interface import KernelSet
 from bifolio.kernels.cpu import MAX_RANKS
+from bifolio.kernels.interface import KernelSet
 from bifolio.kernels.select import select_kernels
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.loader import load_model

@@ -37,17 +37,17 @@ from bifolio.text.roles import Placeholders
 class LLM:
     """A model, a cache and an engine. Calls from several threads run in one continuous batch.
 
-    `model` is a Hugging Face-layout folder, a `.gguf` file, or the name of an embedded or pulled model; None takes
-    the default embedded model. The cache gets `num_blocks` blocks, or as many as fit into `memory` ("2GB"), or a
-    safe share of free memory; on a GPU, `gpu_memory_utilization` of the memory left by the weights and the largest
-    step. `activations` ("int8" or "int16") says how finely they are rounded beside quantised weights on the native CPU
+    `model` is a Hugging Face-layout folder, a `.gguf` file, or the name of an embedded or pulled model; None takes the
+    default embedded model. The cache gets `num_blocks` blocks, or as many as fit into `memory` ("2GB"), or a safe share
+    of free memory; on a GPU, `gpu_memory_utilization` of the memory left by the weights and the largest step.
+    `activations` ("int8" or "int16") says how finely they are rounded beside quantised weights on the native CPU
     kernels. `dtype` is the type of dense weights on a GPU ("bfloat16", "float16", "float32"); the CPU uses weights as
     they lie in the file. `kv_cache_dtype` is the type of the cache. `seed` makes requests without a seed of their own
     repeatable. `deterministic` asks a GPU for output that depends on the request alone, to the last bit; on the CPU it
-    always does. `tensor_parallel_size` processes share the model, each with a part of every matrix. `warm_up` compiles a GPU's kernels and captures its decode steps before the first request. Sizes that
-    are not given are small on the CPU and large on a GPU (`engine.build.SIZES`). Options that only vLLM has are warned
-    about by name (`api.vllm_options`). `on_load` is called with (layers prepared, layers in all) while weights are
-    prepared.
+    always does. `tensor_parallel_size` processes share the model, each with a part of every matrix. `warm_up` compiles
+    a GPU's kernels and captures its decode steps before the first request. Sizes that are not given are small on the
+    CPU and large on a GPU (`engine.build.SIZES`). Options that only vLLM has are warned about by name
+    (`api.vllm_options`). `on_load` is called with (layers prepared, layers in all) while weights are prepared.
     """
 
     def __init__(

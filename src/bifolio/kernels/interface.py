@@ -38,7 +38,9 @@ class AttentionPhase(Enum):
 class Shards:
     """How the ranks of tensor parallelism share a matrix; each holds some of its rows or of its columns."""
 
-    inputs: tuple[int, ...]  # columns of the input on each rank, gathered before the product; empty: a rank uses its own
+    inputs: tuple[
+        int, ...
+    ]  # columns of the input on each rank, gathered before the product; empty: a rank uses its own
     outputs: tuple[int, ...]  # rows of each rank, whose results are gathered; empty: the results of all ranks are added
 
 

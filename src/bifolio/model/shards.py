@@ -1,4 +1,4 @@
-"""The part of a model that one rank of tensor parallelism holds: rows and columns of its matrices, as views of the file.
+"""The part of a model that one rank of tensor parallelism holds: rows or columns of its matrices.
 
     matrix       rank holds                          exchange
     q, k, v      rows of its heads                   none; a kv head that several ranks need is on each of them
@@ -8,13 +8,15 @@
     head         rows: its part of the vocabulary    logits are gathered
     embedding    all rows (a view of the mapped file costs no memory), or columns, gathered, on a device
 
-Exact parts give the bits of the whole model: every sum along a row is computed by one rank, in the order of one process.
-Added parts exchange less, and the order of the addition differs from one process. Columns of quantised matrices are cut on
-the borders of their blocks; a matrix whose parts do not end there is cut into rows.
+Parts are views of the mapped file. Exact parts give the bits of the whole model: every sum along a row is computed by
+one rank, in the order of one process. Added parts exchange less, and the order of the addition differs from one
+process. Columns of quantised matrices are cut on the borders of their blocks; a matrix whose parts do not end there is
+cut into rows.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 from bifolio.config import ModelConfig
@@ -45,7 +47,7 @@ def spans(total: int, size: int, unit: int = 1) -> list[Span]:
     if units < size:
         raise ConfigError(f"{total} rows or columns in blocks of {unit} cannot be shared by {size} ranks: use fewer")
     borders = [min(units * rank // size * unit, total) for rank in range(size + 1)]
-    return list(zip(borders, borders[1:], strict=False))
+    return list(itertools.pairwise(borders))
 
 
 def widths(parts: list[Span]) -> tuple[int, ...]:

@@ -133,7 +133,9 @@ class QuantizedTensor:
         """A matrix of the columns [start, stop), which begin and end on borders of blocks; a view."""
         size, width = self.format.block_elements, self.format.block_bytes
         if start % size or stop % size:
-            raise ConfigError(f"columns {start} to {stop} of {self.name} do not lie on borders of blocks of {size} values")
+            raise ConfigError(
+                f"columns {start} to {stop} of {self.name} do not lie on borders of blocks of {size} values"
+            )
         data = self.data[:, start // size * width : stop // size * width]
         return QuantizedTensor(self.format, data, (data.shape[0], stop - start), self.name)
 

@@ -1,7 +1,7 @@
 """A rank beside rank 0: `python -m bifolio.engine.parallel.rank SOCKET MEMORY BYTES`, started by `RankTeam`.
 
-It loads its part of the weights and runs one command after the other. It ends when rank 0 closes its socket, so an engine that
-was killed leaves nothing behind.
+It loads its part of the weights and runs one command after the other. It ends when rank 0 closes its socket, so an
+engine that was killed leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from bifolio.engine.fault.out_of_memory import is_out_of_memory
 from bifolio.engine.parallel.commands import Command, Kind, batch_of, read
 from bifolio.engine.parallel.team import COMMAND, FAILED, FIRST_TAKEN, Connection
 from bifolio.errors import BifolioError
-from bifolio.kernels.interface import KernelSet
 from bifolio.kernels.cpu import SharedMemoryRanks
+from bifolio.kernels.interface import KernelSet
 from bifolio.kernels.select import select_kernels
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.loader import load_model

@@ -3,9 +3,9 @@
     shared memory  commands, their numbers, and the exchanges of a pass (`kernels.native.ranks`)
     a socket each  settings at the start, errors, and the end of a process: a rank whose socket closes is lost
 
-A command is written when all ranks have copied the one before. A pass that fails on one rank is discarded on all: the rank sets
-the fault word, every exchange that waits raises, rank 0 sends SYNC, and all ranks continue with equal counters. So the
-engine's recovery, smaller steps after an out-of-memory error included, holds for all ranks together.
+A command is written when all ranks have copied the one before. A pass that fails on one rank is discarded on all: the
+rank sets the fault word, every exchange that waits raises, rank 0 sends SYNC, and all ranks continue with equal
+counters. So the engine's recovery, smaller steps after an out-of-memory error included, holds for all ranks together.
 """
 
 from __future__ import annotations
@@ -29,11 +29,14 @@ from bifolio.config import EngineConfig
 from bifolio.engine.executor import Pass
 from bifolio.engine.parallel.commands import Command, Kind, blocks_command, run_command, write
 from bifolio.errors import ConfigError, RankError, RankLostError
-from bifolio.kernels.interface import Array, Batch, KernelSet
 from bifolio.kernels.cpu import MAX_RANKS, SharedMemoryRanks, new_memory
+from bifolio.kernels.interface import Array, Batch, KernelSet
 
 logger = logging.getLogger(__name__)
-COMMAND, FIRST_TAKEN = 0, 1  # signals: the newest command; the newest command that rank r has copied, at FIRST_TAKEN + r
+COMMAND, FIRST_TAKEN = (
+    0,
+    1,
+)  # signals: the newest command; the newest command that rank r has copied, at FIRST_TAKEN + r
 LOST = 1 << 31  # fault: a process ended, and the rank in the low bits
 FAILED = 1 << 30  # fault: a pass failed
 START_SECONDS = 600.0  # for loading weights

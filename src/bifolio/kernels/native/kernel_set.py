@@ -31,8 +31,8 @@ from bifolio.kernels.interface import (
 )
 from bifolio.kernels.native.formats import NATIVE_FORMATS, format_code
 from bifolio.kernels.native.library import library
-from bifolio.kernels.native.ranks import SharedMemoryRanks
 from bifolio.kernels.native.program import ACTIVATION_CODES, PHASE_CODES, NativeProgram, native_segment
+from bifolio.kernels.native.ranks import SharedMemoryRanks
 from bifolio.quant.convert import DENSE_FORMATS, convert
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.mapped import mapping_of

@@ -47,7 +47,7 @@ class SharedMemoryRanks:
 
 
 def new_memory(size: int, command_bytes: int) -> int:
-    """Descriptor of zeroed memory for `size` ranks, which child processes may inherit. Pages are allocated when used."""
+    """Descriptor of zeroed memory for `size` ranks, for child processes to inherit. Pages are allocated when used."""
     if hasattr(os, "memfd_create"):
         file = os.memfd_create("bifolio-ranks")
     else:
