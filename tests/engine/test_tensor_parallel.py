@@ -106,6 +106,17 @@ def test_numpy_kernels_give_the_bits_of_one() -> None:
         assert workload(llm) == expected("llama", "reference")
 
 
+def test_torch_kernels_exchange_through_gloo() -> None:
+    pytest.importorskip("torch")
+    with make_llm("qwen3", 2, kernels="torch") as llm:
+        assert tokens_of(workload(llm)) == tokens_of(expected("qwen3", "torch"))
+
+
+def tokens_of(found: list[Any]) -> list[Any]:
+    """The token ids of a workload; torch's products round differently by the number of rows."""
+    return [[each[0] for output in part for each in output] for part in (found[0], found[2], found[3])]
+
+
 @pytest.mark.parametrize("name", ["llama", "q8_0"])
 def test_added_parts_give_nearly_the_same_logprobs(name: str) -> None:
     """Without `deterministic` the ranks add their parts of a sum, in another order than one process."""

@@ -15,7 +15,7 @@ from bifolio.engine.parallel.team import RankTeam, engine_settings
 from bifolio.errors import ConfigError
 from bifolio.kernels.cpu import MAX_RANKS
 from bifolio.kernels.interface import KernelSet
-from bifolio.kernels.select import select_kernels
+from bifolio.kernels.select import require_gpu, select_kernels
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.loader import load_model
 from bifolio.model.shards import check_size
@@ -105,8 +105,8 @@ class EngineOptions:
         size = self.tensor_parallel_size
         if size == 1:
             return None
-        if not kernels.device.startswith("cpu"):
-            raise ConfigError("tensor_parallel_size above 1 needs the device 'cpu'")
+        if kernels.device.startswith("cuda"):
+            require_gpu(f"cuda:{int(kernels.device.partition(':')[2] or 0) + size - 1}")
         check_size(model.config, size)
         max_blocks = -(-config.max_model_len // config.cache.block_size) + 1
         most = command_bytes(max(config.token_budget, config.chunk_size), config.max_num_seqs, max_blocks)
@@ -115,7 +115,7 @@ class EngineOptions:
             "threads": self._threads(threads), "activations": activations, "dtype": weight_dtype(self.dtype),
             "num_blocks": num_blocks, "memory": memory, "utilisation": utilisation, **engine_settings(config),
         }  # fmt: skip
-        return RankTeam(size, most, settings)
+        return RankTeam(kernels, size, most, settings)
 
     def _model_len(self, most: int) -> int:
         wanted = self.max_model_len

@@ -67,7 +67,7 @@ def build_engine(
 ) -> tuple[MemoryPlan, InferenceEngine]:
     """The memory plan and the engine built from it."""
     if team is not None:
-        team.join(kernels)
+        team.join()
         model = shard_model(model, kernels, 0, team.size, exact=config.deterministic)
     if draft_model is not None and kernels.memory() is not None:
         draft_model = move_to_device(draft_model, kernels)

@@ -39,10 +39,14 @@ class TorchArrays:
 
     # -- ranks of tensor parallelism ----------------------------------------------------------------------
     def all_gather(self, x: Array, widths: tuple[int, ...]) -> Array:
-        return x if self.ranks is None else self.ranks.all_gather(x, widths)
+        return x if self.ranks is None else self.ranks.all_gather(self.exchanged(x), widths)
 
     def all_reduce(self, x: Array) -> Array:
-        return x if self.ranks is None else self.ranks.all_reduce(x)
+        return x if self.ranks is None else self.ranks.all_reduce(self.exchanged(x))
+
+    def exchanged(self, x: Array) -> Array:
+        """The tensor that is sent to other ranks."""
+        return x
 
     # -- arrays -----------------------------------------------------------------------------------------
     def from_host(self, array: np.ndarray) -> Array:

@@ -7,6 +7,7 @@ engine that was killed leaves nothing behind.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -28,6 +29,7 @@ from bifolio.kernels.select import select_kernels
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.loader import load_model
 
+logger = logging.getLogger(__name__)
 HOUR = 3600.0
 
 
@@ -47,6 +49,7 @@ class Settings:
     num_blocks: int | None
     memory: int | None
     utilisation: float
+    port: int | None = None  # of the store where ranks on torch tensors meet
     rank: int = 0
     size: int = 1
 
@@ -88,6 +91,9 @@ class Rank:
         try:
             self._run(command)
         except Exception as error:
+            if self._runner.kernels.ranks is not self._ranks:  # exchanges of torch.distributed cannot be resumed
+                logger.error("a pass failed on rank %d: %r", self._ranks.rank, error)
+                os._exit(1)
             if not native.fault:  # this rank is the first to fail
                 prefix = "out of memory: " if is_out_of_memory(error) or isinstance(error, MemoryError) else ""
                 self._error = f"{prefix}rank {self._ranks.rank}: {type(error).__name__}: {error}"
@@ -114,10 +120,15 @@ class Rank:
 def new_rank(settings: Settings, ranks: SharedMemoryRanks, connection: Connection) -> Rank | None:
     """Load the rank's part, report the blocks that fit, and allocate as many as rank 0 says."""
     kernels = select_kernels(
-        settings.device, name=settings.kernels, threads=settings.threads, activations=settings.activations,
-        dtype=settings.dtype, deterministic=settings.exact,
+        own_device(settings.device, settings.rank), name=settings.kernels, threads=settings.threads,
+        activations=settings.activations, dtype=settings.dtype, deterministic=settings.exact,
     )  # fmt: skip
     kernels.ranks = ranks
+    if settings.port is not None:
+        from bifolio.kernels.torch_ranks import TorchRanks, new_store
+
+        store = new_store(settings.size, settings.port)
+        kernels.ranks = TorchRanks.join(kernels.device, store, settings.rank, settings.size)
     config = settings.config()
     model, plan = _part(settings, kernels, config)
     connection.send({"kind": "ready", "num_blocks": plan})
@@ -128,6 +139,13 @@ def new_rank(settings: Settings, ranks: SharedMemoryRanks, connection: Connectio
     runner = ModelRunner.new(model, cache, kernels)
     connection.send({"kind": "started"})
     return Rank(runner, ranks, connection, config.chunk_size)
+
+
+def own_device(device: str, rank: int) -> str:
+    """The GPU of a rank: the next one for each rank, from rank 0's on."""
+    if not device.startswith("cuda"):
+        return device
+    return f"cuda:{int(device.partition(':')[2] or 0) + rank}"
 
 
 def _part(settings: Settings, kernels: KernelSet, config: EngineConfig) -> tuple[LoadedModel, int]:

@@ -78,14 +78,20 @@ class Connection:
 class RankTeam:
     """The ranks beside rank 0."""
 
-    def __init__(self, size: int, command_bytes: int, settings: dict[str, Any]) -> None:
-        """Start `size` - 1 processes; `settings` are those of `rank.Settings`."""
+    def __init__(self, kernels: KernelSet, size: int, command_bytes: int, settings: dict[str, Any]) -> None:
+        """Start `size` - 1 processes; `settings` are those of `rank.Settings`, `kernels` those of rank 0."""
         if not 2 <= size <= MAX_RANKS:
             raise ConfigError(f"tensor_parallel_size is at most {MAX_RANKS}, not {size}")
         memory = new_memory(size, command_bytes)
         self.ranks = SharedMemoryRanks(memory, 0, size, command_bytes)
         self.size = size
-        self._kernels: KernelSet | None = None  # of rank 0
+        self._kernels = kernels
+        self._store: Any = None  # where ranks on torch tensors meet
+        if kernels.array_backend == "torch":
+            from bifolio.kernels.torch_ranks import new_store
+
+            self._store = new_store(size)
+            settings = {**settings, "port": self._store.port}
         self._number = 0  # of the newest command
         self._watch = Watch(self.ranks)
         self._lock = threading.Lock()
@@ -97,10 +103,13 @@ class RankTeam:
         self._finalizer = weakref.finalize(self, self._watch.close)
         self._watch.start()
 
-    def join(self, kernels: KernelSet) -> None:
+    def join(self) -> None:
         """Let the kernels of rank 0 exchange with the other ranks."""
-        kernels.ranks = self.ranks
-        self._kernels = kernels
+        self._kernels.ranks = self.ranks
+        if self._store is not None:
+            from bifolio.kernels.torch_ranks import TorchRanks
+
+            self._kernels.ranks = TorchRanks.join(self._kernels.device, self._store, 0, self.size)
 
     # -- the start ----------------------------------------------------------------------------------------------
     def num_blocks(self) -> int:
@@ -116,8 +125,6 @@ class RankTeam:
     # -- passes (`Peers`) -----------------------------------------------------------------------------------------
     def run(self, kind: Pass, batch: Batch, work: Callable[[], Array]) -> Array:
         """Run a pass on all ranks; an error on one of them discards it on all and is raised here."""
-        if self._kernels is None:
-            raise ConfigError("rank 0 has no kernels: call join first")
         with self._lock:
             self._send(run_command(kind.value, batch, self._kernels))
             try:
@@ -159,6 +166,8 @@ class RankTeam:
 
     def _recover(self, error: Exception) -> Exception:
         """Discard a failed pass on all ranks; returns the error that caused it."""
+        if self._store is not None:
+            return self._stopped(error)
         native = self.ranks.native
         is_ours = not native.fault
         native.fault = native.fault or FAILED
@@ -172,6 +181,16 @@ class RankTeam:
             return error
         logger.warning("a pass failed on another rank and was discarded: %s", texts[0])
         return RankError(f"a pass failed on another rank: {texts[0]}")
+
+    def _stopped(self, error: Exception) -> RankLostError:
+        """End the engine: exchanges of torch.distributed cannot be resumed in the middle of a pass."""
+        self._watch.wait_for_loss(1.0)
+        try:
+            self._watch.check()
+        except RankLostError as lost:
+            return lost
+        self.close()
+        return RankLostError(f"a pass failed on rank 0 ({error}): the engine has stopped, start it again")
 
     def _answers(self, kind: str, seconds: float) -> list[dict[str, Any]]:
         """One message of this kind from every rank."""
@@ -215,6 +234,11 @@ class Watch:
         """Raise RankLostError if a process has ended."""
         if self._lost is not None:
             raise RankLostError(self._lost)
+
+    def wait_for_loss(self, seconds: float) -> None:
+        """Wait until a process has ended: its exchange may fail before its socket closes."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._lost is not None, seconds)
 
     def next_message(self, rank: int, kind: str, seconds: float) -> dict[str, Any]:
         """Wait for a message; an error of the rank at its start is raised as ConfigError."""

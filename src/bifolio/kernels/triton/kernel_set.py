@@ -115,6 +115,8 @@ class TritonKernels(TorchArrays):
         return None
 
     def device_slots(self, network: Network, storage: Storage, sizes: SlotSizes) -> DeviceSlots | None:
+        if self.ranks is not None and self.ranks.size > 1:
+            return None  # rank 0 alone has slots: the steps of all ranks are launched one by one
         for frequencies, scale in network.rotations:
             self._tabulate(frequencies, scale, sizes.max_model_len)
         return TritonSlots(self, network, storage, sizes)
@@ -177,6 +179,14 @@ class TritonKernels(TorchArrays):
             x = tensor(x).to(self.dtype)  # the residual stream is f32
         rows = x.rows if isinstance(x, Normed) else int(x.shape[0])
         return Product(x, linear, self._multiply if self._is_ours(rows, linear) else self._library_multiply)
+
+    def exchanged(self, x: Array) -> Array:
+        """Products stay f32, as those that are added to the residual stream without an exchange."""
+        if not isinstance(x, Product) or x.value is not None:
+            return tensor(x)
+        if self._is_ours(x.rows, x.linear):
+            return self._multiply(x, None, None, torch.float32)
+        return self._library_exact(tensor(x.x), x.linear)
 
     def act_mul(self, x: Array, activation: str) -> Array:
         if isinstance(x, Product) and x.value is None:
