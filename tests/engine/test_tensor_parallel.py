@@ -38,6 +38,8 @@ def model_of(name: str) -> Path:
         return tiny_model("phi3", vocab_size=61)[1]
     if name == "llama":
         return tiny_folder(tokenizer=True, seed=5, num_attention_heads=4, num_key_value_heads=2)
+    if name == "three kv heads":
+        return tiny_folder(seed=7, hidden_size=48, num_attention_heads=6, num_key_value_heads=3)
     if name == "one kv head":
         return tiny_folder(seed=6, num_attention_heads=4, num_key_value_heads=1, tie_word_embeddings=True)
     sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 2, "vocab_size": 200}
@@ -89,7 +91,7 @@ def expected(name: str, kernels: str) -> list[Any]:
         return workload(llm)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3", "one kv head", "q4_k_m", "q8_0"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3", "one kv head", "three kv heads", "q4_k_m", "q8_0"])
 def test_two_ranks_give_the_bits_of_one(name: str) -> None:
     with make_llm(name, 2, kernels="native") as llm:
         assert workload(llm) == expected(name, "native")

@@ -1,7 +1,7 @@
 """The part of a model that one rank of tensor parallelism holds: rows or columns of its matrices.
 
     matrix       rank holds                          exchange
-    q, k, v      rows of its heads                   none; a kv head that several ranks need is on each of them
+    q, k, v      rows of its heads                   none; a kv head that several ranks need is on each
     gate, up     rows of its columns of the MLP      none
     output, down rows, and the whole of each row     inputs and results are gathered      (exact)
                  columns, for its own inputs         results are added                    (not exact)
@@ -29,16 +29,30 @@ Span = tuple[int, int]  # [start, stop)
 
 
 def check_size(config: ModelConfig, size: int) -> None:
-    """Raise ConfigError if the heads of a model cannot be shared evenly by `size` ranks."""
+    """Raise ConfigError if the heads of a model cannot be shared by `size` ranks."""
     heads, kv_heads = config.num_heads, config.num_kv_heads
+
+    def fits(count: int) -> bool:
+        return count <= kv_heads or (count % kv_heads == 0 and heads % count == 0)
+
     if config.qk_norm_all_heads and size > 1:
         raise ConfigError("tensor_parallel_size must be 1: this model norms all heads of a token together")
-    if heads % size or (kv_heads % size and size % kv_heads):
-        fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+    if not fits(size):
+        fitting = ", ".join(str(count) for count in range(1, heads + 1) if fits(count))
         raise ConfigError(
-            f"tensor_parallel_size={size} does not divide {heads} query heads and {kv_heads} key/value heads: "
-            f"use one of {', '.join(map(str, fitting))}"
+            f"{heads} query heads and {kv_heads} key/value heads cannot be shared by tensor_parallel_size={size} "
+            f"processes: use one of {fitting}"
         )
+
+
+def head_spans(config: ModelConfig, size: int) -> tuple[list[Span], list[Span]]:
+    """The query heads and the kv heads of each rank; a kv head that several ranks need is on each of them."""
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    if size > kv_heads:
+        each = size // kv_heads  # ranks of one kv head
+        return spans(heads, size), [(rank // each, rank // each + 1) for rank in range(size)]
+    group, own = heads // kv_heads, spans(kv_heads, size)
+    return [(start * group, stop * group) for start, stop in own], own
 
 
 def spans(total: int, size: int, unit: int = 1) -> list[Span]:
@@ -50,8 +64,12 @@ def spans(total: int, size: int, unit: int = 1) -> list[Span]:
     return list(itertools.pairwise(borders))
 
 
+def _count(span: Span) -> int:
+    return span[1] - span[0]
+
+
 def widths(parts: list[Span]) -> tuple[int, ...]:
-    return tuple(stop - start for start, stop in parts)
+    return tuple(_count(part) for part in parts)
 
 
 def shard(weights: ModelWeights, rank: int, size: int, *, exact: bool, spread_embedding: bool = False) -> ModelWeights:
@@ -65,8 +83,8 @@ def shard(weights: ModelWeights, rank: int, size: int, *, exact: bool, spread_em
     head = _rows(weights.head, [vocabulary[rank]])
     own = replace(
         config,
-        num_heads=config.num_heads // size,
-        num_kv_heads=max(config.num_kv_heads // size, 1),
+        num_heads=layers[0].shape.num_heads,
+        num_kv_heads=layers[0].shape.num_kv_heads,
         intermediate_size=layers[0].up.out_features // (2 if config.gated_mlp else 1),
     )
     sharded = replace(
@@ -76,22 +94,19 @@ def shard(weights: ModelWeights, rank: int, size: int, *, exact: bool, spread_em
 
 
 def _shard_layer(layer: LayerWeights, config: ModelConfig, rank: int, size: int, exact: bool) -> LayerWeights:
-    dim, heads = config.head_dim, config.num_heads // size
-    kv_heads = max(config.num_kv_heads // size, 1)
-    first_kv = rank * config.num_kv_heads // size
-    queries, keys = config.query_size, config.kv_size
-    own_kv = (first_kv * dim, (first_kv + kv_heads) * dim)
-    qkv = [(rank * heads * dim, (rank + 1) * heads * dim)] + [
-        (before + own_kv[0], before + own_kv[1]) for before in (queries, queries + keys)
-    ]
+    dim = config.head_dim
+    query_heads, kv_heads = head_spans(config, size)
+    by_heads = [(start * dim, stop * dim) for start, stop in query_heads]
+    first, last = (head * dim for head in kv_heads[rank])
+    before_keys, before_values = config.query_size, config.query_size + config.kv_size
+    qkv = [by_heads[rank], *((before + first, before + last) for before in (before_keys, before_values))]
     ffn = config.intermediate_size
     unit = _block(layer.down)
     mlp = spans(ffn, size, 1 if exact or ffn // unit < size else unit)
     up = [mlp[rank], (ffn + mlp[rank][0], ffn + mlp[rank][1])] if config.gated_mlp else [mlp[rank]]
-    by_heads = [(r * heads * dim, (r + 1) * heads * dim) for r in range(size)]
     return replace(
         layer,
-        shape=replace(layer.shape, num_heads=heads, num_kv_heads=kv_heads),
+        shape=replace(layer.shape, num_heads=_count(query_heads[rank]), num_kv_heads=_count(kv_heads[rank])),
         qkv=_rows(layer.qkv, qkv),
         output=_joining(layer.output, by_heads, rank, exact),
         up=_rows(layer.up, up),
