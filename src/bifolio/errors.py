@@ -19,6 +19,7 @@
     ├── EngineDeadError        the engine stopped; its running requests are lost
     │   └── RankLostError      a process of a tensor-parallel engine ended
     ├── RankError              a process of a tensor-parallel engine failed in a pass; the others continue
+    ├── TransferError          blocks of the cache could not be taken over from another engine
     └── MissingDependencyError a required optional package is not installed
 
 A message names the problem and its remedy, in one or two sentences.
@@ -112,6 +113,10 @@ class RankLostError(EngineDeadError):
 
 class RankError(BifolioError, RuntimeError):
     """A process of a tensor-parallel engine failed in a pass. The pass is discarded on all ranks."""
+
+
+class TransferError(BifolioError, RuntimeError):
+    """Blocks of the cache could not be taken over from another engine; they are computed instead."""
 
 
 class MissingDependencyError(BifolioError, ImportError):

@@ -121,6 +121,19 @@ class KVStorage:
         """Contiguous copies [length, num_kv_heads, head_dim] of keys and values; f32 from numpy, else as stored."""
         return self._gather(self.keys[layer], block_ids, length), self._gather(self.values[layer], block_ids, length)
 
+    def read_block(self, block_id: int) -> np.ndarray:
+        """u8[block bytes]: a copy of one block, keys and then values of each layer, as stored."""
+        parts = [array[block_id] for pair in zip(self.keys, self.values, strict=True) for array in pair]
+        return np.concatenate([_bytes_of(part) for part in parts])
+
+    def write_block(self, block_id: int, data: np.ndarray) -> None:
+        """Store the bytes of `read_block` of a storage with the same layout."""
+        arrays = [array for pair in zip(self.keys, self.values, strict=True) for array in pair]
+        if data.dtype != np.uint8 or data.shape != (self.layout.bytes_per_block,):
+            raise CacheError(f"a block has {self.layout.bytes_per_block} bytes, not {data.size}")
+        for array, part in zip(arrays, np.split(data, len(arrays)), strict=True):
+            _put_bytes(array, block_id, part)
+
     def move_blocks(self, moves: Iterable[tuple[int, int]]) -> None:
         """Copy whole blocks (src, dst) in every layer, as if all sources were read before the first write."""
         pairs = list(moves)
@@ -175,6 +188,22 @@ class KVStorage:
         if self.backend == "numpy":
             return indices
         return _import_torch().from_numpy(indices).to(self.device)
+
+
+def _bytes_of(array: Array) -> np.ndarray:
+    """u8[n]: the bytes of a numpy array or of a tensor on any device."""
+    if not isinstance(array, np.ndarray):
+        array = array.contiguous().view(_import_torch().uint8).cpu().numpy()
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def _put_bytes(array: Array, block_id: int, data: np.ndarray) -> None:
+    """Fill array[block_id] with bytes."""
+    if isinstance(array, np.ndarray):
+        array[block_id] = data.view(array.dtype).reshape(array.shape[1:])
+        return
+    tensor = _import_torch().from_numpy(data.copy()).to(array.device)
+    array[block_id] = tensor.view(array.dtype).reshape(array.shape[1:])
 
 
 def _import_torch() -> Any:

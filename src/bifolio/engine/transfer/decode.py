@@ -1,0 +1,131 @@
+"""The decode side: fetch the blocks of a prompt from a prefill engine before the request is added.
+
+If a transfer fails (the other engine ends, runs another model, or sends a damaged block), the blocks that arrived whole
+are kept, and the request computes the rest itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from bifolio.engine.engine import InferenceEngine
+from bifolio.engine.transfer.blocks import Arrival, fingerprint, num_blocks_of
+from bifolio.engine.transfer.prefill import BLOCKS_AT_ONCE, EngineCalls
+from bifolio.engine.transfer.wire import (
+    BLOCK,
+    END,
+    HEADER,
+    ROOM_BLOCKS,
+    Pull,
+    Room,
+    checksum,
+    receive_exactly,
+    receive_into,
+    receive_json,
+    send_pull,
+)
+from bifolio.errors import ConfigError, TransferError
+
+logger = logging.getLogger(__name__)
+CONNECT_SECONDS = 5.0
+ANSWER_SECONDS = 60.0  # the longest time between two blocks
+
+
+def _add(arrival: Arrival, blocks: list[np.ndarray], engine: InferenceEngine) -> bool:
+    return arrival.add(blocks)
+
+
+class Address(NamedTuple):
+    """Where a prefill engine listens."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """HOST:PORT, or [HOST]:PORT for an IPv6 address."""
+        host, _, port = text.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+            raise ConfigError(f"{text!r} is not the address of an engine: write HOST:PORT, such as 10.0.0.5:8200")
+        return cls(host.strip("[]"), int(port))
+
+
+class BlockFetcher:
+    """Fetches blocks for one engine; `fetch` may be called from several threads."""
+
+    def __init__(self, calls: EngineCalls, secret: str = "", shared: bool = True) -> None:
+        self._calls = calls
+        self._secret = secret
+        self._shared = shared and os.path.isdir("/dev/shm")
+        self._fingerprint: bytes = calls.call(fingerprint).result()
+        self._block_bytes = int(calls.call(lambda engine: engine.runner.storage.layout.bytes_per_block).result())
+
+    def fetch(self, address: Address, token_ids: Sequence[int], salt: bytes = b"") -> int:
+        """Take the blocks of a prompt into the cache; returns how many arrived. A failed transfer is logged."""
+        arrival = self._calls.call(lambda engine: Arrival(engine, token_ids, salt)).result()
+        before = arrival.num_blocks
+        try:
+            wanted = self._calls.call(lambda engine: num_blocks_of(engine, len(token_ids))).result()
+            if before < wanted:
+                self._transfer(address, Pull(self._fingerprint, np.asarray(token_ids, np.int32), salt, before), arrival)
+        except (OSError, TransferError) as error:
+            logger.warning("blocks of %s:%d: %s; the rest is computed here", address.host, address.port, error)
+        finally:
+            self._calls.call(lambda engine: arrival.close()).result()
+        return int(arrival.num_blocks - before)
+
+    def _transfer(self, address: Address, pull: Pull, arrival: Arrival) -> None:
+        room, path = Room.new(self._block_bytes) if self._shared else (None, "")
+        try:
+            with socket.create_connection(address, CONNECT_SECONDS) as connection:
+                connection.settimeout(ANSWER_SECONDS)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                send_pull(connection, replace(pull, room=path), self._secret)
+                answer = receive_json(connection)
+                if "error" in answer:
+                    raise TransferError(str(answer["error"]))
+                if answer.get("block_bytes") != self._block_bytes:
+                    raise TransferError("the engines differ in the size of a block: start both alike")
+                self._receive(connection, arrival, room if answer.get("is_shared") else None)
+        finally:
+            if path:
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+
+    def _receive(self, connection: socket.socket, arrival: Arrival, room: Room | None) -> None:
+        """Read blocks until the end; they are stored between two steps, several at a time."""
+        next_index, waiting = arrival.num_blocks, list[np.ndarray]()
+        while True:
+            kind, index, check = HEADER.unpack(receive_exactly(connection, HEADER.size))
+            if kind == BLOCK and index == next_index:
+                waiting.append(self._block(connection, room, index, check))
+                next_index += 1
+            elif kind != END:
+                raise TransferError("a block arrived out of order")
+            if kind == END or len(waiting) == BLOCKS_AT_ONCE:
+                blocks, waiting = waiting, []
+                if not self._calls.call(partial(_add, arrival, blocks)).result():
+                    raise TransferError("the cache has no room for the blocks of this prompt")
+            if kind == END:
+                return
+
+    def _block(self, connection: socket.socket, room: Room | None, index: int, check: bytes) -> np.ndarray:
+        """One block, copied and checked."""
+        block = np.empty(self._block_bytes, np.uint8)
+        if room is None:
+            receive_into(connection, block.data)
+        else:
+            block[:] = room.places[index % ROOM_BLOCKS]
+            connection.sendall(b"\1")
+        if checksum(block) != check:
+            raise TransferError(f"block {index} was damaged on its way")
+        return block
