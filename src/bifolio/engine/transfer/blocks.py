@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from hashlib import blake2b
+from typing import NamedTuple
 
 import numpy as np
 
@@ -39,9 +40,22 @@ def fingerprint(engine: InferenceEngine) -> bytes:
     return digest.digest()
 
 
-def num_blocks_of(engine: InferenceEngine, num_tokens: int) -> int:
-    """Full blocks of a prompt that a cache can provide: the last token is always computed, for its logits."""
-    return (num_tokens - 1) // engine.blocks.block_size
+class Sizes(NamedTuple):
+    """The numbers of an engine that both sides of a transfer need; they do not change while it runs."""
+
+    fingerprint: bytes
+    block_size: int
+    block_bytes: int
+    max_model_len: int
+
+    @classmethod
+    def of(cls, engine: InferenceEngine) -> Sizes:
+        layout = engine.runner.storage.layout
+        return cls(fingerprint(engine), layout.block_size, layout.bytes_per_block, engine.config.max_model_len)
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """Full blocks of a prompt that a cache can provide: the last token is always computed, for its logits."""
+        return (num_tokens - 1) // self.block_size
 
 
 def read_blocks(

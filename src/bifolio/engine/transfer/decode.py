@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from bifolio.engine.engine import InferenceEngine
-from bifolio.engine.transfer.blocks import Arrival, fingerprint, num_blocks_of
+from bifolio.engine.transfer.blocks import Arrival, Sizes
 from bifolio.engine.transfer.prefill import BLOCKS_AT_ONCE, EngineCalls
 from bifolio.engine.transfer.wire import (
     BLOCK,
@@ -66,21 +66,21 @@ class BlockFetcher:
         self._calls = calls
         self._secret = secret
         self._shared = shared and os.path.isdir("/dev/shm")
-        self._fingerprint: bytes = calls.call(fingerprint).result()
-        self._block_bytes = int(calls.call(lambda engine: engine.runner.storage.layout.bytes_per_block).result())
+        self._sizes: Sizes = calls.call(Sizes.of).result()
+        self._block_bytes = self._sizes.block_bytes
 
     def fetch(self, address: Address, token_ids: Sequence[int], salt: bytes = b"") -> int:
         """Take the blocks of a prompt into the cache; returns how many arrived. A failed transfer is logged."""
         arrival = self._calls.call(lambda engine: Arrival(engine, token_ids, salt)).result()
         before = arrival.num_blocks
         try:
-            wanted = self._calls.call(lambda engine: num_blocks_of(engine, len(token_ids))).result()
-            if before < wanted:
-                self._transfer(address, Pull(self._fingerprint, np.asarray(token_ids, np.int32), salt, before), arrival)
+            if before < self._sizes.num_blocks(len(token_ids)):
+                tokens = np.asarray(token_ids, np.int32)
+                self._transfer(address, Pull(self._sizes.fingerprint, tokens, salt, before), arrival)
         except (OSError, TransferError) as error:
             logger.warning("blocks of %s:%d: %s; the rest is computed here", address.host, address.port, error)
         finally:
-            self._calls.call(lambda engine: arrival.close()).result()
+            self._calls.call(lambda engine: arrival.close())  # before any later command, so before the request
         return int(arrival.num_blocks - before)
 
     def _transfer(self, address: Address, pull: Pull, arrival: Arrival) -> None:

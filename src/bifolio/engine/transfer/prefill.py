@@ -16,6 +16,7 @@ import itertools
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -24,7 +25,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from bifolio.engine.engine import InferenceEngine
-from bifolio.engine.transfer.blocks import fingerprint, num_blocks_of, read_blocks
+from bifolio.engine.transfer.blocks import Sizes, read_blocks
 from bifolio.engine.transfer.wire import (
     BLOCK,
     END,
@@ -45,7 +46,7 @@ logger = logging.getLogger(__name__)
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 SILENT_SECONDS = 60.0  # without a byte from the other side: the connection is closed
 MAX_CONNECTIONS = 256
-BLOCKS_AT_ONCE = 8  # copied between two steps
+BLOCKS_AT_ONCE = 64  # copied between two steps
 PAUSE_SECONDS = 0.002  # between two looks at a prompt that has no new block
 
 
@@ -68,7 +69,7 @@ class PrefillServer:
         self._calls = calls
         self._secret = secret
         self._shared = shared
-        self._fingerprint: bytes = calls.call(fingerprint).result()
+        self._sizes: Sizes = calls.call(Sizes.of).result()
         self._numbers = itertools.count()
         self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
         self._listener = socket.create_server((host, port), backlog=64)
@@ -103,12 +104,10 @@ class PrefillServer:
             self._places.release()
 
     def _answer(self, connection: socket.socket) -> None:
-        longest, block_bytes = self._calls.call(
-            lambda engine: (engine.config.max_model_len, engine.runner.storage.layout.bytes_per_block)
-        ).result()
+        block_bytes = self._sizes.block_bytes
         try:
-            pull = receive_pull(connection, self._secret, longest)
-            if pull.fingerprint != self._fingerprint:
+            pull = receive_pull(connection, self._secret, self._sizes.max_model_len)
+            if pull.fingerprint != self._sizes.fingerprint:
                 raise TransferError("the engines differ in model, kernels, cache type or block size: start both alike")
         except TransferError as error:
             send_json(connection, {"error": str(error)})
@@ -118,39 +117,36 @@ class PrefillServer:
         self._send_blocks(connection, pull, room)
 
     def _send_blocks(self, connection: socket.socket, pull: Pull, room: Room | None) -> None:
+        """Send the blocks that are cached; if that is not all, compute the prompt and send the others as they come."""
         tokens = pull.token_ids.tolist()
-        wanted = self._calls.call(lambda engine: num_blocks_of(engine, len(tokens))).result()
+        wanted = self._sizes.num_blocks(len(tokens))
+        sender = BlockSender(connection, room, pull.first)
         request: Request | None = None
-        index, unread = pull.first, 0
         try:
-            while index < wanted:
+            while sender.index < wanted:
                 was_finished = request is not None and request.is_finished
-                reading = partial(read_blocks, token_ids=tokens, salt=pull.salt, first=index, most=BLOCKS_AT_ONCE)
-                found: list[np.ndarray] = self._calls.call(reading).result()
-                for block in found:
-                    if room is not None:
-                        unread = self._make_room(connection, unread)
-                        room.places[index % ROOM_BLOCKS] = block
-                        connection.sendall(HEADER.pack(BLOCK, index, checksum(block)))
-                        unread += 1
-                    else:
-                        connection.sendall(HEADER.pack(BLOCK, index, checksum(block)))
-                        connection.sendall(block.data)
-                    index += 1
-                if found:
-                    continue
-                if was_finished:
+                found, request = self._calls.call(
+                    partial(self._look, tokens=tokens, pull=pull, first=sender.index, wanted=wanted, request=request)
+                ).result()
+                sender.send(found)
+                if not found and was_finished:
                     break  # its blocks were evicted: the other engine computes the rest
-                if request is None:
-                    request = self._calls.call(lambda engine: self._start(engine, tokens, pull.salt)).result()
-                else:
-                    threading.Event().wait(PAUSE_SECONDS)
-            connection.sendall(HEADER.pack(END, index, bytes(16)))
-            receive_exactly(connection, unread)  # a close with unread bytes would reset the connection
+                if not found:
+                    time.sleep(PAUSE_SECONDS)
+            sender.end()
         finally:
             if request is not None and not request.is_finished:
                 request_id = request.request_id
                 self._calls.call(lambda engine: engine.abort(request_id))
+
+    def _look(
+        self, engine: InferenceEngine, tokens: list[int], pull: Pull, first: int, wanted: int, request: Request | None
+    ) -> tuple[list[np.ndarray], Request | None]:
+        """Between two steps: the blocks that are there, and the request that computes the others."""
+        found = read_blocks(engine, tokens, pull.salt, first, BLOCKS_AT_ONCE)
+        if request is None and first + len(found) < wanted and len(found) < BLOCKS_AT_ONCE:
+            request = self._start(engine, tokens, pull.salt)
+        return found, request
 
     def _start(self, engine: InferenceEngine, tokens: list[int], salt: bytes) -> Request:
         request_id = f"blocks-{next(self._numbers)}"
@@ -159,9 +155,31 @@ class PrefillServer:
         except RequestError as error:
             raise TransferError(f"the prompt cannot be computed: {error}") from error
 
-    def _make_room(self, connection: socket.socket, unread: int) -> int:
-        """Wait until a place in shared memory is free."""
-        if unread == ROOM_BLOCKS:
-            receive_exactly(connection, 1)
-            return unread - 1
-        return unread
+
+class BlockSender:
+    """Sends blocks in order, through shared memory where there is room for them, else over the connection."""
+
+    def __init__(self, connection: socket.socket, room: Room | None, first: int) -> None:
+        self.index = first  # of the next block
+        self._connection = connection
+        self._room = room
+        self._num_unread = 0  # blocks in shared memory that the other side has not copied
+
+    def send(self, blocks: list[np.ndarray]) -> None:
+        for block in blocks:
+            header = HEADER.pack(BLOCK, self.index, checksum(block))
+            if self._room is None:
+                self._connection.sendall(header)
+                self._connection.sendall(block.data)
+            else:
+                if self._num_unread == ROOM_BLOCKS:
+                    receive_exactly(self._connection, 1)
+                    self._num_unread -= 1
+                self._room.places[self.index % ROOM_BLOCKS] = block
+                self._connection.sendall(header)
+                self._num_unread += 1
+            self.index += 1
+
+    def end(self) -> None:
+        self._connection.sendall(HEADER.pack(END, self.index, bytes(16)))
+        receive_exactly(self._connection, self._num_unread)  # a close with unread bytes would reset the connection
