@@ -24,6 +24,7 @@ from bifolio.errors import CacheError, ConfigError, TransferError
 from bifolio.sequence import StepResult
 from helpers import kv_storage, random_prompt, tiny_folder
 
+pytestmark = pytest.mark.full
 BLOCK = 4
 PARAMS = SamplingParams(max_tokens=8, temperature=0.8, seed=2, logprobs=2, ignore_eos=True)
 SECRET = "between engines"
@@ -96,7 +97,7 @@ def test_output_equals_that_of_one_engine(engines: Callable[..., Running], lengt
     expected, _ = engines().generate(prompt)
     prefill, decode = engines(), engines()
     server, address = served(prefill, shared=shared)
-    assert BlockFetcher(decode.thread, SECRET, shared).fetch(address, prompt) == (length - 1) // BLOCK
+    assert BlockFetcher(decode.thread, SECRET, shared).fetch(address, prompt).num_blocks == (length - 1) // BLOCK
     found, num_cached = decode.generate(prompt)
     assert found == expected
     assert num_cached == (length - 1) // BLOCK * BLOCK  # only the last tokens were computed here
@@ -108,9 +109,9 @@ def test_a_second_turn_fetches_the_new_blocks_alone(engines: Callable[..., Runni
     server, address = served(prefill)
     fetcher = BlockFetcher(decode.thread, SECRET)
     first, longer = random_prompt(40, vocab_size=61), random_prompt(40, vocab_size=61) + random_prompt(21, 3, 61)
-    assert fetcher.fetch(address, first) == 9
-    assert fetcher.fetch(address, longer) == 15 - 9
-    assert fetcher.fetch(address, longer) == 0
+    assert fetcher.fetch(address, first).num_blocks == 9
+    assert fetcher.fetch(address, longer).num_blocks == 15 - 9
+    assert fetcher.fetch(address, longer).num_blocks == 0
     server.close()
 
 
@@ -118,7 +119,7 @@ def test_tenants_do_not_share_blocks(engines: Callable[..., Running]) -> None:
     prefill, decode = engines(), engines()
     server, address = served(prefill)
     prompt = random_prompt(30, vocab_size=61)
-    assert BlockFetcher(decode.thread, SECRET).fetch(address, prompt, b"tenant a") == 7
+    assert BlockFetcher(decode.thread, SECRET).fetch(address, prompt, b"tenant a").num_blocks == 7
     assert decode.generate(prompt, b"tenant b")[1] == 0
     assert decode.generate(prompt, b"tenant a")[1] == 28
     server.close()
@@ -165,7 +166,7 @@ def test_a_damaged_block_is_not_used(engines: Callable[..., Running], monkeypatc
     monkeypatch.setattr(prefill_side, "read_blocks", damaging)
     sums = iter(range(1000))
     monkeypatch.setattr(prefill_side, "checksum", lambda block: bytes([next(sums) % 256]) * 16)
-    assert BlockFetcher(decode.thread, SECRET).fetch(address, prompt) == 0
+    assert BlockFetcher(decode.thread, SECRET).fetch(address, prompt).num_blocks == 0
     assert decode.generate(prompt)[0] == expected
     server.close()
 
@@ -179,7 +180,7 @@ def test_blocks_of_another_kind_of_engine_are_refused(
     prefill, decode = engines(**change), engines()
     server, address = served(prefill)
     prompt = random_prompt(30, vocab_size=61)
-    assert BlockFetcher(decode.thread, SECRET).fetch(address, prompt) == 0
+    assert BlockFetcher(decode.thread, SECRET).fetch(address, prompt).num_blocks == 0
     assert "start both alike" in caplog.text
     assert decode.generate(prompt)[1] == 0
     server.close()
@@ -188,7 +189,7 @@ def test_blocks_of_another_kind_of_engine_are_refused(
 def test_a_wrong_secret_is_refused(engines: Callable[..., Running], caplog: pytest.LogCaptureFixture) -> None:
     prefill, decode = engines(), engines()
     server, address = served(prefill)
-    assert BlockFetcher(decode.thread, "guessed").fetch(address, random_prompt(30, vocab_size=61)) == 0
+    assert BlockFetcher(decode.thread, "guessed").fetch(address, random_prompt(30, vocab_size=61)).num_blocks == 0
     assert "does not know the secret" in caplog.text
     assert prefill.llm.engine.stats().num_prompt_tokens == 0  # nothing was computed
     server.close()
@@ -198,7 +199,12 @@ def test_no_engine_at_the_address(engines: Callable[..., Running]) -> None:
     decode = engines()
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    assert BlockFetcher(decode.thread, SECRET).fetch(Address("127.0.0.1", port), random_prompt(30, vocab_size=61)) == 0
+    assert (
+        BlockFetcher(decode.thread, SECRET)
+        .fetch(Address("127.0.0.1", port), random_prompt(30, vocab_size=61))
+        .num_blocks
+        == 0
+    )
 
 
 def test_a_cache_without_room_takes_the_first_blocks(engines: Callable[..., Running]) -> None:
@@ -210,7 +216,7 @@ def test_a_cache_without_room_takes_the_first_blocks(engines: Callable[..., Runn
     decode.thread.call(lambda engine: engine.blocks.open_table(table)).result()
     decode.thread.call(lambda engine: engine.blocks.append(table, len(holder))).result()
     server, address = served(prefill)
-    assert BlockFetcher(decode.thread, SECRET).fetch(address, prompt) == 32 - 15
+    assert BlockFetcher(decode.thread, SECRET).fetch(address, prompt).num_blocks == 32 - 15
     decode.thread.call(lambda engine: engine.blocks.release(table)).result()
     assert decode.generate(prompt)[0] == expected
     server.close()
@@ -227,7 +233,7 @@ def test_malformed_requests_are_refused(engines: Callable[..., Running]) -> None
             connection.shutdown(socket.SHUT_WR)
             if sent:
                 assert "error" in wire.receive_json(connection)
-    assert BlockFetcher(prefill.thread, SECRET).fetch(address, [5] * 9) == 2  # it still serves
+    assert BlockFetcher(prefill.thread, SECRET).fetch(address, [5] * 9).num_blocks == 2  # it still serves
     server.close()
 
 

@@ -59,6 +59,13 @@ class Address(NamedTuple):
         return cls(host.strip("[]"), int(port))
 
 
+class Fetched(NamedTuple):
+    """The result of a transfer."""
+
+    num_blocks: int  # that arrived and are in the cache now
+    is_whole: bool  # the transfer came to its end
+
+
 class BlockFetcher:
     """Fetches blocks for one engine; `fetch` may be called from several threads."""
 
@@ -69,19 +76,20 @@ class BlockFetcher:
         self._sizes: Sizes = calls.call(Sizes.of).result()
         self._block_bytes = self._sizes.block_bytes
 
-    def fetch(self, address: Address, token_ids: Sequence[int], salt: bytes = b"") -> int:
-        """Take the blocks of a prompt into the cache; returns how many arrived. A failed transfer is logged."""
+    def fetch(self, address: Address, token_ids: Sequence[int], salt: bytes = b"") -> Fetched:
+        """Take the blocks of a prompt into the cache. A failed transfer is logged; the blocks before are kept."""
         arrival = self._calls.call(lambda engine: Arrival(engine, token_ids, salt)).result()
-        before = arrival.num_blocks
+        before, is_whole = arrival.num_blocks, False
         try:
             if before < self._sizes.num_blocks(len(token_ids)):
                 tokens = np.asarray(token_ids, np.int32)
                 self._transfer(address, Pull(self._sizes.fingerprint, tokens, salt, before), arrival)
+            is_whole = True
         except (OSError, TransferError) as error:
             logger.warning("blocks of %s:%d: %s; the rest is computed here", address.host, address.port, error)
         finally:
             self._calls.call(lambda engine: arrival.close())  # before any later command, so before the request
-        return int(arrival.num_blocks - before)
+        return Fetched(arrival.num_blocks - before, is_whole)
 
     def _transfer(self, address: Address, pull: Pull, arrival: Arrival) -> None:
         room, path = Room.new(self._block_bytes) if self._shared else (None, "")
