@@ -14,6 +14,7 @@ VERBS = (
     "chat",
     "run",
     "serve",
+    "engine",
     "train",
     "eval",
     "quantize",

@@ -74,6 +74,13 @@ class ServerOptions:
         int | None,
         commands.option("--front-ends", min=1, help="Processes that serve HTTP; default: 2 from 8 cores on, else 1."),
     ] = None
+    engine: Annotated[
+        str | None,
+        commands.option("--engine", help="HOST:PORT of a running `bifolio engine`; default: an engine process here."),
+    ] = None
+    engine_secret_file: Annotated[
+        Path | None, commands.option("--engine-secret-file", help="File of the secret shared with that engine.")
+    ] = None
     log_prompts: Annotated[bool, commands.option("--log-prompts", help="Write prompts into the log.")] = False
     log_level: Annotated[str, commands.option("--log-level", help="debug, info, warning or error.")] = "info"
 
@@ -101,9 +108,21 @@ class ServerOptions:
             step_timeout=self.step_timeout,
             heartbeat_timeout=self.heartbeat_timeout,
             allowed_hosts=self.allowed_host or [],
+            engine_address=self.engine,
+            engine_secret=self._secret(),
             log_prompts=self.log_prompts,
-            front_ends=self.front_ends or default_front_ends(),
+            front_ends=self.front_ends or (default_front_ends() if self.engine is None else 1),
         )
+
+    def _secret(self) -> bytes:
+        from bifolio.errors import ConfigError
+        from bifolio.serve.handshake import read_secret
+
+        if (self.engine is None) != (self.engine_secret_file is None):
+            raise ConfigError("--engine and --engine-secret-file go together: pass both or none")
+        if self.engine is not None and (self.front_ends or 1) > 1:
+            raise ConfigError("--front-ends needs an engine process of its own: start several servers on one --engine")
+        return b"" if self.engine_secret_file is None else read_secret(self.engine_secret_file)
 
 
 def serve(server: ServerOptions, engine: options.BatchEngine, model: options.Model = None) -> None:

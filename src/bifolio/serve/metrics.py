@@ -14,8 +14,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from bifolio.serve.engine_client import EngineClient
-from bifolio.serve.messages import Ended
+from bifolio.api.client import EngineClient
+from bifolio.api.messages import Ended
 
 PREFIX = "bifolio:"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -59,7 +59,7 @@ class _EngineCollector(Collector):
             ("kv_cache_shared_blocks", "Blocks that several sequences hold.", stats.get("total_shared_blocks", 0.0)),
             ("kv_cache_block_references", "Blocks without sharing.", stats.get("total_references", 0.0)),
             ("kv_cache_average_references", "Sequences per block.", stats.get("average_reference_count", 0.0)),
-            ("engine_up", "Whether the engine process is ready.", float(engine.is_ready)),
+            ("engine_up", "Whether the engine process is ready.", float(engine.health().is_ready)),
         ):
             yield GaugeMetricFamily(PREFIX + name, text, value)
         for name, (source, text) in _ENGINE_COUNTERS.items():

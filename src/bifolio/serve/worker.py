@@ -16,7 +16,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
-from bifolio.serve import messages as m
+from bifolio.api import messages as m
 from bifolio.serve.logs import configure_logging
 
 if TYPE_CHECKING:
