@@ -17,6 +17,14 @@ MAX_FRAME_BYTES = 256 << 20
 MAX_FRAME_ENTRIES = 200_000  # tokens and logprobs of one frame of updates: some megabytes
 
 
+class KvEventSettings(msgspec.Struct):
+    """Where an engine publishes its KV events (`serve.kv_events`)."""
+
+    endpoint: str  # tcp://*:5557; * as the port: any
+    replay_endpoint: str  # tcp://*:5558
+    topic: str = ""
+
+
 class Launch(msgspec.Struct, tag="launch"):
     """First message to a new engine process: the arguments of `LLM`."""
 
@@ -24,6 +32,7 @@ class Launch(msgspec.Struct, tag="launch"):
     max_updates_per_second: float = (
         400.0  # of all requests together; when they are more, tokens travel in twos, threes...
     )
+    kv_events: KvEventSettings | None = None
 
 
 class Start(msgspec.Struct, tag="start", omit_defaults=True):
@@ -86,6 +95,9 @@ class Hello(msgspec.Struct, tag="hello"):
     num_blocks: int
     block_size: int
     plan: list[str]  # the memory plan, for people
+    kv_cache_dtype: str = ""
+    enable_prefix_caching: bool = True
+    kv_events: KvEventSettings | None = None  # where they are published
 
 
 class Fatal(msgspec.Struct, tag="fatal"):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from bifolio.cli import commands, options
 
 if TYPE_CHECKING:
+    from bifolio.api.messages import KvEventSettings
     from bifolio.serve.server import ServerSettings
 
 HELP = """Serve a model over HTTP, as OpenAI's clients expect it.
@@ -81,6 +82,18 @@ class ServerOptions:
     engine_secret_file: Annotated[
         Path | None, commands.option("--engine-secret-file", help="File of the secret shared with that engine.")
     ] = None
+    metrics_compat: Annotated[
+        str | None, commands.option("--metrics-compat", help="'vllm': metrics also under vLLM's names, for gateways.")
+    ] = None
+    kv_events: Annotated[
+        str | None,
+        commands.option("--kv-events", help="Address to publish KV events on, such as tcp://127.0.0.1:5557."),
+    ] = None
+    kv_events_replay: Annotated[
+        str | None,
+        commands.option("--kv-events-replay", help="Address that replays them; default: the port after --kv-events."),
+    ] = None
+    kv_events_topic: Annotated[str, commands.option("--kv-events-topic", help="Topic of the KV events.")] = ""
     log_prompts: Annotated[bool, commands.option("--log-prompts", help="Write prompts into the log.")] = False
     log_level: Annotated[str, commands.option("--log-level", help="debug, info, warning or error.")] = "info"
 
@@ -110,9 +123,31 @@ class ServerOptions:
             allowed_hosts=self.allowed_host or [],
             engine_address=self.engine,
             engine_secret=self._secret(),
+            metrics_compat=self._compat(),
+            kv_events=self._kv_events(),
             log_prompts=self.log_prompts,
             front_ends=self.front_ends or (default_front_ends() if self.engine is None else 1),
         )
+
+    def _compat(self) -> str | None:
+        if self.metrics_compat not in (None, "vllm"):
+            raise commands.BadParameter(f"--metrics-compat takes 'vllm', not {self.metrics_compat!r}")
+        return self.metrics_compat
+
+    def _kv_events(self) -> KvEventSettings | None:
+        from bifolio.api.messages import KvEventSettings
+
+        if self.kv_events is None:
+            return None
+        base, _, port = self.kv_events.rpartition(":")
+        replay = self.kv_events_replay
+        if replay is None:
+            if not port.isdigit():
+                raise commands.BadParameter(
+                    f"--kv-events takes an address such as tcp://*:5557, not {self.kv_events!r}"
+                )
+            replay = f"{base}:{int(port) + 1}"
+        return KvEventSettings(self.kv_events, replay, self.kv_events_topic)
 
     def _secret(self) -> bytes:
         from bifolio.errors import ConfigError

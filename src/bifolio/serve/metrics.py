@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -147,6 +147,7 @@ class Metrics:
         )
         self.open_responses = Gauge(PREFIX + "http_open_requests", "HTTP requests under way.", registry=registry)
         self.recent_latency = 1.0  # seconds; an average that forgets
+        self.extend: Callable[[bytes], bytes] | None = None  # adds names that other programs read
 
     def watch(self, engine: EngineClient) -> None:
         self.registry.register(_EngineCollector(engine))
@@ -167,10 +168,9 @@ class Metrics:
 
     def render(self, others: Sequence[bytes] = ()) -> bytes:
         """As Prometheus reads them; the metrics of `others`, rendered by other front ends, are added."""
-        own: bytes = generate_latest(self.registry)
-        if not others:
-            return own
-        registry = CollectorRegistry()
-        registry.register(_Sums([own, *others]))
-        merged: bytes = generate_latest(registry)
-        return merged
+        body: bytes = generate_latest(self.registry)
+        if others:
+            registry = CollectorRegistry()
+            registry.register(_Sums([body, *others]))
+            body = generate_latest(registry)
+        return body if self.extend is None else self.extend(body)

@@ -19,7 +19,7 @@ from typing import Any
 import uvicorn
 
 from bifolio.api.client import EngineClient
-from bifolio.api.messages import Launch
+from bifolio.api.messages import KvEventSettings, Launch
 from bifolio.errors import ConfigError
 from bifolio.model.loader import open_text_model
 from bifolio.serve.app import make_app
@@ -31,6 +31,7 @@ from bifolio.serve.context import Limits, ServerContext, public_name
 from bifolio.serve.errors import ApiError
 from bifolio.serve.hosts import is_loopback
 from bifolio.serve.supervisor import EngineProcess
+from bifolio.serve.vllm_metrics import with_vllm_names
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,8 @@ class ServerSettings:
     engine_address: str | None = None  # HOST:PORT of an engine on another host; None: an engine process of this one
     engine_secret: bytes = b""  # shared with the engine on another host
     in_process: bool = False  # the engine runs on a thread of the front end
+    kv_events: KvEventSettings | None = None  # where the engine publishes stored and removed blocks
+    metrics_compat: str | None = None  # "vllm": metrics also under vLLM's names
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +126,7 @@ async def running_context(settings: ServerSettings, engine_options: dict[str, An
 
     reference = engine_options.get("model") or DEFAULT_MODEL
     model = open_text_model(reference)
-    launch = Launch({**engine_options, "model": str(reference)}, settings.max_updates_per_second)
+    launch = Launch({**engine_options, "model": str(reference)}, settings.max_updates_per_second, settings.kv_events)
     engine = make_engine(settings, launch)
     try:
         await asyncio.gather(engine.start(), asyncio.to_thread(lambda: model.tokenizer))
@@ -131,6 +134,8 @@ async def running_context(settings: ServerSettings, engine_options: dict[str, An
         context = ServerContext(
             model, engine, name, settings.limits, log_prompts=settings.log_prompts, reference=str(reference)
         )
+        if settings.metrics_compat is not None:
+            context.metrics.extend = with_vllm_names(name, lambda: engine.hello)
         try:
             yield context
         finally:

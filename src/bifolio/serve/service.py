@@ -31,6 +31,7 @@ from bifolio.sampling_params import SamplingParams
 from bifolio.sequence import BeamStep, DraftStep, Request, StepResult
 from bifolio.serve.embedding import EmbeddingQueue
 from bifolio.serve.fairness import Turns
+from bifolio.serve.kv_events import KvEventPublisher
 from bifolio.serve.snapshot import blocks_of, slots_of, waiting_of
 from bifolio.text.tokenizer import is_library_error
 
@@ -61,6 +62,7 @@ class EngineService:
     llm: LLM
     send: Send
     max_updates_per_second: float = 400.0
+    publisher: KvEventPublisher | None = None  # of the cache's events
     thread: EngineThread = field(init=False)
     _live: dict[str, _Live] = field(init=False, default_factory=dict)
     _embeddings: EmbeddingQueue = field(init=False)
@@ -79,9 +81,11 @@ class EngineService:
         """End the engine's thread after the running step, and the compiler's."""
         self.thread.stop()
         self._compiler.shutdown(wait=False, cancel_futures=True)
+        if self.publisher is not None:
+            self.publisher.close()
 
     def hello(self, model_name: str) -> m.Hello:
-        engine = self.llm.engine
+        engine, published = self.llm.engine, self.publisher
         return m.Hello(
             pid=os.getpid(),
             model_name=model_name,
@@ -92,6 +96,9 @@ class EngineService:
             num_blocks=engine.blocks.num_blocks,
             block_size=engine.blocks.block_size,
             plan=self.llm.plan.lines(),
+            kv_cache_dtype=str(engine.config.cache.dtype),
+            enable_prefix_caching=engine.config.cache.enable_prefix_caching,
+            kv_events=None if published is None else m.KvEventSettings(published.endpoint, published.replay_endpoint),
         )
 
     # -- messages ----------------------------------------------------------------------------------------------------
