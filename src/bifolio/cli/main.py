@@ -15,6 +15,7 @@ VERBS = (
     "run",
     "serve",
     "engine",
+    "cluster",
     "train",
     "eval",
     "quantize",

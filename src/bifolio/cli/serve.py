@@ -82,6 +82,10 @@ class ServerOptions:
     engine_secret_file: Annotated[
         Path | None, commands.option("--engine-secret-file", help="File of the secret shared with that engine.")
     ] = None
+    replicas: Annotated[
+        int,
+        commands.option("--replicas", min=1, help="Engines on this machine, behind Ray Serve when there are several."),
+    ] = 1
     metrics_compat: Annotated[
         str | None, commands.option("--metrics-compat", help="'vllm': metrics also under vLLM's names, for gateways.")
     ] = None
@@ -176,8 +180,37 @@ def serve(server: ServerOptions, engine: options.BatchEngine, model: options.Mod
         raise ConfigError(f"--log-level is one of {', '.join(LEVELS)}, not {server.log_level!r}")
     os.environ["BIFOLIO_LOG_LEVEL"] = server.log_level
     configure_logging(server.log_level, "front")
+    if server.replicas > 1:
+        serve_replicas(server, engine, model)
+        return
     engine_options = {"model": model, **engine.for_llm()}
     if engine_options["speculative"] is not None:
         engine_options["speculative"] = asdict(engine_options["speculative"])  # it is sent to the engine's process
     with asyncio.Runner(loop_factory=event_loop()) as runner:
         runner.run(run_server(server.settings(), engine_options))
+
+
+def serve_replicas(server: ServerOptions, engine: options.BatchEngine, model: str | None) -> None:
+    """Several engines on this machine; they divide its cores."""
+    import os
+    from dataclasses import replace
+
+    from bifolio.cli.cluster import Replicas, plain_options, ray_module
+    from bifolio.errors import ConfigError
+
+    run, settings = ray_module(), server.settings()
+    if settings.tls_certificate or settings.kv_events or settings.engine_address:
+        raise ConfigError("--replicas cannot be combined with --tls-cert, --kv-events or --engine")
+    values = plain_options(engine)
+    if values.get("threads") is None:
+        values["threads"] = max((os.cpu_count() or 1) // server.replicas, 1)
+    cluster = Replicas(replicas=server.replicas, front_ends=server.front_ends or 1, name=server.name,
+                       drain_timeout=server.drain_timeout, metrics_compat=settings.metrics_compat)  # fmt: skip
+    wanted = replace(
+        cluster.settings(model, values),
+        keys=list(settings.keys),
+        cors_origins=list(settings.cors_origins),
+        max_queue=settings.limits.max_queue,
+        request_timeout=settings.limits.request_timeout,
+    )
+    run.serve_locally(wanted, settings.host, settings.port)
