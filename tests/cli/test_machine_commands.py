@@ -23,6 +23,7 @@ from helpers import tiny_folder
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 NO_JSON = {
     "serve",
+    "engine",
     "completion",
     "run",
     "soak",

@@ -20,14 +20,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from bifolio.errors import BifolioError, RequestError
+from bifolio.errors import BifolioError, EngineFaultError, RequestError
 from bifolio.serve import chat as chat_calls
 from bifolio.serve import completions as completion_calls
 from bifolio.serve import protocol as p
 from bifolio.serve import responses as r
 from bifolio.serve.auth import App, Guard, KeyRing, Receive, Scope, Send, Tenant, send_error
 from bifolio.serve.context import ServerContext
-from bifolio.serve.errors import ApiError, bad_request
+from bifolio.serve.errors import ApiError, api_error, bad_request
 from bifolio.serve.generation import Run, collect
 from bifolio.serve.hosts import HostGuard
 from bifolio.serve.http import decode, read_body, send_bytes, send_events, send_json
@@ -81,6 +81,11 @@ class Endpoint:
             if not status and error.status != 499:
                 await send_error(observed, error)
             status = error.status
+        except EngineFaultError as fault:
+            answer = api_error(fault)
+            if not status:
+                await send_error(observed, answer)
+            status = answer.status
         except RequestError as error:
             await send_error(observed, bad_request(str(error)))
         except Exception as error:
@@ -225,13 +230,12 @@ class Handlers:
         await send_json(send, r.Health("ok"))
 
     async def ready(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._context.draining or not self._context.engine.is_ready:
+        if self._context.draining or not self._context.engine.health().is_ready:
             raise ApiError(503, "not ready", "engine_unavailable", retry_after=2)
         await send_json(send, r.Health("ready"))
 
     async def metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await self._context.engine.metrics(self._context.metrics)
-        await send_bytes(send, body, CONTENT_TYPE.encode())
+        await send_bytes(send, await self._context.render_metrics(), CONTENT_TYPE.encode())
 
     async def openapi(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._document is None:
