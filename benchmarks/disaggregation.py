@@ -31,13 +31,14 @@ import numpy as np
 from bifolio import LLM
 from bifolio.engine.engine import InferenceEngine
 from bifolio.engine.thread import EngineThread
-from bifolio.engine.transfer.blocks import Arrival, read_blocks
-from bifolio.engine.transfer.decode import Address, BlockFetcher
+from bifolio.engine.transfer.blocks import Arrival, Sizes, read_blocks
+from bifolio.engine.transfer.decode import BlockFetcher
 from bifolio.engine.transfer.prefill import PrefillServer
 from bifolio.engine.transfer.wire import checksum
 from bifolio.measure.trace import exactly
 from bifolio.measure.trace_files import TraceRequest, longest, make_prompts, read_trace, scaled
 from bifolio.sequence import Request, StepResult
+from bifolio.transfer_settings import Address
 
 
 def main() -> None:
@@ -94,7 +95,7 @@ def open_llm(arguments: argparse.Namespace, recorded: list[TraceRequest], split:
 def serve_blocks(llm: LLM) -> None:
     thread = EngineThread(llm.engine, lambda results: None)
     thread.start()
-    print(PrefillServer(thread).port, flush=True)
+    print(PrefillServer(thread, Sizes.of(llm.engine)).port, flush=True)
     sys.stdin.read()
 
 
@@ -113,7 +114,7 @@ class Replay:
         self.num_left = len(requests)
         thread = EngineThread(self.llm.engine, self._results)
         thread.start()
-        fetcher = None if self.prefill is None else BlockFetcher(thread)
+        fetcher = None if self.prefill is None else BlockFetcher(thread, Sizes.of(self.llm.engine))
         made: dict[int, Request] = {}
         begin = time.perf_counter()
 

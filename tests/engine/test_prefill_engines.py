@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from bifolio.engine.transfer import prefill_engines
-from bifolio.engine.transfer.decode import Address, Fetched
-from bifolio.engine.transfer.prefill_engines import PrefillEngines, TransferSettings
+from bifolio.engine.transfer.decode import Fetched
+from bifolio.engine.transfer.prefill_engines import PrefillEngines
 from bifolio.errors import ConfigError
+from bifolio.transfer_settings import Address, TransferSettings
 
 
 class Info(BaseHTTPRequestHandler):
@@ -60,13 +61,13 @@ class Fetches:
 @pytest.fixture
 def fetches(monkeypatch: pytest.MonkeyPatch) -> Fetches:
     made = Fetches()
-    monkeypatch.setattr(prefill_engines, "BlockFetcher", lambda calls, secret: made)
+    monkeypatch.setattr(prefill_engines, "BlockFetcher", lambda calls, sizes, secret: made)
     return made
 
 
 def engines(addresses: list[str]) -> PrefillEngines:
-    calls: Any = None
-    return PrefillEngines(calls, TransferSettings("decode", prefill_addresses=tuple(addresses)))
+    nothing: Any = None
+    return PrefillEngines(nothing, nothing, TransferSettings("decode", prefill_addresses=tuple(addresses)))
 
 
 def test_engines_take_turns(servers: list[str], fetches: Fetches) -> None:

@@ -17,11 +17,12 @@ from bifolio import LLM, SamplingParams
 from bifolio.engine.thread import EngineThread
 from bifolio.engine.transfer import prefill as prefill_side
 from bifolio.engine.transfer import wire
-from bifolio.engine.transfer.blocks import read_blocks
-from bifolio.engine.transfer.decode import Address, BlockFetcher
+from bifolio.engine.transfer.blocks import Sizes, read_blocks
+from bifolio.engine.transfer.decode import BlockFetcher
 from bifolio.engine.transfer.prefill import PrefillServer
 from bifolio.errors import CacheError, ConfigError, TransferError
 from bifolio.sequence import StepResult
+from bifolio.transfer_settings import Address
 from helpers import kv_storage, random_prompt, tiny_folder
 
 pytestmark = pytest.mark.full
@@ -46,6 +47,10 @@ class Running:
     def __post_init__(self) -> None:
         self.thread = EngineThread(self.llm.engine, self._results)
         self.thread.start()
+
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes.of(self.llm.engine)
 
     def _results(self, results: list[StepResult]) -> None:
         for result in results:
@@ -86,7 +91,7 @@ def engines() -> Iterator[Callable[..., Running]]:
 
 
 def served(prefill: Running, **options: Any) -> tuple[PrefillServer, Address]:
-    server = PrefillServer(prefill.thread, secret=SECRET, **options)
+    server = PrefillServer(prefill.thread, prefill.sizes, secret=SECRET, **options)
     return server, Address(server.host, server.port)
 
 
@@ -97,7 +102,10 @@ def test_output_equals_that_of_one_engine(engines: Callable[..., Running], lengt
     expected, _ = engines().generate(prompt)
     prefill, decode = engines(), engines()
     server, address = served(prefill, shared=shared)
-    assert BlockFetcher(decode.thread, SECRET, shared).fetch(address, prompt).num_blocks == (length - 1) // BLOCK
+    assert (
+        BlockFetcher(decode.thread, decode.sizes, SECRET, shared).fetch(address, prompt).num_blocks
+        == (length - 1) // BLOCK
+    )
     found, num_cached = decode.generate(prompt)
     assert found == expected
     assert num_cached == (length - 1) // BLOCK * BLOCK  # only the last tokens were computed here
@@ -107,7 +115,7 @@ def test_output_equals_that_of_one_engine(engines: Callable[..., Running], lengt
 def test_a_second_turn_fetches_the_new_blocks_alone(engines: Callable[..., Running]) -> None:
     prefill, decode = engines(), engines()
     server, address = served(prefill)
-    fetcher = BlockFetcher(decode.thread, SECRET)
+    fetcher = BlockFetcher(decode.thread, decode.sizes, SECRET)
     first, longer = random_prompt(40, vocab_size=61), random_prompt(40, vocab_size=61) + random_prompt(21, 3, 61)
     assert fetcher.fetch(address, first).num_blocks == 9
     assert fetcher.fetch(address, longer).num_blocks == 15 - 9
@@ -119,7 +127,7 @@ def test_tenants_do_not_share_blocks(engines: Callable[..., Running]) -> None:
     prefill, decode = engines(), engines()
     server, address = served(prefill)
     prompt = random_prompt(30, vocab_size=61)
-    assert BlockFetcher(decode.thread, SECRET).fetch(address, prompt, b"tenant a").num_blocks == 7
+    assert BlockFetcher(decode.thread, decode.sizes, SECRET).fetch(address, prompt, b"tenant a").num_blocks == 7
     assert decode.generate(prompt, b"tenant b")[1] == 0
     assert decode.generate(prompt, b"tenant a")[1] == 28
     server.close()
@@ -143,7 +151,7 @@ def test_a_prefill_engine_that_ends_in_the_middle_costs_a_recomputation(
         return honest(block)
 
     monkeypatch.setattr(prefill_side, "checksum", breaking)
-    BlockFetcher(decode.thread, SECRET, shared=False).fetch(address, prompt)
+    BlockFetcher(decode.thread, decode.sizes, SECRET, shared=False).fetch(address, prompt)
     found, num_cached = decode.generate(prompt)
     assert found == expected
     assert num_cached <= cut * BLOCK
@@ -166,7 +174,7 @@ def test_a_damaged_block_is_not_used(engines: Callable[..., Running], monkeypatc
     monkeypatch.setattr(prefill_side, "read_blocks", damaging)
     sums = iter(range(1000))
     monkeypatch.setattr(prefill_side, "checksum", lambda block: bytes([next(sums) % 256]) * 16)
-    assert BlockFetcher(decode.thread, SECRET).fetch(address, prompt).num_blocks == 0
+    assert BlockFetcher(decode.thread, decode.sizes, SECRET).fetch(address, prompt).num_blocks == 0
     assert decode.generate(prompt)[0] == expected
     server.close()
 
@@ -180,7 +188,7 @@ def test_blocks_of_another_kind_of_engine_are_refused(
     prefill, decode = engines(**change), engines()
     server, address = served(prefill)
     prompt = random_prompt(30, vocab_size=61)
-    assert BlockFetcher(decode.thread, SECRET).fetch(address, prompt).num_blocks == 0
+    assert BlockFetcher(decode.thread, decode.sizes, SECRET).fetch(address, prompt).num_blocks == 0
     assert "start both alike" in caplog.text
     assert decode.generate(prompt)[1] == 0
     server.close()
@@ -189,7 +197,10 @@ def test_blocks_of_another_kind_of_engine_are_refused(
 def test_a_wrong_secret_is_refused(engines: Callable[..., Running], caplog: pytest.LogCaptureFixture) -> None:
     prefill, decode = engines(), engines()
     server, address = served(prefill)
-    assert BlockFetcher(decode.thread, "guessed").fetch(address, random_prompt(30, vocab_size=61)).num_blocks == 0
+    assert (
+        BlockFetcher(decode.thread, decode.sizes, "guessed").fetch(address, random_prompt(30, vocab_size=61)).num_blocks
+        == 0
+    )
     assert "does not know the secret" in caplog.text
     assert prefill.llm.engine.stats().num_prompt_tokens == 0  # nothing was computed
     server.close()
@@ -200,7 +211,7 @@ def test_no_engine_at_the_address(engines: Callable[..., Running]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     assert (
-        BlockFetcher(decode.thread, SECRET)
+        BlockFetcher(decode.thread, decode.sizes, SECRET)
         .fetch(Address("127.0.0.1", port), random_prompt(30, vocab_size=61))
         .num_blocks
         == 0
@@ -216,7 +227,7 @@ def test_a_cache_without_room_takes_the_first_blocks(engines: Callable[..., Runn
     decode.thread.call(lambda engine: engine.blocks.open_table(table)).result()
     decode.thread.call(lambda engine: engine.blocks.append(table, len(holder))).result()
     server, address = served(prefill)
-    assert BlockFetcher(decode.thread, SECRET).fetch(address, prompt).num_blocks == 32 - 15
+    assert BlockFetcher(decode.thread, decode.sizes, SECRET).fetch(address, prompt).num_blocks == 32 - 15
     decode.thread.call(lambda engine: engine.blocks.release(table)).result()
     assert decode.generate(prompt)[0] == expected
     server.close()
@@ -233,13 +244,16 @@ def test_malformed_requests_are_refused(engines: Callable[..., Running]) -> None
             connection.shutdown(socket.SHUT_WR)
             if sent:
                 assert "error" in wire.receive_json(connection)
-    assert BlockFetcher(prefill.thread, SECRET).fetch(address, [5] * 9).num_blocks == 2  # it still serves
+    assert (
+        BlockFetcher(prefill.thread, prefill.sizes, SECRET).fetch(address, [5] * 9).num_blocks == 2
+    )  # it still serves
     server.close()
 
 
 def test_settings_are_checked(engines: Callable[..., Running]) -> None:
+    decode = engines()
     with pytest.raises(ConfigError, match="with a secret only"):
-        PrefillServer(engines().thread, host="0.0.0.0")
+        PrefillServer(decode.thread, decode.sizes, host="0.0.0.0")
     for text in ("host", "host:0", ":80", "host:port"):
         with pytest.raises(ConfigError, match="HOST:PORT"):
             Address.parse(text)

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from bifolio.errors import FaultKind
+from bifolio.transfer_settings import TransferSettings
 
 MAX_FRAME_BYTES = 256 << 20
 MAX_FRAME_ENTRIES = 200_000  # tokens and logprobs of one frame of updates: some megabytes
@@ -33,6 +34,7 @@ class Launch(msgspec.Struct, tag="launch"):
         400.0  # of all requests together; when they are more, tokens travel in twos, threes...
     )
     kv_events: KvEventSettings | None = None
+    transfer: TransferSettings | None = None  # prefill and decode on separate engines; None: on this one
 
 
 class Start(msgspec.Struct, tag="start", omit_defaults=True):
@@ -49,6 +51,7 @@ class Start(msgspec.Struct, tag="start", omit_defaults=True):
     wants_steps: bool = False  # updates carry verified drafts and steps of a beam search
     key: str = ""  # of the client: keys take turns
     owner: str = ""  # name of the tenant, for limits and for `/live`
+    prefill_at: str = ""  # the prefill engine that a gateway chose (`serve.block_transfer`)
 
 
 class Abort(msgspec.Struct, tag="abort"):
@@ -98,6 +101,7 @@ class Hello(msgspec.Struct, tag="hello"):
     kv_cache_dtype: str = ""
     enable_prefix_caching: bool = True
     kv_events: KvEventSettings | None = None  # where they are published
+    transfer_port: int = 0  # where blocks are served to decode engines; 0: they are not
 
 
 class Fatal(msgspec.Struct, tag="fatal"):

@@ -38,6 +38,7 @@ from bifolio.serve.openapi import docs_page, openapi_document
 from bifolio.serve.page import page_files
 from bifolio.serve.sampling import request_defaults
 from bifolio.serve.tools import ToolPlan
+from bifolio.serve.transfer_fields import asked_address, transfer_params
 
 logger = logging.getLogger("bifolio.http")
 Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
@@ -139,6 +140,7 @@ class Handlers:
         self, call: completion_calls.CompletionCall | chat_calls.ChatCall, scope: Scope, receive: Receive, send: Send
     ) -> None:
         context, job = self._context, call.job
+        job.prefill_at = asked_address(scope["headers"], call.request.kv_transfer_params)
         if context.log_prompts:
             logger.info("prompt", extra={"prompt_token_ids": job.prompts, "prompt": _texts(context, job.prompts)})
         with context.admission(job.tenant, len(job.prompts)):
@@ -149,8 +151,12 @@ class Handlers:
                 if job.stream:
                     await send_events(send, call.events(run), context.limits.write_timeout, job.write_interval)
                 else:
-                    whole = await collect(run)
-                    await send_json(send, call.whole(whole, run.usage()))
+                    answer = call.whole(await collect(run), run.usage())
+                    host = (scope.get("server") or ("127.0.0.1", 0))[0]
+                    blocks = transfer_params(context.engine.hello, host, call.request.kv_transfer_params)
+                    if blocks is not None:
+                        answer.kv_transfer_params = blocks
+                    await send_json(send, answer)
             finally:
                 run.close()
                 watcher.cancel()
@@ -234,6 +240,12 @@ class Handlers:
             raise ApiError(503, "not ready", "engine_unavailable", retry_after=2)
         await send_json(send, r.Health("ready"))
 
+    async def kv_transfer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        hello = self._context.engine.hello
+        if hello is None or not hello.transfer_port:
+            raise ApiError(404, "this server has no prefill engine: start it with --role prefill", "not_found")
+        await send_json(send, r.BlockAddress(hello.transfer_port))
+
     async def metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send_bytes(send, await self._context.render_metrics(), CONTENT_TYPE.encode())
 
@@ -297,6 +309,7 @@ ROUTES: tuple[tuple[str, str, str], ...] = (  # path, method, name of the handle
     ("/detokenize", "POST", "detokenize"),
     ("/health", "GET", "health"),
     ("/ready", "GET", "ready"),
+    ("/kv_transfer", "GET", "kv_transfer"),
     ("/metrics", "GET", "metrics"),
     ("/openapi.json", "GET", "openapi"),
     ("/live", "GET", "live"),

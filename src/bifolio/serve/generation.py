@@ -45,6 +45,7 @@ class Job:
     num_drawn: int = 1  # sequences of each prompt: best_of, or beams
     wants_steps: bool = False  # verified drafts and steps of a beam search
     write_interval: float = 0.0  # seconds whose events are written together; 0: each event alone
+    prefill_at: str = ""  # the prefill engine that a gateway chose
 
 
 @dataclass(slots=True)
@@ -114,6 +115,7 @@ class Run:
                     job.wants_steps,
                     key,
                     job.tenant.name,
+                    job.prefill_at,
                 )
             )
             self.context.metrics.prompt_tokens.inc(len(prompt))

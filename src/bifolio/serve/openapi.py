@@ -22,6 +22,7 @@ OPERATIONS: tuple[tuple[str, str, str, Any, Any], ...] = (
     ("/detokenize", "post", "Tokens to text", p.DetokenizeRequest, r.Detokenized),
     ("/health", "get", "Whether the front end is alive", None, r.Health),
     ("/ready", "get", "Whether requests would be served now", None, r.Health),
+    ("/kv_transfer", "get", "Where the blocks of a prefill engine are served", None, r.BlockAddress),
 )
 EVENTS = {"/v1/completions": r.Completion, "/v1/chat/completions": r.ChatChunk}
 ERRORS = {

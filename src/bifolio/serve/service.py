@@ -29,6 +29,7 @@ from bifolio.engine.thread import EngineThread
 from bifolio.errors import BifolioError, FaultKind, GrammarError, RequestError
 from bifolio.sampling_params import SamplingParams
 from bifolio.sequence import BeamStep, DraftStep, Request, StepResult
+from bifolio.serve.block_transfer import BlockTransfer
 from bifolio.serve.embedding import EmbeddingQueue
 from bifolio.serve.fairness import Turns
 from bifolio.serve.kv_events import KvEventPublisher
@@ -63,6 +64,7 @@ class EngineService:
     send: Send
     max_updates_per_second: float = 400.0
     publisher: KvEventPublisher | None = None  # of the cache's events
+    transfer: BlockTransfer | None = None  # of blocks, from or to another engine
     thread: EngineThread = field(init=False)
     _live: dict[str, _Live] = field(init=False, default_factory=dict)
     _embeddings: EmbeddingQueue = field(init=False)
@@ -83,6 +85,8 @@ class EngineService:
         self._compiler.shutdown(wait=False, cancel_futures=True)
         if self.publisher is not None:
             self.publisher.close()
+        if self.transfer is not None:
+            self.transfer.close()
 
     def hello(self, model_name: str) -> m.Hello:
         engine, published = self.llm.engine, self.publisher
@@ -98,17 +102,20 @@ class EngineService:
             plan=self.llm.plan.lines(),
             kv_cache_dtype=str(engine.config.cache.dtype),
             enable_prefix_caching=engine.config.cache.enable_prefix_caching,
+            transfer_port=0 if self.transfer is None else self.transfer.port,
             kv_events=None if published is None else m.KvEventSettings(published.endpoint, published.replay_endpoint),
         )
 
     # -- messages ----------------------------------------------------------------------------------------------------
     def handle(self, message: m.ToEngine) -> None:
         """Take a message; everything that touches the engine is queued for its thread."""
-        if isinstance(message, m.Start) and message.grammar is not None:
-            self._compile_first(message)
-        elif isinstance(message, m.Start):
-            self._post(message.id, lambda engine: self._start(engine, message))
+        if isinstance(message, m.Start):
+            is_fetched = self.transfer is not None and self.transfer.fetch(message, self._begin)
+            if not is_fetched:
+                self._begin(message)
         elif isinstance(message, m.Abort):
+            if self.transfer is not None:
+                self.transfer.abort(message.ids)
             self.thread.post(lambda engine: self._abort(engine, message.ids))
         elif isinstance(message, m.Stop):
             self.thread.post(lambda engine: engine.stop(message.id, message.index, message.stop_reason))
@@ -118,6 +125,11 @@ class EngineService:
             self._post(message.id, lambda engine: self._look(engine, message.id))
         elif isinstance(message, m.Shutdown):
             self.thread.stop(timeout=0)
+
+    def _begin(self, message: m.Start) -> None:
+        if message.grammar is not None:
+            return self._compile_first(message)
+        return self._post(message.id, lambda engine: self._start(engine, message))
 
     def _post(self, request_id: str, command: Callable[[InferenceEngine], None]) -> None:
         """Queue a command whose failure, of any kind, refuses one request and nothing else."""
@@ -141,7 +153,7 @@ class EngineService:
         now = asdict(self.llm.engine.stats())
         sharing = now.pop("sharing")
         stats = {name: float(value) for name, value in (now | sharing).items()}
-        stats["num_waiting"] += len(self._compiling)
+        stats["num_waiting"] += len(self._compiling) + (0 if self.transfer is None else self.transfer.num_waiting)
         speculator = self.llm.engine.speculator
         if speculator is not None:
             stats["num_draft_tokens"] = float(speculator.stats.num_draft_tokens)

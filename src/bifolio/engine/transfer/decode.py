@@ -33,7 +33,8 @@ from bifolio.engine.transfer.wire import (
     receive_json,
     send_pull,
 )
-from bifolio.errors import ConfigError, TransferError
+from bifolio.errors import TransferError
+from bifolio.transfer_settings import Address
 
 logger = logging.getLogger(__name__)
 CONNECT_SECONDS = 5.0
@@ -42,21 +43,6 @@ ANSWER_SECONDS = 60.0  # the longest time between two blocks
 
 def _add(arrival: Arrival, blocks: list[np.ndarray], engine: InferenceEngine) -> bool:
     return arrival.add(blocks)
-
-
-class Address(NamedTuple):
-    """Where a prefill engine listens."""
-
-    host: str
-    port: int
-
-    @classmethod
-    def parse(cls, text: str) -> Address:
-        """HOST:PORT, or [HOST]:PORT for an IPv6 address."""
-        host, _, port = text.rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-            raise ConfigError(f"{text!r} is not the address of an engine: write HOST:PORT, such as 10.0.0.5:8200")
-        return cls(host.strip("[]"), int(port))
 
 
 class Fetched(NamedTuple):
@@ -69,11 +55,11 @@ class Fetched(NamedTuple):
 class BlockFetcher:
     """Fetches blocks for one engine; `fetch` may be called from several threads."""
 
-    def __init__(self, calls: EngineCalls, secret: str = "", shared: bool = True) -> None:
+    def __init__(self, calls: EngineCalls, sizes: Sizes, secret: str = "", shared: bool = True) -> None:
         self._calls = calls
         self._secret = secret
         self._shared = shared and os.path.isdir("/dev/shm")
-        self._sizes: Sizes = calls.call(Sizes.of).result()
+        self._sizes = sizes
         self._block_bytes = self._sizes.block_bytes
 
     def fetch(self, address: Address, token_ids: Sequence[int], salt: bytes = b"") -> Fetched:

@@ -60,7 +60,13 @@ class PrefillServer:
     """Serves the blocks of prompts over TCP, on threads of its own."""
 
     def __init__(
-        self, calls: EngineCalls, host: str = "127.0.0.1", port: int = 0, secret: str = "", shared: bool = True
+        self,
+        calls: EngineCalls,
+        sizes: Sizes,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        secret: str = "",
+        shared: bool = True,
     ) -> None:
         if host not in LOCAL_HOSTS and not secret:
             raise ConfigError(
@@ -69,7 +75,7 @@ class PrefillServer:
         self._calls = calls
         self._secret = secret
         self._shared = shared
-        self._sizes: Sizes = calls.call(Sizes.of).result()
+        self._sizes = sizes
         self._numbers = itertools.count()
         self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
         self._listener = socket.create_server((host, port), backlog=64)

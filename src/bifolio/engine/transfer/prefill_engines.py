@@ -14,49 +14,25 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from bifolio.engine.transfer.decode import CONNECT_SECONDS, Address, BlockFetcher
+from bifolio.engine.transfer.blocks import Sizes
+from bifolio.engine.transfer.decode import CONNECT_SECONDS, BlockFetcher
 from bifolio.engine.transfer.prefill import EngineCalls
 from bifolio.errors import ConfigError
+from bifolio.transfer_settings import Address, TransferSettings
 
 logger = logging.getLogger(__name__)
-ROLES = ("both", "prefill", "decode")
 INFO_PATH = "/kv_transfer"
 MAX_INFO_BYTES = 1 << 16
 RETRY_SECONDS = 5.0  # that a server which did not answer is left out
 
 
-@dataclass(frozen=True, slots=True)
-class TransferSettings:
-    """The options of `bifolio serve` for prefill and decode on separate engines."""
-
-    role: str = "both"
-    host: str = "127.0.0.1"  # of a prefill engine: where blocks are served
-    port: int = 0
-    prefill_addresses: tuple[str, ...] = ()  # of a decode engine: HTTP addresses of prefill servers
-    secret: str = ""
-    threshold: int = 64  # tokens of the shortest prompt that is computed elsewhere
-
-    def __post_init__(self) -> None:
-        if self.role not in ROLES:
-            raise ConfigError(f"--role is one of {', '.join(ROLES)}, not {self.role!r}")
-        if self.role == "decode" and not self.prefill_addresses:
-            raise ConfigError(
-                "--role decode needs the HTTP address of a prefill server: pass --prefill-address HOST:PORT"
-            )
-        if self.role != "decode" and self.prefill_addresses:
-            raise ConfigError("--prefill-address is for --role decode: leave it out, or pass --role decode")
-        for address in self.prefill_addresses:
-            Address.parse(address)
-
-
 class PrefillEngines:
     """Fetches the blocks of prompts from the configured engines; `fetch` may be called from several threads."""
 
-    def __init__(self, calls: EngineCalls, settings: TransferSettings) -> None:
+    def __init__(self, calls: EngineCalls, sizes: Sizes, settings: TransferSettings) -> None:
         self._settings = settings
-        self._fetcher = BlockFetcher(calls, settings.secret)
+        self._fetcher = BlockFetcher(calls, sizes, settings.secret)
         self._known: dict[str, Address] = {}  # HTTP address -> where blocks are served
         self._silent: dict[str, float] = {}  # HTTP address -> when it is asked again
         self._turns = itertools.count()
