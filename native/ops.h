@@ -76,6 +76,7 @@ struct RowMemory {  // the rows of a product
 struct Workspace {
   RowMemory input, middle;
   Scratch partials, residuals, planes;
+  Scratch gathered, hidden, outputs, products;  // rows of experts
 };
 
 void embed(Member& m, const EmbeddingTable& table, const int32_t* ids, float scale, Rows out);

@@ -102,6 +102,30 @@ Program::Register Program::act_mul(Register x, Activation activation) {
   return out;
 }
 
+Program::Register Program::gate(Register x, Register logits) {
+  const Register out = like(x, width(x));
+  record("gate", {x, logits}, {out}, [=, this](Member& m, const Step& step) {
+    bifolio::gate(m, rows(x, step), rows(logits, step), rows(out, step));
+  });
+  return out;
+}
+
+Program::Register Program::route(Register logits, const RouterConstants& router) {
+  const Register out = like(logits, router.routing_width());
+  record("route", {logits}, {out}, [=, this](Member& m, const Step& step) {
+    bifolio::route(m, rows(logits, step), router, rows(out, step));
+  });
+  return out;
+}
+
+Program::Register Program::mix_experts(Register x, Register routing, const ExpertWeights& experts) {
+  const Register out = like(x, experts.out_features());
+  record("experts", {x, routing}, {out}, [=, this, &experts](Member& m, const Step& step) {
+    bifolio::mix_experts(m, rows(x, step), rows(routing, step), width(routing) / 2, experts, rows(out, step), workspace_);
+  });
+  return out;
+}
+
 Program::Register Program::take(Register x) {
   const Register out = new_value(values_[size_t(x)].width, true);
   record("take", {x}, {out}, [=, this](Member& m, const Step& step) { bifolio::take(m, rows(x, step), step.logit_rows, rows(out, step)); });

@@ -30,8 +30,10 @@ from bifolio.model.huggingface.safetensors_file import write_safetensors
 from bifolio.model.loaded import LoadedModel
 from bifolio.sampling_params import SamplingParams
 from bifolio.sequence import Request, StepResult
+from moe_models import MOE_ARCHITECTURES, moe_kinds
 
-ARCHITECTURES = ("gpt2", "llama", "llama3-rope", "smollm2", "mistral", "qwen2", "qwen3", "gemma3", "phi3")
+ARCHITECTURES = ("gpt2", "llama", "llama3-rope", "smollm2", "mistral", "qwen2", "qwen3", "gemma3", "phi3",
+                 *MOE_ARCHITECTURES)  # fmt: skip
 INIT_RANGE = 0.2
 WINDOW = 5  # tokens; every prompt of the tests is longer
 
@@ -93,10 +95,9 @@ def transformers_config(architecture: str, overrides: dict[str, Any]) -> Any:
                                          "layer_types": ("sliding_attention", "full_attention")}),
         "phi3": (tf.Phi3Config, {}),
     }  # fmt: skip
-    make, extra = kinds[architecture]
+    make, extra = {**kinds, **moe_kinds()}[architecture]
     values = {**sizes, **special, **extra, **overrides}
-    if "layer_types" in values:
-        values["layer_types"] = list(values["layer_types"])
+    values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
     return make(**values)
 
 

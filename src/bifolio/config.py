@@ -52,6 +52,15 @@ MODEL_LIMITS = {
     "max_position": 1 << 27,
 }
 
+EXPERT_LIMITS = {
+    "num_experts": 1 << 13,
+    "top_k": 1 << 8,
+    "expert_size": 1 << 21,
+    "num_groups": 1 << 13,
+    "top_groups": 1 << 13,
+    "group_best": 1 << 8,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
@@ -78,6 +87,42 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class MoeConfig:
+    """Mixtures of experts in place of the MLPs; `kernels.interface.Router` defines the choice."""
+
+    num_experts: int
+    top_k: int  # experts of a token
+    expert_size: int  # width of one expert's MLP
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    renormalise: bool = False
+    scale: float = 1.0
+    selection_bias: bool = False  # a bias that changes the choice of experts, not their weights
+    num_groups: int = 1
+    top_groups: int = 1
+    group_best: int = 1
+    router_bias: bool = False
+    expert_bias: bool = False
+    shared_size: int = 0  # width of the MLP that every token passes through, beside its experts; 0: none
+    shared_gate: bool = False  # the output of the shared MLP is multiplied by a sigmoid
+    dense_layers: tuple[int, ...] = ()  # layers with a plain MLP
+
+    def __post_init__(self) -> None:
+        for name in ("num_experts", "top_k", "expert_size", "num_groups", "top_groups", "group_best"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= EXPERT_LIMITS[name]:
+                raise ConfigError(f"the model's {name} must be between 1 and {EXPERT_LIMITS[name]}, not {value!r}")
+        if not 0 <= self.shared_size <= EXPERT_LIMITS["expert_size"]:
+            raise ConfigError(f"the width of the shared experts must not be {self.shared_size}")
+        if self.num_experts % self.num_groups or self.top_groups > self.num_groups:
+            raise ConfigError(
+                f"{self.top_groups} of {self.num_groups} groups cannot be chosen among {self.num_experts} experts"
+            )
+        size = self.num_experts // self.num_groups
+        if self.top_k > size * self.top_groups or self.group_best > size:
+            raise ConfigError(f"a token cannot choose {self.top_k} of {size * self.top_groups} experts")
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The description of a network without its weights."""
 
@@ -94,7 +139,7 @@ class ModelConfig:
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-5
     norm_offset: float = 0.0  # added to the norm's weight: Gemma stores weight − 1
-    activation: Literal["silu", "gelu_tanh", "gelu"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "gelu", "swiglu_clamped"] = "silu"
     gated_mlp: bool = True
     qkv_bias: bool = False
     output_bias: bool = False  # bias of the attention's output projection
@@ -110,6 +155,7 @@ class ModelConfig:
     embedding_scale: float = 1.0
     attention_scale: float = 0.0  # 0: 1/sqrt(head_dim)
     logit_softcap: float = 0.0  # 0: off
+    moe: MoeConfig | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
@@ -157,9 +203,21 @@ class ModelConfig:
     def rope_index(self, layer: int) -> int:
         return self.layer_rope[layer] if self.layer_rope else 0
 
+    def has_experts(self, layer: int) -> bool:
+        return self.moe is not None and layer not in self.moe.dense_layers
+
     @property
     def num_parameters(self) -> int:
         """The exact number of parameters, from the shapes alone: memory can be planned before weights are read."""
+        return self._count(None if self.moe is None else self.moe.num_experts)
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Parameters that one token is multiplied with: those of all experts but its own are left out."""
+        return self._count(None if self.moe is None else self.moe.top_k)
+
+    def _count(self, num_experts: int | None) -> int:
+        """Parameters with `num_experts` experts in every layer that has some."""
         d, ffn = self.hidden_size, self.intermediate_size
         attention = d * (self.query_size + 2 * self.kv_size) + self.query_size * d
         attention += (self.query_size + 2 * self.kv_size) * self.qkv_bias + d * self.output_bias
@@ -170,7 +228,17 @@ class ModelConfig:
         norms = per_norm * (4 if self.post_norms else 2)
         embeddings = self.vocab_size * d * (1 if self.tie_embeddings else 2)
         positions = self.max_position * d * self.learned_positions
-        return self.num_layers * (attention + mlp + norms) + per_norm + embeddings + positions
+        total = self.num_layers * (attention + mlp + norms) + per_norm + embeddings + positions
+        if self.moe is not None and num_experts is not None:
+            sparse = sum(self.has_experts(layer) for layer in range(self.num_layers))
+            total += sparse * (self._count_experts(self.moe, num_experts) - mlp)
+        return total
+
+    def _count_experts(self, moe: MoeConfig, num_experts: int) -> int:
+        d, width = self.hidden_size, moe.expert_size
+        router = moe.num_experts * (d + moe.router_bias)  # the selection bias is state of training, no parameter
+        expert = 3 * d * width + (2 * width + d) * moe.expert_bias
+        return router + num_experts * expert + 3 * d * moe.shared_size + d * moe.shared_gate
 
 
 @dataclass(frozen=True, slots=True)

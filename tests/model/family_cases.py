@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
+from moe_cases import MOE_GGUF_CASES, MOE_HF_CASES
 
 from bifolio.config import ModelConfig
 from bifolio.errors import BifolioError
@@ -23,6 +24,8 @@ from bifolio.model.huggingface.config import config_from_hf, config_to_hf
 from bifolio.model.huggingface.folder_writer import folder_config
 
 EXPECTED = Path(__file__).with_name("family_configs.json")
+EXPECTED_MOE = Path(__file__).with_name("moe_configs.json")
+OPTIONAL = ("moe",)  # fields that are left out where a network has no such part
 
 _LLAMA = {
     "model_type": "llama", "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192,
@@ -213,6 +216,11 @@ GGUF_CASES: dict[str, GgufCase] = {
          "rope_factors_short.weight": [1.0 + i / 8 for i in range(8)]},
     ),
 }  # fmt: skip
+HF_CASES |= MOE_HF_CASES
+GGUF_CASES |= {
+    name: GgufCase(_gguf(architecture, entries), shapes)
+    for name, (architecture, entries, shapes) in MOE_GGUF_CASES.items()
+}
 
 
 def open_case(case: GgufCase, folder: Path) -> GgufFile:
@@ -240,7 +248,7 @@ def open_case(case: GgufCase, folder: Path) -> GgufFile:
 def describe(config: ModelConfig) -> dict[str, Any]:
     """The configuration as JSON, and both descriptions that are written of it, or the reason why one cannot be."""
     description = {
-        "config": asdict(config),
+        "config": {name: value for name, value in asdict(config).items() if value or name not in OPTIONAL},
         "gguf": _written(lambda: model_metadata(config, 7, "name")),
         "hf": _written(lambda: config_to_hf(folder_config(config))),
     }
@@ -268,10 +276,16 @@ if __name__ == "__main__":
 
     with tempfile.TemporaryDirectory() as temporary:
         kinds = describe_all(Path(temporary))
-    lines = [
-        f'"{kind}": {{\n'
-        + ",\n".join(f"{json.dumps(name)}: {json.dumps(case)}" for name, case in cases.items())
-        + "\n}"
-        for kind, cases in kinds.items()
-    ]
-    EXPECTED.write_text("{\n" + ",\n".join(lines) + "\n}\n")  # a line for each case
+    moe_names = {*MOE_HF_CASES, *MOE_GGUF_CASES}
+    for path, is_moe in ((EXPECTED, False), (EXPECTED_MOE, True)):
+        lines = [
+            f'"{kind}": {{\n'
+            + ",\n".join(
+                f"{json.dumps(name)}: {json.dumps(case)}"
+                for name, case in cases.items()
+                if (name in moe_names) == is_moe
+            )
+            + "\n}"
+            for kind, cases in kinds.items()
+        ]
+        path.write_text("{\n" + ",\n".join(lines) + "\n}\n")  # a line for each case

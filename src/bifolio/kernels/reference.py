@@ -15,16 +15,21 @@ from bifolio.arrays import array_namespace
 from bifolio.errors import PhaseError
 from bifolio.kernels.host_arrays import HostArrays
 from bifolio.kernels.interface import (
+    SWIGLU_LIMIT,
+    SWIGLU_SLOPE,
     Array,
     AttentionPhase,
     AttentionSegment,
     AttentionShape,
     Batch,
+    Experts,
     Heads,
     Linear,
     Network,
     Norm,
     Rotation,
+    Router,
+    Routing,
     StepProgram,
     Storage,
 )
@@ -53,6 +58,9 @@ class ReferenceKernels(HostArrays):
 
     def prepare_norm(self, norm: Norm) -> Norm:
         return norm
+
+    def prepare_experts(self, experts: Experts) -> Experts:
+        return experts
 
     def prepare_embedding(self, table: QuantizedTensor | Array) -> Any:
         return table
@@ -139,7 +147,12 @@ class ReferenceKernels(HostArrays):
 
     def act_mul(self, x: Array, activation: str) -> Array:
         half = x.shape[-1] // 2
-        return self.act(x[:, :half], activation) * x[:, half:]
+        gate, up = x[:, :half], x[:, half:]
+        if activation == "swiglu_clamped":
+            xp = namespace(x)
+            gate, up = xp.clip(gate, None, SWIGLU_LIMIT), xp.clip(up, -SWIGLU_LIMIT, SWIGLU_LIMIT)
+            return gate * sigmoid(xp, SWIGLU_SLOPE * gate) * (up + 1.0)
+        return self.act(gate, activation) * up
 
     def act(self, x: Array, activation: str) -> Array:
         xp = namespace(x)
@@ -148,6 +161,39 @@ class ReferenceKernels(HostArrays):
         if activation == "gelu_tanh":
             return 0.5 * x * (1.0 + xp.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)))
         return 0.5 * x * (1.0 + erf(xp, x / math.sqrt(2.0)))
+
+    def gate(self, x: Array, logits: Array) -> Array:
+        return sigmoid(namespace(x), logits) * x
+
+    def route(self, logits: Array, router: Router) -> Routing:
+        scores = logits.astype(np.float32)
+        if router.scoring == "softmax":
+            scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
+            scores = scores / scores.sum(axis=-1, keepdims=True)
+        else:
+            scores = sigmoid(np, scores)
+        ranked = scores if router.bias is None else scores + router.bias
+        if router.top_groups < router.num_groups:
+            groups = ranked.reshape(len(ranked), router.num_groups, -1)
+            best = np.sort(groups, axis=-1)[..., -router.group_best :].sum(axis=-1)
+            chosen = np.argsort(-best, axis=-1, kind="stable")[:, : router.top_groups]
+            keeps = np.zeros(best.shape, np.bool_)
+            np.put_along_axis(keeps, chosen, True, axis=-1)
+            ranked = np.where(keeps[..., None], groups, -np.inf).reshape(ranked.shape)
+        experts = np.argsort(-ranked, axis=-1, kind="stable")[:, : router.top_k]
+        weights = np.take_along_axis(scores, experts, axis=-1)
+        if router.renormalise:
+            weights = weights / (weights.sum(axis=-1, keepdims=True) + np.float32(1e-20))
+        return Routing(experts.astype(np.int32), weights * np.float32(router.scale))
+
+    def mix_experts(self, x: Array, routing: Routing, experts: Experts) -> Array:
+        parts = np.zeros((*routing.experts.shape, x.shape[-1]), np.float32)  # [t, top_k, d]
+        for number, (up, down) in enumerate(zip(experts.up, experts.down, strict=True)):
+            tokens, choices = np.nonzero(routing.experts == number)
+            if len(tokens):
+                hidden = self.act_mul(self.linear(x[tokens], up), experts.activation)
+                parts[tokens, choices] = self.linear(hidden, down)
+        return (parts * routing.weights[..., None]).sum(axis=1)
 
     def logits(self, x: Array, head: Linear, softcap: float) -> Array:
         y = self.linear(x, head)

@@ -7,6 +7,7 @@ call for the whole segment; other segments run sequence by sequence.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,16 +16,21 @@ import torch.nn.functional as F
 
 from bifolio.errors import PhaseError
 from bifolio.kernels.interface import (
+    SWIGLU_LIMIT,
+    SWIGLU_SLOPE,
     Array,
     AttentionPhase,
     AttentionSegment,
     AttentionShape,
     Batch,
+    Experts,
     Heads,
     Linear,
     Network,
     Norm,
     Rotation,
+    Router,
+    Routing,
     StepProgram,
     Storage,
 )
@@ -56,6 +62,16 @@ class TorchKernels(TorchArrays):
     def prepare_norm(self, norm: Norm) -> Norm:
         bias = None if norm.bias is None else self.vector(norm.bias)
         return Norm(self.vector(norm.weight), bias, norm.eps, norm.centered)
+
+    def prepare_experts(self, experts: Experts) -> Experts:
+        """`prepared` is (weight [experts, out, in], bias [experts, out] or None) of up and of down."""
+
+        def stacked(linears: tuple[Linear, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
+            fused = [self.prepare_linear(linear).prepared for linear in linears]
+            bias = None if fused[0][1] is None else torch.stack([bias for _, bias in fused])
+            return torch.stack([weight for weight, _ in fused]), bias
+
+        return replace(experts, prepared=(stacked(experts.up), stacked(experts.down)))
 
     def prepare_embedding(self, table: QuantizedTensor | Array) -> Any:
         return self.tensor(table)
@@ -112,12 +128,46 @@ class TorchKernels(TorchArrays):
 
     def act_mul(self, x: Array, activation: str) -> Array:
         gate, up = x.chunk(2, dim=-1)
+        if activation == "swiglu_clamped":
+            gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+            return gate * torch.sigmoid(SWIGLU_SLOPE * gate) * (up + 1)
         return self.act(gate, activation) * up
 
     def act(self, x: Array, activation: str) -> Array:
         if activation == "silu":
             return F.silu(x)
         return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+    def gate(self, x: Array, logits: Array) -> Array:
+        return torch.sigmoid(logits.float()).to(x.dtype) * x
+
+    def route(self, logits: Array, router: Router) -> Routing:
+        """Of equal scores the first is chosen: the sort is stable."""
+        logits = logits.float()
+        scores = torch.softmax(logits, dim=-1) if router.scoring == "softmax" else torch.sigmoid(logits)
+        ranked = scores if router.bias is None else scores + router.bias
+        if router.top_groups < router.num_groups:
+            groups = ranked.unflatten(-1, (router.num_groups, -1))
+            best = groups.topk(router.group_best, dim=-1).values.sum(dim=-1)
+            chosen = torch.sort(best, dim=-1, descending=True, stable=True).indices[:, : router.top_groups]
+            keeps = torch.zeros_like(best, dtype=torch.bool).scatter(1, chosen, True)
+            ranked = groups.masked_fill(~keeps[..., None], -torch.inf).flatten(1)
+        experts = torch.sort(ranked, dim=-1, descending=True, stable=True).indices[:, : router.top_k]
+        weights = scores.gather(1, experts)
+        if router.renormalise:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+        return Routing(experts.to(torch.int32), weights * router.scale)
+
+    def mix_experts(self, x: Array, routing: Routing, experts: Experts) -> Array:
+        (up, up_bias), (down, down_bias) = experts.prepared
+        parts = x.new_zeros((*routing.experts.shape, down.shape[1]), dtype=torch.float32)  # [t, top_k, d]
+        for number in torch.unique(routing.experts).tolist():
+            tokens, choices = (routing.experts == number).nonzero(as_tuple=True)
+            hidden = F.linear(x[tokens], up[number], None if up_bias is None else up_bias[number])
+            hidden = self.act_mul(hidden, experts.activation)
+            y = F.linear(hidden, down[number], None if down_bias is None else down_bias[number])
+            parts = parts.index_put((tokens, choices), y.float())
+        return (parts * routing.weights[..., None]).sum(dim=1).to(x.dtype)
 
     def logits(self, x: Array, head: Linear, softcap: float) -> Array:
         y = self.linear(x, head).float()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bifolio.kernels.interface import Array, Batch, KernelSet, Rotation, Storage
-from bifolio.model.weights import LayerWeights, ModelWeights
+from bifolio.model.weights import LayerWeights, ModelWeights, MoeWeights
 
 
 def hidden_states(weights: ModelWeights, batch: Batch, kernels: KernelSet, storage: Storage | None) -> Array:
@@ -26,7 +26,7 @@ def hidden_states(weights: ModelWeights, batch: Batch, kernels: KernelSet, stora
         if layer.post_attention_norm is not None:
             attended = kernels.norm(attended, layer.post_attention_norm)
         x, normed = kernels.add_norm(x, attended, layer.mlp_norm)
-        x = kernels.add(x, mlp(layer, normed, config.activation, config.gated_mlp, kernels))
+        x = kernels.add(x, feed_forward(layer, normed, config.activation, config.gated_mlp, kernels))
     return x
 
 
@@ -47,11 +47,31 @@ class PagedAttentionLayer:
         return kernels.linear(mixed, layer.output)
 
 
+def feed_forward(layer: LayerWeights, x: Array, activation: str, gated: bool, kernels: KernelSet) -> Array:
+    """The part of a layer behind attention: a plain MLP, or a mixture of experts."""
+    if layer.moe is None:
+        out = mlp(layer, x, activation, gated, kernels)
+    else:
+        out = mixture(layer, layer.moe, x, activation, kernels)
+    return out if layer.post_mlp_norm is None else kernels.norm(out, layer.post_mlp_norm)
+
+
 def mlp(layer: LayerWeights, x: Array, activation: str, gated: bool, kernels: KernelSet) -> Array:
     up = kernels.linear(x, layer.up)
     mixed = kernels.act_mul(up, activation) if gated else kernels.act(up, activation)
-    down = kernels.linear(mixed, layer.down)
-    return down if layer.post_mlp_norm is None else kernels.norm(down, layer.post_mlp_norm)
+    return kernels.linear(mixed, layer.down)
+
+
+def mixture(layer: LayerWeights, moe: MoeWeights, x: Array, activation: str, kernels: KernelSet) -> Array:
+    """The experts that each token chooses, and the shared MLP if there is one."""
+    routing = kernels.route(kernels.linear(x, moe.router), moe.choice)
+    mixed = kernels.mix_experts(x, routing, moe.experts)
+    if not layer.up.parts:
+        return mixed
+    shared = mlp(layer, x, activation, True, kernels)
+    if moe.shared_gate is not None:
+        shared = kernels.gate(shared, kernels.linear(x, moe.shared_gate))
+    return kernels.add(mixed, shared)
 
 
 def forward(weights: ModelWeights, batch: Batch, kernels: KernelSet, storage: Storage | None) -> Array:

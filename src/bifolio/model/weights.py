@@ -13,13 +13,23 @@ from typing import TypeAlias
 import numpy as np
 
 from bifolio.config import ModelConfig, RopeConfig
-from bifolio.kernels.interface import Array, AttentionShape, KernelSet, Linear, Norm
+from bifolio.kernels.interface import Array, AttentionShape, Experts, KernelSet, Linear, Norm, Router
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
 OnLoad: TypeAlias = Callable[[int, int], None]  # (layers prepared, layers in all)
 
-__all__ = ["LayerWeights", "Linear", "ModelWeights", "Norm", "inverse_frequencies", "prepare"]
+__all__ = ["LayerWeights", "Linear", "ModelWeights", "MoeWeights", "Norm", "inverse_frequencies", "prepare"]
+
+
+@dataclass(frozen=True, slots=True)
+class MoeWeights:
+    """The routed experts of one layer."""
+
+    router: Linear  # [experts, d]
+    choice: Router
+    experts: Experts
+    shared_gate: Linear | None  # [1, d]  its sigmoid multiplies the output of the shared MLP
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +42,11 @@ class LayerWeights:
     output: Linear
     post_attention_norm: Norm | None
     mlp_norm: Norm
-    up: Linear  # gate and up, if the MLP is gated
+    up: Linear  # gate and up, if the MLP is gated; beside experts those of the shared MLP, or no parts
     down: Linear
     post_mlp_norm: Norm | None
     rope: int | None  # index into ModelWeights.inverse_frequencies; None: learned positions
+    moe: MoeWeights | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +68,8 @@ class ModelWeights:
         found = [self.embedding, *([] if self.position_embedding is None else [self.position_embedding])]
         for layer in self.layers:
             found += [*layer.qkv.parts, *layer.output.parts, *layer.up.parts, *layer.down.parts]
+            if layer.moe is not None:
+                found += [*layer.moe.router.parts, *layer.moe.experts.matrices()]
         return list({id(matrix): matrix for matrix in [*found, *self.head.parts]}.values())
 
     def formats(self) -> list[QuantFormat]:
@@ -91,6 +104,9 @@ def prepare(weights: ModelWeights, kernels: KernelSet, on_load: OnLoad = lambda 
     def norm(value: Norm | None) -> Norm | None:
         return None if value is None else kernels.prepare_norm(value)
 
+    def linear(value: Linear) -> Linear:
+        return kernels.prepare_linear(value) if value.parts else value
+
     def prepared(number: int, layer: LayerWeights) -> LayerWeights:
         on_load(number, len(weights.layers))
         return replace(
@@ -101,9 +117,10 @@ def prepare(weights: ModelWeights, kernels: KernelSet, on_load: OnLoad = lambda 
             output=kernels.prepare_linear(layer.output),
             post_attention_norm=norm(layer.post_attention_norm),
             mlp_norm=kernels.prepare_norm(layer.mlp_norm),
-            up=kernels.prepare_linear(layer.up),
-            down=kernels.prepare_linear(layer.down),
+            up=linear(layer.up),
+            down=linear(layer.down),
             post_mlp_norm=norm(layer.post_mlp_norm),
+            moe=None if layer.moe is None else _prepared_experts(layer.moe, kernels),
         )
 
     layers = tuple(prepared(number, layer) for number, layer in enumerate(weights.layers))
@@ -118,6 +135,16 @@ def prepare(weights: ModelWeights, kernels: KernelSet, on_load: OnLoad = lambda 
         head=kernels.prepare_linear(weights.head),
         inverse_frequencies=tuple(kernels.from_host(f) for f in weights.inverse_frequencies),
         prepared_for=kernels,
+    )
+
+
+def _prepared_experts(moe: MoeWeights, kernels: KernelSet) -> MoeWeights:
+    bias = moe.choice.bias
+    return MoeWeights(
+        router=kernels.prepare_linear(moe.router),
+        choice=moe.choice if bias is None else replace(moe.choice, bias=kernels.from_host(bias)),
+        experts=kernels.prepare_experts(moe.experts),
+        shared_gate=None if moe.shared_gate is None else kernels.prepare_linear(moe.shared_gate),
     )
 
 

@@ -11,11 +11,14 @@ from bifolio.kernels.interface import (
     AttentionSegment,
     AttentionShape,
     Batch,
+    Experts,
     Heads,
     Linear,
     Network,
     Norm,
     Rotation,
+    Router,
+    Routing,
     Storage,
 )
 
@@ -29,7 +32,7 @@ class Register(NamedTuple):
     number: int
 
 
-ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
+ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "swiglu_clamped": 3}
 PHASE_CODES = {AttentionPhase.PREFILL: 0, AttentionPhase.DECODE: 1}  # selects the plan of attention
 TOKEN_IDS, POSITIONS, LOGIT_ROWS = object(), object(), object()  # placeholders of the batch's arrays
 
@@ -116,6 +119,21 @@ class ProgramRecorder:
 
     def act(self, x: Register, activation: str) -> Register:
         return Register(self.program.act(x.number, ACTIVATION_CODES[activation]))
+
+    def gate(self, x: Register, logits: Register) -> Register:
+        return Register(self.program.gate(x.number, logits.number))
+
+    def route(self, logits: Register, router: Router) -> Routing:
+        """One register holds experts and weights."""
+        routing = Register(
+            self.program.route(logits.number, self.kernels.native_router(router, self.program.width(logits.number)))
+        )
+        return Routing(routing, routing)
+
+    def mix_experts(self, x: Register, routing: Routing, experts: Experts) -> Register:
+        return Register(
+            self.program.mix_experts(x.number, routing.experts.number, self.kernels.packed_experts(experts))
+        )
 
     def take(self, x: Register, rows: object) -> Register:
         return Register(self.program.take(x.number))

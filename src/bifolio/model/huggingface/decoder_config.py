@@ -62,6 +62,15 @@ def decoder_from_hf(raw: Raw, architecture: str, *, activation: Any = None, **ov
     return ModelConfig(**{**fields, **overrides})
 
 
+def expert_count(raw: Raw) -> int:
+    """The number of experts, under any of the names that it has."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    found = [int(raw[name]) for name in names if raw.get(name) is not None]
+    if not found:
+        raise KeyError("num_experts")
+    return found[0]
+
+
 def layer_types(raw: Raw) -> list[str]:
     """'sliding_attention' or 'full_attention' for every layer."""
     types = raw.get("layer_types")

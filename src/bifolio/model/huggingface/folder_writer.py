@@ -119,7 +119,7 @@ def _folder_shape(config: ModelConfig, source: NamedTensor) -> tuple[int, ...]:
 
 def _in_folder_form(config: ModelConfig, source: NamedTensor, format: QuantFormat) -> QuantizedTensor:
     if source.kind == "norm" and config.norm_offset:
-        weight = source.tensor.dequantize() - np.float32(config.norm_offset)
+        weight = source.rearranged().dequantize() - np.float32(config.norm_offset)
         source = replace(source, tensor=QuantizedTensor.from_array(weight))
     tensor = converted(source, format)
     return tensor.transposed() if _lies_transposed(config, source) else tensor
