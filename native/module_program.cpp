@@ -129,6 +129,25 @@ Register record_act_mul(ProgramHolder& self, Register x, int activation) {
   return self.program.act_mul(x, activation_of(activation, true));
 }
 
+Register record_head_linear(ProgramHolder& self, Register x, const HeadsHolder& heads, int64_t start) {
+  self.require_open();
+  self.require_register("x", x);
+  heads.require_input("x", self.program.width(x), start);
+  self.keep.append(nb::find(heads));
+  return self.program.head_linear(x, heads.linears, start);
+}
+
+Register record_join_latent(ProgramHolder& self, Register query, Register absorbed, Register latent, const NormHolder& norm, int64_t rope) {
+  self.require_open();
+  for (const auto& [name, value] : {std::pair("query", query), std::pair("absorbed", absorbed), std::pair("latent", latent)}) {
+    self.require_register(name, value);
+    self.require_tokens(name, value);
+  }
+  require_latent(self.program.width(query), self.program.width(absorbed), self.program.width(latent), norm, rope);
+  self.keep.append(nb::find(norm));
+  return self.program.join_latent(query, absorbed, latent, norm.norm, rope);
+}
+
 Register record_gate(ProgramHolder& self, Register x, Register logits) {
   self.require_open();
   self.require_register("x", x);
@@ -218,6 +237,8 @@ void bind_program(nb::module_& m) {
       .def("attend", &record_attend, "qkv"_a, "layer"_a, "shape"_a)
       .def("act", &record_act, "x"_a, "activation"_a)
       .def("act_mul", &record_act_mul, "x"_a, "activation"_a)
+      .def("head_linear", &record_head_linear, "x"_a, "heads"_a, "start"_a)
+      .def("join_latent", &record_join_latent, "query"_a, "absorbed"_a, "latent"_a, "norm"_a, "rope"_a)
       .def("gate", &record_gate, "x"_a, "logits"_a)
       .def("route", &record_route, "logits"_a, "router"_a)
       .def("mix_experts", &record_mix_experts, "x"_a, "routing"_a, "experts"_a)

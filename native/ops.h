@@ -32,6 +32,7 @@ struct AttentionConstants {
   bool interleaved;
   const NormWeights* query_norm;
   const NormWeights* key_norm;
+  const float* sinks = nullptr;  // [num_heads] score of a position without a value that every query sees; null: none
 
   int64_t query_width() const { return num_heads * head_dim; }
   int64_t qkv_width() const { return (num_heads + 2 * num_kv_heads) * head_dim; }
@@ -101,6 +102,13 @@ void rotation(Member& m, const float* frequencies, float scale, const int32_t* p
 // (null: no cache). slots: block * block_size + offset of each token in the cache.
 void rope_and_write(Member& m, Rows qkv, const AttentionConstants& shape, const Rows* cosine, const Rows* sine,
                     const KvLayer* kv, const int64_t* slots);
+
+// One product for each head: head h reads the columns [h * step + start, ...) of x, and writes its outputs one after the other.
+void head_linear(Member& m, Rows x, const std::vector<const LinearWeights*>& heads, int64_t start, Rows out, Workspace& workspace);
+
+// Queries, key and value of attention over cached latents. A head of `query` is [nope | rope], of `absorbed` nope as a latent; a
+// row of `latent` is [latent | rope]. A head of `qkv` is [rope | latent], the latent of keys and values normed.
+void join_latent(Member& m, Rows query, Rows absorbed, Rows latent, const NormWeights& norm, int64_t rope, Rows qkv);
 
 // `qkv` holds rotated queries in its leading columns; the keys and values of all its tokens are already in `kv`.
 void attend(Member& m, Rows qkv, const AttentionConstants& shape, const Queries& queries, const KvLayer& kv, Rows out,

@@ -30,7 +30,7 @@ from bifolio.model.huggingface.safetensors_file import write_safetensors
 from bifolio.model.loaded import LoadedModel
 from bifolio.sampling_params import SamplingParams
 from bifolio.sequence import Request, StepResult
-from moe_models import MOE_ARCHITECTURES, moe_kinds
+from moe_models import MOE_ARCHITECTURES, moe_kinds, spread_choices
 
 ARCHITECTURES = ("gpt2", "llama", "llama3-rope", "smollm2", "mistral", "qwen2", "qwen3", "gemma3", "phi3",
                  *MOE_ARCHITECTURES)  # fmt: skip
@@ -67,6 +67,7 @@ def tiny_model(architecture: str, **overrides: Any) -> tuple[Any, Path]:
         for parameter in model.parameters():
             if parameter.ndim == 1:  # norms start at 1 and biases at 0: mistakes in either would not show
                 parameter.add_(torch.randn_like(parameter) * 0.1)
+        spread_choices(model)
     folder = fresh_folder(architecture)
     model.save_pretrained(folder)
     return model, folder

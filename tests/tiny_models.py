@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from moe_models import MOE_ARCHITECTURES, moe_kinds
+from moe_models import MOE_ARCHITECTURES, moe_kinds, spread_choices
 
 ARCHITECTURES = ["gpt2", "llama", "llama3-rope", "smollm2", "mistral", "qwen2", "qwen3", "gemma3", "phi3",
                  *MOE_ARCHITECTURES]  # fmt: skip
@@ -45,4 +45,5 @@ def tiny_transformers_model(name: str, *, vocab_size: int = 97, seed: int = 0) -
     with torch.no_grad():  # biases and norms that start as constants would hide mistakes
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
+        spread_choices(model)
     return model

@@ -76,6 +76,7 @@ class RopeConfig:
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     attention_factor: float = 1.0  # multiplies cos and sin (yarn, longrope)
+    truncate: bool = True  # yarn: the ramp begins and ends at whole dimensions
     frequency_factors: tuple[float, ...] = ()  # divisor of each frequency: longrope, or factors from a model file
     frequency_factors_short: tuple[float, ...] = ()  # longrope, for contexts up to original_max_position
 
@@ -123,6 +124,29 @@ class MoeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Attention over cached latents (MLA): keys and values of all heads are projections of one row for each token.
+
+    The cache holds |rope|latent| as one head of keys, which are the values, too. Queries have `nope` and `rope`
+    dimensions; nope is multiplied with the key projection of its head, instead of the latents.
+    """
+
+    latent_size: int
+    rope_size: int
+    nope_size: int
+    value_size: int  # of a head, after its value projection
+    query_rank: int = 0  # rank of the query projection; 0: one matrix
+
+    def __post_init__(self) -> None:
+        for name in ("latent_size", "rope_size", "nope_size", "value_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= MODEL_LIMITS["head_dim"]:
+                raise ConfigError(f"the model's {name} must be between 1 and {MODEL_LIMITS['head_dim']}, not {value!r}")
+        if not 0 <= self.query_rank <= MODEL_LIMITS["hidden_size"]:
+            raise ConfigError(f"the rank of the query projection must not be {self.query_rank}")
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The description of a network without its weights."""
 
@@ -156,6 +180,8 @@ class ModelConfig:
     attention_scale: float = 0.0  # 0: 1/sqrt(head_dim)
     logit_softcap: float = 0.0  # 0: off
     moe: MoeConfig | None = None
+    mla: LatentConfig | None = None  # num_kv_heads is 1, and head_dim the size of a cached row
+    sinks: bool = False  # attention with a learned score for each head that takes a share of the weights
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
@@ -176,6 +202,11 @@ class ModelConfig:
                 f"{self.num_heads} query heads cannot share {self.num_kv_heads} key/value heads evenly: "
                 "the first must be a multiple of the second"
             )
+        if self.mla is not None and (self.num_kv_heads, self.head_dim) != (
+            1,
+            self.mla.rope_size + self.mla.latent_size,
+        ):
+            raise ConfigError("attention over latents needs one key/value head of the size of a cached row")
         if not self.learned_positions and not self.ropes:
             raise ConfigError("a model without learned positions needs a rope configuration")
         for name, length in (("layer_rope", len(self.layer_rope)), ("layer_window", len(self.layer_window))):
@@ -221,7 +252,9 @@ class ModelConfig:
         d, ffn = self.hidden_size, self.intermediate_size
         attention = d * (self.query_size + 2 * self.kv_size) + self.query_size * d
         attention += (self.query_size + 2 * self.kv_size) * self.qkv_bias + d * self.output_bias
-        attention += 2 * self.head_dim * self.qk_norm
+        attention += 2 * self.head_dim * self.qk_norm + self.num_heads * self.sinks
+        if self.mla is not None:
+            attention = self._count_latent(self.mla)
         num_up = 2 if self.gated_mlp else 1
         mlp = d * ffn * (num_up + 1) + (ffn * num_up + d) * self.mlp_bias
         per_norm = d * (2 if self.norm == "layer" else 1)
@@ -233,6 +266,12 @@ class ModelConfig:
             sparse = sum(self.has_experts(layer) for layer in range(self.num_layers))
             total += sparse * (self._count_experts(self.moe, num_experts) - mlp)
         return total
+
+    def _count_latent(self, mla: LatentConfig) -> int:
+        d, heads, query = self.hidden_size, self.num_heads, self.num_heads * (mla.nope_size + mla.rope_size)
+        total = mla.query_rank * (d + 1 + query) if mla.query_rank else d * query
+        total += d * (mla.latent_size + mla.rope_size) + mla.latent_size
+        return total + mla.latent_size * heads * (mla.nope_size + mla.value_size) + heads * mla.value_size * d
 
     def _count_experts(self, moe: MoeConfig, num_experts: int) -> int:
         d, width = self.hidden_size, moe.expert_size

@@ -25,7 +25,7 @@ from bifolio.model.huggingface.folder_writer import folder_config
 
 EXPECTED = Path(__file__).with_name("family_configs.json")
 EXPECTED_MOE = Path(__file__).with_name("moe_configs.json")
-OPTIONAL = ("moe",)  # fields that are left out where a network has no such part
+OPTIONAL = ("moe", "mla", "sinks")  # fields that are left out where a network has no such part
 
 _LLAMA = {
     "model_type": "llama", "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192,
@@ -253,6 +253,9 @@ def describe(config: ModelConfig) -> dict[str, Any]:
         "hf": _written(lambda: config_to_hf(folder_config(config))),
     }
     found: dict[str, Any] = json.loads(json.dumps(description, default=np.ndarray.tolist))
+    for rope in found["config"]["ropes"]:
+        if rope["truncate"]:
+            del rope["truncate"]
     return found
 
 

@@ -103,12 +103,12 @@ def open_tensors(folder: Path) -> dict[str, np.ndarray]:
 def test_a_made_up_family_is_listed_among_the_supported_ones(paperclip: None) -> None:
     with pytest.raises(UnsupportedModelError, match=r"'mamba' is not supported; .*paperclip, paperclip_text, phi3"):
         family_of_hf("mamba")
-    with pytest.raises(UnsupportedModelError, match=r"m\.gguf: the architecture 'mamba' is not .*: clip, gemma3"):
+    with pytest.raises(UnsupportedModelError, match=r"m\.gguf: the architecture 'mamba' is not .*: clip, .*gemma3"):
         family_of_gguf("mamba", "m.gguf")
 
 
 def test_unknown_names_are_refused_with_the_list(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"None is not supported; .*gemma3, gemma3_text, gpt2, llama"):
+    with pytest.raises(UnsupportedModelError, match=r"None is not supported; .*gemma3, gemma3_text, .*gpt2, .*llama"):
         family_of_hf(None)
     with pytest.raises(UnsupportedModelError, match="'mamba' is not supported"):
         family_of(ModelConfig("mamba", 10, 16, 2, 2, 1, 8, 16, 32, ropes=(RopeConfig(rotary_dim=8),)))

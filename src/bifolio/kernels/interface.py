@@ -63,6 +63,14 @@ class Norm:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadLinear:
+    """One matrix for each head, of equal sizes."""
+
+    heads: tuple[Linear, ...]  # each [out, in]
+    prepared: Any = None  # the kernel set's own form, created at load
+
+
+@dataclass(frozen=True, slots=True)
 class Router:
     """How a token chooses its experts from one logit for each.
 
@@ -117,6 +125,7 @@ class AttentionShape:
     rope_interleaved: bool = False
     query_norm: Norm | None = None
     key_norm: Norm | None = None
+    sinks: Array | None = None  # f32[num_heads]  score of a position without a value that every query sees
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,6 +386,8 @@ class KernelSet(PagedAttentionKernel, Protocol):
         """Convert, repack or move the weights of all experts of a layer once, at load."""
         ...
 
+    def prepare_head_linear(self, linear: HeadLinear) -> HeadLinear: ...
+
     def prepare_embedding(self, table: QuantizedTensor | Array) -> Any: ...
 
     # -- the network --------------------------------------------------------------------------------------------------
@@ -400,6 +411,23 @@ class KernelSet(PagedAttentionKernel, Protocol):
         self, qkv: Array, shape: AttentionShape, rotation: Rotation | None, batch: Batch, storage: Storage | None
     ) -> Heads:
         """Split into heads, norm and rotate queries and keys, write keys and values to the cache."""
+        ...
+
+    def head_linear(self, x: Array, linear: HeadLinear, start: int) -> Array:
+        """The product of each head with its own matrix: [t, heads * out].
+
+        x: [t, heads * columns]; a matrix reads the columns of its head from `start` on, as many as it has inputs.
+        """
+        ...
+
+    def join_latent(self, query: Array, absorbed: Array, latent: Array, norm: Norm, rope: int) -> Array:
+        """The input of `rope_and_write` for attention over cached latents, with one head of keys and values.
+
+        query     [t, heads * (nope + rope)]
+        absorbed  [t, heads * latent]          nope of each head, multiplied with its key projection
+        latent    [t, latent + rope]           not normed yet
+        result    [t, (heads + 2) * (rope + latent)]   queries, the key, and the value, which is the key
+        """
         ...
 
     def act_mul(self, x: Array, activation: str) -> Array:

@@ -23,6 +23,7 @@ from bifolio.kernels.interface import (
     AttentionShape,
     Batch,
     Experts,
+    HeadLinear,
     Heads,
     Linear,
     Network,
@@ -62,6 +63,9 @@ class ReferenceKernels(HostArrays):
     def prepare_experts(self, experts: Experts) -> Experts:
         return experts
 
+    def prepare_head_linear(self, linear: HeadLinear) -> HeadLinear:
+        return linear
+
     def prepare_embedding(self, table: QuantizedTensor | Array) -> Any:
         return table
 
@@ -96,6 +100,20 @@ class ReferenceKernels(HostArrays):
             y = weight.matmul(x) if isinstance(weight, QuantizedTensor) else x @ weight.T
             outputs.append(y if bias is None else y + bias)
         return outputs[0] if len(outputs) == 1 else namespace(x).concat(outputs, axis=-1)
+
+    def head_linear(self, x: Array, linear: HeadLinear, start: int) -> Array:
+        columns = x.shape[-1] // len(linear.heads)
+        inputs = slice(start, start + linear.heads[0].in_features)
+        heads = [self.linear(x[:, h * columns :][:, inputs], each) for h, each in enumerate(linear.heads)]
+        return namespace(x).concat(heads, axis=-1)
+
+    def join_latent(self, query: Array, absorbed: Array, latent: Array, norm: Norm, rope: int) -> Array:
+        xp, size = namespace(query), latent.shape[-1] - rope
+        heads = absorbed.shape[-1] // size
+        turned = xp.reshape(query, (-1, heads, query.shape[-1] // heads))[..., -rope:]
+        queries = xp.concat([turned, xp.reshape(absorbed, (-1, heads, size))], axis=-1)
+        key = xp.concat([latent[:, size:], self.norm(latent[:, :size], norm)], axis=-1)
+        return xp.concat([xp.reshape(queries, (-1, heads * (rope + size))), key, key], axis=-1)
 
     def rope_and_write(
         self, qkv: Array, shape: AttentionShape, rotation: Rotation | None, batch: Batch, storage: Storage | None
@@ -134,7 +152,7 @@ class ReferenceKernels(HostArrays):
         keys, values = own.key, own.value
         if storage is not None and segment.block_tables is not None and not segment.fresh:
             keys, values = storage.gather(shape.layer, segment.block_tables[i], int(segment.context_lens[i]))
-        return causal_attention(own.query, keys, values, shape.scale, shape.window)
+        return causal_attention(own.query, keys, values, shape.scale, shape.window, shape.sinks)
 
     def _attend_decode(
         self, own: Heads, shape: AttentionShape, segment: AttentionSegment, i: int, storage: Storage | None
@@ -143,7 +161,7 @@ class ReferenceKernels(HostArrays):
         if storage is None or segment.block_tables is None:
             raise PhaseError("decode reads the cache: pass a storage and block tables")
         keys, values = storage.gather(shape.layer, segment.block_tables[i], int(segment.context_lens[i]))
-        return causal_attention(own.query, keys, values, shape.scale, shape.window)
+        return causal_attention(own.query, keys, values, shape.scale, shape.window, shape.sinks)
 
     def act_mul(self, x: Array, activation: str) -> Array:
         half = x.shape[-1] // 2
@@ -217,7 +235,9 @@ def rotate(x: Array, rotation: Rotation, interleaved: bool) -> Array:
     return xp.astype(xp.concat([turned, rest], axis=-1) if rest.shape[-1] else turned, x.dtype)
 
 
-def causal_attention(query: Array, key: Array, value: Array, scale: float, window: int | None) -> Array:
+def causal_attention(
+    query: Array, key: Array, value: Array, scale: float, window: int | None, sinks: Array | None = None
+) -> Array:
     """Queries [n, h, d] at the last n of the L positions that keys and values [L, kv, d] cover: [n, h * d].
 
     Query i has position L − n + i and attends to positions ≤ its own, at most `window` of them.
@@ -234,8 +254,12 @@ def causal_attention(query: Array, key: Array, value: Array, scale: float, windo
     if not isinstance(query, np.ndarray):
         mask = xp.asarray(mask, device=query.device)
     scores = xp.where(mask, scores, xp.full_like(scores, -math.inf))
+    if sinks is not None:
+        columns = xp.reshape(sinks, (kv_heads, heads // kv_heads, 1, 1))
+        scores = xp.concat([scores, xp.broadcast_to(columns, (*scores.shape[:-1], 1))], axis=-1)
     weights = xp.exp(scores - xp.max(scores, axis=-1, keepdims=True))
     weights = weights / xp.sum(weights, axis=-1, keepdims=True)
+    weights = weights[..., :length]
     mixed = xp.astype(weights, query.dtype) @ values  # [kv, group, n, d]
     return xp.reshape(xp.permute_dims(mixed, (2, 0, 1, 3)), (num_queries, heads * dim))
 

@@ -24,6 +24,7 @@ from bifolio.kernels.interface import (
     AttentionShape,
     Batch,
     Experts,
+    HeadLinear,
     Heads,
     Linear,
     Network,
@@ -73,6 +74,10 @@ class TorchKernels(TorchArrays):
 
         return replace(experts, prepared=(stacked(experts.up), stacked(experts.down)))
 
+    def prepare_head_linear(self, linear: HeadLinear) -> HeadLinear:
+        """`prepared` is [heads, out, in]."""
+        return replace(linear, prepared=torch.stack([self.prepare_linear(head).prepared[0] for head in linear.heads]))
+
     def prepare_embedding(self, table: QuantizedTensor | Array) -> Any:
         return self.tensor(table)
 
@@ -105,6 +110,19 @@ class TorchKernels(TorchArrays):
     def linear(self, x: Array, linear: Linear) -> Array:
         weight, bias = linear.prepared or _fuse(linear.parts, linear.biases)
         return F.linear(x, weight, bias)
+
+    def head_linear(self, x: Array, linear: HeadLinear, start: int) -> Array:
+        weight = linear.prepared
+        heads = x.unflatten(-1, (weight.shape[0], -1))[..., start : start + weight.shape[2]]
+        return torch.bmm(heads.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1).flatten(1)
+
+    def join_latent(self, query: Array, absorbed: Array, latent: Array, norm: Norm, rope: int) -> Array:
+        size = latent.shape[-1] - rope
+        heads = absorbed.shape[-1] // size
+        turned = query.unflatten(-1, (heads, -1))[..., -rope:]
+        queries = torch.cat([turned, absorbed.unflatten(-1, (heads, size))], dim=-1)
+        key = torch.cat([latent[:, size:], self.norm(latent[:, :size], norm)], dim=-1)
+        return torch.cat([queries.flatten(1), key, key], dim=-1)
 
     def rope_and_write(
         self, qkv: Array, shape: AttentionShape, rotation: Rotation | None, batch: Batch, storage: Storage | None
@@ -227,6 +245,9 @@ def _attend_equal(heads: Heads, shape: AttentionShape, num_sequences: int) -> to
         distance = torch.arange(length, device=query.device)
         distance = distance[:, None] - distance[None, :]
         mask = (distance >= 0) & (distance < shape.window)
+    if shape.sinks is not None:
+        causal = torch.ones((length, length), dtype=torch.bool, device=query.device).tril() if mask is None else mask
+        return _attend_with_sinks(query, key, value, causal, shape).transpose(1, 2).flatten(2).flatten(0, 1)
     mixed = F.scaled_dot_product_attention(
         query,
         key,
@@ -283,6 +304,10 @@ def _attend_paged(
     positions = lens[:, None] - num_queries + torch.arange(num_queries, device=query.device)[None, :]  # [s, n]
     distance = positions[:, :, None] - slots[None, None, :]
     visible = distance >= 0 if shape.window is None else (distance >= 0) & (distance < shape.window)
+    if shape.sinks is not None:
+        keys, values = context(storage.keys[shape.layer]), context(storage.values[shape.layer])
+        mixed = _attend_with_sinks(queries.transpose(1, 2), keys, values, visible[:, None], shape)
+        return mixed.transpose(1, 2).flatten(2).flatten(0, 1)
     mixed = F.scaled_dot_product_attention(
         queries.transpose(1, 2),
         context(storage.keys[shape.layer]),
@@ -292,6 +317,24 @@ def _attend_paged(
         enable_gqa=shape.num_heads != shape.num_kv_heads,
     )
     return mixed.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+def _attend_with_sinks(
+    query: torch.Tensor,  # [s, heads, n, dim]
+    key: torch.Tensor,  # [s, kv_heads, L, dim]
+    value: torch.Tensor,
+    visible: torch.Tensor,  # bool, broadcast to [s, heads, n, L]
+    shape: AttentionShape,
+) -> torch.Tensor:
+    """Attention in which every query also sees a position without a value: [s, heads, n, dim]."""
+    group = shape.num_heads // shape.num_kv_heads
+    key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+    scores = (query @ key.transpose(2, 3)).float() * shape.scale
+    scores = scores.masked_fill(~visible, -torch.inf)
+    sinks: Any = shape.sinks
+    columns = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    weights = torch.softmax(torch.cat([scores, columns], dim=-1), dim=-1)[..., :-1]
+    return weights.to(query.dtype) @ value
 
 
 def _fuse(parts: tuple[Any, ...], biases: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:

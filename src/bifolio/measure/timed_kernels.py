@@ -22,6 +22,7 @@ from bifolio.kernels.interface import (
     Batch,
     DeviceMemory,
     Experts,
+    HeadLinear,
     Heads,
     KernelSet,
     Linear,
@@ -143,6 +144,9 @@ class TimedKernels:
     def prepare_experts(self, experts: Experts) -> Experts:
         return self.inner.prepare_experts(experts)
 
+    def prepare_head_linear(self, linear: HeadLinear) -> HeadLinear:
+        return self.inner.prepare_head_linear(linear)
+
     def prepare_embedding(self, table: QuantizedTensor | Array) -> Any:
         return self.inner.prepare_embedding(table)
 
@@ -181,6 +185,14 @@ class TimedKernels:
         part = self._part_of.get(id(linear), "logits")
         self._count_linear(part, x, linear)
         return self.clock.timed(part, self.inner.linear, x, linear)
+
+    def head_linear(self, x: Array, linear: HeadLinear, start: int) -> Array:
+        flops = sum(2.0 * int(x.shape[0]) * head.in_features * head.out_features for head in linear.heads)
+        self.clock.count("projections", flops, sum(linear_bytes(head, self.inner) for head in linear.heads))
+        return self.clock.timed("projections", self.inner.head_linear, x, linear, start)
+
+    def join_latent(self, query: Array, absorbed: Array, latent: Array, norm: Norm, rope: int) -> Array:
+        return self.clock.timed("attention", self.inner.join_latent, query, absorbed, latent, norm, rope)
 
     def rope_and_write(
         self, qkv: Array, shape: AttentionShape, rotation: Rotation | None, batch: Batch, storage: Storage | None

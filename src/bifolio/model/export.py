@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from bifolio.config import ModelConfig
 from bifolio.errors import UnsupportedModelError
 from bifolio.kernels.interface import Linear, Norm
-from bifolio.model.tensor_names import TensorNames
-from bifolio.model.weights import LayerWeights, ModelWeights, MoeWeights
+from bifolio.model.tensor_names import LatentNames, TensorNames
+from bifolio.model.weights import LatentWeights, LayerWeights, ModelWeights, MoeWeights
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
@@ -79,12 +79,17 @@ def _layer(
     config: ModelConfig, names: TensorNames, prefix: str, layer: LayerWeights, interleaved: bool
 ) -> Iterator[NamedTensor]:
     orders: tuple[NDArray[np.int64] | None, ...] = (None,) * len(layer.qkv.parts)
-    if interleaved != config.rope_interleaved and config.ropes:
+    if interleaved != config.rope_interleaved and config.ropes and layer.qkv.parts:
         orders = _row_orders(config, to_interleaved=interleaved, num_parts=len(layer.qkv.parts))
     yield from _norm(prefix + names.attention_norm, layer.attention_norm)
-    yield from _linear(prefix, names.qkv, layer.qkv, orders)
+    if layer.latent is None:
+        yield from _linear(prefix, names.qkv, layer.qkv, orders)
+    elif names.latent is not None:
+        yield from _latent(prefix, names.latent, layer.latent)
     yield from _norm(prefix + names.query_norm, layer.shape.query_norm)
     yield from _norm(prefix + names.key_norm, layer.shape.key_norm)
+    if layer.shape.sinks is not None:
+        yield NamedTensor(prefix + names.sinks, _quantized(layer.shape.sinks), "bias")
     yield from _linear(prefix, (names.output,), layer.output)
     yield from _norm(prefix + names.post_attention_norm, layer.post_attention_norm)
     yield from _norm(prefix + names.mlp_norm, layer.mlp_norm)
@@ -120,6 +125,19 @@ def _linear(
         yield NamedTensor(f"{prefix}{name}.weight", _quantized(part), "matrix", order)
         if bias is not None:
             yield NamedTensor(f"{prefix}{name}.bias", _quantized(bias), "bias", order)
+
+
+def _latent(prefix: str, names: LatentNames, latent: LatentWeights) -> Iterator[NamedTensor]:
+    if latent.query_down is None:
+        yield from _linear(prefix, (names.query,), latent.query)
+    else:
+        yield from _linear(prefix, (names.query_down,), latent.query_down)
+        yield from _norm(prefix + names.query_norm, latent.query_norm)
+        yield from _linear(prefix, (names.query_up,), latent.query)
+    yield from _linear(prefix, (names.latent,), latent.latent)
+    yield from _norm(prefix + names.latent_norm, latent.latent_norm)
+    yield from _expert_linears(prefix, (names.key_up,), latent.key_up.heads)
+    yield from _expert_linears(prefix, (names.value_up,), latent.value_up.heads)
 
 
 def _experts(prefix: str, names: TensorNames, layer: LayerWeights, moe: MoeWeights) -> Iterator[NamedTensor]:

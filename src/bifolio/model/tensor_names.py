@@ -11,14 +11,57 @@ from dataclasses import dataclass
 import numpy as np
 
 from bifolio.config import ModelConfig
-from bifolio.kernels.interface import Array, Experts, Linear, Norm, Router
-from bifolio.model.weights import LayerWeights, ModelWeights, MoeWeights, attention_shape, inverse_frequencies
+from bifolio.kernels.interface import Array, Experts, HeadLinear, Linear, Norm, Router
+from bifolio.model.weights import (
+    LatentWeights,
+    LayerWeights,
+    ModelWeights,
+    MoeWeights,
+    attention_shape,
+    inverse_frequencies,
+)
 from bifolio.quant.tensor import QuantizedTensor
 
 Tensor = QuantizedTensor | Array
 Fetch = Callable[[str, tuple[int, ...]], Tensor]  # (full name, expected shape [out, in]) -> tensor, or a named error
 NO_LINEAR = Linear((), ())
 FetchVector = Callable[[str, tuple[int, ...]], Array]  # the same as f32 array, for norms and biases
+
+
+@dataclass(frozen=True, slots=True)
+class LatentNames:
+    """Names of the projections around cached latents; those by head are one tensor [heads, out, in]."""
+
+    query_down: str
+    query_norm: str
+    query_up: str
+    query: str
+    latent: str
+    latent_norm: str
+    key_up: str
+    value_up: str
+
+
+HF_LATENT = LatentNames(
+    query_down="self_attn.q_a_proj",
+    query_norm="self_attn.q_a_layernorm",
+    query_up="self_attn.q_b_proj",
+    query="self_attn.q_proj",
+    latent="self_attn.kv_a_proj_with_mqa",
+    latent_norm="self_attn.kv_a_layernorm",
+    key_up="self_attn.k_b_proj",
+    value_up="self_attn.v_b_proj",
+)
+GGUF_LATENT = LatentNames(
+    query_down="attn_q_a",
+    query_norm="attn_q_a_norm",
+    query_up="attn_q_b",
+    query="attn_q",
+    latent="attn_kv_a_mqa",
+    latent_norm="attn_kv_a_norm",
+    key_up="attn_k_b",
+    value_up="attn_v_b",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +91,8 @@ class TensorNames:
     shared_up: tuple[str, ...] = ()
     shared_down: str = ""
     shared_gate: str = ""
+    sinks: str = ""  # with its suffix
+    latent: LatentNames | None = None
 
     def is_transposed(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether the file stores the tensor transposed."""
@@ -74,6 +119,8 @@ HF_LLAMA = TensorNames(
     shared_up=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
     shared_down="mlp.shared_experts.down_proj",
     shared_gate="mlp.shared_expert_gate",
+    sinks="self_attn.sinks",
+    latent=HF_LATENT,
 )
 GGUF_LLAMA = TensorNames(
     embedding="token_embd",
@@ -97,6 +144,8 @@ GGUF_LLAMA = TensorNames(
     shared_up=("ffn_gate_shexp", "ffn_up_shexp"),
     shared_down="ffn_down_shexp",
     shared_gate="ffn_gate_inp_shexp",
+    sinks="attn_sinks.weight",
+    latent=GGUF_LATENT,
 )
 
 
@@ -161,11 +210,16 @@ def _layer(config: ModelConfig, names: TensorNames, index: int, fetch: Fetch, ve
         return _norm(config, prefix + name, config.head_dim, vector, rms=True) if config.qk_norm else None
 
     up, down = mlp()
+    latent = _latent(config, names, prefix, fetch, vector)
+    value_size = config.query_size if config.mla is None else config.num_heads * config.mla.value_size
+    sinks = vector(prefix + names.sinks, (config.num_heads,)) if config.sinks else None
     return LayerWeights(
-        shape=attention_shape(config, index, head_norm(names.query_norm), head_norm(names.key_norm)),
+        shape=attention_shape(config, index, head_norm(names.query_norm), head_norm(names.key_norm), sinks),
         attention_norm=norm(names.attention_norm),
-        qkv=linear(names.qkv, (config.query_size, config.kv_size, config.kv_size), d, config.qkv_bias),
-        output=linear((names.output,), (d,), config.query_size, config.output_bias),
+        qkv=NO_LINEAR
+        if latent is not None
+        else linear(names.qkv, (config.query_size, config.kv_size, config.kv_size), d, config.qkv_bias),
+        output=linear((names.output,), (d,), value_size, config.output_bias),
         post_attention_norm=norm(names.post_attention_norm) if config.post_norms else None,
         mlp_norm=norm(names.mlp_norm),
         up=up,
@@ -173,6 +227,35 @@ def _layer(config: ModelConfig, names: TensorNames, index: int, fetch: Fetch, ve
         post_mlp_norm=norm(names.post_mlp_norm) if config.post_norms else None,
         rope=config.rope_index(index) if config.ropes else None,
         moe=_moe(config, names, prefix, fetch, vector) if config.has_experts(index) else None,
+        latent=latent,
+    )
+
+
+def _latent(
+    config: ModelConfig, names: TensorNames, prefix: str, fetch: Fetch, vector: FetchVector
+) -> LatentWeights | None:
+    mla, own = config.mla, names.latent
+    if mla is None or own is None:
+        return None
+    d, heads, query_size = config.hidden_size, config.num_heads, config.num_heads * (mla.nope_size + mla.rope_size)
+
+    def linear(name: str, rows: int, columns: int) -> Linear:
+        return Linear((fetch(f"{prefix}{name}.weight", (rows, columns)),), (None,))
+
+    def by_head(name: str, rows: int, columns: int) -> HeadLinear:
+        matrices = _expert_matrices(prefix + name, heads, (rows, columns), fetch)
+        return HeadLinear(tuple(Linear((matrix,), (None,)) for matrix in matrices))
+
+    down = linear(own.query_down, mla.query_rank, d) if mla.query_rank else None
+    return LatentWeights(
+        rope_size=mla.rope_size,
+        query_down=down,
+        query_norm=None if down is None else _norm(config, prefix + own.query_norm, mla.query_rank, vector),
+        query=linear(own.query, query_size, d) if down is None else linear(own.query_up, query_size, mla.query_rank),
+        latent=linear(own.latent, mla.latent_size + mla.rope_size, d),
+        latent_norm=_norm(config, prefix + own.latent_norm, mla.latent_size, vector),
+        key_up=by_head(own.key_up, mla.latent_size, mla.nope_size),
+        value_up=by_head(own.value_up, mla.value_size, mla.latent_size),
     )
 
 

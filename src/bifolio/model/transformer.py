@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bifolio.kernels.interface import Array, Batch, KernelSet, Rotation, Storage
-from bifolio.model.weights import LayerWeights, ModelWeights, MoeWeights
+from bifolio.model.weights import LatentWeights, LayerWeights, ModelWeights, MoeWeights
 
 
 def hidden_states(weights: ModelWeights, batch: Batch, kernels: KernelSet, storage: Storage | None) -> Array:
@@ -41,10 +41,23 @@ class PagedAttentionLayer:
     ) -> Array:
         layer = self.weights
         rotation = None if layer.rope is None else rotations[layer.rope]
-        qkv = kernels.linear(x, layer.qkv)
+        latent = layer.latent
+        qkv = kernels.linear(x, layer.qkv) if latent is None else latent_qkv(latent, x, kernels)
         heads = kernels.rope_and_write(qkv, layer.shape, rotation, batch, storage)
         mixed = kernels.attend(heads, layer.shape, batch.segments, storage)
+        if latent is not None:
+            mixed = kernels.head_linear(mixed, latent.value_up, latent.rope_size)
         return kernels.linear(mixed, layer.output)
+
+
+def latent_qkv(latent: LatentWeights, x: Array, kernels: KernelSet) -> Array:
+    """Queries that are compared with latents, and the latent itself as the key and the value of one head."""
+    inputs = x
+    if latent.query_down is not None and latent.query_norm is not None:
+        inputs = kernels.norm(kernels.linear(x, latent.query_down), latent.query_norm)
+    query = kernels.linear(inputs, latent.query)
+    absorbed = kernels.head_linear(query, latent.key_up, 0)
+    return kernels.join_latent(query, absorbed, kernels.linear(x, latent.latent), latent.latent_norm, latent.rope_size)
 
 
 def feed_forward(layer: LayerWeights, x: Array, activation: str, gated: bool, kernels: KernelSet) -> Array:

@@ -23,6 +23,7 @@ from bifolio.kernels.interface import (
     AttentionShape,
     Batch,
     Experts,
+    HeadLinear,
     Heads,
     Linear,
     Network,
@@ -90,6 +91,11 @@ class NativeKernels(HostArrays):
         up, down = ([self.prepare_linear(linear).prepared for linear in side] for side in (experts.up, experts.down))
         return replace(experts, prepared=self.native.Experts(up, down, ACTIVATION_CODES[experts.activation]))
 
+    def prepare_head_linear(self, linear: HeadLinear) -> HeadLinear:
+        return replace(
+            linear, prepared=self.native.Heads([self.prepare_linear(head).prepared for head in linear.heads])
+        )
+
     def prepare_norm(self, norm: Norm) -> Norm:
         return replace(norm, weight=_floats(norm.weight), bias=None if norm.bias is None else _floats(norm.bias))
 
@@ -143,6 +149,18 @@ class NativeKernels(HostArrays):
         packed = self.packed(linear)
         out = np.empty((x.shape[0], packed.out_features), np.float32)
         self.native.linear(_floats(x), packed, out, self.pool)
+        return out
+
+    def head_linear(self, x: Array, linear: HeadLinear, start: int) -> Array:
+        out = np.empty((x.shape[0], len(linear.heads) * linear.heads[0].out_features), np.float32)
+        self.native.head_linear(_floats(x), self.packed_heads(linear), start, out, self.pool)
+        return out
+
+    def join_latent(self, query: Array, absorbed: Array, latent: Array, norm: Norm, rope: int) -> Array:
+        size = latent.shape[1]
+        out = np.empty((len(query), (absorbed.shape[1] // (size - rope) + 2) * size), np.float32)
+        rows = _floats(query), _floats(absorbed), _floats(latent)
+        self.native.join_latent(*rows, self.native_norm(norm), rope, out, self.pool)
         return out
 
     def rope_and_write(
@@ -224,6 +242,9 @@ class NativeKernels(HostArrays):
     def packed(self, linear: Linear) -> Any:
         return linear.prepared if linear.prepared is not None else self.prepare_linear(linear).prepared
 
+    def packed_heads(self, linear: HeadLinear) -> Any:
+        return linear.prepared if linear.prepared is not None else self.prepare_head_linear(linear).prepared
+
     def packed_experts(self, experts: Experts) -> Any:
         return experts.prepared if experts.prepared is not None else self.prepare_experts(experts).prepared
 
@@ -246,7 +267,7 @@ class NativeKernels(HostArrays):
 
     def native_shape(self, shape: AttentionShape) -> Any:
         norms = [None if norm is None else self.native_norm(norm) for norm in (shape.query_norm, shape.key_norm)]
-        return self.native.AttentionShape(
+        native = self.native.AttentionShape(
             shape.num_heads,
             shape.num_kv_heads,
             shape.head_dim,
@@ -255,6 +276,7 @@ class NativeKernels(HostArrays):
             shape.rope_interleaved,
             *norms,
         )
+        return native if shape.sinks is None else native.with_sinks(_floats(shape.sinks))
 
     def cache(self, storage: Storage) -> Any:
         """The native view of the storage's arrays."""

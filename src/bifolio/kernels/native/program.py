@@ -12,6 +12,7 @@ from bifolio.kernels.interface import (
     AttentionShape,
     Batch,
     Experts,
+    HeadLinear,
     Heads,
     Linear,
     Network,
@@ -101,6 +102,13 @@ class ProgramRecorder:
 
     def linear(self, x: Register, linear: Linear) -> Register:
         return Register(self.program.linear(x.number, self.kernels.packed(linear)))
+
+    def head_linear(self, x: Register, linear: HeadLinear, start: int) -> Register:
+        return Register(self.program.head_linear(x.number, self.kernels.packed_heads(linear), start))
+
+    def join_latent(self, query: Register, absorbed: Register, latent: Register, norm: Norm, rope: int) -> Register:
+        native = self.kernels.native_norm(norm)
+        return Register(self.program.join_latent(query.number, absorbed.number, latent.number, native, rope))
 
     def rope_and_write(
         self, qkv: Register, shape: AttentionShape, rotation: Rotation | None, batch: Batch, storage: Storage | None

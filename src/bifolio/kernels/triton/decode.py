@@ -29,6 +29,7 @@ MIN_ROWS = 16  # rows of the smallest matrix product
 )  # fmt: skip
 def _decode_kernel(
     query: tl.tensor,  # [s, heads, dim], rows `query_stride` apart
+    sinks: tl.tensor,  # f32[heads]
     keys: tl.tensor,  # [blocks, kv_heads, block_size, dim]
     values: tl.tensor,
     tables: tl.tensor,  # i32[rows, max_blocks]
@@ -62,6 +63,7 @@ def _decode_kernel(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     SHARED_ROWS: tl.constexpr,  # 0: no shared prefixes
+    HAS_SINKS: tl.constexpr,
 ) -> None:
     kv_head, item = tl.program_id(0), tl.program_id(1)
     owner = tl.load(sequence + item)
@@ -117,6 +119,8 @@ def _decode_kernel(
         num_pieces = tl.load(count + owner)
         result = out + (owner.to(tl.int64) * HEADS + head[:, None]) * DIM + dim[None, :]
         if num_pieces + num_shared == 1:
+            if HAS_SINKS:
+                mixed *= (total / _with_sinks(sinks, head, row < GROUP, highest, total))[:, None]
             tl.store(result, mixed.to(out.dtype.element_ty), mask=real)
         else:
             part = item.to(tl.int64) * HEADS + head
@@ -143,7 +147,17 @@ def _decode_kernel(
                     mixed_parts, weight_parts, own_part, HEADS, num_pieces, dim, real,
                     highest, total, mixed, DIM, DIM_BLOCK, ROWS, GROUP,
                 )  # fmt: skip
+                if HAS_SINKS:
+                    total = _with_sinks(sinks, head, row < GROUP, highest, total)
                 tl.store(result, (mixed / total[:, None]).to(out.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def _with_sinks(
+    sinks: tl.tensor, head: tl.tensor, exists: tl.tensor, highest: tl.tensor, total: tl.tensor
+) -> tl.tensor:
+    """Sums of weights 2^(score - highest), with the sink of each head; scores are multiples of log2(e)."""
+    return total + tl.exp2(tl.load(sinks + head, mask=exists, other=0.0) * 1.4426950408889634 - highest)
 
 
 @triton.jit
@@ -204,6 +218,7 @@ def decode_attention(
     )
     _decode_kernel[(shape.num_kv_heads, pieces.most)](
         query,
+        query if shape.sinks is None else shape.sinks,
         keys,
         values,
         tables,
@@ -235,6 +250,7 @@ def decode_attention(
         STAGES=stages,
         PRECISION="ieee" if keys.dtype == torch.float32 else "tf32",
         SHARED_ROWS=0 if shared is None else shared[2].shape[2],
+        HAS_SINKS=shape.sinks is not None,
         num_warps=warps,
         num_stages=stages,
         **(OVERLAPPED if overlapped else {}),

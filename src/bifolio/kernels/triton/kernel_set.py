@@ -18,6 +18,7 @@ from bifolio.kernels.interface import (
     Batch,
     DeviceSlots,
     Experts,
+    HeadLinear,
     Heads,
     Linear,
     Network,
@@ -130,6 +131,9 @@ class TritonKernels(TorchArrays):
         """Dense stacks in the set's dtype; quantised experts are dequantised."""
         return self._torch.prepare_experts(experts)
 
+    def prepare_head_linear(self, linear: HeadLinear) -> HeadLinear:
+        return self._torch.prepare_head_linear(linear)
+
     def prepare_embedding(self, table: QuantizedTensor | Array) -> Any:
         return self._weights.prepare_embedding(table)
 
@@ -227,6 +231,12 @@ class TritonKernels(TorchArrays):
         if not x.is_cuda or not isinstance(weight, torch.Tensor) or bias is not None or x.dtype == torch.float32:
             return self._weights.linear(x, linear).float()
         return torch.mm(x, weight.T, out_dtype=torch.float32)
+
+    def head_linear(self, x: Array, linear: HeadLinear, start: int) -> Array:
+        return self._torch.head_linear(tensor(x), linear, start)
+
+    def join_latent(self, query: Array, absorbed: Array, latent: Array, norm: Norm, rope: int) -> Array:
+        return self._torch.join_latent(tensor(query), tensor(absorbed), tensor(latent), norm, rope)
 
     def rope_and_write(
         self, qkv: Array, shape: AttentionShape, rotation: Rotation | None, batch: Batch, storage: Storage | None

@@ -71,6 +71,7 @@ def _host(values: Any) -> np.ndarray:
 )  # fmt: skip
 def _prefill_kernel(
     query: tl.tensor,  # [t, heads, dim]
+    sinks: tl.tensor,  # f32[heads]
     keys: tl.tensor,  # fresh: [t, kv_heads, dim]; else the cache [blocks, kv_heads, block_size, dim]
     values: tl.tensor,
     tables: tl.tensor,  # i32[rows, max_blocks]
@@ -95,6 +96,7 @@ def _prefill_kernel(
     WINDOW: tl.constexpr,  # 0: none
     FRESH: tl.constexpr,
     PRECISION: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ) -> None:
     tile, head = tl.program_id(1), tl.program_id(0)
     kv_head = head // (HEADS // KV_HEADS)
@@ -151,6 +153,8 @@ def _prefill_kernel(
             k = read_tile(keys, table, start, end, kv_head, dim, KV_HEADS, BLOCK_SIZE, DIM, DIM_BLOCK, TILE, True)
             v = read_tile(values, table, start, end, kv_head, dim, KV_HEADS, BLOCK_SIZE, DIM, DIM_BLOCK, TILE, True)
         highest, total, mixed = mix_tile(q, k, v, visible, highest, total, mixed, scale, True, PRECISION)
+    if HAS_SINKS:
+        total += tl.exp2(tl.load(sinks + head) * 1.4426950408889634 - tl.where(total > 0, highest, 0.0))
     mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]  # a row of padding has no keys
     place = out + (token[:, None] * HEADS + head) * DIM + dim[None, :]
     tl.store(place, mixed.to(out.dtype.element_ty), mask=real)
@@ -208,6 +212,7 @@ def prefill_attention(
     wide = keys.dtype == torch.float32
     _prefill_kernel[(shape.num_heads, tiles.sequence.shape[0])](
         query,
+        query if shape.sinks is None else shape.sinks,
         keys,
         values,
         tables,
@@ -232,6 +237,7 @@ def prefill_attention(
         WINDOW=shape.window or 0,
         FRESH=fresh,
         PRECISION="ieee" if wide else "tf32",
+        HAS_SINKS=shape.sinks is not None,
         num_warps=8 if rows >= 128 else 4,
         num_stages=1 if wide else 3 if shape.head_dim <= 128 else 2,
     )
@@ -249,6 +255,7 @@ def uses_cudnn(query: torch.Tensor, shape: AttentionShape, segment: AttentionSeg
         and (shape.window is None or shape.window >= segment.max_query_len)
         and shape.head_dim <= 128
         and shape.head_dim % 8 == 0
+        and shape.sinks is None
     )
 
 

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from bifolio.config import ModelConfig
+from bifolio.model.export import NamedTensor
 from bifolio.model.gguf.decoder_config import decoder_from_gguf
 from bifolio.model.gguf.entries import Metadata
-from bifolio.model.gguf.reader import GgufFile
+from bifolio.model.gguf.reader import GgufFile, Value
 from bifolio.model.huggingface.decoder_config import Activation, Raw, decoder_from_hf, decoder_to_hf
+from bifolio.model.model_file import TensorSource
 from bifolio.model.tensor_names import GGUF_LLAMA, HF_LLAMA, TensorNames
 
 
 def usual_scale(config: ModelConfig) -> float:
     return 1 / math.sqrt(config.head_dim)
+
+
+def as_they_are(source: TensorSource, config: ModelConfig) -> TensorSource:
+    return source
+
+
+def no_entries(config: ModelConfig) -> dict[str, Value]:
+    return {}
 
 
 def own_name(config: ModelConfig) -> str:
@@ -38,7 +48,10 @@ class Family:
     config_from_hf: Callable[[Raw, str], ModelConfig] = decoder_from_hf  # (config.json, name of the family)
     config_to_hf: Callable[[ModelConfig], dict[str, Any]] = decoder_to_hf  # without the fields common to all families
     hf_names: TensorNames = HF_LLAMA
+    folder_interleaved: bool = False  # rope on neighbouring pairs in folders
     norm_offset: float = 0.0  # added to norm weights; folders store them without the offset, GGUF files with it
+    folder_source: Callable[[TensorSource, ModelConfig], TensorSource] = as_they_are  # tensors under other names
+    folder_tensors: Callable[[Iterator[NamedTensor]], Iterator[NamedTensor]] = iter  # the reverse, to write a folder
     folder_family: Callable[[ModelConfig], str] = own_name  # the family whose folders can describe the network
 
     # -- GGUF files
@@ -49,6 +62,7 @@ class Family:
     gguf_interleaved: bool = False  # query and key rows are ordered for rope on neighbouring pairs
     gguf_activation: Activation = "silu"  # implied by the architecture: GGUF has no entry for it
     gguf_window_period: int = 0  # one layer of each period has no window, unless the file says otherwise; 0: off
+    gguf_entries: Callable[[ModelConfig], dict[str, Value]] = no_entries  # metadata of this architecture alone
     gguf_scale: Callable[[ModelConfig], float] = usual_scale  # of attention scores, unless the file says otherwise
 
     # -- training

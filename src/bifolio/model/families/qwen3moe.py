@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from bifolio.config import ModelConfig, MoeConfig
+from bifolio.errors import UnsupportedModelError
 from bifolio.model.families.family import Family
 from bifolio.model.families.qwen2 import read_windows, write_windows
 from bifolio.model.gguf.decoder_config import decoder_from_gguf, experts_from_gguf
 from bifolio.model.gguf.entries import Metadata
-from bifolio.model.gguf.reader import GgufFile
+from bifolio.model.gguf.reader import GgufFile, Value
 from bifolio.model.huggingface.decoder_config import Raw, decoder_from_hf, decoder_to_hf, expert_count
 
 
@@ -45,6 +46,12 @@ def config_from_gguf(file: GgufFile, metadata: Metadata, name: str) -> ModelConf
     return decoder_from_gguf(file, metadata, name, qk_norm=True, moe=moe)
 
 
+def gguf_entries(config: ModelConfig) -> dict[str, Value]:
+    if config.moe is not None and not config.moe.renormalise:
+        raise UnsupportedModelError("GGUF cannot describe a qwen3moe model whose chosen experts do not add up to 1")
+    return {}
+
+
 FAMILY = Family(
     name="qwen3moe",
     hf_types=("qwen3_moe",),
@@ -54,4 +61,5 @@ FAMILY = Family(
     gguf_architectures=("qwen3moe",),
     written_as="qwen3moe",
     config_from_gguf=config_from_gguf,
+    gguf_entries=gguf_entries,
 )

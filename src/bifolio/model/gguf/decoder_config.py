@@ -52,7 +52,8 @@ def common_fields(file: GgufFile, metadata: Metadata, architecture: str, window_
     if not num_heads or not hidden_size:
         raise metadata.fail("the metadata declares zero heads or a hidden size of zero")
     head_dim = metadata.count(".attention.key_length", hidden_size // num_heads)
-    if metadata.count(".attention.value_length", head_dim) != head_dim:
+    own_values = metadata.count(".attention.value_length", head_dim) != head_dim
+    if own_values and not metadata.has(".attention.key_length_mla"):
         raise UnsupportedModelError(f"{file.path}: keys and values of different sizes are not supported")
     vocab_size = matrix_rows(file, "token_embd.weight")
     return {

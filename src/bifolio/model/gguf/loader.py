@@ -60,6 +60,9 @@ class GgufTensors:
 
     file: GgufFile
 
+    def has(self, name: str) -> bool:
+        return name in self.file.entries
+
     def view(self, name: str, shape: tuple[int, ...]) -> QuantizedTensor:
         entry = self.file.entries.get(name)
         if entry is None:

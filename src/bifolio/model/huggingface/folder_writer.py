@@ -50,7 +50,8 @@ def write_folder(
 
 def folder_config(config: ModelConfig) -> ModelConfig:
     """Convert the configuration to that of a folder: half-split rope, scaling as parameters instead of a table."""
-    config = replace(config, rope_interleaved=False, architecture=family_of(config).folder_family(config))
+    config = replace(config, architecture=family_of(config).folder_family(config))
+    config = replace(config, rope_interleaved=family_of(config).folder_interleaved)
     config = replace(config, norm_offset=family_of(config).norm_offset)
     if config.ropes and config.ropes[0].scaling != "longrope" and config.ropes[0].frequency_factors:
         config = replace(config, ropes=(llama3_from_factors(config.ropes[0]), *config.ropes[1:]))
@@ -91,7 +92,9 @@ def _write_weights(
     folder: Path, model: LoadedModel, config: ModelConfig, format: QuantFormat, progress: Progress | None
 ) -> tuple[WrittenTensor, ...]:
     # Reorder query and key rows from the rope layout of the model to that of the folder.
-    sources = {s.name: s for s in named_tensors(model.weights, family_of(config).hf_names, interleaved=False)}
+    family = family_of(config)
+    tensors = named_tensors(model.weights, family.hf_names, interleaved=config.rope_interleaved)
+    sources = {source.name: source for source in family.folder_tensors(tensors)}
     lines: list[WrittenTensor] = []
 
     def produce(name: str) -> QuantizedTensor:
