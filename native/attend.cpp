@@ -33,7 +33,7 @@ class Attention {
     float* merged = mixed + kMaxRows * padded_;
     float *maximum = merged + kMaxRows * padded_, *total = maximum + kMaxRows, *M = total + kMaxRows, *L = M + kMaxRows;
     gather_rows(unit, query, begin, end);
-    const AttentionRows rows{count, query, begin, end, maximum, total, mixed};
+    const AttentionRows rows{count, query, begin, end, maximum, total, mixed, shape_.softcap};
     if (unit.span >= 0) {
       attend_span(unit, unit.span, rows, kernel_scratch);
       store_partials(unit, rows);
@@ -106,7 +106,7 @@ class Attention {
       const Query& which = queries_[size_t(index)];
       begin[r] = window_begin(shape_, which.position);
       end[r] = which.position + 1;
-      scale_row(qkv_.row(which.token) + head * dim, shape_.scale, dim, query + r * dim);
+      scale_row(qkv_.row(which.token) + head * dim, shape_.scale_at(which.position), dim, query + r * dim);
     });
   }
 
@@ -126,7 +126,7 @@ class Attention {
         shared = std::min(shared, queries[next].shared / kTile * kTile);
       const int64_t row = i * group_;
       const AttentionRows part{(next - i) * group_, rows.query + row * shape_.head_dim, rows.begin + row, rows.end + row,
-                               rows.maximum + row, rows.total + row, rows.mixed + row * padded_};
+                               rows.maximum + row, rows.total + row, rows.mixed + row * padded_, rows.softcap};
       if (unit.kv_head == 0) count_shared(queries + i, queries + next, begin, shared, part);
       kernels().attend_part(kv_, unit.kv_head, queries[i].table, begin, shared, part, scratch);
       if (shared < end) attend_between(unit, i, next, shared, end, rows, scratch);

@@ -152,6 +152,7 @@ struct AttentionRows {
   float* maximum;        // [count]
   float* total;          // [count]
   float* mixed;          // [count][padded head_dim]
+  float softcap = 0.0f;  // scores become softcap * tanh(score / softcap); 0: off
 
   void clear(int64_t padded) const {
     for (int64_t r = 0; r < count; ++r) maximum[r] = -INFINITY, total[r] = 0.0f;

@@ -82,7 +82,8 @@ void require_latent(int64_t query_width, int64_t absorbed_width, int64_t latent_
 // Python owns the result. `is_mapped`: all parts lie in read-only maps of files, whose pages are dropped once they are packed.
 LinearWeights* make_linear(const nb::list& parts, int64_t k, nb::handle bias, int planes, bool is_mapped, PoolHolder* pool);
 AttentionConstants make_shape(int64_t heads, int64_t kv_heads, int64_t dim, float scale, int64_t window, bool interleaved,
-                              const NormHolder* query_norm, const NormHolder* key_norm);
+                              const NormHolder* query_norm, const NormHolder* key_norm, bool norm_after_rope, float softcap,
+                              float temperature, int64_t temperature_period);
 
 // -- segments of a batch --------------------------------------------------------------------------------------------------
 

@@ -112,7 +112,8 @@ LinearWeights* make_linear(const nb::list& parts, int64_t k, nb::handle bias_arr
 }
 
 AttentionConstants make_shape(int64_t heads, int64_t kv_heads, int64_t dim, float scale, int64_t window, bool interleaved,
-                              const NormHolder* query_norm, const NormHolder* key_norm) {
+                              const NormHolder* query_norm, const NormHolder* key_norm, bool norm_after_rope, float softcap,
+                              float temperature, int64_t temperature_period) {
   require_between("heads", heads, 1, kMaxHeads);
   require_between("kv_heads", kv_heads, 1, kMaxHeads);
   require_between("head_dim", dim, 1, kMaxHeadDim);
@@ -120,10 +121,17 @@ AttentionConstants make_shape(int64_t heads, int64_t kv_heads, int64_t dim, floa
           ", at most ", kMaxRows, " times as many");
   require_finite("scale", scale);
   require(window >= 0, "window is ", window, " and must be at least 0 (0: none)");
-  for (const NormHolder* norm : {query_norm, key_norm})
-    require(!norm || norm->norm.size == dim, norm == query_norm ? "query_norm" : "key_norm", " has ", norm ? norm->norm.size : 0,
-            " elements and must have ", dim, ", the head_dim");
-  return {heads, kv_heads, dim, scale, window, interleaved, query_norm ? &query_norm->norm : nullptr, key_norm ? &key_norm->norm : nullptr};
+  require(std::isfinite(softcap) && softcap >= 0.0f, "softcap is ", softcap, " and must be a finite number of at least 0 (0: none)");
+  require_finite("temperature", temperature);
+  require(temperature_period > 0, "temperature_period is ", temperature_period, " and must be at least 1");
+  const auto require_size = [&](const char* name, const NormHolder* norm, int64_t all) {
+    require(!norm || norm->norm.size == dim || norm->norm.size == all, name, " has ", norm ? norm->norm.size : 0,
+            " elements and must have ", dim, ", the head_dim, or ", all, " for all heads");
+  };
+  require_size("query_norm", query_norm, heads * dim);
+  require_size("key_norm", key_norm, kv_heads * dim);
+  return {heads, kv_heads, dim, scale, window, interleaved, query_norm ? &query_norm->norm : nullptr,
+          key_norm ? &key_norm->norm : nullptr, norm_after_rope, softcap, temperature, temperature_period};
 }
 
 void bind_classes(nb::module_& m) {
@@ -141,10 +149,12 @@ void bind_classes(nb::module_& m) {
   nb::class_<CacheHolder>(m, "Cache").def(nb::init<nb::list, nb::list, int, int64_t>(), "keys"_a, "values"_a, "kv_type"_a, "head_dim"_a);
   nb::class_<AttentionConstants>(m, "AttentionShape")
       .def("__init__", [](AttentionConstants* self, int64_t heads, int64_t kv_heads, int64_t dim, float scale, int64_t window,
-                          bool interleaved, const NormHolder* query_norm, const NormHolder* key_norm) {
-        new (self) AttentionConstants(make_shape(heads, kv_heads, dim, scale, window, interleaved, query_norm, key_norm));
+                          bool interleaved, const NormHolder* query_norm, const NormHolder* key_norm, bool norm_after_rope, float softcap,
+                          float temperature, int64_t temperature_period) {
+        new (self) AttentionConstants(make_shape(heads, kv_heads, dim, scale, window, interleaved, query_norm, key_norm,
+                                                 norm_after_rope, softcap, temperature, temperature_period));
       }, "heads"_a, "kv_heads"_a, "head_dim"_a, "scale"_a, "window"_a, "interleaved"_a, "query_norm"_a.none(), "key_norm"_a.none(),
-         nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>())
+         "norm_after_rope"_a = false, "softcap"_a = 0.0f, "temperature"_a = 0.0f, "temperature_period"_a = 1, nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>())
       .def("with_sinks", [](const AttentionConstants& self, nb::handle sink_array) {
         AttentionConstants copy = self;
         const Vector sinks = vector("sinks", sink_array);

@@ -80,6 +80,12 @@ void rotate(float* head, const float* cosine, const float* sine, int64_t half, b
   }
 }
 
+// Norm each head, or all of them together.
+void norm_heads(float* heads, int64_t count, int64_t dim, const NormWeights* norm) {
+  if (!norm) return;
+  for (int64_t at = 0; at < count * dim; at += norm->size) kernels().norm_row(heads + at, *norm, heads + at);
+}
+
 }  // namespace
 
 void rope_and_write(Member& m, Rows qkv, const AttentionConstants& shape, const Rows* cosine, const Rows* sine,
@@ -88,12 +94,14 @@ void rope_and_write(Member& m, Rows qkv, const AttentionConstants& shape, const 
   const int64_t dim = shape.head_dim, rotated = shape.num_heads + shape.num_kv_heads;
   each_row(m, qkv.count, qkv.width, [&](int64_t row) {
     float* heads = qkv.row(row);
-    for (int64_t h = 0; h < rotated; ++h) {
-      float* head = heads + h * dim;
-      const NormWeights* norm = h < shape.num_heads ? shape.query_norm : shape.key_norm;
-      if (norm) isa.norm_row(head, *norm, head);
-      if (cosine) rotate(head, cosine->row(row), sine->row(row), cosine->width, shape.interleaved);
-    }
+    const auto norm = [&] {
+      norm_heads(heads, shape.num_heads, dim, shape.query_norm);
+      norm_heads(heads + shape.query_width(), shape.num_kv_heads, dim, shape.key_norm);
+    };
+    if (!shape.norm_after_rope) norm();
+    for (int64_t h = 0; h < rotated && cosine; ++h)
+      rotate(heads + h * dim, cosine->row(row), sine->row(row), cosine->width, shape.interleaved);
+    if (shape.norm_after_rope) norm();
     if (!kv) return;
     const int64_t block = slots[row] / kv->block_size, offset = slots[row] % kv->block_size;
     for (int64_t h = 0; h < shape.num_kv_heads; ++h) {

@@ -1,6 +1,7 @@
 // The operations of the network, each run by the whole team on rows of floats.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <vector>
 
@@ -30,10 +31,17 @@ struct AttentionConstants {
   float scale;
   int64_t window;  // 0: none
   bool interleaved;
-  const NormWeights* query_norm;
+  const NormWeights* query_norm;  // of head_dim: for each head; wider: one for all heads of a token
   const NormWeights* key_norm;
+  bool norm_after_rope = false;
+  float softcap = 0.0f;  // of scores; 0: off
+  float temperature = 0.0f;  // queries at position p grow by 1 + temperature * log(1 + p / temperature_period); 0: not
+  int64_t temperature_period = 1;
   const float* sinks = nullptr;  // [num_heads] score of a position without a value that every query sees; null: none
 
+  float scale_at(int64_t position) const {
+    return temperature == 0.0f ? scale : scale * (1.0f + temperature * std::log(float(1 + position / temperature_period)));
+  }
   int64_t query_width() const { return num_heads * head_dim; }
   int64_t qkv_width() const { return (num_heads + 2 * num_kv_heads) * head_dim; }
 };

@@ -22,6 +22,12 @@ static inline void softmax_row(float* scores, int64_t first, int64_t last, float
   total += reduce_add(add(load(scores), load(scores + 16)));
 }
 
+// Scores of rows from `first_row` on, of a whole tile. Positions that a row does not see may hold anything.
+static inline void cap_scores(const AttentionRows& rows, int64_t first_row, float* scores) {
+  if (rows.softcap == 0.0f) return;
+  for (int64_t r = first_row; r < rows.count; ++r) softcap_row(scores + r * kTile, kTile, rows.softcap);
+}
+
 #ifndef BIFOLIO_OWN_SOFTMAX
 constexpr int64_t kSoftmaxRows = INT64_MAX;  // rows that an instruction set works on together
 static inline void softmax_four(float*, float*, float*, float*, int64_t) {}
@@ -79,6 +85,7 @@ static void attend_to(const KvLayer& kv, int64_t kv_head, const int32_t* table, 
     each_tile(kv, kv_head, table, begin, end, rows, copies, [&](const Tile& tile, int64_t start) {
       const int64_t first = first_row(rows, start);
       score_ints(tile, rows, first, s, scores);
+      cap_scores(rows, first, scores);
       softmax_rows(rows, first, start, padded, scores);
       mix_ints(tile, rows, first, s, scores, padded);
     });
@@ -95,6 +102,7 @@ static void attend_to(const KvLayer& kv, int64_t kv_head, const int32_t* table, 
     each_tile(kv, kv_head, table, begin, end, rows, copies, [&](const Tile& tile, int64_t start) {
       const int64_t first = first_row(rows, start);
       score_floats<T>(tile, rows, first, s, scores);
+      cap_scores(rows, first, scores);
       s.direct ? softmax_directly<T>(rows, first, start, padded, scores) : softmax_rows(rows, first, start, padded, scores);
       mix_floats<T>(tile, rows, first, s, scores);
     });

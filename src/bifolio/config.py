@@ -161,6 +161,7 @@ class ModelConfig:
     max_position: int  # context length in tokens
 
     norm: Literal["rms", "layer"] = "rms"
+    norm_bias: bool = True  # of layer norms; RMS norms have none
     norm_eps: float = 1e-5
     norm_offset: float = 0.0  # added to the norm's weight: Gemma stores weight − 1
     activation: Literal["silu", "gelu_tanh", "gelu", "swiglu_clamped"] = "silu"
@@ -169,15 +170,24 @@ class ModelConfig:
     output_bias: bool = False  # bias of the attention's output projection
     mlp_bias: bool = False
     qk_norm: bool = False  # RMS norm on each query and key head before rope
+    qk_norm_all_heads: bool = False  # one norm over all heads of a token instead of each head (OLMo 2)
+    qk_norm_after_rope: bool = False
+    pre_norms: bool = True  # norms on the inputs of attention and MLP
     post_norms: bool = False  # norms on the outputs of attention and MLP, before the residual addition (Gemma)
+    parallel_block: bool = False  # attention and MLP read the same norm; both are added to the residual stream
     tie_embeddings: bool = False
     learned_positions: bool = False
     ropes: tuple[RopeConfig, ...] = ()  # empty with learned positions
     rope_interleaved: bool = False  # rotate pairs (2i, 2i+1) instead of (i, i + rotary_dim/2)
-    layer_rope: tuple[int, ...] = ()  # index into `ropes` for each layer; empty: all 0
+    layer_rope: tuple[int | None, ...] = ()  # index into `ropes` for each layer, None: no positions; empty: all 0
     layer_window: tuple[int | None, ...] = ()  # sliding window of each layer in tokens, itself included; empty: none
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # factor of the outputs of attention and MLP that are added to the residual stream
     attention_scale: float = 0.0  # 0: 1/sqrt(head_dim)
+    attention_softcap: float = 0.0  # of attention scores; 0: off
+    attention_temperature: float = 0.0  # growth of queries with the log of their position; 0: off
+    temperature_period: int = 1  # positions after which a query grows again
+    logit_scale: float = 1.0  # factor of the logits
     logit_softcap: float = 0.0  # 0: off
     moe: MoeConfig | None = None
     mla: LatentConfig | None = None  # num_kv_heads is 1, and head_dim the size of a cached row
@@ -212,8 +222,13 @@ class ModelConfig:
         for name, length in (("layer_rope", len(self.layer_rope)), ("layer_window", len(self.layer_window))):
             if length not in (0, self.num_layers):
                 raise ConfigError(f"{name} has {length} entries for {self.num_layers} layers")
-        if any(index >= len(self.ropes) for index in self.layer_rope):
+        if any(index is not None and index >= len(self.ropes) for index in self.layer_rope):
             raise ConfigError("layer_rope names a rope configuration that does not exist")
+        if self.qk_norm_all_heads and self.qk_norm_after_rope:
+            raise ConfigError("a norm over all query heads after rope is not supported")
+        for name in ("residual_scale", "logit_scale", "embedding_scale"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
+                raise ConfigError(f"the model's {name} must be a positive number, not {getattr(self, name)}")
 
     @property
     def scale(self) -> float:
@@ -231,7 +246,7 @@ class ModelConfig:
     def window(self, layer: int) -> int | None:
         return self.layer_window[layer] if self.layer_window else None
 
-    def rope_index(self, layer: int) -> int:
+    def rope_index(self, layer: int) -> int | None:
         return self.layer_rope[layer] if self.layer_rope else 0
 
     def has_experts(self, layer: int) -> bool:
@@ -252,13 +267,14 @@ class ModelConfig:
         d, ffn = self.hidden_size, self.intermediate_size
         attention = d * (self.query_size + 2 * self.kv_size) + self.query_size * d
         attention += (self.query_size + 2 * self.kv_size) * self.qkv_bias + d * self.output_bias
-        attention += 2 * self.head_dim * self.qk_norm + self.num_heads * self.sinks
+        qk_width = self.query_size + self.kv_size if self.qk_norm_all_heads else 2 * self.head_dim
+        attention += qk_width * self.qk_norm + self.num_heads * self.sinks
         if self.mla is not None:
             attention = self._count_latent(self.mla)
         num_up = 2 if self.gated_mlp else 1
         mlp = d * ffn * (num_up + 1) + (ffn * num_up + d) * self.mlp_bias
-        per_norm = d * (2 if self.norm == "layer" else 1)
-        norms = per_norm * (4 if self.post_norms else 2)
+        per_norm = d * (2 if self.norm == "layer" and self.norm_bias else 1)
+        norms = per_norm * (2 * self.pre_norms - self.parallel_block + 2 * self.post_norms)
         embeddings = self.vocab_size * d * (1 if self.tie_embeddings else 2)
         positions = self.max_position * d * self.learned_positions
         total = self.num_layers * (attention + mlp + norms) + per_norm + embeddings + positions

@@ -11,25 +11,32 @@ from bifolio.kernels.interface import AttentionPhase, AttentionShape, Batch, Hea
 
 PREFILL, DECODE = AttentionPhase.PREFILL, AttentionPhase.DECODE
 SHAPES = {
-    "grouped": (4, 2, 64, None),
-    "odd": (7, 1, 80, None),
-    "window": (4, 4, 32, 20),
-}  # query heads, key heads, head size, window
+    "grouped": (4, 2, 64, None, 0.0),
+    "odd": (7, 1, 80, None, 0.0),
+    "window": (4, 4, 32, 20, 0.0),
+    "soft-capped": (4, 2, 64, 50, 0.7),
+    "growing": (4, 2, 64, None, 0.0, 0.3, 8),
+}  # query heads, key heads, head size, window, soft cap, temperature and its period
 
 
 def shape_of(name: str) -> AttentionShape:
-    heads, kv_heads, dim, window = SHAPES[name]
-    return AttentionShape(1, heads, kv_heads, dim, dim**-0.5, window)
+    heads, kv_heads, dim, window, softcap, *growth = SHAPES[name]
+    temperature = dict(zip(("temperature", "temperature_period"), growth, strict=False))
+    return AttentionShape(1, heads, kv_heads, dim, dim**-0.5, window, softcap=softcap, **temperature)
 
 
 # -- rope_and_write ----------------------------------------------------------------------------------------------------
-def _enter_rope(detail: str, dim: int, rotated: int, interleaved: bool, normed: bool) -> None:
+def _enter_rope(
+    detail: str, dim: int, rotated: int, interleaved: bool = False, norm_heads: tuple[int, int] = (0, 0), **order: bool
+) -> None:
+    """`norm_heads`: heads that share a norm, of queries and keys; 0: no norm."""
+
     @case("rope_and_write", detail)
     def rope_and_write(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
         """Heads, and the keys and values that the cache holds afterwards."""
         lengths = [21, 3]
-        norms = [kernels.prepare_norm(Norm(1 + normal(rng, dim), None, 1e-6)) if normed else None for _ in range(2)]
-        shape = AttentionShape(1, 6, 2, dim, 1.0, None, interleaved, *norms)
+        norms = [kernels.prepare_norm(Norm(1 + normal(rng, n * dim), None, 1e-6)) if n else None for n in norm_heads]
+        shape = AttentionShape(1, 6, 2, dim, 1.0, None, interleaved, *norms, **order)
         context = new_context(kernels, rng, lengths, shape.num_kv_heads, dim)
         qkv = activations(kernels, normal(rng, sum(lengths), 10 * dim))
         positions = kernels.from_host(np.concatenate([np.arange(length, dtype=np.int32) for length in lengths]))
@@ -42,11 +49,13 @@ def _enter_rope(detail: str, dim: int, rotated: int, interleaved: bool, normed: 
         return tuple(kernels.to_host(part) for parts in (heads, alone, *kept) for part in parts)
 
 
-_enter_rope("", 64, 64, False, False)
-_enter_rope("of a part of each head", 128, 64, False, False)
-_enter_rope("interleaved", 96, 96, True, False)
-_enter_rope("of normed heads", 80, 80, False, True)
-_enter_rope("without rotation", 64, 0, False, False)
+_enter_rope("", 64, 64)
+_enter_rope("of a part of each head", 128, 64)
+_enter_rope("interleaved", 96, 96, interleaved=True)
+_enter_rope("of normed heads", 80, 80, norm_heads=(1, 1))
+_enter_rope("of heads normed together", 80, 64, norm_heads=(6, 2))
+_enter_rope("of heads normed afterwards", 80, 64, norm_heads=(1, 1), norm_after_rope=True)
+_enter_rope("without rotation", 64, 0)
 
 
 # -- attend ------------------------------------------------------------------------------------------------------------

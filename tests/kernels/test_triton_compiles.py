@@ -96,6 +96,7 @@ def kind(name: str) -> str:
 
 
 HEADS = {"KV_HEADS": 8, "GROUP": 4, "DIM": 128, "DIM_BLOCK": 128, "BLOCK_SIZE": 64, "TILE": 64, "PRECISION": "tf32"}
+HEADS["CAP"] = 0.0
 PRODUCT = {"DEPTH": 4096, "HAS_BIAS": False, "HAS_RESIDUAL": True, "ACTIVATION": -1}
 FEW = {
     "ROWS": 64, "OUTPUTS": 64, "BLOCK": 128, "STAGES": 4, "SWAPPED": True, "PRECISION": "tf32", "DESCRIBED": False,
@@ -110,6 +111,11 @@ CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
         {**{k: v for k, v in HEADS.items() if k != "GROUP"}, "HEADS": 32, "ROWS": 16, "WINDOW": 0, "FRESH": False},
         4,
     ),
+    "decode, soft-capped": (
+        decode._decode_kernel,
+        {**HEADS, "HEADS": 32, "ROWS": 16, "STAGES": 4, "SHARED_ROWS": 0, "CAP": 72.0},
+        2,
+    ),
     "one row": (
         gemv._one_row_kernel, {**PRODUCT, "OUTPUTS": 4, "BLOCK": 1024, "STAGES": 1, "HAS_NORM": True}, 4,
     ),
@@ -120,7 +126,19 @@ CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
     "rope": (
         cache._rope_write_kernel,
         {"HEADS": 32, "KV_HEADS": 8, "DIM": 128, "DIM_BLOCK": 128, "ROTATED": 128, "INTERLEAVED": False,
-         "HAS_NORM": True, "HAS_CACHE": True, "BLOCK_SIZE": 64, "TILE": 8},
+         "HAS_NORM": True, "ALL_HEADS": False, "NORM_AFTER": False, "HAS_CACHE": True, "BLOCK_SIZE": 64, "TILE": 8},
+        4,
+    ),
+    "rope, norms of all heads": (
+        cache._rope_write_kernel,
+        {"HEADS": 32, "KV_HEADS": 8, "DIM": 128, "DIM_BLOCK": 128, "ROTATED": 128, "INTERLEAVED": False,
+         "HAS_NORM": True, "ALL_HEADS": True, "NORM_AFTER": False, "HAS_CACHE": True, "BLOCK_SIZE": 64, "TILE": 8},
+        4,
+    ),
+    "rope, norms afterwards": (
+        cache._rope_write_kernel,
+        {"HEADS": 32, "KV_HEADS": 8, "DIM": 128, "DIM_BLOCK": 128, "ROTATED": 64, "INTERLEAVED": False,
+         "HAS_NORM": True, "ALL_HEADS": False, "NORM_AFTER": True, "HAS_CACHE": True, "BLOCK_SIZE": 64, "TILE": 8},
         4,
     ),
     "begin": (device_state._begin_step_kernel, {"TURNS": 4, "BLOCK_SIZE": 64, "BLOCK": 64}, 1),

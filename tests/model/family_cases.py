@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
+from family_rows import ROWS
 from moe_cases import MOE_GGUF_CASES, MOE_HF_CASES
 
 from bifolio.config import ModelConfig
@@ -23,9 +24,9 @@ from bifolio.model.gguf.reader import GgufFile, Value, open_gguf
 from bifolio.model.huggingface.config import config_from_hf, config_to_hf
 from bifolio.model.huggingface.folder_writer import folder_config
 
+DEFAULTS = {field.name: None if field.default is MISSING else field.default for field in fields(ModelConfig)}
 EXPECTED = Path(__file__).with_name("family_configs.json")
 EXPECTED_MOE = Path(__file__).with_name("moe_configs.json")
-OPTIONAL = ("moe", "mla", "sinks")  # fields that are left out where a network has no such part
 
 _LLAMA = {
     "model_type": "llama", "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192,
@@ -140,6 +141,7 @@ HF_CASES: dict[str, dict[str, Any]] = {
         **_PHI3, "num_attention_heads": 24, "num_key_value_heads": 8, "partial_rotary_factor": 0.75,
         "sliding_window": None, "tie_word_embeddings": True,
     },
+    **{f"{name} of its row": row.real for name, row in ROWS.items()},
 }  # fmt: skip
 
 
@@ -246,14 +248,14 @@ def open_case(case: GgufCase, folder: Path) -> GgufFile:
 
 
 def describe(config: ModelConfig) -> dict[str, Any]:
-    """The configuration as JSON, and both descriptions that are written of it, or the reason why one cannot be."""
+    """The fields that are not defaults, and both descriptions that are written of them, or why one cannot be."""
     description = {
-        "config": {name: value for name, value in asdict(config).items() if value or name not in OPTIONAL},
+        "config": {key: value for key, value in asdict(config).items() if DEFAULTS[key] != value},
         "gguf": _written(lambda: model_metadata(config, 7, "name")),
         "hf": _written(lambda: config_to_hf(folder_config(config))),
     }
     found: dict[str, Any] = json.loads(json.dumps(description, default=np.ndarray.tolist))
-    for rope in found["config"]["ropes"]:
+    for rope in found["config"].get("ropes", ()):
         if rope["truncate"]:
             del rope["truncate"]
     return found

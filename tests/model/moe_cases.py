@@ -33,6 +33,12 @@ MOE_HF_CASES: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-05, "hidden_act": "silu", "rope_theta": 1000000.0, "sliding_window": None,
         "num_local_experts": 8, "num_experts_per_tok": 2, "bos_token_id": 1, "eos_token_id": 2,
     },
+    "olmoe": {
+        "model_type": "olmoe", "vocab_size": 50304, "hidden_size": 2048, "intermediate_size": 1024,
+        "num_hidden_layers": 4, "num_attention_heads": 16, "num_key_value_heads": 16, "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-05, "hidden_act": "silu", "rope_theta": 10000.0, "attention_bias": False, "clip_qkv": None,
+        "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False, "eos_token_id": 50279,
+    },
     "glm4moe": {
         "model_type": "glm4_moe", "vocab_size": 151552, "hidden_size": 4096, "intermediate_size": 10944,
         "num_hidden_layers": 4, "num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128,
@@ -72,6 +78,7 @@ MOE_GGUF_CASES: dict[str, tuple[str, dict[str, Any], dict[str, tuple[int, ...]]]
                      ".expert_feed_forward_length": 96},
         {**_SHAPES, "blk.0.ffn_down_exps.weight": (8, 64, 96)},
     ),
+    "olmoe": ("olmoe", _SIZES, {**_SHAPES, "blk.0.ffn_down_exps.weight": (8, 64, 160)}),
     "glm4moe": (
         "glm4moe", {**_SIZES, ".leading_dense_block_count": 1, ".expert_shared_count": 1, ".expert_weights_norm": True,
                     ".expert_weights_scale": 2.5, ".nextn_predict_layers": 1, ".rope.dimension_count": 8},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from family_cases import GGUF_CASES, HF_CASES
+from family_rows import ROWS
 from whole_prompt import prompt_logits
 
 import bifolio
@@ -70,7 +72,7 @@ def test_every_family_has_a_file_of_its_name_and_lines_in_the_table() -> None:
     assert {family.name for family in all_families()} == names
     assert {family_of_hf(raw["model_type"]).name for raw in HF_CASES.values()} == names
     described = {family_of_gguf(str(case.metadata["general.architecture"]), "").name for case in GGUF_CASES.values()}
-    assert described == {family.name for family in all_families() if family.gguf_architectures}
+    assert described | ROWS.keys() >= {family.name for family in all_families() if family.gguf_architectures}
 
 
 def test_a_made_up_family_is_loaded_from_a_folder_and_from_a_gguf_file(paperclip: None, tmp_path: Path) -> None:
@@ -124,6 +126,32 @@ def test_two_families_cannot_claim_one_name(paperclip: None, tmp_path: Path) -> 
         all_families()
 
 
+# -- the documentation -----------------------------------------------------------------------------------------------
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_the_list_of_models_has_one_line_for_each_family_sorted_by_name() -> None:
+    lines = [line.split(" | ") for line in (DOCS / "models.md").read_text("utf-8").splitlines() if "CPU" in line]
+    listed = {cells[0].removeprefix("| "): cells for cells in lines if cells[0].startswith("| ")}
+    assert list(listed) == sorted(listed)
+    assert listed.keys() == {family.name for family in all_families()}
+    for family in all_families():
+        assert listed[family.name][2] == ", ".join(f"`{name}`" for name in family.hf_types)
+        expected = family.gguf_architectures or (family.written_as,)
+        assert [name for name in expected if f"`{name}`" not in listed[family.name][3]] == []
+
+
+def test_the_walk_shows_the_code_as_it_is() -> None:
+    """The excerpts of adding-a-model.md are lines of the family and of its row."""
+    page = (DOCS / "adding-a-model.md").read_text("utf-8")
+    sources = (SOURCES / "model" / "families" / "granite.py", Path(__file__).with_name("family_rows.py"))
+    code = "".join(source.read_text("utf-8") for source in sources)
+    excerpts = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(excerpts) == 3
+    assert [excerpt for excerpt in excerpts if excerpt not in code] == []
+
+
 # -- the rest of the tree --------------------------------------------------------------------------------------------
 
 NAMES = {"architecture", "model_type"}
@@ -155,6 +183,29 @@ def test_no_other_code_compares_architectures() -> None:
         if path.parent != SOURCES / "model" / "families"
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if compares_architectures(node)
+    ]
+    assert found == []
+
+
+def architecture_names() -> set[str]:
+    """Names of families, folders and GGUF files, except words that code uses for other things."""
+    names = {name for f in all_families() for name in (f.name, *f.hf_types, *f.gguf_architectures)}
+    return names - {
+        "llama",
+        "gpt2",
+    }  # kinds of tokenizers in GGUF files; `llama` and `gpt2` can be trained from scratch
+
+
+def test_a_family_touches_no_other_file() -> None:
+    """No string outside `model/families/` is the name of a family, of its folders or of its GGUF files."""
+    names = architecture_names()
+    named_like_models = {SOURCES / "model" / "gguf" / "pretokenizers.py", SOURCES / "measure" / "gpu_models.py"}
+    found = [
+        f"{path.relative_to(SOURCES)}:{node.lineno}: {node.value}"
+        for path in sorted(SOURCES.rglob("*.py"))
+        if path.parent != SOURCES / "model" / "families" and path not in named_like_models
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in names
     ]
     assert found == []
 

@@ -118,6 +118,8 @@ def test_every_pre_tokenizer_keeps_all_of_the_text(name: str) -> None:
         ("qwen2", ["It", "'s", " ", "1", "2", "3", "4", "5", " US", "'S"]),
         ("smollm", ["It", "'s", " ", "1", "2", "3", "4", "5", " US", "'", "S"]),
         ("falcon", ["It", "'", "s", " ", "123", "45", " US", "'", "S"]),
+        ("seed-coder", ["It", "'s", " ", "1", "2", "3", "4", "5", " US", "'S"]),
+        ("tiny_aya", ["It's", " ", "12", "345", " US'S"]),
         ("deepseek-coder", ["It", "'", "s", " ", "1", "2", "3", "4", "5", " US", "'", "S"]),
     ],
 )
@@ -155,6 +157,34 @@ def test_a_byte_level_tokenizer_is_written_under_the_name_of_its_pre_tokenizer(p
     for _ in range(300):
         text = random_unicode(generator)
         assert rebuilt.encode(text) == tokenizer.encode(text)
+
+
+PRE_TYPES_OF_FAMILIES = ("dbrx", "exaone4", "hunyuan-dense", "refact", "seed-coder", "smaug-bpe", "tiny_aya")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("pre", PRE_TYPES_OF_FAMILIES)
+def test_llama_cpp_reads_the_pre_tokenizers_of_families_alike(pre: str, tmp_path: Path) -> None:
+    llama_cpp = pytest.importorskip("llama_cpp", reason="needs llama-cpp-python (extra: peers)")
+    import gguf
+
+    tokenizer = byte_level_bpe(pre)
+    entries, _ = tokenizer_metadata(tokenizer, config_for(tokenizer.vocab_size), {"bos_token": "<s>"})
+    writer = gguf.GGUFWriter(tmp_path / "vocab.gguf", "llama")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(entries["tokenizer.ggml.tokens"])
+    writer.add_token_types(np.asarray(entries["tokenizer.ggml.token_type"]).tolist())
+    writer.add_token_merges(entries["tokenizer.ggml.merges"])
+    writer.add_bos_token_id(0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    rebuilt = tokenizer_from_gguf(open_gguf(tmp_path / "vocab.gguf"))
+    peer = llama_cpp.Llama(str(tmp_path / "vocab.gguf"), vocab_only=True, verbose=False)
+    for text in PROBES:
+        theirs = peer.tokenize(text.encode(), add_bos=False, special=True)
+        assert rebuilt.encode(text, add_special_tokens=False) == theirs, text
 
 
 def test_what_gguf_cannot_describe_is_stored_whole() -> None:

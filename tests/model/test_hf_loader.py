@@ -188,7 +188,6 @@ def test_an_unsupported_architecture_is_refused_with_the_list_of_supported_ones(
         ({"model_type": ...}, UnsupportedModelError, "None is not supported"),
         ({"hidden_act": "relu6"}, UnsupportedModelError, "activation 'relu6'"),
         ({"rope_scaling": {"rope_type": "quantum", "factor": 2.0}}, UnsupportedModelError, "rope scaling 'quantum'"),
-        ({"attn_logit_softcapping": 50.0}, UnsupportedModelError, "soft-capped"),
         ({"vocab_size": ...}, ModelFileError, "vocab_size"),
         ({"vocab_size": "many"}, ModelFileError, "config.json is not usable"),
         ({"num_attention_heads": 0}, ModelFileError, "config.json is not usable"),

@@ -123,8 +123,12 @@ class AttentionShape:
     scale: float
     window: int | None = None  # tokens a query sees, itself included; None: all
     rope_interleaved: bool = False
-    query_norm: Norm | None = None
+    query_norm: Norm | None = None  # of head_dim: for each head; wider: one for all heads of a token
     key_norm: Norm | None = None
+    norm_after_rope: bool = False
+    softcap: float = 0.0  # scores become softcap * tanh(score / softcap); 0: off
+    temperature: float = 0.0  # queries at position p grow by 1 + temperature * log(1 + p // temperature_period)
+    temperature_period: int = 1
     sinks: Array | None = None  # f32[num_heads]  score of a position without a value that every query sees
 
 

@@ -124,14 +124,23 @@ class ReferenceKernels(HostArrays):
         query = xp.reshape(qkv[:, : split[0]], (-1, heads, dim))
         key = xp.reshape(qkv[:, split[0] : split[1]], (-1, kv_heads, dim))
         value = xp.reshape(qkv[:, split[1] :], (-1, kv_heads, dim))
-        if shape.query_norm is not None and shape.key_norm is not None:
-            query, key = self.norm(query, shape.query_norm), self.norm(key, shape.key_norm)
+        if not shape.norm_after_rope:
+            query, key = self._norm_heads(query, shape.query_norm), self._norm_heads(key, shape.key_norm)
         if rotation is not None:
             query = rotate(query, rotation, shape.rope_interleaved)
             key = rotate(key, rotation, shape.rope_interleaved)
+        if shape.norm_after_rope:
+            query, key = self._norm_heads(query, shape.query_norm), self._norm_heads(key, shape.key_norm)
         if storage is not None and batch.cache_index is not None:
             storage.write(shape.layer, batch.cache_index, key, value)
         return Heads(query, key, value)
+
+    def _norm_heads(self, heads: Array, norm: Norm | None) -> Array:
+        """Norm each head, or all heads of a token together if the norm is wider than a head."""
+        if norm is None:
+            return heads
+        rows = namespace(heads).reshape(heads, (-1, norm.weight.shape[0]))
+        return namespace(heads).reshape(self.norm(rows, norm), heads.shape)
 
     def attend(
         self, heads: Heads, shape: AttentionShape, segments: tuple[AttentionSegment, ...], storage: Storage | None
@@ -142,6 +151,7 @@ class ReferenceKernels(HostArrays):
             starts = [segment.token_start + int(start) for start in segment.query_starts]
             for i in range(segment.num_sequences):
                 own = Heads(*(None if part is None else part[starts[i] : starts[i + 1]] for part in heads))
+                own = own._replace(query=scale_by_position(own.query, shape, int(segment.context_lens[i])))
                 outputs.append(attend(own, shape, segment, i, storage))
         return outputs[0] if len(outputs) == 1 else namespace(heads.query).concat(outputs, axis=0)
 
@@ -152,7 +162,7 @@ class ReferenceKernels(HostArrays):
         keys, values = own.key, own.value
         if storage is not None and segment.block_tables is not None and not segment.fresh:
             keys, values = storage.gather(shape.layer, segment.block_tables[i], int(segment.context_lens[i]))
-        return causal_attention(own.query, keys, values, shape.scale, shape.window, shape.sinks)
+        return causal_attention(own.query, keys, values, shape.scale, shape.window, shape.softcap, shape.sinks)
 
     def _attend_decode(
         self, own: Heads, shape: AttentionShape, segment: AttentionSegment, i: int, storage: Storage | None
@@ -161,7 +171,7 @@ class ReferenceKernels(HostArrays):
         if storage is None or segment.block_tables is None:
             raise PhaseError("decode reads the cache: pass a storage and block tables")
         keys, values = storage.gather(shape.layer, segment.block_tables[i], int(segment.context_lens[i]))
-        return causal_attention(own.query, keys, values, shape.scale, shape.window, shape.sinks)
+        return causal_attention(own.query, keys, values, shape.scale, shape.window, shape.softcap, shape.sinks)
 
     def act_mul(self, x: Array, activation: str) -> Array:
         half = x.shape[-1] // 2
@@ -235,8 +245,25 @@ def rotate(x: Array, rotation: Rotation, interleaved: bool) -> Array:
     return xp.astype(xp.concat([turned, rest], axis=-1) if rest.shape[-1] else turned, x.dtype)
 
 
+def scale_by_position(query: Array, shape: AttentionShape, length: int) -> Array:
+    """Queries [n, h, d] at the last n of `length` positions, multiplied by the temperature at their positions."""
+    if not shape.temperature:
+        return query
+    positions = np.arange(length - query.shape[0], length)
+    factors = 1 + shape.temperature * np.log(1 + positions // shape.temperature_period)
+    xp = namespace(query)
+    scaled = query * xp.asarray(factors.astype(np.float32))[:, None, None]
+    return xp.astype(scaled, query.dtype)
+
+
 def causal_attention(
-    query: Array, key: Array, value: Array, scale: float, window: int | None, sinks: Array | None = None
+    query: Array,
+    key: Array,
+    value: Array,
+    scale: float,
+    window: int | None,
+    softcap: float = 0.0,
+    sinks: Array | None = None,
 ) -> Array:
     """Queries [n, h, d] at the last n of the L positions that keys and values [L, kv, d] cover: [n, h * d].
 
@@ -250,6 +277,8 @@ def causal_attention(
     keys = xp.permute_dims(key, (1, 2, 0))[:, None, :, :]  # [kv, 1, d, L]
     values = xp.permute_dims(value, (1, 0, 2))[:, None, :, :]  # [kv, 1, L, d]
     scores = _as_float32(xp, (grouped * scale) @ keys)  # [kv, group, n, L]
+    if softcap:
+        scores = xp.tanh(scores / softcap) * softcap
     mask = causal_mask(num_queries, length, window)
     if not isinstance(query, np.ndarray):
         mask = xp.asarray(mask, device=query.device)

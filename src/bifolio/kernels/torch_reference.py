@@ -129,14 +129,23 @@ class TorchKernels(TorchArrays):
     ) -> Heads:
         heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
         query, key, value = qkv.unflatten(-1, (heads + 2 * kv_heads, dim)).split((heads, kv_heads, kv_heads), dim=1)
-        if shape.query_norm is not None and shape.key_norm is not None:
-            query, key = self.norm(query, shape.query_norm), self.norm(key, shape.key_norm)
+        if not shape.norm_after_rope:
+            query, key = self._norm_heads(query, shape.query_norm), self._norm_heads(key, shape.key_norm)
         if rotation is not None:
             query = rotate(query, rotation, shape.rope_interleaved)
             key = rotate(key, rotation, shape.rope_interleaved)
+        if shape.norm_after_rope:
+            query, key = self._norm_heads(query, shape.query_norm), self._norm_heads(key, shape.key_norm)
         if storage is not None and batch.cache_index is not None:
             storage.write(shape.layer, batch.cache_index, key, value)
         return Heads(query, key, value)
+
+    def _norm_heads(self, heads: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+        """Norm each head, or all heads of a token together if the norm is wider than a head."""
+        if norm is None:
+            return heads
+        rows = heads.reshape(-1, norm.weight.shape[0])
+        return torch.reshape(self.norm(rows, norm), heads.shape)
 
     def attend(
         self, heads: Heads, shape: AttentionShape, segments: tuple[AttentionSegment, ...], storage: Storage | None
@@ -197,6 +206,7 @@ class TorchKernels(TorchArrays):
     ) -> torch.Tensor:
         tokens = slice(segment.token_start, segment.token_end)
         own = Heads(*(None if part is None else part[tokens] for part in heads))
+        own = own._replace(query=scale_by_position(own.query, shape, segment))
         attend = self._attend_decode if segment.phase is AttentionPhase.DECODE else self._attend_prefill
         return attend(own, shape, segment, storage)
 
@@ -224,6 +234,22 @@ def _are_equally_long(segment: AttentionSegment) -> bool:
     return segment.num_sequences * segment.max_query_len == segment.token_end - segment.token_start
 
 
+def scale_by_position(query: torch.Tensor, shape: AttentionShape, segment: AttentionSegment) -> torch.Tensor:
+    """Queries [t, heads, dim] of a segment, multiplied by the temperature at their positions."""
+    if not shape.temperature:
+        return query
+    lengths = torch.as_tensor(segment.context_lens, device=query.device)
+    if segment.max_query_len == 1 and segment.num_sequences == query.shape[0]:
+        positions = (lengths - 1).clamp(min=0)
+    else:
+        starts = torch.as_tensor(segment.query_starts, device=query.device)
+        counts = starts.diff()
+        before = (lengths - counts - starts[:-1]).repeat_interleave(counts)
+        positions = torch.arange(query.shape[0], device=query.device) + before
+    factors = 1 + shape.temperature * (1 + positions // shape.temperature_period).float().log()
+    return (query * factors[:, None, None]).to(query.dtype)
+
+
 def rotate(x: torch.Tensor, rotation: Rotation, interleaved: bool) -> torch.Tensor:
     """Rotate each pair of dimensions by its angle, in float32; dimensions past the rotated ones are unchanged."""
     cos, sin = rotation.cos[:, None, :], rotation.sin[:, None, :]
@@ -245,18 +271,40 @@ def _attend_equal(heads: Heads, shape: AttentionShape, num_sequences: int) -> to
         distance = torch.arange(length, device=query.device)
         distance = distance[:, None] - distance[None, :]
         mask = (distance >= 0) & (distance < shape.window)
-    if shape.sinks is not None:
-        causal = torch.ones((length, length), dtype=torch.bool, device=query.device).tril() if mask is None else mask
-        return _attend_with_sinks(query, key, value, causal, shape).transpose(1, 2).flatten(2).flatten(0, 1)
-    mixed = F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=shape.scale,
-        enable_gqa=shape.num_heads != shape.num_kv_heads,
-    )
+    return _attend_masked(query, key, value, mask, shape)
+
+
+def _attend_masked(
+    query: torch.Tensor,  # [s, heads, n, dim]
+    key: torch.Tensor,  # [s, kv_heads, L, dim]
+    value: torch.Tensor,
+    mask: torch.Tensor | None,  # bool, broadcast to [s, heads, n, L]; None: causal
+    shape: AttentionShape,
+) -> torch.Tensor:
+    """[s * n, heads * dim]"""
+    if not shape.softcap and shape.sinks is None:
+        mixed = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=shape.scale,
+            enable_gqa=shape.num_heads != shape.num_kv_heads,
+        )
+        return mixed.transpose(1, 2).flatten(2).flatten(0, 1)
+    if mask is None:
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+    group = shape.num_heads // shape.num_kv_heads
+    key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+    scores = ((query * shape.scale) @ key.transpose(2, 3)).float()
+    if shape.softcap:
+        scores = torch.tanh(scores / shape.softcap) * shape.softcap
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if shape.sinks is not None:  # a column without a value
+        columns = shape.sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, columns], dim=-1)
+    mixed = scores.softmax(dim=-1)[..., : key.shape[2]].to(query.dtype) @ value
     return mixed.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
@@ -304,37 +352,8 @@ def _attend_paged(
     positions = lens[:, None] - num_queries + torch.arange(num_queries, device=query.device)[None, :]  # [s, n]
     distance = positions[:, :, None] - slots[None, None, :]
     visible = distance >= 0 if shape.window is None else (distance >= 0) & (distance < shape.window)
-    if shape.sinks is not None:
-        keys, values = context(storage.keys[shape.layer]), context(storage.values[shape.layer])
-        mixed = _attend_with_sinks(queries.transpose(1, 2), keys, values, visible[:, None], shape)
-        return mixed.transpose(1, 2).flatten(2).flatten(0, 1)
-    mixed = F.scaled_dot_product_attention(
-        queries.transpose(1, 2),
-        context(storage.keys[shape.layer]),
-        context(storage.values[shape.layer]),
-        attn_mask=visible[:, None],
-        scale=shape.scale,
-        enable_gqa=shape.num_heads != shape.num_kv_heads,
-    )
-    return mixed.transpose(1, 2).flatten(2).flatten(0, 1)
-
-
-def _attend_with_sinks(
-    query: torch.Tensor,  # [s, heads, n, dim]
-    key: torch.Tensor,  # [s, kv_heads, L, dim]
-    value: torch.Tensor,
-    visible: torch.Tensor,  # bool, broadcast to [s, heads, n, L]
-    shape: AttentionShape,
-) -> torch.Tensor:
-    """Attention in which every query also sees a position without a value: [s, heads, n, dim]."""
-    group = shape.num_heads // shape.num_kv_heads
-    key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
-    scores = (query @ key.transpose(2, 3)).float() * shape.scale
-    scores = scores.masked_fill(~visible, -torch.inf)
-    sinks: Any = shape.sinks
-    columns = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-    weights = torch.softmax(torch.cat([scores, columns], dim=-1), dim=-1)[..., :-1]
-    return weights.to(query.dtype) @ value
+    keys, values = context(storage.keys[shape.layer]), context(storage.values[shape.layer])
+    return _attend_masked(queries.transpose(1, 2), keys, values, visible[:, None], shape)
 
 
 def _fuse(parts: tuple[Any, ...], biases: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:

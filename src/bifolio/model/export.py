@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -70,7 +70,7 @@ def named_tensors(weights: ModelWeights, names: TensorNames, *, interleaved: boo
         yield NamedTensor(names.positions + ".weight", _quantized(weights.position_embedding), "positions")
     for index, layer in enumerate(weights.layers):
         yield from _layer(weights.config, names, names.layer.format(index), layer, interleaved)
-    yield from _norm(names.final_norm, weights.final_norm)
+    yield from _norm(names.final_norm, _final_norm(weights))
     if not weights.config.tie_embeddings:
         yield NamedTensor(names.head + ".weight", _quantized(weights.head.parts[0]), "head")
 
@@ -167,6 +167,14 @@ def _expert_linears(prefix: str, names: tuple[str, ...], linears: tuple[Linear, 
         biases = [bias for linear in linears if (bias := linear.biases[number]) is not None]
         if biases:
             yield NamedTensor(f"{prefix}{name}.bias", _quantized(np.stack(biases)), "bias")
+
+
+def _final_norm(weights: ModelWeights) -> Norm:
+    """The last norm without the scale of the logits, which files store separately."""
+    norm, scale = weights.final_norm, weights.config.logit_scale
+    if scale == 1.0:
+        return norm
+    return replace(norm, weight=norm.weight / scale, bias=None if norm.bias is None else norm.bias / scale)
 
 
 def _norm(name: str, norm: Norm | None) -> Iterator[NamedTensor]:

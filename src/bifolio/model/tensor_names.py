@@ -6,7 +6,7 @@ The tables here are those of Llama, which most families share; other families de
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -161,7 +161,7 @@ def assemble(config: ModelConfig, names: TensorNames, fetch: Fetch, vector: Fetc
         embedding=embedding,
         position_embedding=positions,
         layers=tuple(_layer(config, names, i, fetch, vector) for i in range(config.num_layers)),
-        final_norm=_norm(config, names.final_norm, d, vector),
+        final_norm=_final_norm(config, names.final_norm, vector),
         head=Linear((head,), (None,)),
         inverse_frequencies=tuple(frequencies for frequencies, _ in ropes),
         rope_scales=tuple(scale for _, scale in ropes),
@@ -203,28 +203,33 @@ def _layer(config: ModelConfig, names: TensorNames, index: int, fetch: Fetch, ve
             return NO_LINEAR, NO_LINEAR
         return linear(names.shared_up, (width, width), d, False), linear((names.shared_down,), (d,), width, False)
 
-    def norm(name: str) -> Norm:
-        return _norm(config, prefix + name, d, vector)
+    def post_norm(name: str) -> Norm | None:
+        return _norm(config, prefix + name, d, vector) if config.post_norms else None
 
-    def head_norm(name: str) -> Norm | None:
-        return _norm(config, prefix + name, config.head_dim, vector, rms=True) if config.qk_norm else None
+    def pre_norm(name: str) -> Norm | None:
+        return _on_residual(config, _norm(config, prefix + name, d, vector)) if config.pre_norms else None
+
+    def head_norm(name: str, size: int) -> Norm | None:
+        size = size if config.qk_norm_all_heads else config.head_dim
+        return _norm(config, prefix + name, size, vector, rms=True) if config.qk_norm else None
 
     up, down = mlp()
     latent = _latent(config, names, prefix, fetch, vector)
     value_size = config.query_size if config.mla is None else config.num_heads * config.mla.value_size
     sinks = vector(prefix + names.sinks, (config.num_heads,)) if config.sinks else None
+    query_norm = head_norm(names.query_norm, config.query_size)
     return LayerWeights(
-        shape=attention_shape(config, index, head_norm(names.query_norm), head_norm(names.key_norm), sinks),
-        attention_norm=norm(names.attention_norm),
+        shape=attention_shape(config, index, query_norm, head_norm(names.key_norm, config.kv_size), sinks),
+        attention_norm=pre_norm(names.attention_norm),
         qkv=NO_LINEAR
         if latent is not None
         else linear(names.qkv, (config.query_size, config.kv_size, config.kv_size), d, config.qkv_bias),
         output=linear((names.output,), (d,), value_size, config.output_bias),
-        post_attention_norm=norm(names.post_attention_norm) if config.post_norms else None,
-        mlp_norm=norm(names.mlp_norm),
+        post_attention_norm=post_norm(names.post_attention_norm),
+        mlp_norm=None if config.parallel_block else pre_norm(names.mlp_norm),
         up=up,
         down=down,
-        post_mlp_norm=norm(names.post_mlp_norm) if config.post_norms else None,
+        post_mlp_norm=post_norm(names.post_mlp_norm),
         rope=config.rope_index(index) if config.ropes else None,
         moe=_moe(config, names, prefix, fetch, vector) if config.has_experts(index) else None,
         latent=latent,
@@ -310,5 +315,19 @@ def _norm(config: ModelConfig, name: str, size: int, vector: FetchVector, rms: b
     weight = vector(name + ".weight", (size,))
     if config.norm_offset:
         weight = weight + config.norm_offset  # a Python float keeps the dtype of the array
-    bias = vector(name + ".bias", (size,)) if centered else None
+    bias = vector(name + ".bias", (size,)) if centered and config.norm_bias else None
     return Norm(weight, bias, config.norm_eps, centered)
+
+
+def _on_residual(config: ModelConfig, norm: Norm) -> Norm:
+    """The norm of a residual stream that is divided by `residual_scale`, so that outputs are added as they are."""
+    return replace(norm, eps=norm.eps / config.residual_scale**2)
+
+
+def _final_norm(config: ModelConfig, name: str, vector: FetchVector) -> Norm:
+    """The last norm; its weights contain the scale of the logits."""
+    norm = _on_residual(config, _norm(config, name, config.hidden_size, vector))
+    if config.logit_scale == 1.0:
+        return norm
+    bias = None if norm.bias is None else norm.bias * config.logit_scale
+    return replace(norm, weight=norm.weight * config.logit_scale, bias=bias)

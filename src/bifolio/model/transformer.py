@@ -14,7 +14,7 @@ from bifolio.model.weights import LatentWeights, LayerWeights, ModelWeights, Moe
 def hidden_states(weights: ModelWeights, batch: Batch, kernels: KernelSet, storage: Storage | None) -> Array:
     """The residual stream after the last layer, before the final norm: [t, d]."""
     config = weights.config
-    x = kernels.embed(weights.embedding, batch.token_ids, config.embedding_scale)
+    x = kernels.embed(weights.embedding, batch.token_ids, config.embedding_scale / config.residual_scale)
     if weights.position_embedding is not None:
         x = kernels.add(x, kernels.embed(weights.position_embedding, batch.positions, 1.0))
     rotations = tuple(
@@ -22,10 +22,15 @@ def hidden_states(weights: ModelWeights, batch: Batch, kernels: KernelSet, stora
         for frequencies, scale in zip(weights.inverse_frequencies, weights.rope_scales, strict=True)
     )
     for layer in weights.layers:
-        attended = PagedAttentionLayer(layer)(kernels.norm(x, layer.attention_norm), batch, kernels, storage, rotations)
+        normed = x if layer.attention_norm is None else kernels.norm(x, layer.attention_norm)
+        attended = PagedAttentionLayer(layer)(normed, batch, kernels, storage, rotations)
         if layer.post_attention_norm is not None:
             attended = kernels.norm(attended, layer.post_attention_norm)
-        x, normed = kernels.add_norm(x, attended, layer.mlp_norm)
+        if layer.mlp_norm is not None:
+            x, normed = kernels.add_norm(x, attended, layer.mlp_norm)
+        else:
+            x = kernels.add(x, attended)
+            normed = normed if config.parallel_block else x
         x = kernels.add(x, feed_forward(layer, normed, config.activation, config.gated_mlp, kernels))
     return x
 

@@ -56,15 +56,15 @@ class LayerWeights:
     """One transformer layer."""
 
     shape: AttentionShape  # including the norms of query and key heads
-    attention_norm: Norm
+    attention_norm: Norm | None
     qkv: Linear
     output: Linear
     post_attention_norm: Norm | None
-    mlp_norm: Norm
+    mlp_norm: Norm | None  # None: no norm, or that of attention if the block is parallel
     up: Linear  # gate and up, if the MLP is gated; beside experts those of the shared MLP, or no parts
     down: Linear
     post_mlp_norm: Norm | None
-    rope: int | None  # index into ModelWeights.inverse_frequencies; None: learned positions
+    rope: int | None  # index into ModelWeights.inverse_frequencies; None: no rotation
     moe: MoeWeights | None = None
     latent: LatentWeights | None = None  # in place of `qkv`, which has no parts
 
@@ -117,6 +117,10 @@ def attention_shape(
         query_norm=query_norm,
         key_norm=key_norm,
         sinks=sinks,
+        norm_after_rope=config.qk_norm_after_rope,
+        softcap=config.attention_softcap,
+        temperature=config.attention_temperature,
+        temperature_period=config.temperature_period,
     )
 
 
@@ -144,11 +148,11 @@ def prepare(weights: ModelWeights, kernels: KernelSet, on_load: OnLoad = lambda 
                 key_norm=norm(layer.shape.key_norm),
                 sinks=None if layer.shape.sinks is None else kernels.from_host(layer.shape.sinks),
             ),
-            attention_norm=kernels.prepare_norm(layer.attention_norm),
+            attention_norm=norm(layer.attention_norm),
             qkv=linear(layer.qkv),
             output=kernels.prepare_linear(layer.output),
             post_attention_norm=norm(layer.post_attention_norm),
-            mlp_norm=kernels.prepare_norm(layer.mlp_norm),
+            mlp_norm=norm(layer.mlp_norm),
             up=linear(layer.up),
             down=linear(layer.down),
             post_mlp_norm=norm(layer.post_mlp_norm),

@@ -275,6 +275,10 @@ class NativeKernels(HostArrays):
             shape.window or 0,
             shape.rope_interleaved,
             *norms,
+            shape.norm_after_rope,
+            shape.softcap,
+            shape.temperature,
+            shape.temperature_period,
         )
         return native if shape.sinks is None else native.with_sinks(_floats(shape.sinks))
 

@@ -21,8 +21,8 @@ HEADS_PER_PROGRAM = 8
 @triton.jit(do_not_specialize_on_alignment=["slots", "cos", "sin"])
 def _rope_write_kernel(
     qkv: tl.tensor,  # [tokens, (heads + 2 * kv_heads) * dim]
-    query_norm: tl.tensor,  # [dim]
-    key_norm: tl.tensor,  # [dim]
+    query_norm: tl.tensor,  # [dim], or [heads * dim] if ALL_HEADS
+    key_norm: tl.tensor,
     cos: tl.tensor,  # f32[tokens, rotated / 2]
     sin: tl.tensor,
     slots: tl.tensor,  # i64[tokens]
@@ -38,6 +38,8 @@ def _rope_write_kernel(
     ROTATED: tl.constexpr,  # leading dimensions that are rotated; 0: none
     INTERLEAVED: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    ALL_HEADS: tl.constexpr,  # one norm for all query heads of a token, and one for all key heads
+    NORM_AFTER: tl.constexpr,  # the norm follows the rotation
     HAS_CACHE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
@@ -67,20 +69,30 @@ def _rope_write_kernel(
     if HAS_CACHE:
         slot = tl.load(slots + token)
     if HAS_NORM:
-        factor = _norm_weights(query_norm, key_norm, dim, dim < DIM, is_query, is_turned)
+        factor = _norm_weights(query_norm, key_norm, head, dim, dim < DIM, HEADS, KV_HEADS, DIM, ALL_HEADS)
         if ROTATED > 0:
-            other_factor = _norm_weights(query_norm, key_norm, partner, turns, is_query, is_turned)
+            other_factor = _norm_weights(query_norm, key_norm, head, partner, turns, HEADS, KV_HEADS, DIM, ALL_HEADS)
     wait_for_inputs()
     x = tl.load(source + dim[None, :], mask=exists, other=0.0).to(tl.float32)
     inverse = tl.zeros([TILE, 1], tl.float32) + 1.0
-    if HAS_NORM:
-        inverse = tl.where(is_turned, 1.0 / tl.sqrt(tl.sum(x * x, axis=1)[:, None] / DIM + eps), 1.0)
+    if HAS_NORM and not NORM_AFTER:
+        if ALL_HEADS:
+            first = qkv + token * qkv_stride
+            spread = tl.where(
+                is_query, _mean_square(first, HEADS * DIM), _mean_square(first + HEADS * DIM, KV_HEADS * DIM)
+            )
+        else:
+            spread = tl.sum(x * x, axis=1)[:, None] / DIM
+        inverse = tl.where(is_turned, 1.0 / tl.sqrt(spread + eps), 1.0)
         x = x * inverse * factor
     if ROTATED > 0:
         other = tl.load(source + partner[None, :], mask=exists & turns[None, :], other=0.0).to(tl.float32)
-        if HAS_NORM:
+        if HAS_NORM and not NORM_AFTER:
             other = other * inverse * other_factor
         x = tl.where(is_turned & turns[None, :], x * cosine + other * sine, x)
+    if HAS_NORM and NORM_AFTER:
+        spread = tl.sum(x * x, axis=1)[:, None] / DIM
+        x = tl.where(is_turned, x / tl.sqrt(spread + eps) * factor, x)
     target = turned + (token * (HEADS + KV_HEADS) + head[:, None]) * DIM + dim[None, :]
     tl.store(target, x.to(turned.dtype.element_ty), mask=exists & is_turned)
     if HAS_CACHE:
@@ -96,15 +108,37 @@ def _rope_write_kernel(
 def _norm_weights(
     query_norm: tl.tensor,
     key_norm: tl.tensor,
+    head: tl.tensor,
     dim: tl.tensor,
     inside: tl.tensor,
-    is_query: tl.tensor,
-    is_turned: tl.tensor,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    ALL_HEADS: tl.constexpr,
 ) -> tl.tensor:
     """[heads, dim]: norm weights of queries and keys, 1 for values."""
-    weight = tl.load(query_norm + dim, mask=inside, other=0.0).to(tl.float32)[None, :]
-    key_weight = tl.load(key_norm + dim, mask=inside, other=0.0).to(tl.float32)[None, :]
-    return tl.where(is_query, weight, tl.where(is_turned, key_weight, 1.0))
+    is_query = (head < HEADS)[:, None]
+    is_key = ((head >= HEADS) & (head < HEADS + KV_HEADS))[:, None]
+    if ALL_HEADS:
+        query_place = query_norm + head[:, None] * DIM + dim[None, :]
+        key_place = key_norm + (head[:, None] - HEADS) * DIM + dim[None, :]
+        weight = tl.load(query_place, mask=inside[None, :] & is_query, other=0.0).to(tl.float32)
+        key_weight = tl.load(key_place, mask=inside[None, :] & is_key, other=0.0).to(tl.float32)
+    else:
+        weight = tl.load(query_norm + dim, mask=inside, other=0.0).to(tl.float32)[None, :]
+        key_weight = tl.load(key_norm + dim, mask=inside, other=0.0).to(tl.float32)[None, :]
+    return tl.where(is_query, weight, tl.where(is_key, key_weight, 1.0))
+
+
+@triton.jit
+def _mean_square(source: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
+    """The mean of the squares of SIZE consecutive numbers."""
+    total = tl.zeros([512], tl.float32)
+    for start in range(0, SIZE, 512):
+        place = start + tl.arange(0, 512)
+        x = tl.load(source + place, mask=place < SIZE, other=0.0).to(tl.float32)
+        total += x * x
+    return tl.sum(total, axis=0) / SIZE
 
 
 def rope_and_write(
@@ -146,6 +180,8 @@ def rope_and_write(
             ROTATED=0 if rotation is None else 2 * rotation.cos.shape[-1],
             INTERLEAVED=shape.rope_interleaved,
             HAS_NORM=has_norm,
+            ALL_HEADS=norms[0] is not None and norms[0].weight.shape[0] != dim,
+            NORM_AFTER=shape.norm_after_rope,
             HAS_CACHE=cached,
             BLOCK_SIZE=storage.block_size if storage is not None else 1,
             TILE=tile,

@@ -16,7 +16,7 @@ import triton.language as tl
 from bifolio.kernels.interface import AttentionShape, Storage
 from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
 from bifolio.kernels.triton.split_kv import Pieces, first_token
-from bifolio.kernels.triton.tiles import LOG2_E, TILE, mix_tile, read_tile
+from bifolio.kernels.triton.tiles import TILE, mix_tile, read_tile, score_constants
 
 MIN_ROWS = 16  # rows of the smallest matrix product
 
@@ -62,6 +62,7 @@ def _decode_kernel(
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
+    CAP: tl.constexpr,  # of scores; 0: none
     SHARED_ROWS: tl.constexpr,  # 0: no shared prefixes
     HAS_SINKS: tl.constexpr,
 ) -> None:
@@ -101,7 +102,7 @@ def _decode_kernel(
                 values, table, start, end, kv_head, dim, KV_HEADS, BLOCK_SIZE, DIM, DIM_BLOCK, TILE, MASKED=False
             )
             highest, total, mixed = mix_tile(
-                q, k, v, visible, highest, total, mixed, scale, MASKED=False, PRECISION=PRECISION
+                q, k, v, visible, highest, total, mixed, scale, MASKED=False, PRECISION=PRECISION, CAP=CAP
             )
         for start in tl.range(whole, end, TILE, num_stages=1):
             token = start + tl.arange(0, TILE)
@@ -113,7 +114,7 @@ def _decode_kernel(
                 values, table, start, end, kv_head, dim, KV_HEADS, BLOCK_SIZE, DIM, DIM_BLOCK, TILE, MASKED=True
             )
             highest, total, mixed = mix_tile(
-                q, k, v, seen, highest, total, mixed, scale, MASKED=True, PRECISION=PRECISION
+                q, k, v, seen, highest, total, mixed, scale, MASKED=True, PRECISION=PRECISION, CAP=CAP
             )
         mixed = mixed / total[:, None]
         num_pieces = tl.load(count + owner)
@@ -211,6 +212,7 @@ def decode_attention(
     num_sequences, heads, dim = query.shape
     group = heads // shape.num_kv_heads
     keys, values = storage.keys[shape.layer], storage.values[shape.layer]
+    scale, cap = score_constants(shape)
     if out is None:
         out = torch.empty((num_sequences, heads * dim), dtype=query.dtype, device=query.device)
     stages = (
@@ -238,7 +240,7 @@ def decode_attention(
         query.stride(0),
         tables.stride(0),
         pieces.window,
-        shape.scale * LOG2_E,
+        scale,
         HEADS=heads,
         KV_HEADS=shape.num_kv_heads,
         GROUP=group,
@@ -249,6 +251,7 @@ def decode_attention(
         TILE=tile,
         STAGES=stages,
         PRECISION="ieee" if keys.dtype == torch.float32 else "tf32",
+        CAP=cap,
         SHARED_ROWS=0 if shared is None else shared[2].shape[2],
         HAS_SINKS=shape.sinks is not None,
         num_warps=warps,

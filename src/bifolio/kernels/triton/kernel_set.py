@@ -32,7 +32,7 @@ from bifolio.kernels.interface import (
 )
 from bifolio.kernels.storage import CacheLayout, KVStorage
 from bifolio.kernels.torch_arrays import TorchArrays
-from bifolio.kernels.torch_reference import TorchKernels
+from bifolio.kernels.torch_reference import TorchKernels, scale_by_position
 from bifolio.kernels.triton import cache, norm, quantised
 from bifolio.kernels.triton import experts as moe
 from bifolio.kernels.triton.cache import CudaStorage
@@ -184,6 +184,8 @@ class TritonKernels(TorchArrays):
         return tensor(total), normed
 
     def linear(self, x: Array, linear: Linear) -> Array:
+        if not isinstance(x, Normed):
+            x = tensor(x).to(self.dtype)  # the residual stream is f32
         rows = x.rows if isinstance(x, Normed) else int(x.shape[0])
         return Product(x, linear, self._multiply if self._is_ours(rows, linear) else self._library_multiply)
 
@@ -273,6 +275,7 @@ class TritonKernels(TorchArrays):
             segment = replace(segment, fresh=False)  # chunks also read the cache
         tokens = slice(segment.token_start, segment.token_end)
         own = Heads(*(None if part is None else part[tokens] for part in heads))
+        own = own._replace(query=scale_by_position(own.query, shape, segment))
         query = own.query
         if storage is None or segment.block_tables is None or segment.fresh:
             if uses_cudnn(query, shape, segment) and not self.deterministic:

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bifolio.kernels.interface import AttentionSegment, AttentionShape, Heads, Storage
-from bifolio.kernels.triton.tiles import LOG2_E, mix_tile, read_tile
+from bifolio.kernels.triton.tiles import mix_tile, read_tile, score_constants
 
 CUDNN_FROM = 1024  # tokens of each sequence; building cuDNN's plan does not pay off for shorter ones
 CUDNN_STEP = 1024  # lengths are padded to multiples of this, so that few plans are built
@@ -97,6 +97,7 @@ def _prefill_kernel(
     FRESH: tl.constexpr,
     PRECISION: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    CAP: tl.constexpr,  # of scores; 0: none
 ) -> None:
     tile, head = tl.program_id(1), tl.program_id(0)
     kv_head = head // (HEADS // KV_HEADS)
@@ -136,7 +137,7 @@ def _prefill_kernel(
         else:
             k = read_tile(keys, table, start, end, kv_head, dim, KV_HEADS, BLOCK_SIZE, DIM, DIM_BLOCK, TILE, False)
             v = read_tile(values, table, start, end, kv_head, dim, KV_HEADS, BLOCK_SIZE, DIM, DIM_BLOCK, TILE, False)
-        highest, total, mixed = mix_tile(q, k, v, all_visible, highest, total, mixed, scale, False, PRECISION)
+        highest, total, mixed = mix_tile(q, k, v, all_visible, highest, total, mixed, scale, False, PRECISION, CAP)
     for start in tl.range(whole, end, TILE):
         other = start + tl.arange(0, TILE)
         visible = position[:, None] >= other[None, :]
@@ -152,7 +153,7 @@ def _prefill_kernel(
         else:
             k = read_tile(keys, table, start, end, kv_head, dim, KV_HEADS, BLOCK_SIZE, DIM, DIM_BLOCK, TILE, True)
             v = read_tile(values, table, start, end, kv_head, dim, KV_HEADS, BLOCK_SIZE, DIM, DIM_BLOCK, TILE, True)
-        highest, total, mixed = mix_tile(q, k, v, visible, highest, total, mixed, scale, True, PRECISION)
+        highest, total, mixed = mix_tile(q, k, v, visible, highest, total, mixed, scale, True, PRECISION, CAP)
     if HAS_SINKS:
         total += tl.exp2(tl.load(sinks + head) * 1.4426950408889634 - tl.where(total > 0, highest, 0.0))
     mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]  # a row of padding has no keys
@@ -210,6 +211,7 @@ def prefill_attention(
         keys, values, block_size = storage.keys[shape.layer], storage.values[shape.layer], storage.block_size
         tables = segment.block_tables
     wide = keys.dtype == torch.float32
+    scale, cap = score_constants(shape)
     _prefill_kernel[(shape.num_heads, tiles.sequence.shape[0])](
         query,
         query if shape.sinks is None else shape.sinks,
@@ -226,7 +228,7 @@ def prefill_attention(
         keys.stride(0) if fresh else 0,
         values.stride(0) if fresh else 0,
         0 if fresh else tables.stride(0),
-        shape.scale * LOG2_E,
+        scale,
         HEADS=shape.num_heads,
         KV_HEADS=shape.num_kv_heads,
         DIM=shape.head_dim,
@@ -238,6 +240,7 @@ def prefill_attention(
         FRESH=fresh,
         PRECISION="ieee" if wide else "tf32",
         HAS_SINKS=shape.sinks is not None,
+        CAP=cap,
         num_warps=8 if rows >= 128 else 4,
         num_stages=1 if wide else 3 if shape.head_dim <= 128 else 2,
     )
@@ -254,6 +257,7 @@ def uses_cudnn(query: torch.Tensor, shape: AttentionShape, segment: AttentionSeg
         and segment.max_query_len >= CUDNN_FROM
         and (shape.window is None or shape.window >= segment.max_query_len)
         and shape.head_dim <= 128
+        and not shape.softcap
         and shape.head_dim % 8 == 0
         and shape.sinks is None
     )

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from bifolio.kernels.interface import AttentionShape, Storage
 from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
-from bifolio.kernels.triton.tiles import LOG2_E, TILE, mix_tile, read_tile
+from bifolio.kernels.triton.tiles import TILE, mix_tile, read_tile, score_constants
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 QUERY_ROWS = 16 if INTERPRETED else 128  # queries of an item: rows of the step times query heads of a key head
@@ -82,6 +82,7 @@ def _shared_kernel(
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
+    CAP: tl.constexpr,  # of scores; 0: none
 ) -> None:
     kv_head, item = tl.program_id(0), tl.program_id(1)
     first = tl.load(items + 4 * item)
@@ -108,7 +109,7 @@ def _shared_kernel(
                 values, table, start, end, kv_head, dim, KV_HEADS, BLOCK_SIZE, DIM, DIM_BLOCK, TILE, MASKED=False
             )
             highest, total, mixed = mix_tile(
-                q, k, v, visible, highest, total, mixed, scale, MASKED=False, PRECISION=PRECISION
+                q, k, v, visible, highest, total, mixed, scale, MASKED=False, PRECISION=PRECISION, CAP=CAP
             )
         part = (item.to(tl.int64) * KV_HEADS + kv_head) * ROWS + row
         tl.store(mixed_parts + part[:, None] * DIM + dim[None, :], mixed / total[:, None], mask=real)
@@ -127,6 +128,7 @@ def shared_attention(
     heads, dim = query.shape[1:]
     keys, values = storage.keys[shape.layer], storage.values[shape.layer]
     wide = keys.dtype == torch.float32
+    scale, cap = score_constants(shape)
     _shared_kernel[(shape.num_kv_heads, MAX_ITEMS)](
         query,
         keys,
@@ -138,7 +140,7 @@ def shared_attention(
         shared.weight,
         query.stride(0),
         tables.stride(0),
-        shape.scale * LOG2_E,
+        scale,
         KV_HEADS=shape.num_kv_heads,
         GROUP=heads // shape.num_kv_heads,
         ROWS=QUERY_ROWS,
@@ -148,6 +150,7 @@ def shared_attention(
         TILE=TILE,
         STAGES=1 if wide else 3,
         PRECISION="ieee" if wide else "tf32",
+        CAP=cap,
         num_warps=8,
         num_stages=1 if wide else 3,
         **OVERLAPPED,

@@ -6,8 +6,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from bifolio.kernels.interface import AttentionShape
+
 LOG2_E = 1.4426950408889634
 TILE = 64  # tokens per tile
+
+
+def score_constants(shape: AttentionShape) -> tuple[float, float]:
+    """(scale, CAP) of `mix_tile`, whose softmax is to the base 2; CAP is 0 without a soft cap."""
+    if shape.softcap:
+        return shape.scale / shape.softcap, shape.softcap * LOG2_E
+    return shape.scale * LOG2_E, 0.0
 
 
 @triton.jit
@@ -54,12 +63,15 @@ def mix_tile(
     highest: tl.tensor,  # f32[rows]
     total: tl.tensor,  # f32[rows]
     mixed: tl.tensor,  # f32[rows, dim]
-    scale: tl.tensor,  # softmax scale * log2(e)
+    scale: tl.tensor,  # `score_constants`
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
+    CAP: tl.constexpr,
 ) -> tl.tensor:
     """One step of the online softmax: (highest, total, mixed) including this tile."""
     scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
+    if CAP > 0:
+        scores = (1.0 - 2.0 / (tl.exp(2.0 * scores) + 1.0)) * CAP  # tanh
     if MASKED:
         scores = tl.where(visible, scores, -float("inf"))
     new_highest = tl.maximum(highest, tl.max(scores, axis=1))

@@ -25,12 +25,12 @@ def as_they_are(source: TensorSource, config: ModelConfig) -> TensorSource:
     return source
 
 
-def no_entries(config: ModelConfig) -> dict[str, Value]:
-    return {}
-
-
 def own_name(config: ModelConfig) -> str:
     return config.architecture
+
+
+def no_entries(config: ModelConfig) -> dict[str, Value]:
+    return {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class Family:
     config_from_hf: Callable[[Raw, str], ModelConfig] = decoder_from_hf  # (config.json, name of the family)
     config_to_hf: Callable[[ModelConfig], dict[str, Any]] = decoder_to_hf  # without the fields common to all families
     hf_names: TensorNames = HF_LLAMA
-    folder_interleaved: bool = False  # rope on neighbouring pairs in folders
+    hf_interleaved: bool = False  # rope on neighbouring pairs
     norm_offset: float = 0.0  # added to norm weights; folders store them without the offset, GGUF files with it
     folder_source: Callable[[TensorSource, ModelConfig], TensorSource] = as_they_are  # tensors under other names
     folder_tensors: Callable[[Iterator[NamedTensor]], Iterator[NamedTensor]] = iter  # the reverse, to write a folder
@@ -62,7 +62,7 @@ class Family:
     gguf_interleaved: bool = False  # query and key rows are ordered for rope on neighbouring pairs
     gguf_activation: Activation = "silu"  # implied by the architecture: GGUF has no entry for it
     gguf_window_period: int = 0  # one layer of each period has no window, unless the file says otherwise; 0: off
-    gguf_entries: Callable[[ModelConfig], dict[str, Value]] = no_entries  # metadata of this architecture alone
+    gguf_entries: Callable[[ModelConfig], dict[str, Value]] = no_entries  # written under the name of the architecture
     gguf_scale: Callable[[ModelConfig], float] = usual_scale  # of attention scores, unless the file says otherwise
 
     # -- training

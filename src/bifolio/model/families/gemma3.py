@@ -29,6 +29,12 @@ from bifolio.model.tensor_names import HF_LLAMA
 
 NORM_OFFSET = 1.0
 WINDOW_PERIOD = 6
+HF_NAMES = replace(
+    HF_LLAMA,
+    mlp_norm="pre_feedforward_layernorm",
+    post_attention_norm="post_attention_layernorm",
+    post_mlp_norm="post_feedforward_layernorm",
+)
 LARGEST_LAYERS = 62  # the 27B model scales attention by hidden_size / heads instead of the head size
 
 
@@ -56,7 +62,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         "sliding_window": largest_window(config),
         "layer_types": written_layer_types(config),
         "hidden_activation": write_activation(config, "gelu_pytorch_tanh"),
-        "query_pre_attn_scalar": _whole(config.scale**-2),
+        "query_pre_attn_scalar": whole(config.scale**-2),
         "final_logit_softcapping": config.logit_softcap or None,
         "rope_local_base_freq": config.ropes[-1].theta,
     }
@@ -89,7 +95,7 @@ def gguf_scale(config: ModelConfig) -> float:
     return usual_scale(config)
 
 
-def _whole(value: float) -> int | float:
+def whole(value: float) -> int | float:
     """Undo the f32 rounding of an integer stored in a file, because transformers requires the integer."""
     return round(value) if abs(value - round(value)) < 1e-5 * value else value
 
@@ -100,12 +106,7 @@ FAMILY = Family(
     hf_class="Gemma3ForCausalLM",
     config_from_hf=config_from_hf,
     config_to_hf=config_to_hf,
-    hf_names=replace(
-        HF_LLAMA,
-        mlp_norm="pre_feedforward_layernorm",
-        post_attention_norm="post_attention_layernorm",
-        post_mlp_norm="post_feedforward_layernorm",
-    ),
+    hf_names=HF_NAMES,
     norm_offset=NORM_OFFSET,
     gguf_architectures=("gemma3",),
     written_as="gemma3",

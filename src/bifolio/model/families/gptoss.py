@@ -169,7 +169,7 @@ FAMILY = Family(
     hf_names=replace(HF_LLAMA, router="mlp.router", expert_up=(GATE, UP), expert_down=DOWN),
     folder_source=ExpertsByRole,
     folder_tensors=experts_in_turns,
-    gguf_architectures=("gpt-oss", "gpt_oss"),
+    gguf_architectures=("gpt-oss",),
     written_as="gpt-oss",
     config_from_gguf=config_from_gguf,
     gguf_names=replace(GGUF_LLAMA, mlp_norm="post_attention_norm"),

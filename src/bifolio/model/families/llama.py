@@ -20,10 +20,12 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def folder_family(config: ModelConfig) -> str:
-    """Networks with windows are written as Mistral, and those with experts as Mixtral."""
+    """Networks with windows are written as Mistral or Ministral, those with experts as Mixtral."""
     if config.moe is not None:
         return "mixtral"
-    return "mistral" if config.layer_window else "llama"
+    if not config.layer_window:
+        return "llama"
+    return "ministral" if None in config.layer_window else "mistral"
 
 
 def config_from_gguf(file: GgufFile, metadata: Metadata, name: str) -> ModelConfig:

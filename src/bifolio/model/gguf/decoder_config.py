@@ -36,7 +36,9 @@ def decoder_from_gguf(
         **{
             **fields,
             "max_position": metadata.count(".context_length"),
-            "norm_eps": metadata.number(".attention.layer_norm_rms_epsilon"),
+            "norm_eps": metadata.number(
+                f".attention.layer_norm_{'' if overrides.get('norm') == 'layer' else 'rms_'}epsilon"
+            ),
             "ropes": (_rope(file, metadata, fields["head_dim"]),),
             **overrides,
         }
@@ -71,6 +73,7 @@ def common_fields(file: GgufFile, metadata: Metadata, architecture: str, window_
         "tie_embeddings": "output.weight" not in file.entries,
         "layer_window": _windows(metadata, num_layers, window_period),
         "attention_scale": metadata.number(".attention.scale", 0.0),
+        "attention_softcap": metadata.number(".attn_logit_softcapping", 0.0),
         "logit_softcap": metadata.number(".final_logit_softcapping", 0.0),
         "bos_token_id": metadata.token_id("tokenizer.ggml.bos_token_id", vocab_size),
         "eos_token_ids": _end_ids(metadata, vocab_size),

@@ -52,6 +52,8 @@ def model_metadata(config: ModelConfig, file_type: int, name: str) -> dict[str, 
     }
     if config.logit_softcap:
         own["final_logit_softcapping"] = config.logit_softcap
+    if config.attention_softcap:
+        own["attn_logit_softcapping"] = config.attention_softcap
     own |= _attention_scale(config) | _window_entries(config) | _rope_entries(config) | _expert_entries(config)
     own |= family_of(config).gguf_entries(config)
     return entries | {f"{architecture}.{key}": value for key, value in own.items()}

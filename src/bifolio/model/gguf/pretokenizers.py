@@ -57,22 +57,28 @@ _DIGIT_BY_DIGIT = PreTokenizer((r"\p{N}", _GPT2))
 _LLAMA3 = PreTokenizer((_modern(r"\p{N}{1,3}"),), ignore_merges=True, add_bos=True)
 _QWEN2 = PreTokenizer((_modern(r"\p{N}"),))
 _PLAIN_GPT2 = PreTokenizer((_GPT2,))
+_DEEPSEEK_V3 = PreTokenizer((r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK3))
+_GPT4O = _TEKKEN_WORD.replace("%s", _CONTRACTIONS + "?") + r"|\p{N}{1,3}" + _TEKKEN_REST
 
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "gpt-2": _PLAIN_GPT2,
     "phi-2": _PLAIN_GPT2,
     "mpt": _PLAIN_GPT2,
     "olmo": _PLAIN_GPT2,
+    "exaone4": _PLAIN_GPT2,
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
     "falcon3": _LLAMA3,
+    "pixtral": _LLAMA3,
     "dbrx": PreTokenizer(_LLAMA3.patterns),
     "smaug-bpe": PreTokenizer(_LLAMA3.patterns),
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
     "stablelm2": _QWEN2,
     "megrez": _QWEN2,
+    "hunyuan": _QWEN2,
+    "seed-coder": PreTokenizer((_modern(r"\p{N}").replace(r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}\r\n]+"),)),
     "smollm": _DIGIT_BY_DIGIT,
     "starcoder": _DIGIT_BY_DIGIT,
     "refact": _DIGIT_BY_DIGIT,
@@ -82,12 +88,12 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "falcon": PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")),
     "deepseek-llm": PreTokenizer(("[\r\n]", rf"\s?[{_CASED}]+", _PUNCTUATION, r"\s+$", _EAST_ASIAN, r"\p{N}+")),
     "deepseek-coder": PreTokenizer(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST_ASIAN, r"\p{N}")),
-    "deepseek-v3": PreTokenizer((r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK3)),
+    "deepseek-v3": _DEEPSEEK_V3,
+    "hunyuan-dense": _DEEPSEEK_V3,
     "tekken": PreTokenizer(
         (_TEKKEN_WORD.replace("%s", "") + r"|\p{N}" + _TEKKEN_REST,), ignore_merges=True, add_bos=True
     ),
-    "gpt-4o": PreTokenizer(
-        (_TEKKEN_WORD.replace("%s", _CONTRACTIONS + "?") + r"|\p{N}{1,3}" + _TEKKEN_REST,),
-    ),
+    "gpt-4o": PreTokenizer((_GPT4O,)),
+    "tiny_aya": PreTokenizer((r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O)),
     "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
 }

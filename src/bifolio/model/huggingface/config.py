@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from bifolio.config import MODEL_LIMITS, ModelConfig
@@ -17,7 +18,7 @@ def config_from_hf(raw: Raw) -> ModelConfig:
         for name in ("num_hidden_layers", "n_layer"):  # before lists of so many entries are made
             if int(raw.get(name) or 1) > MODEL_LIMITS["num_layers"]:
                 raise ModelFileError(f"config.json has {raw[name]} layers, more than any real model")
-        return family.config_from_hf(raw, family.name)
+        return replace(family.config_from_hf(raw, family.name), rope_interleaved=family.hf_interleaved)
     except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         if isinstance(error, ConfigError | ModelFileError):
             raise

@@ -34,8 +34,6 @@ def decoder_from_hf(raw: Raw, architecture: str, *, activation: Any = None, **ov
     bias = bool(raw.get("attention_bias", False))
     ropes, layer_rope = _ropes(raw, head_dim)
     window = raw.get("sliding_window")
-    if raw.get("attn_logit_softcapping"):
-        raise UnsupportedModelError("soft-capped attention scores (Gemma 2) are not supported")
     fields: dict[str, Any] = {
         "architecture": architecture,
         "vocab_size": int(raw["vocab_size"]),
@@ -55,6 +53,7 @@ def decoder_from_hf(raw: Raw, architecture: str, *, activation: Any = None, **ov
         "ropes": ropes,
         "layer_rope": layer_rope,
         "layer_window": (int(window),) * num_layers if window else (),
+        "attention_softcap": float(raw.get("attn_logit_softcapping") or 0.0),
         "logit_softcap": float(raw.get("final_logit_softcapping") or 0.0),
         "bos_token_id": optional_int(raw.get("bos_token_id")),
         "eos_token_ids": token_ids(raw.get("eos_token_id")),
@@ -71,40 +70,41 @@ def expert_count(raw: Raw) -> int:
     return found[0]
 
 
-def layer_types(raw: Raw) -> list[str]:
-    """'sliding_attention' or 'full_attention' for every layer."""
+def layer_types(raw: Raw, period: int = 6) -> list[str]:
+    """'sliding_attention' or 'full_attention' for every layer; every `period`-th is full unless the file says more."""
     types = raw.get("layer_types")
     if types is not None:
         return [str(kind) for kind in types]
-    pattern = raw.get("sliding_window_pattern") or raw.get("_sliding_window_pattern") or 6
+    pattern = raw.get("sliding_window_pattern") or raw.get("_sliding_window_pattern") or period
     layers = range(int(raw["num_hidden_layers"]))
     return ["full_attention" if (i + 1) % int(pattern) == 0 else "sliding_attention" for i in layers]
 
 
-def windows_by_type(raw: Raw) -> tuple[int | None, ...]:
+def windows_by_type(raw: Raw, period: int = 6) -> tuple[int | None, ...]:
     """The window of every layer, where the layers differ by type."""
     window = raw.get("sliding_window")
     if not window:
         return ()
-    return tuple(int(window) if kind == "sliding_attention" else None for kind in layer_types(raw))
+    return tuple(int(window) if kind == "sliding_attention" else None for kind in layer_types(raw, period))
 
 
 def _ropes(raw: Raw, head_dim: int) -> tuple[tuple[RopeConfig, ...], tuple[int, ...]]:
     """Rope configurations and the index for each layer; reads the old and the new field names."""
     parameters = raw.get("rope_parameters")
     if isinstance(parameters, Mapping) and "full_attention" in parameters:
-        full = _rope(raw, dict(parameters["full_attention"]), head_dim)
-        local = _rope(raw, dict(parameters["sliding_attention"]), head_dim)
+        full = read_rope(raw, dict(parameters["full_attention"]), head_dim)
+        local = read_rope(raw, dict(parameters["sliding_attention"]), head_dim)
     elif "rope_local_base_freq" in raw:
-        full = _rope(raw, dict(raw.get("rope_scaling") or {}), head_dim)
-        local = _rope(raw, {"rope_theta": raw["rope_local_base_freq"]}, head_dim)
+        full = read_rope(raw, dict(raw.get("rope_scaling") or {}), head_dim)
+        local = read_rope(raw, {"rope_theta": raw["rope_local_base_freq"]}, head_dim)
     else:
-        return (_rope(raw, dict(parameters or raw.get("rope_scaling") or {}), head_dim),), ()
+        return (read_rope(raw, dict(parameters or raw.get("rope_scaling") or {}), head_dim),), ()
     kinds = layer_types(raw)
     return (full, local), tuple(int(kind == "sliding_attention") for kind in kinds)
 
 
-def _rope(raw: Raw, parameters: dict[str, Any], head_dim: int) -> RopeConfig:
+def read_rope(raw: Raw, parameters: dict[str, Any], head_dim: int) -> RopeConfig:
+    """One rope configuration; `parameters` override those of the whole file."""
     kind = str(parameters.get("rope_type", parameters.get("type", "default")))
     partial: Any = parameters.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
     theta: Any = parameters.get("rope_theta") or raw.get("rope_theta") or 10000.0
@@ -183,7 +183,7 @@ def decoder_to_hf(config: ModelConfig) -> dict[str, Any]:
         "rms_norm_eps": config.norm_eps,
         "hidden_act": write_activation(config, "silu"),
         "rope_theta": config.ropes[0].theta,
-        "rope_scaling": _rope_scaling(config.ropes[0]),
+        "rope_scaling": rope_scaling(config.ropes[0]),
     }
 
 
@@ -195,7 +195,7 @@ def written_layer_types(config: ModelConfig) -> list[str]:
     return ["full_attention" if config.window(i) is None else "sliding_attention" for i in range(config.num_layers)]
 
 
-def _rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
+def rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
     if rope.scaling == "none":
         return None
     raw: dict[str, Any] = {"rope_type": rope.scaling, "factor": rope.factor}

@@ -51,8 +51,8 @@ def write_folder(
 def folder_config(config: ModelConfig) -> ModelConfig:
     """Convert the configuration to that of a folder: half-split rope, scaling as parameters instead of a table."""
     config = replace(config, architecture=family_of(config).folder_family(config))
-    config = replace(config, rope_interleaved=family_of(config).folder_interleaved)
-    config = replace(config, norm_offset=family_of(config).norm_offset)
+    family = family_of(config)
+    config = replace(config, rope_interleaved=family.hf_interleaved, norm_offset=family.norm_offset)
     if config.ropes and config.ropes[0].scaling != "longrope" and config.ropes[0].frequency_factors:
         config = replace(config, ropes=(llama3_from_factors(config.ropes[0]), *config.ropes[1:]))
     return config

@@ -1,0 +1,39 @@
+"""Families on a GPU against transformers: rows whose operations Llama does not have, in chunks and in CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from family_rows import row_folder
+from test_family_rows import LENGTH, TOLERANCE, check_greedy_tokens, worst_chunks
+
+from bifolio.model.huggingface.hf_loader import load_folder
+from helpers import make_runner, open_entry, random_prompt, run_chunks, transformers_logits
+
+ROWS = ("cohere2", "gemma2", "granite", "hunyuan_dense", "mistral3", "olmo2", "starcoder2")
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_folder_gives_transformers_logits(name: str, new_kernels: Callable[[], Any]) -> None:
+    model, folder = row_folder(name)
+    theirs = transformers_logits(model, random_prompt(LENGTH + 7))
+    assert worst_chunks(load_folder(folder), theirs, (1, 4, LENGTH), 4, new_kernels()) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_64_greedy_tokens_are_those_of_transformers(name: str, new_kernels: Callable[[], Any]) -> None:
+    check_greedy_tokens(name, new_kernels())
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_bf16_logits_are_near_transformers(name: str, gpu_kernels: Callable[..., Any]) -> None:
+    model, folder = row_folder(name)
+    prompt = random_prompt(40)
+    theirs = transformers_logits(model, prompt)
+    runner, blocks = make_runner(load_folder(folder), kernels=gpu_kernels("bf16"), cache_dtype="bf16")
+    for chunk_size in (40, 7):
+        ours = run_chunks(runner, open_entry(runner, blocks), prompt, chunk_size)
+        assert np.linalg.norm(ours - theirs) / np.linalg.norm(theirs) < 4e-2

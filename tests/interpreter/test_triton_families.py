@@ -1,0 +1,29 @@
+"""Families on the Triton kernels, in the interpreter: rows whose operations Llama does not have."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "model"))
+
+from family_rows import row_folder
+from test_family_rows import LENGTH, TOLERANCE, worst_chunks
+
+from bifolio.kernels.triton import TritonKernels
+from bifolio.model.huggingface.hf_loader import load_folder
+from helpers import random_prompt, transformers_logits
+
+ROWS = ("cohere2", "gemma2", "granite", "hunyuan_dense", "mistral3", "olmo2", "starcoder2")
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", ROWS)
+def test_a_folder_gives_transformers_logits(name: str, deterministic: bool) -> None:
+    model, folder = row_folder(name)
+    theirs = transformers_logits(model, random_prompt(LENGTH + 2))
+    kernels = TritonKernels("cpu", "f32", deterministic=deterministic)
+    assert worst_chunks(load_folder(folder), theirs, (5,), 4, kernels) < TOLERANCE
