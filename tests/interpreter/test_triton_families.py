@@ -24,6 +24,6 @@ ROWS = ("cohere2", "gemma2", "granite", "hunyuan_dense", "mistral3", "olmo2", "s
 @pytest.mark.parametrize("name", ROWS)
 def test_a_folder_gives_transformers_logits(name: str, deterministic: bool) -> None:
     model, folder = row_folder(name)
-    theirs = transformers_logits(model, random_prompt(LENGTH + 2))
+    theirs = transformers_logits(model, random_prompt(LENGTH + 1))
     kernels = TritonKernels("cpu", "f32", deterministic=deterministic)
-    assert worst_chunks(load_folder(folder), theirs, (5,), 4, kernels) < TOLERANCE
+    assert worst_chunks(load_folder(folder), theirs, (7,), 4, kernels) < TOLERANCE

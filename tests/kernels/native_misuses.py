@@ -332,7 +332,10 @@ CLASSES = [
         ("a NaN scale", {"scale": NAN}, "scale is nan"),
         ("a negative window", {"window": -1}, "window is -1"),
         ("a query norm of another size", {"query_norm": norm(16)}, "query_norm has 16 elements and must have 32"),
-        ("a key norm of another size", {"key_norm": norm(64)}, "key_norm has 64 elements and must have 32"),
+        ("a key norm of another size", {"key_norm": norm(48)}, "key_norm has 48 elements and must have 32"),
+        ("a negative soft cap", {"softcap": -1.0}, "softcap is -1 and must be a finite number of at least 0"),
+        ("a temperature without end", {"temperature": float("inf")}, "temperature is inf"),
+        ("a period of no positions", {"temperature_period": 0}, "temperature_period is 0 and must be at least 1"),
     ),
 ]
 
