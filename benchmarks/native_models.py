@@ -12,6 +12,15 @@ from bifolio.model.weights import LayerWeights, ModelWeights, attention_shape, i
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
+# The half floats of a block, by their place: products of about 0.05 with the codes.
+SCALES = {
+    QuantFormat.Q8_0: {0: 0.05 / 127},
+    QuantFormat.Q4_0: {0: 0.05 / 8},
+    QuantFormat.Q4_1: {0: 0.05 / 8, 2: -0.05},
+    QuantFormat.Q4_K: {0: 0.05 / 8 / 32, 2: 0.05 / 32},
+    QuantFormat.Q6_K: {208: 0.05 / 32 / 64},
+}
+
 
 def model_config(name: str) -> ModelConfig:
     """S: SmolLM2-135M. M: Llama-3.2-1B."""
@@ -43,10 +52,8 @@ def random_tensor(rows: int, columns: int, format: QuantFormat, rng: np.random.G
     else:
         data = rng.integers(0, 256, (pattern, row_bytes), dtype=np.uint8)
         blocks = data.reshape(pattern, -1, format.block_bytes)
-        largest = 127 if format is QuantFormat.Q8_0 else 8
-        blocks[:, :, :2] = np.frombuffer(np.float16(0.05 / largest).tobytes(), np.uint8)
-        if format is QuantFormat.Q4_1:
-            blocks[:, :, 2:4] = np.frombuffer(np.float16(-0.05).tobytes(), np.uint8)
+        for start, value in SCALES[format].items():
+            blocks[:, :, start : start + 2] = np.frombuffer(np.float16(value).tobytes(), np.uint8)
     repeated = np.concatenate([data] * -(-rows // pattern))[:rows]
     return QuantizedTensor(format, repeated, (rows, columns))
 

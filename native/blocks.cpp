@@ -179,9 +179,29 @@ std::vector<uint8_t>& grid(FileFormat format) {
   return grids[size_t(format)];
 }
 
-// Row `row` of a grid of eight magnitudes; a bit of `signs` adds 8, the code of the negative.
+// For each byte of signs, eight bytes with 8 where a bit is set: added to a magnitude, the code of its negative.
+struct SignBytes {
+  uint64_t of[256];
+
+  SignBytes() {
+    for (unsigned signs = 0; signs < 256; ++signs) {
+      uint8_t bytes[8];
+      for (int i = 0; i < 8; ++i) bytes[i] = uint8_t((signs >> i & 1) << 3);
+      std::memcpy(of + signs, bytes, 8);
+    }
+  }
+};
+const SignBytes kSigns;
+
+// A row of eight (or four) magnitudes, with their signs. Magnitudes are below 8.
 void put_signed(const uint8_t* magnitudes, int count, unsigned signs, int8_t* out) {
-  for (int i = 0; i < count; ++i) out[i] = int8_t(magnitudes[i] + ((signs >> i & 1) << 3));
+  if (count == 8) {
+    const uint64_t row = number_at<uint64_t>(magnitudes) | kSigns.of[signs & 255];
+    std::memcpy(out, &row, 8);
+  } else {
+    const uint32_t row = number_at<uint32_t>(magnitudes) | number_at<uint32_t>(reinterpret_cast<const uint8_t*>(kSigns.of + (signs & 15)));
+    std::memcpy(out, &row, 4);
+  }
 }
 
 // Seven signs are stored; the eighth makes the number of negative ones even.

@@ -66,6 +66,9 @@ template Array<const int32_t, 2> array_of<const int32_t, 2>(const char*, nb::han
 template Array<const int64_t, 1> array_of<const int64_t, 1>(const char*, nb::handle);
 template Array<int64_t, 1> array_of<int64_t, 1>(const char*, nb::handle);
 template Array<int64_t, 2> array_of<int64_t, 2>(const char*, nb::handle);
+template Array<const uint64_t, 1> array_of<const uint64_t, 1>(const char*, nb::handle);
+template Array<uint64_t, 1> array_of<uint64_t, 1>(const char*, nb::handle);
+template Array<const uint8_t, 1> array_of<const uint8_t, 1>(const char*, nb::handle);
 template Array<const uint8_t, 2> array_of<const uint8_t, 2>(const char*, nb::handle);
 template Array<uint8_t, 2> array_of<uint8_t, 2>(const char*, nb::handle);
 template Array<void, 4> array_of<void, 4>(const char*, nb::handle);

@@ -35,19 +35,31 @@ float mean_square(const float* x, int count) {
   return sum / float(count);
 }
 
-// Sums in eight lanes, which the compiler makes vectors of: it keeps the order of a single sum.
-constexpr int kLanes = 8;
-#define EACH_LANE for (int i = 0; i < count; i += kLanes) for (int l = 0; l < kLanes; ++l)
+// Four floats, which every instruction set has registers for: a compiler keeps the order of a single sum, so sums have eight lanes.
+typedef float Four __attribute__((vector_size(16)));
+
+inline Four load_four(const float* x) {
+  Four four;
+  std::memcpy(&four, x, sizeof four);
+  return four;
+}
+inline Four whole_numbers(Four x) { return (x + 12582912.0f) - 12582912.0f; }
+inline Four bounded(Four x, float lowest, float highest) {
+  const Four low = Four{} + lowest, high = Four{} + highest;
+  x = x < low ? low : x;
+  return x > high ? high : x;
+}
 
 struct Lanes {
-  float v[kLanes] = {};
+  Four v[2] = {};
 
   float total() const {
     float sum = 0.0f;
-    for (float lane : v) sum += lane;
+    for (int i = 0; i < 8; ++i) sum += v[i / 4][i % 4];
     return sum;
   }
 };
+#define EACH_FOUR for (int i = 0; i < count; i += 8) for (int h = 0; h < 2; ++h)
 
 // ---- scales --------------------------------------------------------------------------------------------------------
 
@@ -67,10 +79,11 @@ float fit_codes(const float* x, const float* w, int count, float lowest) {
   for (int step = -9; step <= 9; ++step) {
     const float inverse = (lowest - 0.1f * float(step)) / most;
     Lanes xq, qq;
-    EACH_LANE {
-      const float q = bounded(whole_number(x[i + l] * inverse), lowest, -lowest - 1.0f), weighted = w[i + l] * q;
-      xq.v[l] += weighted * x[i + l];
-      qq.v[l] += weighted * q;
+    EACH_FOUR {
+      const Four values = load_four(x + i + 4 * h);
+      const Four q = bounded(whole_numbers(values * inverse), lowest, -lowest - 1.0f), weighted = load_four(w + i + 4 * h) * q;
+      xq.v[h] += weighted * values;
+      qq.v[h] += weighted * q;
     }
     const ScaleFit fit{xq.total(), qq.total()};
     if (fit.qq > 0.0f && (best.qq == 0.0f || fit.better_than(best))) best = fit;
@@ -95,9 +108,10 @@ RangeFit fit_range(const float* x, const float* w, int count, float highest) {
   for (int step = -10; step <= 10; ++step) {
     const float inverse = (highest + 0.1f * float(step)) / (high - low);
     Lanes of_q, of_qq, of_qx;
-    EACH_LANE {
-      const float q = bounded(whole_number((x[i + l] - low) * inverse), 0.0f, highest), weighted = w[i + l] * q;
-      of_q.v[l] += weighted, of_qq.v[l] += weighted * q, of_qx.v[l] += weighted * x[i + l];
+    EACH_FOUR {
+      const Four values = load_four(x + i + 4 * h);
+      const Four q = bounded(whole_numbers((values - low) * inverse), 0.0f, highest), weighted = load_four(w + i + 4 * h) * q;
+      of_q.v[h] += weighted, of_qq.v[h] += weighted * q, of_qx.v[h] += weighted * values;
     }
     const float sum_q = of_q.total(), sum_qq = of_qq.total(), sum_qx = of_qx.total();
     const double determinant = double(sum_w) * sum_qq - double(sum_q) * sum_q;
@@ -124,6 +138,30 @@ void put_fives(const uint8_t* codes, uint8_t* bits, uint8_t* nibbles) {
   for (int i = 0; i < 32; ++i) fifth |= uint32_t(codes[i] >> 4) << i;
   std::memcpy(bits, &fifth, 4);
   put_nibbles(codes, 16, nibbles);
+}
+
+void encode_q8_0(const float* x, const float*, uint8_t* out) {
+  const float d = std::fabs(extreme(x, 32)) / 127.0f, inverse = inverse_of(d);
+  put_half(out, d);
+  for (int i = 0; i < 32; ++i) out[2 + i] = uint8_t(int8_t(std::round(x[i] * inverse)));
+}
+
+// The value of largest magnitude becomes -8, the larger end of the codes.
+void encode_q4_0(const float* x, const float*, uint8_t* out) {
+  const float d = extreme(x, 32) / -8.0f, inverse = inverse_of(d);
+  uint8_t codes[32];
+  for (int i = 0; i < 32; ++i) codes[i] = uint8_t(bounded(std::trunc(x[i] * inverse + 8.5f), 0.0f, 15.0f));
+  put_half(out, d);
+  put_nibbles(codes, 16, out + 2);
+}
+
+void encode_q4_1(const float* x, const float*, uint8_t* out) {
+  const float low = *std::min_element(x, x + 32), high = *std::max_element(x, x + 32);
+  const float d = (high - low) / 15.0f, inverse = inverse_of(d);
+  uint8_t codes[32];
+  for (int i = 0; i < 32; ++i) codes[i] = uint8_t(bounded(std::trunc((x[i] - low) * inverse + 0.5f), 0.0f, 15.0f));
+  put_half(out, d), put_half(out + 2, low);
+  put_nibbles(codes, 16, out + 4);
 }
 
 void encode_q5_0(const float* x, const float*, uint8_t* out) {
@@ -252,11 +290,13 @@ float fit_uneven(const float* x, const float* w) {
     const float inverse = (-127.0f + float(step)) / most;
     int whole[count];
     for (int i = 0; i < count; ++i) whole[i] = int(bounded(x[i] * inverse + 128.5f, 0.0f, 255.0f));
+    float nearest_values[count];
+    for (int i = 0; i < count; ++i) nearest_values[i] = values.of[whole[i]];
     Lanes xq, qq;
-    EACH_LANE {
-      const float q = values.of[whole[i + l]], weighted = w[i + l] * q;
-      xq.v[l] += weighted * x[i + l];
-      qq.v[l] += weighted * q;
+    EACH_FOUR {
+      const Four q = load_four(nearest_values + i + 4 * h), weighted = load_four(w + i + 4 * h) * q;
+      xq.v[h] += weighted * load_four(x + i + 4 * h);
+      qq.v[h] += weighted * q;
     }
     const ScaleFit fit{xq.total(), qq.total()};
     if (fit.qq > 0.0f && (best.qq == 0.0f || fit.better_than(best))) best = fit;
@@ -299,6 +339,9 @@ using Encoder = void (*)(const float* x, const float* importance, uint8_t* out);
 
 Encoder encoder(FileFormat format) {
   switch (format) {
+    case FileFormat::Q8_0: return encode_q8_0;
+    case FileFormat::Q4_0: return encode_q4_0;
+    case FileFormat::Q4_1: return encode_q4_1;
     case FileFormat::Q5_0: return encode_q5_0;
     case FileFormat::Q5_1: return encode_q5_1;
     case FileFormat::Q4_K: return encode_q4_k;

@@ -56,8 +56,16 @@ void pack_floats(const PackedMatrix& m, const uint8_t* row, int64_t column, uint
   }
 }
 
+// A row of a tensor, and the column of a panel that it becomes.
+struct Column {
+  const FileBlock* file;
+  const uint8_t* row;
+  int64_t place;
+};
+
 // 32 codes of a row, as the low bits of bytes; `out` is the place of the row's column in a block.
-void pack_codes(int bits, const int8_t* codes, uint8_t* out) {
+template <int bits>
+void pack_codes(const int8_t* codes, uint8_t* out) {
   const auto four_at = [&](int e) {
     uint32_t four;
     std::memcpy(&four, codes + e, 4);
@@ -78,30 +86,59 @@ void pack_codes(int bits, const int8_t* codes, uint8_t* out) {
 
 bool fits(float scale) { return std::fabs(scale) < 65520.0f; }  // false for NaN
 
-// A row of a block format as a column of a panel; whether all its scales are half floats.
-bool pack_blocks(const PackedMatrix& m, const FileBlock& file, const uint8_t* row, int64_t column, uint8_t* panel) {
-  const Coding code = coding(m.format);
-  Codes block;
+// A block of a file as a column of a panel, from block `b` of the panel on; whether all its scales are half floats.
+template <Coding C>
+bool pack_block(const PackedMatrix& m, const Codes& block, int64_t blocks, int64_t b, int64_t column, uint8_t* panel) {
   bool good = true;
   const auto put_half = [&](uint8_t* p, float value) {
     const uint16_t word = float_to_half(value);
     std::memcpy(p, &word, 2);
     good = good && fits(value);
   };
-  int64_t b = 0;
-  for (int64_t at = 0; at < m.k; at += file.elements, row += file.bytes) {
-    file.decode(row, block);
-    for (int64_t i = 0; i < file.elements / kQuantBlock; ++i, ++b) {
-      uint8_t* pair = panel + b / 2 * pair_bytes(m.format);
-      for (int s = 0; s < code.scales; ++s) {
-        uint8_t* scale = pair + ((b % 2 * code.scales + s) * kPanel + column) * 2;
-        put_half(scale, block.scales[i * code.scales + s]);
-        if (code.minima) put_half(scale + 64 * code.scales, block.minima[i * code.scales + s]);
-      }
-      pack_codes(code.bits, block.codes + i * kQuantBlock, pair + header_bytes(m.format) + b % 2 * quant_bytes(m.format) + column * 4);
+  for (int64_t i = 0; i < blocks; ++i, ++b) {
+    uint8_t* pair = panel + b / 2 * pair_bytes(m.format);
+    for (int s = 0; s < C.scales; ++s) {
+      uint8_t* scale = pair + ((b % 2 * C.scales + s) * kPanel + column) * 2;
+      put_half(scale, block.scales[i * C.scales + s]);
+      if (C.minima) put_half(scale + 64 * C.scales, block.minima[i * C.scales + s]);
     }
+    pack_codes<C.bits>(block.codes + i * kQuantBlock, pair + header_bytes(m.format) + b % 2 * quant_bytes(m.format) + column * 4);
   }
   return good;
+}
+
+// Up to sixteen rows as the columns of a panel, block by block: the part of the panel that is written stays in the nearest cache.
+template <Coding C>
+bool pack_columns(const PackedMatrix& m, const std::vector<Column>& columns, uint8_t* panel) {
+  Codes block;
+  bool good = true;
+  if (columns.size() < size_t(kPanel) || m.k / kQuantBlock % 2) std::memset(panel, 0, m.panel_bytes);
+  constexpr int64_t step = kMostElements;  // values of a row before the next one
+  for (int64_t at = 0; at < m.k; at += step)
+    for (const Column& column : columns) {
+      const FileBlock& file = *column.file;
+      const uint8_t* source = column.row + size_t(at / file.elements) * file.bytes;
+      for (int64_t i = at; i < std::min(at + step, m.k); i += file.elements, source += file.bytes) {
+        file.decode(source, block);
+        good = pack_block<C>(m, block, file.elements / kQuantBlock, i / kQuantBlock, column.place, panel) && good;
+      }
+    }
+  return good;
+}
+
+bool pack_blocks(const PackedMatrix& m, const std::vector<Column>& columns, uint8_t* panel) {
+  switch (m.format) {
+    case Format::Q8_0: return pack_columns<coding(Format::Q8_0)>(m, columns, panel);
+    case Format::Q4_0: return pack_columns<coding(Format::Q4_0)>(m, columns, panel);
+    case Format::Q4_1: return pack_columns<coding(Format::Q4_1)>(m, columns, panel);
+    case Format::Q4_T: return pack_columns<coding(Format::Q4_T)>(m, columns, panel);
+    case Format::Q4_T_16: return pack_columns<coding(Format::Q4_T_16)>(m, columns, panel);
+    case Format::Q4_1_16: return pack_columns<coding(Format::Q4_1_16)>(m, columns, panel);
+    case Format::Q6_0: return pack_columns<coding(Format::Q6_0)>(m, columns, panel);
+    case Format::Q6_1: return pack_columns<coding(Format::Q6_1)>(m, columns, panel);
+    case Format::Q6_0_16: return pack_columns<coding(Format::Q6_0_16)>(m, columns, panel);
+    default: return false;
+  }
 }
 
 }  // namespace
@@ -165,22 +202,27 @@ void LinearWeights::pack(const std::vector<SourceRows>& parts, size_t first, siz
       if (from < to) body(parts[p], from - row, to - row, from);
     }
   };
-  const auto pack_panels = [&](int64_t begin, int64_t end) {
-    std::memset(target + size_t(begin) * m.panel_bytes, 0, size_t(end - begin) * m.panel_bytes);
-    each_part(begin * kPanel, end * kPanel, [&](const SourceRows& part, int64_t from, int64_t to, int64_t column) {
-      for (int64_t i = from; i < to; ++i, ++column) {
-        const uint8_t* source = part.data + size_t(i) * part.row_bytes;
-        uint8_t* panel = target + size_t(column / kPanel) * m.panel_bytes;
-        if (m.format < Format::Q8_0) pack_floats(m, source, column % kPanel, panel);
-        else if (!pack_blocks(m, file_block(part.format), source, column % kPanel, panel)) good = false;
-      }
+  const auto pack_panel = [&](int64_t index) {
+    uint8_t* panel = target + size_t(index) * m.panel_bytes;
+    std::vector<Column> columns;
+    each_part(index * kPanel, (index + 1) * kPanel, [&](const SourceRows& part, int64_t from, int64_t to, int64_t column) {
+      for (int64_t i = from; i < to; ++i, ++column)
+        columns.push_back({&file_block(part.format), part.data + size_t(i) * part.row_bytes, column % kPanel});
     });
+    if (m.format >= Format::Q8_0) {
+      if (!pack_blocks(m, columns, panel)) good = false;
+      return;
+    }
+    std::memset(panel, 0, m.panel_bytes);
+    for (const Column& column : columns) pack_floats(m, column.row, column.place, panel);
   };
   const int64_t slab = std::max<int64_t>(1, int64_t(kSlabBytes / m.panel_bytes));
   for (int64_t begin = 0; begin < m.num_panels; begin += slab) {
     const int64_t end = std::min(begin + slab, m.num_panels);
     pool.run([&](Member& member) {
-      member.split(end - begin, 8, [&](int64_t a, int64_t b) { pack_panels(begin + a, begin + b); });
+      member.split(end - begin, 8, [&](int64_t a, int64_t b) {
+        for (int64_t index = begin + a; index < begin + b; ++index) pack_panel(index);
+      });
     });
     each_part(begin * kPanel, end * kPanel, [&](const SourceRows& part, int64_t from, int64_t to, int64_t) {
       if (part.is_mapped) drop_pages(part.data + size_t(from) * part.row_bytes, part.data + size_t(to) * part.row_bytes);

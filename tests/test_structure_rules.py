@@ -1,6 +1,7 @@
 """Rules of the structure, asserted on the syntax trees of `src/`.
 
-kernel sets         every member is accessed by name and no code branches on `kernels.name`
+kernel sets         every member is accessed by name and no code branches on `kernels.name`; files outside `kernels/`
+                    import its public modules alone, never those of a set
 attention segments  `AttentionSegment(...)` is constructed in one module
 progress            `num_computed` of a sequence is assigned in one file
 """
@@ -15,9 +16,12 @@ from pathlib import Path
 
 import pytest
 
+from test_import_order import imported_modules
+
 PACKAGE = Path(__file__).resolve().parents[1] / "src" / "bifolio"
 KERNEL_SET_CLASS = re.compile(r"\b(KernelSet|[A-Z]\w*Kernels)\b")  # KernelSet, NativeKernels, TritonKernels, ...
 KERNEL_SET_NAME = re.compile(r"\w*kernels|kernel_set")  # how variables and attributes for kernel sets are called
+PUBLIC_KERNEL_MODULES = {"cpu", "interface", "logit_edits", "select", "storage", "torch_dtypes", "weights"}
 REFLECTION = {"getattr", "hasattr", "setattr", "delattr"}
 
 
@@ -104,6 +108,17 @@ def progress_assignments(tree: ast.Module) -> Iterator[int]:
             yield from [node.lineno] * ("num_computed" in names)
 
 
+def private_kernel_imports(tree: ast.Module) -> Iterator[int]:
+    """Lines that import a module of a kernel set (`kernels.native.library`), or name it in a string."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom | ast.Constant):
+            statement = ast.unparse(node)
+            for module in imported_modules(statement, "engine/engine.py"):
+                package, _, rest = module.partition("bifolio.kernels")
+                if not package and rest.startswith(".") and rest.split(".")[1] not in PUBLIC_KERNEL_MODULES:
+                    yield node.lineno
+
+
 Rule = Callable[[ast.Module], Iterator[int]]
 
 
@@ -127,6 +142,15 @@ def test_attention_segments_are_constructed_in_one_module() -> None:
 
 def test_progress_is_assigned_in_one_file() -> None:
     assert set(places(progress_assignments)) == {"sequence.py"}
+
+
+def test_modules_of_a_kernel_set_are_private_to_the_kernels() -> None:
+    outside = {path for path in places(private_kernel_imports) if not path.startswith("kernels/")}
+    assert outside == set(), "import from bifolio.kernels.select or bifolio.kernels.cpu instead"
+
+
+def test_the_public_kernel_modules_exist() -> None:
+    assert {path.stem for path in (PACKAGE / "kernels").glob("*.py")} >= PUBLIC_KERNEL_MODULES
 
 
 @pytest.mark.parametrize(
@@ -153,6 +177,11 @@ def test_progress_is_assigned_in_one_file() -> None:
         (progress_assignments, "first, sequence.num_computed = 1, 2"),
         (progress_assignments, "setattr(sequence, 'num_computed', 3)"),
         (progress_assignments, "object.__setattr__(sequence, 'num_computed', 3)"),
+        (private_kernel_imports, "from bifolio.kernels.native.library import library"),
+        (private_kernel_imports, "def f():\n    from bifolio.kernels import native"),
+        (private_kernel_imports, "import bifolio.kernels.triton.kernel_set as triton"),
+        (private_kernel_imports, "from ..kernels.torch_reference import TorchKernels"),
+        (private_kernel_imports, "import_module('bifolio.kernels.reference')"),
     ],
 )
 def test_a_violation_is_found(rule: Rule, source: str) -> None:
@@ -168,6 +197,9 @@ def test_a_violation_is_found(rule: Rule, source: str) -> None:
         (name_tests, "print(kernels.name)"),
         (segment_constructions, "def f(segment: AttentionSegment): return replace(segment, fresh=False)"),
         (progress_assignments, "num_computed = sequence.num_computed"),
+        (private_kernel_imports, "from bifolio.kernels.interface import KernelSet"),
+        (private_kernel_imports, "from bifolio.kernels import cpu, select"),
+        (private_kernel_imports, "from bifolio.quant.formats import QuantFormat"),
     ],
 )
 def test_other_code_is_accepted(rule: Rule, source: str) -> None:

@@ -16,6 +16,20 @@ static inline float fma1(float a, float b, float c) {
 #endif
 }
 
+#if defined(__aarch64__) && defined(__ARM_FP16_FORMAT_IEEE)  // every machine of this architecture converts half floats
+static inline float half_to_float(uint16_t h) {
+  __fp16 half;
+  std::memcpy(&half, &h, 2);
+  return float(half);
+}
+
+static inline uint16_t float_to_half(float value) {  // round to nearest even
+  const auto half = __fp16(value);
+  uint16_t word;
+  std::memcpy(&word, &half, 2);
+  return word;
+}
+#else
 static inline float half_to_float(uint16_t h) {
   const uint32_t sign = uint32_t(h & 0x8000) << 16;
   const uint32_t magnitude = h & 0x7fff;
@@ -51,6 +65,7 @@ static inline uint16_t float_to_half(float value) {  // round to nearest even
   bits += 0xfff + ((bits >> 13) & 1);
   return uint16_t(sign | ((bits - 0x38000000) >> 13));
 }
+#endif
 
 static inline Reg reg_from_bits(const uint32_t* bits) { Reg r; std::memcpy(r.v, bits, 64); return r; }
 static inline Reg reg_broadcast(float x) { Reg r; EACH r.v[i] = x; return r; }

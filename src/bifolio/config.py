@@ -85,6 +85,14 @@ class RopeConfig:
             raise ConfigError(f"rope needs a positive even number of rotated dimensions, not {self.rotary_dim}")
         if not (math.isfinite(self.theta) and self.theta > 0):
             raise ConfigError(f"rope theta must be a positive number, not {self.theta}")
+        for name in ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"):
+            if not math.isfinite(getattr(self, name)) or not getattr(self, name):
+                raise ConfigError(f"rope {name} must be a number other than 0, not {getattr(self, name)}")
+        for factors in (self.frequency_factors, self.frequency_factors_short):
+            if factors and len(factors) != self.rotary_dim // 2:
+                raise ConfigError(
+                    f"rope has {len(factors)} frequency factors for {self.rotary_dim // 2} pairs of rotated dimensions"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,6 +355,7 @@ class EngineConfig:
     device: str = "cpu"
     speculative: SpeculativeConfig | None = None
     launch_ahead: int | None = None  # steps launched before the previous one is collected; None: the kernel set's value
+    warm_up: bool = True  # on a GPU: compile kernels and capture decode steps before the first request
 
     def __post_init__(self) -> None:
         if self.launch_ahead not in (None, 0, 1):

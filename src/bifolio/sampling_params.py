@@ -167,6 +167,9 @@ _FROM_GENERATION_CONFIG = {
     "typical_p": "typical_p",
     "repetition_penalty": "repetition_penalty",
     "no_repeat_ngram_size": "no_repeat_ngram_size",
+    "dry_multiplier": "dry_multiplier",  # these three are not transformers': `bifolio pull` records them
+    "dry_base": "dry_base",
+    "dry_allowed_length": "dry_allowed_length",
     "bad_words_ids": "bad_words_token_ids",
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",

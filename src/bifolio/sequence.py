@@ -19,7 +19,13 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from bifolio.logprob_records import LogprobRecords, TokenLogprob
 from bifolio.sampling_params import SamplingParams
+
+__all__ = [
+    "BeamStep", "DraftStep", "FinishReason", "LogprobRecords", "Request", "RequestMetrics", "RequestPhase", "Sequence",
+    "SequenceGroup", "SequencePhase", "StepResult", "TokenLogprob",
+]  # fmt: skip
 
 
 class RequestPhase(Enum):
@@ -40,16 +46,6 @@ class FinishReason(Enum):
     LENGTH = "length"  # max_tokens, or the model's context is full
     ABORT = "abort"  # the caller aborted the request
     ERROR = "error"  # this request alone failed; `Request.error` says why
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """The logprob of one token and of the most likely alternatives."""
-
-    token_id: int
-    logprob: float
-    rank: int  # 1: the most likely token
-    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), best first
 
 
 class DraftStep(NamedTuple):
@@ -136,15 +132,21 @@ class Sequence:
     parent: Sequence | None = None  # forked from this sequence once its prompt is computed
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the token id or string that ended it
-    text: str = ""  # final text of the output
     cumulative_logprob: float = 0.0
     score: float | None = None  # of a hypothesis that beam search returned
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    stopper: Any = None  # checks the stop conditions after every token
+    logprobs: LogprobRecords = field(default_factory=LogprobRecords)
+    stops: Any = None  # the stop conditions that need no text (`text.stopping.TokenStops`)
+    reader: Any = None  # reads the text of the output (`text.reader.TextReader`); None: there is no text
+    checks_text: bool = False  # the engine checks stop texts after every token
     group: SequenceGroup | None = None
     num_draft_computed: int = 0  # tokens whose K and V are in the draft model's cache
     num_drafted: int = 0  # draft tokens, and how many of them were accepted
     num_accepted: int = 0
+
+    @property
+    def text(self) -> str:
+        """The final text of the output, detokenised when it is read."""
+        return "" if self.reader is None or not self.output_token_ids else self.reader.whole(self.output_token_ids)
 
     @property
     def num_tokens(self) -> int:
@@ -208,6 +210,16 @@ class Sequence:
         self.token_ids.append(token_id)
         self.output_token_ids.append(token_id)
 
+    def decode(self, token_id: int) -> int:
+        """`advance` by one token and `append_token`: a plain decode step. Returns the number of output tokens."""
+        self.num_in_flight -= 1
+        self.num_computed += 1
+        if self.num_expected:
+            self.num_expected -= 1
+        self.token_ids.append(token_id)
+        self.output_token_ids.append(token_id)
+        return len(self.output_token_ids)
+
     def rewind(self, num_computed: int) -> None:
         """Reset the progress to `num_computed` tokens and discard launched passes."""
         self.num_computed = num_computed
@@ -244,10 +256,11 @@ class Request:
     prompt: str | None = None
     priority: int = 0  # smaller runs first
     turn: float = 0.0  # among requests of one priority: smaller runs first, then the earlier arrival
+    owner: str = ""  # the client: slots and prefill are shared between owners; "": takes no part in this
     salt: bytes = b""  # cached prefixes are shared between requests of the same salt only
     max_tokens: int = 0  # of each completion, resolved against the model's context
     sequences: list[Sequence] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob | None] | None = None
+    prompt_scores: LogprobRecords | None = None  # of the prompt's tokens from the second on, as far as computed
     metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(arrival=time.perf_counter()))
     error: str | None = None
     keep: bool = False  # keep the blocks after the end, so that the conversation can be continued from them
@@ -264,16 +277,46 @@ class Request:
     def is_finished(self) -> bool:
         return all(sequence.finish_reason is not None for sequence in self.sequences)
 
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprob | None] | None:
+        """Of each prompt token, if they were asked for; the first token has none."""
+        return None if self.prompt_scores is None else [None, *self.prompt_scores]
+
 
 @dataclass(slots=True)
 class StepResult:
-    """The outcome of one step for one sequence."""
+    """The outcome of one step for one sequence. Text and logprob are computed when they are read."""
 
     request_id: str
     token: int | None  # the appended token, if any
     finished: bool
     finish_reason: FinishReason | None = None
     index: int = 0  # of the completion within the request
-    text: str = ""  # text that became final with this token
-    logprob: TokenLogprob | None = None
+    number: int = 0  # of the token among the output tokens, from 1 on; 0: no token
     sequence: Sequence | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def text(self) -> str:
+        """The text that became final with this token; the whole text of a beam."""
+        sequence = self.sequence
+        if sequence is None or sequence.reader is None:
+            return ""
+        if sequence.group is not None:
+            return sequence.text if self.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) else ""
+        text: str = sequence.reader.text_of(sequence.output_token_ids, self.number) if self.number else ""
+        return text
+
+    @property
+    def logprob(self) -> TokenLogprob | None:
+        """Of the token, if it was asked for."""
+        sequence = self.sequence
+        if sequence is None or not self.number or not sequence.request.wants_logprobs:
+            return None
+        return sequence.logprobs[self.number - 1]
+
+
+def team(sequence: Sequence) -> list[Sequence]:
+    """The sequences admitted and preempted together with this one: beams of one search, or later forks of it."""
+    if sequence.group is not None:
+        return sequence.group.members
+    return [sequence, *(child for child in sequence.request.sequences if child.parent is sequence)]

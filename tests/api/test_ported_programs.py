@@ -58,7 +58,7 @@ def test_names_of_weight_types_leave_the_cache_alone(folder: Path, dtype: str) -
 def test_the_weight_type_reaches_the_kernels_and_the_cache_type_the_cache(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from bifolio.api import llm as module
+    from bifolio.api import engine_options as module
 
     seen: list[str | None] = []
     original = module.select_kernels

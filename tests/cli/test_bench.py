@@ -128,3 +128,15 @@ def test_throughput_and_latency_draw_pictures(tmp_path: Path, arguments: tuple[s
     picture = tmp_path / "picture.png"
     assert f"picture: {picture}" in run(*arguments, "--plot", str(picture)).replace("\n", "")
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.full
+def test_the_trace_of_the_readme_shows_the_difference_between_kinds_of_batching(data_dir: Path) -> None:
+    """Steps and computed tokens follow from the trace; times do not."""
+    trace = data_dir / "traces" / "azure_conv.csv"
+    command = ["bench", "trace", str(trace), "--limit", "100", "--scale", "0.1", "--speed", "0", "--max-num-seqs", "8",
+               "--compare", "static", "--shape", "tiny", "--json"]  # fmt: skip
+    result = CliRunner().invoke(build_app(), command, catch_exceptions=False)
+    continuous, padded, packed = json.loads(result.stdout)["runs"]
+    assert padded["num_steps"] > 1.5 * continuous["num_steps"]
+    assert packed["num_steps"] > 1.5 * continuous["num_steps"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,13 @@ pytestmark = pytest.mark.full
 @pytest.fixture(scope="module")
 def folder() -> Path:
     return tiny_folder(tokenizer=True, chat_template=ECHO)
+
+
+@pytest.fixture(scope="module")
+def slow() -> Path:
+    """A model that takes milliseconds for a token."""
+    return tiny_folder(tokenizer=True, chat_template=ECHO, num_hidden_layers=24, hidden_size=256,
+                       max_position_embeddings=8192, intermediate_size=1024)  # fmt: skip
 
 
 def session(folder: Path, tmp_path: Path, *options: str, **size: int) -> PtySession:
@@ -53,10 +61,8 @@ def test_a_pasted_text_is_one_message_and_history_outlives_the_program(folder: P
     assert json.loads((tmp_path / "history").read_text().splitlines()[-1]) == "Once upon\na time\nthere was"
 
 
-def test_keys_typed_during_an_answer_are_not_echoed_and_ctrl_c_ends_it(folder: Path, tmp_path: Path) -> None:
-    stubborn = tiny_folder(tokenizer=True, chat_template=ECHO, num_hidden_layers=24, hidden_size=256,
-                           max_position_embeddings=8192, intermediate_size=1024)  # fmt: skip
-    with session(stubborn, tmp_path, "-n", "8000", "--no-markdown", "--stop", "never") as terminal:
+def test_keys_typed_during_an_answer_are_not_echoed_and_ctrl_c_ends_it(slow: Path, tmp_path: Path) -> None:
+    with session(slow, tmp_path, "-n", "8000", "--no-markdown", "--stop", "never") as terminal:
         terminal.expect("> ")
         terminal.line("Once upon a time")
         terminal.expect("Once upon a time")
@@ -69,6 +75,19 @@ def test_keys_typed_during_an_answer_are_not_echoed_and_ctrl_c_ends_it(folder: P
         assert "QZXQ" not in answer
         assert "[stopped]" in answer
         terminal.expect("> ")
+
+
+def test_the_status_line_shows_speed_and_the_context_in_use(slow: Path, tmp_path: Path) -> None:
+    with session(slow, tmp_path, "-n", "80", "--max-model-len", "128", width=100) as terminal:
+        terminal.expect("> ")
+        terminal.line("Once upon a time")
+        terminal.expect(" tokens, ")
+        status = re.findall(r"([\d.]+) tok/s · context (\d+) of 128", terminal.text)  # drawn again while it streams
+        summary = terminal.expect("> ")
+    assert status
+    held = [int(count) for _, count in status]
+    assert held == sorted(held)
+    assert re.search(r"context \d+ of 128, cache [\d.]+ % used", " ".join(summary.split()))
 
 
 def test_markdown_is_rendered_and_words_are_wrapped() -> None:

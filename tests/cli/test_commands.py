@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import pytest
 
@@ -138,3 +139,57 @@ def test_help_and_version() -> None:
     ):
         assert text in one
     assert "Copy files." in run("office").stdout
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Options that several verbs share."""
+
+    HEADING: ClassVar[str] = "the frame"
+
+    material: Annotated[str, option("--material", help="Wood or metal.")] = "wood"
+    nails: Annotated[int | None, option("--nails", min=1)] = None
+
+
+@dataclass(frozen=True)
+class GoldenFrame(Frame):
+    """The same with another default and one option more."""
+
+    material: Annotated[str, option("--material", help="Wood or metal.")] = "gold"
+    carved: Annotated[bool, option("--carved")] = False
+
+
+def hang(frame: Frame, place: Annotated[str, argument()], high: Annotated[bool, option("--high")] = False) -> None:
+    SEEN.update(locals())
+
+
+def gild(frame: GoldenFrame) -> None:
+    SEEN.update(locals())
+
+
+def run_grouped(*arguments: str) -> Result:
+    SEEN.clear()
+    shop = App("shop")
+    shop.command()(hang)
+    shop.command()(gild)
+    return CliRunner().invoke(shop, arguments, catch_exceptions=False)
+
+
+def test_a_dataclass_is_a_group_of_options() -> None:
+    assert run_grouped("hang", "wall", "--nails", "3", "--high").exit_code == 0
+    assert {"frame": Frame("wood", 3), "place": "wall", "high": True} == SEEN
+    assert run_grouped("gild", "--carved").exit_code == 0
+    assert {"frame": GoldenFrame("gold", None, True)} == SEEN
+    assert "below 1" in run_grouped("hang", "wall", "--nails", "0").stderr
+
+
+def test_the_help_of_a_group_has_its_own_heading() -> None:
+    text = run_grouped("hang", "--help").stdout
+    assert text.index("--high") < text.index("the frame:") < text.index("--material")
+    assert "[default: gold]" in run_grouped("gild", "--help").stdout
+
+
+def test_options_of_a_group_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BIFOLIO_MATERIAL", "metal")
+    run_grouped("hang", "wall")
+    assert SEEN["frame"] == Frame("metal")

@@ -83,12 +83,12 @@ def test_doctor_names_the_machine_and_its_problems(monkeypatch: pytest.MonkeyPat
 
 def test_doctor_says_why_the_kernels_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     from bifolio.errors import MissingDependencyError
-    from bifolio.kernels import native
+    from bifolio.kernels import cpu
 
     def missing() -> str:
         raise MissingDependencyError("the native CPU kernels were not built: install a C++20 compiler")
 
-    monkeypatch.setattr(native, "isa", missing)
+    monkeypatch.setattr(cpu, "isa", missing)
     result = bifolio("doctor")
     assert result.exit_code == 1
     assert "slow kernels: the native CPU kernels were not built" in result.stdout
@@ -189,3 +189,44 @@ def test_a_bar_appears_late_with_the_time_left(monkeypatch: pytest.MonkeyPatch) 
         report(3, 10_000_000)
     assert "fetching" in screen.getvalue()
     assert "left" in screen.getvalue()
+
+
+class Bar:
+    """A bar that keeps its reports."""
+
+    seen: dict[str, list[tuple[int, int]]] = {}  # noqa: RUF012  # by title
+
+    def __init__(self, title: str, in_bytes: bool) -> None:
+        self._reports = self.seen.setdefault(title, [])
+
+    def __call__(self, done: int, total: int) -> None:
+        self._reports.append((done, total))
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.full
+def test_load_quantize_eval_and_pull_show_bars(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from bifolio.cli import progress
+
+    monkeypatch.setattr(progress, "LateBar", Bar)
+    monkeypatch.setattr(Bar, "seen", {})
+    folder, text, target = str(tiny_folder(tokenizer=True)), tmp_path / "text.txt", tmp_path / "tiny.gguf"
+    text.write_text("Once upon a time there was a little fox. " * 30)
+    bifolio("generate", "-m", folder, "Once", "-n", "1")
+    bifolio("quantize", folder, str(target), "--format", "q8_0", "--eval", str(text), "--eval-tokens", "64")
+    bifolio("imatrix", folder, str(text), str(tmp_path / "i.gguf"), "--window", "64")
+    with local_hub() as hub:
+        hub.repositories["org/Tiny-GGUF"] = {"tiny-Q8_0.gguf": target.read_bytes()}
+        monkeypatch.setenv("HF_ENDPOINT", hub.address)
+        bifolio("pull", "org/Tiny-GGUF:Q8_0")
+    assert set(Bar.seen) == {"loading", "converting", "scoring", "measuring", "fetching"}
+    for title in ("loading", "converting", "fetching"):
+        done, total = Bar.seen[title][-1]
+        assert 0 < done == total, title
+    Bar.seen.clear()
+    bifolio("eval", str(text), "-m", folder, "--window", "32")
+    numbers = [done for done, _ in Bar.seen["scoring"]]
+    assert numbers == sorted(numbers)
+    assert len(numbers) > 1

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import time
-import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -55,8 +54,8 @@ RUNNING = sorted(set(all_commands(build_app())) - NO_MODEL_RUNS)
 
 @pytest.mark.parametrize("name", RUNNING)
 def test_every_command_that_runs_a_model_has_the_options_and_the_defaults(name: str) -> None:
-    function = all_commands(build_app())[name].function
-    parameters, hints = inspect.signature(function).parameters, typing.get_type_hints(function, include_extras=True)
+    written = commands.parameters_of(all_commands(build_app())[name].function)
+    parameters = {parameter.name: parameter for parameter, _ in written}
     kinds = {
         "kv_dtype": options.KvDtype,
         "activations": options.Activations,
@@ -68,7 +67,7 @@ def test_every_command_that_runs_a_model_has_the_options_and_the_defaults(name: 
         if option in OWN_SETTINGS.get(name, ()):
             continue
         assert parameters[option].default == getattr(NUMERICS, option), option
-        assert hints[option] == kinds[option], f"--{option} has another name or help here"
+        assert parameters[option].annotation == kinds[option], f"--{option} has another name or help here"
 
 
 def test_the_classes_have_the_same_defaults() -> None:

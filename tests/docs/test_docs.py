@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,36 @@ def test_block(block: Block, tmp_path: Path) -> None:
 def test_every_block_says_what_it_is() -> None:
     unknown = [f"{block.name} ({block.language or 'no language'})" for block in BLOCKS if block.kind == "unknown"]
     assert not unknown, f"label them sh, python or text: {', '.join(unknown)}"
+
+
+LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
+
+
+def links_of(page: Path) -> set[Path]:
+    """Files of the repository that a page links to or shows."""
+    found = LINK.findall(page.read_text(encoding="utf-8"))
+    return {(page.parent / link).resolve() for link in found if "://" not in link}
+
+
+@pytest.mark.parametrize(
+    "page", sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]), ids=lambda page: page.name
+)
+def test_links_lead_to_files(page: Path) -> None:
+    assert [str(link) for link in sorted(links_of(page)) if not link.exists()] == []
+
+
+def test_the_readme_links_to_every_page_and_shows_the_page_and_the_cache_map() -> None:
+    linked = links_of(ROOT / "README.md")
+    pages = {page.resolve() for page in (ROOT / "docs").rglob("*.md")}
+    assert pages - linked == set()
+    images = (ROOT / "docs" / "images").resolve()
+    assert {images / "page-desktop-light.png", images / "live-desktop-light.png"} <= linked
+
+
+def test_every_picture_is_shown_on_a_page() -> None:
+    shown = set().union(*(links_of(page) for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]))
+    pictures = {picture.resolve() for picture in (ROOT / "docs").rglob("*.png")}
+    assert {picture.name for picture in pictures - shown} == set()
 
 
 # -- the runner itself ----------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from check_bench import relative_error
 from bifolio.cache.storage import KvCacheEntry
 from bifolio.config import ModelConfig
 from bifolio.kernels.interface import Batch, KernelSet
-from bifolio.kernels.torch_arrays import DTYPES
+from bifolio.kernels.torch_dtypes import DTYPES
 from bifolio.measure.gpu_models import SHAPES, new_engine
 from bifolio.measure.gpu_rows import greedy
 from bifolio.model.families import family_of

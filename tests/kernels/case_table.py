@@ -82,7 +82,7 @@ def activations(kernels: KernelSet, values: np.ndarray) -> Any:
     array = kernels.from_host(values)
     if kernels.array_backend == "numpy":
         return array
-    from bifolio.kernels.torch_arrays import DTYPES
+    from bifolio.kernels.torch_dtypes import DTYPES
 
     return array.to(DTYPES[kernels.kv_dtype])
 

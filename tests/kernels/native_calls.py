@@ -107,6 +107,22 @@ def joined() -> Arguments:
     return {"self": program, **rows, "norm": norm(16), "rope": 4}
 
 
+def strings(*texts: str) -> tuple[np.ndarray, np.ndarray]:
+    """u8[bytes], each text behind its length, and u64[texts], where they begin."""
+    encoded = [len(text.encode()).to_bytes(8, "little") + text.encode() for text in texts]
+    starts = np.cumsum([0, *map(len, encoded)], dtype=np.uint64)
+    return np.frombuffer(b"".join(encoded), np.uint8).copy(), starts[:-1]
+
+
+def codec(by_score: bool = True) -> Any:
+    found = native.library().Codec(*strings("a", "b", "ab", "<s>", "a b"), ints(1, 1, 1, 3, 1))
+    if by_score:
+        found.set_order(ints(2, 0, 1), False)
+    else:
+        found.set_merges(np.array([39], np.uint64), False)
+    return found
+
+
 class Recorded(NamedTuple):
     """A program that is still open, and some of its registers."""
 
@@ -213,6 +229,15 @@ VALID: dict[str, Callable[[], Arguments]] = {
         "planes": 1,
     },
     "join_pairs": lambda: {"tokens": ["a", "b", "ab"], "order": ints(2, 1, 0)},
+    "string_starts": lambda: {"bytes": strings("a", "b")[0], "position": 0, "out": np.zeros(2, np.uint64)},
+    "Codec": lambda: {**dict(zip(("bytes", "starts"), strings("a", "b"), strict=True)), "types": ints(1, 1)},
+    "Codec.set_order": lambda: {"self": codec(), "order": ints(1, 0), "add_space": True},
+    "Codec.set_merges": lambda: {"self": codec(), "merges": np.array([39, 39], np.uint64), "whole_words": True},
+    "Codec.encode_texts": lambda: {"self": codec(), "texts": ["ab<s>"]},
+    "Codec.encode_words": lambda: {"self": codec(by_score=False), "words": ["ab"]},
+    "Codec.cut_at_added": lambda: {"self": codec(), "text": "ab<s>"},
+    "Codec.decode": lambda: {"self": codec(), "ids": [0, 1], "skip_special": True},
+    "Codec.find": lambda: {"self": codec(), "text": "ab"},
     "file_formats": dict,
     "needs_grid": lambda: {"format": 10},
     "packed_bytes": lambda: {"format": 10, "n": 20, "k": 512},

@@ -197,9 +197,8 @@ def check_counts(counts: np.ndarray, rows: Rows, slot: int, token: int) -> None:
 def _put_scores(outcome: SampledTokens, words: np.ndarray, params: list[SamplingParams]) -> None:
     wanted = np.array([-1 if options.logprobs is None else options.logprobs for options in params])
     found = finish_scores(read_scores(words), wanted)
-    for row in np.flatnonzero((wanted >= 0) & (outcome.token_ids >= 0)).tolist():
-        outcome.logprobs[row], outcome.ranks[row] = found.logprobs[row], found.ranks[row]
-        outcome.top[row] = found.top[row]
+    rows = np.flatnonzero((wanted >= 0) & (outcome.token_ids >= 0))
+    outcome.put_scores(rows, found.take(rows))
 
 
 def on_host(logits: Any, rows: Rows) -> SampledTokens:
@@ -212,4 +211,5 @@ def differences(found: SampledTokens, expected: SampledTokens) -> list[int]:
     """The rows in which two outcomes differ; logprobs are compared bit for bit."""
     same = (found.token_ids == expected.token_ids) & (found.ranks == expected.ranks)
     same &= found.logprobs.view(np.int32) == expected.logprobs.view(np.int32)
-    return [row for row in range(len(same)) if not same[row] or found.top[row] != expected.top[row]]
+    tops = zip(found.top, expected.top, strict=True)
+    return [row for row, (ours, theirs) in enumerate(tops) if not same[row] or ours != theirs]

@@ -9,7 +9,14 @@ import pytest
 from bifolio.errors import KernelArgumentError, ModelFileError
 from bifolio.kernels.interface import Linear
 from bifolio.kernels.native import NativeKernels, available_isas, library, set_isa
-from bifolio.kernels.native.encode import SEARCHED_FORMATS, decode_rows, encode_rows, encoded
+from bifolio.kernels.native.encode import (
+    PLAIN_FORMATS,
+    SEARCHED_FORMATS,
+    decode_rows,
+    encode_rows,
+    encoded,
+    quickly_converted,
+)
 from bifolio.kernels.native.formats import FORMAT_CODES, NATIVE_FORMATS, format_code, packed_bytes
 from bifolio.quant import QuantFormat, QuantizedTensor
 from exotic_weights import exotic_tensor
@@ -173,12 +180,27 @@ def test_every_searched_format_is_tested() -> None:
     assert {format.name for format in SEARCHED_FORMATS} == set(MOST_ERROR)
 
 
-@pytest.mark.parametrize("name", ["Q5_0", "Q5_1"])
+@pytest.mark.parametrize("name", ["Q5_0", "Q5_1", "Q8_0", "Q4_0", "Q4_1"])
 def test_plain_rounding_is_that_of_the_gguf_package(name: str) -> None:
     values = np.random.default_rng(3).standard_normal((30, 256)).astype(np.float32)
     assert np.array_equal(
         encode_rows(values, QuantFormat[name]), gguf.quants.quantize(values, gguf.GGMLQuantizationType[name])
     )
+
+
+@pytest.mark.parametrize("format", PLAIN_FORMATS)
+def test_quick_conversion_is_that_of_numpy(format: QuantFormat) -> None:
+    generator = np.random.default_rng(4)
+    values = generator.standard_normal((70, 512)) * 10.0 ** generator.integers(-8, 3, (70, 1))
+    values[0, :64] = 0
+    values[1] = np.round(values[1] * 4) / 4  # ties
+    values = values.astype(np.float32)
+    for source in (QuantFormat.F16, QuantFormat.Q6_K, QuantFormat.Q8_0):
+        rows = values.astype(np.float16).view(np.uint8) if source is QuantFormat.F16 else encode_rows(values, source)
+        tensor = QuantizedTensor(source, rows, values.shape)
+        quick = quickly_converted(tensor, format)
+        assert quick.format is format
+        assert np.array_equal(quick.dequantize(), tensor.converted(format).dequantize())
 
 
 @pytest.mark.parametrize("name", ["Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"])

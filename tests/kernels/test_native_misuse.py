@@ -20,11 +20,12 @@ from native_calls import VALID, Arguments, arrays_in, call, floats, ints, longs,
 from native_expert_misuses import MISUSES as EXPERT_MISUSES  # noqa: E402
 from native_misuses import MISUSES, Misuse  # noqa: E402
 from native_program_misuses import MISUSES as PROGRAM_MISUSES  # noqa: E402
+from native_token_misuses import MISUSES as TOKEN_MISUSES  # noqa: E402
 
 from bifolio.errors import BifolioError, KernelArgumentError  # noqa: E402
 from bifolio.kernels import native  # noqa: E402
 
-ALL_MISUSES = [*MISUSES, *PROGRAM_MISUSES, *EXPERT_MISUSES]
+ALL_MISUSES = [*MISUSES, *PROGRAM_MISUSES, *EXPERT_MISUSES, *TOKEN_MISUSES]
 # Arrays that are written; None is a value for those that may be left out.
 WRITTEN = {"out", "sum", "normed", "cosine", "sine", "qkv", "logits", "keys", "values",
            "routing"}  # fmt: skip
@@ -36,7 +37,8 @@ Path = tuple[str | int, ...]
 
 
 def another_dtype(array: np.ndarray) -> Any:
-    return array.astype({"float32": "float64", "int32": "int64", "int64": "int32", "uint8": "int8"}[array.dtype.name])
+    others = {"float32": "float64", "int32": "int64", "int64": "int32", "uint8": "int8", "uint64": "int64"}
+    return array.astype(others[array.dtype.name])
 
 
 def misaligned(array: np.ndarray) -> Any:

@@ -97,25 +97,32 @@ def kind(name: str) -> str:
 
 HEADS = {"KV_HEADS": 8, "GROUP": 4, "DIM": 128, "DIM_BLOCK": 128, "BLOCK_SIZE": 64, "TILE": 64, "PRECISION": "tf32"}
 HEADS["CAP"] = 0.0
+DECODE = {
+    **HEADS, "HEADS": 32, "ROWS": 16, "STAGES": 4, "SHARED_ROWS": 0, "FIXED": 0, "JOINED": 16, "GROUP_BLOCK": 4,
+}  # fmt: skip
+CUT = {"IS_SHARED": True, "TILE": 64, "FIXED": 0, "BLOCK": 256, "ITEMS": 256, "OTHERS": 32}
+PREFILL = {
+    **{k: v for k, v in HEADS.items() if k != "GROUP"},
+    "HEADS": 32, "ROWS": 16, "WINDOW": 0, "FRESH": False, "FIXED": 0,
+}  # fmt: skip
 PRODUCT = {"DEPTH": 4096, "HAS_BIAS": False, "HAS_RESIDUAL": True, "ACTIVATION": -1}
 FEW = {
     "ROWS": 64, "OUTPUTS": 64, "BLOCK": 128, "STAGES": 4, "SWAPPED": True, "PRECISION": "tf32", "DESCRIBED": False,
 }  # fmt: skip
 CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
-    "decode": (decode._decode_kernel, {**HEADS, "HEADS": 32, "ROWS": 16, "STAGES": 4, "SHARED_ROWS": 0}, 2),
-    "decode, shared": (decode._decode_kernel, {**HEADS, "HEADS": 32, "ROWS": 16, "STAGES": 4, "SHARED_ROWS": 128}, 2),
-    "cut": (split_kv._cut_kernel, {"IS_SHARED": True, "TILE": 64, "BLOCK": 256, "ITEMS": 256, "OTHERS": 32}, 8),
-    "shared": (shared_attention._shared_kernel, {**HEADS, "ROWS": 128, "STAGES": 3}, 8),
-    "prefill": (
-        prefill._prefill_kernel,
-        {**{k: v for k, v in HEADS.items() if k != "GROUP"}, "HEADS": 32, "ROWS": 16, "WINDOW": 0, "FRESH": False},
+    "decode": (decode._decode_kernel, DECODE, 2),
+    "decode, shared": (decode._decode_kernel, {**DECODE, "SHARED_ROWS": 128}, 2),
+    "decode, deterministic": (
+        decode._decode_kernel,
+        {**DECODE, "ROWS": 64, "FIXED": 1024, "JOINED": 1, "GROUP_BLOCK": 64},
         4,
     ),
-    "decode, soft-capped": (
-        decode._decode_kernel,
-        {**HEADS, "HEADS": 32, "ROWS": 16, "STAGES": 4, "SHARED_ROWS": 0, "CAP": 72.0},
-        2,
-    ),
+    "decode, soft-capped": (decode._decode_kernel, {**DECODE, "CAP": 72.0}, 2),
+    "cut": (split_kv._cut_kernel, CUT, 8),
+    "cut, deterministic": (split_kv._cut_kernel, {**CUT, "IS_SHARED": False, "FIXED": 1024}, 8),
+    "shared": (shared_attention._shared_kernel, {**HEADS, "ROWS": 128, "STAGES": 3}, 8),
+    "prefill": (prefill._prefill_kernel, PREFILL, 4),
+    "prefill, deterministic": (prefill._prefill_kernel, {**PREFILL, "ROWS": 128, "FIXED": 1024}, 8),
     "one row": (
         gemv._one_row_kernel, {**PRODUCT, "OUTPUTS": 4, "BLOCK": 1024, "STAGES": 1, "HAS_NORM": True}, 4,
     ),

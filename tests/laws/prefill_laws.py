@@ -84,7 +84,7 @@ def check_attention_weights(kernels: KernelSet, num_queries: int) -> None:
     values = np.eye(LENGTH, 16, dtype=np.float32)[:, None]
     arrays = [kernels.from_host(array) for array in (query, keys, values)]
     if kernels.array_backend == "torch":
-        from bifolio.kernels.torch_arrays import DTYPES
+        from bifolio.kernels.torch_dtypes import DTYPES
 
         arrays = [array.to(DTYPES[kernels.kv_dtype]) for array in arrays]
     storage = kernels.new_storage(CacheLayout(1, 2, 16, 1, 16, kernels.kv_dtype, poison=True))

@@ -14,7 +14,7 @@ from bifolio.measure.soak_plot import plot_soak
 
 def good() -> SoakReport:
     samples = [Sample(float(second), 100.0, 20, 10) for second in range(60)]
-    return SoakReport(answers=[(1.0, 0.1)] * 10, samples=samples)
+    return SoakReport(seconds=1800.0, answers=[(1.0, 0.1)] * 10, samples=samples)
 
 
 @pytest.mark.full
@@ -45,6 +45,25 @@ def test_every_law_can_fail(name: str) -> None:
         report.answers.clear()
     report.judge(SoakPlan(kill_every=0))
     assert len(report.problems) == 1
+
+
+def test_the_first_minute_and_restarts_are_no_growth() -> None:
+    """Memory that rises in every life of the engine and falls with its end has no slope; a leak below it has."""
+
+    def run(leak: float) -> SoakReport:
+        samples = []
+        for second in range(1800):
+            engine = 80.0 + second % 45 + (40.0 if second < 60 else 0.0)
+            samples.append(
+                Sample(float(second), engine + leak * second, 20, 10, {"engine": engine, "front end": leak * second})
+            )
+        return SoakReport(seconds=1800.0, answers=[(1.0, 0.1)], samples=samples)
+
+    assert run(0.0).growth == pytest.approx(0.0, abs=0.1)
+    assert run(0.05).growth_of_parts["front end"] == pytest.approx(3.0)
+    leaking = run(0.05)
+    leaking.judge(SoakPlan())
+    assert len(leaking.problems) == 1
 
 
 def test_bombs_have_names_of_their_own() -> None:

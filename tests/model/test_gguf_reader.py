@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from bifolio.errors import ModelFileError
-from bifolio.model.gguf.reader import StringArray, open_gguf
+from bifolio.model.gguf.reader import StringArray, open_gguf, string_starts, walk_strings
 
 
 def text(value: bytes) -> bytes:
@@ -178,3 +178,12 @@ def test_opening_costs_no_more_than_the_header(tmp_path: Path) -> None:
     tracemalloc.stop()
     assert len(views) == 8
     assert peak < 1 << 20
+
+
+def test_native_and_python_code_find_the_same_strings() -> None:
+    data = np.frombuffer(b"...." + text(b"a") + text(b"") + text(b"longer text"), np.uint8)
+    for count, size in ((3, len(data)), (2, len(data)), (3, len(data) - 1), (4, len(data)), (0, 4)):
+        starts, end = string_starts(data[:size], 4, count)
+        walked = np.zeros(count, np.uint64)
+        assert walk_strings(data[:size], 4, walked) == end
+        assert end == -1 or np.array_equal(walked, starts)

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from bifolio.config import ModelConfig, RopeConfig
-from bifolio.errors import ModelFileError, UnsupportedModelError
+from bifolio.errors import ModelFileError, RequestError, UnsupportedModelError
 from bifolio.kernels.native import library
 from bifolio.model.gguf.entries import Metadata
+from bifolio.model.gguf.file_tokenizer import FileTokenizer
 from bifolio.model.gguf.pretokenizers import PRE_TOKENIZERS
 from bifolio.model.gguf.reader import Value, open_gguf
 from bifolio.model.gguf.tokenizer import TOKENIZER_JSON, byte_level_pre_tokenizer, joined_pairs, tokenizer_from_gguf
@@ -82,6 +83,36 @@ def test_text_to_ids_to_text_is_the_identity_on_random_unicode(name: str, data_d
     decoded = tokenizer.backend.decode_batch([item.ids for item in encoded], skip_special_tokens=False)
     wrong = [(text, back) for text, back in zip(texts, decoded, strict=True) if text != back]
     assert wrong == []
+
+
+@pytest.mark.parametrize("name", VOCABULARIES)
+def test_native_code_encodes_and_decodes_like_the_tokenizers_package(name: str, data_dir: Path) -> None:
+    native = tokenizer_from_gguf(open_gguf(data_dir / "vocab" / f"ggml-vocab-{name}.gguf"))
+    assert isinstance(native, FileTokenizer)
+    package = Tokenizer(native.backend)
+    for fact in ("vocab_size", "special_tokens", "added_ids", "is_byte_level"):
+        assert getattr(native, fact) == getattr(package, fact)
+    generator = random.Random(name)
+    added = [native.token(token) for token in sorted(native.added_ids)]
+    middles = [generator.choice([*added, "", "<"]) for _ in range(400)]
+    texts = [random_unicode(generator) + middle + random_unicode(generator) for middle in middles]
+    texts += [*PROBES, "a" * 3000, "\u2581\u2581 x"]
+    ids = native.encode_batch(texts)
+    assert ids == package.encode_batch(texts)
+    assert native.encode_batch(texts, add_special_tokens=False) == package.encode_batch(texts, add_special_tokens=False)
+    ids += [[generator.randrange(native.vocab_size + 3) for _ in range(generator.randrange(9))] for _ in range(400)]
+    for skip in (True, False):
+        assert [native.decode(each, skip) for each in ids] == [package.decode(each, skip) for each in ids]
+    for token_id in generator.sample(range(native.vocab_size + 3), 300):
+        assert native.token(token_id) == package.token(token_id)
+        assert native.token_id(native.token(token_id)) == package.token_id(package.token(token_id))
+
+
+def test_text_that_is_no_unicode_is_refused(data_dir: Path) -> None:
+    for name in ("llama-spm", "gpt-2"):
+        tokenizer = tokenizer_from_gguf(open_gguf(data_dir / "vocab" / f"ggml-vocab-{name}.gguf"))
+        with pytest.raises(RequestError, match="cannot encode"):
+            tokenizer.encode("\ud800")
 
 
 def test_sentencepiece_adds_begin_of_text_and_finds_special_tokens(data_dir: Path) -> None:

@@ -33,6 +33,20 @@ HUGE = 1 << 45
         {"num_hidden_layers": "many"},
         {"rope_scaling": {"rope_type": "longrope", "long_factor": [1.0] * 100_000, "short_factor": [1.0]}},
         {"sliding_window_pattern": [], "layer_types": 7},
+        {
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 0.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+        {
+            "model_type": "phi3",
+            "original_max_position_embeddings": 64,
+            "rope_scaling": {"type": "longrope", "long_factor": [1.0] * 3, "short_factor": [1.0] * 3},
+        },
     ],
     ids=str,
 )
@@ -70,14 +84,51 @@ def replace(content: str) -> dict[str, Any]:
                 "special_tokens": {},
             }
         },
+        {
+            "post_processor": {
+                "type": "TemplateProcessing",
+                "single": [{"SpecialToken": {"id": "x", "type_id": 0}}] * 200,
+                "pair": [],
+                "special_tokens": {"x": {"id": "x", "ids": [1] * 100_000, "tokens": ["a"] * 100_000}},
+            }
+        },
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "/////w=="}},
+        {"decoder": {"type": "Strip", "content": "a", "start": 1 << 40, "stop": 0}},
+        {"model": {"type": "BPE", "vocab": {"a": 1 << 31}, "merges": []}},
         {"model": None},
         {"decoder": {"type": "none of ours"}},
     ],
-    ids=["long replacement", "doublings", "many steps", "many entries", "no model", "unknown decoder"],
+    ids=[
+        "long replacement",
+        "doublings",
+        "many steps",
+        "many entries",
+        "many ids",
+        "damaged table",
+        "large count",
+        "large id",
+        "no model",
+        "unknown decoder",
+    ],
 )
 def test_hostile_tokenizers_are_refused(tmp_path: Path, parts: dict[str, Any]) -> None:
     with pytest.raises(ModelFileError):
         Tokenizer.from_file(tokenizer_with(tmp_path, **parts))
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"padding": {"strategy": {"Fixed": 1 << 40}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
+                     "pad_type_id": 0, "pad_token": "a"}},
+        {"truncation": {"max_length": 1, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}},
+    ],
+    ids=["padding", "truncation"],
+)  # fmt: skip
+def test_prompts_are_neither_padded_nor_cut(tmp_path: Path, parts: dict[str, Any]) -> None:
+    plain = Tokenizer.from_file(tokenizer_with(tmp_path))
+    expected = plain.encode("Once upon a time")
+    assert Tokenizer.from_file(tokenizer_with(tmp_path, **parts)).encode("Once upon a time") == expected
 
 
 def test_a_catastrophic_pattern_refuses_a_text_and_no_more(tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ from serving import RunningServer
 
 from bifolio.cli.main import build_app
 from bifolio.errors import ConfigError
-from bifolio.measure.load import Lengths, LoadReport, arrivals, parse_limits
+from bifolio.measure.load import Lengths, LoadReport, LoadRequest, Plan, arrivals, parse_limits
 from bifolio.measure.load_client import LoadClient, Timing
+from bifolio.measure.load_processes import shares
 from cli_runner import CliRunner
 
 
@@ -126,3 +127,26 @@ def test_an_address_where_nobody_is() -> None:
         asyncio.run(LoadClient("http://127.0.0.1:9/v1").model_name())
     with pytest.raises(ConfigError):
         LoadClient("ftp://x")
+
+
+def test_several_client_processes_send_every_request_once(server: RunningServer) -> None:
+    report = run("--url", server.url, "-c", "5", "-n", "11", "--output", "3:9", "--clients", "2", "--seed", "3")
+    alone = run("--url", server.url, "-c", "5", "-n", "11", "--output", "3:9", "--seed", "3")
+    for name in ("requests", "failed", "output_tokens", "prompt_tokens"):
+        assert report[name] == alone[name]
+    assert report["failed"] == 0
+    assert 0 < report["ttft"]["p50"] <= report["e2e"]["max"] <= report["seconds"]
+    assert report["front_end_cpu_us_per_token"] > 0
+    assert report["engine_cpu_us_per_token"] > 0
+
+
+@pytest.mark.parametrize(("concurrency", "clients"), [(5, 2), (2, 4), (None, 3)])
+def test_requests_and_concurrency_are_divided(concurrency: int | None, clients: int) -> None:
+    requests = [LoadRequest(float(number), [number], 1) for number in range(10)]
+    parts = shares(Plan(requests, concurrency), clients)
+    assert sorted(index for own, _ in parts for index in own) == list(range(10))
+    assert all(part.requests == [requests[index] for index in own] for own, part in parts)
+    if concurrency is None:
+        assert all(part.concurrency is None for _, part in parts)
+    else:
+        assert sum(part.concurrency or 0 for _, part in parts) == concurrency

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -21,6 +22,7 @@ from bifolio.serve import live
 from bifolio.serve.auth import Tenant
 from bifolio.serve.fairness import MAX_SHIFT, Turns
 from bifolio.serve.messages import BLOCK_HELD
+from pty_session import PtySession
 
 SHORT = {"prompt": "Once", "max_tokens": 2, "temperature": 0}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
@@ -84,6 +86,25 @@ def test_logprobs_beyond_the_budget_are_refused(server: RunningServer) -> None:
         reply = http.post("/v1/completions", json=body)
     assert reply.status_code == 400
     assert reply.json()["error"]["code"] == "too_many_logprobs"
+
+
+@pytest.mark.full
+def test_a_full_queue_of_one_key_does_not_refuse_another() -> None:
+    from bifolio.serve.context import Limits
+
+    limits = Limits(max_queue=8)
+    with running_server(keys=["one-key", "other-key"], limits=limits, engine={"max_num_seqs": 2}) as server:
+        filling = {**SHORT, "prompt": ["Once"] * 10, "max_tokens": 300, "ignore_eos": True}
+        with server.http("one-key") as busy, server.http("other-key") as other:
+            thread = threading.Thread(target=lambda: busy.post("/v1/completions", json=filling))
+            thread.start()
+            while server.on_loop(lambda: server.context.engine.num_open) < 10:
+                time.sleep(0.01)
+            assert (
+                server.http("one-key").post("/v1/completions", json={**SHORT, "prompt": ["a"] * 10}).status_code == 429
+            )
+            assert other.post("/v1/completions", json=SHORT).status_code == 200
+            thread.join()
 
 
 @pytest.mark.full
@@ -155,6 +176,27 @@ def test_serving_is_logged_when_the_port_is_bound() -> None:
     assert done.returncode != 0
     assert '"message": "serving"' not in done.stderr
     assert "address already in use" in done.stderr.lower()
+
+
+@pytest.mark.full
+def test_logs_are_readable_on_a_terminal_and_json_in_a_pipe() -> None:
+    options = ("serve", "-m", str(model_folder()), "--port", "0")
+    with PtySession.bifolio(*options, width=200) as terminal:
+        terminal.expect(" serving")
+        terminal.interrupt()
+        assert terminal.wait() == 0
+    lines = [line for line in re.split(r"[\r\n]+|\^C", terminal.text) if line.strip()]
+    assert all(re.match(r"\d\d:\d\d:\d\d \w", line) for line in lines), lines
+    assert re.search(r"serving .*127\.0\.0\.1:\d+", terminal.text)
+    command = [sys.executable, "-m", "bifolio", *options]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        records = []
+        for line in process.stderr or ():
+            records.append(json.loads(line))
+            if records[-1]["message"] == "serving":
+                process.send_signal(signal.SIGTERM)
+    assert any(record["message"] == "serving" for record in records)
+    assert all({"time", "level", "part", "message"} <= set(record) for record in records)
 
 
 @pytest.mark.full
@@ -233,15 +275,11 @@ def test_silent_connections_deny_no_service() -> None:
                 connection.close()
 
 
-def test_a_key_sees_the_lengths_of_its_own_requests_only(server: RunningServer) -> None:
+def test_a_key_sees_the_lengths_of_its_own_requests_only() -> None:
     alice, bob = Tenant("key-0", b"a"), Tenant("key-1", b"b")
     entry = {"id": "r-1", "slot": 3, "phase": "decode", "prompt": 7, "tokens": 9, "generated": 2}
-    server.context.owners["r-1"] = alice.name
-    try:
-        assert live._visible(server.context, entry, alice) == entry
-        hidden = live._visible(server.context, entry, bob)
-    finally:
-        del server.context.owners["r-1"]
+    assert live._visible({**entry, "owner": "key-0"}, alice) == entry
+    hidden = live._visible({**entry, "owner": "key-0"}, bob)
     assert (hidden["id"], hidden["prompt"], hidden["tokens"], hidden["slot"]) == ("", 0, 0, 3)
     blocks = bytes([0, 0, 1, 0, BLOCK_HELD + 3, 1, BLOCK_HELD + 5, 2])
     assert live._visible_blocks(blocks, {3}) == bytes([0, 0, 1, 0, BLOCK_HELD + 3, 1, BLOCK_HELD, 2])

@@ -238,3 +238,28 @@ def test_comparisons_of_lists_that_share_their_parts_are_bounded(expression: str
 def test_methods_that_make_large_values_are_refused(expression: str) -> None:
     with pytest.raises(ChatTemplateError):
         render_chat("{{ " + expression + " }}", HELLO)
+
+
+NESTED = "{%% set ns = namespace(a=1) %%}{%% for i in range(40) %%}{%% set ns.a = %s %%}{%% endfor %%}%s"
+
+
+@pytest.mark.parametrize(
+    ("grow", "end"),
+    [
+        ("namespace(p=ns.a, q=ns.a)", "{{ ns.a }}"),
+        ("namespace(p=ns.a, q=ns.a)", "{{ raise_exception(ns.a) }}"),
+        ("(ns.a, ns.a)", "{{ {ns.a: 1} }}"),
+        ("(ns.a, ns.a)", "{{ {}[ns.a] }}"),
+        ("dict(p=ns.a, q=ns.a)", "{{ ns.a.values() }}"),
+    ],
+)
+def test_values_that_share_their_parts_are_bounded(monkeypatch: pytest.MonkeyPatch, grow: str, end: str) -> None:
+    """2 to the power of 40 parts: spelling or hashing them would take days."""
+    monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.2)
+    with pytest.raises(ChatTemplateError):
+        render_chat(NESTED % (grow, end), [{"role": "user", "content": "a"}])
+
+
+def test_a_template_that_python_cannot_compile_is_refused() -> None:
+    with pytest.raises(ChatTemplateError, match="broken"):
+        render_chat("{% for i in [1] %}" * 30 + "{% endfor %}" * 30, [{"role": "user", "content": "a"}])

@@ -184,3 +184,23 @@ def test_forks_are_independent() -> None:
     twin = original.fork()
     assert original.push(1) == "世"
     assert (twin.finish(), original.push(1)) == ("\ufffd", "世")
+
+
+@FAMILIES
+@given(
+    ids=st.lists(st.integers(2, 360), max_size=150),
+    cuts=st.lists(st.integers(1, 90), min_size=150, max_size=150),
+    text=st.text(st.sampled_from("the and 世é🙂x \n"), max_size=120),
+)
+@settings(deadline=None, max_examples=100)
+def test_tokens_together_give_the_text_of_tokens_one_by_one(make, ids: list[int], cuts: list[int], text: str) -> None:
+    tokenizer = make()
+    prompt = tokenizer.encode("the and").ids
+    for tokens in (ids, tokenizer.encode(text).ids):
+        alone, together = IncrementalDetokenizer(tokenizer, prompt), IncrementalDetokenizer(tokenizer, prompt)
+        start, pieces = 0, []
+        for cut in cuts:
+            pieces.append(together.push_all(tokens[start : start + cut]))
+            start += cut
+        whole = "".join([*pieces, together.finish()])
+        assert whole == "".join(push_all(alone, tokens))

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from bifolio.sampling_params import SamplingParams
 from bifolio.text.detokenizer import IncrementalDetokenizer
-from bifolio.text.stopping import StopChecker, StopDecision, StopStringScanner
+from bifolio.text.reader import TextReader
+from bifolio.text.stopping import OutputText, StopChecker, StopDecision, StopStringScanner, TokenStops
 
 EOS = 0
 
@@ -130,3 +131,59 @@ def test_forks_and_aborts() -> None:
     assert twin.check(ord("x")).text == "STx"
     assert checker.flush() == "ST"
     assert (checker.num_output, twin.num_output) == (3, 4)
+
+
+@given(
+    text=st.text("abST\0.", max_size=40),
+    cuts=st.lists(st.integers(1, 9), min_size=40, max_size=40),
+    stops=st.lists(st.text("abST.", min_size=1, max_size=3), max_size=2, unique=True),
+    options=st.fixed_dictionaries(
+        {
+            "include_stop_str_in_output": st.booleans(),
+            "min_tokens": st.integers(0, 5),
+            "max_tokens": st.integers(5, 45),
+            "stop_token_ids": st.sampled_from([[], [ord("b")]]),
+        }
+    ),
+)
+@settings(max_examples=300, deadline=None)
+def test_a_reader_behind_the_engine_decides_as_one_that_checks_every_token(
+    text: str, cuts: list[int], stops: list[str], options: dict[str, object]
+) -> None:
+    """The engine ends by tokens alone and sends them in pieces; the reader cuts them at the first stop text."""
+    params = SamplingParams(stop=stops, **options)
+    shown, decision = run(text, params)
+    expected_count = next(
+        (n for n in range(1, len(text) + 1) if run(text[:n], params)[1].finish_reason is not None), len(text)
+    )
+    tokens, ends = [ord(char) for char in text], TokenStops(params, {EOS}, 10, 1000)
+    sent = next((n for n, token in enumerate(tokens, 1) if ends.check(token, n) is not None), len(tokens))
+    reader = OutputText(params, IncrementalDetokenizer(LetterDecoder()))
+    start, seen, found, count = 0, "", StopDecision(""), 0
+    for cut in cuts:
+        piece = tokens[start : min(start + cut, sent)]
+        start += len(piece)
+        if not piece:
+            break
+        taken, found = reader.push_all(piece, ends.check(piece[-1], start))
+        seen, count = seen + found.text, count + taken
+        if found.finish_reason is not None:
+            break
+    assert (seen, count) == (shown, expected_count)
+    assert (found.finish_reason, found.stop_reason) == (decision.finish_reason, decision.stop_reason)
+
+
+@pytest.mark.parametrize("one_by_one", [0, 4, 20])
+def test_a_text_is_the_same_however_it_is_read(one_by_one: int) -> None:
+    params = SamplingParams(stop="STOP", max_tokens=12)
+    tokens = [ord(char) for char in "abcSTxyzST_z"]
+
+    def new_checker() -> StopChecker:
+        return StopChecker(params, {EOS}, 1, 100, IncrementalDetokenizer(LetterDecoder()))
+
+    reader = TextReader(new_checker)
+    pieces = [reader.text_of(tokens, number) for number in range(1, min(one_by_one, len(tokens)) + 1)]
+    assert "abcSTxyzST_z".startswith("".join(pieces))
+    twin = reader.fork()
+    assert reader.whole(tokens) == twin.whole(tokens) == "abcSTxyzST_z"
+    assert reader.text_of(tokens, 6) == twin.text_of(tokens, 6) == "STx"

@@ -259,6 +259,7 @@ def test_progress_shows_loss_speed_and_messages(capsys: pytest.CaptureFixture[st
         assert "held-out loss [bold] 1.5" in shown
         assert "2.25" in shown
         assert "1,234 tokens/s" in shown
+        assert "left" in shown
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,8 @@ from bifolio.engine.executor import DecodeExecutor, ModelRunner, PrefillExecutor
 from bifolio.engine.host_batch import HostBatch, Run
 from bifolio.errors import ConfigError, EmptyPromptError, ModelFileError, PromptTooLongError, TokenIdError
 from bifolio.kernels.interface import Batch, KernelSet
-from bifolio.kernels.torch_reference import TorchKernels
+from bifolio.kernels.select import torch_kernels
+from bifolio.kernels.torch_dtypes import dtype_name
 from bifolio.model import transformer
 from bifolio.model.families import family_of
 from bifolio.model.huggingface.config import config_from_hf, config_to_hf
@@ -257,10 +258,9 @@ class LanguageModel(nn.Module):
         cache = CacheConfig(1 + num_sequences * blocks_each, BLOCK_SIZE, kernels.kv_dtype)
         return DecodeLoop(ModelRunner.new(model, cache, kernels), num_sequences)
 
-    def _kernels(self) -> TorchKernels:
+    def _kernels(self) -> KernelSet:
         dtype = self.get_parameter(self._names.embedding + ".weight").dtype
-        names = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
-        return TorchKernels(str(self.device), names.get(dtype, str(dtype)))
+        return torch_kernels(str(self.device), dtype_name(dtype))
 
     def _check_tokens(self, idx: torch.Tensor) -> None:
         if idx.ndim != 2:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, overload
 
 from bifolio.sequence import Request, RequestMetrics, Sequence, TokenLogprob
 
@@ -37,6 +38,39 @@ class PositionLogprobs(dict[int, Logprob]):
         )
 
 
+class OutputLogprobs(Sequences[PositionLogprobs]):
+    """The logprobs of an output, one entry for each token; entries are made when they are read."""
+
+    __slots__ = ("_decode", "_entries", "_scored")
+
+    def __init__(self, scored: Sequences[TokenLogprob], decode: Decode | None = None) -> None:
+        self._scored = scored
+        self._decode = decode
+        self._entries: list[PositionLogprobs] | None = None
+
+    def __len__(self) -> int:
+        return len(self._scored)
+
+    @overload
+    def __getitem__(self, index: int) -> PositionLogprobs: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[PositionLogprobs]: ...
+
+    def __getitem__(self, index: int | slice) -> PositionLogprobs | list[PositionLogprobs]:
+        if self._entries is None:
+            self._entries = [PositionLogprobs(scored, self._decode) for scored in self._scored]
+        return self._entries[index]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OutputLogprobs | list) and self[:] == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(self[:])
+
+
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
     """One completion of a prompt."""
@@ -45,7 +79,7 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None  # None unless logprobs were requested
-    logprobs: list[PositionLogprobs] | None
+    logprobs: Sequences[PositionLogprobs] | None
     finish_reason: str | None  # "stop", "length", "abort" or "error"; None while it runs
     stop_reason: int | str | None = None
     score: float | None = None  # of a beam: its logprob over its length to the power of the length penalty
@@ -61,7 +95,7 @@ class BeamSequence:
     tokens: list[int]
     text: str
     cum_logprob: float
-    logprobs: list[PositionLogprobs] | None
+    logprobs: Sequences[PositionLogprobs] | None
     finish_reason: str | None
     stop_reason: int | str | None
 
@@ -102,22 +136,26 @@ class RequestOutput:
 
 def request_output(request: Request, decode: Decode | None = None) -> RequestOutput:
     """The state of a request as its caller sees it; `decode` writes tokens beside their logprobs."""
-    chosen = request.sequences
-    if request.search is not None:
-        chosen = chosen[: len(request.search.results())]
-    elif request.is_finished and len(chosen) > request.params.n:
-        chosen = sorted(chosen, key=_mean_logprob, reverse=True)[: request.params.n]
     scored = request.prompt_logprobs
     return RequestOutput(
         request_id=request.request_id,
         prompt=request.prompt,
         prompt_token_ids=request.prompt_token_ids,
         prompt_logprobs=None if scored is None else [e if e is None else PositionLogprobs(e, decode) for e in scored],
-        outputs=[_completion(request, sequence, index, decode) for index, sequence in enumerate(chosen)],
+        outputs=[_completion(request, each, index, decode) for index, each in enumerate(returned_sequences(request))],
         finished=request.is_finished,
         metrics=request.metrics,
         error=request.error,
     )
+
+
+def returned_sequences(request: Request) -> list[Sequence]:
+    """The sequences that the caller sees; of a finished request the best ones, best first."""
+    if request.search is not None:
+        return request.sequences[: len(request.search.results())]
+    if request.is_finished and len(request.sequences) > request.params.n:
+        return sorted(request.sequences, key=_mean_logprob, reverse=True)[: request.params.n]
+    return request.sequences
 
 
 def _completion(request: Request, sequence: Sequence, index: int, decode: Decode | None) -> CompletionOutput:
@@ -128,7 +166,7 @@ def _completion(request: Request, sequence: Sequence, index: int, decode: Decode
         text=sequence.text,
         token_ids=list(sequence.output_token_ids),
         cumulative_logprob=sequence.cumulative_logprob if summed else None,
-        logprobs=[PositionLogprobs(entry, decode) for entry in sequence.logprobs] if wanted else None,
+        logprobs=OutputLogprobs(sequence.logprobs.copy(), decode) if wanted else None,
         finish_reason=None if sequence.finish_reason is None else sequence.finish_reason.value,
         stop_reason=sequence.stop_reason,
         score=sequence.score,

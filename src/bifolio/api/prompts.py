@@ -11,6 +11,7 @@ from bifolio.errors import RequestError
 from bifolio.sampling_params import SamplingParams
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
+PromptTokens: TypeAlias = tuple[str | None, Sequence[int]]  # text, if it was given; token ids
 PROGRESS_FROM = 8  # minimum number of prompts for a progress bar
 
 

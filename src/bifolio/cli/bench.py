@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 from bifolio.cli import commands, measure_options, options
 from bifolio.cli.bench_output import describe, picture_line, progress, show, title
-from bifolio.config import NUMERICS
 
 if TYPE_CHECKING:
     from bifolio.measure.throughput import Test
@@ -59,6 +58,7 @@ def register(app: commands.App) -> None:
 
 
 def throughput(
+    engine: measure_options.SizedEngine,
     model: options.Model = None,
     shape: measure_options.Shape = None,
     format: measure_options.Format = "f32",
@@ -67,14 +67,6 @@ def throughput(
     depth: Annotated[str, commands.option("--depth", "-d", help="Tokens of context before generation.")] = "0",
     batch: Annotated[str, commands.option("--batch", "-b", help="Sequences that run together.")] = "1",
     repetitions: measure_options.Repetitions = 5,
-    chunk_size: options.AnyChunkSize = None,
-    block_size: options.AnyBlockSize = None,
-    kv_dtype: options.KvDtype = NUMERICS.kv_dtype,
-    activations: options.Activations = NUMERICS.activations,
-    kernels: measure_options.Kernels = None,
-    threads: options.Threads = NUMERICS.threads,
-    device: options.Device = NUMERICS.device,
-    deterministic: options.Deterministic = NUMERICS.deterministic,
     plot: measure_options.Plot = None,
     as_json: measure_options.AsJson = False,
 ) -> None:
@@ -86,21 +78,10 @@ def throughput(
     tests = bench_tests(numbers(prompt), numbers(generate), numbers(depth), numbers(batch, least=1))
     if not tests:
         raise commands.BadParameter("nothing to measure: --prompt or --generate must be above 0")
-    llm = bench_llm(
-        open_model(model, shape, format),
-        tests,
-        chunk_size=chunk_size,
-        block_size=block_size,
-        kv_cache_dtype=kv_dtype,
-        activations=activations,
-        kernels=kernels,
-        threads=threads,
-        device=device,
-        deterministic=deterministic or None,
-    )
+    llm = bench_llm(open_model(model, shape, format), tests, **engine.for_llm())
     with progress(as_json) as note:
         rows = run_tests(llm.engine, tests, repetitions, lambda test, number: note(step_text(test, number)))
-    setting = describe(llm, threads)
+    setting = describe(llm, engine.threads)
     if plot is not None:
         from bifolio.measure.speed_plot import plot_throughput
 
@@ -115,6 +96,7 @@ def throughput(
 
 
 def latency(
+    engine: measure_options.SizedEngine,
     model: options.Model = None,
     shape: measure_options.Shape = None,
     format: measure_options.Format = "f32",
@@ -122,14 +104,6 @@ def latency(
     generate: Annotated[int, commands.option("--generate", "-n", min=1, help="Tokens generated behind each.")] = 64,
     batch: Annotated[int, commands.option("--batch", "-b", min=1, help="Requests that are sent together.")] = 1,
     repetitions: measure_options.Repetitions = 5,
-    chunk_size: options.AnyChunkSize = None,
-    block_size: options.AnyBlockSize = None,
-    kv_dtype: options.KvDtype = NUMERICS.kv_dtype,
-    activations: options.Activations = NUMERICS.activations,
-    kernels: measure_options.Kernels = None,
-    threads: options.Threads = NUMERICS.threads,
-    device: options.Device = NUMERICS.device,
-    deterministic: options.Deterministic = NUMERICS.deterministic,
     plot: measure_options.Plot = None,
     as_json: measure_options.AsJson = False,
 ) -> None:
@@ -139,20 +113,10 @@ def latency(
     from bifolio.measure.throughput import Test, bench_llm
 
     check_target(plot)
-    llm = bench_llm(
-        open_model(model, shape, format),
-        [Test(num_prompt=prompt, num_generated=generate, batch=batch)],
-        chunk_size=chunk_size,
-        block_size=block_size,
-        kv_cache_dtype=kv_dtype,
-        activations=activations,
-        kernels=kernels,
-        threads=threads,
-        device=device,
-        deterministic=deterministic or None,
-    )
+    test = Test(num_prompt=prompt, num_generated=generate, batch=batch)
+    llm = bench_llm(open_model(model, shape, format), [test], **engine.for_llm())
     report = measure_latency(llm.engine, batch=batch, num_prompt=prompt, num_output=generate, repetitions=repetitions)
-    setting = describe(llm, threads)
+    setting = describe(llm, engine.threads)
     heading = f"{title(setting)}: {batch} x {prompt} prompt tokens, {generate} generated"
     if plot is not None:
         from bifolio.measure.speed_plot import plot_latency

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from bifolio.cli import commands, measure_options, options
-from bifolio.config import NUMERICS
 
 if TYPE_CHECKING:
+    from bifolio.api.llm import LLM
     from bifolio.measure.trace import TraceReport
     from bifolio.measure.trace_files import TraceRequest
     from bifolio.model.loaded import LoadedModel
@@ -32,7 +33,26 @@ def register(bench: commands.App) -> None:
     bench.command("trace", help=HELP, epilog=EPILOG)(trace)
 
 
+@dataclass(frozen=True)
+class TraceEngine(measure_options.Measured):
+    """The engine that replays a trace."""
+
+    num_blocks: Annotated[int | None, commands.option("--num-blocks", help="Blocks of the cache.")] = None
+    memory: options.Memory = None
+    max_model_len: options.MaxModelLen = None
+    max_num_seqs: options.MaxNumSeqs = 32
+    block_size: options.BlockSize = 16
+    chunk_size: options.ChunkSize = 512
+    prefix_caching: Annotated[bool, commands.option(help="Share cache blocks of equal prompt prefixes.")] = True
+
+    def shared(self) -> dict[str, Any]:
+        """The arguments of `LLM` that both kinds of batching take; each has its own pool of blocks."""
+        own = ("num_blocks", "memory", "max_model_len", "prefix_caching")
+        return {name: value for name, value in self.for_llm().items() if name not in own}
+
+
 def trace(
+    engine: TraceEngine,
     file: Annotated[Path, commands.argument(help="An Azure .csv or a Mooncake .jsonl trace.")],
     model: options.Model = None,
     shape: measure_options.Shape = None,
@@ -46,29 +66,14 @@ def trace(
         ),
     ] = None,
     compare: Annotated[str | None, commands.option("--compare", help="'static': also run static batching.")] = None,
-    num_blocks: Annotated[int | None, commands.option("--num-blocks", help="Blocks of the cache.")] = None,
-    memory: options.Memory = None,
-    max_model_len: options.MaxModelLen = None,
-    max_num_seqs: options.MaxNumSeqs = 32,
-    block_size: options.BlockSize = 16,
-    chunk_size: options.ChunkSize = 512,
-    kv_dtype: options.KvDtype = NUMERICS.kv_dtype,
-    activations: options.Activations = NUMERICS.activations,
-    prefix_caching: Annotated[bool, commands.option(help="Share cache blocks of equal prompt prefixes.")] = True,
     seed: Annotated[int, commands.option("--seed", help="Seed of the random tokens.")] = 0,
-    kernels: measure_options.Kernels = None,
-    threads: options.Threads = NUMERICS.threads,
-    device: options.Device = NUMERICS.device,
-    deterministic: options.Deterministic = NUMERICS.deterministic,
     plot: measure_options.Plot = None,
     as_json: measure_options.AsJson = False,
 ) -> None:
     from bifolio.api.llm import LLM
-    from bifolio.cli.bench_output import describe, picture_line, progress, show, title
+    from bifolio.cli.bench_output import describe
     from bifolio.measure.figures import check_target
     from bifolio.measure.random_models import open_model
-    from bifolio.measure.tables import trace_table
-    from bifolio.measure.trace import replay
     from bifolio.measure.trace_files import longest, make_prompts, read_trace, scaled
 
     check_target(plot)
@@ -78,48 +83,66 @@ def trace(
         speed = 1.0 if compare is None else 0.0
     loaded = open_model(model, shape, format)
     recorded = read_trace(file, limit)
-    length = min(max_model_len or longest(recorded, scale), loaded.config.max_position)
+    length = min(engine.max_model_len or longest(recorded, scale), loaded.config.max_position)
     requests, num_cut = scaled(recorded, scale, length)
     prompts = make_prompts(requests, loaded.config.vocab_size, seed)
-    engine_options: dict[str, Any] = {
-        "kv_cache_dtype": kv_dtype,
-        "block_size": block_size,
-        "max_num_seqs": max_num_seqs,
-        "chunk_size": chunk_size,
-        "kernels": kernels,
-        "threads": threads,
-        "device": device,
-        "activations": activations,
-        "deterministic": deterministic or None,
-    }
     llm = LLM(
         loaded,
-        num_blocks=num_blocks,
-        memory=memory,
+        num_blocks=engine.num_blocks,
+        memory=engine.memory,
         max_model_len=length,
-        enable_prefix_caching=prefix_caching,
-        **engine_options,
+        enable_prefix_caching=engine.prefix_caching,
+        **engine.shared(),
     )
+    reports = replay_all(llm, loaded, requests, prompts, speed, engine, compare is not None, as_json)
+    setting = {**describe(llm, engine.threads), "trace": file.name, "limit": limit, "scale": scale, "speed": speed,
+               "max_num_seqs": engine.max_num_seqs, "max_model_len": length, "num_cut": num_cut}  # fmt: skip
+    report_runs(f"{file.name}, {len(requests)} requests, lengths x {scale:g}, {arrival_text(speed)}",
+                setting, reports, plot, as_json)  # fmt: skip
+
+
+def replay_all(
+    llm: LLM,
+    model: LoadedModel,
+    requests: list[TraceRequest],
+    prompts: list[list[int]],
+    speed: float,
+    engine: TraceEngine,
+    compare: bool,
+    as_json: bool,
+) -> list[TraceReport]:
+    """The replay with continuous batching, and both kinds of static batching if they are to be compared."""
+    from bifolio.cli.bench_output import progress
+    from bifolio.measure.trace import replay
+
     with progress(as_json) as note:
         reports = [
             replay(llm.engine, requests, prompts, speed=speed,
                    on_progress=lambda done: note(f"continuous batching: {done} of {len(requests)} requests"))
         ]  # fmt: skip
-        if compare == "static":
-            reports += run_comparison(loaded, requests, prompts, speed, engine_options, note)
-    setting = {**describe(llm, threads), "trace": file.name, "limit": limit, "scale": scale, "speed": speed,
-               "max_num_seqs": max_num_seqs, "max_model_len": length, "num_cut": num_cut}  # fmt: skip
-    heading = f"{file.name}, {len(requests)} requests, lengths x {scale:g}, {arrival_text(speed)}"
+        if compare:
+            reports += run_comparison(model, requests, prompts, speed, engine.shared(), note)
+    return reports
+
+
+def report_runs(
+    heading: str, setting: dict[str, Any], reports: list[TraceReport], plot: Path | None, as_json: bool
+) -> None:
+    """Print the runs as a table or as JSON, and draw them."""
+    from bifolio.cli.bench_output import picture_line, show, title
+    from bifolio.measure.tables import trace_table
+
+    heading = f"{heading}\n{title(setting)}"
     if plot is not None:
         from bifolio.measure.trace_plot import plot_trace
 
-        plot_trace(reports, plot, f"{heading}\n{title(setting)}")
+        plot_trace(reports, plot, heading)
     if as_json:
         commands.echo(json.dumps({**setting, "runs": [report.as_dict() for report in reports], **ratios(reports)}))
         return
-    show(trace_table(f"{heading}\n{title(setting)}", reports))
-    if num_cut:
-        commands.echo(f"{num_cut} prompts were cut to fit into {length} tokens")
+    show(trace_table(heading, reports))
+    if setting["num_cut"]:
+        commands.echo(f"{setting['num_cut']} prompts were cut to fit into {setting['max_model_len']} tokens")
     for name, ratio in ratios(reports).items():
         commands.echo(f"{name.replace('_', ' ')}: {ratio:.2f}")
     picture_line(plot)

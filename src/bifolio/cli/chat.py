@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
 from bifolio.cli import commands, options
-from bifolio.config import NUMERICS
 
 if TYPE_CHECKING:
     from bifolio.api.llm import LLM
@@ -36,27 +35,10 @@ def register(app: commands.App) -> None:
 
 
 def chat(
+    sampling: options.Sampling,
+    engine: options.Engine,
     model: options.Model = None,
     system: Annotated[str | None, commands.option("--system", "-s", help="The system prompt.")] = None,
-    max_tokens: options.MaxTokens = None,
-    temperature: options.Temperature = None,
-    top_p: options.TopP = None,
-    top_k: options.TopK = None,
-    min_p: options.MinP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    seed: options.Seed = None,
-    stop: options.Stop = None,
-    memory: options.Memory = None,
-    max_model_len: options.MaxModelLen = None,
-    block_size: options.AnyBlockSize = None,
-    chunk_size: options.AnyChunkSize = None,
-    dtype: options.Dtype = "auto",
-    kv_dtype: options.KvDtype = NUMERICS.kv_dtype,
-    activations: options.Activations = NUMERICS.activations,
-    threads: options.Threads = NUMERICS.threads,
-    device: options.Device = NUMERICS.device,
-    deterministic: options.Deterministic = NUMERICS.deterministic,
-    gpu_memory_utilization: options.GpuMemoryUtilization = 0.9,
     context_policy: Annotated[
         str,
         commands.option(
@@ -68,41 +50,11 @@ def chat(
     as_json: Annotated[bool, commands.option("--json", help="Print each answer as a line of JSON.")] = False,
     verbose: options.Verbose = False,
 ) -> None:
-    from bifolio.api.llm import LLM
     from bifolio.cli.conversation import Conversation, checked_policy
 
     checked_policy(context_policy)
-
-    with options.loading() as on_load:
-        llm = LLM(
-            model,
-            dtype=dtype,
-            kv_cache_dtype=kv_dtype,
-            memory=memory,
-            max_model_len=max_model_len,
-            max_num_seqs=1,
-            block_size=block_size,
-            chunk_size=chunk_size,
-            activations=activations,
-            threads=threads,
-            device=device,
-            deterministic=deterministic or None,
-            gpu_memory_utilization=gpu_memory_utilization,
-            verbose=verbose,
-            on_load=on_load,
-        )
-    given = {
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-        "seed": seed,
-        "stop": stop,
-    }
-    explicit = {name: value for name, value in given.items() if value is not None}
-    params = llm.default_params(**{"max_tokens": None, **explicit})
+    llm = engine.llm(model, max_num_seqs=1, verbose=verbose)
+    params = llm.default_params(**{"max_tokens": None, **sampling.explicit()})
     conversation = Conversation(llm, params, system, context_policy)
     conversation.check()
     converse(conversation, markdown, as_json)

@@ -9,6 +9,9 @@
     app.command(help="Generate text.")(generate)
     app(["generate", "Once", "-n", "8"])
 
+A parameter whose type is a dataclass stands for one option for each field: a group that several functions share, with
+its own heading in the help (`HEADING` of the class).
+
 Built on argparse: a larger library would take longer to import than a small model takes to load.
 """
 
@@ -21,7 +24,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar
 
 from bifolio.cli.option_values import OptionValues
@@ -76,15 +79,19 @@ class Command:
     epilog: str
 
     def run(self, program: str, arguments: Sequence[str]) -> None:
-        parser, hints = _parser(program, self.help, self.epilog), _hints(self.function)
-        values = OptionValues.of(program)
-        for parameter in inspect.signature(self.function).parameters.values():
-            _add(parser, parameter, hints[parameter.name], values)
+        parser = _parser(program, self.help, self.epilog)
+        values, written = OptionValues.of(program), parameters_of(self.function)
+        headings: dict[str, Any] = {}
+        for parameter, group in written:
+            section = parser if group is None else headings.get(group.name)
+            if section is None and group is not None:
+                section = headings[group.name] = parser.add_argument_group(group.annotation.HEADING)
+            _add(section, parameter, values)
         values.check_all_used()
         parser.usage = " ".join([program, "[options]", *_shown_arguments(parser)])
         given = vars(parser.parse_intermixed_args(_literal_tail(arguments)))
         try:
-            self.function(**{name.removeprefix(DEST_PREFIX): value for name, value in given.items()})
+            self.function(**_arguments(written, given))
         except BadParameter as error:
             parser.error(str(error))
 
@@ -166,12 +173,49 @@ def _escaped(text: str) -> str:
     return text.replace("%", "%%")
 
 
-def _hints(function: Callable[..., None]) -> dict[str, Any]:
-    return typing.get_type_hints(function, include_extras=True)
+def parameters_of(function: Callable[..., None]) -> list[tuple[inspect.Parameter, inspect.Parameter | None]]:
+    """(option or argument, None), and (option, parameter of the group) for each field of a group of options."""
+    hints = typing.get_type_hints(function, include_extras=True)
+    found: list[tuple[inspect.Parameter, inspect.Parameter | None]] = []
+    for parameter in inspect.signature(function).parameters.values():
+        parameter = parameter.replace(annotation=hints[parameter.name])
+        if is_dataclass(parameter.annotation):
+            found += [(option, parameter) for option in _fields_of(parameter.annotation)]
+        else:
+            found.append((parameter, None))
+    return found
 
 
-def _add(parser: argparse.ArgumentParser, parameter: inspect.Parameter, hint: Any, values: OptionValues) -> None:
+def _fields_of(group: Any) -> list[inspect.Parameter]:
+    """The fields of a group as keyword parameters."""
+    hints = typing.get_type_hints(group, include_extras=True)
+    return [
+        inspect.Parameter(
+            option.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if option.default is MISSING else option.default,
+            annotation=hints[option.name],
+        )
+        for option in fields(group)
+    ]
+
+
+def _arguments(
+    written: list[tuple[inspect.Parameter, inspect.Parameter | None]], given: dict[str, Any]
+) -> dict[str, Any]:
+    """The arguments of the function, each group made of its options."""
+    alone: dict[str, Any] = {}
+    grouped: dict[str, dict[str, Any]] = {}
+    for parameter, group in written:
+        target = alone if group is None else grouped.setdefault(group.name, {})
+        target[parameter.name] = given[DEST_PREFIX + parameter.name]
+    classes = {group.name: group.annotation for _, group in written if group is not None}
+    return {**alone, **{name: classes[name](**options) for name, options in grouped.items()}}
+
+
+def _add(parser: Any, parameter: inspect.Parameter, values: OptionValues) -> None:
     """Add one option or argument; a parameter without a default is required."""
+    hint = parameter.annotation
     kind, *notes = typing.get_args(hint) if typing.get_origin(hint) is typing.Annotated else (hint,)
     written = next((note for note in notes if isinstance(note, Parameter)), Parameter())
     kind = _without_none(kind)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import typing
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated
 
 from bifolio.cli import commands
 
@@ -64,14 +64,14 @@ def options_of(app: commands.App, prefix: str = "") -> Iterator[tuple[str, list[
         if isinstance(entry, commands.App):
             yield from options_of(entry, f"{prefix}{name} ")
             continue
-        hints = typing.get_type_hints(entry.function, include_extras=True)
         found = ["--help"]
-        for parameter in inspect.signature(entry.function).parameters.values():
-            found += _written(parameter, hints[parameter.name])
+        for parameter, _ in commands.parameters_of(entry.function):
+            found += _written(parameter)
         yield prefix + name, found
 
 
-def _written(parameter: inspect.Parameter, hint: Any) -> list[str]:
+def _written(parameter: inspect.Parameter) -> list[str]:
+    hint = parameter.annotation
     kind, *notes = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
     written = next((note for note in notes if isinstance(note, commands.Parameter)), commands.Parameter())
     if written.positional:

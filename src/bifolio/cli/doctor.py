@@ -92,10 +92,10 @@ def _cpuinfo() -> list[str]:
 def native_kernels() -> dict[str, Any]:
     """The compiled CPU kernels: the instruction set in use, all that would run, or the reason why they are missing."""
     from bifolio.errors import BifolioError
-    from bifolio.kernels import native
+    from bifolio.kernels import cpu
 
     try:
-        return {"native": True, "isa": native.isa(), "available": native.available_isas()}
+        return {"native": True, "isa": cpu.isa(), "available": cpu.available_isas()}
     except BifolioError as error:
         return {"native": False, "reason": str(error)}
 

@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 from bifolio.cli import commands, options
-from bifolio.config import NUMERICS
 
 HELP = """Measure the perplexity of a model on a text file.
 
@@ -29,6 +26,7 @@ def register(app: commands.App) -> None:
 
 
 def evaluate(
+    numerics: options.Numerics,
     text: Annotated[Path, commands.argument(help="A text file, plain or .xz.")],
     model: options.Model = None,
     window: Annotated[
@@ -38,13 +36,9 @@ def evaluate(
         int | None, commands.option("--max-tokens", "-n", help="Number of tokens to score; default: all.")
     ] = None,
     as_json: Annotated[bool, commands.option("--json", help="Print one JSON object.")] = False,
-    kv_dtype: options.KvDtype = NUMERICS.kv_dtype,
-    activations: options.Activations = NUMERICS.activations,
-    threads: options.Threads = NUMERICS.threads,
-    device: options.Device = NUMERICS.device,
-    deterministic: options.Deterministic = NUMERICS.deterministic,
 ) -> None:
     from bifolio.api.llm import LLM
+    from bifolio.cli.progress import steps_bar
     from bifolio.errors import ConfigError
     from bifolio.measure.perplexity import WINDOW, text_perplexity
     from bifolio.model.loader import load_model
@@ -58,19 +52,9 @@ def evaluate(
     if window is not None and window > most:
         raise ConfigError(f"a window of {window} tokens is longer than the model's context of {most}")
     length = window or min(WINDOW, most)
-    llm = LLM(
-        loaded,
-        max_model_len=length,
-        max_num_seqs=4,
-        enable_prefix_caching=False,
-        kv_cache_dtype=kv_dtype,
-        activations=activations,
-        threads=threads,
-        device=device,
-        deterministic=deterministic or None,
-    )
+    llm = LLM(loaded, max_model_len=length, max_num_seqs=4, enable_prefix_caching=False, **numerics.for_llm())
     began = time.perf_counter()
-    with progress_bar() as progress:
+    with steps_bar("scoring") as progress:
         result = text_perplexity(llm, content, window=length, max_tokens=max_tokens, progress=progress)
     seconds = time.perf_counter() - began
     record = {
@@ -103,14 +87,3 @@ def read_text(path: Path) -> str:
     except Exception as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     return data.decode("utf-8", errors="replace")
-
-
-@contextmanager
-def progress_bar() -> Iterator[Callable[[int, int], None]]:
-    """Windows scored and their total, on standard error if it is a terminal."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("scoring", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

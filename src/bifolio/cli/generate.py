@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from bifolio.cli import commands, options
-from bifolio.config import NUMERICS
 
 if TYPE_CHECKING:
     from bifolio.api.llm import LLM
@@ -45,18 +44,12 @@ def register(app: commands.App) -> None:
 
 
 def generate(
+    sampling: options.Sampling,
+    engine: options.BatchEngine,
     prompt: Annotated[
         str | None, commands.argument(help="The text to continue; default: piped standard input.")
     ] = None,
     model: options.Model = None,
-    max_tokens: options.MaxTokens = None,
-    temperature: options.Temperature = None,
-    top_p: options.TopP = None,
-    top_k: options.TopK = None,
-    min_p: options.MinP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    seed: options.Seed = None,
-    stop: options.Stop = None,
     ignore_eos: Annotated[bool, commands.option("--ignore-eos", help="Do not stop at the end-of-text token.")] = False,
     beams: Annotated[
         int | None, commands.option("--beams", min=1, help="Beam search with this many beams; prints the best text.")
@@ -82,65 +75,22 @@ def generate(
         Path | None,
         commands.option("--output", "-o", help="File for the results as JSON lines; default: standard output."),
     ] = None,
-    speculative: options.Speculative = None,
-    draft_model: options.DraftModel = None,
-    memory: options.Memory = None,
-    max_model_len: options.MaxModelLen = None,
-    max_num_seqs: options.AnyNumSeqs = None,
-    block_size: options.AnyBlockSize = None,
-    chunk_size: options.AnyChunkSize = None,
-    dtype: options.Dtype = "auto",
-    kv_dtype: options.KvDtype = NUMERICS.kv_dtype,
-    activations: options.Activations = NUMERICS.activations,
-    threads: options.Threads = NUMERICS.threads,
-    device: options.Device = NUMERICS.device,
-    deterministic: options.Deterministic = NUMERICS.deterministic,
-    gpu_memory_utilization: options.GpuMemoryUtilization = 0.9,
     verbose: options.Verbose = False,
 ) -> None:
-    from bifolio.api.llm import LLM
-
-    grammar = None if json_schema is None else read_grammar(json_schema)
+    explicit = sampling.explicit()
+    if ignore_eos:
+        explicit["ignore_eos"] = True
+    if json_schema is not None:
+        explicit["grammar"] = read_grammar(json_schema)
     text = given_text(prompt) if input_file is None else None
-    with options.loading() as on_load:
-        llm = LLM(
-            model,
-            dtype=dtype,
-            kv_cache_dtype=kv_dtype,
-            memory=memory,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            block_size=block_size,
-            chunk_size=chunk_size,
-            activations=activations,
-            threads=threads,
-            device=device,
-            deterministic=deterministic or None,
-            gpu_memory_utilization=gpu_memory_utilization,
-            speculative=options.speculative_config(speculative, draft_model),
-            verbose=verbose,
-            on_load=on_load,
-        )
-    given: dict[str, Any] = {
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-        "seed": seed,
-        "stop": stop,
-        "ignore_eos": ignore_eos or None,
-        "grammar": grammar,
-    }
-    explicit = {name: value for name, value in given.items() if value is not None}
+    llm = engine.llm(model, verbose=verbose)
     if input_file is not None:
         run_file(llm, input_file, output_file, {"max_tokens": DEFAULT_TOKENS, **explicit}, beams)
     else:
         most = DEFAULT_TOKENS if text is not None else llm.engine.config.max_model_len  # a story ends by itself
         params = request_params(llm, {"max_tokens": most, **explicit}, beams)
         if echo is None:
-            echo = grammar is None and (text is None or sys.stdout.isatty())
+            echo = json_schema is None and (text is None or sys.stdout.isatty())
         run_one(llm, STORY if text is None else text, params, echo, as_json)
     if verbose and llm.engine.speculator is not None:
         stats = llm.engine.speculator.stats

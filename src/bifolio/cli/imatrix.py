@@ -38,7 +38,8 @@ def imatrix(
     threads: options.Threads = NUMERICS.threads,
     as_json: measure_options.AsJson = False,
 ) -> None:
-    from bifolio.cli.eval import progress_bar, read_text
+    from bifolio.cli.eval import read_text
+    from bifolio.cli.progress import steps_bar
     from bifolio.kernels.select import select_kernels
     from bifolio.measure.importance import column_sums
     from bifolio.model.file_access import refuse_existing
@@ -49,7 +50,7 @@ def imatrix(
     content = read_text(text)
     loaded = load_model(model)
     kernels = select_kernels("cpu", threads=threads)
-    with progress_bar() as progress:
+    with steps_bar("measuring") as progress:
         columns, count = column_sums(loaded, kernels, content, window=window, max_windows=windows, progress=progress)
     write_importance(
         target, columns.sums, columns.counts, dataset=text.name, chunks=count, chunk_size=window, overwrite=force

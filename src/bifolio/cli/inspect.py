@@ -161,7 +161,7 @@ def memory_plan(
     from bifolio.config import checked_kv_dtype
     from bifolio.engine.memory import parse_bytes, plan_memory
     from bifolio.errors import BifolioError
-    from bifolio.kernels.native.kernel_set import NativeKernels
+    from bifolio.kernels.cpu import CPU_FORMATS, CPU_KERNELS
     from bifolio.model.loader import open_model
     from bifolio.quant.convert import conversion_notes, converted_bytes
 
@@ -172,7 +172,7 @@ def memory_plan(
         length = min(max_model_len or MAX_DEFAULT_LEN, config.max_position)
         plan = plan_memory(
             config,
-            sum(converted_bytes(matrix, NativeKernels.formats) for matrix in matrices),
+            sum(converted_bytes(matrix, CPU_FORMATS) for matrix in matrices),
             block_size=block_size,
             kv_dtype="f32" if kv_dtype == "auto" else checked_kv_dtype(kv_dtype),
             memory=None if memory is None else parse_bytes(memory),
@@ -190,7 +190,7 @@ def memory_plan(
         "num_parameters": config.num_parameters,
         "num_active_parameters": config.num_active_parameters,
         "architecture": architecture_lines(config),
-        "notes": conversion_notes([m.format for m in matrices], NativeKernels.formats, NativeKernels.name),
+        "notes": conversion_notes([m.format for m in matrices], CPU_FORMATS, CPU_KERNELS),
         "lines": [*plan.lines(), f"fits             {plan.max_cached_tokens // length} sequences of {length} tokens"],
     }
 

@@ -14,7 +14,7 @@ def quant_rows(tensors: list[TensorLine]) -> list[dict[str, Any]]:
     """One row for each format of a file's matrices and vectors, the largest first."""
     import math
 
-    from bifolio.kernels.native.formats import NATIVE_FORMATS, PACKINGS
+    from bifolio.kernels.cpu import CPU_FORMATS, PACKINGS
     from bifolio.quant.convert import target_format
     from bifolio.quant.formats import QuantFormat
 
@@ -27,7 +27,7 @@ def quant_rows(tensors: list[TensorLine]) -> list[dict[str, Any]]:
         elif not is_matrix:
             becomes, held = DENSE, 32.0
         else:
-            becomes, held = PACKINGS[target_format(format, NATIVE_FORMATS).name]
+            becomes, held = PACKINGS[target_format(format, CPU_FORMATS).name]
         row = rows.setdefault(
             (tensor.format, is_matrix),
             {"format": tensor.format, "kind": "matrices" if is_matrix else "vectors", "tensors": 0, "values": 0,
@@ -45,7 +45,7 @@ def show_quant(path: str, rows: list[dict[str, Any]]) -> None:
     from rich.table import Table
 
     from bifolio.engine.memory import show_bytes
-    from bifolio.kernels.native import isa
+    from bifolio.kernels.cpu import isa
 
     console = Console(soft_wrap=True, highlight=False)
     table = Table("format", "tensors", "size", "bits", f"in memory, for {isa()}", "bits", "size", box=None)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
-from bifolio.cli import commands
+from bifolio.cli import commands, options
 
 Shape = Annotated[
     str | None,
@@ -20,3 +21,20 @@ AsJson = Annotated[bool, commands.option("--json", help="Print one JSON object i
 Repetitions = Annotated[
     int, commands.option("--repetitions", "-r", min=1, help="Number of measurements of each figure.")
 ]
+
+
+@dataclass(frozen=True)
+class Measured(options.Numerics):
+    """The engine that is measured: its numbers and its kernels."""
+
+    HEADING: ClassVar[str] = "engine"
+
+    kernels: Kernels = None
+
+
+@dataclass(frozen=True)
+class SizedEngine(Measured):
+    """A measured engine whose sizes follow from the device unless they are given."""
+
+    chunk_size: options.AnyChunkSize = None
+    block_size: options.AnyBlockSize = None

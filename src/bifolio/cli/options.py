@@ -1,16 +1,16 @@
-"""Options that several verbs share."""
+"""Options that several verbs share, and groups of them: a group is one parameter of a verb's function."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from bifolio.cli import commands
+from bifolio.config import NUMERICS, SpeculativeConfig
 from bifolio.model.sampling_defaults import help_text
 
 if TYPE_CHECKING:
-    from bifolio.config import SpeculativeConfig
+    from bifolio.api.llm import LLM
 
 Model = Annotated[
     str | None,
@@ -91,9 +91,83 @@ DraftModel = Annotated[
 ]
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen, and when an answer ends."""
+
+    HEADING: ClassVar[str] = "sampling"
+
+    max_tokens: MaxTokens = None
+    temperature: Temperature = None
+    top_p: TopP = None
+    top_k: TopK = None
+    min_p: MinP = None
+    repetition_penalty: RepetitionPenalty = None
+    seed: Seed = None
+    stop: Stop = None
+
+    def explicit(self) -> dict[str, Any]:
+        """The options that the user gave; the model's defaults stand for the others."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """The options that decide on numbers: the same names and defaults on every verb that runs a model."""
+
+    HEADING: ClassVar[str] = "numbers and devices"
+
+    kv_dtype: KvDtype = NUMERICS.kv_dtype
+    activations: Activations = NUMERICS.activations
+    threads: Threads = NUMERICS.threads
+    device: Device = NUMERICS.device
+    deterministic: Deterministic = NUMERICS.deterministic
+
+    def for_llm(self) -> dict[str, Any]:
+        """The arguments of `LLM` that these options stand for."""
+        options = {**vars(self), "kv_cache_dtype": self.kv_dtype, "deterministic": self.deterministic or None}
+        del options["kv_dtype"]
+        return options
+
+
+@dataclass(frozen=True)
+class Engine(Numerics):
+    """All options of the engine but the size of the batch."""
+
+    HEADING: ClassVar[str] = "engine"
+
+    memory: Memory = None
+    max_model_len: MaxModelLen = None
+    block_size: AnyBlockSize = None
+    chunk_size: AnyChunkSize = None
+    dtype: Dtype = "auto"
+    gpu_memory_utilization: GpuMemoryUtilization = 0.9
+
+    def llm(self, model: str | None, **others: Any) -> LLM:
+        """The model on an engine with these options, behind a bar with the time left while it is loaded."""
+        from bifolio.api.llm import LLM
+        from bifolio.cli.progress import steps_bar
+
+        with steps_bar("loading") as on_load:
+            return LLM(model, **self.for_llm(), **others, on_load=on_load)
+
+
+@dataclass(frozen=True)
+class BatchEngine(Engine):
+    """The options of an engine for several sequences at once, with drafts."""
+
+    max_num_seqs: AnyNumSeqs = None
+    speculative: Speculative = None
+    draft_model: DraftModel = None
+
+    def for_llm(self) -> dict[str, Any]:
+        options = super().for_llm()
+        del options["draft_model"]
+        return {**options, "speculative": speculative_config(self.speculative, self.draft_model)}
+
+
 def speculative_config(method: str | None, draft_model: str | None) -> SpeculativeConfig | None:
     """The configuration that the two options describe; None without them."""
-    from bifolio.config import SpeculativeConfig
     from bifolio.errors import ConfigError
 
     if method is None and draft_model is None:
@@ -103,10 +177,3 @@ def speculative_config(method: str | None, draft_model: str | None) -> Speculati
     if method == "ngram" and draft_model is not None:
         raise ConfigError("--draft-model is for --speculative draft: leave one of them out")
     return SpeculativeConfig("ngram" if method == "ngram" else "draft", draft_model=draft_model)
-
-
-def loading() -> AbstractContextManager[Callable[[int, int], None]]:
-    """A bar with the time left while a model is prepared; nothing for one that is ready at once."""
-    from bifolio.cli.progress import steps_bar
-
-    return steps_bar("loading")

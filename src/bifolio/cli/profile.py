@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from bifolio.cli import commands, measure_options, options
-from bifolio.config import NUMERICS
 
 if TYPE_CHECKING:
     from bifolio.measure.profiler import Profile
@@ -31,6 +30,7 @@ def register(app: commands.App) -> None:
 
 
 def profile(
+    engine: measure_options.Measured,
     model: options.Model = None,
     shape: measure_options.Shape = None,
     format: measure_options.Format = "f32",
@@ -38,12 +38,6 @@ def profile(
     generate: Annotated[int, commands.option("--generate", "-n", min=1, help="Tokens generated behind each.")] = 64,
     batch: Annotated[int, commands.option("--batch", "-b", min=1, help="Sequences that run together.")] = 1,
     chunk_size: options.ChunkSize = 512,
-    kv_dtype: options.KvDtype = NUMERICS.kv_dtype,
-    activations: options.Activations = NUMERICS.activations,
-    kernels: measure_options.Kernels = None,
-    threads: options.Threads = NUMERICS.threads,
-    device: options.Device = NUMERICS.device,
-    deterministic: options.Deterministic = NUMERICS.deterministic,
     plot: measure_options.Plot = None,
     as_json: measure_options.AsJson = False,
 ) -> None:
@@ -54,16 +48,22 @@ def profile(
     from bifolio.measure.random_models import open_model
 
     check_target(plot)
-    threads = threads or default_threads()
+    threads = engine.threads or default_threads()
     result = profile_model(
         open_model(model, shape, format),
-        select_kernels(device, name=kernels, threads=threads, activations=activations, deterministic=deterministic),
+        select_kernels(
+            engine.device,
+            name=engine.kernels,
+            threads=threads,
+            activations=engine.activations,
+            deterministic=engine.deterministic,
+        ),
         num_prompt=prompt,
         num_generated=generate,
         batch=batch,
         threads=threads,
         chunk_size=chunk_size,
-        dtype=kv_dtype,
+        dtype=engine.kv_dtype,
     )
     if plot is not None:
         from bifolio.measure.profile_plot import plot_profile

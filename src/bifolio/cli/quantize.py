@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,10 +11,9 @@ from bifolio.cli import commands, options
 from bifolio.config import NUMERICS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
+    from bifolio.cli.progress import Report
     from bifolio.model.gguf.mixes import Mix
-    from bifolio.model.gguf.writer import Progress, WriteReport
+    from bifolio.model.gguf.writer import Progress, WriteReport, WrittenTensor
     from bifolio.model.loaded import LoadedModel
 
 HELP = """Write a model in another format.
@@ -59,6 +57,8 @@ def quantize(
     threads: options.Threads = NUMERICS.threads,
     as_json: Annotated[bool, commands.option("--json", help="Print one JSON object.")] = False,
 ) -> None:
+    from bifolio.cli.progress import bytes_bar
+    from bifolio.engine.memory import weight_bytes
     from bifolio.model.file_access import refuse_existing
     from bifolio.model.gguf.mixes import parse_mix
     from bifolio.model.loader import load_model
@@ -67,8 +67,8 @@ def quantize(
     refuse_existing(target, overwrite=force)
     text = None if evaluate is None else read_text(evaluate)
     model = load_model(source)
-    with progress_bar(model) as progress:
-        report = write(target, model, mix, imatrix, force, progress)
+    with bytes_bar("converting") as bar:
+        report = write(target, model, mix, imatrix, force, counted(bar, weight_bytes(model.weights)))
     scores = None
     if not as_json:
         print_report(report)
@@ -104,17 +104,16 @@ def read_text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace")
 
 
-@contextmanager
-def progress_bar(model: LoadedModel) -> Iterator[Progress]:
-    """A bar over the bytes of the weights, on standard error if it is a terminal."""
-    from rich.console import Console
-    from rich.progress import Progress as Bar
+def counted(show: Report, total: int) -> Progress:
+    """The bytes of the converted tensors so far, for a bar."""
+    done = 0
 
-    from bifolio.engine.memory import weight_bytes
+    def add(line: WrittenTensor) -> None:
+        nonlocal done
+        done += line.old_bytes
+        show(min(done, total), total)  # vectors are not part of the total
 
-    with Bar(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("converting", total=weight_bytes(model.weights))
-        yield lambda line: bar.update(task, advance=line.old_bytes)
+    return add
 
 
 def as_record(report: WriteReport) -> dict[str, Any]:
@@ -151,6 +150,7 @@ def print_report(report: WriteReport) -> None:
 
 def score(model: LoadedModel, text: str, max_tokens: int, threads: int | None, activations: str) -> float:
     from bifolio.api.llm import LLM
+    from bifolio.cli.progress import steps_bar
     from bifolio.measure.perplexity import WINDOW, text_perplexity
 
     length = min(model.config.max_position, WINDOW + 1)
@@ -162,4 +162,5 @@ def score(model: LoadedModel, text: str, max_tokens: int, threads: int | None, a
         threads=threads,
         activations=activations,
     )
-    return text_perplexity(llm, text, max_tokens=max_tokens).value
+    with steps_bar("scoring") as progress:
+        return text_perplexity(llm, text, max_tokens=max_tokens, progress=progress).value

@@ -6,7 +6,6 @@ import sys
 from typing import TYPE_CHECKING, Annotated
 
 from bifolio.cli import commands, options
-from bifolio.config import NUMERICS
 
 if TYPE_CHECKING:
     from bifolio.api.llm import LLM
@@ -29,48 +28,17 @@ def register(app: commands.App) -> None:
 
 
 def run(
+    sampling: options.Sampling,
+    engine: options.Engine,
     model: Annotated[str, commands.argument(help="Model folder, .gguf file, or a name that `bifolio pull` takes.")],
     prompt: Annotated[str | None, commands.argument(help="Question, or text to continue.")] = None,
     system: Annotated[str | None, commands.option("--system", "-s", help="The system prompt.")] = None,
-    max_tokens: options.MaxTokens = None,
-    temperature: options.Temperature = None,
-    top_p: options.TopP = None,
-    top_k: options.TopK = None,
-    min_p: options.MinP = None,
-    seed: options.Seed = None,
-    max_model_len: options.MaxModelLen = None,
-    kv_dtype: options.KvDtype = NUMERICS.kv_dtype,
-    activations: options.Activations = NUMERICS.activations,
-    threads: options.Threads = NUMERICS.threads,
-    device: options.Device = NUMERICS.device,
-    deterministic: options.Deterministic = NUMERICS.deterministic,
 ) -> None:
-    from bifolio.api.llm import LLM
     from bifolio.cli.generate import given_text
 
     text = given_text(prompt)
-    with options.loading() as on_load:
-        llm = LLM(
-            fetched(model),
-            kv_cache_dtype=kv_dtype,
-            max_model_len=max_model_len,
-            max_num_seqs=1,
-            activations=activations,
-            threads=threads,
-            device=device,
-            deterministic=deterministic or None,
-            on_load=on_load,
-        )
-    given = {
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "min_p": min_p,
-        "seed": seed,
-    }
-    explicit = {name: value for name, value in given.items() if value is not None}
-    params = llm.default_params(**{"max_tokens": None, **explicit})
+    llm = engine.llm(fetched(model), max_num_seqs=1)
+    params = llm.default_params(**{"max_tokens": None, **sampling.explicit()})
     if llm.model.chat_template is None:
         continue_text(llm, text, params)
     elif text is not None:

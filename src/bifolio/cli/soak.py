@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 from bifolio.cli import commands, options
-from bifolio.config import NUMERICS
 
 HELP = """Run a server under chaos and compare its answers with exact ones.
 
@@ -26,6 +26,7 @@ def register(app: commands.App) -> None:
 
 
 def soak(
+    numerics: options.Numerics,
     model: options.Model = None,
     minutes: Annotated[float, commands.option("--minutes", help="Length of the run, in minutes.")] = 1.0,
     clients: Annotated[int, commands.option("--clients", help="Clients whose answers are compared.")] = 4,
@@ -36,11 +37,6 @@ def soak(
     max_wait: Annotated[float, commands.option("--max-wait", help="Most seconds of an exact answer.")] = 30.0,
     plot: Annotated[Path | None, commands.option("--plot", help="File for a picture of the run (PNG).")] = None,
     seed: Annotated[int, commands.option("--seed", help="Seed of the order of requests.")] = 0,
-    kv_dtype: options.KvDtype = NUMERICS.kv_dtype,
-    activations: options.Activations = NUMERICS.activations,
-    threads: options.Threads = NUMERICS.threads,
-    device: options.Device = NUMERICS.device,
-    deterministic: options.Deterministic = NUMERICS.deterministic,
 ) -> None:
     from bifolio.measure.figures import check_target
     from bifolio.measure.soak import Soak, SoakPlan
@@ -54,13 +50,7 @@ def soak(
         kill_every=kill_every,
         max_wait=max_wait,
         seed=seed,
-        numerics={
-            "kv_dtype": kv_dtype,
-            "activations": activations,
-            "threads": threads,
-            "device": device,
-            "deterministic": deterministic,
-        },
+        numerics=asdict(numerics),
     )
     report = Soak(plan).run()
     if plot is not None:

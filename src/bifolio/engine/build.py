@@ -13,6 +13,7 @@ from bifolio.config import EngineConfig
 from bifolio.engine.device_memory import measure_step, move_to_device
 from bifolio.engine.engine import InferenceEngine
 from bifolio.engine.memory import MemoryPlan, plan_gpu_memory, plan_memory, weight_bytes
+from bifolio.engine.warm_up import warm_up
 from bifolio.kernels.interface import DeviceMemory, KernelSet
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.weights import OnLoad
@@ -81,7 +82,10 @@ def build_engine(
             max_num_seqs=config.max_num_seqs,
         )
     config = replace(config, cache=replace(cache, num_blocks=plan.num_blocks))
-    return plan, InferenceEngine(model, config, kernels, draft_model=draft_model, on_load=on_load)
+    engine = InferenceEngine(model, config, kernels, draft_model=draft_model, on_load=on_load)
+    if config.warm_up and device is not None:
+        warm_up(engine)
+    return plan, engine
 
 
 def _measured_plan(

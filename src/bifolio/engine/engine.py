@@ -117,6 +117,9 @@ class InferenceEngine:
         if faults.is_active:
             faults.before_step()
         try:
+            overdue = self.batcher.overdue()
+            if overdue is not None:
+                self._yield_to(overdue)
             self.batcher.step(self._iterate)
         except Exception as error:
             failure = error.with_traceback(None)  # the frames hold the arrays of the failed step
@@ -141,6 +144,14 @@ class InferenceEngine:
         while len(self.in_flight) > self._depth:
             self.collect()
         return self._outbox
+
+    def _yield_to(self, sequence: Sequence) -> None:
+        """Let a sequence that waits take slots of an owner that has many (`schedule.shares`)."""
+        while self.in_flight:
+            self.collect()
+        self.batcher.evict_completed()
+        if sequence.finish_reason is None:
+            self._counters.num_preemptions += len(self.batcher.yield_to(sequence))
 
     def plan(self, slots: list[BatchSlot]) -> StepPlan:
         """Select the tokens of the next step and reserve their blocks."""
@@ -200,9 +211,10 @@ class InferenceEngine:
         priority: int = 0,
         turn: float = 0.0,
         salt: bytes = b"",
+        owner: str = "",
     ) -> Request:
         """Queue a request; one that cannot be served is rejected here, before any state changes."""
-        request = self.factory.new_request(request_id, prompt_token_ids, params, prompt, priority, salt, turn)
+        request = self.factory.new_request(request_id, prompt_token_ids, params, prompt, priority, salt, turn, owner)
         self.factory.add_completions(request)
         return self._enqueue(request)
 
@@ -216,9 +228,11 @@ class InferenceEngine:
         priority: int = 0,
         turn: float = 0.0,
         salt: bytes = b"",
+        owner: str = "",
     ) -> Request:
         """Queue a beam search; it runs in the same batches as all other requests."""
-        request = self.factory.new_request(request_id, prompt_token_ids, params.sampling, prompt, priority, salt, turn)
+        sampling = params.sampling
+        request = self.factory.new_request(request_id, prompt_token_ids, sampling, prompt, priority, salt, turn, owner)
         self.factory.add_beams(request, params)
         return self._enqueue(request)
 
@@ -270,6 +284,15 @@ class InferenceEngine:
         self._outbox.extend(self.batcher.finish(request, FinishReason.ABORT))
         return True
 
+    def stop(self, request_id: str, index: int, stop_reason: str) -> None:
+        """End one completion at a stop text that the reader of its tokens has found; no error if it ended before."""
+        request = self.requests.get(request_id)
+        sequence = None if request is None or request.search is not None else request.sequences[index]
+        if request is None or sequence is None or sequence.finish_reason is not None:
+            return
+        sequence.stop_reason = stop_reason
+        self._outbox.extend(self.batcher.finish(request, FinishReason.STOP, [sequence]))
+
     def abort_all(self) -> None:
         for request_id in list(self.requests):
             self.abort(request_id)
@@ -283,6 +306,11 @@ class InferenceEngine:
         now.utilisation = self.blocks.utilisation()
         now.sharing = self.shares.get_stats()
         return now
+
+    def reset_stats(self) -> None:
+        """Set all counters to 0."""
+        self._counters = EngineStats()
+        self.batcher.num_prompt_tokens = self.batcher.num_cached_tokens = 0
 
     # -- slots (called by the batcher) ------------------------------------------------------------------------------
     def slot_taken(self, slot: int, sequence: Sequence) -> None:
@@ -337,6 +365,7 @@ class InferenceEngine:
     def _count(self, plan: StepPlan) -> None:
         counters = self._counters
         counters.num_steps += 1
-        counters.num_decode_tokens += sum(item.num_new for item in plan.decodes)
+        has_drafts = self.speculator is not None
+        counters.num_decode_tokens += sum(item.num_new for item in plan.decodes) if has_drafts else len(plan.decodes)
         counters.num_prefill_tokens += sum(item.num_new for item in plan.prefills)
         counters.num_preemptions += len(plan.preempted)

@@ -17,15 +17,41 @@ from bifolio.cache.sharing import SpeculativeDecodingSharing
 from bifolio.engine.executor import Launched
 from bifolio.engine.host_batch import Readout
 from bifolio.engine.speculative.speculator import Speculator, num_accepted
-from bifolio.errors import RequestError
+from bifolio.errors import BifolioError, RequestError
 from bifolio.kernels.interface import Array, KernelSet
 from bifolio.sampling.sampler import SampledTokens, Sampler, prompt_logprobs
 from bifolio.schedule.batcher import ContinuousBatcher, unforked_children
 from bifolio.schedule.phases import PhaseManager
 from bifolio.schedule.plan import ScheduledSequence, StepPlan
-from bifolio.sequence import DraftStep, FinishReason, Request, Sequence, StepResult, TokenLogprob
+from bifolio.sequence import DraftStep, FinishReason, LogprobRecords, Request, Sequence, StepResult
 
 Candidates = tuple[np.ndarray, np.ndarray | None]  # logits f32[b, vocab], or (logprobs f32[b, k], ids i64[b, k])
+
+
+@dataclass(slots=True)
+class _Drawn:
+    """The tokens of a step as Python numbers, and their scores as records."""
+
+    token_ids: list[int]
+    errors: dict[int, BifolioError]
+    logprobs: list[float]  # empty if no sequence of the step has logprobs
+    records: bytes
+    record_bytes: int  # of one row; a sequence with fewer alternatives takes the beginning
+
+    @classmethod
+    def of(cls, sampled: SampledTokens) -> _Drawn:
+        tokens, scores = sampled.token_ids, sampled.scores
+        if scores is None:
+            return cls(tokens.tolist(), sampled.errors, [], b"", 0)
+        words = scores.pack(tokens, max(int(scores.num_top.max()), 0))
+        return cls(tokens.tolist(), sampled.errors, scores.logprobs.tolist(), words.tobytes(), 4 * words.shape[1])
+
+    def score(self, row: int, sequence: Sequence) -> None:
+        """Append the logprobs of a row to those of its sequence."""
+        records, size = sequence.logprobs, self.record_bytes
+        start = row * size
+        records.add(self.records[start : start + (records.num_bytes if records.num_bytes < size else size)])
+        sequence.cumulative_logprob += self.logprobs[row]
 
 
 @dataclass(slots=True)
@@ -112,7 +138,7 @@ class Postprocessor:
     # -- when the tokens are known -------------------------------------------------------------------------------------
     def collect(self, ticket: Ticket, results: list[StepResult]) -> None:
         """Apply the result of a step; `results` gets an entry for every added token and every finished sequence."""
-        sampled = None if ticket.launched.draws is None else ticket.launched.draws.collect()
+        sampled = None if ticket.launched.draws is None else _Drawn.of(ticket.launched.draws.collect())
         decodes, items = ticket.plan.decodes, ticket.plan.prefills
         draw = 0
         if sampled is not None and all(item.num_new == 1 and item.sequence.group is None for item in decodes):
@@ -148,17 +174,32 @@ class Postprocessor:
             self._advance_search(request, ticket.candidates[request.request_id], results)
 
     def _collect_decodes(
-        self, decodes: tuple[ScheduledSequence, ...], sampled: SampledTokens, results: list[StepResult]
+        self, decodes: tuple[ScheduledSequence, ...], drawn: _Drawn, results: list[StepResult]
     ) -> None:
         """Add one token to each of these sequences: a plain decode step."""
-        block_size = self._blocks.block_size
+        block_size, has_errors, tokens = self._blocks.block_size, bool(drawn.errors), drawn.token_ids
         for row, item in enumerate(decodes):
             sequence = item.sequence
-            sequence.advance(1)
-            if sequence.finish_reason is None:  # else it ended while the step ran
-                if sequence.num_computed % block_size == 0:
-                    self._commit(sequence, sequence.num_computed)
-                self._add_token(sequence, sampled, row, results)
+            if sequence.finish_reason is not None or sequence.checks_text or has_errors:
+                sequence.advance(1)
+                if sequence.finish_reason is None:  # else it ended while the step ran
+                    if sequence.num_computed % block_size == 0:
+                        self._commit(sequence, sequence.num_computed)
+                    self._add_token(sequence, drawn, row, results)
+                continue
+            token, request, stops = tokens[row], sequence.request, sequence.stops
+            count = sequence.decode(token)
+            if sequence.num_computed % block_size == 0:
+                self._commit(sequence, sequence.num_computed)
+            if request.wants_logprobs:
+                drawn.score(row, sequence)
+            if token in stops.end_ids or count >= stops.limit:
+                end = stops.check(token, count)
+                if end is not None:
+                    sequence.stop_reason = end.stop_reason
+                    results.append(self._end(sequence, FinishReason(end.finish_reason), token))
+                    continue
+            results.append(StepResult(request.request_id, token, False, None, sequence.index, count, sequence))
 
     def _enter_decode(self, sequences: list[Sequence]) -> None:
         """Move sequences to decode: the prompt is computed and the first token after it is known."""
@@ -173,24 +214,21 @@ class Postprocessor:
         slots = ((member.id, self._batcher.slot_of(member)) for member in request.search.members)
         return {member: slot for member, slot in slots if slot is not None}
 
-    def _add_tokens(
-        self, members: list[Sequence], sampled: SampledTokens, rows: range, results: list[StepResult]
-    ) -> None:
+    def _add_tokens(self, members: list[Sequence], drawn: _Drawn, rows: range, results: list[StepResult]) -> None:
         """Add one token to the sequence and one to each of its new forks."""
         sequence = members[0]
         if sequence.finish_reason is None and sequence.num_computed % self._blocks.block_size == 0:
             self._commit(sequence, sequence.num_computed)
         for member, row in zip(members, rows, strict=True):
             if member.finish_reason is None:  # else it ended while the step ran
-                self._add_token(member, sampled, row, results)
+                self._add_token(member, drawn, row, results)
 
-    def _verify(self, item: ScheduledSequence, sampled: SampledTokens, rows: range, results: list[StepResult]) -> None:
+    def _verify(self, item: ScheduledSequence, drawn: _Drawn, rows: range, results: list[StepResult]) -> None:
         """Keep the drafts that equal the sampled tokens, and the token after them; truncate the rest of the cache."""
         sequence = item.sequence
         if sequence.finish_reason is not None or self._speculation is None:
             return
-        drawn = sampled.token_ids[rows.start : rows.stop].tolist()
-        accepted = num_accepted(item.drafts, drawn)
+        accepted = num_accepted(item.drafts, drawn.token_ids[rows.start : rows.stop])
         sequence.num_drafted += len(item.drafts)
         sequence.num_accepted += accepted
         if self._speculator is not None:
@@ -199,7 +237,7 @@ class Postprocessor:
             position = len(sequence.output_token_ids)
             sequence.request.steps.append(DraftStep(sequence.index, position, tuple(item.drafts), accepted))
         for row in rows[: accepted + 1]:
-            self._add_token(sequence, sampled, row, results)
+            self._add_token(sequence, drawn, row, results)
             if sequence.finish_reason is not None:
                 break
         base = item.start + item.num_new - len(item.drafts)
@@ -208,40 +246,39 @@ class Postprocessor:
         sequence.rewind(num_computed)
         self._commit(sequence, num_computed)
 
-    def _add_token(self, sequence: Sequence, sampled: SampledTokens, row: int, results: list[StepResult]) -> None:
+    def _add_token(self, sequence: Sequence, drawn: _Drawn, row: int, results: list[StepResult]) -> None:
         request = sequence.request
-        if sampled.errors and row in sampled.errors:
-            request.error = str(sampled.errors[row])
+        if row in drawn.errors:
+            request.error = str(drawn.errors[row])
             results.extend(self._batcher.finish(request, FinishReason.ERROR))
             return
         if not request.metrics.first_token:
             request.metrics.first_token = time.perf_counter()
         if request.max_tokens == 0:  # only the prompt is scored
-            results.append(self._end(sequence, FinishReason.LENGTH, None, "", None))
+            results.append(self._end(sequence, FinishReason.LENGTH, None))
             return
-        token = int(sampled.token_ids[row])
-        logprob = _logprob(sampled, row, token) if request.wants_logprobs else None
-        if logprob is not None:
-            sequence.cumulative_logprob += logprob.logprob
-            sequence.logprobs.append(logprob)
+        token = drawn.token_ids[row]
+        if request.wants_logprobs:
+            drawn.score(row, sequence)
         sequence.append_token(token)
-        text, finish_reason, stop_reason = sequence.stopper.check(token)
-        if text:
-            sequence.text += text
+        count = len(sequence.output_token_ids)
+        if sequence.checks_text:
+            _, finish_reason, stop_reason = sequence.reader.check(token)
+        else:
+            finish_reason, stop_reason = sequence.stops.check(token, count) or (None, None)
         if finish_reason is None:
-            results.append(StepResult(request.request_id, token, False, None, sequence.index, text, logprob, sequence))
+            results.append(StepResult(request.request_id, token, False, None, sequence.index, count, sequence))
             return
         sequence.stop_reason = stop_reason
-        results.append(self._end(sequence, FinishReason(finish_reason), token, text, logprob))
+        results.append(self._end(sequence, FinishReason(finish_reason), token))
 
-    def _end(
-        self, sequence: Sequence, reason: FinishReason, token: int | None, text: str, logprob: TokenLogprob | None
-    ) -> StepResult:
+    def _end(self, sequence: Sequence, reason: FinishReason, token: int | None) -> StepResult:
         sequence.finish(reason)
         request = sequence.request
         if request.is_finished:
             request.metrics.finished = time.perf_counter()
-        return StepResult(request.request_id, token, True, reason, sequence.index, text, logprob, sequence)
+        number = 0 if token is None else len(sequence.output_token_ids)
+        return StepResult(request.request_id, token, True, reason, sequence.index, number, sequence)
 
     def _advance_search(
         self, request: Request, candidates: Callable[[], Candidates], results: list[StepResult]
@@ -263,7 +300,7 @@ class Postprocessor:
         search.close()
         request.metrics.finished = time.perf_counter()
         results.extend(
-            StepResult(request.request_id, None, True, m.finish_reason, m.index, m.text, None, m)
+            StepResult(request.request_id, None, True, m.finish_reason, m.index, 0, m)
             for m in search.members[: len(search.results())]
         )
 
@@ -271,18 +308,17 @@ class Postprocessor:
         """Logits at position p score the prompt's token p + 1; the first token has none."""
         request = item.sequence.request
         prompt = request.prompt_token_ids
-        if request.prompt_logprobs is None:
-            request.prompt_logprobs = [None] * len(prompt)
+        num_pairs = request.params.prompt_logprobs or 0
+        if request.prompt_scores is None:
+            request.prompt_scores = LogprobRecords(num_pairs)
         last = min(item.start + item.num_new, len(prompt) - 1)  # the last position followed by a prompt token
         count = last - item.start
         if count <= 0:
             return
         following = prompt[item.start + 1 : last + 1]
-        scores = prompt_logprobs(logits[first_row : first_row + count], following, request.params.prompt_logprobs or 0)
-        for offset, token in enumerate(following):
-            request.prompt_logprobs[item.start + 1 + offset] = TokenLogprob(
-                token, float(scores.logprobs[offset]), int(scores.ranks[offset]), tuple(scores.top[offset])
-            )
+        scores = prompt_logprobs(logits[first_row : first_row + count], following, num_pairs)
+        packed = scores.pack(np.array(following, dtype=np.int32), num_pairs).tobytes()
+        request.prompt_scores.put(item.start, packed)  # record 0 is that of the second token
 
 
 def _part(read: Callable[[], tuple[np.ndarray, np.ndarray]], first: int, last: int) -> Callable[[], Candidates]:
@@ -295,7 +331,3 @@ def _part(read: Callable[[], tuple[np.ndarray, np.ndarray]], first: int, last: i
 
 def _whole(fetched: Callable[[], np.ndarray]) -> Callable[[], Candidates]:
     return lambda: (fetched(), None)
-
-
-def _logprob(sampled: SampledTokens, row: int, token: int) -> TokenLogprob:
-    return TokenLogprob(token, float(sampled.logprobs[row]), int(sampled.ranks[row]), tuple(sampled.top[row] or ()))

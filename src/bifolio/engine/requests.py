@@ -22,9 +22,10 @@ from bifolio.errors import EmptyPromptError, PromptTooLongError, RequestError, T
 from bifolio.model.loaded import TextModel
 from bifolio.sampling.weights import child_seed
 from bifolio.sampling_params import SamplingParams
-from bifolio.sequence import Request, Sequence
+from bifolio.sequence import LogprobRecords, Request, Sequence
 from bifolio.text.detokenizer import IncrementalDetokenizer
-from bifolio.text.stopping import StopChecker
+from bifolio.text.reader import TextReader
+from bifolio.text.stopping import StopChecker, TokenStops
 
 
 class RequestFactory:
@@ -52,6 +53,7 @@ class RequestFactory:
         priority: int = 0,
         salt: bytes = b"",
         turn: float = 0.0,
+        owner: str = "",
     ) -> Request:
         """A valid request, without sequences yet; raises a `RequestError` that says why it cannot be served."""
         prompt_ids = as_token_ids(prompt_token_ids)
@@ -66,6 +68,7 @@ class RequestFactory:
             prompt=prompt,
             priority=priority,
             turn=turn,
+            owner=owner,
             salt=salt,
             max_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
         )
@@ -80,7 +83,7 @@ class RequestFactory:
         self._add_sequences(request, params.beam_width)
         eos = self._model.config.eos_token_ids
         sharing = BeamSearchBlockSharing(BlockShareManager(self._blocks), params.beam_width)
-        request.search = BeamSearch(request, params, eos, lambda: self._new_stopper(request), sharing)
+        request.search = BeamSearch(request, params, eos, lambda: self._new_reader(request), sharing)
         for sequence in request.sequences:
             sequence.group, sequence.parent = request.search, None
 
@@ -97,17 +100,30 @@ class RequestFactory:
             num_prompt=len(request.prompt_token_ids),
             seed=child_seed(request.seed, index),
             parent=request.sequences[0] if index else None,
-            stopper=self._new_stopper(request),
+            logprobs=LogprobRecords(request.params.logprobs or 0),
+            stops=self._stops(request),
+            reader=self._new_reader(request),
+            checks_text=bool(request.params.stop),
         )
 
-    def _new_stopper(self, request: Request) -> StopChecker:
-        tokenizer = self._model.tokenizer if request.params.detokenize else None
-        detokenizer = None
-        if tokenizer is not None:
-            skip = request.params.skip_special_tokens
-            detokenizer = IncrementalDetokenizer(tokenizer.backend, request.prompt_token_ids, skip)
+    def _stops(self, request: Request) -> TokenStops:
+        if request.sequences:
+            stops: TokenStops = request.sequences[0].stops
+            return stops
         eos, length = self._model.config.eos_token_ids, self._config.max_model_len
-        return StopChecker(request.params, eos, len(request.prompt_token_ids), length, detokenizer)
+        return TokenStops(request.params, eos, len(request.prompt_token_ids), length)
+
+    def _new_reader(self, request: Request) -> TextReader | None:
+        if not request.params.detokenize or self._model.tokenizer is None:
+            return None
+        decoder, params, prompt = self._model.tokenizer.decoder, request.params, request.prompt_token_ids
+        eos, length = self._model.config.eos_token_ids, self._config.max_model_len
+
+        def new_checker() -> StopChecker:
+            detokenizer = IncrementalDetokenizer(decoder, prompt, params.skip_special_tokens)
+            return StopChecker(params, eos, len(prompt), length, detokenizer)
+
+        return TextReader(new_checker)
 
     def _check(self, request_id: str, prompt_ids: list[int], params: SamplingParams) -> None:
         if request_id in self._running:

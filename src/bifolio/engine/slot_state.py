@@ -29,7 +29,7 @@ class Draws:
     """The draws of a launched step: those of the host are known, those of the device are in flight."""
 
     known: SampledTokens
-    device_draws: list[int] = field(default_factory=list)  # which draws the device makes, in its order
+    device_draws: np.ndarray = field(default_factory=lambda: np.arange(0))  # i64[d]  draws that the device makes
     num_logprobs: np.ndarray | None = None  # i64[d]  of those draws, -1: none
     excluding: np.ndarray | None = None  # bool[d]  whether options of the request exclude tokens
     pending: PendingTokens | None = None
@@ -44,17 +44,18 @@ class Draws:
             for index in np.flatnonzero(tokens == NOTHING).tolist():
                 excludes = self.excluding is not None and bool(self.excluding[index])
                 reason = RequestError(NOTHING_FOLLOWS) if excludes else ModelOutputError(NO_FINITE_LOGIT)
-                self.known.errors[self.device_draws[index]] = reason
+                self.known.errors[int(self.device_draws[index])] = reason
         return self.known
 
     def _take_scores(self, tokens: np.ndarray, scores: TokenScores | None) -> None:
         if scores is None or self.num_logprobs is None:
             return
         found = finish_scores(scores, self.num_logprobs)
-        for index in np.flatnonzero((self.num_logprobs >= 0) & (tokens != NOTHING)).tolist():
-            draw = self.device_draws[index]
-            self.known.logprobs[draw], self.known.ranks[draw] = found.logprobs[index], found.ranks[index]
-            self.known.top[draw] = found.top[index]
+        wanted = (self.num_logprobs >= 0) & (tokens != NOTHING)
+        if wanted.all() and len(tokens) == len(self.known.token_ids):
+            self.known.scores = found
+        else:
+            self.known.put_scores(self.device_draws[wanted], found.take(wanted))
 
 
 class SlotState:
@@ -167,7 +168,7 @@ class SlotState:
         self._newest[slots] = ON_DEVICE
         count = len(slots)
         unknown, excluding = SampledTokens.unknown(count), self.table.is_edited[slots]
-        return Draws(unknown, list(range(count)), self.table.num_logprobs[slots], excluding, pending)
+        return Draws(unknown, np.arange(count), self.table.num_logprobs[slots], excluding, pending)
 
     def draw(self, logits: Array, readout: Readout) -> Draws | None:
         """Sample a token for every sampled row, on the device where supported, else on the host."""
@@ -183,7 +184,7 @@ class SlotState:
         slots = np.asarray(readout.sample_slots, dtype=np.int32)
         num_logprobs = self.table.num_logprobs[slots[there]]
         excluding = self.table.is_edited[slots[there]]
-        draws = Draws(SampledTokens.unknown(len(on_device)), there.tolist(), num_logprobs, excluding)
+        draws = Draws(SampledTokens.unknown(len(on_device)), there, num_logprobs, excluding)
         if self.device is not None:
             self._send_edits(self.device, slots[there])
             rows, positions = np.asarray(readout.sample_rows), np.asarray(readout.positions)

@@ -75,6 +75,13 @@ def select_kernels(
     raise ConfigError(f"no kernels can run on {device!r} ({'; '.join(refusals) or 'unknown device'}): use cpu or cuda")
 
 
+def torch_kernels(device: str, dtype: str) -> KernelSet:
+    """The differentiable set on torch tensors, in any type ("f32", "f16", "bf16") on any device: for training."""
+    from bifolio.kernels.torch_reference import TorchKernels
+
+    return TorchKernels(device, dtype)
+
+
 def resolve_device(device: str) -> str:
     """ "auto" is the GPU when there is one and torch is installed, else the CPU. Torch is not imported."""
     if device != "auto":
@@ -138,9 +145,7 @@ def _make_reference(wanted: Wanted) -> KernelSet:
 
 
 def _make_torch(wanted: Wanted) -> KernelSet:
-    from bifolio.kernels.torch_reference import TorchKernels
-
-    return TorchKernels(wanted.device, (wanted.dtype or "bf16") if wanted.device.startswith("cuda") else "f32")
+    return torch_kernels(wanted.device, (wanted.dtype or "bf16") if wanted.device.startswith("cuda") else "f32")
 
 
 def _make_triton(wanted: Wanted) -> KernelSet:

@@ -13,10 +13,9 @@ from bifolio.config import KVDtype
 from bifolio.errors import ConfigError
 from bifolio.kernels.interface import Array, DeviceMemory, DeviceSlots, Network, SlotSizes, Storage
 from bifolio.kernels.storage import CacheLayout, KVStorage
+from bifolio.kernels.torch_dtypes import DTYPES
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
-
-DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 
 class TorchArrays:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from bifolio.errors import ConfigError
-from bifolio.kernels.select import require_gpu
+from bifolio.kernels.select import require_gpu, select_kernels
 
 SECTIONS = ("rows", "profile", "start")
 SHAPES = ("llama-1b", "qwen3-0.6b", "llama-8b")
@@ -78,12 +78,11 @@ def prepare(report: Report, options: argparse.Namespace) -> None:
 
 def warm_shape(shape: str, options: argparse.Namespace) -> float:
     """Compile the kernels of a shape's rows with two of its layers, into Triton's cache on disk; return the seconds."""
-    from bifolio.kernels.triton import TritonKernels
     from bifolio.measure.gpu_limits import Limits
     from bifolio.measure.gpu_models import new_engine, random_weights
     from bifolio.measure.gpu_rows import Rows
 
-    kernels = TritonKernels(options.device, "bf16", deterministic=options.deterministic)
+    kernels = select_kernels(options.device, name="triton", deterministic=options.deterministic)
     model = random_weights(shape, options.device, num_layers=2)
     engine = new_engine(model, kernels, num_blocks=1200)
     start = time.perf_counter()
@@ -106,12 +105,11 @@ def run_rows(report: Report, options: argparse.Namespace) -> None:
 
 
 def _measure_shape(report: Report, options: argparse.Namespace, shape: str, limits: Any) -> None:
-    from bifolio.kernels.triton import TritonKernels
     from bifolio.measure.gpu_models import new_engine, random_weights
     from bifolio.measure.gpu_rows import Rows
 
     start = time.perf_counter()
-    kernels = TritonKernels(options.device, "bf16", deterministic=options.deterministic)
+    kernels = select_kernels(options.device, name="triton", deterministic=options.deterministic)
     engine = new_engine(random_weights(shape, options.device), kernels, deterministic=options.deterministic)
     rows = Rows(engine, limits, 0.25 if options.quick else 1.0)
     made = time.perf_counter() - start
@@ -175,12 +173,12 @@ def run_start(report: Report, options: argparse.Namespace) -> None:
 def first_token(shape: str, device: str) -> None:
     """Create an engine, generate a few tokens and print the elapsed times."""
     start = time.perf_counter()
-    from bifolio.kernels.triton import TritonKernels
     from bifolio.measure.gpu_models import new_engine, random_weights
     from bifolio.measure.gpu_rows import greedy
 
+    kernels = select_kernels(device, name="triton")
     imported = time.perf_counter() - start
-    engine = new_engine(random_weights(shape, device), TritonKernels(device, "bf16"))
+    engine = new_engine(random_weights(shape, device), kernels)
     ready = time.perf_counter() - start
     request = engine.add_request("first", list(range(100, 228)), greedy(8))
     while not request.sequences[0].output_token_ids:

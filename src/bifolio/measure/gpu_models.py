@@ -13,7 +13,7 @@ from bifolio.cache.storage import CacheLayout
 from bifolio.config import CacheConfig, EngineConfig, KVDtype, ModelConfig, RopeConfig
 from bifolio.engine.engine import InferenceEngine
 from bifolio.kernels.interface import KernelSet
-from bifolio.kernels.torch_arrays import DTYPES
+from bifolio.kernels.torch_dtypes import DTYPES
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.tensor_names import HF_LLAMA, assemble
 

@@ -67,6 +67,7 @@ class LoadReport:
     timings: list[Timing]
     seconds: float
     limits: dict[str, float] = field(default_factory=dict)
+    cpu_seconds: dict[str, float] = field(default_factory=dict)  # of the server's processes during the test, by kind
 
     @property
     def good(self) -> list[Timing]:
@@ -85,6 +86,10 @@ class LoadReport:
     @property
     def output_tokens(self) -> int:
         return sum(timing.num_output for timing in self.good)
+
+    def cpu_per_token(self, kind: str) -> float:
+        """CPU seconds of these processes of the server for each output token."""
+        return self.cpu_seconds[kind] / max(self.output_tokens, 1)
 
     def keeps_limits(self, timing: Timing) -> bool:
         """Whether a request met the latency limits."""
@@ -112,6 +117,7 @@ class LoadReport:
             "output_tokens": self.output_tokens,
             "output_tokens_per_second": self.output_tokens / self.seconds,
             **{name: Distribution.of(self.values(name)).as_dict() for name in LIMIT_NAMES},
+            **{f"{kind}_cpu_us_per_token": 1e6 * self.cpu_per_token(kind) for kind in self.cpu_seconds},
             "limits": self.limits,
             "goodput_requests_per_second": kept / self.seconds,
             "goodput_share": kept / max(len(self.timings), 1),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import ssl
 import time
 from dataclasses import dataclass, field
@@ -16,6 +17,9 @@ from urllib.parse import urlsplit
 from bifolio.errors import ConfigError
 
 READ_BYTES = 1 << 16
+_SPECIAL = re.compile(rb'"(?:usage|error)"\s*:\s*\{')  # an event that has to be parsed; quotes in texts are escaped
+_UNFINISHED = re.compile(rb'"finish_reason"\s*:\s*null')
+_SAMPLE = re.compile(r"^(\S+) (\S+)$", re.MULTILINE)  # of Prometheus, without labels
 
 
 @dataclass(slots=True)
@@ -72,6 +76,13 @@ class LoadClient:
             message = f"{self._host}:{self._port} does not list its models (status {status}): pass --served-model-name"
             raise ConfigError(message) from error
 
+    async def metrics(self) -> dict[str, float]:
+        """The server's Prometheus samples without labels; none if it has no /metrics."""
+        status, body = await self._get("/metrics", base=self._base.removesuffix("/v1"))
+        if status != 200:
+            return {}
+        return {name: float(value) for name, value in _SAMPLE.findall(body.decode(errors="replace"))}
+
     async def complete(self, body: dict[str, Any]) -> Timing:
         """Run one streamed completion. Failures are recorded, not raised."""
         timing = Timing(started=time.perf_counter())
@@ -84,13 +95,13 @@ class LoadClient:
         timing.num_output = timing.num_output or len(timing.events)
         return timing
 
-    async def _get(self, path: str) -> tuple[int, bytes]:
+    async def _get(self, path: str, base: str | None = None) -> tuple[int, bytes]:
         try:
             reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._tls)
         except OSError as error:
             raise ConfigError(f"no server answers at {self._host}:{self._port}: {error}") from error
         try:
-            writer.write(self._head("GET", path, 0))
+            writer.write(self._head("GET", path, 0, base))
             status, chunked = await self._read_head(reader)
             body = b"".join([piece async for piece in _pieces(reader, chunked)])
         finally:
@@ -118,6 +129,9 @@ class LoadClient:
     def _take(self, event: bytes, now: float, timing: Timing) -> None:
         if not event.startswith(b"data: ") or event == b"data: [DONE]":
             return
+        if _UNFINISHED.search(event) and not _SPECIAL.search(event):  # most events: their text is not read
+            timing.events.append(now)
+            return
         payload = json.loads(event[6:])
         if payload.get("error"):
             timing.error = str(payload["error"].get("message"))
@@ -127,8 +141,9 @@ class LoadClient:
         if any(choice.get("text") or choice.get("finish_reason") is None for choice in payload.get("choices", [])):
             timing.events.append(now)
 
-    def _head(self, method: str, path: str, length: int) -> bytes:
-        lines = [f"{method} {self._base}{path} HTTP/1.1", f"host: {self._host}:{self._port}", "connection: close"]
+    def _head(self, method: str, path: str, length: int, base: str | None = None) -> bytes:
+        base = self._base if base is None else base
+        lines = [f"{method} {base}{path} HTTP/1.1", f"host: {self._host}:{self._port}", "connection: close"]
         if length:
             lines += ["content-type: application/json", f"content-length: {length}"]
         if self._key is not None:
@@ -151,5 +166,18 @@ async def _pieces(reader: asyncio.StreamReader, chunked: bool) -> Any:
         while data := await reader.read(READ_BYTES):
             yield data
         return
-    while size := int((await reader.readuntil(b"\r\n")).split(b";")[0], 16):
-        yield (await reader.readexactly(size + 2))[:-2]
+    buffer = bytearray()
+    while data := await reader.read(READ_BYTES):
+        buffer += data
+        start = 0
+        while (line := buffer.find(b"\r\n", start)) >= 0:
+            size = int(bytes(buffer[start:line]).split(b";")[0], 16)
+            if not size:
+                return
+            end = line + 2 + size + 2
+            if len(buffer) < end:
+                break
+            yield bytes(buffer[line + 2 : end - 2])
+            start = end
+        del buffer[:start]
+    raise asyncio.IncompleteReadError(bytes(buffer), None)

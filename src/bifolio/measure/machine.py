@@ -63,7 +63,7 @@ def measure_limits(
 
 def _with_native_limits(limits: MachineLimits, planes: int) -> MachineLimits:
     """The rates of the native kernels' products in registers, where they are higher than numpy's."""
-    from bifolio.kernels.native import isa, product_rate
+    from bifolio.kernels.cpu import isa, product_rate
 
     floats = max(product_rate(False) for _ in range(RUNS))
     integers = max(max(product_rate(True) for _ in range(RUNS)), floats) / planes  # AMX multiplies them as bfloat16

@@ -15,8 +15,15 @@ def plot_soak(report: SoakReport, path: Path) -> None:
     axes[0].scatter([moment for moment, _ in report.answers], [wait for _, wait in report.answers], s=6)
     axes[0].set(title="time of each exact answer", ylabel="seconds", ylim=(0, None))
     times = [sample.time for sample in report.samples]
-    axes[1].plot(times, [sample.memory for sample in report.samples])
-    axes[1].set(title="memory of all processes", ylabel="MiB", ylim=(0, None))
+    axes[1].plot(times, [sample.memory for sample in report.samples], label="all processes")
+    for name in report.samples[-1].parts if report.samples else ():
+        axes[1].plot(times, [sample.parts.get(name, 0.0) for sample in report.samples], label=name, linewidth=0.9)
+    axes[1].legend(frameon=False, ncols=4, fontsize=8)
+    axes[1].set(
+        title=f"resident memory; slope after the first minute {report.growth:+.2f} MiB per minute",
+        ylabel="MiB",
+        ylim=(0, None),
+    )
     axes[2].plot(times, [sample.descriptors for sample in report.samples], label="file descriptors")
     axes[2].plot(times, [sample.threads for sample in report.samples], label="threads")
     axes[2].set(xlabel="time (s)", ylim=(0, None))

@@ -11,7 +11,7 @@ prepares the weights. Memory plans and notes depend on the formats alone; they c
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from bifolio.quant.formats import Bytes, Floats, QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
 DENSE_FORMATS = frozenset({QuantFormat.F32, QuantFormat.F16, QuantFormat.BF16})
+Rewrite = Callable[[QuantizedTensor, QuantFormat], QuantizedTensor]
 _Q4_K_CHUNK = 4096  # blocks of 256 values that are converted at a time
 
 
@@ -50,14 +51,17 @@ def target_format(format: QuantFormat, accepted: Set[QuantFormat]) -> QuantForma
     raise ConfigError(f"{format.name} weights cannot be converted to one of {names}: use other kernels")
 
 
-def convert(tensor: Any, accepted: Set[QuantFormat]) -> Any:
-    """Convert `tensor` to a format of `accepted`; unchanged if it has one already or is not a `QuantizedTensor`."""
+def convert(tensor: Any, accepted: Set[QuantFormat], rewrite: Rewrite = QuantizedTensor.converted) -> Any:
+    """Convert `tensor` to a format of `accepted`; unchanged if it has one already or is not a `QuantizedTensor`.
+
+    `rewrite` converts where values are rounded again: by numpy, or by faster code with the same result.
+    """
     if not isinstance(tensor, QuantizedTensor):
         return tensor
     target = target_format(tensor.format, accepted)
     if tensor.format is QuantFormat.Q4_K and target is QuantFormat.Q4_1:
         return QuantizedTensor(target, _q4_k_as_q4_1(tensor.data), tensor.shape, tensor.name)
-    return tensor.converted(target)
+    return rewrite(tensor, target)
 
 
 def converted_bytes(tensor: Any, accepted: Set[QuantFormat]) -> int:

@@ -64,24 +64,45 @@ class SampledTokens:
     """The outcome of one step, on the host."""
 
     token_ids: NDArray[np.int32]  # i32[r]  -1 in rows that are in `errors`
-    logprobs: NDArray[np.float32]  # f32[r]  of the drawn token, from the model's own logits; NaN where not asked for
-    ranks: NDArray[np.int32]  # i32[r]  1: the model's own favourite; 0 where not asked for
-    top: list[list[tuple[int, float]] | None]  # per row, the most likely (id, logprob); None where not asked for
+    scores: TokenLogprobs | None = None  # of the drawn tokens, from the model's own logits; None: none asked for
     errors: dict[int, BifolioError] = field(default_factory=dict)  # row -> why nothing was drawn
 
     @classmethod
     def unknown(cls, count: int) -> SampledTokens:
         """Nothing drawn yet and no logprobs asked for."""
-        tokens = np.full(count, NOTHING, dtype=np.int32)
-        return cls(tokens, np.full(count, np.nan, np.float32), np.zeros(count, np.int32), [None] * count)
+        return cls(np.full(count, NOTHING, dtype=np.int32))
+
+    @property
+    def logprobs(self) -> NDArray[np.float32]:
+        """f32[r]: NaN where not asked for."""
+        return self._scores().logprobs
+
+    @property
+    def ranks(self) -> NDArray[np.int32]:
+        """i32[r]  1: the model's own favourite; 0 where not asked for."""
+        return self._scores().ranks
+
+    @property
+    def top(self) -> list[list[tuple[int, float]] | None]:
+        """Per row, the most likely (id, logprob); None where not asked for."""
+        return self._scores().top
 
     def put(self, draws: Sequence[int], part: SampledTokens) -> None:
         """Fill in some of the draws."""
-        self.token_ids[draws], self.logprobs[draws], self.ranks[draws] = part.token_ids, part.logprobs, part.ranks
-        for index, row in enumerate(draws):
-            self.top[row] = part.top[index]
-            if index in part.errors:
-                self.errors[row] = part.errors[index]
+        self.token_ids[draws] = part.token_ids
+        if part.scores is not None:
+            self.put_scores(draws, part.scores)
+        for index, error in part.errors.items():
+            self.errors[draws[index]] = error
+
+    def put_scores(self, draws: Sequence[int] | NDArray[Any], part: TokenLogprobs) -> None:
+        """Fill in the scores of some of the draws."""
+        if self.scores is None:
+            self.scores = TokenLogprobs.empty(len(self.token_ids))
+        self.scores.put(draws, part)
+
+    def _scores(self) -> TokenLogprobs:
+        return TokenLogprobs.empty(len(self.token_ids)) if self.scores is None else self.scores
 
 
 class Sampler:
@@ -241,11 +262,7 @@ class Sampler:
         outcome.token_ids, outcome.errors = token_ids, errors
         wanted = self.table.num_logprobs[slots]
         for rows in _chunks(np.flatnonzero((wanted >= 0) & (token_ids >= 0)), logits):
-            scored = score_tokens(_rows(logits, rows), token_ids[rows], wanted[rows])
-            outcome.logprobs[rows] = scored.logprobs
-            outcome.ranks[rows] = scored.ranks
-            for row, top in zip(rows, scored.top, strict=True):
-                outcome.top[row] = top
+            outcome.put_scores(rows, score_tokens(_rows(logits, rows), token_ids[rows], wanted[rows]))
         return outcome
 
 
@@ -266,9 +283,7 @@ def prompt_logprobs(logits: Array, next_ids: Any, num_top: int) -> TokenLogprobs
     ids = _host(next_ids)
     whole = TokenLogprobs.empty(len(ids))
     for rows in _chunks(np.arange(len(ids)), logits):
-        part = score_tokens(_rows(logits, rows), ids[rows], np.full(len(rows), num_top))
-        whole.logprobs[rows], whole.ranks[rows] = part.logprobs, part.ranks
-        whole.top[rows[0] : rows[-1] + 1] = part.top
+        whole.put(rows, score_tokens(_rows(logits, rows), ids[rows], np.full(len(rows), num_top)))
     return whole
 
 

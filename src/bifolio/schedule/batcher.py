@@ -9,9 +9,9 @@ from typing import Protocol
 
 from bifolio.cache.block_manager import KVCacheBlockManager
 from bifolio.errors import ConfigError, RequestError
-from bifolio.schedule.phases import team
 from bifolio.schedule.plan import BatchSlot
-from bifolio.sequence import FinishReason, Request, Sequence, StepResult
+from bifolio.schedule.shares import SlotShares
+from bifolio.sequence import FinishReason, Request, Sequence, StepResult, team
 
 KEPT_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 
@@ -103,6 +103,7 @@ class ContinuousBatcher:
         self._waiting: list[tuple[tuple[int, float, int], int, Sequence]] = []  # heap by order, then by index
         self._slot_of: dict[int, int] = {}  # sequence id → slot number
         self._kept: dict[str, Sequence] = {}  # ended conversations that may be branched; the oldest first
+        self._shares: SlotShares | None = None  # made with the first request that has an owner
 
     # -- queries ------------------------------------------------------------------------------------------------
     @property
@@ -151,7 +152,30 @@ class ContinuousBatcher:
             )
         if self.max_waiting is not None and self.num_waiting >= self.max_waiting:
             raise RequestError(f"{self.num_waiting} requests are waiting already: try again later")
+        if request.owner and self._shares is None:
+            self._shares = SlotShares()
         self._push(request.sequences[0])
+
+    def overdue(self) -> Sequence | None:
+        """A sequence that waits while another owner has slots to yield."""
+        return None if self._shares is None or not self._waiting else self._shares.overdue(self)
+
+    def yield_to(self, sequence: Sequence) -> list[Sequence]:
+        """Preempt sequences of the owner with the most slots for one that waits; no step may be in flight."""
+        return [] if self._shares is None else self._shares.yield_to(sequence, self)
+
+    def waiting_in_order(self) -> list[Sequence]:
+        return [item[2] for item in sorted(self._waiting) if item[2].finish_reason is None]
+
+    def admit_now(self, sequence: Sequence) -> bool:
+        """Admit a waiting sequence before its turn; False if slots or blocks are missing."""
+        reading = ReadPrompts([slot.held for slot in self.slots if slot.sequence is not None], self._blocks)
+        if not self._fits(sequence, reading):
+            return False
+        self._waiting = [item for item in self._waiting if item[2] is not sequence]
+        heapq.heapify(self._waiting)
+        self._admit(sequence)
+        return True
 
     def prompts_advanced(self) -> None:
         """Retry admission after prefill: waiting requests may share the new blocks."""
@@ -164,28 +188,37 @@ class ContinuousBatcher:
             return admitted
         self._may_admit = False
         reading = ReadPrompts([slot.held for slot in self.slots if slot.sequence is not None], self._blocks)
+        passed = []  # sequences that wait for a prefix; requests of other owners may overtake them
         while self._waiting:
             sequence = self._waiting[0][2]
-            if sequence.finish_reason is not None:
-                heapq.heappop(self._waiting)
-                continue
-            members = team(sequence)
-            if (
-                len(self._free) < len(members)
-                or self._is_too_many(len(members))
-                or reading.will_know_prefix(sequence)
-                or not self._open(sequence, reading)
-            ):
-                break
+            if sequence.finish_reason is None:
+                if reading.will_know_prefix(sequence):
+                    if not sequence.request.owner:
+                        break
+                    passed.append(heapq.heappop(self._waiting))
+                    continue
+                if not self._fits(sequence, reading):
+                    break
+                self._admit(sequence)
+                admitted.append(sequence)
             heapq.heappop(self._waiting)
-            slots = [self._take_slot(member) for member in members]
-            if sequence.group is None:
-                self.slots[slots[0]].sample_slots = tuple(slots)
-            if not sequence.request.metrics.num_preemptions:  # a preempted sequence was counted before
-                self.num_prompt_tokens += sequence.num_prompt
-                self.num_cached_tokens += sequence.request.metrics.num_cached_tokens
-            admitted.append(sequence)
+        for item in passed:
+            heapq.heappush(self._waiting, item)
         return admitted
+
+    def _fits(self, sequence: Sequence, reading: ReadPrompts) -> bool:
+        """Whether there are slots and blocks for it; its table is open then."""
+        count = len(team(sequence))
+        return len(self._free) >= count and not self._is_too_many(count) and self._open(sequence, reading)
+
+    def _admit(self, sequence: Sequence) -> None:
+        """Give it and its later forks their slots."""
+        slots = [self._take_slot(member) for member in team(sequence)]
+        if sequence.group is None:
+            self.slots[slots[0]].sample_slots = tuple(slots)
+        if not sequence.request.metrics.num_preemptions:  # a preempted sequence was counted before
+            self.num_prompt_tokens += sequence.num_prompt
+            self.num_cached_tokens += sequence.request.metrics.num_cached_tokens
 
     def _is_too_many(self, count: int) -> bool:
         limit = self._max_running
@@ -204,7 +237,7 @@ class ContinuousBatcher:
             )
         needed = reading.blocks_with(sequence, cached)
         while self._slot_of and needed + len(self._slot_of) // 4 > self._blocks.num_free_blocks:
-            if not self.drop_kept():
+            if not self._drop_oldest(but=sequence):
                 if not branched:
                     self._blocks.release(sequence.id)
                 return False
@@ -230,12 +263,22 @@ class ContinuousBatcher:
         return ended
 
     def drop_kept(self, request_id: str | None = None) -> bool:
-        """Release the blocks of a kept conversation, by default the oldest; False when there is none."""
+        """Release the blocks of a kept conversation, by default the oldest; False when there is none.
+
+        Without a kept conversation, the last waiting branch of one gives up its blocks: it is computed anew later.
+        """
         if request_id is None:
-            request_id = next(iter(self._kept), None)
-        sequence = None if request_id is None else self._kept.pop(request_id, None)
-        if sequence is None:
-            return False
+            return self._drop_oldest()
+        sequence = self._kept.pop(request_id, None)
+        return sequence is not None and self._drop(sequence)
+
+    def _drop_oldest(self, but: Sequence | None = None) -> bool:
+        if self._kept:
+            return self._drop(self._kept.pop(next(iter(self._kept))))
+        branches = [item for item in self._waiting if item[2] is not but and self._blocks.has_table(item[2].id)]
+        return bool(branches) and self._drop(max(branches)[2])
+
+    def _drop(self, sequence: Sequence) -> bool:
         self._blocks.release(sequence.id)
         self._may_admit = True
         return True
@@ -250,7 +293,8 @@ class ContinuousBatcher:
             self._leave(member)
             member.rewind(0)
         sequence.request.metrics.num_preemptions += 1
-        self._push(next(member for member in members if not member.is_dormant))
+        live = members if sequence.group is None else sequence.group.live()  # the first of these computes the prompt
+        self._push(next(member for member in live if not member.is_dormant))
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Share the parent's blocks and progress with the child, which already has a slot."""
@@ -261,22 +305,27 @@ class ContinuousBatcher:
         child_slot = self._slot_of[child.id]
         self.slots[child_slot].sample_slots = (child_slot,)
 
-    def finish(self, request: Request, reason: FinishReason) -> list[StepResult]:
-        """Finish a request's sequences; the next `evict_completed` frees their slots and blocks."""
+    def finish(
+        self, request: Request, reason: FinishReason, sequences: list[Sequence] | None = None
+    ) -> list[StepResult]:
+        """Finish a request's sequences, by default all; the next `evict_completed` frees their slots and blocks."""
         results = []
-        for sequence in request.sequences:
+        for sequence in request.sequences if sequences is None else sequences:
             if sequence.finish_reason is None:
                 sequence.finish(reason)
                 if sequence.id not in self._slot_of and self._blocks.has_table(sequence.id):
                     self._blocks.release(sequence.id)  # branched from a kept conversation and never admitted
                 results.append(StepResult(request.request_id, None, True, reason, sequence.index, sequence=sequence))
-        request.metrics.finished = time.perf_counter()
+        if request.is_finished:
+            request.metrics.finished = time.perf_counter()
         return results
 
     # -- slots ----------------------------------------------------------------------------------------------------
     def _push(self, sequence: Sequence) -> None:
         heapq.heappush(self._waiting, (sequence.order, sequence.index, sequence))
         self._may_admit = True
+        if self._shares is not None:
+            self._shares.queued(sequence)
 
     def wait(self, sequence: Sequence) -> None:
         """Queue a sequence that has neither blocks nor slot."""
@@ -293,12 +342,16 @@ class ContinuousBatcher:
         self.slots[index].sequence = sequence
         self.slots[index].sample_slots = (index,)
         self._slot_of[sequence.id] = index
+        if self._shares is not None:
+            self._shares.admitted(sequence)
         if self._listener is not None:
             self._listener.slot_taken(index, sequence)
         return index
 
     def _leave(self, sequence: Sequence, keep_blocks: bool = False) -> None:
         self._may_admit = True
+        if self._shares is not None:
+            self._shares.left(sequence)
         index = self._slot_of.pop(sequence.id, None)
         if index is not None:
             self.slots[index].sequence = None

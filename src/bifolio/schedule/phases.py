@@ -9,7 +9,8 @@ from bifolio.cache.sharing import SpeculativeDecodingSharing
 from bifolio.errors import OutOfBlocksError, PhaseError, UnknownSequenceError
 from bifolio.schedule.orchestrators import DecodeOrchestrator, PrefillOrchestrator
 from bifolio.schedule.plan import BatchSlot, ScheduledSequence, StepPlan
-from bifolio.sequence import Sequence, SequencePhase
+from bifolio.schedule.shares import prefill_quotas
+from bifolio.sequence import Sequence, SequencePhase, team
 
 Preempt = Callable[[Sequence], None]
 
@@ -94,7 +95,7 @@ class PhaseManager:
         if running is None:
             return StepPlan(is_short=True)
         decodes = self._with_drafts(running, token_budget, drafts) if drafts else _decodes(running)
-        left = token_budget - sum(item.num_new for item in decodes)
+        left = token_budget - (sum(item.num_new for item in decodes) if drafts else len(decodes))
         prefills, is_short = (
             self._plan_prefills(active, waiting, left, preempted, may_preempt) if waiting and left > 0 else ([], False)
         )
@@ -155,25 +156,29 @@ class PhaseManager:
     ) -> tuple[list[ScheduledSequence], bool]:
         """Chunks in order of priority and arrival, and whether a chunk waits for a preemption."""
         scheduled: list[ScheduledSequence] = []
-        for slot in sorted((slot for slot in waiting if slot.sequence is not None), key=lambda slot: slot.held.order):
+        refused: list[Sequence] = []  # no blocks for these: sequences that come after them in order wait as well
+        for slot, quota in prefill_quotas([slot for slot in waiting if slot.sequence is not None], budget):
             if budget < 1:
                 break
             if slot.sequence is None or not self._has_table(slot.held):  # preempted in this step, or not yet opened
                 continue
             sequence = slot.held
-            limit = min(self.chunk_size, budget, _chunk_limit(sequence))
+            if any(sequence.order >= other.order for other in refused):
+                continue
+            limit = min(self.chunk_size, budget, quota, _chunk_limit(sequence))
             if limit < 1:
                 continue
             num_new = self.prefill.reserve_chunk(sequence, limit)
             while num_new == 0 and self._make_room(sequence, active, preempted, may_preempt):
                 num_new = self.prefill.reserve_chunk(sequence, limit)
-            if num_new == 0:  # later ones wait as well: first come, first served
-                return scheduled, not may_preempt and bool(_behind(sequence, active))
+            if num_new == 0:
+                refused.append(sequence)
+                continue
             budget -= num_new
             start = sequence.num_scheduled
             samples = slot.sample_slots if start + num_new == sequence.num_tokens else ()
             scheduled.append(ScheduledSequence(slot.index, sequence, start, num_new, samples))
-        return scheduled, False
+        return scheduled, not may_preempt and any(_behind(sequence, active) for sequence in refused)
 
     def _has_table(self, sequence: Sequence) -> bool:
         """Open the table of a preempted group's member; members resume one by one and share cached blocks."""
@@ -274,10 +279,3 @@ def _chunk_limit(sequence: Sequence) -> int:
     """Tokens left to prefill; resumed members of a group leave the last one for their common decode step."""
     together = sequence.group is not None and bool(sequence.output_token_ids)
     return sequence.num_uncomputed - 1 if together else sequence.num_uncomputed
-
-
-def team(sequence: Sequence) -> list[Sequence]:
-    """The sequences admitted and preempted together with this one: beams of one search, or later forks of it."""
-    if sequence.group is not None:
-        return sequence.group.members
-    return [sequence, *(child for child in sequence.request.sequences if child.parent is sequence)]

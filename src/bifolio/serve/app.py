@@ -142,7 +142,7 @@ class Handlers:
             try:
                 run.start()
                 if job.stream:
-                    await send_events(send, call.events(run), context.limits.write_timeout)
+                    await send_events(send, call.events(run), context.limits.write_timeout, job.write_interval)
                 else:
                     whole = await collect(run)
                     await send_json(send, call.whole(whole, run.usage()))
@@ -230,7 +230,8 @@ class Handlers:
         await send_json(send, r.Health("ready"))
 
     async def metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send_bytes(send, self._context.metrics.render(), CONTENT_TYPE.encode())
+        body = await self._context.engine.metrics(self._context.metrics)
+        await send_bytes(send, body, CONTENT_TYPE.encode())
 
     async def openapi(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._document is None:
@@ -252,6 +253,7 @@ async def _unless_gone(work: asyncio.Future[Any], receive: Receive, timeout: flo
             pass
 
     watcher = asyncio.ensure_future(gone())
+    work.add_done_callback(lambda done: done.cancelled() or done.exception())  # read also if the client has gone
     try:
         await asyncio.wait([work, watcher], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         if work.done():

@@ -30,14 +30,20 @@ class Tenant:
     salt: bytes  # cached prefixes are shared under the same salt only: the time of a hit would reveal other prompts
 
 
+def new_secret() -> bytes:
+    """A secret for each start of a server: digests of keys have no use elsewhere."""
+    return secrets.token_bytes(32)
+
+
 ANONYMOUS = Tenant("anonymous", b"")  # every client of a server without keys
 
 
 class KeyRing:
     """The accepted keys; without any, every client is accepted."""
 
-    def __init__(self, keys: Iterable[str] = ()) -> None:
-        self._secret = secrets.token_bytes(32)  # fresh for each start: digests of keys are worth nothing elsewhere
+    def __init__(self, keys: Iterable[str] = (), secret: bytes | None = None) -> None:
+        """`secret` is that of another front end of the same server."""
+        self._secret = secret or new_secret()
         self._tenants: list[tuple[bytes, Tenant]] = []
         for number, key in enumerate(dict.fromkeys(keys)):
             digest = self._digest(key.encode())

@@ -15,10 +15,10 @@ from bifolio.serve.auth import Tenant
 from bifolio.serve.completions import LOWEST
 from bifolio.serve.context import ServerContext
 from bifolio.serve.errors import bad_request
-from bifolio.serve.generation import Answer, Job, Run, Scored, Whole
+from bifolio.serve.events import Event, TextEvents
+from bifolio.serve.generation import Answer, Job, Piece, Run, Scores, Whole
 from bifolio.serve.helper_messages import Failed, Render
-from bifolio.serve.messages import Piece
-from bifolio.serve.protocol import ChatRequest, Message
+from bifolio.serve.protocol import ChatRequest, Message, StreamOptions
 from bifolio.serve.responses import (
     CalledTool,
     ChatChoice,
@@ -98,22 +98,34 @@ class ChatCall:
         return CallScanner(frozenset(tool.function.name for tool in self.request.tools or []))
 
     # -- in pieces -----------------------------------------------------------------------------------------------------
-    async def events(self, run: Run) -> AsyncIterator[msgspec.Struct]:
-        """Chunks for a stream: the role first, then text or calls, the usage last where it was asked for."""
+    async def events(self, run: Run) -> AsyncIterator[list[Event]]:
+        """Chunks for a stream, all that are ready at a time: the role first, then text or calls, then the usage."""
         wants_usage = self.request.stream_options is not None and self.request.stream_options.include_usage
         usage: msgspec.UnsetType | None = None if wants_usage else msgspec.UNSET
-        while updates := await run.next():
-            for _, update in updates:
-                steps = watched_steps(update, 0, self.context.texts)
+        template = TextEvents(self._chunk(ChatChunkChoice(0, ChatDelta(content="")), usage), b'"content":""')
+        while batch := await run.next():
+            events: list[Event] = []
+            for news in batch:
+                steps = watched_steps(news.update, 0, self.context.texts)
                 if steps is not None:
-                    yield ChatChunk(
-                        self.id, "chat.completion.chunk", self.created, self.context.name, [], usage, steps=steps
-                    )
-                for piece in update.pieces:
-                    for chunk in self._chunks(piece):
-                        yield self._chunk(chunk, usage)
+                    empty = ChatChunk(self.id, "chat.completion.chunk", self.created, self.context.name, [], usage)
+                    events.append(msgspec.structs.replace(empty, steps=steps))
+                for piece in news.pieces:
+                    if self._is_plain(piece):
+                        events += [template.event(piece.text)] if piece.text else []
+                    else:
+                        events += [self._chunk(chunk, usage) for chunk in self._chunks(piece)]
+            yield events
         if wants_usage:
-            yield ChatChunk(self.id, "chat.completion.chunk", self.created, self.context.name, [], run.usage())
+            yield [ChatChunk(self.id, "chat.completion.chunk", self.created, self.context.name, [], run.usage())]
+
+    def _is_plain(self, piece: Piece) -> bool:
+        """Whether a chunk of the first choice has text alone."""
+        request, state = self.request, self._choices.get(0)
+        if piece.index or state is None or state.scanner is not None or state.forced is not None:
+            return False
+        is_text = piece.finish_reason is None and not request.logprobs and not request.return_token_ids
+        return is_text and not self.job.params.drop_output
 
     def _chunk(self, choice: ChatChunkChoice, usage: msgspec.UnsetType | None) -> ChatChunk:
         return ChatChunk(self.id, "chat.completion.chunk", self.created, self.context.name, [choice], usage)
@@ -165,16 +177,16 @@ class ChatCall:
             state.num_calls = len(state.scanner.found)
         return delta
 
-    def _logprobs(self, scored: list[Scored]) -> list[ChatTokenLogprob]:
+    def _logprobs(self, scored: Scores) -> list[ChatTokenLogprob]:
         wanted = self.request.top_logprobs or 0
         return [
             ChatTokenLogprob(
-                self.context.texts.text(token_id),
-                max(logprob, LOWEST),
-                list(self.context.texts.raw(token_id)),
-                [self._rival(rival, value) for rival, value in top[:wanted]],
+                self.context.texts.text(item.token_id),
+                max(item.logprob, LOWEST),
+                list(self.context.texts.raw(item.token_id)),
+                [self._rival(rival, value) for rival, value in item.top[:wanted]],
             )
-            for token_id, logprob, _, top in scored
+            for item in scored
         ]
 
     def _rival(self, token_id: int, logprob: float) -> TopLogprob:
@@ -205,6 +217,7 @@ async def prepare(context: ServerContext, request: ChatRequest, tenant: Tenant) 
     if params.grammar is not None:
         await context.grammars.require(*params.grammar, tenant.name)
     context.check_scored([prompt], drawn, params)
+    stream_options = request.stream_options or StreamOptions()
     job = Job(
         tenant,
         [prompt],
@@ -215,7 +228,8 @@ async def prepare(context: ServerContext, request: ChatRequest, tenant: Tenant) 
         request.cache_salt,
         request.timeout,
         drawn,
-        request.stream_options is not None and request.stream_options.include_steps,
+        stream_options.include_steps,
+        stream_options.interval_ms / 1000,
     )
     return ChatCall(context, request, tools, job)
 

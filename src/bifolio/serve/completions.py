@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sized
 from dataclasses import dataclass, field
 
 import msgspec
 
+from bifolio.logprob_records import TokenLogprob
 from bifolio.serve.auth import Tenant
 from bifolio.serve.context import ServerContext
-from bifolio.serve.errors import bad_request
-from bifolio.serve.generation import Answer, Job, Run, Scored, Whole
-from bifolio.serve.protocol import CompletionRequest
+from bifolio.serve.errors import ApiError, bad_request
+from bifolio.serve.events import Event, TextEvents
+from bifolio.serve.generation import Answer, Job, Piece, Run, Scores, Whole
+from bifolio.serve.protocol import CompletionRequest, StreamOptions
 from bifolio.serve.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
 from bifolio.serve.sampling import engine_params, resolve_strings
 from bifolio.serve.steps import watched_steps
@@ -44,7 +46,7 @@ class CompletionCall:
         return self._completion(choices, usage)
 
     def _choice(
-        self, index: int, number: int, answer: Answer, prompt_logprobs: list[Scored | None] | None
+        self, index: int, number: int, answer: Answer, prompt_logprobs: list[TokenLogprob | None] | None
     ) -> CompletionChoice:
         request = self.request
         prefix = self._prompt_text(number) if request.echo else ""
@@ -68,34 +70,47 @@ class CompletionCall:
         return Completion(self.id, "text_completion", self.created, self.context.name, choices, usage)
 
     # -- in pieces -----------------------------------------------------------------------------------------------------
-    async def events(self, run: Run) -> AsyncIterator[msgspec.Struct]:
-        """Chunks for a stream; the usage comes last where it was asked for."""
+    async def events(self, run: Run) -> AsyncIterator[list[Event]]:
+        """Chunks for a stream, all that are ready at a time; the usage comes last where it was asked for."""
         wants_usage = self.request.stream_options is not None and self.request.stream_options.include_usage
         usage: msgspec.UnsetType | None = None if wants_usage else msgspec.UNSET
-        while updates := await run.next():
-            for number, update in updates:
-                steps = watched_steps(update, number * self.job.num_choices, self.context.texts)
+        template = TextEvents(self._completion([CompletionChoice(0, "")], usage), b'"text":""')
+        while batch := await run.next():
+            events: list[Event] = []
+            for news in batch:
+                update, first = news.update, news.number * self.job.num_choices
+                steps = watched_steps(update, first, self.context.texts)
                 if steps is not None:
-                    yield msgspec.structs.replace(self._completion([], usage), steps=steps)
-                if update.prompt_logprobs is not None or (self.request.echo and update.num_cached_tokens is not None):
-                    for chunk in self._echoed(number, update.prompt_logprobs):
-                        yield self._completion([chunk], usage)
-                for piece in update.pieces:
-                    index = number * self.job.num_choices + piece.index
-                    answer = Answer()
-                    answer.add(piece)
-                    if self.job.params.drop_output:
-                        answer = Answer(finish_reason="length")
-                    yield self._completion([self._chunk(index, answer)], usage)
+                    events.append(msgspec.structs.replace(self._completion([], usage), steps=steps))
+                if news.prompt_logprobs is not None or (self.request.echo and update.num_cached_tokens is not None):
+                    echoed = self._echoed(news.number, news.prompt_logprobs)
+                    events += [self._completion([chunk], usage) for chunk in echoed]
+                for piece in news.pieces:
+                    index = first + piece.index
+                    if index == 0 and self._is_plain(piece):
+                        events.append(template.event(piece.text))
+                    else:
+                        events.append(self._completion([self._chunk(index, piece)], usage))
+            yield events
         if wants_usage:
-            yield self._completion([], run.usage())
+            yield [self._completion([], run.usage())]
 
-    def _chunk(self, index: int, answer: Answer) -> CompletionChoice:
+    def _is_plain(self, piece: Piece) -> bool:
+        """Whether a chunk has text alone."""
+        request = self.request
+        is_text = piece.finish_reason is None and request.logprobs is None and not request.return_token_ids
+        return is_text and not self.job.params.drop_output
+
+    def _chunk(self, index: int, piece: Piece) -> CompletionChoice:
+        answer = Answer()
+        answer.add(piece)
+        if self.job.params.drop_output:
+            answer = Answer(finish_reason="length")
         chunk = CompletionChoice(index, answer.text, None, answer.finish_reason)
         if answer.finish_reason is not None:
             chunk.stop_reason = answer.stop_reason
         if self.request.logprobs is not None:
-            chunk.logprobs = self._logprobs(list(answer.logprobs), self._offsets.get(index, 0))
+            chunk.logprobs = self._logprobs(answer.logprobs, self._offsets.get(index, 0))
             self._offsets[index] = self._offsets.get(index, 0) + sum(map(len, chunk.logprobs.tokens))
         if self.request.return_token_ids:
             chunk.token_ids = answer.token_ids
@@ -103,7 +118,7 @@ class CompletionCall:
             chunk.beam = answer.beam()
         return chunk
 
-    def _echoed(self, number: int, prompt_logprobs: list[Scored | None] | None) -> list[CompletionChoice]:
+    def _echoed(self, number: int, prompt_logprobs: list[TokenLogprob | None] | None) -> list[CompletionChoice]:
         chunks = []
         for offset in range(self.job.num_choices if self.request.echo else 0):
             index = number * self.job.num_choices + offset
@@ -122,37 +137,37 @@ class CompletionCall:
         tokenizer = self.context.model.tokenizer
         return "" if tokenizer is None else tokenizer.decode(tokens, skip_special_tokens=False)
 
-    def _prompt_scores(self, number: int, scores: list[Scored | None]) -> list[Scored]:
+    def _prompt_scores(self, number: int, scores: list[TokenLogprob | None]) -> Scores:
         """The first token of a prompt has no logprob (NaN here), but it is a token all the same."""
         tokens = self.prompts[number][1]
         return [
-            (token, float("nan"), 0, []) if score is None else score
+            TokenLogprob(token, float("nan"), 0) if score is None else score
             for token, score in zip(tokens, scores, strict=True)
         ]
 
-    def _logprobs(self, scored: list[Scored], offset: int) -> CompletionLogprobs:
+    def _logprobs(self, scored: Scores, offset: int) -> CompletionLogprobs:
         return completion_logprobs(scored, offset, self.context.texts, wants_top=bool(self.request.logprobs))
 
 
-def completion_logprobs(scored: list[Scored], offset: int, texts: TokenTexts, wants_top: bool) -> CompletionLogprobs:
+def completion_logprobs(scored: Scores, offset: int, texts: TokenTexts, wants_top: bool) -> CompletionLogprobs:
     """OpenAI's four lists; `offset` is where the first token begins in the text."""
     result = CompletionLogprobs([], [], [] if wants_top else None, [])
-    for token_id, logprob, _, top in scored:
-        text = texts.text(token_id)
+    for item in scored:
+        logprob, text = item.logprob, texts.text(item.token_id)
         result.tokens.append(text)
         result.text_offset.append(offset)
         offset += len(text)
         unknown = logprob != logprob
         result.token_logprobs.append(None if unknown else max(logprob, LOWEST))
         if result.top_logprobs is not None:
-            result.top_logprobs.append(None if unknown else _top(token_id, logprob, top, texts))
+            result.top_logprobs.append(None if unknown else _top(item, texts))
     return result
 
 
-def _top(token_id: int, logprob: float, top: list[tuple[int, float]], texts: TokenTexts) -> dict[str, float]:
+def _top(item: TokenLogprob, texts: TokenTexts) -> dict[str, float]:
     """By text; of tokens that look the same the most likely counts. The drawn token is always among them."""
     found: dict[str, float] = {}
-    for rival, value in [*top, (token_id, logprob)]:
+    for rival, value in [*item.top, (item.token_id, item.logprob)]:
         found.setdefault(texts.text(rival), max(value, LOWEST))
     return found
 
@@ -183,6 +198,7 @@ async def prepare(context: ServerContext, request: CompletionRequest, tenant: Te
     if len(prompts) * drawn > context.limits.max_sequences:
         raise bad_request(f"{len(prompts)} prompts × {drawn} completions are too many for one request", "prompt")
     context.check_scored([tokens for _, tokens in prompts], drawn, params)
+    stream_options = request.stream_options or StreamOptions()
     job = Job(
         tenant,
         [tokens for _, tokens in prompts],
@@ -193,7 +209,8 @@ async def prepare(context: ServerContext, request: CompletionRequest, tenant: Te
         request.cache_salt,
         request.timeout,
         drawn,
-        request.stream_options is not None and request.stream_options.include_steps,
+        stream_options.include_steps,
+        stream_options.interval_ms / 1000,
     )
     return CompletionCall(context, request, prompts, job)
 
@@ -203,6 +220,11 @@ async def read_prompts(
 ) -> Prompts:
     """A text, token ids, or a list of either → (text, token ids) of each."""
     parts: list[str | list[int]]
+    most = context.limits.max_prompts
+    if isinstance(prompt, list) and isinstance(prompt[0], int):
+        _check_length(context, prompt)
+    elif isinstance(prompt, list) and len(prompt) > most:
+        raise bad_request(f"{len(prompt)} prompts are too many: at most {most}", "prompt")
     if isinstance(prompt, str):
         parts = [prompt]
     elif all(isinstance(item, int) for item in prompt):
@@ -211,15 +233,26 @@ async def read_prompts(
         parts = prompt  # type: ignore[assignment]
     else:
         raise bad_request("prompt must be a text, a list of texts, token ids, or a list of lists of them", "prompt")
-    if len(parts) > context.limits.max_prompts:
-        raise bad_request(f"{len(parts)} prompts are too many: at most {context.limits.max_prompts}", "prompt")
     vocab = context.model.config.vocab_size
     for part in parts:
+        if isinstance(part, list):
+            _check_length(context, part)
         if not isinstance(part, str) and part and not 0 <= min(part) <= max(part) < vocab:
             raise bad_request(f"token ids lie between 0 and {vocab - 1}", "prompt", "invalid_token_id")
     texts = [part for part in parts if isinstance(part, str)]
     encoded = iter(await encode(context, texts, add_special_tokens))
     return [(part, next(encoded)) if isinstance(part, str) else (None, part) for part in parts]
+
+
+def _check_length(context: ServerContext, token_ids: Sized) -> None:
+    """Refuse token ids that cannot fit before they are looked at or sent to the engine."""
+    if len(token_ids) > context.max_model_len:
+        raise ApiError(
+            400,
+            f"the prompt has {len(token_ids)} tokens and the model takes {context.max_model_len}: shorten it",
+            "context_length_exceeded",
+            param="prompt",
+        )
 
 
 async def encode(context: ServerContext, texts: list[str], add_special_tokens: bool) -> list[list[int]]:

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import heapq
 import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bifolio.model.loaded import TextModel
 from bifolio.serve.auth import Tenant
+from bifolio.serve.engine_client import EngineClient
 from bifolio.serve.errors import ApiError
 from bifolio.serve.grammar_checks import GrammarChecks
 from bifolio.serve.helper import Helper, new_helper
 from bifolio.serve.metrics import Metrics
 from bifolio.serve.sampling import EngineParams
-from bifolio.serve.supervisor import EngineProcess
 from bifolio.serve.token_text import TokenTexts
 from bifolio.serve.tokenizing import TokenizerPool
+
+if TYPE_CHECKING:
+    from bifolio.serve.branches import Branches
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +33,7 @@ class Limits:
 
     max_body_bytes: int = 4 << 20
     max_queue: int = 256  # requests that may wait for a slot
+    reserved_per_key: int = 16  # requests of a key that are admitted even if others have filled the queue
     max_open_per_key: int | None = None  # requests that one key may have under way; None: no limit of its own
     request_timeout: float = 600.0  # seconds, from the arrival to the last token
     body_timeout: float = 30.0  # seconds that a client may take to send its request
@@ -42,7 +48,7 @@ class ServerContext:
     """The model's tokenizer and template, the engine, limits and metrics."""
 
     model: TextModel
-    engine: EngineProcess
+    engine: EngineClient
     name: str  # as clients see the model
     limits: Limits = field(default_factory=Limits)
     metrics: Metrics = field(default_factory=Metrics)
@@ -50,19 +56,22 @@ class ServerContext:
     log_prompts: bool = False
     reference: str | None = None  # the model, as helper processes find it; None: by its path
     draining: bool = False
-    owners: dict[str, str] = field(default_factory=dict)  # engine request in flight -> name of its tenant
+    branches: Branches | None = None  # further front ends
     texts: TokenTexts = field(init=False)
     tokenizers: TokenizerPool = field(init=False)
     templates: Helper = field(init=False)  # renders chat templates
     grammars: GrammarChecks = field(init=False)
     _open_per_key: Counter[str] = field(init=False, default_factory=Counter)
+    _free_places: list[int] = field(init=False, default_factory=list)  # a heap
+    _num_places: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         self.texts = TokenTexts(self.model.tokenizer)
         self.tokenizers = TokenizerPool(self.model.tokenizer)
         self.templates = new_helper(self.reference or str(self.model.path), reads_tokenizer=False)
         self.grammars = GrammarChecks(new_helper(self.reference or str(self.model.path), reads_tokenizer=True))
-        self.metrics.watch(self.engine)
+        if self.engine.reports_engine:
+            self.metrics.watch(self.engine)
 
     async def close(self) -> None:
         """End the helper processes and the threads of the tokenizer."""
@@ -73,21 +82,13 @@ class ServerContext:
     @contextlib.contextmanager
     def admission(self, tenant: Tenant, count: int) -> Iterator[None]:
         """Admit `count` engine requests, or refuse with the seconds to wait. An early refusal keeps the queue short."""
-        engine, limits = self.engine, self.limits
         if self.draining:
             raise ApiError(503, "the server is shutting down", "shutting_down", retry_after=5)
-        if engine.hello is None:
+        if self.engine.hello is None:
             raise ApiError(503, "the engine is starting: ask again in a moment", "engine_unavailable", retry_after=2)
-        if engine.num_open + count > engine.hello.max_num_seqs + limits.max_queue:
-            raise ApiError(
-                429,
-                f"{engine.num_open} requests are under way: come back later",
-                "queue_full",
-                retry_after=self._wait(),
-            )
-        most = limits.max_open_per_key
-        if most is not None and self._open_per_key[tenant.name] + count > most:
-            raise ApiError(429, f"this key may have {most} requests under way at a time", "key_limit", retry_after=1)
+        error = self.refusal(tenant.name, count, bool(tenant.salt))
+        if error is not None:
+            raise error
         self._open_per_key[tenant.name] += count
         try:
             yield
@@ -95,6 +96,30 @@ class ServerContext:
             self._open_per_key[tenant.name] -= count
             if not self._open_per_key[tenant.name]:
                 del self._open_per_key[tenant.name]
+
+    def take_place(self) -> int:
+        """The smallest number that no other request without a key has: later requests follow in its turns."""
+        if self._free_places:
+            return heapq.heappop(self._free_places)
+        self._num_places += 1
+        return self._num_places - 1
+
+    def give_back_place(self, place: int) -> None:
+        heapq.heappush(self._free_places, place)
+
+    def refusal(self, tenant: str, count: int, has_key: bool) -> ApiError | None:
+        """The error of `count` further requests, if they are too many; requests of all front ends count."""
+        engine, limits = self.engine, self.limits
+        own = count + self._open_per_key[tenant] + (0 if self.branches is None else self.branches.open_per_key(tenant))
+        reserved = limits.reserved_per_key if has_key else 0  # clients without keys are one client
+        is_full = engine.hello is not None and engine.num_open + count > engine.hello.max_num_seqs + limits.max_queue
+        if is_full and own > reserved:
+            message = f"{engine.num_open} requests are under way: come back later"
+            return ApiError(429, message, "queue_full", retry_after=self._wait())
+        most = limits.max_open_per_key
+        if most is None or own <= most:
+            return None
+        return ApiError(429, f"this key may have {most} requests under way at a time", "key_limit", retry_after=1)
 
     def _wait(self) -> int:
         """Seconds until the queue has probably moved on by one batch."""

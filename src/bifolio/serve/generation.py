@@ -5,20 +5,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 import time
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from bifolio.logprob_records import LogprobRecords, TokenLogprob
+from bifolio.sampling_params import SamplingParams
 from bifolio.serve.auth import Receive, Tenant
 from bifolio.serve.context import ServerContext
 from bifolio.serve.errors import ApiError
-from bifolio.serve.messages import Piece, Start, Update
+from bifolio.serve.messages import NewTokens, Start, Update
 from bifolio.serve.responses import PromptTokensDetails, Usage
 from bifolio.serve.sampling import EngineParams
 from bifolio.serve.stream import RequestStream
+from bifolio.text.detokenizer import IncrementalDetokenizer
+from bifolio.text.stopping import OutputText, TokenEnd
 
 logger = logging.getLogger(__name__)
-Scored = tuple[int, float, int, list[tuple[int, float]]]  # token id, logprob, rank, rivals
+Scores = list[TokenLogprob]
+NO_SCORES: Scores = []
+TEXT_OPTIONS = ("stop", "include_stop_str_in_output", "min_tokens", "max_tokens", "skip_special_tokens")
 
 
 @dataclass(slots=True)
@@ -35,11 +43,36 @@ class Job:
     timeout: float | None = None
     num_drawn: int = 1  # sequences of each prompt: best_of, or beams
     wants_steps: bool = False  # verified drafts and steps of a beam search
+    write_interval: float = 0.0  # seconds whose events are written together; 0: each event alone
+
+
+@dataclass(slots=True)
+class Piece:
+    """New text and tokens of one choice."""
+
+    index: int  # among the choices of its prompt
+    text: str
+    token_ids: list[int]
+    logprobs: Scores = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    cumulative_logprob: float | None = None
+    score: float | None = None  # of a beam
+
+
+@dataclass(slots=True)
+class News:
+    """New output of one prompt."""
+
+    number: int  # of the prompt
+    update: Update  # as the engine sent it
+    pieces: list[Piece]
+    prompt_logprobs: list[TokenLogprob | None] | None = None
 
 
 @dataclass(slots=True)
 class Run:
-    """A job in flight: its updates in order, and its metrics."""
+    """A job in flight: its updates in order, as text, and its metrics."""
 
     context: ServerContext
     job: Job
@@ -48,22 +81,25 @@ class Run:
     num_cached_tokens: int = 0
     _stream: RequestStream | None = None
     _timer: asyncio.TimerHandle | None = None
+    _place: int | None = None  # among the concurrent requests without a key
     _numbers: dict[str, int] = field(default_factory=dict)  # engine request → which prompt
     _lengths: dict[int, int] = field(default_factory=dict)  # choice → its tokens so far
     _last_token: dict[int, float] = field(default_factory=dict)  # choice → when its last token came
+    _texts: dict[int, OutputText] = field(default_factory=dict)  # choice → its text so far
+    _stopped: set[int] = field(default_factory=set)  # choices that ended at a stop text
 
     # -- life --------------------------------------------------------------------------------------------------------
     def start(self) -> None:
         job, engine = self.job, self.context.engine
         salt = job.tenant.salt + (job.cache_salt or "").encode()
-        key = (
-            job.tenant.name if job.tenant.salt else f"{job.tenant.name}-{id(self):x}"
-        )  # without keys, requests take turns
+        key = job.tenant.name
+        if not job.tenant.salt:  # without keys, concurrent requests take turns as if each came from another client
+            self._place = self.context.take_place()
+            key = f"{key}-{os.getpid():x}-{self._place}"
         starts = []
         for number, prompt in enumerate(job.prompts):
             request_id = engine.new_id()
             self._numbers[request_id] = number
-            self.context.owners[request_id] = job.tenant.name
             starts.append(
                 Start(
                     request_id,
@@ -71,11 +107,12 @@ class Run:
                     job.params.values,
                     job.params.grammar,
                     job.params.is_beam_search,
-                    not job.stream,
+                    not (job.stream or self._looks_for_stops),
                     job.priority,
                     salt,
                     job.wants_steps,
                     key,
+                    job.tenant.name,
                 )
             )
             self.context.metrics.prompt_tokens.inc(len(prompt))
@@ -83,21 +120,28 @@ class Run:
         self._stream = engine.submit(starts)
         self._timer = asyncio.get_running_loop().call_later(self.time_limit, self._too_late)
 
-    async def next(self) -> list[tuple[int, Update]]:
-        """(prompt number, its update) of everything new; an empty list after the end."""
+    async def next(self) -> list[News]:
+        """Everything new; an empty list after the end."""
         stream = self._stream
         if stream is None:
             return []
         updates = await stream.next()
         return [self._note(update) for update in updates]
 
+    @property
+    def _looks_for_stops(self) -> bool:
+        """Whether a stop text may end a choice before the engine does."""
+        job, params = self.job, self.job.params
+        return bool(params.values.get("stop")) and not params.is_beam_search and job.num_drawn <= job.num_choices
+
     def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
         if self._stream is not None:
             self._stream.close()
-        for request_id in self._numbers:
-            self.context.owners.pop(request_id, None)
+        if self._place is not None:
+            self.context.give_back_place(self._place)
+            self._place = None
 
     @property
     def time_limit(self) -> float:
@@ -117,24 +161,71 @@ class Run:
         if self._stream is not None:
             self._stream.fail(ApiError(499, "the client has gone", "client_closed"))
 
-    # -- metrics -------------------------------------------------------------------------------------------------------
-    def _note(self, update: Update) -> tuple[int, Update]:
+    # -- text ----------------------------------------------------------------------------------------------------------
+    def _note(self, update: Update) -> News:
         number = self._numbers[update.id]
         metrics, now = self.context.metrics, time.perf_counter()
         if update.ended is not None and update.ended.error is not None:
             status = 500 if update.ended.is_our_fault else 400
             self.close()
             raise ApiError(status, update.ended.error, "generation_failed")
-        for piece in update.pieces:
-            self._note_piece(number * self.job.num_choices + piece.index, piece, now)
+        pieces = []
+        for new in update.pieces:
+            choice = number * self.job.num_choices + new.index
+            if choice not in self._stopped:
+                pieces.append(self._piece(update.id, choice, new))
+                self._note_piece(choice, pieces[-1], now)
+        news = News(number, update, pieces)
+        if update.prompt_scores is not None:
+            wanted = self.job.params.values.get("prompt_logprobs") or 0
+            news.prompt_logprobs = [None, *LogprobRecords(wanted, update.prompt_scores)]
         if update.num_cached_tokens is not None:
             self.num_cached_tokens += update.num_cached_tokens
         if update.ended is not None:
             metrics.request_ended(update.ended, now - self.arrival)
             if not self.job.stream:
-                metrics.first_tokens_ended(update.ended, max((len(p.token_ids) for p in update.pieces), default=0))
-        return number, update
+                metrics.first_tokens_ended(update.ended, max(self._lengths.values(), default=0))
+        return news
 
+    def _piece(self, request_id: str, choice: int, new: NewTokens) -> Piece:
+        """The text of new tokens; a stop text in it ends the choice, and the engine is told."""
+        token_ids = array("i", new.token_ids).tolist()
+        piece = Piece(new.index, new.text or "", token_ids, NO_SCORES, new.finish_reason, new.stop_reason)
+        if new.text is None:
+            end = None
+            if new.finish_reason == "stop":
+                end = TokenEnd("stop", new.stop_reason if isinstance(new.stop_reason, int) else None)
+            elif new.finish_reason == "length":
+                end = TokenEnd("length")
+            count, decision = self._text(choice).push_all(token_ids, end)
+            piece.text = decision.text
+            if isinstance(decision.stop_reason, str):
+                piece.finish_reason, piece.stop_reason = "stop", decision.stop_reason
+                del token_ids[count:]
+                self._stopped.add(choice)
+                if new.finish_reason is None:
+                    self.context.engine.stop(request_id, new.index, decision.stop_reason)
+        else:
+            piece.cumulative_logprob, piece.score = new.cumulative_logprob, new.score
+        if new.scores is not None:
+            wanted = self.job.params.values.get("logprobs") or 0
+            piece.logprobs = LogprobRecords(wanted, new.scores)[: len(token_ids)]
+        return piece
+
+    def _text(self, choice: int) -> OutputText:
+        found = self._texts.get(choice)
+        if found is None:
+            job, tokenizer = self.job, self.context.model.tokenizer
+            values = job.params.values
+            params = SamplingParams(**{name: values[name] for name in TEXT_OPTIONS if name in values})
+            detokenizer = None
+            if tokenizer is not None:
+                prompt = job.prompts[choice // job.num_choices]
+                detokenizer = IncrementalDetokenizer(tokenizer.decoder, prompt, params.skip_special_tokens)
+            found = self._texts[choice] = OutputText(params, detokenizer)
+        return found
+
+    # -- metrics -------------------------------------------------------------------------------------------------------
     def _note_piece(self, choice: int, piece: Piece, now: float) -> None:
         metrics, count = self.context.metrics, len(piece.token_ids)
         if self.job.params.drop_output:
@@ -147,8 +238,7 @@ class Run:
         elif last is None and count:
             metrics.time_to_first_token.observe(now - self.arrival)
         elif last is not None and count:
-            for _ in range(count):
-                metrics.inter_token.observe((now - last) / count)
+            metrics.inter_token.observe((now - last) / count, count)
         if count:
             self._last_token[choice] = now
         self._lengths[choice] = self._lengths.get(choice, 0) + count
@@ -168,7 +258,7 @@ class Answer:
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[Scored] = field(default_factory=list)
+    logprobs: Scores = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     score: float | None = None
@@ -177,7 +267,7 @@ class Answer:
     def add(self, piece: Piece) -> None:
         self.text += piece.text
         self.token_ids += piece.token_ids
-        self.logprobs += piece.logprobs or []
+        self.logprobs += piece.logprobs
         self.finish_reason = piece.finish_reason
         self.stop_reason = piece.stop_reason
         self.score = piece.score
@@ -192,19 +282,19 @@ class Whole:
     """All choices of a job, and the prompts' own logprobs."""
 
     answers: list[Answer]
-    prompt_logprobs: list[list[Scored | None] | None]
+    prompt_logprobs: list[list[TokenLogprob | None] | None]
 
 
 async def collect(run: Run) -> Whole:
     """Wait for the end."""
     job = run.job
     whole = Whole([Answer() for _ in range(len(job.prompts) * job.num_choices)], [None] * len(job.prompts))
-    while updates := await run.next():
-        for number, update in updates:
-            if update.prompt_logprobs is not None:
-                whole.prompt_logprobs[number] = update.prompt_logprobs
-            for piece in update.pieces:
-                whole.answers[number * job.num_choices + piece.index].add(piece)
+    while batch := await run.next():
+        for news in batch:
+            if news.prompt_logprobs is not None:
+                whole.prompt_logprobs[news.number] = news.prompt_logprobs
+            for piece in news.pieces:
+                whole.answers[news.number * job.num_choices + piece.index].add(piece)
     if job.params.drop_output:
         for answer in whole.answers:
             answer.text, answer.token_ids, answer.logprobs = "", [], []

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, TypeVar
 
 import msgspec
@@ -13,11 +15,13 @@ from bifolio.serve.auth import Receive, Scope, Send
 from bifolio.serve.bounds import check_bytes
 from bifolio.serve.context import Limits
 from bifolio.serve.errors import ApiError, bad_request
+from bifolio.serve.events import Event, encode_event
 
 T = TypeVar("T")
 _encoder = msgspec.json.Encoder()
 _PATH = re.compile(r"`\$([^`]*)`$")
 _UNKNOWN_FIELD = re.compile(r"unknown field `([^`]*)`")
+LARGE_BYTES = 64 << 10  # of a body
 DONE = b"data: [DONE]\n\n"
 SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -54,10 +58,23 @@ def too_large(limits: Limits) -> ApiError:
     return ApiError(413, f"the request is larger than {limits.max_body_bytes} bytes", "request_too_large")
 
 
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Pause the garbage collector: it would look at the million lists of a large body again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def decode(body: bytes, kind: type[T]) -> T:
     """A request of the given type, or a 400 that names the field."""
     try:
-        request = msgspec.json.decode(body, type=kind)
+        with _no_collection() if len(body) > LARGE_BYTES else contextlib.nullcontext():
+            request = msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         text = str(error)
         path, unknown = _PATH.search(text), _UNKNOWN_FIELD.search(text)
@@ -86,18 +103,22 @@ async def send_bytes(
     await send({"type": "http.response.body", "body": body})
 
 
-async def send_events(send: Send, events: AsyncIterator[msgspec.Struct], write_timeout: float) -> None:
-    """Server-sent events. The status is sent with the first of them, so that an error before it has its own."""
+async def send_events(
+    send: Send, events: AsyncIterator[list[Event]], write_timeout: float, interval: float = 0.0
+) -> None:
+    """Server-sent events, those that are ready together in one write.
+
+    The status is sent with the first of them, so that an error before it has its own.
+    """
     started = False
     tail = DONE
     with WriteWatch(write_timeout) as watch:
         try:
-            async for event in events:
+            async for body in grouped(events, interval) if interval else encoded(events):
                 if not started:
                     started = True
                     await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
                 watch.begin()
-                body = b"data: " + _encoder.encode(event) + b"\n\n"
                 await send({"type": "http.response.body", "body": body, "more_body": True})
                 watch.end()
         except ApiError as error:
@@ -108,6 +129,40 @@ async def send_events(send: Send, events: AsyncIterator[msgspec.Struct], write_t
             await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
         watch.begin()
         await send({"type": "http.response.body", "body": tail})
+
+
+async def encoded(events: AsyncIterator[list[Event]]) -> AsyncIterator[bytes]:
+    async for batch in events:
+        if batch:
+            yield b"".join([encode_event(event) for event in batch])
+
+
+async def grouped(events: AsyncIterator[list[Event]], interval: float) -> AsyncIterator[bytes]:
+    """Encoded events, those of `interval` seconds in one piece. The first event comes at once, the last ones together
+    with the end. A browser takes longer for a piece than for the events in it."""
+    bodies, clock = encoded(events), asyncio.get_running_loop().time
+    upcoming = asyncio.ensure_future(anext(bodies, b""))
+    ready, due = b"", 0.0
+    try:
+        while True:
+            await asyncio.wait({upcoming}, timeout=max(due - clock(), 0.0) if ready else None)
+            if upcoming.done():
+                body = upcoming.result()
+                if not body:
+                    break
+                ready += body
+                upcoming = asyncio.ensure_future(anext(bodies, b""))
+            if ready and clock() >= due:
+                yield ready
+                ready, due = b"", clock() + interval
+    except ApiError:
+        if ready:
+            yield ready
+        raise
+    finally:
+        upcoming.cancel()
+    if ready:
+        yield ready
 
 
 class WriteWatch:

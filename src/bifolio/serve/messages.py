@@ -36,10 +36,19 @@ class Start(msgspec.Struct, tag="start", omit_defaults=True):
     salt: bytes = b""
     wants_steps: bool = False  # updates carry verified drafts and steps of a beam search
     key: str = ""  # of the client: keys take turns
+    owner: str = ""  # name of the tenant, for limits and for `/live`
 
 
 class Abort(msgspec.Struct, tag="abort"):
     ids: list[str]
+
+
+class Stop(msgspec.Struct, tag="stop"):
+    """End one completion: the front end has found a stop text in it."""
+
+    id: str
+    index: int
+    stop_reason: str
 
 
 class Embed(msgspec.Struct, tag="embed"):
@@ -59,7 +68,7 @@ class Shutdown(msgspec.Struct, tag="shutdown"):
     """Abort everything and exit."""
 
 
-ToEngine = Launch | Start | Abort | Embed | Look | Shutdown
+ToEngine = Launch | Start | Abort | Stop | Embed | Look | Shutdown
 
 
 class Hello(msgspec.Struct, tag="hello"):
@@ -90,15 +99,15 @@ class Refused(msgspec.Struct, tag="refused"):
     message: str
 
 
-class Piece(msgspec.Struct, array_like=True, omit_defaults=True):
-    """The new tokens and text of one completion."""
+class NewTokens(msgspec.Struct, array_like=True, omit_defaults=True):
+    """The new tokens of one completion. The front end makes text of them and looks for stop texts."""
 
     index: int
-    text: str
-    token_ids: list[int]
-    logprobs: list[tuple[int, float, int, list[tuple[int, float]]]] | None = None  # id, logprob, rank, rivals
+    token_ids: bytes  # i32[t]
+    scores: bytes | None = None  # one record for each token (`logprob_records`)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    text: str | None = None  # of a completion that is chosen at the end: the engine needs its text itself
     cumulative_logprob: float | None = None
     score: float | None = None  # of a beam
 
@@ -119,8 +128,8 @@ class Update(msgspec.Struct, array_like=True, omit_defaults=True):
     """The new output of one request."""
 
     id: str
-    pieces: list[Piece]
-    prompt_logprobs: list[tuple[int, float, int, list[tuple[int, float]]] | None] | None = None
+    pieces: list[NewTokens]
+    prompt_scores: bytes | None = None  # one record for each prompt token from the second on
     ended: Ended | None = None
     num_cached_tokens: int | None = None  # in the first update
     drafts: list[tuple[int, int, list[int], int]] | None = None  # completion, position, guesses, how many were right
@@ -128,10 +137,11 @@ class Update(msgspec.Struct, array_like=True, omit_defaults=True):
 
     @property
     def num_entries(self) -> int:
-        """Tokens and logprobs: the size of the update, for limits."""
-        scored = [item for piece in self.pieces for item in piece.logprobs or ()]
-        scored += [item for item in self.prompt_logprobs or () if item is not None]
-        return sum(len(piece.token_ids) for piece in self.pieces) + sum(1 + len(item[3]) for item in scored)
+        """Tokens and logprobs, about: the size of the update, for limits."""
+        count = 0 if self.prompt_scores is None else len(self.prompt_scores) // 8
+        for piece in self.pieces:
+            count += len(piece.token_ids) // 4 + (0 if piece.scores is None else len(piece.scores) // 8)
+        return count
 
 
 class Updates(msgspec.Struct, tag="updates"):
@@ -166,9 +176,48 @@ class Beat(msgspec.Struct, tag="beat"):
 
 FromEngine = Hello | Fatal | Refused | Updates | Embedding | Picture | Beat
 
+
+# Between the first front end, which owns the engine process, and the others: requests and updates as above, and these.
+class Serve(msgspec.Struct, tag="serve"):
+    """First message to a new front end: its settings, encoded by `serve.branches`."""
+
+    settings: bytes
+    secret: bytes  # digests of API keys are equal in all front ends
+
+
+class Lost(msgspec.Struct, tag="lost"):
+    """The engine process ended, and all requests with it."""
+
+
+class Drain(msgspec.Struct, tag="drain"):
+    """Refuse new requests; exit when those in flight have ended."""
+
+
+class Samples(msgspec.Struct, tag="samples"):
+    """The metrics of a front end, as Prometheus reads them."""
+
+    body: bytes
+
+
+class Scrape(msgspec.Struct, tag="scrape"):
+    """Ask for the metrics of all front ends."""
+
+    id: str
+
+
+class Scraped(msgspec.Struct, tag="scraped"):
+    id: str
+    body: bytes
+
+
+FromBranch = Start | Abort | Stop | Embed | Look | Samples | Scrape
+ToBranch = Serve | Hello | Refused | Updates | Embedding | Picture | Beat | Lost | Drain | Scraped
+
 _encoder = msgspec.msgpack.Encoder()
 to_engine_decoder = msgspec.msgpack.Decoder(ToEngine)
 from_engine_decoder = msgspec.msgpack.Decoder(FromEngine)
+from_branch_decoder = msgspec.msgpack.Decoder(FromBranch)
+to_branch_decoder = msgspec.msgpack.Decoder(ToBranch)
 
 
 def frame(message: msgspec.Struct) -> bytes:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from bifolio.serve.engine_client import EngineClient
 from bifolio.serve.messages import Ended
-from bifolio.serve.supervisor import EngineProcess
 
 PREFIX = "bifolio:"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -28,13 +33,14 @@ _ENGINE_COUNTERS = {
     "engine_steps": ("num_steps", "Steps of the engine."),
     "spec_decode_num_draft_tokens": ("num_draft_tokens", "Tokens guessed by speculation."),
     "spec_decode_num_accepted_tokens": ("num_accepted_tokens", "Guessed tokens that were right."),
+    "engine_cpu_seconds": ("cpu_seconds", "CPU time of the engine process."),
 }
 
 
 class _EngineCollector(Collector):
     """Reads the last report of the engine process; nothing is stored twice."""
 
-    def __init__(self, engine: EngineProcess) -> None:
+    def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
 
     def collect(self) -> Iterator[Any]:
@@ -61,11 +67,60 @@ class _EngineCollector(Collector):
         yield CounterMetricFamily(PREFIX + "engine_restarts", "Restarts of the engine process.", engine.num_restarts)
 
 
+class _CpuCollector(Collector):
+    """CPU time of this process."""
+
+    def collect(self) -> Iterator[Any]:
+        yield CounterMetricFamily(PREFIX + "front_end_cpu_seconds", "CPU time of the front ends.", time.process_time())
+
+
+class _Sums(Collector):
+    """The samples of several front ends, added up."""
+
+    def __init__(self, texts: list[bytes]) -> None:
+        self._texts = texts
+
+    def collect(self) -> Iterator[Any]:
+        families: dict[str, Metric] = {}
+        values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
+        for text in self._texts:
+            for family in text_string_to_metric_families(text.decode()):
+                families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                sums = values.setdefault(family.name, {})
+                for sample in family.samples:
+                    key = sample.name, tuple(sample.labels.items())
+                    sums[key] = sums.get(key, 0.0) + sample.value
+        for name, merged in families.items():
+            for (sample_name, labels), value in values[name].items():
+                merged.add_sample(sample_name, dict(labels), value)
+            yield merged
+
+
+class CountedHistogram(Collector):
+    """A histogram that takes many equal values at once: a stream's update has many tokens."""
+
+    def __init__(self, name: str, text: str, bounds: tuple[float, ...], registry: CollectorRegistry) -> None:
+        self._name, self._text, self._bounds = name, text, bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+        registry.register(self)
+
+    def observe(self, value: float, count: int = 1) -> None:
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._sum += value * count
+
+    def collect(self) -> Iterator[Any]:
+        names = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
+        buckets = list(zip(names, accumulate(self._counts), strict=True))
+        yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
+
+
 class Metrics:
     """Counters and histograms of one server."""
 
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
+        registry.register(_CpuCollector())
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(PREFIX + name, text, buckets=buckets, registry=registry)
@@ -73,8 +128,8 @@ class Metrics:
         self.time_to_first_token = histogram(
             "time_to_first_token_seconds", "From the arrival to the first token.", _LATENCY
         )
-        self.inter_token = histogram(
-            "inter_token_latency_seconds", "Between two tokens of a completion.", _BETWEEN_TOKENS
+        self.inter_token = CountedHistogram(
+            PREFIX + "inter_token_latency_seconds", "Between two tokens of a completion.", _BETWEEN_TOKENS, registry
         )
         self.end_to_end = histogram("e2e_request_latency_seconds", "From the arrival to the last token.", _LATENCY)
         self.queue = histogram("request_queue_time_seconds", "From the arrival to the first scheduling.", _LATENCY)
@@ -93,7 +148,7 @@ class Metrics:
         self.open_responses = Gauge(PREFIX + "http_open_requests", "HTTP requests under way.", registry=registry)
         self.recent_latency = 1.0  # seconds; an average that forgets
 
-    def watch(self, engine: EngineProcess) -> None:
+    def watch(self, engine: EngineClient) -> None:
         self.registry.register(_EngineCollector(engine))
 
     def request_ended(self, ended: Ended, seconds: float) -> None:
@@ -107,8 +162,15 @@ class Metrics:
     def first_tokens_ended(self, ended: Ended, num_tokens: int) -> None:
         """Latencies of a request whose tokens were not streamed, from the engine's own clock."""
         self.time_to_first_token.observe(ended.queue_time + ended.prefill_time)
-        for _ in range(num_tokens - 1):
-            self.inter_token.observe(ended.decode_time / (num_tokens - 1))
+        if num_tokens > 1:
+            self.inter_token.observe(ended.decode_time / (num_tokens - 1), num_tokens - 1)
 
-    def render(self) -> bytes:
-        return generate_latest(self.registry)
+    def render(self, others: Sequence[bytes] = ()) -> bytes:
+        """As Prometheus reads them; the metrics of `others`, rendered by other front ends, are added."""
+        own: bytes = generate_latest(self.registry)
+        if not others:
+            return own
+        registry = CollectorRegistry()
+        registry.register(_Sums([own, *others]))
+        merged: bytes = generate_latest(registry)
+        return merged

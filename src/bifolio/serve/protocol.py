@@ -45,6 +45,7 @@ class StreamOptions(Strict, kw_only=True):
     include_usage: bool = False  # a last chunk with the usage of the whole request
     include_obfuscation: bool = False  # ignored
     include_steps: bool = False  # beyond OpenAI: verified drafts and steps of a beam search, as they happen
+    interval_ms: Annotated[int, Meta(ge=0, le=10_000)] = 0  # beyond OpenAI: events of this time are written together
 
 
 class JsonSchemaFormat(Strict, kw_only=True):

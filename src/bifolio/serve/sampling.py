@@ -56,6 +56,8 @@ def engine_params(
         explicit["top_p"] = 1e-9  # the most likely token alone
     if explicit.get("allowed_token_ids") == []:
         raise bad_request("allowed_token_ids is empty, so nothing could be drawn", "allowed_token_ids")
+    if "allowed_token_ids" in explicit:
+        explicit["allowed_token_ids"] = sorted(set(explicit["allowed_token_ids"]))
     grammar = wanted_grammar(request.response_format, request.structured_outputs)
     drop_output = max_tokens == 0
     limit = 1 if drop_output else max_tokens
@@ -94,6 +96,9 @@ def _beam_values(beams: BeamSearch, request: Generation, explicit: dict[str, Any
 async def resolve_strings(context: ServerContext, params: EngineParams) -> EngineParams:
     """The same with the texts of `bad_words` and `dry_sequence_breakers` as token ids: the engine tokenises nothing."""
     words, breakers = params.values.get("bad_words"), params.values.get("dry_sequence_breakers")
+    vocab = context.model.config.vocab_size
+    if len(params.values.get("allowed_token_ids") or ()) > vocab:
+        raise bad_request(f"token ids lie between 0 and {vocab - 1}", "allowed_token_ids", "invalid_token_id")
     if not words and not breakers:
         return params
     tokenizer = context.tokenizers.tokenizer

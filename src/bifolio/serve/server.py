@@ -1,15 +1,17 @@
-"""Starting and stopping: one front end, one engine process."""
+"""Starting and stopping: one engine process, and one or more front ends."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+import os
 import signal
+import socket
 import ssl
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,12 +21,13 @@ import uvicorn
 from bifolio.errors import ConfigError
 from bifolio.model.loader import open_text_model
 from bifolio.serve.app import make_app
-from bifolio.serve.auth import KeyRing
+from bifolio.serve.auth import KeyRing, new_secret
+from bifolio.serve.branches import Branches, encode_settings
 from bifolio.serve.connection import Connections, make_protocol
 from bifolio.serve.context import Limits, ServerContext, public_name
 from bifolio.serve.errors import ApiError
 from bifolio.serve.hosts import is_loopback
-from bifolio.serve.messages import Launch
+from bifolio.serve.messages import Launch, Serve
 from bifolio.serve.supervisor import EngineProcess
 
 logger = logging.getLogger(__name__)
@@ -51,6 +54,18 @@ class ServerSettings:
     max_updates_per_second: float = 400.0  # events of all streams together, about
     log_prompts: bool = False
     worker_command: Sequence[str] | None = None
+    front_ends: int = 1  # processes that listen on the port
+
+
+@dataclass(frozen=True, slots=True)
+class BranchSettings:
+    """The settings of a further front end (`serve.branch`)."""
+
+    server: ServerSettings
+    reference: str  # the model
+    name: str  # as clients see it
+    created: int
+    num_front_ends: int
 
 
 class Server(uvicorn.Server):
@@ -77,6 +92,7 @@ class Server(uvicorn.Server):
     def begin_drain(self) -> None:
         """Refuse new requests; requests in flight finish."""
         self._context.draining = True
+        self._context.engine.begin_drain()
         self.should_exit = True
 
     async def shutdown(self, sockets: Any = None) -> None:
@@ -124,16 +140,47 @@ async def running_context(settings: ServerSettings, engine_options: dict[str, An
         await engine.close()
 
 
-def make_server(settings: ServerSettings, context: ServerContext) -> Server:
+def default_front_ends() -> int:
+    """Two from eight cores on: the engine, its helpers and the clients of a smaller machine need the cores."""
+    return 2 if (os.cpu_count() or 1) >= 8 else 1
+
+
+def listen(settings: ServerSettings, reuse_port: bool = False) -> socket.socket:
+    """A listening socket; with `reuse_port` every front end has its own, and the system distributes connections."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    try:
+        return socket.create_server((settings.host, settings.port), family=family, backlog=2048, reuse_port=reuse_port)
+    except OSError as error:
+        raise ConfigError(f"{settings.host}:{settings.port} cannot be listened on: {error}") from error
+
+
+def event_loop() -> Any:
+    """The loop factory of uvloop where it is installed: it saves a third of the work of every event."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
+
+
+def make_server(
+    settings: ServerSettings, context: ServerContext, num_front_ends: int = 1, secret: bytes | None = None
+) -> Server:
+    """The server of one of `num_front_ends` front ends, which share the limits on connections evenly."""
     hosts = [settings.host, *settings.allowed_hosts] if is_loopback(settings.host) else None
-    app = make_app(context, KeyRing(settings.keys), settings.cors_origins, hosts)
+    app = make_app(context, KeyRing(settings.keys, secret), settings.cors_origins, hosts)
     if (settings.tls_certificate is None) != (settings.tls_key is None):
         raise ConfigError("TLS needs both a certificate and its key")
     config = uvicorn.Config(
         app,
         host=settings.host,
         port=settings.port,
-        http=make_protocol(Connections(settings.max_connections, settings.max_connections_per_address)),
+        http=make_protocol(
+            Connections(
+                -(-settings.max_connections // num_front_ends),
+                -(-settings.max_connections_per_address // num_front_ends),
+            )
+        ),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -162,7 +209,32 @@ async def serve(settings: ServerSettings, engine_options: dict[str, Any]) -> Non
         hello = context.engine.hello
         for line in [] if hello is None else hello.plan:
             logger.info("memory plan: %s", line)
-        server = make_server(settings, context)
+        secret = new_secret()
+        server = make_server(settings, context, settings.front_ends, secret)
         scheme = "https" if settings.tls_certificate else "http"
         server.address = f"{scheme}://{settings.host}:{settings.port}"
-        await server.serve()
+        if settings.front_ends == 1:
+            await server.serve()
+            return
+        listener = listen(settings, reuse_port=True)
+        settings = replace(settings, port=listener.getsockname()[1])
+        branches = start_branches(settings, context, secret)
+        try:
+            await server.serve(sockets=[listener])
+        finally:
+            await branches.close(0.0 if server.force_exit else settings.drain_seconds + 5)
+
+
+def start_branches(settings: ServerSettings, context: ServerContext, secret: bytes) -> Branches:
+    """Start the further front ends."""
+    engine = context.engine
+    if not isinstance(engine, EngineProcess):
+        raise ConfigError("only the front end that owns the engine process starts further ones")
+    reference = context.reference or str(context.model.path)
+    told = BranchSettings(settings, reference, context.name, context.created, settings.front_ends)
+    branches = Branches(
+        engine, context.metrics, Serve(encode_settings(told), secret), context.refusal, settings.front_ends - 1
+    )
+    engine.branches = context.branches = branches
+    branches.start()
+    return branches

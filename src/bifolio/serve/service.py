@@ -2,6 +2,8 @@
 
 An update is the difference between a sequence's tokens and those already sent, not the result of one step: tokens of
 several fast steps travel together, and a step that failed half-way and was repeated neither loses nor doubles a token.
+Updates carry token ids. The front end makes text of them, looks for stop texts and sends `Stop` when it finds one; only
+completions that are chosen at the end (best_of, beams) have their text from the engine.
 """
 
 from __future__ import annotations
@@ -9,23 +11,24 @@ from __future__ import annotations
 import logging
 import os
 import time
+from array import array
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from bifolio.api.llm import LLM
-from bifolio.api.outputs import PositionLogprobs
+from bifolio.api.outputs import returned_sequences
 from bifolio.beam_params import BeamSearchParams
 from bifolio.engine.engine import InferenceEngine
 from bifolio.engine.fault.out_of_memory import STEP_FAILED
 from bifolio.engine.thread import EngineThread
 from bifolio.errors import NO_FINITE_LOGIT, BifolioError, GrammarError, RequestError
 from bifolio.sampling_params import SamplingParams
-from bifolio.sequence import BeamStep, DraftStep, Request, StepResult, TokenLogprob
+from bifolio.sequence import BeamStep, DraftStep, Request, StepResult
 from bifolio.serve import messages as m
 from bifolio.serve.embedding import EmbeddingQueue
 from bifolio.serve.fairness import Turns
@@ -44,11 +47,12 @@ class _Live:
 
     request: Request
     sent_tokens: list[int]
-    sent_chars: list[int]
     ended: list[bool]
+    is_chosen_late: bool = False  # which completions are returned, and in which order, is decided at the end
     final_only: bool = False
-    has_news: bool = False
     sent_first: bool = False
+    owner: str = ""  # name of its tenant
+    is_over: bool = False  # the last update was sent
 
 
 @dataclass(slots=True)
@@ -64,7 +68,7 @@ class EngineService:
     _compiler: ThreadPoolExecutor = field(init=False)
     _compiling: dict[str, float] = field(init=False, default_factory=dict)  # id of a waiting grammar -> its deadline
     _turns: Turns = field(init=False, default_factory=Turns)
-    _watched: set[str] = field(init=False, default_factory=set)  # ids whose steps are sent
+    _unstarted: set[str] = field(init=False, default_factory=set)  # ids without a result so far
     _last_sent: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
@@ -95,6 +99,8 @@ class EngineService:
             self._post(message.id, lambda engine: self._start(engine, message))
         elif isinstance(message, m.Abort):
             self.thread.post(lambda engine: self._abort(engine, message.ids))
+        elif isinstance(message, m.Stop):
+            self.thread.post(lambda engine: engine.stop(message.id, message.index, message.stop_reason))
         elif isinstance(message, m.Embed):
             self._post(message.id, lambda engine: self._embed(message))
         elif isinstance(message, m.Look):
@@ -113,7 +119,7 @@ class EngineService:
                     raise
                 logger.exception("a command for a request failed")
                 engine.abort(request_id)
-                self._live.pop(request_id, None)
+                self._forget(request_id)
                 self.send(m.Refused(request_id, "EngineError", f"the engine failed: {type(error).__name__}"))
 
         self.thread.post(guarded)
@@ -129,6 +135,7 @@ class EngineService:
         if speculator is not None:
             stats["num_draft_tokens"] = float(speculator.stats.num_draft_tokens)
             stats["num_accepted_tokens"] = float(speculator.stats.num_accepted_tokens)
+        stats["cpu_seconds"] = time.process_time()
         stats["num_cached_blocks"] = float(self.llm.engine.blocks.num_cached_blocks)
         return m.Beat(stats, 0.0 if started is None else max(time.monotonic() - started, 0.0))
 
@@ -183,22 +190,24 @@ class EngineService:
         values = dict(message.params) if grammar is None else {**message.params, "grammar": grammar}
         cost = float(values.get("beam_width") or values.get("best_of") or values.get("n") or 1)
         turn = self._turns.next(message.key, cost, message.priority)
-        options: dict[str, Any] = {"turn": turn, "salt": message.salt}
+        owner = message.key if message.salt else ""  # without keys, all requests are of one client
+        options: dict[str, Any] = {"turn": turn, "salt": message.salt, "owner": owner}
         prompt = message.prompt_token_ids
         try:
             if message.is_beam_search:
                 request = engine.add_beam_search(message.id, prompt, BeamSearchParams(**values), **options)
             else:
-                request = engine.add_request(message.id, prompt, SamplingParams(**values), **options)
+                request = engine.add_request(message.id, prompt, _without_text(SamplingParams(**values)), **options)
         except BifolioError as error:
             self._refuse(message.id, error)
             return
-        count = len(request.sequences)
-        only_at_the_end = message.final_only or (_decided_at_the_end(request) and not message.wants_steps)
+        count, is_chosen_late = len(request.sequences), _is_chosen_late(request)
+        only_at_the_end = message.final_only or (is_chosen_late and not message.wants_steps)
         if message.wants_steps:
             request.steps = []
-            self._watched = {name for name in self._watched if name in self._live} | {message.id}
-        self._live[message.id] = _Live(request, [0] * count, [0] * count, [False] * count, only_at_the_end)
+        self._unstarted.add(message.id)
+        live = _Live(request, [0] * count, [False] * count, is_chosen_late, only_at_the_end, owner=message.owner)
+        self._live[message.id] = live
 
     def _refuse(self, request_id: str, error: BifolioError) -> None:
         kind = type(error).__name__ if isinstance(error, RequestError) else "RequestError"
@@ -208,8 +217,12 @@ class EngineService:
         for request_id in ids:
             self._compiling.pop(request_id, None)
             self._embeddings.abort(request_id)
-            self._live.pop(request_id, None)
+            self._forget(request_id)
             engine.abort(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        self._live.pop(request_id, None)
+        self._unstarted.discard(request_id)
 
     def _embed(self, message: m.Embed) -> None:
         def done(vector: np.ndarray | None, error: Exception | None) -> None:
@@ -226,32 +239,38 @@ class EngineService:
         self.thread.background = self._embeddings.advance
 
     def _look(self, engine: InferenceEngine, look_id: str) -> None:
-        self.send(m.Picture(look_id, slots_of(engine), waiting_of(engine), self.beat().stats, blocks_of(engine)))
+        slots, waiting = slots_of(engine), waiting_of(engine)
+        for entry in [*slots, *waiting]:
+            live = self._live.get(entry["id"])
+            entry["owner"] = "" if live is None else live.owner
+        self.send(m.Picture(look_id, slots, waiting, self.beat().stats, blocks_of(engine)))
 
     # -- after a step --------------------------------------------------------------------------------------------------
     def _after_step(self, results: list[StepResult]) -> None:
-        """Mark the requests with new tokens; send at once if one of them began or ended, else after an interval."""
-        urgent = False
-        for result in results:
-            live = self._live.get(result.request_id)
-            if live is not None:
-                live.has_news = not live.final_only or live.request.is_finished
+        """Send the new tokens of all requests after an interval, and at once those of requests that began or ended."""
+        urgent: list[_Live] = []
+        if self._unstarted:
+            for request_id in self._unstarted.intersection([result.request_id for result in results]):
+                live = self._live[request_id]
+                self._unstarted.discard(request_id)
                 self._turns.started(live.request.turn)
-                urgent = urgent or (live.has_news and (result.finished or not live.sent_first))
-        for live in [self._live[name] for name in self._watched if name in self._live]:
-            live.has_news = live.has_news or bool(live.request.steps)
+                if not live.final_only:
+                    urgent.append(live)
+        ended = [result.request_id for result in results if result.finished]
+        urgent += [self._live[request_id] for request_id in ended if request_id in self._live]
         now = time.monotonic()
         interval = min(len(self._live) / self.max_updates_per_second, MAX_UPDATE_SECONDS)
-        if urgent or now - self._last_sent >= interval:
+        if now - self._last_sent >= interval:
             self._last_sent = now
-            self._send_news()
+            self._send_news(list(self._live.values()))
+        elif urgent:
+            self._send_news(urgent)
 
-    def _send_news(self) -> None:
+    def _send_news(self, lives: list[_Live]) -> None:
         updates: list[m.Update] = []
         entries = 0
-        for live in list(self._live.values()):
-            if live.has_news:
-                live.has_news = False
+        for live in lives:
+            if not live.is_over and (not live.final_only or live.request.is_finished):
                 update = self._update(live)
                 if update is not None:
                     updates.append(update)
@@ -264,83 +283,84 @@ class EngineService:
 
     def _update(self, live: _Live) -> m.Update | None:
         request = live.request
-        pieces = self._pieces(live)
+        is_finished = request.is_finished
+        pieces = self._pieces(live, is_finished)
+        if not pieces and not request.steps and not is_finished:
+            return None
         update = m.Update(request.request_id, pieces)
-        has_steps = _add_steps(update, request)
+        _add_steps(update, request)
         if not live.sent_first and pieces:
             live.sent_first = True
             update.num_cached_tokens = request.metrics.num_cached_tokens
-            if request.prompt_logprobs is not None:
-                update.prompt_logprobs = [None if item is None else _logprob(item) for item in request.prompt_logprobs]
-        if request.is_finished:
+            if request.prompt_scores is not None:
+                update.prompt_scores = request.prompt_scores.packed()
+        if is_finished:
             update.ended = _ended(request)
-            del self._live[request.request_id]
-        return update if pieces or has_steps or update.ended is not None else None
+            live.is_over = True
+            self._forget(request.request_id)
+        return update
 
-    def _pieces(self, live: _Live) -> list[m.Piece]:
+    def _pieces(self, live: _Live, is_finished: bool) -> list[m.NewTokens]:
         request = live.request
-        if _decided_at_the_end(request):
-            return _final_pieces(request) if request.is_finished else []
+        if live.is_chosen_late:
+            return _final_pieces(request) if is_finished else []
         pieces = []
         for number, sequence in enumerate(request.sequences):
-            tokens, chars = live.sent_tokens[number], live.sent_chars[number]
-            reason = sequence.finish_reason
-            if live.ended[number] or (len(sequence.output_token_ids) == tokens and reason is None):
+            sent, tokens, reason = live.sent_tokens[number], sequence.output_token_ids, sequence.finish_reason
+            if live.ended[number] or (len(tokens) == sent and reason is None):
                 continue
-            pieces.append(
-                m.Piece(
-                    sequence.index,
-                    sequence.text[chars:],
-                    sequence.output_token_ids[tokens:],
-                    [_logprob(item) for item in sequence.logprobs[tokens:]] if request.params.needs_logprobs else None,
-                    None if reason is None else reason.value,
-                    sequence.stop_reason,
-                    sequence.cumulative_logprob if reason is not None else None,
-                )
-            )
-            live.sent_tokens[number] = len(sequence.output_token_ids)
-            live.sent_chars[number] = len(sequence.text)
-            live.ended[number] = reason is not None
+            piece = m.NewTokens(sequence.index, _packed(tokens[sent:]))
+            if request.wants_logprobs:
+                piece.scores = sequence.logprobs.packed(sent)
+            if reason is not None:
+                piece.finish_reason, piece.stop_reason = reason.value, sequence.stop_reason
+                live.ended[number] = True
+            pieces.append(piece)
+            live.sent_tokens[number] = len(tokens)
         return pieces
 
 
-def _decided_at_the_end(request: Request) -> bool:
-    """Which completions are returned, and in which order, is decided at the end."""
+def _packed(token_ids: list[int]) -> bytes:
+    return array("i", token_ids).tobytes()
+
+
+def _is_chosen_late(request: Request) -> bool:
+    """Whether the completions that are returned, and their order, are decided at the end."""
     return request.params.num_sequences > request.params.n or request.search is not None
 
 
-def _add_steps(update: m.Update, request: Request) -> bool:
-    """Move the recorded steps of a watched request into the update; False if there are none."""
+def _without_text(params: SamplingParams) -> SamplingParams:
+    """The parameters of a request whose text the front end reads; those of one that is chosen at the end stay."""
+    if params.num_sequences > params.n:
+        return params
+    return replace(params, stop=(), include_stop_str_in_output=False, detokenize=False)
+
+
+def _add_steps(update: m.Update, request: Request) -> None:
+    """Move the recorded steps of a watched request into the update."""
     if not request.steps:
-        return False
+        return
     drafts = [step for step in request.steps if isinstance(step, DraftStep)]
     beams = [step for step in request.steps if isinstance(step, BeamStep)]
     request.steps.clear()
     update.drafts = [(step.completion, step.position, list(step.drafts), step.num_accepted) for step in drafts] or None
     update.beams = [(step.position, list(step.beams)) for step in beams] or None
-    return True
 
 
-def _final_pieces(request: Request) -> list[m.Piece]:
-    from bifolio.api.outputs import request_output
-
+def _final_pieces(request: Request) -> list[m.NewTokens]:
     return [
-        m.Piece(
-            output.index,
-            output.text,
-            output.token_ids,
-            None if output.logprobs is None else [_logprob(item) for item in output.logprobs],
-            output.finish_reason,
-            output.stop_reason,
-            output.cumulative_logprob,
-            output.score,
+        m.NewTokens(
+            index,
+            _packed(sequence.output_token_ids),
+            sequence.logprobs.packed() if request.params.logprobs is not None else None,
+            None if sequence.finish_reason is None else sequence.finish_reason.value,
+            sequence.stop_reason,
+            sequence.text,
+            sequence.cumulative_logprob,
+            sequence.score,
         )
-        for output in request_output(request).outputs
+        for index, sequence in enumerate(returned_sequences(request))
     ]
-
-
-def _logprob(item: TokenLogprob | PositionLogprobs) -> tuple[int, float, int, list[tuple[int, float]]]:
-    return (item.token_id, item.logprob, item.rank, list(item.top))
 
 
 def _ended(request: Request) -> m.Ended:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
-from functools import cache, cached_property
+from functools import cache
 
 from bifolio.text.tokenizer import Tokenizer
 
@@ -40,28 +39,14 @@ class TokenTexts:
         if self._tokenizer is None:
             return f"<{token_id}>".encode()
         spelling = self._tokenizer.token(token_id)
-        if token_id in self._added:
+        if token_id in self._tokenizer.added_ids:
             return spelling.encode()
-        if self._is_byte_level:
+        if self._tokenizer.is_byte_level:
             letters = _byte_letters()
             return bytes(letters[letter] for letter in spelling if letter in letters)
         if match := _BYTE.fullmatch(spelling):
             return bytes([int(match[1], 16)])
         return spelling.replace("\u2581", " ").encode()
-
-    @cached_property
-    def _added(self) -> frozenset[int]:
-        assert self._tokenizer is not None
-        return frozenset(self._tokenizer.backend.get_added_tokens_decoder())
-
-    @cached_property
-    def _is_byte_level(self) -> bool:
-        assert self._tokenizer is not None
-        decoder = self._tokenizer.backend.decoder
-        if decoder is None:
-            return False
-        state = json.loads(decoder.__getstate__())
-        return any(part.get("type") == "ByteLevel" for part in [state, *state.get("decoders", [])])
 
 
 @cache

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, ItemsView, Iterable, KeysView, Mapping, Sequence, ValuesView
 from functools import wraps
 from typing import Any
 
@@ -89,7 +89,7 @@ class Limits:
         """Add the size of a value to the total and return the value if it is within the limits."""
         if isinstance(value, str | list | tuple):
             self.allow(len(value))
-            self.built += len(value)
+            self.built += len(value) if isinstance(value, str) else ITEM_CHARS * len(value)
             if self.built > MAX_BUILT_CHARS:
                 raise ChatTemplateError(f"the chat template built texts of more than {MAX_BUILT_CHARS} characters")
             self.tick()
@@ -110,8 +110,10 @@ class Limits:
             if isinstance(item, Mapping):
                 left.extend(item.keys())
                 left.extend(item.values())
-            elif isinstance(item, list | tuple | set):
+            elif isinstance(item, list | tuple | set | KeysView | ValuesView | ItemsView):
                 left.extend(item)
+            elif type(item).__name__ == "Namespace":  # of jinja2; it is spelled as the dict of its attributes
+                left.append(object.__getattribute__(item, "_Namespace__attrs"))
             size += len(item) if isinstance(item, str) else 4
             self.allow(size)
         return value
@@ -122,6 +124,8 @@ class Limits:
             self.allow_spelled(value)
             if isinstance(value, int | float) and not -MAX_NUMBER <= value <= MAX_NUMBER and name in PADDING:
                 raise ChatTemplateError(f"the chat template calls {name!r} with {value}, which is not allowed")
+        if name in SPREADING and isinstance(arguments[0], str):
+            self.allow(ITEM_CHARS * len(arguments[0]))
         if name in ("format", "format_map", "%") and WIDE_FIELD.search(re.sub(r"\{\{|\}\}", "", str(arguments[0]))):
             raise ChatTemplateError("the chat template uses format fields of a width that is not allowed")
         if name == "%":
@@ -146,6 +150,8 @@ FORBIDDEN_METHODS = frozenset(  # of texts, numbers and bytes: they make large v
 )
 REMOVED_FILTERS = ("wordwrap", "urlize", "pprint", "xmlattr", "filesizeformat", "random", "forceescape")
 MAX_INDENT = 16
+ITEM_CHARS = 16  # an item of a list counts as so many characters
+SPREADING = {"list", "sort", "unique", "batch", "slice", "groupby"}  # filters that make a list of a text's characters
 PADDING = {"center", "ljust", "rjust", "zfill", "expandtabs", "indent", "slice", "batch", "tojson", "wordwrap", "round"}
 
 
@@ -173,6 +179,9 @@ def _compile(template: str, limits: Limits) -> Any:
             if operator == "*" and _size(left) * _size(right) <= MAX_OUTPUT_CHARS:
                 return limits.count(left * right)
             raise ChatTemplateError(f"the chat template uses {operator!r} in a way that is not allowed")
+
+        def getitem(self, value: Any, argument: Any) -> Any:
+            return super().getitem(value, limits.allow_spelled(argument))
 
         def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
             method = getattr(function, "__wrapped__", function)  # the sandbox wraps `format`
@@ -210,6 +219,12 @@ def _compile(template: str, limits: Limits) -> Any:
                 return value
             return nodes.Call(nodes.EnvironmentAttribute("bounded"), [value], [], None, None)
 
+        def visit_Pair(self, node: Any) -> Any:  # noqa: N802
+            """Nested tuples take exponential time to hash as well: keys are bounded before a dict is built."""
+            node = self.generic_visit(node)
+            node.key = self._bounded(node.key)
+            return node
+
         def visit_Concat(self, node: Any) -> Any:  # noqa: N802
             parts = [self.visit(part) for part in node.nodes]
             return nodes.Call(nodes.EnvironmentAttribute("concatenate"), parts, [], None, None)
@@ -232,12 +247,14 @@ def _compile(template: str, limits: Limits) -> Any:
         environment.tests[name] = _bounded_test(environment.tests[name], limits)
     del environment.globals["lipsum"]  # generates text of any length
     environment.globals.update(
-        raise_exception=_raise_exception, range=_bounded_range, strftime_now=lambda form: time.strftime(form)
+        raise_exception=lambda message: _raise_exception(limits.allow_spelled(message)),
+        range=_bounded_range,
+        strftime_now=lambda form: time.strftime(form),
     )
     try:
         tree = Bounds().visit(environment.parse(template))
         return jinja2.Template.from_code(environment, environment.compile(tree), environment.globals)
-    except (jinja2.TemplateError, RecursionError, ValueError, TypeError) as error:
+    except (jinja2.TemplateError, SyntaxError, RecursionError, MemoryError, ValueError, TypeError) as error:
         raise ChatTemplateError(f"the chat template is broken: {error}") from error
 
 

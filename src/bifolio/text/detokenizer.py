@@ -8,6 +8,8 @@ from typing import Protocol
 REPLACEMENT = "\ufffd"  # decoded in place of bytes that do not form a character (yet)
 _PROMPT_CONTEXT = 8  # prompt tokens before the first output token
 _MAX_WINDOW = 32  # maximum ids decoded at a time; valid text rarely has no clean boundary in so many tokens
+_CHUNK = 64  # ids that `push_all` decodes at a time
+_SHORT_CONTEXT = 8  # ids of such a chunk that stay as the context of the next ids
 
 
 class Decoder(Protocol):
@@ -52,6 +54,30 @@ class IncrementalDetokenizer:
             self._advance()
         elif len(self._window) > _MAX_WINDOW:
             fresh += self._shorten(text)
+        return fresh
+
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        """Append several tokens and return the text that they complete: that of `push` for each, at less cost."""
+        if len(token_ids) == 1:
+            return self.push(token_ids[0])
+        return "".join(
+            self._push_chunk(token_ids[start : start + _CHUNK]) for start in range(0, len(token_ids), _CHUNK)
+        )
+
+    def _push_chunk(self, token_ids: Sequence[int]) -> str:
+        """Decode the tokens together if their text is clean, else one by one."""
+        held = len(self._window)
+        self._window.extend(token_ids)
+        text = self._decode(self._window)
+        if len(text) <= self._emitted or REPLACEMENT in text:
+            del self._window[held:]
+            return "".join([self.push(token_id) for token_id in token_ids])
+        fresh, tail = text[self._emitted :], self._decode(self._window[-_SHORT_CONTEXT:])
+        if tail and text.endswith(tail) and REPLACEMENT not in tail:
+            del self._window[:-_SHORT_CONTEXT]
+            self._context, self._emitted = len(self._window), len(tail)
+        else:
+            self._advance()
         return fresh
 
     def finish(self) -> str:

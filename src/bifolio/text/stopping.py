@@ -1,4 +1,11 @@
-"""Stop conditions of a request, checked after each new token: stop tokens, stop texts and limits."""
+"""Stop conditions of a request: stop tokens and limits, which need no text, and stop texts.
+
+    TokenStops   end-of-text tokens, stop token ids, limits         the engine checks these after every token
+    OutputText   the text of the tokens and the stop texts in it    the reader of the text checks these
+
+`StopChecker` is both for one sequence. The reader may be another process: the engine then runs a few tokens further
+than a stop text, and the reader cuts them off.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +27,34 @@ class StopDecision(NamedTuple):
 CONTINUE = StopDecision()
 
 
+class TokenEnd(NamedTuple):
+    """The end of a sequence by its last token or by a limit."""
+
+    finish_reason: Literal["stop", "length"]
+    stop_reason: int | None = None  # the stop token id; None for the end of text and for a limit
+
+
+class TokenStops:
+    """The stop conditions that need no text: end-of-text tokens, stop token ids, `max_tokens` and the context."""
+
+    __slots__ = ("_stop_ids", "end_ids", "limit", "min_tokens")
+
+    def __init__(
+        self, params: SamplingParams, eos_token_ids: Collection[int], num_prompt_tokens: int, max_model_len: int
+    ) -> None:
+        room = max_model_len - num_prompt_tokens
+        self._stop_ids = frozenset(params.stop_token_ids)
+        self.end_ids = self._stop_ids if params.ignore_eos else self._stop_ids | frozenset(eos_token_ids)
+        self.limit = room if params.max_tokens is None else min(room, params.max_tokens)  # output tokens
+        self.min_tokens = params.min_tokens
+
+    def check(self, token_id: int, num_output: int) -> TokenEnd | None:
+        """The end that comes with output token number `num_output` (from 1 on), if any."""
+        if token_id in self.end_ids and num_output > self.min_tokens:
+            return TokenEnd("stop", token_id if token_id in self._stop_ids else None)
+        return TokenEnd("length") if num_output >= self.limit else None
+
+
 class StopStringScanner:
     """Finds the first stop text in text that arrives in pieces of any size.
 
@@ -27,11 +62,10 @@ class StopStringScanner:
     longest, if several end at the same character). A tail that may begin a stop text is held back until it is decided.
     """
 
-    __slots__ = ("_held", "_include", "_longest", "_stops")
+    __slots__ = ("_held", "_include", "_stops")
 
     def __init__(self, stops: Sequence[str], include_in_output: bool = False) -> None:
         self._stops = tuple(sorted(stops, key=len, reverse=True))
-        self._longest = max((len(stop) for stop in stops), default=0)
         self._include = include_in_output
         self._held = ""
 
@@ -56,9 +90,13 @@ class StopStringScanner:
         return text
 
     def fork(self) -> StopStringScanner:
-        copy = StopStringScanner(self._stops, self._include)
-        copy._held = self._held
+        copy = object.__new__(StopStringScanner)
+        copy._stops, copy._include, copy._held = self._stops, self._include, self._held
         return copy
+
+    @property
+    def has_stops(self) -> bool:
+        return bool(self._stops)
 
     def _find(self, text: str, known: int) -> tuple[int, str] | None:
         """(start, stop text) of the match that ends first, beyond the first `known` characters."""
@@ -71,22 +109,110 @@ class StopStringScanner:
 
     def _partial(self, text: str) -> int:
         """Length of the longest suffix of `text` that is a proper prefix of a stop text."""
-        for length in range(min(len(text), self._longest - 1), 0, -1):
-            tail = text[-length:]
-            if any(len(stop) > length and stop.startswith(tail) for stop in self._stops):
-                return length
-        return 0
+        longest = 0
+        for stop in self._stops:
+            start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+            while start >= 0 and not stop.startswith(text[start:]):
+                start = text.find(stop[0], start + 1)
+            if start >= 0:
+                longest = max(longest, len(text) - start)
+        return longest
+
+
+class OutputText:
+    """The text of one sequence: detokenises its tokens and ends at the first stop text.
+
+    The token that ends a sequence and, by default, the stop text are not part of the text. Before `min_tokens` tokens
+    stop texts are ordinary text.
+    """
+
+    __slots__ = ("_detokenizer", "_include", "_min_tokens", "_scanner", "num_tokens")
+
+    def __init__(self, params: SamplingParams, detokenizer: IncrementalDetokenizer | None) -> None:
+        """Without a detokenizer there is no text: `StopDecision.text` is empty and stop texts cannot be found."""
+        self._detokenizer = detokenizer
+        self._include = params.include_stop_str_in_output
+        self._min_tokens = params.min_tokens
+        self._scanner = StopStringScanner(params.stop, params.include_stop_str_in_output)
+        self.num_tokens = 0
+
+    def push(self, token_id: int, end: TokenEnd | None) -> StopDecision:
+        """Add one token; `end` says that the sequence ends with it whatever the text is."""
+        self.num_tokens += 1
+        is_stop = end is not None and end.finish_reason == "stop"
+        if end is not None and is_stop and not (self._include and end.stop_reason is not None):
+            text, stop = "", None
+        else:
+            text, stop = self._read([token_id], self.num_tokens > self._min_tokens)
+        if end is not None and is_stop:
+            return StopDecision(text if stop is not None else text + self.flush(), "stop", end.stop_reason)
+        if stop is not None:
+            return StopDecision(text, "stop", stop)
+        if end is not None:
+            return StopDecision(text + self.flush(), "length")
+        return StopDecision(text) if text else CONTINUE
+
+    def push_all(self, token_ids: Sequence[int], end: TokenEnd | None) -> tuple[int, StopDecision]:
+        """Add tokens, the last of which has this `end`: (number of tokens up to the end, decision over all of them).
+
+        The result is that of `push` for each token. The tokens are detokenised together, and one by one only where
+        a stop text has to be attributed to a token.
+        """
+        count = len(token_ids)
+        plain = count if end is None else count - 1
+        text = self._push_plain(token_ids[:plain]) if plain > 1 else None
+        if text is None:
+            text, plain = "", 0
+        for number in range(plain, count):
+            decision = self.push(token_ids[number], end if number == count - 1 else None)
+            text += decision.text
+            if decision.finish_reason is not None:
+                return number + 1, decision._replace(text=text)
+        return count, StopDecision(text) if text else CONTINUE
+
+    def _push_plain(self, token_ids: Sequence[int]) -> str | None:
+        """The text of tokens without an end; None, with no state changed, if they must be added one by one."""
+        if not self._scanner.has_stops:
+            self.num_tokens += len(token_ids)
+            return self._read(token_ids, armed=False)[0]
+        if self.num_tokens < self._min_tokens:
+            return None
+        ahead = self.fork()
+        text, stop = ahead._read(token_ids, armed=True)
+        if stop is not None:
+            return None
+        self._detokenizer, self._scanner = ahead._detokenizer, ahead._scanner
+        self.num_tokens += len(token_ids)
+        return text
+
+    def flush(self) -> str:
+        """Return the text held back: no further token follows."""
+        tail = "" if self._detokenizer is None else self._detokenizer.finish()
+        return self._scanner.push(tail, armed=False)[0] + self._scanner.flush()
+
+    def fork(self) -> OutputText:
+        """Copy the state for a forked sequence."""
+        copy = object.__new__(OutputText)
+        copy._include, copy._min_tokens, copy.num_tokens = self._include, self._min_tokens, self.num_tokens
+        copy._detokenizer = None if self._detokenizer is None else self._detokenizer.fork()
+        copy._scanner = self._scanner.fork()
+        return copy
+
+    def _read(self, token_ids: Sequence[int], armed: bool) -> tuple[str, str | None]:
+        if self._detokenizer is None:
+            return "", None
+        return self._scanner.push(self._detokenizer.push_all(token_ids), armed)
 
 
 class StopChecker:
-    """Detokenises one sequence and checks its stop conditions.
+    """Both kinds of stop conditions for one sequence.
 
     In order of precedence: the end-of-text token or a stop token id, a stop text, then the limits (`max_tokens`, the
-    model's context). Before `min_tokens` output tokens only the limits apply. The stop token and, by default, the stop
-    text are not part of the text; the token stays in the list of token ids.
+    model's context). Before `min_tokens` output tokens only the limits apply. The ending token stays in the list of
+    token ids.
     """
 
-    __slots__ = ("_detokenizer", "_eos", "_limit", "_params", "_scanner", "_stop_ids", "num_output")
+    __slots__ = ("text", "tokens")
 
     def __init__(
         self,
@@ -96,53 +222,23 @@ class StopChecker:
         max_model_len: int,
         detokenizer: IncrementalDetokenizer | None,
     ) -> None:
-        """Without a detokenizer there is no text: `StopDecision.text` is empty and stop texts cannot be found."""
-        self._params = params
-        self._eos = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
-        self._stop_ids = frozenset(params.stop_token_ids)
-        room = max_model_len - num_prompt_tokens
-        self._limit = room if params.max_tokens is None else min(room, params.max_tokens)
-        self._detokenizer = detokenizer
-        self._scanner = StopStringScanner(params.stop, params.include_stop_str_in_output)
-        self.num_output = 0
+        self.tokens = TokenStops(params, eos_token_ids, num_prompt_tokens, max_model_len)
+        self.text = OutputText(params, detokenizer)
+
+    @property
+    def num_output(self) -> int:
+        return self.text.num_tokens
 
     def check(self, token_id: int) -> StopDecision:
         """Check one new token; after a decision with a finish reason no further token is allowed."""
-        self.num_output += 1
-        armed = self.num_output > self._params.min_tokens
-        ends = armed and (token_id in self._stop_ids or token_id in self._eos)
-        if ends and not (self._params.include_stop_str_in_output and token_id in self._stop_ids):
-            text, stop = "", None
-        else:
-            text, stop = self._read(token_id, armed)
-        if ends:
-            return self._end(text, stop, "stop", token_id if token_id in self._stop_ids else None)
-        if stop is not None:
-            return StopDecision(text, "stop", stop)
-        if self.num_output >= self._limit:
-            return self._end(text, stop, "length", None)
-        return StopDecision(text) if text else CONTINUE
+        return self.text.push(token_id, self.tokens.check(token_id, self.text.num_tokens + 1))
 
     def fork(self) -> StopChecker:
         """Copy the state for a forked sequence."""
         copy = object.__new__(StopChecker)
-        copy._params, copy._eos, copy._stop_ids = self._params, self._eos, self._stop_ids
-        copy._limit, copy.num_output = self._limit, self.num_output
-        copy._detokenizer = None if self._detokenizer is None else self._detokenizer.fork()
-        copy._scanner = self._scanner.fork()
+        copy.tokens, copy.text = self.tokens, self.text.fork()
         return copy
 
     def flush(self) -> str:
         """Return the text held back, for a sequence that ends without a stop decision (an abort)."""
-        tail = "" if self._detokenizer is None else self._detokenizer.finish()
-        return self._scanner.push(tail, armed=False)[0] + self._scanner.flush()
-
-    def _read(self, token_id: int, armed: bool) -> tuple[str, str | None]:
-        if self._detokenizer is None:
-            return "", None
-        return self._scanner.push(self._detokenizer.push(token_id), armed)
-
-    def _end(
-        self, text: str, stop: str | None, reason: Literal["stop", "length"], stop_reason: int | None
-    ) -> StopDecision:
-        return StopDecision(text if stop is not None else text + self.flush(), reason, stop_reason)
+        return self.text.flush()

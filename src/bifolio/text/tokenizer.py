@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from bifolio.errors import ModelFileError, RequestError
+from bifolio.text.detokenizer import Decoder
 from bifolio.text.tokenizer_bounds import check_tokenizer_file
 
 
@@ -15,8 +17,19 @@ class Tokenizer:
     """Wraps a `tokenizers.Tokenizer`, whose post-processor adds begin-of-text tokens."""
 
     def __init__(self, backend: Any) -> None:
-        self.backend = backend
+        self._backend = backend
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def backend(self) -> Any:
+        """The `tokenizers` object."""
+        return self._backend
+
+    @property
+    def decoder(self) -> Decoder:
+        """Decodes one sequence after the other, on the calling thread."""
+        decoder: Decoder = self.backend
+        return decoder
 
     @classmethod
     def from_file(cls, path: Path) -> Tokenizer:
@@ -24,7 +37,10 @@ class Tokenizer:
 
         check_tokenizer_file(path)
         try:
-            return cls(tokenizers.Tokenizer.from_file(str(path)))
+            backend = tokenizers.Tokenizer.from_file(str(path))
+            backend.no_padding()  # for batches of training: a prompt is neither padded nor cut without a word
+            backend.no_truncation()
+            return cls(backend)
         except BaseException as error:  # plain Exception for every kind of bad file, and panics of its Rust code
             if not is_library_error(error):
                 raise
@@ -58,6 +74,20 @@ class Tokenizer:
     def special_tokens(self) -> frozenset[str]:
         """The spellings that are encoded as one special token wherever they occur."""
         return frozenset(token.content for token in self.backend.get_added_tokens_decoder().values() if token.special)
+
+    @cached_property
+    def added_ids(self) -> frozenset[int]:
+        """The tokens that stand for their own spelling: special ones and those that users defined."""
+        return frozenset(self.backend.get_added_tokens_decoder())
+
+    @cached_property
+    def is_byte_level(self) -> bool:
+        """Whether tokens spell bytes as printable characters, as those of GPT-2 do."""
+        decoder = self.backend.decoder
+        if decoder is None:
+            return False
+        state = json.loads(decoder.__getstate__())
+        return any(part.get("type") == "ByteLevel" for part in [state, *state.get("decoders", [])])
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of tokens. Releases the GIL."""

@@ -36,16 +36,27 @@ class PlainProgress(SilentProgress):
     def __init__(self, seconds_between: float = 5.0) -> None:
         self.seconds_between = seconds_between
         self._last_shown = 0.0
+        self._first: tuple[int, float] | None = None  # (step, moment) of the first report
 
     def message(self, text: str) -> None:
         print(text, flush=True)
 
     def step(self, step: int, steps: int, loss: float, learning_rate: float, tokens_per_second: float) -> None:
-        if step < steps and time.monotonic() - self._last_shown < self.seconds_between:
+        now = time.monotonic()
+        self._first = self._first or (step, now)
+        if step < steps and now - self._last_shown < self.seconds_between:
             return
-        self._last_shown = time.monotonic()
-        print(f"step {step}/{steps}  loss {loss:.4f}  rate {learning_rate:.2e}  {tokens_per_second:,.0f} tokens/s",
-              flush=True)  # fmt: skip
+        self._last_shown = now
+        print(f"step {step}/{steps}  loss {loss:.4f}  rate {learning_rate:.2e}  {tokens_per_second:,.0f} tokens/s  "
+              f"left {self._left(step, steps, now)}", flush=True)  # fmt: skip
+
+    def _left(self, step: int, steps: int, now: float) -> str:
+        """The remaining time at the speed so far, as h:mm:ss."""
+        first, began = self._first or (step, now)
+        if step == first:
+            return "-:--:--"
+        seconds = int((steps - step) * (now - began) / (step - first))
+        return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 
 
 class LiveProgress:

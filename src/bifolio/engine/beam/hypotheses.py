@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from bifolio.beam_params import BeamSearchParams
-from bifolio.sequence import TokenLogprob
+from bifolio.sequence import LogprobRecords
 
 NEVER = -1.0e9  # worse than any real score
 CHUNK = 128  # columns per chunk in the top-k of long rows
@@ -39,10 +39,9 @@ class Hypothesis:
     score: float  # length-penalised
     cumulative_logprob: float
     token_ids: list[int]
-    text: str | None = None  # set when stop strings are configured
     stop_reason: int | str | None = None
     finish_reason: str = "stop"
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    logprobs: LogprobRecords = field(default_factory=LogprobRecords)
 
 
 class Ending(NamedTuple):
@@ -50,7 +49,6 @@ class Ending(NamedTuple):
 
     finish_reason: str
     stop_reason: int | str | None = None
-    text: str | None = None
 
 
 @dataclass(slots=True)
@@ -84,9 +82,7 @@ class BeamGroup:
         for candidate, end in list(zip(candidates, ends, strict=True))[: self.width]:
             if end is not None and self.can_improve and not full:
                 score = candidate.score / length**self.params.length_penalty
-                hypothesis = Hypothesis(
-                    score, candidate.score, [], end.text, end.stop_reason, finish_reason=end.finish_reason
-                )
+                hypothesis = Hypothesis(score, candidate.score, [], end.stop_reason, finish_reason=end.finish_reason)
                 fresh.append((candidate, hypothesis))
         self.finished = sorted([*self.finished, *(h for _, h in fresh)], key=lambda h: -h.score)[: self.width]
         kept = {id(hypothesis) for hypothesis in self.finished}

@@ -38,10 +38,10 @@ class BeamSearch:
         request: Request,
         params: BeamSearchParams,
         eos_token_ids: Sequences[int],
-        new_stopper: Callable[[], Any],  # a stop checker at the start of a text
+        new_reader: Callable[[], Any],  # a reader at the start of a text; None: there is no text
         sharing: BeamSearchBlockSharing,
     ) -> None:
-        self._new_stopper = new_stopper
+        self._new_reader = new_reader
         self._sharing = sharing
         self.request = request
         self.params = params
@@ -137,10 +137,10 @@ class BeamSearch:
     def _ending(self, beams: list[Sequence], candidate: Candidate) -> Ending | None:
         beam = beams[candidate.beam]
         if self.params.stop:
-            decision = beam.stopper.fork().check(candidate.token)
+            decision = beam.reader.peek(candidate.token)
             if decision.finish_reason is None:
                 return None
-            return Ending(decision.finish_reason, decision.stop_reason, beam.text + decision.text)
+            return Ending(decision.finish_reason, decision.stop_reason)
         if candidate.token in self.end_ids and len(beam.output_token_ids) >= self.params.min_tokens:
             stop_id = candidate.token if candidate.token in self.params.stop_token_ids else None
             return Ending("stop", stop_id)
@@ -156,13 +156,14 @@ class BeamSearch:
         for candidate, hypothesis in finished:
             beam = beams[candidate.beam]
             hypothesis.token_ids = [*beam.output_token_ids, candidate.token]
-            hypothesis.logprobs = [*beam.logprobs, *self._logprob(logits[rows[beam.id]], candidate.token)]
+            hypothesis.logprobs = beam.logprobs.copy()
+            hypothesis.logprobs.extend(self._logprob(logits[rows[beam.id]], candidate.token))
 
     def _logprob(self, logits: np.ndarray, token: int) -> list[TokenLogprob]:
         if self.params.logprobs is None:
             return []
         scored = score_tokens(logits[None], np.array([token]), np.array([self.params.logprobs]))
-        return [TokenLogprob(token, float(scored.logprobs[0]), int(scored.ranks[0]), tuple(scored.top[0]))]
+        return [TokenLogprob(token, float(scored.logprobs[0]), int(scored.ranks[0]), tuple(scored.top[0] or ()))]
 
     # -- block tables -------------------------------------------------------------------------------------------------
     def _move(
@@ -192,15 +193,15 @@ class BeamSearch:
         self._share_blocks(dropped, forks)
         for parent, child in forks:
             child.fork_from(parent)
-            child.text, child.logprobs = parent.text, list(parent.logprobs)
-            child.stopper = parent.stopper.fork()
+            child.logprobs = parent.logprobs.copy()
+            child.reader = None if parent.reader is None else parent.reader.fork()
         self.beams = [[] for _ in self.groups]
         for number, child, candidate, logprob in placed:  # after the forks, which copy the state before this token
             child.append_token(candidate.token)
             child.cumulative_logprob = candidate.score
             child.logprobs.extend(logprob)
             if self.params.stop:
-                child.text += child.stopper.check(candidate.token).text
+                child.reader.check(candidate.token)
             sampler.table.restart_history(slots[child.id])
             self.beams[number].append(child)
 
@@ -232,9 +233,5 @@ class BeamSearch:
             member.logprobs = hypothesis.logprobs
             member.score = hypothesis.score
             member.stop_reason = hypothesis.stop_reason
+            member.reader = self._new_reader()
             member.finish(FinishReason(hypothesis.finish_reason))
-            member.text = hypothesis.text if hypothesis.text is not None else self._text(hypothesis)
-
-    def _text(self, hypothesis: Hypothesis) -> str:
-        stopper = self._new_stopper()
-        return "".join(stopper.check(token).text for token in hypothesis.token_ids)

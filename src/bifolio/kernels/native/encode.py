@@ -7,13 +7,14 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from bifolio.errors import ModelFileError
+from bifolio.errors import MissingDependencyError, ModelFileError
 from bifolio.kernels.native.formats import FORMAT_CODES, NATIVE_FORMATS, format_code
 from bifolio.kernels.native.library import library
 from bifolio.quant.formats import Bytes, Floats, QuantFormat, refuse_non_finite
 from bifolio.quant.tensor import QuantizedTensor
 
 SEARCHED_FORMATS = frozenset(QuantFormat[name] for name in ("Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"))
+PLAIN_FORMATS = frozenset({QuantFormat.Q8_0, QuantFormat.Q4_0, QuantFormat.Q4_1})  # one way to round, as in numpy
 _LARGEST = 65504.0  # a half float, as scales are
 _PANEL_VALUES = 1 << 22  # that exist as floats at a time
 
@@ -31,7 +32,7 @@ def decode_rows(tensor: QuantizedTensor, rows: slice) -> Floats:
 
 
 def encode_rows(values: Floats, format: QuantFormat, importance: NDArray[np.float32] | None = None) -> Bytes:
-    """f32[rows, k] -> u8[rows, row_bytes] in one of SEARCHED_FORMATS. `importance`, f32[k], weighs errors by column."""
+    """f32[rows, k] -> u8[rows, row_bytes] in a searched or plain format; `importance`, f32[k], weighs errors."""
     rows = np.ascontiguousarray(values, np.float32)
     out = np.empty((rows.shape[0], format.row_bytes(rows.shape[1])), np.uint8)
     weights = None if importance is None else np.ascontiguousarray(importance, np.float32)
@@ -43,17 +44,27 @@ def encode_rows(values: Floats, format: QuantFormat, importance: NDArray[np.floa
 def encoded(
     tensor: QuantizedTensor, format: QuantFormat, name: str, importance: NDArray[np.float32] | None = None
 ) -> QuantizedTensor:
-    """A matrix in one of SEARCHED_FORMATS, some rows at a time; NaN and infinities are refused by name."""
+    """A matrix in a searched or plain format, some rows at a time; NaN and infinities are refused by name."""
     if tensor.format is format:
         return tensor
     data = np.empty((tensor.num_rows, format.row_bytes(tensor.shape[-1])), np.uint8)
     for panel in _panels(tensor):
         values = decode_rows(tensor, panel)
         refuse_non_finite(values, name)
-        if max(values.max(initial=0), -values.min(initial=0)) > _LARGEST:
+        if format in SEARCHED_FORMATS and max(values.max(initial=0), -values.min(initial=0)) > _LARGEST:
             raise ModelFileError(f"{name} holds values too large for {format.name}: use f32 or bf16")
         data[panel] = encode_rows(values, format, importance)
     return QuantizedTensor(format, data, tensor.shape, name)
+
+
+def quickly_converted(tensor: QuantizedTensor, format: QuantFormat, name: str | None = None) -> QuantizedTensor:
+    """`tensor.converted(format, name)`, with the same values, by native code where there is some."""
+    if tensor.format not in NATIVE_FORMATS or format not in PLAIN_FORMATS or len(tensor.shape) != 2:
+        return tensor.converted(format, name)
+    try:
+        return encoded(tensor, format, name or tensor.name or "")
+    except MissingDependencyError:
+        return tensor.converted(format, name)
 
 
 def _panels(tensor: QuantizedTensor) -> Iterator[slice]:

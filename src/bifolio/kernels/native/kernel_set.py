@@ -6,7 +6,6 @@ between the operations. Every operation can also be called separately, on numpy 
 
 from __future__ import annotations
 
-import mmap
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -39,6 +38,7 @@ from bifolio.kernels.native.library import library
 from bifolio.kernels.native.program import ACTIVATION_CODES, PHASE_CODES, NativeProgram, native_segment
 from bifolio.quant.convert import DENSE_FORMATS, convert
 from bifolio.quant.formats import QuantFormat
+from bifolio.quant.mapped import mapping_of
 from bifolio.quant.tensor import QuantizedTensor
 
 ACTIVATION_PLANES = {"int8": 1, "int16": 2}  # bytes of one activation in products with quantised weights
@@ -75,7 +75,7 @@ class NativeKernels(HostArrays):
     def prepare_linear(self, linear: Linear) -> Linear:
         """Pack the concatenated parts; the bytes of the file are not read again."""
         tensors = [as_tensor(part) for part in linear.parts]
-        bias, mapped = _joined_bias(linear), all(is_mapped(tensor.data) for tensor in tensors)
+        bias, mapped = _joined_bias(linear), all(mapping_of(tensor.data) is not None for tensor in tensors)
         try:
             packed = self._packed([self._accepted(tensor) for tensor in tensors], tensors[0].shape[1], bias, mapped)
         except OverflowError:  # a scale beyond the half floats: dense formats hold it, or refuse it by name
@@ -318,14 +318,6 @@ class NativeKernels(HostArrays):
 
 def as_tensor(value: QuantizedTensor | Array) -> QuantizedTensor:
     return value if isinstance(value, QuantizedTensor) else QuantizedTensor.from_array(np.asarray(value))
-
-
-def is_mapped(array: np.ndarray) -> bool:
-    """Whether these are the bytes of a read-only map of a file."""
-    owner: Any = array
-    while isinstance(owner, np.ndarray | memoryview):
-        owner = owner.base if isinstance(owner, np.ndarray) else owner.obj
-    return isinstance(owner, mmap.mmap) and not array.flags.writeable and array.flags.c_contiguous
 
 
 def _floats(array: Array) -> np.ndarray:

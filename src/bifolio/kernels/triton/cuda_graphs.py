@@ -36,7 +36,6 @@ from bifolio.kernels.triton.shared_attention import SharedRows, new_shared_rows
 
 TURNS = 4  # results of a step that lie in host memory at once; more than the steps that are ever in flight
 StepMode = Mode | None  # draws of the captured step; None: it ends with the logits
-GREEDY = Mode()
 
 
 def batch_sizes(most: int) -> list[int]:
@@ -189,7 +188,7 @@ class DecodeGraphs:
         event = recorded_event() if step.graph is not None else None
         return DeviceTokens(step.results, step.take_turn(), count, event, order)
 
-    def capture_all(self, mode: StepMode = GREEDY) -> None:
+    def capture_all(self, mode: StepMode) -> None:
         """Capture every batch size now, the largest first, instead of when it is first needed."""
         for size in reversed(self._sizes):
             self._step(size, mode, shares=False)

@@ -2,7 +2,8 @@
 """Decode attention: one query per sequence over its paged context, split over the context (`split_kv`) to fill the GPU.
 
 Each piece writes its weighted mean of values and the logarithm of its sum of weights; the last program of a head to
-finish merges them, always in the order of the context.
+finish merges them, always in the same order: several at once, or in deterministic mode one after the other, as prefill
+attention does.
 
 The query heads that share a key head are the rows of one small matrix product, so keys and values are read once.
 """
@@ -15,21 +16,22 @@ import triton.language as tl
 
 from bifolio.kernels.interface import AttentionShape, Storage
 from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
-from bifolio.kernels.triton.split_kv import Pieces, first_token
-from bifolio.kernels.triton.tiles import TILE, mix_tile, read_tile, score_constants
+from bifolio.kernels.triton.split_kv import FIXED_PIECE, PIECE_BYTES, Pieces, first_token
+from bifolio.kernels.triton.tiles import TILE, join_part, mix_tile, read_tile, score_constants
 
 MIN_ROWS = 16  # rows of the smallest matrix product
+JOINED_ROWS = 64  # rows of parts (parts times heads of a group) that are merged at once
 
 
 @triton.jit(
     do_not_specialize=["window", "num_sequences", "table_stride"],
     do_not_specialize_on_alignment=[
-        "tables", "table_rows", "lengths", "sequence", "number", "first", "count", "piece_length", "shared_words",
+        "tables", "table_rows", "lengths", "sequence", "number", "first", "count", "piece_length", "total_pieces",
+        "shared_words",
     ],
 )  # fmt: skip
 def _decode_kernel(
     query: tl.tensor,  # [s, heads, dim], rows `query_stride` apart
-    sinks: tl.tensor,  # f32[heads]
     keys: tl.tensor,  # [blocks, kv_heads, block_size, dim]
     values: tl.tensor,
     tables: tl.tensor,  # i32[rows, max_blocks]
@@ -40,6 +42,7 @@ def _decode_kernel(
     first: tl.tensor,
     count: tl.tensor,
     piece_length: tl.tensor,
+    total_pieces: tl.tensor,
     arrivals: tl.tensor,
     mixed_parts: tl.tensor,
     weight_parts: tl.tensor,
@@ -47,6 +50,7 @@ def _decode_kernel(
     shared_mixed: tl.tensor,  # f32[items, kv_heads, SHARED_ROWS, dim]
     shared_weight: tl.tensor,
     num_sequences: tl.tensor,
+    sinks: tl.tensor,  # f32[heads]
     out: tl.tensor,  # [s, heads * dim]
     query_stride: tl.tensor,
     table_stride: tl.tensor,
@@ -65,8 +69,75 @@ def _decode_kernel(
     CAP: tl.constexpr,  # of scores; 0: none
     SHARED_ROWS: tl.constexpr,  # 0: no shared prefixes
     HAS_SINKS: tl.constexpr,
+    FIXED: tl.constexpr,  # tokens of a piece in deterministic mode, where a program computes several; 0: any length
+    JOINED: tl.constexpr,  # parts that are merged at once
+    GROUP_BLOCK: tl.constexpr,  # rows of the merged result
 ) -> None:
-    kv_head, item = tl.program_id(0), tl.program_id(1)
+    kv_head = tl.program_id(0)
+    if FIXED > 0:
+        wait_for_inputs()
+        for item in range(tl.program_id(1), tl.load(total_pieces), tl.num_programs(1)):
+            _attend_piece(
+                query, keys, values, tables, table_rows, lengths, sequence, number, first, count, piece_length,
+                arrivals, mixed_parts, weight_parts, shared_words, shared_mixed, shared_weight, num_sequences, sinks,
+                out, query_stride, table_stride, window, scale, kv_head, item, HEADS, KV_HEADS, GROUP, ROWS, DIM, DIM_BLOCK,
+                BLOCK_SIZE, TILE, STAGES, PRECISION, CAP, SHARED_ROWS, HAS_SINKS, FIXED, JOINED, GROUP_BLOCK,
+            )  # fmt: skip
+    else:
+        _attend_piece(
+            query, keys, values, tables, table_rows, lengths, sequence, number, first, count, piece_length,
+            arrivals, mixed_parts, weight_parts, shared_words, shared_mixed, shared_weight, num_sequences, sinks, out,
+            query_stride, table_stride, window, scale, kv_head, tl.program_id(1), HEADS, KV_HEADS, GROUP, ROWS, DIM,
+            DIM_BLOCK, BLOCK_SIZE, TILE, STAGES, PRECISION, CAP, SHARED_ROWS, HAS_SINKS, FIXED, JOINED, GROUP_BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit
+def _attend_piece(
+    query: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    tables: tl.tensor,
+    table_rows: tl.tensor,
+    lengths: tl.tensor,
+    sequence: tl.tensor,
+    number: tl.tensor,
+    first: tl.tensor,
+    count: tl.tensor,
+    piece_length: tl.tensor,
+    arrivals: tl.tensor,
+    mixed_parts: tl.tensor,
+    weight_parts: tl.tensor,
+    shared_words: tl.tensor,
+    shared_mixed: tl.tensor,
+    shared_weight: tl.tensor,
+    num_sequences: tl.tensor,
+    sinks: tl.tensor,
+    out: tl.tensor,
+    query_stride: tl.tensor,
+    table_stride: tl.tensor,
+    window: tl.tensor,
+    scale: tl.tensor,
+    kv_head: tl.tensor,
+    item: tl.tensor,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    CAP: tl.constexpr,
+    SHARED_ROWS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    FIXED: tl.constexpr,
+    JOINED: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+) -> None:
+    """One piece of one key head; the last piece of a sequence merges all of them."""
     owner = tl.load(sequence + item)
     length = tl.load(lengths + owner, mask=owner >= 0, other=0)
     table_row = tl.load(table_rows + owner, mask=owner >= 0, other=0)
@@ -76,8 +147,10 @@ def _decode_kernel(
     if SHARED_ROWS > 0:
         skip = tl.load(shared_words + owner, mask=owner >= 0, other=0)
         num_shared = tl.load(shared_words + 2 * num_sequences + owner, mask=owner >= 0, other=0)
-    begin = first_token(length, window, skip, TILE) + tl.load(number + item) * piece
-    wait_for_inputs()
+    ALIGN: tl.constexpr = FIXED if FIXED > 0 else TILE
+    begin = first_token(length, window, skip, ALIGN) + tl.load(number + item) * piece
+    if FIXED == 0:
+        wait_for_inputs()
     if owner >= 0:
         end = tl.minimum(begin + piece, length)
         table = tables + table_row.to(tl.int64) * table_stride
@@ -86,40 +159,15 @@ def _decode_kernel(
         real = (row < GROUP)[:, None] & (dim < DIM)[None, :]
         place = query + owner.to(tl.int64) * query_stride + head[:, None] * DIM + dim[None, :]
         q = tl.load(place, mask=real, other=0.0).to(keys.dtype.element_ty)
-        highest = tl.full([ROWS], -float("inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        mixed = tl.zeros([ROWS, DIM_BLOCK], tl.float32)
         oldest = tl.where(window > 0, length - window, 0)
-        whole = begin + (end - begin) // TILE * TILE
-        if oldest > begin:  # the window begins inside this piece's first tile
-            whole = begin
-        visible = tl.full([1, TILE], 1, tl.int1)
-        for start in tl.range(begin, whole, TILE, num_stages=STAGES):
-            k = read_tile(
-                keys, table, start, end, kv_head, dim, KV_HEADS, BLOCK_SIZE, DIM, DIM_BLOCK, TILE, MASKED=False
-            )
-            v = read_tile(
-                values, table, start, end, kv_head, dim, KV_HEADS, BLOCK_SIZE, DIM, DIM_BLOCK, TILE, MASKED=False
-            )
-            highest, total, mixed = mix_tile(
-                q, k, v, visible, highest, total, mixed, scale, MASKED=False, PRECISION=PRECISION, CAP=CAP
-            )
-        for start in tl.range(whole, end, TILE, num_stages=1):
-            token = start + tl.arange(0, TILE)
-            seen = ((token < end) & (token >= oldest))[None, :]
-            k = read_tile(
-                keys, table, start, end, kv_head, dim, KV_HEADS, BLOCK_SIZE, DIM, DIM_BLOCK, TILE, MASKED=True
-            )
-            v = read_tile(
-                values, table, start, end, kv_head, dim, KV_HEADS, BLOCK_SIZE, DIM, DIM_BLOCK, TILE, MASKED=True
-            )
-            highest, total, mixed = mix_tile(
-                q, k, v, seen, highest, total, mixed, scale, MASKED=True, PRECISION=PRECISION, CAP=CAP
-            )
+        highest, total, mixed = _mix_tokens(
+            q, keys, values, table, begin, end, oldest, kv_head, dim, scale, KV_HEADS, BLOCK_SIZE, ROWS, DIM,
+            DIM_BLOCK, TILE, STAGES, PRECISION, CAP,
+        )  # fmt: skip
         mixed = mixed / total[:, None]
         num_pieces = tl.load(count + owner)
         result = out + (owner.to(tl.int64) * HEADS + head[:, None]) * DIM + dim[None, :]
-        if num_pieces + num_shared == 1:
+        if (num_pieces + num_shared == 1) & (not (HAS_SINKS and FIXED > 0)):  # fixed pieces are merged as in prefill
             if HAS_SINKS:
                 mixed *= (total / _with_sinks(sinks, head, row < GROUP, highest, total))[:, None]
             tl.store(result, mixed.to(out.dtype.element_ty), mask=real)
@@ -132,25 +180,61 @@ def _decode_kernel(
             arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
             if arrived == num_pieces - 1:
                 tl.store(counter, 0)
-                highest = tl.full([ROWS], -float("inf"), tl.float32)
-                total = tl.zeros([ROWS], tl.float32)
-                mixed = tl.zeros([ROWS, DIM_BLOCK], tl.float32)
-                if SHARED_ROWS > 0:
-                    first_item = tl.load(shared_words + num_sequences + owner)
-                    member = tl.load(shared_words + 3 * num_sequences + owner)
-                    first_part = (first_item.to(tl.int64) * KV_HEADS + kv_head) * SHARED_ROWS + member * GROUP + row
-                    highest, total, mixed = _join(
-                        shared_mixed, shared_weight, first_part, KV_HEADS * SHARED_ROWS, num_shared, dim, real,
-                        highest, total, mixed, DIM, DIM_BLOCK, ROWS, GROUP,
-                    )  # fmt: skip
-                own_part = tl.load(first + owner).to(tl.int64) * HEADS + head
-                highest, total, mixed = _join(
-                    mixed_parts, weight_parts, own_part, HEADS, num_pieces, dim, real,
-                    highest, total, mixed, DIM, DIM_BLOCK, ROWS, GROUP,
+                _merge_parts(
+                    first, mixed_parts, weight_parts, shared_words, shared_mixed, shared_weight, num_sequences, sinks,
+                    out, owner, kv_head, num_pieces, num_shared, HEADS, KV_HEADS, GROUP, DIM, DIM_BLOCK, SHARED_ROWS,
+                    HAS_SINKS, JOINED, GROUP_BLOCK,
                 )  # fmt: skip
-                if HAS_SINKS:
-                    total = _with_sinks(sinks, head, row < GROUP, highest, total)
-                tl.store(result, (mixed / total[:, None]).to(out.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def _merge_parts(
+    first: tl.tensor,
+    mixed_parts: tl.tensor,
+    weight_parts: tl.tensor,
+    shared_words: tl.tensor,
+    shared_mixed: tl.tensor,
+    shared_weight: tl.tensor,
+    num_sequences: tl.tensor,
+    sinks: tl.tensor,
+    out: tl.tensor,
+    owner: tl.tensor,
+    kv_head: tl.tensor,
+    num_pieces: tl.tensor,
+    num_shared: tl.tensor,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    SHARED_ROWS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    JOINED: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+) -> None:
+    """Merge the parts of one sequence and key head, those of a shared prefix first, and write the result."""
+    row, dim = tl.arange(0, GROUP_BLOCK), tl.arange(0, DIM_BLOCK)
+    highest = tl.full([GROUP_BLOCK], -float("inf"), tl.float32)
+    total = tl.zeros([GROUP_BLOCK], tl.float32)
+    mixed = tl.zeros([GROUP_BLOCK, DIM_BLOCK], tl.float32)
+    if SHARED_ROWS > 0:
+        first_item = tl.load(shared_words + num_sequences + owner)
+        member = tl.load(shared_words + 3 * num_sequences + owner)
+        first_part = (first_item.to(tl.int64) * KV_HEADS + kv_head) * SHARED_ROWS + member * GROUP + row
+        highest, total, mixed = _join(
+            shared_mixed, shared_weight, first_part, KV_HEADS * SHARED_ROWS, num_shared, row, dim,
+            highest, total, mixed, DIM, GROUP, JOINED,
+        )  # fmt: skip
+    own_part = tl.load(first + owner).to(tl.int64) * HEADS + kv_head * GROUP + row
+    highest, total, mixed = _join(
+        mixed_parts, weight_parts, own_part, HEADS, num_pieces, row, dim, highest, total, mixed,
+        DIM, GROUP, JOINED,
+    )  # fmt: skip
+    if HAS_SINKS:
+        total = _with_sinks(sinks, kv_head * GROUP + row, row < GROUP, highest, total)
+    place = out + (owner.to(tl.int64) * HEADS + kv_head * GROUP + row[:, None]) * DIM + dim[None, :]
+    real = (row < GROUP)[:, None] & (dim < DIM)[None, :]
+    tl.store(place, (mixed / total[:, None]).to(out.dtype.element_ty), mask=real)
 
 
 @triton.jit
@@ -162,33 +246,88 @@ def _with_sinks(
 
 
 @triton.jit
+def _mix_tokens(
+    q: tl.tensor,  # [rows, dim]
+    keys: tl.tensor,
+    values: tl.tensor,
+    table: tl.tensor,
+    begin: tl.tensor,
+    end: tl.tensor,
+    oldest: tl.tensor,  # first visible token
+    kv_head: tl.tensor,
+    dim: tl.tensor,
+    scale: tl.tensor,
+    KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    CAP: tl.constexpr,
+) -> tl.tensor:
+    """The online softmax over the tokens from `begin` to `end`: (highest, total, mixed)."""
+    highest = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    mixed = tl.zeros([ROWS, DIM_BLOCK], tl.float32)
+    whole = begin + (end - begin) // TILE * TILE
+    if oldest > begin:  # the window begins inside this piece
+        whole = begin
+    visible = tl.full([1, TILE], 1, tl.int1)
+    for start in tl.range(begin, whole, TILE, num_stages=STAGES):
+        k = read_tile(keys, table, start, end, kv_head, dim, KV_HEADS, BLOCK_SIZE, DIM, DIM_BLOCK, TILE, False)
+        v = read_tile(values, table, start, end, kv_head, dim, KV_HEADS, BLOCK_SIZE, DIM, DIM_BLOCK, TILE, False)
+        highest, total, mixed = mix_tile(q, k, v, visible, highest, total, mixed, scale, False, PRECISION, CAP)
+    for start in tl.range(whole, end, TILE, num_stages=1):
+        token = start + tl.arange(0, TILE)
+        seen = ((token < end) & (token >= oldest))[None, :]
+        k = read_tile(keys, table, start, end, kv_head, dim, KV_HEADS, BLOCK_SIZE, DIM, DIM_BLOCK, TILE, True)
+        v = read_tile(values, table, start, end, kv_head, dim, KV_HEADS, BLOCK_SIZE, DIM, DIM_BLOCK, TILE, True)
+        highest, total, mixed = mix_tile(q, k, v, seen, highest, total, mixed, scale, True, PRECISION, CAP)
+    return highest, total, mixed
+
+
+@triton.jit
 def _join(
     mixed_parts: tl.tensor,
     weight_parts: tl.tensor,
     first_part: tl.tensor,  # i64[rows]  index of each row's first part
     stride: tl.tensor,  # distance between consecutive parts of a row
     count: tl.tensor,
+    row: tl.tensor,
     dim: tl.tensor,
-    real: tl.tensor,
     highest: tl.tensor,  # f32[rows]
     total: tl.tensor,  # f32[rows]
     mixed: tl.tensor,  # f32[rows, dim]
     DIM: tl.constexpr,
-    DIM_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
     GROUP: tl.constexpr,
+    JOINED: tl.constexpr,
 ) -> tl.tensor:
-    """Merge these parts into the running softmax, weighted by their sums, in the order of the context."""
-    exists = tl.arange(0, ROWS) < GROUP
-    for index in range(count):
-        part = first_part + index * stride
-        weight = tl.load(weight_parts + part, mask=exists, other=0.0, cache_modifier=".cg")
-        values = tl.load(mixed_parts + part[:, None] * DIM + dim[None, :], mask=real, other=0.0, cache_modifier=".cg")
-        new_highest = tl.maximum(highest, weight)
-        shrink, grow = tl.exp2(highest - new_highest), tl.exp2(weight - new_highest)
-        total = total * shrink + grow
-        mixed = mixed * shrink[:, None] + values * grow[:, None]
-        highest = new_highest
+    """Merge these parts into the running softmax, weighted by their sums."""
+    exists = row < GROUP
+    real = exists[:, None] & (dim < DIM)[None, :]
+    if JOINED == 1:
+        for index in range(count):
+            part = first_part + index * stride
+            weight = tl.load(weight_parts + part, mask=exists, other=0.0, cache_modifier=".cg")
+            place = mixed_parts + part[:, None] * DIM + dim[None, :]
+            values = tl.load(place, mask=real, other=0.0, cache_modifier=".cg")
+            highest, total, mixed = join_part(weight, values, highest, total, mixed)
+    else:
+        for start in range(0, count, JOINED):
+            index = start + tl.arange(0, JOINED)
+            inside = (index < count)[:, None] & exists[None, :]
+            part = first_part[None, :] + (index * stride).to(tl.int64)[:, None]
+            weight = tl.load(weight_parts + part, mask=inside, other=-float("inf"), cache_modifier=".cg")
+            place = mixed_parts + part[:, :, None] * DIM + dim[None, None, :]
+            values = tl.load(place, mask=inside[:, :, None] & real[None, :, :], other=0.0, cache_modifier=".cg")
+            new_highest = tl.maximum(highest, tl.max(weight, axis=0))
+            safe = tl.where(exists, new_highest, 0.0)
+            shrink, grow = tl.exp2(highest - safe), tl.exp2(weight - safe[None, :])
+            total = total * shrink + tl.sum(grow, axis=0)
+            mixed = mixed * shrink[:, None] + tl.sum(values * grow[:, :, None], axis=0)
+            highest = new_highest
     return highest, total, mixed
 
 
@@ -205,6 +344,8 @@ def decode_attention(
     stages: int = 0,  # 0: choose
     warps: int = 2,
     tile: int = TILE,
+    fixed_rows: int = 0,  # rows of a tile in deterministic mode
+    num_processors: int = 1,
     overlapped: bool = False,  # the pieces were computed before the preceding kernel
     out: torch.Tensor | None = None,  # [s, heads * dim], to be written
 ) -> torch.Tensor:
@@ -218,9 +359,13 @@ def decode_attention(
     stages = (
         1 if keys.dtype == torch.float32 else stages or (5 if dim <= 64 or (overlapped and num_sequences > 96) else 4)
     )
-    _decode_kernel[(shape.num_kv_heads, pieces.most)](
+    rows = fixed_rows if pieces.fixed else max(MIN_ROWS, triton.next_power_of_2(group))
+    group_block = rows if pieces.fixed else triton.next_power_of_2(group)
+    programs = pieces.most
+    if pieces.fixed:
+        programs = min(programs, max(PIECE_BYTES // dim * num_processors // shape.num_kv_heads, 1))
+    _decode_kernel[(shape.num_kv_heads, programs)](
         query,
-        query if shape.sinks is None else shape.sinks,
         keys,
         values,
         tables,
@@ -231,11 +376,13 @@ def decode_attention(
         pieces.first,
         pieces.count,
         pieces.length,
+        pieces.total,
         pieces.arrivals,
         pieces.mixed,
         pieces.weight,
         *(shared or (lengths, pieces.mixed, pieces.weight)),
         num_sequences,
+        query if shape.sinks is None else shape.sinks,
         out,
         query.stride(0),
         tables.stride(0),
@@ -244,7 +391,7 @@ def decode_attention(
         HEADS=heads,
         KV_HEADS=shape.num_kv_heads,
         GROUP=group,
-        ROWS=max(MIN_ROWS, triton.next_power_of_2(group)),
+        ROWS=rows,
         DIM=dim,
         DIM_BLOCK=max(16, triton.next_power_of_2(dim)),
         BLOCK_SIZE=storage.block_size,
@@ -254,6 +401,9 @@ def decode_attention(
         CAP=cap,
         SHARED_ROWS=0 if shared is None else shared[2].shape[2],
         HAS_SINKS=shape.sinks is not None,
+        FIXED=FIXED_PIECE if pieces.fixed else 0,
+        JOINED=1 if pieces.fixed else max(JOINED_ROWS // group_block, 2),
+        GROUP_BLOCK=group_block,
         num_warps=warps,
         num_stages=stages,
         **(OVERLAPPED if overlapped else {}),

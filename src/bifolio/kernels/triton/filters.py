@@ -24,12 +24,14 @@ import triton.language as tl
 from bifolio.kernels.triton.device_state import DeviceState
 from bifolio.kernels.triton.pdl import wait_for_inputs
 from bifolio.kernels.triton.selection import draw_kernel, key_of, redraw_kernel, value_of
-from bifolio.kernels.triton.weights import EXACT, highest_of, load_logits, weights_of
+from bifolio.kernels.triton.weights import EXACT, cleaned, highest_of, load_logits, weights_of
 
 GROUP = 64  # logits of which the largest is known
+BRACKET_WARPS, DIVIDE_WARPS = 8, 8
 LIST = 8192  # undecided tokens of a row that have room
 ROOM = 1024  # undecided tokens of a chunk that have room
-SECTORS = 1024  # places from which logits are sampled, 8 neighbours from each
+SAMPLE = 16384  # the largest logits of groups and a sample of all, at least
+FEWEST, MOST = 1500, 3500  # tokens on each side of the estimated cut that are listed
 
 
 @triton.jit
@@ -45,12 +47,9 @@ def kth_largest(values: tl.tensor, count: tl.tensor, highest: tl.tensor) -> tl.t
 
 
 @triton.jit
-def _above(
-    best: tl.tensor, known: tl.tensor, values: tl.tensor, sampled: tl.tensor, scale: tl.tensor, edge: tl.tensor
-) -> tl.tensor:
-    """The estimated weight of all logits above an edge."""
-    rest = tl.sum(tl.sum(tl.where(values > edge, sampled, 0.0), axis=1), axis=0)
-    return tl.sum(tl.where(best > edge, known, 0.0), axis=0) + scale * rest
+def _above(values: tl.tensor, weights: tl.tensor, edge: tl.tensor) -> tl.tensor:
+    """The estimated weight of all logits above an edge; with numbers for weights, their number."""
+    return tl.sum(tl.where(values > edge, weights, 0.0), axis=0)
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows", "warmths", "top_ks", "top_ps"])
@@ -69,7 +68,9 @@ def _bracket_kernel(
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     CHUNKS: tl.constexpr,
-    SECTORS: tl.constexpr,
+    SAMPLE: tl.constexpr,  # numbers that are looked at, at least twice as many as groups
+    FEWEST: tl.constexpr,
+    MOST: tl.constexpr,
 ) -> None:
     row = tl.program_id(0)
     slot = tl.maximum(tl.load(rows + row), 0)
@@ -78,66 +79,87 @@ def _bracket_kernel(
     low = warmth * 0.0 - float("inf")
     high = low
     if warmth > 0:
-        group = tl.arange(0, GROUPS)
-        best = tl.load(best_of_groups + row * num_groups + group, mask=group < num_groups, other=-float("inf"))
         highest = highest_of(best_value, row, num_chunks, CHUNKS)
         if top_k > 0:
+            group = tl.arange(0, GROUPS)
+            best = tl.load(best_of_groups + row * num_groups + group, mask=group < num_groups, other=-float("inf"))
             low, high = kth_largest(best, top_k, highest), highest * 0.0 + float("inf")
         elif top_p < 1.0:
-            num_sectors = vocab // 8
-            sector = tl.arange(0, SECTORS)
-            column = ((sector * tl.maximum(num_sectors // SECTORS, 1)) * 8)[:, None] + tl.arange(0, 8)[None, :]
-            column = tl.where((sector < num_sectors)[:, None], column, vocab)
-            values = load_logits(logits, row, column, vocab)
-            largest = tl.load(best_of_groups + row * num_groups + column // GROUP, mask=column < vocab, other=0.0)
-            others = (column < vocab) & (values < largest)  # each group's largest logit is known already
-            num_others = tl.sum(tl.sum(others.to(tl.float32), axis=1), axis=0)
+            # The largest logits of all groups, then 8 neighbours from each of many places.
+            place = tl.arange(0, SAMPLE)
+            sector, num_sectors = (place - GROUPS) // 8, vocab // 8
+            step = tl.maximum(num_sectors // ((SAMPLE - GROUPS) // 8), 1)
+            is_best, is_sample = place < num_groups, (place >= GROUPS) & (sector < num_sectors)
+            column = tl.where(is_sample & (sector * step < num_sectors), sector * step * 8 + place % 8, 0)
+            is_sample = is_sample & (sector * step < num_sectors)
+            groups = best_of_groups + row * num_groups
+            source = tl.where(place < GROUPS, groups + place, logits + row.to(tl.int64) * vocab + column)
+            values = cleaned(tl.load(source, mask=is_best | is_sample, other=-float("inf")))
+            largest = tl.load(groups + column // GROUP, mask=is_sample, other=0.0)
+            is_other = is_sample & (values < largest)  # each group's largest logit is known already
+            num_others = tl.sum(is_other.to(tl.float32), axis=0)
             scale = (vocab - tl.minimum(num_groups, vocab)).to(tl.float32) / tl.maximum(num_others, 1.0)
-            known = tl.exp((best - highest) * warmth)
-            sampled = tl.where(others, tl.exp((values - highest) * warmth), 0.0)
-            total = tl.sum(known, axis=0) + scale * tl.sum(tl.sum(sampled, axis=1), axis=0)
-            lowest = highest - 30.0 / warmth
+            numbers = tl.where(is_other, scale, is_best.to(tl.float32))
+            weights = numbers * tl.exp((values - highest) * warmth)
+            total = tl.sum(weights, axis=0)
+            weightless = highest - 30.0 / warmth  # tokens below have the weight 0
+            is_group = place < (vocab + GROUP - 1) // GROUP
+            least_best = tl.min(tl.where(is_group, values, float("inf")), axis=0)
+            lowest = tl.maximum(weightless, highest - 2.5 * (highest - least_best))
             floor, ceiling = lowest, highest
-            for _ in range(12):  # the cut, roughly
+            for _ in range(10):  # the cut, roughly
                 middle = 0.5 * (floor + ceiling)
-                reached = _above(best, known, values, sampled, scale, middle) >= top_p * total
+                reached = _above(values, weights, middle) >= top_p * total
                 floor, ceiling = tl.where(reached, middle, floor), tl.where(reached, ceiling, middle)
-            squares = sampled * sampled
-            every = tl.sum(tl.sum(squares, axis=1), axis=0)
-            upper = tl.sum(tl.sum(tl.where(values > floor, squares, 0.0), axis=1), axis=0)
+            squares = tl.where(is_other, weights * weights, 0.0)
+            every, upper = tl.sum(squares, axis=0), _above(values, squares, floor)
             variance = (1.0 - top_p) * (1.0 - top_p) * upper + top_p * top_p * (every - upper)
-            slack = (5.5 * scale * tl.sqrt(variance)) / total + 3e-4
+            slack = 5.0 * tl.sqrt(variance) / total + 1e-4
             most, least = (top_p + slack) * total, (top_p - slack) * total
-            low_floor, low_ceiling = lowest, ceiling
-            high_floor, high_ceiling = floor, highest + 1e-3 / warmth
-            for _ in range(14):
+            # The edges lie so much weight away from the cut, and FEWEST to MOST tokens: a peak of few tokens, which the
+            # sample describes badly, is listed whole.
+            num_low, num_high = _above(values, numbers, ceiling), _above(values, numbers, floor)
+            top = highest + 1e-3 / warmth
+            low_floor, low_ceiling, high_floor, high_ceiling = lowest, ceiling, floor, top
+            for _ in range(9):
                 edge = 0.5 * (low_floor + low_ceiling)
-                reached = _above(best, known, values, sampled, scale, edge) >= most
-                low_floor, low_ceiling = tl.where(reached, edge, low_floor), tl.where(reached, low_ceiling, edge)
+                count = _above(values, numbers, edge) - num_low
+                missing = (_above(values, weights, edge) < most) | (count < FEWEST)
+                missing = missing & (count < MOST)
+                low_floor, low_ceiling = tl.where(missing, low_floor, edge), tl.where(missing, edge, low_ceiling)
                 edge = 0.5 * (high_floor + high_ceiling)
-                reached = _above(best, known, values, sampled, scale, edge) >= least
-                high_floor, high_ceiling = tl.where(reached, edge, high_floor), tl.where(reached, high_ceiling, edge)
-            low = tl.where(most >= total * 0.99999, low, low_floor)
-            high = tl.where(least <= 0.0, high * 0.0 + float("inf"), high_ceiling)
+                count = num_high - _above(values, numbers, edge)
+                missing = (_above(values, weights, edge) >= least) | (count < FEWEST)
+                missing = missing & (count < MOST)
+                high_floor, high_ceiling = tl.where(missing, edge, high_floor), tl.where(missing, high_ceiling, edge)
+            low = tl.where(low_floor <= lowest, weightless, low_floor)
+            high = tl.where(high_ceiling >= top, float("inf"), high_ceiling)
     tl.store(bracket + 2 * row, low)
     tl.store(bracket + 2 * row + 1, high)
 
 
 @triton.jit
-def _numbered(mask: tl.tensor, CHUNK: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """(i32[CHUNK] numbers of the elements of the mask, each once; i32 how many there are).
+def _sum(values: tl.tensor) -> tl.tensor:
+    """The sum of [a, threads] values."""
+    return tl.sum(tl.sum(values, axis=0), axis=0)
+
+
+@triton.jit
+def _numbered(mask: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """(i32 like the mask: numbers of its elements, each once; i32 how many there are), for bool[a, threads].
 
     Numbers rise inside a thread first: a scan over all elements would take twice the time of the rest of the kernel.
     """
-    ones = tl.reshape(mask.to(tl.int32), (CHUNK // min(1024, CHUNK), min(256, CHUNK // 4), 4))
-    inner = tl.sum(ones, axis=2)
-    of_thread = tl.sum(inner, axis=0)
+    ones = mask.to(tl.int32)
+    of_thread = tl.sum(ones, axis=0)
     before = tl.cumsum(of_thread, axis=0) - of_thread
-    index = (tl.cumsum(inner, axis=0) - inner + before[None, :])[:, :, None] + tl.cumsum(ones, axis=2) - ones
-    return tl.reshape(index, (CHUNK,)), tl.sum(of_thread, axis=0)
+    return tl.cumsum(ones, axis=0) - ones + before[None, :], tl.sum(of_thread, axis=0)
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows", "warmths", "top_ks", "min_weights"])
+@triton.jit(
+    do_not_specialize=["vocab"],  # a thread then reads single numbers, as it writes them: no exchange between threads
+    do_not_specialize_on_alignment=["rows", "warmths", "top_ks", "min_weights"],
+)
 def _divide_kernel(
     logits: tl.tensor,
     best_value: tl.tensor,
@@ -164,7 +186,9 @@ def _divide_kernel(
     wait_for_inputs()
     if warmth > 0:
         low, high = tl.load(bracket + 2 * row), tl.load(bracket + 2 * row + 1)
-        column = chunk * CHUNK + tl.arange(0, CHUNK)
+        # Columns are the threads of the program: sums and numbering stay inside a thread for long.
+        THREADS: tl.constexpr = min(256, CHUNK)
+        column = chunk * CHUNK + tl.arange(0, CHUNK // THREADS)[:, None] * THREADS + tl.arange(0, THREADS)[None, :]
         values = load_logits(logits, row, column, vocab)
         place, size = row * num_chunks + chunk, num_rows * num_chunks
         if top_k > 0:  # all candidates go to the list
@@ -172,20 +196,20 @@ def _divide_kernel(
             tl.store(sums + size + place, place.to(tl.int64) * 0)
         else:
             weights = weights_of(values, highest_of(best_value, row, num_chunks, CHUNKS), warmth)
-            sum_all = tl.sum(weights, axis=0)
+            sum_all = _sum(weights)
             sum_above = sum_all
             if high > -float("inf"):
-                sum_above = tl.sum(tl.where(values >= high, weights, 0), axis=0)
+                sum_above = _sum(tl.where(values >= high, weights, 0))
             sum_certain = sum_above
             if min_weight > 0:
-                sum_certain = tl.sum(tl.where((weights >= min_weight) & (values >= high), weights, 0), axis=0)
+                sum_certain = _sum(tl.where((weights >= min_weight) & (values >= high), weights, 0))
             tl.store(sums + place, sum_certain)
             tl.store(sums + size + place, sum_above)
             tl.store(sums + 2 * size + place, sum_all)
         count = place * 0
         if high > low:
             undecided = (values >= low) & (values < high) & (values > -float("inf"))
-            index, count = _numbered(undecided, CHUNK)
+            index, count = _numbered(undecided)
             fits = undecided & (index < ROOM)
             tl.store(list_values + place.to(tl.int64) * ROOM + index, values, mask=fits)
             tl.store(list_ids + place.to(tl.int64) * ROOM + index, column, mask=fits)
@@ -215,12 +239,13 @@ def draw_filtered(
     _bracket_kernel[(num_rows,)](
         logits, best_value, best_of_groups, rows, state.warmths, state.top_ks, state.top_ps, bracket,
         vocab, num_chunks, num_groups, GROUP=GROUP, GROUPS=triton.next_power_of_2(num_groups), CHUNKS=chunks,
-        SECTORS=SECTORS if vocab <= 160 << 10 else 2 * SECTORS, num_warps=8, **EXACT,
+        SAMPLE=max(SAMPLE, 8 * triton.next_power_of_2(num_groups)), FEWEST=FEWEST, MOST=MOST, num_warps=BRACKET_WARPS,
+        **EXACT,
     )  # fmt: skip
     _divide_kernel[(num_chunks, num_rows)](
         logits, best_value, rows, state.warmths, state.top_ks, state.min_weights, bracket, sums, list_lengths,
-        list_values, list_ids, vocab, num_chunks, num_rows, CHUNK=chunk, CHUNKS=chunks, ROOM=room, num_warps=8,
-        **EXACT,
+        list_values, list_ids, vocab, num_chunks, num_rows, CHUNK=chunk, CHUNKS=chunks, ROOM=room,
+        num_warps=DIVIDE_WARPS, **EXACT,
     )  # fmt: skip
     draw_kernel[(num_rows,)](
         logits, best_value, rows, state.warmths, state.top_ks, state.top_ps, state.min_weights, state.lengths,

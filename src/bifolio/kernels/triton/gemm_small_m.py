@@ -5,7 +5,8 @@
 
 Tensor cores multiply; the weight is streamed through shared memory, by TMA where that is faster (`tma`; tile sizes:
 `gemm_tuning`). Where there are too few outputs to fill the GPU, several programs share the depth of one tile (split-K);
-the last one to finish adds their sums, always in the same order. More rows go to cuBLAS, one row to `gemv`.
+the last one to finish adds their sums, always in the same order. More rows go to cuBLAS, one row to `gemv`; in
+deterministic mode all rows come here (`gemm_tuning.fixed_tile`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import triton
 import triton.language as tl
 
 from bifolio.kernels.triton.epilogue import finish, fused, load_residual
-from bifolio.kernels.triton.gemm_tuning import INTERPRETED, MOST_ROWS, RowTile, few_rows_tile
+from bifolio.kernels.triton.gemm_tuning import RowTile, few_rows_tile, fixed_tile
 from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
 from bifolio.kernels.triton.tma import can_be_described, describe, load_tile
 
@@ -56,17 +57,17 @@ def _few_rows_kernel(
         x_source = x + row[:, None] * x_stride
         source = weight + output.to(tl.int64)[:, None] * DEPTH
         partner = weight + (output + num_outputs).to(tl.int64)[:, None] * DEPTH
+    inside = row_exists[:, None] & output_exists[None, :]
+    place = row.to(tl.int64)[:, None] * num_outputs + output[None, :]
+    share: tl.constexpr = (DEPTH + BLOCK * SPLITS - 1) // (BLOCK * SPLITS) * BLOCK
+    begin = tl.program_id(2) * share
+    end = tl.minimum(begin + share, DEPTH)
     if SWAPPED:
         sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
         up_sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
     else:
         sums = tl.zeros([ROWS, OUTPUTS], tl.float32)
         up_sums = tl.zeros([ROWS, OUTPUTS], tl.float32)
-    part = tl.program_id(2)
-    share: tl.constexpr = (DEPTH + BLOCK * SPLITS - 1) // (BLOCK * SPLITS) * BLOCK
-    begin, end = part * share, tl.minimum(part * share + share, DEPTH)
-    inside = row_exists[:, None] & output_exists[None, :]
-    place = row.to(tl.int64)[:, None] * num_outputs + output[None, :]
     wait_for_inputs()
     added = load_residual(residual, place, inside, HAS_RESIDUAL)
     for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
@@ -146,19 +147,20 @@ def few_rows(
     activation: str | None = None,
     out_dtype: torch.dtype | None = None,
     tile: RowTile | None = None,
-    fixed: bool = False,  # same tiles for any number of rows: results do not depend on the batch
+    fixed: bool = False,  # results of a row do not depend on the number of rows
 ) -> torch.Tensor:
     """[rows, outputs]"""
     num_rows, depth = x.shape
     outputs = weight.shape[0] if activation is None else weight.shape[0] // 2
-    described = not fixed and can_be_described(x) and can_be_described(weight)
+    described = can_be_described(x) and can_be_described(weight)
     if tile is None:
-        tile = few_rows_tile(num_rows, outputs, depth, x.dtype, gated=activation is not None, described=described)
+        choose = fixed_tile if fixed else few_rows_tile
+        tile = choose(num_rows, outputs, depth, x.dtype, gated=activation is not None, described=described)
     if tile.described and not described:
         tile = replace(tile, described=False)
     rows = min(max(16, triton.next_power_of_2(num_rows)), tile.rows)
     if fixed:
-        tile, rows = replace(tile, splits=1), 16 if INTERPRETED else MOST_ROWS
+        rows = tile.rows
     out = torch.empty((num_rows, outputs), dtype=out_dtype or x.dtype, device=x.device)
     grid = triton.cdiv(outputs, tile.outputs), triton.cdiv(num_rows, rows), tile.splits
     _few_rows_kernel[grid](

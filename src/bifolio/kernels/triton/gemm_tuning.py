@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -101,3 +101,35 @@ def library_is_faster(rows: int, outputs: int, depth: int, *, gated: bool, descr
     if rows > MOST_ROWS:
         return not described or rows > most_rows(gated) or outputs < _fewest_described(rows, gated)
     return rows > 32 and not gated and not described and 2048 <= depth <= outputs < 32768
+
+
+def fixed_tile(rows: int, outputs: int, depth: int, dtype: torch.dtype, *, gated: bool, described: bool) -> RowTile:
+    """Tiles of deterministic mode, as measured: without split-K, so each sum runs along the depth in one order.
+
+    Tensor cores add the same products in the same order for every size and orientation of the tiles; only f32, which
+    they do not multiply, has one size for any number of rows.
+    """
+    if INTERPRETED or dtype == torch.float32:
+        return RowTile(64, 64, 4, rows=16) if INTERPRETED else RowTile(16, 32, 4, 2)
+    few = max(16, triton.next_power_of_2(rows))
+    if rows <= 16 and (gated or outputs >= 6144):
+        tile = RowTile(64, 128, 4, 5, True)
+    elif rows <= 16:
+        tile = RowTile(16, 256, 2, 6)
+    elif rows <= MOST_ROWS and (gated or outputs >= 6144):
+        tile = RowTile(64, 128, 4, 4, True)
+    elif rows <= MOST_ROWS:
+        tile = RowTile(32 if outputs > 2048 else 16, 256, 4, 4)
+    elif gated:
+        few = 256 if outputs >= 8192 and rows > 128 else 128
+        tile = RowTile(64, 64, 8 if few == 256 else 4, 4, True)
+    elif outputs >= 32768 or (rows > 512 and triton.cdiv(outputs, 128) * triton.cdiv(rows, 256) >= 128):
+        few = 256 if rows > 128 else 128
+        tile = RowTile(128, 64, 8, 3, True)
+    else:
+        few = 128
+        if rows > 512 or outputs >= 6144:
+            tile = RowTile(128, 64, 8, 4, True)
+        else:
+            tile = RowTile(64, 64, 4, 5) if outputs > 2048 else RowTile(32, 128, 4, 4)
+    return replace(tile, described=described, rows=few)

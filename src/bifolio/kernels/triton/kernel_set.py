@@ -46,19 +46,19 @@ from bifolio.kernels.triton.prefill import (
     QueryTiles,
     cudnn_attention,
     cut_queries,
+    fixed_rows,
     prefill_attention,
-    single_queries,
     tile_rows,
     uses_cudnn,
 )
 from bifolio.kernels.triton.quantised import QuantisedWeight
 from bifolio.kernels.triton.shared_attention import SharedRows, shared_attention
 from bifolio.kernels.triton.slots import TritonSlots
-from bifolio.kernels.triton.split_kv import Pieces, cut, new_pieces
+from bifolio.kernels.triton.split_kv import FIXED_PIECE, Parts, Pieces, cut, new_parts, new_pieces
+from bifolio.kernels.triton.tiles import TILE
 from bifolio.kernels.triton.tma import can_be_described
 from bifolio.quant.tensor import QuantizedTensor
 
-FIXED_TILE = 16  # queries of a tile in deterministic mode, in both phases
 EXACT_ROWS = 512  # up to this number, products added to the residual stream stay in f32
 DENSE_PRODUCTS: tuple[Any, Any] = few_rows, one_row
 QUANTISED_PRODUCTS: tuple[Any, Any] = quantised.few_rows, quantised.one_row
@@ -103,6 +103,7 @@ class TritonKernels(TorchArrays):
         self._staged: list[StagedSegment] = []  # of the running pass
         self._rotations: dict[tuple[int, float], torch.Tensor] = {}  # f32[positions, 2, half] by frequencies and scale
         self._tabulated: list[torch.Tensor] = []
+        self._parts: dict[tuple[int, int], Parts] = {}  # room for parts of contexts, by heads and their width
 
     # -- arrays and whole steps ---------------------------------------------------------------------------------------
     def to_host(self, array: Array) -> np.ndarray:
@@ -280,14 +281,18 @@ class TritonKernels(TorchArrays):
         if storage is None or segment.block_tables is None or segment.fresh:
             if uses_cudnn(query, shape, segment) and not self.deterministic:
                 return cudnn_attention(own, shape, segment.num_sequences)
-        elif segment.max_query_len == 1 and segment.phase is AttentionPhase.DECODE and not self.deterministic:
+        elif segment.max_query_len == 1 and segment.phase is AttentionPhase.DECODE:
             return self._decode(query, shape, staged, storage, out)
-        rows = FIXED_TILE if self.deterministic else tile_rows(query.dtype, shape, segment.max_query_len)
+        if self.deterministic:
+            cached = None if storage is None or segment.block_tables is None else storage.keys[shape.layer]
+            rows = fixed_rows(query.dtype if cached is None else cached.dtype, shape, segment.max_query_len)
+        else:
+            rows = tile_rows(query.dtype, shape, segment.max_query_len)
         if rows not in staged.tiles:
             staged.tiles[rows] = cut_queries(segment, rows, self.device)
         if out is None:
             out = query.new_empty((query.shape[0], shape.num_heads * shape.head_dim))
-        prefill_attention(own, shape, segment, storage, staged.tiles[rows], rows, out)
+        prefill_attention(own, shape, segment, storage, staged.tiles[rows], rows, out, fixed=self.deterministic)
         return out
 
     def _decode(
@@ -313,9 +318,15 @@ class TritonKernels(TorchArrays):
         shared = staged.shared if window == 0 else None
         if shared is not None:
             shared_attention(query, shape, storage, tables, staged.table_rows, shared)
+        fixed = {}
+        if self.deterministic:
+            dtype = storage.keys[shape.layer].dtype
+            rows = max(fixed_rows(dtype, shape, 1), triton.next_power_of_2(shape.num_heads // shape.num_kv_heads))
+            fixed = {"fixed_rows": rows, "warps": 4, "tile": TILE // 2 if dtype == torch.float32 else TILE}
         return decode_attention(
             query, shape, storage, tables, staged.table_rows, staged.lengths, pieces, out=out,
             shared=None if shared is None else (shared.words, shared.mixed, shared.weight), overlapped=staged.is_cut,
+            num_processors=self.num_processors, **fixed,
         )  # fmt: skip
 
     def stage_decode(
@@ -327,10 +338,6 @@ class TritonKernels(TorchArrays):
         shared: SharedRows | None = None,
     ) -> None:
         """Split the contexts on the device; the following layers of this pass use the result."""
-        if self.deterministic:
-            tiles = {FIXED_TILE: single_queries(segment.context_lens, table_rows)}
-            self._staged = [StagedSegment(segment, tiles=tiles)]
-            return
         for shape in shapes:
             window = shape.window or 0
             if window not in pieces:
@@ -340,7 +347,17 @@ class TritonKernels(TorchArrays):
         self._staged = [StagedSegment(segment, segment.context_lens, table_rows, pieces, is_cut=True, shared=shared)]
 
     def _new_pieces(self, segment: AttentionSegment, shape: AttentionShape) -> Pieces:
-        return new_pieces(segment.num_sequences, shape, self.device, num_processors=self.num_processors)
+        if not self.deterministic:
+            return new_pieces(segment.num_sequences, shape, self.device, num_processors=self.num_processors)
+        fixed_len = segment.max_context_len
+        most = segment.num_sequences * triton.cdiv(fixed_len, FIXED_PIECE)
+        key = shape.num_heads, shape.head_dim
+        if key not in self._parts or len(self._parts[key][0]) < most:  # all steps use the same room, the largest first
+            self._parts[key] = new_parts(most, shape, self.device)
+        return new_pieces(
+            segment.num_sequences, shape, self.device, num_processors=self.num_processors, fixed_len=fixed_len,
+            parts=self._parts[key],
+        )  # fmt: skip
 
     def _stage(self, segments: tuple[AttentionSegment, ...]) -> list[StagedSegment]:
         """Stage the segments of a pass; all layers of a pass use the same ones."""

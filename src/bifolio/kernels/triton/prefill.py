@@ -5,8 +5,9 @@
     tiles    |<- 0 ->|<- 1 ->||<- 2 ->|<- 3 ->|<-4->|<- 5 ->|     a tile never spans two sequences
 
 Each program computes one tile of one head's queries over their visible keys, first the whole tiles that need no mask,
-then those on the diagonal. Long sequences of equal length without a prefix use torch's attention (cuDNN), which is
-faster.
+then those on the diagonal. In deterministic mode it does so for each piece of `FIXED_PIECE` tokens, and merges the
+pieces as decode attention does: a token gets the same bits in both phases. Long sequences of equal length without a
+prefix use torch's attention (cuDNN), which is faster.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ import triton.language as tl
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bifolio.kernels.interface import AttentionSegment, AttentionShape, Heads, Storage
-from bifolio.kernels.triton.tiles import mix_tile, read_tile, score_constants
+from bifolio.kernels.triton.split_kv import FIXED_PIECE
+from bifolio.kernels.triton.tiles import join_part, mix_tile, read_tile, score_constants
 
 CUDNN_FROM = 1024  # tokens of each sequence; building cuDNN's plan does not pay off for shorter ones
 CUDNN_STEP = 1024  # lengths are padded to multiples of this, so that few plans are built
@@ -53,12 +55,6 @@ def cut_queries(segment: AttentionSegment, tile: int, device: str) -> QueryTiles
     return QueryTiles(*torch.split(torch.from_numpy(packed).to(device), sizes))
 
 
-def single_queries(context_lens: torch.Tensor, table_rows: torch.Tensor) -> QueryTiles:
-    """Tiles of one query each, for contexts (i32[s]) on the device; 0: a row of padding."""
-    rows = torch.arange(len(context_lens) + 1, dtype=torch.int32, device=context_lens.device)
-    return QueryTiles(rows[:-1], torch.zeros_like(rows[:-1]), rows, context_lens, table_rows)
-
-
 def _host(values: Any) -> np.ndarray:
     return values.cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
 
@@ -71,7 +67,6 @@ def _host(values: Any) -> np.ndarray:
 )  # fmt: skip
 def _prefill_kernel(
     query: tl.tensor,  # [t, heads, dim]
-    sinks: tl.tensor,  # f32[heads]
     keys: tl.tensor,  # fresh: [t, kv_heads, dim]; else the cache [blocks, kv_heads, block_size, dim]
     values: tl.tensor,
     tables: tl.tensor,  # i32[rows, max_blocks]
@@ -80,6 +75,7 @@ def _prefill_kernel(
     query_starts: tl.tensor,
     context_lens: tl.tensor,
     table_rows: tl.tensor,
+    sinks: tl.tensor,  # f32[heads]
     out: tl.tensor,  # [t, heads * dim]
     query_stride: tl.tensor,
     key_stride: tl.tensor,
@@ -96,8 +92,9 @@ def _prefill_kernel(
     WINDOW: tl.constexpr,  # 0: none
     FRESH: tl.constexpr,
     PRECISION: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
     CAP: tl.constexpr,  # of scores; 0: none
+    HAS_SINKS: tl.constexpr,
+    FIXED: tl.constexpr,  # tokens of a piece in deterministic mode; 0: one piece
 ) -> None:
     tile, head = tl.program_id(1), tl.program_id(0)
     kv_head = head // (HEADS // KV_HEADS)
@@ -116,12 +113,68 @@ def _prefill_kernel(
     position = context - num_queries + index  # of each query in its sequence
     lowest = context - num_queries + first  # position of the tile's first query
     end = tl.minimum(lowest + ROWS, context)  # keys from here on are masked for the whole tile
+    ALIGN: tl.constexpr = FIXED if FIXED > 0 else TILE
     begin = 0
     if WINDOW > 0:
-        begin = tl.maximum(lowest - WINDOW + 1, 0) // TILE * TILE
+        begin = tl.maximum(lowest - WINDOW + 1, 0) // ALIGN * ALIGN
     whole = (lowest + 1) // TILE * TILE
     if WINDOW > 0:
         whole = begin
+    if FIXED > 0:
+        highest = tl.full([ROWS], -float("inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        mixed = tl.zeros([ROWS, DIM_BLOCK], tl.float32)
+        for piece in range(begin, end, FIXED):
+            last = tl.minimum(piece + FIXED, end)
+            weight, part_total, values_mixed = _mix_tokens(
+                q, keys, values, table, piece, tl.minimum(tl.maximum(whole, piece), last), last, end, start_query,
+                position, kv_head, dim, key_stride, value_stride, scale, KV_HEADS, BLOCK_SIZE, ROWS, DIM, DIM_BLOCK,
+                TILE, WINDOW, FRESH, PRECISION, CAP,
+            )  # fmt: skip
+            weight = tl.where(part_total > 0, weight + tl.log2(part_total), -float("inf"))
+            values_mixed = values_mixed / tl.where(part_total > 0, part_total, 1.0)[:, None]
+            highest, total, mixed = join_part(weight, values_mixed, highest, total, mixed)
+    else:
+        highest, total, mixed = _mix_tokens(
+            q, keys, values, table, begin, whole, end, end, start_query, position, kv_head, dim, key_stride,
+            value_stride, scale, KV_HEADS, BLOCK_SIZE, ROWS, DIM, DIM_BLOCK, TILE, WINDOW, FRESH, PRECISION, CAP,
+        )  # fmt: skip
+    if HAS_SINKS:
+        total += tl.exp2(tl.load(sinks + head) * 1.4426950408889634 - tl.where(total > 0, highest, 0.0))
+    mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]  # a row of padding has no keys
+    place = out + (token[:, None] * HEADS + head) * DIM + dim[None, :]
+    tl.store(place, mixed.to(out.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def _mix_tokens(
+    q: tl.tensor,  # [rows, dim]
+    keys: tl.tensor,
+    values: tl.tensor,
+    table: tl.tensor,
+    begin: tl.tensor,
+    whole: tl.tensor,  # from here on tiles are masked
+    last: tl.tensor,
+    end: tl.tensor,  # tokens from here on are not read
+    start_query: tl.tensor,  # first fresh token of the sequence
+    position: tl.tensor,  # i32[rows]
+    kv_head: tl.tensor,
+    dim: tl.tensor,
+    key_stride: tl.tensor,
+    value_stride: tl.tensor,
+    scale: tl.tensor,
+    KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    FRESH: tl.constexpr,
+    PRECISION: tl.constexpr,
+    CAP: tl.constexpr,
+) -> tl.tensor:
+    """The online softmax over the tokens from `begin` to `last`: (highest, total, mixed)."""
     highest = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, DIM_BLOCK], tl.float32)
@@ -138,7 +191,7 @@ def _prefill_kernel(
             k = read_tile(keys, table, start, end, kv_head, dim, KV_HEADS, BLOCK_SIZE, DIM, DIM_BLOCK, TILE, False)
             v = read_tile(values, table, start, end, kv_head, dim, KV_HEADS, BLOCK_SIZE, DIM, DIM_BLOCK, TILE, False)
         highest, total, mixed = mix_tile(q, k, v, all_visible, highest, total, mixed, scale, False, PRECISION, CAP)
-    for start in tl.range(whole, end, TILE):
+    for start in tl.range(whole, last, TILE):
         other = start + tl.arange(0, TILE)
         visible = position[:, None] >= other[None, :]
         if WINDOW > 0:
@@ -154,11 +207,7 @@ def _prefill_kernel(
             k = read_tile(keys, table, start, end, kv_head, dim, KV_HEADS, BLOCK_SIZE, DIM, DIM_BLOCK, TILE, True)
             v = read_tile(values, table, start, end, kv_head, dim, KV_HEADS, BLOCK_SIZE, DIM, DIM_BLOCK, TILE, True)
         highest, total, mixed = mix_tile(q, k, v, visible, highest, total, mixed, scale, True, PRECISION, CAP)
-    if HAS_SINKS:
-        total += tl.exp2(tl.load(sinks + head) * 1.4426950408889634 - tl.where(total > 0, highest, 0.0))
-    mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]  # a row of padding has no keys
-    place = out + (token[:, None] * HEADS + head) * DIM + dim[None, :]
-    tl.store(place, mixed.to(out.dtype.element_ty), mask=real)
+    return highest, total, mixed
 
 
 @triton.jit
@@ -191,6 +240,16 @@ def tile_rows(dtype: torch.dtype, shape: AttentionShape, max_query_len: int) -> 
     return 64 if max_query_len <= 64 < most else most  # few sizes: each is compiled separately
 
 
+def fixed_rows(dtype: torch.dtype, shape: AttentionShape, max_query_len: int) -> int:
+    """Queries per program in deterministic mode: sizes that give a row the same order of summation.
+
+    With 16-bit numbers a warp holds 16 whole rows, for each of these sizes; with f32 there is one size.
+    """
+    if dtype == torch.float32:
+        return 16
+    return 64 if max_query_len <= 64 or shape.head_dim > 128 else 128
+
+
 def prefill_attention(
     heads: Heads,  # of the segment's tokens only; keys and values may be None when read from the cache
     shape: AttentionShape,
@@ -199,6 +258,7 @@ def prefill_attention(
     tiles: QueryTiles,
     rows: int,
     out: torch.Tensor,  # [t, heads * dim]
+    fixed: bool = False,  # deterministic mode
 ) -> None:
     """Attention of a packed segment, written to `out`."""
     query = heads.query
@@ -214,7 +274,6 @@ def prefill_attention(
     scale, cap = score_constants(shape)
     _prefill_kernel[(shape.num_heads, tiles.sequence.shape[0])](
         query,
-        query if shape.sinks is None else shape.sinks,
         keys,
         values,
         tables,
@@ -223,6 +282,7 @@ def prefill_attention(
         tiles.query_starts,
         tiles.context_lens,
         tiles.table_rows,
+        query if shape.sinks is None else shape.sinks,
         out,
         query.stride(0),
         keys.stride(0) if fresh else 0,
@@ -239,8 +299,9 @@ def prefill_attention(
         WINDOW=shape.window or 0,
         FRESH=fresh,
         PRECISION="ieee" if wide else "tf32",
-        HAS_SINKS=shape.sinks is not None,
         CAP=cap,
+        HAS_SINKS=shape.sinks is not None,
+        FIXED=FIXED_PIECE if fixed else 0,
         num_warps=8 if rows >= 128 else 4,
         num_stages=1 if wide else 3 if shape.head_dim <= 128 else 2,
     )
@@ -258,8 +319,8 @@ def uses_cudnn(query: torch.Tensor, shape: AttentionShape, segment: AttentionSeg
         and (shape.window is None or shape.window >= segment.max_query_len)
         and shape.head_dim <= 128
         and not shape.softcap
-        and shape.head_dim % 8 == 0
         and shape.sinks is None
+        and shape.head_dim % 8 == 0
     )
 
 

@@ -23,6 +23,7 @@ import torch
 import triton
 
 from bifolio.kernels.interface import Array, Linear, Norm
+from bifolio.kernels.native.encode import quickly_converted
 from bifolio.kernels.torch_reference import TorchKernels
 from bifolio.kernels.triton.epilogue import fused
 from bifolio.kernels.triton.gemm_tuning import INTERPRETED
@@ -30,6 +31,7 @@ from bifolio.kernels.triton.pdl import OVERLAPPED
 from bifolio.kernels.triton.quantised_kernels import dequantise_kernel, few_rows_kernel, one_row_kernel
 from bifolio.quant.convert import DENSE_FORMATS, convert
 from bifolio.quant.formats import QuantFormat
+from bifolio.quant.mapped import release_pages
 from bifolio.quant.tensor import QuantizedTensor
 
 KINDS = {QuantFormat.Q8_0: 0, QuantFormat.Q4_0: 1, QuantFormat.Q4_1: 2}  # KIND of the kernels
@@ -226,16 +228,20 @@ class PackedWeights:
     def prepare_linear(self, linear: Linear) -> Linear:
         weight = next((prepared for table, prepared in self._tables if _is_tied(linear, table)), None)
         if weight is None:
-            parts = tuple(convert(part, FORMATS) for part in linear.parts)
+            parts = tuple(convert(part, FORMATS, quickly_converted) for part in linear.parts)
             if not usable(parts):
-                return self._torch.prepare_linear(replace(linear, parts=parts))
+                prepared = self._torch.prepare_linear(replace(linear, parts=parts))
+                release(linear.parts)
+                return prepared
             weight = pack(parts, self._torch.device)
+            release(linear.parts)
         bias = self._bias(linear)
         return Linear((weight,), (bias,), (weight, bias))
 
     def prepare_embedding(self, table: QuantizedTensor | Array) -> Any:
-        part = convert(table, FORMATS)
+        part = convert(table, FORMATS, quickly_converted)
         prepared = pack((part,), self._torch.device) if usable((part,)) else self._torch.prepare_embedding(part)
+        release((table,))
         self._tables.append((table, prepared))
         return prepared
 
@@ -262,6 +268,13 @@ class PackedWeights:
             for part, bias in zip(linear.parts, linear.biases, strict=True)
         ]
         return torch.cat(each)
+
+
+def release(parts: tuple[Any, ...]) -> None:
+    """Drop the pages of the file that hold these matrices: the device has a copy."""
+    for part in parts:
+        if isinstance(part, QuantizedTensor):
+            release_pages(part.data)
 
 
 def usable(parts: tuple[Any, ...]) -> bool:

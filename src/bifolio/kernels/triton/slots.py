@@ -127,7 +127,9 @@ class TritonSlots:
         return self.graphs.launch(slots, None).logits[: len(slots)]
 
     def warm_up(self) -> None:
-        self.graphs.capture_all()
+        """Capture the steps of batches that are all greedy, and of batches that draw with filters."""
+        for mode in (Mode(), Mode("filter")):
+            self.graphs.capture_all(mode)
 
     def _shared_work(self, slots: np.ndarray, tables: np.ndarray, lengths: np.ndarray) -> SharedWork | None:
         """Shared work of these slots; searched again only when other slots take part."""

@@ -9,6 +9,8 @@ The length of a piece is computed on the device from all contexts, so that one C
 are at most `num_sequences + extra` pieces. Each context is split into pieces of equal length, as near as possible
 to the wanted one: a remainder of a few tokens would occupy a multiprocessor almost as long as a piece. The longest
 pieces start first: started last, they would delay the end of the kernel.
+
+In deterministic mode pieces begin at multiples of `FIXED_PIECE` tokens, whatever else is in the batch.
 """
 
 from __future__ import annotations
@@ -23,6 +25,9 @@ from bifolio.kernels.interface import AttentionShape
 from bifolio.kernels.triton.tiles import TILE
 
 PIECE_BYTES = 1024  # of head dimensions per multiprocessor, before division among the heads
+FEWEST_PIECES = 2  # per multiprocessor, before division among the heads: enough to fill it when all are equally long
+PIECES_PER_SEQUENCE = 4  # of a context of average length, so that contexts of different lengths are balanced
+FIXED_PIECE = 1024  # tokens of a piece in deterministic mode
 
 
 @dataclass(slots=True)
@@ -34,40 +39,73 @@ class Pieces:
     first: torch.Tensor  # i32[s]  index of the sequence's first piece
     count: torch.Tensor  # i32[s]
     length: torch.Tensor  # i32[s]  tokens of each of the sequence's pieces except the last
+    total: torch.Tensor  # i32[1]  pieces in use
     arrivals: torch.Tensor  # i32[s, kv_heads]  completed pieces; 0 between two launches
     mixed: torch.Tensor  # f32[p, heads, dim]
     weight: torch.Tensor  # f32[p, heads]  log2 of the sum of weights
     window: int  # 0: none
+    fixed: bool  # they begin at multiples of FIXED_PIECE
 
     @property
     def most(self) -> int:
         return int(self.sequence.shape[0])
 
 
-def new_pieces(num_sequences: int, shape: AttentionShape, device: torch.device | str, *, num_processors: int) -> Pieces:
+Parts = tuple[torch.Tensor, torch.Tensor]  # `mixed` and `weight` of `Pieces`
+
+
+def new_pieces(
+    num_sequences: int,
+    shape: AttentionShape,
+    device: torch.device | str,
+    *,
+    num_processors: int,
+    fixed_len: int = 0,  # the longest context; 0: pieces of any length
+    parts: Parts | None = None,  # room for results that other steps use too
+) -> Pieces:
     """Buffers for the pieces of a step."""
-    extra = max(PIECE_BYTES // shape.head_dim * num_processors // shape.num_kv_heads, 1)
-    most = num_sequences + extra
+    finest = PIECE_BYTES // shape.head_dim * num_processors // shape.num_kv_heads
+    coarsest = FEWEST_PIECES * num_processors // shape.num_kv_heads
+    extra = max(min(max(PIECES_PER_SEQUENCE * num_sequences, coarsest), finest), 1)
+    most = num_sequences * triton.cdiv(fixed_len, FIXED_PIECE) if fixed_len else num_sequences + extra
 
     def integers(*size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.int32, device=device)
 
+    mixed, weight = parts or new_parts(most, shape, device)
     return Pieces(
         sequence=integers(most),
         number=integers(most),
         first=integers(num_sequences),
         count=integers(num_sequences),
         length=integers(num_sequences),
+        total=integers(1),
         arrivals=integers(num_sequences, shape.num_kv_heads),
-        mixed=torch.empty((most, shape.num_heads, shape.head_dim), dtype=torch.float32, device=device),
-        weight=torch.empty((most, shape.num_heads), dtype=torch.float32, device=device),
+        mixed=mixed,
+        weight=weight,
         window=shape.window or 0,
+        fixed=fixed_len > 0,
     )
+
+
+def new_parts(most: int, shape: AttentionShape, device: torch.device | str) -> Parts:
+    """Room for the results of `most` pieces."""
+    mixed = torch.empty((most, shape.num_heads, shape.head_dim), dtype=torch.float32, device=device)
+    return mixed, torch.empty((most, shape.num_heads), dtype=torch.float32, device=device)
 
 
 @triton.jit(
     do_not_specialize=["num_sequences", "most", "extra", "window"],
-    do_not_specialize_on_alignment=["lengths", "sequence", "number", "first", "count", "piece_length", "skipped"],
+    do_not_specialize_on_alignment=[
+        "lengths",
+        "sequence",
+        "number",
+        "first",
+        "count",
+        "piece_length",
+        "total_pieces",
+        "skipped",
+    ],
 )
 def _cut_kernel(
     lengths: tl.tensor,  # i32[s]
@@ -76,6 +114,7 @@ def _cut_kernel(
     first: tl.tensor,
     count: tl.tensor,
     piece_length: tl.tensor,
+    total_pieces: tl.tensor,
     num_sequences: tl.tensor,
     most: tl.tensor,
     extra: tl.tensor,
@@ -83,19 +122,21 @@ def _cut_kernel(
     skipped: tl.tensor,  # i32[s]  leading tokens covered by shared attention
     IS_SHARED: tl.constexpr,  # `skipped` is used
     TILE: tl.constexpr,
+    FIXED: tl.constexpr,  # tokens of a piece; 0: chosen by the contexts
     BLOCK: tl.constexpr,
     ITEMS: tl.constexpr,
     OTHERS: tl.constexpr,
 ) -> None:
     row = tl.arange(0, BLOCK)
-    span = _span(lengths, skipped, row, num_sequences, window, IS_SHARED, TILE)
+    ALIGN: tl.constexpr = FIXED if FIXED > 0 else TILE
+    span = _span(lengths, skipped, row, num_sequences, window, IS_SHARED, ALIGN)
     wanted = tl.cdiv(tl.cdiv(tl.maximum(tl.sum(span, axis=0), 1), extra), TILE) * TILE
-    piece, pieces = _share(span, wanted, TILE)
+    piece, pieces = _share(span, wanted, TILE, FIXED)
     before = tl.zeros([BLOCK], tl.int32)
     for start in range(0, num_sequences, OTHERS):
         other = start + tl.arange(0, OTHERS)
-        their_span = _span(lengths, skipped, other, num_sequences, window, IS_SHARED, TILE)
-        their_piece, their_pieces = _share(their_span, wanted, TILE)
+        their_span = _span(lengths, skipped, other, num_sequences, window, IS_SHARED, ALIGN)
+        their_piece, their_pieces = _share(their_span, wanted, TILE, FIXED)
         is_longer = their_piece[None, :] > piece[:, None]
         comes_first = is_longer | ((their_piece[None, :] == piece[:, None]) & (other[None, :] < row[:, None]))
         before += tl.sum(tl.where(comes_first, their_pieces[None, :], 0), axis=1)
@@ -103,6 +144,7 @@ def _cut_kernel(
     tl.store(count + row, pieces, mask=row < num_sequences)
     tl.store(piece_length + row, piece, mask=row < num_sequences)
     total = tl.sum(pieces, axis=0)
+    tl.store(total_pieces, total)
     for start in range(0, most, ITEMS):
         item = start + tl.arange(0, ITEMS)
         tl.store(sequence + item, tl.full([ITEMS], -1, tl.int32), mask=(item >= total) & (item < most))
@@ -120,19 +162,21 @@ def _span(
     num_sequences: tl.tensor,
     window: tl.tensor,
     IS_SHARED: tl.constexpr,
-    TILE: tl.constexpr,
+    ALIGN: tl.constexpr,
 ) -> tl.tensor:
     """i32[rows]: tokens of these sequences that are read, 0 past the last sequence."""
     length = tl.load(lengths + row, mask=row < num_sequences, other=0)
     skip = length * 0
     if IS_SHARED:
         skip = tl.load(skipped + row, mask=row < num_sequences, other=0)
-    return tl.maximum(length - first_token(length, window, skip, TILE), 0)
+    return tl.maximum(length - first_token(length, window, skip, ALIGN), 0)
 
 
 @triton.jit
-def _share(span: tl.tensor, wanted: tl.tensor, TILE: tl.constexpr) -> tl.tensor:
+def _share(span: tl.tensor, wanted: tl.tensor, TILE: tl.constexpr, FIXED: tl.constexpr) -> tl.tensor:
     """(tokens of a piece, number of pieces): pieces of equal length, as near as possible to `wanted` tokens."""
+    if FIXED > 0:
+        return span * 0 + FIXED, (span + FIXED - 1) // FIXED
     shares = tl.maximum((span + wanted // 2) // wanted, 1)
     tiles = tl.maximum(span + TILE - 1, TILE) // TILE
     piece = (tiles + shares - 1) // shares * TILE
@@ -140,9 +184,9 @@ def _share(span: tl.tensor, wanted: tl.tensor, TILE: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def first_token(length: tl.tensor, window: tl.tensor, skipped: tl.tensor, TILE: tl.constexpr) -> tl.tensor:
-    """First token to read: the start of the tile with the window's first token, after skipped tiles."""
-    begin = tl.where(window > 0, tl.maximum(length - window, 0) // TILE * TILE, 0)
+def first_token(length: tl.tensor, window: tl.tensor, skipped: tl.tensor, ALIGN: tl.constexpr) -> tl.tensor:
+    """First token to read: the start of the tile or fixed piece with the window's first token, after skipped tiles."""
+    begin = tl.where(window > 0, tl.maximum(length - window, 0) // ALIGN * ALIGN, 0)
     return tl.maximum(begin, skipped)
 
 
@@ -156,6 +200,7 @@ def cut(pieces: Pieces, lengths: torch.Tensor, skipped: torch.Tensor | None = No
         pieces.first,
         pieces.count,
         pieces.length,
+        pieces.total,
         num_sequences,
         pieces.most,
         max(pieces.most - num_sequences, 1),
@@ -163,6 +208,7 @@ def cut(pieces: Pieces, lengths: torch.Tensor, skipped: torch.Tensor | None = No
         lengths if skipped is None else skipped,
         IS_SHARED=skipped is not None,
         TILE=TILE,
+        FIXED=FIXED_PIECE if pieces.fixed else 0,
         BLOCK=max(256, triton.next_power_of_2(num_sequences)),  # the same compiled kernel for most batch sizes
         ITEMS=256,
         OTHERS=32,

@@ -69,18 +69,38 @@ def mix_tile(
     CAP: tl.constexpr,
 ) -> tl.tensor:
     """One step of the online softmax: (highest, total, mixed) including this tile."""
-    scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
+    scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
     if CAP > 0:
-        scores = (1.0 - 2.0 / (tl.exp(2.0 * scores) + 1.0)) * CAP  # tanh
+        scores = (1.0 - 2.0 / (tl.exp(2.0 * scores * scale) + 1.0)) * CAP  # tanh
+        factor = 1.0
+    else:
+        factor = scale
     if MASKED:
         scores = tl.where(visible, scores, -float("inf"))
-    new_highest = tl.maximum(highest, tl.max(scores, axis=1))
+    new_highest = tl.maximum(highest, tl.max(scores, axis=1) * factor)
     if MASKED:  # noqa: SIM108  a row without visible keys keeps weight 0
         safe = tl.where(new_highest == -float("inf"), 0.0, new_highest)
     else:
         safe = new_highest
-    weights = tl.exp2(scores - safe[:, None])
+    weights = tl.exp2(scores * factor - safe[:, None])  # one multiply-add, masked or not: the same bits in both
     shrink = tl.exp2(highest - safe)
     total = total * shrink + tl.sum(weights, axis=1)
-    mixed = mixed * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision=PRECISION)
+    mixed = tl.dot(weights.to(value.dtype), value, mixed * shrink[:, None], input_precision=PRECISION)
+    return new_highest, total, mixed
+
+
+@triton.jit
+def join_part(
+    weight: tl.tensor,  # f32[rows]  log2 of the part's sum of weights; -inf: the part has no visible keys
+    values: tl.tensor,  # f32[rows, dim]  its mean of values
+    highest: tl.tensor,
+    total: tl.tensor,
+    mixed: tl.tensor,
+) -> tl.tensor:
+    """Merge one part of the context into the running softmax."""
+    new_highest = tl.maximum(highest, weight)
+    safe = tl.where(new_highest == -float("inf"), 0.0, new_highest)
+    shrink, grow = tl.exp2(highest - safe), tl.exp2(weight - safe)
+    total = tl.fma(total, shrink, grow)
+    mixed = tl.fma(values, tl.broadcast_to(grow[:, None], values.shape), mixed * shrink[:, None])
     return new_highest, total, mixed

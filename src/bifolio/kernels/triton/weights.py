@@ -36,8 +36,9 @@ def weights_of(values: tl.tensor, highest: tl.tensor, warmth: tl.tensor) -> tl.t
     p = p * r + 1.6666665459e-1
     p = p * r + 5.0000001201e-1
     p = p * (r * r) + r + 1.0
-    places = tl.minimum((-n).to(tl.int64), 63)
-    return ((p * 16777216.0).to(tl.int64) << 16) >> places
+    bits = (p * 16777216.0).to(tl.int32)  # below 2 ** 25: conversions to 64 bits take four times as long
+    places = tl.minimum((-n).to(tl.int32), 63)
+    return (bits.to(tl.int64) << 16) >> places.to(tl.int64)
 
 
 @triton.jit

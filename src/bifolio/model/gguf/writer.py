@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bifolio.errors import ModelFileError
-from bifolio.kernels.native.encode import SEARCHED_FORMATS, encoded
+from bifolio.kernels.cpu import SEARCHED_FORMATS, encoded, quickly_converted
 from bifolio.model.export import NamedTensor, named_tensors
 from bifolio.model.families import family_of
 from bifolio.model.file_access import atomic_path
@@ -122,7 +122,7 @@ def converted(
     """Convert a tensor for the file; an error names the tensor if its values exceed the range of the format."""
     if format in SEARCHED_FORMATS:
         return encoded(source.rearranged(), format, source.name, importance)
-    tensor = source.rearranged().converted(format, source.name)
+    tensor = quickly_converted(source.rearranged(), format, source.name)
     if format in (QuantFormat.F32, QuantFormat.BF16):
         for start in range(0, tensor.num_rows, PANEL_ROWS):
             refuse_non_finite(tensor.dequantize_rows(slice(start, start + PANEL_ROWS)), source.name)

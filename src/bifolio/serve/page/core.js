@@ -66,14 +66,17 @@ export async function* batches(answer) {
   }
 }
 
-// Work that is done once before the next frame, however often it is asked for; `name` tells equal work apart. Frames
-// that draw are 40 ms apart: more of them would not be read, and take time from an engine on the same machine.
-const FRAME_MS = 40;
+// Work that is done once before the next frame, however often it is asked for; `name` tells equal work apart. Drawing
+// gets a twentieth of the time, in frames 40 to 200 ms apart: an engine on the same machine needs the rest.
+const LEAST_MS = 40;
+const MOST_MS = 200;
+const SHARE = 20;
 const pending = new Map();
 let drawn = 0;
+let gap = LEAST_MS;
 export function onFrame(name, work) {
   if (!pending.size) {
-    const early = drawn + FRAME_MS - performance.now();
+    const early = drawn + gap - performance.now();
     if (early > 0) setTimeout(() => requestAnimationFrame(flushFrame), early);
     else requestAnimationFrame(flushFrame);
   }
@@ -85,7 +88,13 @@ function flushFrame() {
   pending.clear();
   drawn = performance.now();
   for (const each of work) each();
+  afterFrame.port2.postMessage(null); // arrives when layout and paint are done
 }
+
+const afterFrame = new MessageChannel();
+afterFrame.port1.onmessage = () => {
+  gap = Math.min(Math.max(SHARE * (performance.now() - drawn), LEAST_MS), MOST_MS);
+};
 
 export function showTip(text, x, y) {
   const tip = $("tip");

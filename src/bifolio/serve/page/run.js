@@ -8,6 +8,7 @@ import { scored } from "./tokens.js";
 
 const TOP = 5; // rivals of each token
 const SAVE_SECONDS = 2;
+const INTERVAL_MS = 50; // events that arrive together cost the browser less
 export const isRunning = () => state.controller !== null;
 export const stopRun = () => state.controller?.abort();
 
@@ -26,7 +27,7 @@ export function bodies(conversation, parent) {
 function bodyOf(conversation, parent, options) {
   const path = pathTo(conversation, parent);
   const wanted = { ...options, stream: true, return_token_ids: true,
-                   stream_options: { include_usage: true, include_steps: true } };
+                   stream_options: { include_usage: true, include_steps: true, interval_ms: INTERVAL_MS } };
   const scores = state.view !== "text";
   if (conversation.mode === "text") {
     return { ...wanted, prompt: path.map((node) => node.text).join(""), ...(scores && { logprobs: TOP }) };

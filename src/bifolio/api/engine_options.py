@@ -1,0 +1,88 @@
+"""From the options of `LLM` to kernels and a configuration of the engine."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from bifolio.api.vllm_options import cache_dtype, weight_dtype
+from bifolio.config import CacheConfig, EngineConfig, SpeculativeConfig
+from bifolio.engine.build import resolve_sizes
+from bifolio.engine.memory import default_threads
+from bifolio.errors import ConfigError
+from bifolio.kernels.interface import KernelSet
+from bifolio.kernels.select import select_kernels
+from bifolio.model.loaded import LoadedModel
+from bifolio.model.loader import load_model
+
+USUAL_LENGTH = 8192  # the longest sequence where none is given, if the model allows it
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """The options of `LLM` that decide on numbers and sizes, as the caller gave them; None: the device's default."""
+
+    dtype: Any
+    kv_cache_dtype: str
+    deterministic: bool | None
+    block_size: int | None
+    max_num_seqs: int | None
+    max_model_len: int | None
+    chunk_size: int | None
+    token_budget: int | None
+    max_waiting: int | None
+    enable_prefix_caching: bool
+    poison_free_blocks: bool
+    warm_up: bool
+    speculative: SpeculativeConfig | None
+
+    def kernels(self, given: KernelSet | str | None, device: str, threads: int | None, activations: str) -> KernelSet:
+        """The given kernel set, or the one for the device."""
+        if given is not None and not isinstance(given, str):
+            return given
+        return select_kernels(
+            device,
+            name=given,
+            threads=threads or default_threads(),
+            activations=activations,
+            dtype=weight_dtype(self.dtype),
+            deterministic=bool(self.deterministic),
+        )
+
+    def config(self, model: LoadedModel, kernels: KernelSet) -> EngineConfig:
+        """The configuration before memory is planned: the number of blocks is still unlimited."""
+        sizes = resolve_sizes(kernels, self.block_size, self.max_num_seqs, self.chunk_size, self.token_budget)
+        is_cpu = kernels.device == "cpu"
+        return EngineConfig(
+            cache=CacheConfig(
+                sys.maxsize,
+                sizes.block_size,
+                cache_dtype(self.dtype, self.kv_cache_dtype, kernels.kv_dtype),
+                self.enable_prefix_caching,
+                self.poison_free_blocks,
+            ),
+            max_model_len=self._model_len(model.config.max_position),
+            max_num_seqs=sizes.max_num_seqs,
+            token_budget=sizes.token_budget,
+            chunk_size=sizes.chunk_size,
+            max_waiting=self.max_waiting,
+            deterministic=self.deterministic is not False if is_cpu else bool(self.deterministic),
+            device=kernels.device,
+            speculative=self.speculative,
+            warm_up=self.warm_up,
+        )
+
+    def _model_len(self, most: int) -> int:
+        wanted = self.max_model_len
+        if wanted is None:
+            return min(most, USUAL_LENGTH)
+        if not 1 <= wanted <= most:
+            raise ConfigError(f"max_model_len={wanted} is outside 1..{most}, the context length of this model")
+        return wanted
+
+    def draft_model(self, model: LoadedModel) -> LoadedModel | None:
+        """The draft model of speculative decoding: `stories` has `stories-draft`."""
+        if self.speculative is None or self.speculative.method != "draft":
+            return None
+        return load_model(self.speculative.draft_model or f"{model.path.stem}-draft")

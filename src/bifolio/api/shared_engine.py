@@ -1,0 +1,144 @@
+"""One engine for the calls of several threads: a lock, the results of open streams, and the engine's owner."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Sequence
+
+from bifolio.api.prompts import PromptTokens
+from bifolio.api.stream import TokenStream
+from bifolio.beam_params import BeamSearchParams
+from bifolio.engine.engine import InferenceEngine
+from bifolio.errors import ConfigError, EngineDeadError
+from bifolio.sampling_params import SamplingParams
+from bifolio.sequence import Request, StepResult
+
+
+class SharedEngine:
+    """Calls from several threads run in one continuous batch: a thread holds the engine for one step at most."""
+
+    def __init__(self, engine: InferenceEngine) -> None:
+        self._engine: InferenceEngine | None = engine
+        self._ids = itertools.count()
+        self._lock = threading.RLock()
+        self._streams: dict[str, list[StepResult]] = {}  # request id -> results that its stream has not read
+        self._owner: str | None = None
+
+    @property
+    def engine(self) -> InferenceEngine:
+        if self._engine is None:
+            raise EngineDeadError("this LLM was closed: make a new one")
+        return self._engine
+
+    # -- requests ----------------------------------------------------------------------------------------------
+    def add_all(
+        self,
+        prompts: Sequence[PromptTokens],
+        params: Sequence[SamplingParams | BeamSearchParams],
+        priorities: Sequence[int],
+        results: list[StepResult] | None = None,
+    ) -> list[Request]:
+        """Add all requests or none: an invalid one raises before any request runs."""
+        requests: list[Request] = []
+        try:
+            for prompt, each, priority in zip(prompts, params, priorities, strict=True):
+                requests.append(self._add(f"request-{next(self._ids)}", prompt, each, priority, results))
+        except BaseException:
+            self.abort(requests)
+            raise
+        return requests
+
+    def _add(
+        self,
+        request_id: str,
+        prompt: PromptTokens,
+        params: SamplingParams | BeamSearchParams,
+        priority: int,
+        results: list[StepResult] | None,
+    ) -> Request:
+        text, token_ids = prompt
+        with self._lock:
+            self._check_owner()
+            if isinstance(params, BeamSearchParams):
+                request = self.engine.add_beam_search(request_id, token_ids, params, prompt=text, priority=priority)
+            else:
+                request = self.engine.add_request(request_id, token_ids, params, prompt=text, priority=priority)
+            if results is not None:
+                self._streams[request_id] = results
+            return request
+
+    def stream(self, prompts: Sequence[PromptTokens], params: Sequence[SamplingParams]) -> TokenStream:
+        """The results of new requests while the engine runs."""
+        unread: list[StepResult] = []
+        requests = self.add_all(prompts, params, [0] * len(prompts), unread)
+        return TokenStream(requests, unread, self._lock, self.step, self.abort)
+
+    def step(self) -> list[StepResult]:
+        """One step for the requests of all threads; results of streams go to their readers."""
+        with self._lock:
+            self._check_owner()
+            results = self.engine.step()
+            for result in results:
+                unread = self._streams.get(result.request_id)
+                if unread is not None:
+                    unread.append(result)
+            return results
+
+    def finish(self, requests: list[Request], progress: bool) -> None:
+        """Run until these requests are finished; an interruption aborts them."""
+        try:
+            if not progress:
+                while any(not request.is_finished for request in requests):
+                    self.step()
+            else:
+                self._finish_with_bar(requests)
+        finally:
+            self.abort(requests)
+
+    def _finish_with_bar(self, requests: list[Request]) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, TextColumn("{task.fields[speed]}"), console=Console(stderr=True)) as bar:
+            task = bar.add_task("generating", total=len(requests), speed="")
+            num_tokens = 0
+            while any(not request.is_finished for request in requests):
+                num_tokens += sum(result.token is not None for result in self.step())
+                elapsed = bar.tasks[0].elapsed or 1e-9
+                done = sum(request.is_finished for request in requests)
+                bar.update(task, completed=done, speed=f"{num_tokens / elapsed:.0f} tok/s")
+
+    def abort(self, requests: list[Request]) -> None:
+        with self._lock:
+            unfinished = [request for request in requests if not request.is_finished]
+            for request in unfinished:
+                self.engine.abort(request.request_id)
+            if unfinished:
+                self.step()  # releases their slots and blocks
+            for request in requests:
+                self._streams.pop(request.request_id, None)
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.abort_all()
+            self._engine = None
+
+    # -- another owner -----------------------------------------------------------------------------------------
+    def hand_over(self, owner: str) -> None:
+        """Let another object run the engine on its own thread; calls are refused from now on."""
+        with self._lock:
+            self._check_owner()
+            if self.engine.has_work:
+                raise ConfigError(f"requests are running in this LLM: wait for them before {owner} takes it over")
+            self._owner = owner
+
+    def take_back(self) -> None:
+        """Accept calls again, after the other owner has stopped its thread."""
+        with self._lock:
+            self._owner = None
+
+    def _check_owner(self) -> None:
+        if self._owner is not None:
+            raise ConfigError(f"{self._owner} runs the engine of this LLM: use its methods instead, or close it first")

@@ -1,0 +1,48 @@
+"""Warm-up of an engine on a GPU: kernels are compiled and decode steps captured before the first request arrives.
+
+Throwaway requests run through the engine, greedy and sampled, short and long, so that every kind of step occurs:
+prompts alone, prompts beside decodes, decodes. Then the decode steps of every batch size are captured as CUDA graphs.
+The compiler keeps its results on disk: the first start on a machine takes longest.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from bifolio.engine.engine import InferenceEngine
+from bifolio.sampling_params import SamplingParams
+
+BURSTS = (  # (tokens of a common beginning, further tokens) of prompts that arrive together
+    ((0, 3),),
+    ((0, 20),),
+    ((640, 70),),
+    ((0, 1100),),
+    ((0, 700),) * 12,  # fill a step
+    ((640, 8), (0, 10)),  # the beginning is cached now
+    ((640, 40),),
+    ((640, 300), (0, 40)),
+)
+NUM_TOKENS = 6
+SAMPLING = (
+    SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False),
+    SamplingParams(temperature=0.8, top_p=0.95, seed=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False),
+)
+
+
+def warm_up(engine: InferenceEngine) -> None:
+    """Run throwaway requests and capture all decode steps; the engine's counters and its prefix cache start empty."""
+    vocab_size, longest = engine.model.config.vocab_size, engine.config.max_model_len - NUM_TOKENS
+    number = 0
+    for params in SAMPLING:
+        for burst in BURSTS:
+            for common, own in burst:
+                number += 1
+                tokens = np.concatenate([np.arange(common), 1000 * number + np.arange(own)])[-longest:] % vocab_size
+                engine.add_request(f"warm-up-{number}", tokens.tolist(), params)
+            engine.step()
+        while engine.has_work:
+            engine.step()
+    if engine.slots.device is not None and engine.speculator is None:
+        engine.slots.device.warm_up()
+    engine.blocks.drop_cached()
+    engine.reset_stats()

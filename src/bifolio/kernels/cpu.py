@@ -1,0 +1,59 @@
+"""Functions and facts of the CPU kernels beside `KernelSet`: formats, conversion of files, rates, vocabularies.
+
+Packages outside `kernels/` import these names from here; the modules of a kernel set are private to it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bifolio.kernels.native.encode import SEARCHED_FORMATS, encoded, quickly_converted
+from bifolio.kernels.native.formats import NATIVE_FORMATS, PACKINGS
+from bifolio.kernels.native.kernel_set import NativeKernels
+from bifolio.kernels.native.library import available_isas, isa, library, product_rate
+
+CPU_KERNELS = NativeKernels.name
+CPU_FORMATS = NATIVE_FORMATS  # multiplied as they lie in a file, with the bits of a value in memory
+
+__all__ = [
+    "CPU_FORMATS",
+    "CPU_KERNELS",
+    "PACKINGS",
+    "SEARCHED_FORMATS",
+    "available_isas",
+    "encoded",
+    "isa",
+    "join_pairs",
+    "new_codec",
+    "product_rate",
+    "quickly_converted",
+    "string_starts",
+]
+
+
+def join_pairs(tokens: list[str], order: NDArray[np.int32]) -> list[tuple[str, str]]:
+    """For each token that `order` numbers, every way to cut it into two others, the longest left part first.
+
+    Raises MissingDependencyError if the native kernels are not built.
+    """
+    pairs: list[tuple[str, str]] = library().join_pairs(tokens, order)
+    return pairs
+
+
+def new_codec(data: Any, starts: NDArray[np.uint64], types: NDArray[np.int32]) -> Any:
+    """The native tokenizer over a vocabulary that lies in a file: strings, where each begins, their types.
+
+    Raises MissingDependencyError if the native kernels are not built.
+    """
+    return library().Codec(data, starts, types)
+
+
+def string_starts(data: Any, position: int, starts: NDArray[np.uint64]) -> int:
+    """Find where each string of a GGUF array begins; returns the position after the last.
+
+    Raises MissingDependencyError if the native kernels are not built.
+    """
+    return int(library().string_starts(data, position, starts))

@@ -1,0 +1,105 @@
+"""A further front end: `python -m bifolio.serve.branch FD`, started by the first one with an end of a socket pair.
+
+It listens on the port of the first front end (`SO_REUSEPORT`: the system distributes connections) and sends its
+requests through it. It ends when the other end of the pair is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from typing import Any
+
+from bifolio.model.loader import open_text_model
+from bifolio.serve import messages as m
+from bifolio.serve.branches import decode_settings
+from bifolio.serve.context import ServerContext
+from bifolio.serve.engine_client import EngineClient, Link
+from bifolio.serve.logs import configure_logging
+from bifolio.serve.metrics import Metrics
+from bifolio.serve.server import BranchSettings, Server, event_loop, listen, make_server
+
+logger = logging.getLogger(__name__)
+
+
+class BranchEngine(EngineClient):
+    """The engine as a further front end reaches it."""
+
+    reports_engine = False  # its metrics have the engine's numbers already
+
+    def __init__(self, link: Link, heartbeat_timeout: float) -> None:
+        super().__init__(heartbeat_timeout)
+        self._link = link
+        self.own_metrics: Metrics | None = None
+        self.server: Server | None = None
+
+    def take(self, message: Any) -> None:
+        self._take_common(message)
+        if isinstance(message, m.Lost):
+            self.hello = None
+            self._lose_all()
+        elif isinstance(message, m.Drain) and self.server is not None:
+            self.server.begin_drain()
+        elif isinstance(message, m.Scraped):
+            self._answer(message.id, message)
+        elif isinstance(message, m.Beat) and self.own_metrics is not None:
+            self._send_samples(self.own_metrics)
+
+    async def metrics(self, own: Metrics) -> bytes:
+        """The metrics of all front ends, which the first one adds up."""
+        self._send_samples(own)
+        request_id = self.new_id()
+        answer: m.Scraped = await self._ask(request_id, m.Scrape(request_id))
+        return answer.body
+
+    def _send_samples(self, own: Metrics) -> None:
+        if self._link is not None:
+            self._link.send(m.Samples(own.render()))
+
+
+async def serve(connection: socket.socket) -> None:
+    """Serve until the first front end says so or is gone."""
+    inbox: asyncio.Queue[Any] = asyncio.Queue()
+    link = Link(lambda message: engine.take(message) if engine is not None else inbox.put_nowait(message),
+                m.to_branch_decoder)  # fmt: skip
+    engine: BranchEngine | None = None
+    connection.setblocking(False)
+    await asyncio.get_running_loop().create_connection(lambda: link, sock=connection)
+    link.closed.add_done_callback(lambda _: os._exit(0))  # the first front end is gone
+    first = await inbox.get()
+    if not isinstance(first, m.Serve):
+        raise SystemExit(1)
+    settings: BranchSettings = decode_settings(first.settings, BranchSettings)
+    model = open_text_model(settings.reference)
+    await asyncio.to_thread(lambda: model.tokenizer)
+    engine = BranchEngine(link, settings.server.heartbeat_timeout)
+    while not inbox.empty():
+        engine.take(inbox.get_nowait())
+    context = ServerContext(
+        model, engine, settings.name, settings.server.limits, created=settings.created,
+        log_prompts=settings.server.log_prompts, reference=settings.reference,
+    )  # fmt: skip
+    engine.own_metrics = context.metrics
+    server = make_server(settings.server, context, settings.num_front_ends, first.secret)
+    engine.server = server
+    try:
+        await server.serve(sockets=[listen(settings.server, reuse_port=True)])
+        link.send(m.Samples(context.metrics.render()))
+    finally:
+        await context.close()
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the first front end decides
+    configure_logging(os.environ.get("BIFOLIO_LOG_LEVEL", "info"), "front")
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    with asyncio.Runner(loop_factory=event_loop()) as runner:
+        runner.run(serve(connection))
+
+
+if __name__ == "__main__":
+    main()

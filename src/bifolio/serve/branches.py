@@ -1,0 +1,223 @@
+"""Further front ends: processes that listen on the same port and reach the engine through the first front end.
+
+    clients ──▶ front end 0 (supervisor) ──────── socket pair ──▶ engine process
+    clients ──▶ front end 1 (serve.branch) ──▶ front end 0
+    clients ──▶ front end 2 (serve.branch) ──▶ front end 0
+
+Each has its own event loop, tokenizer and helper processes, so HTTP, JSON and detokenisation use several cores. The
+first one relays messages, a few for each interval of updates, and holds the state that all share: the engine process,
+the limits on open requests and the metrics.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from bifolio.serve import messages as m
+from bifolio.serve.engine_client import Link
+from bifolio.serve.errors import ApiError
+from bifolio.serve.metrics import Metrics
+from bifolio.serve.supervisor import EngineProcess
+
+logger = logging.getLogger(__name__)
+RESTART_SECONDS = 1.0
+EXIT_SECONDS = 5.0  # that a front end gets after its drain
+Admit = Callable[[str, int, bool], ApiError | None]  # (tenant, number of requests, has a key) -> reason of a refusal
+
+
+def encode_settings(settings: Any) -> bytes:
+    return msgspec.msgpack.encode(settings, enc_hook=str)  # paths
+
+
+def decode_settings(data: bytes, kind: Any) -> Any:
+    return msgspec.msgpack.decode(data, type=kind, dec_hook=lambda wanted, value: Path(value))
+
+
+class Branch:
+    """One further front end: its process, its connection and its open requests."""
+
+    def __init__(self, owner: Branches) -> None:
+        self._owner = owner
+        self.process: asyncio.subprocess.Process | None = None
+        self.link: Link | None = None
+        self.open: dict[str, str] = {}  # request id -> name of its tenant
+        self.samples = b""
+
+    async def run(self) -> None:
+        """Start the process and stay until it has ended."""
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, *subprocess._args_from_interpreter_flags(), "-m", "bifolio.serve.branch"]  # type: ignore[attr-defined]
+        with theirs:
+            self.process = await asyncio.create_subprocess_exec(
+                *command, str(theirs.fileno()), pass_fds=[theirs.fileno()], start_new_session=True,
+                stdin=subprocess.DEVNULL,
+            )  # fmt: skip
+        ours.setblocking(False)
+        link = Link(self._take, m.from_branch_decoder)
+        await asyncio.get_running_loop().create_connection(lambda: link, sock=ours)
+        self.link = link
+        link.send(self._owner.serve)
+        if self._owner.engine.hello is not None:
+            link.send(self._owner.engine.hello)
+        try:
+            await link.closed
+        finally:
+            self.link = None
+            link.abort()
+            self._abort_all()
+            await self._reap()
+
+    def send(self, message: msgspec.Struct) -> None:
+        if self.link is not None:
+            self.link.send(message)
+
+    def _take(self, message: Any) -> None:
+        engine, owner = self._owner.engine, self._owner
+        if isinstance(message, m.Samples):
+            self.samples = message.body
+        elif isinstance(message, m.Scrape):
+            self.send(m.Scraped(message.id, owner.own_metrics.render(owner.samples())))
+        elif isinstance(message, m.Start | m.Embed):
+            self._start(message)
+        else:
+            if isinstance(message, m.Abort):
+                for request_id in message.ids:
+                    self.open.pop(request_id, None)
+            engine.forward(message)
+
+    def _start(self, message: m.Start | m.Embed) -> None:
+        """Pass a request on if the limits, which all front ends share, allow it."""
+        tenant = message.owner if isinstance(message, m.Start) else ""
+        error = self._owner.admit(tenant, 1, isinstance(message, m.Start) and bool(message.salt))
+        if error is not None:
+            kind = "KeyLimit" if error.code == "key_limit" else "QueueFull"
+            self.send(m.Refused(message.id, kind, str(error)))
+        elif self._owner.engine.forward(message):
+            self.open[message.id] = tenant
+        else:
+            self.send(m.Refused(message.id, "Unavailable", "the engine is starting: ask again in a moment"))
+
+    def _abort_all(self) -> None:
+        """The process is gone: its requests have no reader."""
+        if self.open:
+            self._owner.engine.forward(m.Abort(list(self.open)))
+        self.open.clear()
+
+    async def _reap(self) -> None:
+        if self.process is not None:
+            try:
+                await asyncio.wait_for(self.process.wait(), EXIT_SECONDS)
+            except (TimeoutError, asyncio.CancelledError):
+                self.kill()
+                await self.process.wait()
+
+    def kill(self) -> None:
+        if self.process is not None and self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.kill()
+
+
+class Branches:
+    """All further front ends. A front end that ends is replaced; its requests are aborted."""
+
+    def __init__(self, engine: EngineProcess, own_metrics: Metrics, serve: m.Serve, admit: Admit, count: int) -> None:
+        self.engine = engine
+        self.own_metrics = own_metrics
+        self.serve = serve
+        self.admit = admit
+        self._branches = [Branch(self) for _ in range(count)]
+        self._tasks: list[asyncio.Task[None]] = []
+        self._is_closing = False
+        self._ended: list[bytes] = []  # metrics of front ends that were replaced
+
+    def start(self) -> None:
+        self._tasks = [asyncio.create_task(self._keep_alive(branch)) for branch in self._branches]
+
+    async def close(self, seconds: float) -> None:
+        """Wait for the drain of all front ends, for so many seconds at most, then end them."""
+        self.begin_drain()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=seconds)
+        for branch in self._branches:
+            branch.kill()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _keep_alive(self, branch: Branch) -> None:
+        while not self._is_closing:
+            try:
+                await branch.run()
+            except OSError:
+                logger.exception("a front end could not be started")
+            if self._is_closing:
+                return
+            logger.error("a front end ended: it is replaced")
+            if branch.samples:
+                self._ended, branch.samples = [*self._ended, branch.samples], b""
+            await asyncio.sleep(RESTART_SECONDS)
+
+    # -- for the supervisor ------------------------------------------------------------------------------------------
+    @property
+    def num_open(self) -> int:
+        return sum(len(branch.open) for branch in self._branches)
+
+    def open_per_key(self, tenant: str) -> int:
+        return Counter(name for branch in self._branches for name in branch.open.values())[tenant]
+
+    def samples(self) -> list[bytes]:
+        return [*self._ended, *(branch.samples for branch in self._branches if branch.samples)]
+
+    def begin_drain(self) -> None:
+        self._is_closing = True
+        self._broadcast(m.Drain())
+
+    def engine_lost(self) -> None:
+        for branch in self._branches:
+            branch.open.clear()
+        self._broadcast(m.Lost())
+
+    def relay(self, message: m.FromEngine) -> None:
+        if isinstance(message, m.Updates):
+            self._relay_updates(message)
+        elif isinstance(message, m.Hello | m.Beat):
+            self._broadcast(message)
+        elif isinstance(message, m.Refused | m.Embedding | m.Picture):
+            branch = self._branch_of(message.id)
+            if branch is not None:
+                branch.open.pop(message.id, None)
+                branch.send(message)
+
+    def _relay_updates(self, message: m.Updates) -> None:
+        parts: dict[Branch, list[m.Update]] = {}
+        for update in message.items:
+            branch = self._branch_of(update.id)
+            if branch is not None:
+                parts.setdefault(branch, []).append(update)
+                if update.ended is not None:
+                    branch.open.pop(update.id, None)
+        for branch, updates in parts.items():
+            branch.send(m.Updates(updates))
+
+    def _branch_of(self, request_id: str) -> Branch | None:
+        """The front end whose process number the id begins with (`EngineClient.new_id`)."""
+        owner = request_id.partition("-")[0]
+        for branch in self._branches:
+            if branch.process is not None and f"{branch.process.pid:x}" == owner:
+                return branch
+        return None
+
+    def _broadcast(self, message: msgspec.Struct) -> None:
+        for branch in self._branches:
+            branch.send(message)

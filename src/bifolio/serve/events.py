@@ -1,0 +1,28 @@
+"""Server-sent events as bytes: most of a stream's events differ in their text alone, and only that is encoded."""
+
+from __future__ import annotations
+
+import msgspec
+
+Event = msgspec.Struct | bytes  # to be encoded, or a complete event
+_encoder = msgspec.json.Encoder()
+
+
+def encode_event(event: Event) -> bytes:
+    return event if isinstance(event, bytes) else b"data: " + _encoder.encode(event) + b"\n\n"
+
+
+class TextEvents:
+    """Events that are equal but for one text."""
+
+    __slots__ = ("_after", "_before")
+
+    def __init__(self, empty: msgspec.Struct, field: bytes) -> None:
+        """`empty` is the event with an empty text; `field` is the name and the empty text as they are encoded."""
+        before, found, after = encode_event(empty).partition(field)
+        if not found or field in after:
+            raise ValueError(f"{field!r} is not exactly once in {empty!r}")
+        self._before, self._after = before + field[:-2], after
+
+    def event(self, text: str) -> bytes:
+        return self._before + _encoder.encode(text) + self._after
