@@ -80,8 +80,8 @@ def _decode_kernel(
             _attend_piece(
                 query, keys, values, tables, table_rows, lengths, sequence, number, first, count, piece_length,
                 arrivals, mixed_parts, weight_parts, shared_words, shared_mixed, shared_weight, num_sequences, sinks,
-                out, query_stride, table_stride, window, scale, kv_head, item, HEADS, KV_HEADS, GROUP, ROWS, DIM, DIM_BLOCK,
-                BLOCK_SIZE, TILE, STAGES, PRECISION, CAP, SHARED_ROWS, HAS_SINKS, FIXED, JOINED, GROUP_BLOCK,
+                out, query_stride, table_stride, window, scale, kv_head, item, HEADS, KV_HEADS, GROUP, ROWS, DIM,
+                DIM_BLOCK, BLOCK_SIZE, TILE, STAGES, PRECISION, CAP, SHARED_ROWS, HAS_SINKS, FIXED, JOINED, GROUP_BLOCK,
             )  # fmt: skip
     else:
         _attend_piece(
