@@ -90,7 +90,9 @@ def null_kernels(*arguments: Any, **options: Any) -> Any:
 
 
 def main() -> None:
-    if sys.argv[1] == "serve":
+    if "--help" in sys.argv[1:2]:
+        print(__doc__)
+    elif sys.argv[1] == "serve":
         from bifolio.cli.main import main as run_command
         from bifolio.serve import supervisor
 

@@ -70,10 +70,9 @@ def test_keys_typed_during_an_answer_are_not_echoed_and_ctrl_c_ends_it(slow: Pat
         terminal.send("QZXQ")
         terminal.listen(1.0)
         terminal.interrupt()
+        terminal.expect("[stopped]")
+        assert "QZXQ" not in terminal.text.split("Once upon a time", 1)[1]
         terminal.expect("tok/s")
-        answer = terminal.text.split("Once upon a time", 1)[1].split(" tokens,")[0]
-        assert "QZXQ" not in answer
-        assert "[stopped]" in answer
         terminal.expect("> ")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from bifolio.engine.warm_up import BURSTS, warm_up
 from bifolio.sampling_params import SamplingParams
@@ -39,8 +40,12 @@ def test_warm_up_runs_every_kind_of_step_and_leaves_nothing() -> None:
     assert results[0] == results[1]
 
 
-def test_prompts_longer_than_the_model_are_cut() -> None:
+@pytest.mark.parametrize("limits", [{"max_model_len": 40}, {"max_model_len": 8}, {"max_waiting": 1, "max_num_seqs": 2}])
+def test_warm_up_keeps_to_the_limits_of_the_engine(limits: dict[str, int]) -> None:
+    """Prompts are cut to the model's length; a short queue takes one request after the other."""
     assert max(common + own for burst in BURSTS for common, own in burst) > 40
-    engine = make_engine(max_model_len=40)
+    assert max(map(len, BURSTS)) > 2
+    engine = make_engine(**limits)
     warm_up(engine)
     assert engine.stats().num_used_blocks == 0
+    assert not engine.has_work

@@ -188,7 +188,7 @@ def test_plain_rounding_is_that_of_the_gguf_package(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("format", PLAIN_FORMATS)
+@pytest.mark.parametrize("format", sorted(PLAIN_FORMATS, key=str))
 def test_quick_conversion_is_that_of_numpy(format: QuantFormat) -> None:
     generator = np.random.default_rng(4)
     values = generator.standard_normal((70, 512)) * 10.0 ** generator.integers(-8, 3, (70, 1))

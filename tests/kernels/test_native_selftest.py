@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(
-    "sizes", [pytest.param(["--few"], marks=pytest.mark.full), pytest.param([], marks=pytest.mark.slow)]
+    "sizes", [pytest.param(["--few"], marks=pytest.mark.slow), pytest.param([], marks=pytest.mark.slow)]
 )
 def test_every_instruction_set_equals_plain_cpp(sizes: list[str], tmp_path: Path) -> None:
     if shutil.which("g++") is None:

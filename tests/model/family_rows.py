@@ -11,6 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
+
 from helpers import INIT_RANGE, WINDOW, fresh_folder
 
 SIZES = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
@@ -193,11 +195,17 @@ ROWS: dict[str, Row] = {
 }  # fmt: skip
 
 
+NEW_ORACLE = (5, 22)  # of transformers: older ones rotate some of these otherwise, or do not read folders of theirs
+OF_NEW_ORACLE = {"exaone4", "hunyuan_dense", "olmo3", "stablelm"}
+
+
 def row_model(name: str, **overrides: Any) -> Any:
-    """The small model of a row with random weights."""
+    """The small model of a row with random weights; skips the test where transformers is too old for the row."""
     import torch
     import transformers
 
+    if name in OF_NEW_ORACLE and tuple(map(int, transformers.__version__.split(".")[:2])) < NEW_ORACLE:
+        pytest.skip(f"transformers {transformers.__version__} is no oracle of {name}")
     row = ROWS[name]
     config = getattr(transformers, row.config)(**{**SIZES, **row.tiny, **overrides})
     config._attn_implementation = "eager"

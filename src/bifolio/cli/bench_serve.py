@@ -114,7 +114,10 @@ def serve(
         commands.option("--limits", help="Latency limits of goodput, in ms: ttft:500,tpot:50,itl:200,e2e:5000."),
     ] = None,
     clients: Annotated[
-        int, commands.option("--clients", min=1, help="Processes that send the requests; one reads about 20,000 tok/s.")
+        int,
+        commands.option(
+            "--clients", min=1, help="Processes that send the requests, so that clients are not the limit."
+        ),
     ] = 1,
     timeout: Annotated[float, commands.option("--timeout", help="Seconds that a request may take.")] = 600.0,
     plot: measure_options.Plot = None,

@@ -149,7 +149,8 @@ class Engine(Numerics):
         from bifolio.cli.progress import steps_bar
 
         with steps_bar("loading") as on_load:
-            return LLM(model, **self.for_llm(), **others, on_load=on_load)
+            # One command runs few batch sizes: its steps are captured when they occur.
+            return LLM(model, **self.for_llm(), **others, warm_up=False, on_load=on_load)
 
 
 @dataclass(frozen=True)

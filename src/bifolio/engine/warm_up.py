@@ -31,12 +31,15 @@ SAMPLING = (
 
 def warm_up(engine: InferenceEngine) -> None:
     """Run throwaway requests and capture all decode steps; the engine's counters and its prefix cache start empty."""
-    vocab_size, longest = engine.model.config.vocab_size, engine.config.max_model_len - NUM_TOKENS
+    vocab_size, longest = engine.model.config.vocab_size, max(engine.config.max_model_len - NUM_TOKENS, 1)
+    most_waiting = engine.config.max_waiting
     number = 0
     for params in SAMPLING:
         for burst in BURSTS:
             for common, own in burst:
                 number += 1
+                while most_waiting is not None and engine.has_work and engine.batcher.num_waiting >= most_waiting:
+                    engine.step()
                 tokens = np.concatenate([np.arange(common), 1000 * number + np.arange(own)])[-longest:] % vocab_size
                 engine.add_request(f"warm-up-{number}", tokens.tolist(), params)
             engine.step()

@@ -104,7 +104,7 @@ def library_is_faster(rows: int, outputs: int, depth: int, *, gated: bool, descr
 
 
 def fixed_tile(rows: int, outputs: int, depth: int, dtype: torch.dtype, *, gated: bool, described: bool) -> RowTile:
-    """Tiles of deterministic mode, as measured: without split-K, so each sum runs along the depth in one order.
+    """Tiles of deterministic mode, measured at 16, 64, 256 and 2048 rows: without split-K, each sum has one order.
 
     Tensor cores add the same products in the same order for every size and orientation of the tiles; only f32, which
     they do not multiply, has one size for any number of rows.

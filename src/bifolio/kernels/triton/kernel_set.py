@@ -374,7 +374,7 @@ class TritonKernels(TorchArrays):
     def _is_ours(self, rows: int, linear: Linear) -> bool:
         """Whether our own kernels multiply, with the operations before and after fused in.
 
-        Always true in deterministic mode: neither fusion nor tile sizes may depend on the number of rows.
+        Always true in deterministic mode: neither fusion nor the order of sums may depend on the number of rows.
         """
         if not rows or linear.prepared is None:
             return False

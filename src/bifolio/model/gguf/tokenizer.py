@@ -1,7 +1,7 @@
 """The tokenizer of a GGUF file: native code that reads the vocabulary in the file, and an equal `tokenizers` object.
 
-The native one takes a fortieth of the time to open and a tenth of the memory. The `tokenizers` object is built on first
-use, and for vocabularies that the native code does not take: repeated tokens, unigrams, a whole `tokenizer.json`.
+The native one takes a fortieth of the time to open and a twentieth of the memory. The `tokenizers` object is built on
+first use, and for vocabularies that the native code does not take: repeated tokens, unigrams, a whole `tokenizer.json`.
 
 Two families: byte-level BPE ("gpt2": the file lists merges, `tokenizer.ggml.pre` names the pre-tokenizer) and
 SentencePiece ("llama": the adjacent pair that forms the token with the best score is merged first; "t5": unigram).
