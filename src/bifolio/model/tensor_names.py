@@ -213,6 +213,7 @@ def _layer(config: ModelConfig, names: TensorNames, index: int, fetch: Fetch, ve
         size = size if config.qk_norm_all_heads else config.head_dim
         return _norm(config, prefix + name, size, vector, rms=True) if config.qk_norm else None
 
+    attention_norm = pre_norm(names.attention_norm)
     up, down = mlp()
     latent = _latent(config, names, prefix, fetch, vector)
     value_size = config.query_size if config.mla is None else config.num_heads * config.mla.value_size
@@ -220,7 +221,7 @@ def _layer(config: ModelConfig, names: TensorNames, index: int, fetch: Fetch, ve
     query_norm = head_norm(names.query_norm, config.query_size)
     return LayerWeights(
         shape=attention_shape(config, index, query_norm, head_norm(names.key_norm, config.kv_size), sinks),
-        attention_norm=pre_norm(names.attention_norm),
+        attention_norm=attention_norm,
         qkv=NO_LINEAR
         if latent is not None
         else linear(names.qkv, (config.query_size, config.kv_size, config.kv_size), d, config.qkv_bias),
