@@ -50,6 +50,7 @@ def _decode_kernel(
     shared_mixed: tl.tensor,  # f32[items, kv_heads, SHARED_ROWS, dim]
     shared_weight: tl.tensor,
     num_sequences: tl.tensor,
+    sinks: tl.tensor,  # f32[heads]
     out: tl.tensor,  # [s, heads * dim]
     query_stride: tl.tensor,
     table_stride: tl.tensor,
@@ -67,6 +68,7 @@ def _decode_kernel(
     PRECISION: tl.constexpr,
     CAP: tl.constexpr,  # of scores; 0: none
     SHARED_ROWS: tl.constexpr,  # 0: no shared prefixes
+    HAS_SINKS: tl.constexpr,
     FIXED: tl.constexpr,  # tokens of a piece in deterministic mode, where a program computes several; 0: any length
     JOINED: tl.constexpr,  # parts that are merged at once
     GROUP_BLOCK: tl.constexpr,  # rows of the merged result
@@ -77,16 +79,16 @@ def _decode_kernel(
         for item in range(tl.program_id(1), tl.load(total_pieces), tl.num_programs(1)):
             _attend_piece(
                 query, keys, values, tables, table_rows, lengths, sequence, number, first, count, piece_length,
-                arrivals, mixed_parts, weight_parts, shared_words, shared_mixed, shared_weight, num_sequences, out,
-                query_stride, table_stride, window, scale, kv_head, item, HEADS, KV_HEADS, GROUP, ROWS, DIM, DIM_BLOCK,
-                BLOCK_SIZE, TILE, STAGES, PRECISION, CAP, SHARED_ROWS, FIXED, JOINED, GROUP_BLOCK,
+                arrivals, mixed_parts, weight_parts, shared_words, shared_mixed, shared_weight, num_sequences, sinks,
+                out, query_stride, table_stride, window, scale, kv_head, item, HEADS, KV_HEADS, GROUP, ROWS, DIM,
+                DIM_BLOCK, BLOCK_SIZE, TILE, STAGES, PRECISION, CAP, SHARED_ROWS, HAS_SINKS, FIXED, JOINED, GROUP_BLOCK,
             )  # fmt: skip
     else:
         _attend_piece(
             query, keys, values, tables, table_rows, lengths, sequence, number, first, count, piece_length,
-            arrivals, mixed_parts, weight_parts, shared_words, shared_mixed, shared_weight, num_sequences, out,
+            arrivals, mixed_parts, weight_parts, shared_words, shared_mixed, shared_weight, num_sequences, sinks, out,
             query_stride, table_stride, window, scale, kv_head, tl.program_id(1), HEADS, KV_HEADS, GROUP, ROWS, DIM,
-            DIM_BLOCK, BLOCK_SIZE, TILE, STAGES, PRECISION, CAP, SHARED_ROWS, FIXED, JOINED, GROUP_BLOCK,
+            DIM_BLOCK, BLOCK_SIZE, TILE, STAGES, PRECISION, CAP, SHARED_ROWS, HAS_SINKS, FIXED, JOINED, GROUP_BLOCK,
         )  # fmt: skip
 
 
@@ -110,6 +112,7 @@ def _attend_piece(
     shared_mixed: tl.tensor,
     shared_weight: tl.tensor,
     num_sequences: tl.tensor,
+    sinks: tl.tensor,
     out: tl.tensor,
     query_stride: tl.tensor,
     table_stride: tl.tensor,
@@ -129,6 +132,7 @@ def _attend_piece(
     PRECISION: tl.constexpr,
     CAP: tl.constexpr,
     SHARED_ROWS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     FIXED: tl.constexpr,
     JOINED: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
@@ -163,7 +167,9 @@ def _attend_piece(
         mixed = mixed / total[:, None]
         num_pieces = tl.load(count + owner)
         result = out + (owner.to(tl.int64) * HEADS + head[:, None]) * DIM + dim[None, :]
-        if num_pieces + num_shared == 1:
+        if (num_pieces + num_shared == 1) & (not (HAS_SINKS and FIXED > 0)):  # fixed pieces are merged as in prefill
+            if HAS_SINKS:
+                mixed *= (total / _with_sinks(sinks, head, row < GROUP, highest, total))[:, None]
             tl.store(result, mixed.to(out.dtype.element_ty), mask=real)
         else:
             part = item.to(tl.int64) * HEADS + head
@@ -175,9 +181,9 @@ def _attend_piece(
             if arrived == num_pieces - 1:
                 tl.store(counter, 0)
                 _merge_parts(
-                    first, mixed_parts, weight_parts, shared_words, shared_mixed, shared_weight, num_sequences, out,
-                    owner, kv_head, num_pieces, num_shared, HEADS, KV_HEADS, GROUP, DIM, DIM_BLOCK, SHARED_ROWS,
-                    JOINED, GROUP_BLOCK,
+                    first, mixed_parts, weight_parts, shared_words, shared_mixed, shared_weight, num_sequences, sinks,
+                    out, owner, kv_head, num_pieces, num_shared, HEADS, KV_HEADS, GROUP, DIM, DIM_BLOCK, SHARED_ROWS,
+                    HAS_SINKS, JOINED, GROUP_BLOCK,
                 )  # fmt: skip
 
 
@@ -190,6 +196,7 @@ def _merge_parts(
     shared_mixed: tl.tensor,
     shared_weight: tl.tensor,
     num_sequences: tl.tensor,
+    sinks: tl.tensor,
     out: tl.tensor,
     owner: tl.tensor,
     kv_head: tl.tensor,
@@ -201,6 +208,7 @@ def _merge_parts(
     DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     SHARED_ROWS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     JOINED: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
 ) -> None:
@@ -222,9 +230,19 @@ def _merge_parts(
         mixed_parts, weight_parts, own_part, HEADS, num_pieces, row, dim, highest, total, mixed,
         DIM, GROUP, JOINED,
     )  # fmt: skip
+    if HAS_SINKS:
+        total = _with_sinks(sinks, kv_head * GROUP + row, row < GROUP, highest, total)
     place = out + (owner.to(tl.int64) * HEADS + kv_head * GROUP + row[:, None]) * DIM + dim[None, :]
     real = (row < GROUP)[:, None] & (dim < DIM)[None, :]
     tl.store(place, (mixed / total[:, None]).to(out.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def _with_sinks(
+    sinks: tl.tensor, head: tl.tensor, exists: tl.tensor, highest: tl.tensor, total: tl.tensor
+) -> tl.tensor:
+    """Sums of weights 2^(score - highest), with the sink of each head; scores are multiples of log2(e)."""
+    return total + tl.exp2(tl.load(sinks + head, mask=exists, other=0.0) * 1.4426950408889634 - highest)
 
 
 @triton.jit
@@ -364,6 +382,7 @@ def decode_attention(
         pieces.weight,
         *(shared or (lengths, pieces.mixed, pieces.weight)),
         num_sequences,
+        query if shape.sinks is None else shape.sinks,
         out,
         query.stride(0),
         tables.stride(0),
@@ -381,6 +400,7 @@ def decode_attention(
         PRECISION="ieee" if keys.dtype == torch.float32 else "tf32",
         CAP=cap,
         SHARED_ROWS=0 if shared is None else shared[2].shape[2],
+        HAS_SINKS=shape.sinks is not None,
         FIXED=FIXED_PIECE if pieces.fixed else 0,
         JOINED=1 if pieces.fixed else max(JOINED_ROWS // group_block, 2),
         GROUP_BLOCK=group_block,

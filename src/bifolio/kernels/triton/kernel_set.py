@@ -17,11 +17,15 @@ from bifolio.kernels.interface import (
     AttentionShape,
     Batch,
     DeviceSlots,
+    Experts,
+    HeadLinear,
     Heads,
     Linear,
     Network,
     Norm,
     Rotation,
+    Router,
+    Routing,
     SlotSizes,
     StepProgram,
     Storage,
@@ -30,6 +34,7 @@ from bifolio.kernels.storage import CacheLayout, KVStorage
 from bifolio.kernels.torch_arrays import TorchArrays
 from bifolio.kernels.torch_reference import TorchKernels, scale_by_position
 from bifolio.kernels.triton import cache, norm, quantised
+from bifolio.kernels.triton import experts as moe
 from bifolio.kernels.triton.cache import CudaStorage
 from bifolio.kernels.triton.decode import decode_attention
 from bifolio.kernels.triton.gemm_small_m import few_rows
@@ -123,6 +128,13 @@ class TritonKernels(TorchArrays):
     def prepare_linear(self, linear: Linear) -> Linear:
         return self._weights.prepare_linear(linear)
 
+    def prepare_experts(self, experts: Experts) -> Experts:
+        """Dense stacks in the set's dtype; quantised experts are dequantised."""
+        return self._torch.prepare_experts(experts)
+
+    def prepare_head_linear(self, linear: HeadLinear) -> HeadLinear:
+        return self._torch.prepare_head_linear(linear)
+
     def prepare_embedding(self, table: QuantizedTensor | Array) -> Any:
         return self._weights.prepare_embedding(table)
 
@@ -186,6 +198,18 @@ class TritonKernels(TorchArrays):
     def act(self, x: Array, activation: str) -> Array:
         return self._torch.act(tensor(x), activation)
 
+    def gate(self, x: Array, logits: Array) -> Array:
+        return self._torch.gate(tensor(x), tensor(logits))
+
+    def route(self, logits: Array, router: Router) -> Routing:
+        values = tensor(logits)
+        if router.top_groups < router.num_groups or values.shape[1] > moe.MOST_SORTED_EXPERTS:
+            return self._torch.route(values, router)
+        return moe.route(values, router)
+
+    def mix_experts(self, x: Array, routing: Routing, experts: Experts) -> Array:
+        return moe.mix_experts(tensor(x), routing, experts, fixed=self.deterministic)
+
     def logits(self, x: Array, head: Linear, softcap: float) -> Array:
         rows = x.rows if isinstance(x, Normed) else int(x.shape[0])
         if self._is_ours(rows, head):
@@ -210,6 +234,12 @@ class TritonKernels(TorchArrays):
         if not x.is_cuda or not isinstance(weight, torch.Tensor) or bias is not None or x.dtype == torch.float32:
             return self._weights.linear(x, linear).float()
         return torch.mm(x, weight.T, out_dtype=torch.float32)
+
+    def head_linear(self, x: Array, linear: HeadLinear, start: int) -> Array:
+        return self._torch.head_linear(tensor(x), linear, start)
+
+    def join_latent(self, query: Array, absorbed: Array, latent: Array, norm: Norm, rope: int) -> Array:
+        return self._torch.join_latent(tensor(query), tensor(absorbed), tensor(latent), norm, rope)
 
     def rope_and_write(
         self, qkv: Array, shape: AttentionShape, rotation: Rotation | None, batch: Batch, storage: Storage | None
