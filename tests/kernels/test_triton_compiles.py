@@ -32,6 +32,7 @@ from bifolio.kernels.triton import (
     sampling,
     shared_attention,
     split_kv,
+    turn,
 )
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -68,7 +69,7 @@ WIDE = {
     "temperature",
     "total",
 }
-LONG = {"slots", "places", "sums", "seeds"}
+LONG = {"slots", "index", "places", "sums", "seeds"}
 NARROW = {
     "query",
     "keys",
@@ -78,6 +79,7 @@ NARROW = {
     "bias",
     "residual",
     "norm_weight",
+    "ahead",
     "delta",
     "qkv",
     "query_norm",
@@ -99,8 +101,10 @@ HEADS = {"KV_HEADS": 8, "GROUP": 4, "DIM": 128, "DIM_BLOCK": 128, "BLOCK_SIZE": 
 HEADS["CAP"] = 0.0
 DECODE = {
     **HEADS, "HEADS": 32, "ROWS": 16, "STAGES": 4, "SHARED_ROWS": 0, "FIXED": 0, "JOINED": 16, "GROUP_BLOCK": 4,
+    "HAS_SINKS": False, **turn.TURNED,
 }  # fmt: skip
-CUT = {"IS_SHARED": True, "TILE": 64, "FIXED": 0, "BLOCK": 256, "ITEMS": 256, "OTHERS": 32}
+LATE = {**DECODE, "UNTURNED": True, "HAS_NORM": True}
+CUT = {"IS_SHARED": True, "TILE": 64, "SHORTEST": 128, "FIXED": 0, "BLOCK": 256, "ITEMS": 256, "OTHERS": 32}
 PREFILL = {
     **{k: v for k, v in HEADS.items() if k != "GROUP"},
     "HEADS": 32, "ROWS": 16, "WINDOW": 0, "FRESH": False, "FIXED": 0,
@@ -117,6 +121,8 @@ CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
         {**DECODE, "ROWS": 64, "FIXED": 1024, "JOINED": 1, "GROUP_BLOCK": 64},
         4,
     ),
+    "decode of unturned heads": (decode._decode_kernel, LATE, 2),
+    "decode of unturned heads, norms afterwards": (decode._decode_kernel, {**LATE, "NORM_AFTER": True}, 2),
     "decode, soft-capped": (decode._decode_kernel, {**DECODE, "CAP": 72.0}, 2),
     "cut": (split_kv._cut_kernel, CUT, 8),
     "cut, deterministic": (split_kv._cut_kernel, {**CUT, "IS_SHARED": False, "FIXED": 1024}, 8),
@@ -124,7 +130,15 @@ CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
     "prefill": (prefill._prefill_kernel, PREFILL, 4),
     "prefill, deterministic": (prefill._prefill_kernel, {**PREFILL, "ROWS": 128, "FIXED": 1024}, 8),
     "one row": (
-        gemv._one_row_kernel, {**PRODUCT, "OUTPUTS": 4, "BLOCK": 1024, "STAGES": 1, "HAS_NORM": True}, 4,
+        gemv._one_row_kernel,
+        {**PRODUCT, **gemv.NOTHING_AHEAD, "OUTPUTS": 4, "BLOCK": 1024, "STAGES": 1, "HAS_NORM": True},
+        4,
+    ),
+    "one row that fetches ahead": (
+        gemv._one_row_kernel,
+        {**PRODUCT, "OUTPUTS": 2, "BLOCK": 2048, "STAGES": 1, "HAS_NORM": False,
+         "AHEAD_LINES": 12, "AHEAD_SHARE": 256, "AHEAD_TOTAL": 12 * 16384, "AHEAD_DEPTH": 2048},
+        8,
     ),
     "few rows": (gemm_small_m._few_rows_kernel, {**PRODUCT, **FEW, "SPLITS": 1}, 4),
     "few rows, split": (gemm_small_m._few_rows_kernel, {**PRODUCT, **FEW, "SPLITS": 4}, 4),

@@ -15,9 +15,11 @@ import triton
 import triton.language as tl
 
 from bifolio.kernels.interface import AttentionShape, Storage
+from bifolio.kernels.triton.merge import merge_parts, with_sinks
 from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
 from bifolio.kernels.triton.split_kv import FIXED_PIECE, PIECE_BYTES, Pieces, first_token
-from bifolio.kernels.triton.tiles import TILE, join_part, mix_tile, read_tile, score_constants
+from bifolio.kernels.triton.tiles import TILE, mix_tile, read_tile, score_constants
+from bifolio.kernels.triton.turn import TURNED, Unturned, load_turn, mix_new_token, turn_heads
 
 MIN_ROWS = 16  # rows of the smallest matrix product
 JOINED_ROWS = 64  # rows of parts (parts times heads of a group) that are merged at once
@@ -27,11 +29,17 @@ JOINED_ROWS = 64  # rows of parts (parts times heads of a group) that are merged
     do_not_specialize=["window", "num_sequences", "table_stride"],
     do_not_specialize_on_alignment=[
         "tables", "table_rows", "lengths", "sequence", "number", "first", "count", "piece_length", "total_pieces",
-        "shared_words",
+        "shared_words", "cos", "sin", "index",
     ],
 )  # fmt: skip
 def _decode_kernel(
-    query: tl.tensor,  # [s, heads, dim], rows `query_stride` apart
+    query: tl.tensor,  # [s, heads, dim], rows `query_stride` apart; if UNTURNED, keys and values follow in each row
+    cos: tl.tensor,  # f32[s, rotated / 2]
+    sin: tl.tensor,
+    query_norm: tl.tensor,  # [dim]
+    key_norm: tl.tensor,
+    index: tl.tensor,  # i64[s]  cache index of the new key and value
+    eps: tl.tensor,
     keys: tl.tensor,  # [blocks, kv_heads, block_size, dim]
     values: tl.tensor,
     tables: tl.tensor,  # i32[rows, max_blocks]
@@ -72,29 +80,42 @@ def _decode_kernel(
     FIXED: tl.constexpr,  # tokens of a piece in deterministic mode, where a program computes several; 0: any length
     JOINED: tl.constexpr,  # parts that are merged at once
     GROUP_BLOCK: tl.constexpr,  # rows of the merged result
+    UNTURNED: tl.constexpr,  # queries and the new key are normed and rotated here, the new key and value written
+    HAS_NORM: tl.constexpr,
+    NORM_AFTER: tl.constexpr,
 ) -> None:
     kv_head = tl.program_id(0)
     if FIXED > 0:
         wait_for_inputs()
         for item in range(tl.program_id(1), tl.load(total_pieces), tl.num_programs(1)):
             _attend_piece(
-                query, keys, values, tables, table_rows, lengths, sequence, number, first, count, piece_length,
-                arrivals, mixed_parts, weight_parts, shared_words, shared_mixed, shared_weight, num_sequences, sinks,
+                query, cos, sin, query_norm, key_norm, index, eps, keys, values, tables, table_rows, lengths,
+                sequence, number, first, count, piece_length, arrivals, mixed_parts, weight_parts, shared_words,
+                shared_mixed, shared_weight, num_sequences, sinks,
                 out, query_stride, table_stride, window, scale, kv_head, item, HEADS, KV_HEADS, GROUP, ROWS, DIM,
                 DIM_BLOCK, BLOCK_SIZE, TILE, STAGES, PRECISION, CAP, SHARED_ROWS, HAS_SINKS, FIXED, JOINED, GROUP_BLOCK,
+                UNTURNED, HAS_NORM, NORM_AFTER,
             )  # fmt: skip
     else:
         _attend_piece(
-            query, keys, values, tables, table_rows, lengths, sequence, number, first, count, piece_length,
-            arrivals, mixed_parts, weight_parts, shared_words, shared_mixed, shared_weight, num_sequences, sinks, out,
+            query, cos, sin, query_norm, key_norm, index, eps, keys, values, tables, table_rows, lengths,
+            sequence, number, first, count, piece_length, arrivals, mixed_parts, weight_parts, shared_words,
+            shared_mixed, shared_weight, num_sequences, sinks, out,
             query_stride, table_stride, window, scale, kv_head, tl.program_id(1), HEADS, KV_HEADS, GROUP, ROWS, DIM,
             DIM_BLOCK, BLOCK_SIZE, TILE, STAGES, PRECISION, CAP, SHARED_ROWS, HAS_SINKS, FIXED, JOINED, GROUP_BLOCK,
+            UNTURNED, HAS_NORM, NORM_AFTER,
         )  # fmt: skip
 
 
 @triton.jit
 def _attend_piece(
     query: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    query_norm: tl.tensor,
+    key_norm: tl.tensor,
+    index: tl.tensor,
+    eps: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
     tables: tl.tensor,
@@ -136,6 +157,9 @@ def _attend_piece(
     FIXED: tl.constexpr,
     JOINED: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
+    UNTURNED: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    NORM_AFTER: tl.constexpr,
 ) -> None:
     """One piece of one key head; the last piece of a sequence merges all of them."""
     owner = tl.load(sequence + item)
@@ -149,6 +173,12 @@ def _attend_piece(
         num_shared = tl.load(shared_words + 2 * num_sequences + owner, mask=owner >= 0, other=0)
     ALIGN: tl.constexpr = FIXED if FIXED > 0 else TILE
     begin = first_token(length, window, skip, ALIGN) + tl.load(number + item) * piece
+    if UNTURNED:
+        angles = tl.maximum(owner, 0) * (DIM // 2)
+        cosine, sine, query_first, query_second, key_first, key_second = load_turn(
+            cos + angles, sin + angles, query_norm, key_norm, DIM, HAS_NORM
+        )
+        cell = tl.load(index + tl.maximum(owner, 0))
     if FIXED == 0:
         wait_for_inputs()
     if owner >= 0:
@@ -157,19 +187,42 @@ def _attend_piece(
         row, dim = tl.arange(0, ROWS), tl.arange(0, DIM_BLOCK)
         head = kv_head * GROUP + row
         real = (row < GROUP)[:, None] & (dim < DIM)[None, :]
-        place = query + owner.to(tl.int64) * query_stride + head[:, None] * DIM + dim[None, :]
-        q = tl.load(place, mask=real, other=0.0).to(keys.dtype.element_ty)
+        source = query + owner.to(tl.int64) * query_stride
+        is_last = end == length
+        if UNTURNED:
+            end = tl.minimum(end, length - 1)  # the new token is not in the cache yet
+            q = turn_heads(
+                source + head * DIM, row < GROUP, cosine, sine, query_first, query_second, eps, DIM,
+                HAS_NORM, NORM_AFTER,
+            ).to(query.dtype.element_ty).to(keys.dtype.element_ty)  # fmt: skip
+            one = tl.arange(0, 1)
+            key = turn_heads(
+                source + (HEADS + kv_head + one) * DIM, one == 0, cosine, sine, key_first, key_second, eps, DIM,
+                HAS_NORM, NORM_AFTER,
+            ).to(query.dtype.element_ty).to(keys.dtype.element_ty)  # fmt: skip
+            there = (one == 0)[:, None] & (dim < DIM)[None, :]
+            value_source = source + (HEADS + KV_HEADS + kv_head) * DIM + one[:, None] + dim[None, :]
+            value = tl.load(value_source, mask=there, other=0.0).to(values.dtype.element_ty)
+        else:
+            q = tl.load(source + head[:, None] * DIM + dim[None, :], mask=real, other=0.0).to(keys.dtype.element_ty)
         oldest = tl.where(window > 0, length - window, 0)
         highest, total, mixed = _mix_tokens(
             q, keys, values, table, begin, end, oldest, kv_head, dim, scale, KV_HEADS, BLOCK_SIZE, ROWS, DIM,
             DIM_BLOCK, TILE, STAGES, PRECISION, CAP,
         )  # fmt: skip
+        if UNTURNED:  # noqa: SIM102  known when the kernel is compiled
+            if is_last:
+                cached = ((cell // BLOCK_SIZE * KV_HEADS + kv_head) * BLOCK_SIZE + cell % BLOCK_SIZE) * DIM
+                place = cached + one[:, None] + dim[None, :]
+                tl.store(keys + place, key, mask=there)
+                tl.store(values + place, value, mask=there)
+                highest, total, mixed = mix_new_token(q, key, value, highest, total, mixed, scale, CAP)
         mixed = mixed / total[:, None]
         num_pieces = tl.load(count + owner)
         result = out + (owner.to(tl.int64) * HEADS + head[:, None]) * DIM + dim[None, :]
         if (num_pieces + num_shared == 1) & (not (HAS_SINKS and FIXED > 0)):  # fixed pieces are merged as in prefill
             if HAS_SINKS:
-                mixed *= (total / _with_sinks(sinks, head, row < GROUP, highest, total))[:, None]
+                mixed *= (total / with_sinks(sinks, head, row < GROUP, highest, total))[:, None]
             tl.store(result, mixed.to(out.dtype.element_ty), mask=real)
         else:
             part = item.to(tl.int64) * HEADS + head
@@ -180,69 +233,11 @@ def _attend_piece(
             arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
             if arrived == num_pieces - 1:
                 tl.store(counter, 0)
-                _merge_parts(
+                merge_parts(
                     first, mixed_parts, weight_parts, shared_words, shared_mixed, shared_weight, num_sequences, sinks,
                     out, owner, kv_head, num_pieces, num_shared, HEADS, KV_HEADS, GROUP, DIM, DIM_BLOCK, SHARED_ROWS,
                     HAS_SINKS, JOINED, GROUP_BLOCK,
                 )  # fmt: skip
-
-
-@triton.jit
-def _merge_parts(
-    first: tl.tensor,
-    mixed_parts: tl.tensor,
-    weight_parts: tl.tensor,
-    shared_words: tl.tensor,
-    shared_mixed: tl.tensor,
-    shared_weight: tl.tensor,
-    num_sequences: tl.tensor,
-    sinks: tl.tensor,
-    out: tl.tensor,
-    owner: tl.tensor,
-    kv_head: tl.tensor,
-    num_pieces: tl.tensor,
-    num_shared: tl.tensor,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_BLOCK: tl.constexpr,
-    SHARED_ROWS: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    JOINED: tl.constexpr,
-    GROUP_BLOCK: tl.constexpr,
-) -> None:
-    """Merge the parts of one sequence and key head, those of a shared prefix first, and write the result."""
-    row, dim = tl.arange(0, GROUP_BLOCK), tl.arange(0, DIM_BLOCK)
-    highest = tl.full([GROUP_BLOCK], -float("inf"), tl.float32)
-    total = tl.zeros([GROUP_BLOCK], tl.float32)
-    mixed = tl.zeros([GROUP_BLOCK, DIM_BLOCK], tl.float32)
-    if SHARED_ROWS > 0:
-        first_item = tl.load(shared_words + num_sequences + owner)
-        member = tl.load(shared_words + 3 * num_sequences + owner)
-        first_part = (first_item.to(tl.int64) * KV_HEADS + kv_head) * SHARED_ROWS + member * GROUP + row
-        highest, total, mixed = _join(
-            shared_mixed, shared_weight, first_part, KV_HEADS * SHARED_ROWS, num_shared, row, dim,
-            highest, total, mixed, DIM, GROUP, JOINED,
-        )  # fmt: skip
-    own_part = tl.load(first + owner).to(tl.int64) * HEADS + kv_head * GROUP + row
-    highest, total, mixed = _join(
-        mixed_parts, weight_parts, own_part, HEADS, num_pieces, row, dim, highest, total, mixed,
-        DIM, GROUP, JOINED,
-    )  # fmt: skip
-    if HAS_SINKS:
-        total = _with_sinks(sinks, kv_head * GROUP + row, row < GROUP, highest, total)
-    place = out + (owner.to(tl.int64) * HEADS + kv_head * GROUP + row[:, None]) * DIM + dim[None, :]
-    real = (row < GROUP)[:, None] & (dim < DIM)[None, :]
-    tl.store(place, (mixed / total[:, None]).to(out.dtype.element_ty), mask=real)
-
-
-@triton.jit
-def _with_sinks(
-    sinks: tl.tensor, head: tl.tensor, exists: tl.tensor, highest: tl.tensor, total: tl.tensor
-) -> tl.tensor:
-    """Sums of weights 2^(score - highest), with the sink of each head; scores are multiples of log2(e)."""
-    return total + tl.exp2(tl.load(sinks + head, mask=exists, other=0.0) * 1.4426950408889634 - highest)
 
 
 @triton.jit
@@ -288,51 +283,8 @@ def _mix_tokens(
     return highest, total, mixed
 
 
-@triton.jit
-def _join(
-    mixed_parts: tl.tensor,
-    weight_parts: tl.tensor,
-    first_part: tl.tensor,  # i64[rows]  index of each row's first part
-    stride: tl.tensor,  # distance between consecutive parts of a row
-    count: tl.tensor,
-    row: tl.tensor,
-    dim: tl.tensor,
-    highest: tl.tensor,  # f32[rows]
-    total: tl.tensor,  # f32[rows]
-    mixed: tl.tensor,  # f32[rows, dim]
-    DIM: tl.constexpr,
-    GROUP: tl.constexpr,
-    JOINED: tl.constexpr,
-) -> tl.tensor:
-    """Merge these parts into the running softmax, weighted by their sums."""
-    exists = row < GROUP
-    real = exists[:, None] & (dim < DIM)[None, :]
-    if JOINED == 1:
-        for index in range(count):
-            part = first_part + index * stride
-            weight = tl.load(weight_parts + part, mask=exists, other=0.0, cache_modifier=".cg")
-            place = mixed_parts + part[:, None] * DIM + dim[None, :]
-            values = tl.load(place, mask=real, other=0.0, cache_modifier=".cg")
-            highest, total, mixed = join_part(weight, values, highest, total, mixed)
-    else:
-        for start in range(0, count, JOINED):
-            index = start + tl.arange(0, JOINED)
-            inside = (index < count)[:, None] & exists[None, :]
-            part = first_part[None, :] + (index * stride).to(tl.int64)[:, None]
-            weight = tl.load(weight_parts + part, mask=inside, other=-float("inf"), cache_modifier=".cg")
-            place = mixed_parts + part[:, :, None] * DIM + dim[None, None, :]
-            values = tl.load(place, mask=inside[:, :, None] & real[None, :, :], other=0.0, cache_modifier=".cg")
-            new_highest = tl.maximum(highest, tl.max(weight, axis=0))
-            safe = tl.where(exists, new_highest, 0.0)
-            shrink, grow = tl.exp2(highest - safe), tl.exp2(weight - safe[None, :])
-            total = total * shrink + tl.sum(grow, axis=0)
-            mixed = mixed * shrink[:, None] + tl.sum(values * grow[:, :, None], axis=0)
-            highest = new_highest
-    return highest, total, mixed
-
-
 def decode_attention(
-    query: torch.Tensor,  # [s, heads, dim]
+    query: torch.Tensor | Unturned,  # [s, heads, dim]
     shape: AttentionShape,
     storage: Storage,
     tables: torch.Tensor,  # i32[rows, max_blocks]
@@ -350,12 +302,13 @@ def decode_attention(
     out: torch.Tensor | None = None,  # [s, heads * dim], to be written
 ) -> torch.Tensor:
     """[s, heads * dim]; rows of padding stay unchanged."""
-    num_sequences, heads, dim = query.shape
+    num_sequences, heads, dim = len(lengths), shape.num_heads, shape.head_dim
+    source = query.qkv if isinstance(query, Unturned) else query
     group = heads // shape.num_kv_heads
     keys, values = storage.keys[shape.layer], storage.values[shape.layer]
     scale, cap = score_constants(shape)
     if out is None:
-        out = torch.empty((num_sequences, heads * dim), dtype=query.dtype, device=query.device)
+        out = torch.empty((num_sequences, heads * dim), dtype=source.dtype, device=source.device)
     stages = (
         1 if keys.dtype == torch.float32 else stages or (5 if dim <= 64 or (overlapped and num_sequences > 96) else 4)
     )
@@ -365,7 +318,8 @@ def decode_attention(
     if pieces.fixed:
         programs = min(programs, max(PIECE_BYTES // dim * num_processors // shape.num_kv_heads, 1))
     _decode_kernel[(shape.num_kv_heads, programs)](
-        query,
+        source,
+        *(query.arguments(shape) if isinstance(query, Unturned) else (lengths,) * 5 + (0.0,)),
         keys,
         values,
         tables,
@@ -382,9 +336,9 @@ def decode_attention(
         pieces.weight,
         *(shared or (lengths, pieces.mixed, pieces.weight)),
         num_sequences,
-        query if shape.sinks is None else shape.sinks,
+        source if shape.sinks is None else shape.sinks,
         out,
-        query.stride(0),
+        source.stride(0),
         tables.stride(0),
         pieces.window,
         scale,
@@ -404,6 +358,7 @@ def decode_attention(
         FIXED=FIXED_PIECE if pieces.fixed else 0,
         JOINED=1 if pieces.fixed else max(JOINED_ROWS // group_block, 2),
         GROUP_BLOCK=group_block,
+        **(query.constants(shape) if isinstance(query, Unturned) else TURNED),
         num_warps=warps,
         num_stages=stages,
         **(OVERLAPPED if overlapped else {}),

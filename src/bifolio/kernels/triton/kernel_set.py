@@ -37,9 +37,6 @@ from bifolio.kernels.triton import cache, norm, quantised
 from bifolio.kernels.triton import experts as moe
 from bifolio.kernels.triton.cache import CudaStorage
 from bifolio.kernels.triton.decode import decode_attention
-from bifolio.kernels.triton.gemm_small_m import few_rows
-from bifolio.kernels.triton.gemm_tuning import library_is_faster, most_rows
-from bifolio.kernels.triton.gemv import one_row
 from bifolio.kernels.triton.lazy_fusion import Normed, Product, Sum, tensor
 from bifolio.kernels.triton.lookup import embed_rows, look_up_rotation
 from bifolio.kernels.triton.prefill import (
@@ -51,17 +48,15 @@ from bifolio.kernels.triton.prefill import (
     tile_rows,
     uses_cudnn,
 )
+from bifolio.kernels.triton.products import Products
 from bifolio.kernels.triton.quantised import QuantisedWeight
 from bifolio.kernels.triton.shared_attention import SharedRows, shared_attention
 from bifolio.kernels.triton.slots import TritonSlots
 from bifolio.kernels.triton.split_kv import FIXED_PIECE, Parts, Pieces, cut, new_parts, new_pieces
 from bifolio.kernels.triton.tiles import TILE
-from bifolio.kernels.triton.tma import can_be_described
+from bifolio.kernels.triton.turn import Unturned, can_be_turned_late
 from bifolio.quant.tensor import QuantizedTensor
 
-EXACT_ROWS = 512  # up to this number, products added to the residual stream stay in f32
-DENSE_PRODUCTS: tuple[Any, Any] = few_rows, one_row
-QUANTISED_PRODUCTS: tuple[Any, Any] = quantised.few_rows, quantised.one_row
 INTERPRETED_PROCESSORS = 2  # multiprocessors assumed in Triton's interpreter
 
 
@@ -76,6 +71,15 @@ class StagedSegment:
     tiles: dict[int, QueryTiles] = field(default_factory=dict)  # by rows of a tile
     is_cut: bool = False  # the pieces were computed before the first layer
     shared: SharedRows | None = None
+
+    def turns_late(self, batch: Batch, shape: AttentionShape, rotation: Rotation, storage: Storage | None) -> bool:
+        """Whether decode attention norms, rotates and writes the heads of this pass."""
+        is_this = self.is_cut and batch.segments and batch.segments[0] is self.segment
+        if not is_this or storage is None or any(part.fixed for part in self.pieces.values()):
+            return False
+        if storage.layout.shared_values or (self.shared is not None and not shape.window):
+            return False
+        return can_be_turned_late(shape, rotation)
 
 
 class TritonKernels(TorchArrays):
@@ -100,6 +104,7 @@ class TritonKernels(TorchArrays):
         )
         self._torch = TorchKernels(device, dtype)
         self._weights = quantised.PackedWeights(self._torch)
+        self._products = Products(self._weights, self.dtype, deterministic=deterministic)
         self._staged: list[StagedSegment] = []  # of the running pass
         self._rotations: dict[tuple[int, float], torch.Tensor] = {}  # f32[positions, 2, half] by frequencies and scale
         self._tabulated: list[torch.Tensor] = []
@@ -187,8 +192,7 @@ class TritonKernels(TorchArrays):
     def linear(self, x: Array, linear: Linear) -> Array:
         if not isinstance(x, Normed):
             x = tensor(x).to(self.dtype)  # the residual stream is f32
-        rows = x.rows if isinstance(x, Normed) else int(x.shape[0])
-        return Product(x, linear, self._multiply if self._is_ours(rows, linear) else self._library_multiply)
+        return self._products.linear(x, linear)
 
     def act_mul(self, x: Array, activation: str) -> Array:
         if isinstance(x, Product) and x.value is None:
@@ -211,29 +215,8 @@ class TritonKernels(TorchArrays):
         return moe.mix_experts(tensor(x), routing, experts, fixed=self.deterministic)
 
     def logits(self, x: Array, head: Linear, softcap: float) -> Array:
-        rows = x.rows if isinstance(x, Normed) else int(x.shape[0])
-        if self._is_ours(rows, head):
-            y = self._multiply(Product(x, head, self._multiply), None, None, torch.float32)
-        else:
-            y = self._library_exact(tensor(x), head)
+        y = self._products.exact(x, head)
         return torch.tanh(y / softcap) * softcap if softcap else y
-
-    def _library_multiply(self, product: Product, activation: str | None, residual: torch.Tensor | None) -> Array:
-        """Multiply many rows by cuBLAS; products added to the residual stream are f32 up to `EXACT_ROWS` rows."""
-        x = tensor(product.x)
-        if residual is not None and x.shape[0] <= EXACT_ROWS:
-            return Sum(residual, self._library_exact(x, product.linear))
-        y = self._weights.linear(x, product.linear)
-        if residual is not None:
-            return Sum(residual, y)
-        return y if activation is None else norm.act_mul(y, activation)
-
-    def _library_exact(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
-        """f32[rows, outputs]; on a GPU cuBLAS writes f32."""
-        weight, bias = linear.prepared or (None, None)
-        if not x.is_cuda or not isinstance(weight, torch.Tensor) or bias is not None or x.dtype == torch.float32:
-            return self._weights.linear(x, linear).float()
-        return torch.mm(x, weight.T, out_dtype=torch.float32)
 
     def head_linear(self, x: Array, linear: HeadLinear, start: int) -> Array:
         return self._torch.head_linear(tensor(x), linear, start)
@@ -244,13 +227,20 @@ class TritonKernels(TorchArrays):
     def rope_and_write(
         self, qkv: Array, shape: AttentionShape, rotation: Rotation | None, batch: Batch, storage: Storage | None
     ) -> Heads:
-        return cache.rope_and_write(tensor(qkv), shape, rotation, batch.cache_index, storage)
+        """Norm, rotate and write; in a staged decode step attention does it (`turn`)."""
+        staged = self._staged[0] if self._staged else None
+        index = batch.cache_index
+        if staged and index is not None and rotation and staged.turns_late(batch, shape, rotation, storage):
+            return Heads(Unturned(tensor(qkv), rotation, index), None, None)
+        return cache.rope_and_write(tensor(qkv), shape, rotation, index, storage)
 
     # -- attention ----------------------------------------------------------------------------------------------------
     def attend(
         self, heads: Heads, shape: AttentionShape, segments: tuple[AttentionSegment, ...], storage: Storage | None
     ) -> Array:
         staged = self._stage(segments)
+        if isinstance(heads.query, Unturned) and storage is not None:
+            return self._decode(heads.query, shape, staged[0], storage, None)
         if len(segments) == 1:
             return self._attend(heads, shape, staged[0], storage)
         out = heads.query.new_empty((heads.query.shape[0], shape.num_heads * shape.head_dim))
@@ -297,7 +287,7 @@ class TritonKernels(TorchArrays):
 
     def _decode(
         self,
-        query: torch.Tensor,
+        query: torch.Tensor | Unturned,
         shape: AttentionShape,
         staged: StagedSegment,
         storage: Storage,
@@ -316,13 +306,14 @@ class TritonKernels(TorchArrays):
         tables = self._integers(segment.block_tables)
         assert staged.table_rows is not None
         shared = staged.shared if window == 0 else None
-        if shared is not None:
+        if shared is not None and not isinstance(query, Unturned):
             shared_attention(query, shape, storage, tables, staged.table_rows, shared)
         fixed = {}
         if self.deterministic:
             dtype = storage.keys[shape.layer].dtype
             rows = max(fixed_rows(dtype, shape, 1), triton.next_power_of_2(shape.num_heads // shape.num_kv_heads))
             fixed = {"fixed_rows": rows, "warps": 4, "tile": TILE // 2 if dtype == torch.float32 else TILE}
+        self._products.is_memory_idle = segment.num_sequences == 1
         return decode_attention(
             query, shape, storage, tables, staged.table_rows, staged.lengths, pieces, out=out,
             shared=None if shared is None else (shared.words, shared.mixed, shared.weight), overlapped=staged.is_cut,
@@ -371,23 +362,6 @@ class TritonKernels(TorchArrays):
         tensor = values if isinstance(values, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(values))
         return tensor.to(device=self.device, dtype=torch.int32)
 
-    def _is_ours(self, rows: int, linear: Linear) -> bool:
-        """Whether our own kernels multiply, with the operations before and after fused in.
-
-        Always true in deterministic mode: neither fusion nor the order of sums may depend on the number of rows.
-        """
-        if not rows or linear.prepared is None:
-            return False
-        weight = linear.prepared[0]
-        if self.deterministic or isinstance(weight, QuantisedWeight):
-            return self.deterministic or rows <= quantised.FEW_ROWS
-        gated = len(linear.parts) == 2
-        outputs, depth = weight.shape[0] // (2 if gated else 1), weight.shape[1]
-        described = rows <= most_rows(gated) and can_be_described(
-            weight
-        )  # skips the check for the many rows of a prompt
-        return not library_is_faster(rows, outputs, depth, gated=gated, described=described)
-
     def _fuses_norm(self, x: torch.Tensor, norm: Norm) -> bool:
         """Whether the following product computes the norm: for one row and a plain RMS norm."""
         return x.dim() == 2 and x.shape[0] == 1 and not norm.centered and norm.bias is None and not self.deterministic
@@ -399,22 +373,3 @@ class TritonKernels(TorchArrays):
         self, x: torch.Tensor, weights: Norm, delta: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return norm.norm_rows(x, weights, delta, out_dtype=self.dtype)
-
-    def _multiply(
-        self,
-        product: Product,
-        activation: str | None,
-        residual: torch.Tensor | None,
-        out_dtype: torch.dtype | None = None,
-    ) -> torch.Tensor:
-        weight, bias = product.linear.prepared
-        out_dtype = out_dtype or (self.dtype if residual is None else residual.dtype)
-        options = {"bias": bias, "residual": residual, "activation": activation, "out_dtype": out_dtype}
-        few, one = QUANTISED_PRODUCTS if isinstance(weight, QuantisedWeight) else DENSE_PRODUCTS
-        if product.rows > 1 or self.deterministic:
-            result: torch.Tensor = few(tensor(product.x), weight, fixed=self.deterministic, **options)
-        elif isinstance(product.x, Normed) and product.x.value is None:
-            result = one(product.x.x, weight, norm=product.x.norm, **options)
-        else:
-            result = one(tensor(product.x), weight, **options)
-        return result
