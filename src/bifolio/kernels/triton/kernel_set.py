@@ -40,7 +40,7 @@ from bifolio.kernels.triton.decode import decode_attention
 from bifolio.kernels.triton.gemm_small_m import few_rows
 from bifolio.kernels.triton.gemm_tuning import library_is_faster, most_rows
 from bifolio.kernels.triton.gemv import one_row
-from bifolio.kernels.triton.lazy_fusion import Normed, Product, Sum, tensor
+from bifolio.kernels.triton.lazy_fusion import Mixture, Normed, Product, Sum, tensor
 from bifolio.kernels.triton.lookup import embed_rows, look_up_rotation
 from bifolio.kernels.triton.prefill import (
     QueryTiles,
@@ -129,8 +129,9 @@ class TritonKernels(TorchArrays):
         return self._weights.prepare_linear(linear)
 
     def prepare_experts(self, experts: Experts) -> Experts:
-        """Dense stacks in the set's dtype; quantised experts are dequantised."""
-        return self._torch.prepare_experts(experts)
+        """`prepared` is (`moe.Stack` of gate and up, of down)."""
+        stacks = tuple(moe.prepare_stack(linears, self._torch) for linears in (experts.up, experts.down))
+        return replace(experts, prepared=stacks)
 
     def prepare_head_linear(self, linear: HeadLinear) -> HeadLinear:
         return self._torch.prepare_head_linear(linear)
@@ -177,6 +178,8 @@ class TritonKernels(TorchArrays):
         x = tensor(x)
         if isinstance(y, Product) and y.value is None:
             return y.compute(y, None, x)
+        if isinstance(y, Mixture) and y.value is None:
+            return y.compute(x)
         return Sum(x, tensor(y))
 
     def add_norm(self, x: Array, delta: Array, norm: Norm) -> tuple[Array, Array]:
@@ -208,7 +211,15 @@ class TritonKernels(TorchArrays):
         return moe.route(values, router)
 
     def mix_experts(self, x: Array, routing: Routing, experts: Experts) -> Array:
-        return moe.mix_experts(tensor(x), routing, experts, fixed=self.deterministic)
+        is_deferred = isinstance(x, Normed) and x.value is None
+        values, norm = (x.x, x.norm) if is_deferred else (tensor(x).to(self.dtype), None)
+
+        def compute(residual: torch.Tensor | None) -> torch.Tensor:
+            return moe.mix_experts(
+                values, routing, experts, self.dtype, norm=norm, residual=residual, fixed=self.deterministic
+            )
+
+        return Mixture(compute, len(values))
 
     def logits(self, x: Array, head: Linear, softcap: float) -> Array:
         rows = x.rows if isinstance(x, Normed) else int(x.shape[0])
