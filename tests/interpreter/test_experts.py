@@ -13,7 +13,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from expert_cases import EXPERTS, new_experts
-from moe_models import MOE_ARCHITECTURES
 
 from bifolio.kernels.interface import Experts, Linear, Norm, Router
 from bifolio.kernels.torch_reference import TorchKernels
@@ -25,6 +24,7 @@ from bifolio.kernels.triton.quantised import QuantisedWeight
 from bifolio.model.huggingface.hf_loader import load_folder
 from exotic_weights import exotic_tensor
 from helpers import random_prompt, run_alone, tiny_model
+from moe_models import MOE_ARCHITECTURES
 
 WIDTH, DEPTH = 64, 96
 
