@@ -72,7 +72,7 @@ SHAPES = {
     ),
     "tiny": _decoder("llama", 512, 64, 2, 4, 2, 16, 192, RopeConfig(1e4, 16), tie_embeddings=True),
 }  # fmt: skip
-IN_BLOCKS = {"gptoss"}  # architectures with experts in MXFP4
+IN_BLOCKS = (SHAPES["gpt-oss-20b"].moe,)  # experts in MXFP4
 BLOCK_BYTES, SCALE_EXPONENT = 17, 120  # of MXFP4; random codes times 2 ** (120 - 127) are about 1 / sqrt(2880)
 
 
@@ -88,7 +88,7 @@ def random_weights(
         if ".experts." in name:
             role = name.split(".", 3)[3]
             if role not in experts:
-                experts[role] = in_blocks(size) if config.architecture in IN_BLOCKS else dense(size)
+                experts[role] = in_blocks(size) if config.moe in IN_BLOCKS else dense(size)
             return experts[role]
         return dense(size)
 
@@ -125,7 +125,7 @@ def weight_bytes(config: ModelConfig, sequences: int = 1) -> float:
         return 2.0 * (config.num_parameters - embedding)
     experts = (config.num_parameters - config.num_active_parameters) / (1 - moe.top_k / moe.num_experts)
     read = 1 - (1 - moe.top_k / moe.num_experts) ** sequences
-    bits = 8 * BLOCK_BYTES / 32 if config.architecture in IN_BLOCKS else 16.0
+    bits = 8 * BLOCK_BYTES / 32 if config.moe in IN_BLOCKS else 16.0
     return 2.0 * (config.num_parameters - embedding - experts) + experts * read * bits / 8
 
 
