@@ -24,7 +24,7 @@ def moe_kinds() -> dict[str, tuple[Any, dict[str, Any]]]:
         "qwen3moe": (tf.Qwen3MoeConfig, {"head_dim": 24, "num_experts": 6, "num_experts_per_tok": 3,
                                          "moe_intermediate_size": 32, "norm_topk_prob": True}),
         "mixtral": (tf.MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
-        "olmoe": (tf.OlmoeConfig, {"num_experts": 6, "num_experts_per_tok": 3}),
+        "olmoe": (tf.OlmoeConfig, {"num_experts": 8, "num_experts_per_tok": 3, "num_key_value_heads": 4}),
         "glm4moe": (tf.Glm4MoeConfig, {"head_dim": 24, "n_routed_experts": 8, "num_experts_per_tok": 2,
                                        "moe_intermediate_size": 32, "n_shared_experts": 1, "first_k_dense_replace": 1,
                                        "num_hidden_layers": 3, "routed_scaling_factor": 1.8, "use_qk_norm": True,

@@ -66,11 +66,11 @@ def make_llm(features: frozenset[str]) -> LLM:
     if "ngram" in features:
         speculative = SpeculativeConfig("ngram", ngram_min=1, adaptive=False)
     if "draft" in features:
-        path = str(folder(features & NETWORKS.keys()))
+        path = str(folder(features & frozenset(NETWORKS)))
         speculative = SpeculativeConfig("draft", draft_model=path, adaptive=False)
     crowded = "preemption" in features
     return LLM(
-        folder(features & NETWORKS.keys()), kernels=ReferenceKernels(), poison_free_blocks=True, block_size=4,
+        folder(features & frozenset(NETWORKS)), kernels=ReferenceKernels(), poison_free_blocks=True, block_size=4,
         num_blocks=32 if crowded else 400, max_model_len=72, max_num_seqs=16, speculative=speculative,
         chunk_size=3 if "chunked prefill" in features else 64, token_budget=64,
         enable_prefix_caching=True,

@@ -106,6 +106,20 @@ def prepare_converted(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
     return mixed(kernels, rng, Experts(up, down, "silu"), (1, 5), scale=2**-8)  # products stay in the range of f16
 
 
+@case("prepare_experts", "MXFP4 with biases", rounding=CONVERTED)
+def prepare_mxfp4(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    """The experts of gpt-oss."""
+
+    def part(seed: int, rows: int, columns: int) -> QuantizedTensor:
+        return exotic_tensor("MXFP4", rows, columns, seed)
+
+    up = tuple(
+        Linear((part(e, 64, 96), part(e + 50, 64, 96)), (normal(rng, 64), normal(rng, 64))) for e in range(EXPERTS)
+    )
+    down = tuple(Linear((part(e + 100, 96, 64),), (normal(rng, 96),)) for e in range(EXPERTS))
+    return mixed(kernels, rng, Experts(up, down, "swiglu_clamped"), (1, 40))
+
+
 def _enter_format(format: QuantFormat) -> None:
     @case("prepare_experts", format.name, rounding=ROUNDED if format.is_quantized else 0.0)
     def of_format(kernels: KernelSet, rng: np.random.Generator) -> Outputs:

@@ -168,7 +168,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
 }  # fmt: skip
 
 
-for number, format in enumerate(("Q8_0", "Q4_0", "Q4_1")):
+for number, format in enumerate(("Q8_0", "Q4_0", "Q4_1", "MXFP4")):
     shape = {**PRODUCT, "KIND": number, "OUTPUTS": 32}
     CASES[f"one row {format}"] = (
         quantised_kernels.one_row_kernel, {**shape, "BLOCKS": 64, "STAGES": 1, "HAS_NORM": True, "OUTPUTS": 4}, 4,
@@ -186,8 +186,9 @@ for number, format in enumerate(("Q8_0", "Q4_0", "Q4_1")):
 @pytest.mark.parametrize("name", CASES)
 def test_kernel_compiles_for_a_gpu(name: str) -> None:
     kernel, constants, warps = CASES[name]
-    stored = {0: "*i8", 1: "*u8", 2: "*u8"}.get(constants.get("KIND", -1), kind("values"))
-    kinds = {"values": stored, "scales": "*fp16", "minima": "*fp16", "factor": "fp32"}
+    stored = {0: "*i8", 1: "*u8", 2: "*u8", 3: "*u8"}.get(constants.get("KIND", -1), kind("values"))
+    factors = "*u8" if constants.get("KIND") == 3 else "*fp16"
+    kinds = {"values": stored, "scales": factors, "minima": factors, "factor": "fp32"}
     signature = {a: "constexpr" if a in constants else kinds.get(a, kind(a)) for a in kernel.arg_names}
     source = ASTSource(kernel, signature, constants)
     compiled = triton.compile(source, target=HOPPER, options={"num_warps": warps, "num_stages": 3})

@@ -1,26 +1,38 @@
 # mypy: disallow-untyped-decorators=False
-"""Mixtures of experts: routing, and grouped products of the rows of each expert, in shapes fixed by the batch size.
+"""Mixtures of experts: routing, and the products of the experts that the tokens of a batch choose.
 
-    pairs   (token, choice), ordered by expert; those of one expert by token
-    tiles   |<- expert 0 ->|<- expert 0, padded ->|<- expert 3, padded ->|   at most `ROWS` pairs of one expert each
-
-The number of tiles is an upper bound that depends on the number of pairs alone, so that a CUDA graph can hold the
-launches; tiles beyond the last one return at once. Both products sum along the depth in the same order for any number
-of tokens, and the outputs of a token are added in the order of its choice.
+Few tokens: the experts of each pair (token, choice) are read by a GEMV (`up_kernel`, `down_kernel`), so that one token
+reads the weights of its own experts alone, in two launches. More tokens: grouped products over tiles of one expert each
+(`expert_order`). Shapes follow from the number of tokens, so that a CUDA graph can hold the launches. Every sum has one
+order, and the outputs of a token are added in the order of its choice.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from bifolio.kernels.interface import Experts, Router, Routing
-from bifolio.kernels.triton.norm import ACTIVATIONS, gated
+from bifolio.kernels.interface import Experts, Linear, Norm, Router, Routing
+from bifolio.kernels.native.encode import quickly_converted
+from bifolio.kernels.torch_reference import TorchKernels
+from bifolio.kernels.triton import quantised
+from bifolio.kernels.triton.expert_kernels import down_kernel, grouped_kernel, sum_kernel, up_kernel
+from bifolio.kernels.triton.expert_order import Tiles, cut_pairs
+from bifolio.kernels.triton.gemm_tuning import INTERPRETED
+from bifolio.kernels.triton.norm import ACTIVATIONS
+from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
+from bifolio.kernels.triton.quantised import QuantisedWeight
+from bifolio.kernels.triton.tma import can_be_described, describe
+from bifolio.quant.convert import convert
 
 MOST_SORTED_EXPERTS = 1024  # of the routing kernel: the logits of a token are one block
+FEW_TOKENS = 4  # up to this number every pair reads its expert's weights
+EXACT_TOKENS = 512  # up to this number the outputs of experts are kept in f32 until they are added
+DEQUANTISED_ROWS = 256  # pairs of an expert from which on weights in blocks are dequantised before the product
 
 
 @triton.jit
@@ -41,6 +53,7 @@ def _route_kernel(
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
     exists = expert < num_experts
+    wait_for_inputs()
     values = tl.load(logits + row * stride + expert, mask=exists, other=-float("inf")).to(tl.float32)
     if SIGMOID:
         scores = 1.0 / (1.0 + tl.exp(-values))
@@ -76,162 +89,200 @@ def route(logits: torch.Tensor, router: Router) -> Routing:
             logits, logits if router.bias is None else router.bias, experts, weights, num_experts, router.scale,
             logits.stride(0), TOP_K=router.top_k, SIGMOID=router.scoring == "sigmoid", RENORMALISE=router.renormalise,
             HAS_BIAS=router.bias is not None, BLOCK=triton.next_power_of_2(num_experts), num_warps=1,
+            **OVERLAPPED,
         )  # fmt: skip
     return Routing(experts, weights)
 
 
-class Tiles(NamedTuple):
-    """The pairs of a batch in tiles of one expert each."""
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """One projection of all experts."""
 
-    pairs: torch.Tensor  # i32[pairs]  token * top_k + choice, ordered by expert
-    expert: torch.Tensor  # i32[tiles]  experts: the tile is empty
-    begin: torch.Tensor  # i32[tiles]  first of its pairs, in their order
-    end: torch.Tensor  # i32[tiles]
-    rows: int  # pairs of a full tile
+    weight: torch.Tensor | QuantisedWeight  # [experts * outputs, depth]; dense, or in blocks
+    bias: torch.Tensor | None  # [experts * outputs]
+    num_experts: int
 
+    @property
+    def outputs(self) -> int:
+        return int(self.weight.shape[0]) // self.num_experts
 
-def cut_pairs(experts: torch.Tensor, num_experts: int, rows: int) -> Tiles:
-    """Order the pairs by expert and cut them into tiles; shapes depend on the number of pairs alone."""
-    flat = experts.reshape(-1)
-    numbers = torch.arange(num_experts, device=flat.device)
-    pairs = torch.sort(flat, stable=True).indices.to(torch.int32)
-    counts = (flat[:, None] == numbers[None, :]).sum(dim=0)
-    ends = counts.cumsum(0)
-    tile_ends = ((counts + rows - 1) // rows).cumsum(0)
-    most = min(len(flat), triton.cdiv(len(flat), rows) + num_experts)
-    tile = torch.arange(most, device=flat.device)
-    expert = torch.searchsorted(tile_ends, tile, right=True)
-    own = expert.clamp(max=num_experts - 1)
-    first_tile = tile_ends[own] - (counts[own] + rows - 1) // rows
-    begin = ends[own] - counts[own] + (tile - first_tile) * rows
-    end = torch.minimum(begin + rows, ends[own])
-    return Tiles(pairs, expert.to(torch.int32), begin.to(torch.int32), end.to(torch.int32), rows)
+    @property
+    def depth(self) -> int:
+        return int(self.weight.shape[1])
 
+    @property
+    def kind(self) -> int:
+        return self.weight.kind if isinstance(self.weight, QuantisedWeight) else -1
 
-@triton.jit
-def _grouped_kernel(
-    x: tl.tensor,  # [tokens, depth] if GATED, else [pairs, depth] in the order of experts
-    weight: tl.tensor,  # [experts, outputs (times 2 if GATED), depth]
-    bias: tl.tensor,  # [experts, outputs (times 2 if GATED)]
-    pairs: tl.tensor,
-    shares: tl.tensor,  # f32[pairs]  weight of each pair; unused if GATED
-    tile_expert: tl.tensor,
-    tile_begin: tl.tensor,
-    tile_end: tl.tensor,
-    out: tl.tensor,  # [pairs, outputs], in the order of experts if GATED, else of tokens
-    num_experts: tl.tensor,
-    num_outputs: tl.tensor,
-    DEPTH: tl.constexpr,
-    TOP_K: tl.constexpr,
-    GATED: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PRECISION: tl.constexpr,
-) -> None:
-    tile = tl.program_id(1)
-    expert = tl.load(tile_expert + tile)
-    if expert < num_experts:
-        place = tl.load(tile_begin + tile) + tl.arange(0, ROWS)
-        exists = place < tl.load(tile_end + tile)
-        output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-        output_exists = output < num_outputs
-        pair = tl.load(pairs + place, mask=exists, other=0)
-        row = pair // TOP_K if GATED else place
-        stacked: tl.constexpr = 2 if GATED else 1
-        matrix = weight + expert.to(tl.int64) * (num_outputs * stacked) * DEPTH
-        source = matrix + output.to(tl.int64)[:, None] * DEPTH
-        partner = matrix + (output + num_outputs).to(tl.int64)[:, None] * DEPTH
-        sums = tl.zeros([ROWS, OUTPUTS], tl.float32)
-        up_sums = tl.zeros([ROWS, OUTPUTS], tl.float32)
-        for start in range(0, DEPTH, BLOCK):
-            column = start + tl.arange(0, BLOCK)
-            inside = column < DEPTH
-            values = tl.load(
-                x + row.to(tl.int64)[:, None] * DEPTH + column[None, :],
-                mask=exists[:, None] & inside[None, :],
-                other=0.0,
-            )
-            mask = output_exists[:, None] & inside[None, :]
-            weights = tl.load(source + column[None, :], mask=mask, other=0.0)
-            sums = tl.dot(values, tl.trans(weights), sums, input_precision=PRECISION)
-            if GATED:
-                weights = tl.load(partner + column[None, :], mask=mask, other=0.0)
-                up_sums = tl.dot(values, tl.trans(weights), up_sums, input_precision=PRECISION)
-        if HAS_BIAS:
-            own = bias + expert * num_outputs * stacked + output
-            sums += tl.load(own, mask=output_exists, other=0.0).to(tl.float32)[None, :]
-            if GATED:
-                up_sums += tl.load(own + num_outputs, mask=output_exists, other=0.0).to(tl.float32)[None, :]
-        if GATED:
-            sums = gated(sums, up_sums, ACTIVATION)
-            target = place
-        else:
-            sums *= tl.load(shares + pair, mask=exists, other=0.0)[:, None]
-            target = pair
-        tl.store(
-            out + target.to(tl.int64)[:, None] * num_outputs + output[None, :],
-            sums.to(out.dtype.element_ty),
-            mask=exists[:, None] & output_exists[None, :],
-        )
+    def arrays(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Weights, scales and minima, or the weights in their place."""
+        weight = self.weight
+        if isinstance(weight, torch.Tensor):
+            return weight, weight, weight
+        return weight.values, weight.scales, weight.scales if weight.minima is None else weight.minima
+
+    def dense(self, dtype: torch.dtype) -> Stack:
+        if isinstance(self.weight, torch.Tensor):
+            return self
+        return Stack(quantised.dequantise(self.weight, dtype), self.bias, self.num_experts)
 
 
-@triton.jit
-def _sum_kernel(
-    parts: tl.tensor,  # f32[tokens, top_k, columns]
-    out: tl.tensor,  # [tokens, columns]
-    num_columns: tl.tensor,
-    TOP_K: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    token = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < num_columns
-    total = tl.zeros([BLOCK], tl.float32)
-    for choice in range(TOP_K):
-        total += tl.load(parts + (token * TOP_K + choice) * num_columns + column, mask=inside, other=0.0)
-    tl.store(out + token * num_columns + column, total.to(out.dtype.element_ty), mask=inside)
+def prepare_stack(linears: tuple[Linear, ...], torch_kernels: TorchKernels) -> Stack:
+    """Concatenate the weights of all experts: in blocks if all have one format, dense otherwise."""
+    files = tuple(part for linear in linears for part in linear.parts)
+    parts = tuple(convert(part, quantised.FORMATS, quickly_converted) for part in files)
+    if quantised.usable(parts):
+        weight: torch.Tensor | QuantisedWeight = quantised.pack(parts, torch_kernels.device)
+    else:
+        weight = torch.cat([torch_kernels.tensor(part) for part in parts])
+    quantised.release(files)
+    biases = [bias for linear in linears for bias in linear.biases]
+    if biases[0] is None:
+        return Stack(weight, None, len(linears))
+    return Stack(weight, torch.cat([torch_kernels.tensor(bias) for bias in biases]), len(linears))
 
 
-def mix_experts(x: torch.Tensor, routing: Routing, experts: Experts, *, fixed: bool = False) -> torch.Tensor:
-    """[tokens, d]; `fixed`: the same tiles for any number of tokens."""
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Tile sizes of one product."""
+
+    outputs: int
+    depth: int  # columns; of weights in blocks a multiple of 32
+    warps: int
+    stages: int = 1
+
+
+def up_tile(kind: int, depth: int) -> Tile:
+    if INTERPRETED:
+        return Tile(64, 64, 4)
+    if kind >= 0:
+        return Tile(4, 1024, 4)
+    return Tile(4, 512, 2) if depth <= 2048 else Tile(4, 1024, 4)
+
+
+def down_tile(kind: int, depth: int) -> Tile:
+    """Full tiles of 128 threads that read 16 bytes each."""
+    if INTERPRETED:
+        return Tile(64, 64, 4)
+    if kind >= 0:
+        return Tile(4, 1024, 4)
+    return Tile(4, 256, 4) if depth % 512 else Tile(4, 512, 4)
+
+
+def grouped_tile(kind: int, rows: int, gated: bool, dtype: torch.dtype) -> Tile:
+    if INTERPRETED:
+        return Tile(64, 64, 4)
+    if dtype == torch.float32:
+        return Tile(32, 32, 4, 2)
+    if kind >= 0:
+        return Tile(64, 128, 4, 3) if rows <= 64 else Tile(64, 64, 8, 3)
+    if rows <= 64:
+        return Tile(64 if gated else 128, 64, 4, 4)
+    return Tile(64 if gated else 128, 64, 8, 4)
+
+
+def tile_rows(pairs: int, num_experts: int, fixed: bool) -> int:
+    """Twice the pairs of an expert on average, so that the weights of most experts are read once."""
+    if fixed:
+        return 16
+    return int(min(max(triton.next_power_of_2(triton.cdiv(2 * pairs, num_experts)), 16), 128))
+
+
+def mix_experts(
+    x: torch.Tensor,  # [tokens, depth]; not normed yet if there is a norm
+    routing: Routing,
+    experts: Experts,
+    dtype: torch.dtype,  # of hidden values
+    *,
+    norm: Norm | None = None,  # of one token
+    residual: torch.Tensor | None = None,
+    fixed: bool = False,  # results of a token do not depend on the number of tokens
+) -> torch.Tensor:
+    """[tokens, d], in the dtype of the residual, or in `dtype` without one."""
     tokens, top_k = routing.experts.shape
-    (up, up_bias), (down, down_bias) = experts.prepared
-    width, columns = down.shape[2], down.shape[1]
-    out = torch.empty((tokens, columns), dtype=x.dtype, device=x.device)
+    up, down = experts.prepared
+    out = torch.empty((tokens, down.outputs), dtype=dtype if residual is None else residual.dtype, device=x.device)
     if not tokens:
         return out
-    rows = 16 if fixed or tokens * top_k <= 16 * up.shape[0] else 64
-    tiles = cut_pairs(routing.experts, up.shape[0], rows)
-    hidden = torch.empty((tokens * top_k, width), dtype=x.dtype, device=x.device)
-    parts = torch.empty((tokens, top_k, columns), dtype=torch.float32, device=x.device)
-    _multiply(x.contiguous(), up, up_bias, routing.weights, tiles, hidden, top_k, experts.activation)
-    _multiply(hidden, down, down_bias, routing.weights, tiles, parts, top_k, None)
-    block = min(triton.next_power_of_2(columns), 1024)
-    _sum_kernel[(triton.cdiv(columns, block), tokens)](parts, out, columns, TOP_K=top_k, BLOCK=block, num_warps=4)
+    if tokens <= FEW_TOKENS and not fixed:
+        hidden = _up(x, routing, up, experts.activation, norm, dtype)
+        _down(hidden, routing, down, residual, out)
+        return out
+    pairs = tokens * top_k
+    if pairs >= DEQUANTISED_ROWS * up.num_experts and not fixed:
+        up, down = up.dense(dtype), down.dense(dtype)
+    tiles = cut_pairs(routing.experts, up.num_experts, tile_rows(pairs, up.num_experts, fixed))
+    hidden = torch.empty((pairs, down.depth), dtype=dtype, device=x.device)
+    kept = torch.float32 if tokens <= EXACT_TOKENS or fixed else dtype
+    parts = torch.empty((tokens, top_k, down.outputs), dtype=kept, device=x.device)
+    _multiply(x.contiguous(), up, routing.weights, tiles, hidden, top_k, experts.activation)
+    _multiply(hidden, down, routing.weights, tiles, parts, top_k, None)
+    block = min(triton.next_power_of_2(down.outputs), 1024)
+    sum_kernel[(triton.cdiv(down.outputs, block), tokens)](
+        parts, parts if residual is None else residual, out, down.outputs, TOP_K=top_k, BLOCK=block,
+        HAS_RESIDUAL=residual is not None, num_warps=4, **OVERLAPPED,
+    )  # fmt: skip
     return out
+
+
+def _up(
+    x: torch.Tensor, routing: Routing, up: Stack, activation: str, norm: Norm | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """[pairs, outputs]"""
+    tokens, top_k = routing.experts.shape
+    outputs, tile = up.outputs // 2, up_tile(up.kind, up.depth)
+    hidden = torch.empty((tokens * top_k, outputs), dtype=dtype, device=x.device)
+    up_kernel[(triton.cdiv(outputs, tile.outputs), tokens * top_k)](
+        x.contiguous(), *up.arrays(), x if up.bias is None else up.bias, x if norm is None else norm.weight,
+        routing.experts, hidden, outputs, 0.0 if norm is None else norm.eps,
+        DEPTH=up.depth, KIND=up.kind, TOP_K=top_k, OUTPUTS=tile.outputs, BLOCK=_block(tile, up), STAGES=tile.stages,
+        HAS_NORM=norm is not None, HAS_BIAS=up.bias is not None, ACTIVATION=ACTIVATIONS[activation],
+        num_warps=tile.warps, **OVERLAPPED,
+    )  # fmt: skip
+    return hidden
+
+
+def _down(
+    hidden: torch.Tensor, routing: Routing, down: Stack, residual: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    tokens, top_k = routing.experts.shape
+    tile = down_tile(down.kind, down.depth)
+    down_kernel[(triton.cdiv(down.outputs, tile.outputs), tokens)](
+        hidden, *down.arrays(), hidden if down.bias is None else down.bias, hidden if residual is None else residual,
+        routing.experts, routing.weights, out, down.outputs,
+        DEPTH=down.depth, KIND=down.kind, TOP_K=top_k, OUTPUTS=tile.outputs, BLOCK=_block(tile, down),
+        HAS_BIAS=down.bias is not None, HAS_RESIDUAL=residual is not None, num_warps=tile.warps, **OVERLAPPED,
+    )  # fmt: skip
+
+
+def _block(tile: Tile, stack: Stack) -> int:
+    """Columns that a program reads at once."""
+    return int(min(tile.depth, triton.next_power_of_2(stack.depth)))
 
 
 def _multiply(
     x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    stack: Stack,
     shares: torch.Tensor,
     tiles: Tiles,
     out: torch.Tensor,
     top_k: int,
     activation: str | None,  # None: the second product
 ) -> None:
-    num_experts, outputs, depth = weight.shape
-    outputs = outputs if activation is None else outputs // 2
-    block, columns = (64, 64) if tiles.rows == 16 else (64, 128)
-    _grouped_kernel[(triton.cdiv(outputs, columns), len(tiles.expert))](
-        x, weight, weight if bias is None else bias, tiles.pairs, shares.contiguous(), tiles.expert, tiles.begin,
-        tiles.end, out, num_experts, outputs,
-        DEPTH=depth, TOP_K=top_k, GATED=activation is not None,
-        ACTIVATION=-1 if activation is None else ACTIVATIONS[activation], HAS_BIAS=bias is not None,
-        ROWS=tiles.rows, OUTPUTS=columns, BLOCK=block, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        num_warps=4, num_stages=3,
+    gated = activation is not None
+    outputs = stack.outputs // (2 if gated else 1)
+    tile = grouped_tile(stack.kind, tiles.rows, gated, x.dtype)
+    weight, scales, minima = stack.arrays()
+    source: Any = weight
+    described = stack.kind < 0 and x.dtype == weight.dtype and can_be_described(weight)
+    if described:
+        source = describe(weight, tile.outputs, tile.depth)
+    grouped_kernel[(triton.cdiv(outputs, tile.outputs), len(tiles.expert))](
+        x, source, scales, minima, x if stack.bias is None else stack.bias, tiles.pairs, shares, tiles.expert,
+        tiles.begin, tiles.end, out, stack.num_experts, outputs,
+        DEPTH=stack.depth, KIND=stack.kind, TOP_K=top_k, GATED=gated,
+        ACTIVATION=-1 if activation is None else ACTIVATIONS[activation], HAS_BIAS=stack.bias is not None,
+        ROWS=tiles.rows, OUTPUTS=tile.outputs, BLOCK=tile.depth, STAGES=tile.stages, DESCRIBED=described,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=tile.warps, num_stages=tile.stages,
+        **OVERLAPPED,
     )  # fmt: skip

@@ -37,7 +37,7 @@ from bifolio.kernels.triton import cache, norm, quantised
 from bifolio.kernels.triton import experts as moe
 from bifolio.kernels.triton.cache import CudaStorage
 from bifolio.kernels.triton.decode import decode_attention
-from bifolio.kernels.triton.lazy_fusion import Normed, Product, Sum, tensor
+from bifolio.kernels.triton.lazy_fusion import Mixture, Normed, Product, Sum, tensor
 from bifolio.kernels.triton.lookup import embed_rows, look_up_rotation
 from bifolio.kernels.triton.prefill import (
     QueryTiles,
@@ -134,8 +134,9 @@ class TritonKernels(TorchArrays):
         return self._weights.prepare_linear(linear)
 
     def prepare_experts(self, experts: Experts) -> Experts:
-        """Dense stacks in the set's dtype; quantised experts are dequantised."""
-        return self._torch.prepare_experts(experts)
+        """`prepared` is (`moe.Stack` of gate and up, of down)."""
+        stacks = tuple(moe.prepare_stack(linears, self._torch) for linears in (experts.up, experts.down))
+        return replace(experts, prepared=stacks)
 
     def prepare_head_linear(self, linear: HeadLinear) -> HeadLinear:
         return self._torch.prepare_head_linear(linear)
@@ -182,6 +183,8 @@ class TritonKernels(TorchArrays):
         x = tensor(x)
         if isinstance(y, Product) and y.value is None:
             return y.compute(y, None, x)
+        if isinstance(y, Mixture) and y.value is None:
+            return y.compute(x)
         return Sum(x, tensor(y))
 
     def add_norm(self, x: Array, delta: Array, norm: Norm) -> tuple[Array, Array]:
@@ -212,7 +215,15 @@ class TritonKernels(TorchArrays):
         return moe.route(values, router)
 
     def mix_experts(self, x: Array, routing: Routing, experts: Experts) -> Array:
-        return moe.mix_experts(tensor(x), routing, experts, fixed=self.deterministic)
+        is_deferred = isinstance(x, Normed) and x.value is None
+        values, norm = (x.x, x.norm) if is_deferred else (tensor(x).to(self.dtype), None)
+
+        def compute(residual: torch.Tensor | None) -> torch.Tensor:
+            return moe.mix_experts(
+                values, routing, experts, self.dtype, norm=norm, residual=residual, fixed=self.deterministic
+            )
+
+        return Mixture(compute, len(values))
 
     def logits(self, x: Array, head: Linear, softcap: float) -> Array:
         y = self._products.exact(x, head)
