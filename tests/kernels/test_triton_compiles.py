@@ -79,7 +79,6 @@ NARROW = {
     "bias",
     "residual",
     "norm_weight",
-    "ahead",
     "delta",
     "qkv",
     "query_norm",
@@ -131,14 +130,8 @@ CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
     "prefill, deterministic": (prefill._prefill_kernel, {**PREFILL, "ROWS": 128, "FIXED": 1024}, 8),
     "one row": (
         gemv._one_row_kernel,
-        {**PRODUCT, **gemv.NOTHING_AHEAD, "OUTPUTS": 4, "BLOCK": 1024, "STAGES": 1, "HAS_NORM": True},
+        {**PRODUCT, "OUTPUTS": 4, "BLOCK": 1024, "STAGES": 1, "HAS_NORM": True},
         4,
-    ),
-    "one row that fetches ahead": (
-        gemv._one_row_kernel,
-        {**PRODUCT, "OUTPUTS": 2, "BLOCK": 2048, "STAGES": 1, "HAS_NORM": False,
-         "AHEAD_LINES": 12, "AHEAD_SHARE": 256, "AHEAD_TOTAL": 12 * 16384, "AHEAD_DEPTH": 2048},
-        8,
     ),
     "few rows": (gemm_small_m._few_rows_kernel, {**PRODUCT, **FEW, "SPLITS": 1}, 4),
     "few rows, split": (gemm_small_m._few_rows_kernel, {**PRODUCT, **FEW, "SPLITS": 4}, 4),

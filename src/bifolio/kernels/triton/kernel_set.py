@@ -324,7 +324,6 @@ class TritonKernels(TorchArrays):
             dtype = storage.keys[shape.layer].dtype
             rows = max(fixed_rows(dtype, shape, 1), triton.next_power_of_2(shape.num_heads // shape.num_kv_heads))
             fixed = {"fixed_rows": rows, "warps": 4, "tile": TILE // 2 if dtype == torch.float32 else TILE}
-        self._products.is_memory_idle = segment.num_sequences == 1
         return decode_attention(
             query, shape, storage, tables, staged.table_rows, staged.lengths, pieces, out=out,
             shared=None if shared is None else (shared.words, shared.mixed, shared.weight), overlapped=staged.is_cut,

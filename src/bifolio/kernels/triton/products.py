@@ -19,17 +19,10 @@ EXACT_ROWS = 512  # up to this number, products added to the residual stream sta
 
 
 class Products:
-    """Chooses and launches the kernel of each product.
-
-    While attention of one sequence runs, the memory is idle: the product after it fetches part of the weights of the
-    product that follows into the L2 cache. Which one follows is known from the pass that precedes a capture.
-    """
+    """Chooses and launches the kernel of each product."""
 
     def __init__(self, weights: PackedWeights, dtype: torch.dtype, *, deterministic: bool) -> None:
         self._weights, self._dtype, self._deterministic = weights, dtype, deterministic
-        self._following: dict[int, torch.Tensor] = {}  # the next product's weight, by the address of a weight
-        self._latest: torch.Tensor | None = None
-        self.is_memory_idle = False  # during the kernel before the next product
 
     def linear(self, x: torch.Tensor | Normed, linear: Linear) -> Product:
         rows = x.rows if isinstance(x, Normed) else int(x.shape[0])
@@ -77,15 +70,7 @@ class Products:
             x = tensor(product.x)
         if is_packed:
             return quantised.one_row(x, weight, **options)
-        return one_row(x, weight, ahead=self._next_weight(weight), **options)
-
-    def _next_weight(self, weight: torch.Tensor) -> torch.Tensor | None:
-        """The weight of the product after this one, if there is time to fetch it."""
-        if self._latest is not None:
-            self._following[self._latest.data_ptr()] = weight
-        self._latest = weight
-        is_idle, self.is_memory_idle = self.is_memory_idle, False
-        return self._following.get(weight.data_ptr()) if is_idle else None
+        return one_row(x, weight, **options)
 
     def _library_multiply(self, product: Product, activation: str | None, residual: torch.Tensor | None) -> Array:
         """Multiply many rows by cuBLAS; products added to the residual stream are f32 up to `EXACT_ROWS` rows."""
