@@ -32,7 +32,6 @@ from bifolio.kernels.triton import (
     sampling,
     shared_attention,
     split_kv,
-    turn,
 )
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -69,7 +68,7 @@ WIDE = {
     "temperature",
     "total",
 }
-LONG = {"slots", "index", "places", "sums", "seeds"}
+LONG = {"slots", "places", "sums", "seeds"}
 NARROW = {
     "query",
     "keys",
@@ -100,10 +99,9 @@ HEADS = {"KV_HEADS": 8, "GROUP": 4, "DIM": 128, "DIM_BLOCK": 128, "BLOCK_SIZE": 
 HEADS["CAP"] = 0.0
 DECODE = {
     **HEADS, "HEADS": 32, "ROWS": 16, "STAGES": 4, "SHARED_ROWS": 0, "FIXED": 0, "JOINED": 16, "GROUP_BLOCK": 4,
-    "HAS_SINKS": False, **turn.TURNED,
+    "HAS_SINKS": False,
 }  # fmt: skip
-LATE = {**DECODE, "UNTURNED": True, "HAS_NORM": True}
-CUT = {"IS_SHARED": True, "TILE": 64, "SHORTEST": 128, "FIXED": 0, "BLOCK": 256, "ITEMS": 256, "OTHERS": 32}
+CUT = {"IS_SHARED": True, "TILE": 64, "FIXED": 0, "BLOCK": 256, "ITEMS": 256, "OTHERS": 32}
 PREFILL = {
     **{k: v for k, v in HEADS.items() if k != "GROUP"},
     "HEADS": 32, "ROWS": 16, "WINDOW": 0, "FRESH": False, "FIXED": 0,
@@ -120,8 +118,6 @@ CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
         {**DECODE, "ROWS": 64, "FIXED": 1024, "JOINED": 1, "GROUP_BLOCK": 64},
         4,
     ),
-    "decode of unturned heads": (decode._decode_kernel, LATE, 2),
-    "decode of unturned heads, norms afterwards": (decode._decode_kernel, {**LATE, "NORM_AFTER": True}, 2),
     "decode, soft-capped": (decode._decode_kernel, {**DECODE, "CAP": 72.0}, 2),
     "cut": (split_kv._cut_kernel, CUT, 8),
     "cut, deterministic": (split_kv._cut_kernel, {**CUT, "IS_SHARED": False, "FIXED": 1024}, 8),

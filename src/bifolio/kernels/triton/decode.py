@@ -19,7 +19,6 @@ from bifolio.kernels.triton.merge import merge_parts, with_sinks
 from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
 from bifolio.kernels.triton.split_kv import FIXED_PIECE, PIECE_BYTES, Pieces, first_token
 from bifolio.kernels.triton.tiles import TILE, mix_tile, read_tile, score_constants
-from bifolio.kernels.triton.turn import TURNED, Unturned, load_turn, mix_new_token, turn_heads
 
 MIN_ROWS = 16  # rows of the smallest matrix product
 JOINED_ROWS = 64  # rows of parts (parts times heads of a group) that are merged at once
@@ -29,17 +28,11 @@ JOINED_ROWS = 64  # rows of parts (parts times heads of a group) that are merged
     do_not_specialize=["window", "num_sequences", "table_stride"],
     do_not_specialize_on_alignment=[
         "tables", "table_rows", "lengths", "sequence", "number", "first", "count", "piece_length", "total_pieces",
-        "shared_words", "cos", "sin", "index",
+        "shared_words",
     ],
 )  # fmt: skip
 def _decode_kernel(
-    query: tl.tensor,  # [s, heads, dim], rows `query_stride` apart; if UNTURNED, keys and values follow in each row
-    cos: tl.tensor,  # f32[s, rotated / 2]
-    sin: tl.tensor,
-    query_norm: tl.tensor,  # [dim]
-    key_norm: tl.tensor,
-    index: tl.tensor,  # i64[s]  cache index of the new key and value
-    eps: tl.tensor,
+    query: tl.tensor,  # [s, heads, dim], rows `query_stride` apart
     keys: tl.tensor,  # [blocks, kv_heads, block_size, dim]
     values: tl.tensor,
     tables: tl.tensor,  # i32[rows, max_blocks]
@@ -80,42 +73,31 @@ def _decode_kernel(
     FIXED: tl.constexpr,  # tokens of a piece in deterministic mode, where a program computes several; 0: any length
     JOINED: tl.constexpr,  # parts that are merged at once
     GROUP_BLOCK: tl.constexpr,  # rows of the merged result
-    UNTURNED: tl.constexpr,  # queries and the new key are normed and rotated here, the new key and value written
-    HAS_NORM: tl.constexpr,
-    NORM_AFTER: tl.constexpr,
 ) -> None:
     kv_head = tl.program_id(0)
     if FIXED > 0:
         wait_for_inputs()
         for item in range(tl.program_id(1), tl.load(total_pieces), tl.num_programs(1)):
             _attend_piece(
-                query, cos, sin, query_norm, key_norm, index, eps, keys, values, tables, table_rows, lengths,
+                query, keys, values, tables, table_rows, lengths,
                 sequence, number, first, count, piece_length, arrivals, mixed_parts, weight_parts, shared_words,
                 shared_mixed, shared_weight, num_sequences, sinks,
                 out, query_stride, table_stride, window, scale, kv_head, item, HEADS, KV_HEADS, GROUP, ROWS, DIM,
                 DIM_BLOCK, BLOCK_SIZE, TILE, STAGES, PRECISION, CAP, SHARED_ROWS, HAS_SINKS, FIXED, JOINED, GROUP_BLOCK,
-                UNTURNED, HAS_NORM, NORM_AFTER,
             )  # fmt: skip
     else:
         _attend_piece(
-            query, cos, sin, query_norm, key_norm, index, eps, keys, values, tables, table_rows, lengths,
+            query, keys, values, tables, table_rows, lengths,
             sequence, number, first, count, piece_length, arrivals, mixed_parts, weight_parts, shared_words,
             shared_mixed, shared_weight, num_sequences, sinks, out,
             query_stride, table_stride, window, scale, kv_head, tl.program_id(1), HEADS, KV_HEADS, GROUP, ROWS, DIM,
             DIM_BLOCK, BLOCK_SIZE, TILE, STAGES, PRECISION, CAP, SHARED_ROWS, HAS_SINKS, FIXED, JOINED, GROUP_BLOCK,
-            UNTURNED, HAS_NORM, NORM_AFTER,
         )  # fmt: skip
 
 
 @triton.jit
 def _attend_piece(
     query: tl.tensor,
-    cos: tl.tensor,
-    sin: tl.tensor,
-    query_norm: tl.tensor,
-    key_norm: tl.tensor,
-    index: tl.tensor,
-    eps: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
     tables: tl.tensor,
@@ -157,9 +139,6 @@ def _attend_piece(
     FIXED: tl.constexpr,
     JOINED: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
-    UNTURNED: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    NORM_AFTER: tl.constexpr,
 ) -> None:
     """One piece of one key head; the last piece of a sequence merges all of them."""
     owner = tl.load(sequence + item)
@@ -173,12 +152,6 @@ def _attend_piece(
         num_shared = tl.load(shared_words + 2 * num_sequences + owner, mask=owner >= 0, other=0)
     ALIGN: tl.constexpr = FIXED if FIXED > 0 else TILE
     begin = first_token(length, window, skip, ALIGN) + tl.load(number + item) * piece
-    if UNTURNED:
-        angles = tl.maximum(owner, 0) * (DIM // 2)
-        cosine, sine, query_first, query_second, key_first, key_second = load_turn(
-            cos + angles, sin + angles, query_norm, key_norm, DIM, HAS_NORM
-        )
-        cell = tl.load(index + tl.maximum(owner, 0))
     if FIXED == 0:
         wait_for_inputs()
     if owner >= 0:
@@ -188,35 +161,12 @@ def _attend_piece(
         head = kv_head * GROUP + row
         real = (row < GROUP)[:, None] & (dim < DIM)[None, :]
         source = query + owner.to(tl.int64) * query_stride
-        is_last = end == length
-        if UNTURNED:
-            end = tl.minimum(end, length - 1)  # the new token is not in the cache yet
-            q = turn_heads(
-                source + head * DIM, row < GROUP, cosine, sine, query_first, query_second, eps, DIM,
-                HAS_NORM, NORM_AFTER,
-            ).to(query.dtype.element_ty).to(keys.dtype.element_ty)  # fmt: skip
-            one = tl.arange(0, 1)
-            key = turn_heads(
-                source + (HEADS + kv_head + one) * DIM, one == 0, cosine, sine, key_first, key_second, eps, DIM,
-                HAS_NORM, NORM_AFTER,
-            ).to(query.dtype.element_ty).to(keys.dtype.element_ty)  # fmt: skip
-            there = (one == 0)[:, None] & (dim < DIM)[None, :]
-            value_source = source + (HEADS + KV_HEADS + kv_head) * DIM + one[:, None] + dim[None, :]
-            value = tl.load(value_source, mask=there, other=0.0).to(values.dtype.element_ty)
-        else:
-            q = tl.load(source + head[:, None] * DIM + dim[None, :], mask=real, other=0.0).to(keys.dtype.element_ty)
+        q = tl.load(source + head[:, None] * DIM + dim[None, :], mask=real, other=0.0).to(keys.dtype.element_ty)
         oldest = tl.where(window > 0, length - window, 0)
         highest, total, mixed = _mix_tokens(
             q, keys, values, table, begin, end, oldest, kv_head, dim, scale, KV_HEADS, BLOCK_SIZE, ROWS, DIM,
             DIM_BLOCK, TILE, STAGES, PRECISION, CAP,
         )  # fmt: skip
-        if UNTURNED:  # noqa: SIM102  known when the kernel is compiled
-            if is_last:
-                cached = ((cell // BLOCK_SIZE * KV_HEADS + kv_head) * BLOCK_SIZE + cell % BLOCK_SIZE) * DIM
-                place = cached + one[:, None] + dim[None, :]
-                tl.store(keys + place, key, mask=there)
-                tl.store(values + place, value, mask=there)
-                highest, total, mixed = mix_new_token(q, key, value, highest, total, mixed, scale, CAP)
         mixed = mixed / total[:, None]
         num_pieces = tl.load(count + owner)
         result = out + (owner.to(tl.int64) * HEADS + head[:, None]) * DIM + dim[None, :]
@@ -284,7 +234,7 @@ def _mix_tokens(
 
 
 def decode_attention(
-    query: torch.Tensor | Unturned,  # [s, heads, dim]
+    query: torch.Tensor,  # [s, heads, dim]
     shape: AttentionShape,
     storage: Storage,
     tables: torch.Tensor,  # i32[rows, max_blocks]
@@ -302,13 +252,12 @@ def decode_attention(
     out: torch.Tensor | None = None,  # [s, heads * dim], to be written
 ) -> torch.Tensor:
     """[s, heads * dim]; rows of padding stay unchanged."""
-    num_sequences, heads, dim = len(lengths), shape.num_heads, shape.head_dim
-    source = query.qkv if isinstance(query, Unturned) else query
+    num_sequences, heads, dim = query.shape
     group = heads // shape.num_kv_heads
     keys, values = storage.keys[shape.layer], storage.values[shape.layer]
     scale, cap = score_constants(shape)
     if out is None:
-        out = torch.empty((num_sequences, heads * dim), dtype=source.dtype, device=source.device)
+        out = torch.empty((num_sequences, heads * dim), dtype=query.dtype, device=query.device)
     stages = (
         1 if keys.dtype == torch.float32 else stages or (5 if dim <= 64 or (overlapped and num_sequences > 96) else 4)
     )
@@ -318,8 +267,7 @@ def decode_attention(
     if pieces.fixed:
         programs = min(programs, max(PIECE_BYTES // dim * num_processors // shape.num_kv_heads, 1))
     _decode_kernel[(shape.num_kv_heads, programs)](
-        source,
-        *(query.arguments(shape) if isinstance(query, Unturned) else (lengths,) * 5 + (0.0,)),
+        query,
         keys,
         values,
         tables,
@@ -336,9 +284,9 @@ def decode_attention(
         pieces.weight,
         *(shared or (lengths, pieces.mixed, pieces.weight)),
         num_sequences,
-        source if shape.sinks is None else shape.sinks,
+        query if shape.sinks is None else shape.sinks,
         out,
-        source.stride(0),
+        query.stride(0),
         tables.stride(0),
         pieces.window,
         scale,
@@ -358,7 +306,6 @@ def decode_attention(
         FIXED=FIXED_PIECE if pieces.fixed else 0,
         JOINED=1 if pieces.fixed else max(JOINED_ROWS // group_block, 2),
         GROUP_BLOCK=group_block,
-        **(query.constants(shape) if isinstance(query, Unturned) else TURNED),
         num_warps=warps,
         num_stages=stages,
         **(OVERLAPPED if overlapped else {}),

@@ -54,7 +54,6 @@ from bifolio.kernels.triton.shared_attention import SharedRows, shared_attention
 from bifolio.kernels.triton.slots import TritonSlots
 from bifolio.kernels.triton.split_kv import FIXED_PIECE, Parts, Pieces, cut, new_parts, new_pieces
 from bifolio.kernels.triton.tiles import TILE
-from bifolio.kernels.triton.turn import Unturned, can_be_turned_late
 from bifolio.quant.tensor import QuantizedTensor
 
 INTERPRETED_PROCESSORS = 2  # multiprocessors assumed in Triton's interpreter
@@ -71,15 +70,6 @@ class StagedSegment:
     tiles: dict[int, QueryTiles] = field(default_factory=dict)  # by rows of a tile
     is_cut: bool = False  # the pieces were computed before the first layer
     shared: SharedRows | None = None
-
-    def turns_late(self, batch: Batch, shape: AttentionShape, rotation: Rotation, storage: Storage | None) -> bool:
-        """Whether decode attention norms, rotates and writes the heads of this pass."""
-        is_this = self.is_cut and batch.segments and batch.segments[0] is self.segment
-        if not is_this or storage is None or any(part.fixed for part in self.pieces.values()):
-            return False
-        if storage.layout.shared_values or (self.shared is not None and not shape.window):
-            return False
-        return can_be_turned_late(shape, rotation)
 
 
 class TritonKernels(TorchArrays):
@@ -238,20 +228,13 @@ class TritonKernels(TorchArrays):
     def rope_and_write(
         self, qkv: Array, shape: AttentionShape, rotation: Rotation | None, batch: Batch, storage: Storage | None
     ) -> Heads:
-        """Norm, rotate and write; in a staged decode step attention does it (`turn`)."""
-        staged = self._staged[0] if self._staged else None
-        index = batch.cache_index
-        if staged and index is not None and rotation and staged.turns_late(batch, shape, rotation, storage):
-            return Heads(Unturned(tensor(qkv), rotation, index), None, None)
-        return cache.rope_and_write(tensor(qkv), shape, rotation, index, storage)
+        return cache.rope_and_write(tensor(qkv), shape, rotation, batch.cache_index, storage)
 
     # -- attention ----------------------------------------------------------------------------------------------------
     def attend(
         self, heads: Heads, shape: AttentionShape, segments: tuple[AttentionSegment, ...], storage: Storage | None
     ) -> Array:
         staged = self._stage(segments)
-        if isinstance(heads.query, Unturned) and storage is not None:
-            return self._decode(heads.query, shape, staged[0], storage, None)
         if len(segments) == 1:
             return self._attend(heads, shape, staged[0], storage)
         out = heads.query.new_empty((heads.query.shape[0], shape.num_heads * shape.head_dim))
@@ -298,7 +281,7 @@ class TritonKernels(TorchArrays):
 
     def _decode(
         self,
-        query: torch.Tensor | Unturned,
+        query: torch.Tensor,
         shape: AttentionShape,
         staged: StagedSegment,
         storage: Storage,
@@ -317,7 +300,7 @@ class TritonKernels(TorchArrays):
         tables = self._integers(segment.block_tables)
         assert staged.table_rows is not None
         shared = staged.shared if window == 0 else None
-        if shared is not None and not isinstance(query, Unturned):
+        if shared is not None:
             shared_attention(query, shape, storage, tables, staged.table_rows, shared)
         fixed = {}
         if self.deterministic:

@@ -27,7 +27,6 @@ from bifolio.kernels.triton.tiles import TILE
 PIECE_BYTES = 1024  # of head dimensions per multiprocessor, before division among the heads
 FEWEST_PIECES = 2  # per multiprocessor, before division among the heads: enough to fill it when all are equally long
 PIECES_PER_SEQUENCE = 4  # of a context of average length, so that contexts of different lengths are balanced
-SHORTEST_PIECE = 64  # tokens: merging parts takes longer than reading this many
 FIXED_PIECE = 1024  # tokens of a piece in deterministic mode
 
 
@@ -123,7 +122,6 @@ def _cut_kernel(
     skipped: tl.tensor,  # i32[s]  leading tokens covered by shared attention
     IS_SHARED: tl.constexpr,  # `skipped` is used
     TILE: tl.constexpr,
-    SHORTEST: tl.constexpr,  # tokens of a piece
     FIXED: tl.constexpr,  # tokens of a piece; 0: chosen by the contexts
     BLOCK: tl.constexpr,
     ITEMS: tl.constexpr,
@@ -132,7 +130,7 @@ def _cut_kernel(
     row = tl.arange(0, BLOCK)
     ALIGN: tl.constexpr = FIXED if FIXED > 0 else TILE
     span = _span(lengths, skipped, row, num_sequences, window, IS_SHARED, ALIGN)
-    wanted = tl.maximum(tl.cdiv(tl.cdiv(tl.maximum(tl.sum(span, axis=0), 1), extra), TILE) * TILE, SHORTEST)
+    wanted = tl.cdiv(tl.cdiv(tl.maximum(tl.sum(span, axis=0), 1), extra), TILE) * TILE
     piece, pieces = _share(span, wanted, TILE, FIXED)
     before = tl.zeros([BLOCK], tl.int32)
     for start in range(0, num_sequences, OTHERS):
@@ -210,7 +208,6 @@ def cut(pieces: Pieces, lengths: torch.Tensor, skipped: torch.Tensor | None = No
         lengths if skipped is None else skipped,
         IS_SHARED=skipped is not None,
         TILE=TILE,
-        SHORTEST=SHORTEST_PIECE,
         FIXED=FIXED_PIECE if pieces.fixed else 0,
         BLOCK=max(256, triton.next_power_of_2(num_sequences)),  # the same compiled kernel for most batch sizes
         ITEMS=256,
