@@ -1,8 +1,9 @@
 """Warm-up of an engine on a GPU: kernels are compiled and decode steps captured before the first request arrives.
 
 Throwaway requests run through the engine, greedy, sampled and with logprobs, short and long, so that every kind of step
-occurs: prompts alone, prompts beside decodes, decodes, decodes behind a common prefix. Then the decode steps of every batch size are captured as CUDA graphs.
-The compiler keeps its results on disk: the first start on a machine takes longest.
+occurs: prompts alone, prompts beside decodes, decodes, decodes behind a common prefix. Then the decode steps of every
+batch size are captured as CUDA graphs. The compiler keeps its results on disk: the first start on a machine takes
+longest.
 """
 
 from __future__ import annotations
