@@ -175,7 +175,7 @@ def _attend_piece(
                 mixed *= (total / with_sinks(sinks, head, row < GROUP, highest, total))[:, None]
             tl.store(result, mixed.to(out.dtype.element_ty), mask=real)
         else:
-            part = item.to(tl.int64) * HEADS + head
+            part = (owner * 0 + item).to(tl.int64) * HEADS + head  # in the interpreter `item` may be a Python integer
             tl.store(mixed_parts + part[:, None] * DIM + dim[None, :], mixed, mask=real)
             tl.store(weight_parts + part, highest + tl.log2(total), mask=row < GROUP)
             tl.debug_barrier()  # all threads' results are written before the arrival is counted
