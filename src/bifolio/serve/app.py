@@ -38,6 +38,7 @@ from bifolio.serve.openapi import docs_page, openapi_document
 from bifolio.serve.page import page_files
 from bifolio.serve.sampling import request_defaults
 from bifolio.serve.tools import ToolPlan
+from bifolio.serve.turn import chat_tokens
 
 logger = logging.getLogger("bifolio.http")
 Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
@@ -181,7 +182,7 @@ class Handlers:
             raise bad_request("pass either prompt or messages")
         if request.messages is not None:
             chat_request = p.ChatRequest(messages=request.messages)
-            tokens = await chat_calls.chat_tokens(context, chat_request, ToolPlan(), _tenant(scope))
+            tokens = await chat_tokens(context, chat_request, ToolPlan(), _tenant(scope))
         else:
             (tokens,) = await context.tokenizers.encode([request.prompt or ""], request.add_special_tokens)
         texts: list[str] = []

@@ -16,11 +16,11 @@ from bifolio.sampling_params import SamplingParams
 from bifolio.serve.auth import Receive, Tenant
 from bifolio.serve.context import ServerContext
 from bifolio.serve.errors import ApiError
-from bifolio.serve.messages import NewTokens, Start, Update
+from bifolio.serve.messages import NewTokens, Start, Thinking, Update
 from bifolio.serve.responses import PromptTokensDetails, Usage
 from bifolio.serve.sampling import EngineParams
 from bifolio.serve.stream import RequestStream
-from bifolio.text.detokenizer import IncrementalDetokenizer
+from bifolio.text.detokenizer import IncrementalDetokenizer, KeepingDecoder
 from bifolio.text.stopping import OutputText, TokenEnd
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,8 @@ class Job:
     num_drawn: int = 1  # sequences of each prompt: best_of, or beams
     wants_steps: bool = False  # verified drafts and steps of a beam search
     write_interval: float = 0.0  # seconds whose events are written together; 0: each event alone
+    kept_tokens: frozenset[int] = frozenset()  # special tokens that stay in the text: marks of calls and reasoning
+    thinking: Thinking | None = None
 
 
 @dataclass(slots=True)
@@ -113,6 +115,7 @@ class Run:
                     job.wants_steps,
                     key,
                     job.tenant.name,
+                    job.thinking,
                 )
             )
             self.context.metrics.prompt_tokens.inc(len(prompt))
@@ -221,7 +224,10 @@ class Run:
             detokenizer = None
             if tokenizer is not None:
                 prompt = job.prompts[choice // job.num_choices]
-                detokenizer = IncrementalDetokenizer(tokenizer.decoder, prompt, params.skip_special_tokens)
+                decoder = tokenizer.decoder
+                if job.kept_tokens and params.skip_special_tokens:
+                    decoder = KeepingDecoder(decoder, tokenizer.special_ids - job.kept_tokens)
+                detokenizer = IncrementalDetokenizer(decoder, prompt, params.skip_special_tokens)
             found = self._texts[choice] = OutputText(params, detokenizer)
         return found
 

@@ -23,6 +23,15 @@ class Launch(msgspec.Struct, tag="launch"):
     )
 
 
+class Thinking(msgspec.Struct, array_like=True):
+    """Reasoning at the start of an answer, as tokens (`sampling.thinking`)."""
+
+    opening: list[int]
+    closing: list[int]
+    forced: list[int]
+    budget: int | None = None
+
+
 class Start(msgspec.Struct, tag="start", omit_defaults=True):
     """Run a request."""
 
@@ -37,6 +46,7 @@ class Start(msgspec.Struct, tag="start", omit_defaults=True):
     wants_steps: bool = False  # updates carry verified drafts and steps of a beam search
     key: str = ""  # of the client: keys take turns
     owner: str = ""  # name of the tenant, for limits and for `/live`
+    thinking: Thinking | None = None  # the grammar begins behind the reasoning, whose length may be limited
 
 
 class Abort(msgspec.Struct, tag="abort"):

@@ -27,6 +27,7 @@ from bifolio.engine.engine import InferenceEngine
 from bifolio.engine.fault.out_of_memory import STEP_FAILED
 from bifolio.engine.thread import EngineThread
 from bifolio.errors import NO_FINITE_LOGIT, BifolioError, GrammarError, RequestError
+from bifolio.sampling.thinking import AfterThinking
 from bifolio.sampling_params import SamplingParams
 from bifolio.sequence import BeamStep, DraftStep, Request, StepResult
 from bifolio.serve import messages as m
@@ -187,6 +188,8 @@ class EngineService:
             self._start(engine, message, grammar)
 
     def _start(self, engine: InferenceEngine, message: m.Start, grammar: object | None = None) -> None:
+        if message.thinking is not None:
+            grammar = self._after_thinking(message.thinking, grammar)
         values = dict(message.params) if grammar is None else {**message.params, "grammar": grammar}
         cost = float(values.get("beam_width") or values.get("best_of") or values.get("n") or 1)
         turn = self._turns.next(message.key, cost, message.priority)
@@ -208,6 +211,10 @@ class EngineService:
         self._unstarted.add(message.id)
         live = _Live(request, [0] * count, [False] * count, is_chosen_late, only_at_the_end, owner=message.owner)
         self._live[message.id] = live
+
+    def _after_thinking(self, told: m.Thinking, grammar: Any) -> AfterThinking:
+        marks = (tuple(told.opening), tuple(told.closing), tuple(told.forced))
+        return AfterThinking(self.llm.model.config.vocab_size, *marks, told.budget, grammar)
 
     def _refuse(self, request_id: str, error: BifolioError) -> None:
         kind = type(error).__name__ if isinstance(error, RequestError) else "RequestError"
