@@ -16,7 +16,7 @@ from bifolio.sampling_params import SamplingParams
 from bifolio.serve.auth import Receive, Tenant
 from bifolio.serve.context import ServerContext
 from bifolio.serve.errors import ApiError
-from bifolio.serve.messages import NewTokens, Start, Thinking, Update
+from bifolio.serve.messages import Ended, NewTokens, Start, Thinking, Update
 from bifolio.serve.responses import PromptTokensDetails, Usage
 from bifolio.serve.sampling import EngineParams
 from bifolio.serve.stream import RequestStream
@@ -81,6 +81,7 @@ class Run:
     arrival: float = field(default_factory=time.perf_counter)
     num_completion_tokens: int = 0
     num_cached_tokens: int = 0
+    ended: Ended | None = None  # times of the last engine request that ended
     _stream: RequestStream | None = None
     _timer: asyncio.TimerHandle | None = None
     _place: int | None = None  # among the concurrent requests without a key
@@ -185,6 +186,7 @@ class Run:
         if update.num_cached_tokens is not None:
             self.num_cached_tokens += update.num_cached_tokens
         if update.ended is not None:
+            self.ended = update.ended
             metrics.request_ended(update.ended, now - self.arrival)
             if not self.job.stream:
                 metrics.first_tokens_ended(update.ended, max(self._lengths.values(), default=0))
