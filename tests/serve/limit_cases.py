@@ -19,6 +19,7 @@ from bifolio.serve.bounds import parts
 from bifolio.serve.protocols import anthropic_types as a
 from bifolio.serve.protocols import ollama_types as o
 from bifolio.serve.protocols.llama_cpp import LlamaCppRequest
+from bifolio.serve.protocols.responses_types import ResponsesRequest
 
 MODEL = ""  # the empty name means the served model
 ROOM = 3 << 20  # bytes of one value; a request has 4 MiB
@@ -38,6 +39,7 @@ ENDPOINTS: dict[str, tuple[Any, dict[str, Any]]] = {  # path -> type, a small re
     "/api/embed": (o.EmbedRequest, {"model": MODEL, "input": "a"}),
     "/api/show": (o.ShowRequest, {"model": MODEL}),
     "/api/pull": (o.PullRequest, {"model": MODEL}),
+    "/v1/responses": (ResponsesRequest, {"input": "a", "max_output_tokens": 8}),
     "/completion": (LlamaCppRequest, {"prompt": "a", "n_predict": 8}),
 }  # fmt: skip
 HOSTILE: dict[str, list[Any]] = {  # values of fields whose cost is not in their length

@@ -46,6 +46,9 @@ class Job:
     write_interval: float = 0.0  # seconds whose events are written together; 0: each event alone
     kept_tokens: frozenset[int] = frozenset()  # special tokens that stay in the text: marks of calls and reasoning
     thinking: Thinking | None = None
+    keeps: bool = False  # the blocks stay in the engine, for follow-ups
+    parent: str = ""  # engine request that this one may continue
+    request_id: str = ""  # of the engine's first request, once it was started
 
 
 @dataclass(slots=True)
@@ -117,10 +120,13 @@ class Run:
                     key,
                     job.tenant.name,
                     job.thinking,
+                    job.keeps,
+                    job.parent,
                 )
             )
             self.context.metrics.prompt_tokens.inc(len(prompt))
             self.context.metrics.prompt_length.observe(len(prompt))
+        job.request_id = starts[0].id
         self._stream = engine.submit(starts)
         self._timer = asyncio.get_running_loop().call_later(self.time_limit, self._too_late)
 

@@ -19,6 +19,7 @@ from bifolio.serve.protocols.ollama_types import (
     PullRequest,
     ShowRequest,
 )
+from bifolio.serve.protocols.responses_types import ResponsesRequest
 
 # path, method, summary, request type, response type
 OPERATIONS: tuple[tuple[str, str, str, Any, Any], ...] = (
@@ -36,6 +37,10 @@ OPERATIONS: tuple[tuple[str, str, str, Any, Any], ...] = (
 PROTOCOL_OPERATIONS: tuple[tuple[str, str, str, Any], ...] = (
     ("/v1/messages", "post", "Answer a conversation (Anthropic)", MessagesRequest),
     ("/v1/messages/count_tokens", "post", "Count the tokens of a conversation (Anthropic)", CountTokensRequest),
+    ("/v1/responses", "post", "Answer and store a turn of a conversation (OpenAI)", ResponsesRequest),
+    ("/v1/responses/{id}", "get", "A stored response (OpenAI)", None),
+    ("/v1/responses/{id}", "delete", "Drop a stored response (OpenAI)", None),
+    ("/v1/responses/{id}/input_items", "get", "The input of a stored response (OpenAI)", None),
     ("/api/generate", "post", "Answer a prompt (ollama)", GenerateRequest),
     ("/api/chat", "post", "Answer a conversation (ollama)", OllamaChatRequest),
     ("/api/embed", "post", "Embed texts (ollama)", EmbedRequest),

@@ -31,6 +31,7 @@ from bifolio.sampling.thinking import AfterThinking
 from bifolio.sampling_params import SamplingParams
 from bifolio.sequence import BeamStep, DraftStep, Request, StepResult
 from bifolio.serve import messages as m
+from bifolio.serve.conversations import ConversationStore, add_or_fork
 from bifolio.serve.embedding import EmbeddingQueue
 from bifolio.serve.fairness import Turns
 from bifolio.serve.snapshot import blocks_of, slots_of, waiting_of
@@ -68,6 +69,7 @@ class EngineService:
     _embeddings: EmbeddingQueue = field(init=False)
     _compiler: ThreadPoolExecutor = field(init=False)
     _compiling: dict[str, float] = field(init=False, default_factory=dict)  # id of a waiting grammar -> its deadline
+    _conversations: ConversationStore = field(init=False, default_factory=ConversationStore)
     _turns: Turns = field(init=False, default_factory=Turns)
     _unstarted: set[str] = field(init=False, default_factory=set)  # ids without a result so far
     _last_sent: float = field(init=False, default=0.0)
@@ -106,6 +108,8 @@ class EngineService:
             self._post(message.id, lambda engine: self._embed(message))
         elif isinstance(message, m.Look):
             self._post(message.id, lambda engine: self._look(engine, message.id))
+        elif isinstance(message, m.Remember | m.Recall):
+            self._conversations.handle(message, self.send, self.thread)
         elif isinstance(message, m.Shutdown):
             self.thread.stop(timeout=0)
 
@@ -200,7 +204,7 @@ class EngineService:
             if message.is_beam_search:
                 request = engine.add_beam_search(message.id, prompt, BeamSearchParams(**values), **options)
             else:
-                request = engine.add_request(message.id, prompt, _without_text(SamplingParams(**values)), **options)
+                request = add_or_fork(engine, message, _without_text(SamplingParams(**values)), options)
         except BifolioError as error:
             self._refuse(message.id, error)
             return

@@ -26,6 +26,15 @@ HARMONY_MARKS = ReasoningFormat("<|channel|>analysis<|message|>", "<|end|>")
 HARMONY_FORCED = "<|end|><|start|>assistant<|channel|>final<|message|>"
 
 
+@dataclass(frozen=True, slots=True)
+class History:
+    """An earlier turn of the conversation, whose tokens are continued if the prompt begins with its text."""
+
+    text: str
+    token_ids: list[int]
+    request_id: str  # of the engine, whose blocks may be kept
+
+
 @dataclass(slots=True)
 class Turn:
     """A prepared chat request."""
@@ -36,6 +45,7 @@ class Turn:
     job: Job
     reasoning: ReasoningFormat | None = None  # None: the answer has no marked reasoning
     is_open: bool = False  # the prompt ends inside the reasoning
+    rendered: str = ""  # the prompt
 
     def reader(self) -> AnswerReader:
         """A new reader of one answer."""
@@ -50,14 +60,14 @@ class Turn:
         return isinstance(self.reader(), PlainReader)
 
 
-async def prepare(context: ServerContext, request: ChatRequest, tenant: Tenant) -> Turn:
+async def prepare(context: ServerContext, request: ChatRequest, tenant: Tenant, history: History | None = None) -> Turn:
     """Check a request and turn it into a job."""
     context.check_model(request.model)
     if request.top_logprobs and not request.logprobs:
         raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
     tools = plan_tools(request, context.model)
     rendered = await render(context, request, tools, tenant)
-    prompt = await context.tokenizers.encode_parts(rendered, context.max_model_len)
+    prompt = await _prompt_tokens(context, rendered, history)
     limit = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     params = engine_params(
         request,
@@ -88,8 +98,30 @@ async def prepare(context: ServerContext, request: ChatRequest, tenant: Tenant) 
         stream_options.include_steps,
         stream_options.interval_ms / 1000,
     )
+    job.parent = "" if history is None else history.request_id
     tail = rendered[-1][0] if rendered else ""
-    return _with_reasoning(Turn(context, request, tools, job), tail)
+    turn = Turn(context, request, tools, job, rendered="".join(text for text, _ in rendered))
+    return _with_reasoning(turn, tail)
+
+
+async def _prompt_tokens(
+    context: ServerContext, rendered: list[tuple[str, bool]], history: History | None
+) -> list[int]:
+    """Token ids of a rendered conversation; those of an earlier turn are taken over where its text is the beginning."""
+    known: list[int] = []
+    if history is not None and "".join(text for text, _ in rendered).startswith(history.text):
+        known, rendered = history.token_ids, _behind(rendered, len(history.text))
+    return [*known, *await context.tokenizers.encode_parts(rendered, context.max_model_len)]
+
+
+def _behind(parts: list[tuple[str, bool]], start: int) -> list[tuple[str, bool]]:
+    """The parts behind so many characters. A spelling that is cut stays plain text."""
+    found = []
+    for text, is_literal in parts:
+        if start < len(text):
+            found.append((text[start:], is_literal))
+        start = max(start - len(text), 0)
+    return found
 
 
 def _with_reasoning(turn: Turn, tail: str) -> Turn:
