@@ -74,6 +74,9 @@ class ServerOptions:
         int | None,
         commands.option("--front-ends", min=1, help="Processes that serve HTTP; default: 2 from 8 cores on, else 1."),
     ] = None
+    allow_pull: Annotated[
+        bool, commands.option("--allow-pull", help="Clients may fetch models into the cache (/api/pull).")
+    ] = False
     log_prompts: Annotated[bool, commands.option("--log-prompts", help="Write prompts into the log.")] = False
     log_level: Annotated[str, commands.option("--log-level", help="debug, info, warning or error.")] = "info"
 
@@ -102,6 +105,7 @@ class ServerOptions:
             heartbeat_timeout=self.heartbeat_timeout,
             allowed_hosts=self.allowed_host or [],
             log_prompts=self.log_prompts,
+            allow_pull=self.allow_pull,
             front_ends=self.front_ends or default_front_ends(),
         )
 
