@@ -98,6 +98,9 @@ class ServerOptions:
         commands.option("--kv-events-replay", help="Address that replays them; default: the port after --kv-events."),
     ] = None
     kv_events_topic: Annotated[str, commands.option("--kv-events-topic", help="Topic of the KV events.")] = ""
+    allow_pull: Annotated[
+        bool, commands.option("--allow-pull", help="Clients may fetch models into the cache (/api/pull).")
+    ] = False
     log_prompts: Annotated[bool, commands.option("--log-prompts", help="Write prompts into the log.")] = False
     log_level: Annotated[str, commands.option("--log-level", help="debug, info, warning or error.")] = "info"
 
@@ -130,6 +133,7 @@ class ServerOptions:
             metrics_compat=self._compat(),
             kv_events=self._kv_events(),
             log_prompts=self.log_prompts,
+            allow_pull=self.allow_pull,
             front_ends=self.front_ends or (default_front_ends() if self.engine is None else 1),
         )
 

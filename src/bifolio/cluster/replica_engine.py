@@ -20,6 +20,7 @@ from bifolio.api.client import EngineState, Health, new_prefix
 from bifolio.api.update_stream import UpdateStream
 from bifolio.cluster.prefix_router import PrefixRouter, prefix_hashes
 from bifolio.errors import EngineFaultError, FaultKind
+from bifolio.serve.conversations import Conversation, ConversationStore
 from bifolio.serve.engine_connection import COUNTERS, lost
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class ReplicaEngine:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._replica_of: dict[str, str] = {}  # request -> replica that runs it
         self._num_embeddings = 0
+        self._conversations = ConversationStore()
         self._reports: dict[str, dict[str, float]] = {}  # replica -> its counters
         self._base: dict[str, float] = {}  # counters of replicas that are gone
         self._heard: dict[str, float] = {}  # replica -> when its last report came
@@ -213,6 +215,19 @@ class ReplicaEngine:
         """Slots and blocks of one replica."""
         picture: m.Picture = await self._ask(self._handle.snapshot.remote("", b"", ""))
         return picture
+
+    def remember(self, name: str, owner: str, request_id: str, body: bytes) -> None:
+        """Store a conversation in this front end; its blocks are found by their prefix."""
+        if body:
+            self._conversations.add(name, Conversation(owner, request_id, body))
+
+    async def recall(self, name: str, owner: str, *, drops: bool = False) -> m.Recalled:
+        entry = self._conversations.find(name, owner)
+        if entry is None:
+            return m.Recalled("")
+        if drops:
+            self._conversations.drop(name)
+        return m.Recalled("", entry.request_id, entry.body)
 
     async def _ask(self, response: Any) -> Any:
         try:
