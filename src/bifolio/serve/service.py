@@ -20,20 +20,20 @@ from typing import Any
 
 import numpy as np
 
+from bifolio.api import messages as m
 from bifolio.api.llm import LLM
 from bifolio.api.outputs import returned_sequences
 from bifolio.beam_params import BeamSearchParams
 from bifolio.engine.engine import InferenceEngine
-from bifolio.engine.fault.out_of_memory import STEP_FAILED
 from bifolio.engine.thread import EngineThread
-from bifolio.errors import NO_FINITE_LOGIT, BifolioError, GrammarError, RequestError
+from bifolio.errors import BifolioError, FaultKind, GrammarError, RequestError
 from bifolio.sampling.thinking import AfterThinking
 from bifolio.sampling_params import SamplingParams
 from bifolio.sequence import BeamStep, DraftStep, Request, StepResult
-from bifolio.serve import messages as m
 from bifolio.serve.conversations import ConversationStore, add_or_fork
 from bifolio.serve.embedding import EmbeddingQueue
 from bifolio.serve.fairness import Turns
+from bifolio.serve.kv_events import KvEventPublisher
 from bifolio.serve.snapshot import blocks_of, slots_of, waiting_of
 from bifolio.text.tokenizer import is_library_error
 
@@ -64,6 +64,7 @@ class EngineService:
     llm: LLM
     send: Send
     max_updates_per_second: float = 400.0
+    publisher: KvEventPublisher | None = None  # of the cache's events
     thread: EngineThread = field(init=False)
     _live: dict[str, _Live] = field(init=False, default_factory=dict)
     _embeddings: EmbeddingQueue = field(init=False)
@@ -79,8 +80,15 @@ class EngineService:
         self._embeddings = EmbeddingQueue(self.llm.engine)
         self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bifolio-grammar")
 
+    def close(self) -> None:
+        """End the engine's thread after the running step, and the compiler's."""
+        self.thread.stop()
+        self._compiler.shutdown(wait=False, cancel_futures=True)
+        if self.publisher is not None:
+            self.publisher.close()
+
     def hello(self, model_name: str) -> m.Hello:
-        engine = self.llm.engine
+        engine, published = self.llm.engine, self.publisher
         return m.Hello(
             pid=os.getpid(),
             model_name=model_name,
@@ -91,6 +99,9 @@ class EngineService:
             num_blocks=engine.blocks.num_blocks,
             block_size=engine.blocks.block_size,
             plan=self.llm.plan.lines(),
+            kv_cache_dtype=str(engine.config.cache.dtype),
+            enable_prefix_caching=engine.config.cache.enable_prefix_caching,
+            kv_events=None if published is None else m.KvEventSettings(published.endpoint, published.replay_endpoint),
         )
 
     # -- messages ----------------------------------------------------------------------------------------------------
@@ -125,7 +136,7 @@ class EngineService:
                 logger.exception("a command for a request failed")
                 engine.abort(request_id)
                 self._forget(request_id)
-                self.send(m.Refused(request_id, "EngineError", f"the engine failed: {type(error).__name__}"))
+                self.send(m.Refused(request_id, FaultKind.ENGINE_ERROR, f"the engine failed: {type(error).__name__}"))
 
         self.thread.post(guarded)
 
@@ -221,7 +232,7 @@ class EngineService:
         return AfterThinking(self.llm.model.config.vocab_size, *marks, told.budget, grammar)
 
     def _refuse(self, request_id: str, error: BifolioError) -> None:
-        kind = type(error).__name__ if isinstance(error, RequestError) else "RequestError"
+        kind = error.fault if isinstance(error, RequestError) else FaultKind.INVALID_REQUEST
         self.send(m.Refused(request_id, kind, str(error)))
 
     def _abort(self, engine: InferenceEngine, ids: list[str]) -> None:
@@ -241,7 +252,8 @@ class EngineService:
                 self.send(m.Embedding(message.id, vector.astype("<f4").tobytes()))
             else:
                 logger.error("an embedding failed", exc_info=error)
-                self.send(m.Refused(message.id, "EngineError", f"the computation failed: {type(error).__name__}"))
+                reason = f"the computation failed: {type(error).__name__}"
+                self.send(m.Refused(message.id, FaultKind.ENGINE_ERROR, reason))
 
         try:
             self._embeddings.add(message.id, message.token_ids, done)
@@ -383,5 +395,5 @@ def _ended(request: Request) -> m.Ended:
         metrics.num_cached_tokens,
         metrics.num_preemptions,
         request.error,
-        (request.error or "").startswith((STEP_FAILED, NO_FINITE_LOGIT)),
+        request.fault,
     )
