@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -94,12 +95,17 @@ def active_bytes(format: QuantFormat, layers: int) -> float:
     return numbers * format.bits_per_element / 8 + 4 * layers * EXPERTS * HIDDEN
 
 
-def read_bandwidth(threads: int) -> float:
-    """Bytes per second, the best of several measurements."""
+def read_bandwidth(threads: int, clock: str) -> float:
+    """Bytes per second of the clock, the best of several measurements."""
     from bifolio.kernels import native
 
+    def measure() -> float:
+        wall, own = time.perf_counter(), CLOCKS[clock]()
+        rate = native.read_bandwidth()
+        return float(rate * (time.perf_counter() - wall) / (CLOCKS[clock]() - own))
+
     native.set_num_threads(threads)
-    return max(native.read_bandwidth() for _ in range(5))
+    return max(measure() for _ in range(5))
 
 
 def compare(path: Path, format: QuantFormat, options: argparse.Namespace) -> None:
@@ -113,7 +119,7 @@ def compare(path: Path, format: QuantFormat, options: argparse.Namespace) -> Non
     finally:
         for worker in workers.values():
             worker.close()
-    bandwidth = read_bandwidth(options.threads)
+    bandwidth = read_bandwidth(options.threads, options.clock)
     for name in SPEEDS:
         best = {engine: max(values[name]) for engine, values in speeds.items()}
         line = "  ".join(f"{engine} {value:.2f}" for engine, value in best.items())
