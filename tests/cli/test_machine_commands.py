@@ -24,6 +24,8 @@ CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assist
 NO_JSON = {
     "serve",
     "engine",
+    "cluster deploy",
+    "cluster delete",
     "completion",
     "run",
     "soak",

@@ -67,6 +67,10 @@ def test_load_outweighs_a_prefix_at_some_point() -> None:
         router.end(str(number))
     assert router.rank(hashes)[0].replica == "a"
     assert router.rank(hashes, {"a": 10})[0].replica == "b"  # requests of other front ends
+    router.set_silent("a", True)
+    assert router.rank(hashes)[0].replica == "b"
+    router.set_silent("a", False)
+    assert router.rank(hashes)[0].replica == "a"
 
 
 def test_unknown_prompts_spread_over_all_replicas() -> None:

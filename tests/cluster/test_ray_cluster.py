@@ -51,7 +51,7 @@ def cluster() -> Iterator[Any]:
     try:
         run.connect(nodes.address)
         settings = ClusterSettings(model=str(model_folder()), **SIZES, engine=dict(ENGINE))
-        run.deploy(settings, "127.0.0.1", PORT)
+        run.deploy(settings, "127.0.0.1", PORT, proxies="HeadOnly")  # the nodes share one address here
         yield nodes
     finally:
         with contextlib.suppress(Exception):
@@ -209,7 +209,7 @@ def test_an_update_replaces_replicas_without_a_failed_request(cluster: Any) -> N
     settings = ClusterSettings(model=str(model_folder()), **SIZES, engine=engine)
     with Load() as load:
         load.wait_for(2)
-        run.deploy(settings, "127.0.0.1", PORT)
+        run.deploy(settings, "127.0.0.1", PORT, proxies="HeadOnly")  # the nodes share one address here
         wait_for_engines(2)
         load.wait_for(4)
     assert not load.wrong

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from bifolio.api.messages import Hello, Picture, Start
+from bifolio.api.messages import Hello, Picture, Recalled, Start
 from bifolio.api.update_stream import UpdateStream
 
 
@@ -100,6 +100,14 @@ class EngineClient(Protocol):
 
     async def snapshot(self) -> Picture:
         """Slots, queue and blocks at one moment."""
+        ...
+
+    def remember(self, name: str, owner: str, request_id: str, body: bytes) -> None:
+        """Store a conversation that may be continued; without a body, its blocks are released."""
+        ...
+
+    async def recall(self, name: str, owner: str, *, drops: bool = False) -> Recalled:
+        """A stored conversation of this owner; with an empty body if there is none."""
         ...
 
     def fail_all(self, error: Exception) -> None:

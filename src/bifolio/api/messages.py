@@ -37,6 +37,15 @@ class Launch(msgspec.Struct, tag="launch"):
     transfer: TransferSettings | None = None  # prefill and decode on separate engines; None: on this one
 
 
+class Thinking(msgspec.Struct, array_like=True):
+    """Reasoning at the start of an answer, as tokens (`sampling.thinking`)."""
+
+    opening: list[int]
+    closing: list[int]
+    forced: list[int]
+    budget: int | None = None
+
+
 class Start(msgspec.Struct, tag="start", omit_defaults=True):
     """Run a request."""
 
@@ -51,6 +60,9 @@ class Start(msgspec.Struct, tag="start", omit_defaults=True):
     wants_steps: bool = False  # updates carry verified drafts and steps of a beam search
     key: str = ""  # of the client: keys take turns
     owner: str = ""  # name of the tenant, for limits and for `/live`
+    thinking: Thinking | None = None  # the grammar begins behind the reasoning, whose length may be limited
+    keeps: bool = False  # the blocks stay after the end, for follow-ups
+    parent: str = ""  # id of a kept request that this one may continue
     prefill_at: str = ""  # the prefill engine that a gateway chose (`serve.block_transfer`)
 
 
@@ -79,11 +91,29 @@ class Look(msgspec.Struct, tag="look"):
     id: str
 
 
+class Remember(msgspec.Struct, tag="remember"):
+    """Store a conversation (`serve.conversations`)."""
+
+    name: str
+    owner: str
+    request_id: str
+    body: bytes
+
+
+class Recall(msgspec.Struct, tag="recall"):
+    """Ask for a stored conversation, and drop it if `drops`."""
+
+    id: str
+    name: str
+    owner: str
+    drops: bool = False
+
+
 class Shutdown(msgspec.Struct, tag="shutdown"):
     """Abort everything and exit."""
 
 
-ToEngine = Launch | Start | Abort | Stop | Embed | Look | Shutdown
+ToEngine = Launch | Start | Abort | Stop | Embed | Look | Remember | Recall | Shutdown
 
 
 class Hello(msgspec.Struct, tag="hello"):
@@ -172,6 +202,14 @@ class Embedding(msgspec.Struct, tag="embedding"):
     vector: bytes  # f32[hidden], little-endian
 
 
+class Recalled(msgspec.Struct, tag="recalled"):
+    """A stored conversation; the body is empty if there is none of this name."""
+
+    id: str
+    request_id: str = ""
+    body: bytes = b""
+
+
 BLOCK_HELD = 2  # BLOCK_HELD + slot % BLOCK_COLOURS is the state of a block that a slot holds
 BLOCK_COLOURS = 250
 
@@ -193,7 +231,7 @@ class Beat(msgspec.Struct, tag="beat"):
     step_seconds: float = 0.0  # how long the present step has been running
 
 
-FromEngine = Hello | Fatal | Refused | Updates | Embedding | Picture | Beat
+FromEngine = Hello | Fatal | Refused | Updates | Embedding | Picture | Recalled | Beat
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -118,6 +118,9 @@ class ServerOptions:
     prefill_threshold: Annotated[
         int, commands.option("--prefill-threshold", min=1, help="Shortest prompt that is computed there, in tokens.")
     ] = 64
+    allow_pull: Annotated[
+        bool, commands.option("--allow-pull", help="Clients may fetch models into the cache (/api/pull).")
+    ] = False
     log_prompts: Annotated[bool, commands.option("--log-prompts", help="Write prompts into the log.")] = False
     log_level: Annotated[str, commands.option("--log-level", help="debug, info, warning or error.")] = "info"
 
@@ -151,6 +154,7 @@ class ServerOptions:
             kv_events=self._kv_events(),
             transfer=self._transfer(),
             log_prompts=self.log_prompts,
+            allow_pull=self.allow_pull,
             front_ends=self.front_ends or (default_front_ends() if self.engine is None else 1),
         )
 

@@ -38,7 +38,7 @@ class ClusterSettings:
     front_end_cpus: float = 0.5  # of each front end
     max_ongoing: int = 512  # requests under way on one engine
     drain_seconds: float = 30.0  # that requests under way get when a replica is replaced or removed
-    request_blocks: float = 4.0  # cost of a request under way against cached blocks (`cluster.prefix_router`)
+    request_tokens: float = 512.0  # cost of a request under way against cached tokens (`cluster.prefix_router`)
     request_timeout: float = 600.0  # seconds
     max_queue: int = 256  # requests that wait, beyond the slots of all engines
     keys: list[str] = field(default_factory=list)  # accepted API keys
@@ -87,7 +87,7 @@ def build(args: dict[str, Any]) -> Any:
     options = {**settings.engine, "model": str(settings.model or DEFAULT_MODEL)}
     router = {
         "request_router_class": "bifolio.cluster.ray_router.PrefixAffinityRouter",
-        "request_router_kwargs": {"request_blocks": settings.request_blocks},
+        "request_router_kwargs": {"request_tokens": settings.request_tokens},
     }
     engines = serve.deployment(EngineReplica).options(
         name=ENGINES,

@@ -1,13 +1,16 @@
 """The choice of a replica for a request: the one that can begin to answer first.
 
-    cost(replica) = blocks of the prompt that it has not cached
-                  + blocks of other prompts that wait there
-                  + `request_blocks` for each request under way
+    cost(replica) = `miss_weight` times the tokens of the prompt that it has not cached
+                  + tokens of other prompts that wait there
+                  + `request_tokens` for each request under way
 
-All in blocks, since the time to the first token is mostly prefill. The router knows the cached blocks from KV events:
-per replica a bounded set of recent hashes (`serve.kv_events.short_hash`), to which the blocks of a prompt are added
-when it is routed, so that the next turn of a conversation finds them before their events arrive. A prompt that no
-replica has cached goes to the least loaded one. Thread-safe; used by the Ray router and by the simulation alike.
+All in tokens of prefill, which the time to the first token mostly is. A token that is not cached costs more than one
+that waits: it is also computed again later, and evicts others (docs/cluster.md has the measurements).
+
+The router knows the cached blocks from KV events: per replica a bounded set of recent hashes
+(`serve.kv_events.short_hash`), to which the blocks of a prompt are added when it is routed, so that the next turn of a
+conversation finds them before their events arrive. A prompt that no replica has cached goes to the least loaded one.
+Thread-safe; used by the Ray router and by the simulation alike.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ from typing import NamedTuple
 from bifolio.cache.digests import next_digest, root_digest
 
 MAX_BLOCKS = 131_072  # hashes that are kept of each replica
-REQUEST_BLOCKS = 4.0  # cost of a request under way, in blocks
+REQUEST_TOKENS = 512.0  # cost of a request under way, in tokens of prefill
+MISS_WEIGHT = 4.0  # cost of a token that is not cached, in tokens that wait
 
 
 def prefix_hashes(token_ids: Sequence[int], salt: bytes, block_size: int) -> list[int]:
@@ -79,6 +83,7 @@ class _Replica:
     cached: CachedPrefixes
     waiting_blocks: int = 0  # of prompts that were routed here and have no output yet
     num_open: int = 0  # requests under way
+    is_silent: bool = False
 
 
 @dataclass(slots=True)
@@ -92,7 +97,9 @@ class PrefixRouter:
     """Chooses replicas and follows the requests until they end."""
 
     max_blocks: int = MAX_BLOCKS
-    request_blocks: float = REQUEST_BLOCKS
+    block_size: int = 16  # tokens of a block of the engines
+    request_tokens: float = REQUEST_TOKENS
+    miss_weight: float = MISS_WEIGHT
     _replicas: dict[str, _Replica] = field(init=False, default_factory=dict)
     _routed: dict[str, _Routed] = field(init=False, default_factory=dict)  # by request
     _lock: threading.RLock = field(init=False, default_factory=threading.RLock)
@@ -120,6 +127,13 @@ class PrefixRouter:
             found = self._replicas.get(replica)
             return 0 if found is None else found.num_open
 
+    def set_silent(self, replica: str, is_silent: bool) -> None:
+        """Rank a replica that does not answer behind all others, until it does."""
+        with self._lock:
+            found = self._replicas.get(replica)
+            if found is not None:
+                found.is_silent = is_silent
+
     def stored(self, replica: str, hashes: Iterable[int]) -> None:
         self._change(replica, lambda cached: cached.add(hashes))
 
@@ -143,10 +157,11 @@ class PrefixRouter:
             for name, replica in self._replicas.items():
                 matched = replica.cached.match(hashes)
                 num_open = max(replica.num_open, 0 if loads is None else loads.get(name, 0))
-                cost = len(hashes) - matched + replica.waiting_blocks + self.request_blocks * num_open
-                ranked.append((cost, num_open, name, matched))
+                blocks = self.miss_weight * (len(hashes) - matched) + replica.waiting_blocks
+                cost = blocks * self.block_size + self.request_tokens * num_open
+                ranked.append((replica.is_silent, cost, num_open, name, matched))
             ranked.sort()
-            return [Choice(name, matched) for _, _, name, matched in ranked]
+            return [Choice(name, matched) for _, _, _, name, matched in ranked]
 
     def begin(self, request_id: str, replica: str, hashes: Sequence[int]) -> None:
         """Record that a request was sent to a replica."""
@@ -181,8 +196,8 @@ class LeastLoadedRouter(PrefixRouter):
 
     def rank(self, hashes: Sequence[int], loads: Mapping[str, int] | None = None) -> list[Choice]:
         with self._lock:
-            ranked = sorted((replica.num_open, name) for name, replica in self._replicas.items())
-            return [Choice(name, 0) for _, name in ranked]
+            ranked = sorted((replica.is_silent, replica.num_open, name) for name, replica in self._replicas.items())
+            return [Choice(name, 0) for _, _, name in ranked]
 
 
 class RandomRouter(PrefixRouter):

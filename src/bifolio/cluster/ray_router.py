@@ -1,7 +1,7 @@
 """Ray Serve's request router for engine replicas: `PrefixRouter` chooses, Ray sends.
 
 A call names its route in its last three arguments: the id of the request, the hashes of its prompt (u64 each, packed),
-and a replica if only that one will do (to stop a completion there).
+and a replica if only that one will do (to stop a completion there); others refuse the call.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class PrefixAffinityRouter(RequestRouter):  # type: ignore[misc]
     def initialize_state(self, **options: Any) -> None:
         """Called by Ray with the keyword arguments of the deployment's configuration."""
         self._router = router_of(f"{self._deployment_id.app_name}/{self._deployment_id.name}")
-        self._router.request_blocks = float(options.get("request_blocks", self._router.request_blocks))
+        self._router.request_tokens = float(options.get("request_tokens", self._router.request_tokens))
         try:
             self._follower: KvFollower | None = KvFollower(self._router)
         except MissingDependencyError:
@@ -47,8 +47,10 @@ class PrefixAffinityRouter(RequestRouter):  # type: ignore[misc]
         """The replicas in order, each a rank of its own: Ray takes the first that accepts another request."""
         by_name = {replica.replica_id.to_full_id_str(): replica for replica in candidate_replicas}
         _, packed, only = route_of(pending_request)
-        if only:
-            return [[by_name[only]]] if only in by_name else [[]]
+        if only in by_name:
+            return [[by_name[only]]]
+        if only:  # it is gone: another one answers so, and no call waits for it
+            return [candidate_replicas]
         hashes = array("Q", packed)
         loads = {name: self._replica_queue_len_cache.get(replica.replica_id) or 0 for name, replica in by_name.items()}
         ranked = [by_name[choice.replica] for choice in self._router.rank(hashes, loads) if choice.replica in by_name]

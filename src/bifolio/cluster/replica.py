@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from bifolio.api import messages as m
-from bifolio.errors import EngineDeadError, EngineFaultError
+from bifolio.errors import EngineDeadError, EngineFaultError, FaultKind
 from bifolio.serve.supervisor import EngineProcess
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,8 @@ class EngineReplica:
             stream.close()  # a cancelled call aborts the request
 
     async def stop_completion(self, request_id: str, index: int, stop_reason: str, *route: Any) -> None:
-        self._engine.stop(request_id, index, stop_reason)
+        if self._is_meant(route):
+            self._engine.stop(request_id, index, stop_reason)
 
     async def embed(self, token_ids: list[int], *route: Any) -> bytes:
         """The vector, or a refusal."""
@@ -101,7 +102,13 @@ class EngineReplica:
 
     async def report(self, *route: Any) -> bytes:
         """The counters of the last heartbeat."""
+        if not self._is_meant(route):
+            return _encoder.encode(m.Refused("", FaultKind.LOST, "the replica is gone"))
         return _encoder.encode(m.Beat(self._engine.stats, self._engine.health().step_seconds))
+
+    def _is_meant(self, route: tuple[Any, ...]) -> bool:
+        """Whether a call names this replica or none."""
+        return not route or route[-1] in ("", self._name)
 
 
 def free_ports(count: int) -> list[int]:

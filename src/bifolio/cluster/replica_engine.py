@@ -20,11 +20,13 @@ from bifolio.api.client import EngineState, Health, new_prefix
 from bifolio.api.update_stream import UpdateStream
 from bifolio.cluster.prefix_router import PrefixRouter, prefix_hashes
 from bifolio.errors import EngineFaultError, FaultKind
+from bifolio.serve.conversations import Conversation, ConversationStore
 from bifolio.serve.engine_connection import COUNTERS, lost
 
 logger = logging.getLogger(__name__)
 REPORT_SECONDS = 1.0  # between two reports of the replicas' counters
 REPORT_TIMEOUT = 5.0
+SILENT_SECONDS = 10.0  # without a report: the requests of the replica are lost
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(m.FromEngine)
 
@@ -42,8 +44,10 @@ class ReplicaEngine:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._replica_of: dict[str, str] = {}  # request -> replica that runs it
         self._num_embeddings = 0
+        self._conversations = ConversationStore()
         self._reports: dict[str, dict[str, float]] = {}  # replica -> its counters
         self._base: dict[str, float] = {}  # counters of replicas that are gone
+        self._heard: dict[str, float] = {}  # replica -> when its last report came
         self._reporter: asyncio.Task[None] | None = None
         self._is_closed = False
         self.num_restarts = 0  # replicas that are gone
@@ -55,6 +59,7 @@ class ReplicaEngine:
         if not isinstance(hello, m.Hello):
             raise EngineFaultError(FaultKind.UNAVAILABLE, "no replica is ready: ask again in a moment")
         self._first = hello
+        self._router.block_size = hello.block_size
         self._reporter = asyncio.create_task(self._collect_reports())
         return hello
 
@@ -107,6 +112,7 @@ class ReplicaEngine:
             names = self._router.replicas
             for gone in [name for name in self._reports if name not in names]:
                 self.num_restarts += 1
+                self._heard.pop(gone, None)
                 for name, value in self._reports.pop(gone).items():
                     if name in COUNTERS:
                         self._base[name] = self._base.get(name, 0.0) + value
@@ -114,11 +120,22 @@ class ReplicaEngine:
             await asyncio.sleep(REPORT_SECONDS + len(names) / 100)
 
     async def _collect(self, replica: str) -> None:
+        """Ask a replica for its counters; one that stays silent loses its requests before Ray notices."""
+        now = asyncio.get_running_loop().time
+        heard = self._heard.setdefault(replica, now())
         with contextlib.suppress(Exception):  # the replica is gone or busy: its last report stays
             async with asyncio.timeout(REPORT_TIMEOUT):
-                beat = _decoder.decode(await self._handle.report.remote("", b"", replica))
+                beat = await self._ask(self._handle.report.remote("", b"", replica))
             if isinstance(beat, m.Beat) and replica in self._router.replicas:
                 self._reports[replica] = beat.stats
+                self._heard[replica] = heard = now()
+        is_silent = now() - heard > SILENT_SECONDS
+        self._router.set_silent(replica, is_silent)
+        if is_silent:
+            for request_id in [known for known, where in self._replica_of.items() if where == replica]:
+                stream = self._streams.get(request_id)
+                if stream is not None:
+                    stream.fail(lost("the replica that ran the request does not answer: ask again"))
 
     # -- requests ------------------------------------------------------------------------------------------------------
     def new_id(self) -> str:
@@ -198,6 +215,19 @@ class ReplicaEngine:
         """Slots and blocks of one replica."""
         picture: m.Picture = await self._ask(self._handle.snapshot.remote("", b"", ""))
         return picture
+
+    def remember(self, name: str, owner: str, request_id: str, body: bytes) -> None:
+        """Store a conversation in this front end; its blocks are found by their prefix."""
+        if body:
+            self._conversations.add(name, Conversation(owner, request_id, body))
+
+    async def recall(self, name: str, owner: str, *, drops: bool = False) -> m.Recalled:
+        entry = self._conversations.find(name, owner)
+        if entry is None:
+            return m.Recalled("")
+        if drops:
+            self._conversations.drop(name)
+        return m.Recalled("", entry.request_id, entry.body)
 
     async def _ask(self, response: Any) -> Any:
         try:

@@ -51,9 +51,12 @@ def connect(address: str) -> None:
         raise ConfigError(f"no Ray cluster answers at {address!r}: start one with `ray start --head`") from error
 
 
-def deploy(settings: ClusterSettings, host: str, port: int) -> None:
-    """Start the application, or update it replica by replica where it runs already; returns when it is ready."""
-    serve.start(proxy_location="EveryNode", http_options={"host": host, "port": port})
+def deploy(settings: ClusterSettings, host: str, port: int, proxies: str = "EveryNode") -> None:
+    """Start the application, or update it replica by replica where it runs already; returns when it is ready.
+
+    `proxies`: the nodes that listen, "EveryNode" or "HeadOnly".
+    """
+    serve.start(proxy_location=proxies, http_options={"host": host, "port": port})
     try:
         serve.run(build(msgspec.to_builtins(settings)), name=APPLICATION, route_prefix="/")
     except RuntimeError as error:

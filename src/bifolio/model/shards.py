@@ -5,6 +5,8 @@
     gate, up     rows of its columns of the MLP      none
     output, down rows, and the whole of each row     inputs and results are gathered      (exact)
                  columns, for its own inputs         results are added                    (not exact)
+    experts      rows of down, all of up             results are gathered                 (exact)
+                 a part of the MLP of each expert    results are added                    (not exact)
     head         rows: its part of the vocabulary    logits are gathered
     embedding    all rows (a view of the mapped file costs no memory), or columns, gathered, on a device
 
@@ -22,7 +24,7 @@ from dataclasses import replace
 from bifolio.config import ModelConfig
 from bifolio.errors import ConfigError
 from bifolio.kernels.interface import Array, Linear, Shards
-from bifolio.model.weights import LayerWeights, ModelWeights
+from bifolio.model.weights import LayerWeights, ModelWeights, MoeWeights
 from bifolio.quant.tensor import QuantizedTensor
 
 Span = tuple[int, int]  # [start, stop)
@@ -37,6 +39,8 @@ def check_size(config: ModelConfig, size: int) -> None:
 
     if config.qk_norm_all_heads and size > 1:
         raise ConfigError("tensor_parallel_size must be 1: this model norms all heads of a token together")
+    if config.mla is not None and size > 1:
+        raise ConfigError("tensor_parallel_size must be 1: all heads of this model share the cached latents")
     if not fits(size):
         fitting = ", ".join(str(count) for count in range(1, heads + 1) if fits(count))
         raise ConfigError(
@@ -85,7 +89,6 @@ def shard(weights: ModelWeights, rank: int, size: int, *, exact: bool, spread_em
         config,
         num_heads=layers[0].shape.num_heads,
         num_kv_heads=layers[0].shape.num_kv_heads,
-        intermediate_size=layers[0].up.out_features // (2 if config.gated_mlp else 1),
     )
     sharded = replace(
         weights, config=own, layers=layers, head=replace(head, shards=Shards((), widths(vocabulary))), prepared_for=None
@@ -100,18 +103,49 @@ def _shard_layer(layer: LayerWeights, config: ModelConfig, rank: int, size: int,
     first, last = (head * dim for head in kv_heads[rank])
     before_keys, before_values = config.query_size, config.query_size + config.kv_size
     qkv = [by_heads[rank], *((before + first, before + last) for before in (before_keys, before_values))]
-    ffn = config.intermediate_size
-    unit = _block(layer.down)
-    mlp = spans(ffn, size, 1 if exact or ffn // unit < size else unit)
-    up = [mlp[rank], (ffn + mlp[rank][0], ffn + mlp[rank][1])] if config.gated_mlp else [mlp[rank]]
+    sinks = layer.shape.sinks
+    shape = replace(
+        layer.shape,
+        num_heads=_count(query_heads[rank]),
+        num_kv_heads=_count(kv_heads[rank]),
+        sinks=None if sinks is None else sinks[slice(*query_heads[rank])],
+    )
+    up, down = _shard_mlp(layer.up, layer.down, config.gated_mlp, rank, size, exact)
     return replace(
         layer,
-        shape=replace(layer.shape, num_heads=_count(query_heads[rank]), num_kv_heads=_count(kv_heads[rank])),
+        shape=shape,
         qkv=_rows(layer.qkv, qkv),
         output=_joining(layer.output, by_heads, rank, exact),
-        up=_rows(layer.up, up),
-        down=_joining(layer.down, mlp, rank, exact),
+        up=up,
+        down=down,
+        moe=None if layer.moe is None else _shard_experts(layer.moe, rank, size, exact),
     )
+
+
+def _shard_mlp(up: Linear, down: Linear, gated: bool, rank: int, size: int, exact: bool) -> tuple[Linear, Linear]:
+    """The rank's part of an MLP; one without parts, beside experts alone, stays as it is."""
+    if not up.parts:
+        return up, down
+    ffn, unit = down.in_features, _block(down)
+    own = spans(ffn, size, 1 if exact or ffn // unit < size else unit)
+    start, stop = own[rank]
+    rows = [(start, stop), (ffn + start, ffn + stop)] if gated else [(start, stop)]
+    return _rows(up, rows), _joining(down, own, rank, exact)
+
+
+def _shard_experts(moe: MoeWeights, rank: int, size: int, exact: bool) -> MoeWeights:
+    """A part of every expert: rows of `down` beside the whole of `up` (exact), or one part of the MLP."""
+    experts = moe.experts
+    ffn, unit = experts.down[0].in_features, max(_block(linear) for linear in experts.down)
+    if exact or ffn // unit < size:
+        outputs = spans(experts.down[0].out_features, size)
+        down = tuple(_rows(linear, [outputs[rank]]) for linear in experts.down)
+        return replace(moe, experts=replace(experts, down=down), shards=Shards((), widths(outputs)))
+    own = spans(ffn, size, unit)
+    start, stop = own[rank]
+    up = tuple(_rows(linear, [(start, stop), (ffn + start, ffn + stop)]) for linear in experts.up)
+    added = tuple(replace(_joining(linear, own, rank, exact), shards=None) for linear in experts.down)
+    return replace(moe, experts=replace(experts, up=up, down=added), shards=Shards((), ()))
 
 
 def _joining(linear: Linear, inputs: list[Span], rank: int, exact: bool) -> Linear:

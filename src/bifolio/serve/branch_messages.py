@@ -15,7 +15,10 @@ from bifolio.api.messages import (
     Hello,
     Look,
     Picture,
+    Recall,
+    Recalled,
     Refused,
+    Remember,
     Start,
     Stop,
     Updates,
@@ -55,8 +58,8 @@ class Scraped(msgspec.Struct, tag="scraped"):
     body: bytes
 
 
-FromBranch = Start | Abort | Stop | Embed | Look | Samples | Scrape
-ToBranch = Serve | Hello | Refused | Updates | Embedding | Picture | Beat | Lost | Drain | Scraped
+FromBranch = Start | Abort | Stop | Embed | Look | Remember | Recall | Samples | Scrape
+ToBranch = Serve | Hello | Refused | Updates | Embedding | Picture | Recalled | Beat | Lost | Drain | Scraped
 
 from_branch_decoder = msgspec.msgpack.Decoder(FromBranch)
 to_branch_decoder = msgspec.msgpack.Decoder(ToBranch)

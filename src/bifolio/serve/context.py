@@ -55,6 +55,7 @@ class ServerContext:
     created: int = field(default_factory=lambda: int(time.time()))
     log_prompts: bool = False
     reference: str | None = None  # the model, as helper processes find it; None: by its path
+    allow_pull: bool = False  # clients may fetch models into the cache
     draining: bool = False
     branches: Branches | None = None  # further front ends
     gather: Callable[[Metrics], Awaitable[bytes]] | None = None  # asks the first front end for the metrics of all

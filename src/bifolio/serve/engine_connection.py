@@ -155,7 +155,7 @@ class EngineConnection:
                 self._take_update(update)
         elif isinstance(message, m.Refused):
             self._take_refusal(message)
-        elif isinstance(message, m.Embedding | m.Picture):
+        elif isinstance(message, m.Embedding | m.Picture | m.Recalled):
             self._answer(message.id, message)
         elif isinstance(message, m.Beat):
             self._last_beat, self._step_seconds, self.stats = time.monotonic(), message.step_seconds, message.stats
@@ -217,6 +217,17 @@ class EngineConnection:
         request_id = self.new_id()
         picture: m.Picture = await self._ask(request_id, m.Look(request_id))
         return picture
+
+    def remember(self, name: str, owner: str, request_id: str, body: bytes) -> None:
+        """Store a conversation that may be continued; without a body, its blocks are released."""
+        if self._link is not None:
+            self._link.send(m.Remember(name, owner, request_id, body))
+
+    async def recall(self, name: str, owner: str, *, drops: bool = False) -> m.Recalled:
+        """A stored conversation of this owner; with an empty body if there is none."""
+        request_id = self.new_id()
+        found: m.Recalled = await self._ask(request_id, m.Recall(request_id, name, owner, drops))
+        return found
 
     async def _ask(self, request_id: str, message: msgspec.Struct) -> Any:
         link = self._ready_link()

@@ -65,14 +65,16 @@ class Client:
         elif isinstance(message, m.Abort):
             self.open.difference_update(message.ids)
             engine.forward(m.Abort([one for one in message.ids if self._owns(one)]))
-        elif isinstance(message, h.Attach) or not self._owns(message.id):
+        elif isinstance(message, h.Attach) or not self._owns(
+            message.request_id if isinstance(message, m.Remember) else message.id
+        ):
             self.link.abort()  # ids of other clients
-        elif isinstance(message, m.Start | m.Embed | m.Look):
+        elif isinstance(message, m.Start | m.Embed | m.Look | m.Recall):
             self._start(message)
         else:
             engine.forward(message)
 
-    def _start(self, message: m.Start | m.Embed | m.Look) -> None:
+    def _start(self, message: m.Start | m.Embed | m.Look | m.Recall) -> None:
         host = self._host
         if host.num_open >= host.max_open:
             self.send(m.Refused(message.id, FaultKind.QUEUE_FULL, f"{host.num_open} requests are under way: ask later"))
@@ -159,7 +161,7 @@ class EngineHost:
         elif isinstance(message, m.Hello | m.Beat):
             for client in list(self.clients.values()):
                 client.send(message)
-        elif isinstance(message, m.Refused | m.Embedding | m.Picture):
+        elif isinstance(message, m.Refused | m.Embedding | m.Picture | m.Recalled):
             owner = self._owner(message.id)
             if owner is not None:
                 owner.open.discard(message.id)

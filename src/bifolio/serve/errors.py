@@ -1,4 +1,10 @@
-"""Errors as OpenAI's clients expect them: `{"error": {"message", "type", "param", "code"}}` and the right status."""
+"""Errors with the right status, in the shape of the protocol that the request came by.
+
+OpenAI      {"error": {"message", "type", "param", "code"}}
+Anthropic   {"type": "error", "error": {"type", "message"}}      /v1/messages
+ollama      {"error": "message"}                                 /api
+llama.cpp   {"error": {"code", "message", "type"}}               /completion, /props, /slots
+"""
 
 from __future__ import annotations
 
@@ -23,6 +29,19 @@ TYPES = {
     503: "server_error",
     504: "timeout_error",
 }
+
+
+ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+LLAMA_CPP_PATHS = ("/completion", "/props", "/slots")
 
 
 class ErrorDetail(msgspec.Struct):
@@ -55,8 +74,16 @@ class ApiError(Exception):
         self.param = param
         self.retry_after = retry_after
 
-    def body(self) -> bytes:
+    def body(self, path: str = "") -> bytes:
+        """The body, in the shape of the protocol that the path belongs to."""
         kind = TYPES.get(self.status, "server_error")
+        if path.startswith("/v1/messages"):
+            kind = ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+            return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": self.message}})
+        if path.startswith("/api/"):
+            return msgspec.json.encode({"error": self.message})
+        if path in LLAMA_CPP_PATHS:
+            return msgspec.json.encode({"error": {"code": self.status, "message": self.message, "type": kind}})
         return msgspec.json.encode(ErrorResponse(ErrorDetail(self.message, kind, self.param, self.code)))
 
     def headers(self) -> dict[str, str]:

@@ -67,15 +67,15 @@ async def picture(context: ServerContext, tenant: Tenant) -> dict[str, Any]:
     with contextlib.suppress(EngineFaultError, TimeoutError):
         async with asyncio.timeout(LOOK_TIMEOUT):
             found = await engine.snapshot()
-        slots = [_visible(entry, tenant) for entry in found.slots]
+        slots = [visible_entry(entry, tenant) for entry in found.slots]
         own = {entry["slot"] for entry in slots if entry["id"]}
         seen |= {"slots": slots, "stats": found.stats}
-        seen["waiting"] = [_visible(entry, tenant) for entry in found.waiting]
+        seen["waiting"] = [visible_entry(entry, tenant) for entry in found.waiting]
         seen["blocks"] = base64.b64encode(_visible_blocks(found.blocks, own)).decode()
     return seen
 
 
-def _visible(entry: dict[str, Any], tenant: Tenant) -> dict[str, Any]:
+def visible_entry(entry: dict[str, Any], tenant: Tenant) -> dict[str, Any]:
     """The entry of a request, without its id and lengths if it belongs to another key."""
     owner = entry.pop("owner")
     if owner == tenant.name:

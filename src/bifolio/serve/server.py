@@ -57,6 +57,7 @@ class ServerSettings:
     heartbeat_timeout: float = 10.0  # seconds without a heartbeat of the engine until `/ready` answers 503
     max_updates_per_second: float = 400.0  # events of all streams together, about
     log_prompts: bool = False
+    allow_pull: bool = False  # clients may fetch models into the cache
     worker_command: Sequence[str] | None = None
     front_ends: int = 1  # processes that listen on the port
     engine_address: str | None = None  # HOST:PORT of an engine on another host; None: an engine process of this one
@@ -135,8 +136,9 @@ async def running_context(settings: ServerSettings, engine_options: dict[str, An
         await asyncio.gather(engine.start(), asyncio.to_thread(lambda: model.tokenizer))
         name = public_name(reference, settings.model_name)
         context = ServerContext(
-            model, engine, name, settings.limits, log_prompts=settings.log_prompts, reference=str(reference)
-        )
+            model, engine, name, settings.limits, log_prompts=settings.log_prompts, reference=str(reference),
+            allow_pull=settings.allow_pull,
+        )  # fmt: skip
         if settings.metrics_compat is not None:
             context.metrics.extend = with_vllm_names(name, lambda: engine.hello)
         try:

@@ -27,13 +27,16 @@ from bifolio.beam_params import BeamSearchParams
 from bifolio.engine.engine import InferenceEngine
 from bifolio.engine.thread import EngineThread
 from bifolio.errors import BifolioError, FaultKind, GrammarError, RequestError
+from bifolio.sampling.thinking import AfterThinking
 from bifolio.sampling_params import SamplingParams
-from bifolio.sequence import BeamStep, DraftStep, Request, StepResult
+from bifolio.sequence import Request, StepResult
 from bifolio.serve.block_transfer import BlockTransfer
+from bifolio.serve.conversations import ConversationStore, add_or_fork
 from bifolio.serve.embedding import EmbeddingQueue
 from bifolio.serve.fairness import Turns
 from bifolio.serve.kv_events import KvEventPublisher
 from bifolio.serve.snapshot import blocks_of, slots_of, waiting_of
+from bifolio.serve.steps import add_steps
 from bifolio.text.tokenizer import is_library_error
 
 logger = logging.getLogger(__name__)
@@ -70,6 +73,7 @@ class EngineService:
     _embeddings: EmbeddingQueue = field(init=False)
     _compiler: ThreadPoolExecutor = field(init=False)
     _compiling: dict[str, float] = field(init=False, default_factory=dict)  # id of a waiting grammar -> its deadline
+    _conversations: ConversationStore = field(init=False, default_factory=ConversationStore)
     _turns: Turns = field(init=False, default_factory=Turns)
     _unstarted: set[str] = field(init=False, default_factory=set)  # ids without a result so far
     _last_sent: float = field(init=False, default=0.0)
@@ -123,6 +127,8 @@ class EngineService:
             self._post(message.id, lambda engine: self._embed(message))
         elif isinstance(message, m.Look):
             self._post(message.id, lambda engine: self._look(engine, message.id))
+        elif isinstance(message, m.Remember | m.Recall):
+            self._conversations.handle(message, self.send, self.thread)
         elif isinstance(message, m.Shutdown):
             self.thread.stop(timeout=0)
 
@@ -210,6 +216,8 @@ class EngineService:
             self._start(engine, message, grammar)
 
     def _start(self, engine: InferenceEngine, message: m.Start, grammar: object | None = None) -> None:
+        if message.thinking is not None:
+            grammar = self._after_thinking(message.thinking, grammar)
         values = dict(message.params) if grammar is None else {**message.params, "grammar": grammar}
         cost = float(values.get("beam_width") or values.get("best_of") or values.get("n") or 1)
         turn = self._turns.next(message.key, cost, message.priority)
@@ -220,7 +228,7 @@ class EngineService:
             if message.is_beam_search:
                 request = engine.add_beam_search(message.id, prompt, BeamSearchParams(**values), **options)
             else:
-                request = engine.add_request(message.id, prompt, _without_text(SamplingParams(**values)), **options)
+                request = add_or_fork(engine, message, _without_text(SamplingParams(**values)), options)
         except BifolioError as error:
             self._refuse(message.id, error)
             return
@@ -231,6 +239,10 @@ class EngineService:
         self._unstarted.add(message.id)
         live = _Live(request, [0] * count, [False] * count, is_chosen_late, only_at_the_end, owner=message.owner)
         self._live[message.id] = live
+
+    def _after_thinking(self, told: m.Thinking, grammar: Any) -> AfterThinking:
+        marks = (tuple(told.opening), tuple(told.closing), tuple(told.forced))
+        return AfterThinking(self.llm.model.config.vocab_size, *marks, told.budget, grammar)
 
     def _refuse(self, request_id: str, error: BifolioError) -> None:
         kind = error.fault if isinstance(error, RequestError) else FaultKind.INVALID_REQUEST
@@ -312,7 +324,7 @@ class EngineService:
         if not pieces and not request.steps and not is_finished:
             return None
         update = m.Update(request.request_id, pieces)
-        _add_steps(update, request)
+        add_steps(update, request)
         if not live.sent_first and pieces:
             live.sent_first = True
             update.num_cached_tokens = request.metrics.num_cached_tokens
@@ -358,17 +370,6 @@ def _without_text(params: SamplingParams) -> SamplingParams:
     if params.num_sequences > params.n:
         return params
     return replace(params, stop=(), include_stop_str_in_output=False, detokenize=False)
-
-
-def _add_steps(update: m.Update, request: Request) -> None:
-    """Move the recorded steps of a watched request into the update."""
-    if not request.steps:
-        return
-    drafts = [step for step in request.steps if isinstance(step, DraftStep)]
-    beams = [step for step in request.steps if isinstance(step, BeamStep)]
-    request.steps.clear()
-    update.drafts = [(step.completion, step.position, list(step.drafts), step.num_accepted) for step in drafts] or None
-    update.beams = [(step.position, list(step.beams)) for step in beams] or None
 
 
 def _final_pieces(request: Request) -> list[m.NewTokens]:
