@@ -87,10 +87,9 @@ class EngineService:
         """End the engine's thread after the running step, and the compiler's."""
         self.thread.stop()
         self._compiler.shutdown(wait=False, cancel_futures=True)
-        if self.publisher is not None:
-            self.publisher.close()
-        if self.transfer is not None:
-            self.transfer.close()
+        for part in (self.publisher, self.transfer):
+            if part is not None:
+                part.close()
 
     def hello(self, model_name: str) -> m.Hello:
         engine, published = self.llm.engine, self.publisher
