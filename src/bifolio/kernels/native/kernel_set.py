@@ -222,7 +222,7 @@ class NativeKernels(HostArrays):
 
     def mix_experts(self, x: Array, routing: Routing, experts: Experts) -> Array:
         numbers = np.ascontiguousarray(routing.experts, np.int32).view(np.float32)  # native rows hold both as 32 bits
-        out = np.empty(x.shape, np.float32)
+        out = np.empty((len(x), experts.down[0].out_features), np.float32)
         both = np.concatenate([numbers, _floats(routing.weights)], axis=1)
         self.native.mix_experts(_floats(x), both, self.packed_experts(experts), out, self.pool)
         return out
