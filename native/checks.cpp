@@ -102,8 +102,9 @@ FileFormat format_of(const char* name, int code) {
   return FileFormat(code);
 }
 
-Activation activation_of(int code) {
-  require(code >= 0 && code <= int(Activation::Gelu), "activation is ", code, " and must be the code of an activation (0 to 2)");
+Activation activation_of(int code, bool gated) {
+  const int last = int(gated ? Activation::SwigluClamped : Activation::Gelu);
+  require(code >= 0 && code <= last, "activation is ", code, " and must be the code of an activation (0 to ", last, ")");
   return Activation(code);
 }
 

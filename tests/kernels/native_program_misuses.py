@@ -7,7 +7,9 @@ from native_calls import VALID, VOCAB, complete, floats, ints, linear, longs, re
 from native_misuses import INFINITY, NAN, Misuse, misuses, wrong_segments
 
 X, ODD, QKV, COSINE, SINE, TAKEN = recorded()[1:]
-RECORDING_METHODS = [entry.partition(".")[2] for entry in VALID if entry.startswith("Program.") and entry[8:] != "run"]
+RECORDING_METHODS = [
+    entry.partition(".")[2] for entry in VALID if entry.startswith("Program.") and entry[8:] not in ("run", "width")
+]
 NO_REGISTER = "is register 99 and must be one of the 6 recorded so far"
 RECORDING = [
     *misuses("Program", ("an argument", {"size": 1}, "incompatible", TypeError)),

@@ -9,8 +9,6 @@ import jsonschema
 import pytest
 from serving import RunningServer, sse_events
 
-schemathesis = pytest.importorskip("schemathesis")
-
 CASES: list[tuple[str, str, Any]] = [
     ("/v1/completions", "post", {"prompt": "Once", "max_tokens": 3}),
     ("/v1/completions", "post", {"prompt": ["Once", "The"], "n": 2, "logprobs": 2, "echo": True, "max_tokens": 3}),
@@ -99,6 +97,7 @@ OTHERS = ("/v1/messages", "/v1/responses", "/api/generate", "/api/chat", "/api/s
 def test_schemathesis_finds_no_server_error(server: RunningServer, path: str) -> None:
     """A bounded run of requests made from the document, good ones and bad ones."""
     import hypothesis
+    import schemathesis
 
     schema = schemathesis.openapi.from_dict(document(server))
     operation = next(item.ok() for item in schema.get_all_operations() if item.ok().path == path)

@@ -61,6 +61,7 @@ def test_response_format_json_schema(client: openai.OpenAI) -> None:
     jsonschema.validate(json.loads(text), SCHEMA)
 
 
+@pytest.mark.full
 def test_response_format_json_object(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model="tiny", messages=MESSAGES, response_format={"type": "json_object"}, max_tokens=200, temperature=0

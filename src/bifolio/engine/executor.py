@@ -64,6 +64,7 @@ class ModelRunner:
             config.head_dim,
             cache.dtype,
             cache.poison_free_blocks,
+            config.mla is not None,
         )
         return cls(prepare(model.weights, kernels, on_load), kernels, kernels.new_storage(layout))
 

@@ -39,6 +39,7 @@ class CacheLayout:
     head_dim: int
     dtype: KVDtype = "f32"
     poison: bool = False  # blocks start as NaN, so that reads of unwritten entries are detected
+    shared_values: bool = False  # values are the keys: attention over cached latents stores one row for both
 
     def __post_init__(self) -> None:
         if min(self.num_layers, self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim) < 1:
@@ -50,7 +51,7 @@ class CacheLayout:
     def bytes_per_token(self) -> int:
         """Bytes that one token takes in all layers, keys and values together."""
         head = q8_row_bytes(self.head_dim) if self.dtype == "q8_0" else self.head_dim * _BYTES[self.dtype]
-        return 2 * self.num_layers * self.num_kv_heads * head
+        return (1 if self.shared_values else 2) * self.num_layers * self.num_kv_heads * head
 
     @property
     def bytes_per_block(self) -> int:
@@ -84,7 +85,9 @@ class KVStorage:
         width = q8_row_bytes(self.head_dim) if self.dtype == "q8_0" else self.head_dim
         shape = (self.num_blocks, self.num_kv_heads, self.block_size, width)
         self.keys: list[Array] = [self._allocate(shape) for _ in range(self.num_layers)]
-        self.values: list[Array] = [self._allocate(shape) for _ in range(self.num_layers)]
+        self.values: list[Array] = (
+            self.keys if layout.shared_values else [self._allocate(shape) for _ in range(self.num_layers)]
+        )
         if layout.poison:
             self.poison_blocks(range(1, self.num_blocks))
 
@@ -99,11 +102,12 @@ class KVStorage:
         """Store one layer's keys and values of t tokens.
 
         index: i64[t], block_id * block_size + offset. keys, values: [t, num_kv_heads, head_dim]. Entries of block 0
-        are for padding and never read. For a repeated index either value may be stored.
+        are for padding and never read. For a repeated index either value may be stored. Shared values are not stored.
         """
         blocks, offsets = index // self.block_size, index % self.block_size
         self.keys[layer][blocks, :, offsets] = self._encode(keys)
-        self.values[layer][blocks, :, offsets] = self._encode(values)
+        if not self.layout.shared_values:
+            self.values[layer][blocks, :, offsets] = self._encode(values)
 
     def gather(self, layer: int, block_ids: Sequence[int], length: int) -> tuple[Array, Array]:
         """Contiguous copies [length, num_kv_heads, head_dim] of keys and values; f32 from numpy, else as stored."""
@@ -115,7 +119,7 @@ class KVStorage:
         if not pairs:
             return
         sources, destinations = self.indices(src for src, _ in pairs), self.indices(dst for _, dst in pairs)
-        for array in (*self.keys, *self.values):
+        for array in self._arrays():
             array[destinations] = array[sources]  # the right side is a copy: sources are read first
 
     def poison_blocks(self, block_ids: Iterable[int]) -> None:
@@ -124,10 +128,13 @@ class KVStorage:
         nan: Any = BF16_NAN if self.backend == "numpy" and self.dtype == "bf16" else float("nan")
         if self.dtype == "q8_0":
             nan = Q8_POISON
-        for array in (*self.keys, *self.values):
+        for array in self._arrays():
             array[targets] = nan
 
     # -- internal ----------------------------------------------------------------------------------------------------
+
+    def _arrays(self) -> list[Array]:
+        return self.keys if self.layout.shared_values else [*self.keys, *self.values]
 
     def _allocate(self, shape: tuple[int, ...]) -> Array:
         if self.backend == "numpy":
