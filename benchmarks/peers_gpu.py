@@ -72,6 +72,7 @@ def write_folder(root: Path, name: str) -> Path:
         "model_type": "qwen3" if is_qwen else "llama", "num_key_value_heads": 8, "attention_bias": False,
         "max_position_embeddings": 40960 if is_qwen else 131072, "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16",
         "bos_token_id": 0, "eos_token_id": 1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape["rope_theta"]},
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     Tokenizer(models.WordLevel({f"w{i}": i for i in range(shape["vocab_size"])}, unk_token="w0")).save(
@@ -199,14 +200,16 @@ def run_child(library: str, arguments: argparse.Namespace, folder: Path) -> dict
         "--rows",
         ",".join(arguments.rows),
     ]
-    command += ["--passes", str(arguments.passes), "--options", arguments.options if library == "bifolio" else "{}"]
+    options = arguments.options if library == "bifolio" else arguments.peer_options
+    command += ["--passes", str(arguments.passes), "--options", options]
     if library == "vllm" and arguments.peer_env:
         quoted = " ".join(f"'{part}'" for part in ["python3", *command[1:]])
         command = ["bash", "-c", f". {arguments.peer_env} && exec {quoted}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=arguments.timeout, check=False)
     lines = [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if not lines:
-        print(f"{library} did not run:\n{done.stderr[-1500:]}", file=sys.stderr)
+        causes = [line for line in (done.stdout + done.stderr).splitlines() if "Error" in line]
+        print(f"{library} did not run:", *causes[:12], done.stderr[-1500:], sep="\n", file=sys.stderr)
     return {line["row"]: line["values"] for line in lines}
 
 
@@ -263,7 +266,6 @@ def plot(result: dict[str, Any], target: str) -> None:
     axes.invert_yaxis()
     axes.axvline(1.0, color="#c46210")
     axes.set_xlabel("speed of bifolio / speed of vLLM, one machine, in turns")
-    figure.tight_layout()
     figure.savefig(target)
 
 
@@ -275,6 +277,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--passes", type=int, default=2)
     parser.add_argument("--options", default="{}", help="further arguments of bifolio.LLM as JSON")
+    parser.add_argument("--peer-options", default="{}", help="further arguments of vllm.LLM as JSON")
     parser.add_argument("--models", default=str(Path(tempfile.gettempdir()) / "peers-gpu"))
     parser.add_argument("--peer-env", help="a shell file that makes `import vllm` work")
     parser.add_argument("--timeout", type=float, default=900.0)

@@ -4,12 +4,13 @@
     pytest             quick and full tests: everything that a change must pass
     pytest -m slow     long checks that are run by hand
 
-A test is quick by itself. One that takes half a second or more, starts processes or servers of its own, or searches at
-random is marked `@pytest.mark.full`.
+A test is quick by itself. One that takes half a second or more, starts processes or servers of its own, compares with
+transformers (seconds to import) or searches at random is marked `@pytest.mark.full`.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from bifolio.kernels.interface import KernelSet
 
 
-EXPENSIVE_FIXTURES = {"models_dir"}  # real models
+EXPENSIVE_FIXTURES = {"models_dir", "device"}  # real models, a GPU
 os.environ.setdefault("BIFOLIO_CONFIG", os.devnull)  # options of the user's own configuration do not count here
 if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores: torch and numpy must not start a thread on each
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -44,6 +45,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         is_long = fixtures & EXPENSIVE_FIXTURES or any(item.iter_markers("full")) or any(item.iter_markers("slow"))
         if not is_long:
             item.add_marker("quick")
+
+
+def pytest_collection_finish() -> None:
+    """Keep the modules of all tests out of garbage collections: they live as long as the process."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parents[1] / "src" / "bifolio"
+from syntax_trees import PACKAGE, nodes, source_trees
+
 LAYERS = (
     ("",),  # modules of the top level
     ("quant",),
@@ -48,15 +49,24 @@ def package_of(module: str) -> str:
 
 def imported_modules(source: str, path: str) -> Iterator[str]:
     """Every module of bifolio that a file imports or names; `path` is relative to the package."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "bifolio")
-        elif isinstance(node, ast.ImportFrom):
-            base = absolute_base(node, path)
-            if base.split(".")[0] == "bifolio":
-                yield from (imported_from(base, alias.name) for alias in node.names)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and MODULE_NAME.fullmatch(node.value):
-            yield node.value.rstrip(".")  # whole names, and the beginning of f"bifolio.cli.{verb}"
+    return modules_in(ast.parse(source), path)
+
+
+def modules_in(tree: ast.Module, path: str) -> Iterator[str]:
+    for node in nodes(tree, ast.Import, ast.ImportFrom, ast.Constant):
+        yield from modules_of(node, path)
+
+
+def modules_of(node: ast.Import | ast.ImportFrom | ast.Constant, path: str) -> Iterator[str]:
+    """Every module of bifolio that a statement imports or a constant names."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "bifolio")
+    elif isinstance(node, ast.ImportFrom):
+        base = absolute_base(node, path)
+        if base.split(".")[0] == "bifolio":
+            yield from (imported_from(base, alias.name) for alias in node.names)
+    elif isinstance(node.value, str) and MODULE_NAME.fullmatch(node.value):
+        yield node.value.rstrip(".")  # whole names, and the beginning of f"bifolio.cli.{verb}"
 
 
 def absolute_base(node: ast.ImportFrom, path: str) -> str:
@@ -81,8 +91,7 @@ def imported_from(base: str, name: str) -> str:
 @cache
 def imports() -> list[tuple[str, set[str]]]:
     """(path relative to the package, imported modules) of every file."""
-    paths = [path.relative_to(PACKAGE).as_posix() for path in sorted(PACKAGE.rglob("*.py"))]
-    return [(path, set(imported_modules((PACKAGE / path).read_text(encoding="utf-8"), path))) for path in paths]
+    return [(path, set(modules_in(tree, path))) for path, tree in source_trees().items()]
 
 
 def layer_of(path: str) -> str:

@@ -70,6 +70,7 @@ def test_importing_the_package_costs_next_to_nothing() -> None:
     assert done.stdout == "[]\n"
 
 
+@pytest.mark.full
 def test_the_offline_api_runs_on_the_reference_without_torch(tmp_path: Path) -> None:
     folder = tiny_folder(tmp_path / "m", tokenizer=True)
     code = """

@@ -12,24 +12,16 @@ import ast
 import re
 from collections.abc import Callable, Iterator
 from functools import cache
-from pathlib import Path
 
 import pytest
 
-from test_import_order import imported_modules
+from syntax_trees import PACKAGE, nodes, source_trees
+from test_import_order import modules_of
 
-PACKAGE = Path(__file__).resolve().parents[1] / "src" / "bifolio"
 KERNEL_SET_CLASS = re.compile(r"\b(KernelSet|[A-Z]\w*Kernels)\b")  # KernelSet, NativeKernels, TritonKernels, ...
 KERNEL_SET_NAME = re.compile(r"\w*kernels|kernel_set")  # how variables and attributes for kernel sets are called
 PUBLIC_KERNEL_MODULES = {"cpu", "interface", "logit_edits", "select", "storage", "torch_dtypes", "weights"}
 REFLECTION = {"getattr", "hasattr", "setattr", "delattr"}
-
-
-@cache
-def trees() -> dict[str, ast.Module]:
-    """The syntax tree of every file, by its path in the package."""
-    paths = sorted(PACKAGE.rglob("*.py"))
-    return {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text(encoding="utf-8")) for path in paths}
 
 
 def last_name(node: ast.expr) -> str:
@@ -39,18 +31,15 @@ def last_name(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
+@cache
 def kernel_set_names(tree: ast.AST) -> set[str]:
     """Names and attributes that are annotated with a kernel set, or assigned from such a name."""
-    names = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.arg) and is_kernel_set(node.annotation):
-            names.add(node.arg)
-        elif isinstance(node, ast.AnnAssign) and is_kernel_set(node.annotation):
-            names.add(last_name(node.target))
-        elif isinstance(node, ast.ClassDef) and KERNEL_SET_CLASS.fullmatch(node.name):
-            names.add("self")
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and last_name(node.value) in names - {"self"}:
+    names = {argument.arg for argument in nodes(tree, ast.arg) if is_kernel_set(argument.annotation)}
+    names |= {last_name(node.target) for node in nodes(tree, ast.AnnAssign) if is_kernel_set(node.annotation)}
+    if any(KERNEL_SET_CLASS.fullmatch(node.name) for node in nodes(tree, ast.ClassDef)):
+        names.add("self")
+    for node in nodes(tree, ast.Assign):
+        if last_name(node.value) in names - {"self"}:
             names |= {last_name(target) for target in node.targets}
     return names - {""}
 
@@ -66,8 +55,8 @@ def is_kernel_set(annotation: ast.expr | None) -> bool:
 def reflections(tree: ast.Module) -> Iterator[int]:
     """Lines that call `getattr` or its relatives on a kernel set."""
     names = kernel_set_names(tree)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and last_name(node.func) in REFLECTION and node.args:
+    for node in nodes(tree, ast.Call):
+        if last_name(node.func) in REFLECTION and node.args:
             name = last_name(node.args[0])
             if name in names or KERNEL_SET_NAME.fullmatch(name):
                 yield node.lineno
@@ -76,7 +65,7 @@ def reflections(tree: ast.Module) -> Iterator[int]:
 def name_tests(tree: ast.Module) -> Iterator[int]:
     """Lines that compare the name of a kernel set, or match on it."""
     names = kernel_set_names(tree)
-    for node in ast.walk(tree):
+    for node in nodes(tree, ast.Compare, ast.Match, ast.Call):
         compared: list[ast.expr] = []
         if isinstance(node, ast.Compare):
             compared = [node.left, *node.comparators]
@@ -93,30 +82,29 @@ def name_tests(tree: ast.Module) -> Iterator[int]:
 
 def segment_constructions(tree: ast.Module) -> Iterator[int]:
     """Lines that construct an `AttentionSegment`."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and last_name(node.func) == "AttentionSegment":
+    for node in nodes(tree, ast.Call):
+        if last_name(node.func) == "AttentionSegment":
             yield node.lineno
 
 
 def progress_assignments(tree: ast.Module) -> Iterator[int]:
     """Lines that assign `num_computed` of an object."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr == "num_computed" and isinstance(node.ctx, ast.Store):
+    for node in nodes(tree, ast.Attribute):
+        if node.attr == "num_computed" and isinstance(node.ctx, ast.Store):
             yield node.lineno
-        elif isinstance(node, ast.Call) and last_name(node.func) in {"setattr", "__setattr__"}:
+    for node in nodes(tree, ast.Call):
+        if last_name(node.func) in {"setattr", "__setattr__"}:
             names = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
             yield from [node.lineno] * ("num_computed" in names)
 
 
 def private_kernel_imports(tree: ast.Module) -> Iterator[int]:
     """Lines that import a module of a kernel set (`kernels.native.library`), or name it in a string."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import | ast.ImportFrom | ast.Constant):
-            statement = ast.unparse(node)
-            for module in imported_modules(statement, "engine/engine.py"):
-                package, _, rest = module.partition("bifolio.kernels")
-                if not package and rest.startswith(".") and rest.split(".")[1] not in PUBLIC_KERNEL_MODULES:
-                    yield node.lineno
+    for node in nodes(tree, ast.Import, ast.ImportFrom, ast.Constant):
+        for module in modules_of(node, "engine/engine.py"):
+            package, _, rest = module.partition("bifolio.kernels")
+            if not package and rest.startswith(".") and rest.split(".")[1] not in PUBLIC_KERNEL_MODULES:
+                yield node.lineno
 
 
 Rule = Callable[[ast.Module], Iterator[int]]
@@ -124,7 +112,7 @@ Rule = Callable[[ast.Module], Iterator[int]]
 
 def places(rule: Rule) -> dict[str, list[int]]:
     """The lines that a rule finds, by file."""
-    found = {path: list(rule(tree)) for path, tree in trees().items()}
+    found = {path: list(rule(tree)) for path, tree in source_trees().items()}
     return {path: lines for path, lines in found.items() if lines}
 
 

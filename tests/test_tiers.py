@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,18 +11,31 @@ import pytest
 
 HERE = Path(__file__).parent
 PACKAGES = ("api", "cache", "cli", "engine", "kernels", "model", "quant", "sampling", "schedule", "serve", "text")
+SLOW_TO_IMPORT = ("transformers", "scipy.stats", "schemathesis", "matplotlib.pyplot")
+COLLECT = f"""
+import json, sys, pytest
 
+class Tiers:
+    def pytest_collection_finish(self, session):
+        imported = [name for name in {SLOW_TO_IMPORT} if name in sys.modules]
+        names = {{item.nodeid: [mark.name for mark in item.iter_markers()] for item in session.items}}
+        sys.stderr.write(json.dumps([names, imported]))
 
-def collected(*options: str) -> list[str]:
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *options, str(HERE)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=HERE.parent, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [line.removeprefix("tests/") for line in done.stdout.splitlines() if "::" in line]
+sys.exit(pytest.main(["--collect-only", "-q", "-m", "", sys.argv[1]], plugins=[Tiers()]))
+"""
 
 
 @pytest.mark.full
 def test_tiers() -> None:
-    quick, whole = collected("-m", "quick", "-o", "addopts="), collected("-o", "addopts=", "-m", "not slow")
+    """One collection of all tests with their marks, which leaves out modules that take long to import."""
+    done = subprocess.run(
+        [sys.executable, "-c", COLLECT, str(HERE)], capture_output=True, text=True, cwd=HERE.parent, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    marks, imported = json.loads(done.stderr.splitlines()[-1])
+    marks = {name.removeprefix("tests/"): tiers for name, tiers in marks.items()}
+    quick = [name for name, tiers in marks.items() if "quick" in tiers]
+    whole = [name for name, tiers in marks.items() if "slow" not in tiers]
     assert set(quick) < set(whole)
     for package in PACKAGES:
         assert sum(name.startswith(package + "/") for name in quick) >= 10, package
@@ -29,3 +43,4 @@ def test_tiers() -> None:
     assert not any("test_file_fuzz" in name for name in quick)
     assert not any("test_native_selftest" in name for name in whole)  # minutes of compilation
     assert not any("TestCacheMachine" in name for name in quick)
+    assert imported == []

@@ -64,6 +64,7 @@ def test_backward_compatibility_snippet() -> None:
 # -- against transformers ------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_prefill_equals_transformers(pair: tuple[Any, LanguageModel, Path]) -> None:
     theirs, ours, _ = pair
     idx = torch.randint(0, 97, (3, 21), generator=torch.Generator().manual_seed(5))
@@ -86,6 +87,7 @@ def test_64_greedy_tokens_equal_transformers(pair: tuple[Any, LanguageModel, Pat
     assert torch.equal(ours.decode(idx, 64, temperature=0.0), expected)
 
 
+@pytest.mark.full
 def test_state_dict_has_the_names_and_shapes_of_transformers(pair: tuple[Any, LanguageModel, Path]) -> None:
     theirs, ours, _ = pair
     assert {n: p.shape for n, p in ours.state_dict().items()} == {n: p.shape for n, p in theirs.state_dict().items()}
@@ -120,6 +122,7 @@ def test_saved_folder_is_read_by_transformers(pair: tuple[Any, LanguageModel, Pa
         assert torch.allclose(ours.prefill(idx)[0], again(idx).logits, atol=1e-4, rtol=0)
 
 
+@pytest.mark.full
 def test_config_export_reads_back_to_the_same_network(pair: tuple[Any, LanguageModel, Path]) -> None:
     _, ours, _ = pair
     config = config_from_hf(config_to_hf(ours.config))

@@ -109,6 +109,20 @@ class CacheMachine(RuleBasedStateMachine):
         self._go_on(rng)
 
     @rule(seed=seeds)
+    def write_other_tokens(self, seed: int) -> None:
+        """Cut a sequence, write over its blocks, and open its former tokens again: those blocks must not be found."""
+        rng = random.Random(seed)
+        sequence_id = self._pick(rng)
+        model = self.active[sequence_id]
+        if not model.written or len(self.active) >= MAX_SEQUENCES:
+            return
+        former = Modelled([*model.tokens[: model.written], 1], model.salt)
+        self._cut(rng, sequence_id, rng.randrange(model.written))
+        self._step(rng, with_events=False)
+        self._open(self._new_id(), former)
+        self._go_on(rng)
+
+    @rule(seed=seeds)
     def finish(self, seed: int) -> None:
         rng = random.Random(seed)
         self._release(self._pick(rng))

@@ -138,6 +138,7 @@ def test_impossible_storages_are_refused() -> None:
         kv_storage(1, 4, 4, 1, 1, device="cuda")
 
 
+@pytest.mark.full
 def test_the_cache_does_not_import_torch() -> None:
     code = "import sys, bifolio.cache as c; c.KVStorage(c.CacheLayout(1, 2, 4, 1, 1)); print('torch' in sys.modules)"
     environment = {"PYTHONPATH": ":".join(sys.path)}

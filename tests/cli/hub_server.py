@@ -28,7 +28,7 @@ def local_hub() -> Iterator[Hub]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     hub = Hub(f"http://127.0.0.1:{server.server_port}")
     server.hub = hub  # type: ignore[attr-defined]
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)  # seconds between its polls
     thread.start()
     try:
         yield hub

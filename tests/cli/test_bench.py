@@ -80,6 +80,7 @@ def test_trace_compared_with_static_batching(trace_file: Path, tmp_path: Path) -
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.full
 def test_a_comparison_sends_all_requests_at_once_unless_told(trace_file: Path) -> None:
     assert run_json("trace", str(trace_file), "--compare", "static")["speed"] == 0.0
     assert run_json("trace", str(trace_file), "--compare", "static", "--speed", "100")["speed"] == 100.0
@@ -91,6 +92,7 @@ def test_trace_prints_the_ratio(trace_file: Path) -> None:
     assert "throughput of continuous over static padded:" in printed
 
 
+@pytest.mark.full
 def test_wrong_settings_are_refused_before_anything_runs(trace_file: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not a folder"):
         run("trace", str(trace_file), "--plot", str(tmp_path / "absent" / "out.png"))

@@ -101,6 +101,7 @@ def long_conversation(folder: Path, policy: str, turns: int = 10) -> Conversatio
     return conversation
 
 
+@pytest.mark.full
 def test_ten_turns_beyond_the_context_drop_the_oldest_and_say_so(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -117,6 +118,7 @@ def test_ten_turns_beyond_the_context_drop_the_oldest_and_say_so(
     assert len(conversation.llm.chat_tokens(context)) < 128
 
 
+@pytest.mark.full
 def test_a_full_context_can_be_summarised(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     conversation = long_conversation(folder, "summarise")
     assert len(conversation.messages) == 21

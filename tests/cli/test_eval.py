@@ -68,6 +68,7 @@ def test_the_value_of_transformers(folder: Path, text: Path) -> None:
     assert (record["tokens"], record["window"]) == (count, WINDOW)
 
 
+@pytest.mark.full
 def test_a_trained_model_and_its_beginning_of_text(text: Path, tmp_path: Path) -> None:
     """`stories` begins every window with its separator; compressed text is the same text."""
     (tmp_path / "text.xz").write_bytes(lzma.compress(TEXT.encode()))

@@ -131,6 +131,7 @@ def test_json_has_the_text_and_its_tokens(folder: Path) -> None:
     assert len(output["token_ids"]) <= 12
 
 
+@pytest.mark.full
 def test_lines_of_messages_and_the_default_length(tmp_path: Path) -> None:
     folder = tiny_folder(tmp_path / "m", tokenizer=True, chat_template="{{ messages[-1].content }}")
     source = tmp_path / "in.jsonl"

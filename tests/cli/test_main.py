@@ -26,6 +26,7 @@ def test_only_the_wanted_verb_is_loaded() -> None:
         assert wanted_verbs(arguments) == VERBS
 
 
+@pytest.mark.full
 def test_the_package_can_be_run() -> None:
     result = command("--version")
     assert (result.returncode, result.stdout) == (0, f"bifolio {__version__}\n")
@@ -34,12 +35,14 @@ def test_the_package_can_be_run() -> None:
         assert verb in everything
 
 
+@pytest.mark.full
 def test_an_unknown_verb_is_refused() -> None:
     result = command("sing")
     assert result.returncode == 2
     assert "sing" in result.stderr
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("verb", ["generate", "models"])
 def test_a_verb_does_not_load_what_others_need(verb: str) -> None:
     heavy = ("torch", "gguf", "matplotlib", "starlette", "transformers", "huggingface_hub", "rich.console")

@@ -2,7 +2,7 @@
 
 A comment before a block says how it is run where that is not simply "as it stands":
 
-    <!-- run: full -->                               takes more than a few seconds: not in the quick tier
+    <!-- run: full -->                               takes more than half a second: not in the quick tier
     <!-- run: needs-gpu -->                          without a GPU every command ends with one sentence that says so
     <!-- run: add "--steps 2" to "bifolio train" --> options that make the commands with this beginning short
     <!-- run: beside "bifolio serve" -->             a server runs meanwhile
@@ -101,6 +101,11 @@ class Block:
         if self.language in NO_CODE:
             return "none"
         return "shell" if not self.language and begins_with_command(self.text) else "unknown"
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether the quick tier runs it: short commands; Python blocks and `--help` of scripts load many modules."""
+        return not self.marker.full and self.kind == "shell" and self.marker.help_only is None
 
 
 def begins_with_command(text: str) -> bool:

@@ -23,7 +23,7 @@ def has_gpu() -> bool:
 
 @pytest.mark.parametrize(
     "block",
-    [pytest.param(block, id=block.name, marks=[pytest.mark.full] if block.marker.full else []) for block in CODE],
+    [pytest.param(block, id=block.name, marks=[] if block.is_quick else [pytest.mark.full]) for block in CODE],
 )
 def test_block(block: Block, tmp_path: Path) -> None:
     Runner(tmp_path).run(block, block.marker.needs_gpu and has_gpu())

@@ -137,6 +137,7 @@ def test_weights_and_steps_that_do_not_fit_are_refused(monkeypatch: pytest.Monke
         measure_step(tiny_loaded(), kernels, engine_config(), Counter(0, 0))
 
 
+@pytest.mark.full
 def test_an_engine_on_a_gpu_is_built_by_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that is none: weights are moved once, a step is tried, and the cache is what the plan says."""
     torch_reference = pytest.importorskip("bifolio.kernels.torch_reference")

@@ -76,6 +76,7 @@ def test_prompt_logprobs_survive_preemption() -> None:
         check(request, prompt, expected("mistral", prompt), 2)
 
 
+@pytest.mark.full
 def test_a_prompt_of_one_token_has_nothing_to_score() -> None:
     engine = make_engine(load_folder(tiny_model("gpt2")[1]))
     request = engine.add_request("r", [5], SamplingParams(max_tokens=0, prompt_logprobs=0))

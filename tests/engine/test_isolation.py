@@ -63,6 +63,7 @@ def drain(engine: InferenceEngine, limit: int = 2000) -> list[Any]:
     raise AssertionError("stuck")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("culprits", [[0], [6], [2, 3], [0, 3, 6]])
 def test_only_those_at_fault_fail(culprits: list[int]) -> None:
     engine = make_engine()
@@ -111,6 +112,7 @@ def test_a_failure_in_the_middle_of_decoding_keeps_what_was_generated() -> None:
     check(engine, requests, inputs, [1])
 
 
+@pytest.mark.full
 def test_requests_that_arrive_during_a_trial_wait_and_finish() -> None:
     engine = make_engine()
     break_engine(engine, has_poison)

@@ -97,6 +97,7 @@ def test_a_prompt_is_launched_while_a_step_runs() -> None:
     drain(engine)
 
 
+@pytest.mark.full
 def test_only_slots_that_read_token_values_sit_out() -> None:
     """Beside a penalised request, which waits for each token, the others run in every step."""
     engine = ahead()

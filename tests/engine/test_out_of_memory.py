@@ -79,6 +79,7 @@ def test_what_counts_as_out_of_memory() -> None:
     assert not is_out_of_memory(ValueError("out of memory"))
 
 
+@pytest.mark.full
 def test_large_steps_become_small_ones() -> None:
     engine = make_engine(chunk_size=64)
     full = restrict(engine, lambda batch: batch.num_tokens > 24)
@@ -87,6 +88,7 @@ def test_large_steps_become_small_ones() -> None:
     assert full.largest > 16
 
 
+@pytest.mark.full
 def test_fewer_sequences_run_where_many_do_not_fit() -> None:
     engine = make_engine()
     full = restrict(engine, lambda batch: sum(segment.num_sequences for segment in batch.segments) > 3)

@@ -14,6 +14,7 @@ from helpers import drain, make_engine, output_ids, random_prompt, tiny_folder
 PLAIN = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("caching", [True, False])
 def test_preempted_beams_come_back_without_a_prefix_cache(caching: bool) -> None:
     """Beams that come back share their computed beginnings, so the blocks that admission counted suffice."""

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from bifolio import LLM, SamplingParams, SpeculativeConfig
 from bifolio.api.outputs import RequestOutput
@@ -123,6 +122,8 @@ def check_distribution(temperature: float, length: int, draws: int) -> None:
 
     There is room for a whole draft: the first pass verifies `length` guesses at once.
     """
+    from scipy import stats  # two seconds, so not at the top
+
     target, draft = folder(vocab_size=8), folder(seed=3, vocab_size=8)
     config = SpeculativeConfig("draft", draft_model=str(draft), adaptive=False, length=length)
     llm = LLM(target, device="cpu", speculative=config, num_blocks=4000, block_size=4, max_model_len=24,

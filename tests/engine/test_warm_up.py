@@ -13,6 +13,7 @@ from helpers import drain, make_engine, output_ids
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
 
+@pytest.mark.full
 def test_warm_up_runs_every_kind_of_step_and_leaves_nothing() -> None:
     engine = make_engine(max_num_seqs=4)
     kinds: list[tuple[bool, bool]] = []
@@ -40,6 +41,7 @@ def test_warm_up_runs_every_kind_of_step_and_leaves_nothing() -> None:
     assert results[0] == results[1]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("limits", [{"max_model_len": 40}, {"max_model_len": 8}, {"max_waiting": 1, "max_num_seqs": 2}])
 def test_warm_up_keeps_to_the_limits_of_the_engine(limits: dict[str, int]) -> None:
     """Prompts are cut to the model's length; a short queue takes one request after the other."""

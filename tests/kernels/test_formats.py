@@ -68,6 +68,7 @@ def test_formats_survive_loading(k_quants: Path) -> None:
     assert not weights.embedding.data.flags.owndata  # a view of the file
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", cpu_kernel_names())
 def test_preparing_a_file_equals_preparing_what_it_converts_to(name: str, k_quants: Path) -> None:
     kernels = make_kernels(name)
@@ -77,6 +78,7 @@ def test_preparing_a_file_equals_preparing_what_it_converts_to(name: str, k_quan
     assert np.array_equal(logits(weights, k_quants, kernels), expected)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", cpu_kernel_names())
 def test_all_sets_agree_on_a_file_of_k_quants(name: str, k_quants: Path) -> None:
     """The reference multiplies with floats; the native set rounds activations to bytes."""

@@ -53,10 +53,12 @@ def chosen(**variables: str) -> list[str]:
     return run(code, **variables).stdout.split()
 
 
+@pytest.mark.full
 def test_the_best_instruction_set_is_used() -> None:
     assert chosen() == [native.available_isas()[0], *native.available_isas()]
 
 
+@pytest.mark.full
 def test_a_machine_without_the_best_takes_the_next() -> None:
     sets = native.available_isas()
     for missing in range(1, len(sets)):  # all but the generic one
@@ -64,6 +66,7 @@ def test_a_machine_without_the_best_takes_the_next() -> None:
     assert chosen(BIFOLIO_MASK_ISA=",".join([*sets, "mmx"])) == ["generic", "generic"]
 
 
+@pytest.mark.full
 def test_one_can_be_asked_for() -> None:
     assert chosen(BIFOLIO_ISA="generic")[0] == "generic"
 

@@ -143,6 +143,7 @@ def test_a_tree_of_prefixes(dtype: str) -> None:
     assert_the_same_bits(made, 4, 2, 32, None, "", (1, 2))
 
 
+@pytest.mark.full
 def test_units_that_walk_over_all_spans() -> None:
     """With so many rows there are units enough without cutting the context."""
     made = crowd([([1000 + i for i in range(90)], 800), ([700 + i for i in range(30)], 640)], 4, 16, "f16")

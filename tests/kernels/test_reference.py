@@ -220,6 +220,7 @@ def test_logits_are_capped_softly() -> None:
     assert np.abs(capped).max() <= 5
 
 
+@pytest.mark.full
 def test_gradients_flow_through_attention_on_torch_tensors() -> None:
     query, key, value = (torch.from_numpy(normal(4, 2, 8, seed=s)).double().requires_grad_() for s in range(3))
     assert torch.autograd.gradcheck(lambda q, k, v: causal_attention(q, k, v, 0.3, 3), (query, key, value))

@@ -99,6 +99,7 @@ HEADS = {"KV_HEADS": 8, "GROUP": 4, "DIM": 128, "DIM_BLOCK": 128, "BLOCK_SIZE": 
 HEADS["CAP"] = 0.0
 DECODE = {
     **HEADS, "HEADS": 32, "ROWS": 16, "STAGES": 4, "SHARED_ROWS": 0, "FIXED": 0, "JOINED": 16, "GROUP_BLOCK": 4,
+    "HAS_SINKS": False,
 }  # fmt: skip
 CUT = {"IS_SHARED": True, "TILE": 64, "FIXED": 0, "BLOCK": 256, "ITEMS": 256, "OTHERS": 32}
 PREFILL = {
@@ -124,7 +125,9 @@ CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
     "prefill": (prefill._prefill_kernel, PREFILL, 4),
     "prefill, deterministic": (prefill._prefill_kernel, {**PREFILL, "ROWS": 128, "FIXED": 1024}, 8),
     "one row": (
-        gemv._one_row_kernel, {**PRODUCT, "OUTPUTS": 4, "BLOCK": 1024, "STAGES": 1, "HAS_NORM": True}, 4,
+        gemv._one_row_kernel,
+        {**PRODUCT, "OUTPUTS": 4, "BLOCK": 1024, "STAGES": 1, "HAS_NORM": True},
+        4,
     ),
     "few rows": (gemm_small_m._few_rows_kernel, {**PRODUCT, **FEW, "SPLITS": 1}, 4),
     "few rows, split": (gemm_small_m._few_rows_kernel, {**PRODUCT, **FEW, "SPLITS": 4}, 4),

@@ -105,6 +105,7 @@ def test_replay_shares_prefixes_that_the_trace_shares() -> None:
     assert report.num_computed_prompt_tokens == 24 - 8
 
 
+@pytest.mark.full
 def test_replay_counts_preemptions_of_a_small_pool() -> None:
     requests = [TraceRequest(0.0, 8, 40) for _ in range(4)]
     engine = make_engine(num_blocks=24, max_num_seqs=4)
@@ -140,6 +141,7 @@ def test_real_traces_are_read(data_dir: Path) -> None:
     assert mooncake[0].hash_ids == tuple(range(14))
 
 
+@pytest.mark.full
 def test_azure_trace_fills_blocks_and_runs_many_at_once(data_dir: Path) -> None:
     """A pool so small that requests are preempted, and still nearly every slot of an allocated block is filled."""
     requests, _ = scaled(read_trace(data_dir / "traces" / "azure_conv.csv", 60), 0.125, 400)

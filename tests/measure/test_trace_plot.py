@@ -20,6 +20,7 @@ def report(name: str, utilisation: float, last: float | None = None) -> TraceRep
     return TraceReport(name, 10, 100, 1000, 10.0, 9.0, 100, 16, moments=moments)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("waste", "last"), [(4.0, None), (4.0, 0.01), (40.0, None)])
 def test_the_scale_of_waste_fits_the_waste(waste: float, last: float | None) -> None:
     axes = new_figure(4, 3).add_subplot()

@@ -31,6 +31,7 @@ from helpers import (
 )
 
 NewKernels = Callable[[], KernelSet]
+pytestmark = pytest.mark.full  # transformers is slow to import
 LENGTH = 13
 TOLERANCE = 1e-4  # absolute, on logits of several units, in f32
 
@@ -71,7 +72,6 @@ def test_decode_token_by_token_gives_transformers_logits(pair: tuple[Any, Path],
     assert worst(np.concatenate([prefilled, decoded]), theirs) < TOLERANCE
 
 
-@pytest.mark.full
 def test_the_same_64_greedy_tokens_as_transformers(pair: tuple[Any, Path], new_kernels: NewKernels) -> None:
     model, folder = pair
     prompts = [random_prompt(length, seed=length) for length in (LENGTH, 1, 17)]
@@ -108,7 +108,6 @@ def odd_shapes() -> list[tuple[str, int, int, tuple[int, int]]]:
     return combinations
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(("family", "head_dim", "block_size", "heads"), odd_shapes())
 def test_odd_shapes(family: str, head_dim: int, block_size: int, heads: tuple[int, int]) -> None:
     model, folder = tiny_model(
@@ -224,7 +223,6 @@ def test_parameter_count_is_exact(pair: tuple[Any, Path]) -> None:
     assert load_folder(folder).config.num_parameters == sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.full
 def test_an_engine_runs_every_architecture_on_one_poisoned_cache(pair: tuple[Any, Path]) -> None:
     """Mixed steps of both phases, prefix hits and preemptions: the tokens stay those of transformers."""
     model, folder = pair

@@ -111,6 +111,7 @@ def test_stories_beats_the_ngrams_on_new_text() -> None:
     assert draft_loss == pytest.approx(card_number("stories-draft", r"loss \| ([\d.]+)"), abs=0.15)
 
 
+@pytest.mark.full
 def test_the_draft_agrees_with_stories() -> None:
     """Its most likely token at every position of texts that `stories` wrote greedily."""
     params = SamplingParams(temperature=0.0, max_tokens=64)

@@ -27,6 +27,7 @@ from bifolio.model.loader import load_model
 from bifolio.quant import QuantFormat
 from exotic_weights import k_quant_llama
 from helpers import tiny_folder
+from syntax_trees import nodes, source_trees
 
 SOURCES = Path(bifolio.__file__).parent
 PROMPT = [1, 5, 17, 42, 8, 3]
@@ -178,10 +179,10 @@ def compares_architectures(node: ast.AST) -> bool:
 
 def test_no_other_code_compares_architectures() -> None:
     found = [
-        f"{path.relative_to(SOURCES)}:{node.lineno}"  # type: ignore[attr-defined]
-        for path in sorted(SOURCES.rglob("*.py"))
-        if path.parent != SOURCES / "model" / "families"
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        f"{path}:{node.lineno}"
+        for path, tree in source_trees().items()
+        if not path.startswith("model/families/")
+        for node in nodes(tree, ast.Compare, ast.Match, ast.Subscript, ast.Call)
         if compares_architectures(node)
     ]
     assert found == []
@@ -199,13 +200,13 @@ def architecture_names() -> set[str]:
 def test_a_family_touches_no_other_file() -> None:
     """No string outside `model/families/` is the name of a family, of its folders or of its GGUF files."""
     names = architecture_names()
-    named_like_models = {SOURCES / "model" / "gguf" / "pretokenizers.py", SOURCES / "measure" / "gpu_models.py"}
+    named_like_models = {"model/gguf/pretokenizers.py", "measure/gpu_models.py"}
     found = [
-        f"{path.relative_to(SOURCES)}:{node.lineno}: {node.value}"
-        for path in sorted(SOURCES.rglob("*.py"))
-        if path.parent != SOURCES / "model" / "families" and path not in named_like_models
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in names
+        f"{path}:{node.lineno}: {node.value}"
+        for path, tree in source_trees().items()
+        if not path.startswith("model/families/") and path not in named_like_models
+        for node in nodes(tree, ast.Constant)
+        if isinstance(node.value, str) and node.value in names
     ]
     assert found == []
 

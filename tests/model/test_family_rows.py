@@ -33,6 +33,7 @@ from helpers import (
     transformers_logits,
 )
 
+pytestmark = pytest.mark.full  # transformers is slow to import
 LENGTH = 13
 TOLERANCE = 1e-4  # absolute, on logits of several units, in f32
 NewKernels = Callable[[], KernelSet]
@@ -73,7 +74,6 @@ def test_every_chunk_and_block_size(name: str, kernels: str) -> None:
         assert worst_chunks(loaded, theirs, range(1, LENGTH + 1), block_size, make_kernels(kernels)) < TOLERANCE
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("name", ROWS)
 def test_64_greedy_tokens_are_those_of_transformers(name: str) -> None:
     check_greedy_tokens(name, select_kernels("cpu", threads=1))

@@ -19,6 +19,7 @@ from bifolio.quant.formats import ENCODABLE_FORMATS
 from moe_models import MOE_ARCHITECTURES
 from tiny_models import ARCHITECTURES, tiny_transformers_model
 
+pytestmark = pytest.mark.full  # transformers is slow to import
 PROMPT = [1, 5, 17, 42, 8, 96, 33, 2, 71, 64, 11, 3]
 
 
@@ -61,7 +62,6 @@ def transformers_logits(folder: Path) -> np.ndarray:
         return model(torch.tensor([PROMPT])).logits[0].float().numpy()
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("name", [*ARCHITECTURES, "gemma3-plain", "linear", "yarn", "longrope"])
 def test_folder_to_gguf_and_back_keeps_the_logits(name: str, tmp_path: Path) -> None:
     folder = make_folder(name, tmp_path / "folder")

@@ -154,6 +154,7 @@ def test_the_undamaged_file_opens(tmp_path: Path) -> None:
     assert open_gguf(tmp_path / "two.gguf").version == 2
 
 
+@pytest.mark.full
 def test_every_truncation_of_a_file_is_refused(tmp_path: Path) -> None:
     whole = raw_file([NUMBER, entry(b"s", 9, struct.pack("<IQ", 8, 2) + text(b"a") + text(b"bc"))], [GOOD])
     for length in range(len(whole)):

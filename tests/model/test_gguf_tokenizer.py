@@ -85,6 +85,7 @@ def test_text_to_ids_to_text_is_the_identity_on_random_unicode(name: str, data_d
     assert wrong == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", VOCABULARIES)
 def test_native_code_encodes_and_decodes_like_the_tokenizers_package(name: str, data_dir: Path) -> None:
     native = tokenizer_from_gguf(open_gguf(data_dir / "vocab" / f"ggml-vocab-{name}.gguf"))

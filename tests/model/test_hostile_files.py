@@ -131,6 +131,7 @@ def test_prompts_are_neither_padded_nor_cut(tmp_path: Path, parts: dict[str, Any
     assert Tokenizer.from_file(tokenizer_with(tmp_path, **parts)).encode("Once upon a time") == expected
 
 
+@pytest.mark.full
 def test_a_catastrophic_pattern_refuses_a_text_and_no_more(tmp_path: Path) -> None:
     """The regex engine gives up with a panic of its Rust code, which is no Exception."""
     split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}

@@ -124,6 +124,7 @@ def test_inspecting_k_quants_needs_no_gguf_package(tmp_path: Path) -> None:
     assert "Q4_K" in done.stdout
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_views_are_the_tensors_of_the_network(name: str, tmp_path: Path) -> None:
     model = tiny_transformers_model(name)

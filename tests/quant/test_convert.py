@@ -138,6 +138,7 @@ def test_rows_and_products_of_any_format(name: str) -> None:
     assert np.array_equal(tensor.select_rows(rows).dequantize(), whole[rows])
 
 
+@pytest.mark.full
 def test_names_and_sizes_need_no_gguf_package() -> None:
     code = (
         "import sys; from bifolio.quant import QuantFormat; from bifolio.quant.formats import decode_blocks\n"

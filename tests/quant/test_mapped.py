@@ -26,6 +26,7 @@ def test_only_read_only_views_of_a_file_are_mapped(tmp_path: Path) -> None:
     assert mapping_of(data.copy()) is None
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_released_pages_leave_memory_and_come_back(tmp_path: Path) -> None:
     content = np.random.default_rng(0).integers(0, 256, 32 << 20, dtype=np.uint8)

@@ -52,6 +52,7 @@ def finished_texts(outputs: list[RequestOutput], least: int) -> list[str]:
     return texts
 
 
+@pytest.mark.full
 def test_a_schema_holds() -> None:
     for text in finished_texts(run(Grammar.json_schema(PERSON), 16), 14):
         jsonschema.validate(json.loads(text), PERSON)
@@ -126,6 +127,7 @@ def test_beams_obey_the_grammar() -> None:
         jsonschema.validate(json.loads(text), PERSON)
 
 
+@pytest.mark.full
 def test_speculation_changes_nothing() -> None:
     grammar = Grammar.json_schema({"type": "array", "items": {"enum": ["ab", "abab"]}, "minItems": 8, "maxItems": 12})
     params = SamplingParams(grammar=grammar, max_tokens=150, seed=1)
@@ -138,6 +140,7 @@ def test_speculation_changes_nothing() -> None:
     assert guessing.engine.stats().num_decode_tokens  # it ran
 
 
+@pytest.mark.full
 def test_preemption_changes_nothing() -> None:
     """A pool so small that requests lose their blocks and are recomputed."""
     params = SamplingParams(grammar=Grammar.json_schema(PERSON), max_tokens=100, seed=4)

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import scipy.stats
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sampling_helpers import CROWD, EOS, VOCAB, crowd, make_sampler, random_logits
@@ -46,6 +45,8 @@ torch = pytest.importorskip("torch")
 @pytest.mark.parametrize("vary", ["seed", "position"])
 def test_drawn_frequencies(options: dict[str, Any], vary: str) -> None:
     """Chi-square of 20,000 draws against the distribution that `probabilities` claims (shown right elsewhere)."""
+    from scipy import stats  # two seconds, so not at the top
+
     draws, vocab = 20_000, 30
     logits = random_logits(1, vocab, seed=3, scale=1.5)
     sampler = make_sampler([SamplingParams(**options)], vocab, [[1, 2, 3]], [[4, 5, 4]])
@@ -63,18 +64,21 @@ def test_drawn_frequencies(options: dict[str, Any], vary: str) -> None:
     wanted = np.append(expected[possible], expected[~possible].sum()) * draws
     if wanted[-1] < 1:
         observed, wanted = observed[:-1], wanted[:-1]
-    result = scipy.stats.chisquare(observed, wanted * (observed.sum() / wanted.sum()))
+    result = stats.chisquare(observed, wanted * (observed.sum() / wanted.sum()))
     assert result.pvalue > 1e-4
 
 
+@pytest.mark.full
 def test_noise_is_uniform_and_depends_on_every_key() -> None:
+    from scipy import stats
+
     positions = np.arange(50_000)
     streams = [uniform(5, positions), uniform(6, positions), uniform(5, positions, STREAM_XTC)]
     streams.append(uniform(np.arange(50_000), 17))
     for noise in streams:
         assert noise.min() >= 0.0
         assert noise.max() < 1.0
-        assert scipy.stats.kstest(noise, "uniform").pvalue > 1e-3
+        assert stats.kstest(noise, "uniform").pvalue > 1e-3
         assert abs(np.corrcoef(noise[:-1], noise[1:])[0, 1]) < 0.02
     for first, second in [(0, 1), (0, 2), (1, 2), (0, 3)]:
         assert abs(np.corrcoef(streams[first], streams[second])[0, 1]) < 0.02
@@ -169,6 +173,7 @@ def test_logits_are_not_changed() -> None:
     np.testing.assert_array_equal(logits, before)
 
 
+@pytest.mark.full
 def test_torch_is_not_imported_for_numpy() -> None:
     code = (
         "import sys, numpy as np\n"

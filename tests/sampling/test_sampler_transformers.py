@@ -11,7 +11,7 @@ from sampling_helpers import make_sampler, random_logits
 from bifolio.sampling_params import SamplingParams
 
 torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.full
 
 EOS = 2
 VOCAB = 503
@@ -19,12 +19,14 @@ PROMPT_LENGTH = 30
 
 
 def oracle(kind: str, *args: Any, **kwargs: Any) -> Any:
+    import transformers  # two seconds, so not at the top
+
     return getattr(transformers, kind)(*args, **kwargs)
 
 
 def processors(options: dict[str, Any]) -> Any:
     """transformers' processors for these parameters, in the order in which `generate` applies them."""
-    made = transformers.LogitsProcessorList()
+    made = oracle("LogitsProcessorList")
     if bias := options.get("logit_bias"):
         made.append(oracle("SequenceBiasLogitsProcessor", {(token,): amount for token, amount in bias.items()}))
     if penalty := options.get("repetition_penalty"):
@@ -146,7 +148,8 @@ def test_ties_are_kept_as_transformers_keeps_them() -> None:
 def test_steps_of_generate(options: dict[str, Any]) -> None:
     """The scores that `generate` itself reports at each step, its own order of processors included."""
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
+    config = oracle(
+        "LlamaConfig",
         vocab_size=61,
         hidden_size=16,
         intermediate_size=32,
@@ -156,7 +159,7 @@ def test_steps_of_generate(options: dict[str, Any]) -> None:
         bos_token_id=None,
         pad_token_id=0,
     )
-    model = transformers.LlamaForCausalLM(config).eval()
+    model = oracle("LlamaForCausalLM", config).eval()
     model.lm_head.weight.data.mul_(40)
     prompt = [3, 4, 5, 3, 4]
     generated = model.generate(

@@ -34,6 +34,7 @@ def busy_engine(launch_ahead: int = 0, **options: Any) -> InferenceEngine:
     return engine
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("launch_ahead", [0, 1])
 @pytest.mark.parametrize("prefix", [True, False])
 def test_another_owner_gets_a_slot_and_no_output_changes(prefix: bool, launch_ahead: int) -> None:

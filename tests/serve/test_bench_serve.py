@@ -41,6 +41,7 @@ def test_closed_loop(server: RunningServer, tmp_path: Path) -> None:
     assert picture.stat().st_size > 10_000
 
 
+@pytest.mark.full
 def test_open_loop_with_limits_nobody_can_keep(server: RunningServer) -> None:
     report = run("--url", server.url + "/v1", "--rate", "50", "-n", "10", "--output", "4", "--limits", "ttft:0.001")
     assert report["failed"] == 0
@@ -48,6 +49,7 @@ def test_open_loop_with_limits_nobody_can_keep(server: RunningServer) -> None:
     assert report["seconds"] > 0.05
 
 
+@pytest.mark.full
 def test_a_trace(server: RunningServer, tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     rows = [f"2023-11-16 18:17:0{second}.0000000,{20 + second},{5 + second}" for second in range(5)]
@@ -58,6 +60,7 @@ def test_a_trace(server: RunningServer, tmp_path: Path) -> None:
     assert report["prompt_tokens"] == sum(20 + second for second in range(5))
 
 
+@pytest.mark.full
 def test_the_table_for_people(server: RunningServer) -> None:
     arguments = ["bench", "serve", "--url", server.url, "-n", "4", "--output", "3", "--limits", "e2e:60000"]
     result = CliRunner().invoke(build_app(), arguments, catch_exceptions=False)
@@ -65,6 +68,7 @@ def test_the_table_for_people(server: RunningServer) -> None:
     assert "goodput" in result.stdout
 
 
+@pytest.mark.full
 def test_failures_are_counted(server: RunningServer) -> None:
     report = run("--url", server.url, "-n", "3", "--prompt", "5000")
     assert report["failed"] == 3
@@ -129,6 +133,7 @@ def test_an_address_where_nobody_is() -> None:
         LoadClient("ftp://x")
 
 
+@pytest.mark.full
 def test_several_client_processes_send_every_request_once(server: RunningServer) -> None:
     report = run("--url", server.url, "-c", "5", "-n", "11", "--output", "3:9", "--clients", "2", "--seed", "3")
     alone = run("--url", server.url, "-c", "5", "-n", "11", "--output", "3:9", "--seed", "3")

@@ -48,6 +48,7 @@ def test_the_first_event_is_alone_and_the_others_are_together() -> None:
     assert pieces_of([1, 2, 3, 4], 30.0) == ([[1], [2, 3, 4]], None)
 
 
+@pytest.mark.full
 def test_events_do_not_wait_for_the_next_one() -> None:
     pieces, _ = pieces_of([1, 2, 3, 0.4, 4], 0.05)
     assert pieces == [[1], [2, 3], [4]]
@@ -59,6 +60,7 @@ def test_events_before_an_error_are_written() -> None:
     assert error is not None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_the_answer_is_the_same(server: RunningServer, path: str) -> None:
     prompt: dict[str, Any] = (

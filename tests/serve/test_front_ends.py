@@ -89,7 +89,7 @@ def _listeners(port: int) -> int:
     return sum(line.split()[1].endswith(f":{port:04X}") and line.split()[3] == "0A" for line in lines)
 
 
-pytestmark = pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads /proc")
+pytestmark = [pytest.mark.full, pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads /proc")]
 
 
 def test_every_front_end_answers_alike_and_counts_once(served: Served) -> None:

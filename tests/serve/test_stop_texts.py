@@ -24,6 +24,7 @@ def options(**extra: Any) -> dict[str, Any]:
     return {"model": "tiny", "prompt": PROMPT, "max_tokens": 40, "seed": 5, "extra_body": body}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("include", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_text_cuts_text_tokens_and_logprobs(

@@ -49,6 +49,7 @@ CONVERSATION = [
 SOME_TOOLS = [{"name": "search", "parameters": {"q": "string ü"}}, {"name": "clock", "parameters": {}}]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tools", [None, SOME_TOOLS])
 @pytest.mark.parametrize("prompt", [True, False])
 @pytest.mark.parametrize("template", [CHATML, STRICT, TOOLS])

@@ -186,6 +186,7 @@ def test_forks_are_independent() -> None:
     assert (twin.finish(), original.push(1)) == ("\ufffd", "世")
 
 
+@pytest.mark.full
 @FAMILIES
 @given(
     ids=st.lists(st.integers(2, 360), max_size=150),

@@ -133,6 +133,7 @@ def test_forks_and_aborts() -> None:
     assert (checker.num_output, twin.num_output) == (3, 4)
 
 
+@pytest.mark.full
 @given(
     text=st.text("abST\0.", max_size=40),
     cuts=st.lists(st.integers(1, 9), min_size=40, max_size=40),

@@ -20,18 +20,20 @@ from typing import Any
 
 import numpy as np
 
+from bifolio.api import messages as m
 from bifolio.api.llm import LLM
 from bifolio.api.outputs import returned_sequences
 from bifolio.beam_params import BeamSearchParams
 from bifolio.engine.engine import InferenceEngine
-from bifolio.engine.fault.out_of_memory import STEP_FAILED
 from bifolio.engine.thread import EngineThread
-from bifolio.errors import NO_FINITE_LOGIT, BifolioError, GrammarError, RequestError
+from bifolio.errors import BifolioError, FaultKind, GrammarError, RequestError
+from bifolio.sampling.thinking import AfterThinking
 from bifolio.sampling_params import SamplingParams
 from bifolio.sequence import BeamStep, DraftStep, Request, StepResult
-from bifolio.serve import messages as m
+from bifolio.serve.conversations import ConversationStore, add_or_fork
 from bifolio.serve.embedding import EmbeddingQueue
 from bifolio.serve.fairness import Turns
+from bifolio.serve.kv_events import KvEventPublisher
 from bifolio.serve.snapshot import blocks_of, slots_of, waiting_of
 from bifolio.text.tokenizer import is_library_error
 
@@ -62,11 +64,13 @@ class EngineService:
     llm: LLM
     send: Send
     max_updates_per_second: float = 400.0
+    publisher: KvEventPublisher | None = None  # of the cache's events
     thread: EngineThread = field(init=False)
     _live: dict[str, _Live] = field(init=False, default_factory=dict)
     _embeddings: EmbeddingQueue = field(init=False)
     _compiler: ThreadPoolExecutor = field(init=False)
     _compiling: dict[str, float] = field(init=False, default_factory=dict)  # id of a waiting grammar -> its deadline
+    _conversations: ConversationStore = field(init=False, default_factory=ConversationStore)
     _turns: Turns = field(init=False, default_factory=Turns)
     _unstarted: set[str] = field(init=False, default_factory=set)  # ids without a result so far
     _last_sent: float = field(init=False, default=0.0)
@@ -76,8 +80,15 @@ class EngineService:
         self._embeddings = EmbeddingQueue(self.llm.engine)
         self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bifolio-grammar")
 
+    def close(self) -> None:
+        """End the engine's thread after the running step, and the compiler's."""
+        self.thread.stop()
+        self._compiler.shutdown(wait=False, cancel_futures=True)
+        if self.publisher is not None:
+            self.publisher.close()
+
     def hello(self, model_name: str) -> m.Hello:
-        engine = self.llm.engine
+        engine, published = self.llm.engine, self.publisher
         return m.Hello(
             pid=os.getpid(),
             model_name=model_name,
@@ -88,6 +99,9 @@ class EngineService:
             num_blocks=engine.blocks.num_blocks,
             block_size=engine.blocks.block_size,
             plan=self.llm.plan.lines(),
+            kv_cache_dtype=str(engine.config.cache.dtype),
+            enable_prefix_caching=engine.config.cache.enable_prefix_caching,
+            kv_events=None if published is None else m.KvEventSettings(published.endpoint, published.replay_endpoint),
         )
 
     # -- messages ----------------------------------------------------------------------------------------------------
@@ -105,6 +119,8 @@ class EngineService:
             self._post(message.id, lambda engine: self._embed(message))
         elif isinstance(message, m.Look):
             self._post(message.id, lambda engine: self._look(engine, message.id))
+        elif isinstance(message, m.Remember | m.Recall):
+            self._conversations.handle(message, self.send, self.thread)
         elif isinstance(message, m.Shutdown):
             self.thread.stop(timeout=0)
 
@@ -120,7 +136,7 @@ class EngineService:
                 logger.exception("a command for a request failed")
                 engine.abort(request_id)
                 self._forget(request_id)
-                self.send(m.Refused(request_id, "EngineError", f"the engine failed: {type(error).__name__}"))
+                self.send(m.Refused(request_id, FaultKind.ENGINE_ERROR, f"the engine failed: {type(error).__name__}"))
 
         self.thread.post(guarded)
 
@@ -187,6 +203,8 @@ class EngineService:
             self._start(engine, message, grammar)
 
     def _start(self, engine: InferenceEngine, message: m.Start, grammar: object | None = None) -> None:
+        if message.thinking is not None:
+            grammar = self._after_thinking(message.thinking, grammar)
         values = dict(message.params) if grammar is None else {**message.params, "grammar": grammar}
         cost = float(values.get("beam_width") or values.get("best_of") or values.get("n") or 1)
         turn = self._turns.next(message.key, cost, message.priority)
@@ -197,7 +215,7 @@ class EngineService:
             if message.is_beam_search:
                 request = engine.add_beam_search(message.id, prompt, BeamSearchParams(**values), **options)
             else:
-                request = engine.add_request(message.id, prompt, _without_text(SamplingParams(**values)), **options)
+                request = add_or_fork(engine, message, _without_text(SamplingParams(**values)), options)
         except BifolioError as error:
             self._refuse(message.id, error)
             return
@@ -209,8 +227,12 @@ class EngineService:
         live = _Live(request, [0] * count, [False] * count, is_chosen_late, only_at_the_end, owner=message.owner)
         self._live[message.id] = live
 
+    def _after_thinking(self, told: m.Thinking, grammar: Any) -> AfterThinking:
+        marks = (tuple(told.opening), tuple(told.closing), tuple(told.forced))
+        return AfterThinking(self.llm.model.config.vocab_size, *marks, told.budget, grammar)
+
     def _refuse(self, request_id: str, error: BifolioError) -> None:
-        kind = type(error).__name__ if isinstance(error, RequestError) else "RequestError"
+        kind = error.fault if isinstance(error, RequestError) else FaultKind.INVALID_REQUEST
         self.send(m.Refused(request_id, kind, str(error)))
 
     def _abort(self, engine: InferenceEngine, ids: list[str]) -> None:
@@ -230,7 +252,8 @@ class EngineService:
                 self.send(m.Embedding(message.id, vector.astype("<f4").tobytes()))
             else:
                 logger.error("an embedding failed", exc_info=error)
-                self.send(m.Refused(message.id, "EngineError", f"the computation failed: {type(error).__name__}"))
+                reason = f"the computation failed: {type(error).__name__}"
+                self.send(m.Refused(message.id, FaultKind.ENGINE_ERROR, reason))
 
         try:
             self._embeddings.add(message.id, message.token_ids, done)
@@ -372,5 +395,5 @@ def _ended(request: Request) -> m.Ended:
         metrics.num_cached_tokens,
         metrics.num_preemptions,
         request.error,
-        (request.error or "").startswith((STEP_FAILED, NO_FINITE_LOGIT)),
+        request.fault,
     )

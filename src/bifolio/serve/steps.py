@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bifolio.serve.messages import Update
+from bifolio.api.messages import Update
 from bifolio.serve.responses import Steps, WatchedBeam, WatchedBeamStep, WatchedDraft
 from bifolio.serve.token_text import TokenTexts
 
