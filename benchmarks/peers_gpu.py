@@ -1,12 +1,14 @@
 """The same requests to bifolio and to vLLM on one GPU, in turns, each through its public API.
 
     python benchmarks/peers_gpu.py --shapes llama-1b --peer-env peer-env.sh --json peers.json
+    python benchmarks/peers_gpu.py --shapes qwen3-30b-a3b,gpt-oss-20b --engines bifolio --rows single,greedy
     python benchmarks/peers_gpu.py --read peers.json --plot peers.png
 
 Both engines read the same folder with random bf16 weights. Every round starts each engine in a process of its own, one
 after the other, and runs every row; every pass of a row has prompts of its own, so that no prefix cache helps, except
 in the row about a common prefix. The figure of a row is the median of all passes. `--peer-env` is a shell file that
-sets up the environment in which `import vllm` works; without vLLM only bifolio runs. Only runs of this program are
+sets up the environment in which `import vllm` works; without vLLM only bifolio runs. Shapes with experts are created on
+the device instead of in a folder, for bifolio alone. Only runs of this program are
 quoted as comparisons: hosts differ in speed, and the engines depend on it to different degrees.
 """
 
@@ -33,6 +35,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
                    "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True, "rope_theta": 1e6},
 }  # fmt: skip
+IN_MEMORY = ("qwen3-30b-a3b", "gpt-oss-20b")  # shapes of `bifolio.measure.gpu_models`
 LONG = 16084  # tokens of the long context
 TOP_P = {"temperature": 0.8, "top_p": 0.95}
 ROWS = ("greedy", "top_p", "n8", "scored", "single", "long", "decode64", "prefix")
@@ -69,6 +72,7 @@ def write_folder(root: Path, name: str) -> Path:
         "model_type": "qwen3" if is_qwen else "llama", "num_key_value_heads": 8, "attention_bias": False,
         "max_position_embeddings": 40960 if is_qwen else 131072, "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16",
         "bos_token_id": 0, "eos_token_id": 1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape["rope_theta"]},
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     Tokenizer(models.WordLevel({f"w{i}": i for i in range(shape["vocab_size"])}, unk_token="w0")).save(
@@ -114,8 +118,15 @@ class Engine:
         if library == "bifolio":
             options = {"device": "cuda", **options}
         self._params = module.SamplingParams
-        self.llm = module.LLM(str(folder), max_model_len=LONG + 300, **options)
-        self.vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
+        model: Any = str(folder)
+        if folder.name in IN_MEMORY:
+            from bifolio.measure.gpu_models import random_weights
+
+            model = random_weights(folder.name, "cuda")
+            self.vocab_size = model.config.vocab_size
+        else:
+            self.vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
+        self.llm = module.LLM(model, max_model_len=LONG + 300, **options)
         self._random = random.Random(0)
 
     def params(self, num_new: int, **options: Any) -> Any:
@@ -189,21 +200,24 @@ def run_child(library: str, arguments: argparse.Namespace, folder: Path) -> dict
         "--rows",
         ",".join(arguments.rows),
     ]
-    command += ["--passes", str(arguments.passes), "--options", arguments.options if library == "bifolio" else "{}"]
+    options = arguments.options if library == "bifolio" else arguments.peer_options
+    command += ["--passes", str(arguments.passes), "--options", options]
     if library == "vllm" and arguments.peer_env:
         quoted = " ".join(f"'{part}'" for part in ["python3", *command[1:]])
         command = ["bash", "-c", f". {arguments.peer_env} && exec {quoted}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=arguments.timeout, check=False)
     lines = [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if not lines:
-        print(f"{library} did not run:\n{done.stderr[-1500:]}", file=sys.stderr)
+        causes = [line for line in (done.stdout + done.stderr).splitlines() if "Error" in line]
+        print(f"{library} did not run:", *causes[:12], done.stderr[-1500:], sep="\n", file=sys.stderr)
     return {line["row"]: line["values"] for line in lines}
 
 
 def compare(arguments: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {"host": host_speed(), "shapes": {}}
     for shape in arguments.shapes:
-        subprocess.run([sys.executable, __file__, "--write", shape, "--models", arguments.models], check=True)
+        if shape not in IN_MEMORY:
+            subprocess.run([sys.executable, __file__, "--write", shape, "--models", arguments.models], check=True)
         folder = Path(arguments.models) / shape
         found: dict[str, dict[str, list[float]]] = {}
         for _ in range(arguments.rounds):
@@ -252,7 +266,6 @@ def plot(result: dict[str, Any], target: str) -> None:
     axes.invert_yaxis()
     axes.axvline(1.0, color="#c46210")
     axes.set_xlabel("speed of bifolio / speed of vLLM, one machine, in turns")
-    figure.tight_layout()
     figure.savefig(target)
 
 
@@ -264,6 +277,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--passes", type=int, default=2)
     parser.add_argument("--options", default="{}", help="further arguments of bifolio.LLM as JSON")
+    parser.add_argument("--peer-options", default="{}", help="further arguments of vllm.LLM as JSON")
     parser.add_argument("--models", default=str(Path(tempfile.gettempdir()) / "peers-gpu"))
     parser.add_argument("--peer-env", help="a shell file that makes `import vllm` work")
     parser.add_argument("--timeout", type=float, default=900.0)

@@ -51,7 +51,7 @@ class Attention {
           kernels().merge_span(M + r, L + r, merged + r * padded_, maximum[r], total[r], mixed + r * padded_, padded_);
       }
     }
-    each_row(unit, [&](int64_t r, int64_t query, int64_t head) { write_out(query, head, L[r], merged + r * padded_); });
+    each_row(unit, [&](int64_t r, int64_t query, int64_t head) { write_out(query, head, M[r], L[r], merged + r * padded_); });
   }
 
   // Merges the partial states of all queries, once all units are done.
@@ -86,7 +86,7 @@ class Attention {
         kernels().merge_span(&M, &L, merged, state[0], state[1], state + 2, padded_);
       }
     }
-    write_out(query, head, L, merged);
+    write_out(query, head, M, L, merged);
   }
 
   // Calls body(row, query, head) for the rows of a unit.
@@ -152,7 +152,8 @@ class Attention {
     });
   }
 
-  void write_out(int64_t query, int64_t head, float total, const float* mixed) const {
+  void write_out(int64_t query, int64_t head, float maximum, float total, const float* mixed) const {
+    if (shape_.sinks) total += std::exp(shape_.sinks[head] - maximum);
     scale_row(mixed, 1.0f / total, shape_.head_dim, out_.row(queries_[size_t(query)].token) + head * shape_.head_dim);
   }
 

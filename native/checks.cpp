@@ -71,6 +71,7 @@ template Array<uint64_t, 1> array_of<uint64_t, 1>(const char*, nb::handle);
 template Array<const uint8_t, 1> array_of<const uint8_t, 1>(const char*, nb::handle);
 template Array<const uint8_t, 2> array_of<const uint8_t, 2>(const char*, nb::handle);
 template Array<uint8_t, 2> array_of<uint8_t, 2>(const char*, nb::handle);
+template Array<uint8_t, 1> array_of<uint8_t, 1>(const char*, nb::handle);
 template Array<void, 4> array_of<void, 4>(const char*, nb::handle);
 
 void require_apart(const char* name, Rows a, const char* other, Rows b) {
@@ -102,8 +103,9 @@ FileFormat format_of(const char* name, int code) {
   return FileFormat(code);
 }
 
-Activation activation_of(int code) {
-  require(code >= 0 && code <= int(Activation::Gelu), "activation is ", code, " and must be the code of an activation (0 to 2)");
+Activation activation_of(int code, bool gated) {
+  const int last = int(gated ? Activation::SwigluClamped : Activation::Gelu);
+  require(code >= 0 && code <= last, "activation is ", code, " and must be the code of an activation (0 to ", last, ")");
   return Activation(code);
 }
 

@@ -109,7 +109,7 @@ void require_between(const char* name, int64_t value, int64_t least, int64_t mos
 void require_finite(const char* name, float value);
 void require_frequencies(const Vector& frequencies);  // of a rotation
 FileFormat format_of(const char* name, int code);
-Activation activation_of(int code);
+Activation activation_of(int code, bool gated = false);  // gated: one of gate and up
 
 // Every element is at least 0 and below `limit`; `of` describes the limit: "table of 50 rows".
 template <class T>

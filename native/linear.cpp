@@ -1,115 +1,10 @@
 // Products of rows with the matrices of a layer: how rows are prepared, and how the work is cut.
 #include <algorithm>
-#include <cstring>
 
-#include "isa.h"
-#include "ops.h"
+#include "product_rows.h"
 
 namespace bifolio {
 namespace {
-
-// Rows as bytes, with the scales of their blocks.
-struct QuantizedRows {
-  int8_t* bytes;  // [rows][k]
-  float *scale, *sum;
-  int32_t* isum;
-  int32_t* half_isum;  // [rows][k / 16]
-  int64_t rows, k;
-
-  int64_t scale_at(int64_t row, int64_t column) const {
-    return (row / kRowGroup * (k / kQuantBlock) + column / kQuantBlock) * kRowGroup + row % kRowGroup;
-  }
-
-  // x holds the columns [begin, end) of a row.
-  void put(const float* x, int64_t row, int64_t begin, int64_t end) const {
-    const int64_t at = scale_at(row, begin);
-    const int8_t* q = bytes + row * k + begin;
-    kernels().quantize_row(x, end - begin, bytes + row * k + begin, scale + at, sum + at, isum + at);
-    int32_t* halves = half_isum + (row * k + begin) / 16;
-    for (int64_t i = 0; i < (end - begin) / 16; ++i) {
-      int32_t total = 0;
-      for (int64_t j = 0; j < 16; ++j) total += q[16 * i + j];
-      halves[i] = total;
-    }
-  }
-
-  // The rounding error of a row: x minus its bytes times their scales.
-  void subtract(const float* x, int64_t row, float* rest) const {
-    for (int64_t i = 0; i < k; ++i) rest[i] = x[i] - scale[scale_at(row, i)] * float(bytes[row * k + i]);
-  }
-};
-
-// Memory for rows of k numbers as bytes.
-QuantizedRows quantized_rows(int64_t rows, int64_t k, RowMemory& memory) {
-  const int64_t scales = round_up(rows, kRowGroup) * (k / kQuantBlock);
-  auto* scale = memory.scales.array<float>(size_t(scales * 3 + rows * (k / 16)));
-  auto* totals = reinterpret_cast<int32_t*>(scale + 2 * scales);
-  return {memory.bytes.array<int8_t>(size_t(rows * k)), scale, scale + scales, totals, totals + scales, rows, k};
-}
-
-// Rows as bfloat16, in tiles: 32 numbers of `height` rows together.
-struct RoundedRows {
-  uint16_t* words;
-  KParts parts;
-  int64_t height, rows;
-
-  int64_t tiles() const { return (rows + height - 1) / height; }
-  int64_t step() const { return height * kQuantBlock; }  // from 32 numbers of a row to the next of the same part
-  uint16_t* at(int64_t row, int64_t part) const {
-    return words + (parts.place(part, row / height, tiles()) * height + row % height) * kQuantBlock;
-  }
-
-  // Sets the padding of the last tile to zero.
-  void clear_padding() const {
-    const int64_t padding = tiles() * height - rows;
-    for (int64_t part = 0; part < parts.count && padding > 0; ++part)
-      for (int64_t piece = 0; piece < parts.size(part); ++piece)
-        std::memset(at(rows - 1, part) + piece * step() + kQuantBlock, 0, size_t(padding * kQuantBlock) * sizeof(uint16_t));
-  }
-
-  // x holds the columns [begin, end) of a row; begin is the first of 32.
-  void put(const float* x, int64_t row, int64_t begin, int64_t end) const {
-    for (int64_t part = 0; part < parts.count; ++part) {
-      const int64_t start = parts.begin(part), from = std::max(start * kQuantBlock, begin);
-      const int64_t to = std::min((start + parts.size(part)) * kQuantBlock, end);
-      if (from < to) kernels().round_row(x + from - begin, to - from, at(row, part) + (from / kQuantBlock - start) * step(), step());
-    }
-  }
-};
-
-// Memory for rows of k numbers as bfloat16; fewer than sixteen rows make lower tiles.
-RoundedRows rounded_rows(int64_t rows, int64_t k, RowMemory& memory) {
-  const int64_t steps = round_up(k, kQuantBlock) / kQuantBlock, height = std::min(rows, kTileRows);
-  RoundedRows result{nullptr, KParts(steps), height, rows};
-  result.words = memory.words.array<uint16_t>(size_t(result.tiles() * height * steps * kQuantBlock));
-  result.clear_padding();
-  return result;
-}
-
-int64_t planes_of(const LinearWeights& weights) { return weights.quantizes() ? weights.planes() : 1; }
-
-// Whether weights are multiplied with bytes. Tiles take bfloat16 instead, but for activations of two bytes.
-bool needs_bytes(const LinearWeights& weights) {
-  return weights.quantizes() && (!kernels().has_tiles || planes_of(weights) > 1);
-}
-bool needs_words(const LinearWeights& weights) {
-  return kernels().has_tiles && (weights.has_format(Format::BF16) || (weights.quantizes() && !needs_bytes(weights)));
-}
-bool needs_floats(const LinearWeights& weights) {
-  return weights.has_format(Format::F32) || weights.has_format(Format::F16) || (weights.has_format(Format::BF16) && !kernels().has_tiles);
-}
-
-// The rows of a product in the forms that its weights need.
-struct Inputs {
-  Activations plain, quantized;
-
-  Inputs(Rows x, int64_t k) : plain{x.data, x.stride, x.count, k, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr}, quantized(plain) {}
-  void set(const QuantizedRows& rows) {
-    quantized.rows = rows.rows;
-    quantized.q = rows.bytes, quantized.scale = rows.scale, quantized.sum = rows.sum, quantized.isum = rows.isum, quantized.half_isum = rows.half_isum;
-  }
-  const Activations& of(Format format) const { return format >= Format::Q8_0 && quantized.q ? quantized : plain; }
-};
 
 // With two planes the rounding errors of the first plane are quantised too, as rows [count, 2 * count). The sum of the products
 // of both planes is that of activations with about twice as many bits.
@@ -181,27 +76,6 @@ void linear(Member& m, Rows x, const LinearWeights& weights, Rows out, Workspace
 
 namespace {
 
-// Some columns of all rows between two products, in the forms that the second product reads.
-struct Middle {
-  Rows floats;  // where weights are multiplied with floats
-  bool has_floats, has_words, has_bytes;
-  RoundedRows words;
-  QuantizedRows bytes;
-
-  void put(const float* x, int64_t row, int64_t begin, int64_t end) const {
-    if (has_floats) std::memcpy(floats.row(row) + begin, x, size_t(end - begin) * sizeof(float));
-    if (has_words) words.put(x, row, begin, end);
-    if (has_bytes) bytes.put(x, row, begin, end);
-  }
-
-  Inputs inputs() const {
-    Inputs inputs(floats, floats.width);
-    if (has_words) inputs.plain.bf16 = words.words;
-    if (has_bytes) inputs.set(bytes);
-    return inputs;
-  }
-};
-
 Middle make_middle(Rows floats, const LinearWeights& next, RowMemory& memory) {
   const bool words = needs_words(next), bytes = needs_bytes(next);
   return {floats, needs_floats(next), words, bytes,
@@ -209,14 +83,15 @@ Middle make_middle(Rows floats, const LinearWeights& next, RowMemory& memory) {
           bytes ? quantized_rows(floats.count, floats.width, memory) : QuantizedRows{}};
 }
 
-constexpr int64_t kGatedRows = 512, kGatedColumns = 128;  // their products stay in the cache of one core
+constexpr int64_t kGatedRows = 512;
 
 // Columns of gate and of up in one piece of work: at least four pieces for each thread.
 int64_t gated_columns(int64_t width, int threads) {
   return std::max(kQuantBlock, std::min(width / (4 * threads), kGatedColumns) / kQuantBlock * kQuantBlock);
 }
 
-// Columns [begin, end) between the products.
+}  // namespace
+
 void gate_columns(Member& m, const Inputs& inputs, const LinearWeights& pair, Activation activation, int64_t begin, int64_t end,
                   const Middle& target) {
   const KernelTable& isa = kernels();
@@ -234,6 +109,8 @@ void gate_columns(Member& m, const Inputs& inputs, const LinearWeights& pair, Ac
     target.put(gate, row, begin, end);
   }
 }
+
+namespace {
 
 Rows some_rows(Rows x, int64_t begin, int64_t count, int64_t width) { return {x.row(begin), count, width, x.stride}; }
 

@@ -8,6 +8,7 @@
 
 #include "checks.h"
 #include "program.h"
+#include "ranks.h"
 
 namespace bifolio {
 
@@ -51,11 +52,49 @@ struct CacheHolder {
   int64_t num_blocks = 0;
 };
 
+struct RouterHolder {
+  RouterHolder(int64_t num_experts, int64_t top_k, bool sigmoid, bool renormalise, float scale, nb::handle bias, int64_t num_groups,
+               int64_t top_groups, int64_t group_best);
+  Vector bias;  // not valid: none
+  RouterConstants router;
+};
+
+struct ExpertsHolder {
+  ExpertsHolder(nb::list up, nb::list down, int activation);
+  nb::list keep;
+  ExpertWeights experts;
+};
+
+// One matrix for each head, of equal sizes.
+struct HeadsHolder {
+  explicit HeadsHolder(nb::list linears);
+  nb::list keep;
+  std::vector<const LinearWeights*> linears;
+
+  int64_t in_features() const { return linears[0]->in_features(); }
+  int64_t out_features() const { return linears[0]->out_features() * int64_t(linears.size()); }
+  // Rows of x are `width` wide: each head has as many columns, `start` and the inputs among them.
+  void require_input(const char* name, int64_t width, int64_t start) const;
+};
+
+// Sizes of join_latent that fit together.
+void require_latent(int64_t query_width, int64_t absorbed_width, int64_t latent_width, const NormHolder& norm, int64_t rope);
+
 // Python owns the result. `is_mapped`: all parts lie in read-only maps of files, whose pages are dropped once they are packed.
 LinearWeights* make_linear(const nb::list& parts, int64_t k, nb::handle bias, int planes, bool is_mapped, PoolHolder* pool);
 AttentionConstants make_shape(int64_t heads, int64_t kv_heads, int64_t dim, float scale, int64_t window, bool interleaved,
                               const NormHolder* query_norm, const NormHolder* key_norm, bool norm_after_rope, float softcap,
                               float temperature, int64_t temperature_period);
+
+// The memory of the ranks of tensor parallelism.
+struct RanksHolder {
+  RanksHolder(nb::handle memory, int rank, int size);
+  int64_t require_widths(const std::vector<int64_t>& widths, int64_t own) const;  // returns their sum
+  static void require_sum(int64_t width);
+
+  Array<uint8_t, 1> bytes;
+  RankMemory memory;
+};
 
 // -- segments of a batch --------------------------------------------------------------------------------------------------
 
@@ -78,6 +117,9 @@ void bind_classes(nb::module_& m);
 void bind_formats(nb::module_& m);
 void bind_tokens(nb::module_& m);
 void bind_operations(nb::module_& m);
+void bind_experts(nb::module_& m);
+void bind_latent(nb::module_& m);
 void bind_program(nb::module_& m);
+void bind_ranks(nb::module_& m);
 
 }  // namespace bifolio

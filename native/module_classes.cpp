@@ -154,7 +154,14 @@ void bind_classes(nb::module_& m) {
         new (self) AttentionConstants(make_shape(heads, kv_heads, dim, scale, window, interleaved, query_norm, key_norm,
                                                  norm_after_rope, softcap, temperature, temperature_period));
       }, "heads"_a, "kv_heads"_a, "head_dim"_a, "scale"_a, "window"_a, "interleaved"_a, "query_norm"_a.none(), "key_norm"_a.none(),
-         "norm_after_rope"_a = false, "softcap"_a = 0.0f, "temperature"_a = 0.0f, "temperature_period"_a = 1, nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>());
+         "norm_after_rope"_a = false, "softcap"_a = 0.0f, "temperature"_a = 0.0f, "temperature_period"_a = 1, nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>())
+      .def("with_sinks", [](const AttentionConstants& self, nb::handle sink_array) {
+        AttentionConstants copy = self;
+        const Vector sinks = vector("sinks", sink_array);
+        require_length("sinks", sinks, self.num_heads);
+        copy.sinks = sinks.data();
+        return copy;
+      }, array("sinks"), nb::keep_alive<0, 1>(), nb::keep_alive<0, 2>());
 }
 
 }  // namespace bifolio

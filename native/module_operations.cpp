@@ -78,7 +78,7 @@ void act_rows(nb::handle x_array, int code, nb::handle out_array, PoolHolder* po
 void act_mul_rows(nb::handle x_array, int code, nb::handle out_array, PoolHolder* pool) {
   const Input x = input("x", x_array);
   const Output out = output("out", out_array);
-  const Activation activation = activation_of(code);
+  const Activation activation = activation_of(code, true);
   require_columns("x", x);
   require(width_of(x) % 2 == 0, "x is ", width_of(x), " wide and must have an even width: gate and up side by side");
   require_shape("out", out, rows_in(x), width_of(x) / 2);

@@ -3,6 +3,7 @@
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 
@@ -19,6 +20,7 @@ struct ProgramHolder {
   Program program;
   nb::list keep;  // the objects that the operations point into
   int64_t vocab_rows = INT32_MAX, position_rows = INT32_MAX;  // of the smallest tables of each kind
+  std::map<Register, int64_t> routings;  // registers of route, and the number of experts
   std::vector<std::pair<int64_t, AttentionConstants>> attentions;  // the layer and shape of each
 
   void require_open() const { require(!program.is_complete(), "the program is complete: record nothing after logits"); }
@@ -125,7 +127,72 @@ Register record_act_mul(ProgramHolder& self, Register x, int activation) {
   self.require_open();
   self.require_register("x", x);
   require(self.program.width(x) % 2 == 0, "x is ", self.program.width(x), " wide and must have an even width: gate and up side by side");
-  return self.program.act_mul(x, activation_of(activation));
+  return self.program.act_mul(x, activation_of(activation, true));
+}
+
+Register record_head_linear(ProgramHolder& self, Register x, const HeadsHolder& heads, int64_t start) {
+  self.require_open();
+  self.require_register("x", x);
+  heads.require_input("x", self.program.width(x), start);
+  self.keep.append(nb::find(heads));
+  return self.program.head_linear(x, heads.linears, start);
+}
+
+Register record_join_latent(ProgramHolder& self, Register query, Register absorbed, Register latent, const NormHolder& norm, int64_t rope) {
+  self.require_open();
+  for (const auto& [name, value] : {std::pair("query", query), std::pair("absorbed", absorbed), std::pair("latent", latent)}) {
+    self.require_register(name, value);
+    self.require_tokens(name, value);
+  }
+  require_latent(self.program.width(query), self.program.width(absorbed), self.program.width(latent), norm, rope);
+  self.keep.append(nb::find(norm));
+  return self.program.join_latent(query, absorbed, latent, norm.norm, rope);
+}
+
+Register record_gate(ProgramHolder& self, Register x, Register logits) {
+  self.require_open();
+  self.require_register("x", x);
+  self.require_register("logits", logits, 1);
+  require(self.program.of_logit_rows(x) == self.program.of_logit_rows(logits), "x and logits must have as many rows");
+  return self.program.gate(x, logits);
+}
+
+Register record_route(ProgramHolder& self, Register logits, const RouterHolder& router) {
+  self.require_open();
+  self.require_register("logits", logits, router.router.num_experts);
+  self.keep.append(nb::find(router));
+  const Register routing = self.program.route(logits, router.router);
+  self.routings[routing] = router.router.num_experts;
+  return routing;
+}
+
+Register record_mix_experts(ProgramHolder& self, Register x, Register routing, const ExpertsHolder& experts) {
+  self.require_open();
+  self.require_register("x", x, experts.experts.in_features());
+  self.require_register("routing", routing);
+  const auto found = self.routings.find(routing);
+  require(found != self.routings.end(), "routing is register ", routing, " and must be one that route returned");
+  require(found->second == int64_t(experts.experts.up.size()), "experts holds ", experts.experts.up.size(), " experts and must hold ",
+          found->second, ", as the router has");
+  require(self.program.of_logit_rows(x) == self.program.of_logit_rows(routing), "x and routing must have as many rows");
+  self.keep.append(nb::find(experts));
+  return self.program.mix_experts(x, routing, experts.experts);
+}
+
+Register record_all_gather(ProgramHolder& self, Register x, RanksHolder& ranks, const std::vector<int64_t>& widths) {
+  self.require_open();
+  self.require_register("x", x);
+  ranks.require_widths(widths, self.program.width(x));
+  self.keep.append(nb::find(ranks));
+  return self.program.all_gather(x, ranks.memory, widths);
+}
+
+Register record_all_reduce(ProgramHolder& self, Register x, RanksHolder& ranks) {
+  self.require_open();
+  self.require_register("x", x);
+  RanksHolder::require_sum(self.program.width(x));
+  self.keep.append(nb::find(ranks));
+  return self.program.all_reduce(x, ranks.memory);
 }
 
 Register record_take(ProgramHolder& self, Register x) {
@@ -187,10 +254,21 @@ void bind_program(nb::module_& m) {
       .def("attend", &record_attend, "qkv"_a, "layer"_a, "shape"_a)
       .def("act", &record_act, "x"_a, "activation"_a)
       .def("act_mul", &record_act_mul, "x"_a, "activation"_a)
+      .def("all_gather", &record_all_gather, "x"_a, "ranks"_a, "widths"_a)
+      .def("all_reduce", &record_all_reduce, "x"_a, "ranks"_a)
+      .def("head_linear", &record_head_linear, "x"_a, "heads"_a, "start"_a)
+      .def("join_latent", &record_join_latent, "query"_a, "absorbed"_a, "latent"_a, "norm"_a, "rope"_a)
+      .def("gate", &record_gate, "x"_a, "logits"_a)
+      .def("route", &record_route, "logits"_a, "router"_a)
+      .def("mix_experts", &record_mix_experts, "x"_a, "routing"_a, "experts"_a)
       .def("take", &record_take, "x"_a)
       .def("logits", &record_logits, "x"_a, "head"_a, "softcap"_a)
       .def("run", &run_program, "cache"_a, array("ids"), array("positions"), array("slots"), array("logit_rows"), "segments"_a, "share"_a,
            array("logits"), "profile"_a = false, pool_argument())
+      .def("width", [](const ProgramHolder& self, Register x) {
+        self.require_register("x", x);
+        return self.program.width(x);
+      }, "x"_a)
       .def_prop_ro("vocab_size", [](const ProgramHolder& self) { return self.program.vocab_size(); })
       .def_prop_ro("scratch_bytes", [](const ProgramHolder& self) { return self.program.scratch_bytes(); });
 }

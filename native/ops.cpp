@@ -107,8 +107,33 @@ void rope_and_write(Member& m, Rows qkv, const AttentionConstants& shape, const 
     for (int64_t h = 0; h < shape.num_kv_heads; ++h) {
       const size_t at = size_t((block * kv->num_kv_heads + h) * kv->block_size + offset) * kv->row_bytes;
       isa.store_kv_row(heads + (shape.num_heads + h) * dim, dim, kv->type, kv->keys + at);
-      isa.store_kv_row(heads + (rotated + h) * dim, dim, kv->type, kv->values + at);
+      if (kv->values != kv->keys) isa.store_kv_row(heads + (rotated + h) * dim, dim, kv->type, kv->values + at);
     }
+  });
+}
+
+void head_linear(Member& m, Rows x, const std::vector<const LinearWeights*>& heads, int64_t start, Rows out, Workspace& workspace) {
+  const int64_t step = x.width / int64_t(heads.size()), size = out.width / int64_t(heads.size());
+  for (int64_t h = 0; h < int64_t(heads.size()); ++h) {
+    const LinearWeights& weights = *heads[size_t(h)];
+    linear(m, {x.data + h * step + start, x.count, weights.in_features(), x.stride}, weights, {out.data + h * size, out.count, size, out.stride},
+           workspace);
+  }
+}
+
+void join_latent(Member& m, Rows query, Rows absorbed, Rows latent, const NormWeights& norm, int64_t rope, Rows qkv) {
+  const int64_t size = norm.size, dim = rope + size, heads = absorbed.width / size, step = query.width / heads;
+  const auto copy = [](const float* from, int64_t count, float* to) { std::memcpy(to, from, size_t(count) * sizeof(float)); };
+  each_row(m, query.count, qkv.width, [&](int64_t row) {
+    for (int64_t h = 0; h < heads; ++h) {
+      float* head = qkv.row(row) + h * dim;
+      copy(query.row(row) + (h + 1) * step - rope, rope, head);
+      copy(absorbed.row(row) + h * size, size, head + rope);
+    }
+    float *key = qkv.row(row) + heads * dim, *value = key + dim;
+    copy(latent.row(row) + size, rope, key);
+    kernels().norm_row(latent.row(row), norm, key + rope);
+    copy(key, dim, value);
   });
 }
 

@@ -37,6 +37,7 @@ struct AttentionConstants {
   float softcap = 0.0f;  // of scores; 0: off
   float temperature = 0.0f;  // queries at position p grow by 1 + temperature * log(1 + p / temperature_period); 0: not
   int64_t temperature_period = 1;
+  const float* sinks = nullptr;  // [num_heads] score of a position without a value that every query sees; null: none
 
   float scale_at(int64_t position) const {
     return temperature == 0.0f ? scale : scale * (1.0f + temperature * std::log(float(1 + position / temperature_period)));
@@ -84,6 +85,7 @@ struct RowMemory {  // the rows of a product
 struct Workspace {
   RowMemory input, middle;
   Scratch partials, residuals, planes;
+  Scratch gathered, hidden, outputs, products;  // rows of experts
 };
 
 void embed(Member& m, const EmbeddingTable& table, const int32_t* ids, float scale, Rows out);
@@ -108,6 +110,13 @@ void rotation(Member& m, const float* frequencies, float scale, const int32_t* p
 // (null: no cache). slots: block * block_size + offset of each token in the cache.
 void rope_and_write(Member& m, Rows qkv, const AttentionConstants& shape, const Rows* cosine, const Rows* sine,
                     const KvLayer* kv, const int64_t* slots);
+
+// One product for each head: head h reads the columns [h * step + start, ...) of x, and writes its outputs one after the other.
+void head_linear(Member& m, Rows x, const std::vector<const LinearWeights*>& heads, int64_t start, Rows out, Workspace& workspace);
+
+// Queries, key and value of attention over cached latents. A head of `query` is [nope | rope], of `absorbed` nope as a latent; a
+// row of `latent` is [latent | rope]. A head of `qkv` is [rope | latent], the latent of keys and values normed.
+void join_latent(Member& m, Rows query, Rows absorbed, Rows latent, const NormWeights& norm, int64_t rope, Rows qkv);
 
 // `qkv` holds rotated queries in its leading columns; the keys and values of all its tokens are already in `kv`.
 void attend(Member& m, Rows qkv, const AttentionConstants& shape, const Queries& queries, const KvLayer& kv, Rows out,

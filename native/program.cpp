@@ -3,6 +3,7 @@
 #include <time.h>
 
 #include <algorithm>
+#include <numeric>
 
 namespace bifolio {
 
@@ -99,6 +100,58 @@ Program::Register Program::act_mul(Register x, Activation activation) {
   record("act_mul", {x}, {out}, [=, this](Member& m, const Step& step) {
     bifolio::act_mul(m, rows(x, step), activation, rows(out, step));
   }).activation = activation;
+  return out;
+}
+
+Program::Register Program::all_gather(Register x, RankMemory& ranks, const std::vector<int64_t>& widths) {
+  const Register out = like(x, std::accumulate(widths.begin(), widths.end(), int64_t(0)));
+  record("all_gather", {x}, {out}, [=, this, &ranks](Member&, const Step& step) { ranks.gather(rows(x, step), widths, rows(out, step)); });
+  return out;
+}
+
+Program::Register Program::all_reduce(Register x, RankMemory& ranks) {
+  record("all_reduce", {x}, {x}, [=, this, &ranks](Member&, const Step& step) { ranks.reduce(rows(x, step)); });
+  return x;
+}
+
+Program::Register Program::head_linear(Register x, const std::vector<const LinearWeights*>& heads, int64_t start) {
+  const Register out = like(x, int64_t(heads.size()) * heads[0]->out_features());
+  record("head_linear", {x}, {out}, [=, this](Member& m, const Step& step) {
+    bifolio::head_linear(m, rows(x, step), heads, start, rows(out, step), workspace_);
+  });
+  return out;
+}
+
+Program::Register Program::join_latent(Register query, Register absorbed, Register latent, const NormWeights& norm, int64_t rope) {
+  const int64_t heads = width(absorbed) / norm.size;
+  const Register out = like(query, (heads + 2) * (norm.size + rope));
+  record("join_latent", {query, absorbed, latent}, {out}, [=, this](Member& m, const Step& step) {
+    bifolio::join_latent(m, rows(query, step), rows(absorbed, step), rows(latent, step), norm, rope, rows(out, step));
+  });
+  return out;
+}
+
+Program::Register Program::gate(Register x, Register logits) {
+  const Register out = like(x, width(x));
+  record("gate", {x, logits}, {out}, [=, this](Member& m, const Step& step) {
+    bifolio::gate(m, rows(x, step), rows(logits, step), rows(out, step));
+  });
+  return out;
+}
+
+Program::Register Program::route(Register logits, const RouterConstants& router) {
+  const Register out = like(logits, router.routing_width());
+  record("route", {logits}, {out}, [=, this](Member& m, const Step& step) {
+    bifolio::route(m, rows(logits, step), router, rows(out, step));
+  });
+  return out;
+}
+
+Program::Register Program::mix_experts(Register x, Register routing, const ExpertWeights& experts) {
+  const Register out = like(x, experts.out_features());
+  record("experts", {x, routing}, {out}, [=, this, &experts](Member& m, const Step& step) {
+    bifolio::mix_experts(m, rows(x, step), rows(routing, step), width(routing) / 2, experts, rows(out, step), workspace_);
+  });
   return out;
 }
 

@@ -8,7 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "ops.h"
+#include "experts.h"
+#include "ranks.h"
 
 namespace bifolio {
 
@@ -40,6 +41,13 @@ class Program {
   Register attend(Register qkv, int64_t layer, const AttentionConstants& shape);
   Register act(Register x, Activation activation);
   Register act_mul(Register x, Activation activation);
+  Register head_linear(Register x, const std::vector<const LinearWeights*>& heads, int64_t start);
+  Register join_latent(Register query, Register absorbed, Register latent, const NormWeights& norm, int64_t rope);
+  Register gate(Register x, Register logits);
+  Register route(Register logits, const RouterConstants& router);  // rows of experts and weights: see route
+  Register mix_experts(Register x, Register routing, const ExpertWeights& experts);
+  Register all_gather(Register x, RankMemory& ranks, const std::vector<int64_t>& widths);
+  Register all_reduce(Register x, RankMemory& ranks);  // returns the same register
   Register take(Register x);  // the rows of logit_rows
   void logits(Register x, const LinearWeights& head, float softcap);
 

@@ -30,8 +30,10 @@ from bifolio.model.huggingface.safetensors_file import write_safetensors
 from bifolio.model.loaded import LoadedModel
 from bifolio.sampling_params import SamplingParams
 from bifolio.sequence import Request, StepResult
+from moe_models import MOE_ARCHITECTURES, moe_kinds, spread_choices
 
-ARCHITECTURES = ("gpt2", "llama", "llama3-rope", "smollm2", "mistral", "qwen2", "qwen3", "gemma3", "phi3")
+ARCHITECTURES = ("gpt2", "llama", "llama3-rope", "smollm2", "mistral", "qwen2", "qwen3", "gemma3", "phi3",
+                 *MOE_ARCHITECTURES)  # fmt: skip
 INIT_RANGE = 0.2
 WINDOW = 5  # tokens; every prompt of the tests is longer
 
@@ -65,6 +67,7 @@ def tiny_model(architecture: str, **overrides: Any) -> tuple[Any, Path]:
         for parameter in model.parameters():
             if parameter.ndim == 1:  # norms start at 1 and biases at 0: mistakes in either would not show
                 parameter.add_(torch.randn_like(parameter) * 0.1)
+        spread_choices(model)
     folder = fresh_folder(architecture)
     model.save_pretrained(folder)
     return model, folder
@@ -93,10 +96,9 @@ def transformers_config(architecture: str, overrides: dict[str, Any]) -> Any:
                                          "layer_types": ("sliding_attention", "full_attention")}),
         "phi3": (tf.Phi3Config, {}),
     }  # fmt: skip
-    make, extra = kinds[architecture]
+    make, extra = {**kinds, **moe_kinds()}[architecture]
     values = {**sizes, **special, **extra, **overrides}
-    if "layer_types" in values:
-        values["layer_types"] = list(values["layer_types"])
+    values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
     return make(**values)
 
 

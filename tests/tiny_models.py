@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-ARCHITECTURES = ["gpt2", "llama", "llama3-rope", "smollm2", "mistral", "qwen2", "qwen3", "gemma3", "phi3"]
+from moe_models import MOE_ARCHITECTURES, moe_kinds, spread_choices
+
+ARCHITECTURES = ["gpt2", "llama", "llama3-rope", "smollm2", "mistral", "qwen2", "qwen3", "gemma3", "phi3",
+                 *MOE_ARCHITECTURES]  # fmt: skip
 
 
 def tiny_transformers_model(name: str, *, vocab_size: int = 97, seed: int = 0) -> Any:
@@ -32,8 +35,15 @@ def tiny_transformers_model(name: str, *, vocab_size: int = 97, seed: int = 0) -
                                               layer_types=["sliding_attention", "full_attention"]),
         "phi3": lambda: tf.Phi3Config(**common),
     }  # fmt: skip
-    model = tf.AutoModelForCausalLM.from_config(configs[name]()).eval()
+    if name in MOE_ARCHITECTURES:
+        make, extra = moe_kinds()[name]
+        lists = {field: list(value) if isinstance(value, tuple) else value for field, value in extra.items()}
+        config = make(**{**common, **lists})
+    else:
+        config = configs[name]()
+    model = tf.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():  # biases and norms that start as constants would hide mistakes
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
+        spread_choices(model)
     return model

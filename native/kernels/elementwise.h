@@ -107,6 +107,13 @@ static inline Reg activate(Reg x, Activation activation) {
   return mul(x, sigmoid(mul(c(2.0f * 0.79788456f), fma(cube, c(0.044715f), x))));
 }
 
+// Gate and up clamped; gate * sigmoid(slope * gate) * (up + 1).
+static inline Reg clamped_swiglu(Reg gate, Reg up) {
+  constexpr auto c = constant<Reg>;
+  const Reg g = min(gate, c(kSwigluLimit)), u = min(max(up, c(-kSwigluLimit)), c(kSwigluLimit));
+  return mul(mul(g, sigmoid(mul(c(kSwigluSlope), g))), add(u, c(1.0f)));
+}
+
 #ifndef BIFOLIO_OWN_EXP
 static inline V16 exp(V16 x) { EACH_REG x.v[i] = exp(x.v[i]); return x; }
 #endif
@@ -148,6 +155,14 @@ static void act_row(const float* x, int64_t size, Activation activation, float* 
 }
 
 static void act_mul_row(const float* gate, const float* up, int64_t size, Activation activation, float* out) {
+  if (activation == Activation::SwigluClamped) {
+    map_row(size, out, [&](auto at) {
+      V16 g = at(gate), u = at(up);
+      EACH_REG g.v[i] = clamped_swiglu(g.v[i], u.v[i]);
+      return g;
+    });
+    return;
+  }
   map_row(size, out, [&](auto at) { return mul(activate(at(gate), activation), at(up)); });
 }
 

@@ -52,6 +52,15 @@ MODEL_LIMITS = {
     "max_position": 1 << 27,
 }
 
+EXPERT_LIMITS = {
+    "num_experts": 1 << 13,
+    "top_k": 1 << 8,
+    "expert_size": 1 << 21,
+    "num_groups": 1 << 13,
+    "top_groups": 1 << 13,
+    "group_best": 1 << 8,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
@@ -67,6 +76,7 @@ class RopeConfig:
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     attention_factor: float = 1.0  # multiplies cos and sin (yarn, longrope)
+    truncate: bool = True  # yarn: the ramp begins and ends at whole dimensions
     frequency_factors: tuple[float, ...] = ()  # divisor of each frequency: longrope, or factors from a model file
     frequency_factors_short: tuple[float, ...] = ()  # longrope, for contexts up to original_max_position
 
@@ -83,6 +93,65 @@ class RopeConfig:
                 raise ConfigError(
                     f"rope has {len(factors)} frequency factors for {self.rotary_dim // 2} pairs of rotated dimensions"
                 )
+
+
+@dataclass(frozen=True, slots=True)
+class MoeConfig:
+    """Mixtures of experts in place of the MLPs; `kernels.interface.Router` defines the choice."""
+
+    num_experts: int
+    top_k: int  # experts of a token
+    expert_size: int  # width of one expert's MLP
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    renormalise: bool = False
+    scale: float = 1.0
+    selection_bias: bool = False  # a bias that changes the choice of experts, not their weights
+    num_groups: int = 1
+    top_groups: int = 1
+    group_best: int = 1
+    router_bias: bool = False
+    expert_bias: bool = False
+    shared_size: int = 0  # width of the MLP that every token passes through, beside its experts; 0: none
+    shared_gate: bool = False  # the output of the shared MLP is multiplied by a sigmoid
+    dense_layers: tuple[int, ...] = ()  # layers with a plain MLP
+
+    def __post_init__(self) -> None:
+        for name in ("num_experts", "top_k", "expert_size", "num_groups", "top_groups", "group_best"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= EXPERT_LIMITS[name]:
+                raise ConfigError(f"the model's {name} must be between 1 and {EXPERT_LIMITS[name]}, not {value!r}")
+        if not 0 <= self.shared_size <= EXPERT_LIMITS["expert_size"]:
+            raise ConfigError(f"the width of the shared experts must not be {self.shared_size}")
+        if self.num_experts % self.num_groups or self.top_groups > self.num_groups:
+            raise ConfigError(
+                f"{self.top_groups} of {self.num_groups} groups cannot be chosen among {self.num_experts} experts"
+            )
+        size = self.num_experts // self.num_groups
+        if self.top_k > size * self.top_groups or self.group_best > size:
+            raise ConfigError(f"a token cannot choose {self.top_k} of {size * self.top_groups} experts")
+
+
+@dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Attention over cached latents (MLA): keys and values of all heads are projections of one row for each token.
+
+    The cache holds |rope|latent| as one head of keys, which are the values, too. Queries have `nope` and `rope`
+    dimensions; nope is multiplied with the key projection of its head, instead of the latents.
+    """
+
+    latent_size: int
+    rope_size: int
+    nope_size: int
+    value_size: int  # of a head, after its value projection
+    query_rank: int = 0  # rank of the query projection; 0: one matrix
+
+    def __post_init__(self) -> None:
+        for name in ("latent_size", "rope_size", "nope_size", "value_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= MODEL_LIMITS["head_dim"]:
+                raise ConfigError(f"the model's {name} must be between 1 and {MODEL_LIMITS['head_dim']}, not {value!r}")
+        if not 0 <= self.query_rank <= MODEL_LIMITS["hidden_size"]:
+            raise ConfigError(f"the rank of the query projection must not be {self.query_rank}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +172,7 @@ class ModelConfig:
     norm_bias: bool = True  # of layer norms; RMS norms have none
     norm_eps: float = 1e-5
     norm_offset: float = 0.0  # added to the norm's weight: Gemma stores weight − 1
-    activation: Literal["silu", "gelu_tanh", "gelu"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "gelu", "swiglu_clamped"] = "silu"
     gated_mlp: bool = True
     qkv_bias: bool = False
     output_bias: bool = False  # bias of the attention's output projection
@@ -128,6 +197,9 @@ class ModelConfig:
     temperature_period: int = 1  # positions after which a query grows again
     logit_scale: float = 1.0  # factor of the logits
     logit_softcap: float = 0.0  # 0: off
+    moe: MoeConfig | None = None
+    mla: LatentConfig | None = None  # num_kv_heads is 1, and head_dim the size of a cached row
+    sinks: bool = False  # attention with a learned score for each head that takes a share of the weights
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
@@ -148,6 +220,11 @@ class ModelConfig:
                 f"{self.num_heads} query heads cannot share {self.num_kv_heads} key/value heads evenly: "
                 "the first must be a multiple of the second"
             )
+        if self.mla is not None and (self.num_kv_heads, self.head_dim) != (
+            1,
+            self.mla.rope_size + self.mla.latent_size,
+        ):
+            raise ConfigError("attention over latents needs one key/value head of the size of a cached row")
         if not self.learned_positions and not self.ropes:
             raise ConfigError("a model without learned positions needs a rope configuration")
         for name, length in (("layer_rope", len(self.layer_rope)), ("layer_window", len(self.layer_window))):
@@ -180,21 +257,51 @@ class ModelConfig:
     def rope_index(self, layer: int) -> int | None:
         return self.layer_rope[layer] if self.layer_rope else 0
 
+    def has_experts(self, layer: int) -> bool:
+        return self.moe is not None and layer not in self.moe.dense_layers
+
     @property
     def num_parameters(self) -> int:
         """The exact number of parameters, from the shapes alone: memory can be planned before weights are read."""
+        return self._count(None if self.moe is None else self.moe.num_experts)
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Parameters that one token is multiplied with: those of all experts but its own are left out."""
+        return self._count(None if self.moe is None else self.moe.top_k)
+
+    def _count(self, num_experts: int | None) -> int:
+        """Parameters with `num_experts` experts in every layer that has some."""
         d, ffn = self.hidden_size, self.intermediate_size
         attention = d * (self.query_size + 2 * self.kv_size) + self.query_size * d
         attention += (self.query_size + 2 * self.kv_size) * self.qkv_bias + d * self.output_bias
         qk_width = self.query_size + self.kv_size if self.qk_norm_all_heads else 2 * self.head_dim
-        attention += qk_width * self.qk_norm
+        attention += qk_width * self.qk_norm + self.num_heads * self.sinks
+        if self.mla is not None:
+            attention = self._count_latent(self.mla)
         num_up = 2 if self.gated_mlp else 1
         mlp = d * ffn * (num_up + 1) + (ffn * num_up + d) * self.mlp_bias
         per_norm = d * (2 if self.norm == "layer" and self.norm_bias else 1)
         norms = per_norm * (2 * self.pre_norms - self.parallel_block + 2 * self.post_norms)
         embeddings = self.vocab_size * d * (1 if self.tie_embeddings else 2)
         positions = self.max_position * d * self.learned_positions
-        return self.num_layers * (attention + mlp + norms) + per_norm + embeddings + positions
+        total = self.num_layers * (attention + mlp + norms) + per_norm + embeddings + positions
+        if self.moe is not None and num_experts is not None:
+            sparse = sum(self.has_experts(layer) for layer in range(self.num_layers))
+            total += sparse * (self._count_experts(self.moe, num_experts) - mlp)
+        return total
+
+    def _count_latent(self, mla: LatentConfig) -> int:
+        d, heads, query = self.hidden_size, self.num_heads, self.num_heads * (mla.nope_size + mla.rope_size)
+        total = mla.query_rank * (d + 1 + query) if mla.query_rank else d * query
+        total += d * (mla.latent_size + mla.rope_size) + mla.latent_size
+        return total + mla.latent_size * heads * (mla.nope_size + mla.value_size) + heads * mla.value_size * d
+
+    def _count_experts(self, moe: MoeConfig, num_experts: int) -> int:
+        d, width = self.hidden_size, moe.expert_size
+        router = moe.num_experts * (d + moe.router_bias)  # the selection bias is state of training, no parameter
+        expert = 3 * d * width + (2 * width + d) * moe.expert_bias
+        return router + num_experts * expert + 3 * d * moe.shared_size + d * moe.shared_gate
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ import pytest
 from bifolio.config import SpeculativeConfig
 from bifolio.engine.engine import InferenceEngine
 from bifolio.kernels.interface import KernelSet
+from bifolio.model.loaded import LoadedModel
 from bifolio.sampling_params import SamplingParams
 from bifolio.sequence import FinishReason, Request
 from helpers import cpu_kernel_names, drain, make_engine, make_kernels, random_prompt, run_alone
@@ -58,10 +59,11 @@ def alone(kernel_name: str, needle: str) -> tuple[list[list[int]], list[list[flo
     return outcome(request)
 
 
-def crowded_engine(rng: np.random.Generator, kernels: KernelSet) -> InferenceEngine:
+def crowded_engine(rng: np.random.Generator, kernels: KernelSet, model: LoadedModel | None = None) -> InferenceEngine:
     max_num_seqs = int(rng.integers(3, 6))
     block_size = int(rng.choice([1, 3, 4, 16]))
     return make_engine(
+        model,
         kernels=kernels,
         block_size=block_size,
         num_blocks=1 + int(-(-64 // block_size) * rng.choice([1, 1.5, 3])),  # one full sequence fits, or little more

@@ -17,7 +17,7 @@ import pytest
 from bifolio import LLM, BeamSearchParams, SamplingParams, SpeculativeConfig
 from bifolio.kernels.reference import ReferenceKernels
 from bifolio.sequence import Request
-from helpers import tiny_folder
+from helpers import tiny_folder, tiny_model, tiny_tokenizer
 
 PROMPT = "the little fox read the little fox read the"
 WINDOW = 6
@@ -38,16 +38,27 @@ CHOOSING: dict[str, dict[str, Any]] = {
     "logits processor": {"logits_processors": (shout,)},
     "logit bias": {"logit_bias": {40: 2.0, 41: -5.0, 50: 1.0}},
     "sliding window": {},
+    "mixture-of-experts": {},
+    "MLA": {},
+    "attention sinks": {},
 }
+NETWORKS = {"sliding window": "", "mixture-of-experts": "qwen3moe", "MLA": "deepseek2", "attention sinks": "gptoss"}
 NEUTRAL = ("ngram", "draft", "prefix hit", "chunked prefill", "preemption")
 FEATURES = (*CHOOSING, *NEUTRAL)
 BEAMS_WITHOUT = {"n"}  # what has another name in a beam search: n is num_return_sequences
 
 
 @cache
-def folder(window: bool) -> Path:
-    config = {"model_type": "mistral", "sliding_window": WINDOW} if window else {}
-    return tiny_folder(tokenizer=True, seed=3, **config)
+def folder(features: frozenset[str]) -> Path:
+    """A tiny network that has the features which belong to networks."""
+    network = next(iter(features & NETWORKS.keys()), None)
+    if network is None or not NETWORKS[network]:
+        config = {"model_type": "mistral", "sliding_window": WINDOW} if network else {}
+        return tiny_folder(tokenizer=True, seed=3, **config)
+    tokenizer = tiny_tokenizer()
+    _, path = tiny_model(NETWORKS[network], vocab_size=tokenizer.get_vocab_size())
+    tokenizer.save(str(path / "tokenizer.json"))
+    return path
 
 
 def make_llm(features: frozenset[str]) -> LLM:
@@ -55,11 +66,11 @@ def make_llm(features: frozenset[str]) -> LLM:
     if "ngram" in features:
         speculative = SpeculativeConfig("ngram", ngram_min=1, adaptive=False)
     if "draft" in features:
-        path = str(folder("sliding window" in features))
+        path = str(folder(features & frozenset(NETWORKS)))
         speculative = SpeculativeConfig("draft", draft_model=path, adaptive=False)
     crowded = "preemption" in features
     return LLM(
-        folder("sliding window" in features), kernels=ReferenceKernels(), poison_free_blocks=True, block_size=4,
+        folder(features & frozenset(NETWORKS)), kernels=ReferenceKernels(), poison_free_blocks=True, block_size=4,
         num_blocks=32 if crowded else 400, max_model_len=72, max_num_seqs=16, speculative=speculative,
         chunk_size=3 if "chunked prefill" in features else 64, token_budget=64,
         enable_prefix_caching=True,
@@ -127,6 +138,8 @@ def test_pair(first: str, second: str) -> None:
     pair = frozenset({first, second})
     if pair == {"ngram", "draft"}:
         pytest.skip("one engine guesses in one way; each of the two is tested with every other feature")
+    if pair <= NETWORKS.keys():
+        pytest.skip("features of different networks; each is tested with every other feature")
     expected = run_alone(pair - set(NEUTRAL))
     llm = make_llm(pair)
     engine = llm.engine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ TOKENS, WIDTH, VOCAB = 6, 64, 50
 HEADS, KV_HEADS, DIM = 4, 2, 32
 QUERY_WIDTH, QKV_WIDTH = HEADS * DIM, (HEADS + 2 * KV_HEADS) * DIM
 LAYERS, BLOCKS, BLOCK_SIZE = 2, 5, 16
+EXPERTS = 5
 Arguments = dict[str, Any]
 
 
@@ -64,6 +66,46 @@ def segment(**changes: Any) -> tuple[Any, ...]:
         "block_tables": np.array([[1, 2], [3, 0]], np.int32),
     }
     return tuple((fields | changes).values())
+
+
+def router(num_experts: int = EXPERTS, top_k: int = 2) -> Any:
+    return native.library().Router(num_experts, top_k, False, True, 1.0, None, 1, 1, 1)
+
+
+def experts(count: int = EXPERTS, width: int = WIDTH) -> Any:
+    up, down = [linear(96, width) for _ in range(count)], [linear(width, 48) for _ in range(count)]
+    return native.library().Experts(up, down, 0)
+
+
+def routing(expert: int = EXPERTS - 1) -> np.ndarray:
+    """The last expert first, then expert 0, for every token."""
+    chosen = np.tile(np.array([[expert, 0]], np.int32), (TOKENS, 1)).view(np.float32)
+    return np.concatenate([chosen, np.full((TOKENS, 2), 0.5, np.float32)], axis=1)
+
+
+def heads(count: int = HEADS) -> Any:
+    return native.library().Heads([linear(8, 12) for _ in range(count)])
+
+
+def routed() -> Arguments:
+    """A program with logits of all experts, and their routing."""
+    open_program = recorded()
+    logits = open_program.program.linear(open_program.x, linear(EXPERTS, WIDTH))
+    chosen = open_program.program.route(logits, router())
+    return {"self": open_program.program, "x": open_program.x, "routing": chosen, "experts": experts()}
+
+
+def gated() -> Arguments:
+    program, x = recorded()[:2]
+    return {"self": program, "x": x, "logits": program.linear(x, linear(1, WIDTH))}
+
+
+def joined() -> Arguments:
+    """A program with the rows of 4 heads of 12 + 4 dimensions, and latents of 16."""
+    program, x = recorded()[:2]
+    widths = {"query": HEADS * 16, "absorbed": HEADS * 16, "latent": 20}
+    rows = {name: program.linear(x, linear(width, WIDTH)) for name, width in widths.items()}
+    return {"self": program, **rows, "norm": norm(16), "rope": 4}
 
 
 def strings(*texts: str) -> tuple[np.ndarray, np.ndarray]:
@@ -132,6 +174,17 @@ def run_arguments() -> Arguments:
         "share": True,
         "logits": floats(2, VOCAB),
     }
+
+
+def ranks() -> Any:
+    """One rank: its exchanges end at once."""
+    return native.library().Ranks(rank_memory(), 0, 1)
+
+
+def rank_memory() -> np.ndarray:
+    """Bytes on a border of pages."""
+    size = native.library().rank_memory_bytes(1)
+    return np.frombuffer(mmap.mmap(-1, size), np.uint8)
 
 
 VALID: dict[str, Callable[[], Arguments]] = {
@@ -221,6 +274,49 @@ VALID: dict[str, Callable[[], Arguments]] = {
         "query_norm": norm(DIM),
         "key_norm": norm(DIM),
     },
+    "rank_memory_bytes": lambda: {"size": 2},
+    "Ranks": lambda: {"memory": rank_memory(), "rank": 0, "size": 1},
+    "Ranks.gather": lambda: {"self": ranks(), "x": floats(3, 8), "widths": [8], "out": floats(3, 8)},
+    "Ranks.reduce": lambda: {"self": ranks(), "x": floats(3, 8)},
+    "Ranks.post": lambda: {"self": ranks(), "signal": 0, "value": 1},
+    "Ranks.read": lambda: {"self": ranks(), "signal": 0},
+    "Ranks.wait": lambda: {"self": ranks(), "signal": 0, "value": 0, "seconds": 0.0},
+    "AttentionShape.with_sinks": lambda: {"self": shape(), "sinks": floats(HEADS)},
+    "Router": lambda: {
+        "num_experts": EXPERTS,
+        "top_k": 2,
+        "sigmoid": True,
+        "renormalise": True,
+        "scale": 1.0,
+        "bias": floats(EXPERTS),
+        "num_groups": 1,
+        "top_groups": 1,
+        "group_best": 1,
+    },
+    "Experts": lambda: {"up": [linear(96, WIDTH)] * 2, "down": [linear(WIDTH, 48)] * 2, "activation": 3},
+    "Heads": lambda: {"linears": [linear(8, 12), linear(8, 12)]},
+    "route": lambda: {"logits": floats(TOKENS, EXPERTS), "router": router(), "routing": floats(TOKENS, 4)},
+    "mix_experts": lambda: {
+        "x": floats(TOKENS, WIDTH),
+        "routing": routing(),
+        "experts": experts(),
+        "out": floats(TOKENS, WIDTH),
+    },
+    "gate": lambda: {"x": floats(TOKENS, WIDTH), "logits": floats(TOKENS, 1), "out": floats(TOKENS, WIDTH)},
+    "head_linear": lambda: {
+        "x": floats(TOKENS, HEADS * 16),
+        "heads": heads(),
+        "start": 4,
+        "out": floats(TOKENS, HEADS * 8),
+    },
+    "join_latent": lambda: {
+        "query": floats(TOKENS, HEADS * 16),
+        "absorbed": floats(TOKENS, HEADS * 16),
+        "latent": floats(TOKENS, 20),
+        "norm": norm(16),
+        "rope": 4,
+        "out": floats(TOKENS, (HEADS + 2) * 20),
+    },
     "Program": dict,
     "Program.embed": lambda: recording(table=table(), scale=1.0, of_positions=False),
     "Program.norm": lambda: recording(x="x", weights=norm()),
@@ -232,6 +328,14 @@ VALID: dict[str, Callable[[], Arguments]] = {
     "Program.attend": lambda: recording(qkv="qkv", layer=0, shape=shape()),
     "Program.act": lambda: recording(x="odd", activation=1),
     "Program.act_mul": lambda: recording(x="x", activation=1),
+    "Program.all_gather": lambda: recording(x="x", ranks=ranks(), widths=[WIDTH]),
+    "Program.all_reduce": lambda: recording(x="x", ranks=ranks()),
+    "Program.gate": gated,
+    "Program.route": lambda: {"self": (own := routed())["self"], "logits": own["routing"] - 1, "router": router()},
+    "Program.mix_experts": routed,
+    "Program.head_linear": lambda: recording(x="x", heads=heads(), start=4),
+    "Program.join_latent": joined,
+    "Program.width": lambda: recording(x="x"),
     "Program.take": lambda: recording(x="x"),
     "Program.logits": lambda: recording(x="taken", head=linear(VOCAB, WIDTH), softcap=30.0),
     "Program.run": run_arguments,

@@ -7,7 +7,9 @@ from native_calls import VALID, VOCAB, complete, floats, ints, linear, longs, re
 from native_misuses import INFINITY, NAN, Misuse, misuses, wrong_segments
 
 X, ODD, QKV, COSINE, SINE, TAKEN = recorded()[1:]
-RECORDING_METHODS = [entry.partition(".")[2] for entry in VALID if entry.startswith("Program.") and entry[8:] != "run"]
+RECORDING_METHODS = [
+    entry.partition(".")[2] for entry in VALID if entry.startswith("Program.") and entry[8:] not in ("run", "width")
+]
 NO_REGISTER = "is register 99 and must be one of the 6 recorded so far"
 RECORDING = [
     *misuses("Program", ("an argument", {"size": 1}, "incompatible", TypeError)),
@@ -75,6 +77,14 @@ RECORDING = [
         ("an unknown activation", {"activation": -1}, "activation is -1"),
         ("an odd width", {"x": ODD}, "x is 33 wide and must have an even width"),
     ),
+    *misuses(
+        "Program.all_gather",
+        ("an unknown register", {"x": 99}, NO_REGISTER),
+        ("widths of other ranks", {"widths": [64, 64]}, "widths has 2 elements and must have 1"),
+        ("another width", {"widths": [63]}, "x is 64 wide and must be 63 wide"),
+        ("no width", {"widths": [0]}, "a width is 0"),
+    ),
+    *misuses("Program.all_reduce", ("an unknown register", {"x": 99}, NO_REGISTER)),
     *misuses(
         "Program.take",
         ("an unknown register", {"x": 99}, NO_REGISTER),

@@ -9,6 +9,8 @@ from zlib import crc32
 
 import attention_cases
 import device_cases
+import expert_cases
+import latent_cases
 import network_cases
 import numpy as np
 from case_table import CASES, TOLERANCE, worst_error
@@ -16,7 +18,15 @@ from case_table import CASES, TOLERANCE, worst_error
 from bifolio.kernels.interface import KernelSet
 from bifolio.kernels.reference import ReferenceKernels
 
-__all__ = ["CASES", "attention_cases", "check_operation", "device_cases", "network_cases"]
+__all__ = [
+    "CASES",
+    "attention_cases",
+    "check_operation",
+    "device_cases",
+    "expert_cases",
+    "latent_cases",
+    "network_cases",
+]
 
 
 def check_operation(name: str, kernels: KernelSet) -> None:

@@ -99,6 +99,7 @@ HEADS = {"KV_HEADS": 8, "GROUP": 4, "DIM": 128, "DIM_BLOCK": 128, "BLOCK_SIZE": 
 HEADS["CAP"] = 0.0
 DECODE = {
     **HEADS, "HEADS": 32, "ROWS": 16, "STAGES": 4, "SHARED_ROWS": 0, "FIXED": 0, "JOINED": 16, "GROUP_BLOCK": 4,
+    "HAS_SINKS": False,
 }  # fmt: skip
 CUT = {"IS_SHARED": True, "TILE": 64, "FIXED": 0, "BLOCK": 256, "ITEMS": 256, "OTHERS": 32}
 PREFILL = {
@@ -124,7 +125,9 @@ CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
     "prefill": (prefill._prefill_kernel, PREFILL, 4),
     "prefill, deterministic": (prefill._prefill_kernel, {**PREFILL, "ROWS": 128, "FIXED": 1024}, 8),
     "one row": (
-        gemv._one_row_kernel, {**PRODUCT, "OUTPUTS": 4, "BLOCK": 1024, "STAGES": 1, "HAS_NORM": True}, 4,
+        gemv._one_row_kernel,
+        {**PRODUCT, "OUTPUTS": 4, "BLOCK": 1024, "STAGES": 1, "HAS_NORM": True},
+        4,
     ),
     "few rows": (gemm_small_m._few_rows_kernel, {**PRODUCT, **FEW, "SPLITS": 1}, 4),
     "few rows, split": (gemm_small_m._few_rows_kernel, {**PRODUCT, **FEW, "SPLITS": 4}, 4),
@@ -154,7 +157,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
 }  # fmt: skip
 
 
-for number, format in enumerate(("Q8_0", "Q4_0", "Q4_1")):
+for number, format in enumerate(("Q8_0", "Q4_0", "Q4_1", "MXFP4")):
     shape = {**PRODUCT, "KIND": number, "OUTPUTS": 32}
     CASES[f"one row {format}"] = (
         quantised_kernels.one_row_kernel, {**shape, "BLOCKS": 64, "STAGES": 1, "HAS_NORM": True, "OUTPUTS": 4}, 4,
@@ -172,8 +175,9 @@ for number, format in enumerate(("Q8_0", "Q4_0", "Q4_1")):
 @pytest.mark.parametrize("name", CASES)
 def test_kernel_compiles_for_a_gpu(name: str) -> None:
     kernel, constants, warps = CASES[name]
-    stored = {0: "*i8", 1: "*u8", 2: "*u8"}.get(constants.get("KIND", -1), kind("values"))
-    kinds = {"values": stored, "scales": "*fp16", "minima": "*fp16", "factor": "fp32"}
+    stored = {0: "*i8", 1: "*u8", 2: "*u8", 3: "*u8"}.get(constants.get("KIND", -1), kind("values"))
+    factors = "*u8" if constants.get("KIND") == 3 else "*fp16"
+    kinds = {"values": stored, "scales": factors, "minima": factors, "factor": "fp32"}
     signature = {a: "constexpr" if a in constants else kinds.get(a, kind(a)) for a in kernel.arg_names}
     source = ASTSource(kernel, signature, constants)
     compiled = triton.compile(source, target=HOPPER, options={"num_warps": warps, "num_stages": 3})

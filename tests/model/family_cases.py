@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from family_rows import ROWS
+from moe_cases import MOE_GGUF_CASES, MOE_HF_CASES
 
 from bifolio.config import ModelConfig
 from bifolio.errors import BifolioError
@@ -25,6 +26,7 @@ from bifolio.model.huggingface.folder_writer import folder_config
 
 DEFAULTS = {field.name: None if field.default is MISSING else field.default for field in fields(ModelConfig)}
 EXPECTED = Path(__file__).with_name("family_configs.json")
+EXPECTED_MOE = Path(__file__).with_name("moe_configs.json")
 
 _LLAMA = {
     "model_type": "llama", "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192,
@@ -216,6 +218,11 @@ GGUF_CASES: dict[str, GgufCase] = {
          "rope_factors_short.weight": [1.0 + i / 8 for i in range(8)]},
     ),
 }  # fmt: skip
+HF_CASES |= MOE_HF_CASES
+GGUF_CASES |= {
+    name: GgufCase(_gguf(architecture, entries), shapes)
+    for name, (architecture, entries, shapes) in MOE_GGUF_CASES.items()
+}
 
 
 def open_case(case: GgufCase, folder: Path) -> GgufFile:
@@ -248,6 +255,9 @@ def describe(config: ModelConfig) -> dict[str, Any]:
         "hf": _written(lambda: config_to_hf(folder_config(config))),
     }
     found: dict[str, Any] = json.loads(json.dumps(description, default=np.ndarray.tolist))
+    for rope in found["config"].get("ropes", ()):
+        if rope["truncate"]:
+            del rope["truncate"]
     return found
 
 
@@ -271,10 +281,16 @@ if __name__ == "__main__":
 
     with tempfile.TemporaryDirectory() as temporary:
         kinds = describe_all(Path(temporary))
-    lines = [
-        f'"{kind}": {{\n'
-        + ",\n".join(f"{json.dumps(name)}: {json.dumps(case)}" for name, case in cases.items())
-        + "\n}"
-        for kind, cases in kinds.items()
-    ]
-    EXPECTED.write_text("{\n" + ",\n".join(lines) + "\n}\n")  # a line for each case
+    moe_names = {*MOE_HF_CASES, *MOE_GGUF_CASES}
+    for path, is_moe in ((EXPECTED, False), (EXPECTED_MOE, True)):
+        lines = [
+            f'"{kind}": {{\n'
+            + ",\n".join(
+                f"{json.dumps(name)}: {json.dumps(case)}"
+                for name, case in cases.items()
+                if (name in moe_names) == is_moe
+            )
+            + "\n}"
+            for kind, cases in kinds.items()
+        ]
+        path.write_text("{\n" + ",\n".join(lines) + "\n}\n")  # a line for each case

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from family_cases import EXPECTED, GGUF_CASES, HF_CASES, describe, open_case
+from family_cases import EXPECTED, EXPECTED_MOE, GGUF_CASES, HF_CASES, describe, open_case
 
 from bifolio.model.gguf.loader import config_from_gguf
 from bifolio.model.huggingface.config import config_from_hf
@@ -15,8 +15,8 @@ from bifolio.model.huggingface.config import config_from_hf
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = json.loads(EXPECTED.read_text())
-    return found
+    parts = [json.loads(path.read_text()) for path in (EXPECTED, EXPECTED_MOE)]
+    return {kind: {**parts[0][kind], **parts[1][kind]} for kind in ("hf", "gguf")}
 
 
 @pytest.mark.parametrize("name", HF_CASES)

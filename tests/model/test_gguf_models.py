@@ -16,6 +16,7 @@ from bifolio.model.huggingface.folder_writer import folder_config, llama3_from_f
 from bifolio.model.huggingface.hf_loader import load_folder
 from bifolio.quant import QuantFormat
 from bifolio.quant.formats import ENCODABLE_FORMATS
+from moe_models import MOE_ARCHITECTURES
 from tiny_models import ARCHITECTURES, tiny_transformers_model
 
 pytestmark = pytest.mark.full  # transformers is slow to import
@@ -164,7 +165,8 @@ def test_llama3_parameters_are_recovered_from_the_table(tmp_path: Path) -> None:
     assert folder_config(source.config) == source.config
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "llama3-rope", "qwen2", "qwen3", "gemma3-plain", "phi3", "yarn"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "llama3-rope", "qwen2", "qwen3", "gemma3-plain", "phi3", "yarn",
+                                  *MOE_ARCHITECTURES])  # fmt: skip
 def test_llama_cpp_gives_the_same_greedy_tokens(name: str, tmp_path: Path) -> None:
     llama_cpp = pytest.importorskip("llama_cpp", reason="needs llama-cpp-python (extra: peers)")
     source = load_folder(make_folder(name, tmp_path / "folder"))

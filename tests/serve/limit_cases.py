@@ -16,7 +16,12 @@ from msgspec import inspect
 from bifolio.measure.soak_bombs import BOMBS
 from bifolio.serve import protocol as p
 from bifolio.serve.bounds import parts
+from bifolio.serve.protocols import anthropic_types as a
+from bifolio.serve.protocols import ollama_types as o
+from bifolio.serve.protocols.llama_cpp import LlamaCppRequest
+from bifolio.serve.protocols.responses_types import ResponsesRequest
 
+MODEL = ""  # the empty name means the served model
 ROOM = 3 << 20  # bytes of one value; a request has 4 MiB
 ENDPOINTS: dict[str, tuple[Any, dict[str, Any]]] = {  # path -> type, a small request
     "/v1/completions": (p.CompletionRequest, {"prompt": "Once", "max_tokens": 8}),
@@ -24,7 +29,19 @@ ENDPOINTS: dict[str, tuple[Any, dict[str, Any]]] = {  # path -> type, a small re
     "/v1/embeddings": (p.EmbeddingRequest, {"input": "Once"}),
     "/tokenize": (p.TokenizeRequest, {}),
     "/detokenize": (p.DetokenizeRequest, {"tokens": [5]}),
-}
+    "/v1/messages": (a.MessagesRequest, {"model": MODEL, "messages": [{"role": "user", "content": "a"}],
+                                         "max_tokens": 8}),
+    "/v1/messages/count_tokens": (a.CountTokensRequest, {"model": MODEL,
+                                                         "messages": [{"role": "user", "content": "a"}]}),
+    "/api/generate": (o.GenerateRequest, {"model": MODEL, "prompt": "a", "options": {"num_predict": 8}}),
+    "/api/chat": (o.OllamaChatRequest, {"model": MODEL, "messages": [{"role": "user", "content": "a"}],
+                                        "options": {"num_predict": 8}}),
+    "/api/embed": (o.EmbedRequest, {"model": MODEL, "input": "a"}),
+    "/api/show": (o.ShowRequest, {"model": MODEL}),
+    "/api/pull": (o.PullRequest, {"model": MODEL}),
+    "/v1/responses": (ResponsesRequest, {"input": "a", "max_output_tokens": 8}),
+    "/completion": (LlamaCppRequest, {"prompt": "a", "n_predict": 8}),
+}  # fmt: skip
 HOSTILE: dict[str, list[Any]] = {  # values of fields whose cost is not in their length
     "structured_outputs.regex": ["a{4000}{4000}", "a{1000}{1000}", "(.*a.{12}){8}", "(a|aa)*" * 800, "(a{64}){64}"],
     "structured_outputs.grammar": ["start: " + "(" * 200 + '"a"' + ")" * 200, 'start: ("a" | start start)*'],

@@ -37,17 +37,40 @@ def every_route(server: RunningServer) -> list[tuple[str, str]]:
     return found
 
 
+def check_shape(path: str, body: Any) -> None:
+    """The error has the shape of the protocol of its path."""
+    error = body["error"]
+    if path.startswith("/v1/messages"):
+        assert (body["type"], error["type"]) == ("error", "authentication_error")
+    elif path.startswith("/api/"):
+        assert "valid key" in error
+    elif path in ("/completion", "/props", "/slots"):
+        assert error["code"] == 401
+    else:
+        assert error["code"] == "invalid_api_key"
+
+
+def test_a_key_of_anthropic_clients(guarded: RunningServer) -> None:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
+    with guarded.http() as http:
+        for key, status in (("first-secret-key", 200), ("wrong-secret-key", 401), ("", 401)):
+            answer = http.post("/v1/messages/count_tokens", json=body, headers={"x-api-key": key})
+            assert answer.status_code == status
+        both = {"x-api-key": "first-secret-key", "authorization": "Bearer wrong"}
+        assert http.post("/v1/messages/count_tokens", json=body, headers=both).status_code == 401
+
+
 @pytest.mark.full
 def test_every_route_but_the_open_ones_answers_401_without_a_key(guarded: RunningServer) -> None:
     open_paths = OPEN | set(page_files())
     with guarded.http() as http:
         for method, path in every_route(guarded):
-            answer = http.request(method, path.replace("{name:path}", "tiny"))
+            answer = http.request(method, path.replace("{name:path}", "tiny").replace("{id}", "resp_1"))
             assert (answer.status_code == 401) == (path not in open_paths), (method, path, answer.status_code)
             if answer.status_code == 401:
                 assert answer.headers["www-authenticate"] == "Bearer"
                 if method != "HEAD":
-                    assert answer.json()["error"]["code"] == "invalid_api_key"
+                    check_shape(path, answer.json())
         for path in ("/nothing", "/v1", "/metrics/", "/page", "/page/none.js", "/page/../metrics", "/health/"):
             assert http.get(path).status_code == 401, path
         assert http.post("/health").status_code == 401  # only looking is free

@@ -13,8 +13,9 @@ from msgspec import inspect
 from bifolio.serve import protocol as p
 from bifolio.serve.errors import ApiError
 from bifolio.serve.http import decode
+from bifolio.serve.openapi import OPERATIONS, PROTOCOL_OPERATIONS
 
-REQUESTS = [p.CompletionRequest, p.ChatRequest, p.EmbeddingRequest, p.TokenizeRequest, p.DetokenizeRequest]
+REQUESTS = [row[3] for row in (*OPERATIONS, *PROTOCOL_OPERATIONS) if row[3] is not None]
 
 
 def unbounded(described: Any, path: str) -> Iterator[str]:

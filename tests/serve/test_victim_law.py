@@ -19,7 +19,7 @@ from serving import model_folder
 
 from bifolio.serve.bounds import parts
 
-ALLOWED = {0, 200, 400, 404, 408, 413, 429}  # 0: the client left before the answer came
+ALLOWED = {0, 200, 400, 403, 404, 408, 413, 429}  # 0: the client left before the answer came
 ALL = [*field_cases(), *bomb_cases()]
 
 

@@ -168,7 +168,7 @@ def memory_plan(
     try:
         opened = open_model(path)
         config = opened.text.config
-        matrices = [view for view in opened.views() if len(view.shape) == 2]
+        matrices = [view for view in opened.views() if len(view.shape) >= 2]
         length = min(max_model_len or MAX_DEFAULT_LEN, config.max_position)
         plan = plan_memory(
             config,
@@ -188,6 +188,7 @@ def memory_plan(
         "max_model_len": length,
         "num_full_sequences": plan.max_cached_tokens // length,
         "num_parameters": config.num_parameters,
+        "num_active_parameters": config.num_active_parameters,
         "architecture": architecture_lines(config),
         "notes": conversion_notes([m.format for m in matrices], CPU_FORMATS, CPU_KERNELS),
         "lines": [*plan.lines(), f"fits             {plan.max_cached_tokens // length} sequences of {length} tokens"],
@@ -201,9 +202,32 @@ def architecture_lines(config: ModelConfig) -> list[str]:
     return [
         f"{config.architecture}, {config.num_parameters:,} parameters, context {config.max_position}",
         f"{config.num_layers} layers of {config.hidden_size}, MLP {config.intermediate_size} ({config.activation})",
-        f"{config.num_heads} heads of {config.head_dim}, {config.num_kv_heads} for keys and values{sliding}",
+        *expert_lines(config),
+        attention_line(config) + sliding,
         f"vocabulary {config.vocab_size}, {'tied' if config.tie_embeddings else 'separate'} output matrix",
     ]
+
+
+def expert_lines(config: ModelConfig) -> list[str]:
+    """The experts of a network, and the parameters that one token is multiplied with."""
+    moe = config.moe
+    if moe is None:
+        return []
+    shared = f", one shared MLP of {moe.shared_size}" if moe.shared_size else ""
+    plain = f"; plain MLPs in {len(moe.dense_layers)} layers" if moe.dense_layers else ""
+    return [
+        f"{moe.num_experts} experts of {moe.expert_size} in a layer, {moe.top_k} for a token{shared}{plain}",
+        f"{config.num_active_parameters:,} parameters active for a token",
+    ]
+
+
+def attention_line(config: ModelConfig) -> str:
+    sinks = ", attention sinks" if config.sinks else ""
+    if config.mla is None:
+        return f"{config.num_heads} heads of {config.head_dim}, {config.num_kv_heads} for keys and values{sinks}"
+    size = config.mla.nope_size + config.mla.rope_size
+    cached = f"{config.mla.latent_size} + {config.mla.rope_size}"
+    return f"{config.num_heads} heads of {size} over one cached latent of {cached}{sinks}"
 
 
 def show(contents: Contents, plan: dict[str, Any], with_tensors: bool) -> None:

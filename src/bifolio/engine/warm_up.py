@@ -1,8 +1,9 @@
 """Warm-up of an engine on a GPU: kernels are compiled and decode steps captured before the first request arrives.
 
-Throwaway requests run through the engine, greedy and sampled, short and long, so that every kind of step occurs:
-prompts alone, prompts beside decodes, decodes. Then the decode steps of every batch size are captured as CUDA graphs.
-The compiler keeps its results on disk: the first start on a machine takes longest.
+Throwaway requests run through the engine, greedy, sampled and with logprobs, short and long, so that every kind of step
+occurs: prompts alone, prompts beside decodes, decodes, decodes behind a common prefix. Then the decode steps of every
+batch size are captured as CUDA graphs. The compiler keeps its results on disk: the first start on a machine takes
+longest.
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ BURSTS = (  # (tokens of a common beginning, further tokens) of prompts that arr
     ((640, 8), (0, 10)),  # the beginning is cached now
     ((640, 40),),
     ((640, 300), (0, 40)),
+    ((1024, 4),),
+    ((1024, 8),) * 18,  # enough sequences behind one prefix that attention reads it once for all
 )
 NUM_TOKENS = 6
 SAMPLING = (
     SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False),
     SamplingParams(temperature=0.8, top_p=0.95, seed=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False),
+    SamplingParams(top_p=0.95, seed=0, logprobs=2, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False),
 )
 
 

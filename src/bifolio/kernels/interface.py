@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from bifolio.quant.tensor import QuantizedTensor
 
 Array = Any  # numpy array or torch tensor, as the kernel set allocates it
 Storage = KVStorage
+SWIGLU_LIMIT, SWIGLU_SLOPE = 7.0, 1.702  # of the activation `swiglu_clamped`, which is no function of the gate alone
 
 
 class AttentionPhase(Enum):
@@ -35,12 +36,23 @@ class AttentionPhase(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Shards:
+    """How the ranks of tensor parallelism share a matrix; each holds some of its rows or of its columns."""
+
+    inputs: tuple[
+        int, ...
+    ]  # columns of the input on each rank, gathered before the product; empty: a rank uses its own
+    outputs: tuple[int, ...]  # rows of each rank, whose results are gathered; empty: the results of all ranks are added
+
+
+@dataclass(frozen=True, slots=True)
 class Linear:
     """One or several matrices applied to the same input; their outputs are concatenated."""
 
     parts: tuple[QuantizedTensor | Array, ...]  # each [out_i, in]
     biases: tuple[Array | None, ...]  # each f32[out_i]
     prepared: Any = None  # the kernel set's own form, created at load: packed, fused, on the device
+    shards: Shards | None = None  # None: this rank's product needs nothing of other ranks
 
     @property
     def out_features(self) -> int:
@@ -62,6 +74,56 @@ class Norm:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadLinear:
+    """One matrix for each head, of equal sizes."""
+
+    heads: tuple[Linear, ...]  # each [out, in]
+    prepared: Any = None  # the kernel set's own form, created at load
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """How a token chooses its experts from one logit for each.
+
+        scores   softmax over all experts, or the sigmoid of each logit
+        choice   the `top_k` largest of score + bias, among the `top_groups` best groups of neighbouring experts;
+                 of equal ones the first
+        weights  the scores of the chosen experts, divided by their sum if `renormalise`, times `scale`
+
+    Top-k followed by a softmax over the chosen logits is softmax with `renormalise`.
+    """
+
+    top_k: int
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    renormalise: bool = False
+    scale: float = 1.0
+    bias: Array | None = None  # f32[experts]  changes the choice, not the weights
+    num_groups: int = 1
+    top_groups: int = 1
+    group_best: int = 1  # the best scores of a group whose sum ranks it
+
+
+class Routing(NamedTuple):
+    """The experts of each token, and their weights in the sum."""
+
+    experts: Array  # i32[t, top_k]  best first
+    weights: Array  # f32[t, top_k]
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The gated MLPs of one layer, of equal sizes: down(act(gate x) * (up x))."""
+
+    up: tuple[Linear, ...]  # of each expert: gate and up, or one matrix of both
+    down: tuple[Linear, ...]
+    activation: str
+    prepared: Any = None  # the kernel set's own form, created at load
+
+    def matrices(self) -> list[QuantizedTensor | Array]:
+        return [part for linear in (*self.up, *self.down) for part in linear.parts]
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionShape:
     """The constants of one attention layer."""
 
@@ -78,6 +140,7 @@ class AttentionShape:
     softcap: float = 0.0  # scores become softcap * tanh(score / softcap); 0: off
     temperature: float = 0.0  # queries at position p grow by 1 + temperature * log(1 + p // temperature_period)
     temperature_period: int = 1
+    sinks: Array | None = None  # f32[num_heads]  score of a position without a value that every query sees
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +222,21 @@ class StepProgram(Protocol):
 
     def run(self, batch: Batch, storage: Storage) -> Array:
         """Logits f32[r, vocab] of the batch's `logit_rows`."""
+        ...
+
+
+class Ranks(Protocol):
+    """The processes that run one model together, each with a part of every matrix."""
+
+    rank: int  # of this process; rank 0 plans and samples
+    size: int
+
+    def all_gather(self, x: Array, widths: tuple[int, ...]) -> Array:
+        """[t, sum(widths)]: the columns of all ranks side by side; `x` is [t, widths[rank]]."""
+        ...
+
+    def all_reduce(self, x: Array) -> Array:
+        """[t, d]: the sum over all ranks; the order of the additions does not change from run to run."""
         ...
 
 
@@ -287,6 +365,7 @@ class KernelSet(PagedAttentionKernel, Protocol):
     deterministic: bool  # results of a sequence do not depend on the rest of the batch
     launches_ahead: bool  # passes are queued on a device: the host plans the next step meanwhile
     activation_planes: int  # integer products for each quantised weight and activation; 0: multiplied as floats
+    ranks: Ranks | None  # of tensor parallelism; None: this process runs the whole model
 
     # -- arrays and memory ------------------------------------------------------------------------------------------
     def from_host(self, array: np.ndarray) -> Array: ...
@@ -334,6 +413,12 @@ class KernelSet(PagedAttentionKernel, Protocol):
 
     def prepare_norm(self, norm: Norm) -> Norm: ...
 
+    def prepare_experts(self, experts: Experts) -> Experts:
+        """Convert, repack or move the weights of all experts of a layer once, at load."""
+        ...
+
+    def prepare_head_linear(self, linear: HeadLinear) -> HeadLinear: ...
+
     def prepare_embedding(self, table: QuantizedTensor | Array) -> Any: ...
 
     # -- the network --------------------------------------------------------------------------------------------------
@@ -359,11 +444,55 @@ class KernelSet(PagedAttentionKernel, Protocol):
         """Split into heads, norm and rotate queries and keys, write keys and values to the cache."""
         ...
 
+    def head_linear(self, x: Array, linear: HeadLinear, start: int) -> Array:
+        """The product of each head with its own matrix: [t, heads * out].
+
+        x: [t, heads * columns]; a matrix reads the columns of its head from `start` on, as many as it has inputs.
+        """
+        ...
+
+    def join_latent(self, query: Array, absorbed: Array, latent: Array, norm: Norm, rope: int) -> Array:
+        """The input of `rope_and_write` for attention over cached latents, with one head of keys and values.
+
+        query     [t, heads * (nope + rope)]
+        absorbed  [t, heads * latent]          nope of each head, multiplied with its key projection
+        latent    [t, latent + rope]           not normed yet
+        result    [t, (heads + 2) * (rope + latent)]   queries, the key, and the value, which is the key
+        """
+        ...
+
     def act_mul(self, x: Array, activation: str) -> Array:
-        """act(gate) * up for [t, 2 * ffn], gate and up concatenated: [t, ffn]."""
+        """act(gate) * up for [t, 2 * ffn], gate and up concatenated: [t, ffn].
+
+        `swiglu_clamped`: gate and up are clamped to `SWIGLU_LIMIT`; gate * sigmoid(`SWIGLU_SLOPE` * gate) * (up + 1).
+        """
         ...
 
     def act(self, x: Array, activation: str) -> Array: ...
+
+    def all_gather(self, x: Array, widths: tuple[int, ...]) -> Array:
+        """The columns of all ranks side by side: [t, sum(widths)]; `x` as it is where there is one rank."""
+        ...
+
+    def all_reduce(self, x: Array) -> Array:
+        """The sum over all ranks; `x` as it is where there is one rank."""
+        ...
+
+    def gate(self, x: Array, logits: Array) -> Array:
+        """sigmoid(logits) * x for one logit f32[t, 1] of each row."""
+        ...
+
+    def route(self, logits: Array, router: Router) -> Routing:
+        """The experts of each token, from logits f32[t, experts]."""
+        ...
+
+    def mix_experts(self, x: Array, routing: Routing, experts: Experts) -> Array:
+        """The sum of the outputs of each token's experts, by weight, in the order of the choice: [t, d].
+
+        One operation, so that a set groups the tokens by expert in its own order, reads each expert's weights once and
+        keeps the rows between the two products to itself.
+        """
+        ...
 
     def take(self, x: Array, rows: Array) -> Array: ...
 

@@ -15,16 +15,22 @@ from bifolio.arrays import array_namespace
 from bifolio.errors import PhaseError
 from bifolio.kernels.host_arrays import HostArrays
 from bifolio.kernels.interface import (
+    SWIGLU_LIMIT,
+    SWIGLU_SLOPE,
     Array,
     AttentionPhase,
     AttentionSegment,
     AttentionShape,
     Batch,
+    Experts,
+    HeadLinear,
     Heads,
     Linear,
     Network,
     Norm,
     Rotation,
+    Router,
+    Routing,
     StepProgram,
     Storage,
 )
@@ -53,6 +59,12 @@ class ReferenceKernels(HostArrays):
 
     def prepare_norm(self, norm: Norm) -> Norm:
         return norm
+
+    def prepare_experts(self, experts: Experts) -> Experts:
+        return experts
+
+    def prepare_head_linear(self, linear: HeadLinear) -> HeadLinear:
+        return linear
 
     def prepare_embedding(self, table: QuantizedTensor | Array) -> Any:
         return table
@@ -88,6 +100,20 @@ class ReferenceKernels(HostArrays):
             y = weight.matmul(x) if isinstance(weight, QuantizedTensor) else x @ weight.T
             outputs.append(y if bias is None else y + bias)
         return outputs[0] if len(outputs) == 1 else namespace(x).concat(outputs, axis=-1)
+
+    def head_linear(self, x: Array, linear: HeadLinear, start: int) -> Array:
+        columns = x.shape[-1] // len(linear.heads)
+        inputs = slice(start, start + linear.heads[0].in_features)
+        heads = [self.linear(x[:, h * columns :][:, inputs], each) for h, each in enumerate(linear.heads)]
+        return namespace(x).concat(heads, axis=-1)
+
+    def join_latent(self, query: Array, absorbed: Array, latent: Array, norm: Norm, rope: int) -> Array:
+        xp, size = namespace(query), latent.shape[-1] - rope
+        heads = absorbed.shape[-1] // size
+        turned = xp.reshape(query, (-1, heads, query.shape[-1] // heads))[..., -rope:]
+        queries = xp.concat([turned, xp.reshape(absorbed, (-1, heads, size))], axis=-1)
+        key = xp.concat([latent[:, size:], self.norm(latent[:, :size], norm)], axis=-1)
+        return xp.concat([xp.reshape(queries, (-1, heads * (rope + size))), key, key], axis=-1)
 
     def rope_and_write(
         self, qkv: Array, shape: AttentionShape, rotation: Rotation | None, batch: Batch, storage: Storage | None
@@ -136,7 +162,7 @@ class ReferenceKernels(HostArrays):
         keys, values = own.key, own.value
         if storage is not None and segment.block_tables is not None and not segment.fresh:
             keys, values = storage.gather(shape.layer, segment.block_tables[i], int(segment.context_lens[i]))
-        return causal_attention(own.query, keys, values, shape.scale, shape.window, shape.softcap)
+        return causal_attention(own.query, keys, values, shape.scale, shape.window, shape.softcap, shape.sinks)
 
     def _attend_decode(
         self, own: Heads, shape: AttentionShape, segment: AttentionSegment, i: int, storage: Storage | None
@@ -145,11 +171,16 @@ class ReferenceKernels(HostArrays):
         if storage is None or segment.block_tables is None:
             raise PhaseError("decode reads the cache: pass a storage and block tables")
         keys, values = storage.gather(shape.layer, segment.block_tables[i], int(segment.context_lens[i]))
-        return causal_attention(own.query, keys, values, shape.scale, shape.window, shape.softcap)
+        return causal_attention(own.query, keys, values, shape.scale, shape.window, shape.softcap, shape.sinks)
 
     def act_mul(self, x: Array, activation: str) -> Array:
         half = x.shape[-1] // 2
-        return self.act(x[:, :half], activation) * x[:, half:]
+        gate, up = x[:, :half], x[:, half:]
+        if activation == "swiglu_clamped":
+            xp = namespace(x)
+            gate, up = xp.clip(gate, None, SWIGLU_LIMIT), xp.clip(up, -SWIGLU_LIMIT, SWIGLU_LIMIT)
+            return gate * sigmoid(xp, SWIGLU_SLOPE * gate) * (up + 1.0)
+        return self.act(gate, activation) * up
 
     def act(self, x: Array, activation: str) -> Array:
         xp = namespace(x)
@@ -158,6 +189,39 @@ class ReferenceKernels(HostArrays):
         if activation == "gelu_tanh":
             return 0.5 * x * (1.0 + xp.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)))
         return 0.5 * x * (1.0 + erf(xp, x / math.sqrt(2.0)))
+
+    def gate(self, x: Array, logits: Array) -> Array:
+        return sigmoid(namespace(x), logits) * x
+
+    def route(self, logits: Array, router: Router) -> Routing:
+        scores = logits.astype(np.float32)
+        if router.scoring == "softmax":
+            scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
+            scores = scores / scores.sum(axis=-1, keepdims=True)
+        else:
+            scores = sigmoid(np, scores)
+        ranked = scores if router.bias is None else scores + router.bias
+        if router.top_groups < router.num_groups:
+            groups = ranked.reshape(len(ranked), router.num_groups, -1)
+            best = np.sort(groups, axis=-1)[..., -router.group_best :].sum(axis=-1)
+            chosen = np.argsort(-best, axis=-1, kind="stable")[:, : router.top_groups]
+            keeps = np.zeros(best.shape, np.bool_)
+            np.put_along_axis(keeps, chosen, True, axis=-1)
+            ranked = np.where(keeps[..., None], groups, -np.inf).reshape(ranked.shape)
+        experts = np.argsort(-ranked, axis=-1, kind="stable")[:, : router.top_k]
+        weights = np.take_along_axis(scores, experts, axis=-1)
+        if router.renormalise:
+            weights = weights / (weights.sum(axis=-1, keepdims=True) + np.float32(1e-20))
+        return Routing(experts.astype(np.int32), weights * np.float32(router.scale))
+
+    def mix_experts(self, x: Array, routing: Routing, experts: Experts) -> Array:
+        parts = np.zeros((*routing.experts.shape, experts.down[0].out_features), np.float32)  # [t, top_k, d]
+        for number, (up, down) in enumerate(zip(experts.up, experts.down, strict=True)):
+            tokens, choices = np.nonzero(routing.experts == number)
+            if len(tokens):
+                hidden = self.act_mul(self.linear(x[tokens], up), experts.activation)
+                parts[tokens, choices] = self.linear(hidden, down)
+        return (parts * routing.weights[..., None]).sum(axis=1)
 
     def logits(self, x: Array, head: Linear, softcap: float) -> Array:
         y = self.linear(x, head)
@@ -193,7 +257,13 @@ def scale_by_position(query: Array, shape: AttentionShape, length: int) -> Array
 
 
 def causal_attention(
-    query: Array, key: Array, value: Array, scale: float, window: int | None, softcap: float = 0.0
+    query: Array,
+    key: Array,
+    value: Array,
+    scale: float,
+    window: int | None,
+    softcap: float = 0.0,
+    sinks: Array | None = None,
 ) -> Array:
     """Queries [n, h, d] at the last n of the L positions that keys and values [L, kv, d] cover: [n, h * d].
 
@@ -213,8 +283,12 @@ def causal_attention(
     if not isinstance(query, np.ndarray):
         mask = xp.asarray(mask, device=query.device)
     scores = xp.where(mask, scores, xp.full_like(scores, -math.inf))
+    if sinks is not None:
+        columns = xp.reshape(sinks, (kv_heads, heads // kv_heads, 1, 1))
+        scores = xp.concat([scores, xp.broadcast_to(columns, (*scores.shape[:-1], 1))], axis=-1)
     weights = xp.exp(scores - xp.max(scores, axis=-1, keepdims=True))
     weights = weights / xp.sum(weights, axis=-1, keepdims=True)
+    weights = weights[..., :length]
     mixed = xp.astype(weights, query.dtype) @ values  # [kv, group, n, d]
     return xp.reshape(xp.permute_dims(mixed, (2, 0, 1, 3)), (num_queries, heads * dim))
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,7 @@ class CacheLayout:
     head_dim: int
     dtype: KVDtype = "f32"
     poison: bool = False  # blocks start as NaN, so that reads of unwritten entries are detected
+    shared_values: bool = False  # values are the keys: attention over cached latents stores one row for both
 
     def __post_init__(self) -> None:
         if min(self.num_layers, self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim) < 1:
@@ -50,12 +51,24 @@ class CacheLayout:
     def bytes_per_token(self) -> int:
         """Bytes that one token takes in all layers, keys and values together."""
         head = q8_row_bytes(self.head_dim) if self.dtype == "q8_0" else self.head_dim * _BYTES[self.dtype]
-        return 2 * self.num_layers * self.num_kv_heads * head
+        return (1 if self.shared_values else 2) * self.num_layers * self.num_kv_heads * head
 
     @property
     def bytes_per_block(self) -> int:
         """Bytes that one block takes in all layers, keys and values together."""
         return self.block_size * self.bytes_per_token
+
+
+class BlockMover(Protocol):
+    """A store of blocks: a `KVStorage`, or the storages of other processes."""
+
+    def move_blocks(self, moves: Iterable[tuple[int, int]]) -> None:
+        """Copy whole blocks (src, dst), as if all sources were read before the first write."""
+        ...
+
+    def poison_blocks(self, block_ids: Iterable[int]) -> None:
+        """Fill blocks with NaN."""
+        ...
 
 
 class KVStorage:
@@ -84,7 +97,9 @@ class KVStorage:
         width = q8_row_bytes(self.head_dim) if self.dtype == "q8_0" else self.head_dim
         shape = (self.num_blocks, self.num_kv_heads, self.block_size, width)
         self.keys: list[Array] = [self._allocate(shape) for _ in range(self.num_layers)]
-        self.values: list[Array] = [self._allocate(shape) for _ in range(self.num_layers)]
+        self.values: list[Array] = (
+            self.keys if layout.shared_values else [self._allocate(shape) for _ in range(self.num_layers)]
+        )
         if layout.poison:
             self.poison_blocks(range(1, self.num_blocks))
 
@@ -99,15 +114,28 @@ class KVStorage:
         """Store one layer's keys and values of t tokens.
 
         index: i64[t], block_id * block_size + offset. keys, values: [t, num_kv_heads, head_dim]. Entries of block 0
-        are for padding and never read. For a repeated index either value may be stored.
+        are for padding and never read. For a repeated index either value may be stored. Shared values are not stored.
         """
         blocks, offsets = index // self.block_size, index % self.block_size
         self.keys[layer][blocks, :, offsets] = self._encode(keys)
-        self.values[layer][blocks, :, offsets] = self._encode(values)
+        if not self.layout.shared_values:
+            self.values[layer][blocks, :, offsets] = self._encode(values)
 
     def gather(self, layer: int, block_ids: Sequence[int], length: int) -> tuple[Array, Array]:
         """Contiguous copies [length, num_kv_heads, head_dim] of keys and values; f32 from numpy, else as stored."""
         return self._gather(self.keys[layer], block_ids, length), self._gather(self.values[layer], block_ids, length)
+
+    def read_block(self, block_id: int) -> np.ndarray:
+        """u8[block bytes]: a copy of one block, the keys of all layers and then the values, as stored."""
+        return np.concatenate([_bytes_of(array[block_id]) for array in self._arrays()])
+
+    def write_block(self, block_id: int, data: np.ndarray) -> None:
+        """Store the bytes of `read_block` of a storage with the same layout."""
+        arrays = self._arrays()
+        if data.dtype != np.uint8 or data.shape != (self.layout.bytes_per_block,):
+            raise CacheError(f"a block has {self.layout.bytes_per_block} bytes, not {data.size}")
+        for array, part in zip(arrays, np.split(data, len(arrays)), strict=True):
+            _put_bytes(array, block_id, part)
 
     def move_blocks(self, moves: Iterable[tuple[int, int]]) -> None:
         """Copy whole blocks (src, dst) in every layer, as if all sources were read before the first write."""
@@ -115,7 +143,7 @@ class KVStorage:
         if not pairs:
             return
         sources, destinations = self.indices(src for src, _ in pairs), self.indices(dst for _, dst in pairs)
-        for array in (*self.keys, *self.values):
+        for array in self._arrays():
             array[destinations] = array[sources]  # the right side is a copy: sources are read first
 
     def poison_blocks(self, block_ids: Iterable[int]) -> None:
@@ -124,10 +152,13 @@ class KVStorage:
         nan: Any = BF16_NAN if self.backend == "numpy" and self.dtype == "bf16" else float("nan")
         if self.dtype == "q8_0":
             nan = Q8_POISON
-        for array in (*self.keys, *self.values):
+        for array in self._arrays():
             array[targets] = nan
 
     # -- internal ----------------------------------------------------------------------------------------------------
+
+    def _arrays(self) -> list[Array]:
+        return self.keys if self.layout.shared_values else [*self.keys, *self.values]
 
     def _allocate(self, shape: tuple[int, ...]) -> Array:
         if self.backend == "numpy":
@@ -163,6 +194,22 @@ class KVStorage:
         if self.backend == "numpy":
             return indices
         return _import_torch().from_numpy(indices).to(self.device)
+
+
+def _bytes_of(array: Array) -> np.ndarray:
+    """u8[n]: the bytes of a numpy array or of a tensor on any device."""
+    if not isinstance(array, np.ndarray):
+        array = array.contiguous().view(_import_torch().uint8).cpu().numpy()
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def _put_bytes(array: Array, block_id: int, data: np.ndarray) -> None:
+    """Fill array[block_id] with bytes."""
+    if isinstance(array, np.ndarray):
+        array[block_id] = data.view(array.dtype).reshape(array.shape[1:])
+        return
+    tensor = _import_torch().from_numpy(data.copy()).to(array.device)
+    array[block_id] = tensor.view(array.dtype).reshape(array.shape[1:])
 
 
 def _import_torch() -> Any:

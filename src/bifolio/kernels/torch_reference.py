@@ -7,6 +7,7 @@ call for the whole segment; other segments run sequence by sequence.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,16 +16,22 @@ import torch.nn.functional as F
 
 from bifolio.errors import PhaseError
 from bifolio.kernels.interface import (
+    SWIGLU_LIMIT,
+    SWIGLU_SLOPE,
     Array,
     AttentionPhase,
     AttentionSegment,
     AttentionShape,
     Batch,
+    Experts,
+    HeadLinear,
     Heads,
     Linear,
     Network,
     Norm,
     Rotation,
+    Router,
+    Routing,
     StepProgram,
     Storage,
 )
@@ -49,13 +56,26 @@ class TorchKernels(TorchArrays):
         parts = tuple(self.tensor(part) for part in linear.parts)
         biases = tuple(None if bias is None else self.tensor(bias) for bias in linear.biases)
         weight, bias = _fuse(parts, biases)
-        return Linear(
-            torch.split(weight, [part.shape[0] for part in parts]), biases, (weight, bias)
-        )  # views: one copy in memory
+        views = torch.split(weight, [part.shape[0] for part in parts])  # one copy in memory
+        return Linear(views, biases, (weight, bias), linear.shards)
 
     def prepare_norm(self, norm: Norm) -> Norm:
         bias = None if norm.bias is None else self.vector(norm.bias)
         return Norm(self.vector(norm.weight), bias, norm.eps, norm.centered)
+
+    def prepare_experts(self, experts: Experts) -> Experts:
+        """`prepared` is (weight [experts, out, in], bias [experts, out] or None) of up and of down."""
+
+        def stacked(linears: tuple[Linear, ...]) -> tuple[torch.Tensor, torch.Tensor | None]:
+            fused = [self.prepare_linear(linear).prepared for linear in linears]
+            bias = None if fused[0][1] is None else torch.stack([bias for _, bias in fused])
+            return torch.stack([weight for weight, _ in fused]), bias
+
+        return replace(experts, prepared=(stacked(experts.up), stacked(experts.down)))
+
+    def prepare_head_linear(self, linear: HeadLinear) -> HeadLinear:
+        """`prepared` is [heads, out, in]."""
+        return replace(linear, prepared=torch.stack([self.prepare_linear(head).prepared[0] for head in linear.heads]))
 
     def prepare_embedding(self, table: QuantizedTensor | Array) -> Any:
         return self.tensor(table)
@@ -90,6 +110,19 @@ class TorchKernels(TorchArrays):
         weight, bias = linear.prepared or _fuse(linear.parts, linear.biases)
         return F.linear(x, weight, bias)
 
+    def head_linear(self, x: Array, linear: HeadLinear, start: int) -> Array:
+        weight = linear.prepared
+        heads = x.unflatten(-1, (weight.shape[0], -1))[..., start : start + weight.shape[2]]
+        return torch.bmm(heads.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1).flatten(1)
+
+    def join_latent(self, query: Array, absorbed: Array, latent: Array, norm: Norm, rope: int) -> Array:
+        size = latent.shape[-1] - rope
+        heads = absorbed.shape[-1] // size
+        turned = query.unflatten(-1, (heads, -1))[..., -rope:]
+        queries = torch.cat([turned, absorbed.unflatten(-1, (heads, size))], dim=-1)
+        key = torch.cat([latent[:, size:], self.norm(latent[:, :size], norm)], dim=-1)
+        return torch.cat([queries.flatten(1), key, key], dim=-1)
+
     def rope_and_write(
         self, qkv: Array, shape: AttentionShape, rotation: Rotation | None, batch: Batch, storage: Storage | None
     ) -> Heads:
@@ -121,12 +154,46 @@ class TorchKernels(TorchArrays):
 
     def act_mul(self, x: Array, activation: str) -> Array:
         gate, up = x.chunk(2, dim=-1)
+        if activation == "swiglu_clamped":
+            gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+            return gate * torch.sigmoid(SWIGLU_SLOPE * gate) * (up + 1)
         return self.act(gate, activation) * up
 
     def act(self, x: Array, activation: str) -> Array:
         if activation == "silu":
             return F.silu(x)
         return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+    def gate(self, x: Array, logits: Array) -> Array:
+        return torch.sigmoid(logits.float()).to(x.dtype) * x
+
+    def route(self, logits: Array, router: Router) -> Routing:
+        """Of equal scores the first is chosen: the sort is stable."""
+        logits = logits.float()
+        scores = torch.softmax(logits, dim=-1) if router.scoring == "softmax" else torch.sigmoid(logits)
+        ranked = scores if router.bias is None else scores + router.bias
+        if router.top_groups < router.num_groups:
+            groups = ranked.unflatten(-1, (router.num_groups, -1))
+            best = groups.topk(router.group_best, dim=-1).values.sum(dim=-1)
+            chosen = torch.sort(best, dim=-1, descending=True, stable=True).indices[:, : router.top_groups]
+            keeps = torch.zeros_like(best, dtype=torch.bool).scatter(1, chosen, True)
+            ranked = groups.masked_fill(~keeps[..., None], -torch.inf).flatten(1)
+        experts = torch.sort(ranked, dim=-1, descending=True, stable=True).indices[:, : router.top_k]
+        weights = scores.gather(1, experts)
+        if router.renormalise:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+        return Routing(experts.to(torch.int32), weights * router.scale)
+
+    def mix_experts(self, x: Array, routing: Routing, experts: Experts) -> Array:
+        (up, up_bias), (down, down_bias) = experts.prepared
+        parts = x.new_zeros((*routing.experts.shape, down.shape[1]), dtype=torch.float32)  # [t, top_k, d]
+        for number in torch.unique(routing.experts).tolist():
+            tokens, choices = (routing.experts == number).nonzero(as_tuple=True)
+            hidden = F.linear(x[tokens], up[number], None if up_bias is None else up_bias[number])
+            hidden = self.act_mul(hidden, experts.activation)
+            y = F.linear(hidden, down[number], None if down_bias is None else down_bias[number])
+            parts = parts.index_put((tokens, choices), y.float())
+        return (parts * routing.weights[..., None]).sum(dim=1).to(x.dtype)
 
     def logits(self, x: Array, head: Linear, softcap: float) -> Array:
         y = self.linear(x, head).float()
@@ -214,7 +281,7 @@ def _attend_masked(
     shape: AttentionShape,
 ) -> torch.Tensor:
     """[s * n, heads * dim]"""
-    if not shape.softcap:
+    if not shape.softcap and shape.sinks is None:
         mixed = F.scaled_dot_product_attention(
             query,
             key,
@@ -230,8 +297,13 @@ def _attend_masked(
     group = shape.num_heads // shape.num_kv_heads
     key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
     scores = ((query * shape.scale) @ key.transpose(2, 3)).float()
-    scores = (torch.tanh(scores / shape.softcap) * shape.softcap).masked_fill(~mask, float("-inf"))
-    mixed = scores.softmax(dim=-1).to(query.dtype) @ value
+    if shape.softcap:
+        scores = torch.tanh(scores / shape.softcap) * shape.softcap
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if shape.sinks is not None:  # a column without a value
+        columns = shape.sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, columns], dim=-1)
+    mixed = scores.softmax(dim=-1)[..., : key.shape[2]].to(query.dtype) @ value
     return mixed.transpose(1, 2).flatten(2).flatten(0, 1)
 
 

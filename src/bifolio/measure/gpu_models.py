@@ -10,12 +10,14 @@ import numpy as np
 import torch
 
 from bifolio.cache.storage import CacheLayout
-from bifolio.config import CacheConfig, EngineConfig, KVDtype, ModelConfig, RopeConfig
+from bifolio.config import CacheConfig, EngineConfig, KVDtype, ModelConfig, MoeConfig, RopeConfig
 from bifolio.engine.engine import InferenceEngine
 from bifolio.kernels.interface import KernelSet
 from bifolio.kernels.torch_dtypes import DTYPES
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.tensor_names import HF_LLAMA, assemble
+from bifolio.quant.formats import QuantFormat
+from bifolio.quant.tensor import QuantizedTensor
 
 LLAMA3_ROPE = {"scaling": "llama3", "factor": 8.0, "original_max_position": 8192}
 CACHE_SHARE = 0.8  # of the memory that is free after loading the weights
@@ -58,31 +60,73 @@ SHAPES = {
         RopeConfig(1e6, 128), tie_embeddings=True, qk_norm=True, norm_eps=1e-6,
     ),
     "llama-8b": _decoder("llama", 128256, 4096, 32, 32, 8, 128, 14336, RopeConfig(5e5, 128, "llama3", 8.0, 8192)),
+    "qwen3-30b-a3b": _decoder(
+        "qwen3moe", 151936, 2048, 48, 32, 4, 128, 6144, RopeConfig(1e6, 128), qk_norm=True, norm_eps=1e-6,
+        moe=MoeConfig(128, 8, 768, renormalise=True),
+    ),
+    "gpt-oss-20b": _decoder(
+        "gptoss", 201088, 2880, 24, 64, 8, 64, 2880,
+        RopeConfig(1.5e5, 64, "yarn", 32.0, 4096, attention_factor=1.3466, truncate=False),
+        layer_window=(128, None) * 12, qkv_bias=True, output_bias=True, sinks=True, activation="swiglu_clamped",
+        moe=MoeConfig(32, 4, 2880, renormalise=True, router_bias=True, expert_bias=True),
+    ),
     "tiny": _decoder("llama", 512, 64, 2, 4, 2, 16, 192, RopeConfig(1e4, 16), tie_embeddings=True),
 }  # fmt: skip
+IN_BLOCKS = (SHAPES["gpt-oss-20b"].moe,)  # experts in MXFP4
+BLOCK_BYTES, SCALE_EXPONENT = 17, 120  # of MXFP4; random codes times 2 ** (120 - 127) are about 1 / sqrt(2880)
 
 
 def random_weights(
     shape: str, device: str, dtype: str = "bf16", seed: int = 0, num_layers: int | None = None
 ) -> LoadedModel:
     """A model with random weights and without a tokenizer; its speed is that of a real model of this shape."""
-    config = SHAPES[shape] if num_layers is None else replace(SHAPES[shape], num_layers=num_layers)
+    config = shape_config(shape, num_layers)
     generator = torch.Generator(device=device).manual_seed(seed)
+    experts: dict[str, torch.Tensor | QuantizedTensor] = {}  # of one layer; others copy them
 
-    def matrix(name: str, size: tuple[int, ...]) -> torch.Tensor:
+    def matrix(name: str, size: tuple[int, ...]) -> torch.Tensor | QuantizedTensor:
+        if ".experts." in name:
+            role = name.split(".", 3)[3]
+            if role not in experts:
+                experts[role] = in_blocks(size) if config.moe in IN_BLOCKS else dense(size)
+            return experts[role]
+        return dense(size)
+
+    def dense(size: tuple[int, ...]) -> torch.Tensor:
         values = torch.empty(size, dtype=DTYPES[dtype], device=device)
         return values.normal_(0.0, size[-1] ** -0.5, generator=generator)
 
+    def in_blocks(size: tuple[int, ...]) -> QuantizedTensor:
+        rows, width = size
+        codes = np.random.default_rng(seed + len(experts)).integers(0, 256, (rows, width // 32, BLOCK_BYTES), np.uint8)
+        codes[:, :, 0] = SCALE_EXPONENT
+        return QuantizedTensor(QuantFormat.MXFP4, codes.reshape(rows, -1), size)
+
     def vector(name: str, size: tuple[int, ...]) -> torch.Tensor:
-        return torch.ones(size, dtype=torch.float32, device=device)
+        return torch.full(size, 0.0 if name.endswith(".bias") else 1.0, dtype=torch.float32, device=device)
 
     return LoadedModel(Path(f"random-{shape}"), config, weights=assemble(config, HF_LLAMA, matrix, vector))
 
 
-def weight_bytes(config: ModelConfig, element_size: int = 2) -> int:
-    """Bytes of weights that a decode step reads: all but the embedding rows that it does not look up."""
+def shape_config(shape: str, num_layers: int | None = None) -> ModelConfig:
+    config = SHAPES[shape]
+    count = num_layers or config.num_layers
+    return replace(config, num_layers=count, layer_window=config.layer_window[:count])
+
+
+def weight_bytes(config: ModelConfig, sequences: int = 1) -> float:
+    """Bytes of weights that a decode step reads: of the embedding only rows, of experts those that are chosen.
+
+    The experts of each sequence are taken to be chosen at random.
+    """
     embedding = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size
-    return (config.num_parameters - embedding) * element_size
+    moe = config.moe
+    if moe is None:
+        return 2.0 * (config.num_parameters - embedding)
+    experts = (config.num_parameters - config.num_active_parameters) / (1 - moe.top_k / moe.num_experts)
+    read = 1 - (1 - moe.top_k / moe.num_experts) ** sequences
+    bits = 8 * BLOCK_BYTES / 32 if config.moe in IN_BLOCKS else 16.0
+    return 2.0 * (config.num_parameters - embedding - experts) + experts * read * bits / 8
 
 
 def cache_bytes(config: ModelConfig, dtype: KVDtype = "bf16") -> int:
@@ -92,7 +136,9 @@ def cache_bytes(config: ModelConfig, dtype: KVDtype = "bf16") -> int:
 
 def prefill_operations(config: ModelConfig, lengths: np.ndarray) -> float:
     """Multiplications and additions of whole prompts, the last token's logits included."""
-    matrices = config.num_parameters - config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
+    matrices = config.num_active_parameters - config.vocab_size * config.hidden_size * (
+        1 if config.tie_embeddings else 2
+    )
     attention = 2.0 * config.num_layers * config.query_size * float((lengths.astype(np.float64) ** 2).sum())
     head = 2.0 * config.vocab_size * config.hidden_size * len(lengths)
     return 2.0 * matrices * float(lengths.sum()) + attention + head

@@ -87,7 +87,7 @@ class Rows:
     # -- limits ------------------------------------------------------------------------------------------------------
     def _decode_seconds(self, sequences: int, context: float) -> float:
         """Lower limit of a decode step's seconds: weights read once, every context once."""
-        read = weight_bytes(self.config) + sequences * context * cache_bytes(self.config)
+        read = weight_bytes(self.config, sequences) + sequences * context * cache_bytes(self.config)
         return read / self.limits.bytes_per_second
 
     # -- rows --------------------------------------------------------------------------------------------------------
@@ -113,7 +113,9 @@ class Rows:
         steps = self.engine.stats().num_steps - steps
         outputs = int(lengths[:, 1].sum())
         contexts = sum(float(o) * (i + o / 2) for i, o in lengths.tolist())
-        read = contexts * cache_bytes(self.config) + int(lengths[:, 1].max()) * weight_bytes(self.config)
+        active = [int((lengths[:, 1] >= step).sum()) for step in range(1, int(lengths[:, 1].max()) + 1)]
+        weights = sum(weight_bytes(self.config, sequences) for sequences in active)
+        read = contexts * cache_bytes(self.config) + weights
         least = read / self.limits.bytes_per_second
         least += prefill_operations(self.config, lengths[:, 0]) / self.limits.operations_per_second
         name = f"{count} requests, in and out uniform 100-1024"
@@ -160,7 +162,7 @@ class Rows:
         prefix, own, new = self._scaled(4096, 256), 64, self._scaled(128, 16)
         seconds = min(self._run_common_prefix(prefix, own, new) for _ in range(2))
         count = 64 * new
-        read = weight_bytes(self.config) + (prefix + 64 * (own + new / 2)) * cache_bytes(self.config)
+        read = weight_bytes(self.config, 64) + (prefix + 64 * (own + new / 2)) * cache_bytes(self.config)
         least = new * read / self.limits.bytes_per_second
         lengths = np.array([prefix, *[own] * 64])
         least += prefill_operations(self.config, lengths) / self.limits.operations_per_second

@@ -21,12 +21,16 @@ from bifolio.kernels.interface import (
     AttentionShape,
     Batch,
     DeviceMemory,
+    Experts,
+    HeadLinear,
     Heads,
     KernelSet,
     Linear,
     Network,
     Norm,
     Rotation,
+    Router,
+    Routing,
     SlotSizes,
     StepProgram,
     Storage,
@@ -86,6 +90,7 @@ class TimedKernels:
         self.name, self.array_backend, self.device = inner.name, inner.array_backend, inner.device
         self.formats, self.kv_dtype, self.deterministic = inner.formats, inner.kv_dtype, inner.deterministic
         self.launches_ahead, self.activation_planes = inner.launches_ahead, inner.activation_planes
+        self.ranks = inner.ranks
         self.clock = clock
         self._part_of: dict[int, str] = {}  # id of a Linear -> part; absent: the head
         self._bytes_of: dict[int, int] = {}
@@ -97,8 +102,9 @@ class TimedKernels:
         for layer in weights.layers:
             for linear, part in ((layer.qkv, "projections"), (layer.output, "projections"), (layer.up, "MLP"),
                                  (layer.down, "MLP")):  # fmt: skip
-                self._part_of[id(linear)] = part
-                self._learn(linear)
+                if linear.parts:
+                    self._part_of[id(linear)] = part
+                    self._learn(linear)
         self._learn(weights.head)
 
     def _learn(self, linear: Linear) -> None:
@@ -135,6 +141,12 @@ class TimedKernels:
 
     def prepare_norm(self, norm: Norm) -> Norm:
         return self.inner.prepare_norm(norm)
+
+    def prepare_experts(self, experts: Experts) -> Experts:
+        return self.inner.prepare_experts(experts)
+
+    def prepare_head_linear(self, linear: HeadLinear) -> HeadLinear:
+        return self.inner.prepare_head_linear(linear)
 
     def prepare_embedding(self, table: QuantizedTensor | Array) -> Any:
         return self.inner.prepare_embedding(table)
@@ -175,6 +187,14 @@ class TimedKernels:
         self._count_linear(part, x, linear)
         return self.clock.timed(part, self.inner.linear, x, linear)
 
+    def head_linear(self, x: Array, linear: HeadLinear, start: int) -> Array:
+        flops = sum(2.0 * int(x.shape[0]) * head.in_features * head.out_features for head in linear.heads)
+        self.clock.count("projections", flops, sum(linear_bytes(head, self.inner) for head in linear.heads))
+        return self.clock.timed("projections", self.inner.head_linear, x, linear, start)
+
+    def join_latent(self, query: Array, absorbed: Array, latent: Array, norm: Norm, rope: int) -> Array:
+        return self.clock.timed("attention", self.inner.join_latent, query, absorbed, latent, norm, rope)
+
     def rope_and_write(
         self, qkv: Array, shape: AttentionShape, rotation: Rotation | None, batch: Batch, storage: Storage | None
     ) -> Heads:
@@ -200,6 +220,30 @@ class TimedKernels:
 
     def act(self, x: Array, activation: str) -> Array:
         return self.clock.timed("MLP", self.inner.act, x, activation)
+
+    def all_gather(self, x: Array, widths: tuple[int, ...]) -> Array:
+        return self.clock.timed("exchange", self.inner.all_gather, x, widths)
+
+    def all_reduce(self, x: Array) -> Array:
+        return self.clock.timed("exchange", self.inner.all_reduce, x)
+
+    def gate(self, x: Array, logits: Array) -> Array:
+        return self.clock.timed("MLP", self.inner.gate, x, logits)
+
+    def route(self, logits: Array, router: Router) -> Routing:
+        routing: Routing = self.clock.timed("MLP", self.inner.route, logits, router)
+        return routing
+
+    def mix_experts(self, x: Array, routing: Routing, experts: Experts) -> Array:
+        """Count the products of the chosen experts, and the bytes of the experts that some token chose."""
+        up, down = experts.up[0], experts.down[0]
+        rows = int(routing.experts.shape[0]) * int(routing.experts.shape[1])
+        size = up.in_features * up.out_features + down.in_features * down.out_features
+        read = len(set(self.inner.to_host(routing.experts).reshape(-1).tolist())) / len(experts.up)
+        self.clock.count(
+            "MLP", 2.0 * rows * size, read * sum(converted_bytes(m, self.formats) for m in experts.matrices())
+        )
+        return self.clock.timed("MLP", self.inner.mix_experts, x, routing, experts)
 
     def take(self, x: Array, rows: Array) -> Array:
         return self.clock.timed("logits", self.inner.take, x, rows)

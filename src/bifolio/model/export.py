@@ -12,11 +12,35 @@ from numpy.typing import NDArray
 from bifolio.config import ModelConfig
 from bifolio.errors import UnsupportedModelError
 from bifolio.kernels.interface import Linear, Norm
-from bifolio.model.tensor_names import TensorNames
-from bifolio.model.weights import LayerWeights, ModelWeights
+from bifolio.model.tensor_names import LatentNames, TensorNames
+from bifolio.model.weights import LatentWeights, LayerWeights, ModelWeights, MoeWeights
+from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
-Kind = Literal["matrix", "embedding", "head", "positions", "norm", "bias"]
+Kind = Literal["matrix", "embedding", "head", "positions", "norm", "bias", "router"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorStack:
+    """Matrices of equal shape as one tensor [count, out, in]; they are joined when they are written."""
+
+    matrices: tuple[QuantizedTensor, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.matrices), *self.matrices[0].shape)
+
+    @property
+    def format(self) -> QuantFormat:
+        return self.matrices[0].format
+
+    @property
+    def nbytes(self) -> int:
+        return sum(matrix.nbytes for matrix in self.matrices)
+
+    def joined(self) -> QuantizedTensor:
+        same = [matrix.converted(self.format) for matrix in self.matrices]
+        return QuantizedTensor(self.format, np.concatenate([matrix.data for matrix in same]), self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +48,14 @@ class NamedTensor:
     """One tensor under its name in a file."""
 
     name: str
-    tensor: QuantizedTensor
+    tensor: QuantizedTensor | TensorStack
     kind: Kind
     row_order: NDArray[np.int64] | None = None  # i64[rows]  new order of the rows; None: unchanged
 
     def rearranged(self) -> QuantizedTensor:
         """The tensor with its rows (or the values of a vector) in the order of the file."""
+        if isinstance(self.tensor, TensorStack):
+            return self.tensor.joined()
         if self.row_order is None:
             return self.tensor
         if len(self.tensor.shape) == 1:
@@ -53,17 +79,25 @@ def _layer(
     config: ModelConfig, names: TensorNames, prefix: str, layer: LayerWeights, interleaved: bool
 ) -> Iterator[NamedTensor]:
     orders: tuple[NDArray[np.int64] | None, ...] = (None,) * len(layer.qkv.parts)
-    if interleaved != config.rope_interleaved and config.ropes:
+    if interleaved != config.rope_interleaved and config.ropes and layer.qkv.parts:
         orders = _row_orders(config, to_interleaved=interleaved, num_parts=len(layer.qkv.parts))
     yield from _norm(prefix + names.attention_norm, layer.attention_norm)
-    yield from _linear(prefix, names.qkv, layer.qkv, orders)
+    if layer.latent is None:
+        yield from _linear(prefix, names.qkv, layer.qkv, orders)
+    elif names.latent is not None:
+        yield from _latent(prefix, names.latent, layer.latent)
     yield from _norm(prefix + names.query_norm, layer.shape.query_norm)
     yield from _norm(prefix + names.key_norm, layer.shape.key_norm)
+    if layer.shape.sinks is not None:
+        yield NamedTensor(prefix + names.sinks, _quantized(layer.shape.sinks), "bias")
     yield from _linear(prefix, (names.output,), layer.output)
     yield from _norm(prefix + names.post_attention_norm, layer.post_attention_norm)
     yield from _norm(prefix + names.mlp_norm, layer.mlp_norm)
-    yield from _linear(prefix, names.up, layer.up)
-    yield from _linear(prefix, (names.down,), layer.down)
+    if layer.moe is None:
+        yield from _linear(prefix, names.up, layer.up)
+        yield from _linear(prefix, (names.down,), layer.down)
+    else:
+        yield from _experts(prefix, names, layer, layer.moe)
     yield from _norm(prefix + names.post_mlp_norm, layer.post_mlp_norm)
 
 
@@ -91,6 +125,48 @@ def _linear(
         yield NamedTensor(f"{prefix}{name}.weight", _quantized(part), "matrix", order)
         if bias is not None:
             yield NamedTensor(f"{prefix}{name}.bias", _quantized(bias), "bias", order)
+
+
+def _latent(prefix: str, names: LatentNames, latent: LatentWeights) -> Iterator[NamedTensor]:
+    if latent.query_down is None:
+        yield from _linear(prefix, (names.query,), latent.query)
+    else:
+        yield from _linear(prefix, (names.query_down,), latent.query_down)
+        yield from _norm(prefix + names.query_norm, latent.query_norm)
+        yield from _linear(prefix, (names.query_up,), latent.query)
+    yield from _linear(prefix, (names.latent,), latent.latent)
+    yield from _norm(prefix + names.latent_norm, latent.latent_norm)
+    yield from _expert_linears(prefix, (names.key_up,), latent.key_up.heads)
+    yield from _expert_linears(prefix, (names.value_up,), latent.value_up.heads)
+
+
+def _experts(prefix: str, names: TensorNames, layer: LayerWeights, moe: MoeWeights) -> Iterator[NamedTensor]:
+    yield NamedTensor(f"{prefix}{names.router}.weight", _quantized(moe.router.parts[0]), "router")
+    if moe.router.biases[0] is not None:
+        yield NamedTensor(f"{prefix}{names.router}.bias", _quantized(moe.router.biases[0]), "bias")
+    if moe.choice.bias is not None:
+        yield NamedTensor(prefix + names.selection_bias, _quantized(moe.choice.bias), "bias")
+    yield from _expert_linears(prefix, names.expert_up, moe.experts.up)
+    yield from _expert_linears(prefix, (names.expert_down,), moe.experts.down)
+    if layer.up.parts:
+        yield from _linear(prefix, names.shared_up, layer.up)
+        yield from _linear(prefix, (names.shared_down,), layer.down)
+    if moe.shared_gate is not None:
+        yield NamedTensor(f"{prefix}{names.shared_gate}.weight", _quantized(moe.shared_gate.parts[0]), "router")
+
+
+def _expert_linears(prefix: str, names: tuple[str, ...], linears: tuple[Linear, ...]) -> Iterator[NamedTensor]:
+    """A tensor for each expert, or one of all, by the names of the file."""
+    for number, name in enumerate(names):
+        matrices = tuple(_quantized(linear.parts[number]) for linear in linears)
+        if "{}" in name:
+            for expert, matrix in enumerate(matrices):
+                yield NamedTensor(f"{prefix}{name.format(expert)}.weight", matrix, "matrix")
+            continue
+        yield NamedTensor(f"{prefix}{name}.weight", TensorStack(matrices), "matrix")
+        biases = [bias for linear in linears if (bias := linear.biases[number]) is not None]
+        if biases:
+            yield NamedTensor(f"{prefix}{name}.bias", _quantized(np.stack(biases)), "bias")
 
 
 def _final_norm(weights: ModelWeights) -> Norm:

@@ -51,6 +51,9 @@ class Llama2cTensors:
     data: Bytes
     places: dict[str, _Place]
 
+    def has(self, name: str) -> bool:
+        return name in self.places
+
     def view(self, name: str, shape: tuple[int, ...]) -> QuantizedTensor:
         kind, layer = _split_name(name)
         place = self.places[kind]

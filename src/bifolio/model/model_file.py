@@ -20,6 +20,10 @@ from bifolio.quant.tensor import QuantizedTensor
 class TensorSource(Protocol):
     """The tensors of the files of one model."""
 
+    def has(self, name: str) -> bool:
+        """Whether the files have a tensor of this name."""
+        ...
+
     def view(self, name: str, shape: tuple[int, ...]) -> QuantizedTensor:
         """The tensor in the format of the file; ModelFileError if it is missing or has another shape."""
         ...

@@ -11,13 +11,57 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from bifolio.config import ModelConfig
-from bifolio.kernels.interface import Array, Linear, Norm
-from bifolio.model.weights import LayerWeights, ModelWeights, attention_shape, inverse_frequencies
+from bifolio.kernels.interface import Array, Experts, HeadLinear, Linear, Norm, Router
+from bifolio.model.weights import (
+    LatentWeights,
+    LayerWeights,
+    ModelWeights,
+    MoeWeights,
+    attention_shape,
+    inverse_frequencies,
+)
 from bifolio.quant.tensor import QuantizedTensor
 
 Tensor = QuantizedTensor | Array
 Fetch = Callable[[str, tuple[int, ...]], Tensor]  # (full name, expected shape [out, in]) -> tensor, or a named error
+NO_LINEAR = Linear((), ())
 FetchVector = Callable[[str, tuple[int, ...]], Array]  # the same as f32 array, for norms and biases
+
+
+@dataclass(frozen=True, slots=True)
+class LatentNames:
+    """Names of the projections around cached latents; those by head are one tensor [heads, out, in]."""
+
+    query_down: str
+    query_norm: str
+    query_up: str
+    query: str
+    latent: str
+    latent_norm: str
+    key_up: str
+    value_up: str
+
+
+HF_LATENT = LatentNames(
+    query_down="self_attn.q_a_proj",
+    query_norm="self_attn.q_a_layernorm",
+    query_up="self_attn.q_b_proj",
+    query="self_attn.q_proj",
+    latent="self_attn.kv_a_proj_with_mqa",
+    latent_norm="self_attn.kv_a_layernorm",
+    key_up="self_attn.k_b_proj",
+    value_up="self_attn.v_b_proj",
+)
+GGUF_LATENT = LatentNames(
+    query_down="attn_q_a",
+    query_norm="attn_q_a_norm",
+    query_up="attn_q_b",
+    query="attn_q",
+    latent="attn_kv_a_mqa",
+    latent_norm="attn_kv_a_norm",
+    key_up="attn_k_b",
+    value_up="attn_v_b",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +84,15 @@ class TensorNames:
     post_attention_norm: str = ""
     post_mlp_norm: str = ""
     transposed: bool = False  # matrices of layers are stored as [in, out]
+    router: str = ""
+    selection_bias: str = ""  # with its suffix
+    expert_up: tuple[str, ...] = ()  # with {}: a matrix for each expert; without: one tensor [experts, out, in]
+    expert_down: str = ""
+    shared_up: tuple[str, ...] = ()
+    shared_down: str = ""
+    shared_gate: str = ""
+    sinks: str = ""  # with its suffix
+    latent: LatentNames | None = None
 
     def is_transposed(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether the file stores the tensor transposed."""
@@ -59,6 +112,15 @@ HF_LLAMA = TensorNames(
     head="lm_head",
     query_norm="self_attn.q_norm",
     key_norm="self_attn.k_norm",
+    router="mlp.gate",
+    selection_bias="mlp.gate.e_score_correction_bias",
+    expert_up=("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
+    expert_down="mlp.experts.{}.down_proj",
+    shared_up=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+    shared_down="mlp.shared_experts.down_proj",
+    shared_gate="mlp.shared_expert_gate",
+    sinks="self_attn.sinks",
+    latent=HF_LATENT,
 )
 GGUF_LLAMA = TensorNames(
     embedding="token_embd",
@@ -75,6 +137,15 @@ GGUF_LLAMA = TensorNames(
     key_norm="attn_k_norm",
     post_attention_norm="post_attention_norm",
     post_mlp_norm="post_ffw_norm",
+    router="ffn_gate_inp",
+    selection_bias="exp_probs_b.bias",
+    expert_up=("ffn_gate_exps", "ffn_up_exps"),
+    expert_down="ffn_down_exps",
+    shared_up=("ffn_gate_shexp", "ffn_up_shexp"),
+    shared_down="ffn_down_shexp",
+    shared_gate="ffn_gate_inp_shexp",
+    sinks="attn_sinks.weight",
+    latent=GGUF_LATENT,
 )
 
 
@@ -103,7 +174,7 @@ def network_tensors(config: ModelConfig, names: TensorNames) -> dict[str, tuple[
 
     def note(name: str, shape: tuple[int, ...]) -> Array:
         shapes[name] = shape[::-1] if names.is_transposed(name, shape) else shape
-        return np.zeros(1, np.float32)
+        return np.zeros((shape[0] if len(shape) == 2 else 1, 1), np.float32)
 
     assemble(config, names, note, note)
     return shapes
@@ -123,6 +194,15 @@ def _layer(config: ModelConfig, names: TensorNames, index: int, fetch: Fetch, ve
             ),
         )
 
+    def mlp() -> tuple[Linear, Linear]:
+        if config.moe is None or not config.has_experts(index):
+            up = linear(names.up, (ffn, ffn) if config.gated_mlp else (ffn,), d, config.mlp_bias)
+            return up, linear((names.down,), (d,), ffn, config.mlp_bias)
+        width = config.moe.shared_size
+        if not width:
+            return NO_LINEAR, NO_LINEAR
+        return linear(names.shared_up, (width, width), d, False), linear((names.shared_down,), (d,), width, False)
+
     def post_norm(name: str) -> Norm | None:
         return _norm(config, prefix + name, d, vector) if config.post_norms else None
 
@@ -133,19 +213,102 @@ def _layer(config: ModelConfig, names: TensorNames, index: int, fetch: Fetch, ve
         size = size if config.qk_norm_all_heads else config.head_dim
         return _norm(config, prefix + name, size, vector, rms=True) if config.qk_norm else None
 
+    attention_norm = pre_norm(names.attention_norm)
+    up, down = mlp()
+    latent = _latent(config, names, prefix, fetch, vector)
+    value_size = config.query_size if config.mla is None else config.num_heads * config.mla.value_size
+    sinks = vector(prefix + names.sinks, (config.num_heads,)) if config.sinks else None
     query_norm = head_norm(names.query_norm, config.query_size)
     return LayerWeights(
-        shape=attention_shape(config, index, query_norm, head_norm(names.key_norm, config.kv_size)),
-        attention_norm=pre_norm(names.attention_norm),
-        qkv=linear(names.qkv, (config.query_size, config.kv_size, config.kv_size), d, config.qkv_bias),
-        output=linear((names.output,), (d,), config.query_size, config.output_bias),
+        shape=attention_shape(config, index, query_norm, head_norm(names.key_norm, config.kv_size), sinks),
+        attention_norm=attention_norm,
+        qkv=NO_LINEAR
+        if latent is not None
+        else linear(names.qkv, (config.query_size, config.kv_size, config.kv_size), d, config.qkv_bias),
+        output=linear((names.output,), (d,), value_size, config.output_bias),
         post_attention_norm=post_norm(names.post_attention_norm),
         mlp_norm=None if config.parallel_block else pre_norm(names.mlp_norm),
-        up=linear(names.up, (ffn, ffn) if config.gated_mlp else (ffn,), d, config.mlp_bias),
-        down=linear((names.down,), (d,), ffn, config.mlp_bias),
+        up=up,
+        down=down,
         post_mlp_norm=post_norm(names.post_mlp_norm),
         rope=config.rope_index(index) if config.ropes else None,
+        moe=_moe(config, names, prefix, fetch, vector) if config.has_experts(index) else None,
+        latent=latent,
     )
+
+
+def _latent(
+    config: ModelConfig, names: TensorNames, prefix: str, fetch: Fetch, vector: FetchVector
+) -> LatentWeights | None:
+    mla, own = config.mla, names.latent
+    if mla is None or own is None:
+        return None
+    d, heads, query_size = config.hidden_size, config.num_heads, config.num_heads * (mla.nope_size + mla.rope_size)
+
+    def linear(name: str, rows: int, columns: int) -> Linear:
+        return Linear((fetch(f"{prefix}{name}.weight", (rows, columns)),), (None,))
+
+    def by_head(name: str, rows: int, columns: int) -> HeadLinear:
+        matrices = _expert_matrices(prefix + name, heads, (rows, columns), fetch)
+        return HeadLinear(tuple(Linear((matrix,), (None,)) for matrix in matrices))
+
+    down = linear(own.query_down, mla.query_rank, d) if mla.query_rank else None
+    return LatentWeights(
+        rope_size=mla.rope_size,
+        query_down=down,
+        query_norm=None if down is None else _norm(config, prefix + own.query_norm, mla.query_rank, vector),
+        query=linear(own.query, query_size, d) if down is None else linear(own.query_up, query_size, mla.query_rank),
+        latent=linear(own.latent, mla.latent_size + mla.rope_size, d),
+        latent_norm=_norm(config, prefix + own.latent_norm, mla.latent_size, vector),
+        key_up=by_head(own.key_up, mla.latent_size, mla.nope_size),
+        value_up=by_head(own.value_up, mla.value_size, mla.latent_size),
+    )
+
+
+def _moe(config: ModelConfig, names: TensorNames, prefix: str, fetch: Fetch, vector: FetchVector) -> MoeWeights | None:
+    moe = config.moe
+    if moe is None:
+        return None
+    d, width, count = config.hidden_size, moe.expert_size, moe.num_experts
+
+    def of_experts(parts: tuple[str, ...], rows: int, columns: int) -> tuple[Linear, ...]:
+        rows = rows * (2 if parts is names.expert_up and len(parts) == 1 else 1)
+        weights = [_expert_matrices(prefix + part, count, (rows, columns), fetch) for part in parts]
+        biases = [vector(f"{prefix}{part}.bias", (count, rows)) if moe.expert_bias else None for part in parts]
+        return tuple(
+            Linear(tuple(each[e] for each in weights), tuple(None if bias is None else bias[e] for bias in biases))
+            for e in range(count)
+        )
+
+    router_bias = vector(f"{prefix}{names.router}.bias", (count,)) if moe.router_bias else None
+    gate = Linear((fetch(f"{prefix}{names.shared_gate}.weight", (1, d)),), (None,)) if moe.shared_gate else None
+    return MoeWeights(
+        router=Linear((fetch(f"{prefix}{names.router}.weight", (count, d)),), (router_bias,)),
+        choice=Router(
+            top_k=moe.top_k,
+            scoring=moe.scoring,
+            renormalise=moe.renormalise,
+            scale=moe.scale,
+            bias=vector(prefix + names.selection_bias, (count,)) if moe.selection_bias else None,
+            num_groups=moe.num_groups,
+            top_groups=moe.top_groups,
+            group_best=moe.group_best,
+        ),
+        experts=Experts(
+            of_experts(names.expert_up, width, d), of_experts((names.expert_down,), d, width), config.activation
+        ),
+        shared_gate=gate,
+    )
+
+
+def _expert_matrices(name: str, count: int, shape: tuple[int, int], fetch: Fetch) -> list[Tensor]:
+    """The matrix of each expert; those of one tensor [experts, out, in] are views of it."""
+    if "{}" in name:
+        return [fetch(name.format(e) + ".weight", shape) for e in range(count)]
+    stack = fetch(name + ".weight", (count, *shape))
+    if not isinstance(stack, QuantizedTensor):
+        return [stack] * count if stack.ndim < 3 else list(stack)
+    return [stack.select_rows(slice(e * shape[0], (e + 1) * shape[0])) for e in range(count)]
 
 
 def _norm(config: ModelConfig, name: str, size: int, vector: FetchVector, rms: bool = False) -> Norm:

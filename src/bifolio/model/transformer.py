@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bifolio.kernels.interface import Array, Batch, KernelSet, Rotation, Storage
-from bifolio.model.weights import LayerWeights, ModelWeights
+from bifolio.kernels.interface import Array, Batch, KernelSet, Linear, Rotation, Shards, Storage
+from bifolio.model.weights import LatentWeights, LayerWeights, ModelWeights, MoeWeights
 
 
 def hidden_states(weights: ModelWeights, batch: Batch, kernels: KernelSet, storage: Storage | None) -> Array:
     """The residual stream after the last layer, before the final norm: [t, d]."""
     config = weights.config
     x = kernels.embed(weights.embedding, batch.token_ids, config.embedding_scale / config.residual_scale)
+    if weights.embedding_widths:
+        x = kernels.all_gather(x, weights.embedding_widths)
     if weights.position_embedding is not None:
         x = kernels.add(x, kernels.embed(weights.position_embedding, batch.positions, 1.0))
     rotations = tuple(
@@ -31,7 +33,7 @@ def hidden_states(weights: ModelWeights, batch: Batch, kernels: KernelSet, stora
         else:
             x = kernels.add(x, attended)
             normed = normed if config.parallel_block else x
-        x = kernels.add(x, mlp(layer, normed, config.activation, config.gated_mlp, kernels))
+        x = kernels.add(x, feed_forward(layer, normed, config.activation, config.gated_mlp, kernels))
     return x
 
 
@@ -46,17 +48,65 @@ class PagedAttentionLayer:
     ) -> Array:
         layer = self.weights
         rotation = None if layer.rope is None else rotations[layer.rope]
-        qkv = kernels.linear(x, layer.qkv)
+        latent = layer.latent
+        qkv = kernels.linear(x, layer.qkv) if latent is None else latent_qkv(latent, x, kernels)
         heads = kernels.rope_and_write(qkv, layer.shape, rotation, batch, storage)
         mixed = kernels.attend(heads, layer.shape, batch.segments, storage)
-        return kernels.linear(mixed, layer.output)
+        if latent is not None:
+            mixed = kernels.head_linear(mixed, latent.value_up, latent.rope_size)
+        return joined(mixed, layer.output, kernels)
+
+
+def latent_qkv(latent: LatentWeights, x: Array, kernels: KernelSet) -> Array:
+    """Queries that are compared with latents, and the latent itself as the key and the value of one head."""
+    inputs = x
+    if latent.query_down is not None and latent.query_norm is not None:
+        inputs = kernels.norm(kernels.linear(x, latent.query_down), latent.query_norm)
+    query = kernels.linear(inputs, latent.query)
+    absorbed = kernels.head_linear(query, latent.key_up, 0)
+    return kernels.join_latent(query, absorbed, kernels.linear(x, latent.latent), latent.latent_norm, latent.rope_size)
+
+
+def feed_forward(layer: LayerWeights, x: Array, activation: str, gated: bool, kernels: KernelSet) -> Array:
+    """The part of a layer behind attention: a plain MLP, or a mixture of experts."""
+    if layer.moe is None:
+        out = mlp(layer, x, activation, gated, kernels)
+    else:
+        out = mixture(layer, layer.moe, x, activation, kernels)
+    return out if layer.post_mlp_norm is None else kernels.norm(out, layer.post_mlp_norm)
 
 
 def mlp(layer: LayerWeights, x: Array, activation: str, gated: bool, kernels: KernelSet) -> Array:
     up = kernels.linear(x, layer.up)
     mixed = kernels.act_mul(up, activation) if gated else kernels.act(up, activation)
-    down = kernels.linear(mixed, layer.down)
-    return down if layer.post_mlp_norm is None else kernels.norm(down, layer.post_mlp_norm)
+    return joined(mixed, layer.down, kernels)
+
+
+def mixture(layer: LayerWeights, moe: MoeWeights, x: Array, activation: str, kernels: KernelSet) -> Array:
+    """The experts that each token chooses, and the shared MLP if there is one."""
+    routing = kernels.route(kernels.linear(x, moe.router), moe.choice)
+    mixed = exchanged(kernels.mix_experts(x, routing, moe.experts), moe.shards, kernels)
+    if not layer.up.parts:
+        return mixed
+    shared = mlp(layer, x, activation, True, kernels)
+    if moe.shared_gate is not None:
+        shared = kernels.gate(shared, kernels.linear(x, moe.shared_gate))
+    return kernels.add(mixed, shared)
+
+
+def joined(x: Array, linear: Linear, kernels: KernelSet) -> Array:
+    """A product whose input is spread over the ranks of tensor parallelism; its result is whole on every rank."""
+    shards = linear.shards
+    if shards is not None and shards.inputs:
+        x = kernels.all_gather(x, shards.inputs)
+    return exchanged(kernels.linear(x, linear), shards, kernels)
+
+
+def exchanged(x: Array, shards: Shards | None, kernels: KernelSet) -> Array:
+    """The results of all ranks, side by side or added."""
+    if shards is None:
+        return x
+    return kernels.all_gather(x, shards.outputs) if shards.outputs else kernels.all_reduce(x)
 
 
 def forward(weights: ModelWeights, batch: Batch, kernels: KernelSet, storage: Storage | None) -> Array:
@@ -64,4 +114,5 @@ def forward(weights: ModelWeights, batch: Batch, kernels: KernelSet, storage: St
     x = hidden_states(weights, batch, kernels, storage)
     if batch.logit_rows is not None:
         x = kernels.take(x, batch.logit_rows)
-    return kernels.logits(kernels.norm(x, weights.final_norm), weights.head, weights.config.logit_softcap)
+    logits = kernels.logits(kernels.norm(x, weights.final_norm), weights.head, weights.config.logit_softcap)
+    return exchanged(logits, weights.head.shards, kernels)

@@ -13,13 +13,53 @@ from typing import TypeAlias
 import numpy as np
 
 from bifolio.config import ModelConfig, RopeConfig
-from bifolio.kernels.interface import Array, AttentionShape, KernelSet, Linear, Norm
+from bifolio.kernels.interface import (
+    Array,
+    AttentionShape,
+    Experts,
+    HeadLinear,
+    KernelSet,
+    Linear,
+    Norm,
+    Router,
+    Shards,
+)
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
 OnLoad: TypeAlias = Callable[[int, int], None]  # (layers prepared, layers in all)
 
-__all__ = ["LayerWeights", "Linear", "ModelWeights", "Norm", "inverse_frequencies", "prepare"]
+__all__ = ["LayerWeights", "Linear", "ModelWeights", "MoeWeights", "Norm", "inverse_frequencies", "prepare"]
+
+
+@dataclass(frozen=True, slots=True)
+class MoeWeights:
+    """The routed experts of one layer."""
+
+    router: Linear  # [experts, d]
+    choice: Router
+    experts: Experts
+    shared_gate: Linear | None  # [1, d]  its sigmoid multiplies the output of the shared MLP
+    shards: Shards | None = None  # of the sum of the experts; None: it is whole on this rank
+
+
+@dataclass(frozen=True, slots=True)
+class LatentWeights:
+    """The projections around attention over cached latents."""
+
+    rope_size: int
+    query_down: Linear | None  # [rank, d]; None: `query` reads the layer's input
+    query_norm: Norm | None
+    query: Linear  # [heads * (nope + rope), d or rank]
+    latent: Linear  # [latent + rope, d]
+    latent_norm: Norm
+    key_up: HeadLinear  # [latent, nope] of each head
+    value_up: HeadLinear  # [value, latent] of each head
+
+    def matrices(self) -> list[QuantizedTensor | Array]:
+        linears = [self.query, self.latent, *self.key_up.heads, *self.value_up.heads]
+        linears += [] if self.query_down is None else [self.query_down]
+        return [part for linear in linears for part in linear.parts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +72,12 @@ class LayerWeights:
     output: Linear
     post_attention_norm: Norm | None
     mlp_norm: Norm | None  # None: no norm, or that of attention if the block is parallel
-    up: Linear  # gate and up, if the MLP is gated
+    up: Linear  # gate and up, if the MLP is gated; beside experts those of the shared MLP, or no parts
     down: Linear
     post_mlp_norm: Norm | None
     rope: int | None  # index into ModelWeights.inverse_frequencies; None: no rotation
+    moe: MoeWeights | None = None
+    latent: LatentWeights | None = None  # in place of `qkv`, which has no parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +92,7 @@ class ModelWeights:
     head: Linear
     inverse_frequencies: tuple[Array, ...]  # f32[rotary_dim/2] for each rope configuration
     rope_scales: tuple[float, ...]  # factor on cos and sin for each rope configuration
+    embedding_widths: tuple[int, ...] = ()  # columns of the embedding on each rank; empty: this rank has all
     prepared_for: KernelSet | None = None  # the kernel set that owns the arrays; None: as loaded from a file
 
     def matrices(self) -> list[QuantizedTensor | Array]:
@@ -57,6 +100,10 @@ class ModelWeights:
         found = [self.embedding, *([] if self.position_embedding is None else [self.position_embedding])]
         for layer in self.layers:
             found += [*layer.qkv.parts, *layer.output.parts, *layer.up.parts, *layer.down.parts]
+            if layer.latent is not None:
+                found += layer.latent.matrices()
+            if layer.moe is not None:
+                found += [*layer.moe.router.parts, *layer.moe.experts.matrices()]
         return list({id(matrix): matrix for matrix in [*found, *self.head.parts]}.values())
 
     def formats(self) -> list[QuantFormat]:
@@ -65,7 +112,11 @@ class ModelWeights:
 
 
 def attention_shape(
-    config: ModelConfig, layer: int, query_norm: Norm | None = None, key_norm: Norm | None = None
+    config: ModelConfig,
+    layer: int,
+    query_norm: Norm | None = None,
+    key_norm: Norm | None = None,
+    sinks: Array | None = None,
 ) -> AttentionShape:
     return AttentionShape(
         layer=layer,
@@ -77,6 +128,7 @@ def attention_shape(
         rope_interleaved=config.rope_interleaved,
         query_norm=query_norm,
         key_norm=key_norm,
+        sinks=sinks,
         norm_after_rope=config.qk_norm_after_rope,
         softcap=config.attention_softcap,
         temperature=config.attention_temperature,
@@ -95,19 +147,29 @@ def prepare(weights: ModelWeights, kernels: KernelSet, on_load: OnLoad = lambda 
     def norm(value: Norm | None) -> Norm | None:
         return None if value is None else kernels.prepare_norm(value)
 
+    def linear(value: Linear) -> Linear:
+        return kernels.prepare_linear(value) if value.parts else value
+
     def prepared(number: int, layer: LayerWeights) -> LayerWeights:
         on_load(number, len(weights.layers))
         return replace(
             layer,
-            shape=replace(layer.shape, query_norm=norm(layer.shape.query_norm), key_norm=norm(layer.shape.key_norm)),
+            shape=replace(
+                layer.shape,
+                query_norm=norm(layer.shape.query_norm),
+                key_norm=norm(layer.shape.key_norm),
+                sinks=None if layer.shape.sinks is None else kernels.from_host(layer.shape.sinks),
+            ),
             attention_norm=norm(layer.attention_norm),
-            qkv=kernels.prepare_linear(layer.qkv),
+            qkv=linear(layer.qkv),
             output=kernels.prepare_linear(layer.output),
             post_attention_norm=norm(layer.post_attention_norm),
             mlp_norm=norm(layer.mlp_norm),
-            up=kernels.prepare_linear(layer.up),
-            down=kernels.prepare_linear(layer.down),
+            up=linear(layer.up),
+            down=linear(layer.down),
             post_mlp_norm=norm(layer.post_mlp_norm),
+            moe=None if layer.moe is None else _prepared_experts(layer.moe, kernels),
+            latent=None if layer.latent is None else _prepared_latent(layer.latent, kernels),
         )
 
     layers = tuple(prepared(number, layer) for number, layer in enumerate(weights.layers))
@@ -122,6 +184,30 @@ def prepare(weights: ModelWeights, kernels: KernelSet, on_load: OnLoad = lambda 
         head=kernels.prepare_linear(weights.head),
         inverse_frequencies=tuple(kernels.from_host(f) for f in weights.inverse_frequencies),
         prepared_for=kernels,
+    )
+
+
+def _prepared_experts(moe: MoeWeights, kernels: KernelSet) -> MoeWeights:
+    bias = moe.choice.bias
+    return replace(
+        moe,
+        router=kernels.prepare_linear(moe.router),
+        choice=moe.choice if bias is None else replace(moe.choice, bias=kernels.from_host(bias)),
+        experts=kernels.prepare_experts(moe.experts),
+        shared_gate=None if moe.shared_gate is None else kernels.prepare_linear(moe.shared_gate),
+    )
+
+
+def _prepared_latent(latent: LatentWeights, kernels: KernelSet) -> LatentWeights:
+    return replace(
+        latent,
+        query_down=None if latent.query_down is None else kernels.prepare_linear(latent.query_down),
+        query_norm=None if latent.query_norm is None else kernels.prepare_norm(latent.query_norm),
+        query=kernels.prepare_linear(latent.query),
+        latent=kernels.prepare_linear(latent.latent),
+        latent_norm=kernels.prepare_norm(latent.latent_norm),
+        key_up=kernels.prepare_head_linear(latent.key_up),
+        value_up=kernels.prepare_head_linear(latent.value_up),
     )
 
 
@@ -164,7 +250,9 @@ def _yarn_frequencies(frequencies: np.ndarray, rope: RopeConfig) -> np.ndarray:
         turns = rope.original_max_position / (rotations * 2 * np.pi)
         return float(rope.rotary_dim * np.log(turns) / (2 * np.log(rope.theta)))
 
-    low = max(np.floor(dimension(rope.beta_fast)), 0)
-    high = min(np.ceil(dimension(rope.beta_slow)), rope.rotary_dim - 1)
+    first, last = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        first, last = float(np.floor(first)), float(np.ceil(last))
+    low, high = max(first, 0), min(last, rope.rotary_dim - 1)
     ramp = np.clip((np.arange(len(frequencies), dtype=np.float32) - low) / max(high - low, 0.001), 0, 1)
     return np.asarray(frequencies / rope.factor * ramp + frequencies * (1 - ramp), dtype=np.float32)

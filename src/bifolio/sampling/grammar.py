@@ -25,10 +25,11 @@ from numpy.typing import NDArray
 from bifolio.errors import BifolioError, GrammarError, MissingDependencyError
 from bifolio.model.loaded import TextModel
 from bifolio.sampling.grammar_bounds import check_text
+from bifolio.sampling.thinking import AfterThinking
 from bifolio.sampling_params import SamplingParams
 from bifolio.structured_outputs import StructuredOutputsParams
 
-Kind = Literal["json_schema", "regex", "choice", "lark"]
+Kind = Literal["json_schema", "regex", "choice", "lark", "tools"]
 MAX_CACHED = 32  # compiled grammars that are kept
 MAX_CACHED_BYTES = 256 << 20  # of them together
 MAX_GRAMMAR_BYTES = 64 << 20  # of one
@@ -52,7 +53,9 @@ class Grammar:
     """A constraint on the whole text of an output."""
 
     kind: Kind
-    text: str  # a schema as JSON, a regular expression, a JSON list of choices, or a Lark grammar
+    text: (
+        str  # a schema as JSON, a regular expression, a JSON list of choices, a Lark grammar, or `text.tools.format`'s
+    )
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
@@ -215,7 +218,8 @@ class _Compiler:
 
 _compilers_lock = threading.Lock()
 _COMPILER = "_grammar_compiler"
-_NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "choice": "choice", "lark": "grammar"}
+_NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "choice": "choice", "lark": "grammar",
+          "tools": "grammar of the tools"}  # fmt: skip
 
 
 def prepare_compiler(model: TextModel) -> _Compiler:
@@ -236,9 +240,9 @@ def prepare_compiler(model: TextModel) -> _Compiler:
         return compiler
 
 
-def compile_grammar(grammar: object, model: TextModel) -> CompiledGrammar:
+def compile_grammar(grammar: object, model: TextModel) -> CompiledGrammar | AfterThinking:
     """Compile within bounds; raises `GrammarError`. May be called from any thread; other threads go on meanwhile."""
-    if isinstance(grammar, CompiledGrammar):
+    if isinstance(grammar, CompiledGrammar | AfterThinking):
         return grammar
     if isinstance(grammar, Mapping | bool):
         grammar = Grammar.json_schema(grammar)
@@ -326,6 +330,10 @@ def _source(grammar: Grammar) -> str:
         return str(matcher.grammar_from_regex(_without_anchors(grammar.text)))
     if grammar.kind == "choice":
         return "start: " + " | ".join(json.dumps(item, ensure_ascii=False) for item in json.loads(grammar.text))
+    if grammar.kind == "tools":
+        parts = json.loads(grammar.text)
+        schemas = [f"schema_{number}: %json {json.dumps(schema)}" for number, schema in enumerate(parts["schemas"])]
+        return str(matcher.grammar_from_lark("\n".join([parts["rules"], *schemas])))
     return str(matcher.grammar_from_lark(grammar.text))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from bifolio.errors import GrammarError
 
-MAX_TEXT_CHARS = {"json_schema": 64 << 10, "regex": 8 << 10, "choice": 64 << 10, "lark": 32 << 10}
+MAX_TEXT_CHARS = {"json_schema": 64 << 10, "regex": 8 << 10, "choice": 64 << 10, "lark": 32 << 10, "tools": 128 << 10}
 MAX_DEPTH = 48  # of a schema's nesting, or of a regular expression's brackets
 MAX_PATTERNS = 256  # of a schema's strings with a pattern or format: each is an automaton of its own
 MAX_REPEATS = 4096  # of one part of a regular expression: `(a{64}){64}` repeats it 4,096 times
@@ -20,12 +20,15 @@ def check_text(kind: str, name: str, text: str) -> None:
     most = MAX_TEXT_CHARS[kind]
     if len(text) > most:
         raise GrammarError(f"the {name} has {len(text)} characters: at most {most} are taken")
-    if kind in ("json_schema", "choice"):
+    if kind in ("json_schema", "choice", "tools"):
         try:
             value = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise GrammarError(f"the {name} is not valid JSON: {error}") from error
-        _check_choices(value) if kind == "choice" else _check_schema(value)
+        if kind == "choice":
+            _check_choices(value)
+        else:
+            _check_schema(value["schemas"] if kind == "tools" else value)
     elif kind == "regex":
         check_pattern(text)
 
@@ -44,7 +47,7 @@ def _check_choices(value: Any) -> None:
 
 
 def _check_schema(schema: Any) -> None:
-    if not isinstance(schema, dict | bool):
+    if not isinstance(schema, dict | bool | list):
         raise GrammarError("a JSON schema is an object, true or false")
     num_patterns = 0
     level = [schema]

@@ -8,7 +8,8 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,24 +21,26 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from bifolio.errors import BifolioError, RequestError
+from bifolio.errors import BifolioError, EngineFaultError, RequestError
 from bifolio.serve import chat as chat_calls
 from bifolio.serve import completions as completion_calls
 from bifolio.serve import protocol as p
 from bifolio.serve import responses as r
-from bifolio.serve.auth import App, Guard, KeyRing, Receive, Scope, Send, Tenant, send_error
+from bifolio.serve.auth import App, Guard, KeyRing, Receive, Scope, Send, send_error
 from bifolio.serve.context import ServerContext
-from bifolio.serve.errors import ApiError, bad_request
-from bifolio.serve.generation import Run, collect
+from bifolio.serve.errors import ApiError, api_error, bad_request
 from bifolio.serve.hosts import HostGuard
-from bifolio.serve.http import decode, read_body, send_bytes, send_events, send_json
+from bifolio.serve.http import decode, read_body, send_bytes, send_json
 from bifolio.serve.live import live_events
 from bifolio.serve.logs import request_id
 from bifolio.serve.metrics import CONTENT_TYPE
 from bifolio.serve.openapi import docs_page, openapi_document
 from bifolio.serve.page import page_files
+from bifolio.serve.protocols import PROTOCOL_ROUTES
+from bifolio.serve.running import run_call, tenant_of, unless_gone
 from bifolio.serve.sampling import request_defaults
 from bifolio.serve.tools import ToolPlan
+from bifolio.serve.turn import chat_tokens
 
 logger = logging.getLogger("bifolio.http")
 Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
@@ -79,15 +82,21 @@ class Endpoint:
             await self._handler(scope, receive, observed)
         except ApiError as error:
             if not status and error.status != 499:
-                await send_error(observed, error)
+                await send_error(observed, error, self._path)
             status = error.status
+        except EngineFaultError as fault:
+            answer = api_error(fault)
+            if not status:
+                await send_error(observed, answer, self._path)
+            status = answer.status
         except RequestError as error:
-            await send_error(observed, bad_request(str(error)))
+            await send_error(observed, bad_request(str(error)), self._path)
         except Exception as error:
             logger.exception("a handler failed")
             if not status:
                 known = isinstance(error, BifolioError)
-                await send_error(observed, ApiError(500, str(error) if known else "internal error", "internal_error"))
+                failure = ApiError(500, str(error) if known else "internal error", "internal_error")
+                await send_error(observed, failure, self._path)
         finally:
             metrics.open_responses.dec()
             metrics.responses.labels(self._path, str(status or 499)).inc()
@@ -121,41 +130,14 @@ class Handlers:
     async def completions(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await read_body(scope, receive, self._context.limits)
         request = decode(body, p.CompletionRequest)
-        await self._generate(
-            await completion_calls.prepare(self._context, request, _tenant(scope)), scope, receive, send
-        )
+        call = await completion_calls.prepare(self._context, request, tenant_of(scope))
+        await run_call(self._context, call, scope, receive, send)
 
     async def chat_completions(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await read_body(scope, receive, self._context.limits)
         request = decode(body, p.ChatRequest)
-        await self._generate(await chat_calls.prepare(self._context, request, _tenant(scope)), scope, receive, send)
-
-    async def _generate(
-        self, call: completion_calls.CompletionCall | chat_calls.ChatCall, scope: Scope, receive: Receive, send: Send
-    ) -> None:
-        context, job = self._context, call.job
-        if context.log_prompts:
-            logger.info("prompt", extra={"prompt_token_ids": job.prompts, "prompt": _texts(context, job.prompts)})
-        with context.admission(job.tenant, len(job.prompts)):
-            run = Run(context, job)
-            watcher = asyncio.create_task(run.watch(receive))
-            try:
-                run.start()
-                if job.stream:
-                    await send_events(send, call.events(run), context.limits.write_timeout, job.write_interval)
-                else:
-                    whole = await collect(run)
-                    await send_json(send, call.whole(whole, run.usage()))
-            finally:
-                run.close()
-                watcher.cancel()
-                usage = run.usage()
-                scope["state"]["usage"] = {
-                    "prompt_tokens": usage.prompt_tokens,
-                    "completion_tokens": usage.completion_tokens,
-                    "cached_tokens": usage.prompt_tokens_details.cached_tokens,
-                    "stream": job.stream,
-                }
+        call = await chat_calls.prepare(self._context, request, tenant_of(scope))
+        await run_call(self._context, call, scope, receive, send)
 
     async def embeddings(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = self._context
@@ -165,9 +147,9 @@ class Handlers:
         if request.dimensions not in (None, size):
             raise bad_request(f"dimensions must be {size}, the model's own", "dimensions")
         inputs = [tokens for _, tokens in await completion_calls.read_prompts(context, request.input, True)]
-        with context.admission(_tenant(scope), len(inputs)):
+        with context.admission(tenant_of(scope), len(inputs)):
             work = asyncio.gather(*(context.engine.embed(tokens) for tokens in inputs))
-            vectors = await _unless_gone(work, receive, context.limits.request_timeout)
+            vectors = await unless_gone(work, receive, context.limits.request_timeout)
         data = [r.EmbeddingItem(index, _embedding(raw, request.encoding_format)) for index, raw in enumerate(vectors)]
         count = sum(map(len, inputs))
         await send_json(send, r.EmbeddingList(data, context.name, r.EmbeddingUsage(count, count)))
@@ -181,7 +163,7 @@ class Handlers:
             raise bad_request("pass either prompt or messages")
         if request.messages is not None:
             chat_request = p.ChatRequest(messages=request.messages)
-            tokens = await chat_calls.chat_tokens(context, chat_request, ToolPlan(), _tenant(scope))
+            tokens = await chat_tokens(context, chat_request, ToolPlan(), tenant_of(scope))
         else:
             (tokens,) = await context.tokenizers.encode([request.prompt or ""], request.add_special_tokens)
         texts: list[str] = []
@@ -225,13 +207,18 @@ class Handlers:
         await send_json(send, r.Health("ok"))
 
     async def ready(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._context.draining or not self._context.engine.is_ready:
+        if self._context.draining or not self._context.engine.health().is_ready:
             raise ApiError(503, "not ready", "engine_unavailable", retry_after=2)
         await send_json(send, r.Health("ready"))
 
+    async def kv_transfer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        hello = self._context.engine.hello
+        if hello is None or not hello.transfer_port:
+            raise ApiError(404, "this server has no prefill engine: start it with --role prefill", "not_found")
+        await send_json(send, r.BlockAddress(hello.transfer_port))
+
     async def metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await self._context.engine.metrics(self._context.metrics)
-        await send_bytes(send, body, CONTENT_TYPE.encode())
+        await send_bytes(send, await self._context.render_metrics(), CONTENT_TYPE.encode())
 
     async def openapi(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._document is None:
@@ -245,42 +232,11 @@ class Handlers:
         await live_events(self._context, scope, receive, send)
 
 
-async def _unless_gone(work: asyncio.Future[Any], receive: Receive, timeout: float) -> Any:
-    """Wait for work that is dropped when the client goes away or time is up."""
-
-    async def gone() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    watcher = asyncio.ensure_future(gone())
-    work.add_done_callback(lambda done: done.cancelled() or done.exception())  # read also if the client has gone
-    try:
-        await asyncio.wait([work, watcher], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-        if work.done():
-            return work.result()
-        if watcher.done():
-            raise ApiError(499, "the client has gone", "client_closed")
-        raise ApiError(504, "the request took longer than its time limit", "timeout")
-    finally:
-        watcher.cancel()
-        work.cancel()
-
-
 def _embedding(raw: bytes, encoding: str) -> list[float] | str:
     if encoding == "base64":
         return base64.b64encode(raw).decode()
     values: list[float] = np.frombuffer(raw, dtype="<f4").astype(float).tolist()
     return values
-
-
-def _texts(context: ServerContext, prompts: Sequence[list[int]]) -> list[str]:
-    tokenizer = context.model.tokenizer
-    return [] if tokenizer is None else [tokenizer.decode(tokens, skip_special_tokens=False) for tokens in prompts]
-
-
-def _tenant(scope: Scope) -> Tenant:
-    tenant: Tenant = scope["state"]["tenant"]
-    return tenant
 
 
 ROUTES: tuple[tuple[str, str, str], ...] = (  # path, method, name of the handler
@@ -293,6 +249,7 @@ ROUTES: tuple[tuple[str, str, str], ...] = (  # path, method, name of the handle
     ("/detokenize", "POST", "detokenize"),
     ("/health", "GET", "health"),
     ("/ready", "GET", "ready"),
+    ("/kv_transfer", "GET", "kv_transfer"),
     ("/metrics", "GET", "metrics"),
     ("/openapi.json", "GET", "openapi"),
     ("/live", "GET", "live"),
@@ -310,6 +267,10 @@ def make_app(
     handlers = Handlers(context)
     routes = [
         Route(path, Endpoint(context, path, getattr(handlers, name)), methods=[method]) for path, method, name in ROUTES
+    ]
+    routes += [
+        Route(path, Endpoint(context, path, partial(handler, context)), methods=[method])
+        for path, method, handler in PROTOCOL_ROUTES
     ]
     files = page_files()
     routes += [

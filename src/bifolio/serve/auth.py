@@ -13,7 +13,8 @@ from typing import Any
 from bifolio.errors import ConfigError
 from bifolio.serve.errors import ApiError
 
-OPEN_PATHS = frozenset({"/health", "/ready"})  # and the page's own files, see `Guard`
+OPEN_PATHS = frozenset({"/health", "/ready", "/kv_transfer"})  # and the page's own files, see `Guard`
+PLAIN_KEY_PATHS = ("/v1/messages",)  # Anthropic's clients send `x-api-key`
 MAX_KEY_BYTES = 1024
 
 Scope = MutableMapping[str, Any]
@@ -52,11 +53,16 @@ class KeyRing:
     def __bool__(self) -> bool:
         return bool(self._tenants)
 
-    def find(self, header: bytes | None) -> Tenant | None:
-        """The tenant of an `Authorization` header. All keys are compared, in time that does not depend on the key."""
+    def find(self, header: bytes | None, plain: bytes | None = None) -> Tenant | None:
+        """The tenant of an `Authorization` header, or of an `x-api-key` header, which holds the `plain` key.
+
+        All keys are compared, in time that does not depend on the key.
+        """
         if not self._tenants:
             return ANONYMOUS
         scheme, _, key = (header or b"").partition(b" ")
+        if header is None and plain is not None:
+            scheme, key = b"bearer", plain
         if scheme.lower() != b"bearer" or len(key) > MAX_KEY_BYTES:
             return None
         digest = self._digest(key.strip())
@@ -104,16 +110,22 @@ class Guard:
             await send({"type": "websocket.close", "code": 1008})
             return
         headers = [value for name, value in scope["headers"] if name == b"authorization"]
-        tenant = self._keys.find(headers[0] if len(headers) == 1 else None)
+        takes_plain = scope["path"].startswith(PLAIN_KEY_PATHS)
+        plain = [value for name, value in scope["headers"] if takes_plain and name == b"x-api-key"]
+        tenant = None
+        if len(headers) <= 1 and len(plain) <= 1:
+            tenant = self._keys.find(next(iter(headers), None), next(iter(plain), None))
         if tenant is None and not (scope["path"] in self._open and scope["method"] in ("GET", "HEAD")):
-            await send_error(send, ApiError(401, "pass a valid key as 'Authorization: Bearer KEY'", "invalid_api_key"))
+            error = ApiError(401, "pass a valid key as 'Authorization: Bearer KEY'", "invalid_api_key")
+            await send_error(send, error, scope["path"])
             return
         scope.setdefault("state", {})["tenant"] = tenant or ANONYMOUS
         await self._app(scope, receive, send)
 
 
-async def send_error(send: Send, error: ApiError) -> None:
-    body = error.body()
+async def send_error(send: Send, error: ApiError, path: str = "") -> None:
+    """Send an error in the shape of the protocol that the path belongs to."""
+    body = error.body(path)
     headers = [(name.encode(), value.encode()) for name, value in error.headers().items()]
     headers.append((b"content-length", str(len(body)).encode()))
     await send({"type": "http.response.start", "status": error.status, "headers": headers})

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 Event = msgspec.Struct | bytes  # to be encoded, or a complete event
 _encoder = msgspec.json.Encoder()
+
+
+def encode_json_event(payload: dict[str, Any]) -> bytes:
+    return b"data: " + _encoder.encode(payload) + b"\n\n"
 
 
 def encode_event(event: Event) -> bytes:

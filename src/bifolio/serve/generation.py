@@ -10,17 +10,19 @@ import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from bifolio.api.messages import Ended, NewTokens, Start, Thinking, Update
+from bifolio.api.update_stream import UpdateStream
+from bifolio.errors import EngineFaultError, FaultKind
 from bifolio.logprob_records import LogprobRecords, TokenLogprob
 from bifolio.sampling_params import SamplingParams
 from bifolio.serve.auth import Receive, Tenant
 from bifolio.serve.context import ServerContext
-from bifolio.serve.errors import ApiError
-from bifolio.serve.messages import NewTokens, Start, Update
+from bifolio.serve.errors import ApiError, api_error
 from bifolio.serve.responses import PromptTokensDetails, Usage
 from bifolio.serve.sampling import EngineParams
-from bifolio.serve.stream import RequestStream
-from bifolio.text.detokenizer import IncrementalDetokenizer
+from bifolio.text.detokenizer import IncrementalDetokenizer, KeepingDecoder
 from bifolio.text.stopping import OutputText, TokenEnd
 
 logger = logging.getLogger(__name__)
@@ -44,6 +46,13 @@ class Job:
     num_drawn: int = 1  # sequences of each prompt: best_of, or beams
     wants_steps: bool = False  # verified drafts and steps of a beam search
     write_interval: float = 0.0  # seconds whose events are written together; 0: each event alone
+    kept_tokens: frozenset[int] = frozenset()  # special tokens that stay in the text: marks of calls and reasoning
+    thinking: Thinking | None = None
+    keeps: bool = False  # the blocks stay in the engine, for follow-ups
+    parent: str = ""  # engine request that this one may continue
+    request_id: str = ""  # of the engine's first request, once it was started
+    transfer_params: dict[str, Any] | None = None  # `kv_transfer_params` of the request
+    prefill_at: str = ""  # the prefill engine that a gateway chose
 
 
 @dataclass(slots=True)
@@ -79,7 +88,8 @@ class Run:
     arrival: float = field(default_factory=time.perf_counter)
     num_completion_tokens: int = 0
     num_cached_tokens: int = 0
-    _stream: RequestStream | None = None
+    ended: Ended | None = None  # times of the last engine request that ended
+    _stream: UpdateStream | None = None
     _timer: asyncio.TimerHandle | None = None
     _place: int | None = None  # among the concurrent requests without a key
     _numbers: dict[str, int] = field(default_factory=dict)  # engine request → which prompt
@@ -113,10 +123,15 @@ class Run:
                     job.wants_steps,
                     key,
                     job.tenant.name,
+                    job.thinking,
+                    job.keeps,
+                    job.parent,
+                    job.prefill_at,
                 )
             )
             self.context.metrics.prompt_tokens.inc(len(prompt))
             self.context.metrics.prompt_length.observe(len(prompt))
+        job.request_id = starts[0].id
         self._stream = engine.submit(starts)
         self._timer = asyncio.get_running_loop().call_later(self.time_limit, self._too_late)
 
@@ -125,7 +140,10 @@ class Run:
         stream = self._stream
         if stream is None:
             return []
-        updates = await stream.next()
+        try:
+            updates = await stream.next()
+        except EngineFaultError as fault:
+            raise api_error(fault) from fault
         return [self._note(update) for update in updates]
 
     @property
@@ -166,9 +184,9 @@ class Run:
         number = self._numbers[update.id]
         metrics, now = self.context.metrics, time.perf_counter()
         if update.ended is not None and update.ended.error is not None:
-            status = 500 if update.ended.is_our_fault else 400
+            fault = update.ended.fault or FaultKind.ENGINE_ERROR
             self.close()
-            raise ApiError(status, update.ended.error, "generation_failed")
+            raise ApiError(500 if fault.is_of_engine else 400, update.ended.error, "generation_failed")
         pieces = []
         for new in update.pieces:
             choice = number * self.job.num_choices + new.index
@@ -182,6 +200,7 @@ class Run:
         if update.num_cached_tokens is not None:
             self.num_cached_tokens += update.num_cached_tokens
         if update.ended is not None:
+            self.ended = update.ended
             metrics.request_ended(update.ended, now - self.arrival)
             if not self.job.stream:
                 metrics.first_tokens_ended(update.ended, max(self._lengths.values(), default=0))
@@ -221,7 +240,10 @@ class Run:
             detokenizer = None
             if tokenizer is not None:
                 prompt = job.prompts[choice // job.num_choices]
-                detokenizer = IncrementalDetokenizer(tokenizer.decoder, prompt, params.skip_special_tokens)
+                decoder = tokenizer.decoder
+                if job.kept_tokens and params.skip_special_tokens:
+                    decoder = KeepingDecoder(decoder, tokenizer.special_ids - job.kept_tokens)
+                detokenizer = IncrementalDetokenizer(decoder, prompt, params.skip_special_tokens)
             found = self._texts[choice] = OutputText(params, detokenizer)
         return found
 

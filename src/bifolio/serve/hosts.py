@@ -37,12 +37,13 @@ class HostGuard:
         if scope["type"] == "http":
             host, origin = _header(scope, b"host"), _header(scope, b"origin")
             if _name(host or "") not in self._hosts:
-                await send_error(send, ApiError(403, f"this server does not answer to the host {host!r}", "bad_host"))
+                error = ApiError(403, f"this server does not answer to the host {host!r}", "bad_host")
+                await send_error(send, error, scope["path"])
                 return
             own = origin is not None and origin.partition("://")[2] == host
             if origin is not None and not own and origin not in self._origins and "*" not in self._origins:
                 message = f"requests from the origin {origin!r} are not allowed: start the server with --cors-origin"
-                await send_error(send, ApiError(403, message, "bad_origin"))
+                await send_error(send, ApiError(403, message, "bad_origin"), scope["path"])
                 return
         await self._app(scope, receive, send)
 

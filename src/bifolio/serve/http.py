@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import gc
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -28,6 +29,18 @@ SSE_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class Framing:
+    """How a protocol frames the events of a stream."""
+
+    headers: Sequence[tuple[bytes, bytes]]
+    end: bytes  # after the last event
+    error: Callable[[ApiError], bytes]  # the event of an error after the first one
+
+
+OPENAI_EVENTS = Framing(SSE_HEADERS, DONE, lambda error: b"data: " + error.body() + b"\n\n")
 
 
 async def read_body(scope: Scope, receive: Receive, limits: Limits) -> bytes:
@@ -104,29 +117,33 @@ async def send_bytes(
 
 
 async def send_events(
-    send: Send, events: AsyncIterator[list[Event]], write_timeout: float, interval: float = 0.0
+    send: Send,
+    events: AsyncIterator[list[Event]],
+    write_timeout: float,
+    interval: float = 0.0,
+    framing: Framing = OPENAI_EVENTS,
 ) -> None:
-    """Server-sent events, those that are ready together in one write.
+    """The events of a stream, those that are ready together in one write.
 
     The status is sent with the first of them, so that an error before it has its own.
     """
     started = False
-    tail = DONE
+    tail = framing.end
     with WriteWatch(write_timeout) as watch:
         try:
             async for body in grouped(events, interval) if interval else encoded(events):
                 if not started:
                     started = True
-                    await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
+                    await send({"type": "http.response.start", "status": 200, "headers": framing.headers})
                 watch.begin()
                 await send({"type": "http.response.body", "body": body, "more_body": True})
                 watch.end()
         except ApiError as error:
             if not started or error.status == 499:
                 raise
-            tail = b"data: " + error.body() + b"\n\n"
+            tail = framing.error(error)
         if not started:
-            await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
+            await send({"type": "http.response.start", "status": 200, "headers": framing.headers})
         watch.begin()
         await send({"type": "http.response.body", "body": tail})
 

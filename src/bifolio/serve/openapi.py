@@ -10,6 +10,16 @@ from bifolio import __version__
 from bifolio.serve import protocol as p
 from bifolio.serve import responses as r
 from bifolio.serve.errors import ErrorResponse
+from bifolio.serve.protocols.anthropic_types import CountTokensRequest, MessagesRequest
+from bifolio.serve.protocols.llama_cpp import LlamaCppRequest
+from bifolio.serve.protocols.ollama_types import (
+    EmbedRequest,
+    GenerateRequest,
+    OllamaChatRequest,
+    PullRequest,
+    ShowRequest,
+)
+from bifolio.serve.protocols.responses_types import ResponsesRequest
 
 # path, method, summary, request type, response type
 OPERATIONS: tuple[tuple[str, str, str, Any, Any], ...] = (
@@ -22,6 +32,27 @@ OPERATIONS: tuple[tuple[str, str, str, Any, Any], ...] = (
     ("/detokenize", "post", "Tokens to text", p.DetokenizeRequest, r.Detokenized),
     ("/health", "get", "Whether the front end is alive", None, r.Health),
     ("/ready", "get", "Whether requests would be served now", None, r.Health),
+    ("/kv_transfer", "get", "Where the blocks of a prefill engine are served", None, r.BlockAddress),
+)
+# Other protocols: path, method, summary, request type. Their answers are described by their own documents.
+PROTOCOL_OPERATIONS: tuple[tuple[str, str, str, Any], ...] = (
+    ("/v1/messages", "post", "Answer a conversation (Anthropic)", MessagesRequest),
+    ("/v1/messages/count_tokens", "post", "Count the tokens of a conversation (Anthropic)", CountTokensRequest),
+    ("/v1/responses", "post", "Answer and store a turn of a conversation (OpenAI)", ResponsesRequest),
+    ("/v1/responses/{id}", "get", "A stored response (OpenAI)", None),
+    ("/v1/responses/{id}", "delete", "Drop a stored response (OpenAI)", None),
+    ("/v1/responses/{id}/input_items", "get", "The input of a stored response (OpenAI)", None),
+    ("/api/generate", "post", "Answer a prompt (ollama)", GenerateRequest),
+    ("/api/chat", "post", "Answer a conversation (ollama)", OllamaChatRequest),
+    ("/api/embed", "post", "Embed texts (ollama)", EmbedRequest),
+    ("/api/tags", "get", "The model that is served (ollama)", None),
+    ("/api/ps", "get", "The model that is loaded (ollama)", None),
+    ("/api/show", "post", "Describe the model (ollama)", ShowRequest),
+    ("/api/pull", "post", "Fetch a model (ollama)", PullRequest),
+    ("/api/version", "get", "The version of the server (ollama)", None),
+    ("/completion", "post", "Complete a prompt (llama.cpp)", LlamaCppRequest),
+    ("/props", "get", "Properties of the server (llama.cpp)", None),
+    ("/slots", "get", "Slots (llama.cpp)", None),
 )
 EVENTS = {"/v1/completions": r.Completion, "/v1/chat/completions": r.ChatChunk}
 ERRORS = {
@@ -39,10 +70,13 @@ ERRORS = {
 
 def openapi_document() -> dict[str, Any]:
     types = [ErrorResponse, r.ChatChunk, *(kind for row in OPERATIONS for kind in row[3:] if kind is not None)]
+    types += [request for *_, request in PROTOCOL_OPERATIONS if request is not None]
     _, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     paths: dict[str, Any] = {}
     for path, method, summary, request, response in OPERATIONS:
         paths[path] = {method: _operation(path, summary, request, response)}
+    for path, method, summary, request in PROTOCOL_OPERATIONS:
+        paths.setdefault(path, {})[method] = _protocol_operation(path, summary, request)
     plain = {"schema": {"type": "string"}}
     metrics = {"description": "Metrics", "content": {"text/plain": plain}}
     paths["/metrics"] = {"get": {"summary": "Prometheus metrics", "responses": _responses(metrics)}}
@@ -77,6 +111,8 @@ def docs_page() -> str:
         if request is not None:
             names = "".join(f"<li><code>{field.encode_name}</code></li>" for field in msgspec.structs.fields(request))
             parts.append(f"<details><summary>{request.__name__}</summary><ul>{names}</ul></details>")
+    for path, method, summary, _ in PROTOCOL_OPERATIONS:
+        parts.append(f"<h2><code>{method.upper()} {path}</code></h2><p>{summary}.</p>")
     body = "".join(parts)
     return (
         "<!doctype html><html lang=en><meta charset=utf-8><title>bifolio: API</title><h1>bifolio: API</h1>"
@@ -97,6 +133,18 @@ def _operation(path: str, summary: str, request: Any, response: Any) -> dict[str
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": _ref(request)}}}
     if "{name}" in path:
         operation["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+    return operation
+
+
+def _protocol_operation(path: str, summary: str, request: Any) -> dict[str, Any]:
+    answer: dict[str, Any] = {"application/json": {"schema": {}}}
+    responses: dict[str, Any] = {"200": {"description": "The answer", "content": answer}}
+    responses |= {code: {"description": text, "content": answer} for code, text in ERRORS.items()}
+    operation: dict[str, Any] = {"summary": summary, "responses": responses}
+    if request is not None:
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": _ref(request)}}}
+    if "{id}" in path:
+        operation["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
     return operation
 
 

@@ -126,6 +126,7 @@ class Generation(Strict, kw_only=True):
     priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0  # smaller goes first
     cache_salt: Name | None = None  # share cached prefixes only with the same salt
     timeout: Annotated[float, Meta(gt=0, le=86400)] | None = None  # seconds
+    kv_transfer_params: FreeJson | None = None  # prefill and decode on separate engines, in vLLM's terms
     # ignored
     user: Name | None = None
     metadata: FreeJson | None = None
@@ -167,6 +168,8 @@ class Message(Strict, kw_only=True):
     name: Name | None = None
     tool_calls: Annotated[list[ToolCall], Meta(max_length=128)] | None = None
     tool_call_id: Name | None = None
+    reasoning_content: Text | None = None  # beyond OpenAI: the reasoning of an earlier answer
+    reasoning: Text | None = None  # its other name
     refusal: Text | None = None  # ignored
 
 
@@ -202,7 +205,9 @@ class ChatRequest(Generation, kw_only=True):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: FreeJson | None = None
     add_generation_prompt: bool = True
-    reasoning_effort: Name | None = None  # ignored
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    thinking_budget: Count | None = None  # beyond OpenAI: most tokens of reasoning
+    separate_reasoning: bool = True  # beyond OpenAI; false: reasoning stays in the text, with its marks
     modalities: Annotated[list[Literal["text"]], Meta(max_length=1)] | None = None
 
 

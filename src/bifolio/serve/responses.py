@@ -80,6 +80,7 @@ class Completion(msgspec.Struct):
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
     system_fingerprint: str | None = None
     steps: Steps | msgspec.UnsetType = msgspec.UNSET
+    kv_transfer_params: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
 
 
 class TopLogprob(msgspec.Struct):
@@ -109,12 +110,26 @@ class CalledTool(msgspec.Struct):
     id: str
     function: CalledFunction
     type: Literal["function"] = "function"
-    index: int | msgspec.UnsetType = msgspec.UNSET  # in events of a stream
+
+
+class FunctionDelta(msgspec.Struct, omit_defaults=True):
+    arguments: str | msgspec.UnsetType = msgspec.UNSET
+    name: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class ToolDelta(msgspec.Struct, omit_defaults=True):
+    """A call in a stream: the first delta has its id and name, the others continue its arguments."""
+
+    index: int
+    function: FunctionDelta
+    id: str | msgspec.UnsetType = msgspec.UNSET
+    type: Literal["function"] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatMessage(msgspec.Struct):
     role: Literal["assistant"]
     content: str | None
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
     tool_calls: list[CalledTool] | msgspec.UnsetType = msgspec.UNSET
     refusal: None = None
 
@@ -122,7 +137,8 @@ class ChatMessage(msgspec.Struct):
 class ChatDelta(msgspec.Struct, omit_defaults=True):
     role: Literal["assistant"] | msgspec.UnsetType = msgspec.UNSET
     content: str | msgspec.UnsetType = msgspec.UNSET
-    tool_calls: list[CalledTool] | msgspec.UnsetType = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[ToolDelta] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -152,6 +168,7 @@ class ChatCompletion(msgspec.Struct):
     choices: list[ChatChoice]
     usage: Usage
     system_fingerprint: str | None = None
+    kv_transfer_params: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChunk(msgspec.Struct):
@@ -163,6 +180,12 @@ class ChatChunk(msgspec.Struct):
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
     system_fingerprint: str | None = None
     steps: Steps | msgspec.UnsetType = msgspec.UNSET
+
+
+class BlockAddress(msgspec.Struct):
+    """Where a prefill engine serves the blocks of its cache, on the host of this server."""
+
+    remote_port: int
 
 
 class ModelCard(msgspec.Struct):

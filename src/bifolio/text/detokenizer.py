@@ -18,6 +18,20 @@ class Decoder(Protocol):
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
 
+class KeepingDecoder:
+    """A decoder that leaves out some special tokens and keeps the others in the text."""
+
+    __slots__ = ("_decoder", "_dropped")
+
+    def __init__(self, decoder: Decoder, dropped: frozenset[int]) -> None:
+        self._decoder, self._dropped = decoder, dropped
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        if skip_special_tokens:
+            ids = [token for token in ids if token not in self._dropped]
+        return self._decoder.decode(ids, skip_special_tokens=False)
+
+
 class IncrementalDetokenizer:
     """Decodes one sequence token by token; the concatenated results are the text of all tokens.
 

@@ -76,6 +76,11 @@ class Tokenizer:
         return frozenset(token.content for token in self.backend.get_added_tokens_decoder().values() if token.special)
 
     @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """The special tokens."""
+        return frozenset(number for number, token in self.backend.get_added_tokens_decoder().items() if token.special)
+
+    @cached_property
     def added_ids(self) -> frozenset[int]:
         """The tokens that stand for their own spelling: special ones and those that users defined."""
         return frozenset(self.backend.get_added_tokens_decoder())

@@ -21,17 +21,22 @@ from bifolio.kernels.interface import (
     AttentionSegment,
     AttentionShape,
     Batch,
+    Experts,
+    HeadLinear,
     Heads,
     Linear,
     Network,
     Norm,
     Rotation,
+    Router,
+    Routing,
     StepProgram,
     Storage,
 )
 from bifolio.kernels.native.formats import NATIVE_FORMATS, format_code
 from bifolio.kernels.native.library import library
 from bifolio.kernels.native.program import ACTIVATION_CODES, PHASE_CODES, NativeProgram, native_segment
+from bifolio.kernels.native.ranks import SharedMemoryRanks
 from bifolio.quant.convert import DENSE_FORMATS, convert
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.mapped import mapping_of
@@ -81,6 +86,16 @@ class NativeKernels(HostArrays):
 
     def _packed(self, parts: list[tuple[int, np.ndarray]], k: int, bias: np.ndarray | None, mapped: bool) -> Any:
         return self.native.make_linear(parts, k, bias, self.activation_planes, mapped, self.pool)
+
+    def prepare_experts(self, experts: Experts) -> Experts:
+        """Pack each expert; `prepared` holds all of them for one native call."""
+        up, down = ([self.prepare_linear(linear).prepared for linear in side] for side in (experts.up, experts.down))
+        return replace(experts, prepared=self.native.Experts(up, down, ACTIVATION_CODES[experts.activation]))
+
+    def prepare_head_linear(self, linear: HeadLinear) -> HeadLinear:
+        return replace(
+            linear, prepared=self.native.Heads([self.prepare_linear(head).prepared for head in linear.heads])
+        )
 
     def prepare_norm(self, norm: Norm) -> Norm:
         return replace(norm, weight=_floats(norm.weight), bias=None if norm.bias is None else _floats(norm.bias))
@@ -137,6 +152,18 @@ class NativeKernels(HostArrays):
         self.native.linear(_floats(x), packed, out, self.pool)
         return out
 
+    def head_linear(self, x: Array, linear: HeadLinear, start: int) -> Array:
+        out = np.empty((x.shape[0], len(linear.heads) * linear.heads[0].out_features), np.float32)
+        self.native.head_linear(_floats(x), self.packed_heads(linear), start, out, self.pool)
+        return out
+
+    def join_latent(self, query: Array, absorbed: Array, latent: Array, norm: Norm, rope: int) -> Array:
+        size = latent.shape[1]
+        out = np.empty((len(query), (absorbed.shape[1] // (size - rope) + 2) * size), np.float32)
+        rows = _floats(query), _floats(absorbed), _floats(latent)
+        self.native.join_latent(*rows, self.native_norm(norm), rope, out, self.pool)
+        return out
+
     def rope_and_write(
         self, qkv: Array, shape: AttentionShape, rotation: Rotation | None, batch: Batch, storage: Storage | None
     ) -> Heads:
@@ -183,6 +210,23 @@ class NativeKernels(HostArrays):
         self.native.act(_floats(x), ACTIVATION_CODES[activation], out, self.pool)
         return out
 
+    def gate(self, x: Array, logits: Array) -> Array:
+        out = np.empty(x.shape, np.float32)
+        self.native.gate(_floats(x), _floats(logits), out, self.pool)
+        return out
+
+    def route(self, logits: Array, router: Router) -> Routing:
+        routing = np.empty((len(logits), 2 * router.top_k), np.float32)
+        self.native.route(_floats(logits), self.native_router(router, logits.shape[1]), routing, self.pool)
+        return Routing(routing.view(np.int32)[:, : router.top_k], routing[:, router.top_k :])
+
+    def mix_experts(self, x: Array, routing: Routing, experts: Experts) -> Array:
+        numbers = np.ascontiguousarray(routing.experts, np.int32).view(np.float32)  # native rows hold both as 32 bits
+        out = np.empty((len(x), experts.down[0].out_features), np.float32)
+        both = np.concatenate([numbers, _floats(routing.weights)], axis=1)
+        self.native.mix_experts(_floats(x), both, self.packed_experts(experts), out, self.pool)
+        return out
+
     def logits(self, x: Array, head: Linear, softcap: float) -> Array:
         out = self.linear(x, head)
         if softcap:
@@ -195,9 +239,34 @@ class NativeKernels(HostArrays):
         self.native.argmax(_floats(logits), out, self.pool)
         return out
 
+    def memory_of_ranks(self) -> Any:
+        """The memory through which a program exchanges with other ranks."""
+        if not isinstance(self.ranks, SharedMemoryRanks):
+            raise ConfigError("these weights are a part of a model: join the ranks that hold the others")
+        return self.ranks.native
+
     # -- native counterparts ------------------------------------------------------------------------------
     def packed(self, linear: Linear) -> Any:
         return linear.prepared if linear.prepared is not None else self.prepare_linear(linear).prepared
+
+    def packed_heads(self, linear: HeadLinear) -> Any:
+        return linear.prepared if linear.prepared is not None else self.prepare_head_linear(linear).prepared
+
+    def packed_experts(self, experts: Experts) -> Any:
+        return experts.prepared if experts.prepared is not None else self.prepare_experts(experts).prepared
+
+    def native_router(self, router: Router, num_experts: int) -> Any:
+        return self.native.Router(
+            num_experts,
+            router.top_k,
+            router.scoring == "sigmoid",
+            router.renormalise,
+            router.scale,
+            None if router.bias is None else _floats(router.bias),
+            router.num_groups,
+            router.top_groups,
+            router.group_best,
+        )
 
     def native_norm(self, norm: Norm) -> Any:
         bias = None if norm.bias is None else _floats(norm.bias)
@@ -205,7 +274,7 @@ class NativeKernels(HostArrays):
 
     def native_shape(self, shape: AttentionShape) -> Any:
         norms = [None if norm is None else self.native_norm(norm) for norm in (shape.query_norm, shape.key_norm)]
-        return self.native.AttentionShape(
+        native = self.native.AttentionShape(
             shape.num_heads,
             shape.num_kv_heads,
             shape.head_dim,
@@ -218,6 +287,7 @@ class NativeKernels(HostArrays):
             shape.temperature,
             shape.temperature_period,
         )
+        return native if shape.sinks is None else native.with_sinks(_floats(shape.sinks))
 
     def cache(self, storage: Storage) -> Any:
         """The native view of the storage's arrays."""

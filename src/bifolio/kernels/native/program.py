@@ -11,11 +11,15 @@ from bifolio.kernels.interface import (
     AttentionSegment,
     AttentionShape,
     Batch,
+    Experts,
+    HeadLinear,
     Heads,
     Linear,
     Network,
     Norm,
     Rotation,
+    Router,
+    Routing,
     Storage,
 )
 
@@ -29,7 +33,7 @@ class Register(NamedTuple):
     number: int
 
 
-ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
+ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "swiglu_clamped": 3}
 PHASE_CODES = {AttentionPhase.PREFILL: 0, AttentionPhase.DECODE: 1}  # selects the plan of attention
 TOKEN_IDS, POSITIONS, LOGIT_ROWS = object(), object(), object()  # placeholders of the batch's arrays
 
@@ -50,6 +54,7 @@ class NativeProgram:
         batch = Batch(TOKEN_IDS, POSITIONS, None, (), LOGIT_ROWS)
         network.forward(recorder, batch, None)  # type: ignore[arg-type]  # values are handles, not arrays
         self._program = recorder.program
+        self._logit_widths = recorder.logit_widths
 
     def run(self, batch: Batch, storage: Storage) -> np.ndarray:
         """Logits f32[r, vocab] of one forward pass."""
@@ -68,7 +73,7 @@ class NativeProgram:
             logits,
             pool=self._kernels.pool,
         )
-        return logits
+        return self._kernels.all_gather(logits, self._logit_widths) if self._logit_widths else logits
 
 
 class ProgramRecorder:
@@ -77,6 +82,7 @@ class ProgramRecorder:
     def __init__(self, kernels: NativeKernels) -> None:
         self.kernels = kernels
         self.program = kernels.native.Program()
+        self.logit_widths: tuple[int, ...] = ()  # columns of the logits on each rank; empty: this rank computes all
 
     def embed(self, table: Any, ids: object, scale: float) -> Register:
         return Register(self.program.embed(table, scale, ids is POSITIONS))
@@ -99,6 +105,13 @@ class ProgramRecorder:
     def linear(self, x: Register, linear: Linear) -> Register:
         return Register(self.program.linear(x.number, self.kernels.packed(linear)))
 
+    def head_linear(self, x: Register, linear: HeadLinear, start: int) -> Register:
+        return Register(self.program.head_linear(x.number, self.kernels.packed_heads(linear), start))
+
+    def join_latent(self, query: Register, absorbed: Register, latent: Register, norm: Norm, rope: int) -> Register:
+        native = self.kernels.native_norm(norm)
+        return Register(self.program.join_latent(query.number, absorbed.number, latent.number, native, rope))
+
     def rope_and_write(
         self, qkv: Register, shape: AttentionShape, rotation: Rotation | None, batch: Batch, storage: Storage | None
     ) -> Heads:
@@ -116,6 +129,30 @@ class ProgramRecorder:
 
     def act(self, x: Register, activation: str) -> Register:
         return Register(self.program.act(x.number, ACTIVATION_CODES[activation]))
+
+    def all_gather(self, x: Register | None, widths: tuple[int, ...]) -> Register | None:
+        if x is None:  # the logits, which leave the program
+            self.logit_widths = widths
+            return None
+        return Register(self.program.all_gather(x.number, self.kernels.memory_of_ranks(), list(widths)))
+
+    def all_reduce(self, x: Register) -> Register:
+        return Register(self.program.all_reduce(x.number, self.kernels.memory_of_ranks()))
+
+    def gate(self, x: Register, logits: Register) -> Register:
+        return Register(self.program.gate(x.number, logits.number))
+
+    def route(self, logits: Register, router: Router) -> Routing:
+        """One register holds experts and weights."""
+        routing = Register(
+            self.program.route(logits.number, self.kernels.native_router(router, self.program.width(logits.number)))
+        )
+        return Routing(routing, routing)
+
+    def mix_experts(self, x: Register, routing: Routing, experts: Experts) -> Register:
+        return Register(
+            self.program.mix_experts(x.number, routing.experts.number, self.kernels.packed_experts(experts))
+        )
 
     def take(self, x: Register, rows: object) -> Register:
         return Register(self.program.take(x.number))

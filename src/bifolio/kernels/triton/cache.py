@@ -43,6 +43,7 @@ def _rope_write_kernel(
     HAS_CACHE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    SHARED: tl.constexpr,  # values are the keys
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -99,7 +100,8 @@ def _rope_write_kernel(
         place = ((slot // BLOCK_SIZE) * KV_HEADS + kv_head[:, None]) * BLOCK_SIZE + slot % BLOCK_SIZE
         place = place * DIM + dim[None, :]
         tl.store(keys + place, x.to(keys.dtype.element_ty), mask=exists & is_turned & (is_query == 0))
-        tl.store(values + place, x.to(values.dtype.element_ty), mask=exists & (is_turned == 0))
+        if not SHARED:
+            tl.store(values + place, x.to(values.dtype.element_ty), mask=exists & (is_turned == 0))
 
 
 @triton.jit
@@ -183,6 +185,7 @@ def rope_and_write(
             HAS_CACHE=cached,
             BLOCK_SIZE=storage.block_size if storage is not None else 1,
             TILE=tile,
+            SHARED=storage is not None and storage.layout.shared_values,
             num_warps=min(max(tile * dim_block // 256, 1), 8),
             **OVERLAPPED,
         )
@@ -225,7 +228,7 @@ def copy_blocks(cache: torch.Tensor, pairs: torch.Tensor) -> None:
 class CudaStorage(KVStorage):
     """A `KVStorage` whose layers are views of one tensor, so that one launch moves blocks in every layer.
 
-    The tensor is [2 * layers, blocks, kv_heads, block_size, head_dim].
+    The tensor is [2 * layers, blocks, kv_heads, block_size, head_dim], or [layers, ...] if values are the keys.
     """
 
     _whole: Any = None
@@ -239,6 +242,7 @@ class CudaStorage(KVStorage):
 
     def _allocate(self, shape: tuple[int, ...]) -> Array:
         if self._whole is None:
-            self._whole = super()._allocate((2 * self.num_layers, *shape))
+            arrays = self.num_layers * (1 if self.layout.shared_values else 2)
+            self._whole = super()._allocate((arrays, *shape))
         self._num_taken += 1
         return self._whole[self._num_taken - 1]

@@ -15,9 +15,10 @@ import triton
 import triton.language as tl
 
 from bifolio.kernels.interface import AttentionShape, Storage
+from bifolio.kernels.triton.merge import merge_parts, with_sinks
 from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
 from bifolio.kernels.triton.split_kv import FIXED_PIECE, PIECE_BYTES, Pieces, first_token
-from bifolio.kernels.triton.tiles import TILE, join_part, mix_tile, read_tile, score_constants
+from bifolio.kernels.triton.tiles import TILE, mix_tile, read_tile, score_constants
 
 MIN_ROWS = 16  # rows of the smallest matrix product
 JOINED_ROWS = 64  # rows of parts (parts times heads of a group) that are merged at once
@@ -50,6 +51,7 @@ def _decode_kernel(
     shared_mixed: tl.tensor,  # f32[items, kv_heads, SHARED_ROWS, dim]
     shared_weight: tl.tensor,
     num_sequences: tl.tensor,
+    sinks: tl.tensor,  # f32[heads]
     out: tl.tensor,  # [s, heads * dim]
     query_stride: tl.tensor,
     table_stride: tl.tensor,
@@ -67,6 +69,7 @@ def _decode_kernel(
     PRECISION: tl.constexpr,
     CAP: tl.constexpr,  # of scores; 0: none
     SHARED_ROWS: tl.constexpr,  # 0: no shared prefixes
+    HAS_SINKS: tl.constexpr,
     FIXED: tl.constexpr,  # tokens of a piece in deterministic mode, where a program computes several; 0: any length
     JOINED: tl.constexpr,  # parts that are merged at once
     GROUP_BLOCK: tl.constexpr,  # rows of the merged result
@@ -76,17 +79,19 @@ def _decode_kernel(
         wait_for_inputs()
         for item in range(tl.program_id(1), tl.load(total_pieces), tl.num_programs(1)):
             _attend_piece(
-                query, keys, values, tables, table_rows, lengths, sequence, number, first, count, piece_length,
-                arrivals, mixed_parts, weight_parts, shared_words, shared_mixed, shared_weight, num_sequences, out,
-                query_stride, table_stride, window, scale, kv_head, item, HEADS, KV_HEADS, GROUP, ROWS, DIM, DIM_BLOCK,
-                BLOCK_SIZE, TILE, STAGES, PRECISION, CAP, SHARED_ROWS, FIXED, JOINED, GROUP_BLOCK,
+                query, keys, values, tables, table_rows, lengths,
+                sequence, number, first, count, piece_length, arrivals, mixed_parts, weight_parts, shared_words,
+                shared_mixed, shared_weight, num_sequences, sinks,
+                out, query_stride, table_stride, window, scale, kv_head, item, HEADS, KV_HEADS, GROUP, ROWS, DIM,
+                DIM_BLOCK, BLOCK_SIZE, TILE, STAGES, PRECISION, CAP, SHARED_ROWS, HAS_SINKS, FIXED, JOINED, GROUP_BLOCK,
             )  # fmt: skip
     else:
         _attend_piece(
-            query, keys, values, tables, table_rows, lengths, sequence, number, first, count, piece_length,
-            arrivals, mixed_parts, weight_parts, shared_words, shared_mixed, shared_weight, num_sequences, out,
+            query, keys, values, tables, table_rows, lengths,
+            sequence, number, first, count, piece_length, arrivals, mixed_parts, weight_parts, shared_words,
+            shared_mixed, shared_weight, num_sequences, sinks, out,
             query_stride, table_stride, window, scale, kv_head, tl.program_id(1), HEADS, KV_HEADS, GROUP, ROWS, DIM,
-            DIM_BLOCK, BLOCK_SIZE, TILE, STAGES, PRECISION, CAP, SHARED_ROWS, FIXED, JOINED, GROUP_BLOCK,
+            DIM_BLOCK, BLOCK_SIZE, TILE, STAGES, PRECISION, CAP, SHARED_ROWS, HAS_SINKS, FIXED, JOINED, GROUP_BLOCK,
         )  # fmt: skip
 
 
@@ -110,6 +115,7 @@ def _attend_piece(
     shared_mixed: tl.tensor,
     shared_weight: tl.tensor,
     num_sequences: tl.tensor,
+    sinks: tl.tensor,
     out: tl.tensor,
     query_stride: tl.tensor,
     table_stride: tl.tensor,
@@ -129,6 +135,7 @@ def _attend_piece(
     PRECISION: tl.constexpr,
     CAP: tl.constexpr,
     SHARED_ROWS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     FIXED: tl.constexpr,
     JOINED: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
@@ -153,8 +160,8 @@ def _attend_piece(
         row, dim = tl.arange(0, ROWS), tl.arange(0, DIM_BLOCK)
         head = kv_head * GROUP + row
         real = (row < GROUP)[:, None] & (dim < DIM)[None, :]
-        place = query + owner.to(tl.int64) * query_stride + head[:, None] * DIM + dim[None, :]
-        q = tl.load(place, mask=real, other=0.0).to(keys.dtype.element_ty)
+        source = query + owner.to(tl.int64) * query_stride
+        q = tl.load(source + head[:, None] * DIM + dim[None, :], mask=real, other=0.0).to(keys.dtype.element_ty)
         oldest = tl.where(window > 0, length - window, 0)
         highest, total, mixed = _mix_tokens(
             q, keys, values, table, begin, end, oldest, kv_head, dim, scale, KV_HEADS, BLOCK_SIZE, ROWS, DIM,
@@ -163,10 +170,12 @@ def _attend_piece(
         mixed = mixed / total[:, None]
         num_pieces = tl.load(count + owner)
         result = out + (owner.to(tl.int64) * HEADS + head[:, None]) * DIM + dim[None, :]
-        if num_pieces + num_shared == 1:
+        if (num_pieces + num_shared == 1) & (not (HAS_SINKS and FIXED > 0)):  # fixed pieces are merged as in prefill
+            if HAS_SINKS:
+                mixed *= (total / with_sinks(sinks, head, row < GROUP, highest, total))[:, None]
             tl.store(result, mixed.to(out.dtype.element_ty), mask=real)
         else:
-            part = item.to(tl.int64) * HEADS + head
+            part = (owner * 0 + item).to(tl.int64) * HEADS + head  # in the interpreter `item` may be a Python integer
             tl.store(mixed_parts + part[:, None] * DIM + dim[None, :], mixed, mask=real)
             tl.store(weight_parts + part, highest + tl.log2(total), mask=row < GROUP)
             tl.debug_barrier()  # all threads' results are written before the arrival is counted
@@ -174,57 +183,11 @@ def _attend_piece(
             arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
             if arrived == num_pieces - 1:
                 tl.store(counter, 0)
-                _merge_parts(
-                    first, mixed_parts, weight_parts, shared_words, shared_mixed, shared_weight, num_sequences, out,
-                    owner, kv_head, num_pieces, num_shared, HEADS, KV_HEADS, GROUP, DIM, DIM_BLOCK, SHARED_ROWS,
-                    JOINED, GROUP_BLOCK,
+                merge_parts(
+                    first, mixed_parts, weight_parts, shared_words, shared_mixed, shared_weight, num_sequences, sinks,
+                    out, owner, kv_head, num_pieces, num_shared, HEADS, KV_HEADS, GROUP, DIM, DIM_BLOCK, SHARED_ROWS,
+                    HAS_SINKS, JOINED, GROUP_BLOCK,
                 )  # fmt: skip
-
-
-@triton.jit
-def _merge_parts(
-    first: tl.tensor,
-    mixed_parts: tl.tensor,
-    weight_parts: tl.tensor,
-    shared_words: tl.tensor,
-    shared_mixed: tl.tensor,
-    shared_weight: tl.tensor,
-    num_sequences: tl.tensor,
-    out: tl.tensor,
-    owner: tl.tensor,
-    kv_head: tl.tensor,
-    num_pieces: tl.tensor,
-    num_shared: tl.tensor,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_BLOCK: tl.constexpr,
-    SHARED_ROWS: tl.constexpr,
-    JOINED: tl.constexpr,
-    GROUP_BLOCK: tl.constexpr,
-) -> None:
-    """Merge the parts of one sequence and key head, those of a shared prefix first, and write the result."""
-    row, dim = tl.arange(0, GROUP_BLOCK), tl.arange(0, DIM_BLOCK)
-    highest = tl.full([GROUP_BLOCK], -float("inf"), tl.float32)
-    total = tl.zeros([GROUP_BLOCK], tl.float32)
-    mixed = tl.zeros([GROUP_BLOCK, DIM_BLOCK], tl.float32)
-    if SHARED_ROWS > 0:
-        first_item = tl.load(shared_words + num_sequences + owner)
-        member = tl.load(shared_words + 3 * num_sequences + owner)
-        first_part = (first_item.to(tl.int64) * KV_HEADS + kv_head) * SHARED_ROWS + member * GROUP + row
-        highest, total, mixed = _join(
-            shared_mixed, shared_weight, first_part, KV_HEADS * SHARED_ROWS, num_shared, row, dim,
-            highest, total, mixed, DIM, GROUP, JOINED,
-        )  # fmt: skip
-    own_part = tl.load(first + owner).to(tl.int64) * HEADS + kv_head * GROUP + row
-    highest, total, mixed = _join(
-        mixed_parts, weight_parts, own_part, HEADS, num_pieces, row, dim, highest, total, mixed,
-        DIM, GROUP, JOINED,
-    )  # fmt: skip
-    place = out + (owner.to(tl.int64) * HEADS + kv_head * GROUP + row[:, None]) * DIM + dim[None, :]
-    real = (row < GROUP)[:, None] & (dim < DIM)[None, :]
-    tl.store(place, (mixed / total[:, None]).to(out.dtype.element_ty), mask=real)
 
 
 @triton.jit
@@ -267,49 +230,6 @@ def _mix_tokens(
         k = read_tile(keys, table, start, end, kv_head, dim, KV_HEADS, BLOCK_SIZE, DIM, DIM_BLOCK, TILE, True)
         v = read_tile(values, table, start, end, kv_head, dim, KV_HEADS, BLOCK_SIZE, DIM, DIM_BLOCK, TILE, True)
         highest, total, mixed = mix_tile(q, k, v, seen, highest, total, mixed, scale, True, PRECISION, CAP)
-    return highest, total, mixed
-
-
-@triton.jit
-def _join(
-    mixed_parts: tl.tensor,
-    weight_parts: tl.tensor,
-    first_part: tl.tensor,  # i64[rows]  index of each row's first part
-    stride: tl.tensor,  # distance between consecutive parts of a row
-    count: tl.tensor,
-    row: tl.tensor,
-    dim: tl.tensor,
-    highest: tl.tensor,  # f32[rows]
-    total: tl.tensor,  # f32[rows]
-    mixed: tl.tensor,  # f32[rows, dim]
-    DIM: tl.constexpr,
-    GROUP: tl.constexpr,
-    JOINED: tl.constexpr,
-) -> tl.tensor:
-    """Merge these parts into the running softmax, weighted by their sums."""
-    exists = row < GROUP
-    real = exists[:, None] & (dim < DIM)[None, :]
-    if JOINED == 1:
-        for index in range(count):
-            part = first_part + index * stride
-            weight = tl.load(weight_parts + part, mask=exists, other=0.0, cache_modifier=".cg")
-            place = mixed_parts + part[:, None] * DIM + dim[None, :]
-            values = tl.load(place, mask=real, other=0.0, cache_modifier=".cg")
-            highest, total, mixed = join_part(weight, values, highest, total, mixed)
-    else:
-        for start in range(0, count, JOINED):
-            index = start + tl.arange(0, JOINED)
-            inside = (index < count)[:, None] & exists[None, :]
-            part = first_part[None, :] + (index * stride).to(tl.int64)[:, None]
-            weight = tl.load(weight_parts + part, mask=inside, other=-float("inf"), cache_modifier=".cg")
-            place = mixed_parts + part[:, :, None] * DIM + dim[None, None, :]
-            values = tl.load(place, mask=inside[:, :, None] & real[None, :, :], other=0.0, cache_modifier=".cg")
-            new_highest = tl.maximum(highest, tl.max(weight, axis=0))
-            safe = tl.where(exists, new_highest, 0.0)
-            shrink, grow = tl.exp2(highest - safe), tl.exp2(weight - safe[None, :])
-            total = total * shrink + tl.sum(grow, axis=0)
-            mixed = mixed * shrink[:, None] + tl.sum(values * grow[:, :, None], axis=0)
-            highest = new_highest
     return highest, total, mixed
 
 
@@ -364,6 +284,7 @@ def decode_attention(
         pieces.weight,
         *(shared or (lengths, pieces.mixed, pieces.weight)),
         num_sequences,
+        query if shape.sinks is None else shape.sinks,
         out,
         query.stride(0),
         tables.stride(0),
@@ -381,6 +302,7 @@ def decode_attention(
         PRECISION="ieee" if keys.dtype == torch.float32 else "tf32",
         CAP=cap,
         SHARED_ROWS=0 if shared is None else shared[2].shape[2],
+        HAS_SINKS=shape.sinks is not None,
         FIXED=FIXED_PIECE if pieces.fixed else 0,
         JOINED=1 if pieces.fixed else max(JOINED_ROWS // group_block, 2),
         GROUP_BLOCK=group_block,

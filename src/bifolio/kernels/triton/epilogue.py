@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bifolio.kernels.triton.norm import ACTIVATIONS, activate
+from bifolio.kernels.triton.norm import ACTIVATIONS, gated
 
 NO_ACTIVATION = -1
 
@@ -54,7 +54,7 @@ def finish(
     if ACTIVATION >= 0:
         if HAS_BIAS:
             up_sums += tl.load(bias + num_outputs + output, mask=exists, other=0.0).to(tl.float32)
-        sums = activate(sums, ACTIVATION) * up_sums
+        sums = gated(sums, up_sums, ACTIVATION)
     if HAS_RESIDUAL:
         sums += added
     tl.store(out + place, sums.to(out.dtype.element_ty), mask=inside)

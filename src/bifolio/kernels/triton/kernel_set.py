@@ -17,11 +17,15 @@ from bifolio.kernels.interface import (
     AttentionShape,
     Batch,
     DeviceSlots,
+    Experts,
+    HeadLinear,
     Heads,
     Linear,
     Network,
     Norm,
     Rotation,
+    Router,
+    Routing,
     SlotSizes,
     StepProgram,
     Storage,
@@ -30,12 +34,10 @@ from bifolio.kernels.storage import CacheLayout, KVStorage
 from bifolio.kernels.torch_arrays import TorchArrays
 from bifolio.kernels.torch_reference import TorchKernels, scale_by_position
 from bifolio.kernels.triton import cache, norm, quantised
+from bifolio.kernels.triton import experts as moe
 from bifolio.kernels.triton.cache import CudaStorage
 from bifolio.kernels.triton.decode import decode_attention
-from bifolio.kernels.triton.gemm_small_m import few_rows
-from bifolio.kernels.triton.gemm_tuning import library_is_faster, most_rows
-from bifolio.kernels.triton.gemv import one_row
-from bifolio.kernels.triton.lazy_fusion import Normed, Product, Sum, tensor
+from bifolio.kernels.triton.lazy_fusion import Mixture, Normed, Product, Sum, tensor
 from bifolio.kernels.triton.lookup import embed_rows, look_up_rotation
 from bifolio.kernels.triton.prefill import (
     QueryTiles,
@@ -46,17 +48,14 @@ from bifolio.kernels.triton.prefill import (
     tile_rows,
     uses_cudnn,
 )
+from bifolio.kernels.triton.products import Products
 from bifolio.kernels.triton.quantised import QuantisedWeight
 from bifolio.kernels.triton.shared_attention import SharedRows, shared_attention
 from bifolio.kernels.triton.slots import TritonSlots
 from bifolio.kernels.triton.split_kv import FIXED_PIECE, Parts, Pieces, cut, new_parts, new_pieces
 from bifolio.kernels.triton.tiles import TILE
-from bifolio.kernels.triton.tma import can_be_described
 from bifolio.quant.tensor import QuantizedTensor
 
-EXACT_ROWS = 512  # up to this number, products added to the residual stream stay in f32
-DENSE_PRODUCTS: tuple[Any, Any] = few_rows, one_row
-QUANTISED_PRODUCTS: tuple[Any, Any] = quantised.few_rows, quantised.one_row
 INTERPRETED_PROCESSORS = 2  # multiprocessors assumed in Triton's interpreter
 
 
@@ -95,6 +94,7 @@ class TritonKernels(TorchArrays):
         )
         self._torch = TorchKernels(device, dtype)
         self._weights = quantised.PackedWeights(self._torch)
+        self._products = Products(self._weights, self.dtype, deterministic=deterministic)
         self._staged: list[StagedSegment] = []  # of the running pass
         self._rotations: dict[tuple[int, float], torch.Tensor] = {}  # f32[positions, 2, half] by frequencies and scale
         self._tabulated: list[torch.Tensor] = []
@@ -115,6 +115,8 @@ class TritonKernels(TorchArrays):
         return None
 
     def device_slots(self, network: Network, storage: Storage, sizes: SlotSizes) -> DeviceSlots | None:
+        if self.ranks is not None and self.ranks.size > 1:
+            return None  # rank 0 alone has slots: the steps of all ranks are launched one by one
         for frequencies, scale in network.rotations:
             self._tabulate(frequencies, scale, sizes.max_model_len)
         return TritonSlots(self, network, storage, sizes)
@@ -122,6 +124,14 @@ class TritonKernels(TorchArrays):
     # -- weights ------------------------------------------------------------------------------------------------------
     def prepare_linear(self, linear: Linear) -> Linear:
         return self._weights.prepare_linear(linear)
+
+    def prepare_experts(self, experts: Experts) -> Experts:
+        """`prepared` is (`moe.Stack` of gate and up, of down)."""
+        stacks = tuple(moe.prepare_stack(linears, self._torch) for linears in (experts.up, experts.down))
+        return replace(experts, prepared=stacks)
+
+    def prepare_head_linear(self, linear: HeadLinear) -> HeadLinear:
+        return self._torch.prepare_head_linear(linear)
 
     def prepare_embedding(self, table: QuantizedTensor | Array) -> Any:
         return self._weights.prepare_embedding(table)
@@ -165,6 +175,8 @@ class TritonKernels(TorchArrays):
         x = tensor(x)
         if isinstance(y, Product) and y.value is None:
             return y.compute(y, None, x)
+        if isinstance(y, Mixture) and y.value is None:
+            return y.compute(x)
         return Sum(x, tensor(y))
 
     def add_norm(self, x: Array, delta: Array, norm: Norm) -> tuple[Array, Array]:
@@ -175,8 +187,12 @@ class TritonKernels(TorchArrays):
     def linear(self, x: Array, linear: Linear) -> Array:
         if not isinstance(x, Normed):
             x = tensor(x).to(self.dtype)  # the residual stream is f32
-        rows = x.rows if isinstance(x, Normed) else int(x.shape[0])
-        return Product(x, linear, self._multiply if self._is_ours(rows, linear) else self._library_multiply)
+        return self._products.linear(x, linear)
+
+    def exchanged(self, x: Array) -> Array:
+        """Products stay f32, as those that are added to the residual stream without an exchange."""
+        is_new = isinstance(x, Product) and x.value is None
+        return self._products.exact(x.x, x.linear) if is_new else tensor(x)
 
     def act_mul(self, x: Array, activation: str) -> Array:
         if isinstance(x, Product) and x.value is None:
@@ -186,30 +202,35 @@ class TritonKernels(TorchArrays):
     def act(self, x: Array, activation: str) -> Array:
         return self._torch.act(tensor(x), activation)
 
+    def gate(self, x: Array, logits: Array) -> Array:
+        return self._torch.gate(tensor(x), tensor(logits))
+
+    def route(self, logits: Array, router: Router) -> Routing:
+        values = tensor(logits)
+        if router.top_groups < router.num_groups or values.shape[1] > moe.MOST_SORTED_EXPERTS:
+            return self._torch.route(values, router)
+        return moe.route(values, router)
+
+    def mix_experts(self, x: Array, routing: Routing, experts: Experts) -> Array:
+        is_deferred = isinstance(x, Normed) and x.value is None
+        values, norm = (x.x, x.norm) if is_deferred else (tensor(x).to(self.dtype), None)
+
+        def compute(residual: torch.Tensor | None) -> torch.Tensor:
+            return moe.mix_experts(
+                values, routing, experts, self.dtype, norm=norm, residual=residual, fixed=self.deterministic
+            )
+
+        return Mixture(compute, len(values))
+
     def logits(self, x: Array, head: Linear, softcap: float) -> Array:
-        rows = x.rows if isinstance(x, Normed) else int(x.shape[0])
-        if self._is_ours(rows, head):
-            y = self._multiply(Product(x, head, self._multiply), None, None, torch.float32)
-        else:
-            y = self._library_exact(tensor(x), head)
+        y = self._products.exact(x, head)
         return torch.tanh(y / softcap) * softcap if softcap else y
 
-    def _library_multiply(self, product: Product, activation: str | None, residual: torch.Tensor | None) -> Array:
-        """Multiply many rows by cuBLAS; products added to the residual stream are f32 up to `EXACT_ROWS` rows."""
-        x = tensor(product.x)
-        if residual is not None and x.shape[0] <= EXACT_ROWS:
-            return Sum(residual, self._library_exact(x, product.linear))
-        y = self._weights.linear(x, product.linear)
-        if residual is not None:
-            return Sum(residual, y)
-        return y if activation is None else norm.act_mul(y, activation)
+    def head_linear(self, x: Array, linear: HeadLinear, start: int) -> Array:
+        return self._torch.head_linear(tensor(x), linear, start)
 
-    def _library_exact(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
-        """f32[rows, outputs]; on a GPU cuBLAS writes f32."""
-        weight, bias = linear.prepared or (None, None)
-        if not x.is_cuda or not isinstance(weight, torch.Tensor) or bias is not None or x.dtype == torch.float32:
-            return self._weights.linear(x, linear).float()
-        return torch.mm(x, weight.T, out_dtype=torch.float32)
+    def join_latent(self, query: Array, absorbed: Array, latent: Array, norm: Norm, rope: int) -> Array:
+        return self._torch.join_latent(tensor(query), tensor(absorbed), tensor(latent), norm, rope)
 
     def rope_and_write(
         self, qkv: Array, shape: AttentionShape, rotation: Rotation | None, batch: Batch, storage: Storage | None
@@ -341,23 +362,6 @@ class TritonKernels(TorchArrays):
         tensor = values if isinstance(values, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(values))
         return tensor.to(device=self.device, dtype=torch.int32)
 
-    def _is_ours(self, rows: int, linear: Linear) -> bool:
-        """Whether our own kernels multiply, with the operations before and after fused in.
-
-        Always true in deterministic mode: neither fusion nor the order of sums may depend on the number of rows.
-        """
-        if not rows or linear.prepared is None:
-            return False
-        weight = linear.prepared[0]
-        if self.deterministic or isinstance(weight, QuantisedWeight):
-            return self.deterministic or rows <= quantised.FEW_ROWS
-        gated = len(linear.parts) == 2
-        outputs, depth = weight.shape[0] // (2 if gated else 1), weight.shape[1]
-        described = rows <= most_rows(gated) and can_be_described(
-            weight
-        )  # skips the check for the many rows of a prompt
-        return not library_is_faster(rows, outputs, depth, gated=gated, described=described)
-
     def _fuses_norm(self, x: torch.Tensor, norm: Norm) -> bool:
         """Whether the following product computes the norm: for one row and a plain RMS norm."""
         return x.dim() == 2 and x.shape[0] == 1 and not norm.centered and norm.bias is None and not self.deterministic
@@ -369,22 +373,3 @@ class TritonKernels(TorchArrays):
         self, x: torch.Tensor, weights: Norm, delta: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return norm.norm_rows(x, weights, delta, out_dtype=self.dtype)
-
-    def _multiply(
-        self,
-        product: Product,
-        activation: str | None,
-        residual: torch.Tensor | None,
-        out_dtype: torch.dtype | None = None,
-    ) -> torch.Tensor:
-        weight, bias = product.linear.prepared
-        out_dtype = out_dtype or (self.dtype if residual is None else residual.dtype)
-        options = {"bias": bias, "residual": residual, "activation": activation, "out_dtype": out_dtype}
-        few, one = QUANTISED_PRODUCTS if isinstance(weight, QuantisedWeight) else DENSE_PRODUCTS
-        if product.rows > 1 or self.deterministic:
-            result: torch.Tensor = few(tensor(product.x), weight, fixed=self.deterministic, **options)
-        elif isinstance(product.x, Normed) and product.x.value is None:
-            result = one(product.x.x, weight, norm=product.x.norm, **options)
-        else:
-            result = one(tensor(product.x), weight, **options)
-        return result

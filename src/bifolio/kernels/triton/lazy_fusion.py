@@ -6,6 +6,8 @@ deferred values, and the operation that consumes them launches one fused kernel:
     norm → linear                          the norm is computed while the weights are read
     linear → act_mul                       gate and up are multiplied before the result is written
     linear → add                           the residual is added in the product's epilogue
+    norm → experts                         (one row) as for a product
+    experts → add                          the residual is added with the last expert
     add → norm                             (many rows) one pass over the sum
 """
 
@@ -75,7 +77,21 @@ class Product:
         return self.value
 
 
-Deferred = Sum | Normed | Product
+@dataclass(slots=True, eq=False)
+class Mixture:
+    """The weighted sum of the experts of each row."""
+
+    compute: Callable[[torch.Tensor | None], torch.Tensor]  # plus a residual
+    rows: int
+    value: torch.Tensor | None = None
+
+    def tensor(self) -> torch.Tensor:
+        if self.value is None:
+            self.value = self.compute(None)
+        return self.value
+
+
+Deferred = Sum | Normed | Product | Mixture
 
 
 def tensor(value: torch.Tensor | Deferred) -> torch.Tensor:

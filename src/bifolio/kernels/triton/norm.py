@@ -13,7 +13,7 @@ import triton.language as tl
 from bifolio.kernels.interface import Norm
 from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
 
-ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "swiglu_clamped": 3}
 
 
 @triton.jit
@@ -97,6 +97,16 @@ def activate(x: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def gated(gate: tl.tensor, up: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
+    """The activation of an f32 gate times its up projection."""
+    if ACTIVATION == 3:
+        gate = tl.minimum(gate, 7.0)  # SWIGLU_LIMIT and SWIGLU_SLOPE
+        up = tl.minimum(tl.maximum(up, -7.0), 7.0)
+        return gate / (1.0 + tl.exp(-1.702 * gate)) * (up + 1.0)
+    return activate(gate, ACTIVATION) * up
+
+
+@triton.jit
 def _act_mul_kernel(
     x: tl.tensor, out: tl.tensor, x_stride: tl.tensor, width: tl.tensor, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
 ) -> None:
@@ -106,7 +116,7 @@ def _act_mul_kernel(
     wait_for_inputs()
     gate = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * x_stride + width + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * width + columns, (activate(gate, ACTIVATION) * up).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * width + columns, gated(gate, up, ACTIVATION).to(out.dtype.element_ty), mask=inside)
 
 
 def act_mul(x: torch.Tensor, activation: str) -> torch.Tensor:

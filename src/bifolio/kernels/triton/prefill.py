@@ -75,6 +75,7 @@ def _prefill_kernel(
     query_starts: tl.tensor,
     context_lens: tl.tensor,
     table_rows: tl.tensor,
+    sinks: tl.tensor,  # f32[heads]
     out: tl.tensor,  # [t, heads * dim]
     query_stride: tl.tensor,
     key_stride: tl.tensor,
@@ -92,6 +93,7 @@ def _prefill_kernel(
     FRESH: tl.constexpr,
     PRECISION: tl.constexpr,
     CAP: tl.constexpr,  # of scores; 0: none
+    HAS_SINKS: tl.constexpr,
     FIXED: tl.constexpr,  # tokens of a piece in deterministic mode; 0: one piece
 ) -> None:
     tile, head = tl.program_id(1), tl.program_id(0)
@@ -137,6 +139,8 @@ def _prefill_kernel(
             q, keys, values, table, begin, whole, end, end, start_query, position, kv_head, dim, key_stride,
             value_stride, scale, KV_HEADS, BLOCK_SIZE, ROWS, DIM, DIM_BLOCK, TILE, WINDOW, FRESH, PRECISION, CAP,
         )  # fmt: skip
+    if HAS_SINKS:
+        total += tl.exp2(tl.load(sinks + head) * 1.4426950408889634 - tl.where(total > 0, highest, 0.0))
     mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]  # a row of padding has no keys
     place = out + (token[:, None] * HEADS + head) * DIM + dim[None, :]
     tl.store(place, mixed.to(out.dtype.element_ty), mask=real)
@@ -278,6 +282,7 @@ def prefill_attention(
         tiles.query_starts,
         tiles.context_lens,
         tiles.table_rows,
+        query if shape.sinks is None else shape.sinks,
         out,
         query.stride(0),
         keys.stride(0) if fresh else 0,
@@ -295,6 +300,7 @@ def prefill_attention(
         FRESH=fresh,
         PRECISION="ieee" if wide else "tf32",
         CAP=cap,
+        HAS_SINKS=shape.sinks is not None,
         FIXED=FIXED_PIECE if fixed else 0,
         num_warps=8 if rows >= 128 else 4,
         num_stages=1 if wide else 3 if shape.head_dim <= 128 else 2,
@@ -313,6 +319,7 @@ def uses_cudnn(query: torch.Tensor, shape: AttentionShape, segment: AttentionSeg
         and (shape.window is None or shape.window >= segment.max_query_len)
         and shape.head_dim <= 128
         and not shape.softcap
+        and shape.sinks is None
         and shape.head_dim % 8 == 0
     )
 

@@ -1,9 +1,9 @@
-"""Weights in Q8_0, Q4_0 and Q4_1, used without conversion: a GPU reads a half or a quarter of the bytes.
+"""Weights in Q8_0, Q4_0, Q4_1 and MXFP4, used without conversion: a GPU reads a half or a quarter of the bytes.
 
 A block holds 32 values of a row. On the device values, scales and minima are separate arrays, for contiguous reads:
 
-    values   Q8_0: i8[outputs, depth]    Q4_0, Q4_1: u8[outputs, depth / 2], element j of a block beside element j + 16
-    scales   f16[outputs, depth / 32]
+    values   Q8_0: i8[outputs, depth]    others: u8[outputs, depth / 2], element j of a block beside element j + 16
+    scales   f16[outputs, depth / 32]    MXFP4: u8, exponents of 2 plus 127
     minima   f16[outputs, depth / 32]    Q4_1 alone
 
     out = act(norm(x) @ dequantised.T + bias) + residual          (each part optional)
@@ -34,9 +34,9 @@ from bifolio.quant.formats import QuantFormat
 from bifolio.quant.mapped import release_pages
 from bifolio.quant.tensor import QuantizedTensor
 
-KINDS = {QuantFormat.Q8_0: 0, QuantFormat.Q4_0: 1, QuantFormat.Q4_1: 2}  # KIND of the kernels
+KINDS = {QuantFormat.Q8_0: 0, QuantFormat.Q4_0: 1, QuantFormat.Q4_1: 2, QuantFormat.MXFP4: 3}  # KIND of the kernels
 FORMATS = DENSE_FORMATS | frozenset(KINDS)  # used without conversion
-HEADER_BYTES = {QuantFormat.Q8_0: 2, QuantFormat.Q4_0: 2, QuantFormat.Q4_1: 4}  # of a block, before its values
+HEADER_BYTES = {QuantFormat.Q8_0: 2, QuantFormat.Q4_0: 2, QuantFormat.Q4_1: 4, QuantFormat.MXFP4: 1}  # before values
 FEW_ROWS = 64  # products with at most this many rows dequantise tile by tile
 FIXED_ROWS = 64  # rows of a tile in deterministic mode, for any batch size
 
@@ -68,7 +68,9 @@ def pack(parts: tuple[QuantizedTensor, ...], device: str) -> QuantisedWeight:
     blocks = raw.view(raw.shape[0], depth // 32, format.block_bytes)
     header = HEADER_BYTES[format]
     values = blocks[:, :, header:].contiguous().view(raw.shape[0], -1)
-    factors = blocks[:, :, :header].contiguous().view(torch.float16)
+    factors = blocks[:, :, :header].contiguous()
+    if format is not QuantFormat.MXFP4:
+        factors = factors.view(torch.float16)
     return QuantisedWeight(
         format,
         values.view(torch.int8) if format is QuantFormat.Q8_0 else values,
@@ -236,7 +238,7 @@ class PackedWeights:
             weight = pack(parts, self._torch.device)
             release(linear.parts)
         bias = self._bias(linear)
-        return Linear((weight,), (bias,), (weight, bias))
+        return Linear((weight,), (bias,), (weight, bias), linear.shards)
 
     def prepare_embedding(self, table: QuantizedTensor | Array) -> Any:
         part = convert(table, FORMATS, quickly_converted)

@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-decorators=False
-"""Kernels over weights in blocks of 32 values (see `quantised`): KIND is 0 for Q8_0, 1 for Q4_0, 2 for Q4_1.
+"""Kernels over weights in blocks of 32 values (see `quantised`): KIND is 0 for Q8_0, 1 Q4_0, 2 Q4_1, 3 MXFP4.
 
 A tile is [outputs, blocks, elements]: 32 elements of Q8_0, or 16 pairs of elements j and j + 16.
 """
@@ -14,7 +14,7 @@ from bifolio.kernels.triton.pdl import wait_for_inputs
 
 
 @triton.jit
-def _load_tile(values: tl.tensor, place: tl.tensor, inside: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
+def load_codes(values: tl.tensor, place: tl.tensor, inside: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
     """i8 values or u8 pairs of the blocks numbered `place` i64[outputs, blocks]."""
     if KIND == 0:
         source = values + place[:, :, None] * 32 + tl.arange(0, 32)[None, None, :]
@@ -24,11 +24,16 @@ def _load_tile(values: tl.tensor, place: tl.tensor, inside: tl.tensor, KIND: tl.
 
 
 @triton.jit
-def _load_factors(
+def load_factors(
     scales: tl.tensor, minima: tl.tensor, place: tl.tensor, inside: tl.tensor, KIND: tl.constexpr
 ) -> tl.tensor:
-    """(scale, offset) of each block, such that value = scale * code + offset: f32[outputs, blocks]."""
-    scale = tl.load(scales + place, mask=inside, other=0.0).to(tl.float32)
+    """(scale, offset) of each block, such that value = scale * number + offset: f32[outputs, blocks]."""
+    if KIND == 3:
+        exponent = tl.load(scales + place, mask=inside, other=0).to(tl.int32)
+        bits = tl.where(exponent == 0, 1 << 22, exponent << 23)  # 2 ** (exponent - 127)
+        scale = bits.to(tl.float32, bitcast=True) * 16384.0  # `numbers` are smaller by this factor
+    else:
+        scale = tl.load(scales + place, mask=inside, other=0.0).to(tl.float32)
     if KIND == 1:
         offset = scale * -8.0
     elif KIND == 2:
@@ -39,21 +44,38 @@ def _load_factors(
 
 
 @triton.jit
-def _dot_blocks(
+def numbers(code: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
+    """f32: the numbers of 4-bit codes before scale and offset.
+
+    A code of MXFP4 has a sign, two bits of exponent and one of mantissa. At the same places of an f16 they are the
+    number over 2 ** 14, subnormal ones included.
+    """
+    if KIND == 3:
+        bits = code.to(tl.uint16)
+        bits = ((bits & 7) << 9) | ((bits & 8) << 12)
+        number = bits.to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        number = code.to(tl.float32)
+    return number
+
+
+@triton.jit
+def dot_blocks(
     tile: tl.tensor,
     scale: tl.tensor,
     offset: tl.tensor,
-    first: tl.tensor,  # f32[blocks, elements]  x at the elements of a block, or at those of low nibbles
+    first: tl.tensor,  # f32[1 or outputs, blocks, elements]  x at the elements of a block, or of low nibbles
     second: tl.tensor,  # at those of high nibbles
     KIND: tl.constexpr,
 ) -> tl.tensor:
     """Products of each block and x: f32[outputs, blocks]. Codes are multiplied first, scales applied once per block."""
     if KIND == 0:
-        sums = tl.sum(tile.to(tl.float32) * first[None, :, :], axis=2) * scale
+        sums = tl.sum(tile.to(tl.float32) * first, axis=2) * scale
     else:
-        low, high = (tile & 15).to(tl.float32), (tile >> 4).to(tl.float32)
-        sums = tl.sum(low * first[None, :, :] + high * second[None, :, :], axis=2) * scale
-        sums += tl.sum(first + second, axis=1)[None, :] * offset
+        low, high = numbers(tile & 15, KIND), numbers(tile >> 4, KIND)
+        sums = tl.sum(low * first + high * second, axis=2) * scale
+        if KIND != 3:
+            sums += tl.sum(first + second, axis=2) * offset
     return sums
 
 
@@ -108,8 +130,8 @@ def one_row_kernel(
     for first_block in tl.range(0, DEPTH // 32, BLOCKS, num_stages=STAGES):
         block = first_block + tl.arange(0, BLOCKS)
         inside = exists[:, None] & (block < DEPTH // 32)[None, :]
-        tile = _load_tile(values, start + block[None, :], inside, KIND)
-        scale, offset = _load_factors(scales, minima, start + block[None, :], inside, KIND)
+        tile = load_codes(values, start + block[None, :], inside, KIND)
+        scale, offset = load_factors(scales, minima, start + block[None, :], inside, KIND)
         if first_block == 0:
             wait_for_inputs()  # weights do not depend on earlier kernels
         column = block[:, None] * 32 + tl.arange(0, ELEMENTS)[None, :]
@@ -117,11 +139,11 @@ def one_row_kernel(
         second = first
         if KIND != 0:
             second, squares = _load_x(x, norm_weight, column + 16, squares, DEPTH, HAS_NORM)
-        sums += _dot_blocks(tile, scale, offset, first, second, KIND)
+        sums += dot_blocks(tile, scale, offset, first[None, :, :], second[None, :, :], KIND)
         if ACTIVATION >= 0:
-            tile = _load_tile(values, partner_start + block[None, :], inside, KIND)
-            scale, offset = _load_factors(scales, minima, partner_start + block[None, :], inside, KIND)
-            partner_sums += _dot_blocks(tile, scale, offset, first, second, KIND)
+            tile = load_codes(values, partner_start + block[None, :], inside, KIND)
+            scale, offset = load_factors(scales, minima, partner_start + block[None, :], inside, KIND)
+            partner_sums += dot_blocks(tile, scale, offset, first[None, :, :], second[None, :, :], KIND)
     added = load_residual(residual, row, exists, HAS_RESIDUAL)
     result = tl.sum(sums, axis=1)
     factor = 1.0
@@ -136,7 +158,7 @@ def one_row_kernel(
 
 
 @triton.jit
-def _multiply_tile(
+def multiply_codes(
     sums: tl.tensor,  # f32[outputs, rows]
     tile: tl.tensor,
     scale: tl.tensor,
@@ -153,8 +175,8 @@ def _multiply_tile(
         weight = (tile.to(tl.float32) * scale).to(first.dtype)
         sums = tl.dot(tl.reshape(weight, [OUTPUTS, WIDTH]), tl.trans(first), sums, input_precision=PRECISION)
     else:
-        low = ((tile & 15).to(tl.float32) * scale + offset).to(first.dtype)
-        high = ((tile >> 4).to(tl.float32) * scale + offset).to(first.dtype)
+        low = (numbers(tile & 15, KIND) * scale + offset).to(first.dtype)
+        high = (numbers(tile >> 4, KIND) * scale + offset).to(first.dtype)
         sums = tl.dot(tl.reshape(low, [OUTPUTS, WIDTH]), tl.trans(first), sums, input_precision=PRECISION)
         sums = tl.dot(tl.reshape(high, [OUTPUTS, WIDTH]), tl.trans(second), sums, input_precision=PRECISION)
     return sums
@@ -202,17 +224,17 @@ def few_rows_kernel(
         inside = output_exists[:, None] & (block < DEPTH // 32)[None, :]
         column = ((first_block + position // ELEMENTS) * 32 + position % ELEMENTS)[None, :]
         wanted = row_exists[:, None] & (column < DEPTH)
-        tile = _load_tile(values, start + block[None, :], inside, KIND)
-        scale, offset = _load_factors(scales, minima, start + block[None, :], inside, KIND)
+        tile = load_codes(values, start + block[None, :], inside, KIND)
+        scale, offset = load_factors(scales, minima, start + block[None, :], inside, KIND)
         first = tl.load(x_source + column, mask=wanted, other=0.0)
         second = first
         if KIND != 0:
             second = tl.load(x_source + column + 16, mask=wanted, other=0.0)
-        sums = _multiply_tile(sums, tile, scale, offset, first, second, KIND, PRECISION)
+        sums = multiply_codes(sums, tile, scale, offset, first, second, KIND, PRECISION)
         if ACTIVATION >= 0:
-            tile = _load_tile(values, partner_start + block[None, :], inside, KIND)
-            scale, offset = _load_factors(scales, minima, partner_start + block[None, :], inside, KIND)
-            up_sums = _multiply_tile(up_sums, tile, scale, offset, first, second, KIND, PRECISION)
+            tile = load_codes(values, partner_start + block[None, :], inside, KIND)
+            scale, offset = load_factors(scales, minima, partner_start + block[None, :], inside, KIND)
+            up_sums = multiply_codes(up_sums, tile, scale, offset, first, second, KIND, PRECISION)
     finish(
         tl.trans(sums), tl.trans(up_sums), output[None, :], place, exists, bias, added, out, num_outputs,
         HAS_BIAS=HAS_BIAS, HAS_RESIDUAL=HAS_RESIDUAL, ACTIVATION=ACTIVATION,
@@ -240,8 +262,8 @@ def dequantise_kernel(
     block = (tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS))[None, :]
     inside = block < DEPTH // 32
     place = row * (DEPTH // 32) + block
-    tile = _load_tile(values, place, inside, KIND)
-    scale, offset = _load_factors(scales, minima, place, inside, KIND)
+    tile = load_codes(values, place, inside, KIND)
+    scale, offset = load_factors(scales, minima, place, inside, KIND)
     scale, offset = scale[:, :, None], offset[:, :, None]
     destination = out + target * DEPTH + block[:, :, None] * 32
     if KIND == 0:
@@ -251,7 +273,7 @@ def dequantise_kernel(
         )
     else:
         destination += tl.arange(0, 16)[None, None, :]
-        low = ((tile & 15).to(tl.float32) * scale + offset) * factor
-        high = ((tile >> 4).to(tl.float32) * scale + offset) * factor
+        low = (numbers(tile & 15, KIND) * scale + offset) * factor
+        high = (numbers(tile >> 4, KIND) * scale + offset) * factor
         tl.store(destination, low.to(out.dtype.element_ty), mask=inside[:, :, None])
         tl.store(destination + 16, high.to(out.dtype.element_ty), mask=inside[:, :, None])

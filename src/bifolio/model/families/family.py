@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from bifolio.config import ModelConfig
+from bifolio.model.export import NamedTensor
 from bifolio.model.gguf.decoder_config import decoder_from_gguf
 from bifolio.model.gguf.entries import Metadata
 from bifolio.model.gguf.reader import GgufFile, Value
 from bifolio.model.huggingface.decoder_config import Activation, Raw, decoder_from_hf, decoder_to_hf
+from bifolio.model.model_file import TensorSource
 from bifolio.model.tensor_names import GGUF_LLAMA, HF_LLAMA, TensorNames
 
 
 def usual_scale(config: ModelConfig) -> float:
     return 1 / math.sqrt(config.head_dim)
+
+
+def as_they_are(source: TensorSource, config: ModelConfig) -> TensorSource:
+    return source
 
 
 def own_name(config: ModelConfig) -> str:
@@ -44,6 +50,8 @@ class Family:
     hf_names: TensorNames = HF_LLAMA
     hf_interleaved: bool = False  # rope on neighbouring pairs
     norm_offset: float = 0.0  # added to norm weights; folders store them without the offset, GGUF files with it
+    folder_source: Callable[[TensorSource, ModelConfig], TensorSource] = as_they_are  # tensors under other names
+    folder_tensors: Callable[[Iterator[NamedTensor]], Iterator[NamedTensor]] = iter  # the reverse, to write a folder
     folder_family: Callable[[ModelConfig], str] = own_name  # the family whose folders can describe the network
 
     # -- GGUF files

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from bifolio.config import ModelConfig, RopeConfig
+from bifolio.config import ModelConfig, MoeConfig, RopeConfig
 from bifolio.errors import ModelFileError, UnsupportedModelError
 from bifolio.model.gguf.entries import Metadata
 from bifolio.model.gguf.reader import GgufFile, StringArray
@@ -54,7 +54,8 @@ def common_fields(file: GgufFile, metadata: Metadata, architecture: str, window_
     if not num_heads or not hidden_size:
         raise metadata.fail("the metadata declares zero heads or a hidden size of zero")
     head_dim = metadata.count(".attention.key_length", hidden_size // num_heads)
-    if metadata.count(".attention.value_length", head_dim) != head_dim:
+    own_values = metadata.count(".attention.value_length", head_dim) != head_dim
+    if own_values and not metadata.has(".attention.key_length_mla"):
         raise UnsupportedModelError(f"{file.path}: keys and values of different sizes are not supported")
     vocab_size = matrix_rows(file, "token_embd.weight")
     return {
@@ -65,7 +66,7 @@ def common_fields(file: GgufFile, metadata: Metadata, architecture: str, window_
         "num_heads": num_heads,
         "num_kv_heads": metadata.count(".attention.head_count_kv", num_heads),
         "head_dim": head_dim,
-        "intermediate_size": metadata.count(".feed_forward_length"),
+        "intermediate_size": metadata.count(".feed_forward_length", 0) or metadata.count(".expert_feed_forward_length"),
         "qkv_bias": any(f"blk.0.{name}.bias" in file.entries for name in ("attn_qkv", "attn_q")),
         "output_bias": "blk.0.attn_output.bias" in file.entries,
         "mlp_bias": "blk.0.ffn_down.bias" in file.entries,
@@ -77,6 +78,37 @@ def common_fields(file: GgufFile, metadata: Metadata, architecture: str, window_
         "bos_token_id": metadata.token_id("tokenizer.ggml.bos_token_id", vocab_size),
         "eos_token_ids": _end_ids(metadata, vocab_size),
     }
+
+
+def experts_from_gguf(file: GgufFile, metadata: Metadata, **overrides: Any) -> MoeConfig | None:
+    """Experts as the metadata and the tensors describe them; `overrides` are fields that the architecture implies."""
+    count = metadata.count(".expert_count", 0)
+    if not count:
+        return None
+    first = min(metadata.count(".leading_dense_block_count", 0), metadata.count(".block_count") - 1)
+    layer = f"blk.{first}."
+    shared = file.entries.get(layer + "ffn_up_shexp.weight")
+    expert = file.entries.get(layer + "ffn_down_exps.weight")
+    if expert is None or len(expert.shape) != 3:
+        raise ModelFileError(
+            f"{file.path}: the experts {layer}ffn_down_exps.weight are missing: convert the model again"
+        )
+    fields: dict[str, Any] = {
+        "num_experts": count,
+        "top_k": metadata.count(".expert_used_count"),
+        "expert_size": metadata.count(".expert_feed_forward_length", expert.shape[-1]),
+        "scoring": "sigmoid" if metadata.count(".expert_gating_func", 1) == 2 else "softmax",
+        "renormalise": metadata.flag(".expert_weights_norm", False),
+        "scale": metadata.number(".expert_weights_scale", 0.0) or 1.0,
+        "selection_bias": layer + "exp_probs_b.bias" in file.entries,
+        "num_groups": metadata.count(".expert_group_count", 1),
+        "top_groups": metadata.count(".expert_group_used_count", 1),
+        "router_bias": layer + "ffn_gate_inp.bias" in file.entries,
+        "expert_bias": layer + "ffn_down_exps.bias" in file.entries,
+        "shared_size": 0 if shared is None else shared.shape[0],
+        "dense_layers": tuple(range(first)),
+    }
+    return MoeConfig(**{**fields, **overrides})
 
 
 def matrix_rows(file: GgufFile, name: str) -> int:

@@ -45,12 +45,13 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
     """Read the configuration of the network from the header."""
     metadata = Metadata(file.metadata, file.path)
     family = family_of_gguf(metadata.architecture, str(file.path))
-    if metadata.count(".expert_count", 0):
-        raise UnsupportedModelError(f"{file.path}: mixtures of experts are not supported")
     try:
-        return replace(family.config_from_gguf(file, metadata, family.name), rope_interleaved=family.gguf_interleaved)
+        config = replace(family.config_from_gguf(file, metadata, family.name), rope_interleaved=family.gguf_interleaved)
     except ConfigError as error:
         raise ModelFileError(f"{file.path}: {error}") from error
+    if metadata.count(".expert_count", 0) and config.moe is None:
+        raise UnsupportedModelError(f"{file.path}: mixtures of experts of this architecture are not supported")
+    return config
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,9 @@ class GgufTensors:
     """The tensors of a file, by name and shape."""
 
     file: GgufFile
+
+    def has(self, name: str) -> bool:
+        return name in self.file.entries
 
     def view(self, name: str, shape: tuple[int, ...]) -> QuantizedTensor:
         entry = self.file.entries.get(name)

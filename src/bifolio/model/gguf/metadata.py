@@ -54,9 +54,36 @@ def model_metadata(config: ModelConfig, file_type: int, name: str) -> dict[str, 
         own["final_logit_softcapping"] = config.logit_softcap
     if config.attention_softcap:
         own["attn_logit_softcapping"] = config.attention_softcap
-    own |= _attention_scale(config) | _window_entries(config) | _rope_entries(config)
+    own |= _attention_scale(config) | _window_entries(config) | _rope_entries(config) | _expert_entries(config)
     own |= family_of(config).gguf_entries(config)
     return entries | {f"{architecture}.{key}": value for key, value in own.items()}
+
+
+def _expert_entries(config: ModelConfig) -> dict[str, Value]:
+    moe = config.moe
+    if moe is None:
+        return {}
+    first = len(moe.dense_layers)
+    if moe.dense_layers != tuple(range(first)):
+        raise UnsupportedModelError(
+            f"GGUF cannot describe plain MLPs in the layers {moe.dense_layers}, only in the first"
+        )
+    entries: dict[str, Value] = {
+        "expert_count": moe.num_experts,
+        "expert_used_count": moe.top_k,
+        "expert_feed_forward_length": moe.expert_size,
+        "expert_weights_scale": moe.scale,
+        "expert_weights_norm": moe.renormalise,
+        "expert_gating_func": 1 if moe.scoring == "softmax" else 2,
+    }
+    if first:
+        entries["leading_dense_block_count"] = first
+    if moe.shared_size:
+        entries["expert_shared_feed_forward_length"] = moe.shared_size
+        entries["expert_shared_count"] = max(1, moe.shared_size // moe.expert_size)
+    if moe.num_groups > 1:
+        entries |= {"expert_group_count": moe.num_groups, "expert_group_used_count": moe.top_groups}
+    return entries
 
 
 def rope_tensors(config: ModelConfig) -> dict[str, QuantizedTensor]:

@@ -44,7 +44,7 @@ class Mix:
 
     def format_of(self, source: NamedTensor, config: ModelConfig, *, has_importance: bool) -> QuantFormat:
         """The format of a tensor in the file."""
-        if len(source.tensor.shape) < 2 or source.kind in ("norm", "bias", "positions"):
+        if len(source.tensor.shape) < 2 or source.kind in ("norm", "bias", "positions", "router"):
             return QuantFormat.F32
         return _fitting(self._wanted(source, config, has_importance), source.tensor.shape[-1])
 
@@ -64,6 +64,7 @@ class Mix:
 
     def _in_layer(self, layer: int, role: str, config: ModelConfig, has_importance: bool) -> QuantFormat:
         layers = config.num_layers
+        role = "ffn_down" if role == "ffn_down_exps" else role
         if self.name in ("q4_k_m", "q5_k_m"):
             if role == "attn_qkv":
                 return QuantFormat.Q5_K if self.name == "q4_k_m" else QuantFormat.Q6_K

@@ -13,7 +13,7 @@ from bifolio.config import ModelConfig, RopeConfig
 from bifolio.errors import UnsupportedModelError
 
 Raw = Mapping[str, Any]
-Activation = Literal["silu", "gelu_tanh", "gelu"]
+Activation = Literal["silu", "gelu_tanh", "gelu", "swiglu_clamped"]
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -59,6 +59,15 @@ def decoder_from_hf(raw: Raw, architecture: str, *, activation: Any = None, **ov
         "eos_token_ids": token_ids(raw.get("eos_token_id")),
     }
     return ModelConfig(**{**fields, **overrides})
+
+
+def expert_count(raw: Raw) -> int:
+    """The number of experts, under any of the names that it has."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    found = [int(raw[name]) for name in names if raw.get(name) is not None]
+    if not found:
+        raise KeyError("num_experts")
+    return found[0]
 
 
 def layer_types(raw: Raw, period: int = 6) -> list[str]:
@@ -128,6 +137,7 @@ def read_rope(raw: Raw, parameters: dict[str, Any], head_dim: int) -> RopeConfig
         high_freq_factor=float(parameters.get("high_freq_factor", 4.0)),
         beta_fast=float(parameters.get("beta_fast") or 32.0),
         beta_slow=float(parameters.get("beta_slow") or 1.0),
+        truncate=bool(parameters.get("truncate", True)),
         attention_factor=float(attention if attention is not None else 1.0),
         frequency_factors=tuple(float(f) for f in parameters.get("long_factor", ())),
         frequency_factors_short=tuple(float(f) for f in parameters.get("short_factor", ())),
@@ -196,6 +206,7 @@ def rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
         return raw | {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
     raw |= {"attention_factor": rope.attention_factor}
     if rope.scaling == "yarn":
+        raw |= {} if rope.truncate else {"truncate": False}
         return raw | {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
     return raw | {"long_factor": list(rope.frequency_factors), "short_factor": list(rope.frequency_factors_short)}
 

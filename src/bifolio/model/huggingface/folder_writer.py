@@ -92,9 +92,9 @@ def _write_weights(
     folder: Path, model: LoadedModel, config: ModelConfig, format: QuantFormat, progress: Progress | None
 ) -> tuple[WrittenTensor, ...]:
     # Reorder query and key rows from the rope layout of the model to that of the folder.
-    sources = {
-        s.name: s for s in named_tensors(model.weights, family_of(config).hf_names, interleaved=config.rope_interleaved)
-    }
+    family = family_of(config)
+    tensors = named_tensors(model.weights, family.hf_names, interleaved=config.rope_interleaved)
+    sources = {source.name: source for source in family.folder_tensors(tensors)}
     lines: list[WrittenTensor] = []
 
     def produce(name: str) -> QuantizedTensor:
@@ -122,7 +122,7 @@ def _folder_shape(config: ModelConfig, source: NamedTensor) -> tuple[int, ...]:
 
 def _in_folder_form(config: ModelConfig, source: NamedTensor, format: QuantFormat) -> QuantizedTensor:
     if source.kind == "norm" and config.norm_offset:
-        weight = source.tensor.dequantize() - np.float32(config.norm_offset)
+        weight = source.rearranged().dequantize() - np.float32(config.norm_offset)
         source = replace(source, tensor=QuantizedTensor.from_array(weight))
     tensor = converted(source, format)
     return tensor.transposed() if _lies_transposed(config, source) else tensor

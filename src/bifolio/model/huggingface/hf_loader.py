@@ -56,8 +56,9 @@ def open_folder(folder: Path) -> ModelFile:
         chat_template=_chat_template(folder),
         special_tokens=_special_tokens(folder),
     )
-    names = family_of(config).hf_names
-    return ModelFile(text, names, FolderTensors(tensors, names.embedding.split(".")[0] + "."))
+    family = family_of(config)
+    source = FolderTensors(tensors, family.hf_names.embedding.split(".")[0] + ".")
+    return ModelFile(text, family.hf_names, family.folder_source(source, config))
 
 
 def folder_tensors(folder: Path) -> Mapping[str, QuantizedTensor]:
@@ -92,6 +93,9 @@ class FolderTensors:
         for name in tensors:
             self._spellings.setdefault(name.replace("language_model.", "", 1), name)
             self._spellings.setdefault(prefix + name, name)
+
+    def has(self, name: str) -> bool:
+        return name in self._spellings
 
     def view(self, name: str, shape: tuple[int, ...]) -> QuantizedTensor:
         if name not in self._spellings:

@@ -23,7 +23,7 @@ from bifolio.model.file_access import atomic_write, map_file
 from bifolio.quant.formats import Bytes, QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
-_FORMATS = {"F32": QuantFormat.F32, "F16": QuantFormat.F16, "BF16": QuantFormat.BF16}
+_FORMATS = {"F32": QuantFormat.F32, "F16": QuantFormat.F16, "BF16": QuantFormat.BF16, "U8": QuantFormat.I8}
 _DTYPE_NAMES = {format: name for name, format in _FORMATS.items()}
 _ITEM_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "I16": 2, "U16": 2, "I32": 4, "U32": 4}
 _ITEM_BYTES |= {"F64": 8, "I64": 8, "U64": 8, "F16": 2, "BF16": 2, "F32": 4}

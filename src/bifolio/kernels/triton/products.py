@@ -1,0 +1,90 @@
+"""Matrix products on a GPU: cuBLAS for many rows, our kernels, with adjacent operations fused in, for few."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from bifolio.kernels.interface import Array, Linear
+from bifolio.kernels.triton import norm, quantised
+from bifolio.kernels.triton.gemm_small_m import few_rows
+from bifolio.kernels.triton.gemm_tuning import library_is_faster, most_rows
+from bifolio.kernels.triton.gemv import one_row
+from bifolio.kernels.triton.lazy_fusion import Normed, Product, Sum, tensor
+from bifolio.kernels.triton.quantised import PackedWeights, QuantisedWeight
+from bifolio.kernels.triton.tma import can_be_described
+
+EXACT_ROWS = 512  # up to this number, products added to the residual stream stay in f32
+
+
+class Products:
+    """Chooses and launches the kernel of each product."""
+
+    def __init__(self, weights: PackedWeights, dtype: torch.dtype, *, deterministic: bool) -> None:
+        self._weights, self._dtype, self._deterministic = weights, dtype, deterministic
+
+    def linear(self, x: torch.Tensor | Normed, linear: Linear) -> Product:
+        rows = x.rows if isinstance(x, Normed) else int(x.shape[0])
+        return Product(x, linear, self._multiply if self._is_ours(rows, linear) else self._library_multiply)
+
+    def exact(self, x: torch.Tensor | Normed, linear: Linear) -> torch.Tensor:
+        """f32[rows, outputs]"""
+        product = self.linear(x, linear)
+        if product.compute == self._multiply:
+            return self._multiply(product, None, None, torch.float32)
+        return self._library_exact(tensor(x), linear)
+
+    def _is_ours(self, rows: int, linear: Linear) -> bool:
+        """Whether our own kernels multiply, with the operations before and after fused in.
+
+        Always true in deterministic mode: neither fusion nor the order of sums may depend on the number of rows.
+        """
+        if not rows or linear.prepared is None:
+            return False
+        weight = linear.prepared[0]
+        if self._deterministic or isinstance(weight, QuantisedWeight):
+            return self._deterministic or rows <= quantised.FEW_ROWS
+        gated = len(linear.parts) == 2
+        outputs, depth = weight.shape[0] // (2 if gated else 1), weight.shape[1]
+        described = rows <= most_rows(gated) and can_be_described(weight)  # not checked for the many rows of a prompt
+        return not library_is_faster(rows, outputs, depth, gated=gated, described=described)
+
+    def _multiply(
+        self,
+        product: Product,
+        activation: str | None,
+        residual: torch.Tensor | None,
+        out_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        weight, bias = product.linear.prepared
+        out_dtype = out_dtype or (self._dtype if residual is None else residual.dtype)
+        options: dict[str, Any] = {"bias": bias, "residual": residual, "activation": activation, "out_dtype": out_dtype}
+        is_packed = isinstance(weight, QuantisedWeight)
+        if product.rows > 1 or self._deterministic:
+            few = quantised.few_rows if is_packed else few_rows
+            return few(tensor(product.x), weight, fixed=self._deterministic, **options)
+        if isinstance(product.x, Normed) and product.x.value is None:
+            x, options["norm"] = product.x.x, product.x.norm
+        else:
+            x = tensor(product.x)
+        if is_packed:
+            return quantised.one_row(x, weight, **options)
+        return one_row(x, weight, **options)
+
+    def _library_multiply(self, product: Product, activation: str | None, residual: torch.Tensor | None) -> Array:
+        """Multiply many rows by cuBLAS; products added to the residual stream are f32 up to `EXACT_ROWS` rows."""
+        x = tensor(product.x)
+        if residual is not None and x.shape[0] <= EXACT_ROWS:
+            return Sum(residual, self._library_exact(x, product.linear))
+        y = self._weights.linear(x, product.linear)
+        if residual is not None:
+            return Sum(residual, y)
+        return y if activation is None else norm.act_mul(y, activation)
+
+    def _library_exact(self, x: torch.Tensor, linear: Linear) -> torch.Tensor:
+        """f32[rows, outputs]; on a GPU cuBLAS writes f32."""
+        weight, bias = linear.prepared or (None, None)
+        if not x.is_cuda or not isinstance(weight, torch.Tensor) or bias is not None or x.dtype == torch.float32:
+            return self._weights.linear(x, linear).float()
+        return torch.mm(x, weight.T, out_dtype=torch.float32)

@@ -1,0 +1,112 @@
+"""Stored conversations of `/v1/responses`, in the engine's process: one store for all front ends.
+
+An entry names the engine request whose blocks are kept, so that a follow-up computes only its new tokens. The store is
+bounded by number and bytes; the entries that were not used for the longest time are dropped, with their blocks.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from bifolio.api import messages as m
+from bifolio.engine.engine import InferenceEngine
+from bifolio.engine.thread import EngineThread
+from bifolio.sampling_params import SamplingParams
+from bifolio.sequence import Request
+
+Send = Callable[[m.FromEngine], None]
+MAX_ENTRIES = 1024
+MAX_ENTRIES_PER_KEY = 256
+MAX_BYTES = 64 << 20  # of all entries
+MAX_ENTRY_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A stored response."""
+
+    owner: str  # name of the tenant
+    request_id: str  # of the engine, whose blocks may be kept
+    body: bytes  # as the front end encoded it
+
+
+class ConversationStore:
+    """Entries by name. An entry is found by its owner alone."""
+
+    def __init__(self) -> None:
+        self._entries: OrderedDict[str, Conversation] = OrderedDict()
+        self._num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def handle(
+        self, message: m.Remember | m.Recall, send: Callable[[m.FromEngine], None], thread: EngineThread
+    ) -> None:
+        """Store or look up a conversation; called from one thread. Blocks of dropped entries are released."""
+        ended: list[str]
+        if isinstance(message, m.Remember) and not message.body:  # a turn that ended without an answer to store
+            ended = [message.request_id]
+        elif isinstance(message, m.Remember):
+            ended = self.add(message.name, Conversation(message.owner, message.request_id, message.body))
+        else:
+            entry, ended = self.find(message.name, message.owner), []
+            if entry is not None and message.drops:
+                self.drop(message.name)
+                ended = [entry.request_id]
+            send(m.Recalled(message.id) if entry is None else m.Recalled(message.id, entry.request_id, entry.body))
+
+        def release(engine: InferenceEngine) -> None:
+            for request_id in ended:
+                engine.release(request_id)
+
+        if ended:
+            thread.post(release)
+
+    def add(self, name: str, entry: Conversation) -> list[str]:
+        """Store an entry; the engine requests whose blocks need not be kept any longer."""
+        if len(entry.body) > MAX_ENTRY_BYTES:
+            return [entry.request_id]
+        self._entries[name] = entry
+        self._num_bytes += len(entry.body)
+        dropped = []
+        own = [known for known, other in self._entries.items() if other.owner == entry.owner]
+        if len(own) > MAX_ENTRIES_PER_KEY:
+            dropped.append(self._pop(own[0]))
+        while len(self._entries) > MAX_ENTRIES or self._num_bytes > MAX_BYTES:
+            dropped.append(self._pop(next(iter(self._entries))))
+        return [entry.request_id for entry in dropped]
+
+    def find(self, name: str, owner: str) -> Conversation | None:
+        entry = self._entries.get(name)
+        if entry is None or entry.owner != owner:
+            return None
+        self._entries.move_to_end(name)
+        return entry
+
+    def drop(self, name: str) -> None:
+        if name in self._entries:
+            self._pop(name)
+
+    def _pop(self, name: str) -> Conversation:
+        entry = self._entries.pop(name)
+        self._num_bytes -= len(entry.body)
+        return entry
+
+
+def add_or_fork(engine: InferenceEngine, message: m.Start, params: SamplingParams, options: dict[str, Any]) -> Request:
+    """Add a request: as a branch of a kept one whose tokens its prompt continues, else by itself."""
+    prompt, parent = message.prompt_token_ids, engine.batcher.kept(message.parent) if message.parent else None
+    known = [] if parent is None else list(parent.token_ids)
+    is_branch = parent is not None and parent.request.salt == message.salt and len(prompt) > len(known)
+    if is_branch and prompt[: len(known)] == known:
+        rest = {name: value for name, value in options.items() if name != "salt"}  # a branch has its parent's
+        request = engine.fork(message.parent, message.id, prompt[len(known) :], params, **rest)
+    else:
+        request = engine.add_request(message.id, prompt, params, **options)
+    if message.keeps:
+        engine.keep(message.id)
+    return request

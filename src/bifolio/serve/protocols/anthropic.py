@@ -1,0 +1,286 @@
+"""Anthropic's `/v1/messages` and `/v1/messages/count_tokens`."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from bifolio.serve import protocol as p
+from bifolio.serve.auth import Receive, Scope, Send
+from bifolio.serve.context import ServerContext
+from bifolio.serve.errors import ApiError, bad_request
+from bifolio.serve.events import Event
+from bifolio.serve.generation import Job, Run, Whole
+from bifolio.serve.http import SSE_HEADERS, Framing, decode, read_body, send_json
+from bifolio.serve.protocols.anthropic_types import (
+    AnthropicMessage,
+    Block,
+    CountTokensRequest,
+    MessagesRequest,
+    ResultBlock,
+)
+from bifolio.serve.protocols.common import RouteRow, given, named_event, parts_of
+from bifolio.serve.responses import Usage
+from bifolio.serve.running import run_call, tenant_of
+from bifolio.serve.tools import plan_tools
+from bifolio.serve.turn import Turn, chat_tokens, prepare
+from bifolio.text.reasoning import reasoning_format
+from bifolio.text.tools import tool_format
+from bifolio.text.tools.events import AnswerReader, Arguments, Call, Content, Part, Reasoning, merged
+
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
+EVENTS = Framing(SSE_HEADERS, b"", lambda error: named_event("error", json.loads(error.body("/v1/messages"))))
+DELTAS = {"text": "text_delta", "thinking": "thinking_delta", "tool_use": "input_json_delta"}
+FIELDS = {"text": "text", "thinking": "thinking", "tool_use": "partial_json"}
+
+
+# -- requests -------------------------------------------------------------------------------------------------------
+def chat_request(request: CountTokensRequest, context: ServerContext) -> p.ChatRequest:
+    """The same request in the internal form."""
+    messages = [message for given_one in request.messages for message in _messages(given_one)]
+    if request.system is not None:
+        messages.insert(0, p.Message(role="system", content=_joined(request.system)))
+    options: dict[str, Any] = {}
+    if isinstance(request, MessagesRequest):
+        options = given(
+            max_tokens=request.max_tokens,
+            stop=request.stop_sequences,
+            temperature=request.temperature,
+            top_p=request.top_p,
+            top_k=request.top_k,
+        ) | {"stream": request.stream}
+    tools = [
+        p.Tool(
+            function=p.FunctionDefinition(
+                name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict
+            )
+        )
+        for tool in request.tools or []
+    ]
+    return p.ChatRequest(
+        messages=messages,
+        model=request.model,
+        tools=tools or None,
+        **_tool_choice(request),
+        **_reasoning(request, context),
+        **_format(request),
+        **options,
+    )
+
+
+def _tool_choice(request: CountTokensRequest) -> dict[str, Any]:
+    choice = request.tool_choice
+    if choice is None or not request.tools:
+        return {}
+    options: dict[str, Any] = {"parallel_tool_calls": not choice.disable_parallel_tool_use}
+    if choice.type == "tool":
+        if choice.name is None:
+            raise bad_request("tool_choice of the type tool needs a name", "tool_choice")
+        return options | {"tool_choice": p.NamedTool(function=p.NamedFunction(name=choice.name))}
+    return options | {"tool_choice": "required" if choice.type == "any" else choice.type}
+
+
+def _reasoning(request: CountTokensRequest, context: ServerContext) -> dict[str, Any]:
+    """Effort and budget; a model that does not reason takes neither."""
+    template = context.model.chat_template
+    if reasoning_format(template) is None and tool_format(template).name != "harmony":
+        return {}
+    thinking, effort = request.thinking, None if request.output_config is None else request.output_config.effort
+    if thinking is not None and thinking.type == "disabled":
+        return {"reasoning_effort": "none"}
+    budget = None if thinking is None or thinking.type != "enabled" else thinking.budget_tokens
+    if thinking is not None and thinking.type == "enabled" and effort is None:
+        effort = "medium"
+    return given(reasoning_effort=effort, thinking_budget=budget)
+
+
+def _format(request: CountTokensRequest) -> dict[str, Any]:
+    if request.output_config is None or request.output_config.format is None:
+        return {}
+    schema = p.JsonSchemaFormat(schema=request.output_config.format.schema)
+    return {"response_format": p.ResponseFormat(type="json_schema", json_schema=schema)}
+
+
+def _messages(message: AnthropicMessage) -> list[p.Message]:
+    """Results of tools are messages of their own; calls and reasoning belong to the assistant's."""
+    if isinstance(message.content, str):
+        return [p.Message(role=message.role, content=message.content)]
+    found = [
+        p.Message(role="tool", tool_call_id=block.tool_use_id, content=_joined(block.content or ""))
+        for block in message.content
+        if block.type == "tool_result"
+    ]
+    text = "".join(block.text or "" for block in message.content if block.type == "text")
+    calls = [_call(block) for block in message.content if block.type == "tool_use"]
+    reasoning = "".join(block.thinking or "" for block in message.content if block.type == "thinking")
+    if text or calls or reasoning or not found:
+        found.append(
+            p.Message(role=message.role, content=text, tool_calls=calls or None, reasoning_content=reasoning or None)
+        )
+    return found
+
+
+def _call(block: Block) -> p.ToolCall:
+    if block.id is None or block.name is None:
+        raise bad_request("a tool_use block needs an id and a name", "messages")
+    arguments = json.dumps(block.input or {}, ensure_ascii=False)
+    return p.ToolCall(id=block.id, function=p.FunctionCall(name=block.name, arguments=arguments))
+
+
+def _joined(content: str | Sequence[ResultBlock]) -> str:
+    return content if isinstance(content, str) else "\n".join(block.text for block in content)
+
+
+# -- answers ----------------------------------------------------------------------------------------------------------
+@dataclass(slots=True)
+class MessageCall:
+    """One request, and the shapes of its answer."""
+
+    turn: Turn
+    id: str = field(default_factory=lambda: f"msg_{secrets.token_hex(12)}")
+    _index: int = -1  # of the block under way
+    _kind: str = ""  # of it
+    _num_calls: int = 0
+
+    @property
+    def job(self) -> Job:
+        return self.turn.job
+
+    def whole(self, whole: Whole, usage: Usage) -> dict[str, Any]:
+        answer = whole.answers[0]
+        blocks = _blocks(parts_of(self.turn, answer.text))
+        calls = any(block["type"] == "tool_use" for block in blocks)
+        return self._message(blocks, usage) | _ending(answer.finish_reason, answer.stop_reason, calls)
+
+    def _message(self, blocks: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.turn.context.name,
+            "content": blocks,
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": _usage(usage),
+        }
+
+    async def events(self, run: Run) -> AsyncIterator[list[Event]]:
+        reader = self.turn.reader()
+        has_started = False
+        while batch := await run.next():
+            events: list[Event] = []
+            if not has_started:
+                has_started = True
+                message = self._message([], run.usage())
+                events.append(named_event("message_start", {"type": "message_start", "message": message}))
+            for piece in (piece for news in batch for piece in news.pieces):
+                parts = _read(reader, piece.text, piece.finish_reason is not None)
+                events += [event for part in parts for event in self._part(part)]
+                if piece.finish_reason is not None:
+                    ending = _ending(piece.finish_reason, piece.stop_reason, self._num_calls > 0)
+                    events += [*self._close(), *_end_events(ending, run.usage())]
+            yield events
+
+    def _part(self, part: Part) -> list[bytes]:
+        if isinstance(part, Call):
+            self._num_calls += 1
+            return self._open("tool_use", _tool_use(part.name))
+        kind = "text" if isinstance(part, Content) else "thinking" if isinstance(part, Reasoning) else "tool_use"
+        events: list[bytes] = []
+        if kind != self._kind:
+            empty = {"type": "text", "text": ""} if kind == "text" else _thinking("")
+            events = self._open(kind, empty)
+        delta = {"type": DELTAS[kind], FIELDS[kind]: part.text}
+        payload = {"type": "content_block_delta", "index": self._index, "delta": delta}
+        return [*events, named_event("content_block_delta", payload)]
+
+    def _open(self, kind: str, block: dict[str, Any]) -> list[bytes]:
+        events = self._close()
+        self._index += 1
+        self._kind = kind
+        payload = {"type": "content_block_start", "index": self._index, "content_block": block}
+        return [*events, named_event("content_block_start", payload)]
+
+    def _close(self) -> list[bytes]:
+        if not self._kind:
+            return []
+        self._kind = ""
+        return [named_event("content_block_stop", {"type": "content_block_stop", "index": self._index})]
+
+
+def _read(reader: AnswerReader, text: str, is_last: bool) -> Sequence[Part]:
+    return merged([*reader.push(text), *(reader.finish() if is_last else [])])
+
+
+def _blocks(parts: Sequence[Part]) -> list[dict[str, Any]]:
+    """The blocks of a whole answer."""
+    blocks: list[dict[str, Any]] = []
+    for part in parts:
+        if isinstance(part, Call):
+            blocks.append(_tool_use(part.name))
+        elif isinstance(part, Arguments):
+            try:
+                blocks[-1]["input"] = json.loads(part.text)
+            except ValueError:  # a call that was cut by max_tokens
+                blocks[-1]["input"] = {}
+        elif isinstance(part, Reasoning):
+            blocks.append(_thinking(part.text))
+        else:
+            blocks.append({"type": "text", "text": part.text})
+    return blocks
+
+
+def _tool_use(name: str) -> dict[str, Any]:
+    return {"type": "tool_use", "id": f"toolu_{secrets.token_hex(12)}", "name": name, "input": {}}
+
+
+def _thinking(text: str) -> dict[str, Any]:
+    return {"type": "thinking", "thinking": text, "signature": ""}
+
+
+def _ending(reason: str | None, stop: int | str | None, calls: bool) -> dict[str, Any]:
+    if isinstance(stop, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": stop}
+    known = "tool_use" if calls and reason == "stop" else STOP_REASONS.get(reason or "", "end_turn")
+    return {"stop_reason": known, "stop_sequence": None}
+
+
+def _end_events(ending: dict[str, Any], usage: Usage) -> list[bytes]:
+    delta = {"type": "message_delta", "delta": ending, "usage": _usage(usage)}
+    return [named_event("message_delta", delta), named_event("message_stop", {"type": "message_stop"})]
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    cached = usage.prompt_tokens_details.cached_tokens
+    return {
+        "input_tokens": usage.prompt_tokens - cached,
+        "cache_read_input_tokens": cached,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": usage.completion_tokens,
+    }
+
+
+# -- handlers ---------------------------------------------------------------------------------------------------------
+async def messages(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
+    request = decode(await read_body(scope, receive, context.limits), MessagesRequest)
+    if request.max_tokens < 1:
+        raise ApiError(400, "max_tokens must be 1 or more", param="max_tokens")
+    turn = await prepare(context, chat_request(request, context), tenant_of(scope))
+    await run_call(context, MessageCall(turn), scope, receive, send, EVENTS)
+
+
+async def count_tokens(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
+    request = decode(await read_body(scope, receive, context.limits), CountTokensRequest)
+    context.check_model(request.model)
+    chat = chat_request(request, context)
+    tokens = await chat_tokens(context, chat, plan_tools(chat, context.model), tenant_of(scope))
+    await send_json(send, {"input_tokens": len(tokens)})
+
+
+ROUTES: tuple[RouteRow, ...] = (
+    ("/v1/messages", "POST", messages),
+    ("/v1/messages/count_tokens", "POST", count_tokens),
+)

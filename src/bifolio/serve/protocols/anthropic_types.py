@@ -1,0 +1,103 @@
+"""Requests of Anthropic's Messages API. Every field is bounded, as in `serve.protocol`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+from bifolio.serve.protocol import MAX_STOPS, Count, FreeJson, Name, Probability, Schema, Strict, Text, Word
+
+Input = Annotated[dict[Name, Any], Meta(max_length=1024, extra={"max_bytes": 1 << 20})]
+
+
+class CacheControl(Strict, kw_only=True):
+    """Ignored: all prefixes are cached."""
+
+    type: Literal["ephemeral"] = "ephemeral"
+    ttl: Name | None = None
+
+
+class ResultBlock(Strict, kw_only=True):
+    """A part of the result of a tool, or of the system prompt."""
+
+    type: Literal["text"] = "text"
+    text: Text
+    cache_control: CacheControl | None = None
+
+
+class Block(Strict, kw_only=True):
+    """A part of a message; which fields are set depends on the type."""
+
+    type: Literal["text", "tool_use", "tool_result", "thinking", "redacted_thinking"]
+    text: Text | None = None
+    id: Name | None = None
+    name: Name | None = None
+    input: Input | None = None
+    tool_use_id: Name | None = None
+    content: Text | Annotated[list[ResultBlock], Meta(max_length=1024)] | None = None
+    is_error: bool | None = None
+    thinking: Text | None = None
+    signature: Text | None = None  # ignored, like the next two
+    data: Text | None = None
+    cache_control: CacheControl | None = None
+
+
+class AnthropicMessage(Strict, kw_only=True):
+    role: Literal["user", "assistant", "system"]
+    content: Text | Annotated[list[Block], Meta(max_length=1024)]
+
+
+class AnthropicTool(Strict, kw_only=True):
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    input_schema: Schema
+    description: Annotated[str, Meta(max_length=64 << 10)] | None = None
+    type: Literal["custom"] | None = None
+    strict: bool | None = None
+    cache_control: CacheControl | None = None
+
+
+class AnthropicToolChoice(Strict, kw_only=True):
+    type: Literal["auto", "any", "tool", "none"]
+    name: Name | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class ThinkingConfig(Strict, kw_only=True):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Count | None = None
+    display: Name | None = None  # ignored
+
+
+class OutputFormat(Strict, kw_only=True):
+    type: Literal["json_schema"]
+    schema: Schema
+
+
+class OutputConfig(Strict, kw_only=True):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class CountTokensRequest(Strict, kw_only=True):
+    model: Name
+    messages: Annotated[list[AnthropicMessage], Meta(min_length=1, max_length=4096)]
+    system: Text | Annotated[list[ResultBlock], Meta(max_length=256)] | None = None
+    tools: Annotated[list[AnthropicTool], Meta(max_length=128)] | None = None
+    tool_choice: AnthropicToolChoice | None = None
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
+    cache_control: CacheControl | None = None
+
+
+class MessagesRequest(CountTokensRequest, kw_only=True):
+    max_tokens: Count
+    stop_sequences: Annotated[list[Word], Meta(max_length=MAX_STOPS)] | None = None
+    stream: bool = False
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: Probability | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=1 << 31)] | None = None
+    metadata: FreeJson | None = None  # ignored, like the next three
+    service_tier: Name | None = None
+    container: Name | None = None
+    context_management: FreeJson | None = None

@@ -1,0 +1,37 @@
+"""Shared by the adapters of protocols."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from bifolio.serve.auth import Receive, Scope, Send
+from bifolio.serve.context import ServerContext
+from bifolio.serve.turn import Turn
+from bifolio.text.tools.events import Part, merged
+
+Handler = Callable[[ServerContext, Scope, Receive, Send], Awaitable[None]]
+RouteRow = tuple[str, str, Handler]  # path, method, handler
+_encoder = msgspec.json.Encoder()
+
+
+def named_event(name: str, payload: Any) -> bytes:
+    """A server-sent event with a name."""
+    return b"event: " + name.encode() + b"\ndata: " + _encoder.encode(payload) + b"\n\n"
+
+
+def json_line(payload: Any) -> bytes:
+    return _encoder.encode(payload) + b"\n"
+
+
+def parts_of(turn: Turn, text: str) -> Sequence[Part]:
+    """The parts of a whole answer."""
+    reader = turn.reader()
+    return merged([*reader.push(text), *reader.finish()])
+
+
+def given(**fields: Any) -> dict[str, Any]:
+    """The fields that are not None."""
+    return {name: value for name, value in fields.items() if value is not None}

@@ -1,0 +1,218 @@
+"""`/completion`, `/props` and `/slots` of llama.cpp's server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from bifolio import __version__
+from bifolio.serve import protocol as p
+from bifolio.serve.auth import Receive, Scope, Send
+from bifolio.serve.completions import CompletionCall
+from bifolio.serve.completions import prepare as prepare_completion
+from bifolio.serve.context import ServerContext
+from bifolio.serve.errors import bad_request
+from bifolio.serve.events import Event, encode_json_event
+from bifolio.serve.generation import Answer, Job, Run, Whole
+from bifolio.serve.http import SSE_HEADERS, Framing, decode, read_body, send_json
+from bifolio.serve.live import LOOK_TIMEOUT, visible_entry
+from bifolio.serve.protocol import Name, Strict, Text, TokenIds
+from bifolio.serve.protocols.common import RouteRow, given
+from bifolio.serve.responses import Usage
+from bifolio.serve.running import run_call, tenant_of
+from bifolio.serve.sampling import request_defaults
+
+EVENTS = Framing(SSE_HEADERS, b"", lambda error: b"error: " + error.body("/completion") + b"\n\n")
+STOP_TYPES = {"length": "limit", "stop": "eos"}
+SAME_NAME = (
+    "temperature", "top_k", "top_p", "min_p", "typical_p", "presence_penalty", "frequency_penalty", "dry_multiplier",
+    "dry_base", "dry_allowed_length", "dry_sequence_breakers", "xtc_probability", "xtc_threshold", "stop", "stream",
+    "ignore_eos",
+)  # fmt: skip
+Ignored = Annotated[float, Meta(ge=-1e9, le=1e9)] | bool
+Bias = Annotated[list[Annotated[list[Annotated[float, Meta(ge=-1e9, le=1e9)]], Meta(min_length=2, max_length=2)]],
+                 Meta(max_length=4096)]  # fmt: skip
+
+
+class LlamaCppRequest(Strict, kw_only=True):
+    """The fields of a completion; those after `stop` are not acted on."""
+
+    prompt: Text | TokenIds
+    n_predict: Annotated[int, Meta(ge=-2, le=p.BIG)] = -1  # negative: no limit
+    stream: bool = False
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=p.BIG)] | None = None
+    top_p: p.Probability | None = None
+    min_p: p.Probability | None = None
+    typical_p: p.Share | None = None
+    repeat_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-100, le=100)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-100, le=100)] | None = None
+    dry_multiplier: Annotated[float, Meta(ge=0, le=100)] | None = None
+    dry_base: Annotated[float, Meta(ge=1, le=100)] | None = None
+    dry_allowed_length: Annotated[int, Meta(ge=1, le=1024)] | None = None
+    dry_sequence_breakers: Annotated[list[p.Word], Meta(max_length=64)] | None = None
+    xtc_probability: p.Probability | None = None
+    xtc_threshold: p.Probability | None = None
+    seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None  # -1: a random one
+    ignore_eos: bool | None = None
+    logit_bias: Bias | None = None  # pairs of a token id and a bias
+    json_schema: p.Schema | None = None
+    return_tokens: bool = False
+    stop: p.Stop | None = None
+    grammar: Annotated[str, Meta(max_length=0)] | None = None
+    cache_prompt: bool | None = None
+    id_slot: Ignored | None = None
+    n_keep: Ignored | None = None
+    n_probs: Ignored | None = None
+    repeat_last_n: Ignored | None = None
+    mirostat: Ignored | None = None
+    mirostat_tau: Ignored | None = None
+    mirostat_eta: Ignored | None = None
+    min_keep: Ignored | None = None
+    dry_penalty_last_n: Ignored | None = None
+    dynatemp_range: Ignored | None = None
+    dynatemp_exponent: Ignored | None = None
+    timings_per_token: Ignored | None = None
+    post_sampling_probs: Ignored | None = None
+    t_max_predict_ms: Ignored | None = None
+    samplers: Annotated[list[Name], Meta(max_length=32)] | None = None
+    model: Name | None = None
+
+
+def completion_request(request: LlamaCppRequest) -> p.CompletionRequest:
+    """The same request in the internal form."""
+    options = given(**{name: getattr(request, name) for name in SAME_NAME})
+    options |= given(repetition_penalty=request.repeat_penalty, model=request.model)
+    if request.seed is not None and request.seed >= 0:
+        options["seed"] = request.seed
+    if request.logit_bias:
+        options["logit_bias"] = {str(int(token)): float(bias) for token, bias in request.logit_bias}
+    if request.json_schema is not None:
+        schema = p.JsonSchemaFormat(schema=request.json_schema)
+        options["response_format"] = p.ResponseFormat(type="json_schema", json_schema=schema)
+    limit = None if request.n_predict < 0 else request.n_predict
+    prompt: Any = request.prompt
+    return p.CompletionRequest(prompt=prompt, max_tokens=limit, **options)
+
+
+@dataclass(slots=True)
+class LlamaCppCall:
+    """One request, and the shapes of its answer."""
+
+    context: ServerContext
+    request: LlamaCppRequest
+    inner: CompletionCall
+
+    @property
+    def job(self) -> Job:
+        return self.inner.job
+
+    def whole(self, whole: Whole, usage: Usage) -> dict[str, Any]:
+        answer = whole.answers[0]
+        tokens = answer.token_ids if self.request.return_tokens else []
+        return {"index": 0, "content": answer.text, "tokens": tokens} | self._ending(answer, usage, None)
+
+    async def events(self, run: Run) -> AsyncIterator[list[Event]]:
+        while batch := await run.next():
+            events: list[Event] = []
+            for piece in (piece for news in batch for piece in news.pieces):
+                tokens = piece.token_ids if self.request.return_tokens else []
+                body: dict[str, Any] = {"index": 0, "content": piece.text, "tokens": tokens, "stop": False}
+                if piece.finish_reason is not None:
+                    answer = Answer()
+                    answer.add(piece)
+                    body |= self._ending(answer, run.usage(), run)
+                events.append(encode_json_event(body))
+            yield events
+
+    def _ending(self, answer: Answer, usage: Usage, run: Run | None) -> dict[str, Any]:
+        word = answer.stop_reason if isinstance(answer.stop_reason, str) else ""
+        ended = None if run is None else run.ended
+        timings: dict[str, float] = {
+            "prompt_n": usage.prompt_tokens,
+            "predicted_n": usage.completion_tokens,
+            "cache_n": usage.prompt_tokens_details.cached_tokens,
+        }
+        if ended is not None:
+            timings |= {"prompt_ms": 1000 * ended.prefill_time, "predicted_ms": 1000 * ended.decode_time}
+        return {
+            "id_slot": 0,
+            "stop": True,
+            "model": self.context.name,
+            "tokens_predicted": usage.completion_tokens,
+            "tokens_evaluated": usage.prompt_tokens,
+            "tokens_cached": usage.prompt_tokens_details.cached_tokens,
+            "generation_settings": _settings(self.context),
+            "prompt": self.request.prompt if isinstance(self.request.prompt, str) else "",
+            "truncated": False,
+            "stop_type": "word" if word else STOP_TYPES.get(answer.finish_reason or "", "none"),
+            "stopping_word": word,
+            "timings": timings,
+        }
+
+
+def _settings(context: ServerContext) -> dict[str, Any]:
+    """The sampling values of requests that set none, under llama.cpp's names."""
+    defaults: dict[str, Any] = dict(request_defaults(context.model.sampling_defaults))
+    defaults["repeat_penalty"] = defaults.pop("repetition_penalty")
+    return {**defaults, "n_predict": -1, "seed": -1}
+
+
+async def completion(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
+    request = decode(await read_body(scope, receive, context.limits), LlamaCppRequest)
+    if request.n_probs:
+        raise bad_request("n_probs is not supported here: use logprobs of /v1/completions", "n_probs")
+    inner = await prepare_completion(context, completion_request(request), tenant_of(scope))
+    await run_call(context, LlamaCppCall(context, request, inner), scope, receive, send, EVENTS)
+
+
+async def props(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
+    hello, special = context.engine.hello, context.model.special_tokens
+    await send_json(
+        send,
+        {
+            "default_generation_settings": {"params": _settings(context), "n_ctx": context.max_model_len},
+            "total_slots": 0 if hello is None else hello.max_num_seqs,
+            "model_alias": context.name,
+            "model_path": context.name,
+            "chat_template": context.model.chat_template or "",
+            "bos_token": special.get("bos_token", ""),
+            "eos_token": special.get("eos_token", ""),
+            "modalities": {"vision": False, "audio": False},
+            "build_info": f"bifolio {__version__}",
+        },
+    )
+
+
+async def slots(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
+    """Every slot; the numbers of requests of other keys are hidden."""
+    async with asyncio.timeout(LOOK_TIMEOUT):
+        found = await context.engine.snapshot()
+    tenant = tenant_of(scope)
+    taken = {entry["slot"]: visible_entry(entry, tenant) for entry in found.slots}
+    count = 0 if context.engine.hello is None else context.engine.hello.max_num_seqs
+    await send_json(send, [_slot(number, taken.get(number), context) for number in range(count)])
+
+
+def _slot(number: int, entry: dict[str, Any] | None, context: ServerContext) -> dict[str, Any]:
+    seen = entry or {}
+    return {
+        "id": number,
+        "id_task": seen.get("id", ""),
+        "n_ctx": context.max_model_len,
+        "is_processing": entry is not None,
+        "n_prompt_tokens": seen.get("prompt", 0),
+        "next_token": [{"n_decoded": seen.get("generated", 0), "n_remain": -1}],
+    }
+
+
+ROUTES: tuple[RouteRow, ...] = (
+    ("/completion", "POST", completion),
+    ("/props", "GET", props),
+    ("/slots", "GET", slots),
+)

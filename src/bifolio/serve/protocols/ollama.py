@@ -1,0 +1,271 @@
+"""ollama's `/api/generate`, `/api/chat`, `/api/embed` and `/api/version`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+
+from bifolio import __version__
+from bifolio.serve import protocol as p
+from bifolio.serve.auth import Receive, Scope, Send, Tenant
+from bifolio.serve.completions import prepare as prepare_completion
+from bifolio.serve.context import ServerContext
+from bifolio.serve.errors import bad_request
+from bifolio.serve.events import Event
+from bifolio.serve.generation import Job, Run, Whole
+from bifolio.serve.http import Framing, decode, read_body, send_json
+from bifolio.serve.protocols.common import RouteRow, given, json_line
+from bifolio.serve.protocols.ollama_models import ROUTES as MODEL_ROUTES
+from bifolio.serve.protocols.ollama_types import (
+    EmbedRequest,
+    GenerateRequest,
+    OllamaBase,
+    OllamaChatRequest,
+    OllamaMessage,
+)
+from bifolio.serve.responses import Usage
+from bifolio.serve.running import run_call, tenant_of, unless_gone
+from bifolio.serve.turn import Turn, prepare
+from bifolio.text.reasoning import PlainReader, reasoning_format
+from bifolio.text.tools import tool_format
+from bifolio.text.tools.events import AnswerReader, Arguments, Call, Content, Part, Reasoning, merged
+
+NDJSON = Framing(
+    [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-cache")],
+    b"",
+    lambda error: error.body("/api/") + b"\n",
+)
+SAME_NAME = ("temperature", "top_k", "top_p", "min_p", "typical_p", "seed", "presence_penalty", "frequency_penalty",
+             "stop")  # fmt: skip
+
+
+# -- requests -------------------------------------------------------------------------------------------------------
+def _sampling(request: OllamaBase) -> dict[str, Any]:
+    """The options that both kinds of request share, under the internal names."""
+    options = request.options
+    found: dict[str, Any] = {"stream": request.stream}
+    if options is not None:
+        found |= given(**{name: getattr(options, name) for name in SAME_NAME})
+        found |= given(repetition_penalty=options.repeat_penalty)
+    limit = None if options is None else options.num_predict
+    found["max_tokens"] = None if limit is None or limit < 0 else limit
+    if request.format == "json":
+        found["response_format"] = p.ResponseFormat(type="json_object")
+    elif isinstance(request.format, dict):
+        schema = p.JsonSchemaFormat(schema=request.format)
+        found["response_format"] = p.ResponseFormat(type="json_schema", json_schema=schema)
+    return found
+
+
+def _chat(request: OllamaBase, messages: Sequence[OllamaMessage], context: ServerContext) -> p.ChatRequest:
+    template = context.model.chat_template
+    reasons = reasoning_format(template) is not None or tool_format(template).name == "harmony"
+    effort = None
+    if request.think is not None and reasons:
+        effort = {True: "medium", False: "none"}.get(request.think, request.think)  # type: ignore[arg-type]
+    elif request.think:
+        raise bad_request(f"{context.name!r} does not support thinking", "think")
+    tools = request.tools if isinstance(request, OllamaChatRequest) else None
+    return p.ChatRequest(
+        messages=_messages(messages),
+        tools=tools or None,
+        **given(reasoning_effort=effort, logprobs=request.logprobs, top_logprobs=request.top_logprobs),
+        **_sampling(request),
+    )
+
+
+def _messages(messages: Sequence[OllamaMessage]) -> list[p.Message]:
+    """Calls get ids by their place, and results refer to the calls before them in order."""
+    found: list[p.Message] = []
+    waiting: list[str] = []
+    for place, message in enumerate(messages):
+        calls = []
+        for number, call in enumerate(message.tool_calls or []):
+            name = call.id or f"call_{place}_{number}"
+            arguments = json.dumps(call.function.arguments, ensure_ascii=False)
+            calls.append(p.ToolCall(id=name, function=p.FunctionCall(name=call.function.name, arguments=arguments)))
+            waiting.append(name)
+        answered = message.tool_call_id
+        if message.role == "tool" and answered is None and waiting:
+            answered = waiting.pop(0)
+        found.append(
+            p.Message(
+                role=message.role,
+                content=message.content or "",
+                name=message.tool_name,
+                tool_calls=calls or None,
+                tool_call_id=answered,
+                reasoning_content=message.thinking,
+            )
+        )
+    return found
+
+
+# -- answers ----------------------------------------------------------------------------------------------------------
+@dataclass(slots=True)
+class OllamaCallShape:
+    """One request, and the shapes of its answer: `is_chat` messages, else plain responses."""
+
+    context: ServerContext
+    job: Job
+    is_chat: bool
+    turn: Turn | None = None  # None: text alone
+    began: float = field(default_factory=time.perf_counter)
+    run: Run | None = None
+
+    def _reader(self) -> AnswerReader:
+        return PlainReader() if self.turn is None else self.turn.reader()
+
+    def whole(self, whole: Whole, usage: Usage) -> dict[str, Any]:
+        answer, reader = whole.answers[0], self._reader()
+        parts = merged([*reader.push(answer.text), *reader.finish()])
+        content = "".join(part.text for part in parts if isinstance(part, Content))
+        thinking = "".join(part.text for part in parts if isinstance(part, Reasoning))
+        body = self._line(content, thinking, _calls(parts))
+        return body | self._ending(answer.finish_reason, usage, None)
+
+    async def events(self, run: Run) -> AsyncIterator[list[Event]]:
+        reader, held = self._reader(), list[Part]()
+        while batch := await run.next():
+            events: list[Event] = []
+            for piece in (piece for news in batch for piece in news.pieces):
+                parts = reader.push(piece.text)
+                if piece.finish_reason is not None:
+                    parts = [*parts, *reader.finish()]
+                for part in merged(parts):
+                    if isinstance(part, Call | Arguments):
+                        held.append(part)  # a call is sent whole
+                    else:
+                        text = part.text
+                        line = self._line("", text) if isinstance(part, Reasoning) else self._line(text, "")
+                        events.append(json_line(line | {"done": False}))
+                if piece.finish_reason is not None:
+                    if held:
+                        events.append(json_line(self._line("", "", _calls(merged(held))) | {"done": False}))
+                    events.append(json_line(self._line("", "") | self._ending(piece.finish_reason, run.usage(), run)))
+            yield events
+
+    def _line(self, content: str, thinking: str, calls: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+        body: dict[str, Any] = {"model": self.context.name, "created_at": now()}
+        extra = ({"thinking": thinking} if thinking else {}) | ({"tool_calls": calls} if calls else {})
+        if self.is_chat:
+            return body | {"message": {"role": "assistant", "content": content, **extra}}
+        return body | {"response": content, **extra}
+
+    def _ending(self, reason: str | None, usage: Usage, run: Run | None) -> dict[str, Any]:
+        total = time.perf_counter() - self.began
+        ended = None if run is None else run.ended
+        decode_time = total if ended is None else ended.decode_time
+        return {
+            "done": True,
+            "done_reason": "length" if reason == "length" else "stop",
+            "total_duration": _nanoseconds(total),
+            "load_duration": 0,
+            "prompt_eval_count": usage.prompt_tokens,
+            "prompt_eval_duration": 0 if ended is None else _nanoseconds(ended.prefill_time),
+            "eval_count": usage.completion_tokens,
+            "eval_duration": _nanoseconds(decode_time),
+        }
+
+
+def _calls(parts: Sequence[Part]) -> list[dict[str, Any]]:
+    calls: list[dict[str, Any]] = []
+    for part in parts:
+        if isinstance(part, Call):
+            calls.append({"function": {"name": part.name, "arguments": {}}})
+        elif isinstance(part, Arguments):
+            try:
+                calls[-1]["function"]["arguments"] = json.loads(part.text)
+            except ValueError:  # a call that was cut by num_predict
+                calls.pop()
+    return calls
+
+
+def _nanoseconds(seconds: float) -> int:
+    return int(seconds * 1e9)
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
+# -- handlers ---------------------------------------------------------------------------------------------------------
+async def generate(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
+    """A prompt, through the chat template where the model has one and `raw` is not set."""
+    request = decode(await read_body(scope, receive, context.limits), GenerateRequest)
+    context.check_model(request.model.removesuffix(":latest"))
+    for name in ("suffix", "template", "context"):
+        if getattr(request, name):
+            raise bad_request(f"{name} is not supported: leave it out", name)
+    if not request.prompt:  # asks to load the model
+        await send_json(send, {"model": context.name, "created_at": now(), "response": "", "done": True,
+                               "done_reason": "load"})  # fmt: skip
+        return
+    tenant = tenant_of(scope)
+    if request.raw or context.model.chat_template is None:
+        call = await _completion(context, request, tenant)
+    else:
+        messages = [OllamaMessage(role="user", content=request.prompt)]
+        if request.system:
+            messages.insert(0, OllamaMessage(role="system", content=request.system))
+        turn = await prepare(context, _chat(request, messages, context), tenant)
+        call = OllamaCallShape(context, turn.job, False, turn)
+    await run_call(context, call, scope, receive, send, NDJSON)
+
+
+async def _completion(context: ServerContext, request: GenerateRequest, tenant: Tenant) -> OllamaCallShape:
+    text = f"{request.system}\n\n{request.prompt}" if request.system and not request.raw else request.prompt
+    prepared = await prepare_completion(context, p.CompletionRequest(prompt=text, **_sampling(request)), tenant)
+    return OllamaCallShape(context, prepared.job, False)
+
+
+async def chat(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
+    request = decode(await read_body(scope, receive, context.limits), OllamaChatRequest)
+    context.check_model(request.model.removesuffix(":latest"))
+    if not request.messages:  # asks to load the model
+        message = {"role": "assistant", "content": ""}
+        await send_json(send, {"model": context.name, "created_at": now(), "message": message, "done": True,
+                               "done_reason": "load"})  # fmt: skip
+        return
+    turn = await prepare(context, _chat(request, request.messages, context), tenant_of(scope))
+    await run_call(context, OllamaCallShape(context, turn.job, True, turn), scope, receive, send, NDJSON)
+
+
+async def embed(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
+    request = decode(await read_body(scope, receive, context.limits), EmbedRequest)
+    context.check_model(request.model.removesuffix(":latest"))
+    size = context.model.config.hidden_size
+    if request.dimensions not in (None, 0, size):
+        raise bad_request(f"dimensions must be {size}, the model's own", "dimensions")
+    began = time.perf_counter()
+    texts = [request.input] if isinstance(request.input, str) else request.input
+    if request.truncate is False:
+        inputs = await context.tokenizers.encode(texts, True, context.max_model_len)
+    else:
+        inputs = [tokens[: context.max_model_len] for tokens in await context.tokenizers.encode(texts, True)]
+    with context.admission(tenant_of(scope), len(inputs)):
+        work = asyncio.gather(*(context.engine.embed(tokens) for tokens in inputs))
+        vectors = await unless_gone(work, receive, context.limits.request_timeout)
+    found = [np.frombuffer(raw, dtype="<f4").astype(float).tolist() for raw in vectors]
+    body = {"model": context.name, "embeddings": found, "prompt_eval_count": sum(map(len, inputs)), "load_duration": 0}
+    await send_json(send, body | {"total_duration": _nanoseconds(time.perf_counter() - began)})
+
+
+async def version(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
+    await send_json(send, {"version": __version__})
+
+
+ROUTES: tuple[RouteRow, ...] = (
+    ("/api/generate", "POST", generate),
+    ("/api/chat", "POST", chat),
+    ("/api/embed", "POST", embed),
+    ("/api/version", "GET", version),
+    *MODEL_ROUTES,
+)

@@ -1,0 +1,270 @@
+"""OpenAI's `/v1/responses`: conversations that the server stores.
+
+A follow-up (`previous_response_id`) continues the tokens of the stored turn and branches from its kept blocks, so the
+engine computes the new tokens alone. Where the template writes the history differently than the model did, the prompt
+is rendered anew and the prefix cache finds the common part.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from array import array
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from bifolio.serve import protocol as p
+from bifolio.serve.auth import Receive, Scope, Send, Tenant
+from bifolio.serve.context import ServerContext
+from bifolio.serve.errors import ApiError, bad_request
+from bifolio.serve.events import Event
+from bifolio.serve.generation import Job, Run, Whole
+from bifolio.serve.http import SSE_HEADERS, Framing, decode, read_body, send_json
+from bifolio.serve.protocols.common import RouteRow, given, named_event, parts_of
+from bifolio.serve.protocols.response_shapes import OutputWriter, ended, response_object
+from bifolio.serve.protocols.responses_types import ContentPart, Item, ResponsesRequest, Stored, ToolName
+from bifolio.serve.responses import Usage
+from bifolio.serve.running import run_call, tenant_of
+from bifolio.serve.turn import History, Turn, prepare
+from bifolio.text.reasoning import texts_of
+from bifolio.text.tools.events import Part, merged
+
+EVENTS = Framing(
+    SSE_HEADERS,
+    b"",
+    lambda error: named_event(
+        "error", {"type": "error", "code": error.code, "message": error.message, "param": error.param,
+                  "sequence_number": 0}
+    ),
+)  # fmt: skip
+
+
+# -- requests -------------------------------------------------------------------------------------------------------
+def chat_request(request: ResponsesRequest, messages: list[p.Message]) -> p.ChatRequest:
+    """The same request in the internal form, with all messages of the conversation."""
+    if request.instructions:
+        messages = [p.Message(role="system", content=request.instructions), *messages]
+    tools = [
+        p.Tool(
+            function=p.FunctionDefinition(
+                name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
+            )
+        )
+        for tool in request.tools or []
+    ]
+    choice: Any = request.tool_choice
+    if isinstance(choice, ToolName):
+        choice = p.NamedTool(function=p.NamedFunction(name=choice.name))
+    effort = None if request.reasoning is None else request.reasoning.effort
+    return p.ChatRequest(
+        messages=messages,
+        model=request.model,
+        stream=request.stream,
+        tools=tools or None,
+        **given(
+            tool_choice=choice if tools else None,
+            parallel_tool_calls=request.parallel_tool_calls,
+            max_tokens=request.max_output_tokens,
+            temperature=request.temperature,
+            top_p=request.top_p,
+            seed=request.seed,
+            thinking_budget=request.thinking_budget,
+            reasoning_effort=effort,
+            response_format=_format(request),
+        ),
+    )
+
+
+def _format(request: ResponsesRequest) -> p.ResponseFormat | None:
+    form = None if request.text is None else request.text.format
+    if form is None or form.type == "text":
+        return None
+    if form.type == "json_object":
+        return p.ResponseFormat(type="json_object")
+    return p.ResponseFormat(type="json_schema", json_schema=p.JsonSchemaFormat(schema=form.schema))
+
+
+def input_messages(request: ResponsesRequest) -> list[p.Message]:
+    """The input as messages: calls and reasoning join the message of the assistant that they belong to."""
+    if isinstance(request.input, str):
+        return [p.Message(role="user", content=request.input)]
+    found: list[p.Message] = []
+    for item in request.input:
+        if item.type == "function_call_output":
+            found.append(p.Message(role="tool", tool_call_id=item.call_id, content=_joined(item.output)))
+        elif item.type == "message":
+            if item.role is None:
+                raise bad_request("a message needs a role", "input")
+            last = found[-1] if found else None
+            if item.role == "assistant" and last is not None and last.role == "assistant" and not last.content:
+                last.content = _joined(item.content)  # the answer behind its reasoning
+            else:
+                found.append(p.Message(role=item.role, content=_joined(item.content)))
+        else:
+            if not found or found[-1].role != "assistant":
+                found.append(p.Message(role="assistant", content=""))
+            _join(found[-1], item)
+    return found
+
+
+def _join(message: p.Message, item: Item) -> None:
+    if item.type == "reasoning":
+        text = _joined(item.content) or _joined(item.summary)
+        message.reasoning_content = (message.reasoning_content or "") + text
+        return
+    if item.call_id is None or item.name is None:
+        raise bad_request("a function_call needs a call_id and a name", "input")
+    call = p.ToolCall(id=item.call_id, function=p.FunctionCall(name=item.name, arguments=item.arguments or "{}"))
+    message.tool_calls = [*(message.tool_calls or []), call]
+
+
+def _joined(content: str | Sequence[ContentPart] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(part.text for part in content)
+
+
+# -- answers ----------------------------------------------------------------------------------------------------------
+@dataclass(slots=True)
+class ResponseCall:
+    """One request, and the shapes of its answer."""
+
+    turn: Turn
+    request: ResponsesRequest
+    messages: list[p.Message]  # of the conversation so far
+    id: str = field(default_factory=lambda: f"resp_{secrets.token_hex(16)}")
+    created: int = field(default_factory=lambda: int(time.time()))
+    is_stored: bool = False
+    _token_ids: list[int] = field(default_factory=list)  # of the output
+
+    @property
+    def job(self) -> Job:
+        return self.turn.job
+
+    def whole(self, whole: Whole, usage: Usage) -> dict[str, Any]:
+        answer, writer = whole.answers[0], OutputWriter()
+        parts = parts_of(self.turn, answer.text)
+        writer.add(parts)
+        writer.close("incomplete" if answer.finish_reason == "length" else "completed")
+        count = self.turn.num_reasoning_tokens(answer.token_ids)
+        response = ended(self._empty(), writer.items, answer.finish_reason, usage, count)
+        self._remember(parts, answer.token_ids, response)
+        return response
+
+    def _empty(self) -> dict[str, Any]:
+        model, limit = self.turn.context.name, self.request.max_output_tokens
+        return response_object(self.request, self.id, self.created, model, limit)
+
+    async def events(self, run: Run) -> AsyncIterator[list[Event]]:
+        writer, reader, parts = OutputWriter(), self.turn.reader(), list[Part]()
+        empty = self._empty()
+        yield [writer.event(f"response.{kind}", response=empty) for kind in ("created", "in_progress")]
+        while batch := await run.next():
+            events: list[Event] = []
+            for piece in (piece for news in batch for piece in news.pieces):
+                self._token_ids += piece.token_ids
+                fresh = reader.push(piece.text)
+                if piece.finish_reason is not None:
+                    fresh = [*fresh, *reader.finish()]
+                parts += fresh
+                events += writer.add(merged(fresh))
+                if piece.finish_reason is not None:
+                    status = "incomplete" if piece.finish_reason == "length" else "completed"
+                    events += writer.close(status)
+                    count = self.turn.num_reasoning_tokens(self._token_ids)
+                    response = ended(empty, writer.items, piece.finish_reason, run.usage(), count)
+                    self._remember(merged(parts), self._token_ids, response)
+                    events.append(writer.event(f"response.{status}", response=response))
+            yield events
+
+    def _remember(self, parts: Sequence[Part], token_ids: list[int], response: dict[str, Any]) -> None:
+        """Store the conversation with this answer."""
+        if not self.request.store:
+            return
+        context, job = self.turn.context, self.job
+        tokenizer = context.tokenizers.tokenizer
+        reasoning, text = texts_of(parts)
+        calls = [
+            p.ToolCall(id=item["call_id"], function=p.FunctionCall(name=item["name"], arguments=item["arguments"]))
+            for item in response["output"]
+            if item["type"] == "function_call"
+        ]
+        answer = p.Message(
+            role="assistant", content=text, tool_calls=calls or None, reasoning_content=reasoning or None
+        )
+        stored = Stored(
+            [*self.messages, answer],
+            self.turn.rendered,
+            tokenizer.decode(token_ids, skip_special_tokens=False),
+            array("i", [*job.prompts[0], *token_ids]).tobytes(),
+            response,
+            input_items(self.request),
+        )
+        context.engine.remember(self.id, job.tenant.name, job.request_id, msgspec.msgpack.encode(stored))
+        self.is_stored = True
+
+
+def input_items(request: ResponsesRequest) -> list[dict[str, Any]]:
+    """The input of a request as items."""
+    if isinstance(request.input, str):
+        part = {"type": "input_text", "text": request.input}
+        return [{"type": "message", "id": f"msg_{secrets.token_hex(12)}", "role": "user", "content": [part]}]
+    return [msgspec.to_builtins(item) for item in request.input]
+
+
+# -- handlers ---------------------------------------------------------------------------------------------------------
+async def create(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
+    request = decode(await read_body(scope, receive, context.limits), ResponsesRequest)
+    context.check_model(request.model)
+    tenant, messages = tenant_of(scope), input_messages(request)
+    history = None
+    if request.previous_response_id is not None:
+        request_id, stored = await _find(context, request.previous_response_id, tenant)
+        messages = [*stored.messages, *messages]
+        tokens = array("i", stored.token_ids).tolist()
+        history = History(stored.prompt + stored.answer, tokens, request_id)
+    turn = await prepare(context, chat_request(request, messages), tenant, history)
+    turn.job.keeps = request.store
+    call = ResponseCall(turn, request, messages)
+    try:
+        await run_call(context, call, scope, receive, send, EVENTS)
+    finally:
+        if request.store and turn.job.request_id and not call.is_stored:  # its blocks are not needed
+            context.engine.remember("", tenant.name, turn.job.request_id, b"")
+
+
+async def _find(context: ServerContext, name: str, tenant: Tenant, *, drops: bool = False) -> tuple[str, Stored]:
+    found = await context.engine.recall(name, tenant.name, drops=drops)
+    if not found.body:
+        message = f"no response is stored under {name!r}: it was dropped or never stored"
+        raise ApiError(404, message, "previous_response_not_found", param="previous_response_id")
+    return found.request_id, msgspec.msgpack.decode(found.body, type=Stored)
+
+
+async def retrieve(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
+    _, stored = await _find(context, scope["path_params"]["id"], tenant_of(scope))
+    await send_json(send, stored.response)
+
+
+async def delete(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
+    name = scope["path_params"]["id"]
+    await _find(context, name, tenant_of(scope), drops=True)
+    await send_json(send, {"id": name, "object": "response", "deleted": True})
+
+
+async def list_input(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
+    _, stored = await _find(context, scope["path_params"]["id"], tenant_of(scope))
+    first, last = (stored.items[place].get("id") if stored.items else None for place in (0, -1))
+    await send_json(send, {"object": "list", "data": stored.items, "first_id": first, "last_id": last,
+                           "has_more": False})  # fmt: skip
+
+
+ROUTES: tuple[RouteRow, ...] = (
+    ("/v1/responses", "POST", create),
+    ("/v1/responses/{id}", "GET", retrieve),
+    ("/v1/responses/{id}", "DELETE", delete),
+    ("/v1/responses/{id}/input_items", "GET", list_input),
+)

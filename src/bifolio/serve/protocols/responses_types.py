@@ -1,0 +1,121 @@
+"""Requests of OpenAI's Responses API. Every field is bounded, as in `serve.protocol`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from bifolio.serve.protocol import Count, FreeJson, Message, Name, Probability, Schema, Strict, Text
+
+Ignored = Annotated[list[FreeJson], Meta(max_length=128)]
+
+
+class ContentPart(Strict, kw_only=True):
+    """A part of a message, or of reasoning."""
+
+    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal"]
+    text: Text = ""
+    refusal: Text | None = None
+    annotations: Ignored | None = None
+    logprobs: Ignored | None = None
+
+
+class Item(Strict, kw_only=True):
+    """An input item; which fields are set depends on the type."""
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: Text | Annotated[list[ContentPart], Meta(max_length=1024)] | None = None
+    id: Name | None = None
+    status: Name | None = None
+    call_id: Name | None = None
+    name: Name | None = None
+    arguments: Text | None = None
+    output: Text | Annotated[list[ContentPart], Meta(max_length=1024)] | None = None
+    summary: Annotated[list[ContentPart], Meta(max_length=128)] | None = None
+    encrypted_content: Text | None = None  # ignored, like the next three
+    phase: Name | None = None
+    caller: FreeJson | None = None
+    namespace: Name | None = None
+
+
+class ResponsesTool(Strict, kw_only=True):
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    type: Literal["function"] = "function"
+    description: Annotated[str, Meta(max_length=64 << 10)] | None = None
+    parameters: Schema | None = None
+    strict: bool | None = None
+
+
+class ToolName(Strict, kw_only=True):
+    name: Name
+    type: Literal["function"] = "function"
+
+
+class ReasoningOptions(Strict, kw_only=True):
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: Name | None = None  # ignored, like the next
+    generate_summary: Name | None = None
+
+
+class TextFormat(Strict, kw_only=True):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: Name | None = None
+    schema: Schema | None = None
+    description: Annotated[str, Meta(max_length=64 << 10)] | None = None
+    strict: bool | None = None
+
+
+class TextOptions(Strict, kw_only=True):
+    format: TextFormat | None = None
+    verbosity: Name | None = None  # ignored
+
+
+class ResponsesStreamOptions(Strict, kw_only=True):
+    include_obfuscation: bool = False  # ignored
+
+
+class ResponsesRequest(Strict, kw_only=True):
+    input: Text | Annotated[list[Item], Meta(min_length=1, max_length=4096)]
+    model: Name | None = None
+    instructions: Text | None = None
+    previous_response_id: Name | None = None
+    store: bool = True
+    stream: bool = False
+    stream_options: ResponsesStreamOptions | None = None
+    max_output_tokens: Count | None = None
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: Probability | None = None
+    tools: Annotated[list[ResponsesTool], Meta(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolName | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningOptions | None = None
+    text: TextOptions | None = None
+    metadata: FreeJson | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    background: Literal[False] | None = None
+    # beyond OpenAI
+    seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
+    thinking_budget: Count | None = None
+    # ignored
+    include: Annotated[list[Name], Meta(max_length=32)] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=0)] | None = None
+    max_tool_calls: Count | None = None
+    user: Name | None = None
+    service_tier: Name | None = None
+    safety_identifier: Name | None = None
+    prompt_cache_key: Name | None = None
+    prompt_cache_retention: Name | None = None
+
+
+class Stored(msgspec.Struct, array_like=True):
+    """A conversation as it is stored: enough for a follow-up, and for `GET`."""
+
+    messages: list[Message]  # without instructions
+    prompt: str  # as the template rendered it
+    answer: str  # all tokens of the output as text
+    token_ids: bytes  # i32[t] of the prompt and the output
+    response: dict[str, Any]
+    items: list[dict[str, Any]]  # the input of this turn

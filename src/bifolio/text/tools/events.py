@@ -1,0 +1,88 @@
+"""The parts of an answer: reasoning, text for the user, and calls of tools.
+
+An answer is a list of events in the order of the text. A call is one `Call` and any number of `Arguments` after it,
+whose texts concatenate to one JSON object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+
+class Reasoning(NamedTuple):
+    """Text of the model's reasoning."""
+
+    text: str
+
+
+class Content(NamedTuple):
+    """Text for the user."""
+
+    text: str
+
+
+class Call(NamedTuple):
+    """A call begins."""
+
+    name: str
+
+
+class Arguments(NamedTuple):
+    """JSON text that continues the arguments of the last call."""
+
+    text: str
+
+
+Part = Reasoning | Content | Call | Arguments
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSpec:
+    """A tool that a request offers."""
+
+    name: str
+    parameters: Mapping[str, Any] = field(default_factory=dict)  # a JSON schema
+    is_strict: bool = False  # arguments must follow the schema
+
+
+Tools = Mapping[str, ToolSpec]
+
+
+class AnswerReader(Protocol):
+    """Reads an answer that arrives in pieces; the parts do not depend on where the text is cut."""
+
+    def push(self, text: str) -> list[Part]:
+        """Return the parts that are certain after this text."""
+
+    def finish(self) -> list[Part]:
+        """Return the remaining parts: no further text follows."""
+
+
+def merged(parts: Sequence[Part]) -> list[Part]:
+    """Join neighbours of one kind, so that answers that were cut differently compare equal."""
+    result: list[Part] = []
+    for part in parts:
+        last = result[-1] if result else None
+        if isinstance(part, Content | Reasoning | Arguments) and not part.text:
+            continue
+        if isinstance(part, Content) and isinstance(last, Content):
+            result[-1] = Content(last.text + part.text)
+        elif isinstance(part, Reasoning) and isinstance(last, Reasoning):
+            result[-1] = Reasoning(last.text + part.text)
+        elif isinstance(part, Arguments) and isinstance(last, Arguments):
+            result[-1] = Arguments(last.text + part.text)
+        else:
+            result.append(part)
+    return result
+
+
+def partial_length(text: str, markers: Sequence[str]) -> int:
+    """Length of the longest end of `text` that begins one of the markers without completing it."""
+    longest = min(len(text), max(map(len, markers), default=1) - 1)
+    for length in range(longest, 0, -1):
+        tail = text[-length:]
+        if any(len(marker) > length and marker.startswith(tail) for marker in markers):
+            return length
+    return 0

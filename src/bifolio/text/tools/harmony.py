@@ -1,0 +1,162 @@
+"""Channels of gpt-oss: `<|channel|>analysis<|message|>...<|end|>`, `final`, and `commentary to=functions.NAME`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from bifolio.text.tools.events import (
+    AnswerReader,
+    Arguments,
+    Call,
+    Content,
+    Part,
+    Reasoning,
+    Tools,
+    ToolSpec,
+    partial_length,
+)
+from bifolio.text.tools.format import LarkWriter, ToolFormat
+from bifolio.text.tools.readers import MAX_NAME_CHARS, read_object
+
+CHANNEL, MESSAGE, CONSTRAIN = "<|channel|>", "<|message|>", "<|constrain|>"
+START, END, CALL, RETURN = "<|start|>", "<|end|>", "<|call|>", "<|return|>"
+ENDS = (END, CALL, RETURN, START, CHANNEL)
+_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
+_RECIPIENT = re.compile(r"\bto=functions\.([\w.\-]+)")
+_HEADER_STARTS = (CHANNEL, START)
+
+
+class HarmonyReader:
+    """Reads messages: a header up to `<|message|>`, then a body up to a marker that ends it.
+
+    A call whose arguments are no JSON object, and a header that is none, are text for the user.
+    """
+
+    def __init__(self, tools: Tools, is_certain: bool = False) -> None:
+        self._tools, self._is_certain = tools, is_certain
+        self._held = ""
+        self._state = "between"
+        self._header = ""
+        self._kind = ""  # of the body: reasoning, content, call, or unknown for a call of another tool
+        self._body: list[str] = []  # of a call that is held back
+        self._name = ""
+
+    def push(self, text: str) -> list[Part]:
+        self._held += text
+        parts: list[Part] = []
+        while self._step(parts):
+            pass
+        return parts
+
+    def finish(self) -> list[Part]:
+        parts: list[Part] = []
+        held, self._held = self._held, ""
+        if self._state == "body":
+            self._take(held, parts)
+            self._end_body(parts, "")
+        elif self._state == "header":
+            parts.append(Content(self._header + held))
+        elif held.strip():
+            parts.append(Content(held))
+        return [part for part in parts if not isinstance(part, Content | Reasoning | Arguments) or part.text]
+
+    def _step(self, parts: list[Part]) -> bool:
+        if self._state == "header":
+            return self._read_header(parts)
+        if self._state == "body":
+            return self._read_body(parts)
+        return self._read_between(parts)
+
+    def _read_between(self, parts: list[Part]) -> bool:
+        """Between messages: a header, or text without one."""
+        begun = self._held.lstrip()
+        if not begun:
+            return False
+        if any(begun.startswith(marker) for marker in _HEADER_STARTS):
+            self._state, self._header = "header", ""
+            return True
+        if any(marker.startswith(begun) for marker in _HEADER_STARTS):
+            return False
+        self._state, self._kind, self._header = "body", "content", ""
+        return True
+
+    def _read_header(self, parts: list[Part]) -> bool:
+        end = self._held.find(MESSAGE)
+        if end < 0:
+            if len(self._held) > 2 * MAX_NAME_CHARS:
+                parts.append(Content(self._held))
+                self._held, self._state = "", "between"
+            return False
+        self._header = self._held[: end + len(MESSAGE)]
+        self._held = self._held[end + len(MESSAGE) :]
+        channel, recipient = _NAME.search(self._header), _RECIPIENT.search(self._header)
+        self._state, self._body = "body", []
+        if recipient is not None and recipient[1] in self._tools:
+            self._kind, self._name = "call", recipient[1]
+            if self._is_certain:
+                parts.append(Call(self._name))
+        elif channel is not None and " to=" not in self._header:
+            self._kind = "reasoning" if channel[1] == "analysis" else "content"
+        else:  # a call of a tool that the request does not have
+            self._kind = "unknown"
+            parts.append(Content(self._header))
+        return True
+
+    def _read_body(self, parts: list[Part]) -> bool:
+        found = [(at, marker) for marker in ENDS if (at := self._held.find(marker)) >= 0]
+        if not found:
+            keep = partial_length(self._held, ENDS)
+            self._take(self._held[: len(self._held) - keep], parts)
+            self._held = self._held[len(self._held) - keep :]
+            return False
+        at, marker = min(found)
+        self._take(self._held[:at], parts)
+        self._held = self._held[at if marker in _HEADER_STARTS else at + len(marker) :]
+        self._end_body(parts, "" if marker in _HEADER_STARTS else marker)
+        return True
+
+    def _take(self, text: str, parts: list[Part]) -> None:
+        if not text:
+            return
+        if self._kind == "call" and not self._is_certain:
+            self._body.append(text)
+        else:
+            kinds: dict[str, type[Arguments | Reasoning]] = {"call": Arguments, "reasoning": Reasoning}
+            parts.append(kinds[self._kind](text) if self._kind in kinds else Content(text))
+
+    def _end_body(self, parts: list[Part], marker: str) -> None:
+        if self._kind == "call" and not self._is_certain:
+            body = "".join(self._body)
+            if read_object(body) is not None:
+                parts += [Call(self._name), Arguments(body.strip())]
+            else:
+                parts.append(Content(self._header + body + marker))
+        elif self._kind == "unknown" and marker:
+            parts.append(Content(marker))
+        self._state, self._body = "between", []
+
+
+class Harmony(ToolFormat):
+    name = "harmony"
+    markers = (CHANNEL, MESSAGE, CONSTRAIN, START, END, CALL, RETURN)
+
+    @classmethod
+    def from_template(cls, template: str) -> ToolFormat | None:
+        return cls() if CHANNEL in template and MESSAGE in template else None
+
+    def reader(self, tools: Tools, is_certain: bool = False) -> AnswerReader:
+        return HarmonyReader(tools, is_certain)
+
+    def write(self, lark: LarkWriter, tools: Sequence[ToolSpec], *, must_call: bool, many: bool) -> None:
+        """One call ends the answer: the model waits for its result."""
+        channel, message, constrain = map(lark.marker, (CHANNEL, MESSAGE, CONSTRAIN))
+        thought = f'{channel} ("analysis" | "commentary") {message} {lark.after_text(END)} {lark.marker(START)}'
+        lark.rule("thought", f'{thought} "assistant"')
+        calls = []
+        for tool in tools:
+            recipient = lark.text(f"commentary to=functions.{tool.name} ")
+            calls.append(f'{channel} {recipient} {constrain} "json" {message} {lark.arguments(tool)}')
+        call = lark.calls(calls)
+        lark.rule("final", f'{channel} "final" {message} TEXT')
+        lark.rule("start", f"thought* {call}" if must_call else f"thought* ({call} | final)")

@@ -1,0 +1,76 @@
+"""Parameters between tags, whose types are in the schema: shared by Qwen3-Coder and GLM."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from bifolio.text.tools.events import Arguments, Tools, ToolSpec
+from bifolio.text.tools.format import LarkWriter
+from bifolio.text.tools.readers import Reader
+
+
+class TaggedReader(Reader):
+    """A reader that writes the arguments of a call one parameter after the other."""
+
+    def __init__(self, tools: Tools) -> None:
+        super().__init__(tools)
+        self._name = ""
+        self._keys: set[str] = set()
+
+    def _begin(self, name: str) -> bool:
+        self._name, self._keys = name, set()
+        return self._begin_call(name)
+
+    def _parameter(self, key: str, raw: str) -> bool:
+        if key in self._keys:
+            return self._fail()
+        value = typed_value(raw, property_of(self.tools[self._name], key))
+        lead = ", " if self._keys else "{"
+        self._keys.add(key)
+        self.events.append(Arguments(f"{lead}{json.dumps(key, ensure_ascii=False)}: {value}"))
+        return True
+
+    def _end(self) -> None:
+        self.events.append(Arguments("}" if self._keys else "{}"))
+        self.is_complete = True
+
+
+def property_of(tool: ToolSpec, key: str) -> Mapping[str, Any]:
+    """The schema of one parameter; empty if the tool declares none."""
+    properties = tool.parameters.get("properties")
+    found = properties.get(key) if isinstance(properties, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
+
+
+def typed_value(raw: str, schema: Mapping[str, Any]) -> str:
+    """A value as JSON: text where the schema says so, JSON where it is JSON, and text otherwise."""
+    if schema.get("type") != "string":
+        try:
+            return json.dumps(json.loads(raw), ensure_ascii=False)
+        except (ValueError, RecursionError):
+            pass
+        if raw.strip() in ("True", "False", "None"):
+            return {"True": "true", "False": "false", "None": "null"}[raw.strip()]
+    return json.dumps(raw, ensure_ascii=False)
+
+
+def write_value(lark: LarkWriter, schema: Mapping[str, Any], closing: str) -> str:
+    """A value with the tag that ends it: text runs to the tag, other types are JSON."""
+    if not schema or (schema.get("type") == "string" and "enum" not in schema):
+        return lark.after_text(closing)
+    if schema.get("type") == "string":
+        values = [item for item in schema["enum"] if isinstance(item, str)]
+        return "(" + " | ".join(map(lark.text, values)) + f") {lark.marker(closing)}"
+    return f"{lark.schema(schema)} {lark.marker(closing)}"
+
+
+def required_of(tool: ToolSpec) -> set[str]:
+    required = tool.parameters.get("required")
+    return {key for key in required if isinstance(key, str)} if isinstance(required, list) else set()
+
+
+def properties_of(tool: ToolSpec) -> Mapping[str, Any]:
+    properties = tool.parameters.get("properties")
+    return properties if isinstance(properties, Mapping) else {}

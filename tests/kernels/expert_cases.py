@@ -1,0 +1,145 @@
+"""Cases of mixtures of experts: the choice of experts, and the sum of their outputs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from case_table import Outputs, activations, case, normal
+from network_cases import CONVERTED, ROUNDED, matrix
+
+from bifolio.kernels.interface import Experts, KernelSet, Linear, Router
+from bifolio.quant.formats import ENCODABLE_FORMATS, QuantFormat
+from bifolio.quant.tensor import QuantizedTensor
+from exotic_weights import exotic_tensor
+
+EXPERTS = 8
+ROUTERS = {
+    "softmax": Router(3),
+    "softmax of the chosen": Router(3, renormalise=True),
+    "sigmoid": Router(2, "sigmoid", renormalise=True, scale=2.5),
+    "best groups": Router(3, num_groups=4, top_groups=2),
+    "groups by two, biased": Router(
+        2, "sigmoid", True, 1.8, np.linspace(-0.5, 0.5, EXPERTS).astype(np.float32)[::-1].copy(), 2, 1, 2
+    ),
+}
+ROWS = (1, 5, 70)
+
+
+def spread_logits(rng: np.random.Generator, rows: int) -> np.ndarray:
+    """Logits far enough apart that a set in 16 bits makes the same choice."""
+    order = np.argsort(rng.standard_normal((rows, EXPERTS)), axis=-1)
+    return normal(rng, rows, EXPERTS, scale=0.02) + (order * 0.5 - 2).astype(np.float32)
+
+
+def new_experts(
+    rng: np.random.Generator, width: int, depth: int, activation: str = "silu", *, bias: bool = False
+) -> Experts:
+    def biases(*sizes: int) -> tuple[np.ndarray | None, ...]:
+        return tuple(normal(rng, size, scale=0.5) if bias else None for size in sizes)
+
+    up = [Linear((matrix(rng, width, depth), matrix(rng, width, depth)), biases(width, width)) for _ in range(EXPERTS)]
+    return Experts(
+        tuple(up), tuple(Linear((matrix(rng, depth, width),), biases(depth)) for _ in range(EXPERTS)), activation
+    )
+
+
+@case("route")
+def route(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    """Every kind of choice; of equal logits the first expert."""
+    found = []
+    for router in ROUTERS.values():
+        own = router if router.bias is None else replace(router, bias=kernels.from_host(router.bias))
+        for rows in ROWS:
+            routing = kernels.route(kernels.from_host(spread_logits(rng, rows)), own)
+            found += [kernels.to_host(routing.experts), kernels.to_host(routing.weights)]
+    equal = kernels.route(kernels.from_host(np.zeros((2, EXPERTS), np.float32)), ROUTERS["softmax"])
+    assert kernels.to_host(equal.experts).tolist() == [[0, 1, 2]] * 2
+    return *found, kernels.to_host(equal.weights)
+
+
+def mixed(
+    kernels: KernelSet, rng: np.random.Generator, experts: Experts, rows: tuple[int, ...] = ROWS, scale: float = 1.0
+) -> Outputs:
+    prepared = kernels.prepare_experts(experts)
+    depth, found = experts.up[0].in_features, []
+    for count in rows:
+        routing = kernels.route(kernels.from_host(spread_logits(rng, count)), ROUTERS["softmax of the chosen"])
+        x = activations(kernels, normal(rng, count, depth, scale=scale))
+        found.append(kernels.to_host(kernels.mix_experts(x, routing, prepared)))
+    return tuple(found)
+
+
+@case("mix_experts")
+def mix_experts(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    return mixed(kernels, rng, new_experts(rng, 64, 96))
+
+
+@case("mix_experts", "of odd sizes with biases")
+def mix_biased(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    return mixed(kernels, rng, new_experts(rng, 48, 80, "swiglu_clamped", bias=True))
+
+
+@case("mix_experts", "of which most have no token")
+def mix_unused(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    """All tokens choose the same experts; a token's sum does not depend on its neighbours where the set promises it."""
+    prepared = kernels.prepare_experts(new_experts(rng, 32, 64))
+    x, router = normal(rng, 40, 64), Router(2, renormalise=True)
+    logits = np.tile(np.array([[0, 5, 0, 0, 4, 0, 0, 0]], np.float32), (40, 1))
+
+    def run(rows: slice) -> np.ndarray:
+        routing = kernels.route(kernels.from_host(logits[rows]), router)
+        return kernels.to_host(kernels.mix_experts(activations(kernels, x[rows]), routing, prepared))
+
+    together, alone = run(slice(None)), run(slice(17, 18))
+    if kernels.deterministic:
+        np.testing.assert_array_equal(alone[0], together[17])
+    return together, alone
+
+
+@case("prepare_experts", "of a format to convert", rounding=CONVERTED)
+def prepare_converted(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    pytest.importorskip("gguf", reason="decodes the blocks for the reference")
+    up = tuple(
+        Linear(tuple(exotic_tensor(name, 256, 256) for name in ("Q4_K", "Q4_K")), (None, None)) for _ in range(EXPERTS)
+    )
+    down = tuple(Linear((exotic_tensor("Q6_K", 256, 256),), (None,)) for _ in range(EXPERTS))
+    return mixed(kernels, rng, Experts(up, down, "silu"), (1, 5), scale=2**-8)  # products stay in the range of f16
+
+
+@case("prepare_experts", "MXFP4 with biases", rounding=CONVERTED)
+def prepare_mxfp4(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    """The experts of gpt-oss."""
+    pytest.importorskip("gguf", reason="decodes the blocks for the reference")
+
+    def part(seed: int, rows: int, columns: int) -> QuantizedTensor:
+        return exotic_tensor("MXFP4", rows, columns, seed)
+
+    up = tuple(
+        Linear((part(e, 64, 96), part(e + 50, 64, 96)), (normal(rng, 64), normal(rng, 64))) for e in range(EXPERTS)
+    )
+    down = tuple(Linear((part(e + 100, 96, 64),), (normal(rng, 96),)) for e in range(EXPERTS))
+    return mixed(kernels, rng, Experts(up, down, "swiglu_clamped"), (1, 40))
+
+
+def _enter_format(format: QuantFormat) -> None:
+    @case("prepare_experts", format.name, rounding=ROUNDED if format.is_quantized else 0.0)
+    def of_format(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+        def encoded(linear: Linear) -> Linear:
+            return Linear(tuple(QuantizedTensor.quantize(part, format) for part in linear.parts), linear.biases)
+
+        dense = new_experts(rng, 64, 96)
+        return mixed(
+            kernels, rng, Experts(tuple(map(encoded, dense.up)), tuple(map(encoded, dense.down)), "silu"), (1, 40)
+        )
+
+
+for _format in ENCODABLE_FORMATS:
+    _enter_format(_format)
+
+
+@case("gate")
+def gate(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    x, logits = normal(rng, 5, 48), normal(rng, 5, 1, scale=2.0)
+    return (kernels.to_host(kernels.gate(activations(kernels, x), activations(kernels, logits))),)

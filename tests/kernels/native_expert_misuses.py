@@ -1,0 +1,103 @@
+"""Misuses of experts, of products by head, and of attention sinks."""
+
+from __future__ import annotations
+
+from native_calls import EXPERTS, HEADS, TOKENS, WIDTH, experts, floats, heads, linear, norm, recorded, routing
+from native_misuses import NAN, misuses
+
+X, ODD, TAKEN = (getattr(recorded(), name) for name in ("x", "odd", "taken"))
+MISUSES = [
+    *misuses(
+        "AttentionShape.with_sinks",
+        ("too few sinks", {"sinks": floats(HEADS - 1)}, "sinks has 3 elements and must have 4"),
+    ),
+    *misuses(
+        "Router",
+        ("no experts", {"num_experts": 0}, "num_experts is 0"),
+        ("more choices than experts", {"top_k": EXPERTS + 1}, "top_k is 6"),
+        ("a NaN scale", {"scale": NAN}, "scale is nan"),
+        ("a short bias", {"bias": floats(EXPERTS - 1)}, "bias has 4 elements and must have 5"),
+        ("groups of unequal sizes", {"num_groups": 2}, "must be a multiple of num_groups, 2"),
+        ("more groups than there are", {"top_groups": 2}, "top_groups is 2"),
+        ("a group ranked by none", {"group_best": 0}, "group_best is 0"),
+    ),
+    *misuses(
+        "Experts",
+        ("none", {"up": [], "down": []}, "at least one"),
+        ("unequally many", {"down": [linear(WIDTH, 48)]}, "up and down must hold as many matrices"),
+        ("of unequal sizes", {"up": [linear(96, WIDTH), linear(96, 32)]}, r"up\[1\] is 96 by 32 and must be 96 by 64"),
+        ("ungated", {"up": [linear(48, WIDTH)] * 2}, r"up\[0\] has 48 outputs and must have 96"),
+        ("with other outputs", {"down": [linear(WIDTH, 48), linear(32, 48)]}, r"down\[1\] has 32 outputs and must"),
+        ("of another kind", {"up": [1, 2]}, "must hold weights made by make_linear"),
+        ("an unknown activation", {"activation": 4}, "activation is 4"),
+    ),
+    *misuses(
+        "Heads",
+        ("none", {"linears": []}, "the number of heads is 0"),
+        ("of unequal sizes", {"linears": [linear(8, 12), linear(8, 16)]}, r"linears\[1\] is 8 by 16"),
+        ("of another kind", {"linears": [norm()]}, "must hold weights made by make_linear"),
+    ),
+    *misuses(
+        "route",
+        ("too few logits", {"logits": floats(TOKENS, EXPERTS - 1)}, "logits is 4 wide and must be 5 wide"),
+        ("a narrow result", {"routing": floats(TOKENS, 2)}, r"must have the shape \(6, 4\)"),
+    ),
+    *misuses(
+        "mix_experts",
+        ("an unknown expert", {"routing": routing(EXPERTS)}, "which lies outside the experts"),
+        ("a negative expert", {"routing": routing(-1)}, "which lies outside the experts"),
+        ("no choice", {"routing": floats(TOKENS, 0)}, "routing is 0 wide and must have an even width"),
+        ("too few rows", {"routing": routing()[:5]}, r"routing has the shape \(5, 4\)"),
+        ("a narrow x", {"x": floats(TOKENS, 32)}, "x is 32 wide and must be 64 wide"),
+        ("a narrow output", {"out": floats(TOKENS, 32)}, r"must have the shape \(6, 64\)"),
+    ),
+    *misuses(
+        "gate",
+        ("two logits", {"logits": floats(TOKENS, 2)}, r"must have the shape \(6, 1\)"),
+        ("too few rows", {"out": floats(5, WIDTH)}, r"out has the shape \(5, 64\)"),
+    ),
+    *misuses(
+        "head_linear",
+        ("columns that are no heads", {"x": floats(TOKENS, 63)}, "must be a multiple of the 4 heads wide"),
+        ("a late start", {"start": 5}, "x has 11 columns of a head from start on and must have 12"),
+        ("a negative start", {"start": -1}, "start is -1"),
+        ("a narrow output", {"out": floats(TOKENS, 8)}, r"must have the shape \(6, 32\)"),
+    ),
+    *misuses(
+        "join_latent",
+        ("no rope", {"rope": 0}, "rope is 0"),
+        ("a wide latent", {"latent": floats(TOKENS, 21)}, "latent is 21 wide and must be 20 wide"),
+        ("no whole heads", {"absorbed": floats(TOKENS, 65)}, "absorbed is 65 wide"),
+        ("a narrow query", {"query": floats(TOKENS, 8)}, "query is 8 wide and must have at least 4 columns"),
+        ("too few rows", {"latent": floats(5, 20)}, r"latent has the shape \(5, 20\)"),
+        ("a narrow output", {"out": floats(TOKENS, 20)}, r"must have the shape \(6, 120\)"),
+    ),
+    *misuses(
+        "Program.gate",
+        ("an unknown register", {"x": 99}, "x is register 99"),
+        ("wide logits", {"logits": ODD}, "logits is 33 wide and must be 1 wide"),
+        ("logit rows", {"x": TAKEN}, "x and logits must have as many rows"),
+    ),
+    *misuses("Program.route", ("wide logits", {"logits": X}, "logits is 64 wide and must be 5 wide")),
+    *misuses(
+        "Program.mix_experts",
+        ("a register of floats", {"routing": X}, "must be one that route returned"),
+        ("fewer experts", {"experts": experts(EXPERTS - 1)}, "experts holds 4 experts and must hold 5"),
+        ("a narrow x", {"x": ODD}, "x is 33 wide and must be 64 wide"),
+        ("logit rows", {"x": TAKEN}, "x and routing must have as many rows"),
+    ),
+    *misuses(
+        "Program.head_linear",
+        ("columns that are no heads", {"x": ODD}, "must be a multiple of the 4 heads wide"),
+        ("a late start", {"start": 5}, "x has 11 columns of a head"),
+        ("other heads", {"heads": heads(HEADS + 1)}, "must be a multiple of the 5 heads wide"),
+    ),
+    *misuses(
+        "Program.join_latent",
+        ("no rope", {"rope": 0}, "rope is 0"),
+        ("an unknown register", {"latent": 99}, "latent is register 99"),
+        ("logit rows", {"query": TAKEN}, "must have one for each token"),
+        ("another norm", {"norm": norm(12)}, "absorbed is 64 wide and must be a multiple"),
+    ),
+    *misuses("Program.width", ("an unknown register", {"x": 99}, "x is register 99")),
+]

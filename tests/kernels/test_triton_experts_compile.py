@@ -1,0 +1,87 @@
+"""Kernels of experts compile for a GPU that is not here, with the tiles of well-known shapes."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("Triton's interpreter is on, which compiles nothing", allow_module_level=True)
+
+import torch
+import triton
+from test_triton_compiles import HOPPER, SHARED_MEMORY
+from triton.compiler import ASTSource
+
+from bifolio.kernels.triton import expert_kernels, expert_order, experts, mxfp4
+
+pytestmark = pytest.mark.full
+DENSE, MXFP4 = -1, 3
+SIZES = {DENSE: {"TOP_K": 8, "DEPTH": 2048}, MXFP4: {"TOP_K": 4, "DEPTH": 2880}}  # Qwen3-30B-A3B, gpt-oss-20b
+SILU, CLAMPED = 0, 3
+POINTERS = {
+    "x": "*bf16", "bias": "*bf16", "norm_weight": "*bf16", "shares": "*fp32", "residual": "*fp32", "out": "*bf16",
+    "parts": "*fp32", "logits": "*bf16", "weights": "*fp32", "scale": "fp32", "eps": "fp32",
+}  # fmt: skip
+NUMBERS = {"num_outputs", "num_experts", "num_pairs", "num_tiles", "num_columns", "num_rows", "rows", "stride"}
+
+
+def compiled(kernel: Any, constants: dict[str, Any], warps: int, stages: int = 3, **kinds: str) -> Any:
+    stored = ("*bf16",) * 3 if constants.get("KIND", DENSE) == DENSE else ("*i32", "*u8", "*u8")
+    known = {**POINTERS, **dict(zip(("weight", "scales", "minima"), stored, strict=True)), **kinds}
+    signature = {
+        name: "constexpr" if name in constants else "i32" if name in NUMBERS else known.get(name, "*i32")
+        for name in kernel.arg_names
+    }
+    options = {"num_warps": warps, "num_stages": stages}
+    return triton.compile(ASTSource(kernel, signature, constants), target=HOPPER, options=options)
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_products_of_one_token_compile(kind: int) -> None:
+    for kernel, choose in (
+        (expert_kernels.up_kernel, experts.up_tile),
+        (expert_kernels.down_kernel, experts.down_tile),
+    ):
+        tile = choose(kind, SIZES[kind]["DEPTH"])
+        constants = {
+            **SIZES[kind], "KIND": kind, "OUTPUTS": tile.outputs, "BLOCK": tile.depth, "HAS_BIAS": kind == MXFP4,
+        }  # fmt: skip
+        if kernel is expert_kernels.up_kernel:
+            constants |= {"STAGES": tile.stages, "HAS_NORM": True, "ACTIVATION": CLAMPED if kind == MXFP4 else SILU}
+        else:
+            constants |= {"HAS_RESIDUAL": True, "CHOICES": SIZES[kind]["TOP_K"], "STAGES": tile.stages}
+        assert "ptx" in compiled(kernel, constants, tile.warps).asm
+
+
+@pytest.mark.parametrize("rows", [32, 128])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("kind", SIZES)
+def test_grouped_products_use_tensor_cores_and_fit(kind: int, gated: bool, rows: int) -> None:
+    tile = experts.grouped_tile(kind, rows, gated, torch.bfloat16)
+    constants = {
+        **SIZES[kind], "KIND": kind, "GATED": gated, "ACTIVATION": SILU if gated else -1, "HAS_BIAS": kind == MXFP4,
+        "ROWS": rows, "OUTPUTS": tile.outputs, "BLOCK": tile.depth, "STAGES": tile.stages, "DESCRIBED": kind == DENSE,
+        "PRECISION": "tf32",
+    }  # fmt: skip
+    kinds = {"weight": f"tensordesc<bf16[{tile.outputs}, {tile.depth}]>"} if kind == DENSE else {}
+    binary = compiled(expert_kernels.grouped_kernel, constants, tile.warps, tile.stages, **kinds)
+    assert "wgmma" in binary.asm["ptx"]
+    assert ("cp.async.bulk.tensor" in binary.asm["ptx"]) == (kind == DENSE)
+    assert binary.metadata.shared <= SHARED_MEMORY
+
+
+def test_routing_order_and_sum_compile() -> None:
+    choice = {"TOP_K": 8, "SIGMOID": False, "RENORMALISE": True, "HAS_BIAS": False, "BLOCK": 128}
+    assert "ptx" in compiled(experts._route_kernel, choice, 1, bias="*fp32").asm
+    order = {"BLOCK": expert_order.BLOCK, "BINS": 256, "FILLED": expert_order.FILLED}
+    assert "ptx" in compiled(expert_order._order_kernel, order, 8).asm
+    words = {"DEPTH": 2880, "ROWS": 8, "BLOCK": 1024}
+    assert "ptx" in compiled(mxfp4._dequantise_kernel, words, 4, values="*i32", scales="*u8").asm
+    total = {"TOP_K": 8, "BLOCK": 1024, "HAS_RESIDUAL": True}
+    assert "ptx" in compiled(expert_kernels.sum_kernel, total, 4, out="*fp32").asm
