@@ -101,8 +101,7 @@ def route(logits: torch.Tensor, router: Router) -> Routing:
             logits, logits if router.bias is None else router.bias, experts, weights, num_experts, router.scale,
             logits.stride(0), TOP_K=router.top_k, SIGMOID=router.scoring == "sigmoid", RENORMALISE=router.renormalise,
             HAS_BIAS=router.bias is not None, BLOCK=triton.next_power_of_2(num_experts),
-            num_warps=8 if num_experts <= 128 else 1,
-            **OVERLAPPED,
+            num_warps=4 if num_experts <= 128 else 1, **OVERLAPPED,
         )  # fmt: skip
     return Routing(experts, weights)
 
