@@ -17,6 +17,10 @@
     ├── ModelOutputError       the network gave no finite logit
     ├── KernelArgumentError    an array or a number that does not fit the kernel
     ├── EngineDeadError        the engine stopped; its running requests are lost
+    │   └── RankLostError      a process of a tensor-parallel engine ended
+    ├── RankError              a process of a tensor-parallel engine failed in a pass; the others continue
+    ├── TransferError          blocks of the cache could not be taken over from another engine
+    ├── EngineFaultError       an engine client cannot serve a request; its `kind` says why
     └── MissingDependencyError a required optional package is not installed
 
 A message names the problem and its remedy, in one or two sentences.
@@ -25,10 +29,42 @@ A message names the problem and its remedy, in one or two sentences.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from enum import StrEnum
+from typing import ClassVar
+
+
+class FaultKind(StrEnum):
+    """The reason why an engine ended or refused a request; the same in every process and on every host."""
+
+    INVALID_REQUEST = "invalid_request"  # the client's fault, as are the next four
+    EMPTY_PROMPT = "empty_prompt"
+    PROMPT_TOO_LONG = "prompt_too_long"
+    TOKEN_ID = "token_id"
+    GRAMMAR = "grammar"
+    SLOW_READER = "slow_reader"  # the client does not read its output
+    QUEUE_FULL = "queue_full"  # too many requests wait; as all retryable faults, it passes
+    KEY_LIMIT = "key_limit"  # too many requests of one API key
+    UNAVAILABLE = "unavailable"  # no engine is ready
+    LOST = "lost"  # the engine ended while the request ran
+    STEP_FAILED = "step_failed"  # the computation of the request failed
+    NO_FINITE_LOGIT = "no_finite_logit"  # the network gave no finite logit
+    ENGINE_ERROR = "engine_error"  # any other failure of the engine
+
+    @property
+    def is_retryable(self) -> bool:
+        """Whether the same request may succeed a little later."""
+        return self in (FaultKind.QUEUE_FULL, FaultKind.KEY_LIMIT, FaultKind.UNAVAILABLE, FaultKind.LOST)
+
+    @property
+    def is_of_engine(self) -> bool:
+        """Whether the computation failed; no client caused it."""
+        return self in (FaultKind.STEP_FAILED, FaultKind.NO_FINITE_LOGIT, FaultKind.ENGINE_ERROR)
 
 
 class BifolioError(Exception):
     """Base class of all errors that bifolio raises on purpose."""
+
+    fault: ClassVar[FaultKind] = FaultKind.ENGINE_ERROR  # the kind of a request that ends with this error
 
 
 class ConfigError(BifolioError, ValueError):
@@ -46,17 +82,25 @@ class UnsupportedModelError(ModelFileError):
 class RequestError(BifolioError, ValueError):
     """A request that cannot be served; other requests are not affected."""
 
+    fault = FaultKind.INVALID_REQUEST
+
 
 class EmptyPromptError(RequestError):
     """A prompt without a single token."""
+
+    fault = FaultKind.EMPTY_PROMPT
 
 
 class PromptTooLongError(RequestError):
     """The prompt does not fit into the model's context or into the cache."""
 
+    fault = FaultKind.PROMPT_TOO_LONG
+
 
 class TokenIdError(RequestError):
     """A token id outside the vocabulary."""
+
+    fault = FaultKind.TOKEN_ID
 
 
 class ChatTemplateError(RequestError):
@@ -65,6 +109,8 @@ class ChatTemplateError(RequestError):
 
 class GrammarError(RequestError):
     """A schema, regular expression or grammar that is wrong, or takes too much time or space."""
+
+    fault = FaultKind.GRAMMAR
 
 
 class CacheError(BifolioError, RuntimeError):
@@ -92,6 +138,8 @@ NO_FINITE_LOGIT = "the model gave no finite logit for the next position: its wei
 class ModelOutputError(BifolioError, ArithmeticError):
     """The network gave no finite logit: its weights are damaged, or its numbers overflow. No client caused it."""
 
+    fault = FaultKind.NO_FINITE_LOGIT
+
 
 class KernelArgumentError(BifolioError, ValueError):
     """A compiled kernel was handed an array or a number that does not fit; no memory was read or written.
@@ -102,6 +150,26 @@ class KernelArgumentError(BifolioError, ValueError):
 
 class EngineDeadError(BifolioError, RuntimeError):
     """The engine failed or was closed; its running requests are lost."""
+
+
+class RankLostError(EngineDeadError):
+    """A process of a tensor-parallel engine ended: its part of the weights and of the cache is lost."""
+
+
+class RankError(BifolioError, RuntimeError):
+    """A process of a tensor-parallel engine failed in a pass. The pass is discarded on all ranks."""
+
+
+class TransferError(BifolioError, RuntimeError):
+    """Blocks of the cache could not be taken over from another engine; they are computed instead."""
+
+
+class EngineFaultError(BifolioError, RuntimeError):
+    """An engine client cannot serve a request, or the engine ended it; `kind` says why."""
+
+    def __init__(self, kind: FaultKind, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
 class MissingDependencyError(BifolioError, ImportError):

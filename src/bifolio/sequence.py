@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from bifolio.errors import FaultKind
 from bifolio.logprob_records import LogprobRecords, TokenLogprob
 from bifolio.sampling_params import SamplingParams
 
@@ -263,6 +264,7 @@ class Request:
     prompt_scores: LogprobRecords | None = None  # of the prompt's tokens from the second on, as far as computed
     metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(arrival=time.perf_counter()))
     error: str | None = None
+    fault: FaultKind | None = None  # of the error
     keep: bool = False  # keep the blocks after the end, so that the conversation can be continued from them
     search: Any = None  # the beam search, if the request is one
     steps: list[DraftStep | BeamStep] | None = None  # recorded if a client watches them
@@ -272,6 +274,10 @@ class Request:
     def __post_init__(self) -> None:
         self.wants_logprobs = self.params.needs_logprobs
         self.prompt_array = np.array(self.prompt_token_ids, dtype=np.int32)
+
+    def set_error(self, fault: FaultKind, message: str) -> None:
+        """Record why the request ends; the batcher finishes its sequences."""
+        self.fault, self.error = fault, message
 
     @property
     def is_finished(self) -> bool:

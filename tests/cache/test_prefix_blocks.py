@@ -104,11 +104,11 @@ def test_an_array_of_tokens_has_the_names_of_the_list() -> None:
 
 
 def test_commit_costs_one_digest_for_each_new_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    from bifolio.cache import block_manager
+    from bifolio.cache import block_table
 
     calls = []
-    original = block_manager.next_digest
-    monkeypatch.setattr(block_manager, "next_digest", lambda *args: calls.append(1) or original(*args))
+    original = block_table.next_digest
+    monkeypatch.setattr(block_table, "next_digest", lambda *args: calls.append(1) or original(*args))
     manager = KVCacheBlockManager(300, 4)
     tokens = list(range(1000))
     manager.open_table(1)

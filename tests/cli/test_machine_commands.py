@@ -23,6 +23,9 @@ from helpers import tiny_folder
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 NO_JSON = {
     "serve",
+    "engine",
+    "cluster deploy",
+    "cluster delete",
     "completion",
     "run",
     "soak",

@@ -106,7 +106,7 @@ class RunningServer:
         """The engine's counters once nothing runs and nothing waits."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            future = asyncio.run_coroutine_threadsafe(self.context.engine.look(), self.loop)
+            future = asyncio.run_coroutine_threadsafe(self.context.engine.snapshot(), self.loop)
             stats = future.result(10).stats
             if not stats["num_running"] and not stats["num_waiting"] and not self.context.engine.num_open:
                 return stats

@@ -18,10 +18,10 @@ import httpx
 import pytest
 from serving import RunningServer, model_folder, running_server
 
+from bifolio.api.messages import BLOCK_HELD
 from bifolio.serve import live
 from bifolio.serve.auth import Tenant
 from bifolio.serve.fairness import MAX_SHIFT, Turns
-from bifolio.serve.messages import BLOCK_HELD
 from pty_session import PtySession
 
 SHORT = {"prompt": "Once", "max_tokens": 2, "temperature": 0}

@@ -19,16 +19,19 @@ from bifolio.cache.block_pool import BlockMove, BlockPool
 from bifolio.cache.block_table import (
     BlockTable,
     count_needed_blocks,
+    extend_chain,
     find_holder,
     find_table,
     grow,
     merge_appends,
     padded,
 )
-from bifolio.cache.digests import TokenIds, find_chain, next_digest, root_digest
+from bifolio.cache.digests import TokenIds, find_chain, root_digest
+from bifolio.cache.events import CacheEvents
 from bifolio.cache.invariants import filled_entries, find_problems
-from bifolio.cache.storage import KVStorage, Page
+from bifolio.cache.storage import Page
 from bifolio.errors import CacheError, ConfigError, OutOfBlocksError
+from bifolio.kernels.storage import BlockMover
 
 
 class KVCacheBlockManager:
@@ -271,7 +274,8 @@ class KVCacheBlockManager:
                 )
             num_full = num_computed // self.block_size
             if table.publishes and num_full > len(table.chain):
-                self._extend_chain(table, token_ids, num_full)
+                self._check_no_pending_move(table.block_ids[len(table.chain) : num_full])
+                extend_chain(table, self._pool, token_ids, num_full)
 
     def take_moves(self) -> list[BlockMove]:
         """Take the pending moves; the caller runs them before any write and before the next verb.
@@ -281,7 +285,7 @@ class KVCacheBlockManager:
         with self.lock:
             return self._pool.take_moves() if self._pool.moves else []
 
-    def run_moves(self, storages: Iterable[KVStorage]) -> list[BlockMove]:
+    def run_moves(self, storages: Iterable[BlockMover]) -> list[BlockMove]:
         """Take the pending moves and queue them on every storage, right before a pass."""
         moves = self.take_moves()
         if moves:
@@ -299,6 +303,11 @@ class KVCacheBlockManager:
                 if table.first_changed < len(table.block_ids):
                     changed.append((sequence_id, *table.take_changes()))
             return changed
+
+    def record_events(self, events: CacheEvents) -> None:
+        """Record in `events` which blocks can be found by content, from now on."""
+        with self.lock:
+            self._pool.events = events
 
     def drop_cached(self) -> None:
         """Forget all digests: no later table is opened on blocks that are held now or computed from them later."""
@@ -387,14 +396,3 @@ class KVCacheBlockManager:
         """Digests of the leading full blocks that are cached, short of the last token."""
         limit = len(token_ids) - 1 if max_cached is None else min(len(token_ids) - 1, max_cached)
         return find_chain(self._pool.cached, root, token_ids, limit // self.block_size, self.block_size)
-
-    def _extend_chain(self, table: BlockTable, token_ids: TokenIds, num_full: int) -> None:
-        """Compute the digests of the first `num_full` blocks from the end of the chain on."""
-        if len(token_ids) < num_full * self.block_size:
-            raise CacheError(f"{num_full} full blocks are committed but only {len(token_ids)} token ids are given")
-        self._check_no_pending_move(table.block_ids[len(table.chain) : num_full])
-        for index in range(len(table.chain), num_full):
-            parent = table.chain[-1] if table.chain else table.root
-            start = index * self.block_size
-            table.chain.append(next_digest(parent, token_ids[start : start + self.block_size]))
-            self._pool.name(table.block_ids[index], table.chain[-1])

@@ -16,6 +16,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple
 
+from bifolio.cache.events import CacheEvents, Cleared, Removed
+
 PADDING_BLOCK = 0  # target of padded table entries and padded writes: never allocated, freed or hashed
 
 
@@ -39,6 +41,7 @@ class BlockPool:
         self.evictable: OrderedDict[int, None] = OrderedDict()  # the first is evicted first
         self.moves: dict[int, int] = {}  # pending: dst -> src; a dst is held by the one table that will write it
         self.on_free: Callable[[list[int]], None] | None = None
+        self.events: CacheEvents | None = None  # record of stored and removed blocks
 
     @property
     def num_free(self) -> int:
@@ -89,11 +92,13 @@ class BlockPool:
             self._unpin(move.src)
         return moves
 
-    def name(self, block_id: int, digest: bytes) -> None:
+    def name(self, block_id: int, digest: bytes) -> bool:
         """Give a full block its digest, unless another block with the same content has it."""
-        if digest not in self.cached and self.digests[block_id] is None:
+        is_new = digest not in self.cached and self.digests[block_id] is None
+        if is_new:
             self.digests[block_id] = digest
             self.cached[digest] = block_id
+        return is_new
 
     def forget(self, block_id: int) -> None:
         """Remove the digest of a block whose content is about to change."""
@@ -101,12 +106,16 @@ class BlockPool:
         if digest is not None:
             del self.cached[digest]
             self.digests[block_id] = None
+            if self.events is not None:
+                self.events.record(Removed(digest))
 
     def forget_all(self) -> None:
         """Remove all digests."""
         for block_id in self.cached.values():
             self.digests[block_id] = None
         self.cached.clear()
+        if self.events is not None:
+            self.events.record(Cleared())
         dropped = list(self.evictable)
         self.evictable.clear()
         self.blank.extend(reversed(dropped))

@@ -23,6 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from bifolio.cache.block_pool import PADDING_BLOCK, BlockPool
+from bifolio.cache.digests import TokenIds, next_digest
+from bifolio.cache.events import Stored
 from bifolio.errors import CacheError, UnknownSequenceError
 
 if TYPE_CHECKING:
@@ -236,3 +238,29 @@ def _extend(table: BlockTable, pool: BlockPool, block_size: int) -> None:
     table.mark_changed(len(table.block_ids))
     for _ in range(-(-table.num_tokens // block_size) - len(table.block_ids)):
         table.block_ids.append(pool.take())
+
+
+# -- digests -----------------------------------------------------------------------------------------------------------
+
+
+def extend_chain(table: BlockTable, pool: BlockPool, token_ids: TokenIds, num_full: int) -> None:
+    """Compute the digests of the first `num_full` blocks from the end of the chain on, and record the new ones."""
+    size, chain = table.block_size, table.chain
+    if len(token_ids) < num_full * size:
+        raise CacheError(f"{num_full} full blocks are committed but only {len(token_ids)} token ids are given")
+    run = first = len(chain)  # [run, index): new blocks that no event has reported yet
+    for index in range(first, num_full):
+        start = index * size
+        chain.append(next_digest(chain[-1] if chain else table.root, token_ids[start : start + size]))
+        if not pool.name(table.block_ids[index], chain[-1]):
+            _record_stored(table, pool, token_ids, run, index)
+            run = index + 1
+    _record_stored(table, pool, token_ids, run, num_full)
+
+
+def _record_stored(table: BlockTable, pool: BlockPool, token_ids: TokenIds, first: int, end: int) -> None:
+    """Record the blocks [first, end) of a table as stored."""
+    if pool.events is not None and first < end:
+        parent = table.chain[first - 1] if first else table.root
+        tokens = token_ids[first * table.block_size : end * table.block_size]
+        pool.events.record(Stored(table.chain[first:end], parent, table.root, tokens))

@@ -34,7 +34,11 @@ LATENCY_EPILOG = """Examples:
   bifolio bench latency --shape S --format q8_0 --batch 4 --plot latency.png"""
 
 # Optional verbs: module -> function that registers them.
-GUESTS = {"bifolio.cli.bench_serve": "register_serve", "bifolio.cli.bench_gpu": "register_gpu"}
+GUESTS = {
+    "bifolio.cli.bench_serve": "register_serve",
+    "bifolio.cli.bench_gpu": "register_gpu",
+    "bifolio.cli.bench_cluster": "register",
+}
 
 
 def register(app: commands.App) -> None:

@@ -14,6 +14,8 @@ VERBS = (
     "chat",
     "run",
     "serve",
+    "engine",
+    "cluster",
     "train",
     "eval",
     "quantize",

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from bifolio.cli import commands, options
 
 if TYPE_CHECKING:
+    from bifolio.api.messages import KvEventSettings
     from bifolio.serve.server import ServerSettings
+    from bifolio.transfer_settings import TransferSettings
 
 HELP = """Serve a model over HTTP, as OpenAI's clients expect it.
 
@@ -74,6 +76,48 @@ class ServerOptions:
         int | None,
         commands.option("--front-ends", min=1, help="Processes that serve HTTP; default: 2 from 8 cores on, else 1."),
     ] = None
+    engine: Annotated[
+        str | None,
+        commands.option("--engine", help="HOST:PORT of a running `bifolio engine`; default: an engine process here."),
+    ] = None
+    engine_secret_file: Annotated[
+        Path | None, commands.option("--engine-secret-file", help="File of the secret shared with that engine.")
+    ] = None
+    replicas: Annotated[
+        int,
+        commands.option("--replicas", min=1, help="Engines on this machine, behind Ray Serve when there are several."),
+    ] = 1
+    metrics_compat: Annotated[
+        str | None, commands.option("--metrics-compat", help="'vllm': metrics also under vLLM's names, for gateways.")
+    ] = None
+    kv_events: Annotated[
+        str | None,
+        commands.option("--kv-events", help="Address to publish KV events on, such as tcp://127.0.0.1:5557."),
+    ] = None
+    kv_events_replay: Annotated[
+        str | None,
+        commands.option("--kv-events-replay", help="Address that replays them; default: the port after --kv-events."),
+    ] = None
+    kv_events_topic: Annotated[str, commands.option("--kv-events-topic", help="Topic of the KV events.")] = ""
+    role: Annotated[
+        str, commands.option("--role", help="Part of two engines that share the work: prefill or decode; both: one.")
+    ] = "both"
+    transfer_host: Annotated[
+        str, commands.option("--transfer-host", help="Address on which --role prefill serves blocks of its cache.")
+    ] = "127.0.0.1"
+    transfer_port: Annotated[
+        int, commands.option("--transfer-port", min=0, help="Port of the blocks; 0: a free one.")
+    ] = 0
+    transfer_secret_file: Annotated[
+        Path | None, commands.option("--transfer-secret-file", help="File of the secret shared by both roles.")
+    ] = None
+    prefill_address: Annotated[
+        list[str] | None,
+        commands.option("--prefill-address", help="HOST:PORT of a server with --role prefill; repeatable."),
+    ] = None
+    prefill_threshold: Annotated[
+        int, commands.option("--prefill-threshold", min=1, help="Shortest prompt that is computed there, in tokens.")
+    ] = 64
     allow_pull: Annotated[
         bool, commands.option("--allow-pull", help="Clients may fetch models into the cache (/api/pull).")
     ] = False
@@ -104,10 +148,55 @@ class ServerOptions:
             step_timeout=self.step_timeout,
             heartbeat_timeout=self.heartbeat_timeout,
             allowed_hosts=self.allowed_host or [],
+            engine_address=self.engine,
+            engine_secret=self._secret(),
+            metrics_compat=self._compat(),
+            kv_events=self._kv_events(),
+            transfer=self._transfer(),
             log_prompts=self.log_prompts,
             allow_pull=self.allow_pull,
-            front_ends=self.front_ends or default_front_ends(),
+            front_ends=self.front_ends or (default_front_ends() if self.engine is None else 1),
         )
+
+    def _transfer(self) -> TransferSettings:
+        from bifolio.serve.auth import read_keys
+        from bifolio.transfer_settings import TransferSettings
+
+        secret = "" if self.transfer_secret_file is None else read_keys([], [self.transfer_secret_file])[0]
+        addresses = tuple(self.prefill_address or ())
+        return TransferSettings(
+            self.role, self.transfer_host, self.transfer_port, addresses, secret, self.prefill_threshold
+        )
+
+    def _compat(self) -> str | None:
+        if self.metrics_compat not in (None, "vllm"):
+            raise commands.BadParameter(f"--metrics-compat takes 'vllm', not {self.metrics_compat!r}")
+        return self.metrics_compat
+
+    def _kv_events(self) -> KvEventSettings | None:
+        from bifolio.api.messages import KvEventSettings
+
+        if self.kv_events is None:
+            return None
+        base, _, port = self.kv_events.rpartition(":")
+        replay = self.kv_events_replay
+        if replay is None:
+            if not port.isdigit():
+                raise commands.BadParameter(
+                    f"--kv-events takes an address such as tcp://*:5557, not {self.kv_events!r}"
+                )
+            replay = f"{base}:{int(port) + 1}"
+        return KvEventSettings(self.kv_events, replay, self.kv_events_topic)
+
+    def _secret(self) -> bytes:
+        from bifolio.errors import ConfigError
+        from bifolio.serve.handshake import read_secret
+
+        if (self.engine is None) != (self.engine_secret_file is None):
+            raise ConfigError("--engine and --engine-secret-file go together: pass both or none")
+        if self.engine is not None and (self.front_ends or 1) > 1:
+            raise ConfigError("--front-ends needs an engine process of its own: start several servers on one --engine")
+        return b"" if self.engine_secret_file is None else read_secret(self.engine_secret_file)
 
 
 def serve(server: ServerOptions, engine: options.BatchEngine, model: options.Model = None) -> None:
@@ -126,8 +215,37 @@ def serve(server: ServerOptions, engine: options.BatchEngine, model: options.Mod
         raise ConfigError(f"--log-level is one of {', '.join(LEVELS)}, not {server.log_level!r}")
     os.environ["BIFOLIO_LOG_LEVEL"] = server.log_level
     configure_logging(server.log_level, "front")
+    if server.replicas > 1:
+        serve_replicas(server, engine, model)
+        return
     engine_options = {"model": model, **engine.for_llm()}
     if engine_options["speculative"] is not None:
         engine_options["speculative"] = asdict(engine_options["speculative"])  # it is sent to the engine's process
     with asyncio.Runner(loop_factory=event_loop()) as runner:
         runner.run(run_server(server.settings(), engine_options))
+
+
+def serve_replicas(server: ServerOptions, engine: options.BatchEngine, model: str | None) -> None:
+    """Several engines on this machine; they divide its cores."""
+    import os
+    from dataclasses import replace
+
+    from bifolio.cli.cluster import Replicas, plain_options, ray_module
+    from bifolio.errors import ConfigError
+
+    run, settings = ray_module(), server.settings()
+    if settings.tls_certificate or settings.kv_events or settings.engine_address:
+        raise ConfigError("--replicas cannot be combined with --tls-cert, --kv-events or --engine")
+    values = plain_options(engine)
+    if values.get("threads") is None:
+        values["threads"] = max((os.cpu_count() or 1) // server.replicas, 1)
+    cluster = Replicas(replicas=server.replicas, front_ends=server.front_ends or 1, name=server.name,
+                       drain_timeout=server.drain_timeout, metrics_compat=settings.metrics_compat)  # fmt: skip
+    wanted = replace(
+        cluster.settings(model, values),
+        keys=list(settings.keys),
+        cors_origins=list(settings.cors_origins),
+        max_queue=settings.limits.max_queue,
+        request_timeout=settings.limits.request_timeout,
+    )
+    run.serve_locally(wanted, settings.host, settings.port)

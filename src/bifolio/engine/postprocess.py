@@ -249,7 +249,7 @@ class Postprocessor:
     def _add_token(self, sequence: Sequence, drawn: _Drawn, row: int, results: list[StepResult]) -> None:
         request = sequence.request
         if row in drawn.errors:
-            request.error = str(drawn.errors[row])
+            request.set_error(drawn.errors[row].fault, str(drawn.errors[row]))
             results.extend(self._batcher.finish(request, FinishReason.ERROR))
             return
         if not request.metrics.first_token:
@@ -291,7 +291,7 @@ class Postprocessor:
         try:
             search.advance(scores, self._slots_of(request), self._sampler, ids)
         except RequestError as error:
-            request.error = str(error)
+            request.set_error(error.fault, str(error))
             results.extend(self._batcher.finish(request, FinishReason.ERROR))
             return
         if not search.is_done:

@@ -36,12 +36,23 @@ class AttentionPhase(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Shards:
+    """How the ranks of tensor parallelism share a matrix; each holds some of its rows or of its columns."""
+
+    inputs: tuple[
+        int, ...
+    ]  # columns of the input on each rank, gathered before the product; empty: a rank uses its own
+    outputs: tuple[int, ...]  # rows of each rank, whose results are gathered; empty: the results of all ranks are added
+
+
+@dataclass(frozen=True, slots=True)
 class Linear:
     """One or several matrices applied to the same input; their outputs are concatenated."""
 
     parts: tuple[QuantizedTensor | Array, ...]  # each [out_i, in]
     biases: tuple[Array | None, ...]  # each f32[out_i]
     prepared: Any = None  # the kernel set's own form, created at load: packed, fused, on the device
+    shards: Shards | None = None  # None: this rank's product needs nothing of other ranks
 
     @property
     def out_features(self) -> int:
@@ -214,6 +225,21 @@ class StepProgram(Protocol):
         ...
 
 
+class Ranks(Protocol):
+    """The processes that run one model together, each with a part of every matrix."""
+
+    rank: int  # of this process; rank 0 plans and samples
+    size: int
+
+    def all_gather(self, x: Array, widths: tuple[int, ...]) -> Array:
+        """[t, sum(widths)]: the columns of all ranks side by side; `x` is [t, widths[rank]]."""
+        ...
+
+    def all_reduce(self, x: Array) -> Array:
+        """[t, d]: the sum over all ranks; the order of the additions does not change from run to run."""
+        ...
+
+
 class DeviceMemory(Protocol):
     """The memory of a device, counted in bytes."""
 
@@ -339,6 +365,7 @@ class KernelSet(PagedAttentionKernel, Protocol):
     deterministic: bool  # results of a sequence do not depend on the rest of the batch
     launches_ahead: bool  # passes are queued on a device: the host plans the next step meanwhile
     activation_planes: int  # integer products for each quantised weight and activation; 0: multiplied as floats
+    ranks: Ranks | None  # of tensor parallelism; None: this process runs the whole model
 
     # -- arrays and memory ------------------------------------------------------------------------------------------
     def from_host(self, array: np.ndarray) -> Array: ...
@@ -442,6 +469,14 @@ class KernelSet(PagedAttentionKernel, Protocol):
         ...
 
     def act(self, x: Array, activation: str) -> Array: ...
+
+    def all_gather(self, x: Array, widths: tuple[int, ...]) -> Array:
+        """The columns of all ranks side by side: [t, sum(widths)]; `x` as it is where there is one rank."""
+        ...
+
+    def all_reduce(self, x: Array) -> Array:
+        """The sum over all ranks; `x` as it is where there is one rank."""
+        ...
 
     def gate(self, x: Array, logits: Array) -> Array:
         """sigmoid(logits) * x for one logit f32[t, 1] of each row."""

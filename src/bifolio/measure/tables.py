@@ -10,6 +10,7 @@ from bifolio.measure.statistics import Distribution, show_count, show_rate, show
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from bifolio.measure.fleet import FleetReport
     from bifolio.measure.latency import LatencyReport
     from bifolio.measure.profiler import PhaseProfile, Profile
     from bifolio.measure.targets import TargetRow
@@ -45,6 +46,18 @@ def latency_table(title: str, report: LatencyReport) -> Table:
     ):
         times = (value.mean, value.std, value.p50, value.p90, value.p99, value.max)
         table.add_row(name, *(show_seconds(seconds) for seconds in times))
+    return table
+
+
+def fleet_table(title: str, reports: Sequence[FleetReport]) -> Table:
+    table = new_table(title, "fleet", "hits", "good/s", "good", "TTFT p50", "p99", "TPOT p50", "p99")
+    for one in reports:
+        first, pace = one.first_token, one.per_token
+        times = (first.p50, first.p99, pace.p50, pace.p99)
+        table.add_row(
+            one.name, f"{one.hit_rate:.3f}", f"{one.goodput:.2f}", f"{one.good_share:.0%}",
+            *(show_seconds(seconds) for seconds in times),
+        )  # fmt: skip
     return table
 
 

@@ -21,14 +21,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from bifolio.errors import BifolioError, RequestError
+from bifolio.errors import BifolioError, EngineFaultError, RequestError
 from bifolio.serve import chat as chat_calls
 from bifolio.serve import completions as completion_calls
 from bifolio.serve import protocol as p
 from bifolio.serve import responses as r
 from bifolio.serve.auth import App, Guard, KeyRing, Receive, Scope, Send, send_error
 from bifolio.serve.context import ServerContext
-from bifolio.serve.errors import ApiError, bad_request
+from bifolio.serve.errors import ApiError, api_error, bad_request
 from bifolio.serve.hosts import HostGuard
 from bifolio.serve.http import decode, read_body, send_bytes, send_json
 from bifolio.serve.live import live_events
@@ -84,6 +84,11 @@ class Endpoint:
             if not status and error.status != 499:
                 await send_error(observed, error, self._path)
             status = error.status
+        except EngineFaultError as fault:
+            answer = api_error(fault)
+            if not status:
+                await send_error(observed, answer, self._path)
+            status = answer.status
         except RequestError as error:
             await send_error(observed, bad_request(str(error)), self._path)
         except Exception as error:
@@ -202,13 +207,18 @@ class Handlers:
         await send_json(send, r.Health("ok"))
 
     async def ready(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._context.draining or not self._context.engine.is_ready:
+        if self._context.draining or not self._context.engine.health().is_ready:
             raise ApiError(503, "not ready", "engine_unavailable", retry_after=2)
         await send_json(send, r.Health("ready"))
 
+    async def kv_transfer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        hello = self._context.engine.hello
+        if hello is None or not hello.transfer_port:
+            raise ApiError(404, "this server has no prefill engine: start it with --role prefill", "not_found")
+        await send_json(send, r.BlockAddress(hello.transfer_port))
+
     async def metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await self._context.engine.metrics(self._context.metrics)
-        await send_bytes(send, body, CONTENT_TYPE.encode())
+        await send_bytes(send, await self._context.render_metrics(), CONTENT_TYPE.encode())
 
     async def openapi(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._document is None:
@@ -239,6 +249,7 @@ ROUTES: tuple[tuple[str, str, str], ...] = (  # path, method, name of the handle
     ("/detokenize", "POST", "detokenize"),
     ("/health", "GET", "health"),
     ("/ready", "GET", "ready"),
+    ("/kv_transfer", "GET", "kv_transfer"),
     ("/metrics", "GET", "metrics"),
     ("/openapi.json", "GET", "openapi"),
     ("/live", "GET", "live"),

@@ -14,11 +14,12 @@ import socket
 import sys
 from typing import Any
 
+from bifolio.api import messages as m
 from bifolio.model.loader import open_text_model
-from bifolio.serve import messages as m
+from bifolio.serve import branch_messages as b
 from bifolio.serve.branches import decode_settings
 from bifolio.serve.context import ServerContext
-from bifolio.serve.engine_client import EngineClient, Link
+from bifolio.serve.engine_connection import EngineConnection, Link, lost
 from bifolio.serve.logs import configure_logging
 from bifolio.serve.metrics import Metrics
 from bifolio.serve.server import BranchSettings, Server, event_loop, listen, make_server
@@ -26,69 +27,82 @@ from bifolio.serve.server import BranchSettings, Server, event_loop, listen, mak
 logger = logging.getLogger(__name__)
 
 
-class BranchEngine(EngineClient):
+class BranchEngine(EngineConnection):
     """The engine as a further front end reaches it."""
 
-    reports_engine = False  # its metrics have the engine's numbers already
-
-    def __init__(self, link: Link, heartbeat_timeout: float) -> None:
-        super().__init__(heartbeat_timeout)
-        self._link = link
+    def __init__(self, link: Link, heartbeat_timeout: float, id_prefix: str) -> None:
+        super().__init__(heartbeat_timeout, id_prefix)
+        self._greeted = asyncio.Event()
+        self._link: Link = link
         self.own_metrics: Metrics | None = None
         self.server: Server | None = None
 
     def take(self, message: Any) -> None:
         self._take_common(message)
-        if isinstance(message, m.Lost):
+        if isinstance(message, m.Hello):
+            self._greeted.set()
+        if isinstance(message, b.Lost):
             self.hello = None
             self._lose_all()
-        elif isinstance(message, m.Drain) and self.server is not None:
+        elif isinstance(message, b.Drain) and self.server is not None:
             self.server.begin_drain()
-        elif isinstance(message, m.Scraped):
+        elif isinstance(message, b.Scraped):
             self._answer(message.id, message)
         elif isinstance(message, m.Beat) and self.own_metrics is not None:
             self._send_samples(self.own_metrics)
 
-    async def metrics(self, own: Metrics) -> bytes:
+    async def start(self) -> m.Hello:
+        """Wait until the first front end has an engine."""
+        while self.hello is None:
+            await self._greeted.wait()
+            self._greeted.clear()
+        return self.hello
+
+    async def close(self) -> None:
+        """Leave the engine to the other front ends."""
+        self._closing = True
+        self.fail_all(lost("the front end was closed while the request ran: ask again"))
+
+    async def gather(self, own: Metrics) -> bytes:
         """The metrics of all front ends, which the first one adds up."""
         self._send_samples(own)
         request_id = self.new_id()
-        answer: m.Scraped = await self._ask(request_id, m.Scrape(request_id))
+        answer: b.Scraped = await self._ask(request_id, b.Scrape(request_id))
         return answer.body
 
     def _send_samples(self, own: Metrics) -> None:
-        if self._link is not None:
-            self._link.send(m.Samples(own.render()))
+        self._link.send(b.Samples(own.render()))
 
 
 async def serve(connection: socket.socket) -> None:
     """Serve until the first front end says so or is gone."""
     inbox: asyncio.Queue[Any] = asyncio.Queue()
     link = Link(lambda message: engine.take(message) if engine is not None else inbox.put_nowait(message),
-                m.to_branch_decoder)  # fmt: skip
+                b.to_branch_decoder)  # fmt: skip
     engine: BranchEngine | None = None
     connection.setblocking(False)
     await asyncio.get_running_loop().create_connection(lambda: link, sock=connection)
     link.closed.add_done_callback(lambda _: os._exit(0))  # the first front end is gone
     first = await inbox.get()
-    if not isinstance(first, m.Serve):
+    if not isinstance(first, b.Serve):
         raise SystemExit(1)
     settings: BranchSettings = decode_settings(first.settings, BranchSettings)
     model = open_text_model(settings.reference)
     await asyncio.to_thread(lambda: model.tokenizer)
-    engine = BranchEngine(link, settings.server.heartbeat_timeout)
+    engine = BranchEngine(link, settings.server.heartbeat_timeout, first.id_prefix)
     while not inbox.empty():
         engine.take(inbox.get_nowait())
     context = ServerContext(
         model, engine, settings.name, settings.server.limits, created=settings.created,
         log_prompts=settings.server.log_prompts, reference=settings.reference, allow_pull=settings.server.allow_pull,
+        gather=engine.gather,
     )  # fmt: skip
     engine.own_metrics = context.metrics
     server = make_server(settings.server, context, settings.num_front_ends, first.secret)
     engine.server = server
     try:
         await server.serve(sockets=[listen(settings.server, reuse_port=True)])
-        link.send(m.Samples(context.metrics.render()))
+        link.send(b.Samples(context.metrics.render()))
     finally:
         await context.close()
 

@@ -24,8 +24,11 @@ from typing import Any
 
 import msgspec
 
-from bifolio.serve import messages as m
-from bifolio.serve.engine_client import Link
+from bifolio.api import messages as m
+from bifolio.api.client import new_prefix
+from bifolio.errors import FaultKind
+from bifolio.serve import branch_messages as b
+from bifolio.serve.engine_connection import Link
 from bifolio.serve.errors import ApiError
 from bifolio.serve.metrics import Metrics
 from bifolio.serve.supervisor import EngineProcess
@@ -53,9 +56,11 @@ class Branch:
         self.link: Link | None = None
         self.open: dict[str, str] = {}  # request id -> name of its tenant
         self.samples = b""
+        self.id_prefix = ""  # of the ids of its requests
 
     async def run(self) -> None:
         """Start the process and stay until it has ended."""
+        self.id_prefix = new_prefix()
         ours, theirs = socket.socketpair()
         command = [sys.executable, *subprocess._args_from_interpreter_flags(), "-m", "bifolio.serve.branch"]  # type: ignore[attr-defined]
         with theirs:
@@ -64,10 +69,10 @@ class Branch:
                 stdin=subprocess.DEVNULL,
             )  # fmt: skip
         ours.setblocking(False)
-        link = Link(self._take, m.from_branch_decoder)
+        link = Link(self._take, b.from_branch_decoder)
         await asyncio.get_running_loop().create_connection(lambda: link, sock=ours)
         self.link = link
-        link.send(self._owner.serve)
+        link.send(msgspec.structs.replace(self._owner.serve, id_prefix=self.id_prefix))
         if self._owner.engine.hello is not None:
             link.send(self._owner.engine.hello)
         try:
@@ -84,10 +89,10 @@ class Branch:
 
     def _take(self, message: Any) -> None:
         engine, owner = self._owner.engine, self._owner
-        if isinstance(message, m.Samples):
+        if isinstance(message, b.Samples):
             self.samples = message.body
-        elif isinstance(message, m.Scrape):
-            self.send(m.Scraped(message.id, owner.own_metrics.render(owner.samples())))
+        elif isinstance(message, b.Scrape):
+            self.send(b.Scraped(message.id, owner.own_metrics.render(owner.samples())))
         elif isinstance(message, m.Start | m.Embed):
             self._start(message)
         else:
@@ -101,12 +106,12 @@ class Branch:
         tenant = message.owner if isinstance(message, m.Start) else ""
         error = self._owner.admit(tenant, 1, isinstance(message, m.Start) and bool(message.salt))
         if error is not None:
-            kind = "KeyLimit" if error.code == "key_limit" else "QueueFull"
+            kind = FaultKind.KEY_LIMIT if error.code == "key_limit" else FaultKind.QUEUE_FULL
             self.send(m.Refused(message.id, kind, str(error)))
         elif self._owner.engine.forward(message):
             self.open[message.id] = tenant
         else:
-            self.send(m.Refused(message.id, "Unavailable", "the engine is starting: ask again in a moment"))
+            self.send(m.Refused(message.id, FaultKind.UNAVAILABLE, "the engine is starting: ask again in a moment"))
 
     def _abort_all(self) -> None:
         """The process is gone: its requests have no reader."""
@@ -131,7 +136,7 @@ class Branch:
 class Branches:
     """All further front ends. A front end that ends is replaced; its requests are aborted."""
 
-    def __init__(self, engine: EngineProcess, own_metrics: Metrics, serve: m.Serve, admit: Admit, count: int) -> None:
+    def __init__(self, engine: EngineProcess, own_metrics: Metrics, serve: b.Serve, admit: Admit, count: int) -> None:
         self.engine = engine
         self.own_metrics = own_metrics
         self.serve = serve
@@ -181,14 +186,14 @@ class Branches:
 
     def begin_drain(self) -> None:
         self._is_closing = True
-        self._broadcast(m.Drain())
+        self._broadcast(b.Drain())
 
     def engine_lost(self) -> None:
         for branch in self._branches:
             branch.open.clear()
-        self._broadcast(m.Lost())
+        self._broadcast(b.Lost())
 
-    def relay(self, message: m.FromEngine) -> None:
+    def deliver(self, message: m.FromEngine) -> None:
         if isinstance(message, m.Updates):
             self._relay_updates(message)
         elif isinstance(message, m.Hello | m.Beat):
@@ -211,12 +216,9 @@ class Branches:
             branch.send(m.Updates(updates))
 
     def _branch_of(self, request_id: str) -> Branch | None:
-        """The front end whose process number the id begins with (`EngineClient.new_id`)."""
-        owner = request_id.partition("-")[0]
-        for branch in self._branches:
-            if branch.process is not None and f"{branch.process.pid:x}" == owner:
-                return branch
-        return None
+        """The front end whose prefix the id begins with (`EngineConnection.new_id`)."""
+        prefix = request_id.partition("-")[0]
+        return next((branch for branch in self._branches if branch.id_prefix == prefix), None)
 
     def _broadcast(self, message: msgspec.Struct) -> None:
         for branch in self._branches:

@@ -7,14 +7,14 @@ import heapq
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bifolio.api.client import EngineClient
 from bifolio.model.loaded import TextModel
 from bifolio.serve.auth import Tenant
-from bifolio.serve.engine_client import EngineClient
 from bifolio.serve.errors import ApiError
 from bifolio.serve.grammar_checks import GrammarChecks
 from bifolio.serve.helper import Helper, new_helper
@@ -58,6 +58,7 @@ class ServerContext:
     allow_pull: bool = False  # clients may fetch models into the cache
     draining: bool = False
     branches: Branches | None = None  # further front ends
+    gather: Callable[[Metrics], Awaitable[bytes]] | None = None  # asks the first front end for the metrics of all
     texts: TokenTexts = field(init=False)
     tokenizers: TokenizerPool = field(init=False)
     templates: Helper = field(init=False)  # renders chat templates
@@ -71,7 +72,7 @@ class ServerContext:
         self.tokenizers = TokenizerPool(self.model.tokenizer)
         self.templates = new_helper(self.reference or str(self.model.path), reads_tokenizer=False)
         self.grammars = GrammarChecks(new_helper(self.reference or str(self.model.path), reads_tokenizer=True))
-        if self.engine.reports_engine:
+        if self.gather is None:  # else the first front end reports the engine
             self.metrics.watch(self.engine)
 
     async def close(self) -> None:
@@ -79,6 +80,18 @@ class ServerContext:
         self.tokenizers.close()
         await self.templates.close()
         await self.grammars.close()
+
+    def begin_drain(self) -> None:
+        """Refuse new requests, in all front ends; requests in flight finish."""
+        self.draining = True
+        if self.branches is not None:
+            self.branches.begin_drain()
+
+    async def render_metrics(self) -> bytes:
+        """The metrics of all front ends together."""
+        if self.gather is not None:
+            return await self.gather(self.metrics)
+        return self.metrics.render([] if self.branches is None else self.branches.samples())
 
     @contextlib.contextmanager
     def admission(self, tenant: Tenant, count: int) -> Iterator[None]:

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from bifolio.api import messages as m
 from bifolio.engine.engine import InferenceEngine
 from bifolio.engine.thread import EngineThread
 from bifolio.sampling_params import SamplingParams
 from bifolio.sequence import Request
-from bifolio.serve import messages as m
 
 Send = Callable[[m.FromEngine], None]
 MAX_ENTRIES = 1024

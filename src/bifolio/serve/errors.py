@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import msgspec
 
+from bifolio.errors import EngineFaultError, FaultKind
+
 TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -97,3 +99,26 @@ class ApiError(Exception):
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     return ApiError(400, message, code, param=param)
+
+
+_FAULTS: dict[FaultKind, tuple[int, str | None, int | None]] = {  # (HTTP status, code, seconds to wait)
+    FaultKind.INVALID_REQUEST: (400, None, None),
+    FaultKind.EMPTY_PROMPT: (400, "empty_prompt", None),
+    FaultKind.PROMPT_TOO_LONG: (400, "context_length_exceeded", None),
+    FaultKind.TOKEN_ID: (400, "invalid_token_id", None),
+    FaultKind.GRAMMAR: (400, "invalid_grammar", None),
+    FaultKind.SLOW_READER: (408, "slow_client", None),
+    FaultKind.QUEUE_FULL: (429, "queue_full", 2),
+    FaultKind.KEY_LIMIT: (429, "key_limit", 1),
+    FaultKind.UNAVAILABLE: (503, "engine_unavailable", 2),
+    FaultKind.LOST: (503, "engine_unavailable", 2),
+    FaultKind.STEP_FAILED: (500, "generation_failed", None),
+    FaultKind.NO_FINITE_LOGIT: (500, "generation_failed", None),
+    FaultKind.ENGINE_ERROR: (500, None, None),
+}
+
+
+def api_error(fault: EngineFaultError) -> ApiError:
+    """The answer to a request that the engine refused or lost."""
+    status, code, retry_after = _FAULTS[fault.kind]
+    return ApiError(status, str(fault), code, retry_after=retry_after)

@@ -10,16 +10,18 @@ import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from bifolio.api.messages import Ended, NewTokens, Start, Thinking, Update
+from bifolio.api.update_stream import UpdateStream
+from bifolio.errors import EngineFaultError, FaultKind
 from bifolio.logprob_records import LogprobRecords, TokenLogprob
 from bifolio.sampling_params import SamplingParams
 from bifolio.serve.auth import Receive, Tenant
 from bifolio.serve.context import ServerContext
-from bifolio.serve.errors import ApiError
-from bifolio.serve.messages import Ended, NewTokens, Start, Thinking, Update
+from bifolio.serve.errors import ApiError, api_error
 from bifolio.serve.responses import PromptTokensDetails, Usage
 from bifolio.serve.sampling import EngineParams
-from bifolio.serve.stream import RequestStream
 from bifolio.text.detokenizer import IncrementalDetokenizer, KeepingDecoder
 from bifolio.text.stopping import OutputText, TokenEnd
 
@@ -49,6 +51,8 @@ class Job:
     keeps: bool = False  # the blocks stay in the engine, for follow-ups
     parent: str = ""  # engine request that this one may continue
     request_id: str = ""  # of the engine's first request, once it was started
+    transfer_params: dict[str, Any] | None = None  # `kv_transfer_params` of the request
+    prefill_at: str = ""  # the prefill engine that a gateway chose
 
 
 @dataclass(slots=True)
@@ -85,7 +89,7 @@ class Run:
     num_completion_tokens: int = 0
     num_cached_tokens: int = 0
     ended: Ended | None = None  # times of the last engine request that ended
-    _stream: RequestStream | None = None
+    _stream: UpdateStream | None = None
     _timer: asyncio.TimerHandle | None = None
     _place: int | None = None  # among the concurrent requests without a key
     _numbers: dict[str, int] = field(default_factory=dict)  # engine request → which prompt
@@ -122,6 +126,7 @@ class Run:
                     job.thinking,
                     job.keeps,
                     job.parent,
+                    job.prefill_at,
                 )
             )
             self.context.metrics.prompt_tokens.inc(len(prompt))
@@ -135,7 +140,10 @@ class Run:
         stream = self._stream
         if stream is None:
             return []
-        updates = await stream.next()
+        try:
+            updates = await stream.next()
+        except EngineFaultError as fault:
+            raise api_error(fault) from fault
         return [self._note(update) for update in updates]
 
     @property
@@ -176,9 +184,9 @@ class Run:
         number = self._numbers[update.id]
         metrics, now = self.context.metrics, time.perf_counter()
         if update.ended is not None and update.ended.error is not None:
-            status = 500 if update.ended.is_our_fault else 400
+            fault = update.ended.fault or FaultKind.ENGINE_ERROR
             self.close()
-            raise ApiError(status, update.ended.error, "generation_failed")
+            raise ApiError(500 if fault.is_of_engine else 400, update.ended.error, "generation_failed")
         pieces = []
         for new in update.pieces:
             choice = number * self.job.num_choices + new.index

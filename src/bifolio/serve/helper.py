@@ -17,9 +17,9 @@ import subprocess
 import sys
 from collections import OrderedDict, deque
 
+from bifolio.api.messages import FrameReader, frame
 from bifolio.serve import helper_messages as h
 from bifolio.serve.errors import ApiError
-from bifolio.serve.messages import FrameReader, frame
 
 logger = logging.getLogger(__name__)
 CPU_SECONDS = 2  # of one task

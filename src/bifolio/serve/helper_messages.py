@@ -1,4 +1,4 @@
-"""The messages between the front end and its helper processes: frames as in `serve.messages`."""
+"""The messages between the front end and its helper processes: frames as in `api.messages`."""
 
 from __future__ import annotations
 

@@ -14,11 +14,11 @@ import socket
 import sys
 from pathlib import Path
 
+from bifolio.api.messages import FrameReader, frame
 from bifolio.errors import BifolioError, ChatTemplateError
 from bifolio.model.loaded import TextModel
 from bifolio.model.loader import open_text_model
 from bifolio.serve import helper_messages as h
-from bifolio.serve.messages import FrameReader, frame
 from bifolio.text.chat_template import render_chat
 from bifolio.text.tokenizer import is_library_error
 

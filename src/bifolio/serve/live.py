@@ -18,11 +18,12 @@ from urllib.parse import parse_qs
 import msgspec
 import numpy as np
 
+from bifolio.api.messages import BLOCK_COLOURS, BLOCK_HELD
+from bifolio.errors import EngineFaultError
 from bifolio.serve.auth import Receive, Scope, Send, Tenant
 from bifolio.serve.context import ServerContext
 from bifolio.serve.errors import ApiError, bad_request
 from bifolio.serve.http import SSE_HEADERS
-from bifolio.serve.messages import BLOCK_COLOURS, BLOCK_HELD
 
 LOOK_TIMEOUT = 5.0  # seconds
 MAX_WATCHERS = 32  # pictures cost the engine a little time each
@@ -58,14 +59,14 @@ async def live_events(context: ServerContext, scope: Scope, receive: Receive, se
 async def picture(context: ServerContext, tenant: Tenant) -> dict[str, Any]:
     """One event; without an engine there is little to see. Lengths are those of the tenant's own requests."""
     engine = context.engine
-    seen: dict[str, Any] = {"time": time.time(), "ready": engine.is_ready, "stats": dict(engine.stats)}
+    seen: dict[str, Any] = {"time": time.time(), "ready": engine.health().is_ready, "stats": dict(engine.stats)}
     seen["restarts"] = engine.num_restarts
     seen["latency"] = _latencies(context)
     if engine.hello is not None:
         seen |= {"block_size": engine.hello.block_size, "max_num_seqs": engine.hello.max_num_seqs}
-    with contextlib.suppress(ApiError, TimeoutError):
+    with contextlib.suppress(EngineFaultError, TimeoutError):
         async with asyncio.timeout(LOOK_TIMEOUT):
-            found = await engine.look()
+            found = await engine.snapshot()
         slots = [visible_entry(entry, tenant) for entry in found.slots]
         own = {entry["slot"] for entry in slots if entry["id"]}
         seen |= {"slots": slots, "stats": found.stats}

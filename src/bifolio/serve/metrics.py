@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -14,8 +14,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from bifolio.serve.engine_client import EngineClient
-from bifolio.serve.messages import Ended
+from bifolio.api.client import EngineClient
+from bifolio.api.messages import Ended
 
 PREFIX = "bifolio:"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -59,7 +59,7 @@ class _EngineCollector(Collector):
             ("kv_cache_shared_blocks", "Blocks that several sequences hold.", stats.get("total_shared_blocks", 0.0)),
             ("kv_cache_block_references", "Blocks without sharing.", stats.get("total_references", 0.0)),
             ("kv_cache_average_references", "Sequences per block.", stats.get("average_reference_count", 0.0)),
-            ("engine_up", "Whether the engine process is ready.", float(engine.is_ready)),
+            ("engine_up", "Whether the engine process is ready.", float(engine.health().is_ready)),
         ):
             yield GaugeMetricFamily(PREFIX + name, text, value)
         for name, (source, text) in _ENGINE_COUNTERS.items():
@@ -147,6 +147,7 @@ class Metrics:
         )
         self.open_responses = Gauge(PREFIX + "http_open_requests", "HTTP requests under way.", registry=registry)
         self.recent_latency = 1.0  # seconds; an average that forgets
+        self.extend: Callable[[bytes], bytes] | None = None  # adds names that other programs read
 
     def watch(self, engine: EngineClient) -> None:
         self.registry.register(_EngineCollector(engine))
@@ -167,10 +168,9 @@ class Metrics:
 
     def render(self, others: Sequence[bytes] = ()) -> bytes:
         """As Prometheus reads them; the metrics of `others`, rendered by other front ends, are added."""
-        own: bytes = generate_latest(self.registry)
-        if not others:
-            return own
-        registry = CollectorRegistry()
-        registry.register(_Sums([own, *others]))
-        merged: bytes = generate_latest(registry)
-        return merged
+        body: bytes = generate_latest(self.registry)
+        if others:
+            registry = CollectorRegistry()
+            registry.register(_Sums([body, *others]))
+            body = generate_latest(registry)
+        return body if self.extend is None else self.extend(body)

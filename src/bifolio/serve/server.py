@@ -18,17 +18,21 @@ from typing import Any
 
 import uvicorn
 
+from bifolio.api.client import EngineClient
+from bifolio.api.messages import KvEventSettings, Launch
 from bifolio.errors import ConfigError
 from bifolio.model.loader import open_text_model
 from bifolio.serve.app import make_app
 from bifolio.serve.auth import KeyRing, new_secret
+from bifolio.serve.branch_messages import Serve
 from bifolio.serve.branches import Branches, encode_settings
 from bifolio.serve.connection import Connections, make_protocol
 from bifolio.serve.context import Limits, ServerContext, public_name
 from bifolio.serve.errors import ApiError
 from bifolio.serve.hosts import is_loopback
-from bifolio.serve.messages import Launch, Serve
 from bifolio.serve.supervisor import EngineProcess
+from bifolio.serve.vllm_metrics import with_vllm_names
+from bifolio.transfer_settings import TransferSettings
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +60,12 @@ class ServerSettings:
     allow_pull: bool = False  # clients may fetch models into the cache
     worker_command: Sequence[str] | None = None
     front_ends: int = 1  # processes that listen on the port
+    engine_address: str | None = None  # HOST:PORT of an engine on another host; None: an engine process of this one
+    engine_secret: bytes = b""  # shared with the engine on another host
+    in_process: bool = False  # the engine runs on a thread of the front end
+    kv_events: KvEventSettings | None = None  # where the engine publishes stored and removed blocks
+    transfer: TransferSettings | None = None  # prefill and decode on separate engines
+    metrics_compat: str | None = None  # "vllm": metrics also under vLLM's names
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +102,7 @@ class Server(uvicorn.Server):
 
     def begin_drain(self) -> None:
         """Refuse new requests; requests in flight finish."""
-        self._context.draining = True
-        self._context.engine.begin_drain()
+        self._context.begin_drain()
         self.should_exit = True
 
     async def shutdown(self, sockets: Any = None) -> None:
@@ -120,13 +129,9 @@ async def running_context(settings: ServerSettings, engine_options: dict[str, An
 
     reference = engine_options.get("model") or DEFAULT_MODEL
     model = open_text_model(reference)
-    launch = Launch({**engine_options, "model": str(reference)}, settings.max_updates_per_second)
-    engine = EngineProcess(
-        launch,
-        command=settings.worker_command,
-        step_timeout=settings.step_timeout,
-        heartbeat_timeout=settings.heartbeat_timeout,
-    )
+    launch = Launch({**engine_options, "model": str(reference)}, settings.max_updates_per_second, settings.kv_events,
+                    settings.transfer)  # fmt: skip
+    engine = make_engine(settings, launch)
     try:
         await asyncio.gather(engine.start(), asyncio.to_thread(lambda: model.tokenizer))
         name = public_name(reference, settings.model_name)
@@ -134,12 +139,33 @@ async def running_context(settings: ServerSettings, engine_options: dict[str, An
             model, engine, name, settings.limits, log_prompts=settings.log_prompts, reference=str(reference),
             allow_pull=settings.allow_pull,
         )  # fmt: skip
+        if settings.metrics_compat is not None:
+            context.metrics.extend = with_vllm_names(name, lambda: engine.hello)
         try:
             yield context
         finally:
             await context.close()
     finally:
         await engine.close()
+
+
+def make_engine(settings: ServerSettings, launch: Launch) -> EngineClient:
+    """A client of the engine: a child process, a thread of this process, or an engine on another host."""
+    if settings.engine_address is not None:
+        from bifolio.serve.remote_engine import RemoteEngine
+
+        timeout = settings.heartbeat_timeout
+        return RemoteEngine(settings.engine_address, settings.engine_secret, heartbeat_timeout=timeout)
+    if settings.in_process:
+        from bifolio.serve.local_engine import LocalEngine
+
+        return LocalEngine(launch, step_timeout=settings.step_timeout)
+    return EngineProcess(
+        launch,
+        command=settings.worker_command,
+        step_timeout=settings.step_timeout,
+        heartbeat_timeout=settings.heartbeat_timeout,
+    )
 
 
 def default_front_ends() -> int:
@@ -235,8 +261,8 @@ def start_branches(settings: ServerSettings, context: ServerContext, secret: byt
     reference = context.reference or str(context.model.path)
     told = BranchSettings(settings, reference, context.name, context.created, settings.front_ends)
     branches = Branches(
-        engine, context.metrics, Serve(encode_settings(told), secret), context.refusal, settings.front_ends - 1
+        engine, context.metrics, Serve(encode_settings(told), secret, ""), context.refusal, settings.front_ends - 1
     )
-    engine.branches = context.branches = branches
+    engine.relay = context.branches = branches
     branches.start()
     return branches

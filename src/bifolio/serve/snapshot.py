@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from bifolio.api import messages as m
 from bifolio.engine.engine import InferenceEngine
 from bifolio.sequence import Sequence
-from bifolio.serve import messages as m
 
 FREE, CACHED, HELD = 0, 1, m.BLOCK_HELD
 COLOURS = m.BLOCK_COLOURS

@@ -18,14 +18,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from bifolio.api import messages as m
 from bifolio.errors import ConfigError
-from bifolio.serve import messages as m
-from bifolio.serve.engine_client import EngineClient, Link
-
-if TYPE_CHECKING:
-    from bifolio.serve.metrics import Metrics
+from bifolio.serve.engine_connection import EngineConnection, Link
 
 logger = logging.getLogger(__name__)
 FIRST_DELAY, LONGEST_DELAY = 0.2, 10.0  # seconds between restarts, doubled from the one to the other
@@ -34,10 +31,11 @@ DEAD_AFTER = 3.0  # heartbeat timeouts without a heartbeat: the process is kille
 KILL_AFTER = 10.0  # seconds that a process gets to shut down
 
 
-class EngineProcess(EngineClient):
+class EngineProcess(EngineConnection):
     """The supervisor of the engine process, and the first front end's way to it.
 
-    Further front ends (`branches`) send their requests through this one, which counts them all.
+    Other clients of the engine (`relay`: further front ends, or connections of other hosts) send their requests through
+    this one, which counts them all.
     """
 
     def __init__(
@@ -56,8 +54,7 @@ class EngineProcess(EngineClient):
         self._process: asyncio.subprocess.Process | None = None
         self._runner: asyncio.Task[None] | None = None
         self._greeting: asyncio.Future[m.Hello] | None = None
-        self._closing = False
-        self.branches: BranchRelay | None = None
+        self.relay: Relay | None = None
 
     # -- the process's life ------------------------------------------------------------------------------------------
     async def start(self) -> m.Hello:
@@ -95,8 +92,8 @@ class EngineProcess(EngineClient):
                 logger.exception("the engine process could not be started")
                 self._greet_with(ConfigError(f"the engine process could not be started: {error}"))
             self._lose_all()
-            if self.branches is not None:
-                self.branches.engine_lost()
+            if self.relay is not None:
+                self.relay.engine_lost()
             if self._closing or (self._greeting is not None and self._greeting.done() and self._greeting.exception()):
                 return
             self.num_restarts += 1
@@ -162,8 +159,8 @@ class EngineProcess(EngineClient):
     # -- messages from the engine ------------------------------------------------------------------------------------
     def _take(self, message: m.FromEngine) -> None:
         self._take_common(message)
-        if self.branches is not None:
-            self.branches.relay(message)
+        if self.relay is not None:
+            self.relay.deliver(message)
         if isinstance(message, m.Beat) and message.step_seconds > self._step_timeout:
             logger.error("a step has been running for %.0f s: the engine process is killed", message.step_seconds)
             self.kill()
@@ -174,48 +171,33 @@ class EngineProcess(EngineClient):
             logger.error("the engine cannot start: %s", message.message)
             self._greet_with(ConfigError(message.message))
 
-    # -- other front ends ----------------------------------------------------------------------------------------------
+    # -- other clients -------------------------------------------------------------------------------------------------
     @property
     def num_open(self) -> int:
-        return super().num_open + (0 if self.branches is None else self.branches.num_open)
-
-    def begin_drain(self) -> None:
-        if self.branches is not None:
-            self.branches.begin_drain()
-
-    async def metrics(self, own: Metrics) -> bytes:
-        return own.render([] if self.branches is None else self.branches.samples())
+        return super().num_open + (0 if self.relay is None else self.relay.num_open)
 
     def forward(self, message: m.ToEngine) -> bool:
-        """Send a message of another front end; False if no engine is ready."""
+        """Send a message of another client; False if no engine is ready."""
         if self._link is None or self.hello is None:
             return False
         self._link.send(message)
         return True
 
 
-class BranchRelay(Protocol):
-    """The other front ends, as the supervisor sees them (`serve.branches`)."""
+class Relay(Protocol):
+    """The other clients of an engine, as its supervisor sees them (`serve.branches`, `serve.engine_host`)."""
 
     @property
     def num_open(self) -> int:
         """Their requests that have not ended."""
         ...
 
-    def relay(self, message: m.FromEngine) -> None:
-        """Hand a message of the engine to the front ends that it concerns."""
+    def deliver(self, message: m.FromEngine) -> None:
+        """Hand a message of the engine to the clients that it concerns."""
         ...
 
     def engine_lost(self) -> None:
         """The engine process ended, and its requests with it."""
-        ...
-
-    def begin_drain(self) -> None:
-        """Refuse new requests; requests in flight finish."""
-        ...
-
-    def samples(self) -> list[bytes]:
-        """Their metrics, as Prometheus reads them."""
         ...
 
 

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from bifolio.api.messages import Thinking
 from bifolio.serve.auth import Tenant
 from bifolio.serve.context import ServerContext
 from bifolio.serve.errors import bad_request
 from bifolio.serve.generation import Job
 from bifolio.serve.helper_messages import Failed, Render
-from bifolio.serve.messages import Thinking
 from bifolio.serve.protocol import ChatRequest, Message, StreamOptions
 from bifolio.serve.sampling import engine_params, resolve_strings
 from bifolio.serve.tools import ToolPlan, marker_ids, plan_tools
@@ -107,6 +107,7 @@ async def prepare(context: ServerContext, request: ChatRequest, tenant: Tenant, 
         drawn,
         stream_options.include_steps,
         stream_options.interval_ms / 1000,
+        transfer_params=request.kv_transfer_params,
     )
     job.parent = "" if history is None else history.request_id
     tail = rendered[-1][0] if rendered else ""

@@ -16,7 +16,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
-from bifolio.serve import messages as m
+from bifolio.api import messages as m
 from bifolio.serve.logs import configure_logging
 
 if TYPE_CHECKING:
@@ -128,7 +128,19 @@ def make_service(launch: m.Launch, send: Send) -> EngineService:
         prepare_compiler(llm.model)
     except BifolioError as error:  # requests with a grammar are refused; all others are served
         logger.warning("requests with a grammar will be refused: %s", error)
-    return EngineService(llm, send, max_updates_per_second=launch.max_updates_per_second)
+    service = EngineService(llm, send, max_updates_per_second=launch.max_updates_per_second)
+    if launch.kv_events is not None:
+        from bifolio.cache.events import CacheEvents
+        from bifolio.serve.kv_events import KvEventPublisher
+
+        events = CacheEvents()
+        service.publisher = KvEventPublisher(events, llm.engine.blocks.block_size, launch.kv_events)
+        llm.engine.blocks.record_events(events)
+    if launch.transfer is not None and launch.transfer.role != "both":
+        from bifolio.serve.block_transfer import BlockTransfer
+
+        service.transfer = BlockTransfer(service.thread, llm.engine, launch.transfer)
+    return service
 
 
 def main() -> None:

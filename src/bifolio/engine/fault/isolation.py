@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from bifolio.engine.fault.out_of_memory import STEP_FAILED
+from bifolio.errors import FaultKind
 from bifolio.sequence import FinishReason, Request, Sequence, StepResult
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ class Isolation:
         if self._failures > MAX_FAILURES_IN_A_ROW:
             raise error
         logger.error("request %s failed and was ended: %r", request.request_id, error, exc_info=error)
-        request.error = f"{STEP_FAILED}: {type(error).__name__}"
+        request.set_error(FaultKind.STEP_FAILED, f"{STEP_FAILED}: {type(error).__name__}")
         results = self._engine.batcher.finish(request, FinishReason.ERROR)
         self._next_trial()
         return results

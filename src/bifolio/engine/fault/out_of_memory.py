@@ -13,13 +13,14 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, NamedTuple
 
+from bifolio.errors import FaultKind
 from bifolio.sequence import FinishReason, Request, StepResult
 
 if TYPE_CHECKING:
     from bifolio.engine.engine import InferenceEngine
 
 logger = logging.getLogger(__name__)
-STEP_FAILED = "the step that computed this request failed"  # first words of `Request.error`
+STEP_FAILED = "the step that computed this request failed"  # first words of the message
 CALM_STEPS = 32  # good steps after which the limits are relaxed
 SMALLEST_BUDGET = 16  # tokens of a step; a smaller budget would make prefill too slow
 MAX_FAILURES_ALONE = 3  # with the smallest steps; then the request does not fit
@@ -82,7 +83,7 @@ class MemoryRecovery:
         requests = self._engine.take_back()
         if not requests:
             raise error
-        self._engine.runner.kernels.release_memory()
+        self._engine.runner.release_memory()
         self._good_steps = 0
         smallest = self._budget <= SMALLEST_BUDGET
         self._budget = max(self._budget // 2, min(SMALLEST_BUDGET, self._budget))
@@ -106,8 +107,9 @@ class MemoryRecovery:
         self._alone = _Alone()
         self._budget = self._engine.config.token_budget  # the request was too large, not the steps
         self._engine.batcher.max_running = None
-        request.error = (
+        request.set_error(
+            FaultKind.STEP_FAILED,
             f"{STEP_FAILED}: out of memory, even alone and in steps of {SMALLEST_BUDGET} tokens. Request fewer "
-            "completions, beams or logprobs, or start the engine with a smaller cache (gpu_memory_utilization, memory)"
+            "completions, beams or logprobs, or start the engine with a smaller cache (gpu_memory_utilization, memory)",
         )
         return self._engine.batcher.finish(request, FinishReason.ERROR)

@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from bifolio.engine.fault.out_of_memory import STEP_FAILED
+from bifolio.errors import FaultKind
 from bifolio.sequence import FinishReason, Request, StepResult
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class ProgressWatch:
         self._num_idle = 0
         request = self._culprit()
         logger.error("no progress in %d steps: request %s is ended", self.limit, request.request_id)
-        request.error = f"{STEP_FAILED}: no progress in {self.limit} steps"
+        request.set_error(FaultKind.STEP_FAILED, f"{STEP_FAILED}: no progress in {self.limit} steps")
         return self._engine.batcher.finish(request, FinishReason.ERROR)
 
     def _culprit(self) -> Request:

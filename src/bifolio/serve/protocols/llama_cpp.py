@@ -192,7 +192,7 @@ async def props(context: ServerContext, scope: Scope, receive: Receive, send: Se
 async def slots(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
     """Every slot; the numbers of requests of other keys are hidden."""
     async with asyncio.timeout(LOOK_TIMEOUT):
-        found = await context.engine.look()
+        found = await context.engine.snapshot()
     tenant = tenant_of(scope)
     taken = {entry["slot"]: visible_entry(entry, tenant) for entry in found.slots}
     count = 0 if context.engine.hello is None else context.engine.hello.max_num_seqs

@@ -1,7 +1,8 @@
-"""The requests of one front end to the engine, and their answers.
+"""An engine client over a connection: requests out, messages in.
 
-`EngineProcess` (the supervisor) owns the engine process; further front ends reach it through the first one
-(`serve.branch`). Both are an `EngineClient`.
+The base of all clients of `api.client`. They differ in the way to the engine and in its life: `EngineProcess`
+(`serve.supervisor`) owns a process, further front ends reach it through the first one (`serve.branch`), `RemoteEngine`
+(`serve.remote_engine`) connects to another host, `LocalEngine` (`serve.local_engine`) has a thread of this process.
 """
 
 from __future__ import annotations
@@ -9,34 +10,46 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import msgspec
 
-from bifolio.serve import messages as m
-from bifolio.serve.errors import ApiError
-from bifolio.serve.stream import RequestStream
-
-if TYPE_CHECKING:
-    from bifolio.serve.metrics import Metrics
+from bifolio.api import messages as m
+from bifolio.api.client import EngineState, Health, new_prefix
+from bifolio.api.update_stream import UpdateStream
+from bifolio.errors import EngineFaultError, FaultKind
 
 logger = logging.getLogger(__name__)
 
 
-class Link(asyncio.Protocol):
-    """One connection to an engine process, or to the front end that owns it."""
+class MessageLink(Protocol):
+    """The way of messages to an engine."""
 
-    def __init__(self, take: Callable[[Any], None], decoder: msgspec.msgpack.Decoder[Any]) -> None:
+    def send(self, message: msgspec.Struct) -> None: ...
+
+    def send_all(self, messages: Sequence[msgspec.Struct]) -> None: ...
+
+
+class Link(asyncio.Protocol):
+    """One connection to an engine process, or to the front end or host that owns it."""
+
+    def __init__(
+        self,
+        take: Callable[[Any], None],
+        decoder: msgspec.msgpack.Decoder[Any],
+        max_bytes: int = m.MAX_FRAME_BYTES,
+    ) -> None:
         self._take = take  # called with every message
-        self._reader = m.FrameReader(decoder)
+        self._reader = m.FrameReader(decoder, max_bytes)
         self._transport: asyncio.Transport | None = None
+        self.connected = asyncio.get_running_loop().create_future()
         self.closed = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport  # type: ignore[assignment]
+        self.connected.set_result(None)
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -50,47 +63,59 @@ class Link(asyncio.Protocol):
         if not self.closed.done():
             self.closed.set_result(None)
 
+    def trust(self) -> None:
+        """Accept frames of any size: the other end has proved that it knows the secret."""
+        self._reader.max_bytes = m.MAX_FRAME_BYTES
+
     def send(self, message: msgspec.Struct) -> None:
         self.write(m.frame(message))
+
+    def send_all(self, messages: Sequence[msgspec.Struct]) -> None:
+        self.write(b"".join([m.frame(message) for message in messages]))
 
     def write(self, frames: bytes) -> None:
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(frames)
+
+    @property
+    def num_unsent(self) -> int:
+        """Bytes that the other end has not read."""
+        return 0 if self._transport is None else self._transport.get_write_buffer_size()
 
     def abort(self) -> None:
         if self._transport is not None:
             self._transport.abort()
 
 
-class EngineClient:
+class EngineConnection:
     """Hands requests to the engine and its messages to the requests' streams. Lives on the event loop."""
 
-    reports_engine = True  # whether the metrics of this front end include those of the engine
-
-    def __init__(self, heartbeat_timeout: float = 10.0) -> None:
+    def __init__(self, heartbeat_timeout: float = 10.0, id_prefix: str | None = None) -> None:
         self._heartbeat_timeout = heartbeat_timeout  # seconds
-        self._link: Link | None = None
-        self._streams: dict[str, RequestStream] = {}
+        self._link: MessageLink | None = None
+        self._streams: dict[str, UpdateStream] = {}
         self._answers: dict[str, asyncio.Future[Any]] = {}  # embeddings, pictures and metrics
         self._num_embeddings = 0  # in flight
         self._ids = itertools.count()
+        self.id_prefix = id_prefix or new_prefix()
         self._last_beat = 0.0
-        self.hello: m.Hello | None = None  # of the process that runs now
+        self._step_seconds = 0.0
+        self._closing = False
+        self.hello: m.Hello | None = None  # of the engine that runs now
         self.stats: dict[str, float] = {}
-        self._base: dict[str, float] = {}  # counters of the processes before this one
+        self._base: dict[str, float] = {}  # counters of the engines before this one
         self.num_restarts = 0
 
-    def begin_drain(self) -> None:
-        """Tell other front ends, if any, to refuse new requests."""
-
-    async def metrics(self, own: Metrics) -> bytes:
-        """The metrics of all front ends together; `own` are those of this one."""
-        return own.render()
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether the process has greeted and its heartbeats arrive."""
-        return self.hello is not None and time.monotonic() - self._last_beat < self._heartbeat_timeout
+    def health(self) -> Health:
+        """Whether the engine has greeted and its heartbeats arrive."""
+        if self._closing:
+            state = EngineState.CLOSED
+        elif self.hello is None:
+            state = EngineState.STARTING
+        else:
+            is_silent = time.monotonic() - self._last_beat >= self._heartbeat_timeout
+            state = EngineState.SILENT if is_silent else EngineState.READY
+        return Health(state, self.num_restarts, self._step_seconds)
 
     @property
     def num_open(self) -> int:
@@ -98,8 +123,8 @@ class EngineClient:
         return len(self._streams) + self._num_embeddings
 
     def _lose_all(self) -> None:
-        """Everything that was under way in the process is lost."""
-        error = unavailable("the engine process ended while the request ran: it is being restarted, ask again")
+        """Everything that was under way in the engine is lost."""
+        error = lost("the engine process ended while the request ran: it is being restarted, ask again")
         for stream in set(self._streams.values()):
             stream.fail(error)
         self._streams.clear()
@@ -113,17 +138,17 @@ class EngineClient:
                 self._base[name] = self._base.get(name, 0.0) + value
         self.stats = {}
 
-    def fail_all(self, error: ApiError) -> None:
+    def fail_all(self, error: Exception) -> None:
         """End every request that is under way."""
         for stream in set(self._streams.values()):
             stream.fail(error)
 
     def counter(self, name: str) -> float:
-        """A counter over all processes so far; it never goes back."""
+        """A counter over all engines so far; it never goes back."""
         return self._base.get(name, 0.0) + self.stats.get(name, 0.0)
 
     # -- messages from the engine ------------------------------------------------------------------------------------
-    def _take_common(self, message: m.FromEngine) -> None:
+    def _take_common(self, message: Any) -> None:
         """Hand a message to its request."""
         if isinstance(message, m.Updates):
             for update in message.items:
@@ -133,7 +158,7 @@ class EngineClient:
         elif isinstance(message, m.Embedding | m.Picture | m.Recalled):
             self._answer(message.id, message)
         elif isinstance(message, m.Beat):
-            self._last_beat, self.stats = time.monotonic(), message.stats
+            self._last_beat, self._step_seconds, self.stats = time.monotonic(), message.step_seconds, message.stats
         elif isinstance(message, m.Hello):
             self.hello, self._last_beat = message, time.monotonic()
 
@@ -151,9 +176,7 @@ class EngineClient:
         stream.push(update)
 
     def _take_refusal(self, message: m.Refused) -> None:
-        status, retry_after = REFUSAL_STATUS.get(message.kind, (400, None))
-        code = REFUSAL_CODES.get(message.kind)
-        error = ApiError(status, message.message, code, param=None, retry_after=retry_after)
+        error = EngineFaultError(message.kind, message.message)
         stream = self._streams.pop(message.id, None)
         if stream is not None:
             stream.fail(error)
@@ -163,15 +186,15 @@ class EngineClient:
 
     # -- requests ------------------------------------------------------------------------------------------------------
     def new_id(self) -> str:
-        return f"{os.getpid():x}-{next(self._ids):x}"
+        """An id for a request, unique across processes and hosts."""
+        return f"{self.id_prefix}-{next(self._ids):x}"
 
-    def submit(self, starts: Sequence[m.Start]) -> RequestStream:
+    def submit(self, requests: Sequence[m.Start]) -> UpdateStream:
         """Hand requests to the engine; close the stream when done with them."""
         link = self._ready_link()
-        stream = RequestStream((start.id for start in starts), self._abort)
-        frames = b"".join(m.frame(start) for start in starts)
-        self._streams |= dict.fromkeys((start.id for start in starts), stream)
-        link.write(frames)
+        stream = UpdateStream((request.id for request in requests), self.abort)
+        self._streams |= dict.fromkeys((request.id for request in requests), stream)
+        link.send_all(requests)
         return stream
 
     def stop(self, request_id: str, index: int, stop_reason: str) -> None:
@@ -189,7 +212,8 @@ class EngineClient:
             self._num_embeddings -= 1
         return answer.vector
 
-    async def look(self) -> m.Picture:
+    async def snapshot(self) -> m.Picture:
+        """Slots, queue and blocks at one moment."""
         request_id = self.new_id()
         picture: m.Picture = await self._ask(request_id, m.Look(request_id))
         return picture
@@ -216,15 +240,16 @@ class EngineClient:
             if self._answers.pop(request_id, None) is not None and self._link is link:
                 link.send(m.Abort([request_id]))  # cancelled
 
-    def _abort(self, request_ids: list[str]) -> None:
+    def abort(self, request_ids: list[str]) -> None:
+        """End requests before the next step; no update of them follows."""
         for request_id in request_ids:
             self._streams.pop(request_id, None)
         if self._link is not None:
             self._link.send(m.Abort(request_ids))
 
-    def _ready_link(self) -> Link:
+    def _ready_link(self) -> MessageLink:
         if self._link is None or self.hello is None:
-            raise unavailable("the engine is starting: ask again in a moment")
+            raise EngineFaultError(FaultKind.UNAVAILABLE, "the engine is starting: ask again in a moment")
         return self._link
 
 
@@ -232,22 +257,8 @@ COUNTERS = frozenset(
     ("num_steps", "num_prefill_tokens", "num_decode_tokens", "num_preemptions", "num_prompt_tokens",
      "num_cached_tokens", "num_draft_tokens", "num_accepted_tokens", "cpu_seconds")
 )  # fmt: skip
-REFUSAL_STATUS: dict[str, tuple[int, int | None]] = {  # (HTTP status, seconds to wait); all others: 400
-    "EngineError": (500, None),
-    "QueueFull": (429, 2),
-    "KeyLimit": (429, 1),
-    "Unavailable": (503, 2),
-}
-REFUSAL_CODES = {
-    "QueueFull": "queue_full",
-    "KeyLimit": "key_limit",
-    "Unavailable": "engine_unavailable",
-    "PromptTooLongError": "context_length_exceeded",
-    "TokenIdError": "invalid_token_id",
-    "EmptyPromptError": "empty_prompt",
-    "GrammarError": "invalid_grammar",
-}
 
 
-def unavailable(message: str) -> ApiError:
-    return ApiError(503, message, "engine_unavailable", retry_after=2)
+def lost(message: str) -> EngineFaultError:
+    """The fault of requests whose engine has gone."""
+    return EngineFaultError(FaultKind.LOST, message)

@@ -1,7 +1,8 @@
-"""The messages between the HTTP front end and the engine process.
+"""The messages between an engine client and an engine, and their frames on a connection.
 
-Frames of four bytes of length and one msgpack message, over a private pair of connected sockets. Both ends are ours,
-so a message that does not decode means a broken peer and ends the connection. Nothing is ever unpickled.
+Frames of four bytes of length and one msgpack message, over a private pair of connected sockets or, after both ends
+have proved that they know the shared secret, over TCP. A message that does not decode ends the connection. Nothing is
+ever unpickled.
 """
 
 from __future__ import annotations
@@ -10,8 +11,19 @@ from typing import Any
 
 import msgspec
 
+from bifolio.errors import FaultKind
+from bifolio.transfer_settings import TransferSettings
+
 MAX_FRAME_BYTES = 256 << 20
 MAX_FRAME_ENTRIES = 200_000  # tokens and logprobs of one frame of updates: some megabytes
+
+
+class KvEventSettings(msgspec.Struct):
+    """Where an engine publishes its KV events (`serve.kv_events`)."""
+
+    endpoint: str  # tcp://*:5557; * as the port: any
+    replay_endpoint: str  # tcp://*:5558
+    topic: str = ""
 
 
 class Launch(msgspec.Struct, tag="launch"):
@@ -21,6 +33,8 @@ class Launch(msgspec.Struct, tag="launch"):
     max_updates_per_second: float = (
         400.0  # of all requests together; when they are more, tokens travel in twos, threes...
     )
+    kv_events: KvEventSettings | None = None
+    transfer: TransferSettings | None = None  # prefill and decode on separate engines; None: on this one
 
 
 class Thinking(msgspec.Struct, array_like=True):
@@ -49,6 +63,7 @@ class Start(msgspec.Struct, tag="start", omit_defaults=True):
     thinking: Thinking | None = None  # the grammar begins behind the reasoning, whose length may be limited
     keeps: bool = False  # the blocks stay after the end, for follow-ups
     parent: str = ""  # id of a kept request that this one may continue
+    prefill_at: str = ""  # the prefill engine that a gateway chose (`serve.block_transfer`)
 
 
 class Abort(msgspec.Struct, tag="abort"):
@@ -113,6 +128,10 @@ class Hello(msgspec.Struct, tag="hello"):
     num_blocks: int
     block_size: int
     plan: list[str]  # the memory plan, for people
+    kv_cache_dtype: str = ""
+    enable_prefix_caching: bool = True
+    kv_events: KvEventSettings | None = None  # where they are published
+    transfer_port: int = 0  # where blocks are served to decode engines; 0: they are not
 
 
 class Fatal(msgspec.Struct, tag="fatal"):
@@ -122,10 +141,10 @@ class Fatal(msgspec.Struct, tag="fatal"):
 
 
 class Refused(msgspec.Struct, tag="refused"):
-    """The request was not accepted; it is the client's fault."""
+    """The request was not accepted."""
 
     id: str
-    kind: str  # class name of the error
+    kind: FaultKind
     message: str
 
 
@@ -151,7 +170,7 @@ class Ended(msgspec.Struct, array_like=True):
     num_cached_tokens: int
     num_preemptions: int
     error: str | None = None
-    is_our_fault: bool = False  # the computation failed; else the request asked for the impossible
+    fault: FaultKind | None = None  # of the error
 
 
 class Update(msgspec.Struct, array_like=True, omit_defaults=True):
@@ -202,7 +221,7 @@ class Picture(msgspec.Struct, tag="picture"):
     slots: list[dict[str, Any]]
     waiting: list[dict[str, Any]]
     stats: dict[str, float]
-    blocks: bytes  # u8[2 * num_blocks]: per block its state and how many rows hold it (see serve.live)
+    blocks: bytes  # u8[2 * num_blocks]: per block its state and how many sequences hold it
 
 
 class Beat(msgspec.Struct, tag="beat"):
@@ -215,47 +234,9 @@ class Beat(msgspec.Struct, tag="beat"):
 FromEngine = Hello | Fatal | Refused | Updates | Embedding | Picture | Recalled | Beat
 
 
-# Between the first front end, which owns the engine process, and the others: requests and updates as above, and these.
-class Serve(msgspec.Struct, tag="serve"):
-    """First message to a new front end: its settings, encoded by `serve.branches`."""
-
-    settings: bytes
-    secret: bytes  # digests of API keys are equal in all front ends
-
-
-class Lost(msgspec.Struct, tag="lost"):
-    """The engine process ended, and all requests with it."""
-
-
-class Drain(msgspec.Struct, tag="drain"):
-    """Refuse new requests; exit when those in flight have ended."""
-
-
-class Samples(msgspec.Struct, tag="samples"):
-    """The metrics of a front end, as Prometheus reads them."""
-
-    body: bytes
-
-
-class Scrape(msgspec.Struct, tag="scrape"):
-    """Ask for the metrics of all front ends."""
-
-    id: str
-
-
-class Scraped(msgspec.Struct, tag="scraped"):
-    id: str
-    body: bytes
-
-
-FromBranch = Start | Abort | Stop | Embed | Look | Remember | Recall | Samples | Scrape
-ToBranch = Serve | Hello | Refused | Updates | Embedding | Picture | Recalled | Beat | Lost | Drain | Scraped
-
 _encoder = msgspec.msgpack.Encoder()
 to_engine_decoder = msgspec.msgpack.Decoder(ToEngine)
 from_engine_decoder = msgspec.msgpack.Decoder(FromEngine)
-from_branch_decoder = msgspec.msgpack.Decoder(FromBranch)
-to_branch_decoder = msgspec.msgpack.Decoder(ToBranch)
 
 
 def frame(message: msgspec.Struct) -> bytes:
@@ -266,8 +247,9 @@ def frame(message: msgspec.Struct) -> bytes:
 class FrameReader:
     """Cuts a stream of bytes into messages."""
 
-    def __init__(self, decoder: msgspec.msgpack.Decoder[Any]) -> None:
+    def __init__(self, decoder: msgspec.msgpack.Decoder[Any], max_bytes: int = MAX_FRAME_BYTES) -> None:
         self._decoder = decoder
+        self.max_bytes = max_bytes  # of a frame
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[Any]:
@@ -278,8 +260,8 @@ class FrameReader:
         start = 0
         while len(buffer) - start >= 4:
             size = int.from_bytes(buffer[start : start + 4], "little")
-            if size > MAX_FRAME_BYTES:
-                raise ValueError(f"a frame of {size} bytes is more than any real one")
+            if size > self.max_bytes:
+                raise ValueError(f"a frame of {size} bytes is longer than the {self.max_bytes} allowed")
             end = start + 4 + size
             if len(buffer) < end:
                 break

@@ -1,17 +1,17 @@
-"""The front end's side of the engine requests that belong to one HTTP request."""
+"""The updates of some requests, for their reader."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
 
-from bifolio.serve.errors import ApiError
-from bifolio.serve.messages import Update
+from bifolio.api.messages import Update
+from bifolio.errors import EngineFaultError, FaultKind
 
 MAX_BUFFERED_ENTRIES = 131_072  # tokens and logprobs: more than this unread, and the client is too slow to be served
 
 
-class RequestStream:
+class UpdateStream:
     """Updates of some requests, in order. A reader that stays behind finds them together in one list.
 
     Lives on the event loop. `close` is always called, and aborts the requests that still run in the engine.
@@ -24,7 +24,7 @@ class RequestStream:
         self._abort = abort
         self._updates: list[Update] = []
         self._buffered = 0  # tokens and logprobs in `_updates`
-        self._error: ApiError | None = None
+        self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     async def next(self) -> list[Update]:
@@ -50,10 +50,11 @@ class RequestStream:
         if update.ended is not None:
             self._open.discard(update.id)
         elif self._buffered > MAX_BUFFERED_ENTRIES:
-            self.fail(ApiError(408, "the client reads too slowly: the request was ended", "slow_client"))
+            message = "the client reads too slowly: the request was ended"
+            self.fail(EngineFaultError(FaultKind.SLOW_READER, message))
         self._wake()
 
-    def fail(self, error: ApiError) -> None:
+    def fail(self, error: Exception) -> None:
         """End all requests; unread updates are dropped."""
         if self._error is None and (self._open or self._updates):
             self._updates, self._error = [], error

@@ -1,0 +1,246 @@
+"""`ReplicaEngine`: the engine client of a front end in a Ray Serve application. Each request goes to one replica.
+
+A replica that is lost costs its requests a `FaultKind.LOST`, as an engine process that ends does; the others go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from bifolio.api import messages as m
+from bifolio.api.client import EngineState, Health, new_prefix
+from bifolio.api.update_stream import UpdateStream
+from bifolio.cluster.prefix_router import PrefixRouter, prefix_hashes
+from bifolio.errors import EngineFaultError, FaultKind
+from bifolio.serve.conversations import Conversation, ConversationStore
+from bifolio.serve.engine_connection import COUNTERS, lost
+
+logger = logging.getLogger(__name__)
+REPORT_SECONDS = 1.0  # between two reports of the replicas' counters
+REPORT_TIMEOUT = 5.0
+SILENT_SECONDS = 10.0  # without a report: the requests of the replica are lost
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(m.FromEngine)
+
+
+class ReplicaEngine:
+    """An engine client over the replicas of a deployment."""
+
+    def __init__(self, handle: Any, router: PrefixRouter) -> None:
+        self._handle = handle  # of the deployment of `EngineReplica`
+        self._router = router
+        self._ids = itertools.count()
+        self._prefix = new_prefix()
+        self._first: m.Hello | None = None  # of any replica: all have the same sizes
+        self._streams: dict[str, UpdateStream] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._replica_of: dict[str, str] = {}  # request -> replica that runs it
+        self._num_embeddings = 0
+        self._conversations = ConversationStore()
+        self._reports: dict[str, dict[str, float]] = {}  # replica -> its counters
+        self._base: dict[str, float] = {}  # counters of replicas that are gone
+        self._heard: dict[str, float] = {}  # replica -> when its last report came
+        self._reporter: asyncio.Task[None] | None = None
+        self._is_closed = False
+        self.num_restarts = 0  # replicas that are gone
+
+    # -- life ----------------------------------------------------------------------------------------------------------
+    async def start(self) -> m.Hello:
+        """Wait until a replica is ready."""
+        hello = _decoder.decode(await self._handle.describe.remote("", b"", ""))
+        if not isinstance(hello, m.Hello):
+            raise EngineFaultError(FaultKind.UNAVAILABLE, "no replica is ready: ask again in a moment")
+        self._first = hello
+        self._router.block_size = hello.block_size
+        self._reporter = asyncio.create_task(self._collect_reports())
+        return hello
+
+    async def close(self) -> None:
+        """Abort the requests of this front end; the replicas stay."""
+        self._is_closed = True
+        self.fail_all(lost("the front end was closed while the request ran: ask again"))
+        tasks = [*self._tasks.values(), *([] if self._reporter is None else [self._reporter])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
+    def hello(self) -> m.Hello | None:
+        """The sizes of one replica, with the slots of all."""
+        count = len(self._router.replicas)
+        if self._first is None or not count:
+            return self._first
+        return msgspec.structs.replace(self._first, max_num_seqs=self._first.max_num_seqs * count)
+
+    def health(self) -> Health:
+        if self._is_closed:
+            state = EngineState.CLOSED
+        else:
+            is_ready = self._first is not None and bool(self._router.replicas)
+            state = EngineState.READY if is_ready else EngineState.STARTING
+        return Health(state, self.num_restarts)
+
+    @property
+    def num_open(self) -> int:
+        return len(self._streams) + self._num_embeddings
+
+    # -- counters ------------------------------------------------------------------------------------------------------
+    @property
+    def stats(self) -> dict[str, float]:
+        """The sums over all replicas."""
+        sums: dict[str, float] = {}
+        for report in self._reports.values():
+            for name, value in report.items():
+                sums[name] = sums.get(name, 0.0) + value
+        if self._reports and "utilisation" in sums:
+            sums["utilisation"] /= len(self._reports)
+        return sums
+
+    def counter(self, name: str) -> float:
+        return self._base.get(name, 0.0) + sum(report.get(name, 0.0) for report in self._reports.values())
+
+    async def _collect_reports(self) -> None:
+        while True:
+            names = self._router.replicas
+            for gone in [name for name in self._reports if name not in names]:
+                self.num_restarts += 1
+                self._heard.pop(gone, None)
+                for name, value in self._reports.pop(gone).items():
+                    if name in COUNTERS:
+                        self._base[name] = self._base.get(name, 0.0) + value
+            await asyncio.gather(*(self._collect(name) for name in names))
+            await asyncio.sleep(REPORT_SECONDS + len(names) / 100)
+
+    async def _collect(self, replica: str) -> None:
+        """Ask a replica for its counters; one that stays silent loses its requests before Ray notices."""
+        now = asyncio.get_running_loop().time
+        heard = self._heard.setdefault(replica, now())
+        with contextlib.suppress(Exception):  # the replica is gone or busy: its last report stays
+            async with asyncio.timeout(REPORT_TIMEOUT):
+                beat = await self._ask(self._handle.report.remote("", b"", replica))
+            if isinstance(beat, m.Beat) and replica in self._router.replicas:
+                self._reports[replica] = beat.stats
+                self._heard[replica] = heard = now()
+        is_silent = now() - heard > SILENT_SECONDS
+        self._router.set_silent(replica, is_silent)
+        if is_silent:
+            for request_id in [known for known, where in self._replica_of.items() if where == replica]:
+                stream = self._streams.get(request_id)
+                if stream is not None:
+                    stream.fail(lost("the replica that ran the request does not answer: ask again"))
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+    def new_id(self) -> str:
+        return f"{self._prefix}-{next(self._ids):x}"
+
+    def submit(self, requests: Sequence[m.Start]) -> UpdateStream:
+        """Send every request to the replica that can begin it first."""
+        if self._is_closed or not self.health().is_ready:
+            raise EngineFaultError(FaultKind.UNAVAILABLE, "no replica is ready: ask again in a moment")
+        stream = UpdateStream((request.id for request in requests), self.abort)
+        for request in requests:
+            self._streams[request.id] = stream
+            self._tasks[request.id] = asyncio.create_task(self._run(request, stream))
+        return stream
+
+    async def _run(self, request: m.Start, stream: UpdateStream) -> None:
+        """Pass the updates of one request on until it ends."""
+        block_size = 1 if self._first is None else self._first.block_size
+        hashes = prefix_hashes(request.prompt_token_ids, request.salt, block_size)
+        packed = array("Q", hashes).tobytes()
+        responses = self._handle.options(stream=True).generate.remote(_encoder.encode(request), request.id, packed, "")
+        is_over = False
+        try:
+            async for body in responses:
+                if request.id not in self._replica_of:
+                    self._replica_of[request.id] = body.decode()
+                    continue
+                self._router.first_output(request.id)
+                is_over = self._take(_decoder.decode(body), stream)
+            if not is_over:
+                stream.fail(lost("the replica ended the request before its end: ask again"))
+        except asyncio.CancelledError:
+            responses.cancel()
+            raise
+        except Exception as error:
+            logger.warning("a replica was lost: %r", error)
+            stream.fail(lost("the replica that ran the request was lost: ask again"))
+        finally:
+            self._router.end(request.id)
+            self._replica_of.pop(request.id, None)
+            self._streams.pop(request.id, None)
+            self._tasks.pop(request.id, None)
+
+    def _take(self, message: Any, stream: UpdateStream) -> bool:
+        """Hand a message to the stream; True at the end of the request."""
+        if isinstance(message, m.Refused):
+            stream.fail(EngineFaultError(message.kind, message.message))
+            return True
+        is_over = False
+        for update in message.items:
+            is_over = is_over or update.ended is not None
+            stream.push(update)
+        return is_over
+
+    def abort(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            self._streams.pop(request_id, None)
+            task = self._tasks.get(request_id)
+            if task is not None and task is not asyncio.current_task():
+                task.cancel()
+
+    def stop(self, request_id: str, index: int, stop_reason: str) -> None:
+        replica = self._replica_of.get(request_id)
+        if replica is not None:
+            self._handle.stop_completion.remote(request_id, index, stop_reason, "", b"", replica)
+
+    async def embed(self, token_ids: list[int]) -> bytes:
+        self._num_embeddings += 1
+        try:
+            answer = await self._ask(self._handle.embed.remote(token_ids, "", b"", ""))
+        finally:
+            self._num_embeddings -= 1
+        vector: bytes = answer.vector
+        return vector
+
+    async def snapshot(self) -> m.Picture:
+        """Slots and blocks of one replica."""
+        picture: m.Picture = await self._ask(self._handle.snapshot.remote("", b"", ""))
+        return picture
+
+    def remember(self, name: str, owner: str, request_id: str, body: bytes) -> None:
+        """Store a conversation in this front end; its blocks are found by their prefix."""
+        if body:
+            self._conversations.add(name, Conversation(owner, request_id, body))
+
+    async def recall(self, name: str, owner: str, *, drops: bool = False) -> m.Recalled:
+        entry = self._conversations.find(name, owner)
+        if entry is None:
+            return m.Recalled("")
+        if drops:
+            self._conversations.drop(name)
+        return m.Recalled("", entry.request_id, entry.body)
+
+    async def _ask(self, response: Any) -> Any:
+        try:
+            answer = _decoder.decode(await response)
+        except asyncio.CancelledError:
+            response.cancel()
+            raise
+        except Exception as error:
+            raise lost("the replica that ran the request was lost: ask again") from error
+        if isinstance(answer, m.Refused):
+            raise EngineFaultError(answer.kind, answer.message)
+        return answer
+
+    def fail_all(self, error: Exception) -> None:
+        for stream in set(self._streams.values()):
+            stream.fail(error)
