@@ -266,7 +266,6 @@ def plot(result: dict[str, Any], target: str) -> None:
     axes.invert_yaxis()
     axes.axvline(1.0, color="#c46210")
     axes.set_xlabel("speed of bifolio / speed of vLLM, one machine, in turns")
-    figure.tight_layout()
     figure.savefig(target)
 
 

@@ -71,6 +71,7 @@ template Array<uint64_t, 1> array_of<uint64_t, 1>(const char*, nb::handle);
 template Array<const uint8_t, 1> array_of<const uint8_t, 1>(const char*, nb::handle);
 template Array<const uint8_t, 2> array_of<const uint8_t, 2>(const char*, nb::handle);
 template Array<uint8_t, 2> array_of<uint8_t, 2>(const char*, nb::handle);
+template Array<uint8_t, 1> array_of<uint8_t, 1>(const char*, nb::handle);
 template Array<void, 4> array_of<void, 4>(const char*, nb::handle);
 
 void require_apart(const char* name, Rows a, const char* other, Rows b) {

@@ -87,5 +87,6 @@ NB_MODULE(_native, m) {
   bifolio::bind_experts(m);
   bifolio::bind_latent(m);
   bifolio::bind_program(m);
+  bifolio::bind_ranks(m);
   bifolio::bind_settings(m);
 }

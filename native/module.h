@@ -8,6 +8,7 @@
 
 #include "checks.h"
 #include "program.h"
+#include "ranks.h"
 
 namespace bifolio {
 
@@ -85,6 +86,16 @@ AttentionConstants make_shape(int64_t heads, int64_t kv_heads, int64_t dim, floa
                               const NormHolder* query_norm, const NormHolder* key_norm, bool norm_after_rope, float softcap,
                               float temperature, int64_t temperature_period);
 
+// The memory of the ranks of tensor parallelism.
+struct RanksHolder {
+  RanksHolder(nb::handle memory, int rank, int size);
+  int64_t require_widths(const std::vector<int64_t>& widths, int64_t own) const;  // returns their sum
+  static void require_sum(int64_t width);
+
+  Array<uint8_t, 1> bytes;
+  RankMemory memory;
+};
+
 // -- segments of a batch --------------------------------------------------------------------------------------------------
 
 // The segments (phase, token_start, query_starts, context_lens, block_tables), checked against the batch and the cache.
@@ -109,5 +120,6 @@ void bind_operations(nb::module_& m);
 void bind_experts(nb::module_& m);
 void bind_latent(nb::module_& m);
 void bind_program(nb::module_& m);
+void bind_ranks(nb::module_& m);
 
 }  // namespace bifolio

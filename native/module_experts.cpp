@@ -15,13 +15,13 @@ bool can_gate_columns(const LinearWeights& up, const LinearWeights& down) {
   return up.pieces().size() == 1 && down.pieces().size() == 1 && down.in_features() % kQuantBlock == 0 && planes_of(up) == 1 && planes_of(down) == 1;
 }
 
-void require_expert(size_t index, const LinearWeights& up, const LinearWeights& down, const LinearWeights& first) {
+void require_expert(size_t index, const LinearWeights& up, const LinearWeights& down, const LinearWeights& first, int64_t outputs) {
   require(up.in_features() == first.in_features() && up.out_features() == first.out_features(), "up[", index, "] is ", up.out_features(), " by ",
           up.in_features(), " and must be ", first.out_features(), " by ", first.in_features(), ", as up[0] is");
   require(up.out_features() == 2 * down.in_features(), "up[", index, "] has ", up.out_features(), " outputs and must have ",
           2 * down.in_features(), ": gate and up for the inputs of down");
-  require(down.out_features() == up.in_features(), "down[", index, "] has ", down.out_features(), " outputs and must have ",
-          up.in_features());
+  require(down.out_features() == outputs, "down[", index, "] has ", down.out_features(), " outputs and must have ", outputs,
+          ", as down[0] has");
 }
 
 void route_rows(nb::handle logit_array, const RouterHolder& router, nb::handle routing_array, PoolHolder* pool) {
@@ -92,7 +92,7 @@ ExpertsHolder::ExpertsHolder(nb::list up, nb::list down, int activation) : exper
     const LinearWeights *first = nullptr, *last = nullptr;
     require(nb::try_cast(up[i], first) && nb::try_cast(down[i], last) && first && last, "up and down must hold weights made by make_linear");
     experts.up.push_back(first), experts.down.push_back(last);
-    require_expert(i, *first, *last, *experts.up[0]);
+    require_expert(i, *first, *last, *experts.up[0], experts.out_features());
     experts.is_gated = experts.is_gated && can_gate_columns(*first, *last);
   }
   keep.append(up), keep.append(down);

@@ -3,6 +3,7 @@
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 
@@ -178,6 +179,22 @@ Register record_mix_experts(ProgramHolder& self, Register x, Register routing, c
   return self.program.mix_experts(x, routing, experts.experts);
 }
 
+Register record_all_gather(ProgramHolder& self, Register x, RanksHolder& ranks, const std::vector<int64_t>& widths) {
+  self.require_open();
+  self.require_register("x", x);
+  ranks.require_widths(widths, self.program.width(x));
+  self.keep.append(nb::find(ranks));
+  return self.program.all_gather(x, ranks.memory, widths);
+}
+
+Register record_all_reduce(ProgramHolder& self, Register x, RanksHolder& ranks) {
+  self.require_open();
+  self.require_register("x", x);
+  RanksHolder::require_sum(self.program.width(x));
+  self.keep.append(nb::find(ranks));
+  return self.program.all_reduce(x, ranks.memory);
+}
+
 Register record_take(ProgramHolder& self, Register x) {
   self.require_open();
   self.require_register("x", x);
@@ -237,6 +254,8 @@ void bind_program(nb::module_& m) {
       .def("attend", &record_attend, "qkv"_a, "layer"_a, "shape"_a)
       .def("act", &record_act, "x"_a, "activation"_a)
       .def("act_mul", &record_act_mul, "x"_a, "activation"_a)
+      .def("all_gather", &record_all_gather, "x"_a, "ranks"_a, "widths"_a)
+      .def("all_reduce", &record_all_reduce, "x"_a, "ranks"_a)
       .def("head_linear", &record_head_linear, "x"_a, "heads"_a, "start"_a)
       .def("join_latent", &record_join_latent, "query"_a, "absorbed"_a, "latent"_a, "norm"_a, "rope"_a)
       .def("gate", &record_gate, "x"_a, "logits"_a)

@@ -3,6 +3,7 @@
 #include <time.h>
 
 #include <algorithm>
+#include <numeric>
 
 namespace bifolio {
 
@@ -100,6 +101,17 @@ Program::Register Program::act_mul(Register x, Activation activation) {
     bifolio::act_mul(m, rows(x, step), activation, rows(out, step));
   }).activation = activation;
   return out;
+}
+
+Program::Register Program::all_gather(Register x, RankMemory& ranks, const std::vector<int64_t>& widths) {
+  const Register out = like(x, std::accumulate(widths.begin(), widths.end(), int64_t(0)));
+  record("all_gather", {x}, {out}, [=, this, &ranks](Member&, const Step& step) { ranks.gather(rows(x, step), widths, rows(out, step)); });
+  return out;
+}
+
+Program::Register Program::all_reduce(Register x, RankMemory& ranks) {
+  record("all_reduce", {x}, {x}, [=, this, &ranks](Member&, const Step& step) { ranks.reduce(rows(x, step)); });
+  return x;
 }
 
 Program::Register Program::head_linear(Register x, const std::vector<const LinearWeights*>& heads, int64_t start) {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "experts.h"
+#include "ranks.h"
 
 namespace bifolio {
 
@@ -45,6 +46,8 @@ class Program {
   Register gate(Register x, Register logits);
   Register route(Register logits, const RouterConstants& router);  // rows of experts and weights: see route
   Register mix_experts(Register x, Register routing, const ExpertWeights& experts);
+  Register all_gather(Register x, RankMemory& ranks, const std::vector<int64_t>& widths);
+  Register all_reduce(Register x, RankMemory& ranks);  // returns the same register
   Register take(Register x);  // the rows of logit_rows
   void logits(Register x, const LinearWeights& head, float softcap);
 

@@ -17,6 +17,9 @@
     ├── ModelOutputError       the network gave no finite logit
     ├── KernelArgumentError    an array or a number that does not fit the kernel
     ├── EngineDeadError        the engine stopped; its running requests are lost
+    │   └── RankLostError      a process of a tensor-parallel engine ended
+    ├── RankError              a process of a tensor-parallel engine failed in a pass; the others continue
+    ├── TransferError          blocks of the cache could not be taken over from another engine
     ├── EngineFaultError       an engine client cannot serve a request; its `kind` says why
     └── MissingDependencyError a required optional package is not installed
 
@@ -147,6 +150,18 @@ class KernelArgumentError(BifolioError, ValueError):
 
 class EngineDeadError(BifolioError, RuntimeError):
     """The engine failed or was closed; its running requests are lost."""
+
+
+class RankLostError(EngineDeadError):
+    """A process of a tensor-parallel engine ended: its part of the weights and of the cache is lost."""
+
+
+class RankError(BifolioError, RuntimeError):
+    """A process of a tensor-parallel engine failed in a pass. The pass is discarded on all ranks."""
+
+
+class TransferError(BifolioError, RuntimeError):
+    """Blocks of the cache could not be taken over from another engine; they are computed instead."""
 
 
 class EngineFaultError(BifolioError, RuntimeError):

@@ -87,8 +87,8 @@ def test_options_without_effect_are_warned_about_by_name(folder: Path, name: str
 
 
 def test_other_options_are_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="tensor_parallel_size=2 is not supported"):
-        LLM(folder, tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="pipeline_parallel_size=2 is not supported"):
+        LLM(folder, pipeline_parallel_size=2)
     with pytest.raises(TypeError, match="no option 'tensor_paralel_size'"):
         LLM(folder, tensor_paralel_size=1)
     assert LLM(folder, max_num_batched_tokens=48, max_model_len=32).engine.config.token_budget == 48

@@ -95,6 +95,8 @@ class Runner:
         elif block.kind == "shell":
             self._run_shell(block, commands)
         elif marker.beside is not None:
+            if "smollm2" in shlex.split(marker.beside):
+                self._pulled("smollm2")
             with self.server(marker.beside):
                 self._run_python(block)
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from case_table import Outputs, activations, case, normal
 from network_cases import CONVERTED, ROUNDED, matrix
 
@@ -99,6 +100,7 @@ def mix_unused(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
 
 @case("prepare_experts", "of a format to convert", rounding=CONVERTED)
 def prepare_converted(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    pytest.importorskip("gguf", reason="decodes the blocks for the reference")
     up = tuple(
         Linear(tuple(exotic_tensor(name, 256, 256) for name in ("Q4_K", "Q4_K")), (None, None)) for _ in range(EXPERTS)
     )
@@ -109,6 +111,7 @@ def prepare_converted(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
 @case("prepare_experts", "MXFP4 with biases", rounding=CONVERTED)
 def prepare_mxfp4(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
     """The experts of gpt-oss."""
+    pytest.importorskip("gguf", reason="decodes the blocks for the reference")
 
     def part(seed: int, rows: int, columns: int) -> QuantizedTensor:
         return exotic_tensor("MXFP4", rows, columns, seed)

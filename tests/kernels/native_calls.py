@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -175,6 +176,17 @@ def run_arguments() -> Arguments:
     }
 
 
+def ranks() -> Any:
+    """One rank: its exchanges end at once."""
+    return native.library().Ranks(rank_memory(), 0, 1)
+
+
+def rank_memory() -> np.ndarray:
+    """Bytes on a border of pages."""
+    size = native.library().rank_memory_bytes(1)
+    return np.frombuffer(mmap.mmap(-1, size), np.uint8)
+
+
 VALID: dict[str, Callable[[], Arguments]] = {
     "embed": lambda: {"table": table(), "ids": ints(1, 2, 3), "scale": 1.0, "out": floats(3, WIDTH)},
     "norm": lambda: {"x": floats(TOKENS, WIDTH), "weights": norm(), "out": floats(TOKENS, WIDTH)},
@@ -262,6 +274,13 @@ VALID: dict[str, Callable[[], Arguments]] = {
         "query_norm": norm(DIM),
         "key_norm": norm(DIM),
     },
+    "rank_memory_bytes": lambda: {"size": 2},
+    "Ranks": lambda: {"memory": rank_memory(), "rank": 0, "size": 1},
+    "Ranks.gather": lambda: {"self": ranks(), "x": floats(3, 8), "widths": [8], "out": floats(3, 8)},
+    "Ranks.reduce": lambda: {"self": ranks(), "x": floats(3, 8)},
+    "Ranks.post": lambda: {"self": ranks(), "signal": 0, "value": 1},
+    "Ranks.read": lambda: {"self": ranks(), "signal": 0},
+    "Ranks.wait": lambda: {"self": ranks(), "signal": 0, "value": 0, "seconds": 0.0},
     "AttentionShape.with_sinks": lambda: {"self": shape(), "sinks": floats(HEADS)},
     "Router": lambda: {
         "num_experts": EXPERTS,
@@ -309,6 +328,8 @@ VALID: dict[str, Callable[[], Arguments]] = {
     "Program.attend": lambda: recording(qkv="qkv", layer=0, shape=shape()),
     "Program.act": lambda: recording(x="odd", activation=1),
     "Program.act_mul": lambda: recording(x="x", activation=1),
+    "Program.all_gather": lambda: recording(x="x", ranks=ranks(), widths=[WIDTH]),
+    "Program.all_reduce": lambda: recording(x="x", ranks=ranks()),
     "Program.gate": gated,
     "Program.route": lambda: {"self": (own := routed())["self"], "logits": own["routing"] - 1, "router": router()},
     "Program.mix_experts": routed,

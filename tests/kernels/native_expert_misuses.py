@@ -27,7 +27,7 @@ MISUSES = [
         ("unequally many", {"down": [linear(WIDTH, 48)]}, "up and down must hold as many matrices"),
         ("of unequal sizes", {"up": [linear(96, WIDTH), linear(96, 32)]}, r"up\[1\] is 96 by 32 and must be 96 by 64"),
         ("ungated", {"up": [linear(48, WIDTH)] * 2}, r"up\[0\] has 48 outputs and must have 96"),
-        ("with other outputs", {"down": [linear(32, 48)] * 2}, r"down\[0\] has 32 outputs and must have 64"),
+        ("with other outputs", {"down": [linear(WIDTH, 48), linear(32, 48)]}, r"down\[1\] has 32 outputs and must"),
         ("of another kind", {"up": [1, 2]}, "must hold weights made by make_linear"),
         ("an unknown activation", {"activation": 4}, "activation is 4"),
     ),

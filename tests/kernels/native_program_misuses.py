@@ -78,6 +78,14 @@ RECORDING = [
         ("an odd width", {"x": ODD}, "x is 33 wide and must have an even width"),
     ),
     *misuses(
+        "Program.all_gather",
+        ("an unknown register", {"x": 99}, NO_REGISTER),
+        ("widths of other ranks", {"widths": [64, 64]}, "widths has 2 elements and must have 1"),
+        ("another width", {"widths": [63]}, "x is 64 wide and must be 63 wide"),
+        ("no width", {"widths": [0]}, "a width is 0"),
+    ),
+    *misuses("Program.all_reduce", ("an unknown register", {"x": 99}, NO_REGISTER)),
+    *misuses(
         "Program.take",
         ("an unknown register", {"x": 99}, NO_REGISTER),
         ("logit rows", {"x": TAKEN}, "must have one for each token"),

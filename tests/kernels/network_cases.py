@@ -208,3 +208,14 @@ def logits(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
             found.append(kernels.to_host(kernels.logits(kernels.norm(x, weights), head, 0.0)))
     assert {array.dtype for array in found} == {np.dtype(np.float32)}
     return tuple(found)
+
+
+# -- ranks of tensor parallelism ---------------------------------------------------------------------------------------
+@case("ranks")
+@case("all_gather")
+@case("all_reduce")
+def of_one_rank(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    """A whole model has no other ranks: both exchanges return their input. `test_ranks` runs them with others."""
+    assert kernels.ranks is None
+    x = activations(kernels, normal(rng, 3, 48))
+    return kernels.to_host(kernels.all_gather(x, (48,))), kernels.to_host(kernels.all_reduce(x))

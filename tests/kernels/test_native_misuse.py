@@ -20,15 +20,16 @@ from native_calls import VALID, Arguments, arrays_in, call, floats, ints, longs,
 from native_expert_misuses import MISUSES as EXPERT_MISUSES  # noqa: E402
 from native_misuses import MISUSES, Misuse  # noqa: E402
 from native_program_misuses import MISUSES as PROGRAM_MISUSES  # noqa: E402
+from native_rank_misuses import MISUSES as RANK_MISUSES  # noqa: E402
 from native_token_misuses import MISUSES as TOKEN_MISUSES  # noqa: E402
 
 from bifolio.errors import BifolioError, KernelArgumentError  # noqa: E402
 from bifolio.kernels import native  # noqa: E402
 
-ALL_MISUSES = [*MISUSES, *PROGRAM_MISUSES, *EXPERT_MISUSES, *TOKEN_MISUSES]
+ALL_MISUSES = [*MISUSES, *PROGRAM_MISUSES, *EXPERT_MISUSES, *RANK_MISUSES, *TOKEN_MISUSES]
 # Arrays that are written; None is a value for those that may be left out.
 WRITTEN = {"out", "sum", "normed", "cosine", "sine", "qkv", "logits", "keys", "values",
-           "routing"}  # fmt: skip
+           "routing", "memory"}  # fmt: skip
 READ_HERE = {("rope_and_write", "cosine"), ("rope_and_write", "sine"), ("mix_experts", "routing"), ("gate", "logits"),
              ("route", "logits")}  # fmt: skip
 OPTIONAL = {"bias", "logit_rows", "importance"}
@@ -87,9 +88,9 @@ def replaced(value: Any, path: Path, change: Callable[[np.ndarray], Any]) -> Any
 def applies(spoiler: str, entry: str, name: str) -> bool:
     if spoiler == "read-only":
         only_read = (entry, name) in READ_HERE
-        return (name in WRITTEN and not only_read) or (entry, name) == ("softcap", "x")
+        return (name in WRITTEN and not only_read) or (entry, name) in (("softcap", "x"), ("Ranks.reduce", "x"))
     if spoiler == "None":
-        return name not in OPTIONAL
+        return name not in OPTIONAL and (entry, name) != ("Ranks.gather", "out")
     return spoiler != "misaligned" or name not in ("bytes", "parts")  # bytes lie anywhere
 
 

@@ -18,7 +18,7 @@ import triton
 from test_triton_compiles import HOPPER, SHARED_MEMORY
 from triton.compiler import ASTSource
 
-from bifolio.kernels.triton import expert_kernels, expert_order, experts
+from bifolio.kernels.triton import expert_kernels, expert_order, experts, mxfp4
 
 pytestmark = pytest.mark.full
 DENSE, MXFP4 = -1, 3
@@ -28,11 +28,11 @@ POINTERS = {
     "x": "*bf16", "bias": "*bf16", "norm_weight": "*bf16", "shares": "*fp32", "residual": "*fp32", "out": "*bf16",
     "parts": "*fp32", "logits": "*bf16", "weights": "*fp32", "scale": "fp32", "eps": "fp32",
 }  # fmt: skip
-NUMBERS = {"num_outputs", "num_experts", "num_pairs", "num_tiles", "num_columns", "stride"}
+NUMBERS = {"num_outputs", "num_experts", "num_pairs", "num_tiles", "num_columns", "num_rows", "rows", "stride"}
 
 
 def compiled(kernel: Any, constants: dict[str, Any], warps: int, stages: int = 3, **kinds: str) -> Any:
-    stored = ("*bf16",) * 3 if constants.get("KIND", DENSE) == DENSE else ("*u8", "*u8", "*u8")
+    stored = ("*bf16",) * 3 if constants.get("KIND", DENSE) == DENSE else ("*i32", "*u8", "*u8")
     known = {**POINTERS, **dict(zip(("weight", "scales", "minima"), stored, strict=True)), **kinds}
     signature = {
         name: "constexpr" if name in constants else "i32" if name in NUMBERS else known.get(name, "*i32")
@@ -55,7 +55,7 @@ def test_products_of_one_token_compile(kind: int) -> None:
         if kernel is expert_kernels.up_kernel:
             constants |= {"STAGES": tile.stages, "HAS_NORM": True, "ACTIVATION": CLAMPED if kind == MXFP4 else SILU}
         else:
-            constants |= {"HAS_RESIDUAL": True}
+            constants |= {"HAS_RESIDUAL": True, "CHOICES": SIZES[kind]["TOP_K"], "STAGES": tile.stages}
         assert "ptx" in compiled(kernel, constants, tile.warps).asm
 
 
@@ -79,8 +79,9 @@ def test_grouped_products_use_tensor_cores_and_fit(kind: int, gated: bool, rows:
 def test_routing_order_and_sum_compile() -> None:
     choice = {"TOP_K": 8, "SIGMOID": False, "RENORMALISE": True, "HAS_BIAS": False, "BLOCK": 128}
     assert "ptx" in compiled(experts._route_kernel, choice, 1, bias="*fp32").asm
-    for block in (128, 4096):
-        order = {"ROWS": 16, "BLOCK": block, "BINS": 256, "FILLED": expert_order.FILLED}
-        assert "ptx" in compiled(expert_order._order_kernel, order, 4).asm
+    order = {"BLOCK": expert_order.BLOCK, "BINS": 256, "FILLED": expert_order.FILLED}
+    assert "ptx" in compiled(expert_order._order_kernel, order, 8).asm
+    words = {"DEPTH": 2880, "ROWS": 8, "BLOCK": 1024}
+    assert "ptx" in compiled(mxfp4._dequantise_kernel, words, 4, values="*i32", scales="*u8").asm
     total = {"TOP_K": 8, "BLOCK": 1024, "HAS_RESIDUAL": True}
     assert "ptx" in compiled(expert_kernels.sum_kernel, total, 4, out="*fp32").asm

@@ -108,6 +108,19 @@ def test_every_front_end_answers_alike_and_counts_once(served: Served) -> None:
     assert after["bifolio:front_end_cpu_seconds_total"] > 0
 
 
+def test_stored_conversations_are_found_by_every_front_end(served: Served) -> None:
+    body = {"input": "Hello there", "max_output_tokens": 3}
+    with served.http() as http:
+        name = http.post("/v1/responses", json=body).json()["id"]
+    for _ in range(12):  # a connection of its own each time, so that the system chooses a front end
+        with served.http() as http:
+            follow = http.post("/v1/responses", json={**body, "previous_response_id": name})
+            assert follow.status_code == 200, follow.text
+            assert http.get(f"/v1/responses/{name}").json()["id"] == name
+    with served.http(KEYS[1]) as http:
+        assert http.get(f"/v1/responses/{name}").status_code == 404
+
+
 def test_a_key_is_the_same_tenant_in_every_front_end(served: Served) -> None:
     """Cached prefixes belong to a key: all front ends give it the same salt, and another key has another."""
     body = {**SHORT, "prompt": list(range(40, 80))}

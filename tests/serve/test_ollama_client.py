@@ -134,7 +134,7 @@ def test_loading(client: Any) -> None:
         ("generate", {"model": "tiny", "prompt": "x", "suffix": "y"}, 400),
         ("generate", {"model": "tiny", "prompt": "x", "options": {"temperature": -1}}, 400),
         ("chat", {"model": "tiny", "messages": USER, "think": True}, 400),
-        ("embed", {"model": "tiny", "input": "x", "dimensions": 3}, 400),
+        ("embed", {"model": "other", "input": "x"}, 404),
         ("show", {"model": "other"}, 404),
     ],
 )

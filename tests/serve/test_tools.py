@@ -121,3 +121,16 @@ def test_a_model_without_reasoning_has_no_budget(request: pytest.FixtureRequest)
         answer = http.post("/v1/chat/completions", json={"messages": MESSAGES, "thinking_budget": 5})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "thinking_budget"
+
+
+@pytest.mark.full
+def test_responses_count_the_tokens_of_reasoning(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"model": "tiny", "input": "Hello", "max_output_tokens": 60, "store": False}
+    form = {"format": {"type": "json_schema", "name": "c", "schema": CITY}}
+    body = {"thinking_budget": 6}
+    response: Any = client.responses.create(**options, text=form, extra_body=body)  # type: ignore[arg-type]
+    assert [item.type for item in response.output] == ["reasoning", "message"]
+    assert 1 <= response.usage.output_tokens_details.reasoning_tokens <= 7  # the budget and the closing mark
+    events: Any = list(client.responses.create(**options, text=form, stream=True, extra_body=body))  # type: ignore[arg-type]
+    deltas = [event.delta for event in events if event.type == "response.reasoning_text.delta"]
+    assert events[-1].response.output[0].content[0].text == "".join(deltas)

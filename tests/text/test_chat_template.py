@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from bifolio.errors import ChatTemplateError
-from bifolio.text import chat_template
+from bifolio.text import template_limits
 from bifolio.text.chat_template import render_chat
 from helpers import END_OF_TEXT, tiny_tokenizer
 
@@ -189,7 +189,7 @@ def test_a_template_that_blows_up_is_stopped_before_it_does(template: str) -> No
     ],
 )
 def test_a_template_that_does_not_end_is_stopped(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.2)
+    monkeypatch.setattr(template_limits, "MAX_SECONDS", 0.2)
     with pytest.raises(ChatTemplateError, match=r"ran longer than 0\.2 seconds|recursion|more than"):
         render_chat(template, HELLO)
 
@@ -256,7 +256,7 @@ NESTED = "{%% set ns = namespace(a=1) %%}{%% for i in range(40) %%}{%% set ns.a 
 )
 def test_values_that_share_their_parts_are_bounded(monkeypatch: pytest.MonkeyPatch, grow: str, end: str) -> None:
     """2 to the power of 40 parts: spelling or hashing them would take days."""
-    monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.2)
+    monkeypatch.setattr(template_limits, "MAX_SECONDS", 0.2)
     with pytest.raises(ChatTemplateError):
         render_chat(NESTED % (grow, end), [{"role": "user", "content": "a"}])
 

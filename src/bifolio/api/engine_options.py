@@ -10,11 +10,15 @@ from bifolio.api.vllm_options import cache_dtype, weight_dtype
 from bifolio.config import CacheConfig, EngineConfig, SpeculativeConfig
 from bifolio.engine.build import resolve_sizes
 from bifolio.engine.memory import default_threads
+from bifolio.engine.parallel.commands import command_bytes
+from bifolio.engine.parallel.team import RankTeam, engine_settings
 from bifolio.errors import ConfigError
+from bifolio.kernels.cpu import MAX_RANKS
 from bifolio.kernels.interface import KernelSet
-from bifolio.kernels.select import select_kernels
+from bifolio.kernels.select import require_gpu, select_kernels
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.loader import load_model
+from bifolio.model.shards import check_size
 
 USUAL_LENGTH = 8192  # the longest sequence where none is given, if the model allows it
 
@@ -36,15 +40,23 @@ class EngineOptions:
     poison_free_blocks: bool
     warm_up: bool
     speculative: SpeculativeConfig | None
+    tensor_parallel_size: int = 1
+
+    def __post_init__(self) -> None:
+        size = self.tensor_parallel_size
+        if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MAX_RANKS:
+            raise ConfigError(f"tensor_parallel_size is a number of processes from 1 to {MAX_RANKS}, not {size!r}")
 
     def kernels(self, given: KernelSet | str | None, device: str, threads: int | None, activations: str) -> KernelSet:
-        """The given kernel set, or the one for the device."""
+        """The given kernel set, or the one for the device; the ranks of tensor parallelism share the cores."""
         if given is not None and not isinstance(given, str):
+            if self.tensor_parallel_size > 1:
+                raise ConfigError("with tensor_parallel_size above 1, pass kernels by their name")
             return given
         return select_kernels(
             device,
             name=given,
-            threads=threads or default_threads(),
+            threads=self._threads(threads),
             activations=activations,
             dtype=weight_dtype(self.dtype),
             deterministic=bool(self.deterministic),
@@ -72,6 +84,38 @@ class EngineOptions:
             speculative=self.speculative,
             warm_up=self.warm_up,
         )
+
+    def _threads(self, threads: int | None) -> int:
+        """Threads of one rank; `threads` are those of all ranks together."""
+        return max((threads or default_threads()) // self.tensor_parallel_size, 1)
+
+    def team(
+        self,
+        model: LoadedModel,
+        kernels: KernelSet,
+        config: EngineConfig,
+        *,
+        threads: int | None,
+        activations: str,
+        num_blocks: int | None,
+        memory: int | None,
+        utilisation: float,
+    ) -> RankTeam | None:
+        """The other ranks, started; None without tensor parallelism."""
+        size = self.tensor_parallel_size
+        if size == 1:
+            return None
+        if kernels.device.startswith("cuda"):
+            require_gpu(f"cuda:{int(kernels.device.partition(':')[2] or 0) + size - 1}")
+        check_size(model.config, size)
+        max_blocks = -(-config.max_model_len // config.cache.block_size) + 1
+        most = command_bytes(max(config.token_budget, config.chunk_size), config.max_num_seqs, max_blocks)
+        settings = {
+            "model": str(model.path), "kernels": kernels.name, "device": kernels.device, "exact": config.deterministic,
+            "threads": self._threads(threads), "activations": activations, "dtype": weight_dtype(self.dtype),
+            "num_blocks": num_blocks, "memory": memory, "utilisation": utilisation, **engine_settings(config),
+        }  # fmt: skip
+        return RankTeam(kernels, size, most, settings)
 
     def _model_len(self, most: int) -> int:
         wanted = self.max_model_len

@@ -37,17 +37,17 @@ from bifolio.text.roles import Placeholders
 class LLM:
     """A model, a cache and an engine. Calls from several threads run in one continuous batch.
 
-    `model` is a Hugging Face-layout folder, a `.gguf` file, or the name of an embedded or pulled model; None takes
-    the default embedded model. The cache gets `num_blocks` blocks, or as many as fit into `memory` ("2GB"), or a
-    safe share of free memory; on a GPU, `gpu_memory_utilization` of the memory left by the weights and the largest
-    step. `activations` ("int8" or "int16") says how finely they are rounded beside quantised weights on the native CPU
+    `model` is a Hugging Face-layout folder, a `.gguf` file, or the name of an embedded or pulled model; None takes the
+    default embedded model. The cache gets `num_blocks` blocks, or as many as fit into `memory` ("2GB"), or a safe share
+    of free memory; on a GPU, `gpu_memory_utilization` of the memory left by the weights and the largest step.
+    `activations` ("int8" or "int16") says how finely they are rounded beside quantised weights on the native CPU
     kernels. `dtype` is the type of dense weights on a GPU ("bfloat16", "float16", "float32"); the CPU uses weights as
     they lie in the file. `kv_cache_dtype` is the type of the cache. `seed` makes requests without a seed of their own
     repeatable. `deterministic` asks a GPU for output that depends on the request alone, to the last bit; on the CPU it
-    always does. `warm_up` compiles a GPU's kernels and captures its decode steps before the first request. Sizes that
-    are not given are small on the CPU and large on a GPU (`engine.build.SIZES`). Options that only vLLM has are warned
-    about by name (`api.vllm_options`). `on_load` is called with (layers prepared, layers in all) while weights are
-    prepared.
+    always does. `tensor_parallel_size` processes share the model, each with a part of every matrix. `warm_up` compiles
+    a GPU's kernels and captures its decode steps before the first request. Sizes that are not given are small on the
+    CPU and large on a GPU (`engine.build.SIZES`). Options that only vLLM has are warned about by name
+    (`api.vllm_options`). `on_load` is called with (layers prepared, layers in all) while weights are prepared.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class LLM:
         device: str = NUMERICS.device,
         threads: int | None = NUMERICS.threads,
         kernels: KernelSet | str | None = None,
+        tensor_parallel_size: int = 1,
         activations: str = NUMERICS.activations,
         gpu_memory_utilization: float = 0.9,
         speculative: SpeculativeConfig | None = None,
@@ -90,17 +91,19 @@ class LLM:
             token_budget=max_num_batched_tokens if token_budget is None else token_budget,
             enable_prefix_caching=enable_prefix_caching, poison_free_blocks=poison_free_blocks, warm_up=warm_up,
             speculative=speculative if speculative_config is None else speculative_from(speculative_config),
+            tensor_parallel_size=tensor_parallel_size,
         )  # fmt: skip
         kernel_set = options.kernels(kernels, device, threads, activations)
+        config = options.config(self.model, kernel_set)
+        sizes: Any = {
+            "num_blocks": num_blocks,
+            "memory": None if memory is None else parse_bytes(memory),
+            "utilisation": gpu_memory_utilization,
+        }
+        team = options.team(self.model, kernel_set, config, threads=threads, activations=activations, **sizes)
+        draft = options.draft_model(self.model)
         self.plan, engine = build_engine(
-            self.model,
-            options.config(self.model, kernel_set),
-            kernel_set,
-            draft_model=options.draft_model(self.model),
-            num_blocks=num_blocks,
-            memory=None if memory is None else parse_bytes(memory),
-            utilisation=gpu_memory_utilization,
-            on_load=on_load,
+            self.model, config, kernel_set, draft_model=draft, on_load=on_load, team=team, **sizes
         )
         self._shared = SharedEngine(engine)
         self._seeds = None if seed is None else random.Random(seed)

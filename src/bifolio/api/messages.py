@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from bifolio.errors import FaultKind
+from bifolio.transfer_settings import TransferSettings
 
 MAX_FRAME_BYTES = 256 << 20
 MAX_FRAME_ENTRIES = 200_000  # tokens and logprobs of one frame of updates: some megabytes
@@ -33,6 +34,7 @@ class Launch(msgspec.Struct, tag="launch"):
         400.0  # of all requests together; when they are more, tokens travel in twos, threes...
     )
     kv_events: KvEventSettings | None = None
+    transfer: TransferSettings | None = None  # prefill and decode on separate engines; None: on this one
 
 
 class Thinking(msgspec.Struct, array_like=True):
@@ -61,6 +63,7 @@ class Start(msgspec.Struct, tag="start", omit_defaults=True):
     thinking: Thinking | None = None  # the grammar begins behind the reasoning, whose length may be limited
     keeps: bool = False  # the blocks stay after the end, for follow-ups
     parent: str = ""  # id of a kept request that this one may continue
+    prefill_at: str = ""  # the prefill engine that a gateway chose (`serve.block_transfer`)
 
 
 class Abort(msgspec.Struct, tag="abort"):
@@ -128,6 +131,7 @@ class Hello(msgspec.Struct, tag="hello"):
     kv_cache_dtype: str = ""
     enable_prefix_caching: bool = True
     kv_events: KvEventSettings | None = None  # where they are published
+    transfer_port: int = 0  # where blocks are served to decode engines; 0: they are not
 
 
 class Fatal(msgspec.Struct, tag="fatal"):

@@ -122,7 +122,7 @@ class SharedEngine:
 
     def close(self) -> None:
         if self._engine is not None:
-            self._engine.abort_all()
+            self._engine.close()
             self._engine = None
 
     # -- another owner -----------------------------------------------------------------------------------------

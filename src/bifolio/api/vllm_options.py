@@ -44,7 +44,7 @@ IGNORED = {
     "generation_config": "the model's sampling defaults are always used where a call passes none",
     "compilation_config": "kernels are compiled ahead or on first use",
 }
-_SAME = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1, "task": "generate",
+_SAME = {"pipeline_parallel_size": 1, "data_parallel_size": 1, "task": "generate",
          "runner": "generate", "skip_tokenizer_init": False, "enable_lora": False}  # fmt: skip
 
 

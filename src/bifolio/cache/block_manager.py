@@ -29,8 +29,9 @@ from bifolio.cache.block_table import (
 from bifolio.cache.digests import TokenIds, find_chain, root_digest
 from bifolio.cache.events import CacheEvents
 from bifolio.cache.invariants import filled_entries, find_problems
-from bifolio.cache.storage import KVStorage, Page
+from bifolio.cache.storage import Page
 from bifolio.errors import CacheError, ConfigError, OutOfBlocksError
+from bifolio.kernels.storage import BlockMover
 
 
 class KVCacheBlockManager:
@@ -284,7 +285,7 @@ class KVCacheBlockManager:
         with self.lock:
             return self._pool.take_moves() if self._pool.moves else []
 
-    def run_moves(self, storages: Iterable[KVStorage]) -> list[BlockMove]:
+    def run_moves(self, storages: Iterable[BlockMover]) -> list[BlockMove]:
         """Take the pending moves and queue them on every storage, right before a pass."""
         moves = self.take_moves()
         if moves:

@@ -79,6 +79,10 @@ Activations = Annotated[
     ),
 ]
 Threads = Annotated[int | None, commands.option("--threads", help="Threads of the CPU kernels; default: all cores.")]
+TensorParallelSize = Annotated[
+    int,
+    commands.option("--tensor-parallel-size", min=1, help="Processes that share the model, each with a part of it."),
+]
 Device = Annotated[str, commands.option("--device", help="Device: auto, cpu, cuda or cuda:N.")]
 Verbose = Annotated[bool, commands.option("--verbose", "-v", help="Print the memory plan and notes of the loader.")]
 Speculative = Annotated[
@@ -142,6 +146,7 @@ class Engine(Numerics):
     chunk_size: AnyChunkSize = None
     dtype: Dtype = "auto"
     gpu_memory_utilization: GpuMemoryUtilization = 0.9
+    tensor_parallel_size: TensorParallelSize = 1
 
     def llm(self, model: str | None, **others: Any) -> LLM:
         """The model on an engine with these options, behind a bar with the time left while it is loaded."""

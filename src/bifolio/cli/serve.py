@@ -11,6 +11,7 @@ from bifolio.cli import commands, options
 if TYPE_CHECKING:
     from bifolio.api.messages import KvEventSettings
     from bifolio.serve.server import ServerSettings
+    from bifolio.transfer_settings import TransferSettings
 
 HELP = """Serve a model over HTTP, as OpenAI's clients expect it.
 
@@ -98,6 +99,25 @@ class ServerOptions:
         commands.option("--kv-events-replay", help="Address that replays them; default: the port after --kv-events."),
     ] = None
     kv_events_topic: Annotated[str, commands.option("--kv-events-topic", help="Topic of the KV events.")] = ""
+    role: Annotated[
+        str, commands.option("--role", help="Part of two engines that share the work: prefill or decode; both: one.")
+    ] = "both"
+    transfer_host: Annotated[
+        str, commands.option("--transfer-host", help="Address on which --role prefill serves blocks of its cache.")
+    ] = "127.0.0.1"
+    transfer_port: Annotated[
+        int, commands.option("--transfer-port", min=0, help="Port of the blocks; 0: a free one.")
+    ] = 0
+    transfer_secret_file: Annotated[
+        Path | None, commands.option("--transfer-secret-file", help="File of the secret shared by both roles.")
+    ] = None
+    prefill_address: Annotated[
+        list[str] | None,
+        commands.option("--prefill-address", help="HOST:PORT of a server with --role prefill; repeatable."),
+    ] = None
+    prefill_threshold: Annotated[
+        int, commands.option("--prefill-threshold", min=1, help="Shortest prompt that is computed there, in tokens.")
+    ] = 64
     allow_pull: Annotated[
         bool, commands.option("--allow-pull", help="Clients may fetch models into the cache (/api/pull).")
     ] = False
@@ -132,9 +152,20 @@ class ServerOptions:
             engine_secret=self._secret(),
             metrics_compat=self._compat(),
             kv_events=self._kv_events(),
+            transfer=self._transfer(),
             log_prompts=self.log_prompts,
             allow_pull=self.allow_pull,
             front_ends=self.front_ends or (default_front_ends() if self.engine is None else 1),
+        )
+
+    def _transfer(self) -> TransferSettings:
+        from bifolio.serve.auth import read_keys
+        from bifolio.transfer_settings import TransferSettings
+
+        secret = "" if self.transfer_secret_file is None else read_keys([], [self.transfer_secret_file])[0]
+        addresses = tuple(self.prefill_address or ())
+        return TransferSettings(
+            self.role, self.transfer_host, self.transfer_port, addresses, secret, self.prefill_threshold
         )
 
     def _compat(self) -> str | None:

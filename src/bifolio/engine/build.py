@@ -12,10 +12,12 @@ from typing import NamedTuple
 from bifolio.config import EngineConfig
 from bifolio.engine.device_memory import measure_step, move_to_device
 from bifolio.engine.engine import InferenceEngine
-from bifolio.engine.memory import MemoryPlan, plan_gpu_memory, plan_memory, weight_bytes
+from bifolio.engine.memory import MemoryPlan, free_memory, plan_gpu_memory, plan_memory, weight_bytes
+from bifolio.engine.parallel.team import RankTeam
 from bifolio.engine.warm_up import warm_up
 from bifolio.kernels.interface import DeviceMemory, KernelSet
 from bifolio.model.loaded import LoadedModel
+from bifolio.model.shards import shard
 from bifolio.model.weights import OnLoad
 
 
@@ -61,31 +63,67 @@ def build_engine(
     memory: int | None = None,  # bytes for the cache
     utilisation: float = 0.9,
     on_load: OnLoad = lambda done, total: None,  # (layers prepared, layers in all)
+    team: RankTeam | None = None,  # of tensor parallelism: this process is rank 0 and holds a part of the model
 ) -> tuple[MemoryPlan, InferenceEngine]:
     """The memory plan and the engine built from it."""
-    cache, length = config.cache, config.max_model_len
-    device = kernels.memory()
+    if team is not None:
+        team.join()
+        model = shard_model(model, kernels, 0, team.size, exact=config.deterministic)
+    if draft_model is not None and kernels.memory() is not None:
+        draft_model = move_to_device(draft_model, kernels)
+    try:
+        model, plan = plan_rank(
+            model, config, kernels, draft_model=draft_model, num_blocks=num_blocks, memory=memory,
+            utilisation=utilisation, on_load=on_load,
+        )  # fmt: skip
+        if team is not None:
+            plan = replace(plan, num_blocks=min(plan.num_blocks, team.num_blocks()))
+            team.start(plan.num_blocks)
+        config = replace(config, cache=replace(config.cache, num_blocks=plan.num_blocks))
+        engine = InferenceEngine(model, config, kernels, draft_model=draft_model, on_load=on_load, peers=team)
+        if config.warm_up and kernels.memory() is not None:
+            warm_up(engine)
+    except BaseException:
+        if team is not None:
+            team.close()
+        raise
+    return plan, engine
+
+
+def shard_model(model: LoadedModel, kernels: KernelSet, rank: int, size: int, *, exact: bool) -> LoadedModel:
+    """The model with one rank's part of its weights; on a device, of its embedding as well."""
+    on_device = kernels.memory() is not None
+    return replace(model, weights=shard(model.weights, rank, size, exact=exact, spread_embedding=on_device))
+
+
+def plan_rank(
+    model: LoadedModel,
+    config: EngineConfig,
+    kernels: KernelSet,
+    *,
+    draft_model: LoadedModel | None = None,
+    num_blocks: int | None = None,
+    memory: int | None = None,  # bytes for the caches of all ranks
+    utilisation: float = 0.9,
+    on_load: OnLoad = lambda done, total: None,
+) -> tuple[LoadedModel, MemoryPlan]:
+    """The model on its device, and the memory of this rank. The ranks of a host share its memory evenly."""
+    device, size = kernels.memory(), 1 if kernels.ranks is None else kernels.ranks.size
     if device is not None:
         model = move_to_device(model, kernels, on_load)
-        draft_model = None if draft_model is None else move_to_device(draft_model, kernels)
     if device is not None and num_blocks is None and memory is None:
-        plan = _measured_plan(model, config, kernels, draft_model, utilisation, device)
-    else:
-        plan = plan_memory(
-            model.config,
-            weight_bytes(model.weights, kernels.formats),
-            block_size=cache.block_size,
-            kv_dtype=cache.dtype,
-            num_blocks=num_blocks,
-            memory=memory,
-            max_model_len=length,
-            max_num_seqs=config.max_num_seqs,
-        )
-    config = replace(config, cache=replace(cache, num_blocks=plan.num_blocks))
-    engine = InferenceEngine(model, config, kernels, draft_model=draft_model, on_load=on_load)
-    if config.warm_up and device is not None:
-        warm_up(engine)
-    return plan, engine
+        return model, _measured_plan(model, config, kernels, draft_model, utilisation, device)
+    return model, plan_memory(
+        model.weights.config,
+        weight_bytes(model.weights, kernels.formats),
+        block_size=config.cache.block_size,
+        kv_dtype=config.cache.dtype,
+        num_blocks=num_blocks,
+        memory=None if memory is None else memory // size,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        free_bytes=free_memory() // size,
+    )
 
 
 def _measured_plan(
@@ -99,7 +137,7 @@ def _measured_plan(
     step_bytes = measure_step(model, kernels, config, device)
     weights = weight_bytes(model.weights) + (0 if draft_model is None else weight_bytes(draft_model.weights))
     return plan_gpu_memory(
-        model.config,
+        model.weights.config,
         weight_bytes=weights,
         free_bytes=device.free_bytes(),
         step_bytes=step_bytes,

@@ -21,7 +21,7 @@ from bifolio.beam_params import BeamSearchParams
 from bifolio.cache.block_manager import KVCacheBlockManager
 from bifolio.cache.sharing import BlockShareManager, ShareStats, SpeculativeDecodingSharing
 from bifolio.config import EngineConfig
-from bifolio.engine.executor import DecodeExecutor, ModelRunner, PrefillExecutor
+from bifolio.engine.executor import DecodeExecutor, ModelRunner, Peers, PrefillExecutor
 from bifolio.engine.fault.progress import ProgressWatch
 from bifolio.engine.fault.recovery import FaultRecovery
 from bifolio.engine.host_batch import Readout
@@ -31,6 +31,7 @@ from bifolio.engine.slot_state import SlotState
 from bifolio.engine.speculative.speculator import new_speculator
 from bifolio.errors import RequestError
 from bifolio.kernels.interface import KernelSet, SlotSizes
+from bifolio.kernels.storage import BlockMover
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.weights import OnLoad
 from bifolio.sampling.sampler import Sampler, SamplingTable
@@ -70,6 +71,7 @@ class InferenceEngine:
         kernels: KernelSet,
         draft_model: LoadedModel | None = None,
         on_load: OnLoad = lambda done, total: None,  # (layers prepared, layers in all)
+        peers: Peers | None = None,  # the other ranks of tensor parallelism
     ) -> None:
         self.model = model
         self.config = config
@@ -78,8 +80,10 @@ class InferenceEngine:
             cache.num_blocks, cache.block_size, enable_prefix_caching=cache.enable_prefix_caching
         )
         self.shares = BlockShareManager(self.blocks)
-        self.runner = ModelRunner.new(model, cache, kernels, on_load)
-        self.storages = [self.runner.storage]  # then the draft model's
+        self.runner = ModelRunner.new(model, cache, kernels, on_load, peers)
+        self.storages: list[BlockMover] = [self.runner.storage]  # then other ranks' and the draft model's
+        if peers is not None:
+            self.storages.append(peers)
         if cache.poison_free_blocks:
             self.blocks.on_free = self._poison
         self.prefill_executor = PrefillExecutor(self.runner, config.chunk_size)
@@ -296,6 +300,12 @@ class InferenceEngine:
     def abort_all(self) -> None:
         for request_id in list(self.requests):
             self.abort(request_id)
+
+    def close(self) -> None:
+        """End all requests, and the processes of other ranks."""
+        self.abort_all()
+        if self.runner.peers is not None:
+            self.runner.peers.close()
 
     def stats(self) -> EngineStats:
         now = self._counters

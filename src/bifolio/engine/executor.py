@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
 
 import numpy as np
 
@@ -31,6 +33,7 @@ from bifolio.kernels.interface import (
     StepProgram,
     Storage,
 )
+from bifolio.kernels.storage import BlockMover
 from bifolio.model import transformer
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.weights import ModelWeights, OnLoad, prepare
@@ -38,13 +41,38 @@ from bifolio.schedule.orchestrators import DecodeOrchestrator
 from bifolio.schedule.plan import StepPlan
 
 
+class Pass(Enum):
+    """The passes of a model, as rank 0 names them to other ranks."""
+
+    PREFILL = 0
+    DECODE = 1
+    STATES = 2  # hidden states instead of logits, for embeddings
+
+
+class Peers(BlockMover, Protocol):
+    """The other ranks of tensor parallelism, which run every pass with this one (`engine.parallel`)."""
+
+    def run(self, kind: Pass, batch: Batch, work: Callable[[], Array]) -> Array:
+        """Start the pass on all other ranks and run `work`, this rank's part; an error discards the pass on all."""
+        ...
+
+    def release_memory(self) -> None:
+        """Return cached memory to the devices of the other ranks."""
+        ...
+
+    def close(self) -> None:
+        """End the other ranks."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class ModelRunner:
-    """The weights, kernels and KV storage of one model."""
+    """The weights, kernels and KV storage of one model, or of one rank's part of it."""
 
     weights: ModelWeights
     kernels: KernelSet
     storage: KVStorage
+    peers: Peers | None = None  # the ranks that hold the other parts
 
     @classmethod
     def new(
@@ -53,9 +81,10 @@ class ModelRunner:
         cache: CacheConfig,
         kernels: KernelSet,
         on_load: OnLoad = lambda done, total: None,
+        peers: Peers | None = None,
     ) -> ModelRunner:
         """Prepare a model's weights and allocate its paged cache."""
-        config = model.config
+        config = model.weights.config
         layout = CacheLayout(
             config.num_layers,
             cache.num_blocks,
@@ -66,11 +95,26 @@ class ModelRunner:
             cache.poison_free_blocks,
             config.mla is not None,
         )
-        return cls(prepare(model.weights, kernels, on_load), kernels, kernels.new_storage(layout))
+        return cls(prepare(model.weights, kernels, on_load), kernels, kernels.new_storage(layout), peers)
 
     def run(self, batch: Batch) -> Array:
         """Logits f32[r, vocab] of the batch's `logit_rows`, kernel by kernel; K and V of all tokens are cached."""
         return transformer.forward(self.weights, batch, self.kernels, self.storage)
+
+    def states(self, batch: Batch) -> Array:
+        """The normed hidden states of all tokens: [t, d]; K and V are cached."""
+
+        def work() -> Array:
+            x = transformer.hidden_states(self.weights, batch, self.kernels, self.storage)
+            return self.kernels.norm(x, self.weights.final_norm)
+
+        return work() if self.peers is None else self.peers.run(Pass.STATES, batch, work)
+
+    def release_memory(self) -> None:
+        """Return cached memory to the devices of all ranks, after an out-of-memory error."""
+        self.kernels.release_memory()
+        if self.peers is not None:
+            self.peers.release_memory()
 
     @property
     def network(self) -> Network:
@@ -129,6 +173,12 @@ class _Executor:
 
     def run(self, batch: Batch) -> Array:
         """Logits f32[r, vocab] of the batch's `logit_rows`; K and V of all tokens are written to the cache."""
+        peers = self.runner.peers
+        if peers is None:
+            return self._run(batch)
+        return peers.run(Pass[self.phase.name], batch, lambda: self._run(batch))
+
+    def _run(self, batch: Batch) -> Array:
         program = self.program
         return self.runner.run(batch) if program is None else program.run(batch, self.runner.storage)
 

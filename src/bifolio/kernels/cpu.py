@@ -14,6 +14,7 @@ from bifolio.kernels.native.encode import SEARCHED_FORMATS, encoded, quickly_con
 from bifolio.kernels.native.formats import NATIVE_FORMATS, PACKINGS
 from bifolio.kernels.native.kernel_set import NativeKernels
 from bifolio.kernels.native.library import available_isas, isa, library, product_rate
+from bifolio.kernels.native.ranks import MAX_RANKS, SharedMemoryRanks, new_memory
 
 CPU_KERNELS = NativeKernels.name
 CPU_FORMATS = NATIVE_FORMATS  # multiplied as they lie in a file, with the bits of a value in memory
@@ -21,13 +22,16 @@ CPU_FORMATS = NATIVE_FORMATS  # multiplied as they lie in a file, with the bits 
 __all__ = [
     "CPU_FORMATS",
     "CPU_KERNELS",
+    "MAX_RANKS",
     "PACKINGS",
     "SEARCHED_FORMATS",
+    "SharedMemoryRanks",
     "available_isas",
     "encoded",
     "isa",
     "join_pairs",
     "new_codec",
+    "new_memory",
     "product_rate",
     "quickly_converted",
     "string_starts",

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from bifolio.config import KVDtype
-from bifolio.kernels.interface import Array, DeviceSlots, Network, SlotSizes, Storage
+from bifolio.kernels.interface import Array, DeviceSlots, Network, Ranks, SlotSizes, Storage
 from bifolio.kernels.storage import CacheLayout, KVStorage
 
 
@@ -20,6 +20,7 @@ class HostArrays:
     deterministic = True
     launches_ahead = False
     activation_planes = 0
+    ranks: Ranks | None = None
 
     def from_host(self, array: np.ndarray) -> Array:
         return array
@@ -46,6 +47,12 @@ class HostArrays:
         self, logits: Array, rows: np.ndarray, count: int
     ) -> Callable[[], tuple[np.ndarray, np.ndarray]] | None:
         return None
+
+    def all_gather(self, x: Array, widths: tuple[int, ...]) -> Array:
+        return x if self.ranks is None else self.ranks.all_gather(x, widths)
+
+    def all_reduce(self, x: Array) -> Array:
+        return x if self.ranks is None else self.ranks.all_reduce(x)
 
     def take(self, x: Array, rows: Array) -> Array:
         return x[rows]

@@ -215,7 +215,7 @@ class ReferenceKernels(HostArrays):
         return Routing(experts.astype(np.int32), weights * np.float32(router.scale))
 
     def mix_experts(self, x: Array, routing: Routing, experts: Experts) -> Array:
-        parts = np.zeros((*routing.experts.shape, x.shape[-1]), np.float32)  # [t, top_k, d]
+        parts = np.zeros((*routing.experts.shape, experts.down[0].out_features), np.float32)  # [t, top_k, d]
         for number, (up, down) in enumerate(zip(experts.up, experts.down, strict=True)):
             tokens, choices = np.nonzero(routing.experts == number)
             if len(tokens):

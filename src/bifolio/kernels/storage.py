@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -57,6 +57,18 @@ class CacheLayout:
     def bytes_per_block(self) -> int:
         """Bytes that one block takes in all layers, keys and values together."""
         return self.block_size * self.bytes_per_token
+
+
+class BlockMover(Protocol):
+    """A store of blocks: a `KVStorage`, or the storages of other processes."""
+
+    def move_blocks(self, moves: Iterable[tuple[int, int]]) -> None:
+        """Copy whole blocks (src, dst), as if all sources were read before the first write."""
+        ...
+
+    def poison_blocks(self, block_ids: Iterable[int]) -> None:
+        """Fill blocks with NaN."""
+        ...
 
 
 class KVStorage:
@@ -112,6 +124,18 @@ class KVStorage:
     def gather(self, layer: int, block_ids: Sequence[int], length: int) -> tuple[Array, Array]:
         """Contiguous copies [length, num_kv_heads, head_dim] of keys and values; f32 from numpy, else as stored."""
         return self._gather(self.keys[layer], block_ids, length), self._gather(self.values[layer], block_ids, length)
+
+    def read_block(self, block_id: int) -> np.ndarray:
+        """u8[block bytes]: a copy of one block, the keys of all layers and then the values, as stored."""
+        return np.concatenate([_bytes_of(array[block_id]) for array in self._arrays()])
+
+    def write_block(self, block_id: int, data: np.ndarray) -> None:
+        """Store the bytes of `read_block` of a storage with the same layout."""
+        arrays = self._arrays()
+        if data.dtype != np.uint8 or data.shape != (self.layout.bytes_per_block,):
+            raise CacheError(f"a block has {self.layout.bytes_per_block} bytes, not {data.size}")
+        for array, part in zip(arrays, np.split(data, len(arrays)), strict=True):
+            _put_bytes(array, block_id, part)
 
     def move_blocks(self, moves: Iterable[tuple[int, int]]) -> None:
         """Copy whole blocks (src, dst) in every layer, as if all sources were read before the first write."""
@@ -170,6 +194,22 @@ class KVStorage:
         if self.backend == "numpy":
             return indices
         return _import_torch().from_numpy(indices).to(self.device)
+
+
+def _bytes_of(array: Array) -> np.ndarray:
+    """u8[n]: the bytes of a numpy array or of a tensor on any device."""
+    if not isinstance(array, np.ndarray):
+        array = array.contiguous().view(_import_torch().uint8).cpu().numpy()
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def _put_bytes(array: Array, block_id: int, data: np.ndarray) -> None:
+    """Fill array[block_id] with bytes."""
+    if isinstance(array, np.ndarray):
+        array[block_id] = data.view(array.dtype).reshape(array.shape[1:])
+        return
+    tensor = _import_torch().from_numpy(data.copy()).to(array.device)
+    array[block_id] = tensor.view(array.dtype).reshape(array.shape[1:])
 
 
 def _import_torch() -> Any:

@@ -11,7 +11,7 @@ import torch
 
 from bifolio.config import KVDtype
 from bifolio.errors import ConfigError
-from bifolio.kernels.interface import Array, DeviceMemory, DeviceSlots, Network, SlotSizes, Storage
+from bifolio.kernels.interface import Array, DeviceMemory, DeviceSlots, Network, Ranks, SlotSizes, Storage
 from bifolio.kernels.storage import CacheLayout, KVStorage
 from bifolio.kernels.torch_dtypes import DTYPES
 from bifolio.quant.formats import QuantFormat
@@ -24,6 +24,7 @@ class TorchArrays:
     array_backend = "torch"
     launches_ahead = False
     activation_planes = 0
+    ranks: Ranks | None = None
 
     def __init__(self, device: str = "cpu", dtype: str = "f32") -> None:
         if dtype not in DTYPES:
@@ -35,6 +36,17 @@ class TorchArrays:
     @property
     def is_cuda(self) -> bool:
         return self.device.startswith("cuda")
+
+    # -- ranks of tensor parallelism ----------------------------------------------------------------------
+    def all_gather(self, x: Array, widths: tuple[int, ...]) -> Array:
+        return x if self.ranks is None else self.ranks.all_gather(self.exchanged(x), widths)
+
+    def all_reduce(self, x: Array) -> Array:
+        return x if self.ranks is None else self.ranks.all_reduce(self.exchanged(x))
+
+    def exchanged(self, x: Array) -> Array:
+        """The tensor that is sent to other ranks."""
+        return x
 
     # -- arrays -----------------------------------------------------------------------------------------
     def from_host(self, array: np.ndarray) -> Array:

@@ -56,9 +56,8 @@ class TorchKernels(TorchArrays):
         parts = tuple(self.tensor(part) for part in linear.parts)
         biases = tuple(None if bias is None else self.tensor(bias) for bias in linear.biases)
         weight, bias = _fuse(parts, biases)
-        return Linear(
-            torch.split(weight, [part.shape[0] for part in parts]), biases, (weight, bias)
-        )  # views: one copy in memory
+        views = torch.split(weight, [part.shape[0] for part in parts])  # one copy in memory
+        return Linear(views, biases, (weight, bias), linear.shards)
 
     def prepare_norm(self, norm: Norm) -> Norm:
         bias = None if norm.bias is None else self.vector(norm.bias)

@@ -90,6 +90,7 @@ class TimedKernels:
         self.name, self.array_backend, self.device = inner.name, inner.array_backend, inner.device
         self.formats, self.kv_dtype, self.deterministic = inner.formats, inner.kv_dtype, inner.deterministic
         self.launches_ahead, self.activation_planes = inner.launches_ahead, inner.activation_planes
+        self.ranks = inner.ranks
         self.clock = clock
         self._part_of: dict[int, str] = {}  # id of a Linear -> part; absent: the head
         self._bytes_of: dict[int, int] = {}
@@ -219,6 +220,12 @@ class TimedKernels:
 
     def act(self, x: Array, activation: str) -> Array:
         return self.clock.timed("MLP", self.inner.act, x, activation)
+
+    def all_gather(self, x: Array, widths: tuple[int, ...]) -> Array:
+        return self.clock.timed("exchange", self.inner.all_gather, x, widths)
+
+    def all_reduce(self, x: Array) -> Array:
+        return self.clock.timed("exchange", self.inner.all_reduce, x)
 
     def gate(self, x: Array, logits: Array) -> Array:
         return self.clock.timed("MLP", self.inner.gate, x, logits)

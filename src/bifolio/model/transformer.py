@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bifolio.kernels.interface import Array, Batch, KernelSet, Rotation, Storage
+from bifolio.kernels.interface import Array, Batch, KernelSet, Linear, Rotation, Shards, Storage
 from bifolio.model.weights import LatentWeights, LayerWeights, ModelWeights, MoeWeights
 
 
@@ -15,6 +15,8 @@ def hidden_states(weights: ModelWeights, batch: Batch, kernels: KernelSet, stora
     """The residual stream after the last layer, before the final norm: [t, d]."""
     config = weights.config
     x = kernels.embed(weights.embedding, batch.token_ids, config.embedding_scale / config.residual_scale)
+    if weights.embedding_widths:
+        x = kernels.all_gather(x, weights.embedding_widths)
     if weights.position_embedding is not None:
         x = kernels.add(x, kernels.embed(weights.position_embedding, batch.positions, 1.0))
     rotations = tuple(
@@ -52,7 +54,7 @@ class PagedAttentionLayer:
         mixed = kernels.attend(heads, layer.shape, batch.segments, storage)
         if latent is not None:
             mixed = kernels.head_linear(mixed, latent.value_up, latent.rope_size)
-        return kernels.linear(mixed, layer.output)
+        return joined(mixed, layer.output, kernels)
 
 
 def latent_qkv(latent: LatentWeights, x: Array, kernels: KernelSet) -> Array:
@@ -77,13 +79,13 @@ def feed_forward(layer: LayerWeights, x: Array, activation: str, gated: bool, ke
 def mlp(layer: LayerWeights, x: Array, activation: str, gated: bool, kernels: KernelSet) -> Array:
     up = kernels.linear(x, layer.up)
     mixed = kernels.act_mul(up, activation) if gated else kernels.act(up, activation)
-    return kernels.linear(mixed, layer.down)
+    return joined(mixed, layer.down, kernels)
 
 
 def mixture(layer: LayerWeights, moe: MoeWeights, x: Array, activation: str, kernels: KernelSet) -> Array:
     """The experts that each token chooses, and the shared MLP if there is one."""
     routing = kernels.route(kernels.linear(x, moe.router), moe.choice)
-    mixed = kernels.mix_experts(x, routing, moe.experts)
+    mixed = exchanged(kernels.mix_experts(x, routing, moe.experts), moe.shards, kernels)
     if not layer.up.parts:
         return mixed
     shared = mlp(layer, x, activation, True, kernels)
@@ -92,9 +94,25 @@ def mixture(layer: LayerWeights, moe: MoeWeights, x: Array, activation: str, ker
     return kernels.add(mixed, shared)
 
 
+def joined(x: Array, linear: Linear, kernels: KernelSet) -> Array:
+    """A product whose input is spread over the ranks of tensor parallelism; its result is whole on every rank."""
+    shards = linear.shards
+    if shards is not None and shards.inputs:
+        x = kernels.all_gather(x, shards.inputs)
+    return exchanged(kernels.linear(x, linear), shards, kernels)
+
+
+def exchanged(x: Array, shards: Shards | None, kernels: KernelSet) -> Array:
+    """The results of all ranks, side by side or added."""
+    if shards is None:
+        return x
+    return kernels.all_gather(x, shards.outputs) if shards.outputs else kernels.all_reduce(x)
+
+
 def forward(weights: ModelWeights, batch: Batch, kernels: KernelSet, storage: Storage | None) -> Array:
     """Logits of the tokens in `batch.logit_rows` (None: all tokens): f32[r, vocab]."""
     x = hidden_states(weights, batch, kernels, storage)
     if batch.logit_rows is not None:
         x = kernels.take(x, batch.logit_rows)
-    return kernels.logits(kernels.norm(x, weights.final_norm), weights.head, weights.config.logit_softcap)
+    logits = kernels.logits(kernels.norm(x, weights.final_norm), weights.head, weights.config.logit_softcap)
+    return exchanged(logits, weights.head.shards, kernels)

@@ -13,7 +13,17 @@ from typing import TypeAlias
 import numpy as np
 
 from bifolio.config import ModelConfig, RopeConfig
-from bifolio.kernels.interface import Array, AttentionShape, Experts, HeadLinear, KernelSet, Linear, Norm, Router
+from bifolio.kernels.interface import (
+    Array,
+    AttentionShape,
+    Experts,
+    HeadLinear,
+    KernelSet,
+    Linear,
+    Norm,
+    Router,
+    Shards,
+)
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
@@ -30,6 +40,7 @@ class MoeWeights:
     choice: Router
     experts: Experts
     shared_gate: Linear | None  # [1, d]  its sigmoid multiplies the output of the shared MLP
+    shards: Shards | None = None  # of the sum of the experts; None: it is whole on this rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +92,7 @@ class ModelWeights:
     head: Linear
     inverse_frequencies: tuple[Array, ...]  # f32[rotary_dim/2] for each rope configuration
     rope_scales: tuple[float, ...]  # factor on cos and sin for each rope configuration
+    embedding_widths: tuple[int, ...] = ()  # columns of the embedding on each rank; empty: this rank has all
     prepared_for: KernelSet | None = None  # the kernel set that owns the arrays; None: as loaded from a file
 
     def matrices(self) -> list[QuantizedTensor | Array]:
@@ -177,7 +189,8 @@ def prepare(weights: ModelWeights, kernels: KernelSet, on_load: OnLoad = lambda 
 
 def _prepared_experts(moe: MoeWeights, kernels: KernelSet) -> MoeWeights:
     bias = moe.choice.bias
-    return MoeWeights(
+    return replace(
+        moe,
         router=kernels.prepare_linear(moe.router),
         choice=moe.choice if bias is None else replace(moe.choice, bias=kernels.from_host(bias)),
         experts=kernels.prepare_experts(moe.experts),

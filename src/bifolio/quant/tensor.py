@@ -129,6 +129,16 @@ class QuantizedTensor:
         data = self.data[rows]
         return QuantizedTensor(self.format, data, (data.shape[0], self.shape[-1]), self.name)
 
+    def select_columns(self, start: int, stop: int) -> QuantizedTensor:
+        """A matrix of the columns [start, stop), which begin and end on borders of blocks; a view."""
+        size, width = self.format.block_elements, self.format.block_bytes
+        if start % size or stop % size:
+            raise ConfigError(
+                f"columns {start} to {stop} of {self.name} do not lie on borders of blocks of {size} values"
+            )
+        data = self.data[:, start // size * width : stop // size * width]
+        return QuantizedTensor(self.format, data, (data.shape[0], stop - start), self.name)
+
     def reshape(self, *shape: int) -> QuantizedTensor:
         """View quantised rows with other leading dimensions, or dense values with any dimensions."""
         if math.prod(shape) != self.size:

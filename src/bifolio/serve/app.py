@@ -211,6 +211,12 @@ class Handlers:
             raise ApiError(503, "not ready", "engine_unavailable", retry_after=2)
         await send_json(send, r.Health("ready"))
 
+    async def kv_transfer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        hello = self._context.engine.hello
+        if hello is None or not hello.transfer_port:
+            raise ApiError(404, "this server has no prefill engine: start it with --role prefill", "not_found")
+        await send_json(send, r.BlockAddress(hello.transfer_port))
+
     async def metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send_bytes(send, await self._context.render_metrics(), CONTENT_TYPE.encode())
 
@@ -243,6 +249,7 @@ ROUTES: tuple[tuple[str, str, str], ...] = (  # path, method, name of the handle
     ("/detokenize", "POST", "detokenize"),
     ("/health", "GET", "health"),
     ("/ready", "GET", "ready"),
+    ("/kv_transfer", "GET", "kv_transfer"),
     ("/metrics", "GET", "metrics"),
     ("/openapi.json", "GET", "openapi"),
     ("/live", "GET", "live"),

@@ -13,7 +13,7 @@ from typing import Any
 from bifolio.errors import ConfigError
 from bifolio.serve.errors import ApiError
 
-OPEN_PATHS = frozenset({"/health", "/ready"})  # and the page's own files, see `Guard`
+OPEN_PATHS = frozenset({"/health", "/ready", "/kv_transfer"})  # and the page's own files, see `Guard`
 PLAIN_KEY_PATHS = ("/v1/messages",)  # Anthropic's clients send `x-api-key`
 MAX_KEY_BYTES = 1024
 

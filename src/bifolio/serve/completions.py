@@ -211,6 +211,7 @@ async def prepare(context: ServerContext, request: CompletionRequest, tenant: Te
         drawn,
         stream_options.include_steps,
         stream_options.interval_ms / 1000,
+        transfer_params=request.kv_transfer_params,
     )
     return CompletionCall(context, request, prompts, job)
 

@@ -15,7 +15,6 @@ from bifolio.cache.storage import KvCacheEntry
 from bifolio.engine.engine import InferenceEngine
 from bifolio.errors import EmptyPromptError, PromptTooLongError, TokenIdError
 from bifolio.kernels.interface import Array, Batch
-from bifolio.model.transformer import hidden_states
 
 Done = Callable[[np.ndarray | None, Exception | None], None]
 
@@ -105,6 +104,4 @@ class _Job:
 
     def _states(self, batch: Batch) -> Array:
         """The normed hidden states of a chunk: [t, d]."""
-        runner = self._runner
-        states = hidden_states(runner.weights, batch, runner.kernels, runner.storage)
-        return runner.kernels.norm(states, runner.weights.final_norm)
+        return self._runner.states(batch)

@@ -10,6 +10,7 @@ import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from bifolio.api.messages import Ended, NewTokens, Start, Thinking, Update
 from bifolio.api.update_stream import UpdateStream
@@ -50,6 +51,8 @@ class Job:
     keeps: bool = False  # the blocks stay in the engine, for follow-ups
     parent: str = ""  # engine request that this one may continue
     request_id: str = ""  # of the engine's first request, once it was started
+    transfer_params: dict[str, Any] | None = None  # `kv_transfer_params` of the request
+    prefill_at: str = ""  # the prefill engine that a gateway chose
 
 
 @dataclass(slots=True)
@@ -123,6 +126,7 @@ class Run:
                     job.thinking,
                     job.keeps,
                     job.parent,
+                    job.prefill_at,
                 )
             )
             self.context.metrics.prompt_tokens.inc(len(prompt))

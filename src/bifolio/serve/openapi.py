@@ -32,6 +32,7 @@ OPERATIONS: tuple[tuple[str, str, str, Any, Any], ...] = (
     ("/detokenize", "post", "Tokens to text", p.DetokenizeRequest, r.Detokenized),
     ("/health", "get", "Whether the front end is alive", None, r.Health),
     ("/ready", "get", "Whether requests would be served now", None, r.Health),
+    ("/kv_transfer", "get", "Where the blocks of a prefill engine are served", None, r.BlockAddress),
 )
 # Other protocols: path, method, summary, request type. Their answers are described by their own documents.
 PROTOCOL_OPERATIONS: tuple[tuple[str, str, str, Any], ...] = (

@@ -80,6 +80,7 @@ class Completion(msgspec.Struct):
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
     system_fingerprint: str | None = None
     steps: Steps | msgspec.UnsetType = msgspec.UNSET
+    kv_transfer_params: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
 
 
 class TopLogprob(msgspec.Struct):
@@ -167,6 +168,7 @@ class ChatCompletion(msgspec.Struct):
     choices: list[ChatChoice]
     usage: Usage
     system_fingerprint: str | None = None
+    kv_transfer_params: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChunk(msgspec.Struct):
@@ -178,6 +180,12 @@ class ChatChunk(msgspec.Struct):
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
     system_fingerprint: str | None = None
     steps: Steps | msgspec.UnsetType = msgspec.UNSET
+
+
+class BlockAddress(msgspec.Struct):
+    """Where a prefill engine serves the blocks of its cache, on the host of this server."""
+
+    remote_port: int
 
 
 class ModelCard(msgspec.Struct):

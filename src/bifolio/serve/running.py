@@ -13,7 +13,8 @@ from bifolio.serve.errors import ApiError
 from bifolio.serve.events import Event
 from bifolio.serve.generation import Job, Run, Whole, collect
 from bifolio.serve.http import OPENAI_EVENTS, Framing, send_events, send_json
-from bifolio.serve.responses import Usage
+from bifolio.serve.responses import ChatCompletion, Completion, Usage
+from bifolio.serve.transfer_fields import asked_address, transfer_params
 
 logger = logging.getLogger("bifolio.http")
 
@@ -36,6 +37,7 @@ async def run_call(
 ) -> None:
     """Run a call and send its answer."""
     job = call.job
+    job.prefill_at = asked_address(scope["headers"], job.transfer_params)
     if context.log_prompts:
         logger.info("prompt", extra={"prompt_token_ids": job.prompts, "prompt": _texts(context, job.prompts)})
     with context.admission(job.tenant, len(job.prompts)):
@@ -46,8 +48,12 @@ async def run_call(
             if job.stream:
                 await send_events(send, call.events(run), context.limits.write_timeout, job.write_interval, framing)
             else:
-                whole = await collect(run)
-                await send_json(send, call.whole(whole, run.usage()))
+                answer = call.whole(await collect(run), run.usage())
+                host = (scope.get("server") or ("127.0.0.1", 0))[0]
+                blocks = transfer_params(context.engine.hello, host, job.transfer_params)
+                if blocks is not None and isinstance(answer, Completion | ChatCompletion):
+                    answer.kv_transfer_params = blocks
+                await send_json(send, answer)
         finally:
             run.close()
             watcher.cancel()

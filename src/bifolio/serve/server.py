@@ -32,6 +32,7 @@ from bifolio.serve.errors import ApiError
 from bifolio.serve.hosts import is_loopback
 from bifolio.serve.supervisor import EngineProcess
 from bifolio.serve.vllm_metrics import with_vllm_names
+from bifolio.transfer_settings import TransferSettings
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ class ServerSettings:
     engine_secret: bytes = b""  # shared with the engine on another host
     in_process: bool = False  # the engine runs on a thread of the front end
     kv_events: KvEventSettings | None = None  # where the engine publishes stored and removed blocks
+    transfer: TransferSettings | None = None  # prefill and decode on separate engines
     metrics_compat: str | None = None  # "vllm": metrics also under vLLM's names
 
 
@@ -127,7 +129,8 @@ async def running_context(settings: ServerSettings, engine_options: dict[str, An
 
     reference = engine_options.get("model") or DEFAULT_MODEL
     model = open_text_model(reference)
-    launch = Launch({**engine_options, "model": str(reference)}, settings.max_updates_per_second, settings.kv_events)
+    launch = Launch({**engine_options, "model": str(reference)}, settings.max_updates_per_second, settings.kv_events,
+                    settings.transfer)  # fmt: skip
     engine = make_engine(settings, launch)
     try:
         await asyncio.gather(engine.start(), asyncio.to_thread(lambda: model.tokenizer))

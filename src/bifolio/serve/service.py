@@ -29,12 +29,14 @@ from bifolio.engine.thread import EngineThread
 from bifolio.errors import BifolioError, FaultKind, GrammarError, RequestError
 from bifolio.sampling.thinking import AfterThinking
 from bifolio.sampling_params import SamplingParams
-from bifolio.sequence import BeamStep, DraftStep, Request, StepResult
+from bifolio.sequence import Request, StepResult
+from bifolio.serve.block_transfer import BlockTransfer
 from bifolio.serve.conversations import ConversationStore, add_or_fork
 from bifolio.serve.embedding import EmbeddingQueue
 from bifolio.serve.fairness import Turns
 from bifolio.serve.kv_events import KvEventPublisher
 from bifolio.serve.snapshot import blocks_of, slots_of, waiting_of
+from bifolio.serve.steps import add_steps
 from bifolio.text.tokenizer import is_library_error
 
 logger = logging.getLogger(__name__)
@@ -65,6 +67,7 @@ class EngineService:
     send: Send
     max_updates_per_second: float = 400.0
     publisher: KvEventPublisher | None = None  # of the cache's events
+    transfer: BlockTransfer | None = None  # of blocks, from or to another engine
     thread: EngineThread = field(init=False)
     _live: dict[str, _Live] = field(init=False, default_factory=dict)
     _embeddings: EmbeddingQueue = field(init=False)
@@ -84,8 +87,9 @@ class EngineService:
         """End the engine's thread after the running step, and the compiler's."""
         self.thread.stop()
         self._compiler.shutdown(wait=False, cancel_futures=True)
-        if self.publisher is not None:
-            self.publisher.close()
+        for part in (self.publisher, self.transfer):
+            if part is not None:
+                part.close()
 
     def hello(self, model_name: str) -> m.Hello:
         engine, published = self.llm.engine, self.publisher
@@ -101,17 +105,20 @@ class EngineService:
             plan=self.llm.plan.lines(),
             kv_cache_dtype=str(engine.config.cache.dtype),
             enable_prefix_caching=engine.config.cache.enable_prefix_caching,
+            transfer_port=0 if self.transfer is None else self.transfer.port,
             kv_events=None if published is None else m.KvEventSettings(published.endpoint, published.replay_endpoint),
         )
 
     # -- messages ----------------------------------------------------------------------------------------------------
     def handle(self, message: m.ToEngine) -> None:
         """Take a message; everything that touches the engine is queued for its thread."""
-        if isinstance(message, m.Start) and message.grammar is not None:
-            self._compile_first(message)
-        elif isinstance(message, m.Start):
-            self._post(message.id, lambda engine: self._start(engine, message))
+        if isinstance(message, m.Start):
+            is_fetched = self.transfer is not None and self.transfer.fetch(message, self._begin)
+            if not is_fetched:
+                self._begin(message)
         elif isinstance(message, m.Abort):
+            if self.transfer is not None:
+                self.transfer.abort(message.ids)
             self.thread.post(lambda engine: self._abort(engine, message.ids))
         elif isinstance(message, m.Stop):
             self.thread.post(lambda engine: engine.stop(message.id, message.index, message.stop_reason))
@@ -123,6 +130,11 @@ class EngineService:
             self._conversations.handle(message, self.send, self.thread)
         elif isinstance(message, m.Shutdown):
             self.thread.stop(timeout=0)
+
+    def _begin(self, message: m.Start) -> None:
+        if message.grammar is not None:
+            return self._compile_first(message)
+        return self._post(message.id, lambda engine: self._start(engine, message))
 
     def _post(self, request_id: str, command: Callable[[InferenceEngine], None]) -> None:
         """Queue a command whose failure, of any kind, refuses one request and nothing else."""
@@ -146,7 +158,7 @@ class EngineService:
         now = asdict(self.llm.engine.stats())
         sharing = now.pop("sharing")
         stats = {name: float(value) for name, value in (now | sharing).items()}
-        stats["num_waiting"] += len(self._compiling)
+        stats["num_waiting"] += len(self._compiling) + (0 if self.transfer is None else self.transfer.num_waiting)
         speculator = self.llm.engine.speculator
         if speculator is not None:
             stats["num_draft_tokens"] = float(speculator.stats.num_draft_tokens)
@@ -311,7 +323,7 @@ class EngineService:
         if not pieces and not request.steps and not is_finished:
             return None
         update = m.Update(request.request_id, pieces)
-        _add_steps(update, request)
+        add_steps(update, request)
         if not live.sent_first and pieces:
             live.sent_first = True
             update.num_cached_tokens = request.metrics.num_cached_tokens
@@ -357,17 +369,6 @@ def _without_text(params: SamplingParams) -> SamplingParams:
     if params.num_sequences > params.n:
         return params
     return replace(params, stop=(), include_stop_str_in_output=False, detokenize=False)
-
-
-def _add_steps(update: m.Update, request: Request) -> None:
-    """Move the recorded steps of a watched request into the update."""
-    if not request.steps:
-        return
-    drafts = [step for step in request.steps if isinstance(step, DraftStep)]
-    beams = [step for step in request.steps if isinstance(step, BeamStep)]
-    request.steps.clear()
-    update.drafts = [(step.completion, step.position, list(step.drafts), step.num_accepted) for step in drafts] or None
-    update.beams = [(step.position, list(step.beams)) for step in beams] or None
 
 
 def _final_pieces(request: Request) -> list[m.NewTokens]:

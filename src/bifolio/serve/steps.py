@@ -1,8 +1,9 @@
-"""Speculation and beam search as a client watches them: token ids of an update become texts."""
+"""Speculation and beam search as a client watches them: recorded by the engine, sent as token ids, shown as texts."""
 
 from __future__ import annotations
 
 from bifolio.api.messages import Update
+from bifolio.sequence import BeamStep, DraftStep, Request
 from bifolio.serve.responses import Steps, WatchedBeam, WatchedBeamStep, WatchedDraft
 from bifolio.serve.token_text import TokenTexts
 
@@ -22,3 +23,14 @@ def watched_steps(update: Update, first_choice: int, texts: TokenTexts) -> Steps
         for position, rows in update.beams or []
     ]
     return Steps(drafts, beams)
+
+
+def add_steps(update: Update, request: Request) -> None:
+    """Move the recorded steps of a watched request into the update."""
+    if not request.steps:
+        return
+    drafts = [step for step in request.steps if isinstance(step, DraftStep)]
+    beams = [step for step in request.steps if isinstance(step, BeamStep)]
+    request.steps.clear()
+    update.drafts = [(step.completion, step.position, list(step.drafts), step.num_accepted) for step in drafts] or None
+    update.beams = [(step.position, list(step.beams)) for step in beams] or None

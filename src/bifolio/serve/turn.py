@@ -54,10 +54,20 @@ class Turn:
             return inner
         return ReasoningReader(self.reasoning, self.is_open, inner)
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether every answer is text alone."""
-        return isinstance(self.reader(), PlainReader)
+    def num_reasoning_tokens(self, token_ids: list[int]) -> int:
+        """Tokens of an answer up to the end of its reasoning, marks included; 0 if it has none."""
+        is_harmony = self.tools.format is not None and self.tools.format.name == "harmony"
+        marks = HARMONY_MARKS if is_harmony else self.reasoning
+        if marks is None:
+            return 0
+        tokenizer = self.context.tokenizers.tokenizer
+        opening, closing = (tokenizer.encode(text, add_special_tokens=False) for text in (marks.opening, marks.closing))
+        if not self.is_open and token_ids[: len(opening)] != opening:
+            return 0
+        for start in range(len(token_ids) - len(closing) + 1):
+            if token_ids[start : start + len(closing)] == closing:
+                return start + len(closing)
+        return len(token_ids)
 
 
 async def prepare(context: ServerContext, request: ChatRequest, tenant: Tenant, history: History | None = None) -> Turn:
@@ -97,6 +107,7 @@ async def prepare(context: ServerContext, request: ChatRequest, tenant: Tenant, 
         drawn,
         stream_options.include_steps,
         stream_options.interval_ms / 1000,
+        transfer_params=request.kv_transfer_params,
     )
     job.parent = "" if history is None else history.request_id
     tail = rendered[-1][0] if rendered else ""

@@ -136,6 +136,10 @@ def make_service(launch: m.Launch, send: Send) -> EngineService:
         events = CacheEvents()
         service.publisher = KvEventPublisher(events, llm.engine.blocks.block_size, launch.kv_events)
         llm.engine.blocks.record_events(events)
+    if launch.transfer is not None and launch.transfer.role != "both":
+        from bifolio.serve.block_transfer import BlockTransfer
+
+        service.transfer = BlockTransfer(service.thread, llm.engine, launch.transfer)
     return service
 
 

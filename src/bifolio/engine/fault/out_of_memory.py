@@ -83,7 +83,7 @@ class MemoryRecovery:
         requests = self._engine.take_back()
         if not requests:
             raise error
-        self._engine.runner.kernels.release_memory()
+        self._engine.runner.release_memory()
         self._good_steps = 0
         smallest = self._budget <= SMALLEST_BUDGET
         self._budget = max(self._budget // 2, min(SMALLEST_BUDGET, self._budget))

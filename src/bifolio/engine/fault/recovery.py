@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from bifolio.engine.fault.isolation import Isolation
 from bifolio.engine.fault.out_of_memory import MemoryRecovery, is_out_of_memory
+from bifolio.errors import EngineDeadError
 from bifolio.sequence import StepResult
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ class FaultRecovery:
 
     def recover(self, error: Exception) -> list[StepResult]:
         """Discard the failed step and continue; raises the error when the engine itself is broken."""
+        if isinstance(error, EngineDeadError):  # a rank is lost
+            raise error
         self.is_active = True
         if is_out_of_memory(error):
             return self._memory.recover(error)

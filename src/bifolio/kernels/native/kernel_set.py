@@ -36,6 +36,7 @@ from bifolio.kernels.interface import (
 from bifolio.kernels.native.formats import NATIVE_FORMATS, format_code
 from bifolio.kernels.native.library import library
 from bifolio.kernels.native.program import ACTIVATION_CODES, PHASE_CODES, NativeProgram, native_segment
+from bifolio.kernels.native.ranks import SharedMemoryRanks
 from bifolio.quant.convert import DENSE_FORMATS, convert
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.mapped import mapping_of
@@ -221,7 +222,7 @@ class NativeKernels(HostArrays):
 
     def mix_experts(self, x: Array, routing: Routing, experts: Experts) -> Array:
         numbers = np.ascontiguousarray(routing.experts, np.int32).view(np.float32)  # native rows hold both as 32 bits
-        out = np.empty(x.shape, np.float32)
+        out = np.empty((len(x), experts.down[0].out_features), np.float32)
         both = np.concatenate([numbers, _floats(routing.weights)], axis=1)
         self.native.mix_experts(_floats(x), both, self.packed_experts(experts), out, self.pool)
         return out
@@ -237,6 +238,12 @@ class NativeKernels(HostArrays):
         out = np.empty(logits.shape[0], np.int64)
         self.native.argmax(_floats(logits), out, self.pool)
         return out
+
+    def memory_of_ranks(self) -> Any:
+        """The memory through which a program exchanges with other ranks."""
+        if not isinstance(self.ranks, SharedMemoryRanks):
+            raise ConfigError("these weights are a part of a model: join the ranks that hold the others")
+        return self.ranks.native
 
     # -- native counterparts ------------------------------------------------------------------------------
     def packed(self, linear: Linear) -> Any:

@@ -54,6 +54,7 @@ class NativeProgram:
         batch = Batch(TOKEN_IDS, POSITIONS, None, (), LOGIT_ROWS)
         network.forward(recorder, batch, None)  # type: ignore[arg-type]  # values are handles, not arrays
         self._program = recorder.program
+        self._logit_widths = recorder.logit_widths
 
     def run(self, batch: Batch, storage: Storage) -> np.ndarray:
         """Logits f32[r, vocab] of one forward pass."""
@@ -72,7 +73,7 @@ class NativeProgram:
             logits,
             pool=self._kernels.pool,
         )
-        return logits
+        return self._kernels.all_gather(logits, self._logit_widths) if self._logit_widths else logits
 
 
 class ProgramRecorder:
@@ -81,6 +82,7 @@ class ProgramRecorder:
     def __init__(self, kernels: NativeKernels) -> None:
         self.kernels = kernels
         self.program = kernels.native.Program()
+        self.logit_widths: tuple[int, ...] = ()  # columns of the logits on each rank; empty: this rank computes all
 
     def embed(self, table: Any, ids: object, scale: float) -> Register:
         return Register(self.program.embed(table, scale, ids is POSITIONS))
@@ -127,6 +129,15 @@ class ProgramRecorder:
 
     def act(self, x: Register, activation: str) -> Register:
         return Register(self.program.act(x.number, ACTIVATION_CODES[activation]))
+
+    def all_gather(self, x: Register | None, widths: tuple[int, ...]) -> Register | None:
+        if x is None:  # the logits, which leave the program
+            self.logit_widths = widths
+            return None
+        return Register(self.program.all_gather(x.number, self.kernels.memory_of_ranks(), list(widths)))
+
+    def all_reduce(self, x: Register) -> Register:
+        return Register(self.program.all_reduce(x.number, self.kernels.memory_of_ranks()))
 
     def gate(self, x: Register, logits: Register) -> Register:
         return Register(self.program.gate(x.number, logits.number))

@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-decorators=False
-"""Products of experts: dense weights (KIND -1), or weights in blocks (KIND as in `quantised_kernels`).
+"""Products of experts: dense weights (KIND -1), MXFP4 in words (KIND 3), or blocks (KIND as in `quantised_kernels`).
 
     one token      a program reads a few rows of one expert (GEMV); the weighted sum over the token's experts is part
                    of the second product
@@ -14,6 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from bifolio.kernels.triton.mxfp4 import LIFT, LIFTED, dense_tile, load_powers, load_words, unpack_words
 from bifolio.kernels.triton.norm import gated
 from bifolio.kernels.triton.pdl import wait_for_inputs
 from bifolio.kernels.triton.quantised_kernels import dot_blocks, load_codes, load_factors, multiply_codes
@@ -21,27 +22,14 @@ from bifolio.kernels.triton.tma import load_tile
 
 
 @triton.jit
-def _load_input(
-    x: tl.tensor,  # [depth]
-    norm_weight: tl.tensor,
-    squares: tl.tensor,
-    start: tl.tensor,
-    DEPTH: tl.constexpr,
-    KIND: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-) -> tl.tensor:
-    """(x at the next columns, x at those of high nibbles, running sums of squares), times the norm's weights."""
-    if KIND < 0:
+def _columns(start: tl.tensor, KIND: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
+    """The columns of x that a step reads: [BLOCK], or [blocks, elements] (those of low nibbles)."""
+    if KIND < 0 or KIND == 3:
         column = start + tl.arange(0, BLOCK)
     else:
         ELEMENTS: tl.constexpr = 32 if KIND == 0 else 16
         column = start + tl.arange(0, BLOCK // 32)[:, None] * 32 + tl.arange(0, ELEMENTS)[None, :]
-    first, squares = _normed(x, norm_weight, column, squares, DEPTH, HAS_NORM)
-    second = first
-    if KIND > 0:
-        second, squares = _normed(x, norm_weight, column + 16, squares, DEPTH, HAS_NORM)
-    return first, second, squares
+    return column
 
 
 @triton.jit
@@ -53,6 +41,7 @@ def _normed(
     DEPTH: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ) -> tl.tensor:
+    """(x at these columns times the norm's weights, running sums of squares)."""
     inside = column < DEPTH
     values = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
     if HAS_NORM:
@@ -63,24 +52,29 @@ def _normed(
 
 @triton.jit
 def _add_products(
-    sums: tl.tensor,  # f32[outputs, block], or [outputs, blocks] of weights in blocks
+    sums: tl.tensor,  # f32[rows, block], or [rows, blocks] of quantised weights
     weight: tl.tensor,
     scales: tl.tensor,
     minima: tl.tensor,
-    row: tl.tensor,  # i64[outputs]
+    row: tl.tensor,  # i64[rows]
     exists: tl.tensor,
     start: tl.tensor,
-    first: tl.tensor,
-    second: tl.tensor,
+    first: tl.tensor,  # f32[1 or rows, columns of the step]
+    second: tl.tensor,  # the same for high nibbles
     DEPTH: tl.constexpr,
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
+    ROWS: tl.constexpr = sums.shape[0]
     if KIND < 0:
         column = start + tl.arange(0, BLOCK)
         mask = exists[:, None] & (column < DEPTH)[None, :]
         numbers = tl.load(weight + row[:, None] * DEPTH + column[None, :], mask=mask, other=0.0)
-        sums += numbers.to(tl.float32) * first[None, :]
+        sums += numbers.to(tl.float32) * first
+    elif KIND == 3:
+        numbers = unpack_words(load_words(weight, row, exists, start, DEPTH, BLOCK)) * (first * LIFT)
+        powers = load_powers(scales, row, exists, start, LIFTED, DEPTH, BLOCK)
+        sums += tl.sum(tl.reshape(numbers, [ROWS, BLOCK // 32, 32]), axis=2) * powers
     else:
         block = start // 32 + tl.arange(0, BLOCK // 32)
         inside = exists[:, None] & (block < DEPTH // 32)[None, :]
@@ -120,13 +114,18 @@ def up_kernel(
     exists = output < num_outputs
     sums = tl.zeros([OUTPUTS, WIDTH], tl.float32)
     up_sums = tl.zeros([OUTPUTS, WIDTH], tl.float32)
-    squares = tl.zeros([BLOCK], tl.float32) if KIND < 0 else tl.zeros([WIDTH, 32 if KIND == 0 else 16], tl.float32)
+    squares = tl.zeros(_columns(0, KIND, BLOCK).shape, tl.float32)
     wait_for_inputs()
     expert = tl.load(experts + pair).to(tl.int64)
     row = expert * (2 * num_outputs) + output
     source = x + (pair // TOP_K).to(tl.int64) * DEPTH
     for start in tl.range(0, DEPTH, BLOCK, num_stages=STAGES):
-        first, second, squares = _load_input(source, norm_weight, squares, start, DEPTH, KIND, BLOCK, HAS_NORM)
+        column = _columns(start, KIND, BLOCK)
+        first, squares = _normed(source, norm_weight, column, squares, DEPTH, HAS_NORM)
+        second = first
+        if KIND == 1 or KIND == 2:
+            second, squares = _normed(source, norm_weight, column + 16, squares, DEPTH, HAS_NORM)
+        first, second = tl.expand_dims(first, 0), tl.expand_dims(second, 0)
         sums = _add_products(sums, weight, scales, minima, row, exists, start, first, second, DEPTH, KIND, BLOCK)
         up_sums = _add_products(
             up_sums, weight, scales, minima, row + num_outputs, exists, start, first, second, DEPTH, KIND, BLOCK
@@ -157,34 +156,43 @@ def down_kernel(
     DEPTH: tl.constexpr,
     KIND: tl.constexpr,
     TOP_K: tl.constexpr,
+    CHOICES: tl.constexpr,  # power of 2, at least TOP_K
     OUTPUTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
 ) -> None:
-    """The weighted sum of a token's experts, in the order of its choice: GEMV over rows of each of them."""
+    """The weighted sum of a token's experts: GEMV over the same rows of all of them at once."""
     WIDTH: tl.constexpr = BLOCK if KIND < 0 else BLOCK // 32
     token = tl.program_id(1).to(tl.int64)
-    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    exists = output < num_outputs
-    sums = tl.zeros([OUTPUTS, WIDTH], tl.float32)
-    added = tl.zeros([OUTPUTS], tl.float32)
-    squares = 0.0
+    number = tl.arange(0, CHOICES * OUTPUTS)
+    choice, output = number // OUTPUTS, tl.program_id(0) * OUTPUTS + number % OUTPUTS
+    pair = token * TOP_K + choice
+    exists = (choice < TOP_K) & (output < num_outputs)
+    sums = tl.zeros([CHOICES * OUTPUTS, WIDTH], tl.float32)
     wait_for_inputs()
+    row = tl.load(experts + pair, mask=exists, other=0).to(tl.int64) * num_outputs + output
+    share = tl.load(shares + pair, mask=exists, other=0.0)
+    for start in tl.range(0, DEPTH, BLOCK, num_stages=STAGES):
+        column = tl.expand_dims(_columns(start, KIND, BLOCK), 0)
+        mine = exists[:, None]
+        source = x + pair[:, None] * DEPTH
+        if KIND >= 0 and KIND != 3:
+            mine, source = mine[:, :, None], source[:, :, None]
+        first = tl.load(source + column, mask=mine & (column < DEPTH), other=0.0).to(tl.float32)
+        second = first
+        if KIND == 1 or KIND == 2:
+            second = tl.load(source + column + 16, mask=mine & (column < DEPTH), other=0.0).to(tl.float32)
+        sums = _add_products(sums, weight, scales, minima, row, exists, start, first, second, DEPTH, KIND, BLOCK)
+    result = tl.sum(sums, axis=1)
+    if HAS_BIAS:
+        result += tl.load(bias + row, mask=exists, other=0.0).to(tl.float32)
+    total = tl.sum(tl.reshape(result * share, [CHOICES, OUTPUTS]), axis=0)
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     if HAS_RESIDUAL:
-        added = tl.load(residual + token * num_outputs + output, mask=exists, other=0.0).to(tl.float32)
-    for choice in range(TOP_K):
-        pair = token * TOP_K + choice
-        expert, share = tl.load(experts + pair).to(tl.int64), tl.load(shares + pair)
-        row = expert * num_outputs + output
-        for start in tl.static_range(0, DEPTH, BLOCK):
-            first, second, squares = _load_input(x + pair * DEPTH, x, squares, start, DEPTH, KIND, BLOCK, False)
-            first, second = first * share, second * share
-            sums = _add_products(sums, weight, scales, minima, row, exists, start, first, second, DEPTH, KIND, BLOCK)
-        if HAS_BIAS:
-            added += share * tl.load(bias + row, mask=exists, other=0.0).to(tl.float32)
-    result = tl.sum(sums, axis=1) + added
-    tl.store(out + token * num_outputs + output, result.to(out.dtype.element_ty), mask=exists)
+        total += tl.load(residual + token * num_outputs + output, mask=output < num_outputs, other=0.0).to(tl.float32)
+    tl.store(out + token * num_outputs + output, total.to(out.dtype.element_ty), mask=output < num_outputs)
 
 
 @triton.jit
@@ -209,6 +217,9 @@ def _multiply_step(
         source = weight if DESCRIBED else weight + row.to(tl.int64)[:, None] * DEPTH
         numbers = load_tile(source, first_row, output_exists, start, DEPTH, BLOCK, DESCRIBED)
         sums = tl.dot(numbers, tl.trans(first), sums, input_precision=PRECISION)
+    elif KIND == 3:
+        numbers = dense_tile(weight, scales, row.to(tl.int64), output_exists, start, DEPTH, BLOCK)
+        sums = tl.dot(numbers.to(first.dtype), tl.trans(first), sums, input_precision=PRECISION)
     else:
         block = start // 32 + tl.arange(0, BLOCK // 32)
         inside = output_exists[:, None] & (block < DEPTH // 32)[None, :]
@@ -262,7 +273,7 @@ def grouped_kernel(
         first_row = expert * num_outputs * (2 if GATED else 1) + tl.program_id(0) * OUTPUTS
         sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
         up_sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
-        if KIND <= 0:
+        if KIND <= 0 or KIND == 3:
             position = tl.arange(0, BLOCK)
         else:
             position = tl.arange(0, BLOCK // 2) // 16 * 32 + tl.arange(0, BLOCK // 2) % 16
@@ -273,7 +284,7 @@ def grouped_kernel(
                 wanted = wanted & (column < DEPTH)
             first = tl.load(x_source + column, mask=wanted, other=0.0)
             second = first
-            if KIND > 0:
+            if KIND == 1 or KIND == 2:
                 second = tl.load(x_source + column + 16, mask=wanted, other=0.0)
             sums = _multiply_step(
                 sums, weight, scales, minima, first_row, output_exists, start, first, second, DEPTH,

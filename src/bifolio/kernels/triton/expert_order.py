@@ -18,6 +18,7 @@ import triton.language as tl
 
 from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
 
+BLOCK = 2048  # pairs that a program reads at once
 FILLED = 128  # tiles that a program writes at once
 
 
@@ -31,7 +32,7 @@ class Tiles(NamedTuple):
     rows: int  # pairs of a full tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs", "num_experts", "num_tiles", "rows"])
 def _order_kernel(
     experts: tl.tensor,  # i32[pairs]
     pairs: tl.tensor,
@@ -41,7 +42,7 @@ def _order_kernel(
     num_pairs: tl.tensor,
     num_experts: tl.tensor,
     num_tiles: tl.tensor,
-    ROWS: tl.constexpr,
+    rows: tl.tensor,
     BLOCK: tl.constexpr,
     BINS: tl.constexpr,  # more than experts: the last one counts the padding
     FILLED: tl.constexpr,
@@ -55,7 +56,7 @@ def _order_kernel(
         place = start + tl.arange(0, BLOCK)
         counts += tl.histogram(tl.load(experts + place, mask=place < num_pairs, other=BINS - 1), BINS)
     counts = tl.where(number < num_experts, counts, 0)
-    tiles = (counts + ROWS - 1) // ROWS
+    tiles = (counts + rows - 1) // rows
     begin = tl.sum(tl.where(number < own, counts, 0), axis=0)
     end = begin + tl.sum(tl.where(number == own, counts, 0), axis=0)
     first_tile = tl.sum(tl.where(number < own, tiles, 0), axis=0)
@@ -70,10 +71,10 @@ def _order_kernel(
             at += tl.sum(mine.to(tl.int32), axis=0)
         for first in range(first_tile, last_tile, FILLED):
             tile = first + tl.arange(0, FILLED)
-            start_at = begin + (tile - first_tile) * ROWS
+            start_at = begin + (tile - first_tile) * rows
             tl.store(tile_expert + tile, tile * 0 + own, mask=tile < last_tile)
             tl.store(tile_begin + tile, start_at, mask=tile < last_tile)
-            tl.store(tile_end + tile, tl.minimum(start_at + ROWS, end), mask=tile < last_tile)
+            tl.store(tile_end + tile, tl.minimum(start_at + rows, end), mask=tile < last_tile)
     if own == num_experts - 1:
         for first in range(last_tile, num_tiles, FILLED):
             tile = first + tl.arange(0, FILLED)
@@ -88,8 +89,7 @@ def cut_pairs(experts: torch.Tensor, num_experts: int, rows: int) -> Tiles:
     expert, begin, end = integers[count:].view(3, most)
     tiles = Tiles(integers[:count], expert, begin, end, rows)
     _order_kernel[(num_experts,)](
-        experts, tiles.pairs, expert, begin, end, count, num_experts, most, ROWS=rows,
-        BLOCK=min(max(triton.next_power_of_2(count), 128), 4096), BINS=triton.next_power_of_2(num_experts + 1),
-        FILLED=FILLED, num_warps=4 if count <= 2048 else 8, **OVERLAPPED,
+        experts, tiles.pairs, expert, begin, end, count, num_experts, most, rows, BLOCK=BLOCK,
+        BINS=triton.next_power_of_2(num_experts + 1), FILLED=FILLED, num_warps=8, **OVERLAPPED,
     )  # fmt: skip
     return tiles

@@ -23,12 +23,15 @@ from bifolio.kernels.triton import quantised
 from bifolio.kernels.triton.expert_kernels import down_kernel, grouped_kernel, sum_kernel, up_kernel
 from bifolio.kernels.triton.expert_order import Tiles, cut_pairs
 from bifolio.kernels.triton.gemm_tuning import INTERPRETED
+from bifolio.kernels.triton.mxfp4 import dequantise_words, pack_words
 from bifolio.kernels.triton.norm import ACTIVATIONS
 from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
 from bifolio.kernels.triton.quantised import QuantisedWeight
 from bifolio.kernels.triton.tma import can_be_described, describe
 from bifolio.quant.convert import convert
+from bifolio.quant.formats import QuantFormat
 
+WORDS = 3  # KIND of MXFP4
 MOST_SORTED_EXPERTS = 1024  # of the routing kernel: the logits of a token are one block
 FEW_TOKENS = 4  # up to this number every pair reads its expert's weights
 EXACT_TOKENS = 512  # up to this number the outputs of experts are kept in f32 until they are added
@@ -65,13 +68,22 @@ def _route_kernel(
         ranked += tl.load(bias + expert, mask=exists, other=0.0)
     ranked = tl.where(exists, ranked, -float("inf"))
     choice = tl.arange(0, triton.next_power_of_2(TOP_K))
-    chosen = tl.zeros(choice.shape, tl.int32)
-    shares = tl.zeros(choice.shape, tl.float32)
-    for i in tl.static_range(TOP_K):
-        best = tl.argmax(ranked, axis=0, tie_break_left=True)
-        chosen = tl.where(choice == i, best, chosen)
-        shares = tl.where(choice == i, tl.sum(tl.where(expert == best, scores, 0.0), axis=0), shares)
-        ranked = tl.where(expert == best, -float("inf"), ranked)
+    if BLOCK <= 128:  # the rank of every expert at once, instead of one search after the other
+        ahead = (ranked[None, :] > ranked[:, None]) | (
+            (ranked[None, :] == ranked[:, None]) & (expert[None, :] < expert[:, None])
+        )
+        rank = tl.sum(ahead.to(tl.int32), axis=1)
+        is_chosen = (rank[None, :] == choice[:, None]) & (choice < TOP_K)[:, None]
+        chosen = tl.minimum(tl.sum(tl.where(is_chosen, expert[None, :], 0), axis=1), num_experts - 1)
+        shares = tl.sum(tl.where(is_chosen, scores[None, :], 0.0), axis=1)
+    else:
+        chosen = tl.zeros(choice.shape, tl.int32)
+        shares = tl.zeros(choice.shape, tl.float32)
+        for i in tl.static_range(TOP_K):
+            best = tl.argmax(ranked, axis=0, tie_break_left=True)
+            chosen = tl.where(choice == i, best, chosen)
+            shares = tl.where(choice == i, tl.sum(tl.where(expert == best, scores, 0.0), axis=0), shares)
+            ranked = tl.where(expert == best, -float("inf"), ranked)
     if RENORMALISE:
         shares = shares / (tl.sum(shares, axis=0) + 1e-20)
     place = row * TOP_K + choice
@@ -88,8 +100,8 @@ def route(logits: torch.Tensor, router: Router) -> Routing:
         _route_kernel[(rows,)](
             logits, logits if router.bias is None else router.bias, experts, weights, num_experts, router.scale,
             logits.stride(0), TOP_K=router.top_k, SIGMOID=router.scoring == "sigmoid", RENORMALISE=router.renormalise,
-            HAS_BIAS=router.bias is not None, BLOCK=triton.next_power_of_2(num_experts), num_warps=1,
-            **OVERLAPPED,
+            HAS_BIAS=router.bias is not None, BLOCK=triton.next_power_of_2(num_experts),
+            num_warps=4 if num_experts <= 128 else 1, **OVERLAPPED,
         )  # fmt: skip
     return Routing(experts, weights)
 
@@ -124,16 +136,20 @@ class Stack:
     def dense(self, dtype: torch.dtype) -> Stack:
         if isinstance(self.weight, torch.Tensor):
             return self
-        return Stack(quantised.dequantise(self.weight, dtype), self.bias, self.num_experts)
+        is_words = self.weight.format is QuantFormat.MXFP4
+        dequantise = dequantise_words if is_words else quantised.dequantise
+        return Stack(dequantise(self.weight, dtype), self.bias, self.num_experts)
 
 
 def prepare_stack(linears: tuple[Linear, ...], torch_kernels: TorchKernels) -> Stack:
     """Concatenate the weights of all experts: in blocks if all have one format, dense otherwise."""
     files = tuple(part for linear in linears for part in linear.parts)
     parts = tuple(convert(part, quantised.FORMATS, quickly_converted) for part in files)
+    weight: torch.Tensor | QuantisedWeight | None = None
     if quantised.usable(parts):
-        weight: torch.Tensor | QuantisedWeight = quantised.pack(parts, torch_kernels.device)
-    else:
+        pack = pack_words if parts[0].format is QuantFormat.MXFP4 else quantised.pack
+        weight = pack(parts, torch_kernels.device)
+    if weight is None:
         weight = torch.cat([torch_kernels.tensor(part) for part in parts])
     quantised.release(files)
     biases = [bias for linear in linears for bias in linear.biases]
@@ -156,17 +172,17 @@ def up_tile(kind: int, depth: int) -> Tile:
     if INTERPRETED:
         return Tile(64, 64, 4)
     if kind >= 0:
-        return Tile(4, 1024, 4)
+        return Tile(8 if kind == WORDS else 4, 1024, 4)
     return Tile(4, 512, 2) if depth <= 2048 else Tile(4, 1024, 4)
 
 
 def down_tile(kind: int, depth: int) -> Tile:
-    """Full tiles of 128 threads that read 16 bytes each."""
+    """Two rows of each expert: enough programs for the device, and all experts are read at once."""
     if INTERPRETED:
-        return Tile(64, 64, 4)
+        return Tile(16, 64, 4)
     if kind >= 0:
-        return Tile(4, 1024, 4)
-    return Tile(4, 256, 4) if depth % 512 else Tile(4, 512, 4)
+        return Tile(2, 1024, 4)
+    return Tile(2, 256, 4, 3)
 
 
 def grouped_tile(kind: int, rows: int, gated: bool, dtype: torch.dtype) -> Tile:
@@ -175,17 +191,21 @@ def grouped_tile(kind: int, rows: int, gated: bool, dtype: torch.dtype) -> Tile:
     if dtype == torch.float32:
         return Tile(32, 32, 4, 2)
     if kind >= 0:
-        return Tile(64, 128, 4, 3) if rows <= 64 else Tile(64, 64, 8, 3)
+        return Tile(64, 64, 4, 4 if rows <= 64 else 3)
     if rows <= 64:
         return Tile(64 if gated else 128, 64, 4, 4)
     return Tile(64 if gated else 128, 64, 8, 4)
 
 
 def tile_rows(pairs: int, num_experts: int, fixed: bool) -> int:
-    """Twice the pairs of an expert on average, so that the weights of most experts are read once."""
-    if fixed:
+    """At least twice the pairs of an expert on average, so that the weights of most experts are read once.
+
+    Three sizes: every other one would be compiled for each product.
+    """
+    wanted = triton.cdiv(2 * pairs, num_experts)
+    if fixed or wanted <= 16:
         return 16
-    return int(min(max(triton.next_power_of_2(triton.cdiv(2 * pairs, num_experts)), 16), 128))
+    return 64 if wanted <= 64 else 128
 
 
 def mix_experts(
@@ -250,8 +270,9 @@ def _down(
     down_kernel[(triton.cdiv(down.outputs, tile.outputs), tokens)](
         hidden, *down.arrays(), hidden if down.bias is None else down.bias, hidden if residual is None else residual,
         routing.experts, routing.weights, out, down.outputs,
-        DEPTH=down.depth, KIND=down.kind, TOP_K=top_k, OUTPUTS=tile.outputs, BLOCK=_block(tile, down),
-        HAS_BIAS=down.bias is not None, HAS_RESIDUAL=residual is not None, num_warps=tile.warps, **OVERLAPPED,
+        DEPTH=down.depth, KIND=down.kind, TOP_K=top_k, CHOICES=triton.next_power_of_2(top_k), OUTPUTS=tile.outputs,
+        BLOCK=_block(tile, down), STAGES=tile.stages, HAS_BIAS=down.bias is not None,
+        HAS_RESIDUAL=residual is not None, num_warps=tile.warps, **OVERLAPPED,
     )  # fmt: skip
 
 

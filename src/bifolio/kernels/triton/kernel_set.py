@@ -115,6 +115,8 @@ class TritonKernels(TorchArrays):
         return None
 
     def device_slots(self, network: Network, storage: Storage, sizes: SlotSizes) -> DeviceSlots | None:
+        if self.ranks is not None and self.ranks.size > 1:
+            return None  # rank 0 alone has slots: the steps of all ranks are launched one by one
         for frequencies, scale in network.rotations:
             self._tabulate(frequencies, scale, sizes.max_model_len)
         return TritonSlots(self, network, storage, sizes)
@@ -186,6 +188,11 @@ class TritonKernels(TorchArrays):
         if not isinstance(x, Normed):
             x = tensor(x).to(self.dtype)  # the residual stream is f32
         return self._products.linear(x, linear)
+
+    def exchanged(self, x: Array) -> Array:
+        """Products stay f32, as those that are added to the residual stream without an exchange."""
+        is_new = isinstance(x, Product) and x.value is None
+        return self._products.exact(x.x, x.linear) if is_new else tensor(x)
 
     def act_mul(self, x: Array, activation: str) -> Array:
         if isinstance(x, Product) and x.value is None:

@@ -238,7 +238,7 @@ class PackedWeights:
             weight = pack(parts, self._torch.device)
             release(linear.parts)
         bias = self._bias(linear)
-        return Linear((weight,), (bias,), (weight, bias))
+        return Linear((weight,), (bias,), (weight, bias), linear.shards)
 
     def prepare_embedding(self, table: QuantizedTensor | Array) -> Any:
         part = convert(table, FORMATS, quickly_converted)

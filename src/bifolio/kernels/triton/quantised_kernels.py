@@ -64,18 +64,18 @@ def dot_blocks(
     tile: tl.tensor,
     scale: tl.tensor,
     offset: tl.tensor,
-    first: tl.tensor,  # f32[blocks, elements]  x at the elements of a block, or at those of low nibbles
+    first: tl.tensor,  # f32[1 or outputs, blocks, elements]  x at the elements of a block, or of low nibbles
     second: tl.tensor,  # at those of high nibbles
     KIND: tl.constexpr,
 ) -> tl.tensor:
     """Products of each block and x: f32[outputs, blocks]. Codes are multiplied first, scales applied once per block."""
     if KIND == 0:
-        sums = tl.sum(tile.to(tl.float32) * first[None, :, :], axis=2) * scale
+        sums = tl.sum(tile.to(tl.float32) * first, axis=2) * scale
     else:
         low, high = numbers(tile & 15, KIND), numbers(tile >> 4, KIND)
-        sums = tl.sum(low * first[None, :, :] + high * second[None, :, :], axis=2) * scale
+        sums = tl.sum(low * first + high * second, axis=2) * scale
         if KIND != 3:
-            sums += tl.sum(first + second, axis=1)[None, :] * offset
+            sums += tl.sum(first + second, axis=2) * offset
     return sums
 
 
@@ -139,11 +139,11 @@ def one_row_kernel(
         second = first
         if KIND != 0:
             second, squares = _load_x(x, norm_weight, column + 16, squares, DEPTH, HAS_NORM)
-        sums += dot_blocks(tile, scale, offset, first, second, KIND)
+        sums += dot_blocks(tile, scale, offset, first[None, :, :], second[None, :, :], KIND)
         if ACTIVATION >= 0:
             tile = load_codes(values, partner_start + block[None, :], inside, KIND)
             scale, offset = load_factors(scales, minima, partner_start + block[None, :], inside, KIND)
-            partner_sums += dot_blocks(tile, scale, offset, first, second, KIND)
+            partner_sums += dot_blocks(tile, scale, offset, first[None, :, :], second[None, :, :], KIND)
     added = load_residual(residual, row, exists, HAS_RESIDUAL)
     result = tl.sum(sums, axis=1)
     factor = 1.0

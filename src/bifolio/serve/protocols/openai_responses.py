@@ -149,7 +149,8 @@ class ResponseCall:
         parts = parts_of(self.turn, answer.text)
         writer.add(parts)
         writer.close("incomplete" if answer.finish_reason == "length" else "completed")
-        response = ended(self._empty(), writer.items, answer.finish_reason, usage)
+        count = self.turn.num_reasoning_tokens(answer.token_ids)
+        response = ended(self._empty(), writer.items, answer.finish_reason, usage, count)
         self._remember(parts, answer.token_ids, response)
         return response
 
@@ -173,7 +174,8 @@ class ResponseCall:
                 if piece.finish_reason is not None:
                     status = "incomplete" if piece.finish_reason == "length" else "completed"
                     events += writer.close(status)
-                    response = ended(empty, writer.items, piece.finish_reason, run.usage())
+                    count = self.turn.num_reasoning_tokens(self._token_ids)
+                    response = ended(empty, writer.items, piece.finish_reason, run.usage(), count)
                     self._remember(merged(parts), self._token_ids, response)
                     events.append(writer.event(f"response.{status}", response=response))
             yield events

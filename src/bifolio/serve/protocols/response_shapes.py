@@ -53,8 +53,10 @@ def _plain(value: Any) -> Any:
     return msgspec.to_builtins(value)
 
 
-def ended(response: dict[str, Any], output: list[dict[str, Any]], reason: str | None, usage: Usage) -> dict[str, Any]:
-    """The response with its output."""
+def ended(
+    response: dict[str, Any], output: list[dict[str, Any]], reason: str | None, usage: Usage, num_reasoning: int
+) -> dict[str, Any]:
+    """The response with its output; `num_reasoning` of its tokens are reasoning."""
     is_cut = reason == "length"
     return {
         **response,
@@ -65,7 +67,7 @@ def ended(response: dict[str, Any], output: list[dict[str, Any]], reason: str | 
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {"cached_tokens": usage.prompt_tokens_details.cached_tokens},
             "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": num_reasoning},
             "total_tokens": usage.total_tokens,
         },
     }

@@ -1,0 +1,192 @@
+"""The part of a model that one rank of tensor parallelism holds: rows or columns of its matrices.
+
+    matrix       rank holds                          exchange
+    q, k, v      rows of its heads                   none; a kv head that several ranks need is on each
+    gate, up     rows of its columns of the MLP      none
+    output, down rows, and the whole of each row     inputs and results are gathered      (exact)
+                 columns, for its own inputs         results are added                    (not exact)
+    experts      rows of down, all of up             results are gathered                 (exact)
+                 a part of the MLP of each expert    results are added                    (not exact)
+    head         rows: its part of the vocabulary    logits are gathered
+    embedding    all rows (a view of the mapped file costs no memory), or columns, gathered, on a device
+
+Parts are views of the mapped file. Exact parts give the bits of the whole model: every sum along a row is computed by
+one rank, in the order of one process. Added parts exchange less, and the order of the addition differs from one
+process. Columns of quantised matrices are cut on the borders of their blocks; a matrix whose parts do not end there is
+cut into rows.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+from bifolio.config import ModelConfig
+from bifolio.errors import ConfigError
+from bifolio.kernels.interface import Array, Linear, Shards
+from bifolio.model.weights import LayerWeights, ModelWeights, MoeWeights
+from bifolio.quant.tensor import QuantizedTensor
+
+Span = tuple[int, int]  # [start, stop)
+
+
+def check_size(config: ModelConfig, size: int) -> None:
+    """Raise ConfigError if the heads of a model cannot be shared by `size` ranks."""
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+
+    def fits(count: int) -> bool:
+        return count <= kv_heads or (count % kv_heads == 0 and heads % count == 0)
+
+    if config.qk_norm_all_heads and size > 1:
+        raise ConfigError("tensor_parallel_size must be 1: this model norms all heads of a token together")
+    if config.mla is not None and size > 1:
+        raise ConfigError("tensor_parallel_size must be 1: all heads of this model share the cached latents")
+    if not fits(size):
+        fitting = ", ".join(str(count) for count in range(1, heads + 1) if fits(count))
+        raise ConfigError(
+            f"{heads} query heads and {kv_heads} key/value heads cannot be shared by tensor_parallel_size={size} "
+            f"processes: use one of {fitting}"
+        )
+
+
+def head_spans(config: ModelConfig, size: int) -> tuple[list[Span], list[Span]]:
+    """The query heads and the kv heads of each rank; a kv head that several ranks need is on each of them."""
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    if size > kv_heads:
+        each = size // kv_heads  # ranks of one kv head
+        return spans(heads, size), [(rank // each, rank // each + 1) for rank in range(size)]
+    group, own = heads // kv_heads, spans(kv_heads, size)
+    return [(start * group, stop * group) for start, stop in own], own
+
+
+def spans(total: int, size: int, unit: int = 1) -> list[Span]:
+    """Cut [0, total) into `size` spans whose borders are multiples of `unit`; they differ by one unit at most."""
+    units = -(-total // unit)
+    if units < size:
+        raise ConfigError(f"{total} rows or columns in blocks of {unit} cannot be shared by {size} ranks: use fewer")
+    borders = [min(units * rank // size * unit, total) for rank in range(size + 1)]
+    return list(itertools.pairwise(borders))
+
+
+def _count(span: Span) -> int:
+    return span[1] - span[0]
+
+
+def widths(parts: list[Span]) -> tuple[int, ...]:
+    return tuple(_count(part) for part in parts)
+
+
+def shard(weights: ModelWeights, rank: int, size: int, *, exact: bool, spread_embedding: bool = False) -> ModelWeights:
+    """The part of `rank`; its configuration counts the rank's own heads and keeps the whole vocabulary."""
+    config = weights.config
+    check_size(config, size)
+    if size == 1:
+        return weights
+    layers = tuple(_shard_layer(layer, config, rank, size, exact) for layer in weights.layers)
+    vocabulary = spans(config.vocab_size, size)
+    head = _rows(weights.head, [vocabulary[rank]])
+    own = replace(
+        config,
+        num_heads=layers[0].shape.num_heads,
+        num_kv_heads=layers[0].shape.num_kv_heads,
+    )
+    sharded = replace(
+        weights, config=own, layers=layers, head=replace(head, shards=Shards((), widths(vocabulary))), prepared_for=None
+    )
+    return _spread_embedding(sharded, rank, size) if spread_embedding else sharded
+
+
+def _shard_layer(layer: LayerWeights, config: ModelConfig, rank: int, size: int, exact: bool) -> LayerWeights:
+    dim = config.head_dim
+    query_heads, kv_heads = head_spans(config, size)
+    by_heads = [(start * dim, stop * dim) for start, stop in query_heads]
+    first, last = (head * dim for head in kv_heads[rank])
+    before_keys, before_values = config.query_size, config.query_size + config.kv_size
+    qkv = [by_heads[rank], *((before + first, before + last) for before in (before_keys, before_values))]
+    sinks = layer.shape.sinks
+    shape = replace(
+        layer.shape,
+        num_heads=_count(query_heads[rank]),
+        num_kv_heads=_count(kv_heads[rank]),
+        sinks=None if sinks is None else sinks[slice(*query_heads[rank])],
+    )
+    up, down = _shard_mlp(layer.up, layer.down, config.gated_mlp, rank, size, exact)
+    return replace(
+        layer,
+        shape=shape,
+        qkv=_rows(layer.qkv, qkv),
+        output=_joining(layer.output, by_heads, rank, exact),
+        up=up,
+        down=down,
+        moe=None if layer.moe is None else _shard_experts(layer.moe, rank, size, exact),
+    )
+
+
+def _shard_mlp(up: Linear, down: Linear, gated: bool, rank: int, size: int, exact: bool) -> tuple[Linear, Linear]:
+    """The rank's part of an MLP; one without parts, beside experts alone, stays as it is."""
+    if not up.parts:
+        return up, down
+    ffn, unit = down.in_features, _block(down)
+    own = spans(ffn, size, 1 if exact or ffn // unit < size else unit)
+    start, stop = own[rank]
+    rows = [(start, stop), (ffn + start, ffn + stop)] if gated else [(start, stop)]
+    return _rows(up, rows), _joining(down, own, rank, exact)
+
+
+def _shard_experts(moe: MoeWeights, rank: int, size: int, exact: bool) -> MoeWeights:
+    """A part of every expert: rows of `down` beside the whole of `up` (exact), or one part of the MLP."""
+    experts = moe.experts
+    ffn, unit = experts.down[0].in_features, max(_block(linear) for linear in experts.down)
+    if exact or ffn // unit < size:
+        outputs = spans(experts.down[0].out_features, size)
+        down = tuple(_rows(linear, [outputs[rank]]) for linear in experts.down)
+        return replace(moe, experts=replace(experts, down=down), shards=Shards((), widths(outputs)))
+    own = spans(ffn, size, unit)
+    start, stop = own[rank]
+    up = tuple(_rows(linear, [(start, stop), (ffn + start, ffn + stop)]) for linear in experts.up)
+    added = tuple(replace(_joining(linear, own, rank, exact), shards=None) for linear in experts.down)
+    return replace(moe, experts=replace(experts, up=up, down=added), shards=Shards((), ()))
+
+
+def _joining(linear: Linear, inputs: list[Span], rank: int, exact: bool) -> Linear:
+    """The rank's part of a product whose inputs are spread over the ranks."""
+    if not exact and all(start % _block(linear) == 0 for start, _ in inputs):
+        start, stop = inputs[rank]
+        biases = linear.biases if rank == 0 else (None,) * len(linear.biases)  # added once
+        parts = tuple(_columns(part, start, stop) for part in linear.parts)
+        return replace(linear, parts=parts, biases=biases, shards=Shards((), ()))
+    outputs = spans(linear.out_features, len(inputs))
+    return replace(_rows(linear, [outputs[rank]]), shards=Shards(widths(inputs), widths(outputs)))
+
+
+def _spread_embedding(weights: ModelWeights, rank: int, size: int) -> ModelWeights:
+    table = weights.embedding
+    unit = table.format.block_elements if isinstance(table, QuantizedTensor) else 1
+    columns = spans(int(table.shape[1]), size, unit)
+    return replace(weights, embedding=_columns(table, *columns[rank]), embedding_widths=widths(columns))
+
+
+def _block(linear: Linear) -> int:
+    """Values of a row between two borders of blocks."""
+    return max((part.format.block_elements for part in linear.parts if isinstance(part, QuantizedTensor)), default=1)
+
+
+def _rows(linear: Linear, wanted: list[Span]) -> Linear:
+    """The given rows of the concatenated parts, in their order."""
+    parts: list[QuantizedTensor | Array] = []
+    biases: list[Array | None] = []
+    for start, stop in wanted:
+        before = 0
+        for part, bias in zip(linear.parts, linear.biases, strict=True):
+            count = int(part.shape[0])
+            first, last = max(start - before, 0), min(stop - before, count)
+            if first < last:
+                rows = slice(first, last)
+                parts.append(part.select_rows(rows) if isinstance(part, QuantizedTensor) else part[rows])
+                biases.append(None if bias is None else bias[rows])
+            before += count
+    return replace(linear, parts=tuple(parts), biases=tuple(biases))
+
+
+def _columns(matrix: QuantizedTensor | Array, start: int, stop: int) -> QuantizedTensor | Array:
+    return matrix.select_columns(start, stop) if isinstance(matrix, QuantizedTensor) else matrix[:, start:stop]
