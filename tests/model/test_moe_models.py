@@ -36,6 +36,7 @@ from moe_models import MOE_ARCHITECTURES
 
 LENGTH = 13
 TOLERANCE = 1e-4
+pytestmark = pytest.mark.full  # transformers is slow to import
 SETS = [name for name in cpu_kernel_names() if name != "reference"]  # test_architectures.py runs the reference
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 
@@ -64,7 +65,6 @@ def test_every_chunk_and_block_size_gives_transformers_logits(architecture: str,
             blocks.release(entry.sequence_id)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("kernels", SETS)
 @pytest.mark.parametrize("architecture", MOE_ARCHITECTURES)
 def test_the_same_64_greedy_tokens_as_transformers(architecture: str, kernels: str) -> None:

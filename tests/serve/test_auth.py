@@ -20,7 +20,7 @@ from bifolio.serve.auth import KeyRing, read_keys
 from bifolio.serve.page import page_files
 
 KEYS = ["first-secret-key", "second-secret-key"]
-OPEN = {"/health", "/ready"}
+OPEN = {"/health", "/ready", "/kv_transfer"}  # the last says on which port a prefill engine serves blocks
 
 
 @pytest.fixture(scope="module")

@@ -278,8 +278,8 @@ def test_silent_connections_deny_no_service() -> None:
 def test_a_key_sees_the_lengths_of_its_own_requests_only() -> None:
     alice, bob = Tenant("key-0", b"a"), Tenant("key-1", b"b")
     entry = {"id": "r-1", "slot": 3, "phase": "decode", "prompt": 7, "tokens": 9, "generated": 2}
-    assert live._visible({**entry, "owner": "key-0"}, alice) == entry
-    hidden = live._visible({**entry, "owner": "key-0"}, bob)
+    assert live.visible_entry({**entry, "owner": "key-0"}, alice) == entry
+    hidden = live.visible_entry({**entry, "owner": "key-0"}, bob)
     assert (hidden["id"], hidden["prompt"], hidden["tokens"], hidden["slot"]) == ("", 0, 0, 3)
     blocks = bytes([0, 0, 1, 0, BLOCK_HELD + 3, 1, BLOCK_HELD + 5, 2])
     assert live._visible_blocks(blocks, {3}) == bytes([0, 0, 1, 0, BLOCK_HELD + 3, 1, BLOCK_HELD, 2])

@@ -70,6 +70,7 @@ def test_plain_text_passes_unchanged(name: str) -> None:
         assert texts_of(parsed(name, list(text))) == ("", text)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", SAMPLES)
 @settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())

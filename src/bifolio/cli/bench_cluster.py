@@ -45,6 +45,9 @@ class FleetOptions:
     grain: Annotated[
         int, commands.option("--grain", min=1, help="Tokens that one simulated token stands for; 512 is a multiple.")
     ] = 32
+    miss_weight: Annotated[
+        float | None, commands.option("--miss-weight", help="Cost of an uncached token against a waiting one.")
+    ] = None
     network_ms: Annotated[float, commands.option("--network-ms", help="Milliseconds of a message.")] = 1.0
     event_ms: Annotated[
         float, commands.option("--event-ms", help="Milliseconds until the router knows of a cached block.")
@@ -69,6 +72,7 @@ class FleetOptions:
         return FleetSettings(
             sizes=sizes,
             times=times,
+            miss_weight=self.miss_weight,
             network_seconds=self.network_ms / 1e3,
             event_seconds=self.event_ms / 1e3,
             bandwidth=self.bandwidth * 1e9 / 8,

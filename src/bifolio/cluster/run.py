@@ -83,9 +83,9 @@ def delete() -> None:
 def serve_locally(settings: ClusterSettings, host: str, port: int) -> None:
     """Serve from several replicas on this machine until told to stop."""
     stopped = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stopped.set())
     with local_ray(settings):
+        for number in (signal.SIGINT, signal.SIGTERM):  # after Ray has installed handlers of its own
+            signal.signal(number, lambda *_: stopped.set())
         deploy(settings, host, port)
         logger.info("serving", extra={"address": f"http://{host}:{port}", "replicas": settings.replicas})
         stopped.wait()

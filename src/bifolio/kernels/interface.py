@@ -10,20 +10,49 @@ operations, so every kernel set runs the same network. A set without one of them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from bifolio.config import KVDtype
-from bifolio.kernels.logit_edits import LogitEdits
+from bifolio.kernels.device_slots import DeviceSlots, PendingTokens, SlotSizes, TokenScores
+from bifolio.kernels.operands import Array, Experts, HeadLinear, Linear, Norm, Router, Routing, Shards
 from bifolio.kernels.storage import CacheLayout, KVStorage
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
-Array = Any  # numpy array or torch tensor, as the kernel set allocates it
+__all__ = [
+    "Array",
+    "AttentionPhase",
+    "AttentionSegment",
+    "AttentionShape",
+    "Batch",
+    "DeviceMemory",
+    "DeviceSlots",
+    "Experts",
+    "HeadLinear",
+    "Heads",
+    "KernelSet",
+    "LayerAttention",
+    "Linear",
+    "Network",
+    "Norm",
+    "PagedAttentionKernel",
+    "PendingTokens",
+    "Ranks",
+    "Rotation",
+    "Router",
+    "Routing",
+    "Shards",
+    "SlotSizes",
+    "StepProgram",
+    "Storage",
+    "TokenScores",
+]
+
 Storage = KVStorage
 SWIGLU_LIMIT, SWIGLU_SLOPE = 7.0, 1.702  # of the activation `swiglu_clamped`, which is no function of the gate alone
 
@@ -33,94 +62,6 @@ class AttentionPhase(Enum):
 
     PREFILL = "prefill"  # many queries per sequence: bound by compute
     DECODE = "decode"  # one query (and drafts) per sequence: bound by bandwidth
-
-
-@dataclass(frozen=True, slots=True)
-class Shards:
-    """How the ranks of tensor parallelism share a matrix; each holds some of its rows or of its columns."""
-
-    inputs: tuple[
-        int, ...
-    ]  # columns of the input on each rank, gathered before the product; empty: a rank uses its own
-    outputs: tuple[int, ...]  # rows of each rank, whose results are gathered; empty: the results of all ranks are added
-
-
-@dataclass(frozen=True, slots=True)
-class Linear:
-    """One or several matrices applied to the same input; their outputs are concatenated."""
-
-    parts: tuple[QuantizedTensor | Array, ...]  # each [out_i, in]
-    biases: tuple[Array | None, ...]  # each f32[out_i]
-    prepared: Any = None  # the kernel set's own form, created at load: packed, fused, on the device
-    shards: Shards | None = None  # None: this rank's product needs nothing of other ranks
-
-    @property
-    def out_features(self) -> int:
-        return sum(int(part.shape[0]) for part in self.parts)
-
-    @property
-    def in_features(self) -> int:
-        return int(self.parts[0].shape[1])
-
-
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """RMS norm, or layer norm when `centered`."""
-
-    weight: Array  # f32[d], the offset already added
-    bias: Array | None
-    eps: float
-    centered: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class HeadLinear:
-    """One matrix for each head, of equal sizes."""
-
-    heads: tuple[Linear, ...]  # each [out, in]
-    prepared: Any = None  # the kernel set's own form, created at load
-
-
-@dataclass(frozen=True, slots=True)
-class Router:
-    """How a token chooses its experts from one logit for each.
-
-        scores   softmax over all experts, or the sigmoid of each logit
-        choice   the `top_k` largest of score + bias, among the `top_groups` best groups of neighbouring experts;
-                 of equal ones the first
-        weights  the scores of the chosen experts, divided by their sum if `renormalise`, times `scale`
-
-    Top-k followed by a softmax over the chosen logits is softmax with `renormalise`.
-    """
-
-    top_k: int
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
-    renormalise: bool = False
-    scale: float = 1.0
-    bias: Array | None = None  # f32[experts]  changes the choice, not the weights
-    num_groups: int = 1
-    top_groups: int = 1
-    group_best: int = 1  # the best scores of a group whose sum ranks it
-
-
-class Routing(NamedTuple):
-    """The experts of each token, and their weights in the sum."""
-
-    experts: Array  # i32[t, top_k]  best first
-    weights: Array  # f32[t, top_k]
-
-
-@dataclass(frozen=True, slots=True)
-class Experts:
-    """The gated MLPs of one layer, of equal sizes: down(act(gate x) * (up x))."""
-
-    up: tuple[Linear, ...]  # of each expert: gate and up, or one matrix of both
-    down: tuple[Linear, ...]
-    activation: str
-    prepared: Any = None  # the kernel set's own form, created at load
-
-    def matrices(self) -> list[QuantizedTensor | Array]:
-        return [part for linear in (*self.up, *self.down) for part in linear.parts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,96 +203,6 @@ class Network:
     shapes: tuple[AttentionShape, ...]  # of its attention layers
     decode_segment: Callable[[int], AttentionSegment]  # of one query per sequence, by number of sequences
     rotations: tuple[tuple[Array, float], ...] = ()  # (inverse frequencies, scale) of each rope configuration
-
-
-class SlotSizes(NamedTuple):
-    """The dimensions of per-slot state."""
-
-    num_slots: int
-    max_blocks: int  # of one sequence
-    max_model_len: int
-    vocab_size: int
-
-
-@dataclass(slots=True)
-class TokenScores:
-    """Numbers from which the host computes the logprobs of drawn tokens; defined for slots that have logprobs.
-
-    Logits are the model's own, less the largest of their row.
-    """
-
-    totals: np.ndarray  # i64[n]  sum of the weights of all tokens (`kernels.weights`)
-    logits: np.ndarray  # f32[n]  of the drawn token
-    ranks: np.ndarray  # i32[n]  1: no token was more likely
-    top_ids: np.ndarray  # i32[n, k]  the most likely tokens, best first; -1: fewer have a finite logit
-    top_logits: np.ndarray  # f32[n, k]
-
-
-class PendingTokens(Protocol):
-    """Tokens sampled by a launched step."""
-
-    def wait(self) -> np.ndarray:
-        """i32[n], in the order of the launch; -1 where no token can be sampled. Waits for the step."""
-        ...
-
-    def scores(self) -> TokenScores | None:
-        """Scores of the tokens, after `wait`; None if no slot of the step has logprobs."""
-        ...
-
-
-class DeviceSlots(Protocol):
-    """Per-slot state on a device, so that a step needs little data from the host.
-
-    It holds block tables, the number of cached tokens, the newest token and the sampling parameters of each slot; the
-    host sends differences. All updates are queued after the passes launched before.
-    """
-
-    def draws(self, params: Any, edits: LogitEdits) -> bool:
-        """Whether a slot with these `SamplingParams` is drawn on the device."""
-        ...
-
-    def set_params(self, slot: int, params: Any, seed: int, edits: LogitEdits | None) -> None:
-        """A new sequence holds the slot; without `edits` it is drawn on the host."""
-        ...
-
-    def set_history(self, slot: int, prompt: np.ndarray, output: Sequence[int]) -> None:
-        """Prompt and output of a slot whose edits count tokens; the device counts the tokens that it draws itself."""
-        ...
-
-    def set_mask(self, slot: int, mask: np.ndarray) -> None:
-        """Tokens that may be drawn next for a slot whose edits have a mask: bool[vocab], or bits, lowest first."""
-        ...
-
-    def set_blocks(self, slot: int, first: int, block_ids: Sequence[int]) -> None:
-        """Set the slot's block table from index `first` on."""
-        ...
-
-    def set_progress(self, slots: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> None:
-        """Set the cached tokens and the newest token of slots, after the host sampled or prefilled them."""
-        ...
-
-    def fill_tokens(self, token_ids: Array, slots: np.ndarray) -> Array:
-        """`token_ids` i32[t] with -1 in its first len(slots) entries replaced by the newest token of `slots`."""
-        ...
-
-    def draw(self, logits: Array, rows: np.ndarray, slots: np.ndarray, positions: np.ndarray) -> PendingTokens:
-        """Sample the token at `positions[i]` of `slots[i]` from `logits[rows[i]]`; it becomes the slot's newest."""
-        ...
-
-    def decode(self, slots: np.ndarray, tables: np.ndarray, lengths: np.ndarray) -> PendingTokens:
-        """Run one whole decode step of these slots, sampled on the device.
-
-        `tables` (i32[num_slots, max_blocks]) and `lengths` (i64[n], cached tokens of `slots`) are the host's copies.
-        """
-        ...
-
-    def decode_logits(self, slots: np.ndarray) -> Array:
-        """f32[n, vocab]: a decode step without sampling; valid until the next launch."""
-        ...
-
-    def warm_up(self) -> None:
-        """Capture the graphs of all batch sizes now instead of when a step first needs them."""
-        ...
 
 
 class KernelSet(PagedAttentionKernel, Protocol):

@@ -1,0 +1,103 @@
+"""`DeviceSlots`: the slots of the batch on a device that launches steps ahead of the host, and the tokens it draws."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from bifolio.kernels.logit_edits import LogitEdits
+
+Array = Any  # numpy array or torch tensor, as the kernel set allocates it
+
+
+class SlotSizes(NamedTuple):
+    """The dimensions of per-slot state."""
+
+    num_slots: int
+    max_blocks: int  # of one sequence
+    max_model_len: int
+    vocab_size: int
+
+
+@dataclass(slots=True)
+class TokenScores:
+    """Numbers from which the host computes the logprobs of drawn tokens; defined for slots that have logprobs.
+
+    Logits are the model's own, less the largest of their row.
+    """
+
+    totals: np.ndarray  # i64[n]  sum of the weights of all tokens (`kernels.weights`)
+    logits: np.ndarray  # f32[n]  of the drawn token
+    ranks: np.ndarray  # i32[n]  1: no token was more likely
+    top_ids: np.ndarray  # i32[n, k]  the most likely tokens, best first; -1: fewer have a finite logit
+    top_logits: np.ndarray  # f32[n, k]
+
+
+class PendingTokens(Protocol):
+    """Tokens sampled by a launched step."""
+
+    def wait(self) -> np.ndarray:
+        """i32[n], in the order of the launch; -1 where no token can be sampled. Waits for the step."""
+        ...
+
+    def scores(self) -> TokenScores | None:
+        """Scores of the tokens, after `wait`; None if no slot of the step has logprobs."""
+        ...
+
+
+class DeviceSlots(Protocol):
+    """Per-slot state on a device, so that a step needs little data from the host.
+
+    It holds block tables, the number of cached tokens, the newest token and the sampling parameters of each slot; the
+    host sends differences. All updates are queued after the passes launched before.
+    """
+
+    def draws(self, params: Any, edits: LogitEdits) -> bool:
+        """Whether a slot with these `SamplingParams` is drawn on the device."""
+        ...
+
+    def set_params(self, slot: int, params: Any, seed: int, edits: LogitEdits | None) -> None:
+        """A new sequence holds the slot; without `edits` it is drawn on the host."""
+        ...
+
+    def set_history(self, slot: int, prompt: np.ndarray, output: Sequence[int]) -> None:
+        """Prompt and output of a slot whose edits count tokens; the device counts the tokens that it draws itself."""
+        ...
+
+    def set_mask(self, slot: int, mask: np.ndarray) -> None:
+        """Tokens that may be drawn next for a slot whose edits have a mask: bool[vocab], or bits, lowest first."""
+        ...
+
+    def set_blocks(self, slot: int, first: int, block_ids: Sequence[int]) -> None:
+        """Set the slot's block table from index `first` on."""
+        ...
+
+    def set_progress(self, slots: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> None:
+        """Set the cached tokens and the newest token of slots, after the host sampled or prefilled them."""
+        ...
+
+    def fill_tokens(self, token_ids: Array, slots: np.ndarray) -> Array:
+        """`token_ids` i32[t] with -1 in its first len(slots) entries replaced by the newest token of `slots`."""
+        ...
+
+    def draw(self, logits: Array, rows: np.ndarray, slots: np.ndarray, positions: np.ndarray) -> PendingTokens:
+        """Sample the token at `positions[i]` of `slots[i]` from `logits[rows[i]]`; it becomes the slot's newest."""
+        ...
+
+    def decode(self, slots: np.ndarray, tables: np.ndarray, lengths: np.ndarray) -> PendingTokens:
+        """Run one whole decode step of these slots, sampled on the device.
+
+        `tables` (i32[num_slots, max_blocks]) and `lengths` (i64[n], cached tokens of `slots`) are the host's copies.
+        """
+        ...
+
+    def decode_logits(self, slots: np.ndarray) -> Array:
+        """f32[n, vocab]: a decode step without sampling; valid until the next launch."""
+        ...
+
+    def warm_up(self) -> None:
+        """Capture the graphs of all batch sizes now instead of when a step first needs them."""
+        ...

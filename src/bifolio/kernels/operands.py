@@ -1,0 +1,98 @@
+"""The weights that the operations of a kernel set take: matrices, norms, routers and experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from bifolio.quant.tensor import QuantizedTensor
+
+Array = Any  # numpy array or torch tensor, as the kernel set allocates it
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """How the ranks of tensor parallelism share a matrix; each holds some of its rows or of its columns."""
+
+    inputs: tuple[
+        int, ...
+    ]  # columns of the input on each rank, gathered before the product; empty: a rank uses its own
+    outputs: tuple[int, ...]  # rows of each rank, whose results are gathered; empty: the results of all ranks are added
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """One or several matrices applied to the same input; their outputs are concatenated."""
+
+    parts: tuple[QuantizedTensor | Array, ...]  # each [out_i, in]
+    biases: tuple[Array | None, ...]  # each f32[out_i]
+    prepared: Any = None  # the kernel set's own form, created at load: packed, fused, on the device
+    shards: Shards | None = None  # None: this rank's product needs nothing of other ranks
+
+    @property
+    def out_features(self) -> int:
+        return sum(int(part.shape[0]) for part in self.parts)
+
+    @property
+    def in_features(self) -> int:
+        return int(self.parts[0].shape[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """RMS norm, or layer norm when `centered`."""
+
+    weight: Array  # f32[d], the offset already added
+    bias: Array | None
+    eps: float
+    centered: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class HeadLinear:
+    """One matrix for each head, of equal sizes."""
+
+    heads: tuple[Linear, ...]  # each [out, in]
+    prepared: Any = None  # the kernel set's own form, created at load
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """How a token chooses its experts from one logit for each.
+
+        scores   softmax over all experts, or the sigmoid of each logit
+        choice   the `top_k` largest of score + bias, among the `top_groups` best groups of neighbouring experts;
+                 of equal ones the first
+        weights  the scores of the chosen experts, divided by their sum if `renormalise`, times `scale`
+
+    Top-k followed by a softmax over the chosen logits is softmax with `renormalise`.
+    """
+
+    top_k: int
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    renormalise: bool = False
+    scale: float = 1.0
+    bias: Array | None = None  # f32[experts]  changes the choice, not the weights
+    num_groups: int = 1
+    top_groups: int = 1
+    group_best: int = 1  # the best scores of a group whose sum ranks it
+
+
+class Routing(NamedTuple):
+    """The experts of each token, and their weights in the sum."""
+
+    experts: Array  # i32[t, top_k]  best first
+    weights: Array  # f32[t, top_k]
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The gated MLPs of one layer, of equal sizes: down(act(gate x) * (up x))."""
+
+    up: tuple[Linear, ...]  # of each expert: gate and up, or one matrix of both
+    down: tuple[Linear, ...]
+    activation: str
+    prepared: Any = None  # the kernel set's own form, created at load
+
+    def matrices(self) -> list[QuantizedTensor | Array]:
+        return [part for linear in (*self.up, *self.down) for part in linear.parts]
