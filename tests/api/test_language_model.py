@@ -14,12 +14,13 @@ from bifolio.errors import ConfigError, EmptyPromptError, ModelFileError, Prompt
 from bifolio.kernels.reference import ReferenceKernels
 from bifolio.model import transformer
 from bifolio.model.huggingface.config import config_from_hf, config_to_hf
+from moe_models import MOE_ARCHITECTURES
 from tiny_models import ARCHITECTURES, tiny_transformers_model
 
 SMALL = ModelConfig("llama", 50, 32, 2, 4, 2, 8, 48, 24, ropes=(RopeConfig(rotary_dim=8),))
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+@pytest.fixture(scope="module", params=[name for name in ARCHITECTURES if name not in MOE_ARCHITECTURES])
 def pair(request: Any, tmp_path_factory: Any) -> tuple[Any, LanguageModel, Path]:
     theirs = tiny_transformers_model(request.param)
     folder = tmp_path_factory.mktemp(request.param.replace("-", "_"))
@@ -59,6 +60,13 @@ def test_backward_compatibility_snippet() -> None:
     assert torch.equal(loss, expected_loss)
     ctx = torch.zeros((1, 1), dtype=torch.long)
     assert torch.equal(m.generate(ctx, 3, seed=1), m.decode(ctx, 3, seed=1))
+
+
+@pytest.mark.parametrize("architecture", ["qwen3moe", "deepseek2", "gptoss"])
+def test_models_with_experts_are_refused(architecture: str, tmp_path: Path) -> None:
+    tiny_transformers_model(architecture).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"use bifolio\.LLM"):
+        LanguageModel.from_pretrained(tmp_path)
 
 
 # -- against transformers ------------------------------------------------------------------------------------

@@ -67,11 +67,16 @@ CHARACTER_MODEL = ModelConfig(  # a small character model for the 65 characters 
 
 
 class LanguageModel(nn.Module):
-    """A decoder-only language model of any supported family; without arguments a small character model."""
+    """A decoder-only language model of any dense family; without arguments a small character model."""
 
     def __init__(self, config: ModelConfig = CHARACTER_MODEL, *, seed: int | None = None) -> None:
         """Initialise random weights; `seed` makes them reproducible without changing torch's global generator."""
         super().__init__()
+        if config.moe is not None or config.mla is not None or config.sinks:
+            raise ConfigError(
+                f"LanguageModel holds dense models, and {config.architecture} has experts, latents or sinks: "
+                "use bifolio.LLM"
+            )
         self.config = config
         self.hf_config: dict[str, Any] | None = None  # config.json as read, so that unknown fields are kept when saving
         self.generation_config: dict[str, Any] = {}
