@@ -16,7 +16,9 @@ RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
 FROM python:3.12-slim-bookworm AS cpu
 COPY --from=build /wheels /wheels
+# tokenizers requires the last packages for its own downloads, which bifolio does not use.
 RUN wheel="$(ls /wheels/bifolio-*.whl)" && pip install --no-cache-dir "$wheel[serve]" && rm -rf /wheels \
+    && pip uninstall -y huggingface_hub hf-xet fsspec \
     && useradd --create-home bifolio && mkdir /models && chown bifolio /models
 ENV BIFOLIO_CACHE=/models
 VOLUME /models
