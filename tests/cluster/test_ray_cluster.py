@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import openai
@@ -17,8 +18,7 @@ import psutil
 import pytest
 from serving import ENGINE, model_folder
 
-ray = pytest.importorskip("ray")
-pytest.importorskip("zmq")
+pytestmark = pytest.mark.skipif(find_spec("ray") is None or find_spec("zmq") is None, reason="needs the extra cluster")
 PORT = 18_211
 ENGINES = "ray::ServeReplica:bifolio:engines"
 NUM_TOKENS = 120
@@ -38,6 +38,7 @@ def expected() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
+    import ray
     from ray import serve
     from ray.cluster_utils import Cluster
 
@@ -217,6 +218,7 @@ def test_an_update_replaces_replicas_without_a_failed_request(cluster: Any) -> N
     assert not before & {process.pid for process in engine_processes()}
 
 
+@pytest.mark.full
 def test_the_application_is_built_from_settings() -> None:
     """Without a cluster: a config file's arguments become deployments with their resources and the router."""
     from bifolio.cluster.application import build, settings_of

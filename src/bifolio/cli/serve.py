@@ -233,9 +233,10 @@ def serve_replicas(server: ServerOptions, engine: options.BatchEngine, model: st
     from bifolio.cli.cluster import Replicas, plain_options, ray_module
     from bifolio.errors import ConfigError
 
-    run, settings = ray_module(), server.settings()
-    if settings.tls_certificate or settings.kv_events or settings.engine_address:
-        raise ConfigError("--replicas cannot be combined with --tls-cert, --kv-events or --engine")
+    settings = server.settings()
+    if settings.tls_certificate or settings.kv_events or settings.engine_address or server.role != "both":
+        raise ConfigError("--replicas cannot be combined with --tls-cert, --kv-events, --engine or --role")
+    run = ray_module()
     values = plain_options(engine)
     if values.get("threads") is None:
         values["threads"] = max((os.cpu_count() or 1) // server.replicas, 1)

@@ -112,6 +112,8 @@ class TorchKernels(TorchArrays):
 
     def head_linear(self, x: Array, linear: HeadLinear, start: int) -> Array:
         weight = linear.prepared
+        if weight is None:
+            weight = torch.stack([_fuse(head.parts, head.biases)[0] for head in linear.heads])
         heads = x.unflatten(-1, (weight.shape[0], -1))[..., start : start + weight.shape[2]]
         return torch.bmm(heads.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1).flatten(1)
 
@@ -185,15 +187,20 @@ class TorchKernels(TorchArrays):
         return Routing(experts.to(torch.int32), weights * router.scale)
 
     def mix_experts(self, x: Array, routing: Routing, experts: Experts) -> Array:
-        (up, up_bias), (down, down_bias) = experts.prepared
-        parts = x.new_zeros((*routing.experts.shape, down.shape[1]), dtype=torch.float32)  # [t, top_k, d]
+        width = experts.down[0].out_features
+        parts = x.new_zeros((*routing.experts.shape, width), dtype=torch.float32)  # [t, top_k, d]
         for number in torch.unique(routing.experts).tolist():
             tokens, choices = (routing.experts == number).nonzero(as_tuple=True)
-            hidden = F.linear(x[tokens], up[number], None if up_bias is None else up_bias[number])
-            hidden = self.act_mul(hidden, experts.activation)
-            y = F.linear(hidden, down[number], None if down_bias is None else down_bias[number])
-            parts = parts.index_put((tokens, choices), y.float())
+            up, down = self._expert(experts, number)
+            hidden = self.act_mul(F.linear(x[tokens], *up), experts.activation)
+            parts = parts.index_put((tokens, choices), F.linear(hidden, *down).float())
         return (parts * routing.weights[..., None]).sum(dim=1).to(x.dtype)
+
+    def _expert(self, experts: Experts, number: int) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """(weight, bias) of up and of down; in training the weights are not prepared."""
+        if experts.prepared is None:
+            return [_fuse(part[number].parts, part[number].biases) for part in (experts.up, experts.down)]
+        return [(weight[number], None if bias is None else bias[number]) for weight, bias in experts.prepared]
 
     def logits(self, x: Array, head: Linear, softcap: float) -> Array:
         y = self.linear(x, head).float()
