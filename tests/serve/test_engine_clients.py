@@ -8,7 +8,8 @@ import os
 import signal
 from array import array
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from contextlib import AbstractAsyncContextManager
+from typing import Any, TypeVar
 
 import pytest
 from serving import ENGINE, model_folder, running_server
@@ -27,6 +28,7 @@ from bifolio.serve.local_engine import LocalEngine
 from bifolio.serve.remote_engine import RemoteEngine
 from bifolio.serve.supervisor import EngineProcess
 
+Client = TypeVar("Client", bound=EngineClient)
 SECRET = b"a secret of some length"
 PROMPT = [5, 9, 3, 7, 11, 2, 8, 6, 4]
 
@@ -36,8 +38,7 @@ def launch() -> Launch:
 
 
 @contextlib.asynccontextmanager
-async def local() -> AsyncIterator[LocalEngine]:
-    engine = LocalEngine(launch())
+async def started(engine: Client) -> AsyncIterator[Client]:
     try:
         await engine.start()
         yield engine
@@ -45,14 +46,12 @@ async def local() -> AsyncIterator[LocalEngine]:
         await engine.close()
 
 
-@contextlib.asynccontextmanager
-async def process() -> AsyncIterator[EngineProcess]:
-    engine = EngineProcess(launch())
-    try:
-        await engine.start()
-        yield engine
-    finally:
-        await engine.close()
+def local() -> AbstractAsyncContextManager[LocalEngine]:
+    return started(LocalEngine(launch()))
+
+
+def process() -> AbstractAsyncContextManager[EngineProcess]:
+    return started(EngineProcess(launch()))
 
 
 @contextlib.asynccontextmanager
@@ -71,14 +70,8 @@ async def remote() -> AsyncIterator[RemoteEngine]:
         yield engine
 
 
-@contextlib.asynccontextmanager
-async def connected(address: str, secret: bytes = SECRET) -> AsyncIterator[RemoteEngine]:
-    engine = RemoteEngine(address, secret)
-    try:
-        await engine.start()
-        yield engine
-    finally:
-        await engine.close()
+def connected(address: str, secret: bytes = SECRET) -> AbstractAsyncContextManager[RemoteEngine]:
+    return started(RemoteEngine(address, secret))
 
 
 async def tokens_of(engine: EngineClient, prompt: list[int], **params: Any) -> list[int]:

@@ -15,7 +15,7 @@ from bifolio.serve.context import ServerContext
 from bifolio.serve.errors import ApiError, bad_request
 from bifolio.serve.events import Event, TextEvents
 from bifolio.serve.generation import Answer, Job, Piece, Run, Scores, Whole
-from bifolio.serve.protocol import CompletionRequest, StreamOptions
+from bifolio.serve.protocol import CompletionRequest
 from bifolio.serve.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
 from bifolio.serve.sampling import engine_params, resolve_strings
 from bifolio.serve.steps import watched_steps
@@ -198,21 +198,7 @@ async def prepare(context: ServerContext, request: CompletionRequest, tenant: Te
     if len(prompts) * drawn > context.limits.max_sequences:
         raise bad_request(f"{len(prompts)} prompts × {drawn} completions are too many for one request", "prompt")
     context.check_scored([tokens for _, tokens in prompts], drawn, params)
-    stream_options = request.stream_options or StreamOptions()
-    job = Job(
-        tenant,
-        [tokens for _, tokens in prompts],
-        params,
-        request.n,
-        request.stream,
-        request.priority,
-        request.cache_salt,
-        request.timeout,
-        drawn,
-        stream_options.include_steps,
-        stream_options.interval_ms / 1000,
-        transfer_params=request.kv_transfer_params,
-    )
+    job = Job.of(request, tenant, [tokens for _, tokens in prompts], params, drawn)
     return CompletionCall(context, request, prompts, job)
 
 

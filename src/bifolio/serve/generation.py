@@ -20,6 +20,7 @@ from bifolio.sampling_params import SamplingParams
 from bifolio.serve.auth import Receive, Tenant
 from bifolio.serve.context import ServerContext
 from bifolio.serve.errors import ApiError, api_error
+from bifolio.serve.protocol import Generation, StreamOptions
 from bifolio.serve.responses import PromptTokensDetails, Usage
 from bifolio.serve.sampling import EngineParams
 from bifolio.text.detokenizer import IncrementalDetokenizer, KeepingDecoder
@@ -53,6 +54,32 @@ class Job:
     request_id: str = ""  # of the engine's first request, once it was started
     transfer_params: dict[str, Any] | None = None  # `kv_transfer_params` of the request
     prefill_at: str = ""  # the prefill engine that a gateway chose
+
+    @classmethod
+    def of(
+        cls,
+        request: Generation,
+        tenant: Tenant,
+        prompts: Sequence[list[int]],
+        params: EngineParams,
+        num_drawn: int,
+    ) -> Job:
+        """The job of a request whose prompts and parameters were checked."""
+        stream_options = request.stream_options or StreamOptions()
+        return cls(
+            tenant,
+            prompts,
+            params,
+            request.n,
+            request.stream,
+            request.priority,
+            request.cache_salt,
+            request.timeout,
+            num_drawn,
+            stream_options.include_steps,
+            stream_options.interval_ms / 1000,
+            transfer_params=request.kv_transfer_params,
+        )
 
 
 @dataclass(slots=True)

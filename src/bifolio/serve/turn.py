@@ -13,7 +13,7 @@ from bifolio.serve.context import ServerContext
 from bifolio.serve.errors import bad_request
 from bifolio.serve.generation import Job
 from bifolio.serve.helper_messages import Failed, Render
-from bifolio.serve.protocol import ChatRequest, Message, StreamOptions
+from bifolio.serve.protocol import ChatRequest, Message
 from bifolio.serve.sampling import engine_params, resolve_strings
 from bifolio.serve.tools import ToolPlan, marker_ids, plan_tools
 from bifolio.text.reasoning import PlainReader, ReasoningFormat, ReasoningReader, reasoning_format
@@ -94,21 +94,7 @@ async def prepare(context: ServerContext, request: ChatRequest, tenant: Tenant, 
     if params.grammar is not None:
         await context.grammars.require(*params.grammar, tenant.name)
     context.check_scored([prompt], drawn, params)
-    stream_options = request.stream_options or StreamOptions()
-    job = Job(
-        tenant,
-        [prompt],
-        params,
-        request.n,
-        request.stream,
-        request.priority,
-        request.cache_salt,
-        request.timeout,
-        drawn,
-        stream_options.include_steps,
-        stream_options.interval_ms / 1000,
-        transfer_params=request.kv_transfer_params,
-    )
+    job = Job.of(request, tenant, [prompt], params, drawn)
     job.parent = "" if history is None else history.request_id
     tail = rendered[-1][0] if rendered else ""
     turn = Turn(context, request, tools, job, rendered="".join(text for text, _ in rendered))
