@@ -165,6 +165,7 @@ def test_a_schema(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     "options",
     [{"model": "other"}, {"extra_body": {"strange": 1}}, {"previous_response_id": "resp_none"}, {"temperature": -1},
+     {"background": True},
      {"tools": TOOLS, "tool_choice": {"type": "function", "name": "none"}}],
 )  # fmt: skip
 def test_errors_have_openais_shape(client: openai.OpenAI, options: dict[str, Any]) -> None:

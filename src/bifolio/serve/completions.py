@@ -208,6 +208,8 @@ async def read_prompts(
     """A text, token ids, or a list of either → (text, token ids) of each."""
     parts: list[str | list[int]]
     most = context.limits.max_prompts
+    if prompt == []:
+        raise bad_request("the prompt has no tokens: pass at least one", "prompt")
     if isinstance(prompt, list) and isinstance(prompt[0], int):
         _check_length(context, prompt)
     elif isinstance(prompt, list) and len(prompt) > most:

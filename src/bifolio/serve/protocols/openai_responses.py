@@ -218,6 +218,8 @@ def input_items(request: ResponsesRequest) -> list[dict[str, Any]]:
 # -- handlers ---------------------------------------------------------------------------------------------------------
 async def create(context: ServerContext, scope: Scope, receive: Receive, send: Send) -> None:
     request = decode(await read_body(scope, receive, context.limits), ResponsesRequest)
+    if request.background:
+        raise bad_request("responses do not run in the background: leave out `background`, or stream", "background")
     context.check_model(request.model)
     tenant, messages = tenant_of(scope), input_messages(request)
     history = None

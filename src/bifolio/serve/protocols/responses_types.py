@@ -95,7 +95,7 @@ class ResponsesRequest(Strict, kw_only=True):
     text: TextOptions | None = None
     metadata: FreeJson | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    background: Literal[False] | None = None
+    background: bool | None = None  # true is refused
     # beyond OpenAI
     seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
     thinking_budget: Count | None = None
