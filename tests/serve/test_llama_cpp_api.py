@@ -71,8 +71,8 @@ def test_props_and_slots(server: RunningServer) -> None:
     assert not any(slot["is_processing"] for slot in slots)
 
 
-@pytest.mark.parametrize("options", [{"prompt": []}, {"prompt": 5}, {"n_predict": "x"}, {"grammar": "root ::= x"}, {"n_probs": 3},
-                                     {"strange": 1}, {"model": "other"}])  # fmt: skip
+@pytest.mark.parametrize("options", [{"prompt": 5}, {"n_predict": "x"}, {"grammar": "root ::= x"}, {"n_probs": 3},
+                                     {"prompt": []}, {"strange": 1}, {"model": "other"}])  # fmt: skip
 def test_errors_have_llama_cpps_shape(server: RunningServer, options: dict[str, Any]) -> None:
     with server.http() as http:
         answer = http.post("/completion", json={**BODY, **options})
