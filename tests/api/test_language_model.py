@@ -62,6 +62,7 @@ def test_backward_compatibility_snippet() -> None:
     assert torch.equal(m.generate(ctx, 3, seed=1), m.decode(ctx, 3, seed=1))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("architecture", ["qwen3moe", "deepseek2", "gptoss"])
 def test_models_with_experts_are_refused(architecture: str, tmp_path: Path) -> None:
     tiny_transformers_model(architecture).save_pretrained(tmp_path)

@@ -169,7 +169,7 @@ def test_all_kinds_of_sampling_mix() -> None:
 @pytest.mark.full
 def test_a_needle_in_a_crowd(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = SamplingParams(temperature=1.1, seed=77, max_tokens=14, ignore_eos=True)
-    monkeypatch.setattr(test_engine_needle, "make_engine", lambda kernels, **options: ahead(**options))
+    monkeypatch.setattr(test_engine_needle, "make_engine", lambda model, kernels, **options: ahead(**options))
     monkeypatch.setitem(test_engine_needle.NEEDLES, "plain", plain)
     expected = output_ids(run_alone(test_engine_needle.PROMPT, plain))
     for trace in range(12):
