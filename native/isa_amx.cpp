@@ -10,10 +10,9 @@
 // scaling each block's sums costs more than widening its weights once for all rows.
 #include <cpuid.h>
 #include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include "contracts.h"
+#include "platform.h"
 
 namespace bifolio {
 namespace {
@@ -71,12 +70,6 @@ int64_t peak_loop(bool bytes) {
   return rounds * 4 * 16 * 16 * (bytes ? 128 : 64);
 }
 
-// Tiles need a permission of the system, which holds for the whole process.
-bool tiles_allowed() {
-  constexpr long request_permission = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-  return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
-}
-
 int score() {
   __builtin_cpu_init();
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -87,7 +80,7 @@ int score() {
   if (!avx512 || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return 0;
   constexpr unsigned bf16 = 1u << 22, tile = 1u << 24, int8 = 1u << 25;
   if ((d & bf16) == 0 || (d & tile) == 0 || (d & int8) == 0) return 0;
-  static const bool allowed = tiles_allowed();
+  static const bool allowed = platform::allow_tiles();
   return allowed ? 30 : 0;
 }
 

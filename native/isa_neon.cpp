@@ -2,10 +2,7 @@
 #include <arm_neon.h>
 
 #include "contracts.h"
-
-#if defined(__linux__)
-#include <sys/auxv.h>
-#endif
+#include "platform.h"
 
 namespace bifolio {
 namespace {
@@ -341,14 +338,7 @@ int64_t peak_loop(bool bytes) {
   return rounds * 12 * (bytes ? 32 : 8);
 }
 
-int score() {
-#if defined(__linux__)
-  constexpr unsigned long dotprod = 1ul << 20;  // HWCAP_ASIMDDP
-  return getauxval(AT_HWCAP) & dotprod ? 10 : 0;
-#else
-  return 10;
-#endif
-}
+int score() { return platform::has_dot_products() ? 10 : 0; }
 
 }  // namespace
 

@@ -1,22 +1,19 @@
 #include "pool.h"
 
-#include <pthread.h>
-#include <sched.h>
 #include <sys/mman.h>
 #include <time.h>
 
 #include <algorithm>
 #include <cstdlib>
-#include <fstream>
 #include <functional>
 #include <new>
-#include <set>
 #include <shared_mutex>
 #include <string>
 #include <system_error>
 #include <utility>
 
 #include "argument_error.h"
+#include "platform.h"
 
 namespace bifolio {
 namespace {
@@ -38,13 +35,11 @@ std::shared_mutex& settings_mutex() {
   return *mutex;
 }
 
-double read_clock(clockid_t clock) {
+double now() {
   timespec time{};
-  clock_gettime(clock, &time);
+  clock_gettime(CLOCK_MONOTONIC, &time);
   return double(time.tv_sec) + 1e-9 * double(time.tv_nsec);
 }
-
-double now() { return read_clock(CLOCK_MONOTONIC); }
 
 constexpr size_t kHugePage = size_t(2) << 20;
 
@@ -56,22 +51,7 @@ inline void pause_briefly() {
 #endif
 }
 
-// Physical cores this process may use: hyperthreads of one core share its vector units.
-int default_threads() {
-  cpu_set_t allowed;
-  CPU_ZERO(&allowed);
-  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0)
-    return std::clamp(int(std::thread::hardware_concurrency()), 1, Pool::kMaxThreads);
-  std::set<std::string> cores;
-  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
-    if (!CPU_ISSET(cpu, &allowed)) continue;
-    std::ifstream siblings("/sys/devices/system/cpu/cpu" + std::to_string(cpu) + "/topology/thread_siblings_list");
-    std::string line;
-    if (!std::getline(siblings, line)) line = std::to_string(cpu);
-    cores.insert(line);
-  }
-  return cores.empty() ? 1 : std::min(int(cores.size()), Pool::kMaxThreads);
-}
+int default_threads() { return std::clamp(platform::usable_cores(), 1, Pool::kMaxThreads); }
 
 }  // namespace
 
@@ -204,16 +184,16 @@ bool Pool::wait_for_others() {
   }
   if (gate == 0) return false;
   const double began = now();
-  std::vector<std::pair<clockid_t, double>> inside;  // the clocks of the threads that are inside a piece
+  std::vector<std::pair<std::thread::native_handle_type, double>> inside;  // threads inside a piece, their processor time
   for (auto& worker : workers_) {
-    clockid_t clock;
-    if (worker->inside.load(std::memory_order_relaxed) && pthread_getcpuclockid(worker->thread.native_handle(), &clock) == 0)
-      inside.emplace_back(clock, read_clock(clock));
+    if (!worker->inside.load(std::memory_order_relaxed)) continue;
+    const auto thread = worker->thread.native_handle();
+    if (const double seconds = platform::thread_seconds(thread); seconds >= 0) inside.emplace_back(thread, seconds);
   }
   for (; gate != 0; gate = gate_.load(std::memory_order_acquire)) gate_.wait(gate, std::memory_order_acquire);
   const double waited = now() - began;
   double computed = 0;
-  for (auto& [clock, before] : inside) computed = std::max(computed, read_clock(clock) - before);
+  for (auto& [thread, before] : inside) computed = std::max(computed, platform::thread_seconds(thread) - before);
   return waited > kTolerated && computed < waited / 2;
 }
 

@@ -5,11 +5,7 @@
 #include <cstring>
 #include <thread>
 
-#if defined(__linux__)
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
+#include "platform.h"
 
 namespace bifolio {
 namespace {
@@ -18,24 +14,6 @@ using Clock = std::chrono::steady_clock;
 constexpr auto kSpin = std::chrono::microseconds(50);  // polled before a rank sleeps
 constexpr auto kNap = std::chrono::milliseconds(50);   // the longest sleep, after which the fault word is read again
 
-void sleep_on(std::atomic<uint32_t>& value, uint32_t seen) {
-#if defined(__linux__)
-  timespec time{0, std::chrono::nanoseconds(kNap).count()};
-  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&value), FUTEX_WAIT, seen, &time, nullptr, 0);
-#else
-  (void)seen;
-  std::this_thread::sleep_for(std::chrono::microseconds(50));
-#endif
-}
-
-void wake(std::atomic<uint32_t>& value) {
-#if defined(__linux__)
-  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&value), FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
-#else
-  (void)value;
-#endif
-}
-
 bool reached(uint32_t seen, uint32_t value) { return int32_t(seen - value) >= 0; }  // the numbers may wrap around
 
 }  // namespace
@@ -43,7 +21,7 @@ bool reached(uint32_t seen, uint32_t value) { return int32_t(seen - value) >= 0;
 void RankMemory::set(int index, uint32_t value) {
   Word& target = word(index);
   target.value.store(value);
-  if (target.sleepers.load()) wake(target.value);
+  if (target.sleepers.load()) platform::wake_sleepers(target.value);
 }
 
 bool RankMemory::await(int index, uint32_t value, double seconds, bool stop_at_fault) {
@@ -63,7 +41,7 @@ bool RankMemory::await(int index, uint32_t value, double seconds, bool stop_at_f
       continue;
     }
     source.sleepers.fetch_add(1);
-    if (!reached(source.value.load(), value) && !(stop_at_fault && fault())) sleep_on(source.value, seen);
+    if (!reached(source.value.load(), value) && !(stop_at_fault && fault())) platform::sleep_on(source.value, seen, kNap);
     source.sleepers.fetch_sub(1);
   }
 }
@@ -72,7 +50,7 @@ bool RankMemory::wait(int signal, uint32_t value, double seconds) { return await
 
 void RankMemory::set_fault(uint32_t value) {
   set(0, value);
-  for (int r = 0; value && r < size_; ++r) wake(word(1 + r).value);
+  for (int r = 0; value && r < size_; ++r) platform::wake_sleepers(word(1 + r).value);
 }
 
 void RankMemory::arrive_and_wait() {

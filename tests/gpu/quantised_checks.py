@@ -15,6 +15,7 @@ from bifolio.kernels.triton.lazy_fusion import tensor
 from bifolio.kernels.triton.quantised import FEW_ROWS, KINDS
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
+from exotic_weights import exotic_tensor
 
 EXTRAS = ("plain", "norm", "bias", "residual", "gated", "logits")
 SHAPES = [(1, 33, 96), (3, 70, 160), (FEW_ROWS + 1, 33, 64)]  # one row, few, many
@@ -41,6 +42,8 @@ def quantised_checks() -> Iterator[Check]:
 
 
 def quantised(bench: Bench, format: QuantFormat, rows: int, columns: int) -> QuantizedTensor:
+    if format is QuantFormat.MXFP4:  # read, not written
+        return exotic_tensor("MXFP4", rows, columns)
     return QuantizedTensor.quantize(bench.normal(rows, columns, scale=columns**-0.5).float().cpu().numpy(), format)
 
 
