@@ -19,6 +19,7 @@ import importlib
 import json
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -205,11 +206,19 @@ def run_child(library: str, arguments: argparse.Namespace, folder: Path) -> dict
     if library == "vllm" and arguments.peer_env:
         quoted = " ".join(f"'{part}'" for part in ["python3", *command[1:]])
         command = ["bash", "-c", f". {arguments.peer_env} && exec {quoted}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=arguments.timeout, check=False)
-    lines = [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=arguments.timeout)
+    except subprocess.TimeoutExpired:
+        print(f"{library} took longer than {arguments.timeout} s: its later rows are missing", file=sys.stderr)
+        os.killpg(process.pid, signal.SIGKILL)  # engine processes of its own included: they hold the GPU's memory
+        stdout, stderr = process.communicate()
+    lines = [json.loads(line[7:]) for line in stdout.splitlines() if line.startswith("RESULT ")]
     if not lines:
-        causes = [line for line in (done.stdout + done.stderr).splitlines() if "Error" in line]
-        print(f"{library} did not run:", *causes[:12], done.stderr[-1500:], sep="\n", file=sys.stderr)
+        causes = [line for line in (stdout + stderr).splitlines() if "Error" in line]
+        print(f"{library} did not run:", *causes[:12], stderr[-1500:], sep="\n", file=sys.stderr)
     return {line["row"]: line["values"] for line in lines}
 
 
