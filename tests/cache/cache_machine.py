@@ -1,6 +1,6 @@
 """A state machine that drives the cache with real storage, and compares it with plain dictionaries.
 
-The model of the cache is one list of tokens per sequence. What a key must be is a function of the salt and of all
+The model of the cache is one list of tokens per sequence. A key is a function of the salt and of all
 tokens up to its position, as in a real network; so a block found by content, shared, copied, truncated or recycled
 wrongly reads back wrongly. Free blocks are poisoned with NaN, and copies run one by one in random order.
 """
@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import os
 import random
-import zlib
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from modelled_cache import HEAD_DIM, NUM_HEADS, NUM_LAYERS, Modelled, contents
 
 from bifolio.cache import (
     BeamSearchBlockSharing,
@@ -27,7 +26,6 @@ from bifolio.cache import (
 from bifolio.errors import CacheError, OutOfBlocksError
 from helpers import kv_storage
 
-NUM_LAYERS, NUM_HEADS, HEAD_DIM = 2, 2, 1
 MAX_SEQUENCES = 8
 MAX_TOKENS = 24
 TOKENS = (1, 2)  # few, so that prefixes meet
@@ -36,24 +34,6 @@ TOKENS = (1, 2)  # few, so that prefixes meet
 CHECKS_INVARIANTS = os.environ.get("BIFOLIO_MACHINE_INVARIANTS", "1") == "1"
 
 seeds = st.integers(0, 2**32 - 1)
-
-
-@dataclass
-class Modelled:
-    tokens: list[int]
-    salt: bytes
-    written: int = 0  # tokens whose keys and values are in the cache; always fewer than tokens
-    publishes: bool = True
-
-
-def contents(salt: bytes, tokens: list[int]) -> np.ndarray:
-    """What the network would compute: [NUM_LAYERS, len(tokens), NUM_HEADS, HEAD_DIM], exact in f32."""
-    state, codes = zlib.crc32(salt), []
-    for token in tokens:
-        state = zlib.crc32(bytes([token]), state)
-        codes.append(state >> 12)
-    places = np.arange(NUM_LAYERS * NUM_HEADS * HEAD_DIM).reshape(NUM_LAYERS, 1, NUM_HEADS, HEAD_DIM) / 8
-    return (np.array(codes, dtype=np.float64).reshape(1, -1, 1, 1) + places).astype(np.float32)
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -352,7 +332,7 @@ class CacheMachine(RuleBasedStateMachine):
             self._commit_and_sample(rng, sequence_id)
 
     def _disturb(self, rng: random.Random, batch: dict[int, int]) -> None:
-        """Between a plan and its run: somebody leaves, is rolled back, joins, or is forked."""
+        """Between a plan and its run: a sequence leaves, is rolled back, joins, or is forked."""
         if not self.active:
             return
         sequence_id = rng.choice(sorted(self.active))

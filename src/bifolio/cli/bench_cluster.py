@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
@@ -12,6 +13,7 @@ from bifolio.cli import commands, measure_options, options
 if TYPE_CHECKING:
     from bifolio.measure.fleet import FleetReport, FleetSettings
     from bifolio.measure.step_times import StepTimes
+    from bifolio.measure.trace_files import TraceRequest
 
 HELP = """Replay a trace on a simulated fleet, and report goodput, hits in the prefix cache and latencies.
 
@@ -113,7 +115,7 @@ def cluster(
     from bifolio.measure.figures import check_target
 
     try:
-        from bifolio.measure.fleet import ONE_CACHE, Fleet
+        from bifolio.measure.fleet import ONE_CACHE
         from bifolio.measure.step_times import H200_8B, StepTimes
     except ImportError as error:
         raise MissingDependencyError(f"the simulation needs {error.name}: pip install 'bifolio[serve]'") from error
@@ -125,16 +127,14 @@ def cluster(
     if measure is not None:
         times = measured(model, measure, engine)
     requests, base = read_trace(file, limit), fleet.settings(times)
-    reports: list[FleetReport] = []
+    fleets = [
+        replace(base, num_replicas=count, policy=name, num_prefill=prefill)
+        for count in numbers(replicas, least=1)
+        for name in (one.strip() for one in policy.split(","))
+        for prefill in (numbers(ratio) if name != ONE_CACHE else [0])
+    ]
     with progress(as_json) as note:
-        for count in numbers(replicas, least=1):
-            for name in (one.strip() for one in policy.split(",")):
-                for prefill in numbers(ratio) if name != ONE_CACHE else [0]:
-                    wanted = replace(base, num_replicas=count, policy=name, num_prefill=prefill)
-                    pace = speed if speed_per_replica is None else speed_per_replica * count
-                    run = Fleet(wanted, requests, pace)
-                    told = f"{wanted.name}: {{}} of {len(requests)} requests"
-                    reports.append(run.run(lambda done, told=told: note(told.format(done))))  # type: ignore[misc]
+        reports = [simulated(wanted, requests, speed, speed_per_replica, note) for wanted in fleets]
     pace_text = f"x {speed:g}" if speed_per_replica is None else f"x {speed_per_replica:g} for each engine"
     heading = f"{file.name}, {len(requests)} requests, arrivals {pace_text}"
     if plot is not None:
@@ -147,6 +147,20 @@ def cluster(
         return
     show(fleet_table(heading, reports))
     picture_line(plot)
+
+
+def simulated(
+    wanted: FleetSettings,
+    requests: list[TraceRequest],
+    speed: float,
+    speed_per_replica: float | None,
+    note: Callable[[str], None],
+) -> FleetReport:
+    """One fleet on the whole trace."""
+    from bifolio.measure.fleet import Fleet
+
+    pace = speed if speed_per_replica is None else speed_per_replica * wanted.num_replicas
+    return Fleet(wanted, requests, pace).run(lambda done: note(f"{wanted.name}: {done} of {len(requests)} requests"))
 
 
 def measured(model: str | None, path: Path, engine: measure_options.Measured) -> StepTimes:

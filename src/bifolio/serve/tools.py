@@ -24,6 +24,10 @@ class ToolPlan:
     format: ToolFormat | None = None  # of the calls in the answer; None: calls are not looked for
     grammar: str | None = None  # of the kind "tools", where calls are enforced
 
+    @property
+    def has_channels(self) -> bool:
+        return self.format is not None and self.format.has_channels
+
     def reader(self) -> AnswerReader | None:
         """A new reader of one answer."""
         return None if self.format is None else self.format.reader(self.tools, self.grammar is not None)
@@ -67,7 +71,7 @@ def plan_tools(request: ChatRequest, model: TextModel) -> ToolPlan:
 def _without_tools(model: TextModel) -> ToolPlan:
     """Answers of models that write channels are read even without tools."""
     form = tool_format(model.chat_template)
-    return ToolPlan(format=form if form.name == "harmony" else None)
+    return ToolPlan(format=form if form.has_channels else None)
 
 
 def marker_ids(model: TextModel, markers: tuple[str, ...]) -> dict[str, int]:

@@ -56,8 +56,7 @@ class Turn:
 
     def num_reasoning_tokens(self, token_ids: list[int]) -> int:
         """Tokens of an answer up to the end of its reasoning, marks included; 0 if it has none."""
-        is_harmony = self.tools.format is not None and self.tools.format.name == "harmony"
-        marks = HARMONY_MARKS if is_harmony else self.reasoning
+        marks = HARMONY_MARKS if self.tools.has_channels else self.reasoning
         if marks is None:
             return 0
         tokenizer = self.context.tokenizers.tokenizer
@@ -124,7 +123,7 @@ def _behind(parts: list[tuple[str, bool]], start: int) -> list[tuple[str, bool]]
 def _with_reasoning(turn: Turn, tail: str) -> Turn:
     """Add the marks of reasoning in the answer to a prompt with this end, and its limit for the engine."""
     context, request, job = turn.context, turn.request, turn.job
-    is_harmony = turn.tools.format is not None and turn.tools.format.name == "harmony"
+    is_harmony = turn.tools.has_channels
     known = HARMONY_MARKS if is_harmony else reasoning_format(context.model.chat_template)
     markers = () if turn.tools.format is None else turn.tools.format.markers
     if known is not None and not is_harmony:
@@ -187,9 +186,8 @@ def _variables(request: ChatRequest, tools: ToolPlan) -> Mapping[str, Any]:
     effort = request.reasoning_effort
     if effort is None:
         return request.chat_template_kwargs or {}
-    is_harmony = tools.format is not None and tools.format.name == "harmony"
     return {
-        "reasoning_effort": HARMONY_EFFORTS.get(effort, effort) if is_harmony else effort,
+        "reasoning_effort": HARMONY_EFFORTS.get(effort, effort) if tools.has_channels else effort,
         "enable_thinking": effort != "none",
         "thinking": effort != "none",
         **(request.chat_template_kwargs or {}),

@@ -86,7 +86,7 @@ def _tool_choice(request: CountTokensRequest) -> dict[str, Any]:
 def _reasoning(request: CountTokensRequest, context: ServerContext) -> dict[str, Any]:
     """Effort and budget; a model that does not reason takes neither."""
     template = context.model.chat_template
-    if reasoning_format(template) is None and tool_format(template).name != "harmony":
+    if reasoning_format(template) is None and not tool_format(template).has_channels:
         return {}
     thinking, effort = request.thinking, None if request.output_config is None else request.output_config.effort
     if thinking is not None and thinking.type == "disabled":

@@ -66,7 +66,7 @@ def _sampling(request: OllamaBase) -> dict[str, Any]:
 
 def _chat(request: OllamaBase, messages: Sequence[OllamaMessage], context: ServerContext) -> p.ChatRequest:
     template = context.model.chat_template
-    reasons = reasoning_format(template) is not None or tool_format(template).name == "harmony"
+    reasons = reasoning_format(template) is not None or tool_format(template).has_channels
     effort = None
     if request.think is not None and reasons:
         effort = {True: "medium", False: "none"}.get(request.think, request.think)  # type: ignore[arg-type]

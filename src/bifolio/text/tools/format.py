@@ -19,6 +19,7 @@ class ToolFormat(ABC):
 
     name: ClassVar[str]
     markers: tuple[str, ...] = ()  # texts that are special tokens in some vocabularies, and are kept in the answer
+    has_channels: ClassVar[bool] = False  # reasoning, answer and calls are channels that the format itself marks
 
     @classmethod
     @abstractmethod

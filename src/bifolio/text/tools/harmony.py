@@ -139,6 +139,7 @@ class HarmonyReader:
 
 class Harmony(ToolFormat):
     name = "harmony"
+    has_channels = True
     markers = (CHANNEL, MESSAGE, CONSTRAIN, START, END, CALL, RETURN)
 
     @classmethod

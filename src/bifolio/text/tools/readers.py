@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 from typing import Any
 
 from bifolio.text.tools.events import Arguments, Call, Part, Tools
@@ -64,7 +65,7 @@ def read_object(text: str) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-class Reader:
+class Reader(ABC):
     """Reads the calls of one block. Subclasses read one element in `_step` and say whether another may follow.
 
     |<-- read -->|<-- unread: self.text[self.at:] -->|
@@ -97,8 +98,9 @@ class Reader:
         """Text that was not read."""
         return self.text[self.at :]
 
+    @abstractmethod
     def _step(self) -> bool:
-        raise NotImplementedError
+        """Read one element; whether another may follow."""
 
     # -- elements ------------------------------------------------------------------------------------------------------
     def _fail(self) -> bool:
