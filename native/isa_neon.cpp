@@ -18,8 +18,8 @@ namespace {
 #define UNROLL _Pragma("GCC unroll 16")
 
 template <int R>
-static inline void fma_tile(const float* x, int64_t x_stride, const float* w, int64_t w_stride, int64_t count,
-                            V16 acc[R]) {
+__attribute__((always_inline)) static inline void fma_tile(const float* x, int64_t x_stride, const float* w, int64_t w_stride,
+                                                           int64_t count, V16 acc[R]) {
   float32x4_t sums[R][4];
   UNROLL for (int r = 0; r < R; ++r) UNROLL for (int c = 0; c < 4; ++c) sums[r][c] = acc[r].v[c];
   int64_t k = 0;
