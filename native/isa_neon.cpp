@@ -157,7 +157,7 @@ template <Coding C>
 static inline void unpack_block(const uint8_t* quants, const int8_t* values, uint8_t* out) {
   const int8x16_t table = C.table ? vld1q_s8(values) : vdupq_n_s8(0);
   auto* bytes = reinterpret_cast<int8_t*>(out);
-#define LINE(HALF, J) vst1q_s8(bytes + (4 * HALF + J) * 64 + i, line_of<C, HALF, J>(quants + i, table));
+#define LINE(HALF, J) vst1q_s8(bytes + (4 * HALF + J) * 64 + i, (line_of<C, HALF, J>(quants + i, table)));  // a macro in clang
   UNROLL for (int i = 0; i < 64; i += 16) {
     LINE(0, 0) LINE(0, 1) LINE(0, 2) LINE(0, 3) LINE(1, 0) LINE(1, 1) LINE(1, 2) LINE(1, 3)
   }
