@@ -155,6 +155,27 @@ class LatentConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class RecurrentConfig:
+    """Recurrent layers in place of attention, or beside it; `kernels.interface.Recurrence` defines the computation."""
+
+    kind: Literal["conv", "delta", "mamba"]
+    layers: tuple[int, ...]  # with a recurrence
+    attention_layers: tuple[int, ...]  # with attention; a layer may have both (Falcon-H1), or neither (Nemotron-H)
+    width: int  # taps of the convolution
+    channels: int
+    heads: int = 0
+    groups: int = 0
+    key_size: int = 0
+    value_size: int = 0
+    conv_bias: bool = False
+    projection_bias: bool = False  # of the input and output projections
+    has_norm: bool = True  # gated norm of the output; convolutions have none
+    norm_first: bool = True
+    norm_groups: int = 1
+    dt_limits: tuple[float, float] = (0.0, float("inf"))
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The description of a network without its weights."""
 
@@ -199,6 +220,7 @@ class ModelConfig:
     logit_softcap: float = 0.0  # 0: off
     moe: MoeConfig | None = None
     mla: LatentConfig | None = None  # num_kv_heads is 1, and head_dim the size of a cached row
+    recurrent: RecurrentConfig | None = None
     sinks: bool = False  # attention with a learned score for each head that takes a share of the weights
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
