@@ -109,8 +109,8 @@ class AttentionSegment:
 class StateUse:
     """The recurrent states that a batch reads and writes; sequences are in the order of the segments.
 
-    A state is read before the first token of its sequence and written after given tokens; one id may be both, and several
-    sequences may read the same one. State 0 is empty: all zeros, never written.
+    A state is read before the first token of its sequence and written after given tokens; one id may be both, and
+    several sequences may read the same one. State 0 is empty: all zeros, never written.
     """
 
     starts: Array  # i32[s + 1]  first token of each sequence in the batch
@@ -366,8 +366,8 @@ class KernelSet(PagedAttentionKernel, Protocol):
     def recur(self, x: Array, recurrence: Recurrence, batch: Batch, storage: Storage | None) -> Array:
         """The recurrence over the tokens of each sequence, in order: [t, out_features] from [t, in_features].
 
-        Without a storage every segment's sequences start from the empty state and write none. A sequence's results do not
-        depend on the number of tokens in a pass, nor on other sequences.
+        Without a storage every segment's sequences start from the empty state and write none. A sequence's results do
+        not depend on the number of tokens in a pass, nor on other sequences.
         """
         ...
 

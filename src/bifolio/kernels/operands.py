@@ -115,7 +115,8 @@ class Recurrence:
 
         delta  q, k <- q / |q|, k / |k| (eps 1e-6 under the root); q <- q / sqrt(K); r = exp(decay * softplus(a + bias))
                S <- r * S;  S <- S + k (sigmoid(beta) * (v - k^T S));  y = q^T S;  out = norm(y) * silu(z), norm over V
-        mamba  dt <- clip(softplus(dt + bias), dt_limits); S <- exp(dt * decay) * S + b (dt * x)^T;  y = c^T S + skip * x
+        mamba  dt <- clip(softplus(dt + bias), dt_limits);  S <- exp(dt * decay) * S + b (dt * x)^T
+               y = c^T S + skip * x
                out = norm(y * silu(z)), or norm(y) * silu(z) if `norm_first`; the norm is over H * V / `norm_groups`;
                without a norm y * silu(z)
     """
