@@ -346,7 +346,7 @@ class KernelSet(PagedAttentionKernel, Protocol):
         ...
 
     def gate(self, x: Array, logits: Array) -> Array:
-        """sigmoid(logits) * x for one logit f32[t, 1] of each row."""
+        """sigmoid(logits) * x for one logit f32[t, 1] of each row, or one of each value."""
         ...
 
     def route(self, logits: Array, router: Router) -> Routing:

@@ -138,6 +138,7 @@ class Recurrence:
     norm_first: bool = True
     norm_groups: int = 1
     dt_limits: tuple[float, float] = (0.0, float("inf"))
+    tiled: bool = False  # delta: head h belongs to group h % groups, instead of h // (heads // groups)
     prepared: Any = None  # the kernel set's own form, created at load
 
     @property
