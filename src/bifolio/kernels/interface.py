@@ -109,9 +109,9 @@ class AttentionSegment:
 class StateUse:
     """The recurrent states that a batch reads and writes; sequences are in the order of the segments.
 
-    A state is read before the first token of its sequence and written after given tokens. Several sequences may read the
-    same one; a state that is written is written once, and read by no other sequence of the batch than its own. State 0
-    is empty: all zeros, never written.
+    A state is read before the first token of its sequence and written after given tokens. Several sequences may read
+    the same one; a state that is written is written once, and read by no other sequence of the batch than its own.
+    State 0 is empty: all zeros, never written.
     """
 
     starts: Array  # i32[s + 1]  first token of each sequence in the batch
@@ -347,7 +347,7 @@ class KernelSet(PagedAttentionKernel, Protocol):
         ...
 
     def gate(self, x: Array, logits: Array) -> Array:
-        """sigmoid(logits) * x for one logit f32[t, 1] of each row."""
+        """sigmoid(logits) * x for one logit f32[t, 1] of each row, or one of each value."""
         ...
 
     def route(self, logits: Array, router: Router) -> Routing:

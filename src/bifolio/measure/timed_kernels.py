@@ -250,7 +250,7 @@ class TimedKernels:
         return self.clock.timed("MLP", self.inner.mix_experts, x, routing, experts)
 
     def recur(self, x: Array, recurrence: Recurrence, batch: Batch, storage: Storage | None) -> Array:
-        """Count four products of each state with a vector for each token, and each sequence's state read and written."""
+        """Count the update of each state and its two products for each token; a state is read and written once."""
         size = recurrence.heads * recurrence.key_size * recurrence.value_size
         state = size + (recurrence.width - 1) * recurrence.channels
         sequences = sum(segment.num_sequences for segment in batch.segments)
