@@ -17,7 +17,9 @@ from bifolio.model.tensor_names import HF_LLAMA, assemble
 VOCABULARY = 61
 NAMES = {
     "conv": RecurrentNames((("conv.in", 3),), "conv.conv", "conv.out"),
-    "delta": RecurrentNames((("mix.qkvz", 4), ("mix.ba", 2)), "mix.conv", "mix.out", "mix.a", "mix.dt", norm="mix.norm"),
+    "delta": RecurrentNames(
+        (("mix.qkvz", 4), ("mix.ba", 2)), "mix.conv", "mix.out", "mix.a", "mix.dt", norm="mix.norm"
+    ),
     "mamba": RecurrentNames((("ssm.in", 5),), "ssm.conv", "ssm.out", "ssm.a", "ssm.dt", "ssm.d", norm="ssm.norm"),
 }
 
