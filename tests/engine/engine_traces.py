@@ -193,7 +193,7 @@ class Trace:
             self._compare(name, request, prompt, kind, options)
         engine = self.engine
         assert engine.blocks.num_used_blocks == 0
-        assert engine.stats().states.num_held == 0
+        assert engine.stats().states.num_held_states == 0
         assert not engine.requests
         assert (engine.batcher.num_running, engine.batcher.num_waiting) == (0, 0)
         engine.blocks.check_invariants()

@@ -56,10 +56,10 @@ class StateStats:
     """Counts of states at one moment; the empty state is left out."""
 
     num_states: int = 0
-    num_held: int = 0  # by running sequences
+    num_held_states: int = 0  # by running sequences
     num_checkpoints: int = 0
-    num_evicted: int = 0  # since the start
-    num_restored: int = 0  # tables opened on a checkpoint, since the start
+    num_evicted_states: int = 0  # since the start
+    num_checkpoint_hits: int = 0  # tables opened on a checkpoint, since the start
 
 
 class StatePool:

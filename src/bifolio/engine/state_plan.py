@@ -60,7 +60,7 @@ def plan_states(config: ModelConfig, engine: EngineConfig) -> StatePlan | None:
     return StatePlan(
         bytes_per_state=layout.bytes_per_state,
         num_live=RESERVED + engine.max_num_seqs * (2 + drafts),
-        num_ends=2 * engine.max_num_seqs if cache.enable_prefix_caching else 0,
+        num_ends=engine.max_num_seqs if cache.enable_prefix_caching else 0,
         spacing=spacing,
     )
 
