@@ -166,6 +166,7 @@ class TableStates:
         wanted = list(requests)
         owners = [self._owner(tables, request) for request in wanted]
         reads = [owner.current for owner in owners]
+        self._check_available(owners, wanted)
         writes = [self._write_live(owner, request) for owner, request in zip(owners, wanted, strict=True)]
         for number, request in enumerate(wanted):
             table = tables[request.sequence_id]
@@ -189,6 +190,18 @@ class TableStates:
                 f"{request.start}"
             )
         return owner
+
+    def _check_available(self, owners: list[SequenceState], requests: list[StateRequest]) -> None:
+        """Raise before anything changes; the pool is planned for all running sequences."""
+        needed = sum(
+            request.num_drafts + 1 if request.num_drafts else not self.pool.is_exclusive(owner.current)
+            for owner, request in zip(owners, requests, strict=True)
+        )
+        if needed > self.pool.num_available:
+            raise CacheError(
+                f"a pass needs {needed} more recurrent states and {self.pool.num_available} of "
+                f"{self.pool.num_states - 1} are available: give the cache more states"
+            )
 
     def _write_live(self, owner: SequenceState, request: StateRequest) -> dict[int, int]:
         """The state after the last token, or one after the last known token and after each draft."""
