@@ -335,7 +335,9 @@ class KernelSet(PagedAttentionKernel, Protocol):
         """
         ...
 
-    def act(self, x: Array, activation: str) -> Array: ...
+    def act(self, x: Array, activation: str) -> Array:
+        """`silu`, `gelu_tanh`, `gelu`, or `relu2`, the square of max(x, 0)."""
+        ...
 
     def all_gather(self, x: Array, widths: tuple[int, ...]) -> Array:
         """The columns of all ranks side by side: [t, sum(widths)]; `x` as it is where there is one rank."""
@@ -346,7 +348,7 @@ class KernelSet(PagedAttentionKernel, Protocol):
         ...
 
     def gate(self, x: Array, logits: Array) -> Array:
-        """sigmoid(logits) * x for one logit f32[t, 1] of each row."""
+        """sigmoid(logits) * x for one logit f32[t, 1] of each row, or one of each value."""
         ...
 
     def route(self, logits: Array, router: Router) -> Routing:

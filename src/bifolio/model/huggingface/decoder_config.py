@@ -13,7 +13,7 @@ from bifolio.config import ModelConfig, RopeConfig
 from bifolio.errors import UnsupportedModelError
 
 Raw = Mapping[str, Any]
-Activation = Literal["silu", "gelu_tanh", "gelu", "swiglu_clamped"]
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu2", "swiglu_clamped"]
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -22,6 +22,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
+    "relu2": "relu2",
 }
 
 
