@@ -44,17 +44,49 @@ class TensorStack:
 
 
 @dataclass(frozen=True, slots=True)
+class JoinedRows:
+    """Matrices, or vectors, whose rows are mixed in one tensor; they are joined when they are written."""
+
+    parts: tuple[QuantizedTensor, ...]
+    rows: tuple[NDArray[np.int64], ...]  # numbers of the rows of each part in the whole
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (sum(map(len, self.rows)), *self.parts[0].shape[1:])
+
+    @property
+    def format(self) -> QuantFormat:
+        return self.parts[0].format
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    def joined(self) -> QuantizedTensor:
+        if len(self.shape) == 1:
+            values = np.empty(self.shape, np.float32)
+            for part, rows in zip(self.parts, self.rows, strict=True):
+                values[rows] = part.dequantize()
+            return QuantizedTensor.from_array(values)
+        format = self.format if len({part.format for part in self.parts}) == 1 else QuantFormat.F32
+        data = np.empty((self.shape[0], format.row_bytes(self.shape[-1])), np.uint8)
+        for part, rows in zip(self.parts, self.rows, strict=True):
+            data[rows] = part.converted(format).data
+        return QuantizedTensor(format, data, self.shape)
+
+
+@dataclass(frozen=True, slots=True)
 class NamedTensor:
     """One tensor under its name in a file."""
 
     name: str
-    tensor: QuantizedTensor | TensorStack
+    tensor: QuantizedTensor | TensorStack | JoinedRows
     kind: Kind
     row_order: NDArray[np.int64] | None = None  # i64[rows]  new order of the rows; None: unchanged
 
     def rearranged(self) -> QuantizedTensor:
         """The tensor with its rows (or the values of a vector) in the order of the file."""
-        if isinstance(self.tensor, TensorStack):
+        if isinstance(self.tensor, TensorStack | JoinedRows):
             return self.tensor.joined()
         if self.row_order is None:
             return self.tensor
