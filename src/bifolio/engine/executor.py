@@ -84,16 +84,13 @@ class ModelRunner:
         peers: Peers | None = None,
     ) -> ModelRunner:
         """Prepare a model's weights and allocate its paged cache."""
-        config = model.weights.config
-        layout = CacheLayout(
-            config.num_layers,
+        layout = CacheLayout.of_model(
+            model.weights.config,
             cache.num_blocks,
             cache.block_size,
-            config.num_kv_heads,
-            config.head_dim,
             cache.dtype,
             cache.poison_free_blocks,
-            config.mla is not None,
+            cache.num_states,
         )
         return cls(prepare(model.weights, kernels, on_load), kernels, kernels.new_storage(layout), peers)
 
@@ -130,7 +127,7 @@ class ModelRunner:
 
         return Network(
             forward,
-            tuple(layer.shape for layer in weights.layers),
+            tuple(layer.shape for layer in weights.layers if layer.has_attention),
             decode_segment,
             tuple(zip(weights.inverse_frequencies, weights.rope_scales, strict=True)),
         )

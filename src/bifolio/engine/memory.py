@@ -128,15 +128,7 @@ def _shorter(plan: MemoryPlan, joint: str) -> str:
 
 
 def _bytes_per_block(config: ModelConfig, block_size: int, kv_dtype: KVDtype) -> int:
-    return CacheLayout(
-        config.num_layers,
-        1,
-        block_size,
-        config.num_kv_heads,
-        config.head_dim,
-        kv_dtype,
-        shared_values=config.mla is not None,
-    ).bytes_per_block
+    return CacheLayout.of_model(config, 1, block_size, kv_dtype).bytes_per_block
 
 
 def weight_bytes(weights: ModelWeights, formats: Set[QuantFormat] = READABLE_FORMATS) -> int:

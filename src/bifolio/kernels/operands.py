@@ -138,7 +138,7 @@ class Recurrence:
     norm_first: bool = True
     norm_groups: int = 1
     dt_limits: tuple[float, float] = (0.0, float("inf"))
-    tiled: bool = False  # delta: the group of head h is h % groups, in place of h // (heads / groups)
+    tiled: bool = False  # delta: head h belongs to group h % groups, instead of h // (heads // groups)
     prepared: Any = None  # the kernel set's own form, created at load
 
     @property

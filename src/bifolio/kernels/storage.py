@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from bifolio.config import KVDtype
+from bifolio.config import KVDtype, ModelConfig
 from bifolio.errors import CacheError, ConfigError, MissingDependencyError
 from bifolio.quant.formats import BF16_NAN, bf16_to_f32, f32_to_bf16
 
@@ -58,6 +58,32 @@ class CacheLayout:
     shared_values: bool = False  # values are the keys: attention over cached latents stores one row for both
     states: tuple[StateLayout, ...] = ()  # of the recurrent layers; `num_layers` counts the layers with attention
     num_states: int = 0  # state 0, the empty one, included
+
+    @classmethod
+    def of_model(
+        cls,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: KVDtype = "f32",
+        poison: bool = False,
+        num_states: int = 0,
+    ) -> CacheLayout:
+        """The cache of a model: keys and values of its layers with attention, and states of its recurrent layers."""
+        own = config.recurrent
+        state = None if own is None else StateLayout(own.width, own.channels, own.heads, own.key_size, own.value_size)
+        return cls(
+            len(config.attention_layers),
+            num_blocks,
+            block_size,
+            config.num_kv_heads,
+            config.head_dim,
+            dtype,
+            poison,
+            shared_values=config.mla is not None,
+            states=() if own is None or state is None else (state,) * len(own.layers),
+            num_states=num_states,
+        )
 
     def __post_init__(self) -> None:
         if min(self.num_layers, self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim) < 1:

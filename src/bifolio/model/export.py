@@ -11,13 +11,14 @@ from numpy.typing import NDArray
 
 from bifolio.config import ModelConfig
 from bifolio.errors import UnsupportedModelError
-from bifolio.kernels.interface import Linear, Norm
+from bifolio.kernels.interface import Array, Linear, Norm
+from bifolio.model.recurrent_tensors import RecurrentNames
 from bifolio.model.tensor_names import LatentNames, TensorNames
-from bifolio.model.weights import LatentWeights, LayerWeights, ModelWeights, MoeWeights
+from bifolio.model.weights import LatentWeights, LayerWeights, ModelWeights, MoeWeights, RecurrentWeights
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
-Kind = Literal["matrix", "embedding", "head", "positions", "norm", "bias", "router"]
+Kind = Literal["matrix", "embedding", "head", "positions", "norm", "bias", "router", "state"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,23 +115,58 @@ def _layer(
     if interleaved != config.rope_interleaved and config.ropes and layer.qkv.parts:
         orders = _row_orders(config, to_interleaved=interleaved, num_parts=len(layer.qkv.parts))
     yield from _norm(prefix + names.attention_norm, layer.attention_norm)
+    if layer.recurrent is not None and names.recurrent is not None:
+        yield from _recurrence(prefix, names.recurrent, config, layer.recurrent)
+    if layer.has_attention:
+        yield from _attention(prefix, names, layer, orders)
+    yield from _norm(prefix + names.post_attention_norm, layer.post_attention_norm)
+    yield from _norm(prefix + names.mlp_norm, layer.mlp_norm)
+    if layer.moe is not None:
+        yield from _experts(prefix, names, layer, layer.moe)
+    elif layer.has_mlp:
+        yield from _linear(prefix, names.up, layer.up)
+        yield from _linear(prefix, (names.down,), layer.down)
+    yield from _norm(prefix + names.post_mlp_norm, layer.post_mlp_norm)
+
+
+def _attention(
+    prefix: str, names: TensorNames, layer: LayerWeights, orders: tuple[NDArray[np.int64] | None, ...]
+) -> Iterator[NamedTensor]:
     if layer.latent is None:
         yield from _linear(prefix, names.qkv, layer.qkv, orders)
     elif names.latent is not None:
         yield from _latent(prefix, names.latent, layer.latent)
+    if layer.gate is not None:
+        yield from _linear(prefix, (names.gate,), layer.gate)
     yield from _norm(prefix + names.query_norm, layer.shape.query_norm)
     yield from _norm(prefix + names.key_norm, layer.shape.key_norm)
     if layer.shape.sinks is not None:
         yield NamedTensor(prefix + names.sinks, _quantized(layer.shape.sinks), "bias")
     yield from _linear(prefix, (names.output,), layer.output)
-    yield from _norm(prefix + names.post_attention_norm, layer.post_attention_norm)
-    yield from _norm(prefix + names.mlp_norm, layer.mlp_norm)
-    if layer.moe is None:
-        yield from _linear(prefix, names.up, layer.up)
-        yield from _linear(prefix, (names.down,), layer.down)
-    else:
-        yield from _experts(prefix, names, layer, layer.moe)
-    yield from _norm(prefix + names.post_mlp_norm, layer.post_mlp_norm)
+
+
+def _recurrence(
+    prefix: str, names: RecurrentNames, config: ModelConfig, recurrent: RecurrentWeights
+) -> Iterator[NamedTensor]:
+    own, recurrence = config.recurrent, recurrent.recurrence
+    if own is None:
+        return
+
+    def vector(name: str, values: Array | None, shape: tuple[int, ...], kind: Kind = "state") -> Iterator[NamedTensor]:
+        if values is not None:
+            yield NamedTensor(prefix + name, _quantized(np.asarray(values).reshape(shape)), kind)
+
+    decay = recurrence.decay
+    stored = decay if decay is None or not names.decay_log else np.log(-np.asarray(decay))
+    yield from _linear(prefix, tuple(name for name, _ in names.input), recurrent.input)
+    yield from vector(names.conv + ".weight", recurrence.conv_weight, names.conv_shape(own))
+    yield from vector(names.conv + ".bias", recurrence.conv_bias, (own.channels,))
+    yield from vector(names.decay, stored, names.vector_shape(own))
+    yield from vector(names.bias, recurrence.bias, (own.heads,))
+    yield from vector(names.skip, recurrence.skip, names.vector_shape(own))
+    if recurrence.norm is not None:
+        yield from vector(names.norm + ".weight", recurrence.norm.weight, names.norm_shape(own))
+    yield from _linear(prefix, (names.output,), recurrent.output)
 
 
 def _row_orders(config: ModelConfig, *, to_interleaved: bool, num_parts: int) -> tuple[NDArray[np.int64] | None, ...]:

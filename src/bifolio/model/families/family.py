@@ -25,6 +25,10 @@ def as_they_are(source: TensorSource, config: ModelConfig) -> TensorSource:
     return source
 
 
+def unchanged(tensors: Iterator[NamedTensor], config: ModelConfig) -> Iterator[NamedTensor]:
+    return tensors
+
+
 def own_name(config: ModelConfig) -> str:
     return config.architecture
 
@@ -51,7 +55,7 @@ class Family:
     hf_interleaved: bool = False  # rope on neighbouring pairs
     norm_offset: float = 0.0  # added to norm weights; folders store them without the offset, GGUF files with it
     folder_source: Callable[[TensorSource, ModelConfig], TensorSource] = as_they_are  # tensors under other names
-    folder_tensors: Callable[[Iterator[NamedTensor]], Iterator[NamedTensor]] = iter  # the reverse, to write a folder
+    folder_tensors: Callable[[Iterator[NamedTensor], ModelConfig], Iterator[NamedTensor]] = unchanged  # the reverse
     folder_family: Callable[[ModelConfig], str] = own_name  # the family whose folders can describe the network
 
     # -- GGUF files
@@ -59,6 +63,8 @@ class Family:
     written_as: str | None  # `general.architecture` of written files; None: GGUF cannot describe the family
     config_from_gguf: Callable[[GgufFile, Metadata, str], ModelConfig] = decoder_from_gguf
     gguf_names: TensorNames = GGUF_LLAMA
+    gguf_source: Callable[[TensorSource, ModelConfig], TensorSource] = as_they_are  # as `folder_source`
+    gguf_tensors: Callable[[Iterator[NamedTensor], ModelConfig], Iterator[NamedTensor]] = unchanged  # the reverse
     gguf_interleaved: bool = False  # query and key rows are ordered for rope on neighbouring pairs
     gguf_activation: Activation = "silu"  # implied by the architecture: GGUF has no entry for it
     gguf_window_period: int = 0  # one layer of each period has no window, unless the file says otherwise; 0: off

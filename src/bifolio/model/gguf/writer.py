@@ -91,7 +91,8 @@ def write_gguf(
     importance = importance or {}
     entries, notes = _metadata(model, mix)
     entries |= extra or {}
-    sources = list(named_tensors(model.weights, family.gguf_names, interleaved=interleaved))
+    tensors = named_tensors(model.weights, family.gguf_names, interleaved=interleaved)
+    sources = list(family.gguf_tensors(tensors, config))
     sources += [NamedTensor(name, tensor, "norm") for name, tensor in rope_tensors(config).items()]
     targets = [(source, mix.format_of(source, config, has_importance=bool(importance))) for source in sources]
     notes += _format_notes(targets, mix)

@@ -94,7 +94,7 @@ def _write_weights(
     # Reorder query and key rows from the rope layout of the model to that of the folder.
     family = family_of(config)
     tensors = named_tensors(model.weights, family.hf_names, interleaved=config.rope_interleaved)
-    sources = {source.name: source for source in family.folder_tensors(tensors)}
+    sources = {source.name: source for source in family.folder_tensors(tensors, config)}
     lines: list[WrittenTensor] = []
 
     def produce(name: str) -> QuantizedTensor:
