@@ -5,12 +5,13 @@ A form is read by `source` and written by `tensors`; names are ends of full name
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bifolio.config import ModelConfig
 from bifolio.model.export import JoinedRows, NamedTensor
 from bifolio.model.model_file import TensorSource
 from bifolio.quant.tensor import QuantizedTensor
@@ -110,3 +111,15 @@ class StoredTensors:
         first, last = int(rows[0]), int(rows[-1])
         is_span = last - first + 1 == len(rows) and bool((np.diff(rows) == 1).all())
         return tensor.select_rows(slice(first, last + 1) if is_span else rows)
+
+
+def reading(form: Callable[[ModelConfig], StoredForm]) -> Callable[[TensorSource, ModelConfig], TensorSource]:
+    """The hook of a family that reads files in this form."""
+    return lambda source, config: form(config).source(source)
+
+
+def writing(
+    form: Callable[[ModelConfig], StoredForm],
+) -> Callable[[Iterator[NamedTensor], ModelConfig], Iterator[NamedTensor]]:
+    """The hook of a family that writes files in this form."""
+    return lambda tensors, config: form(config).tensors(tensors)
