@@ -109,8 +109,9 @@ class AttentionSegment:
 class StateUse:
     """The recurrent states that a batch reads and writes; sequences are in the order of the segments.
 
-    A state is read before the first token of its sequence and written after given tokens; one id may be both, and
-    several sequences may read the same one. State 0 is empty: all zeros, never written.
+    A state is read before the first token of its sequence and written after given tokens. Several sequences may read
+    the same one; a state that is written is written once, and read by no other sequence of the batch than its own.
+    State 0 is empty: all zeros, never written.
     """
 
     starts: Array  # i32[s + 1]  first token of each sequence in the batch

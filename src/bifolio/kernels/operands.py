@@ -111,7 +111,7 @@ class Recurrence:
 
     `conv` is a causal convolution of each channel over the last `width` tokens: of b * x (conv), of q, k, v (delta), of
     x, b, c (mamba), in this order of channels; the latter two pass through silu. Then, for each head of a token, with a
-    state S of [K, V] in f32 and g the head's group:
+    state S of [K, V] in f32 and q, k, b, c of the head's group:
 
         delta  q, k <- q / |q|, k / |k| (eps 1e-6 under the root); q <- q / sqrt(K); r = exp(decay * softplus(a + bias))
                S <- r * S;  S <- S + k (sigmoid(beta) * (v - k^T S));  y = q^T S;  out = norm(y) * silu(z), norm over V

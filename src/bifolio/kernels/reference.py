@@ -28,12 +28,14 @@ from bifolio.kernels.interface import (
     Linear,
     Network,
     Norm,
+    Recurrence,
     Rotation,
     Router,
     Routing,
     StepProgram,
     Storage,
 )
+from bifolio.kernels.recurrence import recur
 from bifolio.quant.formats import READABLE_FORMATS
 from bifolio.quant.tensor import QuantizedTensor
 
@@ -68,6 +70,9 @@ class ReferenceKernels(HostArrays):
 
     def prepare_embedding(self, table: QuantizedTensor | Array) -> Any:
         return table
+
+    def prepare_recurrence(self, recurrence: Recurrence) -> Recurrence:
+        return recurrence
 
     # -- the network --------------------------------------------------------------------------------------
     def embed(self, table: Any, ids: Array, scale: float) -> Array:
@@ -224,6 +229,9 @@ class ReferenceKernels(HostArrays):
                 hidden = self.act_mul(self.linear(x[tokens], up), experts.activation)
                 parts[tokens, choices] = self.linear(hidden, down)
         return (parts * routing.weights[..., None]).sum(axis=1)
+
+    def recur(self, x: Array, recurrence: Recurrence, batch: Batch, storage: Storage | None) -> Array:
+        return recur(x, recurrence, batch, storage)
 
     def logits(self, x: Array, head: Linear, softcap: float) -> Array:
         y = self.linear(x, head)
