@@ -49,7 +49,7 @@ def test_activations(isa: str, activation: str) -> None:
             "silu": wide / (1 + np.exp(-wide)),
             "gelu_tanh": 0.5 * wide * (1 + np.tanh(np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3))),
             "gelu": 0.5 * wide * (1 + np.vectorize(math.erf)(wide / np.sqrt(2))),
-            "relu2": np.maximum(wide, 0) ** 2,
+            "relu2": (np.maximum(wide, 0) ** 2).astype(np.float32),
         }[activation]
     with settings(isa):
         kernels = native.NativeKernels()

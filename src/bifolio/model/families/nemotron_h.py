@@ -13,7 +13,6 @@ from bifolio.errors import UnsupportedModelError
 from bifolio.model.families.family import Family
 from bifolio.model.families.granitehybrid import (
     GGUF_MAMBA,
-    NO_LIMITS,
     dt_limits,
     mamba_entries,
     mamba_from_gguf,
@@ -106,7 +105,8 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         "ssm_state_size": own.key_size,
         "conv_kernel": own.width,
         "use_conv_bias": own.conv_bias,
-        **({} if own.dt_limits == NO_LIMITS else {"time_step_limit": list(own.dt_limits)}),
+        "time_step_limit": list(own.dt_limits),
+        "time_step_min": 1e-30,  # transformers takes it as the lower limit
     }
 
 
