@@ -317,10 +317,14 @@ def make_engine(
     poison: bool = True,
     cache_dtype: KVDtype = "f32",
     draft_model: LoadedModel | None = None,
+    num_states: int = 0,
+    checkpoint_tokens: int | None = None,
     **options: Any,
 ) -> InferenceEngine:
     """An engine on the reference kernels; blocks that nobody may read are NaN."""
-    cache = CacheConfig(num_blocks, block_size, cache_dtype, enable_prefix_caching, poison)
+    cache = CacheConfig(
+        num_blocks, block_size, cache_dtype, enable_prefix_caching, poison, num_states, checkpoint_tokens
+    )
     config = EngineConfig(
         cache, max_model_len, max_num_seqs, token_budget=token_budget, chunk_size=chunk_size, **options
     )

@@ -334,7 +334,7 @@ class CacheConfig:
     enable_prefix_caching: bool = True
     poison_free_blocks: bool = False  # debugging: fill freed blocks with NaN, so that reads of them are noticed
     num_states: int = 0  # recurrent states of hybrid models, the empty state 0 included
-    checkpoint_tokens: int = 0  # spacing of the checkpoints of recurrent states; 0: the end of each prompt and turn
+    checkpoint_tokens: int | None = None  # spacing of the checkpoints of recurrent states; None: by their size
 
     def __post_init__(self) -> None:
         if self.block_size < 1:

@@ -118,6 +118,9 @@ class StateUse:
     reads: Array  # i32[s]      the state that each sequence continues
     writes: Array  # i32[t]      the state written after each token; -1: none
 
+    def arrays(self) -> tuple[Array, Array, Array]:
+        return self.starts, self.reads, self.writes
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
