@@ -339,7 +339,9 @@ class KernelSet(PagedAttentionKernel, Protocol):
         """
         ...
 
-    def act(self, x: Array, activation: str) -> Array: ...
+    def act(self, x: Array, activation: str) -> Array:
+        """`silu`, `gelu_tanh`, `gelu`, or `relu2`, the square of max(x, 0)."""
+        ...
 
     def all_gather(self, x: Array, widths: tuple[int, ...]) -> Array:
         """The columns of all ranks side by side: [t, sum(widths)]; `x` as it is where there is one rank."""
