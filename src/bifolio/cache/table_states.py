@@ -92,9 +92,8 @@ class TableStates:
         """Drop all states of a table."""
         for _, state in owner.drafts:
             self.pool.drop(state)
-        for checkpoint in owner.pending:
-            self.pool.drop(checkpoint.state)
-        owner.drafts, owner.pending = [], []
+        owner.drafts = []
+        self._drop_pending(owner)
         self._replace(owner, LOST)
 
     def cut(self, owner: SequenceState, chain: list[bytes], num_tokens: int) -> int:
@@ -166,6 +165,7 @@ class TableStates:
         wanted = list(requests)
         owners = [self._owner(tables, request) for request in wanted]
         reads = [owner.current for owner in owners]
+        self._make_available(tables, owners, wanted)
         writes = [self._write_live(owner, request) for owner, request in zip(owners, wanted, strict=True)]
         for number, request in enumerate(wanted):
             table = tables[request.sequence_id]
@@ -189,6 +189,26 @@ class TableStates:
                 f"{request.start}"
             )
         return owner
+
+    def _make_available(
+        self, tables: Mapping[int, BlockTable], owners: list[SequenceState], requests: list[StateRequest]
+    ) -> None:
+        """Give up checkpoints of blocks that are not committed yet, if the live states need them.
+
+        Raises before any live state changes; the pool is planned for all running sequences.
+        """
+        needed = sum(
+            request.num_drafts + 1 if request.num_drafts else not self.pool.is_exclusive(owner.current)
+            for owner, request in zip(owners, requests, strict=True)
+        )
+        if needed > self.pool.num_available:
+            for table in tables.values():
+                self._drop_pending(table.state)
+        if needed > self.pool.num_available:
+            raise CacheError(
+                f"a pass needs {needed} more recurrent states and {self.pool.num_available} of "
+                f"{self.pool.num_states - 1} are available: give the cache more states"
+            )
 
     def _write_live(self, owner: SequenceState, request: StateRequest) -> dict[int, int]:
         """The state after the last token, or one after the last known token and after each draft."""
@@ -228,6 +248,12 @@ class TableStates:
         self._note(owner, Checkpoint(end, owner.current, True))
 
     # -- internal ------------------------------------------------------------------------------------------------------
+
+    def _drop_pending(self, owner: SequenceState | None) -> None:
+        for checkpoint in () if owner is None else owner.pending:
+            self.pool.drop(checkpoint.state)
+        if owner is not None:
+            owner.pending = []
 
     def _note(self, owner: SequenceState, checkpoint: Checkpoint) -> None:
         self.pool.retain(checkpoint.state)

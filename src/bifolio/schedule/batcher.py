@@ -298,10 +298,10 @@ class ContinuousBatcher:
         live = members if sequence.group is None else sequence.group.live()  # the first of these computes the prompt
         self._push(next(member for member in live if not member.is_dormant))
 
-    def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Share the parent's blocks and progress with the child, which already has a slot."""
+    def fork(self, parent: Sequence, child: Sequence, num_in_flight: int | None = None) -> None:
+        """Share the parent's blocks and progress with the child, which already has a slot (`Sequence.fork_from`)."""
         self._blocks.fork(parent.id, child.id)
-        child.fork_from(parent)
+        child.fork_from(parent, num_in_flight)
         parent_slot = self._slot_of[parent.id]
         self.slots[parent_slot].sample_slots = (parent_slot,)
         child_slot = self._slot_of[child.id]
