@@ -173,7 +173,7 @@ class ModelConfig:
     norm_bias: bool = True  # of layer norms; RMS norms have none
     norm_eps: float = 1e-5
     norm_offset: float = 0.0  # added to the norm's weight: Gemma stores weight − 1
-    activation: Literal["silu", "gelu_tanh", "gelu", "swiglu_clamped"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "gelu", "relu2", "swiglu_clamped"] = "silu"
     gated_mlp: bool = True
     qkv_bias: bool = False
     output_bias: bool = False  # bias of the attention's output projection
@@ -201,6 +201,7 @@ class ModelConfig:
     moe: MoeConfig | None = None
     mla: LatentConfig | None = None  # num_kv_heads is 1, and head_dim the size of a cached row
     recurrent: RecurrentConfig | None = None
+    weight_factors: tuple[tuple[str, tuple[float, ...]], ...] = ()  # of a folder's matrices, put into them at load
     attention_gate: bool = False  # the output of attention is multiplied by a sigmoid of the layer's input
     sinks: bool = False  # attention with a learned score for each head that takes a share of the weights
     bos_token_id: int | None = None
@@ -333,7 +334,7 @@ class CacheConfig:
     enable_prefix_caching: bool = True
     poison_free_blocks: bool = False  # debugging: fill freed blocks with NaN, so that reads of them are noticed
     num_states: int = 0  # recurrent states of hybrid models, the empty state 0 included
-    checkpoint_tokens: int = 0  # spacing of the checkpoints of recurrent states; 0: the end of each prompt and turn
+    checkpoint_tokens: int | None = None  # spacing of the checkpoints of recurrent states; None: by their size
 
     def __post_init__(self) -> None:
         if self.block_size < 1:

@@ -294,7 +294,7 @@ VALID: dict[str, Callable[[], Arguments]] = {
         "top_groups": 1,
         "group_best": 1,
     },
-    "Experts": lambda: {"up": [linear(96, WIDTH)] * 2, "down": [linear(WIDTH, 48)] * 2, "activation": 3},
+    "Experts": lambda: {"up": [linear(96, WIDTH)] * 2, "down": [linear(WIDTH, 48)] * 2, "activation": 4},
     "Heads": lambda: {"linears": [linear(8, 12), linear(8, 12)]},
     "route": lambda: {"logits": floats(TOKENS, EXPERTS), "router": router(), "routing": floats(TOKENS, 4)},
     "mix_experts": lambda: {

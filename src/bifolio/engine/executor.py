@@ -291,9 +291,10 @@ def append_batch(
         if not 0 <= ids.min() <= ids.max() < vocab_size:
             raise TokenIdError(f"a token id is outside the vocabulary of {vocab_size} tokens")
         runs.append(Run(number, entry.seq_len, ids.astype(np.int32)))
-    for entry, run in zip(kv_caches, runs, strict=True):
-        entry.reserve(len(run.tokens))
+    states = [state for entry, run in zip(kv_caches, runs, strict=True) for state in entry.reserve(len(run.tokens))]
     tables = padded([entry.block_ids for entry in kv_caches])
     last = np.cumsum([len(run.tokens) for run in runs]) - 1
     decodes, prefills = (runs, []) if phase is AttentionPhase.DECODE else ([], runs)
-    return HostBatch.from_runs(decodes, prefills, tables, kv_caches[0].storage.block_size, last.tolist())
+    return HostBatch.from_runs(
+        decodes, prefills, tables, kv_caches[0].storage.block_size, last.tolist(), states or None
+    )

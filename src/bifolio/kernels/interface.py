@@ -118,6 +118,9 @@ class StateUse:
     reads: Array  # i32[s]      the state that each sequence continues
     writes: Array  # i32[t]      the state written after each token; -1: none
 
+    def arrays(self) -> tuple[Array, Array, Array]:
+        return self.starts, self.reads, self.writes
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -336,7 +339,9 @@ class KernelSet(PagedAttentionKernel, Protocol):
         """
         ...
 
-    def act(self, x: Array, activation: str) -> Array: ...
+    def act(self, x: Array, activation: str) -> Array:
+        """`silu`, `gelu_tanh`, `gelu`, or `relu2`, the square of max(x, 0)."""
+        ...
 
     def all_gather(self, x: Array, widths: tuple[int, ...]) -> Array:
         """The columns of all ranks side by side: [t, sum(widths)]; `x` as it is where there is one rank."""

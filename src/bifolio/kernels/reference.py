@@ -191,6 +191,8 @@ class ReferenceKernels(HostArrays):
         xp = namespace(x)
         if activation == "silu":
             return x * sigmoid(xp, x)
+        if activation == "relu2":
+            return xp.clip(x, 0.0, None) ** 2
         if activation == "gelu_tanh":
             return 0.5 * x * (1.0 + xp.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)))
         return 0.5 * x * (1.0 + erf(xp, x / math.sqrt(2.0)))

@@ -225,6 +225,11 @@ class KVStorage:
             return torch.from_numpy(np.zeros(shape, dtype=_NUMPY_DTYPES[self.dtype])).view(dtype)
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
+    def poison_state(self, state: int) -> None:
+        """Fill a state with NaN: debugging, so that reads of states without content are noticed."""
+        for array in (*self.convolutions, *self.recurrent):
+            array[state] = float("nan")
+
     def _zeros(self, shape: tuple[int, ...]) -> Array:
         """f32 zeros, mapped lazily on a CPU."""
         if self.backend == "numpy" or self.device == "cpu":

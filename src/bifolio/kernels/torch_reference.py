@@ -167,6 +167,8 @@ class TorchKernels(TorchArrays):
     def act(self, x: Array, activation: str) -> Array:
         if activation == "silu":
             return F.silu(x)
+        if activation == "relu2":
+            return F.relu(x).square()
         return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
     def gate(self, x: Array, logits: Array) -> Array:

@@ -34,7 +34,7 @@ class Register(NamedTuple):
     number: int
 
 
-ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "swiglu_clamped": 3}
+ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu2": 3, "swiglu_clamped": 4}
 PHASE_CODES = {AttentionPhase.PREFILL: 0, AttentionPhase.DECODE: 1}  # selects the plan of attention
 TOKEN_IDS, POSITIONS, LOGIT_ROWS = object(), object(), object()  # placeholders of the batch's arrays
 
