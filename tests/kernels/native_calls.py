@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+from native_recurrence_calls import CALLS as RECURRENCE_CALLS
 
 from bifolio.kernels import native
 from bifolio.kernels.native.formats import grid_rows
@@ -317,6 +318,7 @@ VALID: dict[str, Callable[[], Arguments]] = {
         "rope": 4,
         "out": floats(TOKENS, (HEADS + 2) * 20),
     },
+    **RECURRENCE_CALLS,
     "Program": dict,
     "Program.embed": lambda: recording(table=table(), scale=1.0, of_positions=False),
     "Program.norm": lambda: recording(x="x", weights=norm()),
