@@ -165,7 +165,7 @@ def _scan_kernel(
         step = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(tl.minimum(step, 20.0))))
         step = tl.minimum(tl.maximum(step, least), most)
         state *= tl.exp(step * own_decay)
-        if DELTA:
+        if DELTA:  # noqa: SIM108
             change = rate * (value - tl.sum(state * key[:, None], axis=0))
         else:
             change = step * value
