@@ -145,9 +145,11 @@ class SlotState:
         """i32[n]: the slots of a plan that runs as one decode step on the device; None if it does not."""
         if self.device is None or plan.prefills or any(item.num_new > 1 for item in plan.decodes):
             return None
-        if plan.states is not None:
-            return None
         slots = np.fromiter((item.slot for item in plan.decodes), np.int32, len(plan.decodes))
+        if plan.states is not None:
+            reads = np.array([used.read for used in plan.states], np.int32)
+            writes = np.array([used.writes[0][1] if used.writes else -1 for used in plan.states], np.int32)
+            self.device.set_states(slots, reads, writes)
         behind = ~self._is_current[slots]
         if behind.any():
             late = [item for item, is_late in zip(plan.decodes, behind.tolist(), strict=True) if is_late]

@@ -43,7 +43,9 @@ class ModelFile:
     text: TextModel
     names: TensorNames
     source: TensorSource
-    factors: Callable[[str], Factors | None] = lambda name: None  # of the rows of a matrix, put into it when it is loaded
+    factors: Callable[[str], Factors | None] = lambda name: (
+        None
+    )  # of the rows of a matrix, put into it when it is loaded
 
     def views(self) -> list[QuantizedTensor]:
         """Every tensor of the network once, as a view of the file."""

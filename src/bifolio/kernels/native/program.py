@@ -50,7 +50,11 @@ class NativeProgram:
 
     def __init__(self, kernels: NativeKernels, network: Network) -> None:
         self._kernels = kernels
-        self._bound: tuple[Storage | None, Any, Any] = (None, None, None)  # the storage of the last run; its native forms
+        self._bound: tuple[Storage | None, Any, Any] = (
+            None,
+            None,
+            None,
+        )  # the storage of the last run; its native forms
         recorder = ProgramRecorder(kernels)
         batch = Batch(TOKEN_IDS, POSITIONS, None, (), LOGIT_ROWS)
         network.forward(recorder, batch, None)  # type: ignore[arg-type]  # values are handles, not arrays
@@ -160,9 +164,7 @@ class ProgramRecorder:
         )
 
     def recur(self, x: Register, recurrence: Recurrence, batch: Batch, storage: Storage | None) -> Register:
-        return Register(
-            self.program.recur(x.number, recurrence.layer, self.kernels.native_recurrence(recurrence))
-        )
+        return Register(self.program.recur(x.number, recurrence.layer, self.kernels.native_recurrence(recurrence)))
 
     def take(self, x: Register, rows: object) -> Register:
         return Register(self.program.take(x.number))

@@ -246,9 +246,7 @@ def recur(x: torch.Tensor, r: Recurrence, staged: StagedStates, storage: Storage
     return _finish(_scan(mixed, x, r, staged, storage), x, r)
 
 
-def _convolve(
-    x: torch.Tensor, r: Recurrence, staged: StagedStates, storage: Storage | None, out: torch.Tensor
-) -> None:
+def _convolve(x: torch.Tensor, r: Recurrence, staged: StagedStates, storage: Storage | None, out: torch.Tensor) -> None:
     count, is_delta = x.shape[0], r.kind == "delta"
     if not count:
         return

@@ -147,9 +147,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
 def config_from_gguf(file: GgufFile, metadata: Metadata, name: str) -> ModelConfig:
     count = metadata.count(".block_count")
     attention = attention_layers(metadata, count)
-    recurrent = mamba_from_gguf(
-        file, metadata, [layer for layer in range(count) if layer not in attention], attention
-    )
+    recurrent = mamba_from_gguf(file, metadata, [layer for layer in range(count) if layer not in attention], attention)
     positions: dict[str, Any] = {} if metadata.flag(".rope.scaling.finetuned", True) else {"ropes": ()}
     moe = experts_from_gguf(file, metadata, renormalise=True)
     return decoder_from_gguf(

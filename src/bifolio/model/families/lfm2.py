@@ -32,9 +32,7 @@ HF_NAMES = replace(
 GGUF_NAMES = replace(
     GGUF_LLAMA,
     final_norm="token_embd_norm",
-    recurrent=RecurrentNames(
-        (("shortconv.in_proj", 3),), conv="shortconv.conv", output="shortconv.out_proj"
-    ),
+    recurrent=RecurrentNames((("shortconv.in_proj", 3),), conv="shortconv.conv", output="shortconv.out_proj"),
 )
 
 

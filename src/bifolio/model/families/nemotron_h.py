@@ -27,7 +27,14 @@ from bifolio.model.model_file import TensorSource
 from bifolio.model.tensor_names import GGUF_LLAMA, HF_LLAMA
 from bifolio.quant.tensor import QuantizedTensor
 
-KINDS = {"M": "mamba", "linear_attention": "mamba", "*": "attention", "full_attention": "attention", "-": "mlp", "E": "moe"}
+KINDS = {
+    "M": "mamba",
+    "linear_attention": "mamba",
+    "*": "attention",
+    "full_attention": "attention",
+    "-": "mlp",
+    "E": "moe",
+}
 
 
 # -- folders ----------------------------------------------------------------------------------------------------------

@@ -81,7 +81,12 @@ def delta_from_hf(raw: Raw, name: str, moe: MoeConfig | None = None) -> ModelCon
         key_size=key_size,
         value_size=value_size,
     )
-    raw = {"head_dim": 256, "partial_rotary_factor": ROTATED, "intermediate_size": raw.get("moe_intermediate_size"), **raw}
+    raw = {
+        "head_dim": 256,
+        "partial_rotary_factor": ROTATED,
+        "intermediate_size": raw.get("moe_intermediate_size"),
+        **raw,
+    }
     return decoder_from_hf(
         raw,
         name,
