@@ -13,6 +13,7 @@
 //                   off, and the factor corrects the mean error of that. The order of sums is that of the tile
 //                   instructions: see isa_amx.cpp.
 //   sums over a row 16 partial sums, element i going to partial sum i mod 16, added as a tree: 8+8, 4+4, 2+2, 1+1
+//   recurrences     token by token; a state's row is updated and multiplied with the query, rows ascending: see HeadScan
 //   attention       the context is cut at absolute positions into spans of 256 and tiles of 32 tokens. Within a span:
 //                   online softmax, tile by tile; spans are merged in order. A score is four chains of fma, dimension d
 //                   in chain d mod 4, added as (c0 + c1) + (c2 + c3); an output is a chain of fma over positions.
@@ -36,7 +37,7 @@ namespace bifolio {
 //   ..._16          a scale (and a minimum) for each 16 values instead of 32
 enum class Format : int32_t { F32 = 0, F16, BF16, Q8_0, Q4_0, Q4_1, Q4_T, Q4_T_16, Q4_1_16, Q6_0, Q6_1, Q6_0_16 };
 enum class KvType : int32_t { F32 = 0, F16 = 1, BF16 = 2, Q8_0 = 3 };
-enum class Activation : int32_t { Silu = 0, GeluTanh = 1, Gelu = 2, SwigluClamped = 3 };  // the last one only gated
+enum class Activation : int32_t { Silu = 0, GeluTanh = 1, Gelu = 2, Relu2 = 3, SwigluClamped = 4 };  // the last one only gated
 constexpr float kSwigluLimit = 7.0f, kSwigluSlope = 1.702f;
 
 constexpr int64_t kPanel = 16;      // output columns that lie side by side in a packed matrix
@@ -160,6 +161,39 @@ struct AttentionRows {
   }
 };
 
+// Some channels of one token of a causal convolution: out = silu(y) or gate * y, where y = bias + sum of input * weight, the oldest
+// tap first. Inputs of null are 0; an input may have a factor of the same length.
+constexpr int64_t kMaxTaps = 16;
+struct ConvolutionRow {
+  int64_t width, size;
+  const float* inputs[kMaxTaps];
+  const float* factors[kMaxTaps];  // null: 1
+  const float* weight;             // [width][stride]
+  int64_t stride;
+  const float* bias;  // may be null
+  const float* gate;  // null: silu
+  float* out;
+};
+
+// The tokens of one sequence for some columns of a head's state S, [key_size][value_size]. For each token:
+//   delta   change = rate * (value - decay * (key^T S))       else   change = rate * value
+//   S = fma(key, change, decay * S);   out = query^T S, rows of S ascending
+constexpr int64_t kStateColumns = 32;  // of one unit of work
+struct HeadScan {
+  bool delta;
+  int64_t tokens, key_size, value_size;
+  const float *keys, *queries, *values;  // of the first token; `stride` apart
+  int64_t stride;
+  const float *decays, *rates;  // of the first token; `gate_stride` apart
+  int64_t gate_stride;
+  const float* read;    // null: the state is 0
+  float* const* writes; // [tokens]  the state after a token, null: not kept
+  int64_t column, columns;
+  float* out;  // column 0 of the head
+  int64_t out_stride;
+  float* tile;  // [key_size][kStateColumns]
+};
+
 struct KernelTable {
   const char* name;
   int (*score)();          // 0: this machine cannot run it
@@ -169,6 +203,7 @@ struct KernelTable {
   void (*add_row)(const float* x, const float* y, int64_t size, float* out);
   void (*act_row)(const float* x, int64_t size, Activation activation, float* out);
   void (*act_mul_row)(const float* gate, const float* up, int64_t size, Activation activation, float* out);
+  void (*gate_row)(const float* logits, const float* x, int64_t size, float* out);  // sigmoid(logits) * x
   void (*softcap_row)(float* x, int64_t size, float cap);
   int64_t (*argmax_row)(const float* x, int64_t size);
 
@@ -193,6 +228,15 @@ struct KernelTable {
 
   // Multiply in registers alone, bytes or the type that suits 16-bit weights best; returns the number of operations.
   int64_t (*peak_loop)(bool bytes);
+
+  // Recurrent layers: a convolution; x / sqrt(sum of squares + eps) * scale; the gates of a token's heads; a scan.
+  void (*convolve_row)(const ConvolutionRow& row);
+  void (*unit_row)(float* x, int64_t size, float eps, float scale);
+  // steps = softplus(x + bias) clipped to [least, most]; decays = exp(steps * decay)
+  void (*decay_row)(const float* x, const float* bias, const float* decay, int64_t size, float least, float most, float* steps,
+                    float* decays);
+  void (*sigmoid_row)(const float* x, int64_t size, float* out);
+  void (*scan_columns)(const HeadScan& scan);
 
   // Add the state (m, l, a) of a later span to (M, L, A).
   void (*merge_span)(float* M, float* L, float* A, float m, float l, const float* a, int64_t size);

@@ -10,6 +10,7 @@ namespace {
 
 #define BIFOLIO_FLOAT_ROWS 6
 #include "kernels/elementwise.h"
+#include "kernels/recurrence.h"
 #include "kernels/matmul_float.h"
 
 // Bytes of four k values and eight columns against four bytes of a row: exact, since the pairs that are added in 16

@@ -12,6 +12,7 @@ namespace {
 #define BIFOLIO_INT_ROWS 8
 #define BIFOLIO_OWN_QUANTIZE
 #include "kernels/elementwise.h"
+#include "kernels/recurrence.h"
 #include "kernels/avx512_quantize.h"
 #include "kernels/matmul_float.h"
 #include "kernels/vnni.h"

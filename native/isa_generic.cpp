@@ -7,6 +7,7 @@ namespace {
 #include "simd/generic.h"
 
 #include "kernels/elementwise.h"
+#include "kernels/recurrence.h"
 #include "kernels/matmul_float.h"
 
 template <int Bits, bool Signed, int R>

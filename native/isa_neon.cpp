@@ -12,6 +12,7 @@ namespace {
 #include "kernels/neon_exp.h"
 
 #include "kernels/elementwise.h"
+#include "kernels/recurrence.h"
 
 #define BIFOLIO_OWN_FMA_TILE
 // The inner loops have constant bounds: unrolled early, their arrays become registers.

@@ -86,6 +86,7 @@ NB_MODULE(_native, m) {
   bifolio::bind_operations(m);
   bifolio::bind_experts(m);
   bifolio::bind_latent(m);
+  bifolio::bind_recurrence(m);
   bifolio::bind_program(m);
   bifolio::bind_ranks(m);
   bifolio::bind_settings(m);

@@ -77,6 +77,34 @@ struct HeadsHolder {
   void require_input(const char* name, int64_t width, int64_t start) const;
 };
 
+struct RecurrenceHolder {
+  RecurrenceHolder(int kind, int64_t width, int64_t channels, int64_t heads, int64_t groups, int64_t key_size, int64_t value_size,
+                   nb::handle conv_weight, nb::handle conv_bias, nb::handle decay, nb::handle bias, nb::handle skip, const NormHolder* norm,
+                   bool norm_first, int64_t norm_groups, float least_step, float most_step, bool tiled);
+  std::vector<Vector> vectors;     // that the weights point into
+  std::vector<float> conv_weight;  // [width][channels]
+  RecurrenceWeights weights;
+};
+
+// The states of all recurrent layers: equally many in each.
+struct StatesHolder {
+  StatesHolder(nb::list windows, nb::list states);
+  // The layer exists and has the sizes of the recurrence.
+  void require_layer(int64_t index, const RecurrenceWeights& weights) const;
+
+  std::vector<Array<float, 3>> windows;
+  std::vector<Array<float, 4>> states;
+  std::vector<StateLayer> layers;
+  int64_t num_states = 0;
+};
+
+// The arrays of a StateUse, checked against the batch and the number of states; 0: the batch has no storage of states.
+struct StateArrays {
+  StateArrays(nb::handle starts, nb::handle reads, nb::handle writes, int64_t num_tokens, int64_t num_states);
+  Ints starts, reads, writes;
+  StateUse use() const { return {int64_t(reads.shape(0)), starts.data(), reads.data(), writes.data()}; }
+};
+
 // Sizes of join_latent that fit together.
 void require_latent(int64_t query_width, int64_t absorbed_width, int64_t latent_width, const NormHolder& norm, int64_t rope);
 
@@ -119,6 +147,7 @@ void bind_tokens(nb::module_& m);
 void bind_operations(nb::module_& m);
 void bind_experts(nb::module_& m);
 void bind_latent(nb::module_& m);
+void bind_recurrence(nb::module_& m);
 void bind_program(nb::module_& m);
 void bind_ranks(nb::module_& m);
 

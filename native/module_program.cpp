@@ -6,6 +6,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <optional>
 
 #include "module.h"
 
@@ -22,6 +23,7 @@ struct ProgramHolder {
   int64_t vocab_rows = INT32_MAX, position_rows = INT32_MAX;  // of the smallest tables of each kind
   std::map<Register, int64_t> routings;  // registers of route, and the number of experts
   std::vector<std::pair<int64_t, AttentionConstants>> attentions;  // the layer and shape of each
+  std::vector<std::pair<int64_t, const RecurrenceWeights*>> recurrences;
 
   void require_open() const { require(!program.is_complete(), "the program is complete: record nothing after logits"); }
 
@@ -152,7 +154,8 @@ Register record_join_latent(ProgramHolder& self, Register query, Register absorb
 Register record_gate(ProgramHolder& self, Register x, Register logits) {
   self.require_open();
   self.require_register("x", x);
-  self.require_register("logits", logits, 1);
+  self.require_register("logits", logits);
+  if (self.program.width(logits) != self.program.width(x)) self.require_register("logits", logits, 1);
   require(self.program.of_logit_rows(x) == self.program.of_logit_rows(logits), "x and logits must have as many rows");
   return self.program.gate(x, logits);
 }
@@ -177,6 +180,16 @@ Register record_mix_experts(ProgramHolder& self, Register x, Register routing, c
   require(self.program.of_logit_rows(x) == self.program.of_logit_rows(routing), "x and routing must have as many rows");
   self.keep.append(nb::find(experts));
   return self.program.mix_experts(x, routing, experts.experts);
+}
+
+Register record_recur(ProgramHolder& self, Register x, int64_t layer, const RecurrenceHolder& recurrence) {
+  self.require_open();
+  self.require_register("x", x, recurrence.weights.in_features());
+  self.require_tokens("x", x);
+  require_between("layer", layer, 0, kMaxLayers);
+  self.keep.append(nb::find(recurrence));
+  self.recurrences.emplace_back(layer, &recurrence.weights);
+  return self.program.recur(x, layer, recurrence.weights);
 }
 
 Register record_all_gather(ProgramHolder& self, Register x, RanksHolder& ranks, const std::vector<int64_t>& widths) {
@@ -213,7 +226,8 @@ void record_logits(ProgramHolder& self, Register x, const LinearWeights& head, f
 
 std::map<std::string, double> run_program(ProgramHolder& self, const CacheHolder& cache, nb::handle id_array, nb::handle position_array,
                                           nb::handle slot_array, nb::handle row_array, const nb::list& segments, bool share,
-                                          nb::handle logit_array, bool profile, PoolHolder* pool_holder) {
+                                          nb::handle logit_array, bool profile, PoolHolder* pool_holder, const StatesHolder* states,
+                                          nb::handle start_array, nb::handle read_array, nb::handle write_array) {
   require(self.program.is_complete(), "the program is not complete: record logits before it is run");
   const Ints ids = ints("ids", id_array), positions = ints("positions", position_array);
   const Longs slots = longs("slots", slot_array);
@@ -229,9 +243,16 @@ std::map<std::string, double> run_program(ProgramHolder& self, const CacheHolder
   require_elements("slots", slots.data(), slots.shape(0), cache.num_slots(), "the cache");
   if (logit_rows.is_valid()) require_elements("logit_rows", logit_rows.data(), logit_rows.shape(0), tokens, "the batch");
   for (const auto& [layer, shape] : self.attentions) cache.require_layer(layer, shape);
+  require(states || self.recurrences.empty(), "states is None and must be given: the program has recurrent layers");
+  for (const auto& [layer, weights] : self.recurrences) states->require_layer(layer, *weights);
   std::vector<Tables> tables;
-  const Step step{tokens, ids.data(), positions.data(), slots.data(), logit_rows.is_valid() ? logit_rows.data() : nullptr, num_logit_rows,
+  Step step{tokens, ids.data(), positions.data(), slots.data(), logit_rows.is_valid() ? logit_rows.data() : nullptr, num_logit_rows,
                   queries_of(segments, tokens, cache, share, tables), &cache.layers, logits.data()};
+  std::optional<StateArrays> use;
+  if (!self.recurrences.empty()) {
+    use.emplace(start_array, read_array, write_array, tokens, states->num_states);
+    step.states = use->use(), step.state_layers = &states->layers;
+  }
   nb::gil_scoped_release release;
   Pool& pool = team_of(pool_holder);
   if (profile) return self.program.profile(pool, step);
@@ -261,10 +282,12 @@ void bind_program(nb::module_& m) {
       .def("gate", &record_gate, "x"_a, "logits"_a)
       .def("route", &record_route, "logits"_a, "router"_a)
       .def("mix_experts", &record_mix_experts, "x"_a, "routing"_a, "experts"_a)
+      .def("recur", &record_recur, "x"_a, "layer"_a, "recurrence"_a)
       .def("take", &record_take, "x"_a)
       .def("logits", &record_logits, "x"_a, "head"_a, "softcap"_a)
       .def("run", &run_program, "cache"_a, array("ids"), array("positions"), array("slots"), array("logit_rows"), "segments"_a, "share"_a,
-           array("logits"), "profile"_a = false, pool_argument())
+           array("logits"), "profile"_a = false, pool_argument(), "states"_a.none() = nb::none(), "starts"_a.none() = nb::none(),
+           "reads"_a.none() = nb::none(), "writes"_a.none() = nb::none())
       .def("width", [](const ProgramHolder& self, Register x) {
         self.require_register("x", x);
         return self.program.width(x);

@@ -86,6 +86,7 @@ struct Workspace {
   RowMemory input, middle;
   Scratch partials, residuals, planes;
   Scratch gathered, hidden, outputs, products;  // rows of experts
+  Scratch convolved, gates;  // rows of recurrent layers
 };
 
 void embed(Member& m, const EmbeddingTable& table, const int32_t* ids, float scale, Rows out);

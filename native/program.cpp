@@ -155,6 +155,14 @@ Program::Register Program::mix_experts(Register x, Register routing, const Exper
   return out;
 }
 
+Program::Register Program::recur(Register x, int64_t layer, const RecurrenceWeights& weights) {
+  const Register out = like(x, weights.out_features());
+  record("recur", {x}, {out}, [=, this, &weights](Member& m, const Step& step) {
+    bifolio::recur(m, rows(x, step), weights, step.states, &(*step.state_layers)[size_t(layer)], rows(out, step), workspace_);
+  });
+  return out;
+}
+
 Program::Register Program::take(Register x) {
   const Register out = new_value(values_[size_t(x)].width, true);
   record("take", {x}, {out}, [=, this](Member& m, const Step& step) { bifolio::take(m, rows(x, step), step.logit_rows, rows(out, step)); });

@@ -10,6 +10,7 @@
 
 #include "experts.h"
 #include "ranks.h"
+#include "recurrence.h"
 
 namespace bifolio {
 
@@ -24,6 +25,8 @@ struct Step {
   Queries queries;
   const std::vector<KvLayer>* layers;
   float* logits;  // [r, vocab]
+  const std::vector<StateLayer>* state_layers = nullptr;  // of recurrent layers
+  StateUse states{};
 };
 
 class Program {
@@ -46,6 +49,7 @@ class Program {
   Register gate(Register x, Register logits);
   Register route(Register logits, const RouterConstants& router);  // rows of experts and weights: see route
   Register mix_experts(Register x, Register routing, const ExpertWeights& experts);
+  Register recur(Register x, int64_t layer, const RecurrenceWeights& weights);
   Register all_gather(Register x, RankMemory& ranks, const std::vector<int64_t>& widths);
   Register all_reduce(Register x, RankMemory& ranks);  // returns the same register
   Register take(Register x);  // the rows of logit_rows

@@ -95,6 +95,7 @@ def transformers_config(architecture: str, overrides: dict[str, Any]) -> Any:
         "gemma3": (tf.Gemma3TextConfig, {"head_dim": 24, "sliding_window": WINDOW, "query_pre_attn_scalar": 20,
                                          "layer_types": ("sliding_attention", "full_attention")}),
         "phi3": (tf.Phi3Config, {}),
+        "lfm2": (tf.Lfm2Config, {"layer_types": ("conv", "full_attention"), "block_auto_adjust_ff_dim": False}),
     }  # fmt: skip
     make, extra = {**kinds, **moe_kinds()}[architecture]
     values = {**sizes, **special, **extra, **overrides}
@@ -268,9 +269,10 @@ def make_runner(
     cache_dtype: KVDtype = "f32",
 ) -> tuple[ModelRunner, KVCacheBlockManager]:
     """A model on a small cache; freed and untouched blocks are NaN when `poison` is set."""
-    cache = CacheConfig(num_blocks, block_size, cache_dtype, poison_free_blocks=poison)
+    num_states = 0 if model.config.recurrent is None else 16
+    cache = CacheConfig(num_blocks, block_size, cache_dtype, poison_free_blocks=poison, num_states=num_states)
     runner = ModelRunner.new(model, cache, kernels or ReferenceKernels())
-    blocks = KVCacheBlockManager(num_blocks, block_size)
+    blocks = KVCacheBlockManager(num_blocks, block_size, num_states=num_states)
     if poison:
         blocks.on_free = runner.storage.poison_blocks
     return runner, blocks
@@ -317,10 +319,14 @@ def make_engine(
     poison: bool = True,
     cache_dtype: KVDtype = "f32",
     draft_model: LoadedModel | None = None,
+    num_states: int = 0,
+    checkpoint_tokens: int | None = None,
     **options: Any,
 ) -> InferenceEngine:
     """An engine on the reference kernels; blocks that nobody may read are NaN."""
-    cache = CacheConfig(num_blocks, block_size, cache_dtype, enable_prefix_caching, poison)
+    cache = CacheConfig(
+        num_blocks, block_size, cache_dtype, enable_prefix_caching, poison, num_states, checkpoint_tokens
+    )
     config = EngineConfig(
         cache, max_model_len, max_num_seqs, token_budget=token_budget, chunk_size=chunk_size, **options
     )

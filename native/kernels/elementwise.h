@@ -102,6 +102,10 @@ static inline Reg activate(Reg x, Activation activation) {
     const Reg half = mul(c(0.5f), x);
     return fma(half, erf(mul(x, c(0.70710678f))), half);
   }
+  if (activation == Activation::Relu2) {
+    const Reg positive = max(c(0.0f), x);
+    return mul(positive, positive);
+  }
   // (1 + tanh(u)) / 2 is the logistic function of 2u
   const Reg cube = mul(mul(x, x), x);
   return mul(x, sigmoid(mul(c(2.0f * 0.79788456f), fma(cube, c(0.044715f), x))));
@@ -164,6 +168,14 @@ static void act_mul_row(const float* gate, const float* up, int64_t size, Activa
     return;
   }
   map_row(size, out, [&](auto at) { return mul(activate(at(gate), activation), at(up)); });
+}
+
+static void gate_row(const float* logits, const float* x, int64_t size, float* out) {
+  map_row(size, out, [&](auto at) {
+    V16 factor = at(logits);
+    EACH_REG factor.v[i] = sigmoid(factor.v[i]);
+    return mul(factor, at(x));
+  });
 }
 
 static void softcap_row(float* x, int64_t size, float cap) {

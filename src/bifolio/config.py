@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, cast, get_args
 
 from bifolio.errors import ConfigError
+from bifolio.recurrent_config import RecurrentConfig as RecurrentConfig
 
 KVDtype = Literal["f32", "f16", "bf16", "q8_0"]
 
@@ -172,7 +173,7 @@ class ModelConfig:
     norm_bias: bool = True  # of layer norms; RMS norms have none
     norm_eps: float = 1e-5
     norm_offset: float = 0.0  # added to the norm's weight: Gemma stores weight − 1
-    activation: Literal["silu", "gelu_tanh", "gelu", "swiglu_clamped"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "gelu", "relu2", "swiglu_clamped"] = "silu"
     gated_mlp: bool = True
     qkv_bias: bool = False
     output_bias: bool = False  # bias of the attention's output projection
@@ -199,6 +200,9 @@ class ModelConfig:
     logit_softcap: float = 0.0  # 0: off
     moe: MoeConfig | None = None
     mla: LatentConfig | None = None  # num_kv_heads is 1, and head_dim the size of a cached row
+    recurrent: RecurrentConfig | None = None
+    weight_factors: tuple[tuple[str, tuple[float, ...]], ...] = ()  # of a folder's matrices, put into them at load
+    attention_gate: bool = False  # the output of attention is multiplied by a sigmoid of the layer's input
     sinks: bool = False  # attention with a learned score for each head that takes a share of the weights
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -225,7 +229,9 @@ class ModelConfig:
             self.mla.rope_size + self.mla.latent_size,
         ):
             raise ConfigError("attention over latents needs one key/value head of the size of a cached row")
-        if not self.learned_positions and not self.ropes:
+        if self.recurrent is not None:
+            self.recurrent.check_layers(self.num_layers)
+        elif not self.learned_positions and not self.ropes:
             raise ConfigError("a model without learned positions needs a rope configuration")
         for name, length in (("layer_rope", len(self.layer_rope)), ("layer_window", len(self.layer_window))):
             if length not in (0, self.num_layers):
@@ -258,7 +264,16 @@ class ModelConfig:
         return self.layer_rope[layer] if self.layer_rope else 0
 
     def has_experts(self, layer: int) -> bool:
-        return self.moe is not None and layer not in self.moe.dense_layers
+        return self.moe is not None and layer not in self.moe.dense_layers and self.has_mlp(layer)
+
+    def has_mlp(self, layer: int) -> bool:
+        own = None if self.recurrent is None else self.recurrent.mlp_layers
+        return own is None or layer in own
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers with attention, whose keys and values are cached."""
+        return tuple(range(self.num_layers)) if self.recurrent is None else self.recurrent.attention_layers
 
     @property
     def num_parameters(self) -> int:
@@ -277,15 +292,20 @@ class ModelConfig:
         attention += (self.query_size + 2 * self.kv_size) * self.qkv_bias + d * self.output_bias
         qk_width = self.query_size + self.kv_size if self.qk_norm_all_heads else 2 * self.head_dim
         attention += qk_width * self.qk_norm + self.num_heads * self.sinks
+        attention += d * self.query_size * self.attention_gate
         if self.mla is not None:
             attention = self._count_latent(self.mla)
         num_up = 2 if self.gated_mlp else 1
         mlp = d * ffn * (num_up + 1) + (ffn * num_up + d) * self.mlp_bias
         per_norm = d * (2 if self.norm == "layer" and self.norm_bias else 1)
-        norms = per_norm * (2 * self.pre_norms - self.parallel_block + 2 * self.post_norms)
         embeddings = self.vocab_size * d * (1 if self.tie_embeddings else 2)
         positions = self.max_position * d * self.learned_positions
-        total = self.num_layers * (attention + mlp + norms) + per_norm + embeddings + positions
+        own = self.recurrent
+        mixers = set(self.attention_layers) | set(() if own is None else own.layers)
+        mlps = sum(self.has_mlp(layer) for layer in range(self.num_layers))
+        norms = (len(mixers) + mlps) * (self.pre_norms + self.post_norms) - self.num_layers * self.parallel_block + 1
+        total = len(self.attention_layers) * attention + mlps * mlp + per_norm * norms + embeddings + positions
+        total += 0 if own is None else len(own.layers) * own.count_parameters(d)
         if self.moe is not None and num_experts is not None:
             sparse = sum(self.has_experts(layer) for layer in range(self.num_layers))
             total += sparse * (self._count_experts(self.moe, num_experts) - mlp)
@@ -313,6 +333,8 @@ class CacheConfig:
     dtype: KVDtype = "f32"
     enable_prefix_caching: bool = True
     poison_free_blocks: bool = False  # debugging: fill freed blocks with NaN, so that reads of them are noticed
+    num_states: int = 0  # recurrent states of hybrid models, the empty state 0 included
+    checkpoint_tokens: int | None = None  # spacing of the checkpoints of recurrent states; None: by their size
 
     def __post_init__(self) -> None:
         if self.block_size < 1:

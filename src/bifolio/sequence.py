@@ -227,13 +227,20 @@ class Sequence:
         self.num_draft_computed = min(self.num_draft_computed, num_computed)
         self.num_in_flight = self.num_expected = 0
 
-    def fork_from(self, parent: Sequence) -> None:
-        """Copy the tokens and the progress of `parent`, whose blocks this sequence now shares."""
+    def fork_from(self, parent: Sequence, num_in_flight: int | None = None) -> None:
+        """Copy the tokens and the progress of `parent`, whose blocks this sequence now shares.
+
+        `num_in_flight`: tokens of the last launched pass, which is collected for both; passes before it are collected
+        for the parent alone, and this sequence counts their tokens as computed.
+        """
         self.parent = None
         self.token_ids = list(parent.token_ids)
         self.output_token_ids[:] = parent.output_token_ids  # in place: the sampler holds this list
         self.num_computed, self.num_draft_computed = parent.num_computed, parent.num_draft_computed
         self.num_in_flight, self.num_expected = parent.num_in_flight, parent.num_expected
+        if num_in_flight is not None:
+            self.num_computed += self.num_in_flight - num_in_flight
+            self.num_in_flight = num_in_flight
 
     def finish(self, reason: FinishReason) -> None:
         self.finish_reason = reason

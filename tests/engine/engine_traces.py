@@ -4,6 +4,7 @@ Every output is compared with that of the same request alone on a roomy engine. 
 left, and no request was ended for want of progress.
 
     PYTHONPATH=src:tests python tests/engine/engine_traces.py --traces 10000 --kernels native
+    PYTHONPATH=src:tests python tests/engine/engine_traces.py --traces 2000 --hybrid delta
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from unittest import mock
 
 import numpy as np
 
-from bifolio import BeamSearchParams, SamplingParams
+from bifolio import BeamSearchParams, SamplingParams, SpeculativeConfig
 from bifolio.engine.engine import InferenceEngine
 from bifolio.errors import RequestError
 from bifolio.kernels.interface import KernelSet
 from bifolio.schedule import shares
 from bifolio.sequence import FinishReason, Request
 from helpers import drain, make_engine, make_kernels, output_ids, random_prompt
+from hybrid_models import tiny_hybrid
 
 VOCAB, LENGTH = 61, 48
 PROMPTS = [random_prompt(14, seed=seed, vocab_size=VOCAB) for seed in range(2)]
@@ -42,15 +44,19 @@ def kernel_set(name: str) -> KernelSet:
 
 
 @cache
-def alone(kernels: str, prompt: tuple[int, ...], kind: str, options: Options) -> tuple[list[list[int]], list[float]]:
+def alone(
+    kernels: str, hybrid: str, prompt: tuple[int, ...], kind: str, options: Options
+) -> tuple[list[list[int]], list[float]]:
     """Tokens and prompt logprobs of the request on an engine of its own."""
     engine = make_engine(
+        tiny_hybrid(hybrid) if hybrid else None,
         kernels=kernel_set(kernels),
         num_blocks=400,
         max_model_len=LENGTH,
         max_num_seqs=8,
         chunk_size=64,
         token_budget=64,
+        enable_prefix_caching=not hybrid,
     )
     request = start(engine, "alone", prompt, kind, options)
     drain(engine)
@@ -73,11 +79,14 @@ def logprobs(request: Request) -> list[float]:
 class Trace:
     """One life, decided by a seed."""
 
-    def __init__(self, seed: int, kernels: str = "reference") -> None:
+    def __init__(self, seed: int, kernels: str = "reference", hybrid: str = "") -> None:
+        """`hybrid`: the recurrence of a hybrid model, on pools of states of every size; else a dense model."""
         self.rng = rng = random.Random(seed)
-        self.kernels = kernels
+        self.kernels, self.hybrid = kernels, hybrid
         size = rng.choice([1, 2, 4, 8])
         self.engine = make_engine(
+            tiny_hybrid(hybrid) if hybrid else None,
+            **(self._states(random.Random(~seed), size) if hybrid else {}),
             kernels=kernel_set(kernels),
             block_size=size,
             num_blocks=2 + int(-(-LENGTH // size) * rng.choice([1.0, 1.2, 1.5, 2.0, 3.0, 6.0])),
@@ -93,6 +102,16 @@ class Trace:
         self.aborted: set[str] = set()
         self.kept: set[str] = set()
         self.counts: Counter[str] = Counter()
+
+    def _states(self, rng: random.Random, size: int) -> dict[str, Any]:
+        """As few states as 6 sequences need, or some more; checkpoints close to each other, or far."""
+        drafts = rng.choice([0, 0, 2])
+        speculative = SpeculativeConfig("ngram", length=drafts, ngram_min=1, adaptive=False) if drafts else None
+        return {
+            "num_states": 2 + 6 * (2 + drafts) + rng.choice([0, 1, 2, 5, 40]),
+            "checkpoint_tokens": size * rng.choice([1, 2, 3, 64]),
+            "speculative": speculative,
+        }
 
     def run(self, num_actions: int = 40) -> Counter[str]:
         """Live, end and be checked; the numbers of requests of each kind. Owners yield slots without patience."""
@@ -174,12 +193,13 @@ class Trace:
             self._compare(name, request, prompt, kind, options)
         engine = self.engine
         assert engine.blocks.num_used_blocks == 0
+        assert engine.stats().states.num_held_states == 0
         assert not engine.requests
         assert (engine.batcher.num_running, engine.batcher.num_waiting) == (0, 0)
         engine.blocks.check_invariants()
 
     def _compare(self, name: str, request: Request, prompt: tuple[int, ...], kind: str, options: Options) -> None:
-        tokens, scores = alone(self.kernels, prompt, kind, options)
+        tokens, scores = alone(self.kernels, self.hybrid, prompt, kind, options)
         if name in self.aborted:  # its sequences stop anywhere; a search has no texts before its end
             pairs = zip(request.sequences, tokens, strict=True) if kind == "plain" else ()
             for sequence, expected in pairs:
@@ -217,11 +237,12 @@ def main() -> None:
     parser.add_argument("--traces", type=int, default=10_000, help="number of traces")
     parser.add_argument("--first", type=int, default=0, help="seed of the first")
     parser.add_argument("--kernels", default="reference", help="kernel set (reference or native)")
+    parser.add_argument("--hybrid", default="", help="recurrence of a hybrid model: conv, delta or mamba")
     arguments = parser.parse_args()
     began, total, failures = time.monotonic(), Counter[str](), []
     for seed in range(arguments.first, arguments.first + arguments.traces):
         try:
-            total += Trace(seed, arguments.kernels).run()
+            total += Trace(seed, arguments.kernels, arguments.hybrid).run()
         except Exception as error:
             failures.append(seed)
             last = traceback.extract_tb(error.__traceback__)[-1]
@@ -230,7 +251,11 @@ def main() -> None:
         if not done % 250:
             print(f"{done} traces, {len(failures)} failures, {time.monotonic() - began:.0f} s", flush=True)
     summary = {"traces": arguments.traces, "failures": failures, "seconds": round(time.monotonic() - began), **total}
-    print(json.dumps({"kernels": arguments.kernels, "first": arguments.first, **summary}, indent=2))
+    print(
+        json.dumps(
+            {"kernels": arguments.kernels, "hybrid": arguments.hybrid, "first": arguments.first, **summary}, indent=2
+        )
+    )
     sys.exit(bool(failures))
 
 

@@ -41,8 +41,12 @@ CHOOSING: dict[str, dict[str, Any]] = {
     "mixture-of-experts": {},
     "MLA": {},
     "attention sinks": {},
+    "hybrid": {},
 }
-NETWORKS = {"sliding window": "", "mixture-of-experts": "qwen3moe", "MLA": "deepseek2", "attention sinks": "gptoss"}
+NETWORKS = {
+    "sliding window": "", "mixture-of-experts": "qwen3moe", "MLA": "deepseek2", "attention sinks": "gptoss",
+    "hybrid": "lfm2",
+}  # fmt: skip
 NEUTRAL = ("ngram", "draft", "prefix hit", "chunked prefill", "preemption")
 FEATURES = (*CHOOSING, *NEUTRAL)
 BEAMS_WITHOUT = {"n"}  # what has another name in a beam search: n is num_return_sequences
@@ -66,7 +70,7 @@ def make_llm(features: frozenset[str]) -> LLM:
     if "ngram" in features:
         speculative = SpeculativeConfig("ngram", ngram_min=1, adaptive=False)
     if "draft" in features:
-        path = str(folder(features & frozenset(NETWORKS)))
+        path = str(folder(features & (frozenset(NETWORKS) - {"hybrid"})))  # drafts of a plain model
         speculative = SpeculativeConfig("draft", draft_model=path, adaptive=False)
     crowded = "preemption" in features
     return LLM(

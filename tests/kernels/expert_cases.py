@@ -141,5 +141,7 @@ for _format in ENCODABLE_FORMATS:
 
 @case("gate")
 def gate(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
-    x, logits = normal(rng, 5, 48), normal(rng, 5, 1, scale=2.0)
-    return (kernels.to_host(kernels.gate(activations(kernels, x), activations(kernels, logits))),)
+    x, each = normal(rng, 5, 49), (normal(rng, 5, 1, scale=2.0), normal(rng, 5, 49, scale=2.0))
+    return tuple(
+        kernels.to_host(kernels.gate(activations(kernels, x), activations(kernels, logits))) for logits in each
+    )

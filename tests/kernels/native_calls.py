@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+from native_recurrence_calls import CALLS as RECURRENCE_CALLS
 
 from bifolio.kernels import native
 from bifolio.kernels.native.formats import grid_rows
@@ -293,7 +294,7 @@ VALID: dict[str, Callable[[], Arguments]] = {
         "top_groups": 1,
         "group_best": 1,
     },
-    "Experts": lambda: {"up": [linear(96, WIDTH)] * 2, "down": [linear(WIDTH, 48)] * 2, "activation": 3},
+    "Experts": lambda: {"up": [linear(96, WIDTH)] * 2, "down": [linear(WIDTH, 48)] * 2, "activation": 4},
     "Heads": lambda: {"linears": [linear(8, 12), linear(8, 12)]},
     "route": lambda: {"logits": floats(TOKENS, EXPERTS), "router": router(), "routing": floats(TOKENS, 4)},
     "mix_experts": lambda: {
@@ -317,6 +318,7 @@ VALID: dict[str, Callable[[], Arguments]] = {
         "rope": 4,
         "out": floats(TOKENS, (HEADS + 2) * 20),
     },
+    **RECURRENCE_CALLS,
     "Program": dict,
     "Program.embed": lambda: recording(table=table(), scale=1.0, of_positions=False),
     "Program.norm": lambda: recording(x="x", weights=norm()),

@@ -29,7 +29,7 @@ MISUSES = [
         ("ungated", {"up": [linear(48, WIDTH)] * 2}, r"up\[0\] has 48 outputs and must have 96"),
         ("with other outputs", {"down": [linear(WIDTH, 48), linear(32, 48)]}, r"down\[1\] has 32 outputs and must"),
         ("of another kind", {"up": [1, 2]}, "must hold weights made by make_linear"),
-        ("an unknown activation", {"activation": 4}, "activation is 4"),
+        ("an unknown activation", {"activation": 5}, "activation is 5"),
     ),
     *misuses(
         "Heads",

@@ -137,7 +137,7 @@ ELEMENTWISE = [
     ),
     *misuses(
         "act",
-        ("an unknown activation", {"activation": 3}, "activation is 3"),
+        ("an unknown activation", {"activation": 4}, "activation is 4"),
         ("a negative activation", {"activation": -1}, "activation is -1"),
         ("another output width", {"out": WIDER}, r"out has the shape \(6, 65\)"),
         ("no columns", {"x": floats(6, 0), "out": floats(6, 0)}, "x has no columns"),
@@ -145,7 +145,7 @@ ELEMENTWISE = [
     ),
     *misuses(
         "act_mul",
-        ("an unknown activation", {"activation": 4}, "activation is 4"),
+        ("an unknown activation", {"activation": 5}, "activation is 5"),
         ("an odd width", {"x": WIDER}, "x is 65 wide and must have an even width"),
         ("no columns", {"x": floats(6, 0), "out": floats(6, 0)}, "x has no columns"),
         ("an output as wide as x", {"out": floats(TOKENS, WIDTH)}, r"must have the shape \(6, 32\)"),

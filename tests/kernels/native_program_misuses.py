@@ -69,7 +69,7 @@ RECORDING = [
     *misuses(
         "Program.act",
         ("an unknown register", {"x": 99}, NO_REGISTER),
-        ("an unknown activation", {"activation": 3}, "activation is 3"),
+        ("an unknown activation", {"activation": 4}, "activation is 4"),
     ),
     *misuses(
         "Program.act_mul",

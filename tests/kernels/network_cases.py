@@ -15,7 +15,7 @@ from exotic_weights import exotic_tensor
 ROUNDED = 2e-2  # int8 activations beside quantised weights
 CONVERTED = 3e-2  # of a format that the set does not take
 ROWS = (1, 3, 70)  # products have kernels of their own for one row, a few, and many
-ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu2")
 
 
 def matrix(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:

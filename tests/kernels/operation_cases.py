@@ -13,6 +13,7 @@ import expert_cases
 import latent_cases
 import network_cases
 import numpy as np
+import recurrence_cases
 from case_table import CASES, TOLERANCE, worst_error
 
 from bifolio.kernels.interface import KernelSet
@@ -26,6 +27,7 @@ __all__ = [
     "expert_cases",
     "latent_cases",
     "network_cases",
+    "recurrence_cases",
 ]
 
 

@@ -39,7 +39,7 @@ def test_norms(isa: str, centered: bool, size: int) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu", "relu2"])
 def test_activations(isa: str, activation: str) -> None:
     special = [0.0, -0.0, 1e-20, -1e-20, 1e-3, 88.0, -88.0, 200.0, -200.0, 1e30, -1e30]
     x = np.concatenate([np.linspace(-12, 12, 4001), special]).astype(np.float32)[None, :]
@@ -49,6 +49,7 @@ def test_activations(isa: str, activation: str) -> None:
             "silu": wide / (1 + np.exp(-wide)),
             "gelu_tanh": 0.5 * wide * (1 + np.tanh(np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3))),
             "gelu": 0.5 * wide * (1 + np.vectorize(math.erf)(wide / np.sqrt(2))),
+            "relu2": (np.maximum(wide, 0) ** 2).astype(np.float32),
         }[activation]
     with settings(isa):
         kernels = native.NativeKernels()

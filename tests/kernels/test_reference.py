@@ -192,7 +192,12 @@ def test_norms_like_torch(centered: bool) -> None:
 
 @pytest.mark.parametrize(
     ("name", "theirs"),
-    [("silu", F.silu), ("gelu", F.gelu), ("gelu_tanh", lambda x: F.gelu(x, approximate="tanh"))],
+    [
+        ("silu", F.silu),
+        ("gelu", F.gelu),
+        ("gelu_tanh", lambda x: F.gelu(x, approximate="tanh")),
+        ("relu2", lambda x: F.relu(x) ** 2),
+    ],
 )
 def test_activations_like_torch(name: str, theirs: object) -> None:
     x = np.linspace(-30, 30, 4001, dtype=np.float32)[None]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from hybrid_rows import HYBRID_ROWS
 
 from helpers import INIT_RANGE, WINDOW, fresh_folder
 
@@ -193,6 +194,7 @@ ROWS: dict[str, Row] = {
         peer={"sliding_window": None},
     ),
 }  # fmt: skip
+ROWS |= {name: Row(config, tiny, real, peer=peer) for name, (config, tiny, real, peer) in HYBRID_ROWS.items()}
 
 
 NEW_ORACLE = (5, 22)  # of transformers: older ones rotate some of these otherwise, or do not read folders of theirs

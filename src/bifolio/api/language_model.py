@@ -72,10 +72,10 @@ class LanguageModel(nn.Module):
     def __init__(self, config: ModelConfig = CHARACTER_MODEL, *, seed: int | None = None) -> None:
         """Initialise random weights; `seed` makes them reproducible without changing torch's global generator."""
         super().__init__()
-        if config.moe is not None or config.mla is not None or config.sinks:
+        if config.moe is not None or config.mla is not None or config.recurrent is not None or config.sinks:
             raise ConfigError(
-                f"LanguageModel holds dense models, and {config.architecture} has experts, latents or sinks: "
-                "use bifolio.LLM"
+                f"LanguageModel holds dense models, and {config.architecture} has experts, latents, sinks or "
+                "recurrent layers: use bifolio.LLM"
             )
         self.config = config
         self.hf_config: dict[str, Any] | None = None  # config.json as read, so that unknown fields are kept when saving

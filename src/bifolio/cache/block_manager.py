@@ -12,10 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from threading import RLock
 
-import numpy as np
-import numpy.typing as npt
-
 from bifolio.cache.block_pool import BlockMove, BlockPool
+from bifolio.cache.block_queries import BlockQueries
 from bifolio.cache.block_table import (
     BlockTable,
     count_needed_blocks,
@@ -24,17 +22,16 @@ from bifolio.cache.block_table import (
     find_table,
     grow,
     merge_appends,
-    padded,
 )
-from bifolio.cache.digests import TokenIds, find_chain, root_digest
+from bifolio.cache.digests import TokenIds, root_digest
 from bifolio.cache.events import CacheEvents
-from bifolio.cache.invariants import filled_entries, find_problems
-from bifolio.cache.storage import Page
+from bifolio.cache.invariants import find_problems, find_state_problems
+from bifolio.cache.table_states import StatePass, StateRequest, TableStates
 from bifolio.errors import CacheError, ConfigError, OutOfBlocksError
 from bifolio.kernels.storage import BlockMover
 
 
-class KVCacheBlockManager:
+class KVCacheBlockManager(BlockQueries):
     """Allocates fixed-size blocks to sequences; every public method takes one lock and is atomic.
 
     `on_free` is called with ids of blocks whose content must not be read any more, so that a debug mode can fill them
@@ -44,7 +41,15 @@ class KVCacheBlockManager:
     before calling the next verb*. The callback runs under the lock and must not call a verb.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        enable_prefix_caching: bool = True,
+        num_states: int = 0,  # of recurrent layers, the empty state included; 0: the model has none
+        checkpoint_tokens: int = 0,  # spacing of their checkpoints; 0: the end of each prompt and turn alone
+    ) -> None:
         if num_blocks < 2:
             raise ConfigError(f"num_blocks is {num_blocks}; block 0 is padding, so at least 2 are needed")
         if block_size < 1:
@@ -54,7 +59,10 @@ class KVCacheBlockManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.lock = RLock()  # for views that check and change tables atomically
         self._tables: dict[int, BlockTable] = {}
+        self._states = TableStates(num_states, block_size, checkpoint_tokens) if num_states else None
         self._pool = BlockPool(num_blocks)
+        if self._states is not None:
+            self._pool.on_forget = self._states.pool.forget
         self._next_fresh_id = -1
 
     @property
@@ -65,103 +73,6 @@ class KVCacheBlockManager:
     @on_free.setter
     def on_free(self, callback: Callable[[list[int]], None] | None) -> None:
         self._pool.on_free = callback
-
-    # -- queries -----------------------------------------------------------------------------------------------------
-
-    @property
-    def num_free_blocks(self) -> int:
-        """Blocks that can be allocated now, cached ones included."""
-        with self.lock:
-            return self._pool.num_free
-
-    @property
-    def num_used_blocks(self) -> int:
-        """Blocks that are held by a table or read by a pending move."""
-        return self.num_blocks - 1 - self.num_free_blocks
-
-    @property
-    def num_cached_blocks(self) -> int:
-        """Blocks that can be found by content, whether a table holds them or not."""
-        return len(self._pool.cached)
-
-    def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens."""
-        return -(-num_tokens // self.block_size)
-
-    def blocks_needed(self, appends: Iterable[tuple[int, int]]) -> int:
-        """The exact number of free blocks these (sequence_id, num_tokens) appends take together, in any order.
-
-        n tables that share a partly filled last block need n-1 copies: the last one to write keeps the original.
-        """
-        with self.lock:
-            return count_needed_blocks(merge_appends(appends), self._tables, self._pool, self.block_size)
-
-    def has_table(self, sequence_id: int) -> bool:
-        return sequence_id in self._tables
-
-    def sequence_ids(self) -> list[int]:
-        """The sequences that have a block table."""
-        with self.lock:
-            return list(self._tables)
-
-    def table(self, sequence_id: int) -> BlockTable:
-        """The sequence's table, for reading; the verbs below change it."""
-        return find_table(self._tables, sequence_id)
-
-    def block_ids_of(self, sequence_id: int) -> list[int]:
-        """The sequence's blocks, in order of position (a copy)."""
-        with self.lock:
-            return list(find_table(self._tables, sequence_id).block_ids)
-
-    def num_tokens_of(self, sequence_id: int) -> int:
-        """Tokens that the sequence has room for."""
-        return find_table(self._tables, sequence_id).num_tokens
-
-    def tables_array(self, sequence_ids: Sequence[int]) -> npt.NDArray[np.int32]:
-        """i32[len(sequence_ids), longest]: the block ids of each sequence, padded with block 0."""
-        with self.lock:
-            return padded([find_table(self._tables, sequence_id).block_ids for sequence_id in sequence_ids])
-
-    def ref_count(self, block_id: int) -> int:
-        """Tables that hold the block."""
-        return self._pool.ref_counts[self._checked(block_id)]
-
-    def reference_counts(self) -> dict[int, int]:
-        """Number of tables that hold each block, for blocks held by at least one."""
-        with self.lock:
-            return {block_id: count for block_id, count in enumerate(self._pool.ref_counts) if count}
-
-    def block_users(self, block_id: int) -> list[int]:
-        """The sequences whose tables hold the block (a scan over all tables)."""
-        with self.lock:
-            self._checked(block_id)
-            return [sequence_id for sequence_id, table in self._tables.items() if block_id in table.block_ids]
-
-    def get_block(self, block_id: int) -> Page:
-        """Reference count, used entries and cached state of one block (a scan over all tables)."""
-        with self.lock:
-            filled = filled_entries(self._tables, self.block_size)
-            return self._page(self._checked(block_id), filled[block_id])
-
-    def pages(self) -> list[Page]:
-        """Every block that a table holds or that can be found by content, in one pass."""
-        with self.lock:
-            filled = filled_entries(self._tables, self.block_size)
-            known = sorted({*filled, *self._pool.cached.values()})
-            return [self._page(block_id, filled[block_id]) for block_id in known]
-
-    def utilisation(self) -> float:
-        """Reserved tokens over the capacity of all blocks in use; 1.0 when none is in use."""
-        with self.lock:
-            filled = filled_entries(self._tables, self.block_size)
-            return filled.total() / (len(filled) * self.block_size) if filled else 1.0
-
-    def cached_prefix_length(
-        self, token_ids: Sequence[int], *, salt: bytes = b"", max_cached: int | None = None
-    ) -> int:
-        """Number of tokens that `open_table` would find; opens no table."""
-        with self.lock:
-            return len(self._find_prefix(token_ids, root_digest(salt), max_cached)) * self.block_size
 
     # -- verbs -------------------------------------------------------------------------------------------------------
 
@@ -177,6 +88,9 @@ class KVCacheBlockManager:
             table = BlockTable(self, sequence_id, root_digest(salt), self.enable_prefix_caching)
             self._tables[sequence_id] = table
             table.chain = self._find_prefix(token_ids, table.root, max_cached)
+            if self._states is not None:
+                table.state = self._states.open(table.chain)
+                del table.chain[table.state.position // self.block_size :]
             table.block_ids = [self._pool.cached[digest] for digest in table.chain]
             table.num_tokens = len(table.chain) * self.block_size
             for block_id in table.block_ids:
@@ -216,21 +130,28 @@ class KVCacheBlockManager:
             parent = find_table(self._tables, parent_id)
             self._check_new(child_id)
             self._check_no_pending_move(parent.block_ids)
+            state = None if self._states is None or parent.state is None else self._states.fork(parent.state)
             child = self._tables[child_id] = BlockTable(self, child_id, parent.root, parent.publishes)
             child.block_ids = list(parent.block_ids)
             child.num_tokens = parent.num_tokens
             child.chain = list(parent.chain)
+            child.state = state
             for block_id in child.block_ids:
                 self._pool.retain(block_id)
 
     def truncate(self, sequence_id: int, num_tokens: int) -> list[int]:
-        """Keep the first `num_tokens` tokens; return the ids of the blocks that became free."""
+        """Keep the first `num_tokens` tokens; return the ids of the blocks that became free.
+
+        A table with recurrent states keeps fewer where no state exists for them: read `num_tokens_of` afterwards.
+        """
         with self.lock:
             table = find_table(self._tables, sequence_id)
             if not 0 <= num_tokens <= table.num_tokens:
                 raise CacheError(
                     f"sequence {sequence_id} cannot be truncated to {num_tokens} tokens: it has {table.num_tokens}"
                 )
+            if self._states is not None and table.state is not None:
+                num_tokens = self._states.cut(table.state, table.chain, num_tokens)
             table.num_tokens = num_tokens
             del table.chain[num_tokens // self.block_size :]
             return self._shrink(table, self.blocks_for(num_tokens))
@@ -240,6 +161,8 @@ class KVCacheBlockManager:
         with self.lock:
             table = find_table(self._tables, sequence_id)
             del self._tables[sequence_id]
+            if self._states is not None and table.state is not None:
+                self._states.release(table.state)
             return self._shrink(table, 0)
 
     def share(self, block_id: int, sequence_id: int) -> None:
@@ -249,6 +172,8 @@ class KVCacheBlockManager:
         needed; a table that already holds the block stays unchanged. It gets as many tokens of the block as the other.
         """
         with self.lock:
+            if self._states is not None:
+                raise CacheError("a block of a model with recurrent layers cannot be shared alone: fork the sequence")
             if sequence_id in self._tables and block_id in self._tables[sequence_id].block_ids:
                 return
             table = self._tables.get(sequence_id) or BlockTable(self, sequence_id, b"", True)
@@ -257,6 +182,42 @@ class KVCacheBlockManager:
             table.adopt(block_id, holder)
             self._pool.retain(block_id)
             self._tables[sequence_id] = table
+
+    # -- recurrent states ----------------------------------------------------------------------------------------------
+
+    @property
+    def has_states(self) -> bool:
+        """Whether the model has recurrent layers."""
+        return self._states is not None
+
+    def use_states(self, requests: Iterable[StateRequest]) -> list[StatePass]:
+        """The states that each sequence of a pass reads and writes, right before the pass; all run, or none."""
+        with self.lock:
+            if self._states is None:
+                raise CacheError("the block manager has no recurrent states: pass num_states")
+            return self._states.use(self._tables, requests)
+
+    def rest(self, sequence_id: int) -> None:
+        """Let the recurrent state of a sequence that waits be evicted."""
+        with self.lock:
+            table = find_table(self._tables, sequence_id)
+            if self._states is not None and table.state is not None:
+                self._states.rest(table.state)
+
+    def resume(self, sequence_id: int) -> int:
+        """Hold the state of a resting sequence again; return the tokens it keeps: fewer if the state was evicted."""
+        with self.lock:
+            table = find_table(self._tables, sequence_id)
+            if self._states is not None and table.state is not None:
+                kept = self._states.wake(table.state, table.chain, table.num_tokens)
+                if kept < table.num_tokens:
+                    self.truncate(sequence_id, kept)
+            return table.num_tokens
+
+    def on_take_state(self, callback: Callable[[int], None]) -> None:
+        """Call back with the id of every state that is about to be overwritten."""
+        if self._states is not None:
+            self._states.pool.on_take = callback
 
     # -- after a step ------------------------------------------------------------------------------------------------
 
@@ -276,6 +237,8 @@ class KVCacheBlockManager:
             if table.publishes and num_full > len(table.chain):
                 self._check_no_pending_move(table.block_ids[len(table.chain) : num_full])
                 extend_chain(table, self._pool, token_ids, num_full)
+                if self._states is not None and table.state is not None:
+                    self._states.publish(table.state, table.chain, self._pool.cached)
 
     def take_moves(self) -> list[BlockMove]:
         """Take the pending moves; the caller runs them before any write and before the next verb.
@@ -313,6 +276,8 @@ class KVCacheBlockManager:
         """Forget all digests: no later table is opened on blocks that are held now or computed from them later."""
         with self.lock:
             self._pool.forget_all()
+            if self._states is not None:
+                self._states.pool.forget_all()
             for table in self._tables.values():
                 table.publishes = False
 
@@ -362,18 +327,12 @@ class KVCacheBlockManager:
         """Recompute every count from the tables; raises `CacheError` with the list of violations."""
         with self.lock:
             problems = find_problems(self._tables, self._pool, self.block_size)
+            if self._states is not None:
+                problems += find_state_problems(self._tables, self._states.pool, self._pool.cached)
         if problems:
             raise CacheError("the block manager is inconsistent: " + "; ".join(problems))
 
     # -- internal ----------------------------------------------------------------------------------------------------
-
-    def _checked(self, block_id: int) -> int:
-        if not 0 <= block_id < self.num_blocks:
-            raise CacheError(f"there is no block {block_id}: the cache has blocks 0 to {self.num_blocks - 1}")
-        return block_id
-
-    def _page(self, block_id: int, used: int) -> Page:
-        return Page(block_id, used, self._pool.ref_counts[block_id], self._pool.digests[block_id] is not None)
 
     def _check_new(self, sequence_id: int) -> None:
         if sequence_id in self._tables:
@@ -391,8 +350,3 @@ class KVCacheBlockManager:
         table.mark_changed(num_kept)
         self._pool.announce(freed)
         return freed
-
-    def _find_prefix(self, token_ids: Sequence[int], root: bytes, max_cached: int | None) -> list[bytes]:
-        """Digests of the leading full blocks that are cached, short of the last token."""
-        limit = len(token_ids) - 1 if max_cached is None else min(len(token_ids) - 1, max_cached)
-        return find_chain(self._pool.cached, root, token_ids, limit // self.block_size, self.block_size)

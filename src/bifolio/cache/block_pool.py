@@ -41,6 +41,7 @@ class BlockPool:
         self.evictable: OrderedDict[int, None] = OrderedDict()  # the first is evicted first
         self.moves: dict[int, int] = {}  # pending: dst -> src; a dst is held by the one table that will write it
         self.on_free: Callable[[list[int]], None] | None = None
+        self.on_forget: Callable[[bytes], None] | None = None  # called with each digest that is removed alone
         self.events: CacheEvents | None = None  # record of stored and removed blocks
 
     @property
@@ -106,6 +107,8 @@ class BlockPool:
         if digest is not None:
             del self.cached[digest]
             self.digests[block_id] = None
+            if self.on_forget is not None:
+                self.on_forget(digest)
             if self.events is not None:
                 self.events.record(Removed(digest))
 

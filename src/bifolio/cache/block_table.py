@@ -25,6 +25,7 @@ import numpy.typing as npt
 from bifolio.cache.block_pool import PADDING_BLOCK, BlockPool
 from bifolio.cache.digests import TokenIds, next_digest
 from bifolio.cache.events import Stored
+from bifolio.cache.states import SequenceState
 from bifolio.errors import CacheError, UnknownSequenceError
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class BlockTable:
 
     __slots__ = (
         "_manager", "block_ids", "block_size", "chain", "first_changed", "num_tokens", "publishes", "root",
-        "sequence_id",
+        "sequence_id", "state",
     )  # fmt: skip
 
     def __init__(self, manager: KVCacheBlockManager, sequence_id: int, root: bytes, publishes: bool) -> None:
@@ -58,6 +59,7 @@ class BlockTable:
         self.root = root  # digest of the empty prefix: carries the salt
         self.chain: list[bytes] = []  # digest of each leading full block that was committed
         self.publishes = publishes  # its full blocks may be found by content
+        self.state: SequenceState | None = None  # of a model with recurrent layers
         self.first_changed = 0  # entries from here on are not known to the device yet
 
     # -- queries -----------------------------------------------------------------------------------------------------

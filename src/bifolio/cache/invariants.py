@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from bifolio.cache.block_pool import PADDING_BLOCK, BlockPool
 from bifolio.cache.block_table import BlockTable
+from bifolio.cache.states import EMPTY_STATE, StatePool
 
 
 def find_problems(tables: Mapping[int, BlockTable], pool: BlockPool, block_size: int) -> list[str]:
@@ -18,6 +19,34 @@ def find_problems(tables: Mapping[int, BlockTable], pool: BlockPool, block_size:
         *_table_problems(tables, block_size),
         *_move_problems(pool, references),
     ]
+
+
+def find_state_problems(tables: Mapping[int, BlockTable], pool: StatePool, cached: Mapping[bytes, int]) -> list[str]:
+    """Descriptions of all violated invariants of recurrent states."""
+    owners = [table.state for table in tables.values() if table.state is not None]
+    held = Counter(owner.current for owner in owners if not owner.is_resting)
+    held += Counter(state for owner in owners for _, state in owner.drafts)
+    held += Counter(checkpoint.state for owner in owners for checkpoint in owner.pending)
+    resting = Counter(owner.current for owner in owners if owner.is_resting)
+    problems = [] if len(owners) == len(tables) else ["a table has no recurrent state"]
+    free = Counter(pool.free)
+    for state in range(1, pool.num_states):
+        if pool.ref_counts[state] != held[state]:
+            problems.append(f"state {state} counts {pool.ref_counts[state]} references, tables have {held[state]}")
+        if len(pool.resting.get(state, ())) != resting[state]:
+            problems.append(f"state {state} counts other resting tables than {resting[state]}")
+        idle = not held[state]
+        needed = pool.digests[state] is not None or resting[state] > 0
+        if (state in pool.evictable) != (idle and needed) or free[state] != (idle and not needed):
+            problems.append(f"state {state} is on the wrong free list")
+    for digest, state in pool.checkpoints.items():
+        if pool.digests[state] != digest or digest not in cached:
+            problems.append(f"the checkpoint {state} has another digest, or a digest without a block")
+    if sum(digest is not None for digest in pool.digests) != len(pool.checkpoints) or pool.digests[EMPTY_STATE]:
+        problems.append("a state has a digest that finds another state")
+    if not pool.rolling <= pool.checkpoints.keys():
+        problems.append("a rolling checkpoint does not exist")
+    return problems
 
 
 def filled_entries(tables: Mapping[int, BlockTable], block_size: int) -> Counter[int]:

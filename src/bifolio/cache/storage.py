@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from bifolio.cache.table_states import StatePass, StateRequest
 from bifolio.errors import CacheError, ConfigError
 from bifolio.kernels.storage import CacheLayout, KVStorage
 
@@ -98,17 +99,27 @@ class KvCacheEntry:
         """The sequence's blocks, in order of position."""
         return self._manager.block_ids_of(self.sequence_id)[: self._manager.blocks_for(self.seq_len)]
 
-    def reserve(self, num_tokens: int) -> None:
-        """Make room for a pass that will write the next `num_tokens`; shared blocks are copied now."""
+    def reserve(self, num_tokens: int) -> list[StatePass]:
+        """Make room for a pass that will write the next `num_tokens`; shared blocks are copied now.
+
+        Returns the recurrent states of the pass: one entry, or none if the model has no recurrent layers.
+        """
         with self._manager.lock:
+            start = self.seq_len
             held = min(num_tokens, self._num_ahead)
             self._manager.append(self.sequence_id, num_tokens - held)
             self._num_ahead -= held
             self._manager.run_moves([self.storage])
+            if not self._manager.has_states:
+                return []
+            return self._manager.use_states([StateRequest(self.sequence_id, start, num_tokens)])
 
     def truncate(self, num_tokens: int) -> None:
         """Keep the first `num_tokens` tokens; blocks held ahead of use stay held."""
-        if self._num_ahead:
+        if self._manager.has_states:
+            self._num_ahead = 0
+            self._manager.truncate(self.sequence_id, num_tokens)
+        elif self._num_ahead:
             self._num_ahead += self.seq_len - num_tokens
         else:
             self._manager.truncate(self.sequence_id, num_tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -79,6 +80,7 @@ def inspect(
     max_num_seqs: options.MaxNumSeqs = 16,
     block_size: options.BlockSize = 16,
     kv_dtype: options.KvDtype = "auto",
+    state_checkpoint_tokens: options.StateCheckpointTokens = None,
 ) -> None:
     from bifolio.model.loader import resolve
 
@@ -89,7 +91,7 @@ def inspect(
         return
     plan = memory_plan(
         path, memory=memory, max_model_len=max_model_len, max_num_seqs=max_num_seqs, block_size=block_size,
-        kv_dtype=kv_dtype,
+        kv_dtype=kv_dtype, state_checkpoint_tokens=state_checkpoint_tokens,
     )  # fmt: skip
     if as_json:
         record = {
@@ -153,13 +155,15 @@ def memory_plan(
     max_num_seqs: int = 16,
     block_size: int = 16,
     kv_dtype: str = "auto",
+    state_checkpoint_tokens: int | None = None,
 ) -> dict[str, Any]:
     """Bytes of weights and cache if the model were run on the CPU with these settings; the reason, when it cannot be.
 
     Bytes of weights follow from the formats and shapes of the file's tensors, and the formats that the kernels take.
     """
-    from bifolio.config import checked_kv_dtype
+    from bifolio.config import CacheConfig, EngineConfig, KVDtype, checked_kv_dtype
     from bifolio.engine.memory import parse_bytes, plan_memory
+    from bifolio.engine.state_plan import plan_states
     from bifolio.errors import BifolioError
     from bifolio.kernels.cpu import CPU_FORMATS, CPU_KERNELS
     from bifolio.model.loader import open_model
@@ -170,11 +174,14 @@ def memory_plan(
         config = opened.text.config
         matrices = [view for view in opened.views() if len(view.shape) >= 2]
         length = min(max_model_len or MAX_DEFAULT_LEN, config.max_position)
+        dtype: KVDtype = "f32" if kv_dtype == "auto" else checked_kv_dtype(kv_dtype)
+        cache = CacheConfig(sys.maxsize, block_size, dtype, checkpoint_tokens=state_checkpoint_tokens)
         plan = plan_memory(
             config,
             sum(converted_bytes(matrix, CPU_FORMATS) for matrix in matrices),
             block_size=block_size,
-            kv_dtype="f32" if kv_dtype == "auto" else checked_kv_dtype(kv_dtype),
+            kv_dtype=dtype,
+            states=plan_states(config, EngineConfig(cache, length, max_num_seqs, max(max_num_seqs, 512))),
             memory=None if memory is None else parse_bytes(memory),
             max_model_len=length,
             max_num_seqs=max_num_seqs,
@@ -185,6 +192,8 @@ def memory_plan(
         **asdict(plan),
         "cache_bytes": plan.cache_bytes,
         "bytes_per_token": plan.bytes_per_token,
+        "num_states": plan.num_states,
+        "state_bytes": plan.state_bytes,
         "max_model_len": length,
         "num_full_sequences": plan.max_cached_tokens // length,
         "num_parameters": config.num_parameters,
@@ -204,6 +213,7 @@ def architecture_lines(config: ModelConfig) -> list[str]:
         f"{config.num_layers} layers of {config.hidden_size}, MLP {config.intermediate_size} ({config.activation})",
         *expert_lines(config),
         attention_line(config) + sliding,
+        *recurrent_lines(config),
         f"vocabulary {config.vocab_size}, {'tied' if config.tie_embeddings else 'separate'} output matrix",
     ]
 
@@ -228,6 +238,19 @@ def attention_line(config: ModelConfig) -> str:
     size = config.mla.nope_size + config.mla.rope_size
     cached = f"{config.mla.latent_size} + {config.mla.rope_size}"
     return f"{config.num_heads} heads of {size} over one cached latent of {cached}{sinks}"
+
+
+def recurrent_lines(config: ModelConfig) -> list[str]:
+    """The recurrent layers of a hybrid network."""
+    own = config.recurrent
+    if own is None:
+        return []
+    kind = {"conv": "gated convolutions", "delta": "gated delta rule", "mamba": "Mamba-2"}[own.kind]
+    size = f", {own.heads} heads with states of {own.key_size} x {own.value_size}" if own.heads else ""
+    return [
+        f"attention in {len(own.attention_layers)} layers, {kind} in {len(own.layers)}{size}, "
+        f"convolutions of {own.channels} channels over {own.width} tokens"
+    ]
 
 
 def show(contents: Contents, plan: dict[str, Any], with_tensors: bool) -> None:

@@ -14,6 +14,7 @@ from bifolio.engine.device_memory import measure_step, move_to_device
 from bifolio.engine.engine import InferenceEngine
 from bifolio.engine.memory import MemoryPlan, free_memory, plan_gpu_memory, plan_memory, weight_bytes
 from bifolio.engine.parallel.team import RankTeam
+from bifolio.engine.state_plan import plan_states
 from bifolio.engine.warm_up import warm_up
 from bifolio.kernels.interface import DeviceMemory, KernelSet
 from bifolio.model.loaded import LoadedModel
@@ -79,7 +80,8 @@ def build_engine(
         if team is not None:
             plan = replace(plan, num_blocks=min(plan.num_blocks, team.num_blocks()))
             team.start(plan.num_blocks)
-        config = replace(config, cache=replace(config.cache, num_blocks=plan.num_blocks))
+        cache = replace(config.cache, num_blocks=plan.num_blocks, num_states=plan.num_states)
+        config = replace(config, cache=cache)
         engine = InferenceEngine(model, config, kernels, draft_model=draft_model, on_load=on_load, peers=team)
         if config.warm_up and kernels.memory() is not None:
             warm_up(engine)
@@ -123,6 +125,7 @@ def plan_rank(
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
         free_bytes=free_memory() // size,
+        states=plan_states(model.weights.config, config),
     )
 
 
@@ -146,5 +149,6 @@ def _measured_plan(
         kv_dtype=config.cache.dtype,
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
+        states=plan_states(model.weights.config, config),
         draft=None if draft_model is None else draft_model.config,
     )

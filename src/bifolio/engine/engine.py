@@ -14,12 +14,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence as Sequences
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bifolio.beam_params import BeamSearchParams
 from bifolio.cache.block_manager import KVCacheBlockManager
 from bifolio.cache.sharing import BlockShareManager, ShareStats, SpeculativeDecodingSharing
+from bifolio.cache.states import StateStats
 from bifolio.config import EngineConfig
 from bifolio.engine.executor import DecodeExecutor, ModelRunner, Peers, PrefillExecutor
 from bifolio.engine.fault.progress import ProgressWatch
@@ -29,6 +30,7 @@ from bifolio.engine.postprocess import Postprocessor, Ticket
 from bifolio.engine.requests import RequestFactory
 from bifolio.engine.slot_state import SlotState
 from bifolio.engine.speculative.speculator import new_speculator
+from bifolio.engine.state_plan import with_states
 from bifolio.errors import RequestError
 from bifolio.kernels.interface import KernelSet, SlotSizes
 from bifolio.kernels.storage import BlockMover
@@ -58,6 +60,7 @@ class EngineStats:
     num_blocks: int = 0
     num_used_blocks: int = 0
     utilisation: float = 1.0  # reserved tokens over the capacity of all blocks in use
+    states: StateStats = field(default_factory=StateStats)
     sharing: ShareStats = field(default_factory=lambda: ShareStats(0, 0, 0, 0.0))
 
 
@@ -73,11 +76,15 @@ class InferenceEngine:
         on_load: OnLoad = lambda done, total: None,  # (layers prepared, layers in all)
         peers: Peers | None = None,  # the other ranks of tensor parallelism
     ) -> None:
+        cache = with_states(model.config, config)
         self.model = model
-        self.config = config
-        cache = config.cache
+        self.config = config = replace(config, cache=cache)
         self.blocks = KVCacheBlockManager(
-            cache.num_blocks, cache.block_size, enable_prefix_caching=cache.enable_prefix_caching
+            cache.num_blocks,
+            cache.block_size,
+            enable_prefix_caching=cache.enable_prefix_caching,
+            num_states=cache.num_states,
+            checkpoint_tokens=cache.checkpoint_tokens or 0,
         )
         self.shares = BlockShareManager(self.blocks)
         self.runner = ModelRunner.new(model, cache, kernels, on_load, peers)
@@ -86,6 +93,7 @@ class InferenceEngine:
             self.storages.append(peers)
         if cache.poison_free_blocks:
             self.blocks.on_free = self._poison
+            self.blocks.on_take_state(self.runner.storage.poison_state)
         self.prefill_executor = PrefillExecutor(self.runner, config.chunk_size)
         self.decode_executor = DecodeExecutor(self.runner)
         self.slots = self._new_slots()
@@ -111,6 +119,7 @@ class InferenceEngine:
         self.factory = RequestFactory(model, config, self.blocks, self.requests)
         self.in_flight: deque[Ticket] = deque()
         self._depth = config.launch_ahead if config.launch_ahead is not None else int(kernels.launches_ahead)
+        self._has_states = self.blocks.has_states
         self._counters = EngineStats()
         self._outbox: list[StepResult] = []  # results that are not delivered yet
 
@@ -170,6 +179,8 @@ class InferenceEngine:
         self.slots.update(plan)
         if self.speculator is not None:
             plan = self.speculator.fill(plan)  # a draft model runs here
+        if self._has_states:
+            plan = replace(plan, states=tuple(self.blocks.use_states(plan.state_requests())))
         readout = Readout.from_plan(plan)
         executor = self.prefill_executor if plan.prefills else self.decode_executor
         launched = executor.launch(plan, readout, self.slots)
@@ -314,6 +325,7 @@ class InferenceEngine:
         now.num_waiting = self.batcher.num_waiting + self.faults.num_parked
         now.num_blocks, now.num_used_blocks = self.blocks.num_blocks - 1, self.blocks.num_used_blocks
         now.utilisation = self.blocks.utilisation()
+        now.states = self.blocks.state_stats()
         now.sharing = self.shares.get_stats()
         return now
 

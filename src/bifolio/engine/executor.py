@@ -84,16 +84,13 @@ class ModelRunner:
         peers: Peers | None = None,
     ) -> ModelRunner:
         """Prepare a model's weights and allocate its paged cache."""
-        config = model.weights.config
-        layout = CacheLayout(
-            config.num_layers,
+        layout = CacheLayout.of_model(
+            model.weights.config,
             cache.num_blocks,
             cache.block_size,
-            config.num_kv_heads,
-            config.head_dim,
             cache.dtype,
             cache.poison_free_blocks,
-            config.mla is not None,
+            cache.num_states,
         )
         return cls(prepare(model.weights, kernels, on_load), kernels, kernels.new_storage(layout), peers)
 
@@ -130,7 +127,7 @@ class ModelRunner:
 
         return Network(
             forward,
-            tuple(layer.shape for layer in weights.layers),
+            tuple(layer.shape for layer in weights.layers if layer.has_attention),
             decode_segment,
             tuple(zip(weights.inverse_frequencies, weights.rope_scales, strict=True)),
         )
@@ -294,9 +291,10 @@ def append_batch(
         if not 0 <= ids.min() <= ids.max() < vocab_size:
             raise TokenIdError(f"a token id is outside the vocabulary of {vocab_size} tokens")
         runs.append(Run(number, entry.seq_len, ids.astype(np.int32)))
-    for entry, run in zip(kv_caches, runs, strict=True):
-        entry.reserve(len(run.tokens))
+    states = [state for entry, run in zip(kv_caches, runs, strict=True) for state in entry.reserve(len(run.tokens))]
     tables = padded([entry.block_ids for entry in kv_caches])
     last = np.cumsum([len(run.tokens) for run in runs]) - 1
     decodes, prefills = (runs, []) if phase is AttentionPhase.DECODE else ([], runs)
-    return HostBatch.from_runs(decodes, prefills, tables, kv_caches[0].storage.block_size, last.tolist())
+    return HostBatch.from_runs(
+        decodes, prefills, tables, kv_caches[0].storage.block_size, last.tolist(), states or None
+    )

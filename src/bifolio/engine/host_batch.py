@@ -13,7 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bifolio.kernels.interface import AttentionSegment, Batch, KernelSet
+from bifolio.cache.table_states import StatePass
+from bifolio.kernels.interface import AttentionSegment, Batch, KernelSet, StateUse
 from bifolio.schedule.orchestrators import DecodeOrchestrator, PrefillOrchestrator
 from bifolio.schedule.plan import ScheduledSequence, StepPlan
 
@@ -37,6 +38,7 @@ class HostBatch:
     cache_index: NDArray[np.int64] | None  # i64[t]  None: no cache
     segments: tuple[AttentionSegment, ...]
     logit_rows: NDArray[np.int32] | None  # i32[r]  None: all
+    states: StateUse | None = None  # None: no recurrent layers, or no cache
 
     @classmethod
     def from_plan(
@@ -48,7 +50,7 @@ class HostBatch:
         """
         decodes = [_run(item, newest) for item in plan.decodes]
         prefills = [_run(item, newest) for item in plan.prefills]
-        return cls.from_runs(decodes, prefills, tables, block_size, readout.logit_rows)
+        return cls.from_runs(decodes, prefills, tables, block_size, readout.logit_rows, plan.states)
 
     @classmethod
     def from_runs(
@@ -58,6 +60,7 @@ class HostBatch:
         tables: np.ndarray | None,
         block_size: int = 1,
         logit_rows: Sequences[int] | None = None,
+        states: Sequences[StatePass] | None = None,  # of decodes and prefills
     ) -> HostBatch:
         """Flat arrays of these runs of tokens; `tables` is None for a pass without a cache."""
         runs = decodes + prefills
@@ -89,7 +92,8 @@ class HostBatch:
             token_start = segment.token_end
             segments.append(segment)
         wanted = None if logit_rows is None else np.asarray(logit_rows, dtype=np.int32)
-        return cls(_joined(runs, num_tokens), positions, index, tuple(segments), wanted)
+        used = None if states is None else _state_use(states, lengths)
+        return cls(_joined(runs, num_tokens), positions, index, tuple(segments), wanted, used)
 
     @property
     def num_tokens(self) -> int:
@@ -99,7 +103,9 @@ class HostBatch:
         """The batch in the kernel set's own arrays; lengths and starts of segments stay on the host."""
         last = int(self.positions.max()) if len(self.positions) else 0
         if kernels.array_backend == "numpy":
-            return Batch(self.token_ids, self.positions, self.cache_index, self.segments, self.logit_rows, last)
+            return Batch(
+                self.token_ids, self.positions, self.cache_index, self.segments, self.logit_rows, last, self.states
+            )
         upload = kernels.from_host
         segments = tuple(
             segment if segment.block_tables is None else replace(segment, block_tables=upload(segment.block_tables))
@@ -112,6 +118,7 @@ class HostBatch:
             segments=segments,
             logit_rows=None if self.logit_rows is None else upload(self.logit_rows),
             max_position=last,
+            states=None if self.states is None else StateUse(*(upload(array) for array in self.states.arrays())),
         )
 
 
@@ -191,6 +198,17 @@ def _run(item: ScheduledSequence, newest: np.ndarray) -> Run:
     if not item.drafts:
         return Run(item.slot, item.start, item.sequence.tokens_until(end)[item.start : end])
     return Run(item.slot, item.start, [*tokens[item.start : end], *item.drafts])
+
+
+def _state_use(states: Sequences[StatePass], lengths: NDArray[np.int32]) -> StateUse:
+    """The states of each run as arrays: one read for each run, and the writes by token."""
+    starts = np.zeros(len(lengths) + 1, dtype=np.int32)
+    np.cumsum(lengths, out=starts[1:])
+    writes = np.full(int(starts[-1]), -1, dtype=np.int32)
+    for start, used in zip(starts.tolist(), states, strict=False):
+        for index, state in used.writes:
+            writes[start + index] = state
+    return StateUse(starts, np.array([used.read for used in states], dtype=np.int32), writes)
 
 
 def _joined(runs: list[Run], count: int) -> NDArray[np.int32]:

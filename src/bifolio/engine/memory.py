@@ -12,6 +12,7 @@ from pathlib import Path
 
 from bifolio.cache.storage import CacheLayout
 from bifolio.config import KVDtype, ModelConfig
+from bifolio.engine.state_plan import StatePlan
 from bifolio.errors import ConfigError
 from bifolio.model.weights import ModelWeights
 from bifolio.quant.convert import converted_bytes
@@ -33,10 +34,20 @@ class MemoryPlan:
     num_blocks: int  # the padding block included
     free_bytes: int  # of the machine when the plan was made
     step_bytes: int = 0  # kept free on a GPU for the buffers of a step
+    states: StatePlan | None = None  # of the recurrent layers
 
     @property
     def cache_bytes(self) -> int:
-        return self.num_blocks * self.bytes_per_block
+        """Bytes of keys, values and recurrent states."""
+        return self.num_blocks * self.bytes_per_block + self.state_bytes
+
+    @property
+    def num_states(self) -> int:
+        return 0 if self.states is None else self.states.num_states(self.num_blocks * self.block_size)
+
+    @property
+    def state_bytes(self) -> int:
+        return 0 if self.states is None else self.num_states * self.states.bytes_per_state
 
     @property
     def max_cached_tokens(self) -> int:
@@ -50,10 +61,23 @@ class MemoryPlan:
         return [
             f"weights          {show_bytes(self.weight_bytes)}",
             f"KV per token     {show_bytes(self.bytes_per_token)}",
-            f"KV cache         {show_bytes(self.cache_bytes)} = {self.num_blocks} blocks of {self.block_size} tokens "
+            f"KV cache         {show_bytes(self.num_blocks * self.bytes_per_block)} = {self.num_blocks} blocks of "
+            f"{self.block_size} tokens "
             f"({self.max_cached_tokens} tokens)",
+            *self._state_lines(),
             f"free memory      {show_bytes(self.free_bytes)}",
             *([f"a step           {show_bytes(self.step_bytes)}"] if self.step_bytes else []),
+        ]
+
+    def _state_lines(self) -> list[str]:
+        states = self.states
+        if states is None:
+            return []
+        kept = self.num_states - states.num_live
+        return [
+            f"states           {show_bytes(self.state_bytes)} = {self.num_states} of "
+            f"{show_bytes(states.bytes_per_state)}: {states.num_live} for running sequences, {kept} checkpoints",
+            f"checkpoints      every {states.spacing} tokens, and at the end of each prompt and turn",
         ]
 
 
@@ -68,6 +92,7 @@ def plan_memory(
     max_model_len: int,
     max_num_seqs: int = 16,
     free_bytes: int | None = None,
+    states: StatePlan | None = None,  # of the recurrent layers
 ) -> MemoryPlan:
     """Plan `num_blocks` blocks, as many as fit into `memory` bytes, or by default a safe share of the free memory."""
     free = free_memory() if free_bytes is None else free_bytes
@@ -75,17 +100,19 @@ def plan_memory(
     needed = -(-max_model_len // block_size) + 1  # one sequence of full length, and the padding block
     if num_blocks is None:
         if memory is None:
-            budget = min(max(free - weight_bytes, 0) * SAFE_SHARE, MAX_DEFAULT_BYTES)
+            fixed = 0 if states is None else states.fixed_bytes
+            budget = min(max(free - weight_bytes, 0) * SAFE_SHARE, MAX_DEFAULT_BYTES + fixed)
             useful = max_num_seqs * (needed - 1) + 1  # blocks that can be in use at the same time
-            num_blocks = min(int(budget // per_block), 2 * useful)
+            num_blocks = min(_fitting_blocks(budget, per_block, block_size, states), 2 * useful)
         else:
-            num_blocks = memory // per_block
-    plan = MemoryPlan(weight_bytes, block_size, per_block, int(num_blocks), free)
+            num_blocks = _fitting_blocks(memory, per_block, block_size, states)
+    plan = MemoryPlan(weight_bytes, block_size, per_block, int(num_blocks), free, states=states)
     if plan.num_blocks < needed:
         raise ConfigError(
             f"the cache would have {plan.num_blocks} blocks of {block_size} tokens ({show_bytes(per_block)} each); a "
             f"sequence of {max_model_len} tokens needs {needed}: pass {_shorter(plan, ', or ')}at least "
-            f"{show_bytes(needed * per_block)} of memory for the cache"
+            f"{show_bytes(_needed_bytes(needed, per_block, block_size, states))} of memory for the cache"
+            f"{_fewer_sequences(states)}"
         )
     return plan
 
@@ -101,6 +128,7 @@ def plan_gpu_memory(
     kv_dtype: KVDtype,
     max_model_len: int,
     max_num_seqs: int,
+    states: StatePlan | None = None,  # of the recurrent layers
     draft: ModelConfig | None = None,  # its keys and values use a second storage with the same blocks
 ) -> MemoryPlan:
     """Plan as many blocks as fit beside weights and steps, up to the number that can be in use."""
@@ -108,18 +136,37 @@ def plan_gpu_memory(
         raise ConfigError(f"gpu_memory_utilization is a share above 0 and at most 1, not {utilisation}")
     per_block = sum(_bytes_per_block(c, block_size, kv_dtype) for c in (config, draft) if c is not None)
     needed = -(-max_model_len // block_size) + 1  # one sequence of full length, and the padding block
-    fitting = int(max(free_bytes - step_bytes, 0) * utilisation) // per_block
+    fitting = _fitting_blocks(max(free_bytes - step_bytes, 0) * utilisation, per_block, block_size, states)
     num_blocks = min(fitting, 2 * (max_num_seqs * (needed - 1) + 1))
-    plan = MemoryPlan(weight_bytes, block_size, per_block, num_blocks, free_bytes, step_bytes)
+    plan = MemoryPlan(weight_bytes, block_size, per_block, num_blocks, free_bytes, step_bytes, states)
     if num_blocks < needed:
         raise ConfigError(
             f"beside weights of {show_bytes(weight_bytes)} the GPU has {show_bytes(free_bytes)} free, a step takes "
             f"{show_bytes(step_bytes)} of it, and {utilisation:.0%} of the rest are {max(fitting, 0)} blocks of "
             f"{block_size} tokens ({show_bytes(per_block)} each); a sequence of {max_model_len} tokens needs {needed}: "
             f"pass {_shorter(plan, ', ')}a smaller token_budget or max_num_seqs, a larger gpu_memory_utilization, or "
-            "end other processes on the GPU"
+            f"end other processes on the GPU{_fewer_sequences(states)}"
         )
     return plan
+
+
+def _fitting_blocks(budget: float, per_block: int, block_size: int, states: StatePlan | None) -> int:
+    """Blocks that fit into `budget` bytes, beside the states of running sequences and with their checkpoints."""
+    if states is None:
+        return int(budget // per_block)
+    return max(int((budget - states.fixed_bytes) // (per_block + states.bytes_per_token * block_size)), 0)
+
+
+def _needed_bytes(num_blocks: int, per_block: int, block_size: int, states: StatePlan | None) -> int:
+    extra = 0 if states is None else states.num_states(num_blocks * block_size) * states.bytes_per_state
+    return num_blocks * per_block + extra
+
+
+def _fewer_sequences(states: StatePlan | None) -> str:
+    """Advice where the states of running sequences take memory."""
+    if states is None:
+        return ""
+    return f", or a smaller max_num_seqs (recurrent states of {show_bytes(states.fixed_bytes)} do not depend on length)"
 
 
 def _shorter(plan: MemoryPlan, joint: str) -> str:
@@ -128,15 +175,7 @@ def _shorter(plan: MemoryPlan, joint: str) -> str:
 
 
 def _bytes_per_block(config: ModelConfig, block_size: int, kv_dtype: KVDtype) -> int:
-    return CacheLayout(
-        config.num_layers,
-        1,
-        block_size,
-        config.num_kv_heads,
-        config.head_dim,
-        kv_dtype,
-        shared_values=config.mla is not None,
-    ).bytes_per_block
+    return CacheLayout.of_model(config, 1, block_size, kv_dtype).bytes_per_block
 
 
 def weight_bytes(weights: ModelWeights, formats: Set[QuantFormat] = READABLE_FORMATS) -> int:

@@ -109,7 +109,7 @@ class Postprocessor:
         if item.sample_slots:
             children = unforked_children(sequence)
             for child in children:
-                self._batcher.fork(sequence, child)
+                self._batcher.fork(sequence, child, item.num_new)
             if children:
                 ticket.forked[item.slot] = children
 

@@ -145,8 +145,11 @@ class RequestFactory:
             raise RequestError("stop strings need a tokenizer, and this model has none: use stop_token_ids")
 
     def _check_beams(self, request: Request, params: BeamSearchParams) -> None:
-        """Check that the worst case fits: the prompt's blocks once, and every beam's own tokens."""
-        shared = len(request.prompt_token_ids) // self._config.cache.block_size
+        """Check that the worst case fits: the prompt's blocks once, and every beam's own tokens.
+
+        Preempted beams of a model with recurrent layers share only the tokens before a checkpoint, if there is one.
+        """
+        shared = 0 if self._blocks.has_states else len(request.prompt_token_ids) // self._config.cache.block_size
         longest = self._blocks.blocks_for(len(request.prompt_token_ids) + request.max_tokens)
         needed = shared + params.beam_width * (longest - shared + 1)
         available = self._blocks.num_blocks - 1

@@ -8,7 +8,7 @@ the list of its slots from the host.
 from __future__ import annotations
 
 from collections.abc import Sequence as Sequences
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -139,14 +139,17 @@ class SlotState:
             return staged
         slots = np.fromiter((item.slot for item in plan.decodes), np.int32, len(plan.decodes))
         filled = self.device.fill_tokens(staged.token_ids, slots)
-        return Batch(filled, staged.positions, staged.cache_index, staged.segments, staged.logit_rows,
-                     staged.max_position)  # fmt: skip
+        return replace(staged, token_ids=filled)
 
     def decodes_on_device(self, plan: StepPlan) -> np.ndarray | None:
         """i32[n]: the slots of a plan that runs as one decode step on the device; None if it does not."""
         if self.device is None or plan.prefills or any(item.num_new > 1 for item in plan.decodes):
             return None
         slots = np.fromiter((item.slot for item in plan.decodes), np.int32, len(plan.decodes))
+        if plan.states is not None:
+            reads = np.array([used.read for used in plan.states], np.int32)
+            writes = np.array([used.writes[0][1] if used.writes else -1 for used in plan.states], np.int32)
+            self.device.set_states(slots, reads, writes)
         behind = ~self._is_current[slots]
         if behind.any():
             late = [item for item, is_late in zip(plan.decodes, behind.tolist(), strict=True) if is_late]

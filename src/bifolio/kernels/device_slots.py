@@ -79,6 +79,10 @@ class DeviceSlots(Protocol):
         """Set the cached tokens and the newest token of slots, after the host sampled or prefilled them."""
         ...
 
+    def set_states(self, slots: np.ndarray, reads: np.ndarray, writes: np.ndarray) -> None:
+        """Set the recurrent states that the next decode step of slots reads and writes (-1: none)."""
+        ...
+
     def fill_tokens(self, token_ids: Array, slots: np.ndarray) -> Array:
         """`token_ids` i32[t] with -1 in its first len(slots) entries replaced by the newest token of `slots`."""
         ...

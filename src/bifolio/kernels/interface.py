@@ -19,7 +19,7 @@ import numpy as np
 
 from bifolio.config import KVDtype
 from bifolio.kernels.device_slots import DeviceSlots, PendingTokens, SlotSizes, TokenScores
-from bifolio.kernels.operands import Array, Experts, HeadLinear, Linear, Norm, Router, Routing, Shards
+from bifolio.kernels.operands import Array, Experts, HeadLinear, Linear, Norm, Recurrence, Router, Routing, Shards
 from bifolio.kernels.storage import CacheLayout, KVStorage
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
@@ -43,11 +43,13 @@ __all__ = [
     "PagedAttentionKernel",
     "PendingTokens",
     "Ranks",
+    "Recurrence",
     "Rotation",
     "Router",
     "Routing",
     "Shards",
     "SlotSizes",
+    "StateUse",
     "StepProgram",
     "Storage",
     "TokenScores",
@@ -104,6 +106,23 @@ class AttentionSegment:
 
 
 @dataclass(frozen=True, slots=True)
+class StateUse:
+    """The recurrent states that a batch reads and writes; sequences are in the order of the segments.
+
+    A state is read before the first token of its sequence and written after given tokens. Several sequences may read
+    the same one; a state that is written is written once, and read by no other sequence of the batch than its own.
+    State 0 is empty: all zeros, never written.
+    """
+
+    starts: Array  # i32[s + 1]  first token of each sequence in the batch
+    reads: Array  # i32[s]      the state that each sequence continues
+    writes: Array  # i32[t]      the state written after each token; -1: none
+
+    def arrays(self) -> tuple[Array, Array, Array]:
+        return self.starts, self.reads, self.writes
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """One forward pass. Arrays are the kernel set's own."""
 
@@ -113,6 +132,7 @@ class Batch:
     segments: tuple[AttentionSegment, ...]  # partition [0, t)
     logit_rows: Array | None  # i32[r]  tokens whose logits are computed; None: all
     max_position: int = 0  # largest of `positions`
+    states: StateUse | None = None  # None: the model has no recurrent layers, or there is no cache (from empty states)
 
     @property
     def num_tokens(self) -> int:
@@ -319,7 +339,9 @@ class KernelSet(PagedAttentionKernel, Protocol):
         """
         ...
 
-    def act(self, x: Array, activation: str) -> Array: ...
+    def act(self, x: Array, activation: str) -> Array:
+        """`silu`, `gelu_tanh`, `gelu`, or `relu2`, the square of max(x, 0)."""
+        ...
 
     def all_gather(self, x: Array, widths: tuple[int, ...]) -> Array:
         """The columns of all ranks side by side: [t, sum(widths)]; `x` as it is where there is one rank."""
@@ -330,7 +352,7 @@ class KernelSet(PagedAttentionKernel, Protocol):
         ...
 
     def gate(self, x: Array, logits: Array) -> Array:
-        """sigmoid(logits) * x for one logit f32[t, 1] of each row."""
+        """sigmoid(logits) * x for one logit f32[t, 1] of each row, or one of each value."""
         ...
 
     def route(self, logits: Array, router: Router) -> Routing:
@@ -342,6 +364,16 @@ class KernelSet(PagedAttentionKernel, Protocol):
 
         One operation, so that a set groups the tokens by expert in its own order, reads each expert's weights once and
         keeps the rows between the two products to itself.
+        """
+        ...
+
+    def prepare_recurrence(self, recurrence: Recurrence) -> Recurrence: ...
+
+    def recur(self, x: Array, recurrence: Recurrence, batch: Batch, storage: Storage | None) -> Array:
+        """The recurrence over the tokens of each sequence, in order: [t, out_features] from [t, in_features].
+
+        Without a storage every segment's sequences start from the empty state and write none. A sequence's results do
+        not depend on the number of tokens in a pass, nor on other sequences.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""The weights that the operations of a kernel set take: matrices, norms, routers and experts."""
+"""The weights that the operations of a kernel set take: matrices, norms, routers, experts and recurrences."""
 
 from __future__ import annotations
 
@@ -96,3 +96,58 @@ class Experts:
 
     def matrices(self) -> list[QuantizedTensor | Array]:
         return [part for linear in (*self.up, *self.down) for part in linear.parts]
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrence:
+    """The part of a recurrent layer between its input and its output projection.
+
+    The input projection's rows are in one order for every family; a family rearranges them when it loads a file.
+    H: heads; G: groups of heads that share keys (delta) or B and C (mamba); K: key size; V: value size.
+
+        conv   [b | c | x], each of `channels`           y = c * conv(b * x)
+        delta  [q | k | v | z | beta | a]                q, k: G * K each; v, z: H * V each; beta, a: H each
+        mamba  [z | x | b | c | dt]                      z, x: H * V each; b, c: G * K each; dt: H
+
+    `conv` is a causal convolution of each channel over the last `width` tokens: of b * x (conv), of q, k, v (delta), of
+    x, b, c (mamba), in this order of channels; the latter two pass through silu. Then, for each head of a token, with a
+    state S of [K, V] in f32 and q, k, b, c of the head's group:
+
+        delta  q, k <- q / |q|, k / |k| (eps 1e-6 under the root); q <- q / sqrt(K); r = exp(decay * softplus(a + bias))
+               S <- r * S;  S <- S + k (sigmoid(beta) * (v - k^T S));  y = q^T S;  out = norm(y) * silu(z), norm over V
+        mamba  dt <- clip(softplus(dt + bias), dt_limits);  S <- exp(dt * decay) * S + b (dt * x)^T
+               y = c^T S + skip * x
+               out = norm(y * silu(z)), or norm(y) * silu(z) if `norm_first`; the norm is over H * V / `norm_groups`;
+               without a norm y * silu(z)
+    """
+
+    kind: Literal["conv", "delta", "mamba"]
+    layer: int  # index among the recurrent layers: selects the states
+    width: int  # taps of the convolution
+    channels: int
+    heads: int = 0
+    groups: int = 0
+    key_size: int = 0
+    value_size: int = 0
+    conv_weight: Array = None  # f32[channels, width]  the last tap multiplies the newest token
+    conv_bias: Array | None = None  # f32[channels]
+    decay: Array | None = None  # f32[heads]  -exp(A_log)
+    bias: Array | None = None  # f32[heads]  of a (delta) or dt (mamba)
+    skip: Array | None = None  # f32[heads]
+    norm: Norm | None = None
+    norm_first: bool = True
+    norm_groups: int = 1
+    dt_limits: tuple[float, float] = (0.0, float("inf"))
+    tiled: bool = False  # delta: head h belongs to group h % groups, instead of h // (heads // groups)
+    prepared: Any = None  # the kernel set's own form, created at load
+
+    @property
+    def in_features(self) -> int:
+        """Rows of the input projection."""
+        inner, keys = self.heads * self.value_size, self.groups * self.key_size
+        sizes = {"conv": 3 * self.channels, "delta": 2 * (inner + keys + self.heads), "mamba": 2 * (inner + keys)}
+        return sizes[self.kind] + (self.heads if self.kind == "mamba" else 0)
+
+    @property
+    def out_features(self) -> int:
+        return self.channels if self.kind == "conv" else self.heads * self.value_size

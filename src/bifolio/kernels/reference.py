@@ -28,12 +28,14 @@ from bifolio.kernels.interface import (
     Linear,
     Network,
     Norm,
+    Recurrence,
     Rotation,
     Router,
     Routing,
     StepProgram,
     Storage,
 )
+from bifolio.kernels.recurrence import recur
 from bifolio.quant.formats import READABLE_FORMATS
 from bifolio.quant.tensor import QuantizedTensor
 
@@ -68,6 +70,9 @@ class ReferenceKernels(HostArrays):
 
     def prepare_embedding(self, table: QuantizedTensor | Array) -> Any:
         return table
+
+    def prepare_recurrence(self, recurrence: Recurrence) -> Recurrence:
+        return recurrence
 
     # -- the network --------------------------------------------------------------------------------------
     def embed(self, table: Any, ids: Array, scale: float) -> Array:
@@ -186,6 +191,8 @@ class ReferenceKernels(HostArrays):
         xp = namespace(x)
         if activation == "silu":
             return x * sigmoid(xp, x)
+        if activation == "relu2":
+            return xp.clip(x, 0.0, None) ** 2
         if activation == "gelu_tanh":
             return 0.5 * x * (1.0 + xp.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)))
         return 0.5 * x * (1.0 + erf(xp, x / math.sqrt(2.0)))
@@ -222,6 +229,9 @@ class ReferenceKernels(HostArrays):
                 hidden = self.act_mul(self.linear(x[tokens], up), experts.activation)
                 parts[tokens, choices] = self.linear(hidden, down)
         return (parts * routing.weights[..., None]).sum(axis=1)
+
+    def recur(self, x: Array, recurrence: Recurrence, batch: Batch, storage: Storage | None) -> Array:
+        return recur(x, recurrence, batch, storage)
 
     def logits(self, x: Array, head: Linear, softcap: float) -> Array:
         y = self.linear(x, head)

@@ -3,6 +3,7 @@
     keys[layer]    [num_blocks, num_kv_heads, block_size, head_dim]
     values[layer]  the same
 
+A recurrent layer has no blocks; its states are in `convolutions` and `recurrent`, one entry for each state id.
 Within a block one head's tokens are contiguous, the order in which attention reads them. A kernel set creates its
 storage (`KernelSet.new_storage`), since its kernels read and write it. Allocation of blocks to sequences is in
 `KVCacheBlockManager`.
@@ -17,7 +18,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from bifolio.config import KVDtype
+from bifolio.config import KVDtype, ModelConfig
 from bifolio.errors import CacheError, ConfigError, MissingDependencyError
 from bifolio.quant.formats import BF16_NAN, bf16_to_f32, f32_to_bf16
 
@@ -26,6 +27,21 @@ _BYTES = {"f32": 4, "f16": 2, "bf16": 2, "q8_0": 1}
 _NUMPY_DTYPES: dict[str, npt.DTypeLike] = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16, "q8_0": np.uint8}
 Q8_BLOCK = 32  # values that share a scale in a q8_0 cache
 Q8_POISON = 0xFF  # a row of these bytes has NaN scales
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayout:
+    """The sizes of one recurrent layer's state: f32[width - 1, channels] and f32[heads, key_size, value_size]."""
+
+    width: int  # taps of the convolution
+    channels: int
+    heads: int = 0  # 0: the convolution has all of the state
+    key_size: int = 0
+    value_size: int = 0
+
+    @property
+    def bytes_per_state(self) -> int:
+        return 4 * ((self.width - 1) * self.channels + self.heads * self.key_size * self.value_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +56,34 @@ class CacheLayout:
     dtype: KVDtype = "f32"
     poison: bool = False  # blocks start as NaN, so that reads of unwritten entries are detected
     shared_values: bool = False  # values are the keys: attention over cached latents stores one row for both
+    states: tuple[StateLayout, ...] = ()  # of the recurrent layers; `num_layers` counts the layers with attention
+    num_states: int = 0  # state 0, the empty one, included
+
+    @classmethod
+    def of_model(
+        cls,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: KVDtype = "f32",
+        poison: bool = False,
+        num_states: int = 0,
+    ) -> CacheLayout:
+        """The cache of a model: keys and values of its layers with attention, and states of its recurrent layers."""
+        own = config.recurrent
+        state = None if own is None else StateLayout(own.width, own.channels, own.heads, own.key_size, own.value_size)
+        return cls(
+            len(config.attention_layers),
+            num_blocks,
+            block_size,
+            config.num_kv_heads,
+            config.head_dim,
+            dtype,
+            poison,
+            shared_values=config.mla is not None,
+            states=() if own is None or state is None else (state,) * len(own.layers),
+            num_states=num_states,
+        )
 
     def __post_init__(self) -> None:
         if min(self.num_layers, self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim) < 1:
@@ -57,6 +101,11 @@ class CacheLayout:
     def bytes_per_block(self) -> int:
         """Bytes that one block takes in all layers, keys and values together."""
         return self.block_size * self.bytes_per_token
+
+    @property
+    def bytes_per_state(self) -> int:
+        """Bytes of one sequence's state in all recurrent layers."""
+        return sum(state.bytes_per_state for state in self.states)
 
 
 class BlockMover(Protocol):
@@ -100,13 +149,20 @@ class KVStorage:
         self.values: list[Array] = (
             self.keys if layout.shared_values else [self._allocate(shape) for _ in range(self.num_layers)]
         )
+        count = layout.num_states
+        self.convolutions: list[Array] = [  # f32[states, width - 1, channels], the oldest token first
+            self._zeros((count, state.width - 1, state.channels)) for state in layout.states
+        ]
+        self.recurrent: list[Array] = [  # f32[states, heads, key_size, value_size]; no heads: a convolution alone
+            self._zeros((count, state.heads, state.key_size, state.value_size)) for state in layout.states
+        ]
         if layout.poison:
             self.poison_blocks(range(1, self.num_blocks))
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole pool when every block is touched."""
-        return self.num_blocks * self.layout.bytes_per_block
+        """Bytes of the whole pool when every block and every state is touched."""
+        return self.num_blocks * self.layout.bytes_per_block + self.layout.num_states * self.layout.bytes_per_state
 
     # -- moving data -------------------------------------------------------------------------------------------------
 
@@ -168,6 +224,18 @@ class KVStorage:
         if self.device == "cpu":  # numpy's zeros are lazily mapped pages; torch's are written
             return torch.from_numpy(np.zeros(shape, dtype=_NUMPY_DTYPES[self.dtype])).view(dtype)
         return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def poison_state(self, state: int) -> None:
+        """Fill a state with NaN: debugging, so that reads of states without content are noticed."""
+        for array in (*self.convolutions, *self.recurrent):
+            array[state] = float("nan")
+
+    def _zeros(self, shape: tuple[int, ...]) -> Array:
+        """f32 zeros, mapped lazily on a CPU."""
+        if self.backend == "numpy" or self.device == "cpu":
+            zeros = np.zeros(shape, dtype=np.float32)
+            return zeros if self.backend == "numpy" else _import_torch().from_numpy(zeros)
+        return _import_torch().zeros(shape, device=self.device)
 
     def _encode(self, data: Array) -> Array:
         if self.backend == "torch":

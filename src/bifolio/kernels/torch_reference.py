@@ -29,6 +29,7 @@ from bifolio.kernels.interface import (
     Linear,
     Network,
     Norm,
+    Recurrence,
     Rotation,
     Router,
     Routing,
@@ -36,6 +37,7 @@ from bifolio.kernels.interface import (
     Storage,
 )
 from bifolio.kernels.torch_arrays import TorchArrays
+from bifolio.kernels.torch_recurrence import prepare_vectors, recur
 from bifolio.quant.formats import READABLE_FORMATS
 from bifolio.quant.tensor import QuantizedTensor
 
@@ -79,6 +81,9 @@ class TorchKernels(TorchArrays):
 
     def prepare_embedding(self, table: QuantizedTensor | Array) -> Any:
         return self.tensor(table)
+
+    def prepare_recurrence(self, recurrence: Recurrence) -> Recurrence:
+        return prepare_vectors(recurrence, self.vector)
 
     # -- the network --------------------------------------------------------------------------------------
     def embed(self, table: Any, ids: Array, scale: float) -> Array:
@@ -162,6 +167,8 @@ class TorchKernels(TorchArrays):
     def act(self, x: Array, activation: str) -> Array:
         if activation == "silu":
             return F.silu(x)
+        if activation == "relu2":
+            return F.relu(x).square()
         return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
     def gate(self, x: Array, logits: Array) -> Array:
@@ -194,6 +201,9 @@ class TorchKernels(TorchArrays):
             y = F.linear(hidden, down[number], None if down_bias is None else down_bias[number])
             parts = parts.index_put((tokens, choices), y.float())
         return (parts * routing.weights[..., None]).sum(dim=1).to(x.dtype)
+
+    def recur(self, x: Array, recurrence: Recurrence, batch: Batch, storage: Storage | None) -> Array:
+        return recur(x, recurrence, batch, storage)
 
     def logits(self, x: Array, head: Linear, softcap: float) -> Array:
         y = self.linear(x, head).float()

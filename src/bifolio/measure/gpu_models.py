@@ -131,7 +131,7 @@ def weight_bytes(config: ModelConfig, sequences: int = 1) -> float:
 
 def cache_bytes(config: ModelConfig, dtype: KVDtype = "bf16") -> int:
     """Bytes of keys and values of one token."""
-    return CacheLayout(config.num_layers, 1, 1, config.num_kv_heads, config.head_dim, dtype).bytes_per_token
+    return CacheLayout.of_model(config, 1, 1, dtype).bytes_per_token
 
 
 def prefill_operations(config: ModelConfig, lengths: np.ndarray) -> float:

@@ -28,6 +28,7 @@ from bifolio.kernels.interface import (
     Linear,
     Network,
     Norm,
+    Recurrence,
     Rotation,
     Router,
     Routing,
@@ -151,6 +152,9 @@ class TimedKernels:
     def prepare_embedding(self, table: QuantizedTensor | Array) -> Any:
         return self.inner.prepare_embedding(table)
 
+    def prepare_recurrence(self, recurrence: Recurrence) -> Recurrence:
+        return self.inner.prepare_recurrence(recurrence)
+
     # -- whole steps --------------------------------------------------------------------------------------------------
     def record(self, network: Network, phase: AttentionPhase) -> StepProgram | None:
         """The set's program, replaced by single operations while the clock runs."""
@@ -244,6 +248,15 @@ class TimedKernels:
             "MLP", 2.0 * rows * size, read * sum(converted_bytes(m, self.formats) for m in experts.matrices())
         )
         return self.clock.timed("MLP", self.inner.mix_experts, x, routing, experts)
+
+    def recur(self, x: Array, recurrence: Recurrence, batch: Batch, storage: Storage | None) -> Array:
+        """Count the update of each state and its two products for each token; a state is read and written once."""
+        size = recurrence.heads * recurrence.key_size * recurrence.value_size
+        state = size + (recurrence.width - 1) * recurrence.channels
+        sequences = sum(segment.num_sequences for segment in batch.segments)
+        flops = int(x.shape[0]) * (7.0 * size + 2.0 * recurrence.width * recurrence.channels)
+        self.clock.count("attention", flops, 8.0 * sequences * state)
+        return self.clock.timed("attention", self.inner.recur, x, recurrence, batch, storage)
 
     def take(self, x: Array, rows: Array) -> Array:
         return self.clock.timed("logits", self.inner.take, x, rows)

@@ -11,13 +11,14 @@ from numpy.typing import NDArray
 
 from bifolio.config import ModelConfig
 from bifolio.errors import UnsupportedModelError
-from bifolio.kernels.interface import Linear, Norm
+from bifolio.kernels.interface import Array, Linear, Norm
+from bifolio.model.recurrent_tensors import RecurrentNames
 from bifolio.model.tensor_names import LatentNames, TensorNames
-from bifolio.model.weights import LatentWeights, LayerWeights, ModelWeights, MoeWeights
+from bifolio.model.weights import LatentWeights, LayerWeights, ModelWeights, MoeWeights, RecurrentWeights
 from bifolio.quant.formats import QuantFormat
-from bifolio.quant.tensor import QuantizedTensor
+from bifolio.quant.tensor import QuantizedTensor, concatenate_rows
 
-Kind = Literal["matrix", "embedding", "head", "positions", "norm", "bias", "router"]
+Kind = Literal["matrix", "embedding", "head", "positions", "norm", "bias", "router", "state"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +45,49 @@ class TensorStack:
 
 
 @dataclass(frozen=True, slots=True)
+class JoinedRows:
+    """Matrices, or vectors, whose rows are mixed in one tensor; they are joined when they are written."""
+
+    parts: tuple[QuantizedTensor, ...]
+    rows: tuple[NDArray[np.int64], ...]  # numbers of the rows of each part in the whole
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (sum(map(len, self.rows)), *self.parts[0].shape[1:])
+
+    @property
+    def format(self) -> QuantFormat:
+        return self.parts[0].format
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    def joined(self) -> QuantizedTensor:
+        if len(self.shape) == 1:
+            values = np.empty(self.shape, np.float32)
+            for part, rows in zip(self.parts, self.rows, strict=True):
+                values[rows] = part.dequantize()
+            return QuantizedTensor.from_array(values)
+        format = self.format if len({part.format for part in self.parts}) == 1 else QuantFormat.F32
+        data = np.empty((self.shape[0], format.row_bytes(self.shape[-1])), np.uint8)
+        for part, rows in zip(self.parts, self.rows, strict=True):
+            data[rows] = part.converted(format).data
+        return QuantizedTensor(format, data, self.shape)
+
+
+@dataclass(frozen=True, slots=True)
 class NamedTensor:
     """One tensor under its name in a file."""
 
     name: str
-    tensor: QuantizedTensor | TensorStack
+    tensor: QuantizedTensor | TensorStack | JoinedRows
     kind: Kind
     row_order: NDArray[np.int64] | None = None  # i64[rows]  new order of the rows; None: unchanged
 
     def rearranged(self) -> QuantizedTensor:
         """The tensor with its rows (or the values of a vector) in the order of the file."""
-        if isinstance(self.tensor, TensorStack):
+        if isinstance(self.tensor, TensorStack | JoinedRows):
             return self.tensor.joined()
         if self.row_order is None:
             return self.tensor
@@ -82,23 +115,58 @@ def _layer(
     if interleaved != config.rope_interleaved and config.ropes and layer.qkv.parts:
         orders = _row_orders(config, to_interleaved=interleaved, num_parts=len(layer.qkv.parts))
     yield from _norm(prefix + names.attention_norm, layer.attention_norm)
+    if layer.recurrent is not None and names.recurrent is not None:
+        yield from _recurrence(prefix, names.recurrent, config, layer.recurrent)
+    if layer.has_attention:
+        yield from _attention(prefix, names, layer, orders)
+    yield from _norm(prefix + names.post_attention_norm, layer.post_attention_norm)
+    yield from _norm(prefix + names.mlp_norm, layer.mlp_norm)
+    if layer.moe is not None:
+        yield from _experts(prefix, names, layer, layer.moe)
+    elif layer.has_mlp:
+        yield from _linear(prefix, names.up, layer.up)
+        yield from _linear(prefix, (names.down,), layer.down)
+    yield from _norm(prefix + names.post_mlp_norm, layer.post_mlp_norm)
+
+
+def _attention(
+    prefix: str, names: TensorNames, layer: LayerWeights, orders: tuple[NDArray[np.int64] | None, ...]
+) -> Iterator[NamedTensor]:
     if layer.latent is None:
         yield from _linear(prefix, names.qkv, layer.qkv, orders)
     elif names.latent is not None:
         yield from _latent(prefix, names.latent, layer.latent)
+    if layer.gate is not None:
+        yield from _linear(prefix, (names.gate,), layer.gate)
     yield from _norm(prefix + names.query_norm, layer.shape.query_norm)
     yield from _norm(prefix + names.key_norm, layer.shape.key_norm)
     if layer.shape.sinks is not None:
         yield NamedTensor(prefix + names.sinks, _quantized(layer.shape.sinks), "bias")
     yield from _linear(prefix, (names.output,), layer.output)
-    yield from _norm(prefix + names.post_attention_norm, layer.post_attention_norm)
-    yield from _norm(prefix + names.mlp_norm, layer.mlp_norm)
-    if layer.moe is None:
-        yield from _linear(prefix, names.up, layer.up)
-        yield from _linear(prefix, (names.down,), layer.down)
-    else:
-        yield from _experts(prefix, names, layer, layer.moe)
-    yield from _norm(prefix + names.post_mlp_norm, layer.post_mlp_norm)
+
+
+def _recurrence(
+    prefix: str, names: RecurrentNames, config: ModelConfig, recurrent: RecurrentWeights
+) -> Iterator[NamedTensor]:
+    own, recurrence = config.recurrent, recurrent.recurrence
+    if own is None:
+        return
+
+    def vector(name: str, values: Array | None, shape: tuple[int, ...], kind: Kind = "state") -> Iterator[NamedTensor]:
+        if values is not None:
+            yield NamedTensor(prefix + name, _quantized(np.asarray(values).reshape(shape)), kind)
+
+    decay = recurrence.decay
+    stored = decay if decay is None or not names.decay_log else np.log(-np.asarray(decay))
+    yield from _linear(prefix, tuple(name for name, _ in names.input), recurrent.input)
+    yield from vector(names.conv + ".weight", recurrence.conv_weight, names.conv_shape(own))
+    yield from vector(names.conv + ".bias", recurrence.conv_bias, (own.channels,))
+    yield from vector(names.decay, stored, names.vector_shape(own))
+    yield from vector(names.bias, recurrence.bias, (own.heads,))
+    yield from vector(names.skip, recurrence.skip, names.vector_shape(own))
+    if recurrence.norm is not None:
+        yield from vector(names.norm + ".weight", recurrence.norm.weight, names.norm_shape(own))
+    yield from _linear(prefix, (names.output,), recurrent.output)
 
 
 def _row_orders(config: ModelConfig, *, to_interleaved: bool, num_parts: int) -> tuple[NDArray[np.int64] | None, ...]:
@@ -120,11 +188,28 @@ def _row_orders(config: ModelConfig, *, to_interleaved: bool, num_parts: int) ->
 def _linear(
     prefix: str, names: tuple[str, ...], linear: Linear, orders: tuple[NDArray[np.int64] | None, ...] | None = None
 ) -> Iterator[NamedTensor]:
-    orders = orders or (None,) * len(names)
+    orders, linear = orders or (None,) * len(names), _in_parts(linear, len(names))
     for name, part, bias, order in zip(names, linear.parts, linear.biases, orders, strict=True):
         yield NamedTensor(f"{prefix}{name}.weight", _quantized(part), "matrix", order)
         if bias is not None:
             yield NamedTensor(f"{prefix}{name}.bias", _quantized(bias), "bias", order)
+
+
+def _in_parts(linear: Linear, count: int) -> Linear:
+    """Gate and up as one matrix or as two, as the file stores them."""
+    if len(linear.parts) == count or {len(linear.parts), count} != {1, 2}:
+        return linear
+    parts = [_quantized(part) for part in linear.parts]
+    if count == 1:
+        same = [part.converted(parts[0].format) for part in parts]
+        biases = [bias for bias in linear.biases if bias is not None]
+        return Linear((concatenate_rows(same),), (np.concatenate(biases) if biases else None,))
+    half, bias = parts[0].shape[0] // 2, linear.biases[0]
+    halves = (slice(0, half), slice(half, None))
+    return Linear(
+        tuple(parts[0].select_rows(rows) for rows in halves),
+        tuple(None if bias is None else bias[rows] for rows in halves),
+    )
 
 
 def _latent(prefix: str, names: LatentNames, latent: LatentWeights) -> Iterator[NamedTensor]:
@@ -157,6 +242,7 @@ def _experts(prefix: str, names: TensorNames, layer: LayerWeights, moe: MoeWeigh
 
 def _expert_linears(prefix: str, names: tuple[str, ...], linears: tuple[Linear, ...]) -> Iterator[NamedTensor]:
     """A tensor for each expert, or one of all, by the names of the file."""
+    linears = tuple(_in_parts(linear, len(names)) for linear in linears)
     for number, name in enumerate(names):
         matrices = tuple(_quantized(linear.parts[number]) for linear in linears)
         if "{}" in name:

@@ -8,13 +8,19 @@ open_model(reference) -> ModelFile
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from bifolio.model.loaded import LoadedModel, TextModel
 from bifolio.model.tensor_names import TensorNames, assemble, network_tensors
-from bifolio.quant.formats import Floats
+from bifolio.quant.formats import Floats, QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
+
+Factors = NDArray[np.float32]  # of the rows of a matrix: f32[rows]
 
 
 class TensorSource(Protocol):
@@ -36,6 +42,7 @@ class ModelFile:
     text: TextModel
     names: TensorNames
     source: TensorSource
+    factors: Callable[[str], Factors | None] = lambda name: None  # of a matrix's rows, put into it at load
 
     def views(self) -> list[QuantizedTensor]:
         """Every tensor of the network once, as a view of the file."""
@@ -55,6 +62,11 @@ class ModelFile:
         )
 
     def _matrix(self, name: str, shape: tuple[int, ...]) -> QuantizedTensor:
+        factors = self.factors(name)
+        if factors is not None:
+            stored = self.source.view(name, shape)
+            scaled = QuantizedTensor.from_array(stored.dequantize() * factors[:, None])
+            return scaled.converted(QuantFormat.F32 if stored.format.is_quantized else stored.format, name)
         if self.names.is_transposed(name, shape):
             return self.source.view(name, shape[::-1]).transposed()
         return self.source.view(name, shape)

@@ -41,6 +41,8 @@ def check_size(config: ModelConfig, size: int) -> None:
         raise ConfigError("tensor_parallel_size must be 1: this model norms all heads of a token together")
     if config.mla is not None and size > 1:
         raise ConfigError("tensor_parallel_size must be 1: all heads of this model share the cached latents")
+    if config.recurrent is not None and size > 1:
+        raise ConfigError("tensor_parallel_size must be 1: the recurrent layers of this model are not shared")
     if not fits(size):
         fitting = ", ".join(str(count) for count in range(1, heads + 1) if fits(count))
         raise ConfigError(

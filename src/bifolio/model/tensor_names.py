@@ -12,6 +12,8 @@ import numpy as np
 
 from bifolio.config import ModelConfig
 from bifolio.kernels.interface import Array, Experts, HeadLinear, Linear, Norm, Router
+from bifolio.model.fetch import Fetch, FetchVector, Tensor
+from bifolio.model.recurrent_tensors import RecurrentNames, assemble_recurrence
 from bifolio.model.weights import (
     LatentWeights,
     LayerWeights,
@@ -22,10 +24,7 @@ from bifolio.model.weights import (
 )
 from bifolio.quant.tensor import QuantizedTensor
 
-Tensor = QuantizedTensor | Array
-Fetch = Callable[[str, tuple[int, ...]], Tensor]  # (full name, expected shape [out, in]) -> tensor, or a named error
 NO_LINEAR = Linear((), ())
-FetchVector = Callable[[str, tuple[int, ...]], Array]  # the same as f32 array, for norms and biases
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +92,8 @@ class TensorNames:
     shared_gate: str = ""
     sinks: str = ""  # with its suffix
     latent: LatentNames | None = None
+    recurrent: RecurrentNames | None = None
+    gate: str = ""  # of the output of attention
 
     def is_transposed(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether the file stores the tensor transposed."""
@@ -174,7 +175,7 @@ def network_tensors(config: ModelConfig, names: TensorNames) -> dict[str, tuple[
 
     def note(name: str, shape: tuple[int, ...]) -> Array:
         shapes[name] = shape[::-1] if names.is_transposed(name, shape) else shape
-        return np.zeros((shape[0] if len(shape) == 2 else 1, 1), np.float32)
+        return np.broadcast_to(np.float32(0), shape)
 
     assemble(config, names, note, note)
     return shapes
@@ -182,7 +183,7 @@ def network_tensors(config: ModelConfig, names: TensorNames) -> dict[str, tuple[
 
 def _layer(config: ModelConfig, names: TensorNames, index: int, fetch: Fetch, vector: FetchVector) -> LayerWeights:
     prefix = names.layer.format(index)
-    d, ffn = config.hidden_size, config.intermediate_size
+    d, own = config.hidden_size, names.recurrent
 
     def linear(parts: tuple[str, ...], sizes: tuple[int, ...], inputs: int, bias: bool) -> Linear:
         sizes = sizes if len(parts) > 1 else (sum(sizes),)
@@ -194,47 +195,58 @@ def _layer(config: ModelConfig, names: TensorNames, index: int, fetch: Fetch, ve
             ),
         )
 
-    def mlp() -> tuple[Linear, Linear]:
-        if config.moe is None or not config.has_experts(index):
-            up = linear(names.up, (ffn, ffn) if config.gated_mlp else (ffn,), d, config.mlp_bias)
-            return up, linear((names.down,), (d,), ffn, config.mlp_bias)
-        width = config.moe.shared_size
-        if not width:
-            return NO_LINEAR, NO_LINEAR
-        return linear(names.shared_up, (width, width), d, False), linear((names.shared_down,), (d,), width, False)
+    def post_norm(name: str, wanted: bool) -> Norm | None:
+        return _norm(config, prefix + name, d, vector) if config.post_norms and wanted else None
 
-    def post_norm(name: str) -> Norm | None:
-        return _norm(config, prefix + name, d, vector) if config.post_norms else None
-
-    def pre_norm(name: str) -> Norm | None:
-        return _on_residual(config, _norm(config, prefix + name, d, vector)) if config.pre_norms else None
+    def pre_norm(name: str, wanted: bool) -> Norm | None:
+        if not config.pre_norms or not wanted:
+            return None
+        return _on_residual(config, _norm(config, prefix + name, d, vector))
 
     def head_norm(name: str, size: int) -> Norm | None:
         size = size if config.qk_norm_all_heads else config.head_dim
-        return _norm(config, prefix + name, size, vector, rms=True) if config.qk_norm else None
+        return _norm(config, prefix + name, size, vector, rms=True) if config.qk_norm and attends else None
 
-    attention_norm = pre_norm(names.attention_norm)
-    up, down = mlp()
-    latent = _latent(config, names, prefix, fetch, vector)
+    attends = index in config.attention_layers
+    recurrent = None if own is None else assemble_recurrence(config, own, index, prefix, fetch, vector)
+    mixes, has_mlp = attends or recurrent is not None, config.has_mlp(index)
+    attention_norm = pre_norm(names.attention_norm, mixes)
+    up, down = _mlp(config, names, index, linear)
+    latent = _latent(config, names, prefix, fetch, vector) if attends else None
     value_size = config.query_size if config.mla is None else config.num_heads * config.mla.value_size
-    sinks = vector(prefix + names.sinks, (config.num_heads,)) if config.sinks else None
+    sinks = vector(prefix + names.sinks, (config.num_heads,)) if config.sinks and attends else None
     query_norm = head_norm(names.query_norm, config.query_size)
+    gated = attends and config.attention_gate
     return LayerWeights(
         shape=attention_shape(config, index, query_norm, head_norm(names.key_norm, config.kv_size), sinks),
         attention_norm=attention_norm,
         qkv=NO_LINEAR
-        if latent is not None
+        if latent is not None or not attends
         else linear(names.qkv, (config.query_size, config.kv_size, config.kv_size), d, config.qkv_bias),
-        output=linear((names.output,), (d,), value_size, config.output_bias),
-        post_attention_norm=post_norm(names.post_attention_norm),
-        mlp_norm=None if config.parallel_block else pre_norm(names.mlp_norm),
+        output=linear((names.output,), (d,), value_size, config.output_bias) if attends else NO_LINEAR,
+        post_attention_norm=post_norm(names.post_attention_norm, mixes),
+        mlp_norm=None if config.parallel_block else pre_norm(names.mlp_norm, has_mlp),
         up=up,
         down=down,
-        post_mlp_norm=post_norm(names.post_mlp_norm),
+        post_mlp_norm=post_norm(names.post_mlp_norm, has_mlp),
         rope=config.rope_index(index) if config.ropes else None,
         moe=_moe(config, names, prefix, fetch, vector) if config.has_experts(index) else None,
         latent=latent,
+        recurrent=recurrent,
+        gate=linear((names.gate,), (config.query_size,), d, config.qkv_bias) if gated else None,
     )
+
+
+def _mlp(config: ModelConfig, names: TensorNames, layer: int, linear: Callable[..., Linear]) -> tuple[Linear, Linear]:
+    """The projections of a layer's MLP, or of the shared MLP beside its experts."""
+    d, ffn = config.hidden_size, config.intermediate_size
+    if config.has_mlp(layer) and not config.has_experts(layer):
+        up = linear(names.up, (ffn, ffn) if config.gated_mlp else (ffn,), d, config.mlp_bias)
+        return up, linear((names.down,), (d,), ffn, config.mlp_bias)
+    width = 0 if config.moe is None or not config.has_mlp(layer) else config.moe.shared_size
+    if not width:
+        return NO_LINEAR, NO_LINEAR
+    return linear(names.shared_up, (width, width), d, False), linear((names.shared_down,), (d,), width, False)
 
 
 def _latent(
@@ -307,7 +319,7 @@ def _expert_matrices(name: str, count: int, shape: tuple[int, int], fetch: Fetch
         return [fetch(name.format(e) + ".weight", shape) for e in range(count)]
     stack = fetch(name + ".weight", (count, *shape))
     if not isinstance(stack, QuantizedTensor):
-        return [stack] * count if stack.ndim < 3 else list(stack)
+        return list(stack)
     return [stack.select_rows(slice(e * shape[0], (e + 1) * shape[0])) for e in range(count)]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bifolio.kernels.interface import Array, Batch, KernelSet, Linear, Rotation, Shards, Storage
-from bifolio.model.weights import LatentWeights, LayerWeights, ModelWeights, MoeWeights
+from bifolio.model.weights import LatentWeights, LayerWeights, ModelWeights, MoeWeights, RecurrentWeights
 
 
 def hidden_states(weights: ModelWeights, batch: Batch, kernels: KernelSet, storage: Storage | None) -> Array:
@@ -25,16 +25,43 @@ def hidden_states(weights: ModelWeights, batch: Batch, kernels: KernelSet, stora
     )
     for layer in weights.layers:
         normed = x if layer.attention_norm is None else kernels.norm(x, layer.attention_norm)
-        attended = PagedAttentionLayer(layer)(normed, batch, kernels, storage, rotations)
-        if layer.post_attention_norm is not None:
-            attended = kernels.norm(attended, layer.post_attention_norm)
-        if layer.mlp_norm is not None:
-            x, normed = kernels.add_norm(x, attended, layer.mlp_norm)
-        else:
-            x = kernels.add(x, attended)
+        mixed = token_mixing(layer, normed, batch, kernels, storage, rotations)
+        if mixed is not None and layer.mlp_norm is not None:
+            x, normed = kernels.add_norm(x, mixed, layer.mlp_norm)
+        elif mixed is not None:
+            x = kernels.add(x, mixed)
             normed = normed if config.parallel_block else x
-        x = kernels.add(x, feed_forward(layer, normed, config.activation, config.gated_mlp, kernels))
+        elif layer.mlp_norm is not None:
+            normed = kernels.norm(x, layer.mlp_norm)
+        if layer.has_mlp:
+            x = kernels.add(x, feed_forward(layer, normed, config.activation, config.gated_mlp, kernels))
     return x
+
+
+def token_mixing(
+    layer: LayerWeights,
+    x: Array,
+    batch: Batch,
+    kernels: KernelSet,
+    storage: Storage | None,
+    rotations: tuple[Rotation, ...],
+) -> Array | None:
+    """The part of a layer that reads other tokens: attention, a recurrence, or the sum of both; None: neither."""
+    mixed = PagedAttentionLayer(layer)(x, batch, kernels, storage, rotations) if layer.has_attention else None
+    if layer.recurrent is not None:
+        scanned = recurrence(layer.recurrent, x, batch, kernels, storage)
+        mixed = scanned if mixed is None else kernels.add(mixed, scanned)
+    if mixed is None or layer.post_attention_norm is None:
+        return mixed
+    return kernels.norm(mixed, layer.post_attention_norm)
+
+
+def recurrence(
+    recurrent: RecurrentWeights, x: Array, batch: Batch, kernels: KernelSet, storage: Storage | None
+) -> Array:
+    """A recurrence over the tokens of each sequence, from its stored state on."""
+    inputs = kernels.linear(x, recurrent.input)
+    return kernels.linear(kernels.recur(inputs, recurrent.recurrence, batch, storage), recurrent.output)
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # torch.compile hashes it before its fields are set
@@ -54,6 +81,8 @@ class PagedAttentionLayer:
         mixed = kernels.attend(heads, layer.shape, batch.segments, storage)
         if latent is not None:
             mixed = kernels.head_linear(mixed, latent.value_up, latent.rope_size)
+        if layer.gate is not None:
+            mixed = kernels.gate(mixed, kernels.linear(x, layer.gate))
         return joined(mixed, layer.output, kernels)
 
 

@@ -21,6 +21,7 @@ from bifolio.kernels.interface import (
     KernelSet,
     Linear,
     Norm,
+    Recurrence,
     Router,
     Shards,
 )
@@ -29,7 +30,16 @@ from bifolio.quant.tensor import QuantizedTensor
 
 OnLoad: TypeAlias = Callable[[int, int], None]  # (layers prepared, layers in all)
 
-__all__ = ["LayerWeights", "Linear", "ModelWeights", "MoeWeights", "Norm", "inverse_frequencies", "prepare"]
+__all__ = [
+    "LayerWeights",
+    "Linear",
+    "ModelWeights",
+    "MoeWeights",
+    "Norm",
+    "RecurrentWeights",
+    "inverse_frequencies",
+    "prepare",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,21 +73,40 @@ class LatentWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class RecurrentWeights:
+    """A recurrence between its two projections."""
+
+    input: Linear  # [recurrence.in_features, d]
+    recurrence: Recurrence
+    output: Linear  # [d, recurrence.out_features]
+
+
+@dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One transformer layer."""
+    """One transformer layer: attention, a recurrence, both or neither, and an MLP, experts or neither."""
 
     shape: AttentionShape  # including the norms of query and key heads
-    attention_norm: Norm | None
+    attention_norm: Norm | None  # of the input of attention and of the recurrence
     qkv: Linear
-    output: Linear
+    output: Linear  # no parts: the layer has no attention
     post_attention_norm: Norm | None
     mlp_norm: Norm | None  # None: no norm, or that of attention if the block is parallel
-    up: Linear  # gate and up, if the MLP is gated; beside experts those of the shared MLP, or no parts
+    up: Linear  # gate and up, if the MLP is gated; no parts: no MLP; beside experts those of the shared MLP
     down: Linear
     post_mlp_norm: Norm | None
     rope: int | None  # index into ModelWeights.inverse_frequencies; None: no rotation
     moe: MoeWeights | None = None
     latent: LatentWeights | None = None  # in place of `qkv`, which has no parts
+    recurrent: RecurrentWeights | None = None
+    gate: Linear | None = None  # [heads * head_dim, d]  its sigmoid multiplies the output of attention
+
+    @property
+    def has_attention(self) -> bool:
+        return bool(self.output.parts)
+
+    @property
+    def has_mlp(self) -> bool:
+        return bool(self.up.parts) or self.moe is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +131,10 @@ class ModelWeights:
             found += [*layer.qkv.parts, *layer.output.parts, *layer.up.parts, *layer.down.parts]
             if layer.latent is not None:
                 found += layer.latent.matrices()
+            if layer.gate is not None:
+                found += layer.gate.parts
+            if layer.recurrent is not None:
+                found += [*layer.recurrent.input.parts, *layer.recurrent.output.parts]
             if layer.moe is not None:
                 found += [*layer.moe.router.parts, *layer.moe.experts.matrices()]
         return list({id(matrix): matrix for matrix in [*found, *self.head.parts]}.values())
@@ -119,7 +152,7 @@ def attention_shape(
     sinks: Array | None = None,
 ) -> AttentionShape:
     return AttentionShape(
-        layer=layer,
+        layer=config.attention_layers.index(layer) if layer in config.attention_layers else 0,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
@@ -162,7 +195,7 @@ def prepare(weights: ModelWeights, kernels: KernelSet, on_load: OnLoad = lambda 
             ),
             attention_norm=norm(layer.attention_norm),
             qkv=linear(layer.qkv),
-            output=kernels.prepare_linear(layer.output),
+            output=linear(layer.output),
             post_attention_norm=norm(layer.post_attention_norm),
             mlp_norm=norm(layer.mlp_norm),
             up=linear(layer.up),
@@ -170,6 +203,8 @@ def prepare(weights: ModelWeights, kernels: KernelSet, on_load: OnLoad = lambda 
             post_mlp_norm=norm(layer.post_mlp_norm),
             moe=None if layer.moe is None else _prepared_experts(layer.moe, kernels),
             latent=None if layer.latent is None else _prepared_latent(layer.latent, kernels),
+            recurrent=None if layer.recurrent is None else _prepared_recurrence(layer.recurrent, kernels),
+            gate=None if layer.gate is None else linear(layer.gate),
         )
 
     layers = tuple(prepared(number, layer) for number, layer in enumerate(weights.layers))
@@ -208,6 +243,14 @@ def _prepared_latent(latent: LatentWeights, kernels: KernelSet) -> LatentWeights
         latent_norm=kernels.prepare_norm(latent.latent_norm),
         key_up=kernels.prepare_head_linear(latent.key_up),
         value_up=kernels.prepare_head_linear(latent.value_up),
+    )
+
+
+def _prepared_recurrence(recurrent: RecurrentWeights, kernels: KernelSet) -> RecurrentWeights:
+    return RecurrentWeights(
+        input=kernels.prepare_linear(recurrent.input),
+        recurrence=kernels.prepare_recurrence(recurrent.recurrence),
+        output=kernels.prepare_linear(recurrent.output),
     )
 
 

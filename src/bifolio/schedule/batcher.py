@@ -229,7 +229,7 @@ class ContinuousBatcher:
         request = sequence.request
         branched = self._blocks.has_table(sequence.id)  # forked from a kept conversation before it was admitted
         if branched:
-            cached = self._blocks.num_tokens_of(sequence.id)
+            cached = self._blocks.resume(sequence.id)
         else:
             wants_logits = request.params.prompt_logprobs is not None and not sequence.output_token_ids
             cached = self._blocks.open_table(
@@ -238,7 +238,9 @@ class ContinuousBatcher:
         needed = reading.blocks_with(sequence, cached)
         while self._slot_of and needed + len(self._slot_of) // 4 > self._blocks.num_free_blocks:
             if not self._drop_oldest(but=sequence):
-                if not branched:
+                if branched:
+                    self._blocks.rest(sequence.id)
+                else:
                     self._blocks.release(sequence.id)
                 return False
         sequence.rewind(cached)
@@ -296,10 +298,10 @@ class ContinuousBatcher:
         live = members if sequence.group is None else sequence.group.live()  # the first of these computes the prompt
         self._push(next(member for member in live if not member.is_dormant))
 
-    def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Share the parent's blocks and progress with the child, which already has a slot."""
+    def fork(self, parent: Sequence, child: Sequence, num_in_flight: int | None = None) -> None:
+        """Share the parent's blocks and progress with the child, which already has a slot (`Sequence.fork_from`)."""
         self._blocks.fork(parent.id, child.id)
-        child.fork_from(parent)
+        child.fork_from(parent, num_in_flight)
         parent_slot = self._slot_of[parent.id]
         self.slots[parent_slot].sample_slots = (parent_slot,)
         child_slot = self._slot_of[child.id]
@@ -360,7 +362,11 @@ class ContinuousBatcher:
             self._free.sort(reverse=True)
             if self._listener is not None:
                 self._listener.slot_freed(index, sequence)
-        if not keep_blocks and self._blocks.has_table(sequence.id):
+        if not self._blocks.has_table(sequence.id):
+            return
+        if keep_blocks:
+            self._blocks.rest(sequence.id)
+        else:
             self._blocks.release(sequence.id)
 
 

@@ -103,7 +103,7 @@ class PhaseManager:
             victims = {id(member) for victim in preempted for member in team(victim)}
             decodes = [item for item in decodes if id(item.sequence) not in victims]
             prefills = [item for item in prefills if id(item.sequence) not in victims]
-        return StepPlan(tuple(decodes), tuple(prefills), tuple(preempted), is_short)
+        return StepPlan(tuple(decodes), tuple(prefills), tuple(preempted), is_short=is_short)
 
     def _reserve_decodes(
         self, active: list[BatchSlot], running: list[BatchSlot], preempted: list[Sequence], may_preempt: bool
@@ -191,7 +191,7 @@ class PhaseManager:
         if relative is not None and shared:  # also without a prefix cache: admission counted the shared blocks once
             blocks.fork(relative.id, sequence.id)
             blocks.truncate(sequence.id, shared)
-            sequence.rewind(shared)
+            sequence.rewind(blocks.num_tokens_of(sequence.id))  # fewer, where a recurrent state is missing
         else:
             sequence.rewind(blocks.open_table(sequence.id, sequence.token_ids, salt=sequence.request.salt))
         return True

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from bifolio.cache.table_states import StatePass, StateRequest
 from bifolio.errors import PhaseError
 from bifolio.sequence import RequestPhase, Sequence
 
@@ -63,6 +65,7 @@ class StepPlan:
     decodes: tuple[ScheduledSequence, ...] = ()
     prefills: tuple[ScheduledSequence, ...] = ()
     preempted: tuple[Sequence, ...] = ()
+    states: tuple[StatePass, ...] | None = None  # of `scheduled`, if the model has recurrent layers
     is_short: bool = False  # too few free blocks, and preemption has to wait for the step in flight
 
     @property
@@ -72,6 +75,14 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return sum(item.num_new for item in self.scheduled)
+
+    def state_requests(self) -> Iterator[StateRequest]:
+        """The passes of `scheduled`, for the choice of their recurrent states."""
+        for item in self.decodes:
+            yield StateRequest(item.sequence.id, item.start, item.num_new, len(item.drafts))
+        for item in self.prefills:
+            known = item.sequence.num_tokens
+            yield StateRequest(item.sequence.id, item.start, item.num_new, len(item.drafts), known)
 
     @property
     def scheduled(self) -> tuple[ScheduledSequence, ...]:

@@ -30,6 +30,8 @@ _ENGINE_COUNTERS = {
     "prefix_cache_hits": ("num_cached_tokens", "Prompt tokens found in the prefix cache."),
     "prefill_tokens": ("num_prefill_tokens", "Tokens computed in the prefill phase."),
     "decode_tokens": ("num_decode_tokens", "Tokens computed in the decode phase."),
+    "recurrent_checkpoint_hits": ("num_checkpoint_hits", "Requests that began at a checkpoint."),
+    "recurrent_checkpoint_evictions": ("num_evicted_states", "States that were evicted."),
     "engine_steps": ("num_steps", "Steps of the engine."),
     "spec_decode_num_draft_tokens": ("num_draft_tokens", "Tokens guessed by speculation."),
     "spec_decode_num_accepted_tokens": ("num_accepted_tokens", "Guessed tokens that were right."),
@@ -59,6 +61,9 @@ class _EngineCollector(Collector):
             ("kv_cache_shared_blocks", "Blocks that several sequences hold.", stats.get("total_shared_blocks", 0.0)),
             ("kv_cache_block_references", "Blocks without sharing.", stats.get("total_references", 0.0)),
             ("kv_cache_average_references", "Sequences per block.", stats.get("average_reference_count", 0.0)),
+            ("recurrent_states", "Recurrent states of a hybrid model.", stats.get("num_states", 0.0)),
+            ("recurrent_states_held", "States of running sequences.", stats.get("num_held_states", 0.0)),
+            ("recurrent_checkpoints", "States that prefixes can begin at.", stats.get("num_checkpoints", 0.0)),
             ("engine_up", "Whether the engine process is ready.", float(engine.health().is_ready)),
         ):
             yield GaugeMetricFamily(PREFIX + name, text, value)

@@ -156,8 +156,8 @@ class EngineService:
         """From any thread: the counters are plain numbers, and a torn read does no harm."""
         started = self.thread.step_started
         now = asdict(self.llm.engine.stats())
-        sharing = now.pop("sharing")
-        stats = {name: float(value) for name, value in (now | sharing).items()}
+        sharing, states = now.pop("sharing"), now.pop("states")
+        stats = {name: float(value) for name, value in (now | sharing | states).items()}
         stats["num_waiting"] += len(self._compiling) + (0 if self.transfer is None else self.transfer.num_waiting)
         speculator = self.llm.engine.speculator
         if speculator is not None:

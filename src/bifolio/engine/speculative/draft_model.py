@@ -89,6 +89,8 @@ class DraftModelDrafter:
 
 def check_pair(target: TextModel, draft: TextModel) -> None:
     """Check that both models have the same vocabulary size."""
+    if draft.config.recurrent is not None:
+        raise ConfigError("a draft model with recurrent layers is not supported: choose another, or method 'ngram'")
     if target.config.vocab_size != draft.config.vocab_size:
         raise ConfigError(
             f"the draft model has {draft.config.vocab_size} tokens and the model {target.config.vocab_size}: a draft "

@@ -26,6 +26,10 @@ def fingerprint(engine: InferenceEngine) -> bytes:
     """Equal for engines whose blocks are interchangeable: model, kernels, and the layout of a block."""
     if engine.runner.peers is not None:
         raise ConfigError("an engine with tensor_parallel_size above 1 holds a part of each block: run it on one rank")
+    if engine.blocks.has_states:
+        raise ConfigError(
+            "blocks of a model with recurrent layers cannot be transferred: run prefill and decode in one"
+        )
     kernels, storage = engine.runner.kernels, engine.runner.storage
     layout = storage.layout
     parts = [

@@ -27,6 +27,7 @@ from bifolio.kernels.interface import (
     Linear,
     Network,
     Norm,
+    Recurrence,
     Rotation,
     Router,
     Routing,
@@ -37,6 +38,7 @@ from bifolio.kernels.native.formats import NATIVE_FORMATS, format_code
 from bifolio.kernels.native.library import library
 from bifolio.kernels.native.program import ACTIVATION_CODES, PHASE_CODES, NativeProgram, native_segment
 from bifolio.kernels.native.ranks import SharedMemoryRanks
+from bifolio.kernels.native.recurrence import native_recurrence, native_states, state_arrays
 from bifolio.quant.convert import DENSE_FORMATS, convert
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.mapped import mapping_of
@@ -71,6 +73,7 @@ class NativeKernels(HostArrays):
         self.share_prefixes = share_prefixes
         self.pool = None if threads is None else self.native.Pool(threads)  # None: the pool of the process
         self._caches: WeakKeyDictionary[Storage, Any] = WeakKeyDictionary()
+        self._states: WeakKeyDictionary[Storage, Any] = WeakKeyDictionary()
 
     # -- weights ----------------------------------------------------------------------------------------
     def prepare_linear(self, linear: Linear) -> Linear:
@@ -99,6 +102,9 @@ class NativeKernels(HostArrays):
 
     def prepare_norm(self, norm: Norm) -> Norm:
         return replace(norm, weight=_floats(norm.weight), bias=None if norm.bias is None else _floats(norm.bias))
+
+    def prepare_recurrence(self, recurrence: Recurrence) -> Recurrence:
+        return replace(recurrence, prepared=native_recurrence(self.native, recurrence))
 
     def prepare_embedding(self, table: QuantizedTensor | Array) -> Any:
         """Read rows directly from the mapped file: only pages of tokens that occur become resident."""
@@ -227,6 +233,13 @@ class NativeKernels(HostArrays):
         self.native.mix_experts(_floats(x), both, self.packed_experts(experts), out, self.pool)
         return out
 
+    def recur(self, x: Array, recurrence: Recurrence, batch: Batch, storage: Storage | None) -> Array:
+        out = np.empty((len(x), recurrence.out_features), np.float32)
+        states = None if storage is None else self.states(storage)
+        native, arrays = self.native_recurrence(recurrence), state_arrays(batch)
+        self.native.recur(_floats(x), native, recurrence.layer, states, *arrays, out, self.pool)
+        return out
+
     def logits(self, x: Array, head: Linear, softcap: float) -> Array:
         out = self.linear(x, head)
         if softcap:
@@ -254,6 +267,9 @@ class NativeKernels(HostArrays):
 
     def packed_experts(self, experts: Experts) -> Any:
         return experts.prepared if experts.prepared is not None else self.prepare_experts(experts).prepared
+
+    def native_recurrence(self, recurrence: Recurrence) -> Any:
+        return recurrence.prepared or native_recurrence(self.native, recurrence)
 
     def native_router(self, router: Router, num_experts: int) -> Any:
         return self.native.Router(
@@ -296,6 +312,12 @@ class NativeKernels(HostArrays):
             native = self.native.Cache(storage.keys, storage.values, KV_CODES[storage.dtype], storage.head_dim)
             self._caches[storage] = native
         return native
+
+    def states(self, storage: Storage) -> Any:
+        """The native view of the storage's recurrent states; None: it has none."""
+        if storage not in self._states:
+            self._states[storage] = native_states(self.native, storage)
+        return self._states[storage]
 
     def _temporary_cache(
         self, heads: Heads, shape: AttentionShape, segments: tuple[AttentionSegment, ...]

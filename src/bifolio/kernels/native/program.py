@@ -17,6 +17,7 @@ from bifolio.kernels.interface import (
     Linear,
     Network,
     Norm,
+    Recurrence,
     Rotation,
     Router,
     Routing,
@@ -33,7 +34,7 @@ class Register(NamedTuple):
     number: int
 
 
-ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "swiglu_clamped": 3}
+ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu2": 3, "swiglu_clamped": 4}
 PHASE_CODES = {AttentionPhase.PREFILL: 0, AttentionPhase.DECODE: 1}  # selects the plan of attention
 TOKEN_IDS, POSITIONS, LOGIT_ROWS = object(), object(), object()  # placeholders of the batch's arrays
 
@@ -49,7 +50,11 @@ class NativeProgram:
 
     def __init__(self, kernels: NativeKernels, network: Network) -> None:
         self._kernels = kernels
-        self._bound: tuple[Storage | None, Any] = (None, None)  # the storage of the last run, and its native form
+        self._bound: tuple[Storage | None, Any, Any] = (
+            None,
+            None,
+            None,
+        )  # the storage of the last run; its native forms
         recorder = ProgramRecorder(kernels)
         batch = Batch(TOKEN_IDS, POSITIONS, None, (), LOGIT_ROWS)
         network.forward(recorder, batch, None)  # type: ignore[arg-type]  # values are handles, not arrays
@@ -59,9 +64,10 @@ class NativeProgram:
     def run(self, batch: Batch, storage: Storage) -> np.ndarray:
         """Logits f32[r, vocab] of one forward pass."""
         if self._bound[0] is not storage:
-            self._bound = storage, self._kernels.cache(storage)
+            self._bound = storage, self._kernels.cache(storage), self._kernels.states(storage)
         rows = len(batch.token_ids) if batch.logit_rows is None else len(batch.logit_rows)
         logits = np.empty((rows, self._program.vocab_size), np.float32)
+        use = batch.states
         self._program.run(
             self._bound[1],
             batch.token_ids,
@@ -71,7 +77,10 @@ class NativeProgram:
             [native_segment(segment) for segment in batch.segments],
             self._kernels.share_prefixes,
             logits,
-            pool=self._kernels.pool,
+            False,
+            self._kernels.pool,
+            self._bound[2],
+            *(() if use is None else (use.starts, use.reads, use.writes)),
         )
         return self._kernels.all_gather(logits, self._logit_widths) if self._logit_widths else logits
 
@@ -153,6 +162,9 @@ class ProgramRecorder:
         return Register(
             self.program.mix_experts(x.number, routing.experts.number, self.kernels.packed_experts(experts))
         )
+
+    def recur(self, x: Register, recurrence: Recurrence, batch: Batch, storage: Storage | None) -> Register:
+        return Register(self.program.recur(x.number, recurrence.layer, self.kernels.native_recurrence(recurrence)))
 
     def take(self, x: Register, rows: object) -> Register:
         return Register(self.program.take(x.number))

@@ -24,13 +24,15 @@ from bifolio.kernels.interface import (
     Batch,
     KernelSet,
     Network,
+    StateUse,
     Storage,
     TokenScores,
 )
 from bifolio.kernels.shared_prefix import SharedWork
-from bifolio.kernels.triton.device_state import DeviceState, begin_step, recorded_event
+from bifolio.kernels.triton.device_state import DeviceState, begin_states, begin_step, recorded_event
 from bifolio.kernels.triton.edits import SlotEdits
 from bifolio.kernels.triton.logprobs import read_scores
+from bifolio.kernels.triton.recurrence import StagedStates
 from bifolio.kernels.triton.sampling import Mode, Results, choose_tokens
 from bifolio.kernels.triton.shared_attention import SharedRows, new_shared_rows
 
@@ -57,6 +59,8 @@ class GraphKernels(KernelSet, Protocol):
         shared: SharedRows | None = None,
     ) -> None: ...
 
+    def stage_states(self, states: StagedStates) -> None: ...
+
 
 @dataclass(slots=True)
 class DecodeStep:
@@ -72,6 +76,7 @@ class DecodeStep:
     results: Results  # on the host; the device writes there itself, TURNS launches take turns
     pieces: dict[int, Any] = field(default_factory=dict)
     graph: Any = None
+    states: StagedStates | None = None  # of a model with recurrent layers; the device sets reads and writes
     shared: SharedRows | None = None  # shared prefixes, read once for all rows; None: no sharing
     logits: Any = None  # f32[r, vocab] of a step without sampling
     sent: bytes = b""  # present contents of `rows` and `shared`
@@ -208,6 +213,10 @@ class DecodeGraphs:
         if key not in self._steps:
             step = DecodeStep.new(size, self.state.device, mode)
             step.shared = self._shared_rows(size) if shares else None
+            if self._storage.layout.num_states:
+                starts = torch.arange(size + 1, dtype=torch.int32, device=self.state.device)
+                use = StateUse(starts, torch.zeros_like(step.rows), torch.full_like(step.rows, -1))
+                step.states = StagedStates.of(use, self.state.device)
             if self.state.on_gpu:
                 step.graph = self._recorder.record(lambda: self._run(step, mode))
                 step.turn.fill_(TURNS - 1)  # recording used one buffer
@@ -226,6 +235,9 @@ class DecodeGraphs:
             step.rows, state.tables, state.lengths, state.tokens, step.token_ids, step.positions, step.index,
             step.contexts, step.table_rows, step.turn, self._storage.block_size, TURNS,
         )  # fmt: skip
+        if step.states is not None:
+            begin_states(step.rows, state, step.states.reads, step.states.writes)
+            self._kernels.stage_states(step.states)
         segment = replace(
             self._network.decode_segment(size),
             block_tables=state.tables,
@@ -233,7 +245,8 @@ class DecodeGraphs:
             max_context_len=state.max_blocks * self._storage.block_size,
         )
         self._kernels.stage_decode(segment, step.table_rows, step.pieces, self._shapes, step.shared)
-        batch = Batch(step.token_ids, step.positions, step.index, (segment,), None)
+        use = None if step.states is None else step.states.use
+        batch = Batch(step.token_ids, step.positions, step.index, (segment,), None, states=use)
         logits = self._network.forward(self._kernels, batch, self._storage)
         if mode is None:
             step.logits = logits

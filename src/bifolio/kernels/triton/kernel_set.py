@@ -23,6 +23,7 @@ from bifolio.kernels.interface import (
     Linear,
     Network,
     Norm,
+    Recurrence,
     Rotation,
     Router,
     Routing,
@@ -30,6 +31,7 @@ from bifolio.kernels.interface import (
     StepProgram,
     Storage,
 )
+from bifolio.kernels.recurrence import states_of
 from bifolio.kernels.storage import CacheLayout, KVStorage
 from bifolio.kernels.torch_arrays import TorchArrays
 from bifolio.kernels.torch_reference import TorchKernels, scale_by_position
@@ -50,6 +52,7 @@ from bifolio.kernels.triton.prefill import (
 )
 from bifolio.kernels.triton.products import Products
 from bifolio.kernels.triton.quantised import QuantisedWeight
+from bifolio.kernels.triton.recurrence import StagedStates, recur
 from bifolio.kernels.triton.shared_attention import SharedRows, shared_attention
 from bifolio.kernels.triton.slots import TritonSlots
 from bifolio.kernels.triton.split_kv import FIXED_PIECE, Parts, Pieces, cut, new_parts, new_pieces
@@ -98,6 +101,7 @@ class TritonKernels(TorchArrays):
         self._staged: list[StagedSegment] = []  # of the running pass
         self._rotations: dict[tuple[int, float], torch.Tensor] = {}  # f32[positions, 2, half] by frequencies and scale
         self._tabulated: list[torch.Tensor] = []
+        self._states: StagedStates | None = None  # of the running pass
         self._parts: dict[tuple[int, int], Parts] = {}  # room for parts of contexts, by heads and their width
 
     # -- arrays and whole steps ---------------------------------------------------------------------------------------
@@ -141,6 +145,9 @@ class TritonKernels(TorchArrays):
         prepared = self._torch.prepare_norm(norm)
         narrow = prepared.weight.to(self.dtype)
         return replace(prepared, weight=narrow) if torch.equal(narrow.float(), prepared.weight) else prepared
+
+    def prepare_recurrence(self, recurrence: Recurrence) -> Recurrence:
+        return self._torch.prepare_recurrence(recurrence)
 
     # -- the network ------------------------------------------------------------------------------------------------
     def _tabulate(self, inverse_frequencies: torch.Tensor, scale: float, max_position: int) -> None:
@@ -221,6 +228,11 @@ class TritonKernels(TorchArrays):
             )
 
         return Mixture(compute, len(values))
+
+    def recur(self, x: Array, recurrence: Recurrence, batch: Batch, storage: Storage | None) -> Array:
+        if self._states is None or batch.states is None or self._states.use is not batch.states:
+            self._states = StagedStates.of(states_of(batch), self.device)
+        return recur(tensor(x), recurrence, self._states, storage)
 
     def logits(self, x: Array, head: Linear, softcap: float) -> Array:
         y = self._products.exact(x, head)
@@ -336,6 +348,10 @@ class TritonKernels(TorchArrays):
         for window, part in pieces.items():
             cut(part, segment.context_lens, None if shared is None or window else shared.skipped)
         self._staged = [StagedSegment(segment, segment.context_lens, table_rows, pieces, is_cut=True, shared=shared)]
+
+    def stage_states(self, states: StagedStates) -> None:
+        """The states of the next pass; kept by the caller, since a CUDA graph reuses them."""
+        self._states = states
 
     def _new_pieces(self, segment: AttentionSegment, shape: AttentionShape) -> Pieces:
         if not self.deterministic:

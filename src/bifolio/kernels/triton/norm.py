@@ -13,7 +13,7 @@ import triton.language as tl
 from bifolio.kernels.interface import Norm
 from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
 
-ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "swiglu_clamped": 3}
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu2": 3, "swiglu_clamped": 4}
 
 
 @triton.jit
@@ -87,19 +87,22 @@ def norm_rows(
 
 @triton.jit
 def activate(x: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
-    """SiLU, GELU by tanh, or exact GELU of f32 values."""
+    """SiLU, GELU by tanh, exact GELU or squared ReLU of f32 values."""
     if ACTIVATION == 0:
         return x / (1.0 + tl.exp(-x))
     if ACTIVATION == 1:
         inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
         return x / (1.0 + tl.exp(-2.0 * inner))  # 0.5 * (1 + tanh(inner)), without overflow
+    if ACTIVATION == 3:
+        positive = tl.maximum(x, 0.0)
+        return positive * positive
     return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
 
 
 @triton.jit
 def gated(gate: tl.tensor, up: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
     """The activation of an f32 gate times its up projection."""
-    if ACTIVATION == 3:
+    if ACTIVATION == 4:
         gate = tl.minimum(gate, 7.0)  # SWIGLU_LIMIT and SWIGLU_SLOPE
         up = tl.minimum(tl.maximum(up, -7.0), 7.0)
         return gate / (1.0 + tl.exp(-1.702 * gate)) * (up + 1.0)

@@ -86,6 +86,9 @@ class TritonSlots:
         self.state.set_lengths(slots, lengths)
         self.state.set_tokens(slots, tokens)
 
+    def set_states(self, slots: np.ndarray, reads: np.ndarray, writes: np.ndarray) -> None:
+        self.state.set_states(slots, reads, writes)
+
     # -- steps that are not captured -----------------------------------------------------------------------------------
     def fill_tokens(self, token_ids: Array, slots: np.ndarray) -> Array:
         index = torch.from_numpy(slots.astype(np.int64)).to(token_ids.device)

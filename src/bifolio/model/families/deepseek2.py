@@ -172,7 +172,7 @@ class SplitByHead:
         return QuantizedTensor.from_array(np.ascontiguousarray(keys.reshape(heads, -1, mla.latent_size).swapaxes(1, 2)))
 
 
-def joined_by_head(tensors: Iterator[NamedTensor]) -> Iterator[NamedTensor]:
+def joined_by_head(tensors: Iterator[NamedTensor], config: ModelConfig) -> Iterator[NamedTensor]:
     """The reverse of `SplitByHead`."""
     keys: NamedTensor | None = None
     for tensor in tensors:

@@ -139,7 +139,7 @@ def ggml_blocks(blocks: Bytes, scales: Bytes) -> Bytes:
     return np.concatenate([scales[..., None], halves], axis=-1)
 
 
-def experts_in_turns(tensors: Iterator[NamedTensor]) -> Iterator[NamedTensor]:
+def experts_in_turns(tensors: Iterator[NamedTensor], config: ModelConfig) -> Iterator[NamedTensor]:
     """The reverse of `ExpertsByRole`, dense."""
     kept: dict[str, np.ndarray] = {}
     for tensor in tensors:

@@ -67,9 +67,9 @@ def common_fields(file: GgufFile, metadata: Metadata, architecture: str, window_
         "num_kv_heads": metadata.count(".attention.head_count_kv", num_heads),
         "head_dim": head_dim,
         "intermediate_size": metadata.count(".feed_forward_length", 0) or metadata.count(".expert_feed_forward_length"),
-        "qkv_bias": any(f"blk.0.{name}.bias" in file.entries for name in ("attn_qkv", "attn_q")),
-        "output_bias": "blk.0.attn_output.bias" in file.entries,
-        "mlp_bias": "blk.0.ffn_down.bias" in file.entries,
+        "qkv_bias": any(in_any_layer(file, num_layers, f"{name}.bias") for name in ("attn_qkv", "attn_q")),
+        "output_bias": in_any_layer(file, num_layers, "attn_output.bias"),
+        "mlp_bias": in_any_layer(file, num_layers, "ffn_down.bias"),
         "tie_embeddings": "output.weight" not in file.entries,
         "layer_window": _windows(metadata, num_layers, window_period),
         "attention_scale": metadata.number(".attention.scale", 0.0),
@@ -109,6 +109,11 @@ def experts_from_gguf(file: GgufFile, metadata: Metadata, **overrides: Any) -> M
         "dense_layers": tuple(range(first)),
     }
     return MoeConfig(**{**fields, **overrides})
+
+
+def in_any_layer(file: GgufFile, num_layers: int, name: str) -> bool:
+    """Whether a layer has this tensor; those of a hybrid model differ."""
+    return any(f"blk.{layer}.{name}" in file.entries for layer in range(num_layers))
 
 
 def matrix_rows(file: GgufFile, name: str) -> int:

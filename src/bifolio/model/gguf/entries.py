@@ -51,6 +51,23 @@ class Metadata:
             raise self.fail(f"the metadata {key!r} is {value!r}, not an integer")
         return value
 
+    def by_layer(self, key: str, num_layers: int) -> tuple[int, ...]:
+        """An integer for each layer; a single value is that of all layers."""
+        value = self._get(key)
+        if not isinstance(value, np.ndarray):
+            return (self.count(key),) * num_layers
+        if len(value) < num_layers or not np.issubdtype(value.dtype, np.integer) or (value < 0).any():
+            raise self.fail(f"the metadata {key!r} must hold an integer for each of {num_layers} layers")
+        return tuple(int(number) for number in value[:num_layers])
+
+    def without_zeros(self, *keys: str) -> Metadata:
+        """The metadata with one value for all layers that have one; those without it say 0."""
+        values = dict(self._values)
+        for key in keys:
+            if isinstance(value := self._get(key), np.ndarray):
+                values[self.architecture + key] = np.array([number for number in value.tolist() if number] or [0])
+        return Metadata(values, self.path)
+
     def number(self, key: str, default: float | None = None) -> float:
         value = self._get(key)
         if value is None and default is not None:

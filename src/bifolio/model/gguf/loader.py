@@ -38,7 +38,8 @@ def open_gguf_model(path: str | Path) -> ModelFile:
         chat_template=template if isinstance(template, str) else None,
         special_tokens=special_tokens(metadata, config.vocab_size),
     )
-    return ModelFile(text, family_of(config).gguf_names, GgufTensors(file))
+    family = family_of(config)
+    return ModelFile(text, family.gguf_names, family.gguf_source(GgufTensors(file), config))
 
 
 def config_from_gguf(file: GgufFile) -> ModelConfig:

@@ -22,6 +22,7 @@ from bifolio.model.gguf.reader import StringArray, Value
 from bifolio.model.gguf.sampling import sampling_entries
 from bifolio.model.gguf.split import open_whole_gguf
 from bifolio.model.gguf.vocabulary import tokenizer_metadata
+from bifolio.model.head_order import with_head_order
 from bifolio.model.loaded import LoadedModel
 from bifolio.quant.formats import QuantFormat, refuse_non_finite
 from bifolio.quant.tensor import PANEL_ROWS, QuantizedTensor
@@ -91,7 +92,9 @@ def write_gguf(
     importance = importance or {}
     entries, notes = _metadata(model, mix)
     entries |= extra or {}
-    sources = list(named_tensors(model.weights, family.gguf_names, interleaved=interleaved))
+    weights = with_head_order(model.weights, tiled=family.gguf_tiled)
+    tensors = named_tensors(weights, family.gguf_names, interleaved=interleaved)
+    sources = list(family.gguf_tensors(tensors, config))
     sources += [NamedTensor(name, tensor, "norm") for name, tensor in rope_tensors(config).items()]
     targets = [(source, mix.format_of(source, config, has_importance=bool(importance))) for source in sources]
     notes += _format_notes(targets, mix)

@@ -13,7 +13,7 @@ from bifolio.config import ModelConfig, RopeConfig
 from bifolio.errors import UnsupportedModelError
 
 Raw = Mapping[str, Any]
-Activation = Literal["silu", "gelu_tanh", "gelu", "swiglu_clamped"]
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu2", "swiglu_clamped"]
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -22,6 +22,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
+    "relu2": "relu2",
 }
 
 
@@ -172,6 +173,7 @@ def token_ids(value: Any) -> tuple[int, ...]:
 # -- writing ----------------------------------------------------------------------------------------------------------
 def decoder_to_hf(config: ModelConfig) -> dict[str, Any]:
     """The fields that `decoder_from_hf` reads, without biases and windows, which the family adds."""
+    rope = config.ropes[0] if config.ropes else None
     return {
         "hidden_size": config.hidden_size,
         "num_hidden_layers": config.num_layers,
@@ -182,8 +184,7 @@ def decoder_to_hf(config: ModelConfig) -> dict[str, Any]:
         "max_position_embeddings": config.max_position,
         "rms_norm_eps": config.norm_eps,
         "hidden_act": write_activation(config, "silu"),
-        "rope_theta": config.ropes[0].theta,
-        "rope_scaling": rope_scaling(config.ropes[0]),
+        **({} if rope is None else {"rope_theta": rope.theta, "rope_scaling": rope_scaling(rope)}),
     }
 
 

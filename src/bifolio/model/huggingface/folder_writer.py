@@ -18,6 +18,7 @@ from bifolio.errors import ConfigError, UnsupportedModelError
 from bifolio.model.export import NamedTensor, named_tensors
 from bifolio.model.families import family_of
 from bifolio.model.gguf.writer import Progress, WriteReport, WrittenTensor, converted
+from bifolio.model.head_order import with_head_order
 from bifolio.model.huggingface.config import config_to_hf
 from bifolio.model.huggingface.safetensors_file import TensorPlan, write_planned
 from bifolio.model.loaded import LoadedModel
@@ -52,7 +53,7 @@ def folder_config(config: ModelConfig) -> ModelConfig:
     """Convert the configuration to that of a folder: half-split rope, scaling as parameters instead of a table."""
     config = replace(config, architecture=family_of(config).folder_family(config))
     family = family_of(config)
-    config = replace(config, rope_interleaved=family.hf_interleaved, norm_offset=family.norm_offset)
+    config = replace(config, rope_interleaved=family.hf_interleaved, norm_offset=family.norm_offset, weight_factors=())
     if config.ropes and config.ropes[0].scaling != "longrope" and config.ropes[0].frequency_factors:
         config = replace(config, ropes=(llama3_from_factors(config.ropes[0]), *config.ropes[1:]))
     return config
@@ -93,8 +94,9 @@ def _write_weights(
 ) -> tuple[WrittenTensor, ...]:
     # Reorder query and key rows from the rope layout of the model to that of the folder.
     family = family_of(config)
-    tensors = named_tensors(model.weights, family.hf_names, interleaved=config.rope_interleaved)
-    sources = {source.name: source for source in family.folder_tensors(tensors)}
+    weights = with_head_order(model.weights, tiled=False)
+    tensors = named_tensors(weights, family.hf_names, interleaved=config.rope_interleaved)
+    sources = {source.name: source for source in family.folder_tensors(tensors, config)}
     lines: list[WrittenTensor] = []
 
     def produce(name: str) -> QuantizedTensor:

@@ -6,6 +6,7 @@ import json
 from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,8 @@ def open_folder(folder: Path) -> ModelFile:
     )
     family = family_of(config)
     source = FolderTensors(tensors, family.hf_names.embedding.split(".")[0] + ".")
-    return ModelFile(text, family.hf_names, family.folder_source(source, config))
+    factors = partial(family.folder_factors, config)
+    return ModelFile(text, family.hf_names, family.folder_source(source, config), factors)
 
 
 def folder_tensors(folder: Path) -> Mapping[str, QuantizedTensor]:

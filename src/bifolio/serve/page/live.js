@@ -65,6 +65,8 @@ function clearPicture(sentence) {
   delete $("blocks").dataset.held;
   delete $("blocks").dataset.cached;
   $("slots").replaceChildren();
+  const { num_states: states, num_held_states: live, num_checkpoints: checkpoints } = event.stats;
+  if (states) parts.push(`${live} of ${states} recurrent states in use, ${checkpoints} checkpoints`);
   $("blocks-summary").textContent = sentence;
   $("slots-summary").textContent = $("waiting").textContent = "";
 }
@@ -116,6 +118,8 @@ function drawBlocks(bytes, event) {
   const parts = [`${counts.held} held`, `${counts.shared} shared`, `${counts.cached} cached`, `${counts.free} free`];
   const { total_references: wanted, total_blocks_referenced: held } = event.stats;
   if (wanted > held) parts.push(`sharing saves ${wanted - held}`);
+  const { num_states: states, num_held_states: live, num_checkpoints: checkpoints } = event.stats;
+  if (states) parts.push(`${live} of ${states} recurrent states in use, ${checkpoints} checkpoints`);
   $("blocks-summary").textContent = `${count} blocks of ${event.block_size} tokens: ${parts.join(" · ")}`;
   canvas.dataset.held = counts.held;
   canvas.dataset.cached = counts.cached;

@@ -1,0 +1,116 @@
+// Recurrent layers: convolution, gates and the scan over a state, written once for every instruction set on sixteen lanes.
+#pragma once
+
+static void convolve_row(const ConvolutionRow& row) {
+  map_row(row.size, row.out, [&](auto at) {
+    V16 y = row.bias ? at(row.bias) : zero();
+    for (int64_t tap = 0; tap < row.width; ++tap) {
+      V16 x = row.inputs[tap] ? at(row.inputs[tap]) : zero();
+      if (row.factors[tap]) x = mul(x, at(row.factors[tap]));
+      y = fma(x, at(row.weight + tap * row.stride), y);
+    }
+    return row.gate ? mul(at(row.gate), y) : activate(y, Activation::Silu);
+  });
+}
+
+static void unit_row(float* x, int64_t size, float eps, float scale) {
+  const float squares = sum_row(x, size, [](V16 a) { return mul(a, a); });
+  const V16 factor = broadcast(scale / std::sqrt(squares + eps));
+  map_row(size, x, [&](auto at) { return mul(at(x), factor); });
+}
+
+static void decay_row(const float* x, const float* bias, const float* decay, int64_t size, float least, float most, float* steps,
+                      float* decays) {
+  map_row(size, steps, [&](auto at) { return exp(add(at(x), at(bias))); });
+  for (int64_t i = 0; i < size; ++i) {
+    const float sum = x[i] + bias[i], step = sum > 20.0f ? sum : ::log1pf(steps[i]);  // softplus
+    steps[i] = step < least ? least : step > most ? most : step;
+  }
+  map_row(size, decays, [&](auto at) { return exp(mul(at(steps), at(decay))); });
+}
+
+static void sigmoid_row(const float* x, int64_t size, float* out) {
+  map_row(size, out, [&](auto at) {
+    return div(broadcast(1.0f), add(broadcast(1.0f), exp(sub(zero(), at(x)))));
+  });
+}
+
+// C times sixteen columns of a state, or as many as there are (C = 1).
+template <int C, bool Part>
+struct StateColumns {
+  int64_t count;
+
+  V16 get(const float* p, int c) const {
+    if constexpr (Part) return load_part(p, count);
+    return load(p + 16 * c);
+  }
+  void put(float* p, int c, V16 a) const {
+    if constexpr (Part) {
+      store_part(p, a, count);
+    } else {
+      store(p + 16 * c, a);
+    }
+  }
+
+  // sums = key^T S
+  void multiply(const float* state, int64_t stride, const float* key, int64_t rows, V16 sums[C]) const {
+    _Pragma("GCC unroll 4") for (int c = 0; c < C; ++c) sums[c] = zero();
+    for (int64_t i = 0; i < rows; ++i) {
+      const V16 factor = broadcast(key[i]);
+      _Pragma("GCC unroll 4") for (int c = 0; c < C; ++c) sums[c] = fma(factor, get(state + i * stride, c), sums[c]);
+    }
+  }
+
+  // to = fma(key, change, decay * from);  y = query^T to;  sums = next^T to, for the key of the next token if it has one
+  template <bool Next>
+  void update(const float* from, int64_t from_stride, float* to, int64_t to_stride, float decay, const float* key, const float* query,
+              const float* next, int64_t rows, const V16 change[C], V16 y[C], V16 sums[C]) const {
+    const V16 shrink = broadcast(decay);
+    _Pragma("GCC unroll 4") for (int c = 0; c < C; ++c) y[c] = sums[c] = zero();
+    for (int64_t i = 0; i < rows; ++i) {
+      const V16 k = broadcast(key[i]), q = broadcast(query[i]), n = broadcast(Next ? next[i] : 0.0f);
+      _Pragma("GCC unroll 4") for (int c = 0; c < C; ++c) {
+        const V16 s = fma(k, change[c], mul(shrink, get(from + i * from_stride, c)));
+        put(to + i * to_stride, c, s);
+        y[c] = fma(q, s, y[c]);
+        if constexpr (Next) sums[c] = fma(n, s, sums[c]);
+      }
+    }
+  }
+
+  // The pass over the state that ends a token begins the next one: one pass for each token.
+  void scan(const HeadScan& s) const {
+    constexpr int64_t width = C * 16;
+    const float* from = s.read ? s.read + s.column : s.tile;
+    int64_t from_stride = s.read ? s.value_size : width;
+    if (!s.read) std::memset(s.tile, 0, size_t(s.key_size * width) * sizeof(float));
+    V16 sums[C], change[C], y[C];
+    if (s.delta) multiply(from, from_stride, s.keys, s.key_size, sums);
+    for (int64_t t = 0; t < s.tokens; ++t) {
+      const float *key = s.keys + t * s.stride, *query = s.queries + t * s.stride;
+      const float decay = s.decays[t * s.gate_stride];
+      const V16 rate = broadcast(s.rates[t * s.gate_stride]);
+      _Pragma("GCC unroll 4") for (int c = 0; c < C; ++c) {
+        const V16 value = get(s.values + t * s.stride + s.column, c);
+        change[c] = mul(rate, s.delta ? sub(value, mul(broadcast(decay), sums[c])) : value);
+      }
+      float* to = s.writes[t] ? s.writes[t] + s.column : s.tile;
+      const int64_t to_stride = s.writes[t] ? s.value_size : width;
+      if (s.delta && t + 1 < s.tokens) {
+        update<true>(from, from_stride, to, to_stride, decay, key, query, key + s.stride, s.key_size, change, y, sums);
+      } else {
+        update<false>(from, from_stride, to, to_stride, decay, key, query, nullptr, s.key_size, change, y, sums);
+      }
+      _Pragma("GCC unroll 4") for (int c = 0; c < C; ++c) put(s.out + t * s.out_stride + s.column, c, y[c]);
+      from = to, from_stride = to_stride;
+    }
+  }
+};
+
+static void scan_columns(const HeadScan& scan) {
+  HeadScan part = scan;
+  const int64_t end = scan.column + scan.columns;
+  if (scan.columns == 32) return StateColumns<2, false>{32}.scan(scan);
+  for (; part.column + 16 <= end; part.column += 16) StateColumns<1, false>{16}.scan(part);
+  if (part.column < end) StateColumns<1, true>{end - part.column}.scan(part);
+}

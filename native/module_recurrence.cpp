@@ -1,0 +1,151 @@
+// Recurrent layers and their states as Python hands them over.
+#include "module.h"
+
+using namespace nanobind::literals;
+
+namespace bifolio {
+namespace {
+
+constexpr int64_t kMaxStateSize = 1 << 12;  // of keys and of values
+
+const float* optional_vector(const char* name, nb::handle value, int64_t length, std::vector<Vector>& keep) {
+  if (value.is_none()) return nullptr;
+  const Vector& array = keep.emplace_back(vector(name, value));
+  require_length(name, array, length);
+  return array.data();
+}
+
+const float* needed_vector(const char* name, nb::handle value, int64_t length, std::vector<Vector>& keep) {
+  require(!value.is_none(), name, " is None and must have ", length, " elements");
+  return optional_vector(name, value, length, keep);
+}
+
+void recur_rows(nb::handle x_array, const RecurrenceHolder& recurrence, int64_t layer, const StatesHolder* states, nb::handle starts,
+                nb::handle reads, nb::handle writes, nb::handle out_array, PoolHolder* pool) {
+  const Input x = input("x", x_array);
+  const Output out = output("out", out_array);
+  require_width("x", x, recurrence.weights.in_features());
+  require_shape("out", out, rows_in(x), recurrence.weights.out_features());
+  require_apart("out", rows_of(out), "x", rows_of(x));
+  if (states) states->require_layer(layer, recurrence.weights);
+  const StateArrays arrays(starts, reads, writes, rows_in(x), states ? states->num_states : 0);
+  const StateLayer* own = states ? &states->layers[size_t(layer)] : nullptr;
+  nb::gil_scoped_release release;
+  team_of(pool).run([&](Member& t) { recur(t, rows_of(x), recurrence.weights, arrays.use(), own, rows_of(out), workspace_of(pool)); });
+}
+
+}  // namespace
+
+RecurrenceHolder::RecurrenceHolder(int kind, int64_t width, int64_t channels, int64_t heads, int64_t groups, int64_t key_size,
+                                   int64_t value_size, nb::handle weight_array, nb::handle conv_bias, nb::handle decay, nb::handle bias,
+                                   nb::handle skip, const NormHolder* norm, bool norm_first, int64_t norm_groups, float least_step,
+                                   float most_step, bool tiled)
+    : weights{} {
+  require_between("kind", kind, 0, 2);
+  require_between("width", width, 1, kMaxTaps);
+  require_between("channels", channels, 1, kMaxWidth / 3);
+  const Input given = input("conv_weight", weight_array);
+  require_shape("conv_weight", given, channels, width);
+  RecurrenceWeights& w = weights;
+  w.kind = RecurrenceKind(kind), w.width = width, w.channels = channels;
+  conv_weight.resize(size_t(width * channels));
+  for (int64_t channel = 0; channel < channels; ++channel)
+    for (int64_t tap = 0; tap < width; ++tap) conv_weight[size_t(tap * channels + channel)] = given.data()[channel * width + tap];
+  vectors.reserve(4);
+  w.conv_weight = conv_weight.data();
+  w.conv_bias = optional_vector("conv_bias", conv_bias, channels, vectors);
+  if (w.kind == RecurrenceKind::Conv) return;
+  require_between("heads", heads, 1, kMaxHeads);
+  require_between("groups", groups, 1, heads);
+  require(heads % groups == 0, "heads is ", heads, " and must be a multiple of groups, ", groups);
+  require_between("key_size", key_size, 1, kMaxStateSize);
+  require_between("value_size", value_size, 1, kMaxStateSize);
+  w.heads = heads, w.groups = groups, w.key_size = key_size, w.value_size = value_size, w.tiled = tiled;
+  require(channels == 2 * w.keys() + w.inner(), "channels is ", channels, " and must be ", 2 * w.keys() + w.inner(),
+          ": those of two keys for each group and of a value for each head");
+  require_between("the width of a row", w.in_features(), 1, kMaxWidth);
+  w.decay = needed_vector("decay", decay, heads, vectors);
+  w.bias = needed_vector("bias", bias, heads, vectors);
+  w.skip = optional_vector("skip", skip, heads, vectors);
+  require(!w.skip || w.kind == RecurrenceKind::Mamba, "skip must be None for the delta rule");
+  require(least_step >= 0.0f && least_step <= most_step, "the limits of steps are ", least_step, " and ", most_step,
+          ": the first must be at least 0 and not above the second");
+  require_between("norm_groups", norm_groups, 1, heads);
+  require(w.inner() % norm_groups == 0, "norm_groups is ", norm_groups, " and must divide ", w.inner(), ", the outputs of a token");
+  if (norm) {
+    const int64_t size = w.kind == RecurrenceKind::Delta ? value_size : w.inner();
+    require(norm->norm.size == size, "norm has ", norm->norm.size, " elements and must have ", size);
+    require(!norm->norm.bias && !norm->norm.centered, "norm must be an RMS norm without a bias");
+    w.norm = &norm->norm;
+  }
+  w.norm_first = norm_first, w.norm_groups = norm_groups, w.least_step = least_step, w.most_step = most_step;
+}
+
+StatesHolder::StatesHolder(nb::list window_arrays, nb::list state_arrays) {
+  require(window_arrays.size() > 0, "windows has no layers and must have at least one");
+  require(window_arrays.size() == state_arrays.size(), "states has ", state_arrays.size(), " layers and must have ", window_arrays.size(),
+          ", as windows has");
+  for (size_t i = 0; i < window_arrays.size(); ++i) {
+    const auto& window = windows.emplace_back(array_of<float, 3>("windows", window_arrays[i]));
+    const auto& state = states.emplace_back(array_of<float, 4>("states", state_arrays[i]));
+    if (i == 0) num_states = int64_t(window.shape(0));
+    require(num_states > 0 && int64_t(window.shape(0)) == num_states && int64_t(state.shape(0)) == num_states,
+            "every layer must have as many states, at least one; layer ", i, " has ", window.shape(0), " windows and ", state.shape(0),
+            " states, and layer 0 has ", num_states);
+    layers.push_back({window.data(), state.data()});
+  }
+}
+
+void StatesHolder::require_layer(int64_t index, const RecurrenceWeights& w) const {
+  require_between("layer", index, 0, int64_t(layers.size()) - 1);
+  const auto& window = windows[size_t(index)];
+  require(int64_t(window.shape(1)) == w.width - 1 && int64_t(window.shape(2)) == w.channels, "the windows of layer ", index, " have the shape (",
+          window.shape(1), ", ", window.shape(2), ") and must have the shape (", w.width - 1, ", ", w.channels, ")");
+  const auto& state = states[size_t(index)];
+  require(int64_t(state.shape(1)) == w.heads && int64_t(state.shape(2)) == w.key_size && int64_t(state.shape(3)) == w.value_size,
+          "the states of layer ", index, " have the shape (", state.shape(1), ", ", state.shape(2), ", ", state.shape(3),
+          ") and must have the shape (", w.heads, ", ", w.key_size, ", ", w.value_size, ")");
+}
+
+StateArrays::StateArrays(nb::handle start_array, nb::handle read_array, nb::handle write_array, int64_t num_tokens, int64_t num_states)
+    : starts(ints("starts", start_array)), reads(ints("reads", read_array)), writes(ints("writes", write_array)) {
+  require(num_tokens <= INT32_MAX, "the batch has ", num_tokens, " tokens and must have at most ", INT32_MAX);
+  const int64_t count = int64_t(reads.shape(0));
+  require_length("starts", starts, count + 1);
+  require_length("writes", writes, num_tokens);
+  require(starts.data()[0] == 0 && starts.data()[count] == num_tokens, "starts must begin with 0 and end with ", num_tokens,
+          ", the number of tokens");
+  for (int64_t i = 0; i < count; ++i)
+    require(starts.data()[i] <= starts.data()[i + 1], "starts must not decrease, but [", i, "] is ", starts.data()[i], " and [", i + 1, "] is ",
+            starts.data()[i + 1]);
+  if (num_states == 0) return;
+  require_elements("reads", reads.data(), reads.shape(0), num_states, "the states");
+  std::vector<int32_t> writers(size_t(num_states), -1);  // the sequence that writes each state
+  for (int64_t i = 0; i < count; ++i)
+    for (int64_t token = starts.data()[i]; token < starts.data()[i + 1]; ++token) {
+      const int64_t target = writes.data()[token];
+      if (target == -1) continue;
+      require(target > 0 && target < num_states, "writes[", token, "] is ", target, ", which lies outside the states that are written (1 to ",
+              num_states - 1, ", or -1: none)");
+      require(writers[size_t(target)] < 0, "writes[", token, "] is ", target, ", which is written twice in one batch");
+      writers[size_t(target)] = int32_t(i);
+    }
+  for (int64_t i = 0; i < count; ++i) {
+    const int32_t writer = writers[size_t(reads.data()[i])];
+    require(writer < 0 || writer == i, "reads[", i, "] is ", reads.data()[i], ", which sequence ", writer, " of the batch writes");
+  }
+}
+
+void bind_recurrence(nb::module_& m) {
+  nb::class_<RecurrenceHolder>(m, "Recurrence")
+      .def(nb::init<int, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, nb::handle, nb::handle, nb::handle, nb::handle, nb::handle,
+                    const NormHolder*, bool, int64_t, float, float, bool>(),
+           "kind"_a, "width"_a, "channels"_a, "heads"_a, "groups"_a, "key_size"_a, "value_size"_a, array("conv_weight"), array("conv_bias"),
+           array("decay"), array("bias"), array("skip"), "norm"_a.none(), "norm_first"_a, "norm_groups"_a, "least_step"_a, "most_step"_a,
+           "tiled"_a, nb::keep_alive<1, 14>());
+  nb::class_<StatesHolder>(m, "States").def(nb::init<nb::list, nb::list>(), "windows"_a, "states"_a);
+  m.def("recur", &recur_rows, array("x"), "recurrence"_a, "layer"_a, "states"_a.none(), array("starts"), array("reads"), array("writes"),
+        array("out"), pool_argument());
+}
+
+}  // namespace bifolio

@@ -1,0 +1,53 @@
+// Recurrent layers: the part between the input and the output projection, for three kinds of layers.
+#pragma once
+
+#include "ops.h"
+
+namespace bifolio {
+
+enum class RecurrenceKind : int32_t { Conv = 0, Delta = 1, Mamba = 2 };
+
+// The columns of an input row, and the computation, are described in kernels/operands.py (Recurrence).
+struct RecurrenceWeights {
+  RecurrenceKind kind;
+  int64_t width, channels, heads, groups, key_size, value_size;
+  const float* conv_weight;  // [width][channels]
+  const float* conv_bias;    // [channels], may be null
+  const float* decay;        // [heads]
+  const float* bias;         // [heads]
+  const float* skip;         // [heads], may be null
+  const NormWeights* norm;   // may be null
+  bool norm_first;
+  int64_t norm_groups;
+  float least_step, most_step;  // limits of dt
+  bool tiled;  // head h is in group h % groups, not h / (heads / groups)
+
+  int64_t keys() const { return groups * key_size; }
+  int64_t inner() const { return heads * value_size; }
+  int64_t in_features() const {
+    if (kind == RecurrenceKind::Conv) return 3 * channels;
+    return 2 * (inner() + keys()) + (kind == RecurrenceKind::Delta ? 2 : 1) * heads;
+  }
+  int64_t out_features() const { return kind == RecurrenceKind::Conv ? channels : inner(); }
+  int64_t group(int64_t head) const { return tiled ? head % groups : head / (heads / groups); }
+};
+
+// The states of one layer: windows [states][width - 1][channels], the oldest token first, and [states][heads][key_size][value_size].
+struct StateLayer {
+  float* windows;
+  float* states;
+};
+
+// The states that a batch continues and writes; see StateUse in kernels/interface.py.
+struct StateUse {
+  int64_t num_sequences;
+  const int32_t* starts;  // [s + 1]
+  const int32_t* reads;   // [s]
+  const int32_t* writes;  // [t]  -1: none
+};
+
+// layer: null: every sequence continues the empty state, and none is written.
+void recur(Member& m, Rows x, const RecurrenceWeights& weights, const StateUse& use, const StateLayer* layer, Rows out,
+           Workspace& workspace);
+
+}  // namespace bifolio

@@ -1,0 +1,156 @@
+"""`KernelSet.recur` on torch tensors: the state runs token by token, all other parts over all tokens of a sequence.
+
+Sequences of equal lengths (a decode step, a batch of equal prompts) run together, others one after the other. The state
+is in float32, and no tensor of the graph is changed in place: the operation is differentiable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from bifolio.kernels.interface import Array, Batch, Norm, Recurrence, Storage
+from bifolio.kernels.recurrence import L2_EPS, states_of
+
+
+def prepare_vectors(recurrence: Recurrence, vector: Callable[[Array], torch.Tensor]) -> Recurrence:
+    """The parameters as tensors; `vector` creates one in f32 on the set's device."""
+    names = ("conv_weight", "conv_bias", "decay", "bias", "skip")
+    moved = {name: vector(value) for name in names if (value := getattr(recurrence, name)) is not None}
+    norm = recurrence.norm
+    return replace(recurrence, **moved, norm=None if norm is None else replace(norm, weight=vector(norm.weight)))
+
+
+def recur(x: torch.Tensor, recurrence: Recurrence, batch: Batch, storage: Storage | None) -> torch.Tensor:
+    """[t, out_features]"""
+    use = states_of(batch)
+    starts, reads, writes = (_host(part) for part in (use.starts, use.reads, use.writes))
+    lengths = np.diff(starts)
+    if len(set(lengths.tolist())) == 1:
+        return _recur_equal(x, recurrence, reads, writes, storage)
+    parts = [
+        _recur_equal(x[a:b], recurrence, reads[i : i + 1], writes[a:b], storage)
+        for i, (a, b) in enumerate(pairwise(starts.tolist()))
+        if a < b
+    ]
+    return torch.cat(parts) if parts else x.new_zeros((0, recurrence.out_features))
+
+
+def _recur_equal(
+    x: torch.Tensor, r: Recurrence, reads: np.ndarray, writes: np.ndarray, storage: Storage | None
+) -> torch.Tensor:
+    """Sequences of equal lengths, one after the other in `x`."""
+    rows = x.float().unflatten(0, (len(reads), -1))  # [s, n, in_features]
+    window = rows.new_zeros(len(reads), r.width - 1, r.channels)
+    state = rows.new_zeros(len(reads), r.heads, r.key_size, r.value_size)
+    if storage is not None:
+        index = torch.from_numpy(reads.astype(np.int64)).to(x.device)
+        window, state = storage.convolutions[r.layer][index], storage.recurrent[r.layer][index]
+    inner, keys = r.heads * r.value_size, r.groups * r.key_size
+    if r.kind == "conv":
+        b, c, inputs = rows.chunk(3, dim=-1)
+        inputs = torch.cat([window, b * inputs], dim=1)
+        y, states = c * _convolve(inputs, r), [state] * rows.shape[1]
+    elif r.kind == "delta":
+        mixed, z, beta, a = rows.split((2 * keys + inner, inner, r.heads, r.heads), dim=-1)
+        inputs = torch.cat([window, mixed], dim=1)
+        q, k, v = F.silu(_convolve(inputs, r)).split((keys, keys, inner), dim=-1)
+        y, states = _delta_rule(q, k, v, beta, a, state, r)
+        y = _norm(y, r.norm).flatten(2) * F.silu(z)
+    else:
+        z, mixed, dt = rows.split((inner, inner + 2 * keys, r.heads), dim=-1)
+        inputs = torch.cat([window, mixed], dim=1)
+        v, b, c = F.silu(_convolve(inputs, r)).split((inner, keys, keys), dim=-1)
+        y, states = _mamba_scan(v, b, c, dt, state, r)
+        y = _gated_norm(y.flatten(2), F.silu(z), r)
+    _write_states(r, storage, writes.reshape(len(reads), -1), inputs, states)
+    return y.flatten(0, 1).to(x.dtype)
+
+
+def _delta_rule(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor, a: torch.Tensor, state: Array, r: Recurrence
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """[s, n, H, V], and the states after each token."""
+    q, k = (_to_heads(_unit(part.unflatten(-1, (r.groups, r.key_size))), r)[..., None] for part in (q, k))
+    q, v = q / r.key_size**0.5, v.unflatten(-1, (r.heads, r.value_size))
+    decay = torch.exp(r.decay * F.softplus(a + r.bias))[..., None, None]
+    beta = torch.sigmoid(beta)[..., None]
+    outputs, states = [], []
+    for i in range(v.shape[1]):
+        state = state * decay[:, i]
+        change = beta[:, i] * (v[:, i] - (state * k[:, i]).sum(dim=2))
+        state = state + k[:, i] * change[:, :, None]
+        outputs.append((state * q[:, i]).sum(dim=2))
+        states.append(state)
+    return torch.stack(outputs, dim=1), states
+
+
+def _mamba_scan(
+    x: torch.Tensor, b: torch.Tensor, c: torch.Tensor, dt: torch.Tensor, state: Array, r: Recurrence
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """[s, n, H, V], and the states after each token."""
+    b, c = (_to_heads(part.unflatten(-1, (r.groups, r.key_size)), r)[..., None] for part in (b, c))
+    x = x.unflatten(-1, (r.heads, r.value_size))
+    dt = F.softplus(dt + r.bias).clamp(*r.dt_limits)
+    decay, change = torch.exp(dt * r.decay)[..., None, None], (dt[..., None] * x)[:, :, :, None]
+    outputs, states = [], []
+    for i in range(x.shape[1]):
+        state = state * decay[:, i] + b[:, i] * change[:, i]
+        outputs.append((state * c[:, i]).sum(dim=2))
+        states.append(state)
+    y = torch.stack(outputs, dim=1)
+    return y if r.skip is None else y + r.skip[:, None] * x, states
+
+
+def _convolve(inputs: torch.Tensor, r: Recurrence) -> torch.Tensor:
+    """[s, n, channels] from the inputs [s, width - 1 + n, channels]."""
+    taps = r.conv_weight.unbind(dim=1)
+    count = inputs.shape[1] - len(taps) + 1
+    y = sum((inputs[:, i : i + count] * tap for i, tap in enumerate(taps)), torch.zeros_like(inputs[:, :count]))
+    return y if r.conv_bias is None else y + r.conv_bias
+
+
+def _write_states(
+    r: Recurrence, storage: Storage | None, writes: np.ndarray, inputs: torch.Tensor, states: list[torch.Tensor]
+) -> None:
+    if storage is None:
+        return
+    for i, token in np.argwhere(writes >= 0).tolist():
+        target = int(writes[i, token])
+        storage.convolutions[r.layer][target] = inputs[i, token + 1 : token + r.width].detach()
+        storage.recurrent[r.layer][target] = states[token][i].detach()
+
+
+def _gated_norm(y: torch.Tensor, gate: torch.Tensor, r: Recurrence) -> torch.Tensor:
+    if r.norm is None:
+        return y * gate
+    y = y if r.norm_first else y * gate
+    y = _norm(y.unflatten(-1, (r.norm_groups, -1)), r.norm).flatten(2)
+    return y * gate if r.norm_first else y
+
+
+def _norm(x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+    """RMS norm over the last dimension; the weights are of one row or of all rows of a token."""
+    if norm is None:
+        return x
+    y = x * torch.rsqrt((x * x).mean(dim=-1, keepdim=True) + norm.eps)
+    return y * norm.weight.reshape(-1, x.shape[-1])
+
+
+def _to_heads(groups: torch.Tensor, r: Recurrence) -> torch.Tensor:
+    """[s, n, heads, K] from [s, n, groups, K]."""
+    shared = r.heads // r.groups
+    return groups.repeat(1, 1, shared, 1) if r.tiled else groups.repeat_interleave(shared, dim=2)
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + L2_EPS)
+
+
+def _host(array: Array) -> np.ndarray:
+    return array if isinstance(array, np.ndarray) else np.asarray(array.cpu().numpy())

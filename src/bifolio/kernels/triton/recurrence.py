@@ -1,0 +1,310 @@
+# mypy: disallow-untyped-decorators=False
+"""Recurrent layers on a GPU: convolution, scan and gated norm, one kernel each.
+
+    convolve   (tokens, channels)            convolution and silu, norms of queries and keys; writes the windows
+    scan       (values, heads, sequences)    a tile of the state in registers, token by token; writes the states
+    finish     (tokens)                      gate and norm
+
+Starts, reads and writes of states are device arrays and no size depends on their values, so a decode step runs inside a
+CUDA graph. The windows that a pass reads are copied first: another program may write them while they are needed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from bifolio.kernels.interface import Recurrence, StateUse, Storage
+from bifolio.kernels.recurrence import L2_EPS
+from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
+
+CONV_BLOCK = 256  # channels of a program of a convolution layer
+STATE_VALUES = 32  # columns of the state of a program of the scan
+
+
+@triton.jit
+def _convolve_kernel(
+    x: tl.tensor,  # [t, in_features]
+    windows: tl.tensor,  # f32[states, WIDTH - 1, channels]
+    old: tl.tensor,  # f32[s, WIDTH - 1, channels]  the windows that the sequences continue
+    sequences: tl.tensor,  # i32[t]
+    starts: tl.tensor,  # i32[s + 1]
+    writes: tl.tensor,  # i32[t]
+    weight: tl.tensor,  # f32[channels, WIDTH]
+    bias: tl.tensor,  # f32[channels]
+    out: tl.tensor,  # [t, channels]
+    num_tokens: tl.tensor,
+    channels: tl.tensor,
+    x_stride: tl.tensor,
+    first_channel: tl.tensor,  # column of x
+    num_queries: tl.tensor,  # units of queries, and of keys
+    key_start: tl.tensor,  # channel of the first of them
+    key_size: tl.tensor,
+    value_start: tl.tensor,
+    value_size: tl.tensor,
+    query_scale: tl.tensor,
+    eps: tl.tensor,
+    WIDTH: tl.constexpr,
+    GATED: tl.constexpr,  # a convolution layer: of b * x, times c
+    UNIT: tl.constexpr,  # queries and keys have length 1
+    HAS_BIAS: tl.constexpr,
+    HAS_STATES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    unit = tl.program_id(1)
+    tokens = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+    inside = tokens < num_tokens
+    is_key = unit < 2 * num_queries
+    size = tl.where(is_key, key_size, value_size)
+    begin = tl.where(is_key, key_start + unit * key_size, value_start + (unit - 2 * num_queries) * value_size)
+    lanes = tl.arange(0, BLOCK)
+    used = (lanes < size) & (begin + lanes < channels)
+    channel = begin + lanes
+    mask = inside[:, None] & used[None, :]
+    wait_for_inputs()
+    sequence = tl.load(sequences + tokens, mask=inside, other=0)
+    start = tl.load(starts + sequence, mask=inside, other=0).to(tl.int64)
+    target = tl.full((TOKENS,), -1, tl.int64)
+    if HAS_STATES:
+        target = tl.load(writes + tokens, mask=inside, other=-1).to(tl.int64)
+    y = tl.zeros((TOKENS, BLOCK), tl.float32)
+    if HAS_BIAS:
+        y += tl.load(bias + channel, mask=used, other=0.0)[None, :]
+    for tap in tl.static_range(WIDTH):
+        at = tokens - (WIDTH - 1 - tap)
+        own = mask & (at >= start)[:, None]
+        place = x + at[:, None] * x_stride + first_channel + channel[None, :]
+        value = tl.load(place, mask=own, other=0.0).to(tl.float32)
+        if GATED:
+            value *= tl.load(place + 2 * channels, mask=own, other=0.0).to(tl.float32)
+        if HAS_STATES:
+            row = sequence.to(tl.int64) * (WIDTH - 1) + (WIDTH - 1) + (at - start)
+            earlier = mask & (at < start)[:, None]
+            value += tl.load(old + row[:, None] * channels + channel[None, :], mask=earlier, other=0.0)
+            if tap > 0:
+                kept = target * (WIDTH - 1) + (tap - 1)
+                stored = mask & (target > 0)[:, None]
+                tl.store(windows + kept[:, None] * channels + channel[None, :], value, mask=stored)
+        y += value * tl.load(weight + channel * WIDTH + tap, mask=used, other=0.0)[None, :]
+    if GATED:
+        gate = x + tokens[:, None] * x_stride + channels + channel[None, :]
+        y *= tl.load(gate, mask=mask, other=0.0).to(tl.float32)
+    else:
+        y = tl.where(used[None, :], y / (1.0 + tl.exp(-y)), 0.0)
+    if UNIT:
+        length = tl.sqrt(tl.sum(y * y, axis=1) + eps)
+        factor = tl.where(unit < num_queries, query_scale, 1.0) / length
+        y = tl.where(is_key, y * factor[:, None], y)
+    place = out + tokens[:, None] * channels + channel[None, :]
+    tl.store(place, y.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _scan_kernel(
+    mixed: tl.tensor,  # f32[t, channels]
+    gates: tl.tensor,  # beta and a, or dt, of the heads: [t, ...]
+    states: tl.tensor,  # f32[states, heads, key_size, value_size]
+    starts: tl.tensor,
+    reads: tl.tensor,
+    writes: tl.tensor,
+    decay: tl.tensor,  # f32[heads]
+    bias: tl.tensor,
+    skip: tl.tensor,
+    out: tl.tensor,  # f32[t, heads * value_size]
+    gate_stride: tl.tensor,
+    heads: tl.tensor,
+    groups: tl.tensor,
+    key_size: tl.tensor,
+    value_size: tl.tensor,
+    channels: tl.tensor,
+    query_start: tl.tensor,
+    key_start: tl.tensor,
+    value_start: tl.tensor,
+    least: tl.tensor,
+    most: tl.tensor,
+    DELTA: tl.constexpr,
+    TILED: tl.constexpr,
+    HAS_SKIP: tl.constexpr,
+    HAS_STATES: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+) -> None:
+    head, sequence = tl.program_id(1), tl.program_id(2)
+    group = head % groups if TILED else head // (heads // groups)
+    rows, columns = tl.arange(0, KEYS), tl.program_id(0) * VALUES + tl.arange(0, VALUES)
+    has_key, has_value = rows < key_size, columns < value_size
+    mask = has_key[:, None] & has_value[None, :]
+    place = rows[:, None] * value_size + columns[None, :]
+    own_decay, own_bias = tl.load(decay + head), tl.load(bias + head)
+    own_skip = 0.0
+    if HAS_SKIP:
+        own_skip = tl.load(skip + head)
+    wait_for_inputs()
+    first, last = tl.load(starts + sequence), tl.load(starts + sequence + 1)
+    state = tl.zeros((KEYS, VALUES), tl.float32)
+    if HAS_STATES:
+        read = tl.load(reads + sequence).to(tl.int64)
+        base = states + (read * heads + head) * key_size * value_size
+        state = tl.load(base + place, mask=mask, other=0.0)
+    token = first.to(tl.int64)
+    for _ in range(first, last):
+        row = mixed + token * channels
+        key = tl.load(row + key_start + group * key_size + rows, mask=has_key, other=0.0)
+        query = tl.load(row + query_start + group * key_size + rows, mask=has_key, other=0.0)
+        value = tl.load(row + value_start + head * value_size + columns, mask=has_value, other=0.0)
+        gate = gates + token * gate_stride + head
+        if DELTA:
+            rate = 1.0 / (1.0 + tl.exp(-tl.load(gate).to(tl.float32)))
+            step = tl.load(gate + heads).to(tl.float32) + own_bias
+        else:
+            step = tl.load(gate).to(tl.float32) + own_bias
+        step = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(tl.minimum(step, 20.0))))
+        step = tl.minimum(tl.maximum(step, least), most)
+        state *= tl.exp(step * own_decay)
+        change = step * value
+        if DELTA:
+            change = rate * (value - tl.sum(state * key[:, None], axis=0))
+        state += key[:, None] * change[None, :]
+        y = tl.sum(state * query[:, None], axis=0) + own_skip * value
+        result = out + token * heads * value_size + head * value_size + columns
+        tl.store(result, y, mask=has_value)
+        if HAS_STATES:
+            target = tl.load(writes + token).to(tl.int64)
+            if target > 0:
+                tl.store(states + (target * heads + head) * key_size * value_size + place, state, mask=mask)
+        token += 1
+
+
+@triton.jit
+def _finish_kernel(
+    y: tl.tensor,  # f32[t, parts * size]
+    x: tl.tensor,  # z in its columns from `gate_start` on
+    weight: tl.tensor,  # f32[size] or f32[parts * size]
+    out: tl.tensor,  # [t, parts * size]
+    num_rows: tl.tensor,  # tokens * parts
+    parts: tl.tensor,
+    size: tl.tensor,
+    x_stride: tl.tensor,
+    gate_start: tl.tensor,
+    eps: tl.tensor,
+    HAS_NORM: tl.constexpr,
+    NORM_FIRST: tl.constexpr,
+    SHARED: tl.constexpr,  # one weight for all parts
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = (row < num_rows)[:, None] & (columns < size)[None, :]
+    part = (row % parts)[:, None] * size + columns[None, :]
+    wait_for_inputs()
+    value = tl.load(y + row[:, None] * size + columns[None, :], mask=mask, other=0.0)
+    gate = tl.load(x + (row // parts)[:, None] * x_stride + gate_start + part, mask=mask, other=0.0).to(tl.float32)
+    gate = gate / (1.0 + tl.exp(-gate))
+    if not NORM_FIRST:
+        value *= gate
+    if HAS_NORM:
+        inverse = 1.0 / tl.sqrt(tl.sum(value * value, axis=1) / size + eps)
+        place = columns[None, :] if SHARED else part
+        value = value * inverse[:, None] * tl.load(weight + place, mask=mask, other=0.0)
+    if NORM_FIRST:
+        value *= gate
+    tl.store(out + row[:, None] * size + columns[None, :], value.to(out.dtype.element_ty), mask=mask)
+
+
+@dataclass(frozen=True, slots=True)
+class StagedStates:
+    """The states of a pass on the device, and the sequence of each token; created once for all layers."""
+
+    use: StateUse
+    starts: torch.Tensor  # i32[s + 1]
+    reads: torch.Tensor  # i32[s]
+    writes: torch.Tensor  # i32[t]
+    sequences: torch.Tensor  # i32[t]
+
+    @classmethod
+    def of(cls, use: StateUse, device: str) -> StagedStates:
+        starts, reads, writes = (torch.as_tensor(part, device=device) for part in (use.starts, use.reads, use.writes))
+        tokens = torch.arange(len(writes), dtype=starts.dtype, device=device)
+        sequences = torch.bucketize(tokens, starts[1:], out_int32=True, right=True)
+        return cls(use, starts, reads, writes, sequences)
+
+
+def recur(x: torch.Tensor, r: Recurrence, staged: StagedStates, storage: Storage | None) -> torch.Tensor:
+    """[t, out_features]"""
+    if r.kind == "conv":
+        out = x.new_empty((x.shape[0], r.channels))
+        _convolve(x, r, staged, storage, out)
+        return out
+    mixed = torch.empty((x.shape[0], r.channels), dtype=torch.float32, device=x.device)
+    _convolve(x, r, staged, storage, mixed)
+    return _finish(_scan(mixed, x, r, staged, storage), x, r)
+
+
+def _convolve(x: torch.Tensor, r: Recurrence, staged: StagedStates, storage: Storage | None, out: torch.Tensor) -> None:
+    count, is_delta = x.shape[0], r.kind == "delta"
+    if not count:
+        return
+    if r.kind == "conv":
+        sizes = {"num_queries": 0, "key_start": 0, "key_size": 0, "value_start": 0, "value_size": CONV_BLOCK}
+        units, block, first = triton.cdiv(r.channels, CONV_BLOCK), CONV_BLOCK, 0
+    else:
+        keys, inner = r.groups * r.key_size, r.heads * r.value_size
+        starts = {"key_start": 0 if is_delta else inner, "value_start": 2 * keys if is_delta else 0}
+        sizes = {"num_queries": r.groups, "key_size": r.key_size, "value_size": r.value_size, **starts}
+        units, block = 2 * r.groups + r.heads, triton.next_power_of_2(max(r.key_size, r.value_size))
+        first = 0 if is_delta else inner
+    has_states = storage is not None and r.width > 1
+    windows = storage.convolutions[r.layer] if storage is not None else x
+    old = windows.index_select(0, staged.reads) if has_states else x
+    tokens = min(triton.next_power_of_2(count), max(1, 4096 // block))
+    _convolve_kernel[triton.cdiv(count, tokens), units](
+        x, windows, old, staged.sequences, staged.starts, staged.writes, r.conv_weight,
+        x if r.conv_bias is None else r.conv_bias, out, count, r.channels, x.stride(0), first,
+        query_scale=r.key_size**-0.5 if is_delta else 1.0, eps=L2_EPS, **sizes, WIDTH=r.width, GATED=r.kind == "conv",
+        UNIT=is_delta, HAS_BIAS=r.conv_bias is not None, HAS_STATES=has_states, TOKENS=tokens, BLOCK=block,
+        num_warps=4, **OVERLAPPED,
+    )  # fmt: skip
+
+
+def _scan(
+    mixed: torch.Tensor, x: torch.Tensor, r: Recurrence, staged: StagedStates, storage: Storage | None
+) -> torch.Tensor:
+    """f32[t, heads * value_size]"""
+    keys, inner, is_delta = r.groups * r.key_size, r.heads * r.value_size, r.kind == "delta"
+    out = torch.empty((x.shape[0], inner), dtype=torch.float32, device=x.device)
+    columns = min(triton.next_power_of_2(r.value_size), STATE_VALUES)
+    starts = (0, keys, 2 * keys) if is_delta else (inner + keys, inner, 0)  # of queries, keys and values
+    grid = (triton.cdiv(r.value_size, columns), r.heads, len(staged.reads))
+    if not all(grid):
+        return out
+    least, most = (0.0, float("inf")) if is_delta else r.dt_limits
+    _scan_kernel[grid](
+        mixed, x[:, r.channels + inner :], mixed if storage is None else storage.recurrent[r.layer], staged.starts,
+        staged.reads, staged.writes, r.decay, r.bias, r.bias if r.skip is None else r.skip, out, x.stride(0), r.heads,
+        r.groups, r.key_size, r.value_size, r.channels, *starts, least, most, DELTA=is_delta, TILED=r.tiled,
+        HAS_SKIP=r.skip is not None, HAS_STATES=storage is not None, KEYS=triton.next_power_of_2(r.key_size),
+        VALUES=columns, num_warps=4, **OVERLAPPED,
+    )  # fmt: skip
+    return out
+
+
+def _finish(y: torch.Tensor, x: torch.Tensor, r: Recurrence) -> torch.Tensor:
+    out = torch.empty(y.shape, dtype=x.dtype, device=x.device)
+    parts = r.heads if r.kind == "delta" else r.norm_groups
+    size = y.shape[1] // parts
+    block = triton.next_power_of_2(size)
+    rows = max(1, 2048 // block)
+    if not y.shape[0]:
+        return out
+    _finish_kernel[(triton.cdiv(y.shape[0] * parts, rows),)](
+        y, x, y if r.norm is None else r.norm.weight, out, y.shape[0] * parts, parts, size, x.stride(0),
+        r.channels if r.kind == "delta" else 0, 0.0 if r.norm is None else r.norm.eps, HAS_NORM=r.norm is not None,
+        NORM_FIRST=r.norm_first or r.norm is None, SHARED=r.kind == "delta", ROWS=rows, BLOCK=block,
+        num_warps=4 if block * rows <= 4096 else 8, **OVERLAPPED,
+    )  # fmt: skip
+    return out

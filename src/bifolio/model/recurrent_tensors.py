@@ -1,0 +1,103 @@
+"""The tensors of recurrent layers: their names in files, and the weights by role."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from bifolio.config import ModelConfig, RecurrentConfig
+from bifolio.kernels.interface import Array, Linear, Norm, Recurrence
+from bifolio.model.fetch import Fetch, FetchVector
+from bifolio.model.weights import RecurrentWeights
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentNames:
+    """Names of the tensors of a recurrent layer, without its prefix; those that a family lacks are empty.
+
+    The input projection may be several matrices, each of them with a number of consecutive pieces of
+    `RecurrentConfig.input_sizes`; a family rearranges the rows of files in another order.
+    """
+
+    input: tuple[tuple[str, int], ...]  # (name, number of pieces), in order
+    conv: str
+    output: str
+    decay: str = ""  # with its suffix
+    bias: str = ""  # with its suffix
+    skip: str = ""  # with its suffix
+    norm: str = ""
+    conv_axis: bool = False  # the convolution is stored as [channels, 1, width]
+    decay_log: bool = False  # the file has log(-decay)
+    column_vectors: bool = False  # decay and skip are stored as [heads, 1]
+    grouped_norm: bool = False  # the norm is stored as [groups, size / groups]
+
+    def conv_shape(self, own: RecurrentConfig) -> tuple[int, ...]:
+        return (own.channels, 1, own.width) if self.conv_axis else (own.channels, own.width)
+
+    def vector_shape(self, own: RecurrentConfig) -> tuple[int, ...]:
+        """Of decay and skip; the bias is always a vector."""
+        return (own.heads, 1) if self.column_vectors else (own.heads,)
+
+    def norm_shape(self, own: RecurrentConfig) -> tuple[int, ...]:
+        if not self.grouped_norm:
+            return (own.norm_size,)
+        return (own.norm_groups, own.norm_size // own.norm_groups)
+
+
+def assemble_recurrence(
+    config: ModelConfig, names: RecurrentNames, layer: int, prefix: str, fetch: Fetch, vector: FetchVector
+) -> RecurrentWeights | None:
+    """The recurrence of a layer; None: it has none."""
+    own = config.recurrent
+    if own is None or layer not in own.layers:
+        return None
+    heads, d = names.vector_shape(own), config.hidden_size
+
+    def flat(name: str, shape: tuple[int, ...]) -> Array:
+        return vector(prefix + name, shape).reshape(-1)
+
+    def linear(parts: tuple[tuple[str, int], ...], inputs: int) -> Linear:
+        return Linear(
+            tuple(fetch(f"{prefix}{name}.weight", (size, inputs)) for name, size in parts),
+            tuple(vector(f"{prefix}{name}.bias", (size,)) if own.projection_bias else None for name, size in parts),
+        )
+
+    decay = None
+    if names.decay and own.vectors:
+        decay = flat(names.decay, heads)
+        decay = -np.exp(decay) if names.decay_log else decay
+    recurrence = Recurrence(
+        kind=own.kind,
+        layer=own.layers.index(layer),
+        width=own.width,
+        channels=own.channels,
+        heads=own.heads,
+        groups=own.groups,
+        key_size=own.key_size,
+        value_size=own.value_size,
+        conv_weight=vector(f"{prefix}{names.conv}.weight", names.conv_shape(own)).reshape(own.channels, own.width),
+        conv_bias=flat(names.conv + ".bias", (own.channels,)) if own.conv_bias else None,
+        decay=decay,
+        bias=flat(names.bias, (own.heads,)) if names.bias and own.vectors else None,
+        skip=flat(names.skip, heads) if names.skip and own.vectors > 2 else None,
+        norm=Norm(flat(names.norm + ".weight", names.norm_shape(own)), None, config.norm_eps, False)
+        if own.norm_size
+        else None,
+        norm_first=own.norm_first,
+        norm_groups=own.norm_groups,
+        dt_limits=own.dt_limits,
+        tiled=own.tiled,
+    )
+    return RecurrentWeights(
+        linear(_input_parts(names, own), d), recurrence, linear(((names.output, d),), own.inner_size)
+    )
+
+
+def _input_parts(names: RecurrentNames, own: RecurrentConfig) -> tuple[tuple[str, int], ...]:
+    """Name and rows of each matrix of the input projection."""
+    sizes, parts = list(own.input_sizes), []
+    for name, count in names.input:
+        parts.append((name, sum(sizes[:count])))
+        del sizes[:count]
+    return tuple(parts)

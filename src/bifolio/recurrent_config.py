@@ -1,0 +1,107 @@
+"""The description of the recurrent layers of a hybrid model."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from bifolio.errors import ConfigError
+
+RECURRENT_LIMITS = {
+    "width": 1 << 8,
+    "channels": 1 << 19,
+    "heads": 1 << 12,
+    "groups": 1 << 12,
+    "key_size": 1 << 13,
+    "value_size": 1 << 13,
+    "norm_groups": 1 << 12,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentConfig:
+    """Recurrent layers in place of attention, or beside it; `kernels.interface.Recurrence` defines the computation."""
+
+    kind: Literal["conv", "delta", "mamba"]
+    layers: tuple[int, ...]  # with a recurrence
+    attention_layers: tuple[int, ...]  # with attention; a layer may have both (Falcon-H1), or neither (Nemotron-H)
+    width: int  # taps of the convolution
+    channels: int
+    heads: int = 0
+    groups: int = 0
+    key_size: int = 0
+    value_size: int = 0
+    conv_bias: bool = False
+    projection_bias: bool = False  # of the input and output projections
+    has_norm: bool = True  # gated norm of the output; convolutions have none
+    norm_first: bool = True
+    norm_groups: int = 1
+    dt_limits: tuple[float, float] = (0.0, float("inf"))
+    tiled: bool = False  # order of the heads: `kernels.interface.Recurrence`
+    mlp_layers: tuple[int, ...] | None = None  # with an MLP or experts; None: all
+
+    def __post_init__(self) -> None:
+        for name, limit in RECURRENT_LIMITS.items():
+            value = getattr(self, name)
+            least = 0 if self.kind == "conv" and name not in ("width", "channels", "norm_groups") else 1
+            least = 2 if name == "width" else least
+            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= limit:
+                raise ConfigError(
+                    f"the {name} of the recurrent layers must be between {least} and {limit}, not {value!r}"
+                )
+        if not self.layers:
+            raise ConfigError("a model with a recurrent configuration has no recurrent layer")
+        if not self.attention_layers:
+            raise ConfigError("models without any attention layer are not supported")
+        if self.kind != "conv":
+            if self.heads % self.groups:
+                raise ConfigError(f"{self.heads} recurrent heads cannot share {self.groups} groups of keys evenly")
+            if self.channels != self.inner_size + 2 * self.groups * self.key_size:
+                raise ConfigError(f"the convolution of the recurrent layers must not have {self.channels} channels")
+            if self.inner_size % self.norm_groups:
+                raise ConfigError(f"{self.inner_size} outputs cannot be normed in {self.norm_groups} groups")
+        if math.isnan(self.dt_limits[0]) or not self.dt_limits[0] <= self.dt_limits[1]:
+            raise ConfigError(f"the limits of dt must be in order, not {self.dt_limits}")
+
+    @property
+    def inner_size(self) -> int:
+        """Values of all heads: inputs of the output projection."""
+        return self.channels if self.kind == "conv" else self.heads * self.value_size
+
+    @property
+    def input_sizes(self) -> tuple[int, ...]:
+        """Rows of each piece of the input projection, in the order of `Recurrence`."""
+        inner, keys, heads = self.inner_size, self.groups * self.key_size, self.heads
+        if self.kind == "conv":
+            return (inner, inner, inner)
+        if self.kind == "delta":
+            return (keys, keys, inner, inner, heads, heads)
+        return (inner, inner, keys, keys, heads)
+
+    @property
+    def norm_size(self) -> int:
+        """Weights of the gated norm; 0: none."""
+        if not self.has_norm or self.kind == "conv":
+            return 0
+        return self.value_size if self.kind == "delta" else self.inner_size
+
+    @property
+    def vectors(self) -> int:
+        """Learned values of each head beside the matrices: decay, bias, and the skip of Mamba."""
+        return {"conv": 0, "delta": 2, "mamba": 3}[self.kind]
+
+    def count_parameters(self, hidden_size: int) -> int:
+        """Parameters of one recurrent layer, without the norm in front of it."""
+        rows = sum(self.input_sizes)
+        matrices = hidden_size * (rows + self.inner_size) + (rows + hidden_size) * self.projection_bias
+        return matrices + self.channels * (self.width + self.conv_bias) + self.heads * self.vectors + self.norm_size
+
+    def check_layers(self, num_layers: int) -> None:
+        """Raise ConfigError unless the numbers of layers are in order and below `num_layers`, and none is empty."""
+        mlps = tuple(range(num_layers)) if self.mlp_layers is None else self.mlp_layers
+        for layers in (self.layers, self.attention_layers, mlps):
+            if list(layers) != sorted(set(layers)) or not all(0 <= layer < num_layers for layer in layers):
+                raise ConfigError(f"the layers of a hybrid model must be in order and below {num_layers}: {layers}")
+        if {*self.layers, *self.attention_layers, *mlps} != set(range(num_layers)):
+            raise ConfigError("a layer of a hybrid model has neither attention, nor a recurrence, nor an MLP")

@@ -1,0 +1,63 @@
+"""Tiny hybrid models with random weights: attention in some layers, a recurrence in the others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bifolio.config import ModelConfig, RecurrentConfig, RopeConfig
+from bifolio.model.loaded import LoadedModel
+from bifolio.model.recurrent_tensors import RecurrentNames
+from bifolio.model.tensor_names import HF_LLAMA, assemble
+
+VOCABULARY = 61
+NAMES = {
+    "conv": RecurrentNames((("conv.in", 3),), "conv.conv", "conv.out"),
+    "delta": RecurrentNames(
+        (("mix.qkvz", 4), ("mix.ba", 2)), "mix.conv", "mix.out", "mix.a", "mix.dt", norm="mix.norm"
+    ),
+    "mamba": RecurrentNames((("ssm.in", 5),), "ssm.conv", "ssm.out", "ssm.a", "ssm.dt", "ssm.d", norm="ssm.norm"),
+}
+
+
+def recurrent_config(kind: str) -> RecurrentConfig:
+    """A recurrence in layers 0 and 2 of three."""
+    common: dict[str, Any] = {"layers": (0, 2), "attention_layers": (1,), "width": 3}
+    if kind == "conv":
+        return RecurrentConfig("conv", channels=32, has_norm=False, **common)
+    sizes = {"heads": 4, "groups": 2, "key_size": 8, "value_size": 8, "channels": 64}
+    if kind == "delta":
+        return RecurrentConfig("delta", **sizes, **common)
+    return RecurrentConfig("mamba", conv_bias=True, norm_first=False, norm_groups=2, **sizes, **common)
+
+
+def hybrid_config(kind: str, **changes: Any) -> ModelConfig:
+    config = ModelConfig(
+        "hybrid", VOCABULARY, 32, 3, 4, 2, 8, 48, 512, ropes=(RopeConfig(1e4, 8),), recurrent=recurrent_config(kind),
+        eos_token_ids=(2,),
+    )  # fmt: skip
+    return replace(config, **changes)
+
+
+@cache
+def tiny_hybrid(kind: str, seed: int = 0) -> LoadedModel:
+    """A model of one kind of recurrence: conv, delta or mamba."""
+    generator, config = np.random.default_rng(seed), hybrid_config(kind)
+
+    def matrix(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        return (generator.standard_normal(shape) * 0.2).astype(np.float32)
+
+    def vector(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        values = generator.standard_normal(shape)
+        if "norm" in name:
+            return (1 + 0.1 * values).astype(np.float32)
+        if name.endswith(".a"):
+            return (-0.1 - np.abs(values)).astype(np.float32)  # states that are remembered for some tokens
+        return (0.3 * values).astype(np.float32)
+
+    weights = assemble(config, replace(HF_LLAMA, recurrent=NAMES[kind]), matrix, vector)
+    return LoadedModel(Path(f"hybrid-{kind}"), config, weights=weights)

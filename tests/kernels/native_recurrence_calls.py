@@ -1,0 +1,98 @@
+"""Valid calls of the entry points of recurrent layers; `native_calls.VALID` contains them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from bifolio.kernels import native
+
+TOKENS, STATES, LAYERS = 6, 5, 2
+HEADS, GROUPS, KEY, VALUE, TAPS = 4, 2, 8, 16, 4
+CHANNELS, INNER = 2 * GROUPS * KEY + HEADS * VALUE, HEADS * VALUE
+IN_FEATURES = CHANNELS + INNER + 2 * HEADS  # of the delta rule
+
+
+def floats(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def parameters(**changes: Any) -> dict[str, Any]:
+    valid = {
+        "kind": 1,
+        "width": TAPS,
+        "channels": CHANNELS,
+        "heads": HEADS,
+        "groups": GROUPS,
+        "key_size": KEY,
+        "value_size": VALUE,
+        "conv_weight": floats(CHANNELS, TAPS),
+        "conv_bias": floats(CHANNELS),
+        "decay": -np.abs(floats(HEADS)),
+        "bias": floats(HEADS),
+        "skip": None,
+        "norm": native.library().Norm(floats(VALUE), None, 1e-5, False),
+        "norm_first": True,
+        "norm_groups": 1,
+        "least_step": 0.0,
+        "most_step": 1.0,
+        "tiled": False,
+    }
+    return valid | changes
+
+
+def recurrence() -> Any:
+    return native.library().Recurrence(**parameters())
+
+
+def state_arrays(**changes: list[np.ndarray]) -> dict[str, list[np.ndarray]]:
+    arrays = {
+        "windows": [floats(STATES, TAPS - 1, CHANNELS) for _ in range(LAYERS)],
+        "states": [floats(STATES, HEADS, KEY, VALUE) for _ in range(LAYERS)],
+    }
+    return arrays | changes
+
+
+def states() -> Any:
+    return native.library().States(**state_arrays())
+
+
+def use() -> dict[str, np.ndarray]:
+    """Two sequences of one and five tokens, of which the second writes the state that it reads, and another."""
+    return {"starts": ints(0, 1, TOKENS), "reads": ints(0, 2), "writes": ints(1, -1, 3, -1, -1, 2)}
+
+
+def recur_arguments() -> dict[str, Any]:
+    rows = {"x": floats(TOKENS, IN_FEATURES), "recurrence": recurrence(), "layer": 1, "states": states()}
+    return {**rows, **use(), "out": floats(TOKENS, INNER)}
+
+
+def recording() -> dict[str, Any]:
+    from native_calls import WIDTH, linear, recorded
+
+    program, x = recorded()[:2]
+    return {"self": program, "x": program.linear(x, linear(IN_FEATURES, WIDTH)), "layer": 1, "recurrence": recurrence()}
+
+
+def recurrent_program(layer: int = 1) -> Any:
+    """A program of one recurrent layer."""
+    from native_calls import VOCAB, linear
+
+    own = recording()
+    program = own["self"]
+    program.logits(program.take(program.recur(own["x"], layer, own["recurrence"])), linear(VOCAB, INNER), 0.0)
+    return program
+
+
+CALLS: dict[str, Callable[[], dict[str, Any]]] = {
+    "Recurrence": parameters,
+    "States": state_arrays,
+    "recur": recur_arguments,
+    "Program.recur": recording,
+}
