@@ -61,6 +61,9 @@ class NullDevice:
     def draw(self, logits: Any, rows: np.ndarray, slots: np.ndarray, positions: np.ndarray) -> DrawnTokens:
         return self._drawn(slots)
 
+    def set_states(self, slots: np.ndarray, reads: np.ndarray, writes: np.ndarray) -> None:
+        pass
+
     def decode(self, slots: np.ndarray, tables: np.ndarray, lengths: np.ndarray) -> DrawnTokens:
         return self._drawn(slots)
 

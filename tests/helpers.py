@@ -269,9 +269,10 @@ def make_runner(
     cache_dtype: KVDtype = "f32",
 ) -> tuple[ModelRunner, KVCacheBlockManager]:
     """A model on a small cache; freed and untouched blocks are NaN when `poison` is set."""
-    cache = CacheConfig(num_blocks, block_size, cache_dtype, poison_free_blocks=poison)
+    num_states = 0 if model.config.recurrent is None else 16
+    cache = CacheConfig(num_blocks, block_size, cache_dtype, poison_free_blocks=poison, num_states=num_states)
     runner = ModelRunner.new(model, cache, kernels or ReferenceKernels())
-    blocks = KVCacheBlockManager(num_blocks, block_size)
+    blocks = KVCacheBlockManager(num_blocks, block_size, num_states=num_states)
     if poison:
         blocks.on_free = runner.storage.poison_blocks
     return runner, blocks

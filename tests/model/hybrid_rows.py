@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-_DELTA = {"head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
-          "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4,
+_DELTA = {"head_dim": 32, "rms_norm_eps": 1e-3, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+          "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4,
           "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"]}  # fmt: skip
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
             "shared_expert_intermediate_size": 48}  # fmt: skip

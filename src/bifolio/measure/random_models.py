@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from bifolio.config import ModelConfig, RopeConfig
+from bifolio.config import ModelConfig, RecurrentConfig, RopeConfig
 from bifolio.errors import ConfigError
+from bifolio.model.families import family_of
 from bifolio.model.loaded import LoadedModel
-from bifolio.model.tensor_names import HF_LLAMA, assemble
+from bifolio.model.tensor_names import assemble
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
@@ -35,10 +37,33 @@ def _llama(  # the values of a config.json, in the usual order
     )
 
 
+def _hybrid(base: ModelConfig, layers: int, heads: int, groups: int, size: int) -> ModelConfig:
+    """Qwen3.5: attention in every fourth layer, gated delta nets in the others."""
+    attention = tuple(range(3, layers, 4))
+    recurrent = RecurrentConfig(
+        "delta",
+        layers=tuple(layer for layer in range(layers) if layer not in attention),
+        attention_layers=attention,
+        width=4,
+        channels=(heads + 2 * groups) * size,
+        heads=heads,
+        groups=groups,
+        key_size=size,
+        value_size=size,
+    )
+    rope = replace(base.ropes[0], rotary_dim=base.head_dim // 4)
+    return replace(
+        base, architecture="qwen35", num_layers=layers, ropes=(rope,), qk_norm=True, norm_offset=1.0,
+        attention_gate=True, recurrent=recurrent,
+    )  # fmt: skip
+
+
 SHAPES = {
     "tiny": _llama(512, 64, 2, 4, 2, 192, 8192, 1e4),
     "S": _llama(49152, 576, 30, 9, 3, 1536, 8192, 1e5),  # SmolLM2-135M
     "M": _llama(128256, 2048, 16, 32, 8, 8192, 131072, 5e5),  # Llama-3.2-1B
+    "hybrid-tiny": _hybrid(_llama(512, 64, 4, 4, 2, 192, 8192, 1e4), 4, 4, 2, 16),
+    "hybrid-S": _hybrid(_llama(49152, 768, 16, 6, 2, 2304, 32768, 1e7), 16, 12, 6, 64),  # Qwen3.5-4B, reduced
 }
 
 
@@ -60,7 +85,7 @@ def random_model(shape: str, format: str = "f32", seed: int = 0) -> LoadedModel:
     def vector(name: str, size: tuple[int, ...]) -> np.ndarray:
         return np.ones(size, np.float32)
 
-    weights = assemble(config, HF_LLAMA, matrix, vector)
+    weights = assemble(config, family_of(config).hf_names, matrix, vector)
     return LoadedModel(Path(f"random-{shape}-{format.lower()}"), config, weights=weights)
 
 

@@ -20,7 +20,6 @@ from bifolio.model.tensor_names import TensorNames, assemble, network_tensors
 from bifolio.quant.formats import Floats, QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
-
 Factors = NDArray[np.float32]  # of the rows of a matrix: f32[rows]
 
 
@@ -43,9 +42,7 @@ class ModelFile:
     text: TextModel
     names: TensorNames
     source: TensorSource
-    factors: Callable[[str], Factors | None] = lambda name: (
-        None
-    )  # of the rows of a matrix, put into it when it is loaded
+    factors: Callable[[str], Factors | None] = lambda name: None  # of a matrix's rows, put into it at load
 
     def views(self) -> list[QuantizedTensor]:
         """Every tensor of the network once, as a view of the file."""

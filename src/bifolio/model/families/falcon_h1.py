@@ -89,7 +89,7 @@ def _factors_from_hf(raw: Raw) -> tuple[tuple[str, tuple[float, ...]], ...]:
     return tuple((name, values) for name, values in found.items() if set(values) != {1.0})
 
 
-def folder_factors(name: str, config: ModelConfig) -> Factors | None:
+def folder_factors(config: ModelConfig, name: str) -> Factors | None:
     own = config.recurrent
     for matrix, values in config.weight_factors:
         if own is not None and name.endswith(f".{matrix}.weight"):

@@ -33,7 +33,7 @@ def own_name(config: ModelConfig) -> str:
     return config.architecture
 
 
-def no_factors(name: str, config: ModelConfig) -> Factors | None:
+def no_factors(config: ModelConfig, name: str) -> Factors | None:
     return None
 
 
@@ -60,7 +60,7 @@ class Family:
     norm_offset: float = 0.0  # added to norm weights; folders store them without the offset, GGUF files with it
     folder_source: Callable[[TensorSource, ModelConfig], TensorSource] = as_they_are  # tensors under other names
     folder_tensors: Callable[[Iterator[NamedTensor], ModelConfig], Iterator[NamedTensor]] = unchanged  # the reverse
-    folder_factors: Callable[[str, ModelConfig], Factors | None] = no_factors  # of the rows of a matrix, put into it
+    folder_factors: Callable[[ModelConfig, str], Factors | None] = no_factors  # of the rows of a matrix, put into it
     folder_family: Callable[[ModelConfig], str] = own_name  # the family whose folders can describe the network
 
     # -- GGUF files

@@ -1,13 +1,12 @@
 """Qwen3.5 without experts: gated delta nets, and gated attention in every fourth layer.
 
-Folders of models for text and images are read as their text part. All three positions of a token are equal in text, so that
-rope is plain.
+Folders of models for text and images are read as their text part. In text all three positions of a token are equal, so
+that rope is plain.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from bifolio.model.gguf.entries import Metadata
 from bifolio.model.gguf.reader import GgufFile, Value
 from bifolio.model.huggingface.decoder_config import Raw
 from bifolio.model.stored_form import StoredForm, reading, writing
-
 
 SECTIONS = (11, 11, 10, 0)  # pairs of a head that are rotated by each position of an image; 0: none
 

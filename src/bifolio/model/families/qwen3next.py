@@ -81,14 +81,11 @@ def delta_from_hf(raw: Raw, name: str, moe: MoeConfig | None = None) -> ModelCon
         key_size=key_size,
         value_size=value_size,
     )
-    raw = {
-        "head_dim": 256,
-        "partial_rotary_factor": ROTATED,
-        "intermediate_size": raw.get("moe_intermediate_size"),
-        **raw,
-    }
+    defaults: dict[str, Any] = {"head_dim": 256, "partial_rotary_factor": ROTATED}
+    if moe is not None:
+        defaults["intermediate_size"] = moe.expert_size
     return decoder_from_hf(
-        raw,
+        {**defaults, **raw},
         name,
         norm_offset=NORM_OFFSET,
         qk_norm=True,

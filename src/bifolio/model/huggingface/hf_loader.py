@@ -59,7 +59,7 @@ def open_folder(folder: Path) -> ModelFile:
     )
     family = family_of(config)
     source = FolderTensors(tensors, family.hf_names.embedding.split(".")[0] + ".")
-    factors = partial(family.folder_factors, config=config)
+    factors = partial(family.folder_factors, config)
     return ModelFile(text, family.hf_names, family.folder_source(source, config), factors)
 
 
