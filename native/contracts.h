@@ -186,8 +186,10 @@ struct HeadScan {
   int64_t stride;
   const float *decays, *rates;  // of the first token; `gate_stride` apart
   int64_t gate_stride;
-  const float* read;    // null: the state is 0
-  float* const* writes; // [tokens]  the state after a token, null: not kept
+  float* states;          // of the head, `state_stride` apart; null: none is read or written
+  int64_t state_stride;
+  int32_t read;           // the state before the first token; 0: empty
+  const int32_t* writes;  // [tokens]  where the state is kept after a token; 0 and below: nowhere
   int64_t column, columns;
   float* out;  // column 0 of the head
   int64_t out_stride;

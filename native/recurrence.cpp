@@ -24,13 +24,11 @@ class Recurring {
     stride_ = round_up(w_.channels, 16);
     mixed_ = workspace.convolved.array<float>(size_t(x.count * stride_));
     gates_ = workspace.gates.array<float>(size_t(2 * x.count * w_.heads));
-    targets_.resize(size_t(x.count * w_.heads));
   }
 
   void run(Member& m) {
     convolve(m);
     if (w_.kind != RecurrenceKind::Conv) {
-      find_targets();
       scan(m);
       each_row(m, x_.count, 8 * out_.width, [&](int64_t token) { finish(token); });
     }
@@ -120,14 +118,6 @@ class Recurring {
 
   // -- the state ------------------------------------------------------------------------------------------------------------
   int64_t state_size() const { return w_.key_size * w_.value_size; }
-  float* state(int64_t id, int64_t head) const { return layer_->states + (id * w_.heads + head) * state_size(); }
-
-  // targets_[head][token]: where the state of a head is written after a token.
-  void find_targets() {
-    for (int64_t head = 0; head < w_.heads; ++head)
-      for (int64_t token = 0; token < x_.count; ++token)
-        targets_[size_t(head * x_.count + token)] = layer_ && use_.writes[token] > 0 ? state(use_.writes[token], head) : nullptr;
-  }
 
   void scan(Member& m) const {
     const int64_t tiles = (w_.value_size + kStateColumns - 1) / kStateColumns, per_sequence = w_.heads * tiles;
@@ -152,9 +142,8 @@ class Recurring {
     scan.values = row + (delta ? 2 * keys : 0) + head * w_.value_size;
     scan.stride = stride_;
     scan.decays = decays(first) + head, scan.rates = rates(first) + head, scan.gate_stride = 2 * w_.heads;
-    const int32_t read = use_.reads[sequence];
-    scan.read = layer_ && read > 0 ? state(read, head) : nullptr;
-    scan.writes = targets_.data() + head * x_.count + first;
+    scan.states = layer_ ? layer_->states + head * state_size() : nullptr, scan.state_stride = w_.heads * state_size();
+    scan.read = use_.reads[sequence], scan.writes = use_.writes + first;
     scan.column = column, scan.columns = std::min(kStateColumns, w_.value_size - column);
     scan.out = out_.row(first) + head * w_.value_size, scan.out_stride = out_.stride;
     scan.tile = tile;
@@ -218,7 +207,6 @@ class Recurring {
   int64_t stride_ = 0;
   float *mixed_ = nullptr, *gates_ = nullptr;
   std::vector<int32_t> sequence_of_;  // [t]
-  std::vector<float*> targets_;
 };
 
 }  // namespace

@@ -81,10 +81,11 @@ struct StateColumns {
   // The pass over the state that ends a token begins the next one: one pass for each token.
   void scan(const HeadScan& s) const {
     constexpr int64_t width = C * 16;
-    const float* from = s.read ? s.read + s.column : s.tile;
-    int64_t from_stride = s.read ? s.value_size : width;
-    if (!s.read) std::memset(s.tile, 0, size_t(s.key_size * width) * sizeof(float));
-    V16 sums[C], change[C], y[C];
+    const bool continues = s.states && s.read > 0;
+    const float* from = continues ? s.states + s.read * s.state_stride + s.column : s.tile;
+    int64_t from_stride = continues ? s.value_size : width;
+    if (!continues) std::memset(s.tile, 0, size_t(s.key_size * width) * sizeof(float));
+    V16 sums[C] = {}, change[C], y[C];
     if (s.delta) multiply(from, from_stride, s.keys, s.key_size, sums);
     for (int64_t t = 0; t < s.tokens; ++t) {
       const float *key = s.keys + t * s.stride, *query = s.queries + t * s.stride;
@@ -94,8 +95,9 @@ struct StateColumns {
         const V16 value = get(s.values + t * s.stride + s.column, c);
         change[c] = mul(rate, s.delta ? sub(value, mul(broadcast(decay), sums[c])) : value);
       }
-      float* to = s.writes[t] ? s.writes[t] + s.column : s.tile;
-      const int64_t to_stride = s.writes[t] ? s.value_size : width;
+      const bool kept = s.states && s.writes[t] > 0;
+      float* to = kept ? s.states + s.writes[t] * s.state_stride + s.column : s.tile;
+      const int64_t to_stride = kept ? s.value_size : width;
       if (s.delta && t + 1 < s.tokens) {
         update<true>(from, from_stride, to, to_stride, decay, key, query, key + s.stride, s.key_size, change, y, sums);
       } else {
