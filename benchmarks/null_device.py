@@ -61,10 +61,12 @@ class NullDevice:
     def draw(self, logits: Any, rows: np.ndarray, slots: np.ndarray, positions: np.ndarray) -> DrawnTokens:
         return self._drawn(slots)
 
-    def decode(self, slots: np.ndarray, tables: np.ndarray, lengths: np.ndarray) -> DrawnTokens:
+    def decode(
+        self, slots: np.ndarray, tables: np.ndarray, lengths: np.ndarray, states: np.ndarray | None = None
+    ) -> DrawnTokens:
         return self._drawn(slots)
 
-    def decode_logits(self, slots: np.ndarray) -> Any:
+    def decode_logits(self, slots: np.ndarray, states: np.ndarray | None = None) -> Any:
         raise SystemExit("the benchmark has no step that the host samples")
 
     def warm_up(self) -> None: ...

@@ -58,6 +58,13 @@ class Draws:
             self.known.put_scores(self.device_draws[wanted], found.take(wanted))
 
 
+def decode_states(plan: StepPlan) -> np.ndarray | None:
+    """i32[2, n]: the recurrent states that each decode of one token reads and writes; None: the model has none."""
+    if plan.states is None:
+        return None
+    return np.array([[used.read for used in plan.states], [used.writes[0][1] for used in plan.states]], dtype=np.int32)
+
+
 class SlotState:
     """The slots of one engine, on the host and, with `DeviceSlots`, on the device."""
 
@@ -145,8 +152,6 @@ class SlotState:
         """i32[n]: the slots of a plan that runs as one decode step on the device; None if it does not."""
         if self.device is None or plan.prefills or any(item.num_new > 1 for item in plan.decodes):
             return None
-        if plan.states is not None:
-            return None
         slots = np.fromiter((item.slot for item in plan.decodes), np.int32, len(plan.decodes))
         behind = ~self._is_current[slots]
         if behind.any():
@@ -165,7 +170,7 @@ class SlotState:
             return None
         lengths = np.fromiter((item.start for item in plan.decodes), np.int64, len(plan.decodes))
         self._send_edits(self.device, slots)
-        pending = self.device.decode(slots, self.tables, lengths)
+        pending = self.device.decode(slots, self.tables, lengths, decode_states(plan))
         self._newest[slots] = ON_DEVICE
         count = len(slots)
         unknown, excluding = SampledTokens.unknown(count), self.table.is_edited[slots]

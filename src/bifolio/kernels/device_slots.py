@@ -87,14 +87,17 @@ class DeviceSlots(Protocol):
         """Sample the token at `positions[i]` of `slots[i]` from `logits[rows[i]]`; it becomes the slot's newest."""
         ...
 
-    def decode(self, slots: np.ndarray, tables: np.ndarray, lengths: np.ndarray) -> PendingTokens:
+    def decode(
+        self, slots: np.ndarray, tables: np.ndarray, lengths: np.ndarray, states: np.ndarray | None = None
+    ) -> PendingTokens:
         """Run one whole decode step of these slots, sampled on the device.
 
         `tables` (i32[num_slots, max_blocks]) and `lengths` (i64[n], cached tokens of `slots`) are the host's copies.
+        `states` (i32[2, n]) are the recurrent states that the slots read and write; None: the model has none.
         """
         ...
 
-    def decode_logits(self, slots: np.ndarray) -> Array:
+    def decode_logits(self, slots: np.ndarray, states: np.ndarray | None = None) -> Array:
         """f32[n, vocab]: a decode step without sampling; valid until the next launch."""
         ...
 

@@ -107,12 +107,15 @@ class TritonSlots:
         return DeviceTokens(results, 0, count, recorded_event() if state.on_gpu else None)
 
     # -- captured steps ------------------------------------------------------------------------------------------------
-    def decode(self, slots: np.ndarray, tables: np.ndarray, lengths: np.ndarray) -> DeviceTokens:
+    def decode(
+        self, slots: np.ndarray, tables: np.ndarray, lengths: np.ndarray, states: np.ndarray | None = None
+    ) -> DeviceTokens:
         work = self._shared_work(slots, tables, lengths)
         order = None
         if work is not None:  # sharers lie side by side; tokens come back in the order of the call
             slots, order = slots[work.order], np.argsort(work.order)
-        step = self.graphs.launch(slots, self._mode(slots), work)
+            states = None if states is None else states[:, work.order]
+        step = self.graphs.launch(slots, self._mode(slots), work, states)
         return self.graphs.tokens(step, len(slots), order)
 
     def _mode(self, slots: np.ndarray) -> Mode:
@@ -123,8 +126,8 @@ class TritonSlots:
             self.graphs.edits.send()
         return mode
 
-    def decode_logits(self, slots: np.ndarray) -> Array:
-        return self.graphs.launch(slots, None).logits[: len(slots)]
+    def decode_logits(self, slots: np.ndarray, states: np.ndarray | None = None) -> Array:
+        return self.graphs.launch(slots, None, states=states).logits[: len(slots)]
 
     def warm_up(self) -> None:
         """Capture the steps of batches that are all greedy, and of batches that draw with filters."""
