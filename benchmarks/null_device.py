@@ -61,12 +61,13 @@ class NullDevice:
     def draw(self, logits: Any, rows: np.ndarray, slots: np.ndarray, positions: np.ndarray) -> DrawnTokens:
         return self._drawn(slots)
 
-    def decode(
-        self, slots: np.ndarray, tables: np.ndarray, lengths: np.ndarray, states: np.ndarray | None = None
-    ) -> DrawnTokens:
+    def set_states(self, slots: np.ndarray, reads: np.ndarray, writes: np.ndarray) -> None:
+        pass
+
+    def decode(self, slots: np.ndarray, tables: np.ndarray, lengths: np.ndarray) -> DrawnTokens:
         return self._drawn(slots)
 
-    def decode_logits(self, slots: np.ndarray, states: np.ndarray | None = None) -> Any:
+    def decode_logits(self, slots: np.ndarray) -> Any:
         raise SystemExit("the benchmark has no step that the host samples")
 
     def warm_up(self) -> None: ...

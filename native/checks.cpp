@@ -73,6 +73,8 @@ template Array<const uint8_t, 2> array_of<const uint8_t, 2>(const char*, nb::han
 template Array<uint8_t, 2> array_of<uint8_t, 2>(const char*, nb::handle);
 template Array<uint8_t, 1> array_of<uint8_t, 1>(const char*, nb::handle);
 template Array<void, 4> array_of<void, 4>(const char*, nb::handle);
+template Array<float, 3> array_of<float, 3>(const char*, nb::handle);
+template Array<float, 4> array_of<float, 4>(const char*, nb::handle);
 
 void require_apart(const char* name, Rows a, const char* other, Rows b) {
   require(!overlap(a, b), name, " and ", other, " overlap in memory and must be separate arrays");

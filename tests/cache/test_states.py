@@ -270,6 +270,17 @@ def test_checkpoints_are_written_at_the_spacing() -> None:
     assert manager.open_table(2, [*tokens[:19], 90, 91]) == 16
 
 
+def test_the_second_prompt_that_leaves_a_prefix_stores_a_checkpoint_there() -> None:
+    manager, tokens = new_manager(), list(range(30))
+    manager.open_table(1, tokens)
+    run(manager, 1, tokens)
+    second = [*tokens[:19], 90, 91, 92]
+    assert manager.open_table(2, second) == 0
+    run(manager, 2, second)
+    assert manager.open_table(3, [*tokens[:19], 80]) == 16
+    assert manager.open_table(4, [*tokens[:14], 80]) == 0
+
+
 def test_a_turn_keeps_the_checkpoint_of_its_last_full_block_alone() -> None:
     manager, tokens = new_manager(), list(range(6))
     manager.open_table(1, tokens)

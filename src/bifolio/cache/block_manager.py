@@ -88,12 +88,13 @@ class KVCacheBlockManager(BlockQueries):
             table = BlockTable(self, sequence_id, root_digest(salt), self.enable_prefix_caching)
             self._tables[sequence_id] = table
             table.chain = self._find_prefix(token_ids, table.root, max_cached)
+            if self._states is not None:
+                table.state = self._states.open(table.chain)
+                del table.chain[table.state.position // self.block_size :]
             table.block_ids = [self._pool.cached[digest] for digest in table.chain]
             table.num_tokens = len(table.chain) * self.block_size
             for block_id in table.block_ids:
                 self._pool.retain(block_id)
-            if self._states is not None:
-                table.state = self._states.open(table.chain)
             return table.num_tokens
 
     def append(self, sequence_id: int, num_tokens: int) -> None:

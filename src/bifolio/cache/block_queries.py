@@ -121,7 +121,9 @@ class BlockQueries:
     ) -> int:
         """Number of tokens that `open_table` would find; opens no table."""
         with self.lock:
-            return len(self._find_prefix(token_ids, root_digest(salt), max_cached)) * self.block_size
+            chain = self._find_prefix(token_ids, root_digest(salt), max_cached)
+            count = len(chain) if self._states is None else self._states.usable(chain)
+            return count * self.block_size
 
     def state_stats(self) -> StateStats:
         """Counts of the recurrent states; all 0 for a model without recurrent layers."""
@@ -139,7 +141,6 @@ class BlockQueries:
         return Page(block_id, used, self._pool.ref_counts[block_id], self._pool.digests[block_id] is not None)
 
     def _find_prefix(self, token_ids: Sequence[int], root: bytes, max_cached: int | None) -> list[bytes]:
-        """Digests of the leading full blocks that are cached, short of the last token, up to the last checkpoint."""
+        """Digests of the leading full blocks that are cached, short of the last token."""
         limit = len(token_ids) - 1 if max_cached is None else min(len(token_ids) - 1, max_cached)
-        chain = find_chain(self._pool.cached, root, token_ids, limit // self.block_size, self.block_size)
-        return chain if self._states is None else chain[: self._states.usable(chain)]
+        return find_chain(self._pool.cached, root, token_ids, limit // self.block_size, self.block_size)

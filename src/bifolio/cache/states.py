@@ -48,6 +48,7 @@ class SequenceState:
     drafts: list[tuple[int, int]] = field(default_factory=list)  # (position, state) of each unverified token
     pending: list[Checkpoint] = field(default_factory=list)  # written by passes, their blocks are not committed yet
     rolling: bytes | None = None  # digest of the last rolling checkpoint
+    branch: int = 0  # position where the sequence leaves a cached prefix whose state is not known; 0: none
     is_resting: bool = False  # the state may be evicted
 
 

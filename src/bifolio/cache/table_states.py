@@ -5,8 +5,9 @@ a resting table needs is never written: the pass writes a new one, so a fork cos
 checkpoints, at which later requests can begin:
 
     |<----------------- prompt ----------------->|<---------- output ---------->|
-    |        s        s        s        s      e |             r'      r        |
+    |        s        s   b    s        s      e |             r'      r        |
     s  every multiple of the spacing
+    b  the last block in common with an earlier prompt, if a second one leaves it there
     e  the last full block of the prompt with a token after it
     r  the last full block of the output; the one before it (r') is forgotten, unless it is on the spacing
 
@@ -67,13 +68,14 @@ class TableStates:
         return next((count for count in range(len(chain), 0, -1) if chain[count - 1] in checkpoints), 0)
 
     def open(self, chain: list[bytes]) -> SequenceState:
-        """The state after these blocks; the last has a checkpoint."""
-        if not chain:
-            return SequenceState()
-        state = self.pool.checkpoints[chain[-1]]
-        self.pool.retain(state)
-        self._num_restored += 1
-        return SequenceState(state, len(chain) * self.block_size)
+        """The state at the last checkpoint of a chain of cached blocks."""
+        owner, count = SequenceState(), self.usable(chain)
+        if count:
+            self._num_restored += 1
+            self._restore(owner, chain)
+        if count < len(chain):
+            owner.branch = len(chain) * self.block_size
+        return owner
 
     def fork(self, parent: SequenceState) -> SequenceState:
         """The parent's state, shared; the child of a resting table rests as well."""
@@ -118,8 +120,9 @@ class TableStates:
         owner.drafts = []
 
     def rest(self, owner: SequenceState) -> None:
-        """Let the state be evicted while the table waits."""
+        """Let the state be evicted while the table waits; unverified drafts are dropped."""
         if not owner.is_resting:
+            self._settle_drafts(owner, 0)
             self.pool.rest(owner)
 
     def wake(self, owner: SequenceState, chain: list[bytes], num_tokens: int) -> int:
@@ -227,7 +230,7 @@ class TableStates:
         size, end = self.block_size, request.start + request.num_new - request.num_drafts
         positions = []
         if request.num_known:
-            positions.append((request.num_known - 1) // size * size)
+            positions += [(request.num_known - 1) // size * size, owner.branch]
         if self.spacing:
             positions += range(end // self.spacing * self.spacing, request.start, -self.spacing)
         for position in dict.fromkeys(positions):

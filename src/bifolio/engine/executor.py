@@ -21,7 +21,7 @@ from bifolio.cache.block_table import padded
 from bifolio.cache.storage import CacheLayout, KvCacheEntry, KVStorage
 from bifolio.config import CacheConfig
 from bifolio.engine.host_batch import HostBatch, Readout, Run
-from bifolio.engine.slot_state import Draws, SlotState, decode_states
+from bifolio.engine.slot_state import Draws, SlotState
 from bifolio.errors import ConfigError, EmptyPromptError, PhaseError, TokenIdError
 from bifolio.kernels.interface import (
     Array,
@@ -253,7 +253,7 @@ class DecodeExecutor(_Executor):
             draws = slots.draw_with_pass(plan, on_device)
             if draws is not None:
                 return Launched(draws, None)
-        logits = slots.device.decode_logits(on_device, decode_states(plan))
+        logits = slots.device.decode_logits(on_device)
         return Launched(slots.draw(logits, readout), None if readout.is_plain else logits)
 
     def step(self, kv_cache: KvCacheEntry, token: int) -> int:

@@ -58,13 +58,6 @@ class Draws:
             self.known.put_scores(self.device_draws[wanted], found.take(wanted))
 
 
-def decode_states(plan: StepPlan) -> np.ndarray | None:
-    """i32[2, n]: the recurrent states that each decode of one token reads and writes; None: the model has none."""
-    if plan.states is None:
-        return None
-    return np.array([[used.read for used in plan.states], [used.writes[0][1] for used in plan.states]], dtype=np.int32)
-
-
 class SlotState:
     """The slots of one engine, on the host and, with `DeviceSlots`, on the device."""
 
@@ -153,6 +146,10 @@ class SlotState:
         if self.device is None or plan.prefills or any(item.num_new > 1 for item in plan.decodes):
             return None
         slots = np.fromiter((item.slot for item in plan.decodes), np.int32, len(plan.decodes))
+        if plan.states is not None:
+            reads = np.array([used.read for used in plan.states], np.int32)
+            writes = np.array([used.writes[0][1] if used.writes else -1 for used in plan.states], np.int32)
+            self.device.set_states(slots, reads, writes)
         behind = ~self._is_current[slots]
         if behind.any():
             late = [item for item, is_late in zip(plan.decodes, behind.tolist(), strict=True) if is_late]
@@ -170,7 +167,7 @@ class SlotState:
             return None
         lengths = np.fromiter((item.start for item in plan.decodes), np.int64, len(plan.decodes))
         self._send_edits(self.device, slots)
-        pending = self.device.decode(slots, self.tables, lengths, decode_states(plan))
+        pending = self.device.decode(slots, self.tables, lengths)
         self._newest[slots] = ON_DEVICE
         count = len(slots)
         unknown, excluding = SampledTokens.unknown(count), self.table.is_edited[slots]

@@ -79,6 +79,10 @@ class DeviceSlots(Protocol):
         """Set the cached tokens and the newest token of slots, after the host sampled or prefilled them."""
         ...
 
+    def set_states(self, slots: np.ndarray, reads: np.ndarray, writes: np.ndarray) -> None:
+        """Set the recurrent states that the next decode step of slots reads and writes (-1: none)."""
+        ...
+
     def fill_tokens(self, token_ids: Array, slots: np.ndarray) -> Array:
         """`token_ids` i32[t] with -1 in its first len(slots) entries replaced by the newest token of `slots`."""
         ...
@@ -87,17 +91,14 @@ class DeviceSlots(Protocol):
         """Sample the token at `positions[i]` of `slots[i]` from `logits[rows[i]]`; it becomes the slot's newest."""
         ...
 
-    def decode(
-        self, slots: np.ndarray, tables: np.ndarray, lengths: np.ndarray, states: np.ndarray | None = None
-    ) -> PendingTokens:
+    def decode(self, slots: np.ndarray, tables: np.ndarray, lengths: np.ndarray) -> PendingTokens:
         """Run one whole decode step of these slots, sampled on the device.
 
         `tables` (i32[num_slots, max_blocks]) and `lengths` (i64[n], cached tokens of `slots`) are the host's copies.
-        `states` (i32[2, n]) are the recurrent states that the slots read and write; None: the model has none.
         """
         ...
 
-    def decode_logits(self, slots: np.ndarray, states: np.ndarray | None = None) -> Array:
+    def decode_logits(self, slots: np.ndarray) -> Array:
         """f32[n, vocab]: a decode step without sampling; valid until the next launch."""
         ...
 

@@ -1,4 +1,4 @@
-"""Recurrent layers of the native kernel set: their parameters, states and batches in the form of the extension module."""
+"""Recurrent layers of the native kernel set: parameters, states and batches as the extension module takes them."""
 
 from __future__ import annotations
 

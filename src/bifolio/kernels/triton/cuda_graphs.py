@@ -29,14 +29,14 @@ from bifolio.kernels.interface import (
     TokenScores,
 )
 from bifolio.kernels.shared_prefix import SharedWork
-from bifolio.kernels.triton.device_state import DeviceState, begin_step, recorded_event
+from bifolio.kernels.triton.device_state import DeviceState, begin_states, begin_step, recorded_event
 from bifolio.kernels.triton.edits import SlotEdits
 from bifolio.kernels.triton.logprobs import read_scores
+from bifolio.kernels.triton.recurrence import StagedStates
 from bifolio.kernels.triton.sampling import Mode, Results, choose_tokens
 from bifolio.kernels.triton.shared_attention import SharedRows, new_shared_rows
 
 TURNS = 4  # results of a step that lie in host memory at once; more than the steps that are ever in flight
-NO_STATES = np.empty((2, 0), np.int32)
 StepMode = Mode | None  # draws of the captured step; None: it ends with the logits
 
 
@@ -59,6 +59,8 @@ class GraphKernels(KernelSet, Protocol):
         shared: SharedRows | None = None,
     ) -> None: ...
 
+    def stage_states(self, states: StagedStates) -> None: ...
+
 
 @dataclass(slots=True)
 class DecodeStep:
@@ -72,9 +74,9 @@ class DecodeStep:
     table_rows: torch.Tensor  # i32[r]
     turn: torch.Tensor  # i32[1]  which part of `results` the last launch wrote
     results: Results  # on the host; the device writes there itself, TURNS launches take turns
-    states: torch.Tensor | None = None  # i32[2, r]  recurrent states that rows read and write
     pieces: dict[int, Any] = field(default_factory=dict)
     graph: Any = None
+    states: StagedStates | None = None  # of a model with recurrent layers; the device sets reads and writes
     shared: SharedRows | None = None  # shared prefixes, read once for all rows; None: no sharing
     logits: Any = None  # f32[r, vocab] of a step without sampling
     sent: bytes = b""  # present contents of `rows` and `shared`
@@ -96,14 +98,10 @@ class DecodeStep:
         return turn
 
     def put(self, words: torch.Tensor) -> None:
-        """Set `rows`, then `states`, then the words of `shared`."""
+        """Set `rows`, then the words of `shared`."""
         self.rows.copy_(words[: len(self.rows)])
-        words = words[len(self.rows) :]
-        if self.states is not None:
-            self.states.view(-1).copy_(words[: self.states.numel()])
-            words = words[self.states.numel() :]
         if self.shared is not None:
-            self.shared.words.copy_(words)
+            self.shared.words.copy_(words[len(self.rows) :])
 
 
 @dataclass(slots=True)
@@ -169,23 +167,18 @@ class DecodeGraphs:
         self._steps: dict[tuple[int, StepMode, bool], DecodeStep] = {}  # by size, draws, shares
         self._parts: SharedRows | None = None  # whose room for results serves all steps
         self._recorder = GraphRecorder(state.device)
-        self._starts = torch.arange(self._sizes[-1] + 1, dtype=torch.int32, device=state.device)  # one token each
         self._shapes = tuple({shape.window: shape for shape in network.shapes}.values())
 
     # -- launching ---------------------------------------------------------------------------------------------------
-    def launch(
-        self, slots: np.ndarray, mode: StepMode, work: SharedWork | None = None, states: np.ndarray | None = None
-    ) -> DecodeStep:
+    def launch(self, slots: np.ndarray, mode: StepMode, work: SharedWork | None = None) -> DecodeStep:
         """Run the next step of these slots (i32[n]) after everything launched before; does not wait for anything.
 
-        `work` describes prefixes shared by the slots, in their order; `states` are those of `DeviceSlots.decode`.
+        `work` describes prefixes shared by the slots, in their order.
         """
         size = self._sizes[bisect_left(self._sizes, len(slots))]
         step = self._step(size, mode, work is not None)
         rows = np.full(size, -1, dtype=np.int32)
         rows[: len(slots)] = slots
-        if states is not None:
-            rows = np.concatenate([rows, padded_states(states, size)])
         if work is not None and step.shared is not None:
             rows = np.concatenate([rows, shared_words(work, size, step.shared.max_items)])
         self._send(rows, step)
@@ -221,7 +214,9 @@ class DecodeGraphs:
             step = DecodeStep.new(size, self.state.device, mode)
             step.shared = self._shared_rows(size) if shares else None
             if self._storage.layout.num_states:
-                step.states = self.state.upload(padded_states(NO_STATES, size)).view(2, size)
+                starts = torch.arange(size + 1, dtype=torch.int32, device=self.state.device)
+                use = StateUse(starts, torch.zeros_like(step.rows), torch.full_like(step.rows, -1))
+                step.states = StagedStates.of(use, self.state.device)
             if self.state.on_gpu:
                 step.graph = self._recorder.record(lambda: self._run(step, mode))
                 step.turn.fill_(TURNS - 1)  # recording used one buffer
@@ -240,6 +235,9 @@ class DecodeGraphs:
             step.rows, state.tables, state.lengths, state.tokens, step.token_ids, step.positions, step.index,
             step.contexts, step.table_rows, step.turn, self._storage.block_size, TURNS,
         )  # fmt: skip
+        if step.states is not None:
+            begin_states(step.rows, state, step.states.reads, step.states.writes)
+            self._kernels.stage_states(step.states)
         segment = replace(
             self._network.decode_segment(size),
             block_tables=state.tables,
@@ -247,20 +245,13 @@ class DecodeGraphs:
             max_context_len=state.max_blocks * self._storage.block_size,
         )
         self._kernels.stage_decode(segment, step.table_rows, step.pieces, self._shapes, step.shared)
-        use = None if step.states is None else StateUse(self._starts[: size + 1], *step.states)
+        use = None if step.states is None else step.states.use
         batch = Batch(step.token_ids, step.positions, step.index, (segment,), None, states=use)
         logits = self._network.forward(self._kernels, batch, self._storage)
         if mode is None:
             step.logits = logits
         else:
             choose_tokens(logits, step.rows, state, step.turn, step.results, mode, self.edits)
-
-
-def padded_states(states: np.ndarray, size: int) -> np.ndarray:
-    """i32[2 * size]: states that rows read, then those that they write; padding reads the empty one and writes none."""
-    padded: np.ndarray = np.concatenate([np.zeros(size, np.int32), np.full(size, -1, np.int32)]).reshape(2, size)
-    padded[:, : states.shape[1]] = states
-    return padded.reshape(-1)
 
 
 def full_shape(shapes: tuple[AttentionShape, ...]) -> AttentionShape:

@@ -32,11 +32,11 @@ class DeviceState:
     def __init__(self, num_slots: int, max_blocks: int, device: str) -> None:
         self.num_slots, self.max_blocks, self.device = num_slots, max_blocks, device
         self.on_gpu = device.startswith("cuda")
-        places = num_slots * max_blocks + num_slots * np.array([*range(9), 8 + MAX_ENDS])
+        places = num_slots * max_blocks + num_slots * np.array([*range(11), 10 + MAX_ENDS])
         places[-1] += places[-1] % 2  # numbers of 64 bits follow
         self._lengths, self._tokens, self._warmths, self._top_ks, self._num_scores = places[:5].tolist()
-        self._edit_flags, self._repetitions, self._min_lengths = places[5:8].tolist()
-        self._ends, self._wide = int(places[8]), int(places[-1])
+        self._edit_flags, self._repetitions, self._min_lengths, self._reads, self._writes = places[5:10].tolist()
+        self._ends, self._wide = int(places[10]), int(places[-1])
         self.words = torch.zeros(self._wide + 2 * 5 * num_slots, dtype=torch.int32, device=device)
 
         def column(place: int) -> torch.Tensor:
@@ -52,11 +52,14 @@ class DeviceState:
         self.edit_flags = column(self._edit_flags)  # i32  see `kernels.triton.edits`; 0: none
         self.repetitions = column(self._repetitions).view(torch.float32)
         self.min_lengths = column(self._min_lengths)  # i32
+        self.reads = column(self._reads)  # i32  recurrent state before the next token
+        self.writes = column(self._writes)  # i32  recurrent state that the next token leaves; -1: none
         self.ends = self.words[self._ends : self._ends + MAX_ENDS * num_slots]  # i32[slots, MAX_ENDS]  -1: none
         self.seeds = wide[0]  # i64
         self.top_ps = wide[1].view(torch.float64)  # 2: off
         self.min_weights = wide[2]  # i64  the least that min_p keeps; 0: off
         self.penalties = wide[3:].view(torch.float64)  # f64[2, slots]  presence, frequency
+        self._states: np.ndarray = np.zeros((2, num_slots), dtype=np.int32)  # reads and writes as they were sent last
         self._places: list[np.ndarray] = []
         self._numbers: list[np.ndarray] = []
         self._ring: deque[tuple[torch.Tensor, Any]] = deque()  # pinned buffers and the events that free them
@@ -98,6 +101,14 @@ class DeviceState:
 
     def set_tokens(self, slots: np.ndarray, tokens: np.ndarray) -> None:
         self._add(self._tokens + slots, tokens)
+
+    def set_states(self, slots: np.ndarray, reads: np.ndarray, writes: np.ndarray) -> None:
+        """The recurrent states of the next step of slots; unchanged ones are not sent again."""
+        for place, row, numbers in ((self._reads, 0, reads), (self._writes, 1, writes)):
+            changed = self._states[row, slots] != numbers
+            if changed.any():
+                self._states[row, slots] = numbers
+                self._add(place + slots[changed], numbers[changed])
 
     def take_changes(self) -> np.ndarray | None:
         """i32[2, count]: places and numbers since the last call, the latest for each place."""
@@ -255,4 +266,31 @@ def begin_step(
         BLOCK=block,
         num_warps=1,
         **OVERLAPPED,
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["rows", "slot_reads", "slot_writes"])
+def _begin_states_kernel(
+    rows: tl.tensor,  # i32[r]  slot of each row; -1: padding
+    slot_reads: tl.tensor,  # i32[slots]
+    slot_writes: tl.tensor,
+    reads: tl.tensor,  # i32[r]
+    writes: tl.tensor,
+    num_rows: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exists = row < num_rows
+    wait_for_inputs()
+    slot = tl.load(rows + row, mask=exists, other=-1)
+    tl.store(reads + row, tl.load(slot_reads + slot, mask=slot >= 0, other=0), mask=exists)
+    tl.store(writes + row, tl.load(slot_writes + slot, mask=slot >= 0, other=-1), mask=exists)
+
+
+def begin_states(rows: torch.Tensor, state: DeviceState, reads: torch.Tensor, writes: torch.Tensor) -> None:
+    """Lay out the recurrent states of every row; padding reads the empty state and writes none."""
+    block = 64
+    grid = (triton.cdiv(rows.shape[0], block),)
+    _begin_states_kernel[grid](
+        rows, state.reads, state.writes, reads, writes, rows.shape[0], BLOCK=block, num_warps=1, **OVERLAPPED
     )

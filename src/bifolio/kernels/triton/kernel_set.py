@@ -349,6 +349,10 @@ class TritonKernels(TorchArrays):
             cut(part, segment.context_lens, None if shared is None or window else shared.skipped)
         self._staged = [StagedSegment(segment, segment.context_lens, table_rows, pieces, is_cut=True, shared=shared)]
 
+    def stage_states(self, states: StagedStates) -> None:
+        """The states of the next pass; kept by the caller, since a CUDA graph reuses them."""
+        self._states = states
+
     def _new_pieces(self, segment: AttentionSegment, shape: AttentionShape) -> Pieces:
         if not self.deterministic:
             return new_pieces(segment.num_sequences, shape, self.device, num_processors=self.num_processors)

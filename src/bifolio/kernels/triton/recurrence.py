@@ -165,10 +165,9 @@ def _scan_kernel(
         step = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(tl.minimum(step, 20.0))))
         step = tl.minimum(tl.maximum(step, least), most)
         state *= tl.exp(step * own_decay)
+        change = step * value
         if DELTA:
             change = rate * (value - tl.sum(state * key[:, None], axis=0))
-        else:
-            change = step * value
         state += key[:, None] * change[None, :]
         y = tl.sum(state * query[:, None], axis=0) + own_skip * value
         result = out + token * heads * value_size + head * value_size + columns

@@ -86,6 +86,9 @@ class TritonSlots:
         self.state.set_lengths(slots, lengths)
         self.state.set_tokens(slots, tokens)
 
+    def set_states(self, slots: np.ndarray, reads: np.ndarray, writes: np.ndarray) -> None:
+        self.state.set_states(slots, reads, writes)
+
     # -- steps that are not captured -----------------------------------------------------------------------------------
     def fill_tokens(self, token_ids: Array, slots: np.ndarray) -> Array:
         index = torch.from_numpy(slots.astype(np.int64)).to(token_ids.device)
@@ -107,15 +110,12 @@ class TritonSlots:
         return DeviceTokens(results, 0, count, recorded_event() if state.on_gpu else None)
 
     # -- captured steps ------------------------------------------------------------------------------------------------
-    def decode(
-        self, slots: np.ndarray, tables: np.ndarray, lengths: np.ndarray, states: np.ndarray | None = None
-    ) -> DeviceTokens:
+    def decode(self, slots: np.ndarray, tables: np.ndarray, lengths: np.ndarray) -> DeviceTokens:
         work = self._shared_work(slots, tables, lengths)
         order = None
         if work is not None:  # sharers lie side by side; tokens come back in the order of the call
             slots, order = slots[work.order], np.argsort(work.order)
-            states = None if states is None else states[:, work.order]
-        step = self.graphs.launch(slots, self._mode(slots), work, states)
+        step = self.graphs.launch(slots, self._mode(slots), work)
         return self.graphs.tokens(step, len(slots), order)
 
     def _mode(self, slots: np.ndarray) -> Mode:
@@ -126,8 +126,8 @@ class TritonSlots:
             self.graphs.edits.send()
         return mode
 
-    def decode_logits(self, slots: np.ndarray, states: np.ndarray | None = None) -> Array:
-        return self.graphs.launch(slots, None, states=states).logits[: len(slots)]
+    def decode_logits(self, slots: np.ndarray) -> Array:
+        return self.graphs.launch(slots, None).logits[: len(slots)]
 
     def warm_up(self) -> None:
         """Capture the steps of batches that are all greedy, and of batches that draw with filters."""
