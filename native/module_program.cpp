@@ -15,6 +15,7 @@ namespace bifolio {
 namespace {
 
 using Register = Program::Register;
+constexpr int64_t kMaxTapWidth = 1 << 24;
 
 struct ProgramHolder {
   Program program;
@@ -22,6 +23,8 @@ struct ProgramHolder {
   int64_t vocab_rows = INT32_MAX, position_rows = INT32_MAX;  // of the smallest tables of each kind
   std::map<Register, int64_t> routings;  // registers of route, and the number of experts
   std::vector<std::pair<int64_t, AttentionConstants>> attentions;  // the layer and shape of each
+  int64_t given_width = 0;  // 0: the program reads no given rows
+  int64_t taps_width = 0;  // of the widest array that the taps fill; 0: there are none
 
   void require_open() const { require(!program.is_complete(), "the program is complete: record nothing after logits"); }
 
@@ -202,6 +205,23 @@ Register record_take(ProgramHolder& self, Register x) {
   return self.program.take(x);
 }
 
+Register record_given(ProgramHolder& self, int64_t width) {
+  self.require_open();
+  require_between("width", width, 1, kMaxTapWidth);
+  require(self.given_width == 0, "the program reads given rows already: record given once");
+  self.given_width = width;
+  return self.program.given(width);
+}
+
+void record_tap(ProgramHolder& self, Register x, int64_t column) {
+  self.require_open();
+  self.require_register("x", x);
+  self.require_tokens("x", x);
+  require_between("column", column, 0, kMaxTapWidth);
+  self.taps_width = std::max(self.taps_width, column + self.program.width(x));
+  self.program.tap(x, column);
+}
+
 void record_logits(ProgramHolder& self, Register x, const LinearWeights& head, float softcap) {
   self.require_open();
   self.require_register("x", x, head.in_features());
@@ -213,7 +233,8 @@ void record_logits(ProgramHolder& self, Register x, const LinearWeights& head, f
 
 std::map<std::string, double> run_program(ProgramHolder& self, const CacheHolder& cache, nb::handle id_array, nb::handle position_array,
                                           nb::handle slot_array, nb::handle row_array, const nb::list& segments, bool share,
-                                          nb::handle logit_array, bool profile, PoolHolder* pool_holder) {
+                                          nb::handle logit_array, bool profile, nb::handle given_array, nb::handle tap_array,
+                                          PoolHolder* pool_holder) {
   require(self.program.is_complete(), "the program is not complete: record logits before it is run");
   const Ints ids = ints("ids", id_array), positions = ints("positions", position_array);
   const Longs slots = longs("slots", slot_array);
@@ -230,8 +251,22 @@ std::map<std::string, double> run_program(ProgramHolder& self, const CacheHolder
   if (logit_rows.is_valid()) require_elements("logit_rows", logit_rows.data(), logit_rows.shape(0), tokens, "the batch");
   for (const auto& [layer, shape] : self.attentions) cache.require_layer(layer, shape);
   std::vector<Tables> tables;
-  const Step step{tokens, ids.data(), positions.data(), slots.data(), logit_rows.is_valid() ? logit_rows.data() : nullptr, num_logit_rows,
-                  queries_of(segments, tokens, cache, share, tables), &cache.layers, logits.data()};
+  Step step{tokens, ids.data(), positions.data(), slots.data(), logit_rows.is_valid() ? logit_rows.data() : nullptr, num_logit_rows,
+            queries_of(segments, tokens, cache, share, tables), &cache.layers, logits.data()};
+  require((self.given_width > 0) == !given_array.is_none(), "given is for programs that record given, and only for those");
+  Input given;
+  if (!given_array.is_none()) {
+    given = input("given", given_array);
+    require_shape("given", given, tokens, self.given_width);
+    step.given = given.data();
+  }
+  Output taps;
+  if (!tap_array.is_none()) {
+    taps = output("taps", tap_array);
+    require(self.taps_width > 0, "taps is for programs that record tap");
+    require_shape("taps", taps, tokens, self.taps_width);
+    step.taps = taps.data(), step.taps_width = self.taps_width;
+  }
   nb::gil_scoped_release release;
   Pool& pool = team_of(pool_holder);
   if (profile) return self.program.profile(pool, step);
@@ -262,9 +297,11 @@ void bind_program(nb::module_& m) {
       .def("route", &record_route, "logits"_a, "router"_a)
       .def("mix_experts", &record_mix_experts, "x"_a, "routing"_a, "experts"_a)
       .def("take", &record_take, "x"_a)
+      .def("given", &record_given, "width"_a)
+      .def("tap", &record_tap, "x"_a, "column"_a)
       .def("logits", &record_logits, "x"_a, "head"_a, "softcap"_a)
       .def("run", &run_program, "cache"_a, array("ids"), array("positions"), array("slots"), array("logit_rows"), "segments"_a, "share"_a,
-           array("logits"), "profile"_a = false, pool_argument())
+           array("logits"), "profile"_a = false, array("given") = nb::none(), array("taps") = nb::none(), pool_argument())
       .def("width", [](const ProgramHolder& self, Register x) {
         self.require_register("x", x);
         return self.program.width(x);

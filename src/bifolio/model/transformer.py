@@ -23,7 +23,8 @@ def hidden_states(weights: ModelWeights, batch: Batch, kernels: KernelSet, stora
         kernels.rotation(frequencies, scale, batch.positions)
         for frequencies, scale in zip(weights.inverse_frequencies, weights.rope_scales, strict=True)
     )
-    for layer in weights.layers:
+    _tap(weights, 0, x, batch, kernels)
+    for number, layer in enumerate(weights.layers, start=1):
         normed = x if layer.attention_norm is None else kernels.norm(x, layer.attention_norm)
         attended = PagedAttentionLayer(layer)(normed, batch, kernels, storage, rotations)
         if layer.post_attention_norm is not None:
@@ -34,7 +35,14 @@ def hidden_states(weights: ModelWeights, batch: Batch, kernels: KernelSet, stora
             x = kernels.add(x, attended)
             normed = normed if config.parallel_block else x
         x = kernels.add(x, feed_forward(layer, normed, config.activation, config.gated_mlp, kernels))
+        _tap(weights, number, x, batch, kernels)
     return x
+
+
+def _tap(weights: ModelWeights, num_layers: int, x: Array, batch: Batch, kernels: KernelSet) -> None:
+    """Give out the residual stream after so many layers, where the weights name them."""
+    if num_layers in weights.taps:
+        kernels.tap(x, weights.taps.index(num_layers) * weights.config.hidden_size, batch)
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # torch.compile hashes it before its fields are set

@@ -71,6 +71,8 @@ class NativeProgram:
             [native_segment(segment) for segment in batch.segments],
             self._kernels.share_prefixes,
             logits,
+            given=batch.given,
+            taps=batch.taps,
             pool=self._kernels.pool,
         )
         return self._kernels.all_gather(logits, self._logit_widths) if self._logit_widths else logits
@@ -156,6 +158,12 @@ class ProgramRecorder:
 
     def take(self, x: Register, rows: object) -> Register:
         return Register(self.program.take(x.number))
+
+    def given(self, batch: Batch, width: int) -> Register:
+        return Register(self.program.given(width))
+
+    def tap(self, x: Register, column: int, batch: Batch) -> None:
+        self.program.tap(x.number, column)
 
     def logits(self, x: Register, head: Linear, softcap: float) -> None:
         self.program.logits(x.number, self.kernels.packed(head), softcap)
