@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-MOE_ARCHITECTURES = ("qwen3moe", "mixtral", "olmoe", "glm4moe", "deepseek2", "gptoss")
+MOE_ARCHITECTURES = ("qwen3moe", "mixtral", "olmoe", "glm4moe", "deepseek2", "deepseek3", "gptoss")
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 
