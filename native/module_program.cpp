@@ -16,6 +16,7 @@ namespace bifolio {
 namespace {
 
 using Register = Program::Register;
+constexpr int64_t kMaxTapWidth = 1 << 24;
 
 struct ProgramHolder {
   Program program;
@@ -24,6 +25,8 @@ struct ProgramHolder {
   std::map<Register, int64_t> routings;  // registers of route, and the number of experts
   std::vector<std::pair<int64_t, AttentionConstants>> attentions;  // the layer and shape of each
   std::vector<std::pair<int64_t, const RecurrenceWeights*>> recurrences;
+  int64_t given_width = 0;  // 0: the program reads no given rows
+  int64_t taps_width = 0;  // of the widest array that the taps fill; 0: there are none
 
   void require_open() const { require(!program.is_complete(), "the program is complete: record nothing after logits"); }
 
@@ -215,6 +218,23 @@ Register record_take(ProgramHolder& self, Register x) {
   return self.program.take(x);
 }
 
+Register record_given(ProgramHolder& self, int64_t width) {
+  self.require_open();
+  require_between("width", width, 1, kMaxTapWidth);
+  require(self.given_width == 0, "the program reads given rows already: record given once");
+  self.given_width = width;
+  return self.program.given(width);
+}
+
+void record_tap(ProgramHolder& self, Register x, int64_t column) {
+  self.require_open();
+  self.require_register("x", x);
+  self.require_tokens("x", x);
+  require_between("column", column, 0, kMaxTapWidth);
+  self.taps_width = std::max(self.taps_width, column + self.program.width(x));
+  self.program.tap(x, column);
+}
+
 void record_logits(ProgramHolder& self, Register x, const LinearWeights& head, float softcap) {
   self.require_open();
   self.require_register("x", x, head.in_features());
@@ -226,8 +246,9 @@ void record_logits(ProgramHolder& self, Register x, const LinearWeights& head, f
 
 std::map<std::string, double> run_program(ProgramHolder& self, const CacheHolder& cache, nb::handle id_array, nb::handle position_array,
                                           nb::handle slot_array, nb::handle row_array, const nb::list& segments, bool share,
-                                          nb::handle logit_array, bool profile, PoolHolder* pool_holder, const StatesHolder* states,
-                                          nb::handle start_array, nb::handle read_array, nb::handle write_array) {
+                                          nb::handle logit_array, bool profile, nb::handle given_array, nb::handle tap_array,
+                                          PoolHolder* pool_holder, const StatesHolder* states, nb::handle start_array,
+                                          nb::handle read_array, nb::handle write_array) {
   require(self.program.is_complete(), "the program is not complete: record logits before it is run");
   const Ints ids = ints("ids", id_array), positions = ints("positions", position_array);
   const Longs slots = longs("slots", slot_array);
@@ -247,11 +268,25 @@ std::map<std::string, double> run_program(ProgramHolder& self, const CacheHolder
   for (const auto& [layer, weights] : self.recurrences) states->require_layer(layer, *weights);
   std::vector<Tables> tables;
   Step step{tokens, ids.data(), positions.data(), slots.data(), logit_rows.is_valid() ? logit_rows.data() : nullptr, num_logit_rows,
-                  queries_of(segments, tokens, cache, share, tables), &cache.layers, logits.data()};
+            queries_of(segments, tokens, cache, share, tables), &cache.layers, logits.data()};
   std::optional<StateArrays> use;
   if (!self.recurrences.empty()) {
     use.emplace(start_array, read_array, write_array, tokens, states->num_states);
     step.states = use->use(), step.state_layers = &states->layers;
+  }
+  require((self.given_width > 0) == !given_array.is_none(), "given is for programs that record given, and only for those");
+  Input given;
+  if (!given_array.is_none()) {
+    given = input("given", given_array);
+    require_shape("given", given, tokens, self.given_width);
+    step.given = given.data();
+  }
+  Output taps;
+  if (!tap_array.is_none()) {
+    taps = output("taps", tap_array);
+    require(self.taps_width > 0, "taps is for programs that record tap");
+    require_shape("taps", taps, tokens, self.taps_width);
+    step.taps = taps.data(), step.taps_width = self.taps_width;
   }
   nb::gil_scoped_release release;
   Pool& pool = team_of(pool_holder);
@@ -284,10 +319,12 @@ void bind_program(nb::module_& m) {
       .def("mix_experts", &record_mix_experts, "x"_a, "routing"_a, "experts"_a)
       .def("recur", &record_recur, "x"_a, "layer"_a, "recurrence"_a)
       .def("take", &record_take, "x"_a)
+      .def("given", &record_given, "width"_a)
+      .def("tap", &record_tap, "x"_a, "column"_a)
       .def("logits", &record_logits, "x"_a, "head"_a, "softcap"_a)
       .def("run", &run_program, "cache"_a, array("ids"), array("positions"), array("slots"), array("logit_rows"), "segments"_a, "share"_a,
-           array("logits"), "profile"_a = false, pool_argument(), "states"_a.none() = nb::none(), "starts"_a.none() = nb::none(),
-           "reads"_a.none() = nb::none(), "writes"_a.none() = nb::none())
+           array("logits"), "profile"_a = false, array("given") = nb::none(), array("taps") = nb::none(), pool_argument(),
+           "states"_a.none() = nb::none(), "starts"_a.none() = nb::none(), "reads"_a.none() = nb::none(), "writes"_a.none() = nb::none())
       .def("width", [](const ProgramHolder& self, Register x) {
         self.require_register("x", x);
         return self.program.width(x);

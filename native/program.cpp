@@ -169,6 +169,23 @@ Program::Register Program::take(Register x) {
   return out;
 }
 
+Program::Register Program::given(int64_t width) {
+  const Register out = new_value(width, false);
+  record("given", {}, {out}, [=, this](Member& m, const Step& step) {
+    const Rows source{const_cast<float*>(step.given), step.num_tokens, width, width};  // read only
+    bifolio::take(m, source, nullptr, rows(out, step));
+  });
+  return out;
+}
+
+void Program::tap(Register x, int64_t column) {
+  record("tap", {x}, {}, [=, this](Member& m, const Step& step) {
+    if (!step.taps) return;
+    const Rows source = rows(x, step);
+    bifolio::take(m, source, nullptr, {step.taps + column, source.count, source.width, step.taps_width});
+  });
+}
+
 void Program::logits(Register x, const LinearWeights& head, float softcap) {
   vocab_size_ = head.out_features();
   record("logits", {x}, {}, [=, this, &head](Member& m, const Step& step) {

@@ -27,6 +27,9 @@ struct Step {
   float* logits;  // [r, vocab]
   const std::vector<StateLayer>* state_layers = nullptr;  // of recurrent layers
   StateUse states{};
+  const float* given = nullptr;  // [t, width of the given register]
+  float* taps = nullptr;  // [t, taps_width], null: taps are not read
+  int64_t taps_width = 0;
 };
 
 class Program {
@@ -53,6 +56,8 @@ class Program {
   Register all_gather(Register x, RankMemory& ranks, const std::vector<int64_t>& widths);
   Register all_reduce(Register x, RankMemory& ranks);  // returns the same register
   Register take(Register x);  // the rows of logit_rows
+  Register given(int64_t width);  // rows that the caller passes with the batch
+  void tap(Register x, int64_t column);  // copies the rows to the columns from `column` on of the caller's array, if it passes one
   void logits(Register x, const LinearWeights& head, float softcap);
 
   // The registers recorded so far are [0, num_registers()).

@@ -343,20 +343,26 @@ class CacheConfig:
             raise ConfigError(f"the cache needs at least 2 blocks (one is for padding), not {self.num_blocks}")
 
 
+SPECULATIVE_METHODS = ("ngram", "draft", "eagle", "mtp")
+
+
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
     """Settings of speculative decoding: draft several tokens, then verify them in one pass."""
 
-    method: Literal["ngram", "draft"] = "ngram"
+    method: Literal["ngram", "draft", "eagle", "mtp"] = "ngram"
     length: int = 4  # the most draft tokens per step
-    draft_model: str | None = None
+    draft_model: str | None = None  # a model (draft), or the folder of a head (eagle)
     adaptive: bool = True  # shorten or pause drafts that cost more time than they save
     ngram_max: int = 4
     ngram_min: int = 2
 
     def __post_init__(self) -> None:
-        if self.method not in ("ngram", "draft"):
-            raise ConfigError(f"speculative method must be 'ngram' or 'draft', not {self.method!r}")
+        if self.method not in SPECULATIVE_METHODS:
+            names = ", ".join(repr(name) for name in SPECULATIVE_METHODS)
+            raise ConfigError(f"the speculative method is one of {names}, not {self.method!r}")
+        if self.method == "eagle" and self.draft_model is None:
+            raise ConfigError("speculative method 'eagle' needs the folder of a head: pass draft_model")
         if not 1 <= self.length <= 32:
             raise ConfigError(f"speculative length must be between 1 and 32, not {self.length}")
         if not 1 <= self.ngram_min <= self.ngram_max:

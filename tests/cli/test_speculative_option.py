@@ -35,7 +35,10 @@ def test_a_sampled_text_is_the_same_too() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--speculative", "magic"], "'draft' or 'ngram'"),
+        (["--speculative", "magic"], "'draft', 'ngram', 'eagle' or 'mtp'"),
+        (["--speculative", "eagle"], "--draft-model PATH"),
+        (["--speculative", "eagle", "--draft-model", "nowhere"], "is not a folder"),
+        (["--speculative", "mtp"], "llama have no head"),
         (["--speculative", "ngram", "--draft-model", "stories-draft"], "leave one of them out"),
         (["--speculative", "draft", "--model", "shakespeare"], "shakespeare-draft"),
         (["--draft-model", "shakespeare"], "vocabulary|tokens"),

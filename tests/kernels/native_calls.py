@@ -156,6 +156,15 @@ def complete(layer: int = 0, heads: int = HEADS, kv_heads: int = KV_HEADS, dim: 
     return program
 
 
+def tapped() -> Any:
+    """A program that reads given rows, 8 wide, and taps them at column 2."""
+    program = native.library().Program()
+    rows = program.given(8)
+    program.tap(rows, 2)
+    program.logits(program.take(rows), linear(VOCAB, 8), 0.0)
+    return program
+
+
 def recording(**arguments: str | Any) -> Arguments:
     """Arguments of a recording method; a string names a register of the program."""
     open_program = recorded()
@@ -339,6 +348,8 @@ VALID: dict[str, Callable[[], Arguments]] = {
     "Program.join_latent": joined,
     "Program.width": lambda: recording(x="x"),
     "Program.take": lambda: recording(x="x"),
+    "Program.given": lambda: recording(width=24),
+    "Program.tap": lambda: recording(x="x", column=8),
     "Program.logits": lambda: recording(x="taken", head=linear(VOCAB, WIDTH), softcap=30.0),
     "Program.run": run_arguments,
     "set_isa": lambda: {"name": ""},

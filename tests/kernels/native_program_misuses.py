@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from native_calls import VALID, VOCAB, complete, floats, ints, linear, longs, recorded, shape, table
+from native_calls import VALID, VOCAB, complete, floats, ints, linear, longs, recorded, shape, table, tapped
 from native_misuses import INFINITY, NAN, Misuse, misuses, wrong_segments
 
 X, ODD, QKV, COSINE, SINE, TAKEN = recorded()[1:]
@@ -90,6 +90,14 @@ RECORDING = [
         ("an unknown register", {"x": 99}, NO_REGISTER),
         ("logit rows", {"x": TAKEN}, "must have one for each token"),
     ),
+    *misuses("Program.given", ("no width", {"width": 0}, "width is 0"), ("a huge width", {"width": 2**40}, "width is")),
+    *misuses(
+        "Program.tap",
+        ("an unknown register", {"x": 99}, NO_REGISTER),
+        ("logit rows", {"x": TAKEN}, "must have one for each token"),
+        ("a negative column", {"column": -1}, "column is -1"),
+        ("a huge column", {"column": 2**40}, "column is"),
+    ),
     *misuses(
         "Program.logits",
         ("an unknown register", {"x": 99}, NO_REGISTER),
@@ -125,6 +133,16 @@ RUNNING = [
         ("a cache of too few layers", {"self": complete(layer=2)}, "layer is 2 and must be between 0 and 1"),
         ("a cache of other kv heads", {"self": complete(heads=6, kv_heads=1)}, "1 kv heads and must have 2"),
         ("a cache of another head_dim", {"self": complete(heads=12, dim=16)}, "head_dim of 16 and must have 32"),
+        ("rows that no operation reads", {"given": floats(6, 8)}, "given is for programs that record given"),
+        ("taps that no operation writes", {"taps": floats(6, 8)}, "taps is for programs that record tap"),
+        ("no given rows", {"self": tapped()}, "given is for programs that record given"),
+        ("given rows of another width", {"self": tapped(), "given": floats(6, 9)}, r"given has the shape \(6, 9\)"),
+        ("too few given rows", {"self": tapped(), "given": floats(5, 8)}, r"given has the shape \(5, 8\)"),
+        (
+            "narrow taps",
+            {"self": tapped(), "given": floats(6, 8), "taps": floats(6, 9)},
+            r"taps has the shape \(6, 9\)",
+        ),
         ("no cache", {"cache": None}, "incompatible", TypeError),
         ("a table as the cache", {"cache": table()}, "incompatible", TypeError),
     ),

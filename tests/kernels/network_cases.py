@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from case_table import Outputs, activations, case, normal
 
-from bifolio.kernels.interface import KernelSet, Linear, Norm
+from bifolio.kernels.interface import Batch, KernelSet, Linear, Norm
 from bifolio.quant.formats import ENCODABLE_FORMATS, QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 from exotic_weights import exotic_tensor
@@ -194,6 +195,20 @@ def take(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
     x, y = (activations(kernels, normal(rng, 6, 32)) for _ in range(2))
     rows = kernels.from_host(np.array([5, 0, 2, 2], np.int32))
     return kernels.to_host(kernels.take(x, rows)), kernels.to_host(kernels.take(kernels.add(x, y), rows))
+
+
+@case("given")
+@case("tap")
+def given_and_tapped(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    """Given rows are read as they are; taps fill their columns and no others; without an array they do nothing."""
+    rows = normal(rng, 5, 32)
+    taps = kernels.from_host(np.zeros((5, 80), np.float32))
+    batch = Batch(None, None, None, (), None, given=kernels.from_host(rows), taps=taps)
+    x = kernels.given(batch, 32)
+    kernels.tap(kernels.add(x, x), 40, batch)
+    kernels.tap(x, 0, batch)
+    kernels.tap(x, 8, replace(batch, taps=None))
+    return kernels.to_host(x), kernels.to_host(taps)
 
 
 @case("logits")

@@ -28,17 +28,18 @@ def test_reads_what_the_package_writes(tmp_path: Path) -> None:
         "b": generator.standard_normal((2, 3, 4)).astype(np.float16),
         "c": np.array(3, np.float32),
         "empty": np.zeros((0, 4), np.float32),
-        "ids": np.arange(4),
+        "ids": np.arange(4) - 2,
+        "places": np.arange(4, dtype=np.uint16),
     }
     safetensors.numpy.save_file(arrays, tmp_path / "x.safetensors", {"format": "np"})
     file = open_safetensors(tmp_path / "x.safetensors")
     assert set(file.tensors) == set(arrays)
     assert file.metadata == {"format": "np"}
-    for name in ("a", "b", "c", "empty"):
+    for name in ("a", "b", "c", "empty", "ids"):
         assert np.array_equal(file.tensors[name].dequantize(), arrays[name].astype(np.float32))
         assert not file.tensors[name].data.flags.writeable
-    with pytest.raises(ModelFileError, match="'ids' has type I64"):
-        file.tensors["ids"]
+    with pytest.raises(ModelFileError, match="'places' has type U16"):
+        file.tensors["places"]
 
 
 def test_the_package_reads_what_is_written(tmp_path: Path) -> None:

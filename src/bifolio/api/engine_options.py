@@ -16,8 +16,11 @@ from bifolio.errors import ConfigError
 from bifolio.kernels.cpu import MAX_RANKS
 from bifolio.kernels.interface import KernelSet
 from bifolio.kernels.select import require_gpu, select_kernels
+from bifolio.model.draft_head import LoadedHead
+from bifolio.model.eagle import load_eagle
 from bifolio.model.loaded import LoadedModel
-from bifolio.model.loader import load_model
+from bifolio.model.loader import load_model, open_model
+from bifolio.model.next_token_head import load_next_token_head
 from bifolio.model.shards import check_size
 
 USUAL_LENGTH = 8192  # the longest sequence where none is given, if the model allows it
@@ -127,8 +130,15 @@ class EngineOptions:
             raise ConfigError(f"max_model_len={wanted} is outside 1..{most}, the context length of this model")
         return wanted
 
-    def draft_model(self, model: LoadedModel) -> LoadedModel | None:
-        """The draft model of speculative decoding: `stories` has `stories-draft`."""
-        if self.speculative is None or self.speculative.method != "draft":
+    def draft_model(self, model: LoadedModel) -> LoadedModel | LoadedHead | None:
+        """The draft model or head of speculative decoding: `stories` has `stories-draft`."""
+        if self.speculative is None or self.speculative.method == "ngram":
             return None
+        if self.speculative.method != "draft" and self.tensor_parallel_size > 1:
+            method = self.speculative.method
+            raise ConfigError(f"speculative method {method!r} needs tensor_parallel_size 1: choose 'draft' or 'ngram'")
+        if self.speculative.method == "mtp":
+            return load_next_token_head(open_model(model.path), model)
+        if self.speculative.method == "eagle":
+            return load_eagle(self.speculative.draft_model or "", model)
         return load_model(self.speculative.draft_model or f"{model.path.stem}-draft")

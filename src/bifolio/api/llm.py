@@ -102,8 +102,8 @@ class LLM:
             "memory": None if memory is None else parse_bytes(memory),
             "utilisation": gpu_memory_utilization,
         }
-        team = options.team(self.model, kernel_set, config, threads=threads, activations=activations, **sizes)
         draft = options.draft_model(self.model)
+        team = options.team(self.model, kernel_set, config, threads=threads, activations=activations, **sizes)
         self.plan, engine = build_engine(
             self.model, config, kernel_set, draft_model=draft, on_load=on_load, team=team, **sizes
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from bifolio.config import KVDtype, SpeculativeConfig, checked_kv_dtype
 from bifolio.errors import ConfigError
@@ -46,6 +46,9 @@ IGNORED = {
 }
 _SAME = {"pipeline_parallel_size": 1, "data_parallel_size": 1, "task": "generate",
          "runner": "generate", "skip_tokenizer_init": False, "enable_lora": False}  # fmt: skip
+
+
+_HEADS: dict[str, Literal["eagle", "mtp"]] = {"eagle": "eagle", "eagle3": "eagle", "mtp": "mtp", "deepseek_mtp": "mtp"}
 
 
 def weight_dtype(dtype: Any) -> str | None:
@@ -90,7 +93,8 @@ def speculative_from(options: Mapping[str, Any]) -> SpeculativeConfig:
     taken = {"method", "model", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"}
     for name in set(options) - taken:
         warnings.warn(f"speculative_config[{name!r}] has no effect", UserWarning, stacklevel=3)
-    is_ngram = options.get("method") == "ngram" or options.get("model") in ("ngram", "[ngram]")
+    method = str(options.get("method"))
+    is_ngram = method == "ngram" or options.get("model") in ("ngram", "[ngram]")
     values = {
         "length": options.get("num_speculative_tokens"),
         "ngram_max": options.get("prompt_lookup_max"),
@@ -100,4 +104,4 @@ def speculative_from(options: Mapping[str, Any]) -> SpeculativeConfig:
     given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
     if "ngram_max" in given:
         given.setdefault("ngram_min", min(SpeculativeConfig().ngram_min, given["ngram_max"]))
-    return SpeculativeConfig("ngram" if is_ngram else "draft", **given)
+    return SpeculativeConfig("ngram" if is_ngram else _HEADS.get(method, "draft"), **given)

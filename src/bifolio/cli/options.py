@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
 
 from bifolio.cli import commands
-from bifolio.config import NUMERICS, SpeculativeConfig
+from bifolio.config import NUMERICS, SPECULATIVE_METHODS, SpeculativeConfig
 from bifolio.model.sampling_defaults import help_text
 
 if TYPE_CHECKING:
@@ -95,11 +95,17 @@ Device = Annotated[str, commands.option("--device", help="Device: auto, cpu, cud
 Verbose = Annotated[bool, commands.option("--verbose", "-v", help="Print the memory plan and notes of the loader.")]
 Speculative = Annotated[
     str | None,
-    commands.option("--speculative", help="Speculative decoding: 'draft' (a small draft model) or 'ngram'."),
+    commands.option(
+        "--speculative",
+        help="Speculative decoding: 'draft' (a small draft model), 'ngram', 'eagle' (an EAGLE-3 head) or 'mtp' (the "
+        "model's own head).",
+    ),
 ]
 DraftModel = Annotated[
     str | None,
-    commands.option("--draft-model", help="Draft model; default: NAME-draft of the model NAME."),
+    commands.option(
+        "--draft-model", help="Draft model; default: NAME-draft of the model NAME. With eagle: the folder of the head."
+    ),
 ]
 
 
@@ -187,8 +193,10 @@ def speculative_config(method: str | None, draft_model: str | None) -> Speculati
 
     if method is None and draft_model is None:
         return None
-    if method not in (None, "draft", "ngram"):
-        raise ConfigError(f"--speculative is 'draft' or 'ngram', not {method!r}")
-    if method == "ngram" and draft_model is not None:
-        raise ConfigError("--draft-model is for --speculative draft: leave one of them out")
-    return SpeculativeConfig("ngram" if method == "ngram" else "draft", draft_model=draft_model)
+    if method not in (None, *SPECULATIVE_METHODS):
+        raise ConfigError(f"--speculative is 'draft', 'ngram', 'eagle' or 'mtp', not {method!r}")
+    if method in ("ngram", "mtp") and draft_model is not None:
+        raise ConfigError("--draft-model is for --speculative draft and eagle: leave one of them out")
+    if method == "eagle" and draft_model is None:
+        raise ConfigError("--speculative eagle needs the folder of a head: pass --draft-model PATH")
+    return SpeculativeConfig(cast(Any, method or "draft"), draft_model=draft_model)

@@ -24,15 +24,27 @@ Examples:
 
   torchrun --nproc-per-node=2 -m bifolio.train stories/ --output my-stories
 
-Ctrl-C saves a checkpoint; the same command with --resume goes on from it.
+  bifolio train --eagle stories --output stories-eagle
+
+Ctrl-C saves a checkpoint; the same command with --resume goes on from it. With --eagle a small head is trained that
+drafts tokens for an existing model (`--speculative eagle --draft-model FOLDER`), on text that the model writes itself
+or on --data; of the other options, --output, --steps, --batch-size, --context, --learning-rate, --seed, --force and
+--max-minutes apply.
 """
 
 
 def register(app: commands.App) -> None:
     """Add the command; its options are the fields of `TrainSettings`."""
 
-    def command(as_json: bool = False, **values: Any) -> None:
-        _train(values, as_json)
+    def command(as_json: bool = False, eagle: str | None = None, more_data: Any = None, **values: Any) -> None:
+        given = {name: value for name, value in values.items() if value is not None}
+        given["data"] = (*given.get("data", ()), *(more_data or ()))
+        if eagle is not None:
+            _train_eagle(eagle, given, as_json)
+        elif not given["data"]:
+            raise commands.BadParameter("pass text files or folders, or --eagle MODEL")
+        else:
+            _train(given, as_json)
 
     command.__signature__ = inspect.Signature(_parameters())  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in _parameters()}
@@ -48,30 +60,56 @@ def _parameters() -> list[inspect.Parameter]:
     for option in dataclasses.fields(TrainSettings):
         help, default = option.metadata["help"], option.default
         if option.name == "data":
-            written, kind, default = commands.argument(help=help), list[str], inspect.Parameter.empty
+            written, kind = commands.argument(help=help), list[str]
         else:
-            written, kind = commands.option(help=help), kinds[option.name]
-        parameters.append(
-            inspect.Parameter(
-                option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, written]
-            )
-        )
-    written = commands.option("--json", help="Print one JSON object at the end; progress goes to standard error.")
-    parameters.append(
-        inspect.Parameter("as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, written])
-    )
-    return parameters
+            shown = "" if default is None or isinstance(default, bool) else f" [default: {default}]"
+            written, kind = commands.option(help=help + shown), kinds[option.name]
+        parameters.append(_parameter(option.name, Annotated[kind, written], None))
+    more = commands.option("--data", help="text files or folders, as without --data; may be repeated")
+    eagle = commands.option("--eagle", help="train an EAGLE-3 head for this model instead of a model")
+    as_json = commands.option("--json", help="Print one JSON object at the end; progress goes to standard error.")
+    return [
+        *parameters,
+        _parameter("more_data", Annotated[list[str] | None, more], None),
+        _parameter("eagle", Annotated[str | None, eagle], None),
+        _parameter("as_json", Annotated[bool, as_json], False),
+    ]
 
 
-def _train(values: dict[str, Any], as_json: bool) -> None:
+def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _require_torch() -> None:
     from bifolio.errors import MissingDependencyError
-    from bifolio.train.settings import TrainSettings
 
-    settings = TrainSettings(**{**values, "data": tuple(values["data"])})
     try:
         import torch  # noqa: F401
     except ImportError as error:
         raise MissingDependencyError("training needs torch: pip install 'bifolio[train]'") from error
+
+
+def _train_eagle(target: str, values: dict[str, Any], as_json: bool) -> None:
+    from bifolio.errors import ConfigError
+
+    _require_torch()
+    from bifolio.train.eagle import EagleSettings, train_eagle
+
+    unknown = sorted(set(values) - {option.name for option in dataclasses.fields(EagleSettings)})
+    if unknown:
+        raise ConfigError(f"--{unknown[0].replace('_', '-')} is not for --eagle: leave it out")
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        result = train_eagle(EagleSettings(target, **values))
+    if as_json:
+        record = {"folder": str(result.folder), "steps": result.steps_done, "losses": result.losses}
+        commands.echo(json.dumps({**record, "agreement": result.agreement}))
+
+
+def _train(values: dict[str, Any], as_json: bool) -> None:
+    from bifolio.train.settings import TrainSettings
+
+    settings = TrainSettings(**values)
+    _require_torch()
     from bifolio.train.loop import train
 
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():

@@ -14,9 +14,11 @@ from bifolio.engine.device_memory import measure_step, move_to_device
 from bifolio.engine.engine import InferenceEngine
 from bifolio.engine.memory import MemoryPlan, free_memory, plan_gpu_memory, plan_memory, weight_bytes
 from bifolio.engine.parallel.team import RankTeam
+from bifolio.engine.speculative.hidden_draft import STATE_BYTES
 from bifolio.engine.state_plan import plan_states
 from bifolio.engine.warm_up import warm_up
 from bifolio.kernels.interface import DeviceMemory, KernelSet
+from bifolio.model.draft_head import LoadedHead
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.shards import shard
 from bifolio.model.weights import OnLoad
@@ -59,7 +61,7 @@ def build_engine(
     config: EngineConfig,  # the number of blocks is set here
     kernels: KernelSet,
     *,
-    draft_model: LoadedModel | None = None,
+    draft_model: LoadedModel | LoadedHead | None = None,
     num_blocks: int | None = None,
     memory: int | None = None,  # bytes for the cache
     utilisation: float = 0.9,
@@ -70,7 +72,7 @@ def build_engine(
     if team is not None:
         team.join()
         model = shard_model(model, kernels, 0, team.size, exact=config.deterministic)
-    if draft_model is not None and kernels.memory() is not None:
+    if isinstance(draft_model, LoadedModel) and kernels.memory() is not None:
         draft_model = move_to_device(draft_model, kernels)
     try:
         model, plan = plan_rank(
@@ -103,7 +105,7 @@ def plan_rank(
     config: EngineConfig,
     kernels: KernelSet,
     *,
-    draft_model: LoadedModel | None = None,
+    draft_model: LoadedModel | LoadedHead | None = None,
     num_blocks: int | None = None,
     memory: int | None = None,  # bytes for the caches of all ranks
     utilisation: float = 0.9,
@@ -133,11 +135,13 @@ def _measured_plan(
     model: LoadedModel,
     config: EngineConfig,
     kernels: KernelSet,
-    draft_model: LoadedModel | None,
+    draft_model: LoadedModel | LoadedHead | None,
     utilisation: float,
     device: DeviceMemory,
 ) -> MemoryPlan:
     step_bytes = measure_step(model, kernels, config, device)
+    if isinstance(draft_model, LoadedHead):  # the hidden states of a step, and those that wait for the head
+        step_bytes += 4 * config.token_budget * draft_model.weights.states_width + STATE_BYTES
     weights = weight_bytes(model.weights) + (0 if draft_model is None else weight_bytes(draft_model.weights))
     return plan_gpu_memory(
         model.weights.config,

@@ -29,11 +29,12 @@ from bifolio.engine.host_batch import Readout
 from bifolio.engine.postprocess import Postprocessor, Ticket
 from bifolio.engine.requests import RequestFactory
 from bifolio.engine.slot_state import SlotState
-from bifolio.engine.speculative.speculator import new_speculator
+from bifolio.engine.speculative.speculator import new_speculator, with_taps
 from bifolio.engine.state_plan import with_states
 from bifolio.errors import RequestError
 from bifolio.kernels.interface import KernelSet, SlotSizes
 from bifolio.kernels.storage import BlockMover
+from bifolio.model.draft_head import LoadedHead
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.weights import OnLoad
 from bifolio.sampling.sampler import Sampler, SamplingTable
@@ -72,7 +73,7 @@ class InferenceEngine:
         model: LoadedModel,
         config: EngineConfig,
         kernels: KernelSet,
-        draft_model: LoadedModel | None = None,
+        draft_model: LoadedModel | LoadedHead | None = None,
         on_load: OnLoad = lambda done, total: None,  # (layers prepared, layers in all)
         peers: Peers | None = None,  # the other ranks of tensor parallelism
     ) -> None:
@@ -87,7 +88,7 @@ class InferenceEngine:
             checkpoint_tokens=cache.checkpoint_tokens or 0,
         )
         self.shares = BlockShareManager(self.blocks)
-        self.runner = ModelRunner.new(model, cache, kernels, on_load, peers)
+        self.runner = ModelRunner.new(with_taps(model, draft_model), cache, kernels, on_load, peers)
         self.storages: list[BlockMover] = [self.runner.storage]  # then other ranks' and the draft model's
         if peers is not None:
             self.storages.append(peers)
@@ -183,7 +184,10 @@ class InferenceEngine:
             plan = replace(plan, states=tuple(self.blocks.use_states(plan.state_requests())))
         readout = Readout.from_plan(plan)
         executor = self.prefill_executor if plan.prefills else self.decode_executor
-        launched = executor.launch(plan, readout, self.slots)
+        with_states = self.speculator is not None and self.speculator.reads_states(plan)
+        launched = executor.launch(plan, readout, self.slots, with_states)
+        if self.speculator is not None:
+            self.speculator.launched(plan, launched.states)
         self._count(plan)
         return self.postprocess.launched(plan, readout, launched, started)
 
@@ -192,7 +196,7 @@ class InferenceEngine:
         ticket = self.in_flight.popleft()
         self.postprocess.collect(ticket, self._outbox)
         if self.speculator is not None and not ticket.plan.prefills:
-            self.speculator.observe_step(ticket.plan.num_tokens, time.perf_counter() - ticket.started)
+            self.speculator.observe_step(ticket.plan, time.perf_counter() - ticket.started)
 
     def take_back(self) -> list[Request]:
         """Discard all launched steps and preempt all running sequences; return their requests, oldest first.

@@ -11,7 +11,7 @@ them. Blocks are reserved before a pass runs; a pass that fails releases its res
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Protocol
 
@@ -107,6 +107,14 @@ class ModelRunner:
 
         return work() if self.peers is None else self.peers.run(Pass.STATES, batch, work)
 
+    def with_taps(self, batch: Batch) -> Batch:
+        """The batch with room for the hidden states that the weights give out."""
+        width = len(self.weights.taps) * self.weights.config.hidden_size
+        if self.kernels.array_backend == "numpy":
+            return replace(batch, taps=np.empty((batch.num_tokens, width), np.float32))
+        blank = self.kernels.from_host(np.zeros((1, width), np.float32))
+        return replace(batch, taps=self.kernels.take(blank, np.zeros(batch.num_tokens, np.int32)))
+
     def release_memory(self) -> None:
         """Return cached memory to the devices of all ranks, after an out-of-memory error."""
         self.kernels.release_memory()
@@ -139,6 +147,7 @@ class Launched:
 
     draws: Draws | None
     logits: Array | None  # f32[r, vocab]; None when only sampling reads them
+    states: Array | None = None  # f32[t, taps * d]  hidden states of all tokens, if the launch asked for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,11 +188,14 @@ class _Executor:
         program = self.program
         return self.runner.run(batch) if program is None else program.run(batch, self.runner.storage)
 
-    def launch(self, plan: StepPlan, readout: Readout, slots: SlotState) -> Launched:
+    def launch(self, plan: StepPlan, readout: Readout, slots: SlotState, with_states: bool = False) -> Launched:
         """Queue the pass of a plan and its sampling."""
-        logits = self.run(slots.lay_out(plan, readout))
+        batch = slots.lay_out(plan, readout)
+        if with_states:
+            batch = self.runner.with_taps(batch)
+        logits = self.run(batch)
         draws = slots.draw(logits, readout)
-        return Launched(draws, None if readout.is_plain else logits)
+        return Launched(draws, None if readout.is_plain else logits, batch.taps)
 
     def append(
         self,
@@ -244,11 +256,11 @@ class DecodeExecutor(_Executor):
 
     phase = AttentionPhase.DECODE
 
-    def launch(self, plan: StepPlan, readout: Readout, slots: SlotState) -> Launched:
+    def launch(self, plan: StepPlan, readout: Readout, slots: SlotState, with_states: bool = False) -> Launched:
         """Queue a decode step: a CUDA graph replay on a device that keeps the slots, else a plain pass."""
-        on_device = slots.decodes_on_device(plan)
+        on_device = None if with_states else slots.decodes_on_device(plan)  # a graph gives out no hidden states
         if on_device is None or slots.device is None:
-            return super().launch(plan, readout, slots)
+            return super().launch(plan, readout, slots, with_states)
         if readout.is_plain:
             draws = slots.draw_with_pass(plan, on_device)
             if draws is not None:

@@ -110,6 +110,8 @@ class Postprocessor:
             children = unforked_children(sequence)
             for child in children:
                 self._batcher.fork(sequence, child, item.num_new)
+                if self._speculator is not None:
+                    self._speculator.forked(sequence, child)
             if children:
                 ticket.forked[item.slot] = children
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from bifolio.config import KVDtype
-from bifolio.kernels.interface import Array, DeviceSlots, Network, Ranks, SlotSizes, Storage
+from bifolio.kernels.interface import Array, Batch, DeviceSlots, Network, Ranks, SlotSizes, Storage
 from bifolio.kernels.storage import CacheLayout, KVStorage
 
 
@@ -56,3 +56,10 @@ class HostArrays:
 
     def take(self, x: Array, rows: Array) -> Array:
         return x[rows]
+
+    def given(self, batch: Batch, width: int) -> Array:
+        return batch.given
+
+    def tap(self, x: Array, column: int, batch: Batch) -> None:
+        if batch.taps is not None:
+            batch.taps[:, column : column + x.shape[1]] = x

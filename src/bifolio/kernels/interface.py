@@ -133,6 +133,8 @@ class Batch:
     logit_rows: Array | None  # i32[r]  tokens whose logits are computed; None: all
     max_position: int = 0  # largest of `positions`
     states: StateUse | None = None  # None: the model has no recurrent layers, or there is no cache (from empty states)
+    given: Array | None = None  # [t, width]  input rows of a network that `given` reads beside its tokens
+    taps: Array | None = None  # f32[t, width]  filled by `tap`; None: taps are not read
 
     @property
     def num_tokens(self) -> int:
@@ -378,6 +380,14 @@ class KernelSet(PagedAttentionKernel, Protocol):
         ...
 
     def take(self, x: Array, rows: Array) -> Array: ...
+
+    def given(self, batch: Batch, width: int) -> Array:
+        """The rows `batch.given`: [t, width]."""
+        ...
+
+    def tap(self, x: Array, column: int, batch: Batch) -> None:
+        """Copy [t, d] to the columns from `column` on of `batch.taps`, if the batch has any."""
+        ...
 
     def logits(self, x: Array, head: Linear, softcap: float) -> Array:
         """f32[r, vocab]."""

@@ -11,7 +11,7 @@ import torch
 
 from bifolio.config import KVDtype
 from bifolio.errors import ConfigError
-from bifolio.kernels.interface import Array, DeviceMemory, DeviceSlots, Network, Ranks, SlotSizes, Storage
+from bifolio.kernels.interface import Array, Batch, DeviceMemory, DeviceSlots, Network, Ranks, SlotSizes, Storage
 from bifolio.kernels.storage import CacheLayout, KVStorage
 from bifolio.kernels.torch_dtypes import DTYPES
 from bifolio.quant.formats import QuantFormat
@@ -79,6 +79,13 @@ class TorchArrays:
 
     def take(self, x: Array, rows: Array) -> Array:
         return x[rows if isinstance(rows, torch.Tensor) else self.from_host(np.asarray(rows))]
+
+    def given(self, batch: Batch, width: int) -> Array:
+        return None if batch.given is None else batch.given.to(self.dtype)
+
+    def tap(self, x: Array, column: int, batch: Batch) -> None:
+        if batch.taps is not None:
+            batch.taps[:, column : column + x.shape[1]] = x
 
     # -- memory -----------------------------------------------------------------------------------------
     def new_storage(self, layout: CacheLayout) -> KVStorage:

@@ -261,6 +261,12 @@ class TimedKernels:
     def take(self, x: Array, rows: Array) -> Array:
         return self.clock.timed("logits", self.inner.take, x, rows)
 
+    def given(self, batch: Batch, width: int) -> Array:
+        return self.clock.timed("embedding", self.inner.given, batch, width)
+
+    def tap(self, x: Array, column: int, batch: Batch) -> None:
+        self.clock.timed("embedding", self.inner.tap, x, column, batch)
+
     def logits(self, x: Array, head: Linear, softcap: float) -> Array:
         self._count_linear("logits", x, head)
         return self.clock.timed("logits", self.inner.logits, x, head, softcap)

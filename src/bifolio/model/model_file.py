@@ -58,10 +58,11 @@ class ModelFile:
             text.generation_config,
             text.chat_template,
             text.special_tokens,
-            weights=assemble(text.config, self.names, self._matrix, self._vector),
+            weights=assemble(text.config, self.names, self.matrix, self.vector),
         )
 
-    def _matrix(self, name: str, shape: tuple[int, ...]) -> QuantizedTensor:
+    def matrix(self, name: str, shape: tuple[int, ...]) -> QuantizedTensor:
+        """A matrix [out, in] by name."""
         factors = self.factors(name)
         if factors is not None:
             stored = self.source.view(name, shape)
@@ -71,5 +72,6 @@ class ModelFile:
             return self.source.view(name, shape[::-1]).transposed()
         return self.source.view(name, shape)
 
-    def _vector(self, name: str, shape: tuple[int, ...]) -> Floats:
+    def vector(self, name: str, shape: tuple[int, ...]) -> Floats:
+        """The decoded values of a norm or bias by name."""
         return self.source.view(name, shape).dequantize()

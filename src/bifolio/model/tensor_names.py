@@ -169,6 +169,13 @@ def assemble(config: ModelConfig, names: TensorNames, fetch: Fetch, vector: Fetc
     )
 
 
+def assemble_layer(
+    config: ModelConfig, names: TensorNames, prefix: str, fetch: Fetch, vector: FetchVector
+) -> LayerWeights:
+    """One layer by itself, whose names begin with `prefix`; `config` describes it as layer 0."""
+    return _layer(config, replace(names, layer=prefix), 0, fetch, vector)
+
+
 def network_tensors(config: ModelConfig, names: TensorNames) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of the network, as stored in a file."""
     shapes: dict[str, tuple[int, ...]] = {}

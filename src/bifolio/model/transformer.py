@@ -23,7 +23,8 @@ def hidden_states(weights: ModelWeights, batch: Batch, kernels: KernelSet, stora
         kernels.rotation(frequencies, scale, batch.positions)
         for frequencies, scale in zip(weights.inverse_frequencies, weights.rope_scales, strict=True)
     )
-    for layer in weights.layers:
+    _tap(weights, 0, x, batch, kernels)
+    for number, layer in enumerate(weights.layers, start=1):
         normed = x if layer.attention_norm is None else kernels.norm(x, layer.attention_norm)
         mixed = token_mixing(layer, normed, batch, kernels, storage, rotations)
         if mixed is not None and layer.mlp_norm is not None:
@@ -35,6 +36,7 @@ def hidden_states(weights: ModelWeights, batch: Batch, kernels: KernelSet, stora
             normed = kernels.norm(x, layer.mlp_norm)
         if layer.has_mlp:
             x = kernels.add(x, feed_forward(layer, normed, config.activation, config.gated_mlp, kernels))
+        _tap(weights, number, x, batch, kernels)
     return x
 
 
@@ -62,6 +64,12 @@ def recurrence(
     """A recurrence over the tokens of each sequence, from its stored state on."""
     inputs = kernels.linear(x, recurrent.input)
     return kernels.linear(kernels.recur(inputs, recurrent.recurrence, batch, storage), recurrent.output)
+
+
+def _tap(weights: ModelWeights, num_layers: int, x: Array, batch: Batch, kernels: KernelSet) -> None:
+    """Give out the residual stream after so many layers, where the weights name them."""
+    if num_layers in weights.taps:
+        kernels.tap(x, weights.taps.index(num_layers) * weights.config.hidden_size, batch)
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # torch.compile hashes it before its fields are set

@@ -123,6 +123,7 @@ class ModelWeights:
     rope_scales: tuple[float, ...]  # factor on cos and sin for each rope configuration
     embedding_widths: tuple[int, ...] = ()  # columns of the embedding on each rank; empty: this rank has all
     prepared_for: KernelSet | None = None  # the kernel set that owns the arrays; None: as loaded from a file
+    taps: tuple[int, ...] = ()  # numbers of layers after which a pass gives out its hidden states, in this order
 
     def matrices(self) -> list[QuantizedTensor | Array]:
         """Every matrix once, in the order of use; tied embeddings are one matrix."""
@@ -177,35 +178,9 @@ def prepare(weights: ModelWeights, kernels: KernelSet, on_load: OnLoad = lambda 
     if weights.prepared_for is kernels:
         return weights
 
-    def norm(value: Norm | None) -> Norm | None:
-        return None if value is None else kernels.prepare_norm(value)
-
-    def linear(value: Linear) -> Linear:
-        return kernels.prepare_linear(value) if value.parts else value
-
     def prepared(number: int, layer: LayerWeights) -> LayerWeights:
         on_load(number, len(weights.layers))
-        return replace(
-            layer,
-            shape=replace(
-                layer.shape,
-                query_norm=norm(layer.shape.query_norm),
-                key_norm=norm(layer.shape.key_norm),
-                sinks=None if layer.shape.sinks is None else kernels.from_host(layer.shape.sinks),
-            ),
-            attention_norm=norm(layer.attention_norm),
-            qkv=linear(layer.qkv),
-            output=linear(layer.output),
-            post_attention_norm=norm(layer.post_attention_norm),
-            mlp_norm=norm(layer.mlp_norm),
-            up=linear(layer.up),
-            down=linear(layer.down),
-            post_mlp_norm=norm(layer.post_mlp_norm),
-            moe=None if layer.moe is None else _prepared_experts(layer.moe, kernels),
-            latent=None if layer.latent is None else _prepared_latent(layer.latent, kernels),
-            recurrent=None if layer.recurrent is None else _prepared_recurrence(layer.recurrent, kernels),
-            gate=None if layer.gate is None else linear(layer.gate),
-        )
+        return prepare_layer(layer, kernels)
 
     layers = tuple(prepared(number, layer) for number, layer in enumerate(weights.layers))
     on_load(len(layers), len(layers))
@@ -219,6 +194,36 @@ def prepare(weights: ModelWeights, kernels: KernelSet, on_load: OnLoad = lambda 
         head=kernels.prepare_linear(weights.head),
         inverse_frequencies=tuple(kernels.from_host(f) for f in weights.inverse_frequencies),
         prepared_for=kernels,
+    )
+
+
+def prepare_layer(layer: LayerWeights, kernels: KernelSet) -> LayerWeights:
+    def norm(value: Norm | None) -> Norm | None:
+        return None if value is None else kernels.prepare_norm(value)
+
+    def linear(value: Linear) -> Linear:
+        return kernels.prepare_linear(value) if value.parts else value
+
+    return replace(
+        layer,
+        shape=replace(
+            layer.shape,
+            query_norm=norm(layer.shape.query_norm),
+            key_norm=norm(layer.shape.key_norm),
+            sinks=None if layer.shape.sinks is None else kernels.from_host(layer.shape.sinks),
+        ),
+        attention_norm=norm(layer.attention_norm),
+        qkv=linear(layer.qkv),
+        output=linear(layer.output),
+        post_attention_norm=norm(layer.post_attention_norm),
+        mlp_norm=norm(layer.mlp_norm),
+        up=linear(layer.up),
+        down=linear(layer.down),
+        post_mlp_norm=norm(layer.post_mlp_norm),
+        moe=None if layer.moe is None else _prepared_experts(layer.moe, kernels),
+        latent=None if layer.latent is None else _prepared_latent(layer.latent, kernels),
+        recurrent=None if layer.recurrent is None else _prepared_recurrence(layer.recurrent, kernels),
+        gate=None if layer.gate is None else linear(layer.gate),
     )
 
 

@@ -22,8 +22,13 @@ from bifolio.engine.executor import ModelRunner
 from bifolio.engine.memory import weight_bytes
 from bifolio.engine.speculative.draft_lengths import DraftLengths, Offer
 from bifolio.engine.speculative.draft_model import DraftModelDrafter, check_pair
+from bifolio.engine.speculative.head_runner import HeadRunner
+from bifolio.engine.speculative.hidden_draft import HiddenDraft
 from bifolio.errors import ConfigError
+from bifolio.kernels.interface import Array
+from bifolio.model.draft_head import HeadWeights, LoadedHead, prepare_head
 from bifolio.model.loaded import LoadedModel
+from bifolio.model.weights import ModelWeights
 from bifolio.schedule.plan import ScheduledSequence, StepPlan
 from bifolio.sequence import Sequence
 
@@ -133,6 +138,31 @@ class Speculator:
         self._draft_seconds = 0.0  # of this step
         self._rest = 0  # steps to skip drafting for, while there are `_num_resting` sequences
         self._num_resting = 0
+        self._head = drafter if isinstance(drafter, HiddenDraft) else None
+        self._is_slowed = False  # the last pass gave out hidden states where a plain one is replayed as a graph
+
+    def reads_states(self, plan: StepPlan) -> bool:
+        """Whether the pass of a plan gives out hidden states for a draft head.
+
+        A device replays decode steps as graphs, which give out none: there only passes with prompts, and those between
+        which drafts may pay off.
+        """
+        if self._head is None:
+            return False
+        if not self._head.runner.kernels.launches_ahead or plan.prefills:
+            return True
+        return not self._rest and (not self.lengths.adaptive or self.lengths.steps.knows(len(plan.decodes)))
+
+    def launched(self, plan: StepPlan, states: Array | None) -> None:
+        """Keep the hidden states of a launched pass for the draft head."""
+        if self._head is not None:
+            self._head.is_resting = self._rest > 0
+            self._head.absorb(plan, states)
+            self._is_slowed = states is not None and self._head.runner.kernels.launches_ahead
+
+    def forked(self, parent: Sequence, child: Sequence) -> None:
+        if self._head is not None:
+            self._head.forked(parent, child)
 
     def room(self, sequences: list[Sequence]) -> dict[int, int]:
         """Number of draft tokens to reserve, by sequence id; beams of a search have no drafts."""
@@ -180,10 +210,11 @@ class Speculator:
         decodes = tuple(item._replace(drafts=guesses.get(item.slot, ())) for item in plan.decodes)
         return replace(plan, decodes=decodes)
 
-    def observe_step(self, num_rows: int, seconds: float) -> None:
+    def observe_step(self, plan: StepPlan, seconds: float) -> None:
         """Record the duration of a step without prefill, drafting included."""
-        if not self._rest:
-            self.lengths.steps.observe(num_rows, max(seconds - self._draft_seconds, 0.0))
+        if self._rest or (self._is_slowed and plan.num_tokens == len(plan.decodes)):
+            return
+        self.lengths.steps.observe(plan.num_tokens, max(seconds - self._draft_seconds, 0.0))
 
     def observe(self, sequence: Sequence, num_guessed: int, num_right: int) -> None:
         self.stats.num_drafts += 1
@@ -197,20 +228,49 @@ class Speculator:
         return min(left, self._max_model_len - sequence.num_tokens)
 
 
-def new_speculator(engine: InferenceEngine, draft_model: LoadedModel | None) -> Speculator | None:
+def with_taps(model: LoadedModel, draft_model: LoadedModel | LoadedHead | None) -> LoadedModel:
+    """The model with the taps that a draft head reads."""
+    if not isinstance(draft_model, LoadedHead):
+        return model
+    return replace(model, weights=replace(model.weights, taps=draft_model.weights.taps))
+
+
+def new_speculator(engine: InferenceEngine, draft_model: LoadedModel | LoadedHead | None) -> Speculator | None:
     """Create the configured speculator; a draft model's storage is added to the engine's."""
     config = engine.config.speculative
     if config is None:
         return None
     if config.method == "ngram":
         return Speculator(config, NgramDrafter(config), engine.config.max_model_len)
-    if draft_model is None:
+    if config.method in ("eagle", "mtp"):
+        if not isinstance(draft_model, LoadedHead):
+            raise ConfigError(f"speculative method {config.method!r} needs a draft head: pass draft_model=...")
+        return _head_speculator(engine, draft_model, config)
+    if not isinstance(draft_model, LoadedModel):
         raise ConfigError("speculative method 'draft' needs a draft model: pass draft_model=...")
     check_pair(engine.model, draft_model)
     runner = ModelRunner.new(draft_model, engine.config.cache, engine.runner.kernels)
     engine.storages.append(runner.storage)
     drafter = DraftModelDrafter(runner, engine.slots, engine.config.chunk_size)
-    costs = [weight_bytes(model.weights, runner.kernels.formats) for model in (draft_model, engine.model)]
-    relative_cost = costs[0] / max(costs[1], 1)
-    lengths = DraftLengths(config.length, config.adaptive, drafter.costs, relative_cost)
+    lengths = DraftLengths(config.length, config.adaptive, drafter.costs, _relative_cost(engine, draft_model.weights))
     return Speculator(config, drafter, engine.config.max_model_len, lengths)
+
+
+def _head_speculator(engine: InferenceEngine, head: LoadedHead, config: SpeculativeConfig) -> Speculator:
+    if engine.runner.peers is not None:
+        raise ConfigError(
+            f"speculative method {config.method!r} needs tensor_parallel_size 1: choose 'draft' or 'ngram'"
+        )
+    kernels = engine.runner.kernels
+    weights = prepare_head(head.weights, kernels, engine.runner.weights)
+    runner = HeadRunner(weights, engine.config.cache, kernels)
+    engine.storages.append(runner.blocks)
+    drafter = HiddenDraft(runner, engine.slots, engine.config.chunk_size)
+    lengths = DraftLengths(config.length, config.adaptive, drafter.costs, _relative_cost(engine, head.weights))
+    return Speculator(config, drafter, engine.config.max_model_len, lengths)
+
+
+def _relative_cost(engine: InferenceEngine, weights: ModelWeights | HeadWeights) -> float:
+    """Bytes of a drafter's weights as a share of the model's."""
+    drafter, own = (weight_bytes(each, engine.runner.kernels.formats) for each in (weights, engine.model.weights))
+    return drafter / max(own, 1)

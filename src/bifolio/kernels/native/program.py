@@ -77,10 +77,11 @@ class NativeProgram:
             [native_segment(segment) for segment in batch.segments],
             self._kernels.share_prefixes,
             logits,
-            False,
-            self._kernels.pool,
-            self._bound[2],
-            *(() if use is None else (use.starts, use.reads, use.writes)),
+            given=batch.given,
+            taps=batch.taps,
+            pool=self._kernels.pool,
+            states=self._bound[2],
+            **({} if use is None else {"starts": use.starts, "reads": use.reads, "writes": use.writes}),
         )
         return self._kernels.all_gather(logits, self._logit_widths) if self._logit_widths else logits
 
@@ -168,6 +169,12 @@ class ProgramRecorder:
 
     def take(self, x: Register, rows: object) -> Register:
         return Register(self.program.take(x.number))
+
+    def given(self, batch: Batch, width: int) -> Register:
+        return Register(self.program.given(width))
+
+    def tap(self, x: Register, column: int, batch: Batch) -> None:
+        self.program.tap(x.number, column)
 
     def logits(self, x: Register, head: Linear, softcap: float) -> None:
         self.program.logits(x.number, self.kernels.packed(head), softcap)

@@ -111,6 +111,10 @@ class TritonKernels(TorchArrays):
     def take(self, x: Array, rows: Array) -> Array:
         return super().take(tensor(x), rows)
 
+    def tap(self, x: Array, column: int, batch: Batch) -> None:
+        if batch.taps is not None:
+            super().tap(tensor(x), column, batch)
+
     def new_storage(self, layout: CacheLayout) -> KVStorage:
         return CudaStorage(layout, device=self.device, backend="torch")
 

@@ -1,4 +1,7 @@
-"""DeepSeek-V2: attention over cached latents (MLA), shared experts, groups of experts in the large models."""
+"""DeepSeek-V2 and V3: attention over cached latents (MLA), shared experts, groups of experts in the large models.
+
+In V3 a bias changes the choice of experts, and sigmoids weigh them.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,12 @@ from bifolio.model.gguf.entries import Metadata
 from bifolio.model.gguf.reader import GgufFile, Value
 from bifolio.model.huggingface.decoder_config import Raw, decoder_from_hf, decoder_to_hf, expert_count
 from bifolio.model.model_file import TensorSource
+from bifolio.model.next_token_names import GGUF_NEXT_TOKEN, HF_NEXT_TOKEN
 from bifolio.model.tensor_names import HF_LATENT
 from bifolio.quant.tensor import QuantizedTensor
 
+METHODS = ("greedy", "group_limited_greedy", BIASED := "noaux_tc")  # of choosing experts; the last one is DeepSeek-V3's
+GROUP_BEST = 2  # experts that rank a group in DeepSeek-V3
 KV_UP = "self_attn.kv_b_proj"  # of folders: key and value projections, head by head
 
 
@@ -49,11 +55,16 @@ def config_from_hf(raw: Raw, name: str) -> ModelConfig:
 
 
 def _experts_from_hf(raw: Raw) -> MoeConfig:
-    method = raw.get("topk_method", "greedy")
-    if method not in ("greedy", "group_limited_greedy"):
-        raise UnsupportedModelError(f"the routing {method!r} is not supported; supported: greedy, group_limited_greedy")
-    in_groups = method == "group_limited_greedy"
+    is_v3 = raw.get("model_type") == "deepseek_v3"
+    method = raw.get("topk_method") or (BIASED if is_v3 else "greedy")
+    if method not in METHODS:
+        raise UnsupportedModelError(f"the routing {method!r} is not supported; supported: {', '.join(METHODS)}")
+    in_groups, is_biased = method != "greedy", method == BIASED
     size = int(raw["moe_intermediate_size"])
+    chosen: dict[str, Any] = {}
+    if is_biased:  # DeepSeek-V3
+        renormalise = bool(raw.get("norm_topk_prob", True))
+        chosen = {"scoring": "sigmoid", "renormalise": renormalise, "selection_bias": True, "group_best": GROUP_BEST}
     return MoeConfig(
         num_experts=expert_count(raw),
         top_k=int(raw["num_experts_per_tok"]),
@@ -63,6 +74,7 @@ def _experts_from_hf(raw: Raw) -> MoeConfig:
         top_groups=int(raw.get("topk_group") or 1) if in_groups else 1,
         shared_size=size * int(raw.get("n_shared_experts") or 0),
         dense_layers=tuple(range(int(raw.get("first_k_dense_replace", 0)))),
+        **chosen,
     )
 
 
@@ -88,7 +100,10 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     fields = decoder_to_hf(config) | {"num_key_value_heads": config.num_heads, "head_dim": mla.rope_size}
     if fields["rope_scaling"] is not None and (multiplier := _enlargement(config)):
         fields["rope_scaling"] |= {"mscale": multiplier, "mscale_all_dim": multiplier}
+    method = BIASED if moe.selection_bias else "greedy" if moe.num_groups == 1 else "group_limited_greedy"
+    third = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "rope_interleave": True}
     return {
+        **(third if moe.selection_bias else {}),
         **fields,
         "kv_lora_rank": mla.latent_size,
         "q_lora_rank": mla.query_rank or None,
@@ -102,7 +117,8 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         "first_k_dense_replace": len(moe.dense_layers),
         "routed_scaling_factor": moe.scale,
         "norm_topk_prob": moe.renormalise,
-        "topk_method": "greedy" if moe.num_groups == 1 else "group_limited_greedy",
+        "topk_method": method,
+        "scoring_func": moe.scoring,
         "n_group": moe.num_groups,
         "topk_group": moe.top_groups,
     }
@@ -119,8 +135,11 @@ def config_from_gguf(file: GgufFile, metadata: Metadata, name: str) -> ModelConf
         value_size=metadata.count(".attention.value_length_mla"),
         query_rank=metadata.count(".attention.q_lora_rank", 0) if "blk.0.attn_q_a.weight" in file.entries else 0,
     )
-    moe = experts_from_gguf(file, metadata)
-    config = decoder_from_gguf(file, metadata, name, mla=mla, moe=moe, rope_interleaved=True, num_kv_heads=1)
+    is_biased = any(entry.endswith("exp_probs_b.bias") for entry in file.entries)
+    moe = experts_from_gguf(file, metadata, **({"group_best": GROUP_BEST} if is_biased else {}))
+    layers = metadata.count(".block_count") - metadata.count(".nextn_predict_layers", 0)
+    fields: dict[str, Any] = {"mla": mla, "moe": moe, "rope_interleaved": True, "num_kv_heads": 1, "num_layers": layers}
+    config = decoder_from_gguf(file, metadata, name, **fields)
     multiplier = metadata.number(".rope.scaling.yarn_log_multiplier", 0.0) / 0.1
     scale = _score_scale(rope + mla.nope_size, config.ropes[0].factor, multiplier)
     if multiplier:  # scores are enlarged instead of queries and keys
@@ -189,7 +208,7 @@ def joined_by_head(tensors: Iterator[NamedTensor], config: ModelConfig) -> Itera
 
 FAMILY = Family(
     name="deepseek2",
-    hf_types=("deepseek_v2",),
+    hf_types=("deepseek_v2", "deepseek_v3"),
     hf_class="DeepseekV2ForCausalLM",
     config_from_hf=config_from_hf,
     config_to_hf=config_to_hf,
@@ -202,4 +221,6 @@ FAMILY = Family(
     gguf_interleaved=True,
     gguf_entries=gguf_entries,
     gguf_scale=lambda config: config.scale,
+    hf_next_token=HF_NEXT_TOKEN,
+    gguf_next_token=GGUF_NEXT_TOKEN,
 )

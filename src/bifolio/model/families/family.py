@@ -14,6 +14,7 @@ from bifolio.model.gguf.entries import Metadata
 from bifolio.model.gguf.reader import GgufFile, Value
 from bifolio.model.huggingface.decoder_config import Activation, Raw, decoder_from_hf, decoder_to_hf
 from bifolio.model.model_file import Factors, TensorSource
+from bifolio.model.next_token_names import NextTokenNames
 from bifolio.model.tensor_names import GGUF_LLAMA, HF_LLAMA, TensorNames
 
 
@@ -76,6 +77,10 @@ class Family:
     gguf_window_period: int = 0  # one layer of each period has no window, unless the file says otherwise; 0: off
     gguf_entries: Callable[[ModelConfig], dict[str, Value]] = no_entries  # written under the name of the architecture
     gguf_scale: Callable[[ModelConfig], float] = usual_scale  # of attention scores, unless the file says otherwise
+
+    # -- heads for multi-token prediction, where checkpoints ship them
+    hf_next_token: NextTokenNames | None = None
+    gguf_next_token: NextTokenNames | None = None
 
     # -- training
     fresh_config: Callable[..., ModelConfig] | None = None  # (sizes) -> configuration for training from scratch

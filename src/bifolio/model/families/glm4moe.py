@@ -11,6 +11,7 @@ from bifolio.model.gguf.decoder_config import decoder_from_gguf, experts_from_gg
 from bifolio.model.gguf.entries import Metadata
 from bifolio.model.gguf.reader import GgufFile
 from bifolio.model.huggingface.decoder_config import Raw, decoder_from_hf, decoder_to_hf, expert_count
+from bifolio.model.next_token_names import GGUF_NEXT_TOKEN, HF_NEXT_TOKEN
 from bifolio.model.tensor_names import GGUF_LLAMA
 
 GROUP_BEST = 2  # experts that rank a group
@@ -61,7 +62,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def config_from_gguf(file: GgufFile, metadata: Metadata, name: str) -> ModelConfig:
-    """Layers behind the last one predict several tokens ahead; they are not used."""
+    """Layers behind the last one are heads for multi-token prediction (`model.next_token_head`)."""
     sigmoid: dict[str, Any] = {} if metadata.has(".expert_gating_func") else {"scoring": "sigmoid"}
     moe = experts_from_gguf(file, metadata, group_best=GROUP_BEST, **sigmoid)
     layers = metadata.count(".block_count") - metadata.count(".nextn_predict_layers", 0)
@@ -79,4 +80,6 @@ FAMILY = Family(
     written_as="glm4moe",
     config_from_gguf=config_from_gguf,
     gguf_names=replace(GGUF_LLAMA, mlp_norm="post_attention_norm"),
+    hf_next_token=HF_NEXT_TOKEN,
+    gguf_next_token=GGUF_NEXT_TOKEN,
 )

@@ -24,6 +24,7 @@ from bifolio.quant.formats import Bytes, QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
 _FORMATS = {"F32": QuantFormat.F32, "F16": QuantFormat.F16, "BF16": QuantFormat.BF16, "U8": QuantFormat.I8}
+_FORMATS |= {"I64": QuantFormat.I64}
 _DTYPE_NAMES = {format: name for name, format in _FORMATS.items()}
 _ITEM_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "I16": 2, "U16": 2, "I32": 4, "U32": 4}
 _ITEM_BYTES |= {"F64": 8, "I64": 8, "U64": 8, "F16": 2, "BF16": 2, "F32": 4}
@@ -104,6 +105,7 @@ class TensorPlan(NamedTuple):
     name: str
     format: QuantFormat
     shape: tuple[int, ...]
+    dtype: str = ""  # the type's name in the file, where it does not follow from the format
 
 
 def write_safetensors(
@@ -115,7 +117,10 @@ def write_safetensors(
 ) -> None:
     """Write dense tensors to a file that appears only when it is complete."""
     dense = {name: _as_dense(name, tensor) for name, tensor in tensors.items()}
-    plans = [TensorPlan(name, tensor.format, tensor.shape) for name, tensor in dense.items()]
+    flags = {name for name, tensor in tensors.items() if isinstance(tensor, np.ndarray) and tensor.dtype == np.bool_}
+    plans = [
+        TensorPlan(name, tensor.format, tensor.shape, "BOOL" if name in flags else "") for name, tensor in dense.items()
+    ]
     write_planned(Path(path), plans, dense.__getitem__, metadata, overwrite=overwrite)
 
 
@@ -133,7 +138,7 @@ def write_planned(
     for plan in plans:
         end = offset + plan.format.bytes_for(plan.shape)
         header[plan.name] = {
-            "dtype": _DTYPE_NAMES[plan.format],
+            "dtype": plan.dtype or _DTYPE_NAMES[plan.format],
             "shape": list(plan.shape),
             "data_offsets": [offset, end],
         }
@@ -145,12 +150,16 @@ def write_planned(
         file.write(text)
         for plan in plans:
             tensor = produce(plan.name)
-            if (tensor.format, tensor.shape) != plan[1:]:
+            if (tensor.format, tensor.shape) != plan[1:3]:
                 raise ModelFileError(f"tensor {plan.name!r} is {tensor}, but {plan} was declared")
             file.write(np.ascontiguousarray(tensor.data).data)
 
 
 def _as_dense(name: str, tensor: QuantizedTensor | NDArray[Any]) -> QuantizedTensor:
+    if isinstance(tensor, np.ndarray) and tensor.dtype in (np.bool_, np.int64):
+        format = QuantFormat.I64 if tensor.dtype == np.int64 else QuantFormat.I8
+        rows = np.ascontiguousarray(tensor).reshape(math.prod(tensor.shape[:-1]), -1)
+        return QuantizedTensor(format, rows.view(np.uint8), tensor.shape)
     dense = tensor if isinstance(tensor, QuantizedTensor) else QuantizedTensor.from_array(tensor)
     if dense.format.is_quantized:
         raise ConfigError(f"safetensors has no type for {dense.format.name}: convert {name!r} to f16 or bf16 first")

@@ -1,0 +1,168 @@
+"""A draft head on a kernel set: its passes, and its keys and values in the blocks of the target's tables.
+
+An entry at position i holds the keys and values that the head computed from the hidden state of position i and the
+token at i + 1. Entries may be missing: the head computes none while drafting rests, and blocks found in the prefix
+cache may come from such a time. `HeadBlocks` counts the entries of each block, so that a draft reads a context without
+holes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from bifolio.config import CacheConfig
+from bifolio.engine.host_batch import HostBatch, Run
+from bifolio.kernels.interface import (
+    Array,
+    AttentionPhase,
+    AttentionSegment,
+    Batch,
+    KernelSet,
+    Network,
+    StepProgram,
+    Storage,
+)
+from bifolio.kernels.storage import CacheLayout, KVStorage
+from bifolio.model import draft_head
+from bifolio.model.draft_head import HeadWeights
+from bifolio.schedule.orchestrators import DecodeOrchestrator
+
+
+class HeadBlocks:
+    """The head's storage: a `BlockMover` that counts the leading entries of each block."""
+
+    def __init__(self, storage: KVStorage) -> None:
+        self.storage = storage
+        self.block_size = storage.block_size
+        self.filled = np.zeros(storage.num_blocks, np.int32)  # entries computed from hidden states of the target
+
+    def move_blocks(self, moves: Iterable[tuple[int, int]]) -> None:
+        moves = list(moves)
+        self.storage.move_blocks(moves)
+        sources = [source for source, _ in moves]
+        self.filled[[target for _, target in moves]] = self.filled[sources]
+
+    def poison_blocks(self, block_ids: Iterable[int]) -> None:
+        block_ids = list(block_ids)
+        self.storage.poison_blocks(block_ids)
+        self.filled[block_ids] = 0
+
+    def overwritten(self, table: np.ndarray, start: int, end: int) -> None:
+        """The target computes the positions [start, end) anew: their entries belong to other tokens."""
+        size, filled = self.block_size, self.filled
+        block = table[start // size]
+        filled[block] = min(filled[block], start % size)
+        if (end - 1) // size > start // size:
+            filled[table[start // size + 1 : (end - 1) // size + 1]] = 0
+
+    def computed(self, table: np.ndarray, start: int, end: int) -> None:
+        """The head computed the entries [start, end)."""
+        size, filled = self.block_size, self.filled
+        for number in range(start // size, (end - 1) // size + 1):
+            first, last = max(start - number * size, 0), min(end - number * size, size)
+            block = table[number]
+            if filled[block] >= first:
+                filled[block] = max(filled[block], last)
+
+    def has(self, table: np.ndarray, position: int) -> bool:
+        return bool(self.filled[table[position // self.block_size]] > position % self.block_size)
+
+    def context(self, table: np.ndarray, position: int) -> tuple[int, int]:
+        """(first entry, end) of a context without holes that ends at most one block before `position`.
+
+        The first entry is at the start of a block.
+        """
+        if position == 0:
+            return 0, 0
+        size = self.block_size
+        last = (position - 1) // size
+        end = last * size + min(int(self.filled[table[last]]), position - last * size)
+        holes = np.flatnonzero(self.filled[table[:last]] < size)
+        return (int(holes[-1]) + 1 if len(holes) else 0) * size, end
+
+
+class HeadRun(NamedTuple):
+    """Tokens of one sequence that the head reads, with the hidden states before them."""
+
+    table: np.ndarray  # i32[blocks]  of the sequence
+    context_start: int  # position of the first entry that is read
+    start: int  # position of the first token's entry
+    tokens: list[int]
+
+
+class HeadRunner:
+    """The weights, programs and storage of a head."""
+
+    def __init__(self, weights: HeadWeights, cache: CacheConfig, kernels: KernelSet) -> None:
+        config = weights.config
+        layout = CacheLayout(
+            1,
+            cache.num_blocks,
+            cache.block_size,
+            config.num_kv_heads,
+            config.head_dim,
+            cache.dtype,
+            cache.poison_free_blocks,
+            config.mla is not None,
+        )
+        self.weights, self.kernels = weights, kernels
+        self.blocks = HeadBlocks(kernels.new_storage(layout))
+        self._programs: dict[bool, StepProgram | None] = {}
+        self._blank = kernels.from_host(np.zeros((1, config.hidden_size), np.float32))
+
+    def run(
+        self, runs: list[HeadRun], states: Array, phase: AttentionPhase, *, own_states: bool
+    ) -> tuple[Array, Array]:
+        """(logits f32[s, draft vocab], hidden states [s, d]) of the last token of each run.
+
+        `states` are the hidden states of all tokens, run after run: the target's, or with `own_states` the head's own.
+        """
+        ends = np.cumsum([len(run.tokens) for run in runs]) - 1
+        hidden = blank_rows(self.kernels, self._blank, int(ends[-1]) + 1)
+        batch = replace(self._lay_out(runs, phase, ends.tolist()), given=states, taps=hidden)
+        if own_states not in self._programs:
+            self._programs[own_states] = self.kernels.record(self._network(own_states), AttentionPhase.DECODE)
+        program = self._programs[own_states]
+        if program is None:
+            logits = draft_head.forward(self.weights, batch, self.kernels, self.blocks.storage, own_states=own_states)
+        else:
+            logits = program.run(batch, self.blocks.storage)
+        return logits, self.kernels.take(hidden, ends) if len(runs) < len(hidden) else hidden
+
+    def _lay_out(self, runs: list[HeadRun], phase: AttentionPhase, logit_rows: list[int]) -> Batch:
+        """Positions are counted from the first entry that is read: rope depends on differences alone."""
+        size = self.blocks.block_size
+        ends = [run.start + len(run.tokens) for run in runs]
+        width = max(-(-end // size) - run.context_start // size for run, end in zip(runs, ends, strict=True))
+        tables = np.zeros((len(runs), width), np.int32)
+        laid_out = []
+        for number, (run, end) in enumerate(zip(runs, ends, strict=True)):
+            own = run.table[run.context_start // size : -(-end // size)]
+            tables[number, : len(own)] = own
+            laid_out.append(Run(number, run.start - run.context_start, run.tokens))
+        decodes, prefills = (laid_out, []) if phase is AttentionPhase.DECODE else ([], laid_out)
+        return HostBatch.from_runs(decodes, prefills, tables, size, logit_rows).to(self.kernels)
+
+    def _network(self, own_states: bool) -> Network:
+        weights = self.weights
+
+        def forward(kernels: KernelSet, batch: Batch, storage: Storage | None) -> Array:
+            return draft_head.forward(weights, batch, kernels, storage, own_states=own_states)
+
+        def decode_segment(count: int) -> AttentionSegment:
+            ones = np.ones(count, dtype=np.int32)
+            return DecodeOrchestrator.lay_out(ones - 1, ones, None)
+
+        rotations = tuple(zip(weights.inverse_frequencies, weights.rope_scales, strict=True))
+        return Network(forward, (weights.layer.shape,), decode_segment, rotations)
+
+
+def blank_rows(kernels: KernelSet, blank: Array, count: int) -> Array:
+    """A new array of `count` rows like `blank`, f32[1, width], on the kernels' device."""
+    if isinstance(blank, np.ndarray):
+        return np.empty((count, blank.shape[1]), np.float32)
+    return kernels.take(blank, np.zeros(count, np.int32))

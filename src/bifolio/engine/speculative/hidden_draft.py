@@ -1,0 +1,259 @@
+"""Drafts of a head that reads the target's hidden states: EAGLE-3 and multi-token prediction.
+
+Every pass of the target gives out hidden states (`Batch.taps`). They are kept for each sequence until the head computes
+its entries from them, at the next draft:
+
+    target      computed up to ......... i        the token at i + 1 is known
+    head        |<- entries ->|<- states ->|      one pass over the states drafts the token at i + 2,
+                                                  further passes over its own hidden states draft those after it
+
+The head never runs for a sequence that is not drafted for. States of rejected drafts are dropped; entries that the head
+computed from its own hidden states are computed again from those of the target.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Sequences
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from bifolio.arrays import array_namespace
+from bifolio.engine.slot_state import SlotState
+from bifolio.engine.speculative.draft_lengths import Offer, PassCosts
+from bifolio.engine.speculative.head_runner import HeadRun, HeadRunner
+from bifolio.kernels.interface import Array, AttentionPhase
+from bifolio.schedule.plan import ScheduledSequence, StepPlan
+from bifolio.sequence import Sequence
+
+STATE_BYTES = 256 << 20  # of the states that wait for the head, in all slots
+LEAST_STATES = 64  # of one sequence, whatever their size
+LATE_STATES = 64  # more are computed in a pass of their own, before the first draft
+
+
+@dataclass(slots=True)
+class Track:
+    """The head's progress in one sequence: its context, and states without entries."""
+
+    context_start: int  # position of the first entry that drafts read
+    start: int  # position of the first state
+    count: int = 0  # of states
+    states: list[Array] = field(default_factory=list)  # [k, width] each, one after the other
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+    def copy(self) -> Track:
+        return Track(self.context_start, self.start, self.count, list(self.states))
+
+    def add(self, states: Array) -> None:
+        self.states.append(states)
+        self.count += int(states.shape[0])
+
+    def take(self, count: int) -> list[Array]:
+        """Remove the first `count` states."""
+        taken, left = [], count
+        while left:
+            first = self.states[0]
+            size = int(first.shape[0])
+            if size > left:
+                self.states[0] = first[left:]
+                first, size = first[:left], left
+            else:
+                del self.states[0]
+            taken.append(first)
+            left -= size
+        self.start += count
+        self.count -= count
+        return taken
+
+    def cut(self, end: int) -> None:
+        """Drop the states of positions from `end` on."""
+        while self.end > end and self.states:
+            size, over = int(self.states[-1].shape[0]), self.end - end
+            if size <= over:
+                del self.states[-1]
+            else:
+                self.states[-1] = self.states[-1][: size - over]
+            self.count -= min(size, over)
+
+
+class HiddenDraft:
+    """A drafter that runs a head for the sequences of a step, batched, one draft token at a time."""
+
+    def __init__(self, runner: HeadRunner, slots: SlotState, chunk_size: int) -> None:
+        self.runner = runner
+        self.costs = PassCosts()
+        self.is_resting = False  # set by the speculator: drafts do not pay off at present
+        self._slots = slots
+        self._chunk_size = chunk_size
+        self._tracks: dict[int, Track] = {}  # by sequence id
+        row_bytes = 4 * runner.weights.states_width
+        self._most_states = max(STATE_BYTES // (row_bytes * len(slots.tables)), LEAST_STATES)
+
+    # -- states of the target -----------------------------------------------------------------------------------------
+    def absorb(self, plan: StepPlan, states: Array | None) -> None:
+        """Keep the states that a pass of the target gave out; without them the sequences' contexts begin anew."""
+        scale = self.runner.weights.state_scale
+        if states is not None and scale != 1.0:
+            states = states * scale
+        row = 0
+        for item in plan.scheduled:
+            end = item.start + item.num_new
+            if item.sequence.group is None:
+                self.runner.blocks.overwritten(self._slots.tables[item.slot], item.start, end)
+                if states is not None:
+                    self._add(item, states[row : row + item.num_new])
+            row += item.num_new
+
+    def _add(self, item: ScheduledSequence, states: Array) -> None:
+        track = self._tracks.get(item.sequence.id)
+        if track is not None:
+            track.cut(item.start)
+        if track is None or track.end != item.start:
+            track = self._tracks[item.sequence.id] = self._new_track(item, states)
+        track.add(states)
+        if track.count > self._most_states:
+            if self.is_resting:
+                self._drop(track)
+            else:
+                self._compute(item, track, track.count - 1)
+
+    def _new_track(self, item: ScheduledSequence, states: Array) -> Track:
+        """The entries that other sequences left in shared blocks; states of a few missing positions count as zeros."""
+        start, end = self.runner.blocks.context(self._slots.tables[item.slot], item.start)
+        track = Track(start, end)
+        if end < item.start:
+            zeros = array_namespace(states).zeros_like(states[:1])
+            track.add(array_namespace(states).concat([zeros] * (item.start - end), axis=0))
+        return track
+
+    def _drop(self, track: Track) -> None:
+        """Drop the older half of the states: the context begins anew behind them, at the start of a block."""
+        size = self.runner.blocks.block_size
+        end = -(-(track.start + track.count // 2) // size) * size
+        track.take(min(end - track.start, track.count))
+        track.context_start = track.start
+
+    def forked(self, parent: Sequence, child: Sequence) -> None:
+        track = self._tracks.get(parent.id)
+        if track is not None:
+            self._tracks[child.id] = track.copy()
+
+    def forget(self, sequence: Sequence) -> None:
+        self._tracks.pop(sequence.id, None)
+
+    # -- drafts -------------------------------------------------------------------------------------------------------
+    def offers(self, sequences: list[Sequence], length: int) -> dict[int, Offer]:
+        """Offer drafts for sequences whose last state is known."""
+        offers = {}
+        for sequence in sequences:
+            track = self._tracks.get(sequence.id)
+            if track is None:
+                continue
+            track.cut(sequence.num_tokens - 1)
+            if track.count and track.end == sequence.num_tokens - 1:
+                offers[sequence.id] = Offer(length, 0, max(track.count - length - 1, 0))
+        return offers
+
+    def fill(self, items: Sequences[ScheduledSequence]) -> list[tuple[int, ...]]:
+        guesses: list[list[int]] = [[] for _ in items]
+        hidden = self._first_guesses(items, guesses)
+        while active := [i for i, item in enumerate(items) if 0 < len(guesses[i]) < item.num_new - 1]:
+            runs = []
+            for i in active:
+                sequence, track = items[i].sequence, self._tracks[items[i].sequence.id]
+                position = sequence.num_tokens - 2 + len(guesses[i])
+                runs.append(HeadRun(self._table(items[i]), track.context_start, position, guesses[i][-1:]))
+            states = hidden[active[0] : active[0] + 1] if len(active) == 1 else self.runner.kernels.take(hidden, active)
+            rows = self._draw(items, active, runs, states, guesses, own_states=True)
+            hidden = _put(hidden, active, rows) if len(active) < len(items) else rows
+        return [tuple(guess) for guess in guesses]
+
+    def _first_guesses(self, items: Sequences[ScheduledSequence], guesses: list[list[int]]) -> Array:
+        """Compute the entries of all kept states; the last ones give the first drafts. Returns the hidden states."""
+        runs, states = [], []
+        for item in items:
+            track = self._tracks[item.sequence.id]
+            self._skip_shared(item, track)
+            if track.count > LATE_STATES:
+                self._compute(item, track, track.count - 1)
+            start, count = track.start, track.count
+            tokens = item.sequence.token_ids[start + 1 : start + 1 + count]
+            runs.append(HeadRun(self._table(item), track.context_start, start, tokens))
+            states += track.take(count)
+        given = states[0] if len(states) == 1 else array_namespace(states[0]).concat(states, axis=0)
+        hidden = self._draw(items, range(len(items)), runs, given, guesses, own_states=False)
+        for run in runs:
+            self.runner.blocks.computed(run.table, run.start, run.start + len(run.tokens))
+        return hidden
+
+    def _skip_shared(self, item: ScheduledSequence, track: Track) -> None:
+        """Drop states whose entries a fork of the same prompt computed in shared blocks; the last one gives logits."""
+        table, blocks = self._table(item), self.runner.blocks
+        count = 0
+        while count < track.count - 1 and blocks.has(table, track.start + count):
+            count += 1
+        if count:
+            track.take(count)
+
+    def _compute(self, item: ScheduledSequence, track: Track, count: int) -> None:
+        """Compute the entries of the first `count` states."""
+        table = self._table(item)
+        while count:
+            size = min(count, self._chunk_size)
+            start = track.start
+            tokens = list(item.sequence.tokens_until(start + 1 + size)[start + 1 : start + 1 + size])
+            states = track.take(size)
+            given = states[0] if len(states) == 1 else array_namespace(states[0]).concat(states, axis=0)
+            run = HeadRun(table, track.context_start, start, tokens)
+            self.runner.run([run], given, AttentionPhase.PREFILL, own_states=False)
+            self.runner.blocks.computed(table, start, start + size)
+            count -= size
+
+    def _table(self, item: ScheduledSequence) -> np.ndarray:
+        table: np.ndarray = self._slots.tables[item.slot]
+        return table
+
+    def _draw(
+        self,
+        items: Sequences[ScheduledSequence],
+        active: Sequences[int],
+        runs: list[HeadRun],
+        states: Array,
+        guesses: list[list[int]],
+        *,
+        own_states: bool,
+    ) -> Array:
+        """One pass over these runs: each of the `active` items gets one more draft token."""
+        started = time.perf_counter()
+        logits, hidden = self.runner.run(runs, states, AttentionPhase.DECODE, own_states=own_states)
+        slots = [items[i].slot for i in active]
+        positions = [items[i].sequence.num_tokens + len(guesses[i]) for i in active]
+        drawn = self._sample(logits, slots, positions, [guesses[i] for i in active])
+        self.costs.observe(sum(len(run.tokens) for run in runs), time.perf_counter() - started)
+        for i, token in zip(active, drawn, strict=True):
+            guesses[i].append(max(int(token), 0))  # a row that cannot be sampled drafts token 0
+        return hidden
+
+    def _sample(
+        self, logits: Array, slots: list[int], positions: list[int], pending: list[list[int]]
+    ) -> Sequences[int]:
+        """Sample with the noise of the position; logits of a smaller vocabulary are placed in the target's."""
+        ids, sampler = self.runner.weights.token_ids, self._slots.sampler
+        if ids is None:
+            return list(sampler.sample(logits, slots, positions, pending).token_ids)
+        found, table = self.runner.kernels.to_host(logits), sampler.table
+        if not (table.temperature[slots].any() or table.is_edited[slots].any()):
+            return list(ids[found.argmax(axis=-1)])
+        whole = np.full((len(found), sampler.vocab_size), -np.inf, np.float32)
+        whole[:, ids] = found
+        return list(sampler.sample(whole, slots, positions, pending).token_ids)
+
+
+def _put(rows: Array, places: list[int], values: Array) -> Array:
+    rows = rows + 0  # a copy: an array of the device may be read by a pass in flight
+    rows[places] = values
+    return rows

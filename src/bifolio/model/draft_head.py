@@ -1,0 +1,171 @@
+"""A draft head: one layer that predicts tokens from the hidden states of another model, its *target*.
+
+Two kinds of heads are published. Both read, for each position i, the token t at i + 1 and a hidden state h of
+position i, and predict the token at i + 2:
+
+    EAGLE-3   h = merge(states after three layers)        qkv = W [norm(embed(t)), norm(h)]      residual stream: h
+    MTP       h = the target's normed last state          x = W [norm(embed(t)), norm(h)]        residual stream: x
+
+A head continues its own draft with its own hidden state in place of h. The products of W are split into the parts of
+both inputs, so that the two are multiplied apart and added.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from bifolio.config import ModelConfig
+from bifolio.kernels.interface import Array, Batch, KernelSet, Linear, Norm, Rotation, Storage
+from bifolio.model.transformer import PagedAttentionLayer, feed_forward, joined
+from bifolio.model.weights import LayerWeights, ModelWeights, prepare_layer
+from bifolio.quant.formats import QuantFormat
+from bifolio.quant.tensor import QuantizedTensor
+
+
+@dataclass(frozen=True, slots=True)
+class HeadWeights:
+    """The weights of a draft head."""
+
+    config: ModelConfig  # of its one layer
+    kind: Literal["eagle", "mtp"]
+    taps: tuple[int, ...]  # numbers of layers of the target after which its hidden states are read
+    state_size: int  # width of one of these states
+    state_scale: float  # factor of the target's residual stream
+    merge: Linear | None  # [d, taps * state_size]  of EAGLE
+    state_norm: Norm | None  # of MTP: the last norm of the target
+    embedding: QuantizedTensor | Array | None  # [vocab, d]; None: the target's
+    token_norm: Norm
+    hidden_norm: Norm
+    token_part: Linear  # the columns of W for the token, of qkv (EAGLE) or of the layer's input (MTP)
+    hidden_part: Linear  # the columns of W for the hidden state
+    layer: LayerWeights  # of EAGLE: without qkv and attention norm
+    final_norm: Norm
+    head: Linear | None  # [draft vocab, d]; None: the target's
+    inverse_frequencies: tuple[Array, ...]
+    rope_scales: tuple[float, ...]
+    token_ids: np.ndarray | None = None  # i64[draft vocab]  the target's ids of the head's tokens; None: the same ids
+    norms_residual: bool = False  # of EAGLE: the residual stream begins with the normed hidden state
+    prepared_for: KernelSet | None = None
+
+    @property
+    def states_width(self) -> int:
+        return len(self.taps) * self.state_size
+
+    def matrices(self) -> list[QuantizedTensor | Array]:
+        """The matrices of the head alone, without those of the target."""
+        layer = self.layer
+        linears = [
+            self.merge,
+            self.token_part,
+            self.hidden_part,
+            layer.qkv,
+            layer.output,
+            layer.up,
+            layer.down,
+            self.head,
+        ]
+        found = [part for linear in linears if linear is not None for part in linear.parts]
+        if layer.latent is not None:
+            found += layer.latent.matrices()
+        if layer.moe is not None:
+            found += [*layer.moe.router.parts, *layer.moe.experts.matrices()]
+        return found if self.embedding is None else [self.embedding, *found]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedHead:
+    """A draft head from a folder, or from the files of its target."""
+
+    path: Path
+    weights: HeadWeights
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.weights.config
+
+
+def prepare_head(head: HeadWeights, kernels: KernelSet, target: ModelWeights) -> HeadWeights:
+    """Prepare the weights at load; those of the target are shared, not copied."""
+    if head.prepared_for is kernels:
+        return head
+    return replace(
+        head,
+        merge=None if head.merge is None else kernels.prepare_linear(head.merge),
+        state_norm=None if head.state_norm is None else kernels.prepare_norm(head.state_norm),
+        embedding=target.embedding if head.embedding is None else kernels.prepare_embedding(head.embedding),
+        token_norm=kernels.prepare_norm(head.token_norm),
+        hidden_norm=kernels.prepare_norm(head.hidden_norm),
+        token_part=kernels.prepare_linear(head.token_part),
+        hidden_part=kernels.prepare_linear(head.hidden_part),
+        layer=prepare_layer(head.layer, kernels),
+        final_norm=kernels.prepare_norm(head.final_norm),
+        head=target.head if head.head is None else kernels.prepare_linear(head.head),
+        inverse_frequencies=tuple(kernels.from_host(frequencies) for frequencies in head.inverse_frequencies),
+        prepared_for=kernels,
+    )
+
+
+def forward(head: HeadWeights, batch: Batch, kernels: KernelSet, storage: Storage | None, *, own_states: bool) -> Array:
+    """Logits f32[r, draft vocab] of `batch.logit_rows`; `batch.taps` becomes the head's hidden states: [t, d].
+
+    `batch.given` are hidden states of the target, or with `own_states` of the head itself.
+    """
+    config, layer = head.config, head.layer
+    hidden = kernels.given(batch, config.hidden_size if own_states else head.states_width)
+    if not own_states and head.merge is not None:
+        hidden = kernels.linear(hidden, head.merge)
+    elif not own_states and head.state_norm is not None:
+        hidden = kernels.norm(hidden, head.state_norm)
+    normed = kernels.norm(hidden, head.hidden_norm)
+    tokens = kernels.norm(kernels.embed(head.embedding, batch.token_ids, config.embedding_scale), head.token_norm)
+    x = kernels.add(kernels.linear(tokens, head.token_part), kernels.linear(normed, head.hidden_part))
+    rotations = tuple(
+        kernels.rotation(frequencies, scale, batch.positions)
+        for frequencies, scale in zip(head.inverse_frequencies, head.rope_scales, strict=True)
+    )
+    if head.kind == "eagle":
+        mixed = _attention_of(layer, x, batch, kernels, storage, rotations)
+        x = normed if head.norms_residual else hidden
+    else:
+        inputs = x if layer.attention_norm is None else kernels.norm(x, layer.attention_norm)
+        mixed = PagedAttentionLayer(layer)(inputs, batch, kernels, storage, rotations)
+    if layer.mlp_norm is None:
+        x = normed = kernels.add(x, mixed)
+    else:
+        x, normed = kernels.add_norm(x, mixed, layer.mlp_norm)
+    x = kernels.add(x, feed_forward(layer, normed, config.activation, config.gated_mlp, kernels))
+    kernels.tap(x, 0, batch)
+    x = kernels.norm(kernels.take(x, batch.logit_rows), head.final_norm)
+    return kernels.logits(x, head.head, config.logit_softcap)  # type: ignore[arg-type]  # set by `prepare_head`
+
+
+def _attention_of(
+    layer: LayerWeights,
+    qkv: Array,
+    batch: Batch,
+    kernels: KernelSet,
+    storage: Storage | None,
+    rotations: tuple[Rotation, ...],
+) -> Array:
+    """Attention whose queries, keys and values are computed already."""
+    heads = kernels.rope_and_write(
+        qkv, layer.shape, None if layer.rope is None else rotations[layer.rope], batch, storage
+    )
+    return joined(kernels.attend(heads, layer.shape, batch.segments, storage), layer.output, kernels)
+
+
+def split_columns(matrix: QuantizedTensor, at: int) -> tuple[QuantizedTensor, QuantizedTensor]:
+    """The columns before and from `at` on, as matrices of their own; a border within a block makes them F32."""
+    if at % matrix.format.block_elements:
+        matrix = matrix.converted(QuantFormat.F32)
+    parts = matrix.select_columns(0, at), matrix.select_columns(at, matrix.shape[1])
+    return tuple(replace(part, data=np.ascontiguousarray(part.data)) for part in parts)  # type: ignore[return-value]
+
+
+def default_taps(num_layers: int) -> tuple[int, ...]:
+    """The layers that published EAGLE-3 heads read where their configuration names none: low, middle, high."""
+    return (2, num_layers // 2, num_layers - 3)
