@@ -292,7 +292,7 @@ class ModelConfig:
         attention += (self.query_size + 2 * self.kv_size) * self.qkv_bias + d * self.output_bias
         qk_width = self.query_size + self.kv_size if self.qk_norm_all_heads else 2 * self.head_dim
         attention += qk_width * self.qk_norm + self.num_heads * self.sinks
-        attention += d * self.query_size * self.attention_gate
+        attention += (d + self.qkv_bias) * self.query_size * self.attention_gate
         if self.mla is not None:
             attention = self._count_latent(self.mla)
         num_up = 2 if self.gated_mlp else 1

@@ -20,7 +20,7 @@ from bifolio.model.gguf.recurrent_entries import (
     recurrent_entries,
     recurrent_from_gguf,
 )
-from bifolio.model.huggingface.decoder_config import Raw, decoder_from_hf, decoder_to_hf
+from bifolio.model.huggingface.decoder_config import Raw, decoder_from_hf, decoder_to_hf, kinds_of_layers
 from bifolio.model.recurrent_tensors import RecurrentNames
 from bifolio.model.tensor_names import GGUF_LLAMA, HF_LLAMA
 
@@ -65,7 +65,7 @@ def dt_limits(raw: Raw) -> tuple[float, float]:
 # -- folders ----------------------------------------------------------------------------------------------------------
 def config_from_hf(raw: Raw, name: str) -> ModelConfig:
     layers = range(int(raw["num_hidden_layers"]))
-    kinds = raw.get("layer_types") or raw.get("layers_block_type") or ["mamba"] * len(layers)
+    kinds = kinds_of_layers(raw, raw.get("layer_types") or raw.get("layers_block_type") or ["mamba"] * len(layers))
     attention = tuple(layer for layer in layers if kinds[layer] in ATTENTION)
     shared, moe = int(raw.get("shared_intermediate_size", 1024)), None
     if raw.get("num_local_experts"):

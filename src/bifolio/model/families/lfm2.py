@@ -12,7 +12,7 @@ from bifolio.model.gguf.decoder_config import decoder_from_gguf
 from bifolio.model.gguf.entries import Metadata
 from bifolio.model.gguf.reader import GgufFile, Value
 from bifolio.model.gguf.recurrent_entries import attention_entries, attention_layers
-from bifolio.model.huggingface.decoder_config import Raw, decoder_from_hf, decoder_to_hf
+from bifolio.model.huggingface.decoder_config import Raw, decoder_from_hf, decoder_to_hf, kinds_of_layers
 from bifolio.model.recurrent_tensors import RecurrentNames
 from bifolio.model.tensor_names import GGUF_LLAMA, HF_LLAMA
 
@@ -66,7 +66,7 @@ def hybrid_from_hf(raw: Raw, name: str, *, intermediate_size: int, moe: MoeConfi
 def _layer_kinds(raw: Raw) -> list[str]:
     """'conv' or 'full_attention' for every layer."""
     if raw.get("layer_types") is not None:
-        return [str(kind) for kind in raw["layer_types"]]
+        return kinds_of_layers(raw, raw["layer_types"])
     layers = range(int(raw["num_hidden_layers"]))
     attention = raw.get("full_attn_idxs")
     return ["full_attention" if attention is None or layer in attention else "conv" for layer in layers]

@@ -40,6 +40,8 @@ KINDS = {
 # -- folders ----------------------------------------------------------------------------------------------------------
 def config_from_hf(raw: Raw, name: str) -> ModelConfig:
     kinds = _layer_kinds(raw)
+    if raw.get("attention_bias"):
+        raise UnsupportedModelError("Nemotron-H with biases in attention is not supported")
     heads, size = int(raw.get("mamba_num_heads", 128)), int(raw.get("mamba_head_dim", 64))
     groups = int(raw.get("mamba_n_groups", raw.get("n_groups", 8)))
     state, bias = int(raw.get("ssm_state_size", 128)), bool(raw.get("use_bias", False))
@@ -103,7 +105,6 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         "layers_block_type": kinds,
         "layer_norm_epsilon": config.norm_eps,
         "mlp_hidden_act": config.activation,
-        "attention_bias": config.qkv_bias,
         "mlp_bias": config.mlp_bias,
         "use_bias": own.projection_bias,
         "mamba_num_heads": own.heads,

@@ -17,7 +17,13 @@ from bifolio.model.gguf.decoder_config import decoder_from_gguf, experts_from_gg
 from bifolio.model.gguf.entries import Metadata
 from bifolio.model.gguf.reader import GgufFile, Value
 from bifolio.model.gguf.recurrent_entries import recurrent_entries, recurrent_from_gguf
-from bifolio.model.huggingface.decoder_config import Raw, decoder_from_hf, decoder_to_hf, expert_count
+from bifolio.model.huggingface.decoder_config import (
+    Raw,
+    decoder_from_hf,
+    decoder_to_hf,
+    expert_count,
+    kinds_of_layers,
+)
 from bifolio.model.recurrent_tensors import RecurrentNames
 from bifolio.model.stored_form import Joined, Rows, StoredForm, reading, writing
 from bifolio.model.tensor_names import GGUF_LLAMA, HF_LLAMA
@@ -64,7 +70,7 @@ def config_from_hf(raw: Raw, name: str) -> ModelConfig:
 
 def delta_from_hf(raw: Raw, name: str, moe: MoeConfig | None = None) -> ModelConfig:
     """The fields of all models with gated delta nets."""
-    kinds = raw.get("layer_types")
+    kinds = kinds_of_layers(raw, raw["layer_types"]) if raw.get("layer_types") else []
     period = int(raw.get("full_attention_interval") or INTERVAL)
     layers = range(int(raw["num_hidden_layers"]))
     attention = [n for n in layers if (kinds[n] == "full_attention" if kinds else (n + 1) % period == 0)]

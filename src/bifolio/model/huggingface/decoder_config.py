@@ -6,11 +6,11 @@ A family (`model/families/`) calls `decoder_from_hf` and `decoder_to_hf` and add
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast
 
 from bifolio.config import ModelConfig, RopeConfig
-from bifolio.errors import UnsupportedModelError
+from bifolio.errors import ModelFileError, UnsupportedModelError
 
 Raw = Mapping[str, Any]
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu2", "swiglu_clamped"]
@@ -79,6 +79,14 @@ def layer_types(raw: Raw, period: int = 6) -> list[str]:
     pattern = raw.get("sliding_window_pattern") or raw.get("_sliding_window_pattern") or period
     layers = range(int(raw["num_hidden_layers"]))
     return ["full_attention" if (i + 1) % int(pattern) == 0 else "sliding_attention" for i in layers]
+
+
+def kinds_of_layers(raw: Raw, kinds: Sequence[Any]) -> list[str]:
+    """The kind of each layer of a hybrid model; an error if there are more or fewer than layers."""
+    count = int(raw["num_hidden_layers"])
+    if len(kinds) != count:
+        raise ModelFileError(f"config.json names the kinds of {len(kinds)} layers, but has {count}")
+    return [str(kind) for kind in kinds]
 
 
 def windows_by_type(raw: Raw, period: int = 6) -> tuple[int | None, ...]:

@@ -1,0 +1,192 @@
+"""Hybrid families beside their rows: folders of whole models, variants, layers that are not used, refusals."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from family_rows import ROWS, row_folder, row_model, save_row
+from whole_prompt import prompt_logits
+
+from bifolio.errors import BifolioError, UnsupportedModelError
+from bifolio.model.gguf.loader import load_gguf
+from bifolio.model.gguf.writer import write_gguf
+from bifolio.model.huggingface.config import config_from_hf
+from bifolio.model.huggingface.folder_writer import write_folder
+from bifolio.model.huggingface.hf_loader import load_folder
+from bifolio.model.huggingface.safetensors_file import open_safetensors, write_safetensors
+from bifolio.quant import QuantFormat
+from helpers import random_prompt, transformers_logits
+
+pytestmark = pytest.mark.full  # transformers is slow to import
+PROMPT = random_prompt(20)
+TOLERANCE = 1e-4
+
+
+def logits(folder: Path) -> np.ndarray:
+    return prompt_logits(load_folder(folder).weights, PROMPT)
+
+
+def rewritten(
+    folder: Path, target: Path, change: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]], wrap: bool = False
+) -> Path:
+    """A copy of a folder with other tensors; with `wrap` as the text part of a model of text and images."""
+    shutil.copytree(folder, target)
+    tensors = open_safetensors(folder / "model.safetensors").tensors
+    write_safetensors(
+        target / "model.safetensors", change({name: np.array(t.dequantize()) for name, t in tensors.items()})
+    )
+    if wrap:
+        inner = json.loads((target / "config.json").read_text())
+        outer = {"model_type": inner["model_type"].removesuffix("_text"), "text_config": inner, "vision_config": {}}
+        (target / "config.json").write_text(json.dumps(outer))
+    return target
+
+
+def test_the_text_part_of_a_model_for_images_is_read_without_its_other_tensors(tmp_path: Path) -> None:
+    _, folder = row_folder("qwen35")
+    others = {"model.visual.merger.weight": np.ones((2, 2), np.float32), "mtp.fc.weight": np.ones((2, 2), np.float32)}
+
+    def whole(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        renamed = {name.replace("model.", "model.language_model.", 1): value for name, value in tensors.items()}
+        return renamed | others
+
+    found = logits(rewritten(folder, tmp_path / "whole", whole, wrap=True))
+    np.testing.assert_array_equal(found, logits(folder))
+
+
+def test_experts_of_a_folder_may_lie_in_one_tensor(tmp_path: Path) -> None:
+    _, folder = row_folder("qwen35moe")
+
+    def fused(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        found = {name: value for name, value in tensors.items() if ".mlp.experts." not in name}
+        for layer in range(4):
+            prefix = f"model.layers.{layer}.mlp.experts."
+            by_role = {
+                role: np.stack([tensors[f"{prefix}{e}.{role}_proj.weight"] for e in range(6)])
+                for role in ("gate", "up", "down")
+            }
+            found[prefix + "gate_up_proj"] = np.concatenate([by_role["gate"], by_role["up"]], axis=1)
+            found[prefix + "down_proj"] = by_role["down"]
+        return found
+
+    np.testing.assert_array_equal(logits(rewritten(folder, tmp_path / "fused", fused)), logits(folder))
+
+
+def test_the_heads_of_a_gguf_file_stay_in_its_order(tmp_path: Path) -> None:
+    """Matrices are views of the file, though its heads are in another order than those of a folder."""
+    _, folder = row_folder("qwen35")
+    source = load_folder(folder)
+    write_gguf(tmp_path / "m.gguf", source, QuantFormat.F16)
+    loaded = load_gguf(tmp_path / "m.gguf")
+    assert source.config.recurrent is not None
+    assert loaded.config.recurrent is not None
+    assert (source.config.recurrent.tiled, loaded.config.recurrent.tiled) == (False, True)
+    ours, theirs = (model.weights.layers[0].recurrent for model in (source, loaded))
+    assert ours is not None
+    assert theirs is not None
+    assert not any(part.data.flags.owndata for part in (*theirs.input.parts, *theirs.output.parts))
+    order = [0, 2, 1, 3]  # two groups of two heads
+    np.testing.assert_array_equal(theirs.recurrence.decay, ours.recurrence.decay[order])
+    write_folder(tmp_path / "back", loaded, QuantFormat.F32)
+    np.testing.assert_allclose(logits(tmp_path / "back"), prompt_logits(loaded.weights, PROMPT), atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["qwen3next", "qwen35"])
+def test_layers_that_predict_ahead_are_not_used(name: str, tmp_path: Path) -> None:
+    source = load_folder(row_folder(name)[1])
+    write_gguf(tmp_path / "m.gguf", source, QuantFormat.F32)
+    more = {f"{name}.block_count": 5, f"{name}.nextn_predict_layers": 1}
+    write_gguf(tmp_path / "ahead.gguf", source, QuantFormat.F32, extra=more)
+    plain, ahead = load_gguf(tmp_path / "m.gguf"), load_gguf(tmp_path / "ahead.gguf")
+    assert ahead.config == plain.config
+
+
+VARIANTS: list[tuple[str, dict[str, Any], str]] = [  # the last is the reason why GGUF cannot describe it, or none
+    ("lfm2", {"conv_bias": True, "conv_L_cache": 4}, "without biases"),
+    ("lfm2", {"block_auto_adjust_ff_dim": True, "block_multiple_of": 16}, ""),
+    ("qwen3next", {"mlp_only_layers": [1], "attention_bias": True}, "plain MLPs in the layers"),
+    ("qwen35", {"linear_value_head_dim": 24}, "keys and values of one size"),
+    ("qwen35", {"linear_num_key_heads": 4, "tie_word_embeddings": True}, ""),
+    ("granitehybrid", {"position_embedding_type": "rope", "attention_bias": True}, ""),
+    ("granitehybrid", {"mamba_n_groups": 2}, "norm of each group"),
+    ("granitehybrid", {"mamba_conv_bias": False}, "convolution has no bias"),
+    ("granitehybrid", {"layer_types": ["attention"] * 4, "position_embedding_type": "rope"}, "recurrent layers, which"),
+    ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False}, ""),
+    ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": True}, "norm of each group behind the gate"),
+    ("falcon_h1", {"time_step_limit": [0.4, 1.2]}, "limited to"),
+    ("nemotron_h", {"use_bias": True, "mlp_bias": True}, "biases in the projections"),
+    ("nemotron_h", {"mlp_bias": True, "mamba_head_dim": 24}, ""),
+]
+
+
+@pytest.mark.parametrize(("name", "overrides", "refused"), VARIANTS)
+def test_variants_from_folders_and_from_gguf_files(
+    name: str, overrides: dict[str, Any], refused: str, tmp_path: Path
+) -> None:
+    model = row_model(name, **overrides)
+    save_row(name, model, tmp_path / "folder")
+    theirs, loaded = transformers_logits(model, PROMPT), load_folder(tmp_path / "folder")
+    assert loaded.config.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    np.testing.assert_allclose(prompt_logits(loaded.weights, PROMPT), theirs, atol=TOLERANCE)
+    if refused:
+        with pytest.raises(UnsupportedModelError, match=refused):
+            write_gguf(tmp_path / "m.gguf", loaded, QuantFormat.F32)
+        return
+    write_gguf(tmp_path / "m.gguf", loaded, QuantFormat.F32)
+    written = load_gguf(tmp_path / "m.gguf").weights
+    np.testing.assert_allclose(prompt_logits(written, PROMPT), theirs, atol=TOLERANCE)
+
+
+def test_factors_of_a_folder_in_half_precision_are_put_into_its_weights() -> None:
+    """Weights keep their type; each is rounded once more."""
+    import safetensors.torch
+
+    model, folder = row_folder("falcon_h1")
+    target = folder.parent / f"{folder.name}-bf16"
+    shutil.copytree(folder, target, dirs_exist_ok=True)
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    safetensors.torch.save_file({name: t.bfloat16() for name, t in tensors.items()}, target / "model.safetensors")
+    loaded = load_folder(target)
+    layer = loaded.weights.layers[0]
+    assert {part.format for part in (*layer.qkv.parts, *layer.up.parts)} == {QuantFormat.BF16}
+    found = prompt_logits(loaded.weights, PROMPT)
+    np.testing.assert_allclose(found, transformers_logits(model, PROMPT), atol=0.1)
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("falcon_h1", {"mlp_bias": True}, "biases"),
+    ("nemotron_h", {"hybrid_override_pattern": "M-E*"}, "experts"),
+    ("nemotron_h", {"hybrid_override_pattern": "M-R*"}, "kind 'R'"),
+    ("nemotron_h", {"hybrid_override_pattern": None}, "which layers are recurrent"),
+    ("nemotron_h", {"hybrid_override_pattern": "M-M-"}, "without any attention"),
+    ("nemotron_h", {"mamba_num_heads": 12}, "12 recurrent heads cannot share 8"),
+    ("lfm2", {"conv_L_cache": 1}, "width"),
+    ("lfm2moe", {"layer_types": ["conv"] * 23}, "kinds of 23 layers"),
+    ("qwen3next", {"layer_types": ["full_attention"]}, "kinds of 1 layers"),
+    ("nemotron_h", {"attention_bias": True}, "biases in attention"),
+    ("granitehybrid", {"layer_types": ["attention"] * 40}, "without positions"),
+]
+
+
+@pytest.mark.parametrize(("name", "overrides", "message"), REFUSED)
+def test_impossible_and_unsupported_models_are_refused(name: str, overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(BifolioError, match=message):
+        config_from_hf({**ROWS[name].real, **overrides})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("ssm.time_step_rank", 0), ("ssm.time_step_rank", 3), ("ssm.group_count", 3), ("full_attention_interval", 0),
+     ("ssm.conv_kernel", 1), ("attention.recurrent_layers", np.array([True]))],
+)  # fmt: skip
+def test_damaged_descriptions_of_gguf_files_are_refused(key: str, value: Any, tmp_path: Path) -> None:
+    source = load_folder(row_folder("qwen35")[1])
+    write_gguf(tmp_path / "m.gguf", source, QuantFormat.F32, extra={f"qwen35.{key}": value})
+    with pytest.raises(BifolioError):
+        load_gguf(tmp_path / "m.gguf")
