@@ -68,7 +68,8 @@ def _mamba_step(row: Array, window: Array, state: Array, r: Recurrence) -> tuple
     x, b, c = np.split(_silu(mixed), np.cumsum([inner, keys]))
     b, c = (_to_heads(part.reshape(r.groups, r.key_size), r)[:, :, None] for part in (b, c))  # [H, K, 1]
     x = x.reshape(r.heads, r.value_size)
-    dt = np.clip(_softplus(dt + r.bias), *map(np.float32, r.dt_limits))
+    least, most = r.dt_limits
+    dt = np.clip(_softplus(dt + r.bias), np.float32(least), np.float32(most))
     state = state * np.exp(dt * r.decay)[:, None, None] + b * (dt[:, None] * x)[:, None, :]
     y = (state * c).sum(axis=1)
     y = (y if r.skip is None else y + r.skip[:, None] * x).reshape(-1)

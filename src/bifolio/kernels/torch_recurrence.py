@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from bifolio.kernels.recurrence import L2_EPS, states_of
 def prepare_vectors(recurrence: Recurrence, vector: Callable[[Array], torch.Tensor]) -> Recurrence:
     """The parameters as tensors; `vector` creates one in f32 on the set's device."""
     names = ("conv_weight", "conv_bias", "decay", "bias", "skip")
-    moved = {name: vector(value) for name in names if (value := getattr(recurrence, name)) is not None}
+    moved: dict[str, Any] = {name: vector(value) for name in names if (value := getattr(recurrence, name)) is not None}
     norm = recurrence.norm
     return replace(recurrence, **moved, norm=None if norm is None else replace(norm, weight=vector(norm.weight)))
 
@@ -45,13 +46,14 @@ def _recur_equal(
     x: torch.Tensor, r: Recurrence, reads: np.ndarray, writes: np.ndarray, storage: Storage | None
 ) -> torch.Tensor:
     """Sequences of equal lengths, one after the other in `x`."""
-    rows = x.float().unflatten(0, (len(reads), -1))  # [s, n, in_features]
+    rows: Array = x.float().reshape(len(reads), -1, x.shape[-1])  # [s, n, in_features]
     window = rows.new_zeros(len(reads), r.width - 1, r.channels)
     state = rows.new_zeros(len(reads), r.heads, r.key_size, r.value_size)
     if storage is not None:
         index = torch.from_numpy(reads.astype(np.int64)).to(x.device)
         window, state = storage.convolutions[r.layer][index], storage.recurrent[r.layer][index]
     inner, keys = r.heads * r.value_size, r.groups * r.key_size
+    y: Array
     if r.kind == "conv":
         b, c, inputs = rows.chunk(3, dim=-1)
         inputs = torch.cat([window, b * inputs], dim=1)
@@ -59,26 +61,28 @@ def _recur_equal(
     elif r.kind == "delta":
         mixed, z, beta, a = rows.split((2 * keys + inner, inner, r.heads, r.heads), dim=-1)
         inputs = torch.cat([window, mixed], dim=1)
-        q, k, v = F.silu(_convolve(inputs, r)).split((keys, keys, inner), dim=-1)
+        q, k, v = torch.split(F.silu(_convolve(inputs, r)), [keys, keys, inner], dim=-1)
         y, states = _delta_rule(q, k, v, beta, a, state, r)
         y = _norm(y, r.norm).flatten(2) * F.silu(z)
     else:
         z, mixed, dt = rows.split((inner, inner + 2 * keys, r.heads), dim=-1)
         inputs = torch.cat([window, mixed], dim=1)
-        v, b, c = F.silu(_convolve(inputs, r)).split((inner, keys, keys), dim=-1)
+        v, b, c = torch.split(F.silu(_convolve(inputs, r)), [inner, keys, keys], dim=-1)
         y, states = _mamba_scan(v, b, c, dt, state, r)
         y = _gated_norm(y.flatten(2), F.silu(z), r)
     _write_states(r, storage, writes.reshape(len(reads), -1), inputs, states)
-    return y.flatten(0, 1).to(x.dtype)
+    result: torch.Tensor = y.flatten(0, 1).to(x.dtype)
+    return result
 
 
 def _delta_rule(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor, a: torch.Tensor, state: Array, r: Recurrence
+    q: Array, k: Array, v: Array, beta: Array, a: Array, state: Array, r: Recurrence
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """[s, n, H, V], and the states after each token."""
     q, k = (_to_heads(_unit(part.unflatten(-1, (r.groups, r.key_size))), r)[..., None] for part in (q, k))
     q, v = q / r.key_size**0.5, v.unflatten(-1, (r.heads, r.value_size))
-    decay = torch.exp(r.decay * F.softplus(a + r.bias))[..., None, None]
+    own_decay, bias = _given(r)
+    decay = torch.exp(own_decay * F.softplus(a + bias))[..., None, None]
     beta = torch.sigmoid(beta)[..., None]
     outputs, states = [], []
     for i in range(v.shape[1]):
@@ -91,13 +95,14 @@ def _delta_rule(
 
 
 def _mamba_scan(
-    x: torch.Tensor, b: torch.Tensor, c: torch.Tensor, dt: torch.Tensor, state: Array, r: Recurrence
+    x: Array, b: Array, c: Array, dt: Array, state: Array, r: Recurrence
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """[s, n, H, V], and the states after each token."""
     b, c = (_to_heads(part.unflatten(-1, (r.groups, r.key_size)), r)[..., None] for part in (b, c))
     x = x.unflatten(-1, (r.heads, r.value_size))
-    dt = F.softplus(dt + r.bias).clamp(*r.dt_limits)
-    decay, change = torch.exp(dt * r.decay)[..., None, None], (dt[..., None] * x)[:, :, :, None]
+    own_decay, bias = _given(r)
+    dt = F.softplus(dt + bias).clamp(*r.dt_limits)
+    decay, change = torch.exp(dt * own_decay)[..., None, None], (dt[..., None] * x)[:, :, :, None]
     outputs, states = [], []
     for i in range(x.shape[1]):
         state = state * decay[:, i] + b[:, i] * change[:, i]
@@ -105,6 +110,11 @@ def _mamba_scan(
         states.append(state)
     y = torch.stack(outputs, dim=1)
     return y if r.skip is None else y + r.skip[:, None] * x, states
+
+
+def _given(r: Recurrence) -> tuple[Array, Array]:
+    """Decay and bias, which all kinds but convolutions have."""
+    return r.decay, r.bias
 
 
 def _convolve(inputs: torch.Tensor, r: Recurrence) -> torch.Tensor:
@@ -130,7 +140,7 @@ def _gated_norm(y: torch.Tensor, gate: torch.Tensor, r: Recurrence) -> torch.Ten
     if r.norm is None:
         return y * gate
     y = y if r.norm_first else y * gate
-    y = _norm(y.unflatten(-1, (r.norm_groups, -1)), r.norm).flatten(2)
+    y = _norm(y.reshape(*y.shape[:-1], r.norm_groups, -1), r.norm).flatten(2)
     return y * gate if r.norm_first else y
 
 
@@ -138,8 +148,8 @@ def _norm(x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
     """RMS norm over the last dimension; the weights are of one row or of all rows of a token."""
     if norm is None:
         return x
-    y = x * torch.rsqrt((x * x).mean(dim=-1, keepdim=True) + norm.eps)
-    return y * norm.weight.reshape(-1, x.shape[-1])
+    weight: torch.Tensor = norm.weight.reshape(-1, x.shape[-1])
+    return x * torch.rsqrt((x * x).mean(dim=-1, keepdim=True) + norm.eps) * weight
 
 
 def _to_heads(groups: torch.Tensor, r: Recurrence) -> torch.Tensor:

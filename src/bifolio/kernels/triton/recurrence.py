@@ -22,7 +22,8 @@ from bifolio.kernels.recurrence import L2_EPS
 from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
 
 CONV_BLOCK = 256  # channels of a program of a convolution layer
-STATE_VALUES = 32  # columns of the state of a program of the scan
+STATE_SIZE = 2048  # numbers of the state in the registers of a program of the scan, which is one warp
+STAGES = 3  # tokens of the scan that are read ahead
 
 
 @triton.jit
@@ -132,6 +133,7 @@ def _scan_kernel(
     HAS_STATES: tl.constexpr,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
+    STAGES: tl.constexpr,
 ) -> None:
     head, sequence = tl.program_id(1), tl.program_id(2)
     group = head % groups if TILED else head // (heads // groups)
@@ -150,13 +152,15 @@ def _scan_kernel(
         read = tl.load(reads + sequence).to(tl.int64)
         base = states + (read * heads + head) * key_size * value_size
         state = tl.load(base + place, mask=mask, other=0.0)
-    token = first.to(tl.int64)
-    for _ in range(first, last):
+    mixed += first.to(tl.int64) * channels
+    gates += first.to(tl.int64) * gate_stride + head
+    out += first.to(tl.int64) * heads * value_size + head * value_size
+    for token in tl.range(0, last - first, num_stages=STAGES):
         row = mixed + token * channels
         key = tl.load(row + key_start + group * key_size + rows, mask=has_key, other=0.0)
         query = tl.load(row + query_start + group * key_size + rows, mask=has_key, other=0.0)
         value = tl.load(row + value_start + head * value_size + columns, mask=has_value, other=0.0)
-        gate = gates + token * gate_stride + head
+        gate = gates + token * gate_stride
         if DELTA:
             rate = 1.0 / (1.0 + tl.exp(-tl.load(gate).to(tl.float32)))
             step = tl.load(gate + heads).to(tl.float32) + own_bias
@@ -170,13 +174,11 @@ def _scan_kernel(
             change = rate * (value - tl.sum(state * key[:, None], axis=0))
         state += key[:, None] * change[None, :]
         y = tl.sum(state * query[:, None], axis=0) + own_skip * value
-        result = out + token * heads * value_size + head * value_size + columns
-        tl.store(result, y, mask=has_value)
+        tl.store(out + token * heads * value_size + columns, y, mask=has_value)
         if HAS_STATES:
-            target = tl.load(writes + token).to(tl.int64)
+            target = tl.load(writes + first + token).to(tl.int64)
             if target > 0:
                 tl.store(states + (target * heads + head) * key_size * value_size + place, state, mask=mask)
-        token += 1
 
 
 @triton.jit
@@ -277,7 +279,8 @@ def _scan(
     """f32[t, heads * value_size]"""
     keys, inner, is_delta = r.groups * r.key_size, r.heads * r.value_size, r.kind == "delta"
     out = torch.empty((x.shape[0], inner), dtype=torch.float32, device=x.device)
-    columns = min(triton.next_power_of_2(r.value_size), STATE_VALUES)
+    rows = triton.next_power_of_2(r.key_size)
+    columns = min(triton.next_power_of_2(r.value_size), max(8, STATE_SIZE // rows))
     starts = (0, keys, 2 * keys) if is_delta else (inner + keys, inner, 0)  # of queries, keys and values
     grid = (triton.cdiv(r.value_size, columns), r.heads, len(staged.reads))
     if not all(grid):
@@ -287,8 +290,8 @@ def _scan(
         mixed, x[:, r.channels + inner :], mixed if storage is None else storage.recurrent[r.layer], staged.starts,
         staged.reads, staged.writes, r.decay, r.bias, r.bias if r.skip is None else r.skip, out, x.stride(0), r.heads,
         r.groups, r.key_size, r.value_size, r.channels, *starts, least, most, DELTA=is_delta, TILED=r.tiled,
-        HAS_SKIP=r.skip is not None, HAS_STATES=storage is not None, KEYS=triton.next_power_of_2(r.key_size),
-        VALUES=columns, num_warps=4, **OVERLAPPED,
+        HAS_SKIP=r.skip is not None, HAS_STATES=storage is not None, KEYS=rows, VALUES=columns,
+        STAGES=STAGES, num_warps=1, **OVERLAPPED,
     )  # fmt: skip
     return out
 

@@ -1,0 +1,102 @@
+"""Recurrent layers on a GPU: sizes of well-known models against torch in float32, chunks, and engines of hybrids."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from check_bench import TOLERANCE, relative_error
+from recurrence_cases import new_recurrence, normal, state_batch, state_storage
+
+from bifolio.kernels.reference import ReferenceKernels
+from bifolio.sampling_params import SamplingParams
+from helpers import drain, make_engine, output_ids, random_prompt
+from hybrid_models import VOCABULARY, tiny_hybrid
+
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_next": ("delta", {"heads": 32, "groups": 16, "key_size": 128, "value_size": 128}),
+    "granite": ("mamba", {"heads": 48, "groups": 1, "key_size": 128, "value_size": 64}),
+    "nemotron_h": ("mamba", {"heads": 128, "groups": 8, "key_size": 128, "value_size": 64, "norm_groups": 8}),
+    "lfm2": ("conv", {"channels": 2048}),
+}
+BATCHES = {  # starts, reads
+    "a prompt": ([0, 300], [0]),
+    "a decode step": (list(range(18)), [0, *range(1, 17)]),
+    "a mixed step": ([0, 1, 2, 150, 157], [3, 4, 0, 5]),
+}
+
+
+@pytest.mark.usefixtures("own_kernels", "compiled")
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_recurrence(name: str, dtype: str, batch: str, gpu_kernels: Callable[..., Any]) -> None:
+    import torch
+
+    from bifolio.kernels.torch_reference import TorchKernels
+
+    kernels = gpu_kernels(dtype)
+    (kind, sizes), (starts, reads) = SHAPES[name], BATCHES[batch]
+    rng = np.random.default_rng(1)
+    recurrence = new_recurrence(rng, kind, **sizes)
+    rows = torch.from_numpy(normal(rng, starts[-1], recurrence.in_features)).to(kernels.device)
+    writes = np.full(starts[-1], -1)
+    writes[np.array(starts[1:]) - 1] = np.arange(len(reads)) + 20
+    results = []
+    for each in (kernels, TorchKernels(kernels.device, "f32")):
+        storage, filled = state_storage(each, recurrence, 40), np.random.default_rng(2)
+        for array in (storage.convolutions[1], storage.recurrent[1]):
+            array[1:20] = torch.from_numpy(normal(filled, *array[1:20].shape, scale=0.3)).to(array.device)
+        own = each.prepare_recurrence(recurrence)
+        out = each.recur(rows.to(each.dtype), own, state_batch(each, starts, reads, writes.tolist()), storage)
+        results.append((out, storage.convolutions[1], storage.recurrent[1]))
+    for number, (ours, theirs) in enumerate(zip(*results, strict=True)):
+        if theirs.numel():
+            error = relative_error(ours, theirs)
+            assert error < TOLERANCE[kernels.dtype if number == 0 else torch.float32], f"output {number}: {error:.2e}"
+
+
+@pytest.mark.usefixtures("own_kernels", "compiled")
+@pytest.mark.parametrize("name", SHAPES)
+def test_passes_of_any_size_give_equal_bits(name: str, gpu_kernels: Callable[..., Any]) -> None:
+    """Also in deterministic mode, which promises it."""
+    import torch
+
+    kernels = gpu_kernels("bf16", deterministic=True)
+    kind, sizes = SHAPES[name]
+    rng = np.random.default_rng(1)
+    recurrence = new_recurrence(rng, kind, **sizes)
+    own = kernels.prepare_recurrence(recurrence)
+    rows = torch.from_numpy(normal(rng, 65, recurrence.in_features)).to(kernels.device, kernels.dtype)
+    results = []
+    for chunk in (65, 1, 7, 64):
+        storage, parts = state_storage(kernels, recurrence, 2), []
+        for first in range(0, 65, chunk):
+            part = rows[first : first + chunk]
+            batch = state_batch(kernels, [0, len(part)], [1 if first else 0], [*[-1] * (len(part) - 1), 1])
+            parts.append(kernels.recur(part, own, batch, storage))
+        results.append((torch.cat(parts), storage.convolutions[1], storage.recurrent[1]))
+    for found in results[1:]:
+        for ours, theirs in zip(found, results[0], strict=True):
+            assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", ["conv", "delta", "mamba"])
+def test_an_engine_of_a_hybrid_gives_the_tokens_of_the_cpu(kind: str, gpu_kernels: Callable[..., Any]) -> None:
+    """Decode steps in CUDA graphs, shared prefixes, and a second turn that continues a checkpoint."""
+    shared = random_prompt(20, seed=1, vocab_size=VOCABULARY)
+    prompts = [shared, [*shared[:16], 5, 6], random_prompt(4, seed=2, vocab_size=VOCABULARY)]
+    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+    answers = []
+    for kernels in (ReferenceKernels(), gpu_kernels("f32")):
+        engine = make_engine(tiny_hybrid(kind), kernels=kernels, checkpoint_tokens=8)
+        requests = [engine.add_request(str(i), prompt, params) for i, prompt in enumerate(prompts)]
+        drain(engine)
+        history = [*shared, *output_ids(requests[0])[0], 7]
+        requests.append(engine.add_request("second turn", history, params))
+        drain(engine)
+        assert requests[-1].metrics.num_cached_tokens > 0
+        answers.append([output_ids(request) for request in requests])
+    assert answers[0] == answers[1]
