@@ -1,6 +1,8 @@
 # mypy: disallow-untyped-decorators=False
 """Products of experts: dense weights (KIND -1), MXFP4 in words (KIND 3), or blocks (KIND as in `quantised_kernels`).
 
+Products of one token and experts in MXFP4 are in `expert_words`.
+
     one token      a program reads a few rows of one expert (GEMV); the weighted sum over the token's experts is part
                    of the second product
     many tokens    a program multiplies the tile of one expert by tensor cores; another kernel adds the outputs of a
@@ -14,9 +16,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from bifolio.kernels.triton.mxfp4 import LIFT, LIFTED, dense_tile, load_powers, load_words, unpack_words
+from bifolio.kernels.triton.mxfp4 import dense_tile
 from bifolio.kernels.triton.norm import gated
-from bifolio.kernels.triton.pdl import wait_for_inputs
+from bifolio.kernels.triton.pdl import IS_POSSIBLE, wait_for_inputs
 from bifolio.kernels.triton.quantised_kernels import dot_blocks, load_codes, load_factors, multiply_codes
 from bifolio.kernels.triton.tma import load_tile
 
@@ -24,7 +26,7 @@ from bifolio.kernels.triton.tma import load_tile
 @triton.jit
 def _columns(start: tl.tensor, KIND: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
     """The columns of x that a step reads: [BLOCK], or [blocks, elements] (those of low nibbles)."""
-    if KIND < 0 or KIND == 3:
+    if KIND < 0:
         column = start + tl.arange(0, BLOCK)
     else:
         ELEMENTS: tl.constexpr = 32 if KIND == 0 else 16
@@ -65,16 +67,11 @@ def _add_products(
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    ROWS: tl.constexpr = sums.shape[0]
     if KIND < 0:
         column = start + tl.arange(0, BLOCK)
         mask = exists[:, None] & (column < DEPTH)[None, :]
         numbers = tl.load(weight + row[:, None] * DEPTH + column[None, :], mask=mask, other=0.0)
         sums += numbers.to(tl.float32) * first
-    elif KIND == 3:
-        numbers = unpack_words(load_words(weight, row, exists, start, DEPTH, BLOCK)) * (first * LIFT)
-        powers = load_powers(scales, row, exists, start, LIFTED, DEPTH, BLOCK)
-        sums += tl.sum(tl.reshape(numbers, [ROWS, BLOCK // 32, 32]), axis=2) * powers
     else:
         block = start // 32 + tl.arange(0, BLOCK // 32)
         inside = exists[:, None] & (block < DEPTH // 32)[None, :]
@@ -178,7 +175,7 @@ def down_kernel(
         column = tl.expand_dims(_columns(start, KIND, BLOCK), 0)
         mine = exists[:, None]
         source = x + pair[:, None] * DEPTH
-        if KIND >= 0 and KIND != 3:
+        if KIND >= 0:
             mine, source = mine[:, :, None], source[:, :, None]
         first = tl.load(source + column, mask=mine & (column < DEPTH), other=0.0).to(tl.float32)
         second = first
@@ -218,7 +215,8 @@ def _multiply_step(
         numbers = load_tile(source, first_row, output_exists, start, DEPTH, BLOCK, DESCRIBED)
         sums = tl.dot(numbers, tl.trans(first), sums, input_precision=PRECISION)
     elif KIND == 3:
-        numbers = dense_tile(weight, scales, row.to(tl.int64), output_exists, start, DEPTH, BLOCK)
+        IN_PAIRS: tl.constexpr = IS_POSSIBLE and first.dtype == tl.bfloat16
+        numbers = dense_tile(weight, scales, first_row, output_exists, start, DEPTH, BLOCK, IN_PAIRS)
         sums = tl.dot(numbers.to(first.dtype), tl.trans(first), sums, input_precision=PRECISION)
     else:
         block = start // 32 + tl.arange(0, BLOCK // 32)

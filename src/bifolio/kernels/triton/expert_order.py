@@ -18,7 +18,7 @@ import triton.language as tl
 
 from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
 
-BLOCK = 2048  # pairs that a program reads at once
+BLOCKS = (512, 2048)  # pairs that a program reads at once
 FILLED = 128  # tiles that a program writes at once
 
 
@@ -44,7 +44,7 @@ def _order_kernel(
     num_tiles: tl.tensor,
     rows: tl.tensor,
     BLOCK: tl.constexpr,
-    BINS: tl.constexpr,  # more than experts: the last one counts the padding
+    BINS: tl.constexpr,  # more than experts: the others count the padding, which would contend for a single one
     FILLED: tl.constexpr,
 ) -> None:
     """One program for each expert: it counts all pairs and writes its own."""
@@ -54,7 +54,9 @@ def _order_kernel(
     wait_for_inputs()
     for start in range(0, num_pairs, BLOCK):
         place = start + tl.arange(0, BLOCK)
-        counts += tl.histogram(tl.load(experts + place, mask=place < num_pairs, other=BINS - 1), BINS)
+        expert = tl.load(experts + place, mask=place < num_pairs, other=0)
+        padding = num_experts + place % (BINS - num_experts)
+        counts += tl.histogram(tl.where(place < num_pairs, expert, padding), BINS)
     counts = tl.where(number < num_experts, counts, 0)
     tiles = (counts + rows - 1) // rows
     begin = tl.sum(tl.where(number < own, counts, 0), axis=0)
@@ -88,8 +90,9 @@ def cut_pairs(experts: torch.Tensor, num_experts: int, rows: int) -> Tiles:
     integers = torch.empty(count + 3 * most, dtype=torch.int32, device=experts.device)
     expert, begin, end = integers[count:].view(3, most)
     tiles = Tiles(integers[:count], expert, begin, end, rows)
+    block = next((size for size in BLOCKS if count <= size), BLOCKS[-1])
     _order_kernel[(num_experts,)](
-        experts, tiles.pairs, expert, begin, end, count, num_experts, most, rows, BLOCK=BLOCK,
-        BINS=triton.next_power_of_2(num_experts + 1), FILLED=FILLED, num_warps=8, **OVERLAPPED,
+        experts, tiles.pairs, expert, begin, end, count, num_experts, most, rows, BLOCK=block,
+        BINS=triton.next_power_of_2(num_experts + 1), FILLED=FILLED, num_warps=4, **OVERLAPPED,
     )  # fmt: skip
     return tiles

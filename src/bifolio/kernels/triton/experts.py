@@ -22,9 +22,10 @@ from bifolio.kernels.torch_reference import TorchKernels
 from bifolio.kernels.triton import quantised
 from bifolio.kernels.triton.expert_kernels import down_kernel, grouped_kernel, sum_kernel, up_kernel
 from bifolio.kernels.triton.expert_order import Tiles, cut_pairs
+from bifolio.kernels.triton.expert_words import down_words_kernel, up_words_kernel
 from bifolio.kernels.triton.gemm_tuning import INTERPRETED
-from bifolio.kernels.triton.mxfp4 import dequantise_words, pack_words
-from bifolio.kernels.triton.norm import ACTIVATIONS
+from bifolio.kernels.triton.mxfp4 import GROUP, dequantise_words, pack_words
+from bifolio.kernels.triton.norm import ACTIVATIONS, norm_rows
 from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
 from bifolio.kernels.triton.quantised import QuantisedWeight
 from bifolio.kernels.triton.tma import can_be_described, describe
@@ -68,22 +69,13 @@ def _route_kernel(
         ranked += tl.load(bias + expert, mask=exists, other=0.0)
     ranked = tl.where(exists, ranked, -float("inf"))
     choice = tl.arange(0, triton.next_power_of_2(TOP_K))
-    if BLOCK <= 128:  # the rank of every expert at once, instead of one search after the other
-        ahead = (ranked[None, :] > ranked[:, None]) | (
-            (ranked[None, :] == ranked[:, None]) & (expert[None, :] < expert[:, None])
-        )
-        rank = tl.sum(ahead.to(tl.int32), axis=1)
-        is_chosen = (rank[None, :] == choice[:, None]) & (choice < TOP_K)[:, None]
-        chosen = tl.minimum(tl.sum(tl.where(is_chosen, expert[None, :], 0), axis=1), num_experts - 1)
-        shares = tl.sum(tl.where(is_chosen, scores[None, :], 0.0), axis=1)
-    else:
-        chosen = tl.zeros(choice.shape, tl.int32)
-        shares = tl.zeros(choice.shape, tl.float32)
-        for i in tl.static_range(TOP_K):
-            best = tl.argmax(ranked, axis=0, tie_break_left=True)
-            chosen = tl.where(choice == i, best, chosen)
-            shares = tl.where(choice == i, tl.sum(tl.where(expert == best, scores, 0.0), axis=0), shares)
-            ranked = tl.where(expert == best, -float("inf"), ranked)
+    chosen = tl.zeros(choice.shape, tl.int32)
+    shares = tl.zeros(choice.shape, tl.float32)
+    for i in tl.static_range(TOP_K):
+        best = tl.argmax(ranked, axis=0, tie_break_left=True)
+        chosen = tl.where(choice == i, best, chosen)
+        shares = tl.where(choice == i, tl.sum(tl.where(expert == best, scores, 0.0), axis=0), shares)
+        ranked = tl.where(expert == best, -float("inf"), ranked)
     if RENORMALISE:
         shares = shares / (tl.sum(shares, axis=0) + 1e-20)
     place = row * TOP_K + choice
@@ -100,8 +92,8 @@ def route(logits: torch.Tensor, router: Router) -> Routing:
         _route_kernel[(rows,)](
             logits, logits if router.bias is None else router.bias, experts, weights, num_experts, router.scale,
             logits.stride(0), TOP_K=router.top_k, SIGMOID=router.scoring == "sigmoid", RENORMALISE=router.renormalise,
-            HAS_BIAS=router.bias is not None, BLOCK=triton.next_power_of_2(num_experts),
-            num_warps=4 if num_experts <= 128 else 1, **OVERLAPPED,
+            HAS_BIAS=router.bias is not None, BLOCK=triton.next_power_of_2(num_experts), num_warps=1,
+            **OVERLAPPED,
         )  # fmt: skip
     return Routing(experts, weights)
 
@@ -172,17 +164,17 @@ def up_tile(kind: int, depth: int) -> Tile:
     if INTERPRETED:
         return Tile(64, 64, 4)
     if kind >= 0:
-        return Tile(8 if kind == WORDS else 4, 1024, 4)
-    return Tile(4, 512, 2) if depth <= 2048 else Tile(4, 1024, 4)
+        return Tile(GROUP if kind == WORDS else 4, 1024, 4)
+    return Tile(2, 2048, 8) if depth <= 2048 else Tile(4, 1024, 4)
 
 
 def down_tile(kind: int, depth: int) -> Tile:
-    """Two rows of each expert: enough programs for the device, and all experts are read at once."""
+    """Few rows of each expert: enough programs for the device, and all experts are read at once."""
     if INTERPRETED:
         return Tile(16, 64, 4)
     if kind >= 0:
-        return Tile(2, 1024, 4)
-    return Tile(2, 256, 4, 3)
+        return Tile(GROUP, 1024, 8) if kind == WORDS else Tile(2, 1024, 4)
+    return Tile(1, 256, 4)
 
 
 def grouped_tile(kind: int, rows: int, gated: bool, dtype: torch.dtype) -> Tile:
@@ -223,6 +215,10 @@ def mix_experts(
     up, down = experts.prepared
     out = torch.empty((tokens, down.outputs), dtype=dtype if residual is None else residual.dtype, device=x.device)
     if not tokens:
+        return out
+    if tokens <= FEW_TOKENS and not fixed and up.kind == WORDS:
+        normed = x.float() if norm is None else norm_rows(x, norm, out_dtype=torch.float32)[1]
+        _mix_words(normed.contiguous(), routing, experts, residual, out)
         return out
     if tokens <= FEW_TOKENS and not fixed:
         hidden = _up(x, routing, up, experts.activation, norm, dtype)
@@ -279,6 +275,32 @@ def _down(
 def _block(tile: Tile, stack: Stack) -> int:
     """Columns that a program reads at once."""
     return int(min(tile.depth, triton.next_power_of_2(stack.depth)))
+
+
+def _mix_words(
+    x: torch.Tensor,  # f32[tokens, depth]
+    routing: Routing,
+    experts: Experts,
+    residual: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """Few tokens and weights in MXFP4."""
+    (tokens, top_k), (up, down) = routing.experts.shape, experts.prepared
+    tile = up_tile(up.kind, up.depth)
+    hidden = torch.empty((tokens * top_k, down.depth), dtype=torch.float32, device=x.device)
+    up_words_kernel[(down.depth // GROUP, tokens * top_k)](
+        x, *up.arrays()[:2], x if up.bias is None else up.bias, routing.experts, hidden, down.depth,
+        DEPTH=up.depth, TOP_K=top_k, BLOCKS=_block(tile, up) // 32, UNROLLED=tile.stages, HAS_BIAS=up.bias is not None,
+        ACTIVATION=ACTIVATIONS[experts.activation], num_warps=tile.warps, **OVERLAPPED,
+    )  # fmt: skip
+    tile = down_tile(down.kind, down.depth)
+    down_words_kernel[(down.outputs // GROUP, tokens)](
+        hidden, *down.arrays()[:2], x if down.bias is None else down.bias, x if residual is None else residual,
+        routing.experts, routing.weights, out, down.outputs,
+        DEPTH=down.depth, TOP_K=top_k, CHOICES=triton.next_power_of_2(top_k), BLOCKS=_block(tile, down) // 32,
+        UNROLLED=tile.stages, HAS_BIAS=down.bias is not None, HAS_RESIDUAL=residual is not None, num_warps=tile.warps,
+        **OVERLAPPED,
+    )  # fmt: skip
 
 
 def _multiply(

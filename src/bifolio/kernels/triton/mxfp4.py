@@ -1,15 +1,21 @@
 # mypy: disallow-untyped-decorators=False
-"""Experts in MXFP4, in words of 8 codes: a code becomes an f32 by two shifts and a mask.
+"""Experts in MXFP4, in words of 8 codes: a block of 32 elements is 4 words, 16 bytes that one thread loads.
 
-A code has a sign, two bits of exponent and one of mantissa. At the places of an f32's sign, lowest exponent bits and
-highest mantissa bit they are the number over 2 ** 126, subnormal ones included:
+    element     0 1 2 3   4 5 6 7   ...   28 29 30 31
+    word        0 1 2 3   0 1 2 3   ...    0  1  2  3      code k of word j is element 4 k + j
+    values      i32[outputs / 8, depth / 32, 8, 4]    the same blocks of 8 rows are neighbours, 128 bytes
+    scales      u8[outputs / 8, depth / 32, 8]        exponents of 2 plus 127, at most `LARGEST_EXPONENT`
 
-    code k of a word         |....s e e m ....|        code 0 in the lowest bits, elements in their order
+So the tile of a program, a few columns of many rows or many columns of 8 rows, is read in pieces of at least 128 bytes.
+A code has a sign, two bits of exponent and one of mantissa. At the places of the sign, the lowest exponent bits and the
+highest mantissa bit of an f32 or a bf16 they are the number over 2 ** 126, subnormal ones included:
+
+    code k of a word         |....s e e m ....|        code 0 in the lowest bits
     shifted to the top       |s e e m 0 ...   |
     shifted back by 6        |s s s s s s s e e m ..|  with copies of the sign, which the mask removes
 
-    values   i32[outputs, depth / 8]
-    scales   u8[outputs, depth / 32]    exponents of 2 plus 127, at most `LARGEST_EXPONENT`
+For tensor cores two words become 8 pairs of bf16: code k of both words is one pair, two neighbouring elements of the
+block, and shifts, masks and the product with the scale work on both at once.
 """
 
 from __future__ import annotations
@@ -24,21 +30,26 @@ from bifolio.kernels.triton.quantised import QuantisedWeight
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
+GROUP = 8  # rows whose blocks are neighbours
 LARGEST_EXPONENT = 128  # of a scale: 2 ** (128 - 127 + 126) is the largest power of 2 in f32
 LIFT = tl.constexpr(2.0**100)  # of x before products with numbers over 2 ** 126, and
 LIFTED = tl.constexpr(26)  # the exponent of 2 by which the scales are larger then
 
 
 def pack_words(parts: tuple[QuantizedTensor, ...], device: str) -> QuantisedWeight | None:
-    """Concatenate matrices in MXFP4; None where a scale is too large."""
+    """Concatenate matrices in MXFP4; None where a scale is too large or a matrix has rows outside a group."""
     depth = parts[0].shape[1]
+    if any(part.shape[0] % GROUP for part in parts):
+        return None
     values, scales = [], []
     for part in parts:
-        blocks = torch.from_numpy(np.array(part.data)).to(device).view(part.shape[0], depth // 32, 17)
-        codes = torch.cat([blocks[:, :, 1:] & 15, blocks[:, :, 1:] >> 4], dim=2)
-        values.append((codes[:, :, 0::2] | codes[:, :, 1::2] << 4).contiguous().view(part.shape[0], -1))
-        scales.append(blocks[:, :, 0])
-    exponents = torch.cat(scales).contiguous()
+        groups = part.shape[0] // GROUP
+        blocks = torch.from_numpy(np.array(part.data)).to(device).view(groups, GROUP, depth // 32, 17).transpose(1, 2)
+        codes = torch.cat([blocks[..., 1:] & 15, blocks[..., 1:] >> 4], dim=3).view(groups, -1, GROUP, 8, 4)
+        in_bytes = (codes[..., 0::2, :] | codes[..., 1::2, :] << 4).transpose(3, 4)  # u8[..., words, bytes]
+        values.append(in_bytes.reshape(part.shape[0], -1))
+        scales.append(blocks[..., 0].reshape(part.shape[0], -1))
+    exponents = torch.cat(scales)
     if int(exponents.max()) > LARGEST_EXPONENT:
         return None
     words = torch.cat(values).view(torch.int32)
@@ -46,62 +57,94 @@ def pack_words(parts: tuple[QuantizedTensor, ...], device: str) -> QuantisedWeig
 
 
 @triton.jit
-def _number(words: tl.tensor, K: tl.constexpr) -> tl.tensor:
+def number(words: tl.tensor, K: tl.constexpr) -> tl.tensor:
     """f32: code K of each word, over 2 ** 126."""
     return (((words << (28 - 4 * K)) >> 6) & -2118123520).to(tl.float32, bitcast=True)  # 0x81C00000
 
 
 @triton.jit
-def unpack_words(words: tl.tensor) -> tl.tensor:
-    """f32[rows, 8 * words], over 2 ** 126, of i32[rows, words]."""
-    first = tl.join(tl.join(_number(words, 0), _number(words, 4)), tl.join(_number(words, 2), _number(words, 6)))
-    second = tl.join(tl.join(_number(words, 1), _number(words, 5)), tl.join(_number(words, 3), _number(words, 7)))
-    return tl.reshape(tl.join(first, second), [words.shape[0], words.shape[1] * 8])
+def load_words(values: tl.tensor, place: tl.tensor, inside: tl.tensor) -> tl.tensor:
+    """i32[..., 4]: the words of the blocks numbered `place` i64[..., 1]."""
+    word = tl.arange(0, 4)
+    for _ in tl.static_range(len(place.shape) - 1):
+        word = tl.expand_dims(word, 0)
+    return tl.load(values + place * 4 + word, mask=inside, other=0)
 
 
 @triton.jit
-def load_words(
-    values: tl.tensor, row: tl.tensor, exists: tl.tensor, start: tl.tensor, DEPTH: tl.constexpr, BLOCK: tl.constexpr
-) -> tl.tensor:
-    """i32[rows, BLOCK / 8]: the words of columns [start, start + BLOCK) of the rows i64[rows]."""
-    word = start // 8 + tl.arange(0, BLOCK // 8)
-    mask = exists[:, None] & (word < DEPTH // 8)[None, :]
-    return tl.load(values + row[:, None] * (DEPTH // 8) + word[None, :], mask=mask, other=0)
-
-
-@triton.jit
-def load_powers(
-    scales: tl.tensor,
-    row: tl.tensor,
-    exists: tl.tensor,
-    start: tl.tensor,
-    SHIFT: tl.constexpr,
-    DEPTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> tl.tensor:
-    """f32[rows, BLOCK / 32]: the scales times 2 ** SHIFT."""
-    block = start // 32 + tl.arange(0, BLOCK // 32)
-    mask = exists[:, None] & (block < DEPTH // 32)[None, :]
-    exponent = tl.load(scales + row[:, None] * (DEPTH // 32) + block[None, :], mask=mask, other=0).to(tl.int32)
+def load_powers(scales: tl.tensor, place: tl.tensor, inside: tl.tensor, SHIFT: tl.constexpr) -> tl.tensor:
+    """f32[...]: the scales of these blocks times 2 ** SHIFT."""
+    exponent = tl.load(scales + place, mask=inside, other=0).to(tl.int32)
     return ((exponent + SHIFT) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _pairs(words: tl.tensor, scales: tl.tensor) -> tl.tensor:
+    """8 times bf16[...]: code k of each word times the scale, whose bf16 is in both halves of its integer."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+            .reg .b32 low, high, a, b;
+            prmt.b32 low, $8, $9, 0x5410;
+            prmt.b32 high, $8, $9, 0x7632;
+            shl.b32 a, low, 12;  and.b32 a, a, 0x80008000;  shl.b32 b, low, 6;
+            lop3.b32 a, b, 0x01C001C0, a, 0xEA;  mul.bf16x2 $0, a, $10;
+            shl.b32 a, low, 8;   and.b32 a, a, 0x80008000;  shl.b32 b, low, 2;
+            lop3.b32 a, b, 0x01C001C0, a, 0xEA;  mul.bf16x2 $1, a, $10;
+            shl.b32 a, low, 4;   and.b32 a, a, 0x80008000;  shr.u32 b, low, 2;
+            lop3.b32 a, b, 0x01C001C0, a, 0xEA;  mul.bf16x2 $2, a, $10;
+            and.b32 a, low, 0x80008000;                     shr.u32 b, low, 6;
+            lop3.b32 a, b, 0x01C001C0, a, 0xEA;  mul.bf16x2 $3, a, $10;
+            shl.b32 a, high, 12; and.b32 a, a, 0x80008000;  shl.b32 b, high, 6;
+            lop3.b32 a, b, 0x01C001C0, a, 0xEA;  mul.bf16x2 $4, a, $10;
+            shl.b32 a, high, 8;  and.b32 a, a, 0x80008000;  shl.b32 b, high, 2;
+            lop3.b32 a, b, 0x01C001C0, a, 0xEA;  mul.bf16x2 $5, a, $10;
+            shl.b32 a, high, 4;  and.b32 a, a, 0x80008000;  shr.u32 b, high, 2;
+            lop3.b32 a, b, 0x01C001C0, a, 0xEA;  mul.bf16x2 $6, a, $10;
+            and.b32 a, high, 0x80008000;                    shr.u32 b, high, 6;
+            lop3.b32 a, b, 0x01C001C0, a, 0xEA;  mul.bf16x2 $7, a, $10;
+        }
+        """,
+        constraints="=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r",
+        args=[words, scales],
+        dtype=(tl.bfloat16,) * 8,
+        is_pure=True,
+        pack=2,
+    )
 
 
 @triton.jit
 def dense_tile(
     values: tl.tensor,
     scales: tl.tensor,
-    row: tl.tensor,
-    exists: tl.tensor,
+    first_row: tl.tensor,  # a multiple of 8
+    exists: tl.tensor,  # bool[rows]
     start: tl.tensor,
     DEPTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    IN_PAIRS: tl.constexpr,  # by instructions of the GPU, in bf16
 ) -> tl.tensor:
-    """f32[rows, BLOCK]: dequantised columns."""
-    ROWS: tl.constexpr = row.shape[0]
-    numbers = unpack_words(load_words(values, row, exists, start, DEPTH, BLOCK))
-    powers = load_powers(scales, row, exists, start, 126, DEPTH, BLOCK)
-    scaled = tl.reshape(numbers, [ROWS, BLOCK // 32, 32]) * powers[:, :, None]
-    return tl.reshape(scaled, [ROWS, BLOCK])
+    """[rows, BLOCK]: dequantised columns, bf16 if IN_PAIRS, else f32."""
+    GROUPS: tl.constexpr = exists.shape[0] // 8
+    group = (first_row // 8 + tl.arange(0, GROUPS)).to(tl.int64)[:, None, None]
+    block = (start // 32 + tl.arange(0, BLOCK // 32))[None, :, None]
+    inside = tl.reshape(exists, [GROUPS, 1, 8]) & (block < DEPTH // 32)
+    place = (group * (DEPTH // 32) + block) * 8 + tl.arange(0, 8)[None, None, :]
+    words = load_words(values, tl.expand_dims(place, 3), tl.expand_dims(inside, 3))
+    if IN_PAIRS:
+        exponent = tl.load(scales + place, mask=inside, other=0).to(tl.int32)
+        power = (exponent + 126) * 8388736  # << 7 and << 23: the same bf16 in both halves
+        c0, c1, c2, c3, c4, c5, c6, c7 = _pairs(words, tl.broadcast_to(tl.expand_dims(power, 3), words.shape))
+    else:
+        power = tl.expand_dims(load_powers(scales, place, inside, 126), 3)
+        c0, c1, c2, c3 = number(words, 0), number(words, 1), number(words, 2), number(words, 3)
+        c4, c5, c6, c7 = number(words, 4), number(words, 5), number(words, 6), number(words, 7)
+        c0, c1, c2, c3 = c0 * power, c1 * power, c2 * power, c3 * power
+        c4, c5, c6, c7 = c4 * power, c5 * power, c6 * power, c7 * power
+    even = tl.join(tl.join(c0, c4), tl.join(c2, c6))
+    odd = tl.join(tl.join(c1, c5), tl.join(c3, c7))
+    joined = tl.reshape(tl.join(even, odd), [GROUPS, BLOCK // 32, 8, 4, 8])
+    return tl.reshape(tl.permute(joined, (0, 2, 1, 4, 3)), [exists.shape[0], BLOCK])
 
 
 @triton.jit
@@ -117,7 +160,7 @@ def _dequantise_kernel(
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     start = tl.program_id(1) * BLOCK
     wait_for_inputs()
-    numbers = dense_tile(values, scales, row, row < num_rows, start, DEPTH, BLOCK)
+    numbers = dense_tile(values, scales, tl.program_id(0) * ROWS, row < num_rows, start, DEPTH, BLOCK, False)
     column = start + tl.arange(0, BLOCK)
     mask = (row < num_rows)[:, None] & (column < DEPTH)[None, :]
     tl.store(out + row[:, None] * DEPTH + column[None, :], numbers.to(out.dtype.element_ty), mask=mask)
