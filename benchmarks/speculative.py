@@ -1,10 +1,12 @@
-"""Speed-up of speculative decoding at batch sizes 1 and 16.
+r"""Speed-up of speculative decoding at batch sizes 1 and 16.
 
-    python benchmarks/speculative.py --model MODEL --prompts spec_bench.jsonl [--method ngram|draft] [--draft MODEL]
+    python benchmarks/speculative.py --model MODEL --prompts spec_bench.jsonl [--method ngram|draft|eagle|mtp] \
+        [--draft MODEL or folder of a head] [--fixed]
 
 Prompts are JSON lines with 'turns' or 'prompt'. Runs with and without speculation alternate for every group of prompts,
 greedily; the ratio is that of the summed medians over the rounds. Times include prefill. The benchmark fails if the
-outputs differ.
+outputs differ. `--fixed` always drafts `--length` tokens: its acceptance rate is that of the drafts, where the adaptive
+run may make few of them.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bifolio import LLM, SamplingParams, SpeculativeConfig
+from bifolio.config import SPECULATIVE_METHODS
 
 
 class Run(NamedTuple):
@@ -71,8 +74,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="stories")
     parser.add_argument("--prompts", type=Path)
-    parser.add_argument("--method", choices=("ngram", "draft"), default="ngram")
-    parser.add_argument("--draft")
+    parser.add_argument("--method", choices=SPECULATIVE_METHODS, default="ngram")
+    parser.add_argument("--draft", help="a draft model, or the folder of an EAGLE-3 head")
+    parser.add_argument("--fixed", action="store_true", help="no adaptive lengths")
     parser.add_argument("--length", type=int, default=4)
     parser.add_argument("--count", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=96)
@@ -87,7 +91,9 @@ def main() -> None:
         "threads": arguments.threads,
     }
     plain = LLM(arguments.model, **options)
-    config = SpeculativeConfig(arguments.method, length=arguments.length, draft_model=arguments.draft)
+    config = SpeculativeConfig(
+        arguments.method, length=arguments.length, draft_model=arguments.draft, adaptive=not arguments.fixed
+    )
     guessing = LLM(plain.model, speculative=config, **options)
     prompts = read_prompts(arguments.prompts, plain, arguments.count)
     for batch in arguments.batch:
@@ -100,10 +106,12 @@ def main() -> None:
         )
         assert guessing.engine.speculator is not None
         stats = guessing.engine.speculator.stats
+        per_pass = 1 + stats.num_accepted_tokens / max(stats.num_drafts, 1)
         print(
             f"batch {batch:2}: {tokens / off:7.1f} tok/s plain, {tokens / on:7.1f} with {arguments.method}: "
             f"{off / on:.2f}x ({off_cpu / on_cpu:.2f}x by processor time); "
-            f"{stats.acceptance_rate:.0%} of {stats.num_draft_tokens} draft tokens accepted so far",
+            f"{stats.acceptance_rate:.0%} of {stats.num_draft_tokens} draft tokens accepted so far, "
+            f"{per_pass:.2f} tokens per pass with drafts",
             flush=True,
         )
 

@@ -19,6 +19,9 @@ from bifolio.errors import ConfigError, ModelFileError, UnsupportedModelError
 from bifolio.kernels.interface import AttentionPhase, KernelSet
 from bifolio.model.draft_head import prepare_head
 from bifolio.model.eagle import load_eagle
+from bifolio.model.gguf.writer import write_gguf
+from bifolio.model.loader import load_model
+from bifolio.quant.formats import QuantFormat
 from draft_heads import EAGLE, eagle_folder, eagle_tensors, torch_eagle
 from helpers import cpu_kernel_names, make_kernels, make_runner, open_entry, random_prompt, tiny_folder, tiny_loaded
 
@@ -270,3 +273,13 @@ def test_folders_that_do_not_fit(tmp_path: Path) -> None:
         SpeculativeConfig("eagle")
     with pytest.raises(ConfigError, match="tensor_parallel_size 1"):
         LLM(target(), device="cpu", speculative=config(), tensor_parallel_size=2, num_blocks=40, max_model_len=32)
+
+
+def test_the_head_of_a_quantised_model_is_rounded(tmp_path: Path) -> None:
+    loaded = load_model(target())
+    write_gguf(tmp_path / "q8.gguf", loaded, QuantFormat.Q8_0)
+    exact, rounded = (load_eagle(head(), each).weights for each in (loaded, load_model(tmp_path / "q8.gguf")))
+    for ours, theirs in zip(rounded.matrices(), exact.matrices(), strict=True):
+        fits = ours.shape[1] % 32 == 0
+        assert ours.format is (QuantFormat.Q8_0 if fits else QuantFormat.F32)  # type: ignore[union-attr]
+        np.testing.assert_allclose(ours.dequantize(), theirs.dequantize(), atol=0.01)  # type: ignore[union-attr]

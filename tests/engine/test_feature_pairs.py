@@ -16,7 +16,9 @@ import pytest
 
 from bifolio import LLM, BeamSearchParams, SamplingParams, SpeculativeConfig
 from bifolio.kernels.reference import ReferenceKernels
+from bifolio.model.loader import load_model
 from bifolio.sequence import Request
+from draft_heads import eagle_folder
 from helpers import tiny_folder, tiny_model, tiny_tokenizer
 
 PROMPT = "the little fox read the little fox read the"
@@ -47,7 +49,8 @@ NETWORKS = {
     "sliding window": "", "mixture-of-experts": "qwen3moe", "MLA": "deepseek2", "attention sinks": "gptoss",
     "hybrid": "lfm2",
 }  # fmt: skip
-NEUTRAL = ("ngram", "draft", "prefix hit", "chunked prefill", "preemption")
+SPECULATION = {"ngram", "draft", "eagle"}
+NEUTRAL = ("ngram", "draft", "eagle", "prefix hit", "chunked prefill", "preemption")
 FEATURES = (*CHOOSING, *NEUTRAL)
 BEAMS_WITHOUT = {"n"}  # what has another name in a beam search: n is num_return_sequences
 
@@ -65,6 +68,14 @@ def folder(features: frozenset[str]) -> Path:
     return path
 
 
+@cache
+def head(features: frozenset[str]) -> Path:
+    """A head with random weights for such a network."""
+    config = load_model(folder(features)).config
+    sizes = {"vocab_size": config.vocab_size, "hidden_size": config.hidden_size, "draft_vocab_size": 90}
+    return eagle_folder(taps=(0, 1, config.num_layers), **sizes)
+
+
 def make_llm(features: frozenset[str]) -> LLM:
     speculative = None
     if "ngram" in features:
@@ -72,6 +83,8 @@ def make_llm(features: frozenset[str]) -> LLM:
     if "draft" in features:
         path = str(folder(features & (frozenset(NETWORKS) - {"hybrid"})))  # drafts of a plain model
         speculative = SpeculativeConfig("draft", draft_model=path, adaptive=False)
+    if "eagle" in features:
+        speculative = SpeculativeConfig("eagle", draft_model=str(head(features & frozenset(NETWORKS))), adaptive=False)
     crowded = "preemption" in features
     return LLM(
         folder(features & frozenset(NETWORKS)), kernels=ReferenceKernels(), poison_free_blocks=True, block_size=4,
@@ -140,8 +153,8 @@ def essence(request: Request) -> list[Any]:
 @pytest.mark.parametrize(("first", "second"), itertools.combinations(FEATURES, 2))
 def test_pair(first: str, second: str) -> None:
     pair = frozenset({first, second})
-    if pair == {"ngram", "draft"}:
-        pytest.skip("one engine guesses in one way; each of the two is tested with every other feature")
+    if pair <= SPECULATION:
+        pytest.skip("one engine guesses in one way; each of them is tested with every other feature")
     if pair <= NETWORKS.keys():
         pytest.skip("features of different networks; each is tested with every other feature")
     expected = run_alone(pair - set(NEUTRAL))
@@ -162,7 +175,7 @@ def test_pair(first: str, second: str) -> None:
         assert request.metrics.num_cached_tokens > 0
     if "preemption" in pair:
         assert request.metrics.num_preemptions > 0
-    if pair & {"ngram", "draft"} and "beams" not in pair:
+    if pair & SPECULATION and "beams" not in pair:
         assert sum(sequence.num_drafted for sequence in request.sequences) > 0
     if "stop strings" in pair:
         assert any(s.stop_reason is not None for s in request.sequences)

@@ -166,6 +166,32 @@ def split_columns(matrix: QuantizedTensor, at: int) -> tuple[QuantizedTensor, Qu
     return tuple(replace(part, data=np.ascontiguousarray(part.data)) for part in parts)  # type: ignore[return-value]
 
 
+def rounded_like(head: HeadWeights, target: ModelWeights) -> HeadWeights:
+    """The head with matrices in Q8_0 beside a quantised target: drafts only have to be right most of the time."""
+    if not any(format.is_quantized for format in target.formats()):
+        return head
+
+    def rounded(linear: Linear) -> Linear:
+        return replace(linear, parts=tuple(_in_bytes(part) for part in linear.parts))
+
+    layer = head.layer
+    return replace(
+        head,
+        merge=None if head.merge is None else rounded(head.merge),
+        token_part=rounded(head.token_part),
+        hidden_part=rounded(head.hidden_part),
+        layer=replace(layer, output=rounded(layer.output), up=rounded(layer.up), down=rounded(layer.down)),
+        head=None if head.head is None else rounded(head.head),
+    )
+
+
+def _in_bytes(matrix: QuantizedTensor | Array) -> QuantizedTensor | Array:
+    if not isinstance(matrix, QuantizedTensor) or matrix.format.is_quantized:
+        return matrix
+    fits = matrix.shape[-1] % QuantFormat.Q8_0.block_elements == 0
+    return matrix.converted(QuantFormat.Q8_0) if fits else matrix
+
+
 def default_taps(num_layers: int) -> tuple[int, ...]:
     """The layers that published EAGLE-3 heads read where their configuration names none: low, middle, high."""
     return (2, num_layers // 2, num_layers - 3)

@@ -17,7 +17,7 @@ import numpy as np
 from bifolio.config import ModelConfig
 from bifolio.errors import ConfigError, ModelFileError, UnsupportedModelError
 from bifolio.kernels.interface import Linear, Norm
-from bifolio.model.draft_head import HeadWeights, LoadedHead, default_taps, split_columns
+from bifolio.model.draft_head import HeadWeights, LoadedHead, default_taps, rounded_like, split_columns
 from bifolio.model.file_access import atomic_write
 from bifolio.model.huggingface.config import config_from_hf, config_to_hf
 from bifolio.model.huggingface.hf_loader import folder_tensors, read_json
@@ -61,7 +61,7 @@ def load_eagle(path: str | Path, target: LoadedModel) -> LoadedHead:
             f"the head in {folder} is for a model with {config.vocab_size} tokens and a width of {size}, and the model "
             f"has {target.config.vocab_size} and {target.config.hidden_size}: use a head trained for this model"
         )
-    return LoadedHead(folder, _weights(raw, config, tensors, target))
+    return LoadedHead(folder, rounded_like(_weights(raw, config, tensors, target), target.weights))
 
 
 class HeadTensors:

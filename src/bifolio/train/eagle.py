@@ -35,6 +35,8 @@ from bifolio.train.progress import Progress, make_progress
 
 FADING = 0.8  # weight of a draft token in the loss, as a share of that of the token before it
 COVERED = 0.995  # share of all tokens of the text that the head's vocabulary covers by default
+MOST_HELD_OUT = 16  # sequences
+WARM_UP = 10  # steps
 TEMPERATURES = (0.6, 0.8, 1.0)  # of text that the model writes
 
 
@@ -46,12 +48,12 @@ class EagleSettings:
     output: str = "eagle"
     data: tuple[str, ...] = ()  # text files; without them the model writes the text itself
     steps: int = 300
-    batch_size: int = 8  # sequences of a step
+    batch_size: int = 4  # sequences of a step
     context: int = 128  # tokens of a sequence
     sequences: int = 320  # at most
     depth: int = 3  # draft tokens of a chain that are trained
     draft_vocab_size: int | None = None  # None: as many as cover nearly all tokens of the text
-    learning_rate: float = 1e-3
+    learning_rate: float = 2e-3
     seed: int = 0
     force: bool = False
     max_minutes: float = 8.0  # of the optimizer; 0: no limit
@@ -86,6 +88,8 @@ def train_eagle(settings: EagleSettings, progress: Progress | None = None) -> Ea
     if target.config.learned_positions:
         raise ConfigError("heads are trained for models with rope: choose another model")
     torch.manual_seed(settings.seed)
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
     progress = progress or make_progress(True)
     try:
         texts = token_sequences(target, settings, progress)
@@ -99,7 +103,8 @@ def train_eagle(settings: EagleSettings, progress: Progress | None = None) -> Ea
 # -- text and states --------------------------------------------------------------------------------------------------
 def token_sequences(target: LoadedModel, settings: EagleSettings, progress: Progress) -> np.ndarray:
     """i32[sequences, context]: of the files, or written by the model."""
-    length, most = settings.context, settings.sequences
+    length = settings.context
+    most = min(settings.sequences, settings.steps * settings.batch_size + MOST_HELD_OUT)
     if settings.data:
         tokenizer = target.require_tokenizer()
         ids = np.concatenate([np.array(tokenizer.encode(text), np.int32) for text in read_documents(settings.data)])
@@ -172,7 +177,7 @@ class _Run:
         self.config = head_config(target.config)
         self.token_ids = draft_vocabulary(texts, target.config.vocab_size, settings.draft_vocab_size)
         self.texts, self.states = texts, states
-        self.num_held_out = min(max(len(texts) // 20, 1), 16) if len(texts) > 1 else 0
+        self.num_held_out = min(max(len(texts) // 20, 1), MOST_HELD_OUT) if len(texts) > 1 else 0
         self.head = EagleHead(self.config, self.token_ids)
         self.head.start_from(target, self.token_ids)
         weights = target.weights
@@ -192,7 +197,7 @@ class _Run:
                 order = np.concatenate([order, rng.permutation(np.arange(self.num_held_out, len(self.texts)))])
             rows, order = order[: settings.batch_size], order[settings.batch_size :]
             for group in self.optimizer.param_groups:
-                group["lr"] = settings.learning_rate * _share(step, settings.steps)
+                group["lr"] = settings.learning_rate * _share(step, self._done(step, time.monotonic() - began))
             loss, _ = self._loss(rows)
             self.optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
@@ -211,6 +216,11 @@ class _Run:
         shown = ", ".join(f"{share:.0%}" for share in agreement)
         progress.message(f"draft tokens that are the model's favourite in held-out text: {shown}\nwrote {folder}")
         return EagleResult(folder, len(losses), losses, agreement)
+
+    def _done(self, step: int, seconds: float) -> float:
+        """Share of the run that is over, by steps or by the time limit."""
+        limit = 60 * self.settings.max_minutes
+        return min(max(step / self.settings.steps, seconds / limit if limit else 0.0), 1.0)
 
     def _loss(self, rows: np.ndarray) -> tuple[torch.Tensor, list[float]]:
         """(Cross-entropy to the target's distributions over all draft depths, shares of equal favourites)."""
@@ -235,9 +245,6 @@ class _Run:
         return self._loss(np.arange(max(self.num_held_out, 1)))[1]
 
 
-def _share(step: int, steps: int) -> float:
-    """Share of the highest learning rate: a short warm-up, then a cosine to a tenth."""
-    warm_up = max(min(20, steps // 10), 1)
-    if step <= warm_up:
-        return step / warm_up
-    return 0.55 + 0.45 * math.cos(math.pi * (step - warm_up) / max(steps - warm_up, 1))
+def _share(step: int, done: float) -> float:
+    """Share of the highest learning rate: a short warm-up, then a cosine to a tenth at the end of the run."""
+    return min(step / WARM_UP, 0.55 + 0.45 * math.cos(math.pi * done))

@@ -99,22 +99,26 @@ class HiddenDraft:
         scale = self.runner.weights.state_scale
         if states is not None and scale != 1.0:
             states = states * scale
-        row = 0
-        for item in plan.scheduled:
-            end = item.start + item.num_new
+        row, size, last = 0, self.runner.blocks.block_size, len(plan.decodes)
+        for number, item in enumerate(plan.decodes + plan.prefills):
+            start, count = item.start, item.num_new
             if item.sequence.group is None:
-                self.runner.blocks.overwritten(self._slots.tables[item.slot], item.start, end)
+                # Within a block, a decode follows entries of the same tokens.
+                if number >= last or start % size == 0 or start % size + count > size:
+                    self.runner.blocks.overwritten(self._slots.tables[item.slot], start, start + count)
                 if states is not None:
-                    self._add(item, states[row : row + item.num_new])
-            row += item.num_new
+                    self._add(item, states if len(states) == count else states[row : row + count])
+            row += count
 
     def _add(self, item: ScheduledSequence, states: Array) -> None:
+        start = item.start
         track = self._tracks.get(item.sequence.id)
-        if track is not None:
-            track.cut(item.start)
-        if track is None or track.end != item.start:
+        if track is not None and track.start + track.count > start:
+            track.cut(start)
+        if track is None or track.start + track.count != start:
             track = self._tracks[item.sequence.id] = self._new_track(item, states)
-        track.add(states)
+        track.states.append(states)
+        track.count += item.num_new
         if track.count > self._most_states:
             if self.is_resting:
                 self._drop(track)

@@ -1,0 +1,37 @@
+"""Draft heads on the Triton kernels, in the interpreter: passes with and without hidden states, and the plain text."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from bifolio import SpeculativeConfig
+from bifolio.kernels.torch_reference import TorchKernels
+from bifolio.kernels.triton import TritonKernels
+from bifolio.model.eagle import load_eagle
+from bifolio.sampling_params import SamplingParams
+from draft_heads import eagle_folder
+from helpers import make_engine, output_ids, random_prompt, tiny_loaded
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_texts_are_the_plain_run_s(adaptive: bool) -> None:
+    """Adaptive lengths measure plain steps first, as graphs without hidden states."""
+    folder, found, drafts = eagle_folder(), [], []
+    config = SpeculativeConfig("eagle", draft_model=str(folder), length=2, adaptive=adaptive)
+    for kernels, speculative in ((TorchKernels("cpu"), None), (TritonKernels("cpu", "f32"), config)):
+        head = None if speculative is None else load_eagle(folder, tiny_loaded())
+        engine = make_engine(kernels=kernels, speculative=speculative, draft_model=head)  # type: ignore[arg-type]
+        options = [SamplingParams(temperature=0.8 * i, seed=i, max_tokens=7, ignore_eos=True) for i in range(2)]
+        requests = [engine.add_request(str(i), random_prompt(5 + i, i, 61), each) for i, each in enumerate(options)]
+        while engine.has_work:
+            engine.step()
+        assert all(request.error is None for request in requests)
+        found.append([output_ids(request) for request in requests])
+        drafts.append(0 if engine.speculator is None else engine.speculator.stats.num_draft_tokens)
+    assert found[0] == found[1]
+    assert drafts[1] > 3 or adaptive

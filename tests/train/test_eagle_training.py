@@ -1,0 +1,120 @@
+"""Training of EAGLE-3 heads: the loss falls, drafts are accepted more often, and the folder is the published one."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bifolio import LLM, SamplingParams, SpeculativeConfig
+from bifolio.errors import ConfigError
+from bifolio.model.huggingface.safetensors_file import open_safetensors, write_safetensors
+from helpers import TINY, fresh_folder, tiny_folder, tiny_tensors
+
+torch = pytest.importorskip("torch")
+from bifolio.train.eagle import EagleResult, EagleSettings, draft_vocabulary, train_eagle  # noqa: E402
+from bifolio.train.eagle_head import EagleHead, head_config, taps_of  # noqa: E402
+from bifolio.train.progress import SilentProgress  # noqa: E402
+from draft_heads import eagle_folder, torch_eagle  # noqa: E402
+
+pytestmark = pytest.mark.full
+
+
+@cache
+def target() -> Path:
+    """A model that is sure of its next token, so that its text can be learned in a few steps."""
+    folder = tiny_folder(seed=2)
+    tensors = tiny_tensors(TINY, seed=2)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"] * 8
+    write_safetensors(folder / "model.safetensors", tensors)
+    return folder
+
+
+@cache
+def trained() -> EagleResult:
+    settings = EagleSettings(
+        str(target()), str(fresh_folder("head")), steps=60, batch_size=8, context=24, sequences=100, depth=2,
+        learning_rate=1e-2, threads=1,
+    )  # fmt: skip
+    return train_eagle(settings, SilentProgress())
+
+
+def acceptance(folder: Path) -> float:
+    config = SpeculativeConfig("eagle", draft_model=str(folder), adaptive=False, length=2)
+    llm = LLM(target(), device="cpu", threads=1, num_blocks=200, max_model_len=64, speculative=config)
+    params = [SamplingParams(temperature=0.8, seed=i, max_tokens=24, ignore_eos=True) for i in range(1000, 1008)]
+    llm.generate([[1]] * len(params), params, use_tqdm=False)  # other texts than those of the training, of its kind
+    assert llm.engine.speculator is not None
+    return llm.engine.speculator.stats.acceptance_rate
+
+
+def test_the_loss_falls_and_more_drafts_are_accepted() -> None:
+    result = trained()
+    assert np.mean(result.losses[-5:]) < 0.7 * np.mean(result.losses[:5])
+    assert acceptance(result.folder) > 0.3
+    assert acceptance(eagle_folder(taps=(1, 1, 2))) < 0.15
+
+
+def test_the_folder_has_the_published_tensors() -> None:
+    from safetensors.numpy import load_file
+
+    folder = trained().folder
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert config["num_hidden_layers"] == 1
+    tensors = load_file(folder / "model.safetensors")
+    count = config["draft_vocab_size"]
+    assert tensors["d2t"].dtype == np.int64
+    assert tensors["t2d"].dtype == np.bool_
+    assert tensors["t2d"].sum() == count == len(tensors["d2t"])
+    assert np.array_equal(np.flatnonzero(tensors["t2d"]), np.arange(count) + tensors["d2t"])
+    assert tensors["midlayer.self_attn.q_proj.weight"].shape == (32, 64)
+    assert tensors["fc.weight"].shape == (32, 96)
+
+
+def test_chains_in_training_are_drafts() -> None:
+    """Entry k of the chain behind j equals a pass over the states up to j and k own hidden states."""
+    config = head_config(LLM(target(), device="cpu", num_blocks=40, max_model_len=32).model.config)
+    head = EagleHead(config, np.arange(20))
+    rng = np.random.default_rng(1)
+    states, embeddings = (rng.standard_normal((1, 7, width)).astype(np.float32) for width in (96, 32))
+    with torch.no_grad():
+        found = head(torch.from_numpy(states), torch.from_numpy(embeddings), 3)
+    weights = {f"{name}.weight": value.detach().numpy() for name, value in zip(head.names, head.values, strict=True)}
+    fields = {**TINY, "num_key_value_heads": config.num_kv_heads}
+    for j in range(4):
+        chain: list[np.ndarray] = []
+        for k in range(3):
+            own = np.array(chain) if chain else None
+            logits, hidden = torch_eagle(fields, weights, embeddings[0, : j + k + 1], states[0, : j + 1], own)
+            np.testing.assert_allclose(found[k][0, j].numpy(), logits[-1], atol=1e-5)
+            chain.append(hidden[-1])
+
+
+def test_vocabulary_and_layers() -> None:
+    texts = np.array([[5, 5, 5, 9, 9, 2]])
+    assert draft_vocabulary(texts, 12, 2).tolist() == [5, 9]
+    assert len(draft_vocabulary(texts, 100, None)) == 64
+    assert taps_of(30) == (2, 15, 27)
+    assert taps_of(2) == (1, 1, 2)
+
+
+def test_a_folder_with_a_model_is_kept() -> None:
+    with pytest.raises(ConfigError, match="--force"):
+        train_eagle(EagleSettings(str(target()), str(trained().folder)), SilentProgress())
+    with pytest.raises(ConfigError, match="at least 1"):
+        EagleSettings("stories", steps=0)
+
+
+def test_text_files(tmp_path: Path) -> None:
+    folder = tiny_folder(tokenizer=True)
+    (tmp_path / "text.txt").write_text("Once upon a time a little fox lived in a quiet wood. " * 20)
+    settings = EagleSettings(
+        str(folder), str(tmp_path / "head"), (str(tmp_path / "text.txt"),), steps=2, batch_size=2, context=16
+    )
+    result = train_eagle(settings, SilentProgress())
+    assert len(result.losses) == 2
+    assert "fc.weight" in open_safetensors(result.folder / "model.safetensors").tensors
