@@ -2,9 +2,10 @@
 
     python benchmarks/hybrid_turns.py [--model MODEL | --shape hybrid-S] [--history 4000] [--turns 20] [--plot PNG]
 
-Each turn sends the whole conversation again, with a new message. The conversation runs on three engines: with the
-prefix cache, with checkpoints at the ends of prompts and turns alone, and without a prefix cache. All answers must be
-equal. The picture shows the tokens of each turn that were found and computed, and the checkpoints that exist after it.
+Each turn sends the whole conversation again, with a new message. Every fifth turn begins another conversation about a
+part of the first prompt, each time a longer one. The conversations run on three engines: with the prefix cache, with
+checkpoints at the ends of prompts and turns alone, and without a prefix cache. All answers must be equal. The picture
+shows the tokens of each turn that were found and computed, and the checkpoints that exist after it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from bifolio import LLM, SamplingParams
 from bifolio.measure.figures import check_target, new_figure, plain_axes
 from bifolio.measure.random_models import open_model
 
+NEW = 5  # turns of a conversation
 ENGINES = {
     "checkpoints": {},
     "ends alone": {"state_checkpoint_tokens": 1 << 20},
@@ -46,6 +48,8 @@ def converse(llm: LLM, first: list[int], messages: list[list[int]], num_tokens: 
     engine, history, turns = llm.engine, list(first), []
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     for number, message in enumerate(messages):
+        if number % NEW == NEW - 1:
+            history = first[: len(first) * (number + NEW) // (len(messages) + NEW)]
         history += message
         request = engine.add_request(f"turn {number}", history, params)
         while engine.has_work:
@@ -89,13 +93,15 @@ def draw(runs: dict[str, list[Turn]], path: Path, title: str) -> None:
     for number, turn in zip(numbers, turns, strict=True):
         left.plot(turn.checkpoints, [number + 0.4] * len(turn.checkpoints), "k|", markersize=4)
     left.plot([], [], "k|", label="checkpoint")
-    left.set(xlabel="tokens of the conversation", ylabel="turn", title="Prompts with checkpoints of states")
+    left.set(xlabel="tokens of the prompt", ylabel="turn", title="Prompts, with checkpoints of states")
     left.invert_yaxis()
-    left.legend(loc="lower left", fontsize=8)
+    left.legend(loc="upper right", fontsize=8)
     for name, own in runs.items():
         right.plot(numbers, [turn.prompt - turn.cached for turn in own], "o-", markersize=3, label=name)
     right.set(xlabel="turn", ylabel="prompt tokens computed", title="Tokens computed per turn", yscale="log")
     right.legend(fontsize=8)
+    left.set_yticks(numbers)
+    right.set_xticks(numbers)
     for axes in (left, right):
         plain_axes(axes)
     figure.savefig(path, dpi=110)

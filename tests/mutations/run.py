@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 POOL, MANAGER, TABLE, STORAGE = "block_pool.py", "block_manager.py", "block_table.py", "storage.py"
+STATES, TABLE_STATES = "states.py", "table_states.py"
 
 
 class Replacement(NamedTuple):
@@ -110,7 +111,38 @@ MUTANTS: dict[str, list[Replacement]] = {
     ],
 }
 
-TESTS = {"no lock": "test_cache_threads.py"}  # all others: the state machine
+STATE_MUTANTS: dict[str, list[Replacement]] = {
+    "shared state written in place": [
+        Replacement(STATES, "and self.ref_counts[state] == 1", "and self.ref_counts[state] >= 1"),
+    ],
+    "checkpoint written in place": [
+        Replacement(STATES, "and self.digests[state] is None\n            and state", "and state"),
+    ],
+    "fork of a state without a reference": [
+        Replacement(TABLE_STATES, "            self.pool.retain(child.current)", "            pass"),
+    ],
+    "state of a rejected draft": [
+        Replacement(TABLE_STATES, "if position <= num_tokens:", "if position <= num_tokens + 1:"),
+    ],
+    "checkpoint under another digest": [
+        Replacement(TABLE_STATES, "digest = chain[index - 1]", "digest = chain[max(index - 2, 0)]"),
+    ],
+    "evicted checkpoint stays findable": [
+        Replacement(STATES, "            del self.checkpoints[digest]", "            pass"),
+    ],
+    "checkpoint outlives its block": [
+        Replacement(MANAGER, "self._pool.on_forget = self._states.pool.forget", "pass"),
+    ],
+    "state behind the truncated end": [
+        Replacement(TABLE_STATES, "if num_tokens >= owner.position and owner", "if num_tokens >= 0 and owner"),
+    ],
+    "evicted state of a resting table": [
+        Replacement(STATES, "            owner.current = LOST", "            pass"),
+    ],
+}
+MUTANTS |= STATE_MUTANTS
+
+TESTS = {"no lock": "test_cache_threads.py"} | dict.fromkeys(STATE_MUTANTS, "test_states.py")  # others: state machine
 
 
 def mutated_copy(folder: Path, replacements: list[Replacement]) -> None:
