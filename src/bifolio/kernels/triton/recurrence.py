@@ -6,8 +6,8 @@
     finish     (tokens)                      gate and norm
 
 Starts, reads and writes of states are device arrays and no size depends on their values, so a decode step runs inside a
-CUDA graph. No tile depends on the size of a pass, so neither do results. The windows that a pass reads are copied first:
-another program may write them while they are needed.
+CUDA graph. No tile depends on the size of a pass, so neither do results. The windows that a pass reads are copied
+first: another program may write them while they are needed.
 """
 
 from __future__ import annotations
