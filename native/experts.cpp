@@ -105,7 +105,7 @@ struct FormSizes {
     Middle rows{floats, needs_floats(next), has_words, has_bytes, RoundedRows{nullptr, KParts(1), 1, 1}, QuantizedRows{}};
     if (memory && has_words) rows.words = rounded_rows_at(memory->words.array<uint16_t>(0) + words, count, k);
     if (memory && has_bytes)
-      rows.bytes = quantized_rows_at(memory->bytes.array<int8_t>(0) + bytes, memory->scales.array<float>(0) + scales, count, k);
+      rows.bytes = quantized_rows_at(memory->bytes.array<int8_t>(0) + bytes, memory->scales.array<float>(0) + scales, count, k, next);
     if (has_words) words += round_up(rounded_words(count, k), 64);
     if (has_bytes) bytes += round_up(count * k, 64), scales += round_up(quantized_scales(count, k), 16);
     return rows;

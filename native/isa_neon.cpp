@@ -19,8 +19,8 @@ namespace {
 #define UNROLL _Pragma("GCC unroll 16")
 
 template <int R>
-static inline void fma_tile(const float* x, int64_t x_stride, const float* w, int64_t w_stride, int64_t count,
-                            V16 acc[R]) {
+__attribute__((always_inline)) static inline void fma_tile(const float* x, int64_t x_stride, const float* w, int64_t w_stride,
+                                                           int64_t count, V16 acc[R]) {
   float32x4_t sums[R][4];
   UNROLL for (int r = 0; r < R; ++r) UNROLL for (int c = 0; c < 4; ++c) sums[r][c] = acc[r].v[c];
   int64_t k = 0;
@@ -158,7 +158,7 @@ template <Coding C>
 static inline void unpack_block(const uint8_t* quants, const int8_t* values, uint8_t* out) {
   const int8x16_t table = C.table ? vld1q_s8(values) : vdupq_n_s8(0);
   auto* bytes = reinterpret_cast<int8_t*>(out);
-#define LINE(HALF, J) vst1q_s8(bytes + (4 * HALF + J) * 64 + i, line_of<C, HALF, J>(quants + i, table));
+#define LINE(HALF, J) vst1q_s8(bytes + (4 * HALF + J) * 64 + i, (line_of<C, HALF, J>(quants + i, table)));  // a macro in clang
   UNROLL for (int i = 0; i < 64; i += 16) {
     LINE(0, 0) LINE(0, 1) LINE(0, 2) LINE(0, 3) LINE(1, 0) LINE(1, 1) LINE(1, 2) LINE(1, 3)
   }

@@ -32,7 +32,7 @@ Inputs prepare(Member& m, Rows x, const LinearWeights& weights, Workspace& works
   if (!needs_bytes(weights)) return inputs;
   const int64_t planes = planes_of(weights);
   if (planes > 1) workspace.residuals.bytes(size_t(x.count * x.width) * sizeof(float));
-  const QuantizedRows rows = quantized_rows(x.count * planes, x.width, workspace.input);
+  const QuantizedRows rows = quantized_rows(x.count * planes, x.width, workspace.input, weights);
   quantize_rows(m, x, planes, rows, workspace);
   inputs.set(rows);
   return inputs;
@@ -80,7 +80,7 @@ Middle make_middle(Rows floats, const LinearWeights& next, RowMemory& memory) {
   const bool words = needs_words(next), bytes = needs_bytes(next);
   return {floats, needs_floats(next), words, bytes,
           words ? rounded_rows(floats.count, floats.width, memory) : RoundedRows{nullptr, KParts(1), 1, 1},
-          bytes ? quantized_rows(floats.count, floats.width, memory) : QuantizedRows{}};
+          bytes ? quantized_rows(floats.count, floats.width, memory, next) : QuantizedRows{}};
 }
 
 constexpr int64_t kGatedRows = 512;

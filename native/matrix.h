@@ -62,6 +62,11 @@ class LinearWeights {
       if (piece.matrix.format == format) return true;
     return false;
   }
+  bool has_two_scales() const {  // in a block of some piece
+    for (const Piece& piece : pieces_)
+      if (piece.matrix.format >= Format::Q8_0 && coding(piece.matrix.format).scales == 2) return true;
+    return false;
+  }
   int planes() const { return planes_; }  // bytes of one activation in products with quantised weights
 
   struct Piece {

@@ -4,6 +4,7 @@
 #include <time.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <functional>
 #include <new>
@@ -24,8 +25,11 @@ constexpr int kSpins = 4000;
 
 constexpr uint32_t kOpen = 1 << 16;
 constexpr double kTolerated = 100e-6;  // seconds that the caller waits for a piece before its thread counts as suspended
+constexpr double kWindow = 0.1;        // seconds over which waits for suspended threads are added up
+constexpr double kTooMuch = 0.1;       // share of the window spent in such waits from which on a thread is left out
 constexpr double kShortestPause = 2e-3, kLongestPause = 0.25;  // seconds without a thread that was suspended
-constexpr double kForgotten = 1.0;                             // seconds without a delay that make pauses short again
+constexpr double kProbation = 2;                               // pauses after a pause in which one wait leads to the next
+constexpr double kForgotten = 1.0;                             // seconds without a pause that make pauses short again
 
 thread_local Scratch* own_scratch = nullptr;
 
@@ -100,7 +104,7 @@ void Pool::start_threads() {
     size_ = 1;
     throw ArgumentError("the system does not start " + std::to_string(asked) + " threads: ask for fewer");
   }
-  pause_ = resume_at_ = 0;
+  pause_ = resume_at_ = waited_ = last_wait_ = probation_until_ = 0;
   active_.store(size_ - 1);
   active_.notify_all();
 }
@@ -165,7 +169,7 @@ void Pool::share(const Loop& loop) {
     wait_for_others();
     throw;
   }
-  if (wait_for_others()) slow_down(now());
+  if (const double waited = wait_for_others(); waited > 0) suspended(now(), waited);
   if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
 }
 
@@ -174,15 +178,15 @@ void Pool::take_pieces(const Loop& loop) {
     loop.call(loop.body, begin, std::min(begin + loop.piece, loop.count));
 }
 
-// Closes the loop and waits for the threads that are inside a piece; true if one of them was suspended for long: its
-// processor time stood still while the caller waited. A slow piece (page faults, cold caches) is no suspension.
-bool Pool::wait_for_others() {
+// Closes the loop and waits for the threads that are inside a piece; returns the seconds waited for one that was suspended:
+// its processor time stood still meanwhile. A slow piece (page faults, cold caches) is no suspension: 0.
+double Pool::wait_for_others() {
   uint32_t gate = gate_.fetch_and(~kOpen, std::memory_order_acq_rel) & ~kOpen;
   for (int spins = 0; gate != 0 && spins < kSpins; ++spins) {
     pause_briefly();
     gate = gate_.load(std::memory_order_acquire);
   }
-  if (gate == 0) return false;
+  if (gate == 0) return 0;
   const double began = now();
   std::vector<std::pair<std::thread::native_handle_type, double>> inside;  // threads inside a piece, their processor time
   for (auto& worker : workers_) {
@@ -194,11 +198,20 @@ bool Pool::wait_for_others() {
   const double waited = now() - began;
   double computed = 0;
   for (auto& [thread, before] : inside) computed = std::max(computed, platform::thread_seconds(thread) - before);
-  return waited > kTolerated && computed < waited / 2;
+  return waited > kTolerated && computed < waited / 2 ? waited : 0;
 }
 
-// A thread was suspended inside a piece: leave one out, longer with every time that this happens again.
+// The caller waited for a suspended thread. A single wait costs less than a pause; waits that add up to a share of the time
+// cost more than the thread computes.
+void Pool::suspended(double now, double waited) {
+  waited_ = waited_ * std::exp((last_wait_ - now) / kWindow) + waited;
+  last_wait_ = now;
+  if (waited_ > kTooMuch * kWindow || now < probation_until_) slow_down(now);
+}
+
+// Leave one thread out, longer with every time that this happens again.
 void Pool::slow_down(double now) {
+  waited_ = 0;
   active_.store(std::max(active_.load(std::memory_order_relaxed) - 1, 0), std::memory_order_relaxed);
   if (now > resume_at_ + kForgotten) pause_ = 0;
   pause_ = std::clamp(pause_ * 2, kShortestPause, kLongestPause);
@@ -210,6 +223,7 @@ void Pool::recover(double now) {
   active_.fetch_add(1, std::memory_order_relaxed);
   active_.notify_all();
   resume_at_ = now + pause_;
+  probation_until_ = now + kProbation * pause_;
 }
 
 // -- the other threads ----------------------------------------------------------------------------------------------------

@@ -68,8 +68,8 @@ struct Loop {
 };
 
 // The threads of one engine. They poll briefly for the next loop, then sleep. When the machine is busy and a thread is
-// suspended inside a piece, the calling thread sleeps instead of polling, and the team continues with fewer threads for a
-// while: a delayed thread costs more than it computes.
+// suspended inside a piece, the calling thread sleeps instead of polling. When such waits take a share of the time, the team
+// continues with fewer threads for a while: a thread that is often suspended costs more than it computes.
 class Pool {
  public:
   static constexpr int kMaxThreads = 1024;
@@ -100,7 +100,8 @@ class Pool {
   void wait_for_loop(uint32_t seen);
   void share(const Loop& loop);
   void take_pieces(const Loop& loop);
-  bool wait_for_others();
+  double wait_for_others();
+  void suspended(double now, double waited);
   void slow_down(double now);
   void recover(double now);
 
@@ -113,6 +114,8 @@ class Pool {
   std::mutex error_mutex_;
   std::exception_ptr error_;  // of the first piece that failed
   double pause_ = 0, resume_at_ = 0;  // seconds without the suspended threads, and when they are asked again
+  double waited_ = 0, last_wait_ = 0;  // decaying sum of the seconds the caller waited for suspended threads; the last wait
+  double probation_until_ = 0;
 
   alignas(64) std::atomic<uint32_t> generation_{0};  // changes with every loop
   alignas(64) std::atomic<uint32_t> gate_{0};        // bit 16: the loop is open; below: the threads inside

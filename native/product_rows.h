@@ -16,6 +16,7 @@ struct QuantizedRows {
   int32_t* isum;
   int32_t* half_isum;  // [rows][k / 16]
   int64_t rows, k;
+  bool has_halves;  // half_isum is read: the weights have two scales in a block
 
   int64_t scale_at(int64_t row, int64_t column) const {
     return (row / kRowGroup * (k / kQuantBlock) + column / kQuantBlock) * kRowGroup + row % kRowGroup;
@@ -26,6 +27,7 @@ struct QuantizedRows {
     const int64_t at = scale_at(row, begin);
     const int8_t* q = bytes + row * k + begin;
     kernels().quantize_row(x, end - begin, bytes + row * k + begin, scale + at, sum + at, isum + at);
+    if (!has_halves) return;
     int32_t* halves = half_isum + (row * k + begin) / 16;
     for (int64_t i = 0; i < (end - begin) / 16; ++i) {
       int32_t total = 0;
@@ -45,16 +47,16 @@ inline int64_t quantized_scales(int64_t rows, int64_t k) {
   return round_up(rows, kRowGroup) * (k / kQuantBlock) * 3 + rows * (k / 16);
 }
 
-inline QuantizedRows quantized_rows_at(int8_t* bytes, float* scale, int64_t rows, int64_t k) {
+inline QuantizedRows quantized_rows_at(int8_t* bytes, float* scale, int64_t rows, int64_t k, const LinearWeights& next) {
   const int64_t scales = round_up(rows, kRowGroup) * (k / kQuantBlock);
   auto* totals = reinterpret_cast<int32_t*>(scale + 2 * scales);
-  return {bytes, scale, scale + scales, totals, totals + scales, rows, k};
+  return {bytes, scale, scale + scales, totals, totals + scales, rows, k, next.has_two_scales()};
 }
 
-// Memory for rows of k numbers as bytes.
-inline QuantizedRows quantized_rows(int64_t rows, int64_t k, RowMemory& memory) {
+// Memory for rows of k numbers as bytes, which `next` multiplies.
+inline QuantizedRows quantized_rows(int64_t rows, int64_t k, RowMemory& memory, const LinearWeights& next) {
   auto* scale = memory.scales.array<float>(size_t(quantized_scales(rows, k)));
-  return quantized_rows_at(memory.bytes.array<int8_t>(size_t(rows * k)), scale, rows, k);
+  return quantized_rows_at(memory.bytes.array<int8_t>(size_t(rows * k)), scale, rows, k, next);
 }
 
 // Rows as bfloat16, in tiles: 32 numbers of `height` rows together.

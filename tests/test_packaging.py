@@ -36,7 +36,7 @@ def test_the_command_of_the_image_is_one_of_bifolio() -> None:
     assert ServerOptions(host=command[command.index("--host") + 1]).host == "0.0.0.0"
 
 
-@pytest.mark.parametrize("name", ["build-wheels", "build-docs", "build-native", "check-no-compiler"])
+@pytest.mark.parametrize("name", ["build-wheels", "check-wheel", "build-docs", "build-native", "check-no-compiler"])
 def test_scripts_are_executable_and_parse(name: str) -> None:
     script = ROOT / "scripts" / name
     assert script.stat().st_mode & 0o111

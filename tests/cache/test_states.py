@@ -44,7 +44,7 @@ class StateMachine(RuleBasedStateMachine):
             200,
             block_size,
             enable_prefix_caching=caching,
-            num_states=1 + MAX_SEQUENCES * (2 + MAX_DRAFTS) + spare,
+            num_states=1 + 2 * MAX_SEQUENCES + spare,  # as few as the passes below need, and some more
             checkpoint_tokens=spacing * block_size,
         )
         self.speculation = SpeculativeDecodingSharing(BlockShareManager(self.manager))

@@ -19,6 +19,7 @@ from test_engine_needle import EXACT, NEEDLES, PROMPT, crowded_engine, kernels_n
 from bifolio import BeamSearchParams
 from bifolio.config import CacheConfig, EngineConfig, SpeculativeConfig
 from bifolio.engine.engine import InferenceEngine
+from bifolio.engine.memory import plan_memory
 from bifolio.engine.state_plan import plan_states, with_states
 from bifolio.errors import ConfigError, RequestError
 from bifolio.model.shards import check_size
@@ -249,6 +250,25 @@ def test_the_default_spacing_costs_as_much_as_the_keys_and_values_of_its_tokens(
     assert large.bytes_per_state == 2 * 4 * (2 * 512 + 4 * 64 * 64)
     assert large.spacing == 1088  # keys and values of a token take 128 bytes
     assert plan_states(hybrid_config("delta", recurrent=None), engine_config()) is None
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_memory_is_shared_by_blocks_and_states(caching: bool) -> None:
+    """Twice the memory gives more blocks and more checkpoints; states of running sequences come first."""
+    config, sizes = hybrid_config("delta"), engine_config(enable_prefix_caching=caching)
+    states = plan_states(config, sizes)
+    assert states is not None
+    plans = [
+        plan_memory(config, 0, memory=memory, max_model_len=64, max_num_seqs=4, states=states)
+        for memory in (300_000, 600_000)
+    ]
+    for plan, memory in zip(plans, (300_000, 600_000), strict=True):
+        assert memory * 0.9 < plan.cache_bytes <= memory + states.bytes_per_state
+        assert any(line.startswith("states") for line in plan.lines())
+    assert plans[0].num_blocks < plans[1].num_blocks
+    assert (plans[0].num_states < plans[1].num_states) is caching
+    with pytest.raises(ConfigError, match="max_num_seqs"):
+        plan_memory(config, 0, memory=20_000, max_model_len=64, max_num_seqs=4, states=states)
 
 
 def test_a_pool_that_is_too_small_is_refused() -> None:

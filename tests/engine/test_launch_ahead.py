@@ -215,3 +215,15 @@ def test_benchmarks_run_on_overlapping_steps() -> None:
     report = measure_latency(engine, batch=3, num_prompt=8, num_output=5, repetitions=2)
     assert (report.whole.count, report.first_token.count, report.between_tokens.count) == (2, 6, 24)
     assert not engine.has_work
+
+
+def test_completions_forked_behind_two_passes_count_their_tokens() -> None:
+    """The prompt's last two chunks are in flight when the completions fork: none stays in flight for ever."""
+    engine = make_engine(launch_ahead=1, chunk_size=4)
+    params = SamplingParams(n=3, temperature=0.9, seed=1, max_tokens=6, ignore_eos=True)
+    request = engine.add_request("three", random_prompt(11, vocab_size=61), params)
+    while engine.has_work:
+        engine.step()
+    for sequence in request.sequences:
+        assert sequence.num_in_flight == 0
+        assert sequence.num_computed == sequence.num_tokens - 1

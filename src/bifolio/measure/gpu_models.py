@@ -10,12 +10,13 @@ import numpy as np
 import torch
 
 from bifolio.cache.storage import CacheLayout
-from bifolio.config import CacheConfig, EngineConfig, KVDtype, ModelConfig, MoeConfig, RopeConfig
+from bifolio.config import CacheConfig, EngineConfig, KVDtype, ModelConfig, MoeConfig, RecurrentConfig, RopeConfig
 from bifolio.engine.engine import InferenceEngine
 from bifolio.kernels.interface import KernelSet
 from bifolio.kernels.torch_dtypes import DTYPES
+from bifolio.model.families import family_of
 from bifolio.model.loaded import LoadedModel
-from bifolio.model.tensor_names import HF_LLAMA, assemble
+from bifolio.model.tensor_names import assemble
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
@@ -50,6 +51,22 @@ def _decoder(
     )
 
 
+def _delta_nets(layers: int) -> RecurrentConfig:
+    """Gated delta nets of 32 heads in three of four layers."""
+    attention = tuple(range(3, layers, 4))
+    return RecurrentConfig(
+        "delta",
+        layers=tuple(layer for layer in range(layers) if layer not in attention),
+        attention_layers=attention,
+        width=4,
+        channels=64 * 128,
+        heads=32,
+        groups=16,
+        key_size=128,
+        value_size=128,
+    )
+
+
 SHAPES = {
     "llama-1b": _decoder(
         "llama", 128256, 2048, 16, 32, 8, 64, 8192,
@@ -70,6 +87,15 @@ SHAPES = {
         layer_window=(128, None) * 12, qkv_bias=True, output_bias=True, sinks=True, activation="swiglu_clamped",
         moe=MoeConfig(32, 4, 2880, renormalise=True, router_bias=True, expert_bias=True),
     ),
+    "qwen3.5-9b": _decoder(
+        "qwen35", 248320, 4096, 32, 16, 4, 256, 12288, RopeConfig(1e7, 64), qk_norm=True, norm_eps=1e-6,
+        norm_offset=1.0, attention_gate=True, recurrent=_delta_nets(32),
+    ),
+    "qwen3-next-half": _decoder(  # 24 of its 48 layers, so that bf16 fits
+        "qwen3next", 151936, 2048, 24, 16, 2, 256, 5120, RopeConfig(1e7, 64), qk_norm=True, norm_eps=1e-6,
+        norm_offset=1.0, attention_gate=True, recurrent=_delta_nets(24),
+        moe=MoeConfig(512, 10, 512, renormalise=True, shared_size=512, shared_gate=True),
+    ),
     "tiny": _decoder("llama", 512, 64, 2, 4, 2, 16, 192, RopeConfig(1e4, 16), tie_embeddings=True),
 }  # fmt: skip
 IN_BLOCKS = (SHAPES["gpt-oss-20b"].moe,)  # experts in MXFP4
@@ -81,6 +107,7 @@ def random_weights(
 ) -> LoadedModel:
     """A model with random weights and without a tokenizer; its speed is that of a real model of this shape."""
     config = shape_config(shape, num_layers)
+    names = family_of(config).hf_names
     generator = torch.Generator(device=device).manual_seed(seed)
     experts: dict[str, torch.Tensor | QuantizedTensor] = {}  # of one layer; others copy them
 
@@ -105,13 +132,17 @@ def random_weights(
     def vector(name: str, size: tuple[int, ...]) -> torch.Tensor:
         return torch.full(size, 0.0 if name.endswith(".bias") else 1.0, dtype=torch.float32, device=device)
 
-    return LoadedModel(Path(f"random-{shape}"), config, weights=assemble(config, HF_LLAMA, matrix, vector))
+    return LoadedModel(Path(f"random-{shape}"), config, weights=assemble(config, names, matrix, vector))
 
 
 def shape_config(shape: str, num_layers: int | None = None) -> ModelConfig:
     config = SHAPES[shape]
     count = num_layers or config.num_layers
-    return replace(config, num_layers=count, layer_window=config.layer_window[:count])
+    own = config.recurrent
+    if own is not None and num_layers is not None:
+        own = _delta_nets(max(num_layers, 4))
+        count = max(num_layers, 4)
+    return replace(config, num_layers=count, layer_window=config.layer_window[:count], recurrent=own)
 
 
 def weight_bytes(config: ModelConfig, sequences: int = 1) -> float:
@@ -134,12 +165,17 @@ def cache_bytes(config: ModelConfig, dtype: KVDtype = "bf16") -> int:
     return CacheLayout.of_model(config, 1, 1, dtype).bytes_per_token
 
 
+def state_bytes(config: ModelConfig) -> int:
+    """Bytes of recurrent states that one sequence reads and writes in a decode step."""
+    return 2 * CacheLayout.of_model(config, 1, 1).bytes_per_state
+
+
 def prefill_operations(config: ModelConfig, lengths: np.ndarray) -> float:
     """Multiplications and additions of whole prompts, the last token's logits included."""
     matrices = config.num_active_parameters - config.vocab_size * config.hidden_size * (
         1 if config.tie_embeddings else 2
     )
-    attention = 2.0 * config.num_layers * config.query_size * float((lengths.astype(np.float64) ** 2).sum())
+    attention = 2.0 * len(config.attention_layers) * config.query_size * float((lengths.astype(np.float64) ** 2).sum())
     head = 2.0 * config.vocab_size * config.hidden_size * len(lengths)
     return 2.0 * matrices * float(lengths.sum()) + attention + head
 

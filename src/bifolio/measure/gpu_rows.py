@@ -12,7 +12,7 @@ import numpy as np
 from bifolio.beam_params import BeamSearchParams
 from bifolio.engine.engine import InferenceEngine
 from bifolio.measure.gpu_limits import Limits
-from bifolio.measure.gpu_models import cache_bytes, prefill_operations, weight_bytes
+from bifolio.measure.gpu_models import cache_bytes, prefill_operations, state_bytes, weight_bytes
 from bifolio.sampling_params import SamplingParams
 from bifolio.sequence import Request
 
@@ -88,6 +88,7 @@ class Rows:
     def _decode_seconds(self, sequences: int, context: float) -> float:
         """Lower limit of a decode step's seconds: weights read once, every context once."""
         read = weight_bytes(self.config, sequences) + sequences * context * cache_bytes(self.config)
+        read += sequences * state_bytes(self.config)
         return read / self.limits.bytes_per_second
 
     # -- rows --------------------------------------------------------------------------------------------------------
@@ -115,7 +116,7 @@ class Rows:
         contexts = sum(float(o) * (i + o / 2) for i, o in lengths.tolist())
         active = [int((lengths[:, 1] >= step).sum()) for step in range(1, int(lengths[:, 1].max()) + 1)]
         weights = sum(weight_bytes(self.config, sequences) for sequences in active)
-        read = contexts * cache_bytes(self.config) + weights
+        read = contexts * cache_bytes(self.config) + weights + sum(active) * state_bytes(self.config)
         least = read / self.limits.bytes_per_second
         least += prefill_operations(self.config, lengths[:, 0]) / self.limits.operations_per_second
         name = f"{count} requests, in and out uniform 100-1024"
@@ -163,6 +164,7 @@ class Rows:
         seconds = min(self._run_common_prefix(prefix, own, new) for _ in range(2))
         count = 64 * new
         read = weight_bytes(self.config, 64) + (prefix + 64 * (own + new / 2)) * cache_bytes(self.config)
+        read += 64 * state_bytes(self.config)
         least = new * read / self.limits.bytes_per_second
         lengths = np.array([prefix, *[own] * 64])
         least += prefill_operations(self.config, lengths) / self.limits.operations_per_second

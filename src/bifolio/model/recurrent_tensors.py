@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
+from bifolio.arrays import array_namespace
 from bifolio.config import ModelConfig, RecurrentConfig
 from bifolio.kernels.interface import Array, Linear, Norm, Recurrence
 from bifolio.model.fetch import Fetch, FetchVector
@@ -66,7 +65,7 @@ def assemble_recurrence(
     decay = None
     if names.decay and own.vectors:
         decay = flat(names.decay, heads)
-        decay = -np.exp(decay) if names.decay_log else decay
+        decay = -array_namespace(decay).exp(decay) if names.decay_log else decay
     recurrence = Recurrence(
         kind=own.kind,
         layer=own.layers.index(layer),
