@@ -27,7 +27,7 @@ POINTERS = {
     **dict.fromkeys(("sequences", "starts", "reads", "writes", "rows", "slot_reads", "slot_writes"), "*i32"),
 }  # fmt: skip
 CONVOLVE = {
-    "WIDTH": 4, "GATED": False, "UNIT": True, "HAS_BIAS": False, "HAS_STATES": True, "TOKENS": 32, "BLOCK": 128,
+    "WIDTH": 4, "GATED": False, "UNIT": True, "HAS_BIAS": False, "HAS_STATES": True, "TOKENS": 8, "BLOCK": 128,
 }  # fmt: skip
 SCAN = {
     "DELTA": True, "TILED": False, "HAS_SKIP": False, "HAS_STATES": True, "KEYS": 128, "VALUES": 16, "STAGES": 3,
@@ -35,9 +35,10 @@ SCAN = {
 FINISH = {"HAS_NORM": True, "NORM_FIRST": True, "SHARED": True, "ROWS": 16, "BLOCK": 128}
 CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
     "convolution of qwen3_next": (recurrence._convolve_kernel, CONVOLVE, 4),
-    "convolution of a decode step": (recurrence._convolve_kernel, {**CONVOLVE, "TOKENS": 1}, 4),
     "convolution of lfm2": (
-        recurrence._convolve_kernel, {**CONVOLVE, "WIDTH": 3, "GATED": True, "UNIT": False, "BLOCK": 256}, 4,
+        recurrence._convolve_kernel,
+        {**CONVOLVE, "WIDTH": 3, "GATED": True, "UNIT": False, "TOKENS": 4, "BLOCK": 256},
+        4,
     ),
     "scan of qwen3_next": (recurrence._scan_kernel, SCAN, 1),
     "scan of granite": (recurrence._scan_kernel, {**SCAN, "DELTA": False, "HAS_SKIP": True}, 1),

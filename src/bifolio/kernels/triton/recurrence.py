@@ -6,7 +6,8 @@
     finish     (tokens)                      gate and norm
 
 Starts, reads and writes of states are device arrays and no size depends on their values, so a decode step runs inside a
-CUDA graph. The windows that a pass reads are copied first: another program may write them while they are needed.
+CUDA graph. No tile depends on the size of a pass, so neither do results. The windows that a pass reads are copied
+first: another program may write them while they are needed.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from bifolio.kernels.recurrence import L2_EPS
 from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
 
 CONV_BLOCK = 256  # channels of a program of a convolution layer
+CONV_SIZE = 1024  # numbers of a program of the convolution
 STATE_SIZE = 2048  # numbers of the state in the registers of a program of the scan, which is one warp
 STAGES = 3  # tokens of the scan that are read ahead
 
@@ -263,7 +265,7 @@ def _convolve(x: torch.Tensor, r: Recurrence, staged: StagedStates, storage: Sto
     has_states = storage is not None and r.width > 1
     windows = storage.convolutions[r.layer] if storage is not None else x
     old = windows.index_select(0, staged.reads) if has_states else x
-    tokens = min(triton.next_power_of_2(count), max(1, 4096 // block))
+    tokens = max(1, CONV_SIZE // block)  # in every pass the same: the tile decides the order of sums
     _convolve_kernel[triton.cdiv(count, tokens), units](
         x, windows, old, staged.sequences, staged.starts, staged.writes, r.conv_weight,
         x if r.conv_bias is None else r.conv_bias, out, count, r.channels, x.stride(0), first,
