@@ -11,6 +11,7 @@ import pytest
 
 from bifolio import LLM, BeamSearchParams, SamplingParams, SpeculativeConfig
 from bifolio.api.outputs import RequestOutput
+from bifolio.api.vllm_options import speculative_from
 from bifolio.config import CacheConfig
 from bifolio.engine.executor import PrefillExecutor
 from bifolio.engine.speculative.head_runner import HeadRun, HeadRunner
@@ -283,3 +284,20 @@ def test_the_head_of_a_quantised_model_is_rounded(tmp_path: Path) -> None:
         fits = ours.shape[1] % 32 == 0
         assert ours.format is (QuantFormat.Q8_0 if fits else QuantFormat.F32)  # type: ignore[union-attr]
         np.testing.assert_allclose(ours.dequantize(), theirs.dequantize(), atol=0.01)  # type: ignore[union-attr]
+
+
+# -- settings -------------------------------------------------------------------------------------------------
+def test_a_head_that_costs_more_than_it_saves_is_not_used() -> None:
+    llm = make_llm(config(adaptive=True))
+    for _ in range(2):
+        drafter(llm).costs.observe(1, 100.0)  # seconds of a pass of the head
+    llm.generate(*requests())
+    assert llm.engine.speculator is not None
+    assert llm.engine.speculator.stats.num_draft_tokens == 0
+
+
+def test_vllm_s_names() -> None:
+    assert speculative_from({"method": "eagle3", "model": "head", "num_speculative_tokens": 3}) == SpeculativeConfig(
+        "eagle", 3, "head"
+    )
+    assert speculative_from({"method": "mtp"}) == SpeculativeConfig("mtp")

@@ -118,3 +118,23 @@ def test_text_files(tmp_path: Path) -> None:
     result = train_eagle(settings, SilentProgress())
     assert len(result.losses) == 2
     assert "fc.weight" in open_safetensors(result.folder / "model.safetensors").tensors
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_two_hundred_prompts_have_the_plain_text(data_dir: Path, tmp_path: Path) -> None:
+    """A head for the embedded model, trained briefly, on prompts of SpecBench, greedy and sampled."""
+    lines = (data_dir / "prompts" / "spec_bench.jsonl").read_text("utf-8").splitlines()
+    result = train_eagle(EagleSettings("stories", str(tmp_path / "head"), steps=12, sequences=48), SilentProgress())
+    config = SpeculativeConfig("eagle", draft_model=str(result.folder), length=3, adaptive=False)
+    params = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=32, ignore_eos=True) for i in range(200)]
+    found = []
+    for speculative in (None, config):
+        llm = LLM("stories", device="cpu", max_model_len=160, speculative=speculative)
+        tokenizer = llm.model.require_tokenizer()
+        prompts = [tokenizer.encode(json.loads(line)["turns"][0])[:100] for line in lines[:: len(lines) // 200][:200]]
+        found.append([o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)])
+    assert len(found[0]) == 200
+    assert found[0] == found[1]
+    assert llm.engine.speculator is not None
+    assert llm.engine.speculator.stats.num_accepted_tokens > 100
