@@ -74,7 +74,10 @@ class Bench:
         prompts = [[self._random.randrange(300, self._vocab_size) for _ in range(length)] for length, _ in lengths]
         params = [
             SamplingParams(
-                temperature=0.0, max_tokens=count, ignore_eos=True, grammar=grammar if has_schema and index % 2 else None
+                temperature=0.0,
+                max_tokens=count,
+                ignore_eos=True,
+                grammar=grammar if has_schema and index % 2 else None,
             )
             for index, (_, count) in enumerate(lengths)
         ]
@@ -94,7 +97,9 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="folder with weights and configuration")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--requests", type=int, default=256)
-    parser.add_argument("--longest", type=int, default=1024, help="tokens of the longest prompt and of the longest answer")
+    parser.add_argument(
+        "--longest", type=int, default=1024, help="tokens of the longest prompt and of the longest answer"
+    )
     parser.add_argument("--passes", type=int, default=2)
     arguments = parser.parse_args()
     from bifolio import LLM
@@ -105,7 +110,9 @@ def main() -> None:
         llm = LLM(name, device=arguments.device, max_model_len=2 * longest + 64, max_num_seqs=arguments.requests)
         bench, draws, least = Bench(llm, vocab_size), random.Random(1), max(1, longest // 10)
         for number in range(arguments.passes):
-            lengths = [(draws.randint(least, longest), draws.randint(least, longest)) for _ in range(arguments.requests)]
+            lengths = [
+                (draws.randint(least, longest), draws.randint(least, longest)) for _ in range(arguments.requests)
+            ]
             free, mixed = bench.run(lengths, False), bench.run(lengths, True)
             ratios = {f"{key} ratio": mixed[key] / free[key] for key in ("tok/s", "free tok/s")}
             report = {"pass": number, "without": free, "half with a schema": mixed, **ratios}

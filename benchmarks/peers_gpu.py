@@ -229,11 +229,13 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
             subprocess.run([sys.executable, __file__, "--write", shape, "--models", arguments.models], check=True)
         folder = Path(arguments.models) / shape
         found: dict[str, dict[str, list[float]]] = {}
+        result["shapes"][shape] = found
         for _ in range(arguments.rounds):
             for library in arguments.engines:
                 for row, values in run_child(library, arguments, folder).items():
                     found.setdefault(row, {}).setdefault(library, []).extend(values)
-        result["shapes"][shape] = found
+                if arguments.json:  # the results so far: the next engine may take too long
+                    Path(arguments.json).write_text(json.dumps(result))
         print_table(shape, found)
     return result
 

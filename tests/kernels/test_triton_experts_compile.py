@@ -18,7 +18,7 @@ import triton
 from test_triton_compiles import HOPPER, SHARED_MEMORY
 from triton.compiler import ASTSource
 
-from bifolio.kernels.triton import expert_kernels, expert_order, experts, mxfp4
+from bifolio.kernels.triton import expert_kernels, expert_order, expert_words, experts, mxfp4
 
 pytestmark = pytest.mark.full
 DENSE, MXFP4 = -1, 3
@@ -42,25 +42,38 @@ def compiled(kernel: Any, constants: dict[str, Any], warps: int, stages: int = 3
     return triton.compile(ASTSource(kernel, signature, constants), target=HOPPER, options=options)
 
 
-@pytest.mark.parametrize("kind", SIZES)
-def test_products_of_one_token_compile(kind: int) -> None:
+def test_products_of_one_token_compile() -> None:
     for kernel, choose in (
         (expert_kernels.up_kernel, experts.up_tile),
         (expert_kernels.down_kernel, experts.down_tile),
     ):
-        tile = choose(kind, SIZES[kind]["DEPTH"])
+        tile = choose(DENSE, SIZES[DENSE]["DEPTH"])
         constants = {
-            **SIZES[kind], "KIND": kind, "OUTPUTS": tile.outputs, "BLOCK": tile.depth, "HAS_BIAS": kind == MXFP4,
+            **SIZES[DENSE], "KIND": DENSE, "OUTPUTS": tile.outputs, "BLOCK": tile.depth, "HAS_BIAS": False,
+            "STAGES": tile.stages,
         }  # fmt: skip
         if kernel is expert_kernels.up_kernel:
-            constants |= {"STAGES": tile.stages, "HAS_NORM": True, "ACTIVATION": CLAMPED if kind == MXFP4 else SILU}
-            constants["GATED"] = True
+            constants |= {"HAS_NORM": True, "ACTIVATION": SILU, "GATED": True}
         else:
-            constants |= {"HAS_RESIDUAL": True, "CHOICES": SIZES[kind]["TOP_K"], "STAGES": tile.stages}
+            constants |= {"HAS_RESIDUAL": True, "CHOICES": SIZES[DENSE]["TOP_K"]}
         assert "ptx" in compiled(kernel, constants, tile.warps).asm
 
 
-@pytest.mark.parametrize("rows", [32, 128])
+def test_products_of_one_token_and_words_compile() -> None:
+    kinds = {"words": "*i32", "scales": "*u8", "x": "*fp32", "out": "*fp32"}
+    depth, top_k = SIZES[MXFP4]["DEPTH"], SIZES[MXFP4]["TOP_K"]
+    spread = {"DEPTH": depth, "BLOCK": 4096, "HAS_NORM": True}
+    assert "ptx" in compiled(expert_words.spread_kernel, spread, 8, **kinds).asm
+    tile = experts.up_tile(MXFP4, depth)
+    sizes = {"DEPTH": depth, "TOP_K": top_k, "BLOCKS": tile.depth // 32, "UNROLLED": tile.stages, "HAS_BIAS": True}
+    up = {**sizes, "NEXT_DEPTH": depth, "OUTPUTS": tile.outputs, "ACTIVATION": CLAMPED}
+    assert "ptx" in compiled(expert_words.up_words_kernel, up, tile.warps, **kinds).asm
+    tile = experts.down_tile(MXFP4, depth)
+    down = {**sizes, "UNROLLED": tile.stages, "CHOICES": top_k, "HAS_RESIDUAL": True}
+    assert "ptx" in compiled(expert_words.down_words_kernel, down, tile.warps, **kinds).asm
+
+
+@pytest.mark.parametrize("rows", [16, 32, 64, 128])
 @pytest.mark.parametrize(("first", "gated"), [(True, True), (True, False), (False, False)])
 @pytest.mark.parametrize("kind", SIZES)
 def test_grouped_products_use_tensor_cores_and_fit(kind: int, first: bool, gated: bool, rows: int) -> None:
@@ -77,10 +90,21 @@ def test_grouped_products_use_tensor_cores_and_fit(kind: int, first: bool, gated
     assert binary.metadata.shared <= SHARED_MEMORY
 
 
+def test_pairs_of_mxfp4_are_unpacked_by_instructions_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expert_kernels, "IS_POSSIBLE", triton.language.constexpr(True))
+    tile = experts.grouped_tile(MXFP4, 64, True, torch.bfloat16)
+    constants = {
+        **SIZES[MXFP4], "KIND": MXFP4, "GATED": True, "ACTIVATION": CLAMPED, "HAS_BIAS": True, "ROWS": 64,
+        "OUTPUTS": tile.outputs, "BLOCK": tile.depth, "STAGES": tile.stages, "DESCRIBED": False, "PRECISION": "tf32",
+    }  # fmt: skip
+    kernel = triton.JITFunction(expert_kernels.grouped_kernel.fn)  # compiled with the patched constant
+    assert "mul.bf16x2" in compiled(kernel, constants, tile.warps, tile.stages).asm["ptx"]
+
+
 def test_routing_order_and_sum_compile() -> None:
     choice = {"TOP_K": 8, "SIGMOID": False, "RENORMALISE": True, "HAS_BIAS": False, "BLOCK": 128}
     assert "ptx" in compiled(experts._route_kernel, choice, 1, bias="*fp32").asm
-    order = {"BLOCK": expert_order.BLOCK, "BINS": 256, "FILLED": expert_order.FILLED}
+    order = {"BLOCK": expert_order.BLOCKS[-1], "BINS": 256, "FILLED": expert_order.FILLED}
     assert "ptx" in compiled(expert_order._order_kernel, order, 8).asm
     words = {"DEPTH": 2880, "ROWS": 8, "BLOCK": 1024}
     assert "ptx" in compiled(mxfp4._dequantise_kernel, words, 4, values="*i32", scales="*u8").asm

@@ -22,6 +22,8 @@ from bifolio.kernels.triton.pdl import IS_POSSIBLE, wait_for_inputs
 from bifolio.kernels.triton.quantised_kernels import dot_blocks, load_codes, load_factors, multiply_codes
 from bifolio.kernels.triton.tma import load_tile
 
+FEWEST_TURNED = tl.constexpr(64)  # rows from which on tensor cores read unpacked MXFP4 from shared memory
+
 
 @triton.jit
 def _columns(start: tl.tensor, KIND: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
@@ -197,7 +199,7 @@ def down_kernel(
 
 @triton.jit
 def _multiply_step(
-    sums: tl.tensor,  # f32[outputs, rows]
+    sums: tl.tensor,  # f32[outputs, rows], or [rows, outputs] if TURNED
     weight: tl.tensor,  # the stack, or its descriptor
     scales: tl.tensor,
     minima: tl.tensor,
@@ -210,17 +212,22 @@ def _multiply_step(
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
     DESCRIBED: tl.constexpr,
+    TURNED: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tl.tensor:
-    row = first_row + tl.arange(0, sums.shape[0])
+    row = first_row + tl.arange(0, output_exists.shape[0])
     if KIND < 0:
         source = weight if DESCRIBED else weight + row.to(tl.int64)[:, None] * DEPTH
         numbers = load_tile(source, first_row, output_exists, start, DEPTH, BLOCK, DESCRIBED)
         sums = tl.dot(numbers, tl.trans(first), sums, input_precision=PRECISION)
     elif KIND == 3:
         IN_PAIRS: tl.constexpr = IS_POSSIBLE and first.dtype == tl.bfloat16
-        numbers = dense_tile(weight, scales, first_row, output_exists, start, DEPTH, BLOCK, IN_PAIRS)
-        sums = tl.dot(numbers.to(first.dtype), tl.trans(first), sums, input_precision=PRECISION)
+        numbers = dense_tile(weight, scales, row.to(tl.int64), output_exists, start, DEPTH, BLOCK, IN_PAIRS, TURNED)
+        numbers = numbers.to(first.dtype)
+        if TURNED:
+            sums = tl.dot(first, numbers, sums, input_precision=PRECISION)
+        else:
+            sums = tl.dot(numbers, tl.trans(first), sums, input_precision=PRECISION)
     else:
         block = start // 32 + tl.arange(0, BLOCK // 32)
         inside = output_exists[:, None] & (block < DEPTH // 32)[None, :]
@@ -273,8 +280,13 @@ def grouped_kernel(
         row = pair // TOP_K if FIRST else place
         x_source = x + row.to(tl.int64)[:, None] * DEPTH
         first_row = expert * num_outputs * (2 if GATED else 1) + tl.program_id(0) * OUTPUTS
-        sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
-        up_sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
+        TURNED: tl.constexpr = KIND == 3 and ROWS >= FEWEST_TURNED
+        if TURNED:
+            sums = tl.zeros([ROWS, OUTPUTS], tl.float32)
+            up_sums = tl.zeros([ROWS, OUTPUTS], tl.float32)
+        else:
+            sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
+            up_sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
         if KIND <= 0 or KIND == 3:
             position = tl.arange(0, BLOCK)
         else:
@@ -290,13 +302,15 @@ def grouped_kernel(
                 second = tl.load(x_source + column + 16, mask=wanted, other=0.0)
             sums = _multiply_step(
                 sums, weight, scales, minima, first_row, output_exists, start, first, second, DEPTH,
-                KIND, BLOCK, DESCRIBED, PRECISION,
+                KIND, BLOCK, DESCRIBED, TURNED, PRECISION,
             )  # fmt: skip
             if GATED:
                 up_sums = _multiply_step(
                     up_sums, weight, scales, minima, first_row + num_outputs, output_exists, start, first, second,
-                    DEPTH, KIND, BLOCK, DESCRIBED, PRECISION,
+                    DEPTH, KIND, BLOCK, DESCRIBED, TURNED, PRECISION,
                 )  # fmt: skip
+        if TURNED:
+            sums, up_sums = tl.trans(sums), tl.trans(up_sums)
         if HAS_BIAS:
             own = bias + first_row + tl.arange(0, OUTPUTS)
             sums += tl.load(own, mask=output_exists, other=0.0).to(tl.float32)[:, None]

@@ -22,10 +22,10 @@ from bifolio.kernels.torch_reference import TorchKernels
 from bifolio.kernels.triton import quantised
 from bifolio.kernels.triton.expert_kernels import down_kernel, grouped_kernel, sum_kernel, up_kernel
 from bifolio.kernels.triton.expert_order import Tiles, cut_pairs
-from bifolio.kernels.triton.expert_words import down_words_kernel, up_words_kernel
+from bifolio.kernels.triton.expert_words import down_words_kernel, spread_kernel, up_words_kernel
 from bifolio.kernels.triton.gemm_tuning import INTERPRETED
-from bifolio.kernels.triton.mxfp4 import GROUP, dequantise_words, pack_words
-from bifolio.kernels.triton.norm import ACTIVATIONS, norm_rows
+from bifolio.kernels.triton.mxfp4 import dequantise_words, pack_words
+from bifolio.kernels.triton.norm import ACTIVATIONS
 from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
 from bifolio.kernels.triton.quantised import QuantisedWeight
 from bifolio.kernels.triton.tma import can_be_described, describe
@@ -157,14 +157,14 @@ class Tile:
     outputs: int
     depth: int  # columns; of weights in blocks a multiple of 32
     warps: int
-    stages: int = 1
+    stages: int = 1  # for one token and MXFP4: steps that are unrolled
 
 
 def up_tile(kind: int, depth: int) -> Tile:
     if INTERPRETED:
         return Tile(64, 64, 4)
     if kind >= 0:
-        return Tile(GROUP if kind == WORDS else 4, 1024, 4)
+        return Tile(2, 1024, 2) if kind == WORDS else Tile(4, 1024, 4)
     return Tile(2, 2048, 8) if depth <= 2048 else Tile(4, 1024, 4)
 
 
@@ -173,7 +173,7 @@ def down_tile(kind: int, depth: int) -> Tile:
     if INTERPRETED:
         return Tile(16, 64, 4)
     if kind >= 0:
-        return Tile(GROUP, 1024, 8) if kind == WORDS else Tile(2, 1024, 4)
+        return Tile(2, 1024, 8, 3) if kind == WORDS else Tile(2, 1024, 4)
     return Tile(1, 256, 4)
 
 
@@ -182,21 +182,27 @@ def grouped_tile(kind: int, rows: int, gated: bool, dtype: torch.dtype) -> Tile:
         return Tile(64, 64, 4)
     if dtype == torch.float32:
         return Tile(32, 32, 4, 2)
+    if kind == WORDS and gated:
+        return Tile(64, 128 if rows <= 16 else 64, 4, 3)
     if kind >= 0:
         return Tile(64, 64, 4, 4 if rows <= 64 else 3)
+    if rows == 32 and not gated:
+        return Tile(64, 128, 4, 3)
     if rows <= 64:
         return Tile(64 if gated else 128, 64, 4, 4)
     return Tile(64 if gated else 128, 64, 8, 4)
 
 
-def tile_rows(pairs: int, num_experts: int, fixed: bool) -> int:
+def tile_rows(pairs: int, num_experts: int, kind: int, fixed: bool) -> int:
     """At least twice the pairs of an expert on average, so that the weights of most experts are read once.
 
-    Three sizes: every other one would be compiled for each product.
+    Few sizes: every other one would be compiled for each product.
     """
     wanted = triton.cdiv(2 * pairs, num_experts)
     if fixed or wanted <= 16:
         return 16
+    if wanted <= 32 and kind < 0:
+        return 32
     return 64 if wanted <= 64 else 128
 
 
@@ -217,8 +223,7 @@ def mix_experts(
     if not tokens:
         return out
     if tokens <= FEW_TOKENS and not fixed and up.kind == WORDS:
-        normed = x.float() if norm is None else norm_rows(x, norm, out_dtype=torch.float32)[1]
-        _mix_words(normed.contiguous(), routing, experts, residual, out)
+        _mix_words(x, routing, experts, norm, residual, out)
         return out
     if tokens <= FEW_TOKENS and not fixed:
         hidden = _up(x, routing, up, experts, norm, dtype)
@@ -227,7 +232,7 @@ def mix_experts(
     pairs = tokens * top_k
     if pairs >= DEQUANTISED_ROWS * up.num_experts and not fixed:
         up, down = up.dense(dtype), down.dense(dtype)
-    tiles = cut_pairs(routing.experts, up.num_experts, tile_rows(pairs, up.num_experts, fixed))
+    tiles = cut_pairs(routing.experts, up.num_experts, tile_rows(pairs, up.num_experts, up.kind, fixed))
     hidden = torch.empty((pairs, down.depth), dtype=dtype, device=x.device)
     kept = torch.float32 if tokens <= EXACT_TOKENS or fixed else dtype
     parts = torch.empty((tokens, top_k, down.outputs), dtype=kept, device=x.device)
@@ -278,23 +283,30 @@ def _block(tile: Tile, stack: Stack) -> int:
 
 
 def _mix_words(
-    x: torch.Tensor,  # f32[tokens, depth]
+    x: torch.Tensor,
     routing: Routing,
     experts: Experts,
+    norm: Norm | None,
     residual: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
     """Few tokens and weights in MXFP4."""
     (tokens, top_k), (up, down) = routing.experts.shape, experts.prepared
+    normed = torch.empty((tokens, up.depth), dtype=torch.float32, device=x.device)
+    spread_kernel[(tokens,)](
+        x.contiguous(), x if norm is None else norm.weight, normed, 0.0 if norm is None else norm.eps, DEPTH=up.depth,
+        BLOCK=triton.next_power_of_2(up.depth), HAS_NORM=norm is not None, num_warps=8, **OVERLAPPED,
+    )  # fmt: skip
     tile = up_tile(up.kind, up.depth)
     hidden = torch.empty((tokens * top_k, down.depth), dtype=torch.float32, device=x.device)
-    up_words_kernel[(down.depth // GROUP, tokens * top_k)](
-        x, *up.arrays()[:2], x if up.bias is None else up.bias, routing.experts, hidden, down.depth,
-        DEPTH=up.depth, TOP_K=top_k, BLOCKS=_block(tile, up) // 32, UNROLLED=tile.stages, HAS_BIAS=up.bias is not None,
-        ACTIVATION=ACTIVATIONS[experts.activation], num_warps=tile.warps, **OVERLAPPED,
+    up_words_kernel[(triton.cdiv(down.depth, tile.outputs), tokens * top_k)](
+        normed, *up.arrays()[:2], x if up.bias is None else up.bias, routing.experts, hidden, down.depth,
+        DEPTH=up.depth, NEXT_DEPTH=down.depth, TOP_K=top_k, OUTPUTS=tile.outputs, BLOCKS=_block(tile, up) // 32,
+        UNROLLED=tile.stages, HAS_BIAS=up.bias is not None, ACTIVATION=ACTIVATIONS[experts.activation],
+        num_warps=tile.warps, **OVERLAPPED,
     )  # fmt: skip
     tile = down_tile(down.kind, down.depth)
-    down_words_kernel[(down.outputs // GROUP, tokens)](
+    down_words_kernel[(triton.cdiv(down.outputs, 2), tokens)](
         hidden, *down.arrays()[:2], x if down.bias is None else down.bias, x if residual is None else residual,
         routing.experts, routing.weights, out, down.outputs,
         DEPTH=down.depth, TOP_K=top_k, CHOICES=triton.next_power_of_2(top_k), BLOCKS=_block(tile, down) // 32,

@@ -3,10 +3,9 @@
 
     element     0 1 2 3   4 5 6 7   ...   28 29 30 31
     word        0 1 2 3   0 1 2 3   ...    0  1  2  3      code k of word j is element 4 k + j
-    values      i32[outputs / 8, depth / 32, 8, 4]    the same blocks of 8 rows are neighbours, 128 bytes
-    scales      u8[outputs / 8, depth / 32, 8]        exponents of 2 plus 127, at most `LARGEST_EXPONENT`
+    values      i32[outputs, depth / 32, 4]
+    scales      u8[outputs, depth / 32]    exponents of 2 plus 127, at most `LARGEST_EXPONENT`
 
-So the tile of a program, a few columns of many rows or many columns of 8 rows, is read in pieces of at least 128 bytes.
 A code has a sign, two bits of exponent and one of mantissa. At the places of the sign, the lowest exponent bits and the
 highest mantissa bit of an f32 or a bf16 they are the number over 2 ** 126, subnormal ones included:
 
@@ -30,26 +29,22 @@ from bifolio.kernels.triton.quantised import QuantisedWeight
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
-GROUP = 8  # rows whose blocks are neighbours
 LARGEST_EXPONENT = 128  # of a scale: 2 ** (128 - 127 + 126) is the largest power of 2 in f32
 LIFT = tl.constexpr(2.0**100)  # of x before products with numbers over 2 ** 126, and
 LIFTED = tl.constexpr(26)  # the exponent of 2 by which the scales are larger then
 
 
 def pack_words(parts: tuple[QuantizedTensor, ...], device: str) -> QuantisedWeight | None:
-    """Concatenate matrices in MXFP4; None where a scale is too large or a matrix has rows outside a group."""
+    """Concatenate matrices in MXFP4; None where a scale is too large."""
     depth = parts[0].shape[1]
-    if any(part.shape[0] % GROUP for part in parts):
-        return None
     values, scales = [], []
     for part in parts:
-        groups = part.shape[0] // GROUP
-        blocks = torch.from_numpy(np.array(part.data)).to(device).view(groups, GROUP, depth // 32, 17).transpose(1, 2)
-        codes = torch.cat([blocks[..., 1:] & 15, blocks[..., 1:] >> 4], dim=3).view(groups, -1, GROUP, 8, 4)
-        in_bytes = (codes[..., 0::2, :] | codes[..., 1::2, :] << 4).transpose(3, 4)  # u8[..., words, bytes]
+        blocks = torch.from_numpy(np.array(part.data)).to(device).view(part.shape[0], depth // 32, 17)
+        codes = torch.cat([blocks[:, :, 1:] & 15, blocks[:, :, 1:] >> 4], dim=2).view(part.shape[0], -1, 8, 4)
+        in_bytes = (codes[:, :, 0::2] | codes[:, :, 1::2] << 4).transpose(2, 3)  # u8[rows, blocks, words, bytes]
         values.append(in_bytes.reshape(part.shape[0], -1))
-        scales.append(blocks[..., 0].reshape(part.shape[0], -1))
-    exponents = torch.cat(scales)
+        scales.append(blocks[:, :, 0])
+    exponents = torch.cat(scales).contiguous()
     if int(exponents.max()) > LARGEST_EXPONENT:
         return None
     words = torch.cat(values).view(torch.int32)
@@ -117,34 +112,37 @@ def _pairs(words: tl.tensor, scales: tl.tensor) -> tl.tensor:
 def dense_tile(
     values: tl.tensor,
     scales: tl.tensor,
-    first_row: tl.tensor,  # a multiple of 8
+    row: tl.tensor,  # i64[rows]
     exists: tl.tensor,  # bool[rows]
     start: tl.tensor,
     DEPTH: tl.constexpr,
     BLOCK: tl.constexpr,
     IN_PAIRS: tl.constexpr,  # by instructions of the GPU, in bf16
+    TURNED: tl.constexpr,
 ) -> tl.tensor:
-    """[rows, BLOCK]: dequantised columns, bf16 if IN_PAIRS, else f32."""
-    GROUPS: tl.constexpr = exists.shape[0] // 8
-    group = (first_row // 8 + tl.arange(0, GROUPS)).to(tl.int64)[:, None, None]
-    block = (start // 32 + tl.arange(0, BLOCK // 32))[None, :, None]
-    inside = tl.reshape(exists, [GROUPS, 1, 8]) & (block < DEPTH // 32)
-    place = (group * (DEPTH // 32) + block) * 8 + tl.arange(0, 8)[None, None, :]
-    words = load_words(values, tl.expand_dims(place, 3), tl.expand_dims(inside, 3))
+    """[rows, BLOCK], or [BLOCK, rows] if TURNED: dequantised columns, bf16 if IN_PAIRS, else f32."""
+    block = start // 32 + tl.arange(0, BLOCK // 32)
+    inside = exists[:, None] & (block < DEPTH // 32)[None, :]
+    place = row[:, None] * (DEPTH // 32) + block[None, :]
+    words = load_words(values, place[:, :, None], inside[:, :, None])
     if IN_PAIRS:
         exponent = tl.load(scales + place, mask=inside, other=0).to(tl.int32)
         power = (exponent + 126) * 8388736  # << 7 and << 23: the same bf16 in both halves
-        c0, c1, c2, c3, c4, c5, c6, c7 = _pairs(words, tl.broadcast_to(tl.expand_dims(power, 3), words.shape))
+        c0, c1, c2, c3, c4, c5, c6, c7 = _pairs(words, tl.broadcast_to(power[:, :, None], words.shape))
     else:
-        power = tl.expand_dims(load_powers(scales, place, inside, 126), 3)
+        power = load_powers(scales, place, inside, 126)[:, :, None]
         c0, c1, c2, c3 = number(words, 0), number(words, 1), number(words, 2), number(words, 3)
         c4, c5, c6, c7 = number(words, 4), number(words, 5), number(words, 6), number(words, 7)
         c0, c1, c2, c3 = c0 * power, c1 * power, c2 * power, c3 * power
         c4, c5, c6, c7 = c4 * power, c5 * power, c6 * power, c7 * power
     even = tl.join(tl.join(c0, c4), tl.join(c2, c6))
     odd = tl.join(tl.join(c1, c5), tl.join(c3, c7))
-    joined = tl.reshape(tl.join(even, odd), [GROUPS, BLOCK // 32, 8, 4, 8])
-    return tl.reshape(tl.permute(joined, (0, 2, 1, 4, 3)), [exists.shape[0], BLOCK])
+    joined = tl.reshape(tl.join(even, odd), [row.shape[0], BLOCK // 32, 4, 8])
+    if TURNED:
+        tile = tl.reshape(tl.permute(joined, (1, 3, 2, 0)), [BLOCK, row.shape[0]])
+    else:
+        tile = tl.reshape(tl.permute(joined, (0, 1, 3, 2)), [row.shape[0], BLOCK])
+    return tile
 
 
 @triton.jit
@@ -160,7 +158,7 @@ def _dequantise_kernel(
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     start = tl.program_id(1) * BLOCK
     wait_for_inputs()
-    numbers = dense_tile(values, scales, tl.program_id(0) * ROWS, row < num_rows, start, DEPTH, BLOCK, False)
+    numbers = dense_tile(values, scales, row, row < num_rows, start, DEPTH, BLOCK, False, False)
     column = start + tl.arange(0, BLOCK)
     mask = (row < num_rows)[:, None] & (column < DEPTH)[None, :]
     tl.store(out + row[:, None] * DEPTH + column[None, :], numbers.to(out.dtype.element_ty), mask=mask)
