@@ -187,10 +187,10 @@ void multiply_each(Member& m, Rows x, int64_t top_k, const Order& order, const E
   for (size_t e = 0; e < order.ends.size(); first = order.ends[e++]) {
     const int64_t count = order.ends[e] - first;
     if (count == 0) continue;
-    const int64_t width = round_up(2 * hidden.width, 16);
-    const Rows products{workspace.products.array<float>(size_t(count * width)), count, 2 * hidden.width, width};
+    const int64_t outputs_of_up = experts.up[e]->out_features(), width = round_up(outputs_of_up, 16);
+    const Rows products{workspace.products.array<float>(size_t(count * width)), count, outputs_of_up, width};
     linear(m, some_rows(inputs, first, count), *experts.up[e], products, workspace);
-    act_mul(m, products, experts.activation, some_rows(hidden, first, count));
+    (experts.has_gates() ? act_mul : act)(m, products, experts.activation, some_rows(hidden, first, count));
     linear(m, some_rows(hidden, first, count), *experts.down[e], some_rows(outputs, first, count), workspace);
   }
 }

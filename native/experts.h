@@ -1,4 +1,4 @@
-// Mixtures of experts: the choice of experts for each token, and the weighted sum of their gated MLPs.
+// Mixtures of experts: the choice of experts for each token, and the weighted sum of their MLPs.
 #pragma once
 
 #include "ops.h"
@@ -19,10 +19,11 @@ struct RouterConstants {
 
 // The MLPs of one layer, of equal sizes.
 struct ExpertWeights {
-  std::vector<const LinearWeights*> up, down;  // gate and up of each expert, and down
+  std::vector<const LinearWeights*> up, down;  // gate and up of each expert, or up alone, and down
   Activation activation;
   bool is_gated;  // all of them can be multiplied by gate_columns
 
+  bool has_gates() const { return up[0]->out_features() != down[0]->in_features(); }
   int64_t in_features() const { return up[0]->in_features(); }
   int64_t out_features() const { return down[0]->out_features(); }
 };

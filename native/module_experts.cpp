@@ -18,8 +18,8 @@ bool can_gate_columns(const LinearWeights& up, const LinearWeights& down) {
 void require_expert(size_t index, const LinearWeights& up, const LinearWeights& down, const LinearWeights& first, int64_t outputs) {
   require(up.in_features() == first.in_features() && up.out_features() == first.out_features(), "up[", index, "] is ", up.out_features(), " by ",
           up.in_features(), " and must be ", first.out_features(), " by ", first.in_features(), ", as up[0] is");
-  require(up.out_features() == 2 * down.in_features(), "up[", index, "] has ", up.out_features(), " outputs and must have ",
-          2 * down.in_features(), ": gate and up for the inputs of down");
+  require(up.out_features() == 2 * down.in_features() || up.out_features() == down.in_features(), "up[", index, "] has ", up.out_features(),
+          " outputs and must have ", 2 * down.in_features(), ": gate and up for the inputs of down, or half as many without gates");
   require(down.out_features() == outputs, "down[", index, "] has ", down.out_features(), " outputs and must have ", outputs,
           ", as down[0] has");
 }
@@ -86,15 +86,15 @@ RouterHolder::RouterHolder(int64_t num_experts, int64_t top_k, bool sigmoid, boo
 ExpertsHolder::ExpertsHolder(nb::list up, nb::list down, int activation) : experts{} {
   require(up.size() > 0 && up.size() == down.size(), "up and down must hold as many matrices, at least one");
   require_between("the number of experts", int64_t(up.size()), 1, kMaxExperts);
-  experts.activation = activation_of(activation, true);
   experts.is_gated = true;
   for (size_t i = 0; i < up.size(); ++i) {
     const LinearWeights *first = nullptr, *last = nullptr;
     require(nb::try_cast(up[i], first) && nb::try_cast(down[i], last) && first && last, "up and down must hold weights made by make_linear");
     experts.up.push_back(first), experts.down.push_back(last);
     require_expert(i, *first, *last, *experts.up[0], experts.out_features());
-    experts.is_gated = experts.is_gated && can_gate_columns(*first, *last);
+    experts.is_gated = experts.is_gated && experts.has_gates() && can_gate_columns(*first, *last);
   }
+  experts.activation = activation_of(activation, experts.has_gates());
   keep.append(up), keep.append(down);
 }
 

@@ -320,8 +320,9 @@ class ModelConfig:
     def _count_experts(self, moe: MoeConfig, num_experts: int) -> int:
         d, width = self.hidden_size, moe.expert_size
         router = moe.num_experts * (d + moe.router_bias)  # the selection bias is state of training, no parameter
-        expert = 3 * d * width + (2 * width + d) * moe.expert_bias
-        return router + num_experts * expert + 3 * d * moe.shared_size + d * moe.shared_gate
+        matrices = 3 if self.gated_mlp else 2
+        expert = matrices * d * width + ((matrices - 1) * width + d) * moe.expert_bias
+        return router + num_experts * expert + matrices * d * moe.shared_size + d * moe.shared_gate
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,6 +81,13 @@ def mix_biased(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
     return mixed(kernels, rng, new_experts(rng, 48, 80, "swiglu_clamped", bias=True))
 
 
+@case("mix_experts", "without gates")
+def mix_ungated(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    gated = new_experts(rng, 64, 96, "relu2", bias=True)
+    up = tuple(Linear(linear.parts[:1], linear.biases[:1]) for linear in gated.up)
+    return mixed(kernels, rng, replace(gated, up=up, gated=False))
+
+
 @case("mix_experts", "of which most have no token")
 def mix_unused(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
     """All tokens choose the same experts; a token's sum does not depend on its neighbours where the set promises it."""

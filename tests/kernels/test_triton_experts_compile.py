@@ -23,7 +23,7 @@ from bifolio.kernels.triton import expert_kernels, expert_order, experts, mxfp4
 pytestmark = pytest.mark.full
 DENSE, MXFP4 = -1, 3
 SIZES = {DENSE: {"TOP_K": 8, "DEPTH": 2048}, MXFP4: {"TOP_K": 4, "DEPTH": 2880}}  # Qwen3-30B-A3B, gpt-oss-20b
-SILU, CLAMPED = 0, 3
+SILU, CLAMPED = 0, 4
 POINTERS = {
     "x": "*bf16", "bias": "*bf16", "norm_weight": "*bf16", "shares": "*fp32", "residual": "*fp32", "out": "*bf16",
     "parts": "*fp32", "logits": "*bf16", "weights": "*fp32", "scale": "fp32", "eps": "fp32",
@@ -54,20 +54,21 @@ def test_products_of_one_token_compile(kind: int) -> None:
         }  # fmt: skip
         if kernel is expert_kernels.up_kernel:
             constants |= {"STAGES": tile.stages, "HAS_NORM": True, "ACTIVATION": CLAMPED if kind == MXFP4 else SILU}
+            constants["GATED"] = True
         else:
             constants |= {"HAS_RESIDUAL": True, "CHOICES": SIZES[kind]["TOP_K"], "STAGES": tile.stages}
         assert "ptx" in compiled(kernel, constants, tile.warps).asm
 
 
 @pytest.mark.parametrize("rows", [32, 128])
-@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(("first", "gated"), [(True, True), (True, False), (False, False)])
 @pytest.mark.parametrize("kind", SIZES)
-def test_grouped_products_use_tensor_cores_and_fit(kind: int, gated: bool, rows: int) -> None:
+def test_grouped_products_use_tensor_cores_and_fit(kind: int, first: bool, gated: bool, rows: int) -> None:
     tile = experts.grouped_tile(kind, rows, gated, torch.bfloat16)
     constants = {
-        **SIZES[kind], "KIND": kind, "GATED": gated, "ACTIVATION": SILU if gated else -1, "HAS_BIAS": kind == MXFP4,
-        "ROWS": rows, "OUTPUTS": tile.outputs, "BLOCK": tile.depth, "STAGES": tile.stages, "DESCRIBED": kind == DENSE,
-        "PRECISION": "tf32",
+        **SIZES[kind], "KIND": kind, "FIRST": first, "GATED": gated, "ACTIVATION": SILU if first else -1,
+        "HAS_BIAS": kind == MXFP4, "ROWS": rows, "OUTPUTS": tile.outputs, "BLOCK": tile.depth, "STAGES": tile.stages,
+        "DESCRIBED": kind == DENSE, "PRECISION": "tf32",
     }  # fmt: skip
     kinds = {"weight": f"tensordesc<bf16[{tile.outputs}, {tile.depth}]>"} if kind == DENSE else {}
     binary = compiled(expert_kernels.grouped_kernel, constants, tile.warps, tile.stages, **kinds)

@@ -17,6 +17,10 @@ _FALCON = {"embedding_multiplier": 3.0, "lm_head_multiplier": 0.6, "key_multipli
            "attention_in_multiplier": 1.2, "attention_out_multiplier": 0.9, "ssm_in_multiplier": 1.1,
            "ssm_out_multiplier": 0.8, "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7]}  # fmt: skip
 
+_NEMOTRON = {"head_dim": 16, "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16,
+             "chunk_size": 8, "num_hidden_layers": 5,
+             "time_step_min": 1e-30}  # fmt: skip  # below it transformers changes time steps of prompts, not of decodes
+
 # Class of transformers, fields of the small model, config.json of a real model, fields that llama.cpp fixes.
 HYBRID_ROWS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any] | None]] = {
     "lfm2": (
@@ -122,10 +126,7 @@ HYBRID_ROWS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]
         {},
     ),
     "nemotron_h": (
-        "NemotronHConfig",
-        {"head_dim": 16, "layers_block_type": ["mamba", "mlp", "attention", "mamba", "mlp"], "mamba_num_heads": 8,
-         "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16, "chunk_size": 8, "num_hidden_layers": 5,
-         "time_step_min": 1e-30},  # below it transformers changes time steps of prompts, but not of decodes
+        "NemotronHConfig", {**_NEMOTRON, "layers_block_type": ["mamba", "mlp", "attention", "mamba", "mlp"]},
         {"model_type": "nemotron_h", "vocab_size": 131072, "hidden_size": 4480, "intermediate_size": 15680,
          "num_hidden_layers": 56, "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128,
          "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
@@ -133,6 +134,22 @@ HYBRID_ROWS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]
          "attention_bias": False, "use_bias": False, "use_conv_bias": True, "mamba_num_heads": 128,
          "mamba_head_dim": 80, "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4, "expand": 2,
          "mamba_hidden_act": "silu", "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 12},
+        {},
+    ),
+    "nemotron_h with experts": (
+        "NemotronHConfig",
+        {**_NEMOTRON, "layers_block_type": ["mamba", "moe", "attention", "moe", "mamba"], "n_routed_experts": 6,
+         "num_experts_per_tok": 3, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 48,
+         "routed_scaling_factor": 1.5},
+        {"model_type": "nemotron_h", "vocab_size": 131072, "hidden_size": 2688, "intermediate_size": 1856,
+         "num_hidden_layers": 52, "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128,
+         "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+         "max_position_embeddings": 262144, "layer_norm_epsilon": 1e-05, "mlp_hidden_act": "relu2", "mlp_bias": False,
+         "attention_bias": False, "use_bias": False, "use_conv_bias": True, "mamba_num_heads": 64,
+         "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4, "n_routed_experts": 128,
+         "num_experts_per_tok": 6, "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712,
+         "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+         "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2},
         {},
     ),
 }  # fmt: skip

@@ -122,6 +122,8 @@ VARIANTS: list[tuple[str, dict[str, Any], str]] = [  # the last is the reason wh
     ("falcon_h1", {"time_step_limit": [0.4, 1.2]}, "limited to"),
     ("nemotron_h", {"use_bias": True, "mlp_bias": True}, "biases in the projections"),
     ("nemotron_h", {"mlp_bias": True, "mamba_head_dim": 24}, ""),
+    ("nemotron_h with experts", {"n_group": 3, "topk_group": 2}, "groups of experts"),
+    ("nemotron_h with experts", {"layers_block_type": ["mamba", "moe", "attention", "mlp", "mamba"]}, "plain MLPs in"),
 ]
 
 
@@ -161,7 +163,8 @@ def test_factors_of_a_folder_in_half_precision_are_put_into_its_weights() -> Non
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("falcon_h1", {"mlp_bias": True}, "biases"),
-    ("nemotron_h", {"hybrid_override_pattern": "M-E*"}, "experts"),
+    ("nemotron_h with experts", {"moe_latent_size": 64}, "experts over latents"),
+    ("nemotron_h with experts", {"mlp_bias": True}, "biases in its experts"),
     ("nemotron_h", {"hybrid_override_pattern": "M-R*"}, "kind 'R'"),
     ("nemotron_h", {"hybrid_override_pattern": None}, "which layers are recurrent"),
     ("nemotron_h", {"hybrid_override_pattern": "M-M-"}, "without any attention"),

@@ -87,11 +87,12 @@ class Routing(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The gated MLPs of one layer, of equal sizes: down(act(gate x) * (up x))."""
+    """The MLPs of one layer, of equal sizes: down(act(gate x) * (up x)), or down(act(up x)) without gates."""
 
     up: tuple[Linear, ...]  # of each expert: gate and up, or one matrix of both
     down: tuple[Linear, ...]
     activation: str
+    gated: bool = True
     prepared: Any = None  # the kernel set's own form, created at load
 
     def matrices(self) -> list[QuantizedTensor | Array]:

@@ -226,7 +226,8 @@ class ReferenceKernels(HostArrays):
         for number, (up, down) in enumerate(zip(experts.up, experts.down, strict=True)):
             tokens, choices = np.nonzero(routing.experts == number)
             if len(tokens):
-                hidden = self.act_mul(self.linear(x[tokens], up), experts.activation)
+                hidden = self.linear(x[tokens], up)
+                hidden = (self.act_mul if experts.gated else self.act)(hidden, experts.activation)
                 parts[tokens, choices] = self.linear(hidden, down)
         return (parts * routing.weights[..., None]).sum(axis=1)
 

@@ -197,7 +197,7 @@ class TorchKernels(TorchArrays):
         for number in torch.unique(routing.experts).tolist():
             tokens, choices = (routing.experts == number).nonzero(as_tuple=True)
             hidden = F.linear(x[tokens], up[number], None if up_bias is None else up_bias[number])
-            hidden = self.act_mul(hidden, experts.activation)
+            hidden = (self.act_mul if experts.gated else self.act)(hidden, experts.activation)
             y = F.linear(hidden, down[number], None if down_bias is None else down_bias[number])
             parts = parts.index_put((tokens, choices), y.float())
         return (parts * routing.weights[..., None]).sum(dim=1).to(x.dtype)

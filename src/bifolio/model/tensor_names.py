@@ -246,7 +246,8 @@ def _mlp(config: ModelConfig, names: TensorNames, layer: int, linear: Callable[.
     width = 0 if config.moe is None or not config.has_mlp(layer) else config.moe.shared_size
     if not width:
         return NO_LINEAR, NO_LINEAR
-    return linear(names.shared_up, (width, width), d, False), linear((names.shared_down,), (d,), width, False)
+    widths = (width, width) if config.gated_mlp else (width,)
+    return linear(names.shared_up, widths, d, False), linear((names.shared_down,), (d,), width, False)
 
 
 def _latent(
@@ -284,7 +285,7 @@ def _moe(config: ModelConfig, names: TensorNames, prefix: str, fetch: Fetch, vec
     d, width, count = config.hidden_size, moe.expert_size, moe.num_experts
 
     def of_experts(parts: tuple[str, ...], rows: int, columns: int) -> tuple[Linear, ...]:
-        rows = rows * (2 if parts is names.expert_up and len(parts) == 1 else 1)
+        rows = rows * (2 if parts is names.expert_up and len(parts) == 1 and config.gated_mlp else 1)
         weights = [_expert_matrices(prefix + part, count, (rows, columns), fetch) for part in parts]
         biases = [vector(f"{prefix}{part}.bias", (count, rows)) if moe.expert_bias else None for part in parts]
         return tuple(
@@ -307,7 +308,10 @@ def _moe(config: ModelConfig, names: TensorNames, prefix: str, fetch: Fetch, vec
             group_best=moe.group_best,
         ),
         experts=Experts(
-            of_experts(names.expert_up, width, d), of_experts((names.expert_down,), d, width), config.activation
+            of_experts(names.expert_up, width, d),
+            of_experts((names.expert_down,), d, width),
+            config.activation,
+            config.gated_mlp,
         ),
         shared_gate=gate,
     )

@@ -101,7 +101,7 @@ def feed_forward(layer: LayerWeights, x: Array, activation: str, gated: bool, ke
     if layer.moe is None:
         out = mlp(layer, x, activation, gated, kernels)
     else:
-        out = mixture(layer, layer.moe, x, activation, kernels)
+        out = mixture(layer, layer.moe, x, activation, gated, kernels)
     return out if layer.post_mlp_norm is None else kernels.norm(out, layer.post_mlp_norm)
 
 
@@ -111,13 +111,13 @@ def mlp(layer: LayerWeights, x: Array, activation: str, gated: bool, kernels: Ke
     return joined(mixed, layer.down, kernels)
 
 
-def mixture(layer: LayerWeights, moe: MoeWeights, x: Array, activation: str, kernels: KernelSet) -> Array:
+def mixture(layer: LayerWeights, moe: MoeWeights, x: Array, activation: str, gated: bool, kernels: KernelSet) -> Array:
     """The experts that each token chooses, and the shared MLP if there is one."""
     routing = kernels.route(kernels.linear(x, moe.router), moe.choice)
     mixed = exchanged(kernels.mix_experts(x, routing, moe.experts), moe.shards, kernels)
     if not layer.up.parts:
         return mixed
-    shared = mlp(layer, x, activation, True, kernels)
+    shared = mlp(layer, x, activation, gated, kernels)
     if moe.shared_gate is not None:
         shared = kernels.gate(shared, kernels.linear(x, moe.shared_gate))
     return kernels.add(mixed, shared)

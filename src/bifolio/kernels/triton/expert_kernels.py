@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from bifolio.kernels.triton.mxfp4 import LIFT, LIFTED, dense_tile, load_powers, load_words, unpack_words
-from bifolio.kernels.triton.norm import gated
+from bifolio.kernels.triton.norm import activate, gated
 from bifolio.kernels.triton.pdl import wait_for_inputs
 from bifolio.kernels.triton.quantised_kernels import dot_blocks, load_codes, load_factors, multiply_codes
 from bifolio.kernels.triton.tma import load_tile
@@ -91,7 +91,7 @@ def up_kernel(
     weight: tl.tensor,
     scales: tl.tensor,
     minima: tl.tensor,
-    bias: tl.tensor,  # [experts, 2 * outputs]
+    bias: tl.tensor,  # [experts, outputs (times 2 if GATED)]
     norm_weight: tl.tensor,  # [depth]
     experts: tl.tensor,  # i32[pairs]
     out: tl.tensor,  # [pairs, outputs]
@@ -105,9 +105,10 @@ def up_kernel(
     STAGES: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ) -> None:
-    """act(gate x) * (up x) of one pair: GEMV over rows of its expert."""
+    """act(gate x) * (up x) of one pair, or act(up x) without gates: GEMV over rows of its expert."""
     WIDTH: tl.constexpr = BLOCK if KIND < 0 else BLOCK // 32
     pair = tl.program_id(1)
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -117,7 +118,7 @@ def up_kernel(
     squares = tl.zeros(_columns(0, KIND, BLOCK).shape, tl.float32)
     wait_for_inputs()
     expert = tl.load(experts + pair).to(tl.int64)
-    row = expert * (2 * num_outputs) + output
+    row = expert * num_outputs * (2 if GATED else 1) + output
     source = x + (pair // TOP_K).to(tl.int64) * DEPTH
     for start in tl.range(0, DEPTH, BLOCK, num_stages=STAGES):
         column = _columns(start, KIND, BLOCK)
@@ -127,17 +128,19 @@ def up_kernel(
             second, squares = _normed(source, norm_weight, column + 16, squares, DEPTH, HAS_NORM)
         first, second = tl.expand_dims(first, 0), tl.expand_dims(second, 0)
         sums = _add_products(sums, weight, scales, minima, row, exists, start, first, second, DEPTH, KIND, BLOCK)
-        up_sums = _add_products(
-            up_sums, weight, scales, minima, row + num_outputs, exists, start, first, second, DEPTH, KIND, BLOCK
-        )
+        if GATED:
+            up_sums = _add_products(
+                up_sums, weight, scales, minima, row + num_outputs, exists, start, first, second, DEPTH, KIND, BLOCK
+            )
     gate, up = tl.sum(sums, axis=1), tl.sum(up_sums, axis=1)
     if HAS_NORM:
         factor = 1.0 / tl.sqrt(tl.sum(tl.reshape(squares, [squares.numel]), axis=0) / DEPTH + eps)
         gate, up = gate * factor, up * factor
     if HAS_BIAS:
         gate += tl.load(bias + row, mask=exists, other=0.0).to(tl.float32)
-        up += tl.load(bias + row + num_outputs, mask=exists, other=0.0).to(tl.float32)
-    result = gated(gate, up, ACTIVATION)
+        if GATED:
+            up += tl.load(bias + row + num_outputs, mask=exists, other=0.0).to(tl.float32)
+    result = gated(gate, up, ACTIVATION) if GATED else activate(gate, ACTIVATION)
     tl.store(out + pair.to(tl.int64) * num_outputs + output, result.to(out.dtype.element_ty), mask=exists)
 
 
@@ -232,22 +235,23 @@ def _multiply_step(
 
 @triton.jit
 def grouped_kernel(
-    x: tl.tensor,  # [tokens, depth] if GATED, else [pairs, depth] in the order of experts
+    x: tl.tensor,  # [tokens, depth] if FIRST, else [pairs, depth] in the order of experts
     weight: tl.tensor,
     scales: tl.tensor,
     minima: tl.tensor,
     bias: tl.tensor,  # [experts, outputs (times 2 if GATED)]
     pairs: tl.tensor,
-    shares: tl.tensor,  # f32[pairs]  weight of each pair; unused if GATED
+    shares: tl.tensor,  # f32[pairs]  weight of each pair; unused if FIRST
     tile_expert: tl.tensor,
     tile_begin: tl.tensor,
     tile_end: tl.tensor,
-    out: tl.tensor,  # [pairs, outputs], in the order of experts if GATED, else of tokens
+    out: tl.tensor,  # [pairs, outputs], in the order of experts if FIRST, else of tokens
     num_experts: tl.tensor,
     num_outputs: tl.tensor,
     DEPTH: tl.constexpr,
     KIND: tl.constexpr,
     TOP_K: tl.constexpr,
+    FIRST: tl.constexpr,  # the first product, with its activation
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -258,7 +262,7 @@ def grouped_kernel(
     DESCRIBED: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """Gate and up with their activation, or the second product times the weights of the pairs, of one tile."""
+    """Up, or gate and up, with their activation, or the second product times the weights of the pairs, of one tile."""
     tile = tl.program_id(1)
     wait_for_inputs()
     expert = tl.load(tile_expert + tile)
@@ -268,7 +272,7 @@ def grouped_kernel(
         output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
         output_exists = output < num_outputs
         pair = tl.load(pairs + place, mask=exists, other=0)
-        row = pair // TOP_K if GATED else place
+        row = pair // TOP_K if FIRST else place
         x_source = x + row.to(tl.int64)[:, None] * DEPTH
         first_row = expert * num_outputs * (2 if GATED else 1) + tl.program_id(0) * OUTPUTS
         sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
@@ -300,8 +304,8 @@ def grouped_kernel(
             sums += tl.load(own, mask=output_exists, other=0.0).to(tl.float32)[:, None]
             if GATED:
                 up_sums += tl.load(own + num_outputs, mask=output_exists, other=0.0).to(tl.float32)[:, None]
-        if GATED:
-            sums = gated(sums, up_sums, ACTIVATION)
+        if FIRST:
+            sums = gated(sums, up_sums, ACTIVATION) if GATED else activate(sums, ACTIVATION)
             target = place
         else:
             sums *= tl.load(shares + pair, mask=exists, other=0.0)[None, :]

@@ -225,7 +225,7 @@ def mix_experts(
     if not tokens:
         return out
     if tokens <= FEW_TOKENS and not fixed:
-        hidden = _up(x, routing, up, experts.activation, norm, dtype)
+        hidden = _up(x, routing, up, experts, norm, dtype)
         _down(hidden, routing, down, residual, out)
         return out
     pairs = tokens * top_k
@@ -235,7 +235,7 @@ def mix_experts(
     hidden = torch.empty((pairs, down.depth), dtype=dtype, device=x.device)
     kept = torch.float32 if tokens <= EXACT_TOKENS or fixed else dtype
     parts = torch.empty((tokens, top_k, down.outputs), dtype=kept, device=x.device)
-    _multiply(x.contiguous(), up, routing.weights, tiles, hidden, top_k, experts.activation)
+    _multiply(x.contiguous(), up, routing.weights, tiles, hidden, top_k, experts)
     _multiply(hidden, down, routing.weights, tiles, parts, top_k, None)
     block = min(triton.next_power_of_2(down.outputs), 1024)
     sum_kernel[(triton.cdiv(down.outputs, block), tokens)](
@@ -246,18 +246,18 @@ def mix_experts(
 
 
 def _up(
-    x: torch.Tensor, routing: Routing, up: Stack, activation: str, norm: Norm | None, dtype: torch.dtype
+    x: torch.Tensor, routing: Routing, up: Stack, experts: Experts, norm: Norm | None, dtype: torch.dtype
 ) -> torch.Tensor:
     """[pairs, outputs]"""
     tokens, top_k = routing.experts.shape
-    outputs, tile = up.outputs // 2, up_tile(up.kind, up.depth)
+    outputs, tile = up.outputs // (2 if experts.gated else 1), up_tile(up.kind, up.depth)
     hidden = torch.empty((tokens * top_k, outputs), dtype=dtype, device=x.device)
     up_kernel[(triton.cdiv(outputs, tile.outputs), tokens * top_k)](
         x.contiguous(), *up.arrays(), x if up.bias is None else up.bias, x if norm is None else norm.weight,
         routing.experts, hidden, outputs, 0.0 if norm is None else norm.eps,
         DEPTH=up.depth, KIND=up.kind, TOP_K=top_k, OUTPUTS=tile.outputs, BLOCK=_block(tile, up), STAGES=tile.stages,
-        HAS_NORM=norm is not None, HAS_BIAS=up.bias is not None, ACTIVATION=ACTIVATIONS[activation],
-        num_warps=tile.warps, **OVERLAPPED,
+        HAS_NORM=norm is not None, HAS_BIAS=up.bias is not None, GATED=experts.gated,
+        ACTIVATION=ACTIVATIONS[experts.activation], num_warps=tile.warps, **OVERLAPPED,
     )  # fmt: skip
     return hidden
 
@@ -288,9 +288,9 @@ def _multiply(
     tiles: Tiles,
     out: torch.Tensor,
     top_k: int,
-    activation: str | None,  # None: the second product
+    first: Experts | None,  # None: the second product
 ) -> None:
-    gated = activation is not None
+    gated = first is not None and first.gated
     outputs = stack.outputs // (2 if gated else 1)
     tile = grouped_tile(stack.kind, tiles.rows, gated, x.dtype)
     weight, scales, minima = stack.arrays()
@@ -301,8 +301,8 @@ def _multiply(
     grouped_kernel[(triton.cdiv(outputs, tile.outputs), len(tiles.expert))](
         x, source, scales, minima, x if stack.bias is None else stack.bias, tiles.pairs, shares, tiles.expert,
         tiles.begin, tiles.end, out, stack.num_experts, outputs,
-        DEPTH=stack.depth, KIND=stack.kind, TOP_K=top_k, GATED=gated,
-        ACTIVATION=-1 if activation is None else ACTIVATIONS[activation], HAS_BIAS=stack.bias is not None,
+        DEPTH=stack.depth, KIND=stack.kind, TOP_K=top_k, FIRST=first is not None, GATED=gated,
+        ACTIVATION=-1 if first is None else ACTIVATIONS[first.activation], HAS_BIAS=stack.bias is not None,
         ROWS=tiles.rows, OUTPUTS=tile.outputs, BLOCK=tile.depth, STAGES=tile.stages, DESCRIBED=described,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=tile.warps, num_stages=tile.stages,
         **OVERLAPPED,

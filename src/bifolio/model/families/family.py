@@ -66,6 +66,7 @@ class Family:
     # -- GGUF files
     gguf_architectures: tuple[str, ...] = ()  # `general.architecture` of files read as this family
     written_as: str | None  # `general.architecture` of written files; None: GGUF cannot describe the family
+    written_with_experts: str = ""  # the same of models with experts, where it differs
     config_from_gguf: Callable[[GgufFile, Metadata, str], ModelConfig] = decoder_from_gguf
     gguf_names: TensorNames = GGUF_LLAMA
     gguf_source: Callable[[TensorSource, ModelConfig], TensorSource] = as_they_are  # as `folder_source`

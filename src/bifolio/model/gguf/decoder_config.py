@@ -85,8 +85,10 @@ def experts_from_gguf(file: GgufFile, metadata: Metadata, **overrides: Any) -> M
     count = metadata.count(".expert_count", 0)
     if not count:
         return None
-    first = min(metadata.count(".leading_dense_block_count", 0), metadata.count(".block_count") - 1)
-    layer = f"blk.{first}."
+    layers = metadata.count(".block_count")
+    first = min(metadata.count(".leading_dense_block_count", 0), layers - 1)
+    found = (n for n in range(first, layers) if f"blk.{n}.ffn_down_exps.weight" in file.entries)  # hybrids: not in all
+    layer = f"blk.{next(found, first)}."
     shared = file.entries.get(layer + "ffn_up_shexp.weight")
     expert = file.entries.get(layer + "ffn_down_exps.weight")
     if expert is None or len(expert.shape) != 3:

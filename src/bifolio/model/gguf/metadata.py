@@ -20,7 +20,7 @@ _QUANTIZATION_VERSION = 2
 def gguf_architecture(config: ModelConfig) -> str:
     """The name of the architecture in GGUF files; UnsupportedModelError if GGUF cannot describe the network."""
     family = family_of(config)
-    name = family.written_as
+    name = family.written_with_experts if config.moe is not None and family.written_with_experts else family.written_as
     if name is None:
         raise UnsupportedModelError(f"GGUF files of the architecture {config.architecture!r} cannot be written")
     if config.activation != family.gguf_activation:
