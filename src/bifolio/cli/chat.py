@@ -120,6 +120,7 @@ class Progress:
         self._began = 0.0  # when the first piece came
         self._num_pieces = 0
         self._now = 0.0
+        self._held = 0  # tokens of the context; the last count stays when the request has left the engine
 
     def counted(self, write: Callable[[str], None]) -> Callable[[str], None]:
         import time
@@ -135,9 +136,9 @@ class Progress:
     def line(self) -> str:
         elapsed = self._now - self._began if self._num_pieces > 1 else 0.0
         speed = f"{(self._num_pieces - 1) / elapsed:.1f} tok/s" if elapsed else "-"
-        held = sum(len(r.prompt_token_ids) + len(r.sequences[0].output_token_ids)
-                   for r in self._llm.engine.requests.values())  # fmt: skip
-        return f"{speed} · context {held} of {self._llm.engine.config.max_model_len}"
+        self._held = max(self._held, sum(len(r.prompt_token_ids) + len(r.sequences[0].output_token_ids)
+                                         for r in self._llm.engine.requests.values()))  # fmt: skip
+        return f"{speed} · context {self._held} of {self._llm.engine.config.max_model_len}"
 
 
 def summary(request: Request, llm: LLM) -> str:
