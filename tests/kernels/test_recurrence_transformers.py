@@ -14,6 +14,7 @@ FAMILIES = (
 )  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", cpu_kernel_names())
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_layer_equals_transformers(family: str, name: str) -> None:

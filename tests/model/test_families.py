@@ -177,6 +177,7 @@ def compares_architectures(node: ast.AST) -> bool:
     return False
 
 
+@pytest.mark.full
 def test_no_other_code_compares_architectures() -> None:
     found = [
         f"{path}:{node.lineno}"
