@@ -65,8 +65,6 @@ function clearPicture(sentence) {
   delete $("blocks").dataset.held;
   delete $("blocks").dataset.cached;
   $("slots").replaceChildren();
-  const { num_states: states, num_held_states: live, num_checkpoints: checkpoints } = event.stats;
-  if (states) parts.push(`${live} of ${states} recurrent states in use, ${checkpoints} checkpoints`);
   $("blocks-summary").textContent = sentence;
   $("slots-summary").textContent = $("waiting").textContent = "";
 }
