@@ -112,6 +112,20 @@ def test_output_equals_that_of_one_engine(engines: Callable[..., Running], lengt
     server.close()
 
 
+def test_a_prompt_with_few_new_tokens_is_computed_here(engines: Callable[..., Running]) -> None:
+    """The second turn of a conversation whose first is cached: the other engine would compute all of it again."""
+    prefill, decode = engines(), engines()
+    server, address = served(prefill)
+    fetcher = BlockFetcher(decode.thread, decode.sizes, SECRET, threshold=20)
+    first = random_prompt(40, vocab_size=61)
+    longer = first + random_prompt(60, 3, 61)
+    decode.generate(first)
+    assert fetcher.fetch(address, longer[:50]).num_blocks == 0
+    assert fetcher.fetch(address, longer).num_blocks > 0
+    assert decode.generate(longer)[0] == engines().generate(longer)[0]
+    server.close()
+
+
 def test_a_second_turn_fetches_the_new_blocks_alone(engines: Callable[..., Running]) -> None:
     prefill, decode = engines(), engines()
     server, address = served(prefill)
