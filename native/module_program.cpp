@@ -154,6 +154,22 @@ Register record_join_latent(ProgramHolder& self, Register query, Register absorb
   return self.program.join_latent(query, absorbed, latent, norm.norm, rope);
 }
 
+Register record_join_columns(ProgramHolder& self, const std::vector<Register>& parts, const std::vector<int64_t>& starts,
+                             const std::vector<int64_t>& stops) {
+  self.require_open();
+  require(!parts.empty() && starts.size() == parts.size() && stops.size() == parts.size(), "parts, starts and stops have ", parts.size(),
+          ", ", starts.size(), " and ", stops.size(), " elements and must have the same number, at least 1");
+  std::vector<Program::Columns> columns;
+  for (size_t i = 0; i < parts.size(); ++i) {
+    self.require_register("a part", parts[i]);
+    self.require_tokens("a part", parts[i]);
+    require_between("a start", starts[i], 0, self.program.width(parts[i]) - 1);
+    require_between("a stop", stops[i], starts[i] + 1, self.program.width(parts[i]));
+    columns.push_back({parts[i], starts[i], stops[i]});
+  }
+  return self.program.join_columns(columns);
+}
+
 Register record_gate(ProgramHolder& self, Register x, Register logits) {
   self.require_open();
   self.require_register("x", x);
@@ -314,6 +330,7 @@ void bind_program(nb::module_& m) {
       .def("all_reduce", &record_all_reduce, "x"_a, "ranks"_a)
       .def("head_linear", &record_head_linear, "x"_a, "heads"_a, "start"_a)
       .def("join_latent", &record_join_latent, "query"_a, "absorbed"_a, "latent"_a, "norm"_a, "rope"_a)
+      .def("join_columns", &record_join_columns, "parts"_a, "starts"_a, "stops"_a)
       .def("gate", &record_gate, "x"_a, "logits"_a)
       .def("route", &record_route, "logits"_a, "router"_a)
       .def("mix_experts", &record_mix_experts, "x"_a, "routing"_a, "experts"_a)

@@ -53,6 +53,12 @@ void take(Member& m, Rows x, const int32_t* rows, Rows out) {
   });
 }
 
+void copy_columns(Member& m, Rows x, int64_t start, int64_t count, Rows out, int64_t target) {
+  each_row(m, out.count, count, [&](int64_t row) {
+    std::memcpy(out.row(row) + target, x.row(row) + start, size_t(count) * sizeof(float));
+  });
+}
+
 void softcap(Member& m, Rows x, float cap) {
   each_row(m, x.count, x.width, [&](int64_t row) { kernels().softcap_row(x.row(row), x.width, cap); });
 }

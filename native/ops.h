@@ -96,6 +96,8 @@ void add_norm(Member& m, Rows x, Rows delta, const NormWeights& weights, Rows su
 void act(Member& m, Rows x, Activation activation, Rows out);
 void act_mul(Member& m, Rows x, Activation activation, Rows out);
 void take(Member& m, Rows x, const int32_t* rows, Rows out);  // rows may be null: all
+// Copies `count` columns of x from `start` on to the columns of out from `target` on.
+void copy_columns(Member& m, Rows x, int64_t start, int64_t count, Rows out, int64_t target);
 void linear(Member& m, Rows x, const LinearWeights& weights, Rows out, Workspace& workspace);
 
 // out = last (act(gate x) * (up x)), where `pair` is gate and up one after the other: the same as linear, act_mul and linear.

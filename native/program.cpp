@@ -131,6 +131,24 @@ Program::Register Program::join_latent(Register query, Register absorbed, Regist
   return out;
 }
 
+Program::Register Program::join_columns(const std::vector<Columns>& parts) {
+  int64_t sum = 0;
+  std::vector<Register> reads;
+  for (const Columns& part : parts) {
+    sum += part.stop - part.start;
+    reads.push_back(part.x);
+  }
+  const Register out = like(parts[0].x, sum);
+  record("join_columns", reads, {out}, [=, this](Member& m, const Step& step) {
+    int64_t target = 0;
+    for (const Columns& part : parts) {
+      copy_columns(m, rows(part.x, step), part.start, part.stop - part.start, rows(out, step), target);
+      target += part.stop - part.start;
+    }
+  });
+  return out;
+}
+
 Program::Register Program::gate(Register x, Register logits) {
   const Register out = like(x, width(x));
   record("gate", {x, logits}, {out}, [=, this](Member& m, const Step& step) {

@@ -49,6 +49,11 @@ class Program {
   Register act_mul(Register x, Activation activation);
   Register head_linear(Register x, const std::vector<const LinearWeights*>& heads, int64_t start);
   Register join_latent(Register query, Register absorbed, Register latent, const NormWeights& norm, int64_t rope);
+  struct Columns {  // [start, stop) of a register
+    Register x;
+    int64_t start, stop;
+  };
+  Register join_columns(const std::vector<Columns>& parts);  // the columns side by side; at least one part
   Register gate(Register x, Register logits);
   Register route(Register logits, const RouterConstants& router);  // rows of experts and weights: see route
   Register mix_experts(Register x, Register routing, const ExpertWeights& experts);

@@ -95,6 +95,7 @@ def transformers_config(architecture: str, overrides: dict[str, Any]) -> Any:
         "gemma3": (tf.Gemma3TextConfig, {"head_dim": 24, "sliding_window": WINDOW, "query_pre_attn_scalar": 20,
                                          "layer_types": ("sliding_attention", "full_attention")}),
         "phi3": (tf.Phi3Config, {}),
+        "olmo2": (tf.Olmo2Config, {}),
         "lfm2": (tf.Lfm2Config, {"layer_types": ("conv", "full_attention"), "block_auto_adjust_ff_dim": False}),
     }  # fmt: skip
     make, extra = {**kinds, **moe_kinds()}[architecture]

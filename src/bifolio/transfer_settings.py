@@ -25,6 +25,22 @@ class Address(NamedTuple):
         return cls(host.strip("[]"), int(port))
 
 
+class BlockSource(NamedTuple):
+    """Where a prefill engine serves its blocks, and the secret that it asks for; written SECRET@HOST:PORT."""
+
+    address: Address
+    secret: str
+
+    def __str__(self) -> str:
+        host, port = self.address
+        return f"{self.secret}@[{host}]:{port}" if ":" in host else f"{self.secret}@{host}:{port}"
+
+    @classmethod
+    def parse(cls, text: str) -> BlockSource:
+        secret, _, address = text.partition("@")
+        return cls(Address.parse(address), secret)
+
+
 @dataclass(frozen=True, slots=True)
 class TransferSettings:
     """The options of `bifolio serve` for prefill and decode on separate engines."""
@@ -35,11 +51,12 @@ class TransferSettings:
     prefill_addresses: tuple[str, ...] = ()  # of a decode engine: HTTP addresses of prefill servers
     secret: str = ""
     threshold: int = 64  # tokens of the shortest prompt that is computed elsewhere
+    is_routed: bool = False  # of a decode engine: the front end names a `BlockSource` with each request, no client does
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:
             raise ConfigError(f"--role is one of {', '.join(ROLES)}, not {self.role!r}")
-        if self.role == "decode" and not self.prefill_addresses:
+        if self.role == "decode" and not self.prefill_addresses and not self.is_routed:
             raise ConfigError(
                 "--role decode needs the HTTP address of a prefill server: pass --prefill-address HOST:PORT"
             )

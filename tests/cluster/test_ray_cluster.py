@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from functools import cache
@@ -16,24 +15,18 @@ from typing import Any
 import openai
 import psutil
 import pytest
+from cluster_load import NUM_TOKENS, Load, client_of, replica_processes, texts_of_one_engine
 from serving import ENGINE, model_folder
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None or find_spec("zmq") is None, reason="needs the extra cluster")
 PORT = 18_211
-ENGINES = "ray::ServeReplica:bifolio:engines"
-NUM_TOKENS = 120
 SIZES: Any = {"model_name": "tiny", "replicas": 2, "num_cpus": 3, "front_end_cpus": 1}  # one engine for each node
 PROMPTS = ["Once upon a time", "The fox", "A long way", "In the morning", "Some words", "Two birds"]
 
 
 @cache
 def expected() -> dict[str, str]:
-    """The text of every prompt, from the offline API."""
-    from bifolio import LLM, SamplingParams
-
-    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
-    outputs = LLM(model_folder(), **ENGINE).generate(PROMPTS, params, use_tqdm=False)
-    return {prompt: output.outputs[0].text for prompt, output in zip(PROMPTS, outputs, strict=True)}
+    return texts_of_one_engine(PROMPTS, ENGINE)
 
 
 @pytest.fixture(scope="module")
@@ -62,67 +55,15 @@ def cluster() -> Iterator[Any]:
 
 
 def client() -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"http://127.0.0.1:{PORT}/v1", api_key="none", max_retries=0, timeout=60)
+    return client_of(PORT)
 
 
 def engine_processes() -> list[psutil.Process]:
-    running = psutil.process_iter(["cmdline"])
-    return [process for process in running if " ".join(process.info["cmdline"] or []).startswith(ENGINES)]
+    return replica_processes("engines")
 
 
-class Load:
-    """Clients that stream all prompts again and again and check every piece of text."""
-
-    def __init__(self) -> None:
-        self.whole, self.retryable, self.wrong = 0, 0, []  # type: ignore[var-annotated]
-        self._stopped = threading.Event()
-        self._threads = [threading.Thread(target=self._run, args=(index,)) for index in range(4)]
-
-    def __enter__(self) -> Load:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stopped.set()
-        for thread in self._threads:
-            thread.join(90)
-        assert not any(thread.is_alive() for thread in self._threads)
-
-    def _run(self, index: int) -> None:
-        number = index
-        while not self._stopped.is_set():
-            prompt = PROMPTS[number % len(PROMPTS)]
-            number += 1
-            text = ""
-            body: dict[str, Any] = {"max_tokens": NUM_TOKENS, "temperature": 0.0, "extra_body": {"ignore_eos": True}}
-            try:
-                for chunk in client().completions.create(model="tiny", prompt=prompt, stream=True, **body):
-                    text += chunk.choices[0].text
-            except openai.APIStatusError as error:
-                self._failed(error.status_code == 503, error)
-            except openai.APIError as error:  # an error event in the stream, or a closed connection
-                self._failed(error.code == "engine_unavailable", error)
-            else:
-                if text == expected()[prompt]:
-                    self.whole += 1
-                else:
-                    self.wrong.append((prompt, text))
-            if not expected()[prompt].startswith(text):
-                self.wrong.append((prompt, text))
-
-    def _failed(self, is_retryable: bool, error: Exception) -> None:
-        if is_retryable:
-            self.retryable += 1
-        else:
-            self.wrong.append(repr(error))
-
-    def wait_for(self, more: int, seconds: float = 60.0) -> None:
-        """Until so many more streams are complete."""
-        goal, end = self.whole + more, time.monotonic() + seconds
-        while self.whole < goal:
-            assert time.monotonic() < end, (self.whole, goal, self.retryable, self.wrong)
-            time.sleep(0.05)
+def load() -> Load:
+    return Load(PORT, expected())
 
 
 def wait_for_engines(count: int, seconds: float = 90.0) -> None:
@@ -174,28 +115,28 @@ def test_prefixes_find_their_replica(cluster: Any) -> None:
 @pytest.mark.slow
 def test_a_killed_replica_costs_its_streams_only(cluster: Any) -> None:
     wait_for_engines(2)
-    with Load() as load:
-        load.wait_for(4)
+    with load() as clients:
+        clients.wait_for(4)
         os.kill(engine_processes()[0].pid, signal.SIGKILL)
-        load.wait_for(8)
+        clients.wait_for(8)
         wait_for_engines(2)
-        load.wait_for(8)
-    assert not load.wrong
-    assert load.retryable <= 8
+        clients.wait_for(8)
+    assert not clients.wrong
+    assert clients.retryable <= 8
 
 
 @pytest.mark.slow
 def test_a_lost_node_costs_its_streams_only(cluster: Any) -> None:
     wait_for_engines(2)
-    with Load() as load:
-        load.wait_for(4)
+    with load() as clients:
+        clients.wait_for(4)
         (worker,) = cluster.worker_nodes
         cluster.remove_node(worker, allow_graceful=False)
-        load.wait_for(8)
+        clients.wait_for(8)
         cluster.add_node(num_cpus=3, object_store_memory=80 << 20)
         wait_for_engines(2)
-        load.wait_for(8)
-    assert not load.wrong
+        clients.wait_for(8)
+    assert not clients.wrong
 
 
 @pytest.mark.slow
@@ -208,13 +149,13 @@ def test_an_update_replaces_replicas_without_a_failed_request(cluster: Any) -> N
     before = {process.pid for process in engine_processes()}
     engine = {**ENGINE, "num_blocks": 256}
     settings = ClusterSettings(model=str(model_folder()), **SIZES, engine=engine)
-    with Load() as load:
-        load.wait_for(2)
+    with load() as clients:
+        clients.wait_for(2)
         run.deploy(settings, "127.0.0.1", PORT, proxies="HeadOnly")  # the nodes share one address here
         wait_for_engines(2)
-        load.wait_for(4)
-    assert not load.wrong
-    assert load.retryable == 0
+        clients.wait_for(4)
+    assert not clients.wrong
+    assert clients.retryable == 0
     assert not before & {process.pid for process in engine_processes()}
 
 
@@ -233,5 +174,14 @@ def test_the_application_is_built_from_settings() -> None:
     scaled = build({"max_replicas": 5})._bound_deployment.init_args[0]._bound_deployment
     policy = scaled._deployment_config.autoscaling_config.policy.get_policy()
     assert policy.__name__ == "by_waiting_requests"
+    phases = build({"replicas": 3, "prefill_replicas": 2, "prefill_threshold": 100, "engine": {"threads": 2}})
+    front_end = phases._bound_deployment
+    decode, prefill = (front_end.init_args[index]._bound_deployment for index in (0, 2))
+    assert (decode.num_replicas, prefill.num_replicas) == (3, 2)
+    assert (decode.name, prefill.name) == ("engines", "prefill-engines")
+    assert decode.init_kwargs == {"role": "decode", "prefill_threshold": 100}
+    assert prefill.init_kwargs == {"role": "prefill"}
+    assert decode.init_args[0]["threads"] == prefill.init_args[0]["threads"] == 2
+    assert front_end.init_args[1]["prefill_threshold"] == 100
     with pytest.raises(ConfigError, match="did you mean 'replicas'"):
         settings_of({"replica": 2})

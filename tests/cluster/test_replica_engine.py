@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from bifolio.api import messages as m
-from bifolio.cluster import replica_engine
+from bifolio.cluster import replica_reports
 from bifolio.cluster.prefix_router import PrefixRouter
 from bifolio.cluster.replica_engine import ReplicaEngine
 from bifolio.errors import EngineFaultError, FaultKind
@@ -106,7 +106,7 @@ async def read(engine: ReplicaEngine, prompt: list[int]) -> int:
 
 
 def test_slots_and_counters_are_those_of_all_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica_engine, "REPORT_SECONDS", 0.02)
+    monkeypatch.setattr(replica_reports, "REPORT_SECONDS", 0.02)
 
     async def script(request: m.Start, replica: str) -> AsyncIterator[Any]:
         yield tokens(request, 3, False)

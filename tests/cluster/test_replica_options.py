@@ -14,9 +14,10 @@ from cli_runner import CliRunner
 
 @pytest.mark.parametrize("option", [["--role", "prefill"], ["--kv-events", "tcp://127.0.0.1:5557"]])
 def test_options_that_do_not_go_with_replicas_are_refused(option: list[str], tmp_path: Path) -> None:
-    done = CliRunner().invoke(build_app(["serve"]), ["serve", "--replicas", "2", *option])
-    assert isinstance(done.exception, ConfigError)
-    assert "--replicas" in str(done.exception)
+    for replicas in (["--replicas", "2"], ["--prefill-replicas", "1"]):
+        done = CliRunner().invoke(build_app(["serve"]), ["serve", *replicas, *option])
+        assert isinstance(done.exception, ConfigError)
+        assert "--replicas" in str(done.exception)
 
 
 @pytest.mark.parametrize("command", [["serve", "--replicas", "2"], ["cluster", "status"], ["cluster", "deploy"]])

@@ -6,13 +6,14 @@ import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from bifolio.engine.transfer import prefill_engines
 from bifolio.engine.transfer.decode import Fetched
-from bifolio.engine.transfer.prefill_engines import PrefillEngines
+from bifolio.engine.transfer.prefill_engines import PrefillEngines, RoutedPrefillEngines
 from bifolio.errors import ConfigError
 from bifolio.transfer_settings import Address, TransferSettings
 
@@ -51,17 +52,19 @@ class Fetches:
 
     def __init__(self) -> None:
         self.addresses: list[Address] = []
-        self.is_whole = True
+        self.secrets: list[str | None] = []
+        self.is_whole, self.num_blocks = True, 3
 
-    def fetch(self, address: Address, token_ids: Any, salt: bytes) -> Fetched:
+    def fetch(self, address: Address, token_ids: Any, salt: bytes, secret: str | None = None) -> Fetched:
         self.addresses.append(address)
-        return Fetched(3, self.is_whole)
+        self.secrets.append(secret)
+        return Fetched(self.num_blocks, self.is_whole)
 
 
 @pytest.fixture
 def fetches(monkeypatch: pytest.MonkeyPatch) -> Fetches:
     made = Fetches()
-    monkeypatch.setattr(prefill_engines, "BlockFetcher", lambda calls, sizes, secret: made)
+    monkeypatch.setattr(prefill_engines, "BlockFetcher", lambda calls, sizes, secret="", threshold=1: made)
     return made
 
 
@@ -110,6 +113,26 @@ def test_a_server_is_asked_again_after_a_failed_transfer(servers: list[str], fet
 def test_a_server_that_says_something_else_is_left_out(servers: list[str], fetches: Fetches, answer: Any) -> None:
     Info.answers[int(servers[0].rpartition(":")[2])] = answer
     assert engines(servers[:1]).fetch([1] * 99, b"") == 0
+
+
+def test_a_front_end_names_the_engine_of_each_request(fetches: Fetches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that sent nothing is left out for a while; one that sent a part is not."""
+    now = [0.0]
+    monkeypatch.setattr(prefill_engines, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    nothing: Any = None
+    routed = RoutedPrefillEngines(nothing, nothing, TransferSettings("decode", is_routed=True))
+    assert routed.fetch([1] * 99, b"", "secret@10.0.0.1:7001") == 3
+    fetches.is_whole = False
+    assert routed.fetch([1] * 99, b"", "other@10.0.0.2:7002") == 3
+    fetches.num_blocks = 0
+    for _ in range(3):
+        routed.fetch([1] * 99, b"", "other@10.0.0.2:7002")
+    now[0] = 5.1
+    routed.fetch([1] * 99, b"", "other@10.0.0.2:7002")
+    assert [address.port for address in fetches.addresses] == [7001, 7002, 7002, 7002]
+    assert fetches.secrets == ["secret", "other", "other", "other"]
+    assert routed.fetch([1] * 99, b"") == 0
+    assert len(fetches.addresses) == 4
 
 
 def test_settings() -> None:

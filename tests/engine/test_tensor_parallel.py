@@ -32,7 +32,12 @@ NGRAM = SpeculativeConfig("ngram", ngram_min=1, adaptive=False)
 
 @cache
 def model_of(name: str) -> Path:
-    if name in ("qwen3moe", "gptoss", "deepseek2"):  # experts; experts with biases, and attention sinks; latents
+    if name == "deepseek2 with plain queries":
+        return tiny_model("deepseek2", vocab_size=61, q_lora_rank=None)[1]
+    if name == "olmo2 with one kv head":
+        return tiny_model("olmo2", vocab_size=61, num_key_value_heads=1)[1]
+    # experts; experts with biases, and attention sinks; latents; norms over all heads; those with experts
+    if name in ("qwen3moe", "gptoss", "deepseek2", "olmo2", "olmoe", "lfm2"):
         return tiny_model(name, vocab_size=61)[1]
     if name == "qwen3":  # per-head norms, and heads of another width than hidden_size / num_heads
         return tiny_model("qwen3", vocab_size=61)[1]
@@ -94,14 +99,18 @@ def expected(name: str, kernels: str) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "qwen3", "phi3", "one kv head", "three kv heads", "q4_k_m", "q8_0", "qwen3moe", "gptoss"]
-)
+    "name",
+    [
+        "llama", "qwen3", "phi3", "one kv head", "three kv heads", "q4_k_m", "q8_0", "qwen3moe", "gptoss",
+        "deepseek2", "deepseek2 with plain queries", "olmo2", "olmo2 with one kv head", "olmoe",
+    ],
+)  # fmt: skip
 def test_two_ranks_give_the_bits_of_one(name: str) -> None:
     with make_llm(name, 2, kernels="native") as llm:
         assert workload(llm) == expected(name, "native")
 
 
-@pytest.mark.parametrize("name", ["llama", "q4_k_m"])
+@pytest.mark.parametrize("name", ["llama", "q4_k_m", "deepseek2", "olmo2"])
 def test_four_ranks_give_the_bits_of_one(name: str) -> None:
     with make_llm(name, 4, kernels="native") as llm:
         assert workload(llm) == expected(name, "native")
@@ -123,7 +132,7 @@ def tokens_of(found: list[Any]) -> list[Any]:
     return [[each[0] for output in part for each in output] for part in (found[0], found[2], found[3])]
 
 
-@pytest.mark.parametrize("name", ["llama", "q8_0", "qwen3moe"])
+@pytest.mark.parametrize("name", ["llama", "q8_0", "qwen3moe", "deepseek2", "olmo2"])
 def test_added_parts_give_nearly_the_same_logprobs(name: str) -> None:
     """Without `deterministic` the ranks add their parts of a sum, in another order than one process."""
     greedy = SamplingParams(max_tokens=8, temperature=0.0, logprobs=0, ignore_eos=True)
@@ -242,8 +251,8 @@ def wait_for_end(pids: list[int]) -> None:
 def test_sizes_that_cannot_work_are_refused() -> None:
     with pytest.raises(ConfigError, match="use one of 1, 2, 4"):
         make_llm("llama", 3)
-    with pytest.raises(ConfigError, match="share the cached latents"):
-        make_llm("deepseek2", 2)
+    with pytest.raises(ConfigError, match="recurrent layers"):
+        make_llm("lfm2", 2)
     with pytest.raises(ConfigError, match="from 1 to"):
         make_llm("llama", 0)
     with pytest.raises(ConfigError, match="blocks"):

@@ -3,73 +3,33 @@
 from __future__ import annotations
 
 import socket
-import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from running_engine import Running
 
-from bifolio import LLM, SamplingParams
-from bifolio.engine.thread import EngineThread
+from bifolio import LLM
 from bifolio.engine.transfer import prefill as prefill_side
 from bifolio.engine.transfer import wire
-from bifolio.engine.transfer.blocks import Sizes, read_blocks
+from bifolio.engine.transfer.blocks import read_blocks
 from bifolio.engine.transfer.decode import BlockFetcher
 from bifolio.engine.transfer.prefill import PrefillServer
 from bifolio.errors import CacheError, ConfigError, TransferError
-from bifolio.sequence import StepResult
 from bifolio.transfer_settings import Address
 from helpers import kv_storage, random_prompt, tiny_folder
 
 pytestmark = pytest.mark.full
 BLOCK = 4
-PARAMS = SamplingParams(max_tokens=8, temperature=0.8, seed=2, logprobs=2, ignore_eos=True)
 SECRET = "between engines"
 
 
 @cache
 def folder(seed: int = 0) -> Path:
     return tiny_folder(seed=seed)
-
-
-@dataclass
-class Running:
-    """An engine on its own thread."""
-
-    llm: LLM
-    thread: EngineThread = field(init=False)
-    finished: dict[str, threading.Event] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.thread = EngineThread(self.llm.engine, self._results)
-        self.thread.start()
-
-    @property
-    def sizes(self) -> Sizes:
-        return Sizes.of(self.llm.engine)
-
-    def _results(self, results: list[StepResult]) -> None:
-        for result in results:
-            if result.finished and result.request_id in self.finished:
-                self.finished[result.request_id].set()
-
-    def generate(self, prompt: list[int], salt: bytes = b"", params: SamplingParams = PARAMS) -> tuple[Any, int]:
-        """Tokens and logprobs, and how many tokens of the prompt were cached."""
-        name = f"request-{len(self.finished)}"
-        self.finished[name] = threading.Event()
-        request = self.thread.call(lambda engine: engine.add_request(name, prompt, params, salt=salt)).result()
-        assert self.finished[name].wait(60)
-        sequence = request.sequences[0]
-        scores = [(entry.logprob, tuple(entry.top)) for entry in sequence.logprobs]
-        return (sequence.output_token_ids, scores), request.metrics.num_cached_tokens
-
-    def stop(self) -> None:
-        self.thread.stop(10)
-        assert self.llm.engine.blocks.num_used_blocks == 0  # no table of a transfer is left
 
 
 def running(**options: Any) -> Running:
@@ -109,6 +69,20 @@ def test_output_equals_that_of_one_engine(engines: Callable[..., Running], lengt
     found, num_cached = decode.generate(prompt)
     assert found == expected
     assert num_cached == (length - 1) // BLOCK * BLOCK  # only the last tokens were computed here
+    server.close()
+
+
+def test_a_prompt_with_few_new_tokens_is_computed_here(engines: Callable[..., Running]) -> None:
+    """The second turn of a conversation whose first is cached: the other engine would compute all of it again."""
+    prefill, decode = engines(), engines()
+    server, address = served(prefill)
+    fetcher = BlockFetcher(decode.thread, decode.sizes, SECRET, threshold=20)
+    first = random_prompt(40, vocab_size=61)
+    longer = first + random_prompt(60, 3, 61)
+    decode.generate(first)
+    assert fetcher.fetch(address, longer[:50]).num_blocks == 0
+    assert fetcher.fetch(address, longer).num_blocks > 0
+    assert decode.generate(longer)[0] == engines().generate(longer)[0]
     server.close()
 
 

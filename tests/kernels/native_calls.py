@@ -341,6 +341,10 @@ VALID: dict[str, Callable[[], Arguments]] = {
     "Program.act_mul": lambda: recording(x="x", activation=1),
     "Program.all_gather": lambda: recording(x="x", ranks=ranks(), widths=[WIDTH]),
     "Program.all_reduce": lambda: recording(x="x", ranks=ranks()),
+    "Program.join_columns": lambda: (
+        own := recording(x="x"),
+        {"self": own["self"], "parts": [own["x"], own["x"]], "starts": [0, 8], "stops": [4, WIDTH]},
+    )[1],
     "Program.gate": gated,
     "Program.route": lambda: {"self": (own := routed())["self"], "logits": own["routing"] - 1, "router": router()},
     "Program.mix_experts": routed,

@@ -84,6 +84,17 @@ RECORDING = [
         ("another width", {"widths": [63]}, "x is 64 wide and must be 63 wide"),
         ("no width", {"widths": [0]}, "a width is 0"),
     ),
+    *misuses(
+        "Program.join_columns",
+        ("an unknown register", {"parts": [99, X]}, NO_REGISTER),
+        ("logit rows", {"parts": [X, TAKEN]}, "must have one for each token"),
+        ("no parts", {"parts": [], "starts": [], "stops": []}, "at least 1"),
+        ("a missing start", {"starts": [0]}, "must have the same number"),
+        ("a negative start", {"starts": [-1, 8]}, "a start is -1"),
+        ("a start behind the end", {"starts": [0, 64]}, "a start is 64"),
+        ("a stop behind the end", {"stops": [4, 65]}, "a stop is 65"),
+        ("an empty part", {"stops": [0, 64]}, "a stop is 0"),
+    ),
     *misuses("Program.all_reduce", ("an unknown register", {"x": 99}, NO_REGISTER)),
     *misuses(
         "Program.take",

@@ -225,6 +225,12 @@ def logits(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
     return tuple(found)
 
 
+@case("join_columns")
+def join_columns(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    x, y = (activations(kernels, normal(rng, 5, width)) for width in (24, 17))
+    return (kernels.to_host(kernels.join_columns([(x, 3, 9), (y, 0, 17), (x, 20, 24), (x, 0, 1)])),)
+
+
 # -- ranks of tensor parallelism ---------------------------------------------------------------------------------------
 @case("ranks")
 @case("all_gather")

@@ -20,7 +20,9 @@ DEPLOY_EPILOG = """Examples:
 
   bifolio cluster deploy -m Qwen/Qwen3-8B --replicas 4 --num-gpus 1
 
-  bifolio cluster deploy -m ./model.gguf --replicas 1 --max-replicas 8 --num-cpus 8"""
+  bifolio cluster deploy -m ./model.gguf --replicas 1 --max-replicas 8 --num-cpus 8
+
+  bifolio cluster deploy -m Qwen/Qwen3-8B --prefill-replicas 2 --replicas 4 --num-gpus 1"""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,12 @@ class Replicas:
     min_replicas: Annotated[
         int, commands.option("--min-replicas", min=1, help="Fewest engines, with --max-replicas.")
     ] = 1
+    prefill_replicas: Annotated[
+        int, commands.option("--prefill-replicas", min=0, help="Engines that compute prompts; --replicas decode then.")
+    ] = 0
+    prefill_threshold: Annotated[
+        int, commands.option("--prefill-threshold", min=1, help="Shortest prompt that is computed there, in tokens.")
+    ] = 64
     front_ends: Annotated[int, commands.option("--front-ends", min=1, help="Processes that serve HTTP.")] = 1
     num_cpus: Annotated[float, commands.option("--num-cpus", min=0, help="CPUs of each engine.")] = 1.0
     num_gpus: Annotated[float, commands.option("--num-gpus", min=0, help="GPUs of each engine.")] = 0.0
@@ -60,6 +68,8 @@ class Replicas:
             replicas=self.replicas,
             max_replicas=self.max_replicas,
             min_replicas=self.min_replicas,
+            prefill_replicas=self.prefill_replicas,
+            prefill_threshold=self.prefill_threshold,
             front_ends=self.front_ends,
             num_cpus=self.num_cpus,
             num_gpus=self.num_gpus,
@@ -93,7 +103,9 @@ def deploy(
     settings = replicas.settings(model, plain_options(engine))
     run.connect(address)
     run.deploy(settings, host, port)
-    commands.echo(f"http://{host}:{port} serves from {settings.replicas} replicas")
+    count = settings.prefill_replicas
+    engines = f"{count} prefill and {settings.replicas} decode replicas" if count else f"{settings.replicas} replicas"
+    commands.echo(f"http://{host}:{port} serves from {engines}")
 
 
 def status(

@@ -87,6 +87,10 @@ class ServerOptions:
         int,
         commands.option("--replicas", min=1, help="Engines on this machine, behind Ray Serve when there are several."),
     ] = 1
+    prefill_replicas: Annotated[
+        int,
+        commands.option("--prefill-replicas", min=0, help="Further engines that compute prompts; --replicas decode."),
+    ] = 0
     metrics_compat: Annotated[
         str | None, commands.option("--metrics-compat", help="'vllm': metrics also under vLLM's names, for gateways.")
     ] = None
@@ -215,7 +219,7 @@ def serve(server: ServerOptions, engine: options.BatchEngine, model: options.Mod
         raise ConfigError(f"--log-level is one of {', '.join(LEVELS)}, not {server.log_level!r}")
     os.environ["BIFOLIO_LOG_LEVEL"] = server.log_level
     configure_logging(server.log_level, "front")
-    if server.replicas > 1:
+    if server.replicas > 1 or server.prefill_replicas:
         serve_replicas(server, engine, model)
         return
     engine_options = {"model": model, **engine.for_llm()}
@@ -235,12 +239,15 @@ def serve_replicas(server: ServerOptions, engine: options.BatchEngine, model: st
 
     settings = server.settings()
     if settings.tls_certificate or settings.kv_events or settings.engine_address or server.role != "both":
-        raise ConfigError("--replicas cannot be combined with --tls-cert, --kv-events, --engine or --role")
+        raise ConfigError(
+            "--replicas and --prefill-replicas cannot be combined with --tls-cert, --kv-events, --engine or --role"
+        )
     run = ray_module()
     values = plain_options(engine)
     if values.get("threads") is None:
-        values["threads"] = max((os.cpu_count() or 1) // server.replicas, 1)
-    cluster = Replicas(replicas=server.replicas, front_ends=server.front_ends or 1, name=server.name,
+        values["threads"] = max((os.cpu_count() or 1) // (server.replicas + server.prefill_replicas), 1)
+    cluster = Replicas(replicas=server.replicas, prefill_replicas=server.prefill_replicas,
+                       prefill_threshold=server.prefill_threshold, front_ends=server.front_ends or 1, name=server.name,
                        drain_timeout=server.drain_timeout, metrics_compat=settings.metrics_compat)  # fmt: skip
     wanted = replace(
         cluster.settings(model, values),

@@ -4,6 +4,11 @@
                                        FrontEnd ─────┴──────▶ EngineReplica ── socket pair ──▶ engine process
                                           ▲───── KV events (ZMQ) ────┘
 
+With `prefill_replicas` the phases run on separate engines: the engines of `replicas` decode, and fetch the blocks of
+prompts from engines that only prefill (`cluster.prefill_pool`).
+
+    FrontEnd ── router ──▶ EngineReplica, decode ◀── blocks (TCP, shared memory) ── EngineReplica, prefill
+
 `build` is the builder that a Serve config file names (`import_path: bifolio.cluster.application:build`).
 """
 
@@ -20,7 +25,9 @@ from bifolio.cluster.replica import EngineReplica
 from bifolio.errors import ConfigError, did_you_mean
 
 ENGINES = "engines"
-ENGINE_SETTINGS = ("replicas", "max_replicas", "min_replicas", "num_cpus", "num_gpus", "max_ongoing", "engine")
+PREFILL_ENGINES = "prefill-engines"
+ENGINE_SETTINGS = ("replicas", "max_replicas", "min_replicas", "num_cpus", "num_gpus", "max_ongoing", "engine",
+                   "prefill_replicas")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,8 @@ class ClusterSettings:
     replicas: int = 1  # engines; with `max_replicas` the number at the start
     max_replicas: int | None = None  # more than `replicas`: autoscaling on waiting requests
     min_replicas: int = 1  # with `max_replicas`
+    prefill_replicas: int = 0  # engines that compute prompts for the others; 0: every engine computes its own
+    prefill_threshold: int = 64  # tokens of the shortest prompt that they compute
     front_ends: int = 1
     num_cpus: float = 1.0  # of each engine
     num_gpus: float = 0.0
@@ -63,8 +72,9 @@ def settings_of(args: dict[str, Any]) -> ClusterSettings:
 class FrontEnd:
     """The HTTP application of one front end."""
 
-    def __init__(self, engines: Any, settings: dict[str, Any]) -> None:
+    def __init__(self, engines: Any, settings: dict[str, Any], prefill: Any = None) -> None:
         self._engines = engines
+        self._prefill = prefill
         self._settings = settings_of(settings)
         self._context: Any = None
 
@@ -72,7 +82,8 @@ class FrontEnd:
         """Called by Ray once, on the event loop of the replica."""
         from bifolio.cluster.front_end import make_front_end
 
-        self._context, app = await make_front_end(self._engines, self._settings, key_secret(self._settings.keys))
+        secret = key_secret(self._settings.keys)
+        self._context, app = await make_front_end(self._engines, self._settings, secret, self._prefill)
         return app
 
     def check_health(self) -> None:
@@ -85,20 +96,7 @@ def build(args: dict[str, Any]) -> Any:
 
     settings = settings_of(args)
     options = {**settings.engine, "model": str(settings.model or DEFAULT_MODEL)}
-    router = {
-        "request_router_class": "bifolio.cluster.ray_router.PrefixAffinityRouter",
-        "request_router_kwargs": {"request_tokens": settings.request_tokens},
-    }
-    engines = serve.deployment(EngineReplica).options(
-        name=ENGINES,
-        ray_actor_options={"num_cpus": settings.num_cpus, "num_gpus": settings.num_gpus},
-        max_ongoing_requests=settings.max_ongoing,
-        graceful_shutdown_timeout_s=settings.drain_seconds,
-        health_check_period_s=5.0,
-        logging_config=serve.schema.LoggingConfig(enable_access_log=False),  # calls of front ends, several a second
-        request_router_config=serve.config.RequestRouterConfig(**router),
-        **_number_of_replicas(settings),
-    )
+    engines = _engines(settings, ENGINES).options(**_number_of_replicas(settings))
     front_ends = serve.deployment(FrontEnd).options(
         name="front-ends",
         num_replicas=settings.front_ends,
@@ -106,7 +104,29 @@ def build(args: dict[str, Any]) -> Any:
         max_ongoing_requests=4096,
         graceful_shutdown_timeout_s=settings.drain_seconds,
     )
-    return front_ends.bind(engines.bind(options), _for_front_ends(settings))
+    if not settings.prefill_replicas:
+        return front_ends.bind(engines.bind(options), _for_front_ends(settings))
+    decoding = engines.bind(options, role="decode", prefill_threshold=settings.prefill_threshold)
+    prefill = _engines(settings, PREFILL_ENGINES).options(num_replicas=settings.prefill_replicas)
+    prefilling = prefill.bind({**options, "speculative": None}, role="prefill")
+    return front_ends.bind(decoding, _for_front_ends(settings), prefilling)
+
+
+def _engines(settings: ClusterSettings, name: str) -> Any:
+    """A deployment of engines, without the number of its replicas."""
+    router = {
+        "request_router_class": "bifolio.cluster.ray_router.PrefixAffinityRouter",
+        "request_router_kwargs": {"request_tokens": settings.request_tokens},
+    }
+    return serve.deployment(EngineReplica).options(
+        name=name,
+        ray_actor_options={"num_cpus": settings.num_cpus, "num_gpus": settings.num_gpus},
+        max_ongoing_requests=settings.max_ongoing,
+        graceful_shutdown_timeout_s=settings.drain_seconds,
+        health_check_period_s=5.0,
+        logging_config=serve.schema.LoggingConfig(enable_access_log=False),  # calls of front ends, several a second
+        request_router_config=serve.config.RequestRouterConfig(**router),
+    )
 
 
 def _for_front_ends(settings: ClusterSettings) -> dict[str, Any]:

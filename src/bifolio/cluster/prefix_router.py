@@ -84,6 +84,7 @@ class _Replica:
     waiting_blocks: int = 0  # of prompts that were routed here and have no output yet
     num_open: int = 0  # requests under way
     is_silent: bool = False
+    block_source: str = ""  # of a prefill engine: where it serves its blocks
 
 
 @dataclass(slots=True)
@@ -133,6 +134,19 @@ class PrefixRouter:
             found = self._replicas.get(replica)
             if found is not None:
                 found.is_silent = is_silent
+
+    def set_block_sources(self, sources: Mapping[str, str]) -> None:
+        """Where prefill engines serve their blocks, by replica."""
+        with self._lock:
+            for name, source in sources.items():
+                if name in self._replicas:
+                    self._replicas[name].block_source = source
+
+    def block_source(self, replica: str) -> str:
+        """Where a replica serves its blocks; empty if it serves none, is gone, or does not answer."""
+        with self._lock:
+            found = self._replicas.get(replica)
+            return "" if found is None or found.is_silent else found.block_source
 
     def stored(self, replica: str, hashes: Iterable[int]) -> None:
         self._change(replica, lambda cached: cached.add(hashes))

@@ -32,6 +32,8 @@ class PrefixAffinityRouter(RequestRouter):  # type: ignore[misc]
         """The replicas that exist now."""
         super().update_replicas(replicas)
         self._router.set_replicas(replica.replica_id.to_full_id_str() for replica in replicas)
+        sources = {r.replica_id.to_full_id_str(): r.replica_metadata.get("blocks", "") for r in replicas}
+        self._router.set_block_sources(sources)
         if self._follower is not None:
             found = {r.replica_id.to_full_id_str(): r.replica_metadata.get("kv_events") for r in replicas}
             self._follower.set_sources({name: (pair[0], pair[1]) for name, pair in found.items() if pair})

@@ -6,6 +6,7 @@ Arguments and results are msgpack frames (`api.messages`); Ray carries them betw
 from __future__ import annotations
 
 import logging
+import secrets
 import socket
 import time
 from collections.abc import AsyncIterator
@@ -16,6 +17,7 @@ import msgspec
 from bifolio.api import messages as m
 from bifolio.errors import EngineDeadError, EngineFaultError, FaultKind
 from bifolio.serve.supervisor import EngineProcess
+from bifolio.transfer_settings import Address, BlockSource, TransferSettings
 
 logger = logging.getLogger(__name__)
 UNHEALTHY_SECONDS = 60.0  # without a ready engine: Ray replaces the replica
@@ -26,23 +28,28 @@ _starts = msgspec.msgpack.Decoder(m.Start)
 class EngineReplica:
     """The deployment class of engines."""
 
-    async def __init__(self, options: dict[str, Any], step_timeout: float = 300.0) -> None:  # type: ignore[misc]
+    async def __init__(  # type: ignore[misc]
+        self, options: dict[str, Any], step_timeout: float = 300.0, role: str = "both", prefill_threshold: int = 64
+    ) -> None:
         from ray import serve
         from ray.util import get_node_ip_address
 
         address = get_node_ip_address()
         self._name = serve.get_replica_context().replica_id.to_full_id_str()
-        ports = free_ports(2)
+        ports = free_ports(3)
         settings = m.KvEventSettings(f"tcp://{address}:{ports[0]}", f"tcp://{address}:{ports[1]}")
         self._endpoints = [settings.endpoint, settings.replay_endpoint]
-        self._engine = EngineProcess(m.Launch(options, kv_events=settings), step_timeout=step_timeout)
+        self._blocks = BlockSource(Address(address, ports[2]), secrets.token_hex(16)) if role == "prefill" else None
+        transfer = transfer_of(role, self._blocks, prefill_threshold)
+        launch = m.Launch(options, kv_events=settings, transfer=transfer)
+        self._engine = EngineProcess(launch, step_timeout=step_timeout)
         self._last_ready = time.monotonic()
         await self._engine.start()
 
     # -- for Ray -----------------------------------------------------------------------------------------------------
     def record_replica_metadata(self) -> dict[str, Any]:
-        """The addresses of the KV events, for the routers; an engine that is restarted keeps them."""
-        return {"kv_events": self._endpoints}
+        """The addresses of KV events and blocks, for the routers; an engine that is restarted keeps them."""
+        return {"kv_events": self._endpoints, "blocks": "" if self._blocks is None else str(self._blocks)}
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """The numbers that `cluster.autoscaling` reads."""
@@ -109,6 +116,14 @@ class EngineReplica:
     def _is_meant(self, route: tuple[Any, ...]) -> bool:
         """Whether a call names this replica or none."""
         return not route or route[-1] in ("", self._name)
+
+
+def transfer_of(role: str, blocks: BlockSource | None, threshold: int) -> TransferSettings | None:
+    """The part of a replica in transfers of blocks; None: it computes prompts and decodes, and takes part in none."""
+    if blocks is not None:
+        (host, port), secret = blocks
+        return TransferSettings("prefill", host, port, secret=secret)
+    return TransferSettings(role, threshold=threshold, is_routed=True) if role == "decode" else None
 
 
 def free_ports(count: int) -> list[int]:

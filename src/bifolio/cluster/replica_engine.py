@@ -6,7 +6,6 @@ A replica that is lost costs its requests a `FaultKind.LOST`, as an engine proce
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 from array import array
@@ -18,15 +17,14 @@ import msgspec
 from bifolio.api import messages as m
 from bifolio.api.client import EngineState, Health, new_prefix
 from bifolio.api.update_stream import UpdateStream
+from bifolio.cluster.prefill_pool import PrefillPool
 from bifolio.cluster.prefix_router import PrefixRouter, prefix_hashes
+from bifolio.cluster.replica_reports import ReplicaReports, answer_of
 from bifolio.errors import EngineFaultError, FaultKind
 from bifolio.serve.conversations import Conversation, ConversationStore
-from bifolio.serve.engine_connection import COUNTERS, lost
+from bifolio.serve.engine_connection import lost
 
 logger = logging.getLogger(__name__)
-REPORT_SECONDS = 1.0  # between two reports of the replicas' counters
-REPORT_TIMEOUT = 5.0
-SILENT_SECONDS = 10.0  # without a report: the requests of the replica are lost
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(m.FromEngine)
 
@@ -34,9 +32,10 @@ _decoder = msgspec.msgpack.Decoder(m.FromEngine)
 class ReplicaEngine:
     """An engine client over the replicas of a deployment."""
 
-    def __init__(self, handle: Any, router: PrefixRouter) -> None:
+    def __init__(self, handle: Any, router: PrefixRouter, prefill: PrefillPool | None = None) -> None:
         self._handle = handle  # of the deployment of `EngineReplica`
         self._router = router
+        self._prefill = prefill  # engines that compute prompts for the replicas; None: each computes its own
         self._ids = itertools.count()
         self._prefix = new_prefix()
         self._first: m.Hello | None = None  # of any replica: all have the same sizes
@@ -45,12 +44,9 @@ class ReplicaEngine:
         self._replica_of: dict[str, str] = {}  # request -> replica that runs it
         self._num_embeddings = 0
         self._conversations = ConversationStore()
-        self._reports: dict[str, dict[str, float]] = {}  # replica -> its counters
-        self._base: dict[str, float] = {}  # counters of replicas that are gone
-        self._heard: dict[str, float] = {}  # replica -> when its last report came
+        self._reports = ReplicaReports(handle, router, self._lose)
         self._reporter: asyncio.Task[None] | None = None
         self._is_closed = False
-        self.num_restarts = 0  # replicas that are gone
 
     # -- life ----------------------------------------------------------------------------------------------------------
     async def start(self) -> m.Hello:
@@ -58,9 +54,11 @@ class ReplicaEngine:
         hello = _decoder.decode(await self._handle.describe.remote("", b"", ""))
         if not isinstance(hello, m.Hello):
             raise EngineFaultError(FaultKind.UNAVAILABLE, "no replica is ready: ask again in a moment")
+        if self._prefill is not None:
+            self._prefill.start(hello.block_size)
         self._first = hello
         self._router.block_size = hello.block_size
-        self._reporter = asyncio.create_task(self._collect_reports())
+        self._reporter = asyncio.create_task(self._reports.run())
         return hello
 
     async def close(self) -> None:
@@ -71,6 +69,8 @@ class ReplicaEngine:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self._prefill is not None:
+            await self._prefill.close()
 
     @property
     def hello(self) -> m.Hello | None:
@@ -96,46 +96,22 @@ class ReplicaEngine:
     @property
     def stats(self) -> dict[str, float]:
         """The sums over all replicas."""
-        sums: dict[str, float] = {}
-        for report in self._reports.values():
-            for name, value in report.items():
-                sums[name] = sums.get(name, 0.0) + value
-        if self._reports and "utilisation" in sums:
-            sums["utilisation"] /= len(self._reports)
-        return sums
+        return self._reports.stats
 
     def counter(self, name: str) -> float:
-        return self._base.get(name, 0.0) + sum(report.get(name, 0.0) for report in self._reports.values())
+        return self._reports.counter(name)
 
-    async def _collect_reports(self) -> None:
-        while True:
-            names = self._router.replicas
-            for gone in [name for name in self._reports if name not in names]:
-                self.num_restarts += 1
-                self._heard.pop(gone, None)
-                for name, value in self._reports.pop(gone).items():
-                    if name in COUNTERS:
-                        self._base[name] = self._base.get(name, 0.0) + value
-            await asyncio.gather(*(self._collect(name) for name in names))
-            await asyncio.sleep(REPORT_SECONDS + len(names) / 100)
+    @property
+    def num_restarts(self) -> int:
+        """Replicas that are gone."""
+        return self._reports.num_gone
 
-    async def _collect(self, replica: str) -> None:
-        """Ask a replica for its counters; one that stays silent loses its requests before Ray notices."""
-        now = asyncio.get_running_loop().time
-        heard = self._heard.setdefault(replica, now())
-        with contextlib.suppress(Exception):  # the replica is gone or busy: its last report stays
-            async with asyncio.timeout(REPORT_TIMEOUT):
-                beat = await self._ask(self._handle.report.remote("", b"", replica))
-            if isinstance(beat, m.Beat) and replica in self._router.replicas:
-                self._reports[replica] = beat.stats
-                self._heard[replica] = heard = now()
-        is_silent = now() - heard > SILENT_SECONDS
-        self._router.set_silent(replica, is_silent)
-        if is_silent:
-            for request_id in [known for known, where in self._replica_of.items() if where == replica]:
-                stream = self._streams.get(request_id)
-                if stream is not None:
-                    stream.fail(lost("the replica that ran the request does not answer: ask again"))
+    def _lose(self, replica: str) -> None:
+        """End the requests of a silent replica."""
+        for request_id in [known for known, where in self._replica_of.items() if where == replica]:
+            stream = self._streams.get(request_id)
+            if stream is not None:
+                stream.fail(lost("the replica that ran the request does not answer: ask again"))
 
     # -- requests ------------------------------------------------------------------------------------------------------
     def new_id(self) -> str:
@@ -156,6 +132,8 @@ class ReplicaEngine:
         block_size = 1 if self._first is None else self._first.block_size
         hashes = prefix_hashes(request.prompt_token_ids, request.salt, block_size)
         packed = array("Q", hashes).tobytes()
+        chosen = "" if self._prefill is None else self._prefill.choose(request, hashes)
+        request = msgspec.structs.replace(request, prefill_at=chosen)  # never an address that a client chose
         responses = self._handle.options(stream=True).generate.remote(_encoder.encode(request), request.id, packed, "")
         is_over = False
         try:
@@ -163,7 +141,7 @@ class ReplicaEngine:
                 if request.id not in self._replica_of:
                     self._replica_of[request.id] = body.decode()
                     continue
-                self._router.first_output(request.id)
+                self._prompt_is_computed(request.id)
                 is_over = self._take(_decoder.decode(body), stream)
             if not is_over:
                 stream.fail(lost("the replica ended the request before its end: ask again"))
@@ -174,10 +152,16 @@ class ReplicaEngine:
             logger.warning("a replica was lost: %r", error)
             stream.fail(lost("the replica that ran the request was lost: ask again"))
         finally:
+            self._prompt_is_computed(request.id)
             self._router.end(request.id)
             self._replica_of.pop(request.id, None)
             self._streams.pop(request.id, None)
             self._tasks.pop(request.id, None)
+
+    def _prompt_is_computed(self, request_id: str) -> None:
+        self._router.first_output(request_id)
+        if self._prefill is not None:
+            self._prefill.end(request_id)
 
     def _take(self, message: Any, stream: UpdateStream) -> bool:
         """Hand a message to the stream; True at the end of the request."""
@@ -205,7 +189,7 @@ class ReplicaEngine:
     async def embed(self, token_ids: list[int]) -> bytes:
         self._num_embeddings += 1
         try:
-            answer = await self._ask(self._handle.embed.remote(token_ids, "", b"", ""))
+            answer = await answer_of(self._handle.embed.remote(token_ids, "", b"", ""))
         finally:
             self._num_embeddings -= 1
         vector: bytes = answer.vector
@@ -213,7 +197,7 @@ class ReplicaEngine:
 
     async def snapshot(self) -> m.Picture:
         """Slots and blocks of one replica."""
-        picture: m.Picture = await self._ask(self._handle.snapshot.remote("", b"", ""))
+        picture: m.Picture = await answer_of(self._handle.snapshot.remote("", b"", ""))
         return picture
 
     def remember(self, name: str, owner: str, request_id: str, body: bytes) -> None:
@@ -228,18 +212,6 @@ class ReplicaEngine:
         if drops:
             self._conversations.drop(name)
         return m.Recalled("", entry.request_id, entry.body)
-
-    async def _ask(self, response: Any) -> Any:
-        try:
-            answer = _decoder.decode(await response)
-        except asyncio.CancelledError:
-            response.cancel()
-            raise
-        except Exception as error:
-            raise lost("the replica that ran the request was lost: ask again") from error
-        if isinstance(answer, m.Refused):
-            raise EngineFaultError(answer.kind, answer.message)
-        return answer
 
     def fail_all(self, error: Exception) -> None:
         for stream in set(self._streams.values()):

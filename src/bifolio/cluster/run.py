@@ -25,7 +25,7 @@ APPLICATION = "bifolio"
 @contextlib.contextmanager
 def local_ray(settings: ClusterSettings) -> Iterator[None]:
     """A Ray of this machine alone, with enough logical CPUs for the application."""
-    replicas = max(settings.replicas, settings.max_replicas or 0)
+    replicas = max(settings.replicas, settings.max_replicas or 0) + settings.prefill_replicas
     needed = math.ceil(replicas * settings.num_cpus + settings.front_ends * settings.front_end_cpus)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray.init(

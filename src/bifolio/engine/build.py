@@ -97,7 +97,8 @@ def build_engine(
 def shard_model(model: LoadedModel, kernels: KernelSet, rank: int, size: int, *, exact: bool) -> LoadedModel:
     """The model with one rank's part of its weights; on a device, of its embedding as well."""
     on_device = kernels.memory() is not None
-    return replace(model, weights=shard(model.weights, rank, size, exact=exact, spread_embedding=on_device))
+    part = shard(model.weights, rank, size, exact=exact, spread_embedding=on_device)
+    return replace(model, weights=part, weights_digest=model.digest() if rank == 0 else b"")
 
 
 def plan_rank(

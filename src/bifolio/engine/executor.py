@@ -52,12 +52,22 @@ class Pass(Enum):
 class Peers(BlockMover, Protocol):
     """The other ranks of tensor parallelism, which run every pass with this one (`engine.parallel`)."""
 
+    size: int  # ranks, this one included
+
     def run(self, kind: Pass, batch: Batch, work: Callable[[], Array]) -> Array:
         """Start the pass on all other ranks and run `work`, this rank's part; an error discards the pass on all."""
         ...
 
     def release_memory(self) -> None:
         """Return cached memory to the devices of the other ranks."""
+        ...
+
+    def read_blocks(self, block_ids: Sequence[int], part_bytes: Sequence[int]) -> list[np.ndarray]:
+        """u8[n, part bytes] of each other rank. `part_bytes`: of a block on every rank, this one included."""
+        ...
+
+    def write_blocks(self, block_ids: Sequence[int], parts: Sequence[np.ndarray]) -> None:
+        """Store u8[n, part bytes] on each other rank; `parts` has this rank's as well."""
         ...
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from bifolio.kernels.native.encode import SEARCHED_FORMATS, encoded, quickly_con
 from bifolio.kernels.native.formats import NATIVE_FORMATS, PACKINGS
 from bifolio.kernels.native.kernel_set import NativeKernels
 from bifolio.kernels.native.library import available_isas, isa, library, product_rate
-from bifolio.kernels.native.ranks import MAX_RANKS, SharedMemoryRanks, new_memory
+from bifolio.kernels.native.ranks import MAX_RANKS, SharedMemoryRanks, anonymous_file, new_memory
 
 CPU_KERNELS = NativeKernels.name
 CPU_FORMATS = NATIVE_FORMATS  # multiplied as they lie in a file, with the bits of a value in memory
@@ -26,6 +26,7 @@ __all__ = [
     "PACKINGS",
     "SEARCHED_FORMATS",
     "SharedMemoryRanks",
+    "anonymous_file",
     "available_isas",
     "encoded",
     "isa",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -53,6 +53,9 @@ class HostArrays:
 
     def all_reduce(self, x: Array) -> Array:
         return x if self.ranks is None else self.ranks.all_reduce(x)
+
+    def join_columns(self, parts: Sequence[tuple[Array, int, int]]) -> Array:
+        return np.concatenate([x[:, start:stop] for x, start, stop in parts], axis=1)
 
     def take(self, x: Array, rows: Array) -> Array:
         return x[rows]

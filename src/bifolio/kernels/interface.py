@@ -10,7 +10,7 @@ operations, so every kernel set runs the same network. A set without one of them
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
@@ -332,6 +332,10 @@ class KernelSet(PagedAttentionKernel, Protocol):
         latent    [t, latent + rope]           not normed yet
         result    [t, (heads + 2) * (rope + latent)]   queries, the key, and the value, which is the key
         """
+        ...
+
+    def join_columns(self, parts: Sequence[tuple[Array, int, int]]) -> Array:
+        """The columns [start, stop) of each (x, start, stop), side by side."""
         ...
 
     def act_mul(self, x: Array, activation: str) -> Array:

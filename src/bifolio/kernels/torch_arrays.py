@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -76,6 +76,9 @@ class TorchArrays:
             return np.asarray(pinned.numpy())
 
         return wait
+
+    def join_columns(self, parts: Sequence[tuple[Array, int, int]]) -> Array:
+        return torch.cat([x[:, start:stop] for x, start, stop in parts], dim=1)
 
     def take(self, x: Array, rows: Array) -> Array:
         return x[rows if isinstance(rows, torch.Tensor) else self.from_host(np.asarray(rows))]

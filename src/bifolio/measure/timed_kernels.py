@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -198,6 +198,9 @@ class TimedKernels:
 
     def join_latent(self, query: Array, absorbed: Array, latent: Array, norm: Norm, rope: int) -> Array:
         return self.clock.timed("attention", self.inner.join_latent, query, absorbed, latent, norm, rope)
+
+    def join_columns(self, parts: Sequence[tuple[Array, int, int]]) -> Array:
+        return self.clock.timed("attention", self.inner.join_columns, parts)
 
     def rope_and_write(
         self, qkv: Array, shape: AttentionShape, rotation: Rotation | None, batch: Batch, storage: Storage | None

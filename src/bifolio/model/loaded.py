@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from bifolio.config import ModelConfig
 from bifolio.errors import RequestError
 from bifolio.model.sampling_defaults import sampling_defaults
 from bifolio.model.weights import ModelWeights
+from bifolio.quant.tensor import QuantizedTensor
 from bifolio.text.tokenizer import Tokenizer
+
+SAMPLED_BYTES = 4096  # of each matrix, for its digest
 
 
 @dataclass(frozen=True)
@@ -50,3 +56,16 @@ class LoadedModel(TextModel):
     """A `TextModel` with its weights, as views of the mapped files in the formats of the files."""
 
     weights: ModelWeights = field(kw_only=True)
+    weights_digest: bytes = field(default=b"", kw_only=True)  # of the whole weights, where `weights` are changed
+
+    def digest(self) -> bytes:
+        """A digest of the first bytes of every matrix in the files."""
+        return self.weights_digest or digest_of(self.weights)
+
+
+def digest_of(weights: ModelWeights) -> bytes:
+    digest = blake2b(digest_size=16)
+    for matrix in weights.matrices():
+        if isinstance(matrix, QuantizedTensor):
+            digest.update(np.ascontiguousarray(matrix.data.reshape(-1)[:SAMPLED_BYTES]).tobytes())
+    return digest.digest()

@@ -1,7 +1,10 @@
 """The part of a model that one rank of tensor parallelism holds: rows or columns of its matrices.
 
     matrix       rank holds                          exchange
-    q, k, v      rows of its heads                   none; a kv head that several ranks need is on each
+    q, k, v      rows of its heads                   none; a kv head that several ranks need is on each; where one norm
+                                                     covers all heads, q, k and v of all ranks are gathered for it
+    latents      all rows, and those of its heads    none; the latents of a token are on each rank
+                 of the projections around them
     gate, up     rows of its columns of the MLP      none
     output, down rows, and the whole of each row     inputs and results are gathered      (exact)
                  columns, for its own inputs         results are added                    (not exact)
@@ -23,8 +26,8 @@ from dataclasses import replace
 
 from bifolio.config import ModelConfig
 from bifolio.errors import ConfigError
-from bifolio.kernels.interface import Array, Linear, Shards
-from bifolio.model.weights import LayerWeights, ModelWeights, MoeWeights
+from bifolio.kernels.interface import Array, AttentionShape, Linear, Shards
+from bifolio.model.weights import HeadNorms, LatentWeights, LayerWeights, ModelWeights, MoeWeights
 from bifolio.quant.tensor import QuantizedTensor
 
 Span = tuple[int, int]  # [start, stop)
@@ -37,10 +40,6 @@ def check_size(config: ModelConfig, size: int) -> None:
     def fits(count: int) -> bool:
         return count <= kv_heads or (count % kv_heads == 0 and heads % count == 0)
 
-    if config.qk_norm_all_heads and size > 1:
-        raise ConfigError("tensor_parallel_size must be 1: this model norms all heads of a token together")
-    if config.mla is not None and size > 1:
-        raise ConfigError("tensor_parallel_size must be 1: all heads of this model share the cached latents")
     if config.recurrent is not None and size > 1:
         raise ConfigError("tensor_parallel_size must be 1: the recurrent layers of this model are not shared")
     if not fits(size):
@@ -99,28 +98,69 @@ def shard(weights: ModelWeights, rank: int, size: int, *, exact: bool, spread_em
 
 
 def _shard_layer(layer: LayerWeights, config: ModelConfig, rank: int, size: int, exact: bool) -> LayerWeights:
-    dim = config.head_dim
     query_heads, kv_heads = head_spans(config, size)
-    by_heads = [(start * dim, stop * dim) for start, stop in query_heads]
-    first, last = (head * dim for head in kv_heads[rank])
-    before_keys, before_values = config.query_size, config.query_size + config.kv_size
-    qkv = [by_heads[rank], *((before + first, before + last) for before in (before_keys, before_values))]
-    sinks = layer.shape.sinks
+    sinks, is_wide = layer.shape.sinks, config.qk_norm_all_heads
     shape = replace(
         layer.shape,
         num_heads=_count(query_heads[rank]),
         num_kv_heads=_count(kv_heads[rank]),
         sinks=None if sinks is None else sinks[slice(*query_heads[rank])],
+        query_norm=None if is_wide else layer.shape.query_norm,
+        key_norm=None if is_wide else layer.shape.key_norm,
     )
     up, down = _shard_mlp(layer.up, layer.down, config.gated_mlp, rank, size, exact)
+    width = layer.output.in_features // config.num_heads  # of a head in the output of attention
+    by_heads = [(start * width, stop * width) for start, stop in query_heads]
     return replace(
         layer,
         shape=shape,
-        qkv=_rows(layer.qkv, qkv),
+        qkv=_rows(layer.qkv, _own_rows(config, query_heads[rank], kv_heads[rank])) if layer.qkv.parts else layer.qkv,
+        latent=None if layer.latent is None else _shard_latent(layer.latent, *query_heads[rank]),
+        norms=_shard_norms(layer.shape, config, rank, size) if is_wide else None,
         output=_joining(layer.output, by_heads, rank, exact),
         up=up,
         down=down,
         moe=None if layer.moe is None else _shard_experts(layer.moe, rank, size, exact),
+    )
+
+
+def _own_rows(config: ModelConfig, query_heads: Span, kv_heads: Span) -> list[Span]:
+    """The rows of a rank's heads in q, k and v."""
+    dim = config.head_dim
+    first, last = (head * dim for head in kv_heads)
+    before_keys, before_values = config.query_size, config.query_size + config.kv_size
+    queries = (query_heads[0] * dim, query_heads[1] * dim)
+    return [queries, *((before + first, before + last) for before in (before_keys, before_values))]
+
+
+def _shard_latent(latent: LatentWeights, start: int, stop: int) -> LatentWeights:
+    """The projections of the heads [start, stop); latents and compressed queries are computed on every rank."""
+    width = latent.query.out_features // len(latent.key_up.heads)
+    return replace(
+        latent,
+        query=_rows(latent.query, [(start * width, stop * width)]),
+        key_up=replace(latent.key_up, heads=latent.key_up.heads[start:stop]),
+        value_up=replace(latent.value_up, heads=latent.value_up.heads[start:stop]),
+    )
+
+
+def _shard_norms(shape: AttentionShape, config: ModelConfig, rank: int, size: int) -> HeadNorms | None:
+    """The norms over the heads of all ranks; a kv head that several ranks hold is taken from the first of them."""
+    if shape.query_norm is None or shape.key_norm is None:
+        return None
+    dim, (query_heads, kv_heads) = config.head_dim, head_spans(config, size)
+    counts = [_count(queries) + 2 * _count(keys) for queries, keys in zip(query_heads, kv_heads, strict=True)]
+    queries, keys, first = [], [], 0  # columns of the gathered rows
+    for number, (own, shared) in enumerate(zip(query_heads, kv_heads, strict=True)):
+        before_keys = first + _count(own) * dim
+        queries.append((first, before_keys))
+        if number == 0 or shared != kv_heads[number - 1]:
+            keys.append((before_keys, before_keys + _count(shared) * dim))
+        first += counts[number] * dim
+    own_queries, own_keys = ((start * dim, stop * dim) for start, stop in (query_heads[rank], kv_heads[rank]))
+    widths_of_ranks = tuple(count * dim for count in counts)
+    return HeadNorms(
+        shape.query_norm, shape.key_norm, widths_of_ranks, tuple(queries), tuple(keys), own_queries, own_keys
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bifolio.kernels.interface import Array, Batch, KernelSet, Linear, Rotation, Shards, Storage
-from bifolio.model.weights import LatentWeights, LayerWeights, ModelWeights, MoeWeights, RecurrentWeights
+from bifolio.model.weights import HeadNorms, LatentWeights, LayerWeights, ModelWeights, MoeWeights, RecurrentWeights
 
 
 def hidden_states(weights: ModelWeights, batch: Batch, kernels: KernelSet, storage: Storage | None) -> Array:
@@ -85,6 +85,8 @@ class PagedAttentionLayer:
         rotation = None if layer.rope is None else rotations[layer.rope]
         latent = layer.latent
         qkv = kernels.linear(x, layer.qkv) if latent is None else latent_qkv(latent, x, kernels)
+        if layer.norms is not None:
+            qkv = normed_heads(qkv, layer.norms, kernels)
         heads = kernels.rope_and_write(qkv, layer.shape, rotation, batch, storage)
         mixed = kernels.attend(heads, layer.shape, batch.segments, storage)
         if latent is not None:
@@ -92,6 +94,16 @@ class PagedAttentionLayer:
         if layer.gate is not None:
             mixed = kernels.gate(mixed, kernels.linear(x, layer.gate))
         return joined(mixed, layer.output, kernels)
+
+
+def normed_heads(qkv: Array, norms: HeadNorms, kernels: KernelSet) -> Array:
+    """This rank's q, k and v, with q and k normed over the heads of all ranks: each rank gathers all and norms them."""
+    rows = kernels.all_gather(qkv, norms.widths)
+    query = kernels.norm(kernels.join_columns([(rows, *span) for span in norms.queries]), norms.query)
+    key = kernels.norm(kernels.join_columns([(rows, *span) for span in norms.keys]), norms.key)
+    first = sum(stop - start for start, stop in (norms.own_queries, norms.own_keys))
+    values = (qkv, first, first + norms.own_keys[1] - norms.own_keys[0])
+    return kernels.join_columns([(query, *norms.own_queries), (key, *norms.own_keys), values])
 
 
 def latent_qkv(latent: LatentWeights, x: Array, kernels: KernelSet) -> Array:

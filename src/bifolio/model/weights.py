@@ -31,6 +31,7 @@ from bifolio.quant.tensor import QuantizedTensor
 OnLoad: TypeAlias = Callable[[int, int], None]  # (layers prepared, layers in all)
 
 __all__ = [
+    "HeadNorms",
     "LayerWeights",
     "Linear",
     "ModelWeights",
@@ -73,6 +74,22 @@ class LatentWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """Norms over the query heads and the key heads of all ranks of tensor parallelism, which hold some of them each.
+
+    Rows of q, k and v are gathered from all ranks. `queries` and `keys` are the columns of all heads in them, in order.
+    """
+
+    query: Norm  # of all query heads together
+    key: Norm
+    widths: tuple[int, ...]  # of each rank's q, k and v
+    queries: tuple[tuple[int, int], ...]  # [start, stop)
+    keys: tuple[tuple[int, int], ...]
+    own_queries: tuple[int, int]  # of this rank among those of all heads
+    own_keys: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
 class RecurrentWeights:
     """A recurrence between its two projections."""
 
@@ -99,6 +116,7 @@ class LayerWeights:
     latent: LatentWeights | None = None  # in place of `qkv`, which has no parts
     recurrent: RecurrentWeights | None = None
     gate: Linear | None = None  # [heads * head_dim, d]  its sigmoid multiplies the output of attention
+    norms: HeadNorms | None = None  # in place of those of `shape`, where ranks share the heads of one norm
 
     @property
     def has_attention(self) -> bool:
@@ -204,8 +222,12 @@ def prepare_layer(layer: LayerWeights, kernels: KernelSet) -> LayerWeights:
     def linear(value: Linear) -> Linear:
         return kernels.prepare_linear(value) if value.parts else value
 
+    norms = layer.norms
     return replace(
         layer,
+        norms=None
+        if norms is None
+        else replace(norms, query=kernels.prepare_norm(norms.query), key=kernels.prepare_norm(norms.key)),
         shape=replace(
             layer.shape,
             query_norm=norm(layer.shape.query_norm),

@@ -16,7 +16,7 @@ from bifolio.engine.engine import InferenceEngine
 from bifolio.engine.thread import EngineThread
 from bifolio.engine.transfer.blocks import Sizes
 from bifolio.engine.transfer.prefill import PrefillServer
-from bifolio.engine.transfer.prefill_engines import PrefillEngines
+from bifolio.engine.transfer.prefill_engines import PrefillEngines, RoutedPrefillEngines
 from bifolio.transfer_settings import TransferSettings
 
 logger = logging.getLogger(__name__)
@@ -29,13 +29,14 @@ class BlockTransfer:
     def __init__(self, thread: EngineThread, engine: InferenceEngine, settings: TransferSettings) -> None:
         sizes = Sizes.of(engine)
         self._server: PrefillServer | None = None
-        self._engines: PrefillEngines | None = None
+        self._engines: PrefillEngines | RoutedPrefillEngines | None = None
         self._waiting: set[str] = set()  # ids of requests whose blocks are being fetched
         self._lock = threading.Lock()
         if settings.role == "prefill":
             self._server = PrefillServer(thread, sizes, settings.host, settings.port, settings.secret)
         else:
-            self._engines = PrefillEngines(thread, sizes, settings)
+            kind = RoutedPrefillEngines if settings.is_routed else PrefillEngines
+            self._engines = kind(thread, sizes, settings)
             self._pool = ThreadPoolExecutor(MAX_FETCHES, thread_name_prefix="bifolio-fetch")
 
     @property

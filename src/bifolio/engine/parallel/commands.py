@@ -32,6 +32,8 @@ class Kind(IntEnum):
     RELEASE_MEMORY = 4
     SYNC = 5  # a pass failed: forget it and answer
     CLOSE = 6
+    READ_BLOCKS = 7  # copy blocks to shared memory and answer
+    WRITE_BLOCKS = 8  # store blocks from shared memory and answer
 
 
 class Command(NamedTuple):

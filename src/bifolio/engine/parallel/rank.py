@@ -1,4 +1,4 @@
-"""A rank beside rank 0: `python -m bifolio.engine.parallel.rank SOCKET MEMORY BYTES`, started by `RankTeam`.
+"""A rank beside rank 0: `python -m bifolio.engine.parallel.rank SOCKET MEMORY BYTES BLOCKS`, started by `RankTeam`.
 
 It loads its part of the weights and runs one command after the other. It ends when rank 0 closes its socket, so an
 engine that was killed leaves nothing behind.
@@ -21,6 +21,7 @@ from bifolio.engine.build import plan_rank, shard_model
 from bifolio.engine.executor import DecodeExecutor, ModelRunner, Pass, PrefillExecutor
 from bifolio.engine.fault.out_of_memory import is_out_of_memory
 from bifolio.engine.parallel.commands import Command, Kind, batch_of, read
+from bifolio.engine.parallel.shared_blocks import SharedBlocks
 from bifolio.engine.parallel.team import COMMAND, FAILED, FIRST_TAKEN, Connection
 from bifolio.errors import BifolioError
 from bifolio.kernels.cpu import SharedMemoryRanks
@@ -60,10 +61,18 @@ class Settings:
 class Rank:
     """The part of a model on this rank, and the loop over commands."""
 
-    def __init__(self, runner: ModelRunner, ranks: SharedMemoryRanks, connection: Connection, chunk_size: int) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        ranks: SharedMemoryRanks,
+        connection: Connection,
+        blocks: SharedBlocks,
+        chunk_size: int,
+    ) -> None:
         self._runner = runner
         self._ranks = ranks
         self._connection = connection
+        self._blocks = blocks
         self._prefill, self._decode = PrefillExecutor(runner, chunk_size), DecodeExecutor(runner)
         self._error: str | None = None  # of the pass that failed last
 
@@ -88,6 +97,9 @@ class Rank:
             self._connection.send({"kind": "synced", "error": self._error})
             self._error = None
             return
+        if command.kind in (Kind.READ_BLOCKS, Kind.WRITE_BLOCKS):
+            self._connection.send({"kind": "blocks", "error": self._share_blocks(command)})
+            return
         try:
             self._run(command)
         except Exception as error:
@@ -98,6 +110,20 @@ class Rank:
                 prefix = "out of memory: " if is_out_of_memory(error) or isinstance(error, MemoryError) else ""
                 self._error = f"{prefix}rank {self._ranks.rank}: {type(error).__name__}: {error}"
                 native.fault = FAILED
+
+    def _share_blocks(self, command: Command) -> str | None:
+        """Copy this rank's parts of blocks to or from shared memory; returns an error."""
+        storage, ids = self._runner.storage, command.arrays[0]
+        try:
+            places = self._blocks.places(command.numbers[0])[self._ranks.rank, :, : storage.layout.bytes_per_block]
+            for place, block_id in zip(places, [] if ids is None else ids.tolist(), strict=False):
+                if command.kind is Kind.READ_BLOCKS:
+                    place[:] = storage.read_block(block_id)
+                else:
+                    storage.write_block(block_id, place.copy())
+        except Exception as error:
+            return f"rank {self._ranks.rank}: {type(error).__name__}: {error}"
+        return None
 
     def _run(self, command: Command) -> None:
         runner = self._runner
@@ -117,7 +143,7 @@ class Rank:
                 runner.storage.poison_blocks(rows)
 
 
-def new_rank(settings: Settings, ranks: SharedMemoryRanks, connection: Connection) -> Rank | None:
+def new_rank(settings: Settings, ranks: SharedMemoryRanks, connection: Connection, blocks: SharedBlocks) -> Rank | None:
     """Load the rank's part, report the blocks that fit, and allocate as many as rank 0 says."""
     kernels = select_kernels(
         own_device(settings.device, settings.rank), name=settings.kernels, threads=settings.threads,
@@ -138,7 +164,7 @@ def new_rank(settings: Settings, ranks: SharedMemoryRanks, connection: Connectio
     cache = replace(config.cache, num_blocks=int(answer["num_blocks"]))
     runner = ModelRunner.new(model, cache, kernels)
     connection.send({"kind": "started"})
-    return Rank(runner, ranks, connection, config.chunk_size)
+    return Rank(runner, ranks, connection, blocks, config.chunk_size)
 
 
 def own_device(device: str, rank: int) -> str:
@@ -173,7 +199,7 @@ def main() -> None:
     settings = Settings(**received)
     ranks = SharedMemoryRanks(int(sys.argv[2]), settings.rank, settings.size, int(sys.argv[3]))
     try:
-        rank = new_rank(settings, ranks, connection)
+        rank = new_rank(settings, ranks, connection, SharedBlocks(int(sys.argv[4]), settings.size))
     except (BifolioError, MemoryError) as error:
         connection.send({"kind": "refused", "refused": str(error) or type(error).__name__})
         return

@@ -21,15 +21,18 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
+
+import numpy as np
 
 from bifolio.config import EngineConfig
 from bifolio.engine.executor import Pass
 from bifolio.engine.parallel.commands import Command, Kind, blocks_command, run_command, write
-from bifolio.errors import ConfigError, RankError, RankLostError
-from bifolio.kernels.cpu import MAX_RANKS, SharedMemoryRanks, new_memory
+from bifolio.engine.parallel.shared_blocks import BLOCKS, SharedBlocks
+from bifolio.errors import ConfigError, RankError, RankLostError, TransferError
+from bifolio.kernels.cpu import MAX_RANKS, SharedMemoryRanks, anonymous_file, new_memory
 from bifolio.kernels.interface import Array, Batch, KernelSet
 
 logger = logging.getLogger(__name__)
@@ -93,11 +96,13 @@ class RankTeam:
             self._store = new_store(size)
             settings = {**settings, "port": self._store.port}
         self._number = 0  # of the newest command
+        self._blocks = SharedBlocks(anonymous_file(), size)
         self._watch = Watch(self.ranks)
         self._lock = threading.Lock()
         try:
             for rank in range(1, size):
-                self._watch.add(rank, memory, command_bytes, {**settings, "rank": rank, "size": size})
+                files = (memory, command_bytes, self._blocks.fileno())
+                self._watch.add(rank, files, {**settings, "rank": rank, "size": size})
         finally:
             os.close(memory)
         self._finalizer = weakref.finalize(self, self._watch.close)
@@ -141,6 +146,36 @@ class RankTeam:
 
     def release_memory(self) -> None:
         self._send(Command(Kind.RELEASE_MEMORY))
+
+    # -- blocks of the cache, for other engines -------------------------------------------------------------------
+    def read_blocks(self, block_ids: Sequence[int], part_bytes: Sequence[int]) -> list[np.ndarray]:
+        """u8[n, part bytes] of each rank beside rank 0. `part_bytes`: of a block on every rank, rank 0 included."""
+        places = self._blocks.places(max(part_bytes), is_first=True)
+        found = [np.empty((len(block_ids), part_bytes[rank]), np.uint8) for rank in range(1, self.size)]
+        for first in range(0, len(block_ids), BLOCKS):
+            piece = block_ids[first : first + BLOCKS]
+            self._share_blocks(Kind.READ_BLOCKS, piece, max(part_bytes))
+            for rank, part in enumerate(found, start=1):
+                part[first : first + len(piece)] = places[rank, : len(piece), : part.shape[1]]
+        return found
+
+    def write_blocks(self, block_ids: Sequence[int], parts: Sequence[np.ndarray]) -> None:
+        """Store u8[n, part bytes] of every rank, that of rank 0 excepted, which stores its own."""
+        widest = max(part.shape[1] for part in parts)
+        places = self._blocks.places(widest, is_first=True)
+        for first in range(0, len(block_ids), BLOCKS):
+            piece = block_ids[first : first + BLOCKS]
+            for rank in range(1, self.size):
+                part = parts[rank][first : first + len(piece)]
+                places[rank, : len(piece), : part.shape[1]] = part
+            self._share_blocks(Kind.WRITE_BLOCKS, piece, widest)
+
+    def _share_blocks(self, kind: Kind, block_ids: Sequence[int], widest: int) -> None:
+        """Let every rank copy its parts of some blocks, and wait until all have."""
+        self._send(Command(kind, (widest,), (np.array(block_ids, np.int64),)))
+        errors = [str(answer["error"]) for answer in self._answers("blocks", SYNC_SECONDS) if answer["error"]]
+        if errors:
+            raise TransferError(f"blocks could not be copied on another rank: {errors[0]}")
 
     def close(self) -> None:
         """End the processes; they have nothing to save."""
@@ -209,14 +244,15 @@ class Watch:
         self._lost: str | None = None
         self._closing = False
 
-    def add(self, rank: int, memory: int, command_bytes: int, settings: dict[str, Any]) -> None:
-        """Start the process of a rank."""
+    def add(self, rank: int, files: tuple[int, int, int], settings: dict[str, Any]) -> None:
+        """Start the process of a rank. `files`: its shared memory, the bytes of commands in it, the shared blocks."""
         ours, theirs = socket.socketpair()
+        memory, command_bytes, blocks = files
         with theirs:
-            arguments = [str(theirs.fileno()), str(memory), str(command_bytes)]
+            arguments = [str(theirs.fileno()), str(memory), str(command_bytes), str(blocks)]
             self._processes[rank] = subprocess.Popen(
                 [sys.executable, "-m", "bifolio.engine.parallel.rank", *arguments],
-                pass_fds=(theirs.fileno(), memory),
+                pass_fds=(theirs.fileno(), memory, blocks),
                 stdin=subprocess.DEVNULL,
             )
         self.connections[rank] = Connection(ours)

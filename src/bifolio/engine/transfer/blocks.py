@@ -1,47 +1,50 @@
 """Blocks of a prompt out of one engine's cache and into another's.
 
-A block travels as the bytes of its keys and values in all layers, under its place in the prompt. The receiver stores
-the leading blocks that arrived whole and commits them, so that a request finds them as any cached prefix; a prompt
-whose blocks arrive in part, or not at all, is computed from there on. All functions here run on the thread that owns
-the engine.
+A block travels as the bytes of its keys and values in all layers and of all heads, under its place in the prompt. The
+ranks of tensor parallelism hold some of the heads each, so engines of different sizes exchange blocks. The receiver
+stores the leading blocks that arrived whole and commits them, so that a request finds them as any cached prefix; a
+prompt whose blocks arrive in part, or not at all, is computed from there on. All functions here run on the thread that
+owns the engine.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from hashlib import blake2b
 from typing import NamedTuple
 
 import numpy as np
 
+from bifolio.cache.storage import CacheLayout
 from bifolio.engine.engine import InferenceEngine
+from bifolio.engine.parallel.shared_blocks import joined_blocks, split_blocks
 from bifolio.errors import ConfigError, OutOfBlocksError
-from bifolio.quant.tensor import QuantizedTensor
-
-SAMPLED_BYTES = 4096  # of each matrix, for the fingerprint
+from bifolio.model.shards import head_spans
 
 
 def fingerprint(engine: InferenceEngine) -> bytes:
     """Equal for engines whose blocks are interchangeable: model, kernels, and the layout of a block."""
-    if engine.runner.peers is not None:
-        raise ConfigError("an engine with tensor_parallel_size above 1 holds a part of each block: run it on one rank")
     if engine.blocks.has_states:
         raise ConfigError(
             "blocks of a model with recurrent layers cannot be transferred: run prefill and decode in one"
         )
-    kernels, storage = engine.runner.kernels, engine.runner.storage
-    layout = storage.layout
+    kernels, storage, peers = engine.runner.kernels, engine.runner.storage, engine.runner.peers
+    layout = whole_layout(engine)
+    is_exact = peers is None or engine.config.deterministic  # the bits of one rank
     parts = [
         repr(sorted(asdict(engine.model.config).items())),
         f"{kernels.name} {kernels.activation_planes} {storage.dtype}",
         f"{layout.num_layers} {layout.block_size} {layout.num_kv_heads} {layout.head_dim}",
+        "" if is_exact or peers is None else f"sums of {peers.size} ranks",
     ]
-    digest = blake2b("\n".join(parts).encode(), digest_size=16)
-    for matrix in engine.model.weights.matrices():
-        if isinstance(matrix, QuantizedTensor):
-            digest.update(np.ascontiguousarray(matrix.data.reshape(-1)[:SAMPLED_BYTES]).tobytes())
-    return digest.digest()
+    return blake2b("\n".join(parts).encode() + engine.model.digest(), digest_size=16).digest()
+
+
+def whole_layout(engine: InferenceEngine) -> CacheLayout:
+    """The layout of the cache with the heads of all ranks."""
+    return replace(engine.runner.storage.layout, num_kv_heads=engine.model.config.num_kv_heads)
 
 
 class Sizes(NamedTuple):
@@ -54,7 +57,7 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, engine: InferenceEngine) -> Sizes:
-        layout = engine.runner.storage.layout
+        layout = whole_layout(engine)
         return cls(fingerprint(engine), layout.block_size, layout.bytes_per_block, engine.config.max_model_len)
 
     def num_blocks(self, num_tokens: int) -> int:
@@ -72,7 +75,7 @@ def read_blocks(
         blocks.open_table(sequence_id, token_ids, salt=salt)
         try:
             block_ids = blocks.block_ids_of(sequence_id)[first : first + most]
-            return [engine.runner.storage.read_block(block_id) for block_id in block_ids]
+            return list(read_stored(engine, block_ids))
         finally:
             blocks.release(sequence_id)
 
@@ -89,18 +92,55 @@ class Arrival:
 
     def add(self, arrived: Sequence[np.ndarray]) -> bool:
         """Store the next blocks and make them findable; False when the cache has no room for all of them."""
-        manager, storage = self._engine.blocks, self._engine.runner.storage
-        size = manager.block_size
-        for data in arrived:
-            try:
+        manager, size, count = self._engine.blocks, self._engine.blocks.block_size, 0
+        with contextlib.suppress(OutOfBlocksError):
+            for _ in arrived:
                 manager.append(self._sequence_id, size)
-            except OutOfBlocksError:
-                return False
-            storage.write_block(manager.block_ids_of(self._sequence_id)[-1], data)
-            self.num_blocks += 1
+                count += 1
+        if count:
+            block_ids = manager.block_ids_of(self._sequence_id)[self.num_blocks :]
+            write_stored(self._engine, block_ids, np.stack(arrived[:count]))
+            self.num_blocks += count
             manager.commit(self._sequence_id, self._token_ids, self.num_blocks * size)
-        return True
+        return count == len(arrived)
 
     def close(self) -> None:
         """Leave the blocks to the prefix cache."""
         self._engine.blocks.release(self._sequence_id)
+
+
+# -- the storages of all ranks ----------------------------------------------------------------------------------------
+def read_stored(engine: InferenceEngine, block_ids: Sequence[int]) -> np.ndarray:
+    """u8[n, block bytes] with the heads of all ranks."""
+    storage, peers = engine.runner.storage, engine.runner.peers
+    if not block_ids:
+        return np.empty((0, whole_layout(engine).bytes_per_block), np.uint8)
+    own = np.stack([storage.read_block(block_id) for block_id in block_ids])
+    if peers is None:
+        return own
+    layout, heads = whole_layout(engine), kv_heads(engine, peers.size)
+    head_bytes = layout.bytes_per_block // layout.num_kv_heads
+    others = peers.read_blocks(block_ids, [(stop - start) * head_bytes for start, stop in heads])
+    return joined_blocks([own, *others], heads, num_arrays(layout))
+
+
+def write_stored(engine: InferenceEngine, block_ids: Sequence[int], blocks: np.ndarray) -> None:
+    """Store u8[n, block bytes]: each rank gets its heads."""
+    storage, peers = engine.runner.storage, engine.runner.peers
+    own = blocks
+    if peers is not None:
+        parts = split_blocks(blocks, kv_heads(engine, peers.size), num_arrays(storage.layout))
+        peers.write_blocks(block_ids, parts)
+        own = parts[0]
+    for block_id, block in zip(block_ids, own, strict=True):
+        storage.write_block(block_id, block)
+
+
+def kv_heads(engine: InferenceEngine, size: int) -> list[tuple[int, int]]:
+    """The kv heads [start, stop) of each rank."""
+    return head_spans(engine.model.config, size)[1]
+
+
+def num_arrays(layout: CacheLayout) -> int:
+    """Arrays of keys and values in all layers."""
+    return layout.num_layers if layout.shared_values else 2 * layout.num_layers

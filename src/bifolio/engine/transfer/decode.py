@@ -55,21 +55,30 @@ class Fetched(NamedTuple):
 class BlockFetcher:
     """Fetches blocks for one engine; `fetch` may be called from several threads."""
 
-    def __init__(self, calls: EngineCalls, sizes: Sizes, secret: str = "", shared: bool = True) -> None:
+    def __init__(
+        self, calls: EngineCalls, sizes: Sizes, secret: str = "", shared: bool = True, threshold: int = 1
+    ) -> None:
         self._calls = calls
         self._secret = secret
+        self._threshold = threshold  # tokens: a prompt with fewer that are not cached is computed here
         self._shared = shared and os.path.isdir("/dev/shm")
         self._sizes = sizes
         self._block_bytes = self._sizes.block_bytes
 
-    def fetch(self, address: Address, token_ids: Sequence[int], salt: bytes = b"") -> Fetched:
-        """Take the blocks of a prompt into the cache. A failed transfer is logged; the blocks before are kept."""
+    def fetch(
+        self, address: Address, token_ids: Sequence[int], salt: bytes = b"", secret: str | None = None
+    ) -> Fetched:
+        """Take the blocks of a prompt into the cache. A failed transfer is logged; the blocks before are kept.
+
+        `secret`: of this address, if it has one of its own.
+        """
         arrival = self._calls.call(lambda engine: Arrival(engine, token_ids, salt)).result()
         before, is_whole = arrival.num_blocks, False
         try:
-            if before < self._sizes.num_blocks(len(token_ids)):
-                tokens = np.asarray(token_ids, np.int32)
-                self._transfer(address, Pull(self._sizes.fingerprint, tokens, salt, before), arrival)
+            is_short = len(token_ids) - before * self._sizes.block_size < self._threshold
+            if before < self._sizes.num_blocks(len(token_ids)) and not is_short:
+                pull = Pull(self._sizes.fingerprint, np.asarray(token_ids, np.int32), salt, before)
+                self._transfer(address, pull, arrival, self._secret if secret is None else secret)
             is_whole = True
         except (OSError, TransferError) as error:
             logger.warning("blocks of %s:%d: %s; the rest is computed here", address.host, address.port, error)
@@ -77,13 +86,13 @@ class BlockFetcher:
             self._calls.call(lambda engine: arrival.close())  # before any later command, so before the request
         return Fetched(arrival.num_blocks - before, is_whole)
 
-    def _transfer(self, address: Address, pull: Pull, arrival: Arrival) -> None:
+    def _transfer(self, address: Address, pull: Pull, arrival: Arrival, secret: str) -> None:
         room, path = Room.new(self._block_bytes) if self._shared else (None, "")
         try:
             with socket.create_connection(address, CONNECT_SECONDS) as connection:
                 connection.settimeout(ANSWER_SECONDS)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                send_pull(connection, replace(pull, room=path), self._secret)
+                send_pull(connection, replace(pull, room=path), secret)
                 answer = receive_json(connection)
                 if "error" in answer:
                     raise TransferError(str(answer["error"]))

@@ -114,7 +114,10 @@ class PrefillServer:
         try:
             pull = receive_pull(connection, self._secret, self._sizes.max_model_len)
             if pull.fingerprint != self._sizes.fingerprint:
-                raise TransferError("the engines differ in model, kernels, cache type or block size: start both alike")
+                raise TransferError(
+                    "the engines differ in model, kernels, cache type, block size or, without deterministic, "
+                    "tensor_parallel_size: start both alike"
+                )
         except TransferError as error:
             send_json(connection, {"error": str(error)})
             raise

@@ -1,7 +1,8 @@
 """The prefill engines that a decode engine may use: which one computes a prompt, and where its blocks are served.
 
-An engine is named by the HTTP address of its server, which says at `/kv_transfer` where blocks are served. Only
-configured addresses are ever connected to, so that no client chooses one.
+`PrefillEngines`: an engine is named by the HTTP address of its server, which says at `/kv_transfer` where blocks are
+served. Only configured addresses are ever connected to, so that no client chooses one.
+`RoutedPrefillEngines`: the front end names the engine with each request, such as a front end of `bifolio.cluster`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from bifolio.engine.transfer.blocks import Sizes
 from bifolio.engine.transfer.decode import CONNECT_SECONDS, BlockFetcher
 from bifolio.engine.transfer.prefill import EngineCalls
 from bifolio.errors import ConfigError
-from bifolio.transfer_settings import Address, TransferSettings
+from bifolio.transfer_settings import Address, BlockSource, TransferSettings
 
 logger = logging.getLogger(__name__)
 INFO_PATH = "/kv_transfer"
@@ -32,7 +33,7 @@ class PrefillEngines:
 
     def __init__(self, calls: EngineCalls, sizes: Sizes, settings: TransferSettings) -> None:
         self._settings = settings
-        self._fetcher = BlockFetcher(calls, sizes, settings.secret)
+        self._fetcher = BlockFetcher(calls, sizes, settings.secret, threshold=settings.threshold)
         self._known: dict[str, Address] = {}  # HTTP address -> where blocks are served
         self._silent: dict[str, float] = {}  # HTTP address -> when it is asked again
         self._turns = itertools.count()
@@ -89,6 +90,33 @@ class PrefillEngines:
         """Ask the server again before its next turn: it may have been restarted on another port."""
         with self._lock:
             self._known = {http: known for http, known in self._known.items() if known != address}
+
+
+class RoutedPrefillEngines:
+    """Fetches the blocks of each prompt from the engine that the front end chose; `fetch` is thread-safe."""
+
+    def __init__(self, calls: EngineCalls, sizes: Sizes, settings: TransferSettings) -> None:
+        self._threshold = settings.threshold
+        self._fetcher = BlockFetcher(calls, sizes, threshold=settings.threshold)
+        self._silent: dict[Address, float] = {}  # address -> when it is connected to again
+
+    def wants(self, num_tokens: int) -> bool:
+        """Whether a prompt of this length is computed elsewhere."""
+        return num_tokens >= self._threshold
+
+    def fetch(self, token_ids: Sequence[int], salt: bytes, asked: str = "") -> int:
+        """Fetch blocks from a `BlockSource`; how many arrived. One that sent nothing is left out for a while."""
+        if not asked:
+            return 0
+        address, secret = BlockSource.parse(asked)
+        if time.monotonic() < self._silent.get(address, 0.0):
+            return 0
+        found = self._fetcher.fetch(address, token_ids, salt, secret)
+        if found.is_whole or found.num_blocks:
+            self._silent.pop(address, None)
+        else:
+            self._silent[address] = time.monotonic() + RETRY_SECONDS
+        return found.num_blocks
 
 
 def ask(http: str) -> Address:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -148,6 +149,10 @@ class ProgramRecorder:
 
     def all_reduce(self, x: Register) -> Register:
         return Register(self.program.all_reduce(x.number, self.kernels.memory_of_ranks()))
+
+    def join_columns(self, parts: Sequence[tuple[Register, int, int]]) -> Register:
+        registers, starts, stops = zip(*((x.number, start, stop) for x, start, stop in parts), strict=True)
+        return Register(self.program.join_columns(list(registers), list(starts), list(stops)))
 
     def gate(self, x: Register, logits: Register) -> Register:
         return Register(self.program.gate(x.number, logits.number))

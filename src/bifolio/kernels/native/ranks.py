@@ -48,10 +48,14 @@ class SharedMemoryRanks:
 
 def new_memory(size: int, command_bytes: int) -> int:
     """Descriptor of zeroed memory for `size` ranks, for child processes to inherit. Pages are allocated when used."""
-    if hasattr(os, "memfd_create"):
-        file = os.memfd_create("bifolio-ranks")
-    else:
-        with tempfile.TemporaryFile() as temporary:
-            file = os.dup(temporary.fileno())
+    file = anonymous_file()
     os.truncate(file, int(library().rank_memory_bytes(size)) + command_bytes)
     return file
+
+
+def anonymous_file() -> int:
+    """Descriptor of an empty file in memory, which ends with the processes that have it."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("bifolio-ranks")
+    with tempfile.TemporaryFile() as temporary:
+        return os.dup(temporary.fileno())

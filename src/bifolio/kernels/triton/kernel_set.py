@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -107,6 +108,9 @@ class TritonKernels(TorchArrays):
     # -- arrays and whole steps ---------------------------------------------------------------------------------------
     def to_host(self, array: Array) -> np.ndarray:
         return super().to_host(tensor(array))
+
+    def join_columns(self, parts: Sequence[tuple[Array, int, int]]) -> Array:
+        return super().join_columns([(tensor(x), start, stop) for x, start, stop in parts])
 
     def take(self, x: Array, rows: Array) -> Array:
         return super().take(tensor(x), rows)
