@@ -70,6 +70,7 @@ FAMILY = Family(
     norm_offset=qwen3next.NORM_OFFSET,
     folder_source=reading(folder_form),
     folder_tensors=writing(folder_form),
+    folder_form=folder_form,
     gguf_architectures=("qwen35",),
     written_as="qwen35",
     config_from_gguf=config_from_gguf,

@@ -260,6 +260,7 @@ FAMILY = Family(
     norm_offset=NORM_OFFSET,
     folder_source=reading(folder_form),
     folder_tensors=writing(folder_form),
+    folder_form=folder_form,
     gguf_architectures=("qwen3next",),
     written_as="qwen3next",
     config_from_gguf=config_from_gguf,
