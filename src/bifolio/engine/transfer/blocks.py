@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from bifolio.engine.engine import InferenceEngine
+from bifolio.engine.transfer.states import store_state
 from bifolio.errors import ConfigError, OutOfBlocksError
 from bifolio.quant.tensor import QuantizedTensor
 
@@ -26,10 +27,6 @@ def fingerprint(engine: InferenceEngine) -> bytes:
     """Equal for engines whose blocks are interchangeable: model, kernels, and the layout of a block."""
     if engine.runner.peers is not None:
         raise ConfigError("an engine with tensor_parallel_size above 1 holds a part of each block: run it on one rank")
-    if engine.blocks.has_states:
-        raise ConfigError(
-            "blocks of a model with recurrent layers cannot be transferred: run prefill and decode in one"
-        )
     kernels, storage = engine.runner.kernels, engine.runner.storage
     layout = storage.layout
     parts = [
@@ -51,11 +48,18 @@ class Sizes(NamedTuple):
     block_size: int
     block_bytes: int
     max_model_len: int
+    state_bytes: int = 0  # of the recurrent layers
 
     @classmethod
     def of(cls, engine: InferenceEngine) -> Sizes:
         layout = engine.runner.storage.layout
-        return cls(fingerprint(engine), layout.block_size, layout.bytes_per_block, engine.config.max_model_len)
+        return cls(
+            fingerprint(engine),
+            layout.block_size,
+            layout.bytes_per_block,
+            engine.config.max_model_len,
+            layout.bytes_per_state,
+        )
 
     def num_blocks(self, num_tokens: int) -> int:
         """Full blocks of a prompt that a cache can provide: the last token is always computed, for its logits."""
@@ -100,6 +104,10 @@ class Arrival:
             self.num_blocks += 1
             manager.commit(self._sequence_id, self._token_ids, self.num_blocks * size)
         return True
+
+    def add_state(self, data: np.ndarray) -> None:
+        """Store the recurrent state after the blocks that arrived."""
+        store_state(self._engine, self._sequence_id, data)
 
     def close(self) -> None:
         """Leave the blocks to the prefix cache."""
