@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,28 +21,25 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from bifolio.api.language_parameters import ParameterForm, file_tensor, register
 from bifolio.cache.block_manager import KVCacheBlockManager
 from bifolio.cache.storage import KvCacheEntry
 from bifolio.config import CacheConfig, ModelConfig
 from bifolio.engine.executor import DecodeExecutor, ModelRunner, PrefillExecutor
 from bifolio.engine.host_batch import HostBatch, Run
-from bifolio.errors import ConfigError, EmptyPromptError, ModelFileError, PromptTooLongError, TokenIdError
+from bifolio.errors import ConfigError, EmptyPromptError, PromptTooLongError, TokenIdError
 from bifolio.kernels.interface import Batch, KernelSet
 from bifolio.kernels.select import torch_kernels
 from bifolio.kernels.torch_dtypes import dtype_name
 from bifolio.model import transformer
-from bifolio.model.families import family_of
 from bifolio.model.huggingface.config import config_from_hf, config_to_hf
 from bifolio.model.huggingface.hf_loader import folder_tensors, read_json, with_generation_ids
 from bifolio.model.huggingface.safetensors_file import open_safetensors, write_safetensors
 from bifolio.model.loaded import LoadedModel
-from bifolio.model.tensor_names import assemble, network_tensors
+from bifolio.model.tensor_names import assemble
 from bifolio.model.weights import ModelWeights
-from bifolio.quant.formats import QuantFormat
-from bifolio.quant.tensor import QuantizedTensor
 
 IGNORED_TARGET = -100  # positions with this target are excluded from the loss
-INITIAL_STANDARD_DEVIATION = 0.02
 BLOCK_SIZE = 16  # of the paged cache that `decode` runs on
 
 CHARACTER_MODEL = ModelConfig(  # a small character model for the 65 characters of tinyshakespeare
@@ -67,25 +64,26 @@ CHARACTER_MODEL = ModelConfig(  # a small character model for the 65 characters 
 
 
 class LanguageModel(nn.Module):
-    """A decoder-only language model of any dense family; without arguments a small character model."""
+    """A decoder-only language model of any family without experts; without arguments a small character model."""
 
     def __init__(self, config: ModelConfig = CHARACTER_MODEL, *, seed: int | None = None) -> None:
         """Initialise random weights; `seed` makes them reproducible without changing torch's global generator."""
         super().__init__()
-        if config.moe is not None or config.mla is not None or config.recurrent is not None or config.sinks:
+        if config.moe is not None or config.mla is not None or config.sinks:
             raise ConfigError(
-                f"LanguageModel holds dense models, and {config.architecture} has experts, latents, sinks or "
-                "recurrent layers: use bifolio.LLM"
+                f"LanguageModel holds dense models, and {config.architecture} has experts, latents or sinks: use "
+                "bifolio.LLM"
             )
         self.config = config
         self.hf_config: dict[str, Any] | None = None  # config.json as read, so that unknown fields are kept when saving
         self.generation_config: dict[str, Any] = {}
-        self._names = family_of(config).hf_names
+        self._form = ParameterForm(config)
+        self._names = self._form.names
         generator = None if seed is None else torch.Generator().manual_seed(seed)
-        for name, shape in network_tensors(config, self._names).items():
-            _register(self, name, nn.Parameter(_initial(name, shape, config, generator)))
+        for name, shape in self._form.shapes().items():
+            register(self, name, nn.Parameter(self._form.initial(name, shape, generator)))
         if config.tie_embeddings:
-            _register(self, self._names.head + ".weight", self.get_parameter(self._names.embedding + ".weight"))
+            register(self, self._names.head + ".weight", self.get_parameter(self._names.embedding + ".weight"))
         self._frequencies: tuple[torch.Tensor, ...] = ()
         self._network: Callable[..., Any] = transformer.forward
 
@@ -197,18 +195,23 @@ class LanguageModel(nn.Module):
         model = cls(with_generation_ids(config_from_hf(raw), generation), seed=0)
         model.hf_config = raw
         model.generation_config = generation
-        model._load(folder_tensors(folder), str(folder))
+        model._form.read(dict(model.named_parameters()), folder_tensors(folder), str(folder))
         return model
 
     def load_safetensors(self, path: str | Path) -> None:
         """Read all parameters from one file, or from the files of a folder."""
         path = Path(path)
         tensors = folder_tensors(path) if path.is_dir() else open_safetensors(path).tensors
-        self._load(tensors, str(path))
+        self._form.read(dict(self.named_parameters()), tensors, str(path))
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write `config.json` and `model.safetensors` in the layout of transformers."""
         folder = Path(folder)
+        if self.hf_config is None and self.config.weight_factors:
+            raise ConfigError(
+                "the configuration has factors of weights, which only the config.json that it came from describes: "
+                "load the model with from_pretrained"
+            )
         folder.mkdir(parents=True, exist_ok=True)
         raw = self.hf_config or config_to_hf(self.config)
         (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
@@ -218,38 +221,18 @@ class LanguageModel(nn.Module):
         tensors = {name: file_tensor(parameter) for name, parameter in self.named_parameters()}
         write_safetensors(folder / "model.safetensors", tensors, {"format": "pt"})
 
-    def _load(self, tensors: Any, source: str) -> None:
-        prefix = self._names.embedding.split(".")[0] + "."
-        spellings = {name.replace("language_model.", "", 1): name for name in tensors}
-        for name, parameter in self.named_parameters():
-            spelling = spellings.get(name) or spellings.get(name.removeprefix(prefix))
-            if spelling is None:
-                raise ModelFileError(f"the tensor {name!r} is missing from {source}: fetch the whole model again")
-            tensor = tensors[spelling]
-            if tensor.shape != tuple(parameter.shape):
-                raise ModelFileError(
-                    f"the tensor {name!r} of {source} has shape {tensor.shape} where the model has "
-                    f"{tuple(parameter.shape)}: the files do not belong together"
-                )
-            with torch.no_grad():
-                parameter.copy_(torch.from_numpy(np.array(tensor.dequantize())))
-
     # -- internals ----------------------------------------------------------------------------------------
     @property
     def device(self) -> torch.device:
         return self.get_parameter(self._names.embedding + ".weight").device
 
     def weights(self) -> ModelWeights:
-        """The parameters by role, as `transformer.forward` expects them; no copies, so gradients flow through."""
+        """The parameters by role, as `transformer.forward` expects them; gradients flow through."""
 
         def fetch(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-            parameter = self.get_parameter(name)
-            return parameter.T if self._names.is_transposed(name, shape) else parameter
+            return self._form.tensor(name, shape, self.get_parameter)
 
-        def vector(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-            return self.get_parameter(name)
-
-        weights = assemble(self.config, self._names, fetch, vector)
+        weights = assemble(self.config, self._names, fetch, fetch)
         if len(self._frequencies) != len(weights.inverse_frequencies) or any(
             f.device != self.device for f in self._frequencies
         ):
@@ -260,7 +243,10 @@ class LanguageModel(nn.Module):
         kernels = self._kernels()
         blocks_each = -(-max_length // BLOCK_SIZE)
         model = LoadedModel(Path(), self.config, weights=self.weights())
-        cache = CacheConfig(1 + num_sequences * blocks_each, BLOCK_SIZE, kernels.kv_dtype)
+        num_states = (
+            0 if self.config.recurrent is None else 1 + 2 * num_sequences
+        )  # read and written, and the empty one
+        cache = CacheConfig(1 + num_sequences * blocks_each, BLOCK_SIZE, kernels.kv_dtype, num_states=num_states)
         return DecodeLoop(ModelRunner.new(model, cache, kernels), num_sequences)
 
     def _kernels(self) -> KernelSet:
@@ -299,7 +285,12 @@ class DecodeLoop:
 
     def __init__(self, runner: ModelRunner, num_sequences: int) -> None:
         storage = runner.storage
-        blocks = KVCacheBlockManager(storage.num_blocks, storage.block_size, enable_prefix_caching=False)
+        blocks = KVCacheBlockManager(
+            storage.num_blocks,
+            storage.block_size,
+            enable_prefix_caching=False,
+            num_states=storage.layout.num_states,
+        )
         self._prefill, self._decode = PrefillExecutor(runner), DecodeExecutor(runner)
         self._entries = [KvCacheEntry.open(storage, blocks) for _ in range(num_sequences)]
 
@@ -358,35 +349,3 @@ def fresh_batch(idx: torch.Tensor, kernels: KernelSet) -> Batch:
     padding = np.zeros(length, dtype=np.int32)  # replaced by the tokens on their device
     batch = HostBatch.from_runs([], [Run(row, 0, padding) for row in range(batch_size)], None)
     return replace(batch.to(kernels), token_ids=idx.flatten())
-
-
-def file_tensor(parameter: torch.Tensor) -> QuantizedTensor | np.ndarray:
-    """Convert a parameter to a file tensor of the same type."""
-    tensor = parameter.detach().cpu().contiguous()
-    if tensor.dtype == torch.bfloat16:
-        words = tensor.view(torch.int16).numpy()
-        data = words.reshape(math.prod(tensor.shape[:-1]), -1).view(np.uint8)
-        return QuantizedTensor(QuantFormat.BF16, data, tuple(tensor.shape))
-    return np.asarray(tensor.numpy())
-
-
-def _initial(name: str, shape: Sequence[int], config: ModelConfig, generator: torch.Generator | None) -> torch.Tensor:
-    """GPT-2 initialisation: normal weights, scaled down for projections into the residual stream; identity norms."""
-    if len(shape) == 1:
-        is_norm_weight = name.endswith("weight")
-        return torch.full(tuple(shape), 1.0 - config.norm_offset if is_norm_weight else 0.0)
-    deviation = INITIAL_STANDARD_DEVIATION
-    names = family_of(config).hf_names
-    if name.endswith((f"{names.output}.weight", f"{names.down}.weight")):
-        deviation /= math.sqrt(2 * config.num_layers)
-    return torch.randn(tuple(shape), generator=generator) * deviation
-
-
-def _register(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Register a parameter under its dotted name, with a plain module for each part of the path."""
-    *path, last = name.split(".")
-    for part in path:
-        if part not in module._modules:
-            module.add_module(part, nn.Module())
-        module = module.get_submodule(part)
-    module.register_parameter(last, parameter)

@@ -214,6 +214,22 @@ class KVCacheBlockManager(BlockQueries):
                     self.truncate(sequence_id, kept)
             return table.num_tokens
 
+    def state_of(self, sequence_id: int) -> int:
+        """The state that a sequence continues from."""
+        with self.lock:
+            table = find_table(self._tables, sequence_id)
+            if table.state is None:
+                raise CacheError("the block manager has no recurrent states: pass num_states")
+            return table.state.current
+
+    def adopt_state(self, sequence_id: int) -> int | None:
+        """A state for the caller to fill, the checkpoint of the last committed block; None: none is available."""
+        with self.lock:
+            table = find_table(self._tables, sequence_id)
+            if self._states is None or table.state is None or not table.chain:
+                return None
+            return self._states.adopt(table.state, table.chain, self._pool.cached)
+
     def on_take_state(self, callback: Callable[[int], None]) -> None:
         """Call back with the id of every state that is about to be overwritten."""
         if self._states is not None:

@@ -157,6 +157,19 @@ class TableStates:
                 self.pool.forget(owner.rolling)
             owner.rolling = digest
 
+    def adopt(self, owner: SequenceState, chain: list[bytes], known: Container[bytes]) -> int | None:
+        """A new state of the table as the checkpoint of its last block; None if it has one, or none is available."""
+        digest = chain[-1]
+        if digest not in known or digest in self.pool.checkpoints:
+            return None
+        state = self.pool.try_take()
+        if state is not None:
+            self.pool.name(state, digest)
+            self._replace(owner, state)
+            owner.position = len(chain) * self.block_size
+            self.pool.drop(state)  # of `try_take`
+        return state
+
     # -- passes --------------------------------------------------------------------------------------------------------
 
     def use(self, tables: Mapping[int, BlockTable], requests: Iterable[StateRequest]) -> list[StatePass]:

@@ -11,6 +11,7 @@ storage (`KernelSet.new_storage`), since its kernels read and write it. Allocati
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -225,6 +226,19 @@ class KVStorage:
             return torch.from_numpy(np.zeros(shape, dtype=_NUMPY_DTYPES[self.dtype])).view(dtype)
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
+    def read_state(self, state: int) -> np.ndarray:
+        """u8[state bytes]: a copy of one state, all convolutions and then all recurrences."""
+        return np.concatenate([_bytes_of(array[state]) for array in (*self.convolutions, *self.recurrent)])
+
+    def write_state(self, state: int, data: np.ndarray) -> None:
+        """Store the bytes of `read_state` of a storage with the same layout."""
+        arrays = [array for array in (*self.convolutions, *self.recurrent) if math.prod(array.shape[1:])]
+        if data.dtype != np.uint8 or data.shape != (self.layout.bytes_per_state,):
+            raise CacheError(f"a state has {self.layout.bytes_per_state} bytes, not {data.size}")
+        ends = np.cumsum([4 * math.prod(array.shape[1:]) for array in arrays])
+        for array, part in zip(arrays, np.split(data, ends[:-1]), strict=True):
+            _put_bytes(array, state, part)
+
     def poison_state(self, state: int) -> None:
         """Fill a state with NaN: debugging, so that reads of states without content are noticed."""
         for array in (*self.convolutions, *self.recurrent):
@@ -267,7 +281,7 @@ class KVStorage:
 def _bytes_of(array: Array) -> np.ndarray:
     """u8[n]: the bytes of a numpy array or of a tensor on any device."""
     if not isinstance(array, np.ndarray):
-        array = array.contiguous().view(_import_torch().uint8).cpu().numpy()
+        array = array.reshape(-1).view(_import_torch().uint8).cpu().numpy()
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 

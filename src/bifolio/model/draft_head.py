@@ -6,8 +6,8 @@ position i, and predict the token at i + 2:
     EAGLE-3   h = merge(states after three layers)        qkv = W [norm(embed(t)), norm(h)]      residual stream: h
     MTP       h = the target's normed last state          x = W [norm(embed(t)), norm(h)]        residual stream: x
 
-A head continues its own draft with its own hidden state in place of h. The products of W are split into the parts of
-both inputs, so that the two are multiplied apart and added.
+A head continues its own draft with its own hidden state in place of h; some families norm it. The products of W are
+split into the parts of both inputs, so that the two are multiplied apart and added.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class HeadWeights:
     rope_scales: tuple[float, ...]
     token_ids: np.ndarray | None = None  # i64[draft vocab]  the target's ids of the head's tokens; None: the same ids
     norms_residual: bool = False  # of EAGLE: the residual stream begins with the normed hidden state
+    chains_normed: bool = False  # of MTP: the head's own hidden states are normed by `final_norm` when they are read
     prepared_for: KernelSet | None = None
 
     @property
@@ -66,6 +67,7 @@ class HeadWeights:
             layer.output,
             layer.up,
             layer.down,
+            layer.gate,
             self.head,
         ]
         found = [part for linear in linears if linear is not None for part in linear.parts]
@@ -116,9 +118,11 @@ def forward(head: HeadWeights, batch: Batch, kernels: KernelSet, storage: Storag
     """
     config, layer = head.config, head.layer
     hidden = kernels.given(batch, config.hidden_size if own_states else head.states_width)
-    if not own_states and head.merge is not None:
+    if own_states:
+        hidden = kernels.norm(hidden, head.final_norm) if head.chains_normed else hidden
+    elif head.merge is not None:
         hidden = kernels.linear(hidden, head.merge)
-    elif not own_states and head.state_norm is not None:
+    elif head.state_norm is not None:
         hidden = kernels.norm(hidden, head.state_norm)
     normed = kernels.norm(hidden, head.hidden_norm)
     tokens = kernels.norm(kernels.embed(head.embedding, batch.token_ids, config.embedding_scale), head.token_norm)

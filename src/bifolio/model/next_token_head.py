@@ -55,14 +55,15 @@ def load_next_token_head(file: ModelFile, target: LoadedModel) -> LoadedHead:
 
 
 def head_config(config: ModelConfig) -> ModelConfig:
-    """The configuration of the head's layer: that of the last layer, with experts if the model has any."""
-    last = config.num_layers - 1
+    """The configuration of the head's layer: that of the last attention layer, with experts if the model has any."""
+    last = config.attention_layers[-1]
     return replace(
         config,
         num_layers=1,
         layer_rope=(config.rope_index(last),) if config.layer_rope else (),
         layer_window=(config.window(last),) if config.layer_window else (),
         moe=None if config.moe is None else replace(config.moe, dense_layers=()),
+        recurrent=None,
     )
 
 
@@ -79,13 +80,16 @@ def _weights(tensors: _Tensors, target: LoadedModel, config: ModelConfig) -> Hea
         state_scale=1.0,  # the norm that follows contains it
         merge=None,
         state_norm=target.weights.final_norm,
+        chains_normed=names.chains_normed,
         embedding=file.matrix(tensors.name(names.embedding), (vocab, d)) if tensors.has(names.embedding) else None,
         token_norm=tensors.norm(names.token_norm, config),
         hidden_norm=tensors.norm(names.hidden_norm, config),
         token_part=Linear((token_part,), (None,)),
         hidden_part=Linear((hidden_part,), (None,)),
         layer=layer,
-        final_norm=tensors.norm(names.final_norm, config),
+        final_norm=tensors.norm(names.final_norm, config)
+        if tensors.has(names.final_norm)
+        else target.weights.final_norm,
         head=tensors.linear(names.head, vocab, d) if tensors.has(names.head) else None,
         inverse_frequencies=target.weights.inverse_frequencies,
         rope_scales=target.weights.rope_scales,

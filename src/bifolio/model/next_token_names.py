@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +16,7 @@ class NextTokenNames:
     final_norm: str
     embedding: str = ""  # the target's where the files have none
     head: str = ""  # as `embedding`
+    chains_normed: bool = False  # a head continues its draft with its normed hidden state
 
 
 HF_NEXT_TOKEN = NextTokenNames(
@@ -36,3 +37,12 @@ GGUF_NEXT_TOKEN = NextTokenNames(
     embedding="blk.{}.nextn.embed_tokens",
     head="blk.{}.nextn.shared_head_head",
 )
+QWEN_NEXT_TOKEN = NextTokenNames(  # folders store these with or without `model.`
+    layer="model.mtp.layers.0.",
+    token_norm="model.mtp.pre_fc_norm_embedding",
+    hidden_norm="model.mtp.pre_fc_norm_hidden",
+    joint="model.mtp.fc",
+    final_norm="model.mtp.norm",
+    chains_normed=True,
+)
+GGUF_QWEN_NEXT_TOKEN = replace(GGUF_NEXT_TOKEN, chains_normed=True)

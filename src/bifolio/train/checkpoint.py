@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from bifolio.api.language_model import LanguageModel, file_tensor
+from bifolio.api.language_model import LanguageModel
+from bifolio.api.language_parameters import file_tensor
 from bifolio.errors import ConfigError, ModelFileError
 from bifolio.model.huggingface.hf_loader import read_json
 from bifolio.model.huggingface.safetensors_file import open_safetensors, write_safetensors

@@ -19,7 +19,7 @@ def _option(default: Any, help: str) -> Any:
 class Preset:
     """The shape of a network; the vocabulary comes from the tokenizer."""
 
-    architecture: str  # "llama" or "gpt2"
+    architecture: str  # "llama", "gpt2" or "lfm2"
     hidden_size: int
     num_layers: int
     num_heads: int
@@ -48,7 +48,7 @@ class TrainSettings:
     vocab_size: int = _option(4096, "tokens of a byte-level BPE")
     # the network
     preset: str = _option("stories", f"shape of the network: {', '.join(PRESETS)}")
-    architecture: str | None = _option(None, "'llama' or 'gpt2' instead of the preset's")
+    architecture: str | None = _option(None, "'llama', 'gpt2' or 'lfm2' (a hybrid) instead of the preset's")
     hidden_size: int | None = _option(None, "width instead of the preset's")
     num_layers: int | None = _option(None, "layers instead of the preset's")
     num_heads: int | None = _option(None, "attention heads instead of the preset's")

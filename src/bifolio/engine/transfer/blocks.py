@@ -20,16 +20,13 @@ import numpy as np
 from bifolio.cache.storage import CacheLayout
 from bifolio.engine.engine import InferenceEngine
 from bifolio.engine.parallel.shared_blocks import joined_blocks, split_blocks
-from bifolio.errors import ConfigError, OutOfBlocksError
+from bifolio.engine.transfer.states import store_state
+from bifolio.errors import OutOfBlocksError
 from bifolio.model.shards import head_spans
 
 
 def fingerprint(engine: InferenceEngine) -> bytes:
     """Equal for engines whose blocks are interchangeable: model, kernels, and the layout of a block."""
-    if engine.blocks.has_states:
-        raise ConfigError(
-            "blocks of a model with recurrent layers cannot be transferred: run prefill and decode in one"
-        )
     kernels, storage, peers = engine.runner.kernels, engine.runner.storage, engine.runner.peers
     layout = whole_layout(engine)
     is_exact = peers is None or engine.config.deterministic  # the bits of one rank
@@ -54,11 +51,18 @@ class Sizes(NamedTuple):
     block_size: int
     block_bytes: int
     max_model_len: int
+    state_bytes: int = 0  # of the recurrent layers
 
     @classmethod
     def of(cls, engine: InferenceEngine) -> Sizes:
         layout = whole_layout(engine)
-        return cls(fingerprint(engine), layout.block_size, layout.bytes_per_block, engine.config.max_model_len)
+        return cls(
+            fingerprint(engine),
+            layout.block_size,
+            layout.bytes_per_block,
+            engine.config.max_model_len,
+            layout.bytes_per_state,
+        )
 
     def num_blocks(self, num_tokens: int) -> int:
         """Full blocks of a prompt that a cache can provide: the last token is always computed, for its logits."""
@@ -103,6 +107,10 @@ class Arrival:
             self.num_blocks += count
             manager.commit(self._sequence_id, self._token_ids, self.num_blocks * size)
         return count == len(arrived)
+
+    def add_state(self, data: np.ndarray) -> None:
+        """Store the recurrent state after the blocks that arrived."""
+        store_state(self._engine, self._sequence_id, data)
 
     def close(self) -> None:
         """Leave the blocks to the prefix cache."""

@@ -25,6 +25,7 @@ from bifolio.engine.transfer.wire import (
     END,
     HEADER,
     ROOM_BLOCKS,
+    STATE,
     Pull,
     Room,
     checksum,
@@ -43,6 +44,10 @@ ANSWER_SECONDS = 60.0  # the longest time between two blocks
 
 def _add(arrival: Arrival, blocks: list[np.ndarray], engine: InferenceEngine) -> bool:
     return arrival.add(blocks)
+
+
+def _add_state(arrival: Arrival, state: np.ndarray, engine: InferenceEngine) -> None:
+    arrival.add_state(state)
 
 
 class Fetched(NamedTuple):
@@ -105,21 +110,31 @@ class BlockFetcher:
                     os.unlink(path)
 
     def _receive(self, connection: socket.socket, arrival: Arrival, room: Room | None) -> None:
-        """Read blocks until the end; they are stored between two steps, several at a time."""
+        """Read blocks and states until the end; blocks are stored between two steps, several at a time."""
         next_index, waiting = arrival.num_blocks, list[np.ndarray]()
         while True:
             kind, index, check = HEADER.unpack(receive_exactly(connection, HEADER.size))
             if kind == BLOCK and index == next_index:
                 waiting.append(self._block(connection, room, index, check))
                 next_index += 1
-            elif kind != END:
+            elif kind != END and (kind != STATE or index != next_index):
                 raise TransferError("a block arrived out of order")
-            if kind == END or len(waiting) == BLOCKS_AT_ONCE:
+            if kind != BLOCK or len(waiting) == BLOCKS_AT_ONCE:
                 blocks, waiting = waiting, []
                 if not self._calls.call(partial(_add, arrival, blocks)).result():
                     raise TransferError("the cache has no room for the blocks of this prompt")
+            if kind == STATE:
+                self._calls.call(partial(_add_state, arrival, self._state(connection, check))).result()
             if kind == END:
                 return
+
+    def _state(self, connection: socket.socket, check: bytes) -> np.ndarray:
+        """A recurrent state, checked."""
+        state = np.empty(self._sizes.state_bytes, np.uint8)
+        receive_into(connection, state.data)
+        if checksum(state) != check:
+            raise TransferError("a recurrent state was damaged on its way")
+        return state
 
     def _block(self, connection: socket.socket, room: Room | None, index: int, check: bytes) -> np.ndarray:
         """One block, copied and checked."""

@@ -26,11 +26,13 @@ import numpy as np
 
 from bifolio.engine.engine import InferenceEngine
 from bifolio.engine.transfer.blocks import Sizes, read_blocks
+from bifolio.engine.transfer.states import read_state
 from bifolio.engine.transfer.wire import (
     BLOCK,
     END,
     HEADER,
     ROOM_BLOCKS,
+    STATE,
     Pull,
     Room,
     checksum,
@@ -134,10 +136,12 @@ class PrefillServer:
         try:
             while sender.index < wanted:
                 was_finished = request is not None and request.is_finished
-                found, request = self._calls.call(
+                found, state, request = self._calls.call(
                     partial(self._look, tokens=tokens, pull=pull, first=sender.index, wanted=wanted, request=request)
                 ).result()
                 sender.send(found)
+                if state is not None:
+                    sender.send_state(state)
                 if not found and was_finished:
                     break  # its blocks were evicted: the other engine computes the rest
                 if not found:
@@ -150,12 +154,13 @@ class PrefillServer:
 
     def _look(
         self, engine: InferenceEngine, tokens: list[int], pull: Pull, first: int, wanted: int, request: Request | None
-    ) -> tuple[list[np.ndarray], Request | None]:
-        """Between two steps: the blocks that are there, and the request that computes the others."""
+    ) -> tuple[list[np.ndarray], np.ndarray | None, Request | None]:
+        """Between two steps: the blocks that are there, the state behind them, the request that computes the others."""
         found = read_blocks(engine, tokens, pull.salt, first, BLOCKS_AT_ONCE)
         if request is None and first + len(found) < wanted and len(found) < BLOCKS_AT_ONCE:
             request = self._start(engine, tokens, pull.salt)
-        return found, request
+        state = read_state(engine, tokens, pull.salt, first + len(found)) if found else None
+        return found, state, request
 
     def _start(self, engine: InferenceEngine, tokens: list[int], salt: bytes) -> Request:
         request_id = f"blocks-{next(self._numbers)}"
@@ -188,6 +193,11 @@ class BlockSender:
                 self._connection.sendall(header)
                 self._num_unread += 1
             self.index += 1
+
+    def send_state(self, state: np.ndarray) -> None:
+        """Send the recurrent state after the blocks that were sent, over the connection."""
+        self._connection.sendall(HEADER.pack(STATE, self.index, checksum(state)))
+        self._connection.sendall(state.data)
 
     def end(self) -> None:
         self._connection.sendall(HEADER.pack(END, self.index, bytes(16)))

@@ -15,6 +15,7 @@ from bifolio.model.gguf.reader import GgufFile, Value
 from bifolio.model.huggingface.decoder_config import Activation, Raw, decoder_from_hf, decoder_to_hf
 from bifolio.model.model_file import Factors, TensorSource
 from bifolio.model.next_token_names import NextTokenNames
+from bifolio.model.stored_form import StoredForm
 from bifolio.model.tensor_names import GGUF_LLAMA, HF_LLAMA, TensorNames
 
 
@@ -24,6 +25,10 @@ def usual_scale(config: ModelConfig) -> float:
 
 def as_they_are(source: TensorSource, config: ModelConfig) -> TensorSource:
     return source
+
+
+def plain_form(config: ModelConfig) -> StoredForm:
+    return StoredForm()
 
 
 def unchanged(tensors: Iterator[NamedTensor], config: ModelConfig) -> Iterator[NamedTensor]:
@@ -62,6 +67,7 @@ class Family:
     folder_source: Callable[[TensorSource, ModelConfig], TensorSource] = as_they_are  # tensors under other names
     folder_tensors: Callable[[Iterator[NamedTensor], ModelConfig], Iterator[NamedTensor]] = unchanged  # the reverse
     folder_factors: Callable[[ModelConfig, str], Factors | None] = no_factors  # of the rows of a matrix, put into it
+    folder_form: Callable[[ModelConfig], StoredForm] = plain_form  # of joined rows in `folder_source`, for training
     folder_family: Callable[[ModelConfig], str] = own_name  # the family whose folders can describe the network
 
     # -- GGUF files

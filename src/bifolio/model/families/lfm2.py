@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from bifolio.config import ModelConfig, MoeConfig, RecurrentConfig
+from bifolio.config import ModelConfig, MoeConfig, RecurrentConfig, RopeConfig
 from bifolio.errors import UnsupportedModelError
 from bifolio.model.families.family import Family
 from bifolio.model.gguf.decoder_config import decoder_from_gguf
@@ -17,6 +17,8 @@ from bifolio.model.recurrent_tensors import RecurrentNames
 from bifolio.model.tensor_names import GGUF_LLAMA, HF_LLAMA
 
 THETA = 1000000.0
+WIDTH = 3  # of the convolutions
+PERIOD = 3  # layers of a new network, of which one has attention
 HF_NAMES = replace(
     HF_LLAMA,
     attention_norm="operator_norm",
@@ -46,7 +48,7 @@ def hybrid_from_hf(raw: Raw, name: str, *, intermediate_size: int, moe: MoeConfi
         "conv",
         layers=tuple(layer for layer, kind in enumerate(kinds) if kind == "conv"),
         attention_layers=tuple(layer for layer, kind in enumerate(kinds) if kind != "conv"),
-        width=int(raw.get("conv_L_cache", 3)),
+        width=int(raw.get("conv_L_cache", WIDTH)),
         channels=int(raw["hidden_size"]),
         conv_bias=bias,
         projection_bias=bias,
@@ -101,6 +103,31 @@ def hybrid_to_hf(config: ModelConfig) -> dict[str, Any]:
     }
 
 
+def fresh_config(*, hidden_size: int, num_heads: int, num_layers: int, **sizes: Any) -> ModelConfig:
+    """Attention in the last of every three layers, or in the only ones of a small network."""
+    head_dim = hidden_size // num_heads
+    attention = tuple(range(PERIOD - 1, num_layers, PERIOD)) or (num_layers - 1,)
+    return ModelConfig(
+        architecture="lfm2",
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_layers=num_layers,
+        head_dim=head_dim,
+        qk_norm=True,
+        tie_embeddings=True,
+        ropes=(RopeConfig(THETA, head_dim),),
+        recurrent=RecurrentConfig(
+            "conv",
+            layers=tuple(layer for layer in range(num_layers) if layer not in attention),
+            attention_layers=attention,
+            width=WIDTH,
+            channels=hidden_size,
+            has_norm=False,
+        ),
+        **sizes,
+    )
+
+
 def config_from_gguf(file: GgufFile, metadata: Metadata, name: str) -> ModelConfig:
     return hybrid_from_gguf(file, metadata, name)
 
@@ -139,4 +166,5 @@ FAMILY = Family(
     config_from_gguf=config_from_gguf,
     gguf_names=GGUF_NAMES,
     gguf_entries=gguf_entries,
+    fresh_config=fresh_config,
 )

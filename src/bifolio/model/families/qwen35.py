@@ -17,6 +17,7 @@ from bifolio.model.families.family import Family
 from bifolio.model.gguf.entries import Metadata
 from bifolio.model.gguf.reader import GgufFile, Value
 from bifolio.model.huggingface.decoder_config import Raw
+from bifolio.model.next_token_names import GGUF_QWEN_NEXT_TOKEN, QWEN_NEXT_TOKEN
 from bifolio.model.stored_form import StoredForm, reading, writing
 
 SECTIONS = (11, 11, 10, 0)  # pairs of a head that are rotated by each position of an image; 0: none
@@ -69,6 +70,7 @@ FAMILY = Family(
     norm_offset=qwen3next.NORM_OFFSET,
     folder_source=reading(folder_form),
     folder_tensors=writing(folder_form),
+    folder_form=folder_form,
     gguf_architectures=("qwen35",),
     written_as="qwen35",
     config_from_gguf=config_from_gguf,
@@ -77,4 +79,6 @@ FAMILY = Family(
     gguf_tensors=writing(gguf_form),
     gguf_tiled=True,
     gguf_entries=gguf_entries,
+    hf_next_token=QWEN_NEXT_TOKEN,
+    gguf_next_token=GGUF_QWEN_NEXT_TOKEN,
 )

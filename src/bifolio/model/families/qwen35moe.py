@@ -13,6 +13,7 @@ from bifolio.model.gguf.entries import Metadata
 from bifolio.model.gguf.reader import GgufFile
 from bifolio.model.huggingface.decoder_config import Raw
 from bifolio.model.model_file import TensorSource
+from bifolio.model.next_token_names import GGUF_QWEN_NEXT_TOKEN, QWEN_NEXT_TOKEN
 from bifolio.model.stored_form import reading, writing
 from bifolio.quant.tensor import QuantizedTensor
 
@@ -84,4 +85,6 @@ FAMILY = Family(
     gguf_tensors=writing(qwen35.gguf_form),
     gguf_tiled=True,
     gguf_entries=qwen35.gguf_entries,
+    hf_next_token=QWEN_NEXT_TOKEN,
+    gguf_next_token=GGUF_QWEN_NEXT_TOKEN,
 )

@@ -1,6 +1,6 @@
 """Qwen3-Next: gated delta nets, gated attention in every fourth layer, experts beside a gated shared MLP.
 
-Layers behind the last one, which predict several tokens ahead (`mtp`, `nextn`), are not used.
+Layers behind the last one (`mtp`, `nextn`) are heads for multi-token prediction (`model.next_token_head`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from bifolio.model.huggingface.decoder_config import (
     expert_count,
     kinds_of_layers,
 )
+from bifolio.model.next_token_names import GGUF_QWEN_NEXT_TOKEN, QWEN_NEXT_TOKEN
 from bifolio.model.recurrent_tensors import RecurrentNames
 from bifolio.model.stored_form import Joined, Rows, StoredForm, reading, writing
 from bifolio.model.tensor_names import GGUF_LLAMA, HF_LLAMA
@@ -259,6 +260,7 @@ FAMILY = Family(
     norm_offset=NORM_OFFSET,
     folder_source=reading(folder_form),
     folder_tensors=writing(folder_form),
+    folder_form=folder_form,
     gguf_architectures=("qwen3next",),
     written_as="qwen3next",
     config_from_gguf=config_from_gguf,
@@ -266,4 +268,6 @@ FAMILY = Family(
     gguf_source=reading(gguf_form),
     gguf_tensors=writing(gguf_form),
     gguf_entries=gguf_entries,
+    hf_next_token=QWEN_NEXT_TOKEN,
+    gguf_next_token=GGUF_QWEN_NEXT_TOKEN,
 )
