@@ -37,7 +37,7 @@ namespace bifolio {
 //   ..._16          a scale (and a minimum) for each 16 values instead of 32
 enum class Format : int32_t { F32 = 0, F16, BF16, Q8_0, Q4_0, Q4_1, Q4_T, Q4_T_16, Q4_1_16, Q6_0, Q6_1, Q6_0_16 };
 enum class KvType : int32_t { F32 = 0, F16 = 1, BF16 = 2, Q8_0 = 3 };
-enum class Activation : int32_t { Silu = 0, GeluTanh = 1, Gelu = 2, Relu2 = 3, SwigluClamped = 4 };  // the last one only gated
+enum class Activation : int32_t { Silu = 0, GeluTanh = 1, Gelu = 2, Relu2 = 3, SwigluClamped = 4, Tanh = 5 };  // SwigluClamped only gated, Tanh never
 constexpr float kSwigluLimit = 7.0f, kSwigluSlope = 1.702f;
 
 constexpr int64_t kPanel = 16;      // output columns that lie side by side in a packed matrix

@@ -62,7 +62,7 @@ void route_row(const float* logits, const RouterConstants& router, float* routin
     total += weights[i] = scores[experts[i]];
   }
   const float factor = router.renormalise ? router.scale / (total + 1e-20f) : router.scale;
-  for (int64_t i = 0; i < router.top_k; ++i) weights[i] *= factor;
+  for (int64_t i = 0; i < router.top_k; ++i) weights[i] *= router.expert_scales ? factor * router.expert_scales[experts[i]] : factor;
 }
 
 // Rows of one expert, in the forms that its two products read.

@@ -13,6 +13,7 @@ struct RouterConstants {
   float scale;
   const float* bias;  // [num_experts], changes the choice but not the weights; may be null
   int64_t num_groups, top_groups, group_best;
+  const float* expert_scales = nullptr;  // [num_experts], factors of the weights; may be null
 
   int64_t routing_width() const { return 2 * top_k; }
 };

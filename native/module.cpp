@@ -88,6 +88,7 @@ NB_MODULE(_native, m) {
   bifolio::bind_latent(m);
   bifolio::bind_recurrence(m);
   bifolio::bind_program(m);
+  bifolio::bind_streams(m);
   bifolio::bind_ranks(m);
   bifolio::bind_settings(m);
 }

@@ -38,9 +38,9 @@ struct TableHolder {
   EmbeddingTable table;
 };
 
-// The K/V arrays of all layers: equally many blocks of one shape.
+// The K/V arrays of all layers: equally many blocks of as many tokens; heads may differ between layers.
 struct CacheHolder {
-  CacheHolder(nb::list keys, nb::list values, int kv_type, int64_t head_dim);
+  CacheHolder(nb::list keys, nb::list values, int kv_type, const std::vector<int64_t>& head_dims);
 
   int64_t num_slots() const { return num_blocks * layers[0].block_size; }
   const KvLayer& layer(int64_t index) const { return layers[size_t(index)]; }
@@ -54,8 +54,9 @@ struct CacheHolder {
 
 struct RouterHolder {
   RouterHolder(int64_t num_experts, int64_t top_k, bool sigmoid, bool renormalise, float scale, nb::handle bias, int64_t num_groups,
-               int64_t top_groups, int64_t group_best);
+               int64_t top_groups, int64_t group_best, nb::handle expert_scales);
   Vector bias;  // not valid: none
+  Vector expert_scales;  // not valid: none
   RouterConstants router;
 };
 
@@ -149,6 +150,7 @@ void bind_experts(nb::module_& m);
 void bind_latent(nb::module_& m);
 void bind_recurrence(nb::module_& m);
 void bind_program(nb::module_& m);
+void bind_streams(nb::module_& m);
 void bind_ranks(nb::module_& m);
 
 }  // namespace bifolio

@@ -1,5 +1,6 @@
 // Weights, shapes and caches as Python hands them over.
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include "module.h"
 
@@ -36,10 +37,9 @@ KvArray kv_array(const char* list, size_t layer, nb::handle value, const KvNumbe
   return array;
 }
 
-void require_same_shape(const char* list, size_t layer, const KvArray& array, const KvArray& first) {
-  for (size_t i = 0; i < 4; ++i)
-    require(array.shape(i) == first.shape(i), list, "[", layer, "] has ", array.shape(i), " elements along dimension ", i,
-            " and must have ", first.shape(i), ", as keys[0] has");
+void require_same_size(const char* list, size_t layer, size_t dimension, const KvArray& array, const char* other, const KvArray& first) {
+  require(array.shape(dimension) == first.shape(dimension), list, "[", layer, "] has ", array.shape(dimension),
+          " elements along dimension ", dimension, " and must have ", first.shape(dimension), ", as ", other, " has");
 }
 
 }  // namespace
@@ -58,22 +58,24 @@ TableHolder::TableHolder(int format, nb::handle array, int64_t width) : bytes(ar
   table = {require_rows("bytes", format, bytes, "width", width), bytes.data(), rows_in(bytes), width, bytes.shape(1)};
 }
 
-CacheHolder::CacheHolder(nb::list keys, nb::list values, int kv_type, int64_t head_dim) {
+CacheHolder::CacheHolder(nb::list keys, nb::list values, int kv_type, const std::vector<int64_t>& head_dims) {
   const KvType type{kv_type};
   const KvNumbers numbers = kv_numbers(type);
-  require_between("head_dim", head_dim, 1, kMaxHeadDim);
-  require(type != KvType::Q8_0 || head_dim % kQuantBlock == 0, "head_dim is ", head_dim, " and must be a multiple of ", kQuantBlock,
-          " for a cache of q8_0");
   require(keys.size() > 0, "keys has no layers and must have at least one");
   require(keys.size() == values.size(), "values has ", values.size(), " layers and must have ", keys.size(), ", as keys has");
-  const int64_t row_elements = type == KvType::Q8_0 ? head_dim + head_dim / kQuantBlock * 2 : head_dim;
+  require(head_dims.size() == keys.size(), "head_dim has ", head_dims.size(), " entries and must have ", keys.size(), ", one for each layer");
   for (size_t i = 0; i < keys.size(); ++i) {
+    const int64_t head_dim = head_dims[i];
+    require_between("head_dim", head_dim, 1, kMaxHeadDim);
+    require(type != KvType::Q8_0 || head_dim % kQuantBlock == 0, "head_dim is ", head_dim, " and must be a multiple of ", kQuantBlock,
+            " for a cache of q8_0");
+    const int64_t row_elements = type == KvType::Q8_0 ? head_dim + head_dim / kQuantBlock * 2 : head_dim;
     const KvArray key = kv_array("keys", i, keys[i], numbers), value = kv_array("values", i, values[i], numbers);
     require(int64_t(key.shape(3)) == row_elements, "keys[", i, "] has rows of ", key.shape(3), " elements and must have rows of ",
             row_elements, " for head_dim ", head_dim);
     arrays.insert(arrays.end(), {key, value});
-    require_same_shape("keys", i, key, arrays[0]);
-    require_same_shape("values", i, value, arrays[0]);
+    for (size_t dimension : {0, 2}) require_same_size("keys", i, dimension, key, "keys[0]", arrays[0]);
+    for (size_t dimension : {0, 1, 2, 3}) require_same_size("values", i, dimension, value, "its keys", key);
     layers.push_back({type, static_cast<uint8_t*>(key.data()), static_cast<uint8_t*>(value.data()), int64_t(key.shape(2)),
                       int64_t(key.shape(1)), head_dim, size_t(row_elements) * key.itemsize()});
   }
@@ -146,7 +148,11 @@ void bind_classes(nb::module_& m) {
       .def_prop_ro("num_bytes", &LinearWeights::num_bytes);
   m.def("make_linear", &make_linear, nb::rv_policy::take_ownership, "parts"_a, "k"_a, array("bias"), "planes"_a = 1,
         "is_mapped"_a = false, pool_argument());
-  nb::class_<CacheHolder>(m, "Cache").def(nb::init<nb::list, nb::list, int, int64_t>(), "keys"_a, "values"_a, "kv_type"_a, "head_dim"_a);
+  nb::class_<CacheHolder>(m, "Cache")
+      .def(nb::init<nb::list, nb::list, int, const std::vector<int64_t>&>(), "keys"_a, "values"_a, "kv_type"_a, "head_dim"_a)
+      .def("__init__", [](CacheHolder* self, nb::list keys, nb::list values, int kv_type, int64_t head_dim) {
+        new (self) CacheHolder(keys, values, kv_type, std::vector<int64_t>(keys.size(), head_dim));
+      }, "keys"_a, "values"_a, "kv_type"_a, "head_dim"_a);
   nb::class_<AttentionConstants>(m, "AttentionShape")
       .def("__init__", [](AttentionConstants* self, int64_t heads, int64_t kv_heads, int64_t dim, float scale, int64_t window,
                           bool interleaved, const NormHolder* query_norm, const NormHolder* key_norm, bool norm_after_rope, float softcap,
@@ -155,6 +161,17 @@ void bind_classes(nb::module_& m) {
                                                  norm_after_rope, softcap, temperature, temperature_period));
       }, "heads"_a, "kv_heads"_a, "head_dim"_a, "scale"_a, "window"_a, "interleaved"_a, "query_norm"_a.none(), "key_norm"_a.none(),
          "norm_after_rope"_a = false, "softcap"_a = 0.0f, "temperature"_a = 0.0f, "temperature_period"_a = 1, nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>())
+      .def("with_value_norm", [](const AttentionConstants& self, const NormHolder& norm) {
+        AttentionConstants copy = self;
+        require(norm.norm.size == self.head_dim, "value_norm has ", norm.norm.size, " elements and must have ", self.head_dim, ", the head_dim");
+        copy.value_norm = &norm.norm;
+        return copy;
+      }, "norm"_a, nb::keep_alive<0, 1>(), nb::keep_alive<0, 2>())
+      .def("of_queries", [](const AttentionConstants& self) {
+        AttentionConstants copy = self;
+        copy.queries_only = true;
+        return copy;
+      }, nb::keep_alive<0, 1>())
       .def("with_sinks", [](const AttentionConstants& self, nb::handle sink_array) {
         AttentionConstants copy = self;
         const Vector sinks = vector("sinks", sink_array);

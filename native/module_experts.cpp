@@ -67,7 +67,7 @@ void gate_rows(nb::handle x_array, nb::handle logit_array, nb::handle out_array,
 }  // namespace
 
 RouterHolder::RouterHolder(int64_t num_experts, int64_t top_k, bool sigmoid, bool renormalise, float scale, nb::handle bias_array,
-                           int64_t num_groups, int64_t top_groups, int64_t group_best)
+                           int64_t num_groups, int64_t top_groups, int64_t group_best, nb::handle scale_array)
     : router{} {
   require_between("num_experts", num_experts, 1, kMaxExperts);
   require_between("num_groups", num_groups, 1, num_experts);
@@ -80,7 +80,12 @@ RouterHolder::RouterHolder(int64_t num_experts, int64_t top_k, bool sigmoid, boo
     bias = vector("bias", bias_array);
     require_length("bias", bias, num_experts);
   }
-  router = {num_experts, top_k, sigmoid, renormalise, scale, bias.is_valid() ? bias.data() : nullptr, num_groups, top_groups, group_best};
+  if (!scale_array.is_none()) {
+    expert_scales = vector("expert_scales", scale_array);
+    require_length("expert_scales", expert_scales, num_experts);
+  }
+  router = {num_experts, top_k, sigmoid, renormalise, scale, bias.is_valid() ? bias.data() : nullptr, num_groups, top_groups, group_best,
+            expert_scales.is_valid() ? expert_scales.data() : nullptr};
 }
 
 ExpertsHolder::ExpertsHolder(nb::list up, nb::list down, int activation) : experts{} {
@@ -100,8 +105,9 @@ ExpertsHolder::ExpertsHolder(nb::list up, nb::list down, int activation) : exper
 
 void bind_experts(nb::module_& m) {
   nb::class_<RouterHolder>(m, "Router")
-      .def(nb::init<int64_t, int64_t, bool, bool, float, nb::handle, int64_t, int64_t, int64_t>(), "num_experts"_a, "top_k"_a, "sigmoid"_a,
-           "renormalise"_a, "scale"_a, array("bias"), "num_groups"_a, "top_groups"_a, "group_best"_a);
+      .def(nb::init<int64_t, int64_t, bool, bool, float, nb::handle, int64_t, int64_t, int64_t, nb::handle>(), "num_experts"_a, "top_k"_a, "sigmoid"_a,
+           "renormalise"_a, "scale"_a, array("bias"), "num_groups"_a, "top_groups"_a, "group_best"_a,
+           array("expert_scales") = nb::none());
   nb::class_<ExpertsHolder>(m, "Experts").def(nb::init<nb::list, nb::list, int>(), "up"_a, "down"_a, "activation"_a);
   m.def("route", &route_rows, array("logits"), "router"_a, array("routing"), pool_argument());
   m.def("mix_experts", &mix_expert_rows, array("x"), array("routing"), "experts"_a, array("out"), pool_argument());

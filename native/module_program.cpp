@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <optional>
 
-#include "module.h"
+#include "module_program.h"
 
 using namespace nanobind::literals;
 
@@ -17,42 +17,6 @@ namespace {
 
 using Register = Program::Register;
 constexpr int64_t kMaxTapWidth = 1 << 24;
-
-struct ProgramHolder {
-  Program program;
-  nb::list keep;  // the objects that the operations point into
-  int64_t vocab_rows = INT32_MAX, position_rows = INT32_MAX;  // of the smallest tables of each kind
-  std::map<Register, int64_t> routings;  // registers of route, and the number of experts
-  std::vector<std::pair<int64_t, AttentionConstants>> attentions;  // the layer and shape of each
-  std::vector<std::pair<int64_t, const RecurrenceWeights*>> recurrences;
-  int64_t given_width = 0;  // 0: the program reads no given rows
-  int64_t taps_width = 0;  // of the widest array that the taps fill; 0: there are none
-
-  void require_open() const { require(!program.is_complete(), "the program is complete: record nothing after logits"); }
-
-  void require_register(const char* name, Register x) const {
-    require(x >= 0 && x < program.num_registers(), name, " is register ", x, " and must be one of the ", program.num_registers(),
-            " recorded so far");
-  }
-  void require_register(const char* name, Register x, int64_t width) const {
-    require_register(name, x);
-    require(program.width(x) == width, name, " is ", program.width(x), " wide and must be ", width, " wide");
-  }
-  void require_tokens(const char* name, Register x) const {
-    require(!program.of_logit_rows(x), name, " has one row for each logit row and must have one for each token");
-  }
-  void require_alike(const char* name, Register x, const char* other, Register y) const {
-    require_register(name, x);
-    require_register(other, y, program.width(x));
-    require(program.of_logit_rows(x) == program.of_logit_rows(y), name, " and ", other,
-            " must both have one row for each token or both one for each logit row");
-  }
-  void add_attention(int64_t layer, const AttentionConstants& shape) {
-    require_between("layer", layer, 0, kMaxLayers);
-    attentions.emplace_back(layer, shape);
-    keep.append(nb::find(shape));  // its norms
-  }
-};
 
 Register record_embed(ProgramHolder& self, const TableHolder& table, float scale, bool of_positions) {
   self.require_open();
@@ -314,8 +278,8 @@ std::map<std::string, double> run_program(ProgramHolder& self, const CacheHolder
 }  // namespace
 
 void bind_program(nb::module_& m) {
-  nb::class_<ProgramHolder>(m, "Program")
-      .def(nb::init<>())
+  nb::class_<ProgramHolder> program(m, "Program");
+  program.def(nb::init<>())
       .def("embed", &record_embed, "table"_a, "scale"_a, "of_positions"_a)
       .def("norm", &record_norm, "x"_a, "weights"_a)
       .def("add", &record_add, "x"_a, "y"_a)
@@ -348,6 +312,7 @@ void bind_program(nb::module_& m) {
       }, "x"_a)
       .def_prop_ro("vocab_size", [](const ProgramHolder& self) { return self.program.vocab_size(); })
       .def_prop_ro("scratch_bytes", [](const ProgramHolder& self) { return self.program.scratch_bytes(); });
+  bind_stream_recording(program);
 }
 
 }  // namespace bifolio

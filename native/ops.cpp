@@ -32,6 +32,12 @@ void add_norm(Member& m, Rows x, Rows delta, const NormWeights& weights, Rows su
 }
 
 void act(Member& m, Rows x, Activation activation, Rows out) {
+  if (activation == Activation::Tanh) {
+    each_row(m, x.count, 32 * x.width, [&](int64_t row) {
+      for (int64_t i = 0; i < x.width; ++i) out.row(row)[i] = std::tanh(x.row(row)[i]);
+    });
+    return;
+  }
   each_row(m, x.count, 4 * x.width, [&](int64_t row) { kernels().act_row(x.row(row), x.width, activation, out.row(row)); });
 }
 
@@ -97,18 +103,19 @@ void norm_heads(float* heads, int64_t count, int64_t dim, const NormWeights* nor
 void rope_and_write(Member& m, Rows qkv, const AttentionConstants& shape, const Rows* cosine, const Rows* sine,
                     const KvLayer* kv, const int64_t* slots) {
   const KernelTable& isa = kernels();
-  const int64_t dim = shape.head_dim, rotated = shape.num_heads + shape.num_kv_heads;
+  const int64_t dim = shape.head_dim, rotated = shape.num_heads + (shape.queries_only ? 0 : shape.num_kv_heads);
   each_row(m, qkv.count, qkv.width, [&](int64_t row) {
     float* heads = qkv.row(row);
     const auto norm = [&] {
       norm_heads(heads, shape.num_heads, dim, shape.query_norm);
-      norm_heads(heads + shape.query_width(), shape.num_kv_heads, dim, shape.key_norm);
+      norm_heads(heads + shape.query_width(), rotated - shape.num_heads, dim, shape.key_norm);
     };
+    norm_heads(heads + rotated * dim, rotated - shape.num_heads, dim, shape.value_norm);
     if (!shape.norm_after_rope) norm();
     for (int64_t h = 0; h < rotated && cosine; ++h)
       rotate(heads + h * dim, cosine->row(row), sine->row(row), cosine->width, shape.interleaved);
     if (shape.norm_after_rope) norm();
-    if (!kv) return;
+    if (!kv || shape.queries_only) return;
     const int64_t block = slots[row] / kv->block_size, offset = slots[row] % kv->block_size;
     for (int64_t h = 0; h < shape.num_kv_heads; ++h) {
       const size_t at = size_t((block * kv->num_kv_heads + h) * kv->block_size + offset) * kv->row_bytes;

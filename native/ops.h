@@ -37,13 +37,15 @@ struct AttentionConstants {
   float softcap = 0.0f;  // of scores; 0: off
   float temperature = 0.0f;  // queries at position p grow by 1 + temperature * log(1 + p / temperature_period); 0: not
   int64_t temperature_period = 1;
+  const NormWeights* value_norm = nullptr;  // of head_dim; null: none
+  bool queries_only = false;  // the keys and values are those of another layer: rows hold queries alone, none are written
   const float* sinks = nullptr;  // [num_heads] score of a position without a value that every query sees; null: none
 
   float scale_at(int64_t position) const {
     return temperature == 0.0f ? scale : scale * (1.0f + temperature * std::log(float(1 + position / temperature_period)));
   }
   int64_t query_width() const { return num_heads * head_dim; }
-  int64_t qkv_width() const { return (num_heads + 2 * num_kv_heads) * head_dim; }
+  int64_t qkv_width() const { return (num_heads + (queries_only ? 0 : 2 * num_kv_heads)) * head_dim; }
 };
 
 // The phase of the queries of a segment: selects the plan of attention (attention_plan.h).

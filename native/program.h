@@ -60,6 +60,18 @@ class Program {
   Register recur(Register x, int64_t layer, const RecurrenceWeights& weights);
   Register all_gather(Register x, RankMemory& ranks, const std::vector<int64_t>& widths);
   Register all_reduce(Register x, RankMemory& ranks);  // returns the same register
+  // The operations of streams.h.
+  Register add_scaled(Register x, Register y, float scale);
+  Register embed_known(const EmbeddingTable& table, float scale);
+  Register norm_groups(Register x, const NormWeights& weights);
+  Register columns(Register x, int64_t start, int64_t width, const float* factors);  // factors [width] may be null
+  Register act_gate(Register x, Register inputs, int64_t start, Activation activation);
+  Register sparse_act_mul(Register x, float deviations, Activation activation);
+  Register mix_streams(Register x, Register coefficients, int64_t streams);
+  Register correct_streams(Register x, Register y, Register coefficients, int64_t active);
+  Register add_to_streams(Register x, Register y, int64_t first);
+  Register spread_streams(Register x, Register y);
+  Register merge_streams(Register x, Register y);
   Register take(Register x);  // the rows of logit_rows
   Register given(int64_t width);  // rows that the caller passes with the batch
   void tap(Register x, int64_t column);  // copies the rows to the columns from `column` on of the caller's array, if it passes one

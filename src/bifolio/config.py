@@ -10,7 +10,11 @@ from dataclasses import dataclass
 from typing import Literal, cast, get_args
 
 from bifolio.errors import ConfigError
+from bifolio.expert_config import MoeConfig as MoeConfig
+from bifolio.parameter_count import count_parameters
 from bifolio.recurrent_config import RecurrentConfig as RecurrentConfig
+from bifolio.stream_config import LayerInputConfig as LayerInputConfig
+from bifolio.stream_config import StreamConfig as StreamConfig
 
 KVDtype = Literal["f32", "f16", "bf16", "q8_0"]
 
@@ -53,15 +57,6 @@ MODEL_LIMITS = {
     "max_position": 1 << 27,
 }
 
-EXPERT_LIMITS = {
-    "num_experts": 1 << 13,
-    "top_k": 1 << 8,
-    "expert_size": 1 << 21,
-    "num_groups": 1 << 13,
-    "top_groups": 1 << 13,
-    "group_best": 1 << 8,
-}
-
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
@@ -69,7 +64,7 @@ class RopeConfig:
 
     theta: float = 10000.0
     rotary_dim: int = 0  # leading dimensions of a head that are rotated
-    scaling: Literal["none", "linear", "llama3", "yarn", "longrope"] = "none"
+    scaling: Literal["none", "linear", "llama3", "yarn", "longrope", "proportional"] = "none"
     factor: float = 1.0
     original_max_position: int = 0  # context length before extension (llama3, yarn, longrope)
     low_freq_factor: float = 1.0  # llama3
@@ -78,7 +73,7 @@ class RopeConfig:
     beta_slow: float = 1.0  # yarn
     attention_factor: float = 1.0  # multiplies cos and sin (yarn, longrope)
     truncate: bool = True  # yarn: the ramp begins and ends at whole dimensions
-    frequency_factors: tuple[float, ...] = ()  # divisor of each frequency: longrope, or factors from a model file
+    frequency_factors: tuple[float, ...] = ()  # divisor of each frequency: longrope, proportional, or from a file
     frequency_factors_short: tuple[float, ...] = ()  # longrope, for contexts up to original_max_position
 
     def __post_init__(self) -> None:
@@ -94,42 +89,6 @@ class RopeConfig:
                 raise ConfigError(
                     f"rope has {len(factors)} frequency factors for {self.rotary_dim // 2} pairs of rotated dimensions"
                 )
-
-
-@dataclass(frozen=True, slots=True)
-class MoeConfig:
-    """Mixtures of experts in place of the MLPs; `kernels.interface.Router` defines the choice."""
-
-    num_experts: int
-    top_k: int  # experts of a token
-    expert_size: int  # width of one expert's MLP
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
-    renormalise: bool = False
-    scale: float = 1.0
-    selection_bias: bool = False  # a bias that changes the choice of experts, not their weights
-    num_groups: int = 1
-    top_groups: int = 1
-    group_best: int = 1
-    router_bias: bool = False
-    expert_bias: bool = False
-    shared_size: int = 0  # width of the MLP that every token passes through, beside its experts; 0: none
-    shared_gate: bool = False  # the output of the shared MLP is multiplied by a sigmoid
-    dense_layers: tuple[int, ...] = ()  # layers with a plain MLP
-
-    def __post_init__(self) -> None:
-        for name in ("num_experts", "top_k", "expert_size", "num_groups", "top_groups", "group_best"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= EXPERT_LIMITS[name]:
-                raise ConfigError(f"the model's {name} must be between 1 and {EXPERT_LIMITS[name]}, not {value!r}")
-        if not 0 <= self.shared_size <= EXPERT_LIMITS["expert_size"]:
-            raise ConfigError(f"the width of the shared experts must not be {self.shared_size}")
-        if self.num_experts % self.num_groups or self.top_groups > self.num_groups:
-            raise ConfigError(
-                f"{self.top_groups} of {self.num_groups} groups cannot be chosen among {self.num_experts} experts"
-            )
-        size = self.num_experts // self.num_groups
-        if self.top_k > size * self.top_groups or self.group_best > size:
-            raise ConfigError(f"a token cannot choose {self.top_k} of {size * self.top_groups} experts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +149,14 @@ class ModelConfig:
     rope_interleaved: bool = False  # rotate pairs (2i, 2i+1) instead of (i, i + rotary_dim/2)
     layer_rope: tuple[int | None, ...] = ()  # index into `ropes` for each layer, None: no positions; empty: all 0
     layer_window: tuple[int | None, ...] = ()  # sliding window of each layer in tokens, itself included; empty: none
+    layer_head_dim: tuple[int, ...] = ()  # size of the heads of each layer; empty: head_dim
+    layer_kv_heads: tuple[int, ...] = ()  # key/value heads of each layer; empty: num_kv_heads
+    layer_mlp_size: tuple[int, ...] = ()  # width of the MLP of each layer; empty: intermediate_size
+    layer_cutoff: tuple[float | None, ...] = ()  # gates of each layer so many deviations above the mean are kept
+    kv_sources: tuple[int, ...] = ()  # layer whose keys and values each layer reads; empty: its own
+    keys_as_values: tuple[int, ...] = ()  # layers whose values are their keys, before norm and rope
+    value_norm: bool = False  # RMS norm without weights on each value head
+    layer_scales: bool = False  # the residual stream is multiplied by a stored number after each layer
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # factor of the outputs of attention and MLP that are added to the residual stream
     attention_scale: float = 0.0  # 0: 1/sqrt(head_dim)
@@ -201,6 +168,8 @@ class ModelConfig:
     moe: MoeConfig | None = None
     mla: LatentConfig | None = None  # num_kv_heads is 1, and head_dim the size of a cached row
     recurrent: RecurrentConfig | None = None
+    layer_inputs: LayerInputConfig | None = None  # a second embedding of each token, with a part for each layer
+    streams: StreamConfig | None = None  # parallel residual streams
     weight_factors: tuple[tuple[str, tuple[float, ...]], ...] = ()  # of a folder's matrices, put into them at load
     attention_gate: bool = False  # the output of attention is multiplied by a sigmoid of the layer's input
     sinks: bool = False  # attention with a learned score for each head that takes a share of the weights
@@ -215,7 +184,7 @@ class ModelConfig:
             if value > MODEL_LIMITS[name]:
                 raise ConfigError(f"the model's {name} is {value}: at most {MODEL_LIMITS[name]} are supported")
         for rope in self.ropes:
-            if rope.rotary_dim > self.head_dim:
+            if rope.rotary_dim > max((self.head_dim, *self.layer_head_dim)):
                 raise ConfigError(f"rope rotates {rope.rotary_dim} dimensions of heads of {self.head_dim}")
             if max(len(rope.frequency_factors), len(rope.frequency_factors_short)) > rope.rotary_dim:
                 raise ConfigError("rope has more frequency factors than rotated dimensions")
@@ -233,9 +202,7 @@ class ModelConfig:
             self.recurrent.check_layers(self.num_layers)
         elif not self.learned_positions and not self.ropes:
             raise ConfigError("a model without learned positions needs a rope configuration")
-        for name, length in (("layer_rope", len(self.layer_rope)), ("layer_window", len(self.layer_window))):
-            if length not in (0, self.num_layers):
-                raise ConfigError(f"{name} has {length} entries for {self.num_layers} layers")
+        self._check_layers()
         if any(index is not None and index >= len(self.ropes) for index in self.layer_rope):
             raise ConfigError("layer_rope names a rope configuration that does not exist")
         if self.qk_norm_all_heads and self.qk_norm_after_rope:
@@ -243,6 +210,28 @@ class ModelConfig:
         for name in ("residual_scale", "logit_scale", "embedding_scale"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
                 raise ConfigError(f"the model's {name} must be a positive number, not {getattr(self, name)}")
+
+    def _check_layers(self) -> None:
+        """Check the fields that have an entry for each layer."""
+        for name in ("rope", "window", "head_dim", "kv_heads", "mlp_size", "cutoff"):
+            length = len(getattr(self, f"layer_{name}"))
+            if length not in (0, self.num_layers):
+                raise ConfigError(f"layer_{name} has {length} entries for {self.num_layers} layers")
+        limits = ("head_dim", "head_dim"), ("kv_heads", "num_kv_heads"), ("mlp_size", "intermediate_size")
+        for name, limit in limits:
+            for value in getattr(self, f"layer_{name}"):
+                if not 0 < value <= MODEL_LIMITS[limit]:
+                    raise ConfigError(f"the model's {limit} must be between 1 and {MODEL_LIMITS[limit]}, not {value}")
+        if any(self.num_heads % heads for heads in self.layer_kv_heads):
+            raise ConfigError(f"{self.num_heads} query heads cannot share {set(self.layer_kv_heads)} key/value heads")
+        if len(self.kv_sources) not in (0, self.num_layers):
+            raise ConfigError(f"kv_sources has {len(self.kv_sources)} entries for {self.num_layers} layers")
+        for layer, source in enumerate(self.kv_sources):
+            same = all(
+                size(layer) == size(source) for size in (self.head_size, self.kv_heads, self.window) if source >= 0
+            )
+            if not 0 <= source <= layer or self.kv_sources[source] != source or not same:
+                raise ConfigError(f"layer {layer} cannot read the keys and values of layer {source}")
 
     @property
     def scale(self) -> float:
@@ -256,6 +245,22 @@ class ModelConfig:
     @property
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
+
+    def head_size(self, layer: int) -> int:
+        return self.layer_head_dim[layer] if self.layer_head_dim else self.head_dim
+
+    def kv_heads(self, layer: int) -> int:
+        return self.layer_kv_heads[layer] if self.layer_kv_heads else self.num_kv_heads
+
+    def mlp_size(self, layer: int) -> int:
+        return self.layer_mlp_size[layer] if self.layer_mlp_size else self.intermediate_size
+
+    def cutoff(self, layer: int) -> float | None:
+        return self.layer_cutoff[layer] if self.layer_cutoff else None
+
+    def kv_source(self, layer: int) -> int:
+        """The layer whose keys and values this layer reads: itself, or an earlier one."""
+        return self.kv_sources[layer] if self.kv_sources else layer
 
     def window(self, layer: int) -> int | None:
         return self.layer_window[layer] if self.layer_window else None
@@ -272,57 +277,23 @@ class ModelConfig:
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """The layers with attention, whose keys and values are cached."""
+        """The layers with attention."""
         return tuple(range(self.num_layers)) if self.recurrent is None else self.recurrent.attention_layers
+
+    @property
+    def cached_layers(self) -> tuple[int, ...]:
+        """The layers with keys and values of their own, which are cached."""
+        return tuple(layer for layer in self.attention_layers if self.kv_source(layer) == layer)
 
     @property
     def num_parameters(self) -> int:
         """The exact number of parameters, from the shapes alone: memory can be planned before weights are read."""
-        return self._count(None if self.moe is None else self.moe.num_experts)
+        return count_parameters(self, None if self.moe is None else self.moe.num_experts)
 
     @property
     def num_active_parameters(self) -> int:
         """Parameters that one token is multiplied with: those of all experts but its own are left out."""
-        return self._count(None if self.moe is None else self.moe.top_k)
-
-    def _count(self, num_experts: int | None) -> int:
-        """Parameters with `num_experts` experts in every layer that has some."""
-        d, ffn = self.hidden_size, self.intermediate_size
-        attention = d * (self.query_size + 2 * self.kv_size) + self.query_size * d
-        attention += (self.query_size + 2 * self.kv_size) * self.qkv_bias + d * self.output_bias
-        qk_width = self.query_size + self.kv_size if self.qk_norm_all_heads else 2 * self.head_dim
-        attention += qk_width * self.qk_norm + self.num_heads * self.sinks
-        attention += (d + self.qkv_bias) * self.query_size * self.attention_gate
-        if self.mla is not None:
-            attention = self._count_latent(self.mla)
-        num_up = 2 if self.gated_mlp else 1
-        mlp = d * ffn * (num_up + 1) + (ffn * num_up + d) * self.mlp_bias
-        per_norm = d * (2 if self.norm == "layer" and self.norm_bias else 1)
-        embeddings = self.vocab_size * d * (1 if self.tie_embeddings else 2)
-        positions = self.max_position * d * self.learned_positions
-        own = self.recurrent
-        mixers = set(self.attention_layers) | set(() if own is None else own.layers)
-        mlps = sum(self.has_mlp(layer) for layer in range(self.num_layers))
-        norms = (len(mixers) + mlps) * (self.pre_norms + self.post_norms) - self.num_layers * self.parallel_block + 1
-        total = len(self.attention_layers) * attention + mlps * mlp + per_norm * norms + embeddings + positions
-        total += 0 if own is None else len(own.layers) * own.count_parameters(d)
-        if self.moe is not None and num_experts is not None:
-            sparse = sum(self.has_experts(layer) for layer in range(self.num_layers))
-            total += sparse * (self._count_experts(self.moe, num_experts) - mlp)
-        return total
-
-    def _count_latent(self, mla: LatentConfig) -> int:
-        d, heads, query = self.hidden_size, self.num_heads, self.num_heads * (mla.nope_size + mla.rope_size)
-        total = mla.query_rank * (d + 1 + query) if mla.query_rank else d * query
-        total += d * (mla.latent_size + mla.rope_size) + mla.latent_size
-        return total + mla.latent_size * heads * (mla.nope_size + mla.value_size) + heads * mla.value_size * d
-
-    def _count_experts(self, moe: MoeConfig, num_experts: int) -> int:
-        d, width = self.hidden_size, moe.expert_size
-        router = moe.num_experts * (d + moe.router_bias)  # the selection bias is state of training, no parameter
-        matrices = 3 if self.gated_mlp else 2
-        expert = matrices * d * width + ((matrices - 1) * width + d) * moe.expert_bias
-        return router + num_experts * expert + matrices * d * moe.shared_size + d * moe.shared_gate
+        return count_parameters(self, None if self.moe is None else self.moe.top_k)
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,37 @@ _enter_rope("of heads normed afterwards", 80, 64, norm_heads=(1, 1), norm_after_
 _enter_rope("without rotation", 64, 0)
 
 
+@case("rope_and_write", "of normed values")
+def rope_and_normed_values(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    """Values are normed where they are returned and where they are cached."""
+    dim, length = 80, 21
+    norms = [kernels.prepare_norm(Norm(1 + normal(rng, dim), None, 1e-6)) for _ in range(3)]
+    shape = AttentionShape(1, 6, 2, dim, 1.0, None, False, *norms)
+    context = new_context(kernels, rng, [length], shape.num_kv_heads, dim)
+    qkv = activations(kernels, normal(rng, length, 10 * dim))
+    positions = kernels.from_host(np.arange(length, dtype=np.int32))
+    batch = Batch(positions, positions, kernels.from_host(context.index), (), None)
+    heads = kernels.rope_and_write(qkv, shape, None, batch, context.storage)
+    kept = context.storage.gather(1, context.tables[0], length)
+    return tuple(kernels.to_host(part) for part in (*heads, *kept))
+
+
+@case("rope_and_write", "of queries alone")
+def rope_of_queries(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    """A layer that reads the keys and values of another one leaves the cache as it is."""
+    dim, length = 64, 21
+    norm = kernels.prepare_norm(Norm(1 + normal(rng, dim), None, 1e-6))
+    shape = AttentionShape(1, 6, 2, dim, 1.0, query_norm=norm, queries_only=True)
+    context = new_context(kernels, rng, [length], shape.num_kv_heads, dim)
+    positions = kernels.from_host(np.arange(length, dtype=np.int32))
+    frequencies = kernels.from_host((1e4 ** -(np.arange(32) / 32)).astype(np.float32))
+    batch = Batch(positions, positions, kernels.from_host(context.index), (), None)
+    query = activations(kernels, normal(rng, length, 6 * dim))
+    heads = kernels.rope_and_write(query, shape, kernels.rotation(frequencies, 1.0, positions), batch, context.storage)
+    assert (heads.key, heads.value) == (None, None)
+    return tuple(kernels.to_host(part) for part in (heads.query, *context.storage.gather(1, context.tables[0], length)))
+
+
 # -- attend ------------------------------------------------------------------------------------------------------------
 def attend(
     kernels: KernelSet,

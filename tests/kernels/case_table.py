@@ -50,7 +50,7 @@ def protocol_members(protocol: type) -> set[str]:
     """Attributes and methods of a protocol class and of the protocols it extends."""
     found: set[str] = set()
     for part in protocol.__mro__:
-        if part.__module__ == protocol.__module__:
+        if part.__module__.startswith(protocol.__module__.rpartition(".")[0]):
             names = {*vars(part), *vars(part).get("__annotations__", {})}
             found |= {name for name in names if not name.startswith("_")}
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ ROUTERS = {
     "softmax of the chosen": Router(3, renormalise=True),
     "sigmoid": Router(2, "sigmoid", renormalise=True, scale=2.5),
     "best groups": Router(3, num_groups=4, top_groups=2),
+    "factors of experts": Router(3, renormalise=True, expert_scales=np.linspace(0.5, 2.0, EXPERTS).astype(np.float32)),
     "groups by two, biased": Router(
         2, "sigmoid", True, 1.8, np.linspace(-0.5, 0.5, EXPERTS).astype(np.float32)[::-1].copy(), 2, 1, 2
     ),
@@ -45,12 +47,16 @@ def new_experts(
     )
 
 
+def _own(kernels: KernelSet, values: np.ndarray | None) -> Any:
+    return None if values is None else kernels.from_host(values)
+
+
 @case("route")
 def route(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
     """Every kind of choice; of equal logits the first expert."""
     found = []
     for router in ROUTERS.values():
-        own = router if router.bias is None else replace(router, bias=kernels.from_host(router.bias))
+        own = replace(router, bias=_own(kernels, router.bias), expert_scales=_own(kernels, router.expert_scales))
         for rows in ROWS:
             routing = kernels.route(kernels.from_host(spread_logits(rng, rows)), own)
             found += [kernels.to_host(routing.experts), kernels.to_host(routing.weights)]

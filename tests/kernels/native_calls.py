@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from native_recurrence_calls import CALLS as RECURRENCE_CALLS
+from native_stream_calls import STREAM_CALLS
 
 from bifolio.kernels import native
 from bifolio.kernels.native.formats import grid_rows
@@ -328,6 +329,7 @@ VALID: dict[str, Callable[[], Arguments]] = {
         "out": floats(TOKENS, (HEADS + 2) * 20),
     },
     **RECURRENCE_CALLS,
+    **STREAM_CALLS,
     "Program": dict,
     "Program.embed": lambda: recording(table=table(), scale=1.0, of_positions=False),
     "Program.norm": lambda: recording(x="x", weights=norm()),

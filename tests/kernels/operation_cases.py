@@ -14,6 +14,7 @@ import latent_cases
 import network_cases
 import numpy as np
 import recurrence_cases
+import stream_cases
 from case_table import CASES, TOLERANCE, worst_error
 
 from bifolio.kernels.interface import KernelSet
@@ -28,6 +29,7 @@ __all__ = [
     "latent_cases",
     "network_cases",
     "recurrence_cases",
+    "stream_cases",
 ]
 
 

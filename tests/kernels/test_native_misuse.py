@@ -22,18 +22,20 @@ from native_misuses import MISUSES, Misuse  # noqa: E402
 from native_program_misuses import MISUSES as PROGRAM_MISUSES  # noqa: E402
 from native_rank_misuses import MISUSES as RANK_MISUSES  # noqa: E402
 from native_recurrence_misuses import MISUSES as RECURRENCE_MISUSES  # noqa: E402
+from native_stream_misuses import MISUSES as STREAM_MISUSES  # noqa: E402
 from native_token_misuses import MISUSES as TOKEN_MISUSES  # noqa: E402
 
 from bifolio.errors import BifolioError, KernelArgumentError  # noqa: E402
 from bifolio.kernels import native  # noqa: E402
 
-ALL_MISUSES = [*MISUSES, *PROGRAM_MISUSES, *EXPERT_MISUSES, *RANK_MISUSES, *RECURRENCE_MISUSES, *TOKEN_MISUSES]
+ALL_MISUSES = [*MISUSES, *PROGRAM_MISUSES, *EXPERT_MISUSES, *RANK_MISUSES, *RECURRENCE_MISUSES, *STREAM_MISUSES,
+               *TOKEN_MISUSES]  # fmt: skip
 # Arrays that are written; None is a value for those that may be left out.
 WRITTEN = {"out", "sum", "normed", "cosine", "sine", "qkv", "logits", "keys", "values",
            "routing", "memory", "windows", "states"}  # fmt: skip
 READ_HERE = {("rope_and_write", "cosine"), ("rope_and_write", "sine"), ("mix_experts", "routing"), ("gate", "logits"),
              ("route", "logits")}  # fmt: skip
-OPTIONAL = {"bias", "conv_bias", "logit_rows", "importance"}
+OPTIONAL = {"bias", "conv_bias", "logit_rows", "importance", "factors"}
 SEGMENT_FIELDS = ("phase", "token_start", "query_starts", "context_lens", "block_tables")
 Path = tuple[str | int, ...]
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from gemma_rows import GEMMA_ROWS
 from hybrid_rows import HYBRID_ROWS
 
 from helpers import INIT_RANGE, WINDOW, fresh_folder
@@ -194,11 +195,14 @@ ROWS: dict[str, Row] = {
         peer={"sliding_window": None},
     ),
 }  # fmt: skip
-ROWS |= {name: Row(config, tiny, real, peer=peer) for name, (config, tiny, real, peer) in HYBRID_ROWS.items()}
+ROWS |= {
+    name: Row(config, tiny, real, peer=peer)
+    for name, (config, tiny, real, peer) in {**HYBRID_ROWS, **GEMMA_ROWS}.items()
+}
 
 
 NEW_ORACLE = (5, 22)  # of transformers: older ones rotate some of these otherwise, or do not read folders of theirs
-OF_NEW_ORACLE = {"exaone4", "hunyuan_dense", "olmo3", "stablelm"}
+OF_NEW_ORACLE = {"exaone4", "hunyuan_dense", "olmo3", "stablelm", *GEMMA_ROWS}
 
 
 def row_model(name: str, **overrides: Any) -> Any:
@@ -217,6 +221,9 @@ def row_model(name: str, **overrides: Any) -> Any:
         for parameter in model.parameters():
             if parameter.ndim == 1:  # norms start at 1 and biases at 0: mistakes in either would not show
                 parameter.add_(torch.randn_like(parameter) * 0.1)
+        for field, buffer in model.named_buffers():
+            if field.endswith("layer_scalar"):  # a factor that is no parameter
+                buffer.add_(torch.randn_like(buffer) * 0.2)
     return model
 
 

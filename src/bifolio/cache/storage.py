@@ -129,14 +129,15 @@ class KvCacheEntry:
         self._manager.release(self.sequence_id)
 
     def append(self, keys: Array, values: Array) -> None:
-        """Add the keys and values of one token, each [num_layers, num_kv_heads, head_dim].
+        """Add the keys and values of one token, each [num_layers, num_kv_heads, head_dim], or a list by layer.
 
         Raises `OutOfBlocksError` with nothing changed. Earlier entries stay in place.
         """
         storage, manager = self.storage, self._manager
-        shape = (storage.num_layers, storage.num_kv_heads, storage.head_dim)
-        if tuple(keys.shape) != shape or tuple(values.shape) != shape:
-            raise CacheError(f"one token's keys and values have shape {shape}, not {tuple(keys.shape)}")
+        expected = list(storage.layout.layer_heads)
+        found = [[tuple(rows.shape) for rows in part] for part in (keys, values)]
+        if found != [expected, expected]:
+            raise CacheError(f"one token's keys and values have shape {expected} by layer, not {found[0]}")
         with manager.lock:
             position = self.seq_len
             self.reserve(1)

@@ -21,6 +21,7 @@ from bifolio.config import KVDtype
 from bifolio.kernels.device_slots import DeviceSlots, PendingTokens, SlotSizes, TokenScores
 from bifolio.kernels.operands import Array, Experts, HeadLinear, Linear, Norm, Recurrence, Router, Routing, Shards
 from bifolio.kernels.storage import CacheLayout, KVStorage
+from bifolio.kernels.stream_interface import StreamOperations
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
@@ -79,7 +80,9 @@ class AttentionShape:
     rope_interleaved: bool = False
     query_norm: Norm | None = None  # of head_dim: for each head; wider: one for all heads of a token
     key_norm: Norm | None = None
+    value_norm: Norm | None = None  # of head_dim
     norm_after_rope: bool = False
+    queries_only: bool = False  # keys and values are those of another layer: `layer` is read and not written
     softcap: float = 0.0  # scores become softcap * tanh(score / softcap); 0: off
     temperature: float = 0.0  # queries at position p grow by 1 + temperature * log(1 + p // temperature_period)
     temperature_period: int = 1
@@ -227,7 +230,7 @@ class Network:
     rotations: tuple[tuple[Array, float], ...] = ()  # (inverse frequencies, scale) of each rope configuration
 
 
-class KernelSet(PagedAttentionKernel, Protocol):
+class KernelSet(PagedAttentionKernel, StreamOperations, Protocol):
     """One implementation of every operation that the engine and the network use."""
 
     name: str
@@ -314,7 +317,10 @@ class KernelSet(PagedAttentionKernel, Protocol):
     def rope_and_write(
         self, qkv: Array, shape: AttentionShape, rotation: Rotation | None, batch: Batch, storage: Storage | None
     ) -> Heads:
-        """Split into heads, norm and rotate queries and keys, write keys and values to the cache."""
+        """Split into heads, norm and rotate queries and keys, norm values, write keys and values to the cache.
+
+        With `shape.queries_only` the rows hold queries alone: keys and values of the result are None.
+        """
         ...
 
     def head_linear(self, x: Array, linear: HeadLinear, start: int) -> Array:
@@ -346,7 +352,7 @@ class KernelSet(PagedAttentionKernel, Protocol):
         ...
 
     def act(self, x: Array, activation: str) -> Array:
-        """`silu`, `gelu_tanh`, `gelu`, or `relu2`, the square of max(x, 0)."""
+        """`silu`, `gelu_tanh`, `gelu`, `tanh`, or `relu2`, the square of max(x, 0)."""
         ...
 
     def all_gather(self, x: Array, widths: tuple[int, ...]) -> Array:

@@ -63,7 +63,8 @@ class Router:
         scores   softmax over all experts, or the sigmoid of each logit
         choice   the `top_k` largest of score + bias, among the `top_groups` best groups of neighbouring experts;
                  of equal ones the first
-        weights  the scores of the chosen experts, divided by their sum if `renormalise`, times `scale`
+        weights  the scores of the chosen experts, divided by their sum if `renormalise`, times `scale`, times the
+                 factor of each expert
 
     Top-k followed by a softmax over the chosen logits is softmax with `renormalise`.
     """
@@ -76,6 +77,7 @@ class Router:
     num_groups: int = 1
     top_groups: int = 1
     group_best: int = 1  # the best scores of a group whose sum ranks it
+    expert_scales: Array | None = None  # f32[experts]
 
 
 class Routing(NamedTuple):

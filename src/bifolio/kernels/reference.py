@@ -36,6 +36,7 @@ from bifolio.kernels.interface import (
     Storage,
 )
 from bifolio.kernels.recurrence import recur
+from bifolio.kernels.stream_reference import StreamReference
 from bifolio.quant.formats import READABLE_FORMATS
 from bifolio.quant.tensor import QuantizedTensor
 
@@ -45,7 +46,7 @@ def namespace(array: Array) -> Any:
     return np if isinstance(array, np.ndarray) else array_namespace(array)
 
 
-class ReferenceKernels(HostArrays):
+class ReferenceKernels(HostArrays, StreamReference):
     """Every operation in at most 30 lines."""
 
     name = "reference"
@@ -127,18 +128,21 @@ class ReferenceKernels(HostArrays):
         heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
         split = heads * dim, (heads + kv_heads) * dim
         query = xp.reshape(qkv[:, : split[0]], (-1, heads, dim))
+        if shape.queries_only:
+            return Heads(self._turned(query, shape.query_norm, shape, rotation), None, None)
         key = xp.reshape(qkv[:, split[0] : split[1]], (-1, kv_heads, dim))
-        value = xp.reshape(qkv[:, split[1] :], (-1, kv_heads, dim))
-        if not shape.norm_after_rope:
-            query, key = self._norm_heads(query, shape.query_norm), self._norm_heads(key, shape.key_norm)
-        if rotation is not None:
-            query = rotate(query, rotation, shape.rope_interleaved)
-            key = rotate(key, rotation, shape.rope_interleaved)
-        if shape.norm_after_rope:
-            query, key = self._norm_heads(query, shape.query_norm), self._norm_heads(key, shape.key_norm)
+        value = self._norm_heads(xp.reshape(qkv[:, split[1] :], (-1, kv_heads, dim)), shape.value_norm)
+        query = self._turned(query, shape.query_norm, shape, rotation)
+        key = self._turned(key, shape.key_norm, shape, rotation)
         if storage is not None and batch.cache_index is not None:
             storage.write(shape.layer, batch.cache_index, key, value)
         return Heads(query, key, value)
+
+    def _turned(self, heads: Array, norm: Norm | None, shape: AttentionShape, rotation: Rotation | None) -> Array:
+        """Heads normed and rotated, in the order of the layer."""
+        heads = heads if shape.norm_after_rope else self._norm_heads(heads, norm)
+        heads = heads if rotation is None else rotate(heads, rotation, shape.rope_interleaved)
+        return self._norm_heads(heads, norm) if shape.norm_after_rope else heads
 
     def _norm_heads(self, heads: Array, norm: Norm | None) -> Array:
         """Norm each head, or all heads of a token together if the norm is wider than a head."""
@@ -193,6 +197,8 @@ class ReferenceKernels(HostArrays):
             return x * sigmoid(xp, x)
         if activation == "relu2":
             return xp.clip(x, 0.0, None) ** 2
+        if activation == "tanh":
+            return xp.tanh(x)
         if activation == "gelu_tanh":
             return 0.5 * x * (1.0 + xp.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)))
         return 0.5 * x * (1.0 + erf(xp, x / math.sqrt(2.0)))
@@ -219,6 +225,8 @@ class ReferenceKernels(HostArrays):
         weights = np.take_along_axis(scores, experts, axis=-1)
         if router.renormalise:
             weights = weights / (weights.sum(axis=-1, keepdims=True) + np.float32(1e-20))
+        if router.expert_scales is not None:
+            weights = weights * router.expert_scales[experts]
         return Routing(experts.astype(np.int32), weights * np.float32(router.scale))
 
     def mix_experts(self, x: Array, routing: Routing, experts: Experts) -> Array:

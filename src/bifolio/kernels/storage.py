@@ -59,6 +59,7 @@ class CacheLayout:
     shared_values: bool = False  # values are the keys: attention over cached latents stores one row for both
     states: tuple[StateLayout, ...] = ()  # of the recurrent layers; `num_layers` counts the layers with attention
     num_states: int = 0  # state 0, the empty one, included
+    heads: tuple[tuple[int, int], ...] = ()  # (num_kv_heads, head_dim) of each layer, where layers differ
 
     @classmethod
     def of_model(
@@ -70,11 +71,13 @@ class CacheLayout:
         poison: bool = False,
         num_states: int = 0,
     ) -> CacheLayout:
-        """The cache of a model: keys and values of its layers with attention, and states of its recurrent layers."""
+        """The cache of a model: keys and values of the layers that compute some, and states of recurrent layers."""
         own = config.recurrent
         state = None if own is None else StateLayout(own.width, own.channels, own.heads, own.key_size, own.value_size)
+        layers = config.cached_layers
+        differ = bool(config.layer_head_dim or config.layer_kv_heads)
         return cls(
-            len(config.attention_layers),
+            len(layers),
             num_blocks,
             block_size,
             config.num_kv_heads,
@@ -84,19 +87,31 @@ class CacheLayout:
             shared_values=config.mla is not None,
             states=() if own is None or state is None else (state,) * len(own.layers),
             num_states=num_states,
+            heads=tuple((config.kv_heads(layer), config.head_size(layer)) for layer in layers) if differ else (),
         )
 
     def __post_init__(self) -> None:
         if min(self.num_layers, self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim) < 1:
             raise ConfigError("every dimension of the KV storage must be at least 1")
+        if len(self.heads) not in (0, self.num_layers) or any(min(heads) < 1 for heads in self.heads):
+            raise ConfigError(f"the heads of {self.num_layers} layers of the KV storage are not {self.heads}")
         if self.dtype not in _BYTES:
             raise ConfigError(f"the KV cache cannot be stored as {self.dtype!r}: choose one of {', '.join(_BYTES)}")
 
     @property
+    def layer_heads(self) -> tuple[tuple[int, int], ...]:
+        """(num_kv_heads, head_dim) of each layer."""
+        return self.heads or ((self.num_kv_heads, self.head_dim),) * self.num_layers
+
+    @property
     def bytes_per_token(self) -> int:
         """Bytes that one token takes in all layers, keys and values together."""
-        head = q8_row_bytes(self.head_dim) if self.dtype == "q8_0" else self.head_dim * _BYTES[self.dtype]
-        return (1 if self.shared_values else 2) * self.num_layers * self.num_kv_heads * head
+        rows = sum(count * self.row_width(size) for count, size in self.layer_heads)
+        return (1 if self.shared_values else 2) * rows * _BYTES[self.dtype]
+
+    def row_width(self, head_dim: int) -> int:
+        """Elements of the row of one head, in the storage's own type."""
+        return q8_row_bytes(head_dim) if self.dtype == "q8_0" else head_dim
 
     @property
     def bytes_per_block(self) -> int:
@@ -135,21 +150,21 @@ class KVStorage:
     ) -> None:
         if backend == "numpy" and device != "cpu":
             raise ConfigError(f"numpy arrays cannot be stored on {device!r}: use backend='torch'")
-        if layout.dtype == "q8_0" and (backend != "numpy" or layout.head_dim % Q8_BLOCK):
+        sizes = {size for _, size in layout.layer_heads}
+        if layout.dtype == "q8_0" and (backend != "numpy" or any(size % Q8_BLOCK for size in sizes)):
             raise ConfigError(
                 f"a q8_0 cache needs the CPU kernels and a head dimension that is a multiple of {Q8_BLOCK}, "
-                f"not {layout.head_dim} on {backend}: use f16"
+                f"not {', '.join(map(str, sorted(sizes)))} on {backend}: use f16"
             )
         self.layout = layout
         self.num_layers, self.num_blocks, self.block_size = layout.num_layers, layout.num_blocks, layout.block_size
         self.num_kv_heads, self.head_dim, self.dtype = layout.num_kv_heads, layout.head_dim, layout.dtype
         self.device, self.backend = device, backend
-        width = q8_row_bytes(self.head_dim) if self.dtype == "q8_0" else self.head_dim
-        shape = (self.num_blocks, self.num_kv_heads, self.block_size, width)
-        self.keys: list[Array] = [self._allocate(shape) for _ in range(self.num_layers)]
-        self.values: list[Array] = (
-            self.keys if layout.shared_values else [self._allocate(shape) for _ in range(self.num_layers)]
-        )
+        shapes = [
+            (self.num_blocks, count, self.block_size, layout.row_width(size)) for count, size in layout.layer_heads
+        ]
+        self.keys: list[Array] = [self._allocate(shape) for shape in shapes]
+        self.values: list[Array] = self.keys if layout.shared_values else [self._allocate(shape) for shape in shapes]
         count = layout.num_states
         self.convolutions: list[Array] = [  # f32[states, width - 1, channels], the oldest token first
             self._zeros((count, state.width - 1, state.channels)) for state in layout.states
@@ -170,8 +185,9 @@ class KVStorage:
     def write(self, layer: int, index: Array, keys: Array, values: Array) -> None:
         """Store one layer's keys and values of t tokens.
 
-        index: i64[t], block_id * block_size + offset. keys, values: [t, num_kv_heads, head_dim]. Entries of block 0
-        are for padding and never read. For a repeated index either value may be stored. Shared values are not stored.
+        index: i64[t], block_id * block_size + offset. keys, values: [t, kv heads, head size] of the layer.
+        Entries of block 0 are for padding and never read. For a repeated index either value may be stored. Shared
+        values are not stored.
         """
         blocks, offsets = index // self.block_size, index % self.block_size
         self.keys[layer][blocks, :, offsets] = self._encode(keys)
@@ -179,7 +195,7 @@ class KVStorage:
             self.values[layer][blocks, :, offsets] = self._encode(values)
 
     def gather(self, layer: int, block_ids: Sequence[int], length: int) -> tuple[Array, Array]:
-        """Contiguous copies [length, num_kv_heads, head_dim] of keys and values; f32 from numpy, else as stored."""
+        """Contiguous copies [length, kv heads, head size] of keys and values; f32 from numpy, else as stored."""
         return self._gather(self.keys[layer], block_ids, length), self._gather(self.values[layer], block_ids, length)
 
     def read_block(self, block_id: int) -> np.ndarray:
@@ -191,8 +207,11 @@ class KVStorage:
         arrays = self._arrays()
         if data.dtype != np.uint8 or data.shape != (self.layout.bytes_per_block,):
             raise CacheError(f"a block has {self.layout.bytes_per_block} bytes, not {data.size}")
-        for array, part in zip(arrays, np.split(data, len(arrays)), strict=True):
-            _put_bytes(array, block_id, part)
+        start = 0
+        for array in arrays:
+            size = _block_bytes(array)
+            _put_bytes(array, block_id, data[start : start + size])
+            start += size
 
     def move_blocks(self, moves: Iterable[tuple[int, int]]) -> None:
         """Copy whole blocks (src, dst) in every layer, as if all sources were read before the first write."""
@@ -263,11 +282,11 @@ class KVStorage:
             raise CacheError(f"{length} tokens are requested and {len(block_ids)} blocks hold fewer")
         if self.backend == "torch":
             blocks = array[self.indices(block_ids)].transpose(1, 2)  # [n, slots, heads, head]
-            return blocks.reshape(-1, self.num_kv_heads, self.head_dim)[:length]
+            return blocks.reshape(-1, array.shape[1], array.shape[-1])[:length]
         blocks = array[self.indices(block_ids)].transpose(0, 2, 1, 3)
-        flat = blocks.reshape(-1, self.num_kv_heads, array.shape[-1])[:length]
+        flat = blocks.reshape(-1, array.shape[1], array.shape[-1])[:length]
         if self.dtype == "q8_0":
-            return decode_q8_rows(flat, self.head_dim)
+            return decode_q8_rows(flat, q8_head_dim(array.shape[-1]))
         return bf16_to_f32(flat) if self.dtype == "bf16" else flat.astype(np.float32, copy=False)
 
     def indices(self, numbers: Iterable[int]) -> Array:
@@ -283,6 +302,12 @@ def _bytes_of(array: Array) -> np.ndarray:
     if not isinstance(array, np.ndarray):
         array = array.reshape(-1).view(_import_torch().uint8).cpu().numpy()
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def _block_bytes(array: Array) -> int:
+    """Bytes of one block of a layer's keys or values."""
+    element = array.itemsize if isinstance(array, np.ndarray) else array.element_size()
+    return int(np.prod(array.shape[1:])) * int(element)
 
 
 def _put_bytes(array: Array, block_id: int, data: np.ndarray) -> None:
@@ -310,6 +335,11 @@ def q8_row_bytes(head_dim: int) -> int:
     GGML's Q8_0 with values and scales separated, so that a kernel reads the values of a row contiguously.
     """
     return head_dim + head_dim // Q8_BLOCK * 2
+
+
+def q8_head_dim(row_bytes: int) -> int:
+    """The head dimension of a row of `q8_row_bytes`."""
+    return row_bytes // (Q8_BLOCK + 2) * Q8_BLOCK
 
 
 def encode_q8_rows(values: np.ndarray) -> np.ndarray:

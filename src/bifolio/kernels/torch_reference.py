@@ -38,11 +38,12 @@ from bifolio.kernels.interface import (
 )
 from bifolio.kernels.torch_arrays import TorchArrays
 from bifolio.kernels.torch_recurrence import prepare_vectors, recur
+from bifolio.kernels.torch_streams import TorchStreams
 from bifolio.quant.formats import READABLE_FORMATS
 from bifolio.quant.tensor import QuantizedTensor
 
 
-class TorchKernels(TorchArrays):
+class TorchKernels(TorchArrays, TorchStreams):
     """Dense weights in `dtype`; quantised files are dequantised when they are prepared."""
 
     name = "torch"
@@ -132,17 +133,23 @@ class TorchKernels(TorchArrays):
         self, qkv: Array, shape: AttentionShape, rotation: Rotation | None, batch: Batch, storage: Storage | None
     ) -> Heads:
         heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        if shape.queries_only:
+            return Heads(self._turned(qkv.unflatten(-1, (heads, dim)), shape.query_norm, shape, rotation), None, None)
         query, key, value = qkv.unflatten(-1, (heads + 2 * kv_heads, dim)).split((heads, kv_heads, kv_heads), dim=1)
-        if not shape.norm_after_rope:
-            query, key = self._norm_heads(query, shape.query_norm), self._norm_heads(key, shape.key_norm)
-        if rotation is not None:
-            query = rotate(query, rotation, shape.rope_interleaved)
-            key = rotate(key, rotation, shape.rope_interleaved)
-        if shape.norm_after_rope:
-            query, key = self._norm_heads(query, shape.query_norm), self._norm_heads(key, shape.key_norm)
+        query = self._turned(query, shape.query_norm, shape, rotation)
+        key = self._turned(key, shape.key_norm, shape, rotation)
+        value = self._norm_heads(value, shape.value_norm)
         if storage is not None and batch.cache_index is not None:
             storage.write(shape.layer, batch.cache_index, key, value)
         return Heads(query, key, value)
+
+    def _turned(
+        self, heads: torch.Tensor, norm: Norm | None, shape: AttentionShape, rotation: Rotation | None
+    ) -> torch.Tensor:
+        """Heads normed and rotated, in the order of the layer."""
+        heads = heads if shape.norm_after_rope else self._norm_heads(heads, norm)
+        heads = heads if rotation is None else rotate(heads, rotation, shape.rope_interleaved)
+        return self._norm_heads(heads, norm) if shape.norm_after_rope else heads
 
     def _norm_heads(self, heads: torch.Tensor, norm: Norm | None) -> torch.Tensor:
         """Norm each head, or all heads of a token together if the norm is wider than a head."""
@@ -169,6 +176,8 @@ class TorchKernels(TorchArrays):
             return F.silu(x)
         if activation == "relu2":
             return F.relu(x).square()
+        if activation == "tanh":
+            return torch.tanh(x)
         return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
     def gate(self, x: Array, logits: Array) -> Array:
@@ -189,6 +198,8 @@ class TorchKernels(TorchArrays):
         weights = scores.gather(1, experts)
         if router.renormalise:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+        if router.expert_scales is not None:
+            weights = weights * router.expert_scales[experts]
         return Routing(experts.to(torch.int32), weights * router.scale)
 
     def mix_experts(self, x: Array, routing: Routing, experts: Experts) -> Array:

@@ -49,7 +49,7 @@ class WatchedKernels(TimedKernels):
 
     def __init__(self, inner: KernelSet, columns: ColumnSums) -> None:
         super().__init__(inner, PartClock())
-        self.columns = columns
+        self.column_sums = columns
         self._names: dict[int, tuple[str, ...]] = {}  # id of a Linear -> its matrices; absent: the head
 
     def attach(self, weights: ModelWeights) -> None:
@@ -77,7 +77,7 @@ class WatchedKernels(TimedKernels):
     def linear(self, x: Array, linear: Linear) -> Array:
         names = self._names.get(id(linear))
         if names is not None:
-            self.columns.add(names, self.inner.to_host(x))
+            self.column_sums.add(names, self.inner.to_host(x))
         return self.inner.linear(x, linear)
 
 

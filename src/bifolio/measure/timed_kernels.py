@@ -6,10 +6,8 @@ operations; while it does not run, the proxy is transparent and the step runs at
 
 from __future__ import annotations
 
-import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -37,53 +35,15 @@ from bifolio.kernels.interface import (
     Storage,
 )
 from bifolio.kernels.storage import CacheLayout, KVStorage
+from bifolio.measure.timed_streams import PartClock as PartClock
+from bifolio.measure.timed_streams import PartTotals as PartTotals
+from bifolio.measure.timed_streams import TimedStreams
 from bifolio.model.weights import ModelWeights
 from bifolio.quant.convert import converted_bytes, target_format
 from bifolio.quant.tensor import QuantizedTensor
 
 
-@dataclass(slots=True)
-class PartTotals:
-    """Totals of one part of a step."""
-
-    seconds: float = 0.0
-    flops: float = 0.0  # multiplications and additions of matrix products and attention
-    num_bytes: float = 0.0  # minimum memory traffic: weights once per pass, keys and values
-    integer_flops: float = 0.0  # part of `flops`: products with quantised weights, computed in integers
-
-
-@dataclass(slots=True)
-class PartClock:
-    """Totals by phase and part; stopped while `phase` is None."""
-
-    phase: str | None = None
-    totals: dict[str, dict[str, PartTotals]] = field(
-        default_factory=lambda: defaultdict(lambda: defaultdict(PartTotals))
-    )
-    wait: Callable[[], None] | None = (
-        None  # synchronises a device, so that its work is counted in the part that launched it
-    )
-
-    def timed(self, part: str, work: Callable[..., Any], *arguments: Any) -> Any:
-        """Run `work` and add its time to the part."""
-        if self.phase is None:
-            return work(*arguments)
-        begin = time.perf_counter()
-        result = work(*arguments)
-        if self.wait is not None:
-            self.wait()
-        self.totals[self.phase][part].seconds += time.perf_counter() - begin
-        return result
-
-    def count(self, part: str, flops: float, num_bytes: float, integer_flops: float = 0.0) -> None:
-        if self.phase is not None:
-            totals = self.totals[self.phase][part]
-            totals.flops += flops
-            totals.num_bytes += num_bytes
-            totals.integer_flops += integer_flops
-
-
-class TimedKernels:
+class TimedKernels(TimedStreams):
     """A kernel set around another; `attach` tells it which matrix belongs to which part."""
 
     def __init__(self, inner: KernelSet, clock: PartClock) -> None:

@@ -141,7 +141,7 @@ def forward(head: HeadWeights, batch: Batch, kernels: KernelSet, storage: Storag
         x = normed = kernels.add(x, mixed)
     else:
         x, normed = kernels.add_norm(x, mixed, layer.mlp_norm)
-    x = kernels.add(x, feed_forward(layer, normed, config.activation, config.gated_mlp, kernels))
+    x = kernels.add(x, feed_forward(layer, normed, config.activation, config.gated_mlp, kernels, x))
     kernels.tap(x, 0, batch)
     x = kernels.norm(kernels.take(x, batch.logit_rows), head.final_norm)
     return kernels.logits(x, head.head, config.logit_softcap)  # type: ignore[arg-type]  # set by `prepare_head`

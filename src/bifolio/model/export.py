@@ -13,6 +13,13 @@ from bifolio.config import ModelConfig
 from bifolio.errors import UnsupportedModelError
 from bifolio.kernels.interface import Array, Linear, Norm
 from bifolio.model.recurrent_tensors import RecurrentNames
+from bifolio.model.stream_tensors import (
+    Part,
+    gated_input_parts,
+    layer_input_parts,
+    layer_stream_parts,
+    stream_parts,
+)
 from bifolio.model.tensor_names import LatentNames, TensorNames
 from bifolio.model.weights import LatentWeights, LayerWeights, ModelWeights, MoeWeights, RecurrentWeights
 from bifolio.quant.formats import QuantFormat
@@ -101,6 +108,10 @@ def named_tensors(weights: ModelWeights, names: TensorNames, *, interleaved: boo
     yield NamedTensor(names.embedding + ".weight", _quantized(weights.embedding), "embedding")
     if weights.position_embedding is not None:
         yield NamedTensor(names.positions + ".weight", _quantized(weights.position_embedding), "positions")
+    if weights.layer_inputs is not None and names.layer_inputs is not None:
+        yield from _parts(layer_input_parts(names.layer_inputs, weights.layer_inputs))
+    if weights.streams is not None and names.streams is not None:
+        yield from _parts(stream_parts(names.streams, weights.streams), "state")
     for index, layer in enumerate(weights.layers):
         yield from _layer(weights.config, names, names.layer.format(index), layer, interleaved)
     yield from _norm(names.final_norm, _final_norm(weights))
@@ -111,6 +122,8 @@ def named_tensors(weights: ModelWeights, names: TensorNames, *, interleaved: boo
 def _layer(
     config: ModelConfig, names: TensorNames, prefix: str, layer: LayerWeights, interleaved: bool
 ) -> Iterator[NamedTensor]:
+    if layer.qkv.parts and names.qkv[1:]:
+        layer = replace(layer, qkv=_distinct(layer.qkv))
     orders: tuple[NDArray[np.int64] | None, ...] = (None,) * len(layer.qkv.parts)
     if interleaved != config.rope_interleaved and config.ropes and layer.qkv.parts:
         orders = _row_orders(config, to_interleaved=interleaved, num_parts=len(layer.qkv.parts))
@@ -127,13 +140,29 @@ def _layer(
         yield from _linear(prefix, names.up, layer.up)
         yield from _linear(prefix, (names.down,), layer.down)
     yield from _norm(prefix + names.post_mlp_norm, layer.post_mlp_norm)
+    if layer.inputs is not None and names.layer_inputs is not None:
+        yield from _parts(gated_input_parts(prefix, names.layer_inputs, layer.inputs))
+    if layer.streams is not None and names.streams is not None:
+        yield from _parts(layer_stream_parts(prefix, names.streams, layer.streams), "state")
+    if config.layer_scales:
+        yield NamedTensor(prefix + names.layer_scale, _quantized(np.array([layer.scale], np.float32)), "state")
+
+
+def _parts(parts: Iterator[Part], kind: Kind = "matrix") -> Iterator[NamedTensor]:
+    """Tensors by name: several matrices are one tensor; vectors stay dense."""
+    for name, value in parts:
+        if isinstance(value, tuple):
+            yield NamedTensor(name, TensorStack(tuple(_quantized(matrix) for matrix in value)), kind)
+        else:
+            yield NamedTensor(name, _quantized(value), kind if len(value.shape) == 2 else "state")
 
 
 def _attention(
     prefix: str, names: TensorNames, layer: LayerWeights, orders: tuple[NDArray[np.int64] | None, ...]
 ) -> Iterator[NamedTensor]:
     if layer.latent is None:
-        yield from _linear(prefix, names.qkv, layer.qkv, orders)
+        qkv = names.qkv if len(names.qkv) == 1 else names.qkv[: len(layer.qkv.parts)]
+        yield from _linear(prefix, qkv, layer.qkv, orders)
     elif names.latent is not None:
         yield from _latent(prefix, names.latent, layer.latent)
     if layer.gate is not None:
@@ -185,6 +214,12 @@ def _row_orders(config: ModelConfig, *, to_interleaved: bool, num_parts: int) ->
     return order(config.num_heads), order(config.num_kv_heads), None
 
 
+def _distinct(linear: Linear) -> Linear:
+    """Each matrix once: keys that are values, too, are two parts of a product."""
+    kept = [n for n, part in enumerate(linear.parts) if all(part is not other for other in linear.parts[:n])]
+    return replace(linear, parts=tuple(linear.parts[n] for n in kept), biases=tuple(linear.biases[n] for n in kept))
+
+
 def _linear(
     prefix: str, names: tuple[str, ...], linear: Linear, orders: tuple[NDArray[np.int64] | None, ...] | None = None
 ) -> Iterator[NamedTensor]:
@@ -233,7 +268,16 @@ def _experts(prefix: str, names: TensorNames, layer: LayerWeights, moe: MoeWeigh
         yield NamedTensor(prefix + names.selection_bias, _quantized(moe.choice.bias), "bias")
     yield from _expert_linears(prefix, names.expert_up, moe.experts.up)
     yield from _expert_linears(prefix, (names.expert_down,), moe.experts.down)
-    if layer.up.parts:
+    if moe.router_norm is not None and moe.choice.expert_scales is not None:
+        scale = np.asarray(moe.router_norm.weight) * np.float32(len(moe.router_norm.weight) ** 0.5)
+        yield NamedTensor(prefix + names.router_scale, _quantized(scale), "state")
+        yield NamedTensor(prefix + names.expert_scales, _quantized(moe.choice.expert_scales), "state")
+        yield from _norm(prefix + names.expert_norm, moe.input_norm)
+        yield from _norm(prefix + names.post_expert_norm, moe.output_norm)
+        yield from _norm(prefix + names.post_shared_norm, moe.mlp_output_norm)
+        yield from _linear(prefix, names.up, layer.up)
+        yield from _linear(prefix, (names.down,), layer.down)
+    elif layer.up.parts:
         yield from _linear(prefix, names.shared_up, layer.up)
         yield from _linear(prefix, (names.shared_down,), layer.down)
     if moe.shared_gate is not None:

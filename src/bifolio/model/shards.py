@@ -40,6 +40,10 @@ def check_size(config: ModelConfig, size: int) -> None:
     def fits(count: int) -> bool:
         return count <= kv_heads or (count % kv_heads == 0 and heads % count == 0)
 
+    if (config.layer_head_dim or config.kv_sources or config.layer_inputs or config.streams) and size > 1:
+        raise ConfigError("tensor_parallel_size must be 1: the layers of this model have heads or inputs that differ")
+    if config.moe is not None and config.moe.beside_mlp and size > 1:
+        raise ConfigError("tensor_parallel_size must be 1: the experts of this model stand beside its MLPs")
     if config.recurrent is not None and size > 1:
         raise ConfigError("tensor_parallel_size must be 1: the recurrent layers of this model are not shared")
     if not fits(size):

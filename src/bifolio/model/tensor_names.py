@@ -12,8 +12,16 @@ import numpy as np
 
 from bifolio.config import ModelConfig
 from bifolio.kernels.interface import Array, Experts, HeadLinear, Linear, Norm, Router
-from bifolio.model.fetch import Fetch, FetchVector, Tensor
+from bifolio.model.fetch import Fetch, FetchVector, stacked_matrices
 from bifolio.model.recurrent_tensors import RecurrentNames, assemble_recurrence
+from bifolio.model.stream_tensors import (
+    LayerInputNames,
+    StreamNames,
+    assemble_gated_inputs,
+    assemble_layer_inputs,
+    assemble_layer_streams,
+    assemble_streams,
+)
 from bifolio.model.weights import (
     LatentWeights,
     LayerWeights,
@@ -22,7 +30,6 @@ from bifolio.model.weights import (
     attention_shape,
     inverse_frequencies,
 )
-from bifolio.quant.tensor import QuantizedTensor
 
 NO_LINEAR = Linear((), ())
 
@@ -94,6 +101,14 @@ class TensorNames:
     latent: LatentNames | None = None
     recurrent: RecurrentNames | None = None
     gate: str = ""  # of the output of attention
+    layer_scale: str = ""  # with its suffix
+    layer_inputs: LayerInputNames | None = None
+    streams: StreamNames | None = None
+    router_scale: str = ""  # with its suffix, as the next
+    expert_scales: str = ""
+    expert_norm: str = ""
+    post_expert_norm: str = ""
+    post_shared_norm: str = ""
 
     def is_transposed(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether the file stores the tensor transposed."""
@@ -166,6 +181,8 @@ def assemble(config: ModelConfig, names: TensorNames, fetch: Fetch, vector: Fetc
         head=Linear((head,), (None,)),
         inverse_frequencies=tuple(frequencies for frequencies, _ in ropes),
         rope_scales=tuple(scale for _, scale in ropes),
+        layer_inputs=assemble_layer_inputs(config, names.layer_inputs, fetch, vector),
+        streams=assemble_streams(config, names.streams, fetch),
     )
 
 
@@ -210,9 +227,9 @@ def _layer(config: ModelConfig, names: TensorNames, index: int, fetch: Fetch, ve
             return None
         return _on_residual(config, _norm(config, prefix + name, d, vector))
 
-    def head_norm(name: str, size: int) -> Norm | None:
-        size = size if config.qk_norm_all_heads else config.head_dim
-        return _norm(config, prefix + name, size, vector, rms=True) if config.qk_norm and attends else None
+    def head_norm(name: str, heads: int, wanted: bool) -> Norm | None:
+        size = dim * (heads if config.qk_norm_all_heads else 1)
+        return _norm(config, prefix + name, size, vector, rms=True) if config.qk_norm and wanted else None
 
     attends = index in config.attention_layers
     recurrent = None if own is None else assemble_recurrence(config, own, index, prefix, fetch, vector)
@@ -220,16 +237,17 @@ def _layer(config: ModelConfig, names: TensorNames, index: int, fetch: Fetch, ve
     attention_norm = pre_norm(names.attention_norm, mixes)
     up, down = _mlp(config, names, index, linear)
     latent = _latent(config, names, prefix, fetch, vector) if attends else None
-    value_size = config.query_size if config.mla is None else config.num_heads * config.mla.value_size
+    dim, kv_heads, writes = config.head_size(index), config.kv_heads(index), config.kv_source(index) == index
+    query_size = config.num_heads * dim
+    value_size = query_size if config.mla is None else config.num_heads * config.mla.value_size
     sinks = vector(prefix + names.sinks, (config.num_heads,)) if config.sinks and attends else None
-    query_norm = head_norm(names.query_norm, config.query_size)
+    query_norm = head_norm(names.query_norm, config.num_heads, attends)
+    key_norm = head_norm(names.key_norm, kv_heads, attends and writes)
     gated = attends and config.attention_gate
     return LayerWeights(
-        shape=attention_shape(config, index, query_norm, head_norm(names.key_norm, config.kv_size), sinks),
+        shape=attention_shape(config, index, query_norm, key_norm, sinks),
         attention_norm=attention_norm,
-        qkv=NO_LINEAR
-        if latent is not None or not attends
-        else linear(names.qkv, (config.query_size, config.kv_size, config.kv_size), d, config.qkv_bias),
+        qkv=NO_LINEAR if latent is not None or not attends else _qkv(config, names, index, linear),
         output=linear((names.output,), (d,), value_size, config.output_bias) if attends else NO_LINEAR,
         post_attention_norm=post_norm(names.post_attention_norm, mixes),
         mlp_norm=None if config.parallel_block else pre_norm(names.mlp_norm, has_mlp),
@@ -240,14 +258,32 @@ def _layer(config: ModelConfig, names: TensorNames, index: int, fetch: Fetch, ve
         moe=_moe(config, names, prefix, fetch, vector) if config.has_experts(index) else None,
         latent=latent,
         recurrent=recurrent,
-        gate=linear((names.gate,), (config.query_size,), d, config.qkv_bias) if gated else None,
+        gate=linear((names.gate,), (query_size,), d, config.qkv_bias) if gated else None,
+        kv_is_shared=index in config.kv_sources[index + 1 :],
+        cutoff=config.cutoff(index),
+        scale=float(vector(prefix + names.layer_scale, (1,))[0]) if config.layer_scales else 1.0,
+        inputs=assemble_gated_inputs(config, names.layer_inputs, index, prefix, fetch, vector),
+        streams=assemble_layer_streams(config, names.streams, prefix, fetch, vector),
     )
+
+
+def _qkv(config: ModelConfig, names: TensorNames, layer: int, linear: Callable[..., Linear]) -> Linear:
+    """The projections of queries, keys and values; keys that are values, too, are projected twice."""
+    dim, d = config.head_size(layer), config.hidden_size
+    query_size, kv_size = config.num_heads * dim, config.kv_heads(layer) * dim
+    if config.kv_source(layer) != layer:
+        return linear(names.qkv[:1], (query_size,), d, config.qkv_bias)
+    if layer not in config.keys_as_values:
+        return linear(names.qkv, (query_size, kv_size, kv_size), d, config.qkv_bias)
+    both = linear(names.qkv[:2], (query_size, kv_size), d, config.qkv_bias)
+    return Linear((*both.parts, both.parts[1]), (*both.biases, both.biases[1]))
 
 
 def _mlp(config: ModelConfig, names: TensorNames, layer: int, linear: Callable[..., Linear]) -> tuple[Linear, Linear]:
     """The projections of a layer's MLP, or of the shared MLP beside its experts."""
-    d, ffn = config.hidden_size, config.intermediate_size
-    if config.has_mlp(layer) and not config.has_experts(layer):
+    d, ffn = config.hidden_size, config.mlp_size(layer)
+    beside = config.moe is not None and config.moe.beside_mlp
+    if config.has_mlp(layer) and (beside or not config.has_experts(layer)):
         up = linear(names.up, (ffn, ffn) if config.gated_mlp else (ffn,), d, config.mlp_bias)
         return up, linear((names.down,), (d,), ffn, config.mlp_bias)
     width = 0 if config.moe is None or not config.has_mlp(layer) else config.moe.shared_size
@@ -269,7 +305,7 @@ def _latent(
         return Linear((fetch(f"{prefix}{name}.weight", (rows, columns)),), (None,))
 
     def by_head(name: str, rows: int, columns: int) -> HeadLinear:
-        matrices = _expert_matrices(prefix + name, heads, (rows, columns), fetch)
+        matrices = stacked_matrices(prefix + name, heads, (rows, columns), fetch)
         return HeadLinear(tuple(Linear((matrix,), (None,)) for matrix in matrices))
 
     down = linear(own.query_down, mla.query_rank, d) if mla.query_rank else None
@@ -293,13 +329,19 @@ def _moe(config: ModelConfig, names: TensorNames, prefix: str, fetch: Fetch, vec
 
     def of_experts(parts: tuple[str, ...], rows: int, columns: int) -> tuple[Linear, ...]:
         rows = rows * (2 if parts is names.expert_up and len(parts) == 1 and config.gated_mlp else 1)
-        weights = [_expert_matrices(prefix + part, count, (rows, columns), fetch) for part in parts]
+        weights = [stacked_matrices(prefix + part, count, (rows, columns), fetch) for part in parts]
         biases = [vector(f"{prefix}{part}.bias", (count, rows)) if moe.expert_bias else None for part in parts]
         return tuple(
             Linear(tuple(each[e] for each in weights), tuple(None if bias is None else bias[e] for bias in biases))
             for e in range(count)
         )
 
+    def norm(name: str) -> Norm | None:
+        return _norm(config, prefix + name, d, vector) if moe.beside_mlp else None
+
+    router_norm = None
+    if moe.beside_mlp:
+        router_norm = Norm(vector(prefix + names.router_scale, (d,)) / np.float32(d**0.5), None, config.norm_eps)
     router_bias = vector(f"{prefix}{names.router}.bias", (count,)) if moe.router_bias else None
     gate = Linear((fetch(f"{prefix}{names.shared_gate}.weight", (1, d)),), (None,)) if moe.shared_gate else None
     return MoeWeights(
@@ -313,6 +355,7 @@ def _moe(config: ModelConfig, names: TensorNames, prefix: str, fetch: Fetch, vec
             num_groups=moe.num_groups,
             top_groups=moe.top_groups,
             group_best=moe.group_best,
+            expert_scales=vector(prefix + names.expert_scales, (count,)) if moe.beside_mlp else None,
         ),
         experts=Experts(
             of_experts(names.expert_up, width, d),
@@ -321,17 +364,11 @@ def _moe(config: ModelConfig, names: TensorNames, prefix: str, fetch: Fetch, vec
             config.gated_mlp,
         ),
         shared_gate=gate,
+        router_norm=router_norm,
+        input_norm=norm(names.expert_norm),
+        output_norm=norm(names.post_expert_norm),
+        mlp_output_norm=norm(names.post_shared_norm),
     )
-
-
-def _expert_matrices(name: str, count: int, shape: tuple[int, int], fetch: Fetch) -> list[Tensor]:
-    """The matrix of each expert; those of one tensor [experts, out, in] are views of it."""
-    if "{}" in name:
-        return [fetch(name.format(e) + ".weight", shape) for e in range(count)]
-    stack = fetch(name + ".weight", (count, *shape))
-    if not isinstance(stack, QuantizedTensor):
-        return list(stack)
-    return [stack.select_rows(slice(e * shape[0], (e + 1) * shape[0])) for e in range(count)]
 
 
 def _norm(config: ModelConfig, name: str, size: int, vector: FetchVector, rms: bool = False) -> Norm:

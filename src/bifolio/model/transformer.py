@@ -5,10 +5,16 @@ Training and serving run this function on the CPU and on a GPU; families differ 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from bifolio.kernels.interface import Array, Batch, KernelSet, Linear, Rotation, Shards, Storage
+from bifolio.errors import UnsupportedModelError
+from bifolio.kernels.interface import Array, Batch, Heads, KernelSet, Linear, Rotation, Shards, Storage
+from bifolio.model.layer_inputs import gated_inputs, layer_inputs
+from bifolio.model.streams import merged_streams, predicted_streams, spread_streams, stream_output
 from bifolio.model.weights import HeadNorms, LatentWeights, LayerWeights, ModelWeights, MoeWeights, RecurrentWeights
+
+SharedHeads = dict[int, Heads]  # keys and values that later layers read, by layer of the cache
 
 
 def hidden_states(weights: ModelWeights, batch: Batch, kernels: KernelSet, storage: Storage | None) -> Array:
@@ -23,10 +29,17 @@ def hidden_states(weights: ModelWeights, batch: Batch, kernels: KernelSet, stora
         kernels.rotation(frequencies, scale, batch.positions)
         for frequencies, scale in zip(weights.inverse_frequencies, weights.rope_scales, strict=True)
     )
+    inputs = None if weights.layer_inputs is None else layer_inputs(weights.layer_inputs, x, batch, kernels)
+    shared: SharedHeads = {}
+    if weights.streams is not None:
+        x = spread_streams(weights.streams, x, kernels)
+        for layer in weights.layers:
+            x = stream_layer(weights, layer, x, inputs, batch, kernels, storage, rotations, shared)
+        return merged_streams(weights.streams, x, config.hidden_size, kernels)
     _tap(weights, 0, x, batch, kernels)
     for number, layer in enumerate(weights.layers, start=1):
         normed = x if layer.attention_norm is None else kernels.norm(x, layer.attention_norm)
-        mixed = token_mixing(layer, normed, batch, kernels, storage, rotations)
+        mixed = token_mixing(layer, normed, batch, kernels, storage, rotations, shared)
         if mixed is not None and layer.mlp_norm is not None:
             x, normed = kernels.add_norm(x, mixed, layer.mlp_norm)
         elif mixed is not None:
@@ -35,9 +48,48 @@ def hidden_states(weights: ModelWeights, batch: Batch, kernels: KernelSet, stora
         elif layer.mlp_norm is not None:
             normed = kernels.norm(x, layer.mlp_norm)
         if layer.has_mlp:
-            x = kernels.add(x, feed_forward(layer, normed, config.activation, config.gated_mlp, kernels))
+            delta = feed_forward(layer, normed, config.activation, config.gated_mlp, kernels, x)
+            x = _added(x, delta, 1.0 if layer.inputs is not None else layer.scale, kernels)
+        if layer.inputs is not None and inputs is not None:
+            x = _added(x, gated_inputs(layer.inputs, x, inputs, config.activation, kernels), layer.scale, kernels)
         _tap(weights, number, x, batch, kernels)
     return x
+
+
+def _added(x: Array, delta: Array, scale: float, kernels: KernelSet) -> Array:
+    return kernels.add(x, delta) if scale == 1.0 else kernels.add_scaled(x, delta, scale)
+
+
+def stream_layer(
+    weights: ModelWeights,
+    layer: LayerWeights,
+    x: Array,  # [t, streams * d]
+    inputs: Array | None,
+    batch: Batch,
+    kernels: KernelSet,
+    storage: Storage | None,
+    rotations: tuple[Rotation, ...],
+    shared: SharedHeads,
+) -> Array:
+    """One layer of a network with parallel streams, which computes the active stream and corrects the others."""
+    config, own = weights.config, layer.streams
+    if config.streams is None or own is None or layer.attention_norm is None or layer.mlp_norm is None:
+        raise UnsupportedModelError("a network with parallel streams has norms and coefficients in every layer")
+    predicted, current = predicted_streams(config.streams, own, x, config.hidden_size, kernels)
+    normed = kernels.norm(current, layer.attention_norm)
+    low_rank = kernels.linear(kernels.linear(normed, own.low_rank_down), own.low_rank_up)
+    residual = kernels.add(normed, kernels.norm(low_rank, own.low_rank_norm))
+    mixed = token_mixing(layer, normed, batch, kernels, storage, rotations, shared)
+    current = current if mixed is None else kernels.add(current, mixed)
+    current = kernels.add_scaled(current, residual, math.sqrt(0.5))
+    normed = kernels.norm(current, layer.mlp_norm)
+    delta = feed_forward(layer, normed, config.activation, config.gated_mlp, kernels, current)
+    current = kernels.add(current, delta)
+    corrected, gating = stream_output(config.streams, own, predicted, current, config.hidden_size, kernels)
+    if layer.inputs is None or inputs is None:
+        return corrected
+    added = gated_inputs(layer.inputs, gating, inputs, config.activation, kernels)
+    return kernels.add_to_streams(corrected, added, 1)
 
 
 def token_mixing(
@@ -47,9 +99,11 @@ def token_mixing(
     kernels: KernelSet,
     storage: Storage | None,
     rotations: tuple[Rotation, ...],
+    shared: SharedHeads,
 ) -> Array | None:
     """The part of a layer that reads other tokens: attention, a recurrence, or the sum of both; None: neither."""
-    mixed = PagedAttentionLayer(layer)(x, batch, kernels, storage, rotations) if layer.has_attention else None
+    attend = PagedAttentionLayer(layer)
+    mixed = attend(x, batch, kernels, storage, rotations, shared) if layer.has_attention else None
     if layer.recurrent is not None:
         scanned = recurrence(layer.recurrent, x, batch, kernels, storage)
         mixed = scanned if mixed is None else kernels.add(mixed, scanned)
@@ -79,15 +133,25 @@ class PagedAttentionLayer:
     weights: LayerWeights
 
     def __call__(
-        self, x: Array, batch: Batch, kernels: KernelSet, storage: Storage | None, rotations: tuple[Rotation, ...]
+        self,
+        x: Array,
+        batch: Batch,
+        kernels: KernelSet,
+        storage: Storage | None,
+        rotations: tuple[Rotation, ...],
+        shared: SharedHeads | None = None,
     ) -> Array:
-        layer = self.weights
+        layer, shared = self.weights, {} if shared is None else shared
         rotation = None if layer.rope is None else rotations[layer.rope]
         latent = layer.latent
         qkv = kernels.linear(x, layer.qkv) if latent is None else latent_qkv(latent, x, kernels)
         if layer.norms is not None:
             qkv = normed_heads(qkv, layer.norms, kernels)
         heads = kernels.rope_and_write(qkv, layer.shape, rotation, batch, storage)
+        if layer.kv_is_shared:
+            shared[layer.shape.layer] = heads
+        elif layer.shape.queries_only:
+            heads = shared[layer.shape.layer]._replace(query=heads.query)
         mixed = kernels.attend(heads, layer.shape, batch.segments, storage)
         if latent is not None:
             mixed = kernels.head_linear(mixed, latent.value_up, latent.rope_size)
@@ -116,28 +180,44 @@ def latent_qkv(latent: LatentWeights, x: Array, kernels: KernelSet) -> Array:
     return kernels.join_latent(query, absorbed, kernels.linear(x, latent.latent), latent.latent_norm, latent.rope_size)
 
 
-def feed_forward(layer: LayerWeights, x: Array, activation: str, gated: bool, kernels: KernelSet) -> Array:
-    """The part of a layer behind attention: a plain MLP, or a mixture of experts."""
+def feed_forward(
+    layer: LayerWeights, x: Array, activation: str, gated: bool, kernels: KernelSet, residual: Array
+) -> Array:
+    """The part of a layer behind attention: a plain MLP, or a mixture of experts. x: the norm of the residual."""
     if layer.moe is None:
         out = mlp(layer, x, activation, gated, kernels)
     else:
-        out = mixture(layer, layer.moe, x, activation, gated, kernels)
+        out = mixture(layer, layer.moe, x, activation, gated, kernels, residual)
     return out if layer.post_mlp_norm is None else kernels.norm(out, layer.post_mlp_norm)
 
 
 def mlp(layer: LayerWeights, x: Array, activation: str, gated: bool, kernels: KernelSet) -> Array:
     up = kernels.linear(x, layer.up)
+    if layer.cutoff is not None:
+        return joined(kernels.sparse_act_mul(up, layer.cutoff, activation), layer.down, kernels)
     mixed = kernels.act_mul(up, activation) if gated else kernels.act(up, activation)
     return joined(mixed, layer.down, kernels)
 
 
-def mixture(layer: LayerWeights, moe: MoeWeights, x: Array, activation: str, gated: bool, kernels: KernelSet) -> Array:
+def mixture(
+    layer: LayerWeights,
+    moe: MoeWeights,
+    x: Array,
+    activation: str,
+    gated: bool,
+    kernels: KernelSet,
+    residual: Array,
+) -> Array:
     """The experts that each token chooses, and the shared MLP if there is one."""
-    routing = kernels.route(kernels.linear(x, moe.router), moe.choice)
-    mixed = exchanged(kernels.mix_experts(x, routing, moe.experts), moe.shards, kernels)
+    routed = x if moe.router_norm is None else kernels.norm(residual, moe.router_norm)
+    routing = kernels.route(kernels.linear(routed, moe.router), moe.choice)
+    inputs = x if moe.input_norm is None else kernels.norm(residual, moe.input_norm)
+    mixed = exchanged(kernels.mix_experts(inputs, routing, moe.experts), moe.shards, kernels)
+    mixed = mixed if moe.output_norm is None else kernels.norm(mixed, moe.output_norm)
     if not layer.up.parts:
         return mixed
     shared = mlp(layer, x, activation, gated, kernels)
+    shared = shared if moe.mlp_output_norm is None else kernels.norm(shared, moe.mlp_output_norm)
     if moe.shared_gate is not None:
         shared = kernels.gate(shared, kernels.linear(x, moe.shared_gate))
     return kernels.add(mixed, shared)

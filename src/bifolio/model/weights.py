@@ -25,6 +25,7 @@ from bifolio.kernels.interface import (
     Router,
     Shards,
 )
+from bifolio.model.stream_weights import GatedInputWeights, LayerInputWeights, LayerStreamWeights, StreamWeights
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
@@ -52,6 +53,11 @@ class MoeWeights:
     experts: Experts
     shared_gate: Linear | None  # [1, d]  its sigmoid multiplies the output of the shared MLP
     shards: Shards | None = None  # of the sum of the experts; None: it is whole on this rank
+    # Experts beside the MLP of the layer read the residual stream through norms of their own.
+    router_norm: Norm | None = None
+    input_norm: Norm | None = None
+    output_norm: Norm | None = None
+    mlp_output_norm: Norm | None = None  # of the MLP beside the experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +123,11 @@ class LayerWeights:
     recurrent: RecurrentWeights | None = None
     gate: Linear | None = None  # [heads * head_dim, d]  its sigmoid multiplies the output of attention
     norms: HeadNorms | None = None  # in place of those of `shape`, where ranks share the heads of one norm
+    kv_is_shared: bool = False  # later layers read the keys and values of this one
+    cutoff: float | None = None  # gates of the MLP so many deviations above their mean are kept; None: all
+    scale: float = 1.0  # of the residual stream behind the layer
+    inputs: GatedInputWeights | None = None
+    streams: LayerStreamWeights | None = None
 
     @property
     def has_attention(self) -> bool:
@@ -141,6 +152,8 @@ class ModelWeights:
     rope_scales: tuple[float, ...]  # factor on cos and sin for each rope configuration
     embedding_widths: tuple[int, ...] = ()  # columns of the embedding on each rank; empty: this rank has all
     prepared_for: KernelSet | None = None  # the kernel set that owns the arrays; None: as loaded from a file
+    layer_inputs: LayerInputWeights | None = None
+    streams: StreamWeights | None = None
     taps: tuple[int, ...] = ()  # numbers of layers after which a pass gives out its hidden states, in this order
 
     def matrices(self) -> list[QuantizedTensor | Array]:
@@ -156,6 +169,10 @@ class ModelWeights:
                 found += [*layer.recurrent.input.parts, *layer.recurrent.output.parts]
             if layer.moe is not None:
                 found += [*layer.moe.router.parts, *layer.moe.experts.matrices()]
+            found += [] if layer.inputs is None else layer.inputs.matrices()
+            found += [] if layer.streams is None else layer.streams.matrices()
+        for part in (self.layer_inputs, self.streams):
+            found += [] if part is None else part.matrices()
         return list({id(matrix): matrix for matrix in [*found, *self.head.parts]}.values())
 
     def formats(self) -> list[QuantFormat]:
@@ -171,10 +188,10 @@ def attention_shape(
     sinks: Array | None = None,
 ) -> AttentionShape:
     return AttentionShape(
-        layer=config.attention_layers.index(layer) if layer in config.attention_layers else 0,
+        layer=config.cached_layers.index(config.kv_source(layer)) if layer in config.attention_layers else 0,
         num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
+        num_kv_heads=config.kv_heads(layer),
+        head_dim=config.head_size(layer),
         scale=config.scale,
         window=config.window(layer),
         rope_interleaved=config.rope_interleaved,
@@ -185,7 +202,15 @@ def attention_shape(
         softcap=config.attention_softcap,
         temperature=config.attention_temperature,
         temperature_period=config.temperature_period,
+        value_norm=_value_norm(config, layer),
+        queries_only=config.kv_source(layer) != layer,
     )
+
+
+def _value_norm(config: ModelConfig, layer: int) -> Norm | None:
+    if not config.value_norm or config.kv_source(layer) != layer:
+        return None
+    return Norm(np.ones(config.head_size(layer), np.float32), None, config.norm_eps)
 
 
 def prepare(weights: ModelWeights, kernels: KernelSet, on_load: OnLoad = lambda done, total: None) -> ModelWeights:
@@ -211,6 +236,8 @@ def prepare(weights: ModelWeights, kernels: KernelSet, on_load: OnLoad = lambda 
         final_norm=kernels.prepare_norm(weights.final_norm),
         head=kernels.prepare_linear(weights.head),
         inverse_frequencies=tuple(kernels.from_host(f) for f in weights.inverse_frequencies),
+        layer_inputs=None if weights.layer_inputs is None else weights.layer_inputs.prepared(kernels),
+        streams=None if weights.streams is None else weights.streams.prepared(kernels),
         prepared_for=kernels,
     )
 
@@ -232,6 +259,7 @@ def prepare_layer(layer: LayerWeights, kernels: KernelSet) -> LayerWeights:
             layer.shape,
             query_norm=norm(layer.shape.query_norm),
             key_norm=norm(layer.shape.key_norm),
+            value_norm=norm(layer.shape.value_norm),
             sinks=None if layer.shape.sinks is None else kernels.from_host(layer.shape.sinks),
         ),
         attention_norm=norm(layer.attention_norm),
@@ -246,15 +274,26 @@ def prepare_layer(layer: LayerWeights, kernels: KernelSet) -> LayerWeights:
         latent=None if layer.latent is None else _prepared_latent(layer.latent, kernels),
         recurrent=None if layer.recurrent is None else _prepared_recurrence(layer.recurrent, kernels),
         gate=None if layer.gate is None else linear(layer.gate),
+        inputs=None if layer.inputs is None else layer.inputs.prepared(kernels),
+        streams=None if layer.streams is None else layer.streams.prepared(kernels),
     )
 
 
 def _prepared_experts(moe: MoeWeights, kernels: KernelSet) -> MoeWeights:
-    bias = moe.choice.bias
+    def vector(value: Array | None) -> Array | None:
+        return None if value is None else kernels.from_host(value)
+
+    def norm(value: Norm | None) -> Norm | None:
+        return None if value is None else kernels.prepare_norm(value)
+
     return replace(
         moe,
         router=kernels.prepare_linear(moe.router),
-        choice=moe.choice if bias is None else replace(moe.choice, bias=kernels.from_host(bias)),
+        choice=replace(moe.choice, bias=vector(moe.choice.bias), expert_scales=vector(moe.choice.expert_scales)),
+        router_norm=norm(moe.router_norm),
+        input_norm=norm(moe.input_norm),
+        output_norm=norm(moe.output_norm),
+        mlp_output_norm=norm(moe.mlp_output_norm),
         experts=kernels.prepare_experts(moe.experts),
         shared_gate=None if moe.shared_gate is None else kernels.prepare_linear(moe.shared_gate),
     )

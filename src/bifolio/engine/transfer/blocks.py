@@ -41,7 +41,8 @@ def fingerprint(engine: InferenceEngine) -> bytes:
 
 def whole_layout(engine: InferenceEngine) -> CacheLayout:
     """The layout of the cache with the heads of all ranks."""
-    return replace(engine.runner.storage.layout, num_kv_heads=engine.model.config.num_kv_heads)
+    layout = engine.runner.storage.layout
+    return layout if engine.runner.peers is None else replace(layout, num_kv_heads=engine.model.config.num_kv_heads)
 
 
 class Sizes(NamedTuple):

@@ -36,9 +36,11 @@ from bifolio.kernels.interface import (
 )
 from bifolio.kernels.native.formats import NATIVE_FORMATS, format_code
 from bifolio.kernels.native.library import library
-from bifolio.kernels.native.program import ACTIVATION_CODES, PHASE_CODES, NativeProgram, native_segment
+from bifolio.kernels.native.program import PHASE_CODES, NativeProgram, native_segment
 from bifolio.kernels.native.ranks import SharedMemoryRanks
 from bifolio.kernels.native.recurrence import native_recurrence, native_states, state_arrays
+from bifolio.kernels.native.registers import ACTIVATION_CODES
+from bifolio.kernels.native.streams import NativeStreams
 from bifolio.quant.convert import DENSE_FORMATS, convert
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.mapped import mapping_of
@@ -49,7 +51,7 @@ KV_CODES = {"f32": 0, "f16": 1, "bf16": 2, "q8_0": 3}
 TEMPORARY_BLOCK = 64  # tokens of a block of the temporary cache, for passes without a cache
 
 
-class NativeKernels(HostArrays):
+class NativeKernels(HostArrays, NativeStreams):
     """Every operation of the network in the machine's best instruction set. Arrays are float32."""
 
     name = "native"
@@ -186,6 +188,8 @@ class NativeKernels(HostArrays):
             self.pool,
         )
         heads = rotated.reshape(len(qkv), -1, shape.head_dim)
+        if shape.queries_only:
+            return Heads(heads, None, None)
         first_value = shape.num_heads + shape.num_kv_heads
         return Heads(heads[:, : shape.num_heads], heads[:, shape.num_heads : first_value], heads[:, first_value:])
 
@@ -282,6 +286,7 @@ class NativeKernels(HostArrays):
             router.num_groups,
             router.top_groups,
             router.group_best,
+            None if router.expert_scales is None else _floats(router.expert_scales),
         )
 
     def native_norm(self, norm: Norm) -> Any:
@@ -303,13 +308,18 @@ class NativeKernels(HostArrays):
             shape.temperature,
             shape.temperature_period,
         )
+        if shape.value_norm is not None:
+            native = native.with_value_norm(self.native_norm(shape.value_norm))
+        if shape.queries_only:
+            native = native.of_queries()
         return native if shape.sinks is None else native.with_sinks(_floats(shape.sinks))
 
     def cache(self, storage: Storage) -> Any:
         """The native view of the storage's arrays."""
         native = self._caches.get(storage)
         if native is None:
-            native = self.native.Cache(storage.keys, storage.values, KV_CODES[storage.dtype], storage.head_dim)
+            sizes = [size for _, size in storage.layout.layer_heads]
+            native = self.native.Cache(storage.keys, storage.values, KV_CODES[storage.dtype], sizes)
             self._caches[storage] = native
         return native
 

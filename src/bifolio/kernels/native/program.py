@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,18 +24,13 @@ from bifolio.kernels.interface import (
     Routing,
     Storage,
 )
+from bifolio.kernels.native.registers import ACTIVATION_CODES, Register
+from bifolio.kernels.native.streams import StreamRecorder
 
 if TYPE_CHECKING:
     from bifolio.kernels.native.kernel_set import NativeKernels
 
 
-class Register(NamedTuple):
-    """The result of an operation: float rows, whose number is set when the program runs."""
-
-    number: int
-
-
-ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu2": 3, "swiglu_clamped": 4}
 PHASE_CODES = {AttentionPhase.PREFILL: 0, AttentionPhase.DECODE: 1}  # selects the plan of attention
 TOKEN_IDS, POSITIONS, LOGIT_ROWS = object(), object(), object()  # placeholders of the batch's arrays
 
@@ -87,7 +82,7 @@ class NativeProgram:
         return self._kernels.all_gather(logits, self._logit_widths) if self._logit_widths else logits
 
 
-class ProgramRecorder:
+class ProgramRecorder(StreamRecorder):
     """A kernel set that records operations instead of computing: its arrays are registers of the program."""
 
     def __init__(self, kernels: NativeKernels) -> None:

@@ -23,10 +23,11 @@ def _rope_write_kernel(
     qkv: tl.tensor,  # [tokens, (heads + 2 * kv_heads) * dim]
     query_norm: tl.tensor,  # [dim], or [heads * dim] if ALL_HEADS
     key_norm: tl.tensor,
+    value_norm: tl.tensor,  # [dim]
     cos: tl.tensor,  # f32[tokens, rotated / 2]
     sin: tl.tensor,
     slots: tl.tensor,  # i64[tokens]
-    turned: tl.tensor,  # [tokens, heads + kv_heads, dim]  queries, then keys
+    turned: tl.tensor,  # [tokens, heads + kv_heads, dim]  queries, then keys; and values if HAS_VALUE_NORM
     keys: tl.tensor,  # [blocks, kv_heads, block_size, dim]
     values: tl.tensor,
     qkv_stride: tl.tensor,
@@ -40,6 +41,7 @@ def _rope_write_kernel(
     HAS_NORM: tl.constexpr,
     ALL_HEADS: tl.constexpr,  # one norm for all query heads of a token, and one for all key heads
     NORM_AFTER: tl.constexpr,  # the norm follows the rotation
+    HAS_VALUE_NORM: tl.constexpr,
     HAS_CACHE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
@@ -93,8 +95,15 @@ def _rope_write_kernel(
     if HAS_NORM and NORM_AFTER:
         spread = tl.sum(x * x, axis=1)[:, None] / DIM
         x = tl.where(is_turned, x / tl.sqrt(spread + eps) * factor, x)
-    target = turned + (token * (HEADS + KV_HEADS) + head[:, None]) * DIM + dim[None, :]
-    tl.store(target, x.to(turned.dtype.element_ty), mask=exists & is_turned)
+    if HAS_VALUE_NORM:
+        weight = tl.load(value_norm + dim, mask=dim < DIM, other=0.0).to(tl.float32)[None, :]
+        spread = tl.sum(x * x, axis=1)[:, None] / DIM
+        x = tl.where(is_turned, x, x / tl.sqrt(spread + eps) * weight)
+        target = turned + (token * (HEADS + 2 * KV_HEADS) + head[:, None]) * DIM + dim[None, :]
+        tl.store(target, x.to(turned.dtype.element_ty), mask=exists)
+    else:
+        target = turned + (token * (HEADS + KV_HEADS) + head[:, None]) * DIM + dim[None, :]
+        tl.store(target, x.to(turned.dtype.element_ty), mask=exists & is_turned)
     if HAS_CACHE:
         kv_head = tl.where(head < HEADS + KV_HEADS, head - HEADS, head - HEADS - KV_HEADS)
         place = ((slot // BLOCK_SIZE) * KV_HEADS + kv_head[:, None]) * BLOCK_SIZE + slot % BLOCK_SIZE
@@ -149,12 +158,14 @@ def rope_and_write(
     storage: Storage | None,
 ) -> Heads:
     """Norm and rotate the query and key heads; with `slots`, write keys and values to the cache."""
-    heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
-    tokens = qkv.shape[0]
-    turned = torch.empty((tokens, heads + kv_heads, dim), dtype=qkv.dtype, device=qkv.device)
-    norms = shape.query_norm, shape.key_norm
+    heads, dim, own = shape.num_heads, shape.head_dim, not shape.queries_only
+    kv_heads = shape.num_kv_heads if own else 0
+    tokens, value_norm = qkv.shape[0], shape.value_norm if own else None
+    results = heads + kv_heads * (1 if value_norm is None else 2)
+    turned = torch.empty((tokens, results, dim), dtype=qkv.dtype, device=qkv.device)
+    norms = shape.query_norm, shape.key_norm if own else shape.query_norm
     has_norm = norms[0] is not None and norms[1] is not None
-    cached = storage is not None and slots is not None
+    cached = own and storage is not None and slots is not None
     keys = storage.keys[shape.layer] if cached and storage is not None else turned
     values = storage.values[shape.layer] if cached and storage is not None else turned
     dim_block = triton.next_power_of_2(dim)
@@ -165,6 +176,7 @@ def rope_and_write(
             qkv,
             norms[0].weight if norms[0] is not None else qkv,
             norms[1].weight if norms[1] is not None else qkv,
+            qkv if value_norm is None else value_norm.weight,
             qkv if rotation is None else rotation.cos,
             qkv if rotation is None else rotation.sin,
             slots if cached else qkv,
@@ -182,6 +194,7 @@ def rope_and_write(
             HAS_NORM=has_norm,
             ALL_HEADS=norms[0] is not None and norms[0].weight.shape[0] != dim,
             NORM_AFTER=shape.norm_after_rope,
+            HAS_VALUE_NORM=value_norm is not None,
             HAS_CACHE=cached,
             BLOCK_SIZE=storage.block_size if storage is not None else 1,
             TILE=tile,
@@ -189,6 +202,10 @@ def rope_and_write(
             num_warps=min(max(tile * dim_block // 256, 1), 8),
             **OVERLAPPED,
         )
+    if not own:
+        return Heads(turned, None, None)
+    if value_norm is not None:
+        return Heads(turned[:, :heads], turned[:, heads : heads + kv_heads], turned[:, heads + kv_heads :])
     value = torch.unflatten(qkv, -1, (all_heads, dim))[:, heads + kv_heads :]
     return Heads(turned[:, :heads], turned[:, heads:], value)
 
@@ -226,23 +243,29 @@ def copy_blocks(cache: torch.Tensor, pairs: torch.Tensor) -> None:
 
 
 class CudaStorage(KVStorage):
-    """A `KVStorage` whose layers are views of one tensor, so that one launch moves blocks in every layer.
+    """A `KVStorage` whose layers of equal heads are views of one tensor: one launch moves blocks in all of them.
 
-    The tensor is [2 * layers, blocks, kv_heads, block_size, head_dim], or [layers, ...] if values are the keys.
+    A tensor is [2 * layers, blocks, kv_heads, block_size, head_dim], or [layers, ...] if values are the keys.
     """
 
-    _whole: Any = None
-    _num_taken = 0
+    _wholes: dict[tuple[int, ...], Any]  # by the shape of a layer
+    _taken: dict[tuple[int, ...], int]  # layers of each that are given out
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self._wholes, self._taken = {}, {}
+        super().__init__(*arguments, **options)
 
     def move_blocks(self, moves: Iterable[tuple[int, int]]) -> None:
         """As `KVStorage.move_blocks`; the block manager guarantees that no destination is a source."""
         pairs = np.array([(source, destination) for source, destination in moves], dtype=np.int32).reshape(-1, 2)
         if len(pairs):
-            copy_blocks(self._whole, torch.from_numpy(pairs).to(self.device))
+            for whole in self._wholes.values():
+                copy_blocks(whole, torch.from_numpy(pairs).to(self.device))
 
     def _allocate(self, shape: tuple[int, ...]) -> Array:
-        if self._whole is None:
-            arrays = self.num_layers * (1 if self.layout.shared_values else 2)
-            self._whole = super()._allocate((arrays, *shape))
-        self._num_taken += 1
-        return self._whole[self._num_taken - 1]
+        if shape not in self._wholes:
+            alike = sum(heads == (shape[1], shape[3]) for heads in self.layout.layer_heads)
+            arrays = alike * (1 if self.layout.shared_values else 2)
+            self._wholes[shape], self._taken[shape] = super()._allocate((arrays, *shape)), 0
+        self._taken[shape] += 1
+        return self._wholes[shape][self._taken[shape] - 1]

@@ -57,6 +57,7 @@ from bifolio.kernels.triton.recurrence import StagedStates, recur
 from bifolio.kernels.triton.shared_attention import SharedRows, shared_attention
 from bifolio.kernels.triton.slots import TritonSlots
 from bifolio.kernels.triton.split_kv import FIXED_PIECE, Parts, Pieces, cut, new_parts, new_pieces
+from bifolio.kernels.triton.streams import TritonStreams
 from bifolio.kernels.triton.tiles import TILE
 from bifolio.quant.tensor import QuantizedTensor
 
@@ -76,7 +77,7 @@ class StagedSegment:
     shared: SharedRows | None = None
 
 
-class TritonKernels(TorchArrays):
+class TritonKernels(TorchArrays, TritonStreams):
     """Dense weights in bf16 by default. Without a GPU it runs in Triton's interpreter, for tests.
 
     The torch set that it holds prepares dense weights and multiplies many rows.
@@ -222,7 +223,8 @@ class TritonKernels(TorchArrays):
 
     def route(self, logits: Array, router: Router) -> Routing:
         values = tensor(logits)
-        if router.top_groups < router.num_groups or values.shape[1] > moe.MOST_SORTED_EXPERTS:
+        plain = router.top_groups == router.num_groups and router.expert_scales is None
+        if not plain or values.shape[1] > moe.MOST_SORTED_EXPERTS:
             return self._torch.route(values, router)
         return moe.route(values, router)
 

@@ -68,6 +68,12 @@ class Metadata:
                 values[self.architecture + key] = np.array([number for number in value.tolist() if number] or [0])
         return Metadata(values, self.path)
 
+    def with_values(self, values: Mapping[str, Value]) -> Metadata:
+        """The metadata with other values of these keys, which begin with a point."""
+        return Metadata(
+            {**self._values, **{self.architecture + key: value for key, value in values.items()}}, self.path
+        )
+
     def number(self, key: str, default: float | None = None) -> float:
         value = self._get(key)
         if value is None and default is not None:

@@ -26,6 +26,7 @@ from bifolio.model.weights import inverse_frequencies
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
+TABULATED = ("longrope", "proportional")  # their frequency divisors are not those of llama3 scaling
 DENSE = {QuantFormat.F32: "float32", QuantFormat.F16: "float16", QuantFormat.BF16: "bfloat16"}
 
 
@@ -54,7 +55,7 @@ def folder_config(config: ModelConfig) -> ModelConfig:
     config = replace(config, architecture=family_of(config).folder_family(config))
     family = family_of(config)
     config = replace(config, rope_interleaved=family.hf_interleaved, norm_offset=family.norm_offset, weight_factors=())
-    if config.ropes and config.ropes[0].scaling != "longrope" and config.ropes[0].frequency_factors:
+    if config.ropes and config.ropes[0].scaling not in TABULATED and config.ropes[0].frequency_factors:
         config = replace(config, ropes=(llama3_from_factors(config.ropes[0]), *config.ropes[1:]))
     return config
 
