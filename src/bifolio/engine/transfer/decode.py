@@ -119,9 +119,7 @@ class BlockFetcher:
                 last_block = time.monotonic()
             elif kind == WAIT:
                 if time.monotonic() - last_block > BLOCK_SECONDS:
-                    raise TransferError(
-                        f"no block came for {BLOCK_SECONDS:.0f} s: start more prefill engines"
-                    )
+                    raise TransferError(f"no block came for {BLOCK_SECONDS:.0f} s: start more prefill engines")
             elif kind != END:
                 raise TransferError("a block arrived out of order")
             if kind == END or len(waiting) == BLOCKS_AT_ONCE:
