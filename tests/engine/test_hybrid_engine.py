@@ -22,7 +22,6 @@ from bifolio.engine.engine import InferenceEngine
 from bifolio.engine.memory import plan_memory
 from bifolio.engine.state_plan import plan_states, with_states
 from bifolio.errors import ConfigError, RequestError
-from bifolio.model.shards import check_size
 from bifolio.sampling_params import SamplingParams
 from helpers import cpu_kernel_names, drain, make_engine, output_ids, random_prompt, run_alone
 from hybrid_models import VOCABULARY, hybrid_config, recurrent_config, tiny_hybrid
@@ -279,8 +278,6 @@ def test_a_pool_that_is_too_small_is_refused() -> None:
 
 
 def test_what_hybrids_cannot_do_yet_is_refused() -> None:
-    with pytest.raises(ConfigError, match="recurrent layers"):
-        check_size(hybrid_config("delta"), 2)
     speculative = SpeculativeConfig("draft", adaptive=False)
     with pytest.raises(ConfigError, match="draft model with recurrent layers"):
         make_engine(tiny_hybrid("conv"), draft_model=tiny_hybrid("conv"), speculative=speculative)

@@ -37,7 +37,7 @@ def model_of(name: str) -> Path:
     if name == "olmo2 with one kv head":
         return tiny_model("olmo2", vocab_size=61, num_key_value_heads=1)[1]
     # experts; experts with biases, and attention sinks; latents; norms over all heads; those with experts
-    if name in ("qwen3moe", "gptoss", "deepseek2", "olmo2", "olmoe", "lfm2"):
+    if name in ("qwen3moe", "gptoss", "deepseek2", "olmo2", "olmoe"):
         return tiny_model(name, vocab_size=61)[1]
     if name == "qwen3":  # per-head norms, and heads of another width than hidden_size / num_heads
         return tiny_model("qwen3", vocab_size=61)[1]
@@ -251,8 +251,6 @@ def wait_for_end(pids: list[int]) -> None:
 def test_sizes_that_cannot_work_are_refused() -> None:
     with pytest.raises(ConfigError, match="use one of 1, 2, 4"):
         make_llm("llama", 3)
-    with pytest.raises(ConfigError, match="recurrent layers"):
-        make_llm("lfm2", 2)
     with pytest.raises(ConfigError, match="from 1 to"):
         make_llm("llama", 0)
     with pytest.raises(ConfigError, match="blocks"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 from running_engine import Running
 
 from bifolio import LLM
+from bifolio.engine.transfer import decode as decode_side
 from bifolio.engine.transfer import prefill as prefill_side
 from bifolio.engine.transfer import wire
 from bifolio.engine.transfer.blocks import read_blocks
@@ -129,6 +132,49 @@ def test_a_prefill_engine_that_ends_in_the_middle_costs_a_recomputation(
     found, num_cached = decode.generate(prompt)
     assert found == expected
     assert num_cached <= cut * BLOCK
+    server.close()
+
+
+def test_a_silent_prefill_engine_costs_a_recomputation(
+    engines: Callable[..., Running], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An engine that answers the pull and then nothing more, as one whose host was lost."""
+    monkeypatch.setattr(decode_side, "SILENT_SECONDS", 0.2)
+    prompt = random_prompt(50, seed=9, vocab_size=61)
+    expected, _ = engines().generate(prompt)
+    decode = engines()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                wire.receive_pull(connection, SECRET, 128)
+                wire.send_json(connection, {"block_bytes": decode.sizes.block_bytes, "is_shared": False})
+                connection.recv(1)  # until the other side gives up
+
+        threading.Thread(target=serve, daemon=True).start()
+        fetcher = BlockFetcher(decode.thread, decode.sizes, SECRET, shared=False)
+        assert fetcher.fetch(Address("127.0.0.1", listener.getsockname()[1]), prompt) == (0, False)
+    assert "timed out" in caplog.text
+    assert decode.generate(prompt)[0] == expected
+
+
+@pytest.mark.parametrize("limit", [60.0, 0.3])
+def test_a_slow_prefill_engine_shows_life(
+    engines: Callable[..., Running], monkeypatch: pytest.MonkeyPatch, limit: float
+) -> None:
+    """A step that takes longer than silence is allowed to: the transfer goes on, up to the limit between two blocks."""
+    monkeypatch.setattr(prefill_side, "WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(decode_side, "SILENT_SECONDS", 1.0)
+    monkeypatch.setattr(decode_side, "BLOCK_SECONDS", limit)
+    prompt = random_prompt(50, seed=9, vocab_size=61)
+    expected, _ = engines().generate(prompt)
+    prefill, decode = engines(), engines()
+    server, address = served(prefill)
+    prefill.thread.call(lambda engine: time.sleep(1.5))
+    found = BlockFetcher(decode.thread, decode.sizes, SECRET).fetch(address, prompt)
+    assert found == ((49 // BLOCK, True) if limit > 1 else (0, False))
+    assert decode.generate(prompt)[0] == expected
     server.close()
 
 

@@ -18,14 +18,17 @@ from bifolio.engine.transfer.blocks import read_stored
 from bifolio.engine.transfer.decode import BlockFetcher
 from bifolio.engine.transfer.prefill import PrefillServer
 from bifolio.transfer_settings import Address
-from helpers import cpu_kernel_names, random_prompt, tiny_folder
+from helpers import cpu_kernel_names, random_prompt, tiny_folder, tiny_model
 
 needs_ranks = pytest.mark.skipif("native" not in cpu_kernel_names(), reason="the ranks need the compiled extension")
 LENGTH, BLOCK = 63, 4
+LATENTS = 0  # in place of kv heads: every rank caches the latents of all tokens
 
 
 @cache
 def folder(kv_heads: int) -> Path:
+    if kv_heads == LATENTS:
+        return tiny_model("deepseek2", vocab_size=61)[1]
     heads = 6 if kv_heads == 3 else 4
     return tiny_folder(seed=kv_heads, hidden_size=8 * heads, num_attention_heads=heads, num_key_value_heads=kv_heads)
 
@@ -65,7 +68,9 @@ def fetched(prefill: Running, decode: Running) -> tuple[int, Any, int]:
 
 @pytest.mark.full
 @needs_ranks
-@pytest.mark.parametrize(("kv_heads", "sizes"), [(2, (2, 2)), (2, (1, 2)), (2, (2, 1)), (1, (2, 4)), (3, (2, 3))])
+@pytest.mark.parametrize(
+    ("kv_heads", "sizes"), [(2, (2, 2)), (2, (1, 2)), (2, (2, 1)), (1, (2, 4)), (3, (2, 3)), (LATENTS, (2, 1))]
+)
 def test_output_equals_that_of_one_rank(kv_heads: int, sizes: tuple[int, int]) -> None:
     """Equal sizes and others; a kv head that several ranks hold; ranks with unequal numbers of heads."""
     with running(kv_heads, sizes[0]) as prefill, running(kv_heads, sizes[1]) as decode:

@@ -81,7 +81,7 @@ def build_engine(
         )  # fmt: skip
         if team is not None:
             plan = replace(plan, num_blocks=min(plan.num_blocks, team.num_blocks()))
-            team.start(plan.num_blocks)
+            team.start(plan.num_blocks, plan.num_states)
         cache = replace(config.cache, num_blocks=plan.num_blocks, num_states=plan.num_states)
         config = replace(config, cache=cache)
         engine = InferenceEngine(model, config, kernels, draft_model=draft_model, on_load=on_load, peers=team)

@@ -5,6 +5,7 @@
                                                      covers all heads, q, k and v of all ranks are gathered for it
     latents      all rows, and those of its heads    none; the latents of a token are on each rank
                  of the projections around them
+    recurrence   rows of its heads or channels       none (`model.recurrent_shards`)
     gate, up     rows of its columns of the MLP      none
     output, down rows, and the whole of each row     inputs and results are gathered      (exact)
                  columns, for its own inputs         results are added                    (not exact)
@@ -24,13 +25,28 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from bifolio.config import ModelConfig
+from bifolio.config import ModelConfig, RecurrentConfig
 from bifolio.errors import ConfigError
 from bifolio.kernels.interface import Array, AttentionShape, Linear, Shards
-from bifolio.model.weights import HeadNorms, LatentWeights, LayerWeights, ModelWeights, MoeWeights
+from bifolio.model.recurrent_shards import (
+    RecurrentPart,
+    Span,
+    check_recurrence,
+    config_part,
+    fits_groups,
+    group_spans,
+    input_rows,
+    shard_recurrence,
+)
+from bifolio.model.weights import (
+    HeadNorms,
+    LatentWeights,
+    LayerWeights,
+    ModelWeights,
+    MoeWeights,
+    RecurrentWeights,
+)
 from bifolio.quant.tensor import QuantizedTensor
-
-Span = tuple[int, int]  # [start, stop)
 
 
 def check_size(config: ModelConfig, size: int) -> None:
@@ -38,14 +54,14 @@ def check_size(config: ModelConfig, size: int) -> None:
     heads, kv_heads = config.num_heads, config.num_kv_heads
 
     def fits(count: int) -> bool:
-        return count <= kv_heads or (count % kv_heads == 0 and heads % count == 0)
+        return fits_groups(heads, kv_heads, count)
 
     if (config.layer_head_dim or config.kv_sources or config.layer_inputs or config.streams) and size > 1:
         raise ConfigError("tensor_parallel_size must be 1: the layers of this model have heads or inputs that differ")
     if config.moe is not None and config.moe.beside_mlp and size > 1:
         raise ConfigError("tensor_parallel_size must be 1: the experts of this model stand beside its MLPs")
-    if config.recurrent is not None and size > 1:
-        raise ConfigError("tensor_parallel_size must be 1: the recurrent layers of this model are not shared")
+    if config.recurrent is not None:
+        check_recurrence(config.recurrent, size)
     if not fits(size):
         fitting = ", ".join(str(count) for count in range(1, heads + 1) if fits(count))
         raise ConfigError(
@@ -56,12 +72,11 @@ def check_size(config: ModelConfig, size: int) -> None:
 
 def head_spans(config: ModelConfig, size: int) -> tuple[list[Span], list[Span]]:
     """The query heads and the kv heads of each rank; a kv head that several ranks need is on each of them."""
-    heads, kv_heads = config.num_heads, config.num_kv_heads
-    if size > kv_heads:
-        each = size // kv_heads  # ranks of one kv head
-        return spans(heads, size), [(rank // each, rank // each + 1) for rank in range(size)]
-    group, own = heads // kv_heads, spans(kv_heads, size)
-    return [(start * group, stop * group) for start, stop in own], own
+    return _spans_of_groups(config.num_heads, config.num_kv_heads, size)
+
+
+def _spans_of_groups(heads: int, groups: int, size: int) -> tuple[list[Span], list[Span]]:
+    return group_spans(heads, groups, size, spans(heads if size > groups else groups, size))
 
 
 def spans(total: int, size: int, unit: int = 1) -> list[Span]:
@@ -90,10 +105,12 @@ def shard(weights: ModelWeights, rank: int, size: int, *, exact: bool, spread_em
     layers = tuple(_shard_layer(layer, config, rank, size, exact) for layer in weights.layers)
     vocabulary = spans(config.vocab_size, size)
     head = _rows(weights.head, [vocabulary[rank]])
+    recurrent = config.recurrent
     own = replace(
         config,
         num_heads=layers[0].shape.num_heads,
         num_kv_heads=layers[0].shape.num_kv_heads,
+        recurrent=None if recurrent is None else config_part(recurrent, recurrent_parts(recurrent, size)[rank], size),
     )
     sharded = replace(
         weights, config=own, layers=layers, head=replace(head, shards=Shards((), widths(vocabulary))), prepared_for=None
@@ -113,15 +130,18 @@ def _shard_layer(layer: LayerWeights, config: ModelConfig, rank: int, size: int,
         key_norm=None if is_wide else layer.shape.key_norm,
     )
     up, down = _shard_mlp(layer.up, layer.down, config.gated_mlp, rank, size, exact)
-    width = layer.output.in_features // config.num_heads  # of a head in the output of attention
+    width = layer.output.in_features // config.num_heads if layer.has_attention else 0  # of a head in its output
     by_heads = [(start * width, stop * width) for start, stop in query_heads]
+    gate = layer.gate  # as wide as the heads of attention
     return replace(
         layer,
         shape=shape,
         qkv=_rows(layer.qkv, _own_rows(config, query_heads[rank], kv_heads[rank])) if layer.qkv.parts else layer.qkv,
         latent=None if layer.latent is None else _shard_latent(layer.latent, *query_heads[rank]),
         norms=_shard_norms(layer.shape, config, rank, size) if is_wide else None,
-        output=_joining(layer.output, by_heads, rank, exact),
+        output=_joining(layer.output, by_heads, rank, exact) if layer.has_attention else layer.output,
+        gate=None if gate is None else _rows(gate, [by_heads[rank]]),
+        recurrent=_shard_recurrent(layer.recurrent, config.recurrent, rank, size, exact),
         up=up,
         down=down,
         moe=None if layer.moe is None else _shard_experts(layer.moe, rank, size, exact),
@@ -165,6 +185,29 @@ def _shard_norms(shape: AttentionShape, config: ModelConfig, rank: int, size: in
     widths_of_ranks = tuple(count * dim for count in counts)
     return HeadNorms(
         shape.query_norm, shape.key_norm, widths_of_ranks, tuple(queries), tuple(keys), own_queries, own_keys
+    )
+
+
+def recurrent_parts(own: RecurrentConfig, size: int) -> list[RecurrentPart]:
+    """The part of each rank in the recurrent layers."""
+    if own.kind == "conv":
+        return [RecurrentPart((0, 0), (0, 0), channels) for channels in spans(own.channels, size)]
+    return [RecurrentPart(*part) for part in zip(*_spans_of_groups(own.heads, own.groups, size), strict=True)]
+
+
+def _shard_recurrent(
+    weights: RecurrentWeights | None, config: RecurrentConfig | None, rank: int, size: int, exact: bool
+) -> RecurrentWeights | None:
+    """The rank's heads of a recurrence between its two projections."""
+    if weights is None or config is None:
+        return None
+    parts, whole = recurrent_parts(config, size), weights.recurrence
+    joined = [part.channels if config.kind == "conv" else part.heads for part in parts]
+    width = 1 if config.kind == "conv" else config.value_size
+    return RecurrentWeights(
+        input=_rows(weights.input, input_rows(whole, parts[rank])),
+        recurrence=shard_recurrence(whole, parts[rank], config_part(config, parts[rank], size)),
+        output=_joining(weights.output, [(start * width, stop * width) for start, stop in joined], rank, exact),
     )
 
 

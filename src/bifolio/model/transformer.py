@@ -117,7 +117,7 @@ def recurrence(
 ) -> Array:
     """A recurrence over the tokens of each sequence, from its stored state on."""
     inputs = kernels.linear(x, recurrent.input)
-    return kernels.linear(kernels.recur(inputs, recurrent.recurrence, batch, storage), recurrent.output)
+    return joined(kernels.recur(inputs, recurrent.recurrence, batch, storage), recurrent.output, kernels)
 
 
 def _tap(weights: ModelWeights, num_layers: int, x: Array, batch: Batch, kernels: KernelSet) -> None:

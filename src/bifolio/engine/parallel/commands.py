@@ -15,12 +15,13 @@ from typing import NamedTuple
 import numpy as np
 
 from bifolio.errors import ConfigError
-from bifolio.kernels.interface import AttentionPhase, Batch, KernelSet
+from bifolio.kernels.interface import AttentionPhase, Batch, KernelSet, StateUse
 from bifolio.schedule.orchestrators import DecodeOrchestrator, PrefillOrchestrator
 
 DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
 ABSENT = -1  # in place of a dtype
 WORD = 8
+NUM_BATCH_ARRAYS = 7  # of a batch, before those of its segments: tokens, positions, places, logit rows, states
 
 
 class Kind(IntEnum):
@@ -90,9 +91,10 @@ def run_command(kind: int, batch: Batch, kernels: KernelSet) -> Command:
     def host(array: object, dtype: type) -> np.ndarray | None:
         return None if array is None else np.asarray(kernels.to_host(array), dtype)
 
+    states = (None, None, None) if batch.states is None else batch.states.arrays()
     numbers = [kind, batch.max_position, len(batch.segments)]
     arrays = [host(batch.token_ids, np.int32), host(batch.positions, np.int32), host(batch.cache_index, np.int64)]
-    arrays.append(host(batch.logit_rows, np.int32))
+    arrays += [host(batch.logit_rows, np.int32), *(host(array, np.int32) for array in states)]
     for segment in batch.segments:
         numbers += [int(segment.phase is AttentionPhase.DECODE), segment.token_start]
         arrays += [np.asarray(segment.query_starts, np.int32), np.asarray(segment.context_lens, np.int32)]
@@ -103,17 +105,21 @@ def run_command(kind: int, batch: Batch, kernels: KernelSet) -> Command:
 def batch_of(command: Command, kernels: KernelSet) -> tuple[int, Batch]:
     """The kind of the pass and its batch in the kernel set's arrays."""
     kind, max_position, num_segments = command.numbers[:3]
-    token_ids, positions, cache_index, logit_rows = (_upload(kernels, array) for array in command.arrays[:4])
+    token_ids, positions, cache_index, logit_rows, *states = (
+        _upload(kernels, array) for array in command.arrays[:NUM_BATCH_ARRAYS]
+    )
+    used = None if states[0] is None else StateUse(*states)
     segments = []
     for number in range(num_segments):
         is_decode, token_start = command.numbers[3 + 2 * number : 5 + 2 * number]
-        query_starts, contexts, tables = command.arrays[4 + 3 * number : 7 + 3 * number]
+        first = NUM_BATCH_ARRAYS + 3 * number
+        query_starts, contexts, tables = command.arrays[first : first + 3]
         if query_starts is None or contexts is None:
             raise ConfigError("a segment without lengths cannot be run")
         lengths = np.diff(query_starts)
         orchestrator = DecodeOrchestrator if is_decode else PrefillOrchestrator
         segments.append(orchestrator.lay_out(contexts - lengths, lengths, _upload(kernels, tables), token_start))
-    return kind, Batch(token_ids, positions, cache_index, tuple(segments), logit_rows, max_position)
+    return kind, Batch(token_ids, positions, cache_index, tuple(segments), logit_rows, max_position, used)
 
 
 def _upload(kernels: KernelSet, array: np.ndarray | None) -> np.ndarray | None:
@@ -122,8 +128,8 @@ def _upload(kernels: KernelSet, array: np.ndarray | None) -> np.ndarray | None:
 
 def command_bytes(num_tokens: int, max_num_seqs: int, max_blocks: int) -> int:
     """Bytes that hold the largest command of an engine: a pass of `num_tokens` tokens with full block tables."""
-    tokens = num_tokens * (4 + 4 + 8 + 4)
-    sequences = 2 * max_num_seqs * (4 * max_blocks + 16)
+    tokens = num_tokens * (4 + 4 + 8 + 4 + 4)
+    sequences = 2 * max_num_seqs * (4 * max_blocks + 24)
     return -(-(tokens + sequences + 65536) // 4096) * 4096
 
 

@@ -161,7 +161,7 @@ def new_rank(settings: Settings, ranks: SharedMemoryRanks, connection: Connectio
     answer = connection.receive()
     if answer is None:
         return None
-    cache = replace(config.cache, num_blocks=int(answer["num_blocks"]))
+    cache = replace(config.cache, num_blocks=int(answer["num_blocks"]), num_states=int(answer["num_states"]))
     runner = ModelRunner.new(model, cache, kernels)
     connection.send({"kind": "started"})
     return Rank(runner, ranks, connection, blocks, config.chunk_size)

@@ -121,10 +121,10 @@ class RankTeam:
         """The blocks that fit on the rank with the least memory; waits until all ranks have loaded their weights."""
         return min(int(answer["num_blocks"]) for answer in self._answers("ready", START_SECONDS))
 
-    def start(self, num_blocks: int) -> None:
+    def start(self, num_blocks: int, num_states: int = 0) -> None:
         """Let the ranks allocate their caches."""
         for connection in self._watch.connections.values():
-            connection.send({"num_blocks": num_blocks})
+            connection.send({"num_blocks": num_blocks, "num_states": num_states})
         self._answers("started", START_SECONDS)
 
     # -- passes (`Peers`) -----------------------------------------------------------------------------------------

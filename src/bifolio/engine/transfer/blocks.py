@@ -21,13 +21,18 @@ from bifolio.cache.storage import CacheLayout
 from bifolio.engine.engine import InferenceEngine
 from bifolio.engine.parallel.shared_blocks import joined_blocks, split_blocks
 from bifolio.engine.transfer.states import store_state
-from bifolio.errors import OutOfBlocksError
+from bifolio.errors import ConfigError, OutOfBlocksError
 from bifolio.model.shards import head_spans
 
 
 def fingerprint(engine: InferenceEngine) -> bytes:
     """Equal for engines whose blocks are interchangeable: model, kernels, and the layout of a block."""
     kernels, storage, peers = engine.runner.kernels, engine.runner.storage, engine.runner.peers
+    if peers is not None and engine.blocks.has_states:
+        raise ConfigError(
+            "recurrent states of several ranks cannot be transferred: set tensor_parallel_size to 1, or run both "
+            "phases in one engine"
+        )
     layout = whole_layout(engine)
     is_exact = peers is None or engine.config.deterministic  # the bits of one rank
     parts = [

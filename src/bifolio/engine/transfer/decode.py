@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,6 +27,7 @@ from bifolio.engine.transfer.wire import (
     HEADER,
     ROOM_BLOCKS,
     STATE,
+    WAIT,
     Pull,
     Room,
     checksum,
@@ -39,7 +41,8 @@ from bifolio.transfer_settings import Address
 
 logger = logging.getLogger(__name__)
 CONNECT_SECONDS = 5.0
-ANSWER_SECONDS = 60.0  # the longest time between two blocks
+SILENT_SECONDS = 10.0  # the longest time without a sign of life
+BLOCK_SECONDS = 60.0  # the longest time between two blocks
 
 
 def _add(arrival: Arrival, blocks: list[np.ndarray], engine: InferenceEngine) -> bool:
@@ -95,7 +98,7 @@ class BlockFetcher:
         room, path = Room.new(self._block_bytes) if self._shared else (None, "")
         try:
             with socket.create_connection(address, CONNECT_SECONDS) as connection:
-                connection.settimeout(ANSWER_SECONDS)
+                connection.settimeout(SILENT_SECONDS)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 send_pull(connection, replace(pull, room=path), secret)
                 answer = receive_json(connection)
@@ -112,14 +115,19 @@ class BlockFetcher:
     def _receive(self, connection: socket.socket, arrival: Arrival, room: Room | None) -> None:
         """Read blocks and states until the end; blocks are stored between two steps, several at a time."""
         next_index, waiting = arrival.num_blocks, list[np.ndarray]()
+        last_block = time.monotonic()
         while True:
             kind, index, check = HEADER.unpack(receive_exactly(connection, HEADER.size))
             if kind == BLOCK and index == next_index:
                 waiting.append(self._block(connection, room, index, check))
                 next_index += 1
+                last_block = time.monotonic()
+            elif kind == WAIT:
+                if time.monotonic() - last_block > BLOCK_SECONDS:
+                    raise TransferError(f"no block came for {BLOCK_SECONDS:.0f} s: start more prefill engines")
             elif kind != END and (kind != STATE or index != next_index):
                 raise TransferError("a block arrived out of order")
-            if kind != BLOCK or len(waiting) == BLOCKS_AT_ONCE:
+            if waiting and (kind != BLOCK or len(waiting) == BLOCKS_AT_ONCE):
                 blocks, waiting = waiting, []
                 if not self._calls.call(partial(_add, arrival, blocks)).result():
                     raise TransferError("the cache has no room for the blocks of this prompt")

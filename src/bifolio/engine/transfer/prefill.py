@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
 from typing import Any, Protocol
 
@@ -33,6 +34,7 @@ from bifolio.engine.transfer.wire import (
     HEADER,
     ROOM_BLOCKS,
     STATE,
+    WAIT,
     Pull,
     Room,
     checksum,
@@ -50,6 +52,7 @@ SILENT_SECONDS = 60.0  # without a byte from the other side: the connection is c
 MAX_CONNECTIONS = 256
 BLOCKS_AT_ONCE = 64  # copied between two steps
 PAUSE_SECONDS = 0.002  # between two looks at a prompt that has no new block
+WAIT_SECONDS = 1.0  # between two signs of life while a block is computed
 
 
 class EngineCalls(Protocol):
@@ -136,9 +139,8 @@ class PrefillServer:
         try:
             while sender.index < wanted:
                 was_finished = request is not None and request.is_finished
-                found, state, request = self._calls.call(
-                    partial(self._look, tokens=tokens, pull=pull, first=sender.index, wanted=wanted, request=request)
-                ).result()
+                look = partial(self._look, tokens=tokens, pull=pull, first=sender.index, wanted=wanted, request=request)
+                found, state, request = sender.wait_for(self._calls.call(look))
                 sender.send(found)
                 if state is not None:
                     sender.send_state(state)
@@ -178,6 +180,7 @@ class BlockSender:
         self._connection = connection
         self._room = room
         self._num_unread = 0  # blocks in shared memory that the other side has not copied
+        self._last_sent = time.monotonic()
 
     def send(self, blocks: list[np.ndarray]) -> None:
         for block in blocks:
@@ -193,6 +196,22 @@ class BlockSender:
                 self._connection.sendall(header)
                 self._num_unread += 1
             self.index += 1
+            self._last_sent = time.monotonic()
+        self._show_life()
+
+    def wait_for(self, future: Future[Any]) -> Any:
+        """The result of work between two steps; a step may take long."""
+        while True:
+            try:
+                return future.result(WAIT_SECONDS)
+            except FutureTimeoutError:
+                self._show_life()
+
+    def _show_life(self) -> None:
+        """Tell the other side that the next block is on its way, if it has heard nothing for a while."""
+        if time.monotonic() - self._last_sent > WAIT_SECONDS:
+            self._connection.sendall(HEADER.pack(WAIT, self.index, bytes(16)))
+            self._last_sent = time.monotonic()
 
     def send_state(self, state: np.ndarray) -> None:
         """Send the recurrent state after the blocks that were sent, over the connection."""

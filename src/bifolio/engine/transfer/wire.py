@@ -3,7 +3,8 @@
     prefill -> decode   |nonce 16|
     decode -> prefill   |length u32|JSON: version, fingerprint, salt, first, proof, room|tokens i32 ...|
     prefill -> decode   |length u32|JSON: error, or block_bytes, is_shared|
-    prefill -> decode   |kind u8|index u32|checksum 16|block|    for each block; then kind END and the number of blocks
+    prefill -> decode   |kind u8|index u32|checksum 16|block|    for each block; then kind END and the number of blocks;
+                                                                 kind WAIT without a block while the next is computed
     prefill -> decode   |kind STATE|index u32|checksum 16|state| the recurrent state after so many blocks of the prompt
     decode -> prefill   |1|                                      for each block that was copied out of shared memory
 
@@ -30,11 +31,11 @@ import numpy as np
 
 from bifolio.errors import TransferError
 
-VERSION = 1
+VERSION = 2
 NONCE_BYTES = 16
 HEADER = struct.Struct("<BI16s")
 LENGTH = struct.Struct("<I")
-BLOCK, END, STATE = 1, 2, 3
+BLOCK, END, STATE, WAIT = 1, 2, 3, 4
 MAX_JSON = 1 << 16
 ROOMS = Path("/dev/shm")
 ROOM_PREFIX = "bifolio-blocks-"
