@@ -17,10 +17,13 @@ from bifolio.kernels.triton import TritonKernels
 from bifolio.model.huggingface.hf_loader import load_folder
 from helpers import random_prompt, transformers_logits
 
-ROWS = ("cohere2", "gemma2", "granite", "hunyuan_dense", "mistral3", "olmo2", "starcoder2")
+GEMMA4 = ("gemma4", "gemma4 with experts", "gemma4 with inputs of layers")
+ROWS = ("cohere2", "gemma2", "gemma3n", *GEMMA4, "granite", "hunyuan_dense", "mistral3", "olmo2", "starcoder2")
 
 
-@pytest.mark.parametrize(("name", "deterministic"), [*((name, False) for name in ROWS), ("gemma2", True)])
+@pytest.mark.parametrize(
+    ("name", "deterministic"), [*((name, False) for name in ROWS), ("gemma2", True), ("gemma4", True)]
+)
 def test_a_folder_gives_transformers_logits(name: str, deterministic: bool) -> None:
     model, folder = row_folder(name)
     theirs = transformers_logits(model, random_prompt(LENGTH + 1))

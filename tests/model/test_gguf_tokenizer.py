@@ -298,3 +298,38 @@ def test_the_native_pairs_are_those_of_plain_python() -> None:
     expected = joined_pairs(tokens, order)
     assert len(expected) > 5
     assert library().join_pairs(tokens, order) == expected
+
+
+def test_listed_merges_over_replaced_spaces_are_those_of_the_tokenizers_package() -> None:
+    """The kind of tokenizer that Gemma 4 files have: merges, spaces as ▁, bytes for unknown characters."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, normalizers
+
+    letters = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdeh\n"]
+    merges = [("a", "b"), ("▁", "ab"), ("c", "ab"), ("\n", "\n"), ("▁ab", "c"), ("▁", "▁")]
+    tokens = [*letters, *("".join(pair) for pair in merges)]
+    theirs = Backend(
+        models.BPE(
+            vocab={token: index for index, token in enumerate(tokens)},
+            merges=merges,
+            unk_token="<unk>",
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    theirs.normalizer = normalizers.Replace(" ", "▁")
+    theirs.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    types = [3, 3, 3, 2, *[6] * 256, *[1] * (len(tokens) - 260)]
+    entries: dict[str, Value] = {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": np.array(types, np.int32),
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in merges],
+        "tokenizer.ggml.bos_token_id": 2,
+    }
+    ours = rebuild(metadata_of(entries))
+    for text in ("ab abc\n\ncab  é", " ab", "", "abcabab 好\n"):
+        expected = theirs.encode(text, add_special_tokens=False).ids
+        assert ours.encode(text, add_special_tokens=False) == expected
+        assert ours.encode(text) == [2, *expected]
+        assert ours.decode(expected) == text

@@ -214,6 +214,7 @@ def architecture_lines(config: ModelConfig) -> list[str]:
         *expert_lines(config),
         attention_line(config) + sliding,
         *recurrent_lines(config),
+        *stream_lines(config),
         f"vocabulary {config.vocab_size}, {'tied' if config.tie_embeddings else 'separate'} output matrix",
     ]
 
@@ -234,10 +235,24 @@ def expert_lines(config: ModelConfig) -> list[str]:
 def attention_line(config: ModelConfig) -> str:
     sinks = ", attention sinks" if config.sinks else ""
     if config.mla is None:
-        return f"{config.num_heads} heads of {config.head_dim}, {config.num_kv_heads} for keys and values{sinks}"
+        kinds = sorted({(config.head_size(layer), config.kv_heads(layer)) for layer in config.attention_layers})
+        heads = " or ".join(f"{config.num_heads} heads of {size}, {count} for keys and values" for size, count in kinds)
+        shared = len(config.attention_layers) - len(config.cached_layers)
+        reused = f"; {shared} layers read the keys and values of others" if shared else ""
+        return f"{heads}{reused}{sinks}"
     size = config.mla.nope_size + config.mla.rope_size
     cached = f"{config.mla.latent_size} + {config.mla.rope_size}"
     return f"{config.num_heads} heads of {size} over one cached latent of {cached}{sinks}"
+
+
+def stream_lines(config: ModelConfig) -> list[str]:
+    """Parallel residual streams, and inputs of layers beside them."""
+    lines = []
+    if config.layer_inputs is not None:
+        lines.append(f"an input of {config.layer_inputs.size} for each token and layer")
+    if config.streams is not None:
+        lines.append(f"{config.streams.count} parallel residual streams")
+    return lines
 
 
 def recurrent_lines(config: ModelConfig) -> list[str]:

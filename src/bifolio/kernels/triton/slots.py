@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bifolio.errors import UnsupportedModelError
 from bifolio.kernels.interface import Array, Network, SlotSizes, Storage
 from bifolio.kernels.logit_edits import LogitEdits
 from bifolio.kernels.shared_prefix import SharedWork, share_work
@@ -25,6 +26,12 @@ class TritonSlots:
     """Implements `DeviceSlots`."""
 
     def __init__(self, kernels: GraphKernels, network: Network, storage: Storage, sizes: SlotSizes) -> None:
+        if len({(s.window, s.num_kv_heads, s.head_dim) for s in network.shapes}) > len(
+            {s.window for s in network.shapes}
+        ):
+            raise UnsupportedModelError(
+                "on a GPU all layers with the same window must have the same heads: use the CPU"
+            )
         self._deterministic = kernels.deterministic
         self._vocab_size = sizes.vocab_size
         self._block_size = storage.block_size

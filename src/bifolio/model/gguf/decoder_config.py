@@ -18,7 +18,17 @@ from bifolio.model.gguf.reader import GgufFile, StringArray
 
 # Tokens that end a turn or a text; many files declare only one of them as end of text.
 END_TOKENS = frozenset(
-    {"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>", "<EOT>"}
+    {
+        "<|eot_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<end_of_turn>",
+        "<|endoftext|>",
+        "<|eom_id|>",
+        "<|end_of_text|>",
+        "<EOT>",
+        "<turn|>",
+    }
 )
 END_NAMES = ("eos", "eot", "eom")  # end of text, of turn, of message: a file may declare one of each
 _CONTROL = 3  # token type

@@ -60,6 +60,8 @@ _PLAIN_GPT2 = PreTokenizer((_GPT2,))
 _DEEPSEEK_V3 = PreTokenizer((r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK3))
 _GPT4O = _TEKKEN_WORD.replace("%s", _CONTRACTIONS + "?") + r"|\p{N}{1,3}" + _TEKKEN_REST
 
+SPACED_BPE = "gemma4"  # kind of tokenizer: listed merges over texts whose spaces are replaced, bytes as tokens
+
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "gpt-2": _PLAIN_GPT2,
     "phi-2": _PLAIN_GPT2,

@@ -5,6 +5,7 @@ first use, and for vocabularies that the native code does not take: repeated tok
 
 Two families: byte-level BPE ("gpt2": the file lists merges, `tokenizer.ggml.pre` names the pre-tokenizer) and
 SentencePiece ("llama": the adjacent pair that forms the token with the best score is merged first; "t5": unigram).
+Files of Gemma 4 list the merges of a SentencePiece vocabulary (`SPACED_BPE`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from bifolio.errors import MissingDependencyError, ModelFileError, UnsupportedMo
 from bifolio.kernels.cpu import join_pairs, new_codec
 from bifolio.model.gguf.entries import Metadata
 from bifolio.model.gguf.file_tokenizer import FileTokenizer, TokenType
-from bifolio.model.gguf.pretokenizers import PRE_TOKENIZERS
+from bifolio.model.gguf.pretokenizers import PRE_TOKENIZERS, SPACED_BPE
 from bifolio.model.gguf.reader import GgufFile, StringArray
 from bifolio.text.tokenizer import Tokenizer
 
@@ -110,7 +111,7 @@ def _build(metadata: Metadata) -> Any:
 
     if metadata.has(TOKENIZER_JSON):
         return tokenizers.Tokenizer.from_str(metadata.text(TOKENIZER_JSON))
-    builders = {"gpt2": _byte_level, "llama": _sentencepiece, "t5": _unigram}
+    builders = {"gpt2": _byte_level, "llama": _sentencepiece, "t5": _unigram, SPACED_BPE: _spaced_bpe}
     kind = metadata.text("tokenizer.ggml.model")
     if kind not in builders:
         raise UnsupportedModelError(f"the tokenizer {kind!r} is not supported; supported: {', '.join(builders)}")
@@ -168,8 +169,7 @@ def _byte_level(metadata: Metadata, vocabulary: Vocabulary) -> Any:
             f"the pre-tokenizer {name!r} is not supported; supported: {', '.join(PRE_TOKENIZERS)}"
         )
     ids = vocabulary.ids()
-    merges = metadata.strings("tokenizer.ggml.merges") or ()
-    pairs = _known_merges(merges.texts() if isinstance(merges, StringArray) else merges, ids)
+    pairs = _listed_merges(metadata, ids)
     tokenizer = Tokenizer(models.BPE(vocab=ids, merges=pairs, ignore_merges=PRE_TOKENIZERS[name].ignore_merges))
     tokenizer.pre_tokenizer = byte_level_pre_tokenizer(name)
     tokenizer.decoder = decoders.ByteLevel()
@@ -182,6 +182,11 @@ def byte_level_pre_tokenizer(name: str) -> Any:
 
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in PRE_TOKENIZERS[name].patterns]
     return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def _listed_merges(metadata: Metadata, ids: dict[str, int]) -> list[tuple[str, str]]:
+    merges = metadata.strings("tokenizer.ggml.merges") or ()
+    return _known_merges(merges.texts() if isinstance(merges, StringArray) else merges, ids)
 
 
 def _known_merges(merges: Iterable[str], ids: dict[str, int]) -> list[tuple[str, str]]:
@@ -210,13 +215,23 @@ def _sentencepiece(metadata: Metadata, vocabulary: Vocabulary) -> Any:
     return _merging_by_score(vocabulary, metadata.flag("tokenizer.ggml.add_space_prefix", True))
 
 
+def _spaced_bpe(metadata: Metadata, vocabulary: Vocabulary) -> Any:
+    add_space = metadata.flag("tokenizer.ggml.add_space_prefix", False)
+    return _merging_spaced(vocabulary, _listed_merges(metadata, vocabulary.ids()), add_space)
+
+
 def _merging_by_score(vocabulary: Vocabulary, add_space: bool) -> Any:
+    return _merging_spaced(vocabulary, merges_from_scores(vocabulary), add_space)
+
+
+def _merging_spaced(vocabulary: Vocabulary, merges: list[tuple[str, str]], add_space: bool) -> Any:
+    """BPE over texts whose spaces are replaced; characters without a token are spelled in bytes."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     unknown = vocabulary.of_type(TokenType.UNKNOWN)
     model = models.BPE(
         vocab=vocabulary.ids(),
-        merges=merges_from_scores(vocabulary),
+        merges=merges,
         unk_token=unknown[0] if unknown else None,
         fuse_unk=True,
         byte_fallback=bool(vocabulary.of_type(TokenType.BYTE)),
@@ -306,7 +321,10 @@ def _add_start_and_end(tokenizer: Any, metadata: Metadata, vocabulary: Vocabular
 def _start_and_end(metadata: Metadata, kind: str, count: int) -> tuple[list[int], list[int]]:
     """The tokens that the file wants before and after every text."""
     pre = PRE_TOKENIZERS.get(metadata.text("tokenizer.ggml.pre", "default"))
-    defaults = {"bos": kind == "llama" or (kind == "gpt2" and pre is not None and pre.add_bos), "eos": kind == "t5"}
+    defaults = {
+        "bos": kind in ("llama", SPACED_BPE) or (kind == "gpt2" and pre is not None and pre.add_bos),
+        "eos": kind == "t5",
+    }
 
     def added(name: str) -> list[int]:
         token_id = metadata.token_id(f"tokenizer.ggml.{name}_token_id", count)
