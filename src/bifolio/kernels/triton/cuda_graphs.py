@@ -32,8 +32,8 @@ from bifolio.kernels.shared_prefix import SharedWork
 from bifolio.kernels.triton.device_state import DeviceState, begin_states, begin_step, recorded_event
 from bifolio.kernels.triton.edits import SlotEdits
 from bifolio.kernels.triton.logprobs import read_scores
-from bifolio.kernels.triton.recurrence import StagedStates
 from bifolio.kernels.triton.sampling import Mode, Results, choose_tokens
+from bifolio.kernels.triton.scan_plan import StagedStates
 from bifolio.kernels.triton.shared_attention import SharedRows, new_shared_rows
 
 TURNS = 4  # results of a step that lie in host memory at once; more than the steps that are ever in flight
