@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bifolio.kernels import shared_prefix
 from bifolio.kernels.interface import Array, Network, SlotSizes, Storage
 from bifolio.kernels.logit_edits import LogitEdits
 from bifolio.kernels.shared_prefix import SharedWork, share_work
@@ -25,12 +26,14 @@ class TritonSlots:
     """Implements `DeviceSlots`."""
 
     def __init__(self, kernels: GraphKernels, network: Network, storage: Storage, sizes: SlotSizes) -> None:
-        self._deterministic = kernels.deterministic
         self._vocab_size = sizes.vocab_size
         self._block_size = storage.block_size
         self.state = DeviceState(sizes.num_slots, sizes.max_blocks, kernels.device)
         self.graphs = DecodeGraphs(kernels, network, storage, self.state)
         self._shapes = network.shapes
+        has_full_layer = any(shape.window is None for shape in network.shapes)
+        self._may_share = not kernels.deterministic and has_full_layer
+        self._most_saved = (sizes.num_slots - 1) * sizes.max_model_len  # token reads, by shared prefixes
         self._warm = np.zeros(sizes.num_slots, dtype=np.bool_)  # slots with a temperature
         self._filtered = np.zeros(sizes.num_slots, dtype=np.bool_)  # slots with top-k, top-p or min-p
         self._scored = np.zeros(sizes.num_slots, dtype=np.bool_)  # slots with logprobs
@@ -130,13 +133,20 @@ class TritonSlots:
         return self.graphs.launch(slots, None).logits[: len(slots)]
 
     def warm_up(self) -> None:
-        """Capture the steps of batches that are all greedy, and of batches that draw with filters."""
+        """Capture the steps of batches that are all greedy, and of batches that draw with filters.
+
+        Both with and without shared prefixes. The kernels of other draws are compiled; their steps are captured when a
+        batch needs them, since the arrays of edits take memory that few engines use.
+        """
+        compile_draws(self.state.device, self._vocab_size)
         for mode in (Mode(), Mode("filter")):
             self.graphs.capture_all(mode)
+            if self._may_share and self._most_saved >= shared_prefix.MIN_SAVED:
+                self.graphs.capture_all(mode, shares=True)
 
     def _shared_work(self, slots: np.ndarray, tables: np.ndarray, lengths: np.ndarray) -> SharedWork | None:
         """Shared work of these slots; searched again only when other slots take part."""
-        if len(slots) < 2 or self._deterministic or all(shape.window is not None for shape in self._shapes):
+        if len(slots) < 2 or not self._may_share:
             return None
         key = slots.tobytes()
         if self._work[0] != key:
@@ -144,3 +154,24 @@ class TritonSlots:
             per_item = rows_per_item(full_shape(self._shapes))
             self._work = key, share_work(own, lengths, self._block_size, TILE, per_item, MAX_ITEMS)
         return self._work[1]
+
+
+def compile_draws(device: str, vocab_size: int) -> None:
+    """Run the kernels of every mode once, on a few slots of their own."""
+    state = DeviceState(4, 1, device)
+    edits = SlotEdits(state, vocab_size)
+    ids, none = np.arange(2), np.zeros(0, np.int64)
+    edits.set(0, LogitEdits(ids, np.zeros(2, np.float32), False, 1.1, 0.1, 0.1, none, 0, has_mask=True))
+    edits.set_history(0, ids, [0])
+    edits.set_mask(0, np.ones(vocab_size, np.bool_))
+    edits.send()
+    state.send()
+    count = 2
+    logits = torch.zeros((count, vocab_size), dtype=torch.float32, device=device)
+    rows = torch.full((count,), -1, dtype=torch.int32, device=device)
+    turn = torch.zeros(1, dtype=torch.int32, device=device)
+    for mode in (Mode("draw"), Mode("filter", True, False), Mode("filter", True, True)):
+        results = Results.new(1, count, mode, pinned=state.on_gpu)
+        choose_tokens(logits, rows, state, turn, results, mode, edits if mode.edits else None)
+    if state.on_gpu:
+        torch.cuda.synchronize(device)  # before the state is freed
