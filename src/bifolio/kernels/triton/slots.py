@@ -36,6 +36,7 @@ class TritonSlots:
         self._most_saved = (sizes.num_slots - 1) * sizes.max_model_len  # token reads, by shared prefixes
         self._warm = np.zeros(sizes.num_slots, dtype=np.bool_)  # slots with a temperature
         self._filtered = np.zeros(sizes.num_slots, dtype=np.bool_)  # slots with top-k, top-p or min-p
+        self._rare = np.zeros(sizes.num_slots, dtype=np.bool_)  # slots with typical sampling or XTC
         self._scored = np.zeros(sizes.num_slots, dtype=np.bool_)  # slots with logprobs
         self._edited = np.zeros(sizes.num_slots, dtype=np.bool_)  # slots with edits
         self._may_edit = sizes.num_slots * sizes.vocab_size < 1 << 31  # places in the arrays of edits have 32 bits
@@ -43,10 +44,10 @@ class TritonSlots:
 
     # -- slots ---------------------------------------------------------------------------------------------------------
     def draws(self, params: SamplingParams, edits: LogitEdits) -> bool:
-        """All but typical, XTC and more than MAX_TOP likely tokens; those are drawn on the host."""
+        """All but XTC without a threshold and more than MAX_TOP likely tokens; those are drawn on the host."""
         if (params.logprobs or 0) > MAX_TOP:
             return False
-        if not params.is_greedy and (params.typical_p < 1.0 or params.xtc_probability > 0.0):
+        if not params.is_greedy and params.xtc_probability > 0.0 and params.xtc_threshold <= 0.0:
             return False
         return edits.is_empty or self._has_room_for_edits()
 
@@ -54,12 +55,14 @@ class TritonSlots:
         temperature = 0.0 if params.is_greedy else max(params.temperature, float(np.finfo(np.float32).tiny))
         self._warm[slot] = temperature > 0
         self._filtered[slot] = temperature > 0 and params.filters_tokens(self._vocab_size)
+        self._rare[slot] = temperature > 0 and (params.typical_p < 1.0 or params.xtc_probability > 0.0)
         self._scored[slot] = params.needs_logprobs
         self._edited[slot] = edits is not None and not edits.is_empty
         self._work = b"", None
         self.state.set_logprobs(slot, (params.logprobs or 0) if params.needs_logprobs else None)
         top_k = params.top_k if 0 < params.top_k < self._vocab_size else 0
         self.state.set_sampling(slot, temperature, seed, top_k, params.top_p, params.min_p)
+        self.state.set_rare_options(slot, params.typical_p, params.xtc_threshold, params.xtc_probability)
         if self.graphs.edits is not None and edits is not None and not edits.is_empty:
             self.graphs.edits.set(slot, edits)
         else:
@@ -123,7 +126,7 @@ class TritonSlots:
 
     def _mode(self, slots: np.ndarray) -> Mode:
         """The mode of a step of these slots; sends pending changes of their edits."""
-        options = self._warm, self._filtered, self._edited, self._scored
+        options = self._warm, self._filtered, self._edited, self._scored, self._rare
         mode = Mode.of(*(bool(option[slots].any()) for option in options))
         if mode.edits and self.graphs.edits is not None:
             self.graphs.edits.send()
@@ -157,7 +160,7 @@ class TritonSlots:
 
 
 def compile_draws(device: str, vocab_size: int) -> None:
-    """Run the kernels of every mode once, on a few slots of their own."""
+    """Run the kernels of every mode once, on a few slots of their own; not those of typical and XTC, which are rare."""
     state = DeviceState(4, 1, device)
     edits = SlotEdits(state, vocab_size)
     ids, none = np.arange(2), np.zeros(0, np.int64)
