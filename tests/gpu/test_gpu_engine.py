@@ -41,6 +41,7 @@ ON_DEVICE: dict[str, dict[str, Any]] = {  # drawn inside the captured step
     "repetition": {"temperature": 0.0, "repetition_penalty": 1.3, "logprobs": 2},
     "logprobs": {"temperature": 0.7, "seed": 11, "logprobs": 20},
     "best": {"temperature": 0.9, "seed": 12, "n": 1, "best_of": 2},
+    "typical": {"temperature": 1.2, "seed": 15, "typical_p": 0.8, "xtc_probability": 0.5, "xtc_threshold": 0.05},
     "allowed": {"temperature": 1.0, "seed": 13, "allowed_token_ids": tuple(range(5, 25)), "frequency_penalty": 0.5},
     "stops": {"temperature": 1.0, "seed": 14, "stop_token_ids": tuple(range(30, 36)), "min_tokens": 6},
 }

@@ -275,6 +275,7 @@ def _decode_by_slots(kernels: KernelSet, slots: Any, logits: np.ndarray) -> Outp
     tables = np.zeros((3, TABLES.shape[1]), np.int32)
     tables[taken] = TABLES
     slots.warm_up()
+    slots.set_states(taken, np.zeros(2, np.int32), np.full(2, -1, np.int32))  # the network has no recurrent layers
     nothing = np.zeros(0, np.int64)  # edits that count tokens and have a mask, but change no logit of the network
     edits = LogitEdits(nothing, np.zeros(0, np.float32), False, 1.0, 0.0, 1e-30, nothing, 0, has_mask=True)
     assert slots.draws(greedy, edits)

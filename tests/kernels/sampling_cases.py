@@ -55,6 +55,18 @@ OPTIONS: dict[str, dict[str, list[Any]]] = {  # each row draws one value of each
         "bad_words_token_ids": [(), ((9,),)],
         "min_tokens": [0, 8],
     },
+    "typical": {"temperature": [0.3, 1.0, 3.0], "typical_p": [1e-3, 0.2, 0.5, 0.9, 0.999], "top_k": [0, 30]},
+    "xtc": {"temperature": [0.3, 1.0], "xtc_probability": [0.5, 1.0], "xtc_threshold": [1e-4, 0.02, 0.1, 0.5, 1.0]},
+    "rare": {
+        "temperature": [0.0, 0.8, 2.0],
+        "top_k": [0, 20],
+        "top_p": [1.0, 0.7, 0.95],
+        "min_p": [0.0, 0.02],
+        "typical_p": [1.0, 0.3, 0.9],
+        "xtc_probability": [0.0, 0.5, 1.0],
+        "xtc_threshold": [0.01, 0.1],
+        "logprobs": [None, 2],
+    },
     "all": {"temperature": [0.0, 0.8, 2.0], "top_k": [0, 20, 300], "top_p": [1.0, 0.8, 0.95], "min_p": [0.0, 0.02]},
 }
 EDITS = ("penalties", "bias", "min-tokens", "mask", "edits")
@@ -146,6 +158,7 @@ def on_device(logits: np.ndarray, rows: Rows, device: str, **sizes: int) -> Samp
         top_k = options.top_k if 0 < options.top_k < vocab else 0
         temperature = 0.0 if options.is_greedy else options.temperature
         state.set_sampling(slot, temperature, int(rows.seeds[slot]), top_k, options.top_p, options.min_p)
+        state.set_rare_options(slot, options.typical_p, options.xtc_threshold, options.xtc_probability)
         state.set_logprobs(slot, options.logprobs)
         edits.set(slot, own_edits[slot])
         if own_edits[slot].counts_tokens:
@@ -161,6 +174,7 @@ def on_device(logits: np.ndarray, rows: Rows, device: str, **sizes: int) -> Samp
         any(options.filters_tokens(vocab) for options in params),
         any(not own.is_empty for own in own_edits),
         any(options.needs_logprobs for options in params),
+        any(options.typical_p < 1.0 or options.xtc_probability > 0.0 for options in params),
     )
     results = Results.new(1, num_rows, mode, pinned=device != "cpu")
     slots = torch.arange(num_rows, dtype=torch.int32, device=device)

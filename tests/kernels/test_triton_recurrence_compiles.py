@@ -14,17 +14,19 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("Triton's interpreter is on, which compiles nothing", allow_module_level=True)
 
 import triton
-from test_triton_compiles import HOPPER
+from test_triton_compiles import HOPPER, SHARED_MEMORY
 from triton.compiler import ASTSource
 
-from bifolio.kernels.triton import device_state, recurrence
+from bifolio.kernels.triton import chunked_scan, device_state, recurrence
 
 pytestmark = pytest.mark.full
 POINTERS = {
     "x": "*bf16", "windows": "*fp32", "old": "*fp32", "weight": "*fp32", "bias": "*fp32", "mixed": "*fp32",
     "gates": "*bf16", "states": "*fp32", "decay": "*fp32", "skip": "*fp32", "y": "*fp32", "out": "*fp32",
+    "sums": "*fp32", "weights": "*fp32", "solutions": "*fp32",
     "query_scale": "fp32", "eps": "fp32", "least": "fp32", "most": "fp32",
     **dict.fromkeys(("sequences", "starts", "reads", "writes", "rows", "slot_reads", "slot_writes"), "*i32"),
+    **dict.fromkeys(("ends", "lengths", "first_chunks", "last_chunks"), "*i32"),
 }  # fmt: skip
 CONVOLVE = {
     "WIDTH": 4, "GATED": False, "UNIT": True, "HAS_BIAS": False, "HAS_STATES": True, "TOKENS": 8, "BLOCK": 128,
@@ -32,6 +34,8 @@ CONVOLVE = {
 SCAN = {
     "DELTA": True, "TILED": False, "HAS_SKIP": False, "HAS_STATES": True, "KEYS": 128, "VALUES": 16, "STAGES": 3,
 }  # fmt: skip
+PREPARE = {"DELTA": True, "TILED": False, "KEYS": 128, "CHUNK": 64, "BLOCK": 16, "PRECISION": "tf32"}
+CHUNKS = {**SCAN, "VALUES": 32, "CHUNK": 64, "STAGES": 2, "PRECISION": "tf32"}
 FINISH = {"HAS_NORM": True, "NORM_FIRST": True, "SHARED": True, "ROWS": 16, "BLOCK": 128}
 CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
     "convolution of qwen3_next": (recurrence._convolve_kernel, CONVOLVE, 4),
@@ -42,6 +46,17 @@ CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
     ),
     "scan of qwen3_next": (recurrence._scan_kernel, SCAN, 1),
     "scan of granite": (recurrence._scan_kernel, {**SCAN, "DELTA": False, "HAS_SKIP": True}, 1),
+    "chunks of qwen3_next": (chunked_scan._prepare_kernel, PREPARE, 4),
+    "chunks of qwen3_next in f32": (chunked_scan._prepare_kernel, {**PREPARE, "PRECISION": "tf32x3"}, 4),
+    "chunks of falcon_h1": (chunked_scan._prepare_kernel, {**PREPARE, "DELTA": False, "KEYS": 256}, 4),
+    "scan of chunks of qwen3_next": (chunked_scan._scan_chunks_kernel, CHUNKS, 4),
+    "scan of chunks of qwen3_next in f32": (chunked_scan._scan_chunks_kernel, {**CHUNKS, "PRECISION": "tf32x3"}, 4),
+    "scan of chunks of granite": (chunked_scan._scan_chunks_kernel, {**CHUNKS, "DELTA": False, "HAS_SKIP": True}, 4),
+    "scan of chunks of falcon_h1": (
+        chunked_scan._scan_chunks_kernel,
+        {**CHUNKS, "DELTA": False, "HAS_SKIP": True, "KEYS": 256, "STAGES": chunked_scan.stages(256)},
+        4,
+    ),
     "norm of qwen3_next": (recurrence._finish_kernel, FINISH, 4),
     "norm of granite": (
         recurrence._finish_kernel, {**FINISH, "NORM_FIRST": False, "SHARED": False, "ROWS": 1, "BLOCK": 8192}, 8,
@@ -57,6 +72,9 @@ def test_kernel_compiles_for_a_gpu(name: str) -> None:
     source = ASTSource(kernel, signature, constants)
     compiled = triton.compile(source, target=HOPPER, options={"num_warps": warps, "num_stages": 3})
     assert "ptx" in compiled.asm
+    assert compiled.metadata.shared <= SHARED_MEMORY
+    if kernel in (chunked_scan._prepare_kernel, chunked_scan._scan_chunks_kernel):
+        assert "wgmma" in compiled.asm["ptx"]  # products on tensor cores
     if kernel is recurrence._scan_kernel:
         assert "ld.local" not in compiled.asm["ptx"]  # the state stays in registers
         assert "cp.async" in compiled.asm["ptx"]  # the next tokens are read ahead

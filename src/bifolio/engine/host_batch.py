@@ -100,7 +100,7 @@ class HostBatch:
         return len(self.token_ids)
 
     def to(self, kernels: KernelSet) -> Batch:
-        """The batch in the kernel set's own arrays; lengths and starts of segments stay on the host."""
+        """The batch in the kernel set's own arrays; segments' lengths and starts, and states, stay on the host."""
         last = int(self.positions.max()) if len(self.positions) else 0
         if kernels.array_backend == "numpy":
             return Batch(
@@ -118,7 +118,7 @@ class HostBatch:
             segments=segments,
             logit_rows=None if self.logit_rows is None else upload(self.logit_rows),
             max_position=last,
-            states=None if self.states is None else StateUse(*(upload(array) for array in self.states.arrays())),
+            states=self.states,
         )
 
 

@@ -2,8 +2,8 @@
 
 Throwaway requests run through the engine, greedy, sampled and with logprobs, short and long, so that every kind of step
 occurs: prompts alone, prompts beside decodes, decodes, decodes behind a common prefix. Then the decode steps of every
-batch size are captured as CUDA graphs. The compiler keeps its results on disk: the first start on a machine takes
-longest.
+batch size are captured as CUDA graphs, with and without a common prefix, and the kernels of most other draws compiled.
+The compiler keeps its results on disk: the first start on a machine takes longest.
 """
 
 from __future__ import annotations

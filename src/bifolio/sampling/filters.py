@@ -156,7 +156,8 @@ def _distance_from_entropy(xp: Any, values: Array, weights: Array, kept: Array) 
     log T cancels. The sum is taken over integers, for the same reason as everywhere here.
     """
     surprise = xp.astype(xp.where(kept, -values, xp.zeros_like(values)), xp.float64)
-    moments = xp.astype(xp.astype(weights, xp.float64) * surprise, xp.int64)
+    weighed = xp.where(weights > 0, surprise, xp.zeros_like(surprise))  # a token without a weight may be infinite
+    moments = xp.astype(xp.astype(weights, xp.float64) * weighed, xp.int64)
     total = xp.astype(xp.sum(weights, axis=-1, keepdims=True), xp.float64)
     entropy = xp.astype(xp.sum(moments, axis=-1, keepdims=True), xp.float64) / xp.maximum(total, xp.ones_like(total))
     distance = xp.astype(xp.abs(surprise - entropy), xp.float32)

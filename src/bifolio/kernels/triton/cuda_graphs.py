@@ -32,8 +32,8 @@ from bifolio.kernels.shared_prefix import SharedWork
 from bifolio.kernels.triton.device_state import DeviceState, begin_states, begin_step, recorded_event
 from bifolio.kernels.triton.edits import SlotEdits
 from bifolio.kernels.triton.logprobs import read_scores
-from bifolio.kernels.triton.recurrence import StagedStates
 from bifolio.kernels.triton.sampling import Mode, Results, choose_tokens
+from bifolio.kernels.triton.scan_plan import StagedStates
 from bifolio.kernels.triton.shared_attention import SharedRows, new_shared_rows
 
 TURNS = 4  # results of a step that lie in host memory at once; more than the steps that are ever in flight
@@ -44,6 +44,12 @@ def batch_sizes(most: int) -> list[int]:
     """Batch sizes that graphs are captured for: smaller batches are padded to the next size."""
     sizes = [1, 2, 4, 8, 16, 24, *range(32, 256, 16), 256]
     sizes += range(320, max(most, 320) + 64, 64)
+    return [*(size for size in sizes if size < most), most]
+
+
+def shared_sizes(most: int) -> list[int]:
+    """Batch sizes of steps with shared prefixes: fewer, since all of them are captured at the start too."""
+    sizes = [8, 16, 32, 48, 64, 96, 128, 192, 256, *range(384, max(most, 384) + 128, 128)]
     return [*(size for size in sizes if size < most), most]
 
 
@@ -163,7 +169,7 @@ class DecodeGraphs:
     def __init__(self, kernels: GraphKernels, network: Network, storage: Storage, state: DeviceState) -> None:
         self._kernels, self._network, self._storage, self.state = kernels, network, storage, state
         self.edits: SlotEdits | None = None  # of steps whose mode has edits
-        self._sizes = batch_sizes(state.num_slots)
+        self._sizes = {False: batch_sizes(state.num_slots), True: shared_sizes(state.num_slots)}  # by shares
         self._steps: dict[tuple[int, StepMode, bool], DecodeStep] = {}  # by size, draws, shares
         self._parts: SharedRows | None = None  # whose room for results serves all steps
         self._recorder = GraphRecorder(state.device)
@@ -175,8 +181,9 @@ class DecodeGraphs:
 
         `work` describes prefixes shared by the slots, in their order.
         """
-        size = self._sizes[bisect_left(self._sizes, len(slots))]
-        step = self._step(size, mode, work is not None)
+        shares = work is not None
+        size = self._sizes[shares][bisect_left(self._sizes[shares], len(slots))]
+        step = self._step(size, mode, shares)
         rows = np.full(size, -1, dtype=np.int32)
         rows[: len(slots)] = slots
         if work is not None and step.shared is not None:
@@ -193,10 +200,15 @@ class DecodeGraphs:
         event = recorded_event() if step.graph is not None else None
         return DeviceTokens(step.results, step.take_turn(), count, event, order)
 
-    def capture_all(self, mode: StepMode) -> None:
+    def capture_all(self, mode: StepMode, *, shares: bool = False) -> None:
         """Capture every batch size now, the largest first, instead of when it is first needed."""
-        for size in reversed(self._sizes):
-            self._step(size, mode, shares=False)
+        for size in reversed(self._sizes[shares]):
+            self._step(size, mode, shares)
+
+    @property
+    def keys(self) -> set[tuple[int, StepMode, bool]]:
+        """(size, draws, shares) of all steps that exist."""
+        return set(self._steps)
 
     def _send(self, rows: np.ndarray, step: DecodeStep) -> None:
         """Send rows and pending updates of the slots; unchanged rows are not sent again."""

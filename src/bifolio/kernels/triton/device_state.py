@@ -37,12 +37,12 @@ class DeviceState:
         self._lengths, self._tokens, self._warmths, self._top_ks, self._num_scores = places[:5].tolist()
         self._edit_flags, self._repetitions, self._min_lengths, self._reads, self._writes = places[5:10].tolist()
         self._ends, self._wide = int(places[10]), int(places[-1])
-        self.words = torch.zeros(self._wide + 2 * 5 * num_slots, dtype=torch.int32, device=device)
+        self.words = torch.zeros(self._wide + 2 * 8 * num_slots, dtype=torch.int32, device=device)
 
         def column(place: int) -> torch.Tensor:
             return self.words[place : place + num_slots]
 
-        wide = self.words[self._wide :].view(torch.int64).view(5, num_slots)
+        wide = self.words[self._wide :].view(torch.int64).view(8, num_slots)
         self.tables = self.words[: num_slots * max_blocks].view(num_slots, max_blocks)  # i32
         self.lengths = column(self._lengths)  # i32  tokens in the cache
         self.tokens = column(self._tokens)  # i32  newest, not in the cache yet
@@ -58,7 +58,8 @@ class DeviceState:
         self.seeds = wide[0]  # i64
         self.top_ps = wide[1].view(torch.float64)  # 2: off
         self.min_weights = wide[2]  # i64  the least that min_p keeps; 0: off
-        self.penalties = wide[3:].view(torch.float64)  # f64[2, slots]  presence, frequency
+        self.penalties = wide[3:5].view(torch.float64)  # f64[2, slots]  presence, frequency
+        self.rare_options = wide[5:].view(torch.float64)  # f64[3, slots]  typical_p, threshold and probability of XTC
         self._states: np.ndarray = np.zeros((2, num_slots), dtype=np.int32)  # reads and writes as they were sent last
         self._places: list[np.ndarray] = []
         self._numbers: list[np.ndarray] = []
@@ -78,6 +79,9 @@ class DeviceState:
         bits = np.array([top_p if top_p < 1.0 else 2.0]).view(np.uint64)[0]
         wide = np.array([seed & 0xFFFFFFFFFFFFFFFF, bits, math.ceil(min_p * ONE)], dtype=np.uint64)
         self._add_wide(slot, 0, wide)
+
+    def set_rare_options(self, slot: int, typical_p: float, xtc_threshold: float, xtc_probability: float) -> None:
+        self._add_wide(slot, 5, np.array([typical_p, xtc_threshold, xtc_probability], dtype=np.float64))
 
     def set_logprobs(self, slot: int, num_top: int | None) -> None:
         """Whether drawn tokens are scored, beside how many of the most likely ones."""

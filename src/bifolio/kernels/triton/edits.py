@@ -146,7 +146,7 @@ def _penalised(
 
 
 @triton.jit(
-    do_not_specialize=["mask_width"],
+    do_not_specialize=["mask_width", "num_slots"],
     do_not_specialize_on_alignment=[
         "rows", "lengths", "flags", "repetitions", "penalties", "min_lengths", "ends", "bias", "counts", "masks"
     ],

@@ -53,7 +53,8 @@ from bifolio.kernels.triton.prefill import (
 )
 from bifolio.kernels.triton.products import Products
 from bifolio.kernels.triton.quantised import QuantisedWeight
-from bifolio.kernels.triton.recurrence import StagedStates, recur
+from bifolio.kernels.triton.recurrence import recur
+from bifolio.kernels.triton.scan_plan import StagedStates
 from bifolio.kernels.triton.shared_attention import SharedRows, shared_attention
 from bifolio.kernels.triton.slots import TritonSlots
 from bifolio.kernels.triton.split_kv import FIXED_PIECE, Parts, Pieces, cut, new_parts, new_pieces
@@ -241,7 +242,7 @@ class TritonKernels(TorchArrays, TritonStreams):
 
     def recur(self, x: Array, recurrence: Recurrence, batch: Batch, storage: Storage | None) -> Array:
         if self._states is None or batch.states is None or self._states.use is not batch.states:
-            self._states = StagedStates.of(states_of(batch), self.device)
+            self._states = StagedStates.of(states_of(batch), self.device, chunked=not self.deterministic)
         return recur(tensor(x), recurrence, self._states, storage)
 
     def logits(self, x: Array, head: Linear, softcap: float) -> Array:

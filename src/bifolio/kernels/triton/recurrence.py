@@ -5,22 +5,24 @@
     scan       (values, heads, sequences)    a tile of the state in registers, token by token; writes the states
     finish     (tokens)                      gate and norm
 
+Outside deterministic mode prompts are scanned in chunks (`kernels.triton.chunked_scan`).
+
 Starts, reads and writes of states are device arrays and no size depends on their values, so a decode step runs inside a
-CUDA graph. No tile depends on the size of a pass, so neither do results. The windows that a pass reads are copied
-first: another program may write them while they are needed.
+CUDA graph. No tile depends on the size of a pass, so neither do results of the scan token by token. The windows that a
+pass reads are copied first: another program may write them while they are needed.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-from bifolio.kernels.interface import Recurrence, StateUse, Storage
+from bifolio.kernels.interface import Recurrence, Storage
 from bifolio.kernels.recurrence import L2_EPS
+from bifolio.kernels.triton.chunked_scan import LARGEST_KEY, head_group, positive_step, scan_chunks
 from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
+from bifolio.kernels.triton.scan_plan import Spans, StagedStates
 
 CONV_BLOCK = 256  # channels of a program of a convolution layer
 CONV_SIZE = 1024  # numbers of a program of the convolution
@@ -106,14 +108,15 @@ def _convolve_kernel(
     tl.store(place, y.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["starts", "ends", "reads", "writes"])
 def _scan_kernel(
     mixed: tl.tensor,  # f32[t, channels]
     gates: tl.tensor,  # beta and a, or dt, of the heads: [t, ...]
     states: tl.tensor,  # f32[states, heads, key_size, value_size]
-    starts: tl.tensor,
-    reads: tl.tensor,
-    writes: tl.tensor,
+    starts: tl.tensor,  # i32[s]
+    ends: tl.tensor,  # i32[s]
+    reads: tl.tensor,  # i32[s]
+    writes: tl.tensor,  # i32[t]
     decay: tl.tensor,  # f32[heads]
     bias: tl.tensor,
     skip: tl.tensor,
@@ -138,7 +141,7 @@ def _scan_kernel(
     STAGES: tl.constexpr,
 ) -> None:
     head, sequence = tl.program_id(1), tl.program_id(2)
-    group = head % groups if TILED else head // (heads // groups)
+    group = head_group(head, heads, groups, TILED)
     rows, columns = tl.arange(0, KEYS), tl.program_id(0) * VALUES + tl.arange(0, VALUES)
     has_key, has_value = rows < key_size, columns < value_size
     mask = has_key[:, None] & has_value[None, :]
@@ -148,7 +151,7 @@ def _scan_kernel(
     if HAS_SKIP:
         own_skip = tl.load(skip + head)
     wait_for_inputs()
-    first, last = tl.load(starts + sequence), tl.load(starts + sequence + 1)
+    first, last = tl.load(starts + sequence), tl.load(ends + sequence)
     state = tl.zeros((KEYS, VALUES), tl.float32)
     if HAS_STATES:
         read = tl.load(reads + sequence).to(tl.int64)
@@ -168,8 +171,7 @@ def _scan_kernel(
             step = tl.load(gate + heads).to(tl.float32) + own_bias
         else:
             step = tl.load(gate).to(tl.float32) + own_bias
-        step = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(tl.minimum(step, 20.0))))
-        step = tl.minimum(tl.maximum(step, least), most)
+        step = positive_step(step, least, most)
         state *= tl.exp(step * own_decay)
         change = step * value
         if DELTA:
@@ -220,24 +222,6 @@ def _finish_kernel(
     tl.store(out + row[:, None] * size + columns[None, :], value.to(out.dtype.element_ty), mask=mask)
 
 
-@dataclass(frozen=True, slots=True)
-class StagedStates:
-    """The states of a pass on the device, and the sequence of each token; created once for all layers."""
-
-    use: StateUse
-    starts: torch.Tensor  # i32[s + 1]
-    reads: torch.Tensor  # i32[s]
-    writes: torch.Tensor  # i32[t]
-    sequences: torch.Tensor  # i32[t]
-
-    @classmethod
-    def of(cls, use: StateUse, device: str) -> StagedStates:
-        starts, reads, writes = (torch.as_tensor(part, device=device) for part in (use.starts, use.reads, use.writes))
-        tokens = torch.arange(len(writes), dtype=starts.dtype, device=device)
-        sequences = torch.bucketize(tokens, starts[1:], out_int32=True, right=True)
-        return cls(use, starts, reads, writes, sequences)
-
-
 def recur(x: torch.Tensor, r: Recurrence, staged: StagedStates, storage: Storage | None) -> torch.Tensor:
     """[t, out_features]"""
     if r.kind == "conv":
@@ -279,23 +263,42 @@ def _scan(
     mixed: torch.Tensor, x: torch.Tensor, r: Recurrence, staged: StagedStates, storage: Storage | None
 ) -> torch.Tensor:
     """f32[t, heads * value_size]"""
-    keys, inner, is_delta = r.groups * r.key_size, r.heads * r.value_size, r.kind == "delta"
+    keys, inner = r.groups * r.key_size, r.heads * r.value_size
     out = torch.empty((x.shape[0], inner), dtype=torch.float32, device=x.device)
-    rows = triton.next_power_of_2(r.key_size)
+    gates = x[:, r.channels + inner :]
+    columns = (0, keys, 2 * keys) if r.kind == "delta" else (inner + keys, inner, 0)  # of queries, keys and values
+    spans = staged.spans
+    if staged.chunks is not None and r.key_size > LARGEST_KEY:
+        spans = Spans(staged.starts[:-1], staged.starts[1:], staged.reads)
+    elif staged.chunks is not None:
+        scan_chunks(mixed, gates, r, staged.chunks, staged.writes, storage, out, columns)
+    _scan_tokens(mixed, gates, r, spans, staged.writes, storage, out, columns)
+    return out
+
+
+def _scan_tokens(
+    mixed: torch.Tensor,
+    gates: torch.Tensor,
+    r: Recurrence,
+    spans: Spans,
+    writes: torch.Tensor,
+    storage: Storage | None,
+    out: torch.Tensor,
+    starts: tuple[int, int, int],
+) -> None:
+    is_delta, rows = r.kind == "delta", triton.next_power_of_2(r.key_size)
     columns = min(triton.next_power_of_2(r.value_size), max(8, STATE_SIZE // rows))
-    starts = (0, keys, 2 * keys) if is_delta else (inner + keys, inner, 0)  # of queries, keys and values
-    grid = (triton.cdiv(r.value_size, columns), r.heads, len(staged.reads))
+    grid = (triton.cdiv(r.value_size, columns), r.heads, len(spans.reads))
     if not all(grid):
-        return out
+        return
     least, most = (0.0, float("inf")) if is_delta else r.dt_limits
     _scan_kernel[grid](
-        mixed, x[:, r.channels + inner :], mixed if storage is None else storage.recurrent[r.layer], staged.starts,
-        staged.reads, staged.writes, r.decay, r.bias, r.bias if r.skip is None else r.skip, out, x.stride(0), r.heads,
-        r.groups, r.key_size, r.value_size, r.channels, *starts, least, most, DELTA=is_delta, TILED=r.tiled,
+        mixed, gates, mixed if storage is None else storage.recurrent[r.layer], spans.starts, spans.ends, spans.reads,
+        writes, r.decay, r.bias, r.bias if r.skip is None else r.skip, out, gates.stride(0), r.heads, r.groups,
+        r.key_size, r.value_size, r.channels, *starts, least, most, DELTA=is_delta, TILED=r.tiled,
         HAS_SKIP=r.skip is not None, HAS_STATES=storage is not None, KEYS=rows, VALUES=columns,
         STAGES=STAGES, num_warps=1, **OVERLAPPED,
     )  # fmt: skip
-    return out
 
 
 def _finish(y: torch.Tensor, x: torch.Tensor, r: Recurrence) -> torch.Tensor:

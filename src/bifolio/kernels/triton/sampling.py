@@ -20,6 +20,7 @@ from bifolio.kernels.triton.edits import SlotEdits, edit_logits
 from bifolio.kernels.triton.filters import GROUP, LIST, draw_filtered
 from bifolio.kernels.triton.logprobs import TOP_LIST, WORDS, score_drawn
 from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
+from bifolio.kernels.triton.rare_filters import draw_rare
 from bifolio.kernels.triton.weights import EXACT, highest_of, load_logits, target_of, weights_of
 
 CHUNK = 4096  # logits that one program reads
@@ -32,12 +33,13 @@ class Mode(NamedTuple):
     kind: Kind = "greedy"
     edits: bool = False  # only with the kind "filter"
     logprobs: bool = False  # only with the kind "filter"
+    rare: bool = False  # typical sampling or XTC; only with the kind "filter"
 
     @classmethod
-    def of(cls, draws: bool, filters: bool, edits: bool, logprobs: bool) -> Mode:
-        """The mode of a batch of which some slot draws, filters, has edits or logprobs."""
-        if filters or edits or logprobs:
-            return cls("filter", edits, logprobs)
+    def of(cls, draws: bool, filters: bool, edits: bool, logprobs: bool, rare: bool = False) -> Mode:
+        """The mode of a batch of which some slot draws, filters, has edits or logprobs, is typical or has XTC."""
+        if filters or edits or logprobs or rare:
+            return cls("filter", edits, logprobs, rare)
         return cls("draw" if draws else "greedy")
 
 
@@ -218,6 +220,8 @@ def choose_tokens(
         )  # fmt: skip
     elif mode.kind == "filter":
         drawn = draw_filtered(logits, best.value, best.of_groups, rows, state, chunk, list_size)
+        if mode.rare:
+            draw_rare(logits, best.value, rows, state, drawn, chunk)
     _choose_kernel[(num_rows,)](
         logits, best.value, best.token, sums, drawn, rows, state.lengths, state.tokens, state.warmths, state.seeds,
         state.edit_flags, best.token if edits is None else edits.counts, turn, results.chosen, vocab, num_chunks,

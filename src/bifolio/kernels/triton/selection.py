@@ -28,7 +28,7 @@ def value_of(key: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _kept(
+def kept_weights_of(
     keys: tl.tensor, weights: tl.tensor, ids: tl.tensor, cut: tl.tensor, last_id: tl.tensor, min_weight: tl.tensor
 ) -> tl.tensor:
     """i64: weights of the tokens that the filters keep, 0 for others."""
@@ -62,7 +62,7 @@ def _place_in_chunk(
     """i32: the first token of a chunk whose running sum, `before` included, is above the target."""
     column = chunk * CHUNK + tl.arange(0, CHUNK)
     values = load_logits(logits, row, column, vocab)
-    kept = _kept(key_of(values), weights_of(values, highest, warmth), column, cut, last_id, min_weight)
+    kept = kept_weights_of(key_of(values), weights_of(values, highest, warmth), column, cut, last_id, min_weight)
     step = tl.sum((tl.cumsum(kept, axis=0) + before <= target).to(tl.int32), axis=0)
     return tl.minimum(chunk * CHUNK + step, vocab - 1)
 
@@ -171,7 +171,7 @@ def draw_kernel(
                         high_id = tl.where(enough_ids, middle_id, high_id)
                     last_id = low_id
         if holds:
-            kept_weights = _kept(keys, weights, ids, cut, last_id, min_weight)
+            kept_weights = kept_weights_of(keys, weights, ids, cut, last_id, min_weight)
             mass = tl.sum(certain, axis=0) + tl.sum(kept_weights, axis=0)
             target = target_of(mass, tl.load(seeds + slot), tl.load(lengths + slot) + 1)
             low_chunk, high_chunk = slot * 0, slot * 0 + num_chunks - 1
@@ -232,6 +232,49 @@ def _count_between(
     return tl.sum(count, axis=0)
 
 
+@triton.jit
+def cut_of_row(
+    logits: tl.tensor,
+    row: tl.tensor,
+    highest: tl.tensor,
+    warmth: tl.tensor,
+    top_k: tl.tensor,
+    share: tl.tensor,  # top_p; 2: off
+    vocab: tl.tensor,
+    CHUNK: tl.constexpr,
+) -> tl.tensor:
+    """(cut, last_id) of top-k and top-p, by bisection of the whole row."""
+    lowest_key, highest_key = key_of(warmth * 0.0 - float("inf")), key_of(highest)
+    cut, last_id = lowest_key, top_k * 0 + vocab
+    if top_k > 0:
+        floor, ceiling = lowest_key.to(tl.int64), highest_key.to(tl.int64)
+        while floor < ceiling:
+            middle = (floor + ceiling + 1) >> 1
+            enough = _count_between(logits, row, middle.to(tl.int32), highest_key, last_id, vocab, CHUNK) >= top_k
+            floor, ceiling = tl.where(enough, middle, floor), tl.where(enough, ceiling, middle - 1)
+        cut = floor.to(tl.int32)
+    if share < 1.0:
+        reach = _sum_above(logits, row, cut - 1, highest, warmth, vocab, CHUNK).to(tl.float64) * share
+        floor, ceiling = cut.to(tl.int64), highest_key.to(tl.int64)
+        while floor < ceiling:
+            middle = (floor + ceiling) >> 1
+            few = _sum_above(logits, row, middle.to(tl.int32), highest, warmth, vocab, CHUNK).to(tl.float64) < reach
+            floor, ceiling = tl.where(few, floor, middle + 1), tl.where(few, middle, ceiling)
+        cut = floor.to(tl.int32)
+        num_ties = _count_between(logits, row, cut, cut, last_id, vocab, CHUNK)
+        weight = weights_of(value_of(cut), highest, warmth)
+        if (num_ties > 1) & (weight > 0):
+            kept = _ties_kept(reach, _sum_above(logits, row, cut, highest, warmth, vocab, CHUNK), weight)
+            low_id, high_id = top_k * 0, top_k * 0 + vocab - 1
+            while low_id < high_id:
+                middle_id = (low_id + high_id) // 2
+                enough_ids = _count_between(logits, row, cut, cut, middle_id, vocab, CHUNK) >= kept
+                low_id = tl.where(enough_ids, low_id, middle_id + 1)
+                high_id = tl.where(enough_ids, middle_id, high_id)
+            last_id = tl.where(kept < num_ties, low_id, last_id)
+    return cut, last_id
+
+
 @triton.jit(
     do_not_specialize=["num_chunks"],
     do_not_specialize_on_alignment=["rows", "warmths", "top_ks", "top_ps", "min_weights", "lengths", "seeds"],
@@ -259,40 +302,15 @@ def redraw_kernel(
     wait_for_inputs()
     if tl.load(drawn + row) < 0:
         highest = highest_of(best_value, row, num_chunks, CHUNKS)
-        lowest_key, highest_key = key_of(warmth * 0.0 - float("inf")), key_of(highest)
-        cut, last_id = lowest_key, slot * 0 + vocab
-        if top_k > 0:
-            floor, ceiling = lowest_key.to(tl.int64), highest_key.to(tl.int64)
-            while floor < ceiling:
-                middle = (floor + ceiling + 1) >> 1
-                enough = _count_between(logits, row, middle.to(tl.int32), highest_key, last_id, vocab, CHUNK) >= top_k
-                floor, ceiling = tl.where(enough, middle, floor), tl.where(enough, ceiling, middle - 1)
-            cut = floor.to(tl.int32)
-        if share < 1.0:
-            reach = _sum_above(logits, row, cut - 1, highest, warmth, vocab, CHUNK).to(tl.float64) * share
-            floor, ceiling = cut.to(tl.int64), highest_key.to(tl.int64)
-            while floor < ceiling:
-                middle = (floor + ceiling) >> 1
-                few = _sum_above(logits, row, middle.to(tl.int32), highest, warmth, vocab, CHUNK).to(tl.float64) < reach
-                floor, ceiling = tl.where(few, floor, middle + 1), tl.where(few, middle, ceiling)
-            cut = floor.to(tl.int32)
-            num_ties = _count_between(logits, row, cut, cut, last_id, vocab, CHUNK)
-            weight = weights_of(value_of(cut), highest, warmth)
-            if (num_ties > 1) & (weight > 0):
-                kept = _ties_kept(reach, _sum_above(logits, row, cut, highest, warmth, vocab, CHUNK), weight)
-                low_id, high_id = slot * 0, slot * 0 + vocab - 1
-                while low_id < high_id:
-                    middle_id = (low_id + high_id) // 2
-                    enough_ids = _count_between(logits, row, cut, cut, middle_id, vocab, CHUNK) >= kept
-                    low_id = tl.where(enough_ids, low_id, middle_id + 1)
-                    high_id = tl.where(enough_ids, middle_id, high_id)
-                last_id = tl.where(kept < num_ties, low_id, last_id)
+        cut, last_id = cut_of_row(logits, row, highest, warmth, top_k, share, vocab, CHUNK)
         every = tl.arange(0, CHUNKS)
         kept_sums = tl.zeros((CHUNKS,), tl.int64)
         for chunk in range(num_chunks):
             column = chunk * CHUNK + tl.arange(0, CHUNK)
             values = load_logits(logits, row, column, vocab)
-            part = _kept(key_of(values), weights_of(values, highest, warmth), column, cut, last_id, min_weight)
+            part = kept_weights_of(
+                key_of(values), weights_of(values, highest, warmth), column, cut, last_id, min_weight
+            )
             kept_sums = tl.where(every == chunk, tl.sum(part, axis=0), kept_sums)
         target = target_of(tl.sum(kept_sums, axis=0), tl.load(seeds + slot), tl.load(lengths + slot) + 1)
         passed = (tl.cumsum(kept_sums, axis=0) <= target) & (every < num_chunks)

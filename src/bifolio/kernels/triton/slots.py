@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from bifolio.errors import UnsupportedModelError
+from bifolio.kernels import shared_prefix
 from bifolio.kernels.interface import Array, Network, SlotSizes, Storage
 from bifolio.kernels.logit_edits import LogitEdits
 from bifolio.kernels.shared_prefix import SharedWork, share_work
@@ -32,14 +33,17 @@ class TritonSlots:
             raise UnsupportedModelError(
                 "on a GPU all layers with the same window must have the same heads: use the CPU"
             )
-        self._deterministic = kernels.deterministic
         self._vocab_size = sizes.vocab_size
         self._block_size = storage.block_size
         self.state = DeviceState(sizes.num_slots, sizes.max_blocks, kernels.device)
         self.graphs = DecodeGraphs(kernels, network, storage, self.state)
         self._shapes = network.shapes
+        has_full_layer = any(shape.window is None for shape in network.shapes)
+        self._may_share = not kernels.deterministic and has_full_layer
+        self._most_saved = (sizes.num_slots - 1) * sizes.max_model_len  # token reads, by shared prefixes
         self._warm = np.zeros(sizes.num_slots, dtype=np.bool_)  # slots with a temperature
         self._filtered = np.zeros(sizes.num_slots, dtype=np.bool_)  # slots with top-k, top-p or min-p
+        self._rare = np.zeros(sizes.num_slots, dtype=np.bool_)  # slots with typical sampling or XTC
         self._scored = np.zeros(sizes.num_slots, dtype=np.bool_)  # slots with logprobs
         self._edited = np.zeros(sizes.num_slots, dtype=np.bool_)  # slots with edits
         self._may_edit = sizes.num_slots * sizes.vocab_size < 1 << 31  # places in the arrays of edits have 32 bits
@@ -47,10 +51,10 @@ class TritonSlots:
 
     # -- slots ---------------------------------------------------------------------------------------------------------
     def draws(self, params: SamplingParams, edits: LogitEdits) -> bool:
-        """All but typical, XTC and more than MAX_TOP likely tokens; those are drawn on the host."""
+        """All but XTC without a threshold and more than MAX_TOP likely tokens; those are drawn on the host."""
         if (params.logprobs or 0) > MAX_TOP:
             return False
-        if not params.is_greedy and (params.typical_p < 1.0 or params.xtc_probability > 0.0):
+        if not params.is_greedy and params.xtc_probability > 0.0 and params.xtc_threshold <= 0.0:
             return False
         return edits.is_empty or self._has_room_for_edits()
 
@@ -58,12 +62,14 @@ class TritonSlots:
         temperature = 0.0 if params.is_greedy else max(params.temperature, float(np.finfo(np.float32).tiny))
         self._warm[slot] = temperature > 0
         self._filtered[slot] = temperature > 0 and params.filters_tokens(self._vocab_size)
+        self._rare[slot] = temperature > 0 and (params.typical_p < 1.0 or params.xtc_probability > 0.0)
         self._scored[slot] = params.needs_logprobs
         self._edited[slot] = edits is not None and not edits.is_empty
         self._work = b"", None
         self.state.set_logprobs(slot, (params.logprobs or 0) if params.needs_logprobs else None)
         top_k = params.top_k if 0 < params.top_k < self._vocab_size else 0
         self.state.set_sampling(slot, temperature, seed, top_k, params.top_p, params.min_p)
+        self.state.set_rare_options(slot, params.typical_p, params.xtc_threshold, params.xtc_probability)
         if self.graphs.edits is not None and edits is not None and not edits.is_empty:
             self.graphs.edits.set(slot, edits)
         else:
@@ -127,7 +133,7 @@ class TritonSlots:
 
     def _mode(self, slots: np.ndarray) -> Mode:
         """The mode of a step of these slots; sends pending changes of their edits."""
-        options = self._warm, self._filtered, self._edited, self._scored
+        options = self._warm, self._filtered, self._edited, self._scored, self._rare
         mode = Mode.of(*(bool(option[slots].any()) for option in options))
         if mode.edits and self.graphs.edits is not None:
             self.graphs.edits.send()
@@ -137,13 +143,20 @@ class TritonSlots:
         return self.graphs.launch(slots, None).logits[: len(slots)]
 
     def warm_up(self) -> None:
-        """Capture the steps of batches that are all greedy, and of batches that draw with filters."""
+        """Capture the steps of batches that are all greedy, and of batches that draw with filters.
+
+        Both with and without shared prefixes. The kernels of other draws are compiled; their steps are captured when a
+        batch needs them, since the arrays of edits take memory that few engines use.
+        """
+        compile_draws(self.state.device, self._vocab_size)
         for mode in (Mode(), Mode("filter")):
             self.graphs.capture_all(mode)
+            if self._may_share and self._most_saved >= shared_prefix.MIN_SAVED:
+                self.graphs.capture_all(mode, shares=True)
 
     def _shared_work(self, slots: np.ndarray, tables: np.ndarray, lengths: np.ndarray) -> SharedWork | None:
         """Shared work of these slots; searched again only when other slots take part."""
-        if len(slots) < 2 or self._deterministic or all(shape.window is not None for shape in self._shapes):
+        if len(slots) < 2 or not self._may_share:
             return None
         key = slots.tobytes()
         if self._work[0] != key:
@@ -151,3 +164,24 @@ class TritonSlots:
             per_item = rows_per_item(full_shape(self._shapes))
             self._work = key, share_work(own, lengths, self._block_size, TILE, per_item, MAX_ITEMS)
         return self._work[1]
+
+
+def compile_draws(device: str, vocab_size: int) -> None:
+    """Run the kernels of every mode once, on a few slots of their own; not those of typical and XTC, which are rare."""
+    state = DeviceState(4, 1, device)
+    edits = SlotEdits(state, vocab_size)
+    ids, none = np.arange(2), np.zeros(0, np.int64)
+    edits.set(0, LogitEdits(ids, np.zeros(2, np.float32), False, 1.1, 0.1, 0.1, none, 0, has_mask=True))
+    edits.set_history(0, ids, [0])
+    edits.set_mask(0, np.ones(vocab_size, np.bool_))
+    edits.send()
+    state.send()
+    count = 2
+    logits = torch.zeros((count, vocab_size), dtype=torch.float32, device=device)
+    rows = torch.full((count,), -1, dtype=torch.int32, device=device)
+    turn = torch.zeros(1, dtype=torch.int32, device=device)
+    for mode in (Mode("draw"), Mode("filter", True, False), Mode("filter", True, True)):
+        results = Results.new(1, count, mode, pinned=state.on_gpu)
+        choose_tokens(logits, rows, state, turn, results, mode, edits if mode.edits else None)
+    if state.on_gpu:
+        torch.cuda.synchronize(device)  # before the state is freed

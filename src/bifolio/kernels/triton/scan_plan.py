@@ -1,0 +1,117 @@
+"""The states of a pass on the device, and its division into tokens, which are scanned one by one, and chunks.
+
+A decode step and drafts are scanned token by token. A prompt of at least `LONG` tokens is divided into chunks, which
+`kernels.triton.chunked_scan` computes with matrix products. A chunk ends after `CHUNK` tokens or at a token whose state
+is stored:
+
+    tokens of a sequence   |<- 64 ->|<- 64 ->|<- 30 ->|<- 64 ->|<- 17 ->|
+    stored states                                     s                 s
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from bifolio.kernels.interface import Array, StateUse
+
+CHUNK = 64  # tokens of a chunk, at most
+LONG = 64  # tokens of a sequence that is divided, at least
+FEWEST = 16  # tokens of a chunk of such a sequence, on average
+Arrays = list[np.ndarray]
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """The sequences that are scanned token by token."""
+
+    starts: torch.Tensor  # i32[s]  first token in the pass
+    ends: torch.Tensor  # i32[s]
+    reads: torch.Tensor  # i32[s]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """The chunks of all divided sequences, one sequence after the other."""
+
+    starts: torch.Tensor  # i32[c]  first token in the pass
+    lengths: torch.Tensor  # i32[c]
+    first: torch.Tensor  # i32[s]  first chunk of each divided sequence
+    last: torch.Tensor  # i32[s]  the chunk after its last one
+    reads: torch.Tensor  # i32[s]
+
+
+@dataclass(frozen=True, slots=True)
+class StagedStates:
+    """The states of a pass on the device, and the sequence of each token; created once for all layers."""
+
+    use: StateUse
+    starts: torch.Tensor  # i32[s + 1]
+    reads: torch.Tensor  # i32[s]
+    writes: torch.Tensor  # i32[t]
+    sequences: torch.Tensor  # i32[t]
+    spans: Spans
+    chunks: Chunks | None = None  # None: all sequences are scanned token by token
+
+    @classmethod
+    def of(cls, use: StateUse, device: str, *, chunked: bool = False) -> StagedStates:
+        """`chunked`: divide prompts into chunks; the host then reads the arrays of `use`."""
+        starts, reads, writes = (_upload(part, device) for part in use.arrays())
+        tokens = torch.arange(len(writes), dtype=starts.dtype, device=device)
+        sequences = torch.bucketize(tokens, starts[1:], out_int32=True, right=True)
+        spans, chunks = Spans(starts[:-1], starts[1:], reads), None
+        if chunked and len(writes) >= LONG:
+            divided = divide(*(_on_host(part) for part in use.arrays()))
+            if divided is not None:
+                spans, chunks = _staged(*divided, device)
+        return cls(use, starts, reads, writes, sequences, spans, chunks)
+
+
+def divide(starts: np.ndarray, reads: np.ndarray, writes: np.ndarray) -> tuple[Arrays, Arrays, Arrays] | None:
+    """([starts, ends, reads] of whole sequences, [starts, lengths] of chunks, [first, last, reads] of the others).
+
+    None: no sequence is divided.
+    """
+    lengths = np.diff(starts)
+    stored = np.flatnonzero(writes >= 0)
+    whole, pieces, firsts = lengths < LONG, [], [0]
+    for index in np.flatnonzero(~whole).tolist():
+        start, end = int(starts[index]), int(starts[index + 1])
+        inside = stored[np.searchsorted(stored, start) : np.searchsorted(stored, end)] + 1
+        edges = np.unique(np.concatenate([[start], inside, [end]]))
+        parts = [np.arange(a, b, CHUNK) for a, b in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)]
+        chunk_starts = np.concatenate(parts)
+        if len(chunk_starts) * FEWEST > end - start:
+            whole[index] = True
+            continue
+        pieces.append((chunk_starts, np.diff(chunk_starts, append=end)))
+        firsts.append(firsts[-1] + len(chunk_starts))
+    if not pieces:
+        return None
+    chunks = [np.concatenate([piece[part] for piece in pieces]) for part in (0, 1)]
+    return (
+        [starts[:-1][whole], starts[1:][whole], reads[whole]],
+        chunks,
+        [np.array(firsts[:-1]), np.array(firsts[1:]), reads[~whole]],
+    )
+
+
+def _staged(whole: Arrays, chunks: Arrays, divided: Arrays, device: str) -> tuple[Spans, Chunks]:
+    """All arrays in one upload."""
+    arrays = [*whole, *chunks, *divided]
+    joined = _upload(np.concatenate(arrays).astype(np.int32), device)
+    parts = torch.tensor_split(joined, np.cumsum([len(array) for array in arrays[:-1]]).tolist())
+    return Spans(*parts[:3]), Chunks(*parts[3:])
+
+
+def _upload(array: Array, device: str) -> torch.Tensor:
+    if isinstance(array, torch.Tensor):
+        return array.to(device)
+    own = torch.from_numpy(np.ascontiguousarray(array))
+    return own.pin_memory().to(device, non_blocking=True) if device.startswith("cuda") else own
+
+
+def _on_host(array: Array) -> np.ndarray:
+    return array.cpu().numpy() if isinstance(array, torch.Tensor) else np.asarray(array)
