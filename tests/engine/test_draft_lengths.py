@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import numpy as np
 import pytest
 
-from bifolio.engine.speculative.draft_lengths import Acceptance, DraftLengths, Offer, PassCosts
+from bifolio.engine.speculative.draft_lengths import Acceptance, DraftLengths, Losses, Offer, PassCosts
 
 
 def costs(seconds: dict[int, float]) -> PassCosts:
@@ -121,10 +124,10 @@ def test_a_probe_comes_after_a_pause_where_there_is_hope() -> None:
     offers = [Offer(4, 3)]
     made = DraftLengths(4, steps=costs({1: 1.0, 2: 1.1, 5: 1.3}), acceptance=accepted({3: 0.0}))
     answers = []
-    for _ in range(3 * (DraftLengths.PROBE_EVERY + 1)):
+    for _ in range(3 * DraftLengths.PROBE_EVERY + 2):
         assert made.choose(1, offers, 100)[0] == {}
         answers.append(made.declined(1, offers, 100))
-    assert answers.count((True, 0)) == 3
+    assert answers.count((True, 0)) == 2  # the second after twice as many steps
     assert answers.count((False, 0)) == 3 * DraftLengths.PROBE_EVERY
     hopeless = DraftLengths(4, steps=costs({1: 1.0, 2: 2.0, 5: 5.0}), acceptance=accepted({3: 0.0}))
     assert hopeless.declined(1, offers, 100) == (False, DraftLengths.REST)
@@ -132,3 +135,87 @@ def test_a_probe_comes_after_a_pause_where_there_is_hope() -> None:
 
 def test_before_the_plain_cost_is_known_there_is_no_rest() -> None:
     assert DraftLengths(4).declined(1, [Offer(4, 3)], 100) == (False, 0)
+
+
+# -- the law: drafts never cost more than a small share --------------------------------------------------------------
+
+
+def test_losses_stop_drafts_until_they_are_a_small_share() -> None:
+    losses = Losses()
+    assert losses.pause == 0
+    losses.add(steps=4.0, tokens=1.0)
+    pause = losses.pause
+    assert 50 < pause < 200
+    losses.count(pause)
+    assert losses.pause == 0
+    losses.add(steps=1.0, tokens=3.0)
+    assert losses.lost < 3.0
+
+
+def test_gains_do_not_pay_for_later_losses() -> None:
+    losses = Losses()
+    for _ in range(1000):
+        losses.count(1)
+        losses.add(steps=1.0, tokens=4.0)
+    assert losses.lost == 0.0
+    losses.add(steps=10.0, tokens=1.0)
+    assert losses.pause > 0
+
+
+def speed(
+    is_right: Callable[[int], bool], row: float, draft: float, hidden: float = 0.0, num_tokens: int = 3000
+) -> float:
+    """Speed of a simulated sequence in tokens per plain step; a row more costs `row`, a draft token `draft`.
+
+    `is_right` says whether the draft token at a position of the text is accepted. Estimates contain all costs but
+    `hidden`, that of a step with drafts.
+    """
+    made = DraftLengths(4, drafting=PassCosts(), steps=costs({n: 1.0 + row * (n - 1) for n in range(1, 9)}))
+    made.drafting = costs({1: draft, 8: draft})
+    time = position = 0.0
+    rest = 0
+    while position < num_tokens:
+        made.losses.count(1)
+        offers, length = [Offer(4, 0)], 0
+        if rest:
+            rest -= 1
+        else:
+            lengths, _ = made.choose(1, offers, 100)
+            length = lengths.get(0, 0)
+            if not length:
+                probe, rest = made.declined(1, offers, 100)
+                length = int(probe)
+        right = 0
+        while right < length and is_right(int(position) + right):
+            right += 1
+        seconds = 1.0 + length * (row + draft) + hidden * (length > 0)
+        if length:
+            made.acceptance.observe(0, length, right)
+            made.count_loss(1, 1 + length, seconds, right)
+        time += seconds
+        position += 1 + right
+    return position / time
+
+
+@pytest.mark.parametrize("row", [0.05, 0.3, 0.6, 1.0])
+@pytest.mark.parametrize("draft", [0.02, 0.2, 0.5])
+@pytest.mark.parametrize("chance", [0.0, 0.2, 0.5, 0.8, 1.0])
+def test_no_acceptance_rate_makes_a_run_slower_than_its_share(row: float, draft: float, chance: float) -> None:
+    found = speed(lambda n: bool(np.random.default_rng(n).random() < chance), row, draft)
+    assert found > 0.97
+    if chance == 1.0 and row + draft < 0.5:
+        assert found > 0.9 * 5 / (1 + 4 * (row + draft))
+
+
+@pytest.mark.parametrize("period", [7, 23, 60, 150, 400])
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
+def test_text_whose_predictability_changes(period: int, share: float) -> None:
+    """Drafts that are right for a while and then wrong for a while mislead every estimate."""
+    for row in (0.1, 0.4):
+        assert speed(lambda n: n % period < share * period, row, 0.1) > 0.97
+
+
+@pytest.mark.parametrize("chance", [0.4, 0.6])
+def test_costs_that_the_estimates_do_not_contain(chance: float) -> None:
+    found = speed(lambda n: bool(np.random.default_rng(n).random() < chance), 0.1, 0.05, hidden=0.6)
+    assert found > 0.97

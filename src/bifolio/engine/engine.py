@@ -367,7 +367,7 @@ class InferenceEngine:
         return SlotState(self.blocks, kernels, sampler, max_blocks, device)
 
     def _room_for_drafts(self, slots: list[BatchSlot]) -> dict[int, int]:
-        if self.speculator is None:
+        if self.speculator is None or self.speculator.rests(len(slots)):
             return {}
         ready = (slot.held for slot in slots if slot.sequence is not None and not slot.held.num_expected)
         return self.speculator.room([sequence for sequence in ready if sequence.phase is RequestPhase.DECODE])

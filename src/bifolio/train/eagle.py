@@ -12,6 +12,7 @@ import math
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -128,8 +129,20 @@ def token_sequences(target: LoadedModel, settings: EagleSettings, progress: Prog
     return np.array([tokens[:length] for tokens in written if len(tokens) >= length], np.int32)
 
 
-def collect_states(target: LoadedModel, texts: np.ndarray, threads: int | None) -> np.ndarray:
-    """f16[sequences, context, 4 d]: the states after the layers that the head reads, and the last one."""
+class States(NamedTuple):
+    """Hidden states in f16, each divided by its largest value: those of some models exceed the range of f16."""
+
+    values: np.ndarray  # f16[sequences, context, taps, d]
+    scales: np.ndarray  # f32[sequences, context, taps, 1]
+
+    def rows(self, sequences: np.ndarray) -> torch.Tensor:
+        """f32[n, context, taps * d]"""
+        found = torch.from_numpy(self.values[sequences].astype(np.float32) * self.scales[sequences])
+        return found.flatten(2)
+
+
+def collect_states(target: LoadedModel, texts: np.ndarray, threads: int | None) -> States:
+    """The states after the layers that the head reads, and the last one."""
     kernels = select_kernels("cpu", threads=threads)
     taps = (*taps_of(target.config.num_layers), target.config.num_layers)
     length = texts.shape[1]
@@ -137,21 +150,24 @@ def collect_states(target: LoadedModel, texts: np.ndarray, threads: int | None) 
     model = replace(target, weights=replace(target.weights, taps=_distinct(taps)))
     runner, blocks = ModelRunner.new(model, cache, kernels), KVCacheBlockManager(cache.num_blocks, 16)
     executor = PrefillExecutor(runner, length)
-    d = target.config.hidden_size
-    found = np.empty((len(texts), length, len(_distinct(taps)) * d), np.float16)
+    distinct, d = _distinct(taps), target.config.hidden_size
+    order = [distinct.index(tap) for tap in taps]
+    values = np.empty((len(texts), length, len(taps), d), np.float16)
+    scales = np.empty((len(texts), length, len(taps), 1), np.float32)
     for number, tokens in enumerate(texts):
 
         def run(batch: Batch, row: int = number) -> Array:
             tapped = runner.with_taps(batch)
             logits = executor.run(tapped)
-            found[row] = kernels.to_host(tapped.taps) * target.config.residual_scale
+            states = kernels.to_host(tapped.taps).reshape(length, len(distinct), d) * target.config.residual_scale
+            largest = np.maximum(np.abs(states).max(axis=-1, keepdims=True), np.float32(1e-30))
+            values[row], scales[row] = (states / largest)[:, order], largest[:, order]
             return logits
 
         entry = KvCacheEntry.open(runner.storage, blocks)
         executor.append([entry], [tokens], run)
         entry.close()
-    columns = np.concatenate([np.arange(d) + _distinct(taps).index(tap) * d for tap in taps])
-    return found if len(columns) == found.shape[2] else found[:, :, columns]
+    return States(values, scales)
 
 
 def _distinct(taps: tuple[int, ...]) -> tuple[int, ...]:
@@ -172,7 +188,7 @@ def draft_vocabulary(texts: np.ndarray, vocab_size: int, count: int | None) -> n
 class _Run:
     """The head, its data and its optimizer."""
 
-    def __init__(self, target: LoadedModel, settings: EagleSettings, texts: np.ndarray, states: np.ndarray) -> None:
+    def __init__(self, target: LoadedModel, settings: EagleSettings, texts: np.ndarray, states: States) -> None:
         self.settings, self.target = settings, target
         self.config = head_config(target.config)
         self.token_ids = draft_vocabulary(texts, target.config.vocab_size, settings.draft_vocab_size)
@@ -225,7 +241,7 @@ class _Run:
     def _loss(self, rows: np.ndarray) -> tuple[torch.Tensor, list[float]]:
         """(Cross-entropy to the target's distributions over all draft depths, shares of equal favourites)."""
         d, depth = self.config.hidden_size, self.settings.depth
-        states = torch.from_numpy(self.states[rows].astype(np.float32))
+        states = self.states.rows(rows)
         ids = torch.from_numpy(self.texts[rows].astype(np.int64))
         embeddings = rows_of(self.target.weights.embedding, self.texts[rows].reshape(-1)).reshape(*ids.shape, d)
         with torch.no_grad():

@@ -1,7 +1,8 @@
 """Adaptive draft lengths, from measured acceptance rates and measured costs of passes with more rows.
 
 Drafts of one kind (n-gram matches of one size; a draft model's) keep about the same acceptance rate. A step with drafts
-yields more tokens and takes longer; the lengths with the most tokens per second are chosen, 0 included.
+yields more tokens and takes longer; the lengths with the most tokens per second are chosen, 0 included. Estimates may
+be wrong, so the time that drafts did cost is counted as well (`Losses`): it stays within a share of recent steps.
 """
 
 from __future__ import annotations
@@ -99,6 +100,35 @@ class Acceptance:
 
 
 @dataclass(slots=True)
+class Losses:
+    """Time that steps with drafts took longer than the plain steps for the same tokens, in plain steps.
+
+    Losses of the last `HORIZON` steps count; while they exceed a share of these steps, no drafts are made.
+    """
+
+    num_steps: float = 100.0  # recent steps; the first ones are granted, so that drafts can be tried
+    lost: float = 0.0
+
+    SHARE = 0.015  # of the recent steps
+    HORIZON = 512  # steps
+
+    def count(self, num_steps: int) -> None:
+        """Steps have passed: losses before them count less."""
+        self.num_steps = min(self.num_steps + num_steps, self.HORIZON)
+        self.lost *= (1 - 1 / self.HORIZON) ** num_steps
+
+    def add(self, steps: float, tokens: float) -> None:
+        """A step with drafts took as long as `steps` plain ones and gave the tokens of `tokens` plain ones."""
+        self.lost = max(self.lost + steps - tokens, 0.0)
+
+    @property
+    def pause(self) -> int:
+        """Steps until drafts may be made again; 0: now."""
+        excess = self.lost - self.SHARE * self.num_steps
+        return int(excess / self.SHARE) + 1 if excess > 0 else 0
+
+
+@dataclass(slots=True)
 class DraftLengths:
     """Chooses the draft lengths of each step."""
 
@@ -108,10 +138,14 @@ class DraftLengths:
     relative_cost: float = 0.0  # of a pass of the draft model, until `drafting` is measured
     steps: PassCosts = field(default_factory=PassCosts)  # of the model itself
     acceptance: Acceptance = field(default_factory=Acceptance)
+    losses: Losses = field(default_factory=Losses)
+    is_hopeful: bool = True  # drafts might pay off after the present rest
     _num_unused: int = 0  # consecutive steps without drafts although some were offered
+    _interval: int = 64  # steps without drafts before one is tried again
 
-    PROBE_EVERY = 64  # steps without drafts before one is tried again: acceptance changes with the text
-    REST = 16  # steps for which drafting is skipped when it cannot pay off
+    PROBE_EVERY = 64  # the first interval: acceptance changes with the text; each probe in vain doubles it
+    LONGEST_INTERVAL = 512
+    REST = 256  # steps for which drafting is skipped when it cannot pay off
     HOPE = 0.9  # optimistic acceptance: where even this does not pay off, no probe is made
     GAIN = 1.05  # smaller gains are within the noise of the measured costs
     HORIZON = 64  # tokens over which the catch-up prefill must pay off
@@ -120,6 +154,8 @@ class DraftLengths:
         """(lengths by kind, whether sequences that need a catch-up are included); `tokens_left`: mean per sequence."""
         if not self.steps.knows(num_sequences):
             return {}, False  # measure a step without drafts first
+        if self.losses.pause:
+            return {}, False
         ready = [offer for offer in offers if not offer.num_behind]
         best, lengths, all_join = self.GAIN, Lengths(), False
         for joining in (ready, offers) if len(ready) < len(offers) else (ready,):
@@ -127,20 +163,34 @@ class DraftLengths:
             if gain > best:
                 best, lengths, all_join = gain, found, joining is offers
         if lengths:
-            self._num_unused = 0
+            self._num_unused, self._interval = 0, self.PROBE_EVERY
         return lengths, all_join
 
     def declined(self, num_sequences: int, offers: Sequence[Offer], tokens_left: int) -> tuple[bool, int]:
         """When no length pays off: (whether to probe one anyway, number of steps to skip drafting)."""
         if not self.steps.knows(num_sequences):
             return False, 0
+        if pause := self.losses.pause:
+            return False, pause
         hopeful = self._best(num_sequences, offers, tokens_left, lambda kind, place: self.HOPE)[0] > self.GAIN
-        if hopeful and self._num_unused >= self.PROBE_EVERY:
-            self._num_unused = 0
+        self.is_hopeful = hopeful
+        if hopeful and self._num_unused >= self._interval:
+            self._num_unused, self._interval = 0, min(2 * self._interval, self.LONGEST_INTERVAL)
             return True, 0
-        rest = 0 if hopeful and self.drafting is None else self.REST  # the next n-gram match may be a better one
+        if not hopeful:
+            rest = self.REST
+        elif self.drafting is None:
+            rest = 0  # the next n-gram match may be a better one
+        else:
+            rest = max(self._interval - self._num_unused - 1, 0)  # until then no estimate changes
         self._num_unused += 1 + rest
         return False, rest
+
+    def count_loss(self, num_sequences: int, num_rows: int, seconds: float, num_right: int) -> None:
+        """Compare a step with drafts with plain steps; disturbed or cold ones count at most `PassCosts.LONGEST`."""
+        plain, length = self.steps.seconds(num_sequences), num_rows / num_sequences - 1
+        usual = self.steps.seconds(num_rows) + length * self._pass_seconds(num_sequences)
+        self.losses.add(min(seconds, PassCosts.LONGEST * usual) / plain, 1 + num_right / num_sequences)
 
     def _best(
         self, num_sequences: int, offers: Sequence[Offer], tokens_left: int, chance: Callable[[int, int], float]

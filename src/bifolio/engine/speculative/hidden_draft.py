@@ -130,8 +130,7 @@ class HiddenDraft:
         start, end = self.runner.blocks.context(self._slots.tables[item.slot], item.start)
         track = Track(start, end)
         if end < item.start:
-            zeros = array_namespace(states).zeros_like(states[:1])
-            track.add(array_namespace(states).concat([zeros] * (item.start - end), axis=0))
+            track.add(_joined([states[:1] * 0] * (item.start - end)))
         return track
 
     def _drop(self, track: Track) -> None:
@@ -188,7 +187,7 @@ class HiddenDraft:
             tokens = item.sequence.token_ids[start + 1 : start + 1 + count]
             runs.append(HeadRun(self._table(item), track.context_start, start, tokens))
             states += track.take(count)
-        given = states[0] if len(states) == 1 else array_namespace(states[0]).concat(states, axis=0)
+        given = _joined(states)
         hidden = self._draw(items, range(len(items)), runs, given, guesses, own_states=False)
         for run in runs:
             self.runner.blocks.computed(run.table, run.start, run.start + len(run.tokens))
@@ -211,7 +210,7 @@ class HiddenDraft:
             start = track.start
             tokens = list(item.sequence.tokens_until(start + 1 + size)[start + 1 : start + 1 + size])
             states = track.take(size)
-            given = states[0] if len(states) == 1 else array_namespace(states[0]).concat(states, axis=0)
+            given = _joined(states)
             run = HeadRun(table, track.context_start, start, tokens)
             self.runner.run([run], given, AttentionPhase.PREFILL, own_states=False)
             self.runner.blocks.computed(table, start, start + size)
@@ -255,6 +254,15 @@ class HiddenDraft:
         whole = np.full((len(found), sampler.vocab_size), -np.inf, np.float32)
         whole[:, ids] = found
         return list(sampler.sample(whole, slots, positions, pending).token_ids)
+
+
+def _joined(states: list[Array]) -> Array:
+    """[n, width]: states one after the other; numpy needs no namespace, whose import takes as long as many steps."""
+    if len(states) == 1:
+        return states[0]
+    if isinstance(states[0], np.ndarray):
+        return np.concatenate(states)
+    return array_namespace(states[0]).concat(states, axis=0)
 
 
 def _put(rows: Array, places: list[int], values: Array) -> Array:

@@ -36,6 +36,11 @@ if TYPE_CHECKING:
     from bifolio.engine.engine import InferenceEngine
 
 
+CONTEXT = 16  # tokens before a trial whose states a draft head reads
+PLAIN_EVERY = 32  # steps with drafts before a plain one is measured: its cost changes with the load of the machine
+RESTING_EVERY = 4  # plain steps, while no drafts are made, before one is measured
+
+
 class Drafter(Protocol):
     """Source of draft tokens."""
 
@@ -136,21 +141,28 @@ class Speculator:
         self._max_model_len = max_model_len
         self._kinds: dict[int, int] = {}  # of this step's drafts, by sequence id
         self._draft_seconds = 0.0  # of this step
-        self._rest = 0  # steps to skip drafting for, while there are `_num_resting` sequences
-        self._num_resting = 0
+        self._planned = 0.0  # when the planning of this step began
+        self._plan_seconds = 0.0  # of this step, before its launch
+        self._num_right = 0  # accepted draft tokens of this step
+        self._rest = 0  # steps to skip drafting for, while `_num_active` slots are active
+        self._num_active = 0
+        self._num_rested = 0  # steps of the last rest
+        self._num_drafted = 0  # consecutive steps with drafts
         self._head = drafter if isinstance(drafter, HiddenDraft) else None
         self._is_slowed = False  # the last pass gave out hidden states where a plain one is replayed as a graph
 
     def reads_states(self, plan: StepPlan) -> bool:
         """Whether the pass of a plan gives out hidden states for a draft head.
 
-        A device replays decode steps as graphs, which give out none: there only passes with prompts, and those between
-        which drafts may pay off.
+        While drafts do not pay off, only prompts do, and the last steps before the next trial. A device replays decode
+        steps as graphs, which give out no states: there also these steps do not.
         """
         if self._head is None:
             return False
-        if not self._head.runner.kernels.launches_ahead or plan.prefills:
+        if plan.prefills:
             return True
+        if not self._head.runner.kernels.launches_ahead:
+            return not self._rest or (self._rest < CONTEXT and self.lengths.is_hopeful)
         return not self._rest and (not self.lengths.adaptive or self.lengths.steps.knows(len(plan.decodes)))
 
     def launched(self, plan: StepPlan, states: Array | None) -> None:
@@ -164,19 +176,26 @@ class Speculator:
         if self._head is not None:
             self._head.forked(parent, child)
 
+    def rests(self, num_active: int) -> bool:
+        """Whether the next step has no drafts in any case; called once for each step, with its active slots."""
+        self._kinds, self._draft_seconds, self._num_right = {}, 0.0, 0
+        self._planned = time.perf_counter()
+        if self._rest > 0 and num_active == self._num_active:
+            self._rest -= 1
+            return True
+        self._rest, self._num_active = 0, num_active
+        return False
+
     def room(self, sequences: list[Sequence]) -> dict[int, int]:
         """Number of draft tokens to reserve, by sequence id; beams of a search have no drafts."""
-        self._kinds, self._draft_seconds = {}, 0.0
-        if self._rest > 0 and len(sequences) == self._num_resting:
-            self._rest -= 1
-            return {}
-        self._rest = 0
         most = {sequence.id: self._most(sequence) for sequence in sequences if sequence.group is None}
         eligible = [sequence for sequence in sequences if most.get(sequence.id, 0) > 0]
         offers = self.drafter.offers(eligible, self.lengths.longest) if eligible else {}
         if not offers:
             return {}
         if self.lengths.adaptive:
+            if self._num_drafted >= PLAIN_EVERY:
+                return {}
             tokens_left = sum(most[sequence_id] for sequence_id in offers) // len(offers)
             offers = self._accepted_offers(offers, len(sequences), tokens_left)
         self._kinds = {sequence_id: offer.kind for sequence_id, offer in offers.items()}
@@ -193,7 +212,6 @@ class Speculator:
                 if offer.kind in lengths and (all_join or not offer.num_behind)
             }
         probe, self._rest = self.lengths.declined(num_sequences, every, tokens_left)
-        self._num_resting = num_sequences
         if probe:
             probed = min(offers, key=lambda sequence_id: offers[sequence_id].num_behind)
             return {probed: offers[probed]._replace(length=1)}
@@ -201,7 +219,8 @@ class Speculator:
 
     def fill(self, plan: StepPlan) -> StepPlan:
         """The plan with its draft tokens; the draft model runs here."""
-        items = [item for item in plan.decodes if item.num_new > 1]
+        self._plan_seconds = time.perf_counter() - self._planned
+        items = [item for item in plan.decodes if item.num_new > 1] if self._kinds else []
         if not items:
             return plan
         started = time.perf_counter()
@@ -211,15 +230,25 @@ class Speculator:
         return replace(plan, decodes=decodes)
 
     def observe_step(self, plan: StepPlan, seconds: float) -> None:
-        """Record the duration of a step without prefill, drafting included."""
-        if self._rest or (self._is_slowed and plan.num_tokens == len(plan.decodes)):
+        """Record the duration of a step without prefill from its launch on, drafting included."""
+        self._num_rested += 1
+        if self._rest % RESTING_EVERY:
             return
-        self.lengths.steps.observe(plan.num_tokens, max(seconds - self._draft_seconds, 0.0))
+        lengths, num_decodes, num_tokens = self.lengths, len(plan.decodes), plan.num_tokens
+        lengths.losses.count(self._num_rested)
+        has_drafts, self._num_rested = num_tokens > num_decodes, 0
+        self._num_drafted = self._num_drafted + 1 if has_drafts else 0
+        seconds += self._plan_seconds
+        if (has_drafts or self._is_slowed) and lengths.steps.knows(num_decodes):
+            lengths.count_loss(num_decodes, num_tokens, seconds, self._num_right)
+        if has_drafts or not self._is_slowed:
+            lengths.steps.observe(num_tokens, max(seconds - self._draft_seconds, 0.0))
 
     def observe(self, sequence: Sequence, num_guessed: int, num_right: int) -> None:
         self.stats.num_drafts += 1
         self.stats.num_draft_tokens += num_guessed
         self.stats.num_accepted_tokens += num_right
+        self._num_right += num_right
         self.lengths.acceptance.observe(self._kinds.get(sequence.id, 0), num_guessed, num_right)
 
     def _most(self, sequence: Sequence) -> int:
