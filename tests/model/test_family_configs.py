@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from family_cases import EXPECTED, EXPECTED_MOE, GGUF_CASES, HF_CASES, describe, open_case
 
+from bifolio.errors import ModelFileError
 from bifolio.model.gguf.loader import config_from_gguf
-from bifolio.model.huggingface.config import config_from_hf
+from bifolio.model.huggingface.config import LAYER_COUNTS, config_from_hf
 
 
 @pytest.fixture(scope="module")
@@ -32,3 +34,22 @@ def test_a_gguf_file_describes_this_network(name: str, expected: dict[str, dict[
 def test_the_table_has_no_other_lines(expected: dict[str, dict[str, Any]]) -> None:
     assert expected["hf"].keys() == HF_CASES.keys()
     assert expected["gguf"].keys() == GGUF_CASES.keys()
+
+
+@pytest.mark.parametrize("field", LAYER_COUNTS)
+@pytest.mark.parametrize("name", [name for name in HF_CASES if "with" not in name])
+def test_a_folder_with_too_many_layers_is_refused_before_lists_are_made(name: str, field: str) -> None:
+    with pytest.raises(ModelFileError, match="more layers than any real model"):
+        config_from_hf({**HF_CASES[name], field: 10**15})
+    if isinstance(text := HF_CASES[name].get("text_config"), dict):
+        with pytest.raises(ModelFileError, match="more layers than any real model"):
+            config_from_hf({**HF_CASES[name], "text_config": {**text, field: 10**15}})
+
+
+@pytest.mark.parametrize("name", GGUF_CASES)
+def test_a_gguf_file_with_too_many_layers_is_refused_before_lists_are_made(name: str, tmp_path: Path) -> None:
+    file = open_case(GGUF_CASES[name], tmp_path)
+    architecture = file.metadata["general.architecture"]
+    many = {**file.metadata, f"{architecture}.block_count": 2**47}
+    with pytest.raises(ModelFileError, match="more than any real model"):
+        config_from_gguf(replace(file, metadata=many))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from bifolio.config import ModelConfig
+from bifolio.config import MODEL_LIMITS, ModelConfig
 from bifolio.errors import ConfigError, ModelFileError, UnsupportedModelError
 from bifolio.model.families import family_of, family_of_gguf
 from bifolio.model.gguf.entries import Metadata
@@ -46,6 +46,8 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
     """Read the configuration of the network from the header."""
     metadata = Metadata(file.metadata, file.path)
     family = family_of_gguf(metadata.architecture, str(file.path))
+    if (count := metadata.count(".block_count", 1)) > MODEL_LIMITS["num_layers"]:
+        raise ModelFileError(f"{file.path}: {count} layers are more than any real model has")
     try:
         config = replace(family.config_from_gguf(file, metadata, family.name), rope_interleaved=family.gguf_interleaved)
     except ConfigError as error:

@@ -10,19 +10,31 @@ from bifolio.errors import ConfigError, ModelFileError
 from bifolio.model.families import family_of, family_of_hf
 from bifolio.model.huggingface.decoder_config import Raw
 
+LAYER_COUNTS = (
+    "num_hidden_layers", "n_layer", "first_k_dense_replace", "num_dense_layers", "num_nextn_predict_layers",
+    "mtp_num_hidden_layers", "num_kv_shared_layers",
+)  # fmt: skip
+
 
 def config_from_hf(raw: Raw) -> ModelConfig:
     """Read the fields; a missing field or one of the wrong type raises a named error."""
     family = family_of_hf(raw.get("model_type"))
     try:
-        for name in ("num_hidden_layers", "n_layer"):  # before lists of so many entries are made
-            if int(raw.get(name) or 1) > MODEL_LIMITS["num_layers"]:
-                raise ModelFileError(f"config.json has {raw[name]} layers, more than any real model")
+        check_layer_counts(raw)
         return replace(family.config_from_hf(raw, family.name), rope_interleaved=family.hf_interleaved)
     except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         if isinstance(error, ConfigError | ModelFileError):
             raise
         raise ModelFileError(f"config.json is not usable: {type(error).__name__}: {error}") from error
+
+
+def check_layer_counts(raw: Raw) -> None:
+    """Refuse numbers of layers before lists of so many entries are made."""
+    text = raw.get("text_config")
+    for fields in (raw, text if isinstance(text, dict) else {}):
+        for name in LAYER_COUNTS:
+            if int(fields.get(name) or 1) > MODEL_LIMITS["num_layers"]:
+                raise ModelFileError(f"config.json has {name} = {fields[name]}, more layers than any real model")
 
 
 def config_to_hf(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
