@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 from family_rows import row_folder
+from gemma_rows import GEMMA_ROWS
 from test_family_rows import LENGTH, TOLERANCE, check_greedy_tokens, worst_chunks
 
 from bifolio.model.huggingface.hf_loader import load_folder
 from helpers import make_runner, open_entry, random_prompt, run_chunks, transformers_logits
 
-ROWS = ("cohere2", "gemma2", "granite", "hunyuan_dense", "mistral3", "olmo2", "starcoder2")
+ROWS = ("cohere2", "gemma2", *GEMMA_ROWS, "granite", "hunyuan_dense", "mistral3", "olmo2", "starcoder2")
 
 
 @pytest.mark.parametrize("name", ROWS)

@@ -48,6 +48,17 @@ GEMMA_ROWS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any] 
          "enable_moe_block": False, "bos_token_id": 2, "eos_token_id": 1}},
         {},
     ),
+    "gemma4 unified": (
+        "Gemma4UnifiedTextConfig",
+        {"sliding_window": WINDOW, "head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1,
+         "attention_k_eq_v": True, "layer_types": [_S, _F] * 2},
+        {"model_type": "gemma4_unified", "vision_config": {}, "text_config": {
+         "model_type": "gemma4_unified_text", "vocab_size": 262144, "hidden_size": 3840, "intermediate_size": 15360,
+         "num_hidden_layers": 12, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256,
+         "global_head_dim": 512, "num_global_key_value_heads": 1, "attention_k_eq_v": True, "rms_norm_eps": 1e-06,
+         "final_logit_softcapping": 30.0, "bos_token_id": 2, "eos_token_id": 1}},
+        {},
+    ),
     "gemma4 with experts": (
         "Gemma4TextConfig",
         {**_GEMMA4, "num_global_key_value_heads": 1, "attention_k_eq_v": True, "layer_types": [_S, _F] * 2,

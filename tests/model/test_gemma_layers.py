@@ -19,12 +19,14 @@ from bifolio.config import ConfigError, ModelConfig, SpeculativeConfig
 from bifolio.errors import UnsupportedModelError
 from bifolio.kernels.select import select_kernels
 from bifolio.kernels.storage import CacheLayout, KVStorage
+from bifolio.model.families.gemma4 import JoinedExperts
 from bifolio.model.gguf.loader import load_gguf
 from bifolio.model.gguf.writer import write_gguf
 from bifolio.model.huggingface.config import config_from_hf
 from bifolio.model.huggingface.hf_loader import load_folder
 from bifolio.model.shards import check_size
 from bifolio.quant import QuantFormat
+from bifolio.quant.tensor import QuantizedTensor
 from bifolio.sampling_params import SamplingParams
 from helpers import random_prompt, transformers_logits
 
@@ -156,6 +158,29 @@ def test_quantised_files_are_close_to_the_dense_one(name: str, format: QuantForm
     prompt = random_prompt(9)
     dense, found = (prompt_logits(m.weights, prompt) for m in (loaded, load_gguf(tmp_path / "model.gguf")))
     assert np.corrcoef(dense.reshape(-1), found.reshape(-1))[0, 1] > (0.99 if format is QuantFormat.Q8_0 else 0.7)
+
+
+@pytest.mark.parametrize("formats", [("F16", "F16"), ("Q8_0", "Q4_0")])
+def test_gate_and_up_of_experts_may_be_two_tensors(formats: tuple[str, str]) -> None:
+    rng = np.random.default_rng(0)
+    parts = [rng.standard_normal((3, 2, 64)).astype(np.float32) for _ in range(2)]
+    names = [f"blk.0.ffn_{part}_exps.weight" for part in ("gate", "up")]
+    stored = {
+        name: QuantizedTensor.quantize(part.reshape(6, 64), QuantFormat[format])
+        for name, part, format in zip(names, parts, formats, strict=True)
+    }
+
+    class Tensors:
+        def has(self, name: str) -> bool:
+            return name in stored
+
+        def view(self, name: str, shape: tuple[int, ...]) -> QuantizedTensor:
+            return QuantizedTensor(stored[name].format, stored[name].data, shape)
+
+    joined = JoinedExperts(Tensors()).view("blk.0.ffn_gate_up_exps.weight", (3, 4, 64))
+    assert joined.format is QuantFormat[formats[0]]
+    expected = np.concatenate([stored[name].dequantize().reshape(3, 2, 64) for name in names], axis=1)
+    np.testing.assert_allclose(joined.dequantize().reshape(3, 4, 64), expected, atol=0.03)
 
 
 # -- refused ----------------------------------------------------------------------------------------------------------

@@ -2,14 +2,14 @@
 
 Values are normed, and the residual stream is multiplied by a number behind each layer. In the small models (E2B, E4B)
 every layer has an input of its own, and the last layers read the keys and values of earlier ones. The 26B-A4B model has
-experts beside the MLPs.
+experts beside the MLPs. Folders of the 12B model ("unified") describe the same network with other defaults.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,15 +31,20 @@ from bifolio.model.huggingface.decoder_config import (
     write_activation,
     written_layer_types,
 )
+from bifolio.model.model_file import TensorSource
 from bifolio.model.stored_form import StoredForm, reading, writing
 from bifolio.model.stream_tensors import GGUF_LAYER_INPUTS, HF_LAYER_INPUTS
 from bifolio.model.tensor_names import GGUF_LLAMA
+from bifolio.quant.tensor import QuantizedTensor
 
 WINDOW_PERIOD = 6
+GATE_UP = "ffn_gate_up_exps"
 STILL = 1e30  # divisor of the frequencies of dimensions that are not rotated
 DEFAULTS = {"hidden_activation": "gelu_pytorch_tanh", "head_dim": 256, "global_head_dim": 512, "sliding_window": 512,
             "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144, "tie_word_embeddings": True,
             "max_position_embeddings": 131072, "bos_token_id": 2, "eos_token_id": 1}  # fmt: skip
+UNIFIED = "gemma4_unified"
+UNIFIED_DEFAULTS = {"sliding_window": 1024, "hidden_size_per_layer_input": 0, "max_position_embeddings": 262144}
 ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
@@ -50,7 +55,8 @@ ROPES = {
 def config_from_hf(raw: Raw, name: str) -> ModelConfig:
     if isinstance(raw.get("text_config"), Mapping):
         raw = raw["text_config"]  # a model of text, images and sounds
-    raw = {**DEFAULTS, **raw}
+    own = UNIFIED_DEFAULTS if str(raw.get("model_type")).startswith(UNIFIED) else {}
+    raw = {**DEFAULTS, **own, **raw}
     if raw.get("use_bidirectional_attention") == "all":
         raise UnsupportedModelError("models whose tokens attend to later ones are not supported")
     count = int(raw["num_hidden_layers"])
@@ -266,9 +272,29 @@ def _form(config: ModelConfig) -> StoredForm:
     return StoredForm(renamed=tuple((f"{name}.weight", name) for name in names))
 
 
+@dataclass(frozen=True, slots=True)
+class JoinedExperts:
+    """The tensors of a GGUF file; gate and up of the experts as one tensor, also where the file has two."""
+
+    inner: TensorSource
+
+    def has(self, name: str) -> bool:
+        return self.inner.has(name)
+
+    def view(self, name: str, shape: tuple[int, ...]) -> QuantizedTensor:
+        if not name.endswith(f".{GATE_UP}.weight") or self.inner.has(name):
+            return self.inner.view(name, shape)
+        count, rows, columns = shape
+        gate, up = (
+            self.inner.view(name.replace(GATE_UP, part), (count, rows // 2, columns)) for part in GGUF_LLAMA.expert_up
+        )
+        parts = [part.data.reshape(count, rows // 2, -1) for part in (gate, up.converted(gate.format, name))]
+        return QuantizedTensor(gate.format, np.concatenate(parts, axis=1).reshape(count * rows, -1), shape)
+
+
 FAMILY = Family(
     name="gemma4",
-    hf_types=("gemma4_text", "gemma4"),
+    hf_types=("gemma4_text", "gemma4", f"{UNIFIED}_text", UNIFIED),
     hf_class="Gemma4ForCausalLM",
     config_from_hf=config_from_hf,
     config_to_hf=config_to_hf,
@@ -296,11 +322,12 @@ FAMILY = Family(
         layer_inputs=GGUF_LAYER_INPUTS,
         router_scale="ffn_gate_inp.scale",
         expert_scales="ffn_down_exps.scale",
-        expert_up=("ffn_gate_up_exps",),
+        expert_up=(GATE_UP,),
         expert_norm="pre_ffw_norm_2",
         post_expert_norm="post_ffw_norm_2",
         post_shared_norm="post_ffw_norm_1",
     ),
+    gguf_source=lambda source, config: source if config.moe is None else JoinedExperts(source),
     gguf_activation="gelu_tanh",
     gguf_entries=gguf_entries,
     gguf_scale=lambda config: 1.0,
