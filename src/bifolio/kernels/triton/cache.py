@@ -13,6 +13,7 @@ import triton.language as tl
 
 from bifolio.kernels.interface import Array, AttentionShape, Heads, Rotation, Storage
 from bifolio.kernels.storage import KVStorage
+from bifolio.kernels.torch_arrays import upload
 from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
 
 HEADS_PER_PROGRAM = 8
@@ -238,7 +239,7 @@ class CudaStorage(KVStorage):
         """As `KVStorage.move_blocks`; the block manager guarantees that no destination is a source."""
         pairs = np.array([(source, destination) for source, destination in moves], dtype=np.int32).reshape(-1, 2)
         if len(pairs):
-            copy_blocks(self._whole, torch.from_numpy(pairs).to(self.device))
+            copy_blocks(self._whole, upload(pairs, self.device))
 
     def _allocate(self, shape: tuple[int, ...]) -> Array:
         if self._whole is None:
