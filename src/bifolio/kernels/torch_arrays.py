@@ -17,6 +17,16 @@ from bifolio.kernels.torch_dtypes import DTYPES
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
+LARGEST_PINNED = 1 << 20  # bytes of an array that goes through pinned memory
+
+
+def upload(array: np.ndarray, device: torch.device | str) -> torch.Tensor:
+    """A copy on the device, on its way when this returns: from pageable memory it would wait for all queued work."""
+    own = torch.from_numpy(np.array(array))
+    if not str(device).startswith("cuda") or not 0 < own.nbytes <= LARGEST_PINNED:
+        return own.to(device)
+    return own.pin_memory().to(device, non_blocking=True)  # torch reuses the pinned memory after the copy
+
 
 class TorchArrays:
     """Torch tensors; dense weights are in `dtype`."""
@@ -51,8 +61,7 @@ class TorchArrays:
     # -- arrays -----------------------------------------------------------------------------------------
     def from_host(self, array: np.ndarray) -> Array:
         """Copy to the device, also on the CPU: callers reuse their staging buffers."""
-        tensor = array if isinstance(array, torch.Tensor) else torch.from_numpy(np.array(array))
-        return tensor.to(self.device)
+        return array.to(self.device) if isinstance(array, torch.Tensor) else upload(np.asarray(array), self.device)
 
     def to_host(self, array: Array) -> np.ndarray:
         tensor = array.detach()

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from bifolio.kernels.interface import Array, AttentionShape, Heads, Rotation, Storage
 from bifolio.kernels.storage import KVStorage
+from bifolio.kernels.torch_arrays import upload
 from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
 
 HEADS_PER_PROGRAM = 8
@@ -259,8 +260,9 @@ class CudaStorage(KVStorage):
         """As `KVStorage.move_blocks`; the block manager guarantees that no destination is a source."""
         pairs = np.array([(source, destination) for source, destination in moves], dtype=np.int32).reshape(-1, 2)
         if len(pairs):
+            moved = upload(pairs, self.device)
             for whole in self._wholes.values():
-                copy_blocks(whole, torch.from_numpy(pairs).to(self.device))
+                copy_blocks(whole, moved)
 
     def _allocate(self, shape: tuple[int, ...]) -> Array:
         if shape not in self._wholes:

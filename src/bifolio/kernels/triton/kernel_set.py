@@ -34,7 +34,7 @@ from bifolio.kernels.interface import (
 )
 from bifolio.kernels.recurrence import states_of
 from bifolio.kernels.storage import CacheLayout, KVStorage
-from bifolio.kernels.torch_arrays import TorchArrays
+from bifolio.kernels.torch_arrays import TorchArrays, upload
 from bifolio.kernels.torch_reference import TorchKernels, scale_by_position
 from bifolio.kernels.triton import cache, norm, quantised
 from bifolio.kernels.triton import experts as moe
@@ -386,8 +386,9 @@ class TritonKernels(TorchArrays, TritonStreams):
 
     # -- details ------------------------------------------------------------------------------------------------------
     def _integers(self, values: Any) -> torch.Tensor:
-        tensor = values if isinstance(values, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(values))
-        return tensor.to(device=self.device, dtype=torch.int32)
+        if not isinstance(values, torch.Tensor):
+            return upload(np.asarray(values, dtype=np.int32), self.device)
+        return values.to(device=self.device, dtype=torch.int32)
 
     def _fuses_norm(self, x: torch.Tensor, norm: Norm) -> bool:
         """Whether the following product computes the norm: for one row and a plain RMS norm."""

@@ -23,6 +23,7 @@ import triton.language as tl
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bifolio.kernels.interface import AttentionSegment, AttentionShape, Heads, Storage
+from bifolio.kernels.torch_arrays import upload
 from bifolio.kernels.triton.split_kv import FIXED_PIECE
 from bifolio.kernels.triton.tiles import join_part, mix_tile, read_tile, score_constants
 
@@ -52,7 +53,7 @@ def cut_queries(segment: AttentionSegment, tile: int, device: str) -> QueryTiles
     rows = np.arange(len(contexts))
     packed = np.concatenate([owner, first, starts, contexts, rows]).astype(np.int32)  # one copy to the device
     sizes = [len(owner), len(owner), len(starts), len(contexts), len(rows)]
-    return QueryTiles(*torch.split(torch.from_numpy(packed).to(device), sizes))
+    return QueryTiles(*torch.split(upload(packed, device), sizes))
 
 
 def _host(values: Any) -> np.ndarray:

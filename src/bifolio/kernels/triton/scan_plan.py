@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from bifolio.kernels.interface import Array, StateUse
+from bifolio.kernels.torch_arrays import upload
 
 CHUNK = 64  # tokens of a chunk, at most
 LONG = 64  # tokens of a sequence that is divided, at least
@@ -58,7 +59,7 @@ class StagedStates:
     @classmethod
     def of(cls, use: StateUse, device: str, *, chunked: bool = False) -> StagedStates:
         """`chunked`: divide prompts into chunks; the host then reads the arrays of `use`."""
-        starts, reads, writes = (_upload(part, device) for part in use.arrays())
+        starts, reads, writes = (_staged_array(part, device) for part in use.arrays())
         tokens = torch.arange(len(writes), dtype=starts.dtype, device=device)
         sequences = torch.bucketize(tokens, starts[1:], out_int32=True, right=True)
         spans, chunks = Spans(starts[:-1], starts[1:], reads), None
@@ -101,16 +102,13 @@ def divide(starts: np.ndarray, reads: np.ndarray, writes: np.ndarray) -> tuple[A
 def _staged(whole: Arrays, chunks: Arrays, divided: Arrays, device: str) -> tuple[Spans, Chunks]:
     """All arrays in one upload."""
     arrays = [*whole, *chunks, *divided]
-    joined = _upload(np.concatenate(arrays).astype(np.int32), device)
+    joined = upload(np.concatenate(arrays).astype(np.int32), device)
     parts = torch.tensor_split(joined, np.cumsum([len(array) for array in arrays[:-1]]).tolist())
     return Spans(*parts[:3]), Chunks(*parts[3:])
 
 
-def _upload(array: Array, device: str) -> torch.Tensor:
-    if isinstance(array, torch.Tensor):
-        return array.to(device)
-    own = torch.from_numpy(np.ascontiguousarray(array))
-    return own.pin_memory().to(device, non_blocking=True) if device.startswith("cuda") else own
+def _staged_array(array: Array, device: str) -> torch.Tensor:
+    return array.to(device) if isinstance(array, torch.Tensor) else upload(np.asarray(array), device)
 
 
 def _on_host(array: Array) -> np.ndarray:

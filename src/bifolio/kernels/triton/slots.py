@@ -13,6 +13,7 @@ from bifolio.kernels import shared_prefix
 from bifolio.kernels.interface import Array, Network, SlotSizes, Storage
 from bifolio.kernels.logit_edits import LogitEdits
 from bifolio.kernels.shared_prefix import SharedWork, share_work
+from bifolio.kernels.torch_arrays import upload
 from bifolio.kernels.triton.cuda_graphs import DecodeGraphs, DeviceTokens, GraphKernels, full_shape
 from bifolio.kernels.triton.device_state import DeviceState, recorded_event
 from bifolio.kernels.triton.edits import SlotEdits
@@ -104,7 +105,7 @@ class TritonSlots:
 
     # -- steps that are not captured -----------------------------------------------------------------------------------
     def fill_tokens(self, token_ids: Array, slots: np.ndarray) -> Array:
-        index = torch.from_numpy(slots.astype(np.int64)).to(token_ids.device)
+        index = upload(slots.astype(np.int64), token_ids.device)
         filled = token_ids.clone()
         known = token_ids[: len(slots)]
         filled[: len(slots)] = torch.where(known < 0, self.state.tokens[index], known).clamp_min(0)
@@ -115,7 +116,7 @@ class TritonSlots:
         state.set_lengths(slots, positions - 1)
         sent = state.send_words(slots.astype(np.int32))
         if count != logits.shape[0] or not np.array_equal(rows, np.arange(count)):
-            logits = logits[torch.from_numpy(rows.astype(np.int64)).to(logits.device)]
+            logits = logits[upload(rows.astype(np.int64), logits.device)]
         mode = self._mode(slots)
         results = Results.new(1, count, mode, pinned=state.on_gpu)
         turn = torch.zeros(1, dtype=torch.int32, device=state.device)
