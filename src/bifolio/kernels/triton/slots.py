@@ -18,7 +18,7 @@ from bifolio.kernels.triton.edits import SlotEdits
 from bifolio.kernels.triton.logprobs import MAX_TOP
 from bifolio.kernels.triton.sampling import Mode, Results, choose_tokens
 from bifolio.kernels.triton.shared_attention import MAX_ITEMS, rows_per_item
-from bifolio.kernels.triton.tiles import TILE
+from bifolio.kernels.triton.tiles import LARGE_HEAD, TILE
 from bifolio.sampling_params import SamplingParams
 
 
@@ -143,7 +143,8 @@ class TritonSlots:
 
     def _shared_work(self, slots: np.ndarray, tables: np.ndarray, lengths: np.ndarray) -> SharedWork | None:
         """Shared work of these slots; searched again only when other slots take part."""
-        if len(slots) < 2 or self._deterministic or all(shape.window is not None for shape in self._shapes):
+        full = [shape for shape in self._shapes if shape.window is None]
+        if len(slots) < 2 or self._deterministic or not full or full[0].head_dim > LARGE_HEAD:
             return None
         key = slots.tobytes()
         if self._work[0] != key:
