@@ -16,6 +16,7 @@ SHAPES = {
     "window": (4, 4, 32, 20, 0.0),
     "soft-capped": (4, 2, 64, 50, 0.7),
     "growing": (4, 2, 64, None, 0.0, 0.3, 8),
+    "large": (2, 1, 512, None, 0.0),
 }  # query heads, key heads, head size, window, soft cap, temperature and its period
 
 

@@ -18,7 +18,7 @@ from bifolio.kernels.interface import AttentionShape, Storage
 from bifolio.kernels.triton.merge import merge_parts, with_sinks
 from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
 from bifolio.kernels.triton.split_kv import FIXED_PIECE, PIECE_BYTES, Pieces, first_token
-from bifolio.kernels.triton.tiles import TILE, mix_tile, read_tile, score_constants
+from bifolio.kernels.triton.tiles import LARGE_HEAD, TILE, mix_tile, read_tile, score_constants
 
 MIN_ROWS = 16  # rows of the smallest matrix product
 JOINED_ROWS = 64  # rows of parts (parts times heads of a group) that are merged at once
@@ -233,6 +233,12 @@ def _mix_tokens(
     return highest, total, mixed
 
 
+def tokens_of_tile(dim: int, dtype: torch.dtype) -> int:
+    """Tokens whose keys and values are read together: fewer of large heads, whose tiles must fit in shared memory."""
+    most = TILE if dim <= LARGE_HEAD else TILE // 2
+    return most if dtype != torch.float32 or dim <= LARGE_HEAD else most // 2
+
+
 def decode_attention(
     query: torch.Tensor,  # [s, heads, dim]
     shape: AttentionShape,
@@ -245,7 +251,7 @@ def decode_attention(
     shared: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,  # (words, mixed, weight) of `SharedRows`
     stages: int = 0,  # 0: choose
     warps: int = 2,
-    tile: int = TILE,
+    tile: int = 0,  # tokens; 0: choose
     fixed_rows: int = 0,  # rows of a tile in deterministic mode
     num_processors: int = 1,
     overlapped: bool = False,  # the pieces were computed before the preceding kernel
@@ -261,6 +267,8 @@ def decode_attention(
     stages = (
         1 if keys.dtype == torch.float32 else stages or (5 if dim <= 64 or (overlapped and num_sequences > 96) else 4)
     )
+    stages = min(stages, 2) if pieces.fixed and dim > LARGE_HEAD else stages
+    tile = tile or tokens_of_tile(dim, keys.dtype)
     rows = fixed_rows if pieces.fixed else max(MIN_ROWS, triton.next_power_of_2(group))
     group_block = rows if pieces.fixed else triton.next_power_of_2(group)
     programs = pieces.most

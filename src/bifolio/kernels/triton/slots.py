@@ -20,7 +20,7 @@ from bifolio.kernels.triton.edits import SlotEdits
 from bifolio.kernels.triton.logprobs import MAX_TOP
 from bifolio.kernels.triton.sampling import Mode, Results, choose_tokens
 from bifolio.kernels.triton.shared_attention import MAX_ITEMS, rows_per_item
-from bifolio.kernels.triton.tiles import TILE
+from bifolio.kernels.triton.tiles import LARGE_HEAD, TILE
 from bifolio.sampling_params import SamplingParams
 
 
@@ -39,8 +39,8 @@ class TritonSlots:
         self.state = DeviceState(sizes.num_slots, sizes.max_blocks, kernels.device)
         self.graphs = DecodeGraphs(kernels, network, storage, self.state)
         self._shapes = network.shapes
-        has_full_layer = any(shape.window is None for shape in network.shapes)
-        self._may_share = not kernels.deterministic and has_full_layer
+        full = [shape for shape in network.shapes if shape.window is None]
+        self._may_share = bool(full) and full[0].head_dim <= LARGE_HEAD and not kernels.deterministic
         self._most_saved = (sizes.num_slots - 1) * sizes.max_model_len  # token reads, by shared prefixes
         self._warm = np.zeros(sizes.num_slots, dtype=np.bool_)  # slots with a temperature
         self._filtered = np.zeros(sizes.num_slots, dtype=np.bool_)  # slots with top-k, top-p or min-p

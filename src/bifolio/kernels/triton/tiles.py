@@ -10,6 +10,7 @@ from bifolio.kernels.interface import AttentionShape
 
 LOG2_E = 1.4426950408889634
 TILE = 64  # tokens per tile
+LARGE_HEAD = 256  # dimensions; larger heads have smaller tiles, and prefixes are not shared in their layers
 
 
 def score_constants(shape: AttentionShape) -> tuple[float, float]:
