@@ -384,8 +384,8 @@ class KernelSet(PagedAttentionKernel, StreamOperations, Protocol):
     def recur(self, x: Array, recurrence: Recurrence, batch: Batch, storage: Storage | None) -> Array:
         """The recurrence over the tokens of each sequence, in order: [t, out_features] from [t, in_features].
 
-        Without a storage every segment's sequences start from the empty state and write none. A sequence's results do
-        not depend on the number of tokens in a pass, nor on other sequences.
+        Without a storage every segment's sequences start from the empty state and write none. If the set is
+        deterministic, a sequence's results do not depend on the number of tokens in a pass, nor on other sequences.
         """
         ...
 
