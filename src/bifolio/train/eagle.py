@@ -143,7 +143,7 @@ class States(NamedTuple):
     def sizes(self) -> np.ndarray:
         """f32[taps]: the root of the mean square of the states after each layer, without outliers among the tokens."""
         squares = np.square(self.values.astype(np.float32)).mean(axis=-1, keepdims=True) * np.square(self.scales)
-        return np.sqrt(np.median(squares[..., 0], axis=(0, 1))).astype(np.float32)
+        return np.asarray(np.sqrt(np.median(squares[..., 0], axis=(0, 1))), np.float32)
 
 
 def collect_states(target: LoadedModel, texts: np.ndarray, threads: int | None) -> States:
