@@ -5,8 +5,9 @@ r"""Speed-up of speculative decoding at batch sizes 1 and 16.
 
 Prompts are JSON lines with 'turns' or 'prompt'. Runs with and without speculation alternate for every group of prompts,
 greedily; the ratio is that of the summed medians over the rounds. Times include prefill. The benchmark fails if the
-outputs differ. `--fixed` always drafts `--length` tokens: its acceptance rate is that of the drafts, where the adaptive
-run may make few of them.
+outputs differ. `--paired` runs one prompt at a time on both engines, whose steps alternate, and compares the processor
+time of this thread: on a shared machine it is more precise than whole runs. `--fixed` always drafts `--length` tokens:
+its acceptance rate is that of the drafts, where the adaptive run may make few of them.
 """
 
 from __future__ import annotations
@@ -70,6 +71,40 @@ def compare(plain: LLM, guessing: LLM, group: list[list[int]], max_tokens: int, 
     return first, second
 
 
+def compare_steps(plain: LLM, guessing: LLM, prompt: list[int], max_tokens: int) -> tuple[float, float]:
+    """Processor seconds of both engines, whose steps alternate."""
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    engines = (plain.engine, guessing.engine)
+    seconds, requests = [0.0, 0.0], []
+    for engine in engines:
+        engine.blocks.drop_cached()
+        requests.append(engine.add_request("paired", prompt, params))
+    while any(engine.has_work for engine in engines):
+        for side, engine in enumerate(engines):
+            if engine.has_work:
+                started = time.thread_time()
+                engine.step()
+                seconds[side] += time.thread_time() - started
+    if requests[0].sequences[0].output_token_ids != requests[1].sequences[0].output_token_ids:
+        raise SystemExit("the outputs differ: speculation must not change them")
+    return seconds[0], seconds[1]
+
+
+def paired(plain: LLM, guessing: LLM, prompts: list[list[int]], max_tokens: int, rounds: int) -> None:
+    """Print the ratio of each round; the first contains all that is done once."""
+    for number in range(rounds):
+        pairs = [compare_steps(plain, guessing, prompt, max_tokens) for prompt in prompts]
+        ratios = sorted(off / on for off, on in pairs)
+        total = sum(off for off, _ in pairs) / sum(on for _, on in pairs)
+        assert guessing.engine.speculator is not None
+        stats = guessing.engine.speculator.stats
+        print(
+            f"round {number + 1}: {total:.3f}x by processor time; single prompts {ratios[0]:.3f}x to "
+            f"{ratios[-1]:.3f}x; {stats.acceptance_rate:.0%} of {stats.num_draft_tokens} draft tokens accepted so far",
+            flush=True,
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="stories")
@@ -77,6 +112,7 @@ def main() -> None:
     parser.add_argument("--method", choices=SPECULATIVE_METHODS, default="ngram")
     parser.add_argument("--draft", help="a draft model, or the folder of an EAGLE-3 head")
     parser.add_argument("--fixed", action="store_true", help="no adaptive lengths")
+    parser.add_argument("--paired", action="store_true", help="alternate single steps; use with --threads 1")
     parser.add_argument("--length", type=int, default=4)
     parser.add_argument("--count", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=96)
@@ -96,6 +132,9 @@ def main() -> None:
     )
     guessing = LLM(plain.model, speculative=config, **options)
     prompts = read_prompts(arguments.prompts, plain, arguments.count)
+    if arguments.paired:
+        paired(plain, guessing, prompts, arguments.max_tokens, arguments.rounds)
+        return
     for batch in arguments.batch:
         groups = [prompts[first : first + batch] for first in range(0, len(prompts), batch)]
         pairs = [compare(plain, guessing, group, arguments.max_tokens, arguments.rounds) for group in groups]

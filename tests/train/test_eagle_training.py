@@ -15,7 +15,7 @@ from bifolio.model.huggingface.safetensors_file import open_safetensors, write_s
 from helpers import TINY, fresh_folder, tiny_folder, tiny_tensors
 
 torch = pytest.importorskip("torch")
-from bifolio.train.eagle import EagleResult, EagleSettings, draft_vocabulary, train_eagle  # noqa: E402
+from bifolio.train.eagle import EagleResult, EagleSettings, States, draft_vocabulary, train_eagle  # noqa: E402
 from bifolio.train.eagle_head import EagleHead, head_config, taps_of  # noqa: E402
 from bifolio.train.progress import SilentProgress  # noqa: E402
 from draft_heads import eagle_folder, torch_eagle  # noqa: E402
@@ -54,7 +54,7 @@ def acceptance(folder: Path) -> float:
 def test_the_loss_falls_and_more_drafts_are_accepted() -> None:
     result = trained()
     assert np.mean(result.losses[-5:]) < 0.7 * np.mean(result.losses[:5])
-    assert acceptance(result.folder) > 0.3
+    assert acceptance(result.folder) == acceptance(result.folder) > 0.5  # the head reads layer 1 twice
     assert acceptance(eagle_folder(taps=(1, 1, 2))) < 0.15
 
 
@@ -92,6 +92,34 @@ def test_chains_in_training_are_drafts() -> None:
             logits, hidden = torch_eagle(fields, weights, embeddings[0, : j + k + 1], states[0, : j + 1], own)
             np.testing.assert_allclose(found[k][0, j].numpy(), logits[-1], atol=1e-5)
             chain.append(hidden[-1])
+
+
+def test_large_states_are_in_the_written_weights() -> None:
+    """Training divides states by their size; the written head reads them as they are and gives the same logits."""
+    config = head_config(LLM(target(), device="cpu", num_blocks=40, max_model_len=32).model.config)
+    sizes = np.array([40, 3000, 9000], np.float32)
+    head = EagleHead(config, np.arange(20), sizes)
+    rng = np.random.default_rng(1)
+    states, embeddings = (rng.standard_normal((1, 7, width)).astype(np.float32) for width in (96, 32))
+    states = states * np.repeat(sizes, 32)
+    with torch.no_grad():
+        found = head(torch.from_numpy(states), torch.from_numpy(embeddings), 2)
+    weights = {name: value.astype(np.float32) for name, value in head.tensors().items()}
+    fields = {**TINY, "num_key_value_heads": config.num_kv_heads}
+    first, hidden = torch_eagle(fields, weights, embeddings[0, :3], states[0, :3])
+    second, _ = torch_eagle(fields, weights, embeddings[0, :4], states[0, :3], hidden[-1:])
+    for k, logits in enumerate((first, second)):  # the weights are rounded to 16 bits
+        np.testing.assert_allclose(found[k][0, 2].numpy(), logits[-1], atol=0.02 * np.abs(logits[-1]).max())
+
+
+def test_states_beyond_the_range_of_16_bits() -> None:
+    values = np.random.default_rng(0).standard_normal((2, 3, 4, 8)).astype(np.float32)
+    values[..., :2, :] *= 1e6
+    largest = np.abs(values).max(axis=-1, keepdims=True)
+    states = States((values / largest).astype(np.float16), largest)
+    np.testing.assert_allclose(states.rows(np.array([1])).numpy()[0], values[1].reshape(3, 32), rtol=2e-3, atol=1e-3)
+    assert (states.sizes()[:2] > 1e5).all()
+    assert (states.sizes()[2:] < 10).all()
 
 
 def test_vocabulary_and_layers() -> None:

@@ -121,9 +121,10 @@ def recurrence(
 
 
 def _tap(weights: ModelWeights, num_layers: int, x: Array, batch: Batch, kernels: KernelSet) -> None:
-    """Give out the residual stream after so many layers, where the weights name them."""
-    if num_layers in weights.taps:
-        kernels.tap(x, weights.taps.index(num_layers) * weights.config.hidden_size, batch)
+    """Give out the residual stream after so many layers, where the weights name them, once or several times."""
+    for place, tap in enumerate(weights.taps):
+        if tap == num_layers:
+            kernels.tap(x, place * weights.config.hidden_size, batch)
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # torch.compile hashes it before its fields are set

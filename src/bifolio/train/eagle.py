@@ -140,6 +140,11 @@ class States(NamedTuple):
         found = torch.from_numpy(self.values[sequences].astype(np.float32) * self.scales[sequences])
         return found.flatten(2)
 
+    def sizes(self) -> np.ndarray:
+        """f32[taps]: the root of the mean square of the states after each layer, without outliers among the tokens."""
+        squares = np.square(self.values.astype(np.float32)).mean(axis=-1, keepdims=True) * np.square(self.scales)
+        return np.asarray(np.sqrt(np.median(squares[..., 0], axis=(0, 1))), np.float32)
+
 
 def collect_states(target: LoadedModel, texts: np.ndarray, threads: int | None) -> States:
     """The states after the layers that the head reads, and the last one."""
@@ -194,7 +199,7 @@ class _Run:
         self.token_ids = draft_vocabulary(texts, target.config.vocab_size, settings.draft_vocab_size)
         self.texts, self.states = texts, states
         self.num_held_out = min(max(len(texts) // 20, 1), MOST_HELD_OUT) if len(texts) > 1 else 0
-        self.head = EagleHead(self.config, self.token_ids)
+        self.head = EagleHead(self.config, self.token_ids, states.sizes()[:3])
         self.head.start_from(target, self.token_ids)
         weights = target.weights
         self._labels_head = rows_of(weights.head.parts[0], self.token_ids)

@@ -6,6 +6,9 @@ the entries 1 to k of its own chain:
 
     keys     first entries 0 .. j (all chains share them)      own entries 1 .. k
     query    entry k of chain j, at position j + k
+
+Hidden states of some models are thousands of times larger than weights. Training divides them by their mean size; the
+written weights take the states as they are.
 """
 
 from __future__ import annotations
@@ -61,8 +64,10 @@ def _plain_rope(target: ModelConfig, head_dim: int) -> RopeConfig:
 class EagleHead(nn.Module):
     """The trained weights under their published names, and chains of drafts over whole sequences."""
 
-    def __init__(self, config: ModelConfig, token_ids: np.ndarray) -> None:
+    def __init__(self, config: ModelConfig, token_ids: np.ndarray, sizes_of_states: np.ndarray | None = None) -> None:
+        """`sizes_of_states`: f32[3], the mean size of the states after each layer that is read."""
         super().__init__()
+        self.state_sizes = np.ones(3, np.float32) if sizes_of_states is None else sizes_of_states
         d, ffn, self.config = config.hidden_size, config.intermediate_size, config
         sizes = {
             "fc": (d, 3 * d),
@@ -87,9 +92,15 @@ class EagleHead(nn.Module):
         return value
 
     def tensors(self) -> dict[str, np.ndarray]:
-        """The weights as they are written, in 16 bits."""
+        """The weights as they are written, in 16 bits: for states as they are, with a residual stream of their size."""
+        size = float(self.state_sizes[2])
+        factors = {
+            "fc": size / np.repeat(self.state_sizes, self.config.hidden_size),
+            "midlayer.self_attn.o_proj": size,
+            "midlayer.mlp.down_proj": size,
+        }
         return {
-            f"{name}.weight": value.detach().numpy().astype(np.float16)
+            f"{name}.weight": (value.detach().numpy() * factors.get(name, 1.0)).astype(np.float16)
             for name, value in zip(self.names, self.values, strict=True)
         }
 
@@ -109,7 +120,7 @@ class EagleHead(nn.Module):
         for name, part in zip(names, parts, strict=False):
             value = self.value(f"midlayer.mlp.{name}_proj")
             if len(parts) == len(names) and tuple(part.shape) == tuple(value.shape):
-                value.copy_(torch.from_numpy(_rows(part)))
+                value.copy_(torch.from_numpy(_rows(part)) / (float(self.state_sizes[2]) if name == "down" else 1.0))
         if layer.mlp_norm is not None:
             self.value("midlayer.post_attention_layernorm").copy_(torch.from_numpy(np.array(layer.mlp_norm.weight)))
 
@@ -118,6 +129,7 @@ class EagleHead(nn.Module):
 
         states [b, n, 3 d] of the positions 0 .. n - 1, embeddings [b, n, d] of the tokens at 1 .. n.
         """
+        states = states / torch.from_numpy(np.repeat(self.state_sizes, self.config.hidden_size))
         hidden = F.linear(states, self.value("fc"))
         keys, values, logits = [], [], []
         for k in range(depth):
