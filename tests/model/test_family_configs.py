@@ -36,14 +36,16 @@ def test_the_table_has_no_other_lines(expected: dict[str, dict[str, Any]]) -> No
     assert expected["gguf"].keys() == GGUF_CASES.keys()
 
 
-@pytest.mark.parametrize("field", LAYER_COUNTS)
 @pytest.mark.parametrize("name", [name for name in HF_CASES if "with" not in name])
-def test_a_folder_with_too_many_layers_is_refused_before_lists_are_made(name: str, field: str) -> None:
-    with pytest.raises(ModelFileError, match="more layers than any real model"):
-        config_from_hf({**HF_CASES[name], field: 10**15})
-    if isinstance(text := HF_CASES[name].get("text_config"), dict):
-        with pytest.raises(ModelFileError, match="more layers than any real model"):
-            config_from_hf({**HF_CASES[name], "text_config": {**text, field: 10**15}})
+def test_a_folder_with_too_many_layers_is_refused_before_lists_are_made(name: str) -> None:
+    raw = HF_CASES[name]
+    text = raw.get("text_config")
+    for field in LAYER_COUNTS:
+        with pytest.raises(ModelFileError, match=f"{field} = .* more layers than any real model"):
+            config_from_hf({**raw, field: 10**15})
+        if isinstance(text, dict):
+            with pytest.raises(ModelFileError, match=f"{field} = .* more layers than any real model"):
+                config_from_hf({**raw, "text_config": {**text, field: 10**15}})
 
 
 @pytest.mark.parametrize("name", GGUF_CASES)
