@@ -70,6 +70,9 @@ class NullDevice:
     def decode_logits(self, slots: np.ndarray) -> Any:
         raise SystemExit("the benchmark has no step that the host samples")
 
+    def prompt_logits(self, batch: Any, slots: np.ndarray) -> None:
+        return None
+
     def warm_up(self) -> None: ...
 
     def _drawn(self, slots: np.ndarray) -> DrawnTokens:

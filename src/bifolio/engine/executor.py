@@ -30,6 +30,7 @@ from bifolio.kernels.interface import (
     Batch,
     KernelSet,
     Network,
+    SplitNetwork,
     StepProgram,
     Storage,
 )
@@ -37,7 +38,7 @@ from bifolio.kernels.storage import BlockMover
 from bifolio.model import transformer
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.weights import ModelWeights, OnLoad, prepare
-from bifolio.schedule.orchestrators import DecodeOrchestrator
+from bifolio.schedule.orchestrators import DecodeOrchestrator, PrefillOrchestrator
 from bifolio.schedule.plan import StepPlan
 
 
@@ -139,15 +140,22 @@ class ModelRunner:
         def forward(kernels: KernelSet, batch: Batch, storage: Storage | None) -> Array:
             return transformer.forward(weights, batch, kernels, storage)
 
+        def hidden(kernels: KernelSet, batch: Batch, storage: Storage | None) -> Array:
+            return transformer.hidden_states(weights, batch, kernels, storage)
+
         def decode_segment(count: int) -> AttentionSegment:
             ones = np.ones(count, dtype=np.int32)
             return DecodeOrchestrator.lay_out(ones - 1, ones, None)
+
+        def prompt_segment(count: int) -> AttentionSegment:
+            return PrefillOrchestrator.lay_out(np.zeros(1, dtype=np.int32), np.full(1, count, dtype=np.int32), None)
 
         return Network(
             forward,
             tuple(layer.shape for layer in weights.layers if layer.has_attention),
             decode_segment,
             tuple(zip(weights.inverse_frequencies, weights.rope_scales, strict=True)),
+            SplitNetwork(hidden, lambda kernels, x: transformer.read_out(weights, x, kernels), prompt_segment),
         )
 
 
@@ -201,11 +209,14 @@ class _Executor:
     def launch(self, plan: StepPlan, readout: Readout, slots: SlotState, with_states: bool = False) -> Launched:
         """Queue the pass of a plan and its sampling."""
         batch = slots.lay_out(plan, readout)
-        if with_states:
-            batch = self.runner.with_taps(batch)
-        logits = self.run(batch)
-        draws = slots.draw(logits, readout)
-        return Launched(draws, None if readout.is_plain else logits, batch.taps)
+        states = None
+        logits = None if with_states else slots.run_on_device(plan, batch)
+        if logits is None:
+            staged = slots.stage(plan, batch)
+            if with_states:
+                staged = self.runner.with_taps(staged)
+            logits, states = self.run(staged), staged.taps
+        return Launched(slots.draw(logits, readout), None if readout.is_plain else logits, states)
 
     def append(
         self,

@@ -101,11 +101,8 @@ class HostBatch:
 
     def to(self, kernels: KernelSet) -> Batch:
         """The batch in the kernel set's own arrays; segments' lengths and starts, and states, stay on the host."""
-        last = int(self.positions.max()) if len(self.positions) else 0
         if kernels.array_backend == "numpy":
-            return Batch(
-                self.token_ids, self.positions, self.cache_index, self.segments, self.logit_rows, last, self.states
-            )
+            return self.on_host()
         upload = kernels.from_host
         segments = tuple(
             segment if segment.block_tables is None else replace(segment, block_tables=upload(segment.block_tables))
@@ -117,9 +114,25 @@ class HostBatch:
             cache_index=None if self.cache_index is None else upload(self.cache_index),
             segments=segments,
             logit_rows=None if self.logit_rows is None else upload(self.logit_rows),
-            max_position=last,
+            max_position=self._max_position,
             states=self.states,
         )
+
+    def on_host(self) -> Batch:
+        """The batch in numpy arrays."""
+        return Batch(
+            self.token_ids,
+            self.positions,
+            self.cache_index,
+            self.segments,
+            self.logit_rows,
+            self._max_position,
+            self.states,
+        )
+
+    @property
+    def _max_position(self) -> int:
+        return int(self.positions.max()) if len(self.positions) else 0
 
 
 @dataclass(slots=True)

@@ -131,9 +131,19 @@ class SlotState:
             if self.device is not None:
                 self.device.set_blocks(slot, first, block_ids)
 
-    def lay_out(self, plan: StepPlan, readout: Readout) -> Batch:
-        """The plan's batch in the kernel set's arrays, tokens in flight included."""
-        batch = HostBatch.from_plan(plan, readout, self.tables, self._newest, self._blocks.block_size)
+    def lay_out(self, plan: StepPlan, readout: Readout) -> HostBatch:
+        """The plan's batch; tokens that a launched step samples are -1."""
+        return HostBatch.from_plan(plan, readout, self.tables, self._newest, self._blocks.block_size)
+
+    def run_on_device(self, plan: StepPlan, batch: HostBatch) -> Array | None:
+        """Logits of a step with prompts that the device has captured; None if it has not."""
+        if self.device is None or not plan.prefills or any(item.num_new > 1 for item in plan.decodes):
+            return None
+        slots = np.array([item.slot for item in plan.scheduled], dtype=np.int32)
+        return self.device.prompt_logits(batch.on_host(), slots)
+
+    def stage(self, plan: StepPlan, batch: HostBatch) -> Batch:
+        """The batch in the kernel set's arrays, tokens in flight included."""
         staged = batch.to(self._kernels)
         if self.device is None or not (batch.token_ids[: len(plan.decodes)] == ON_DEVICE).any():
             return staged

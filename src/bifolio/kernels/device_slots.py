@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from bifolio.kernels.logit_edits import LogitEdits
+
+if TYPE_CHECKING:
+    from bifolio.kernels.interface import Batch
 
 Array = Any  # numpy array or torch tensor, as the kernel set allocates it
 
@@ -100,6 +103,14 @@ class DeviceSlots(Protocol):
 
     def decode_logits(self, slots: np.ndarray) -> Array:
         """f32[n, vocab]: a decode step without sampling; valid until the next launch."""
+        ...
+
+    def prompt_logits(self, batch: Batch, slots: np.ndarray) -> Array | None:
+        """f32[r, vocab]: a step with prompts, without sampling; valid until the next launch. None: it is not captured.
+
+        The arrays of `batch` are on the host. `slots` (i32[n]) hold its sequences; -1 among the tokens of decodes
+        stands for the newest token of the slot.
+        """
         ...
 
     def warm_up(self) -> None:

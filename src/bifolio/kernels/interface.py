@@ -50,6 +50,7 @@ __all__ = [
     "Routing",
     "Shards",
     "SlotSizes",
+    "SplitNetwork",
     "StateUse",
     "StepProgram",
     "Storage",
@@ -221,6 +222,15 @@ class DeviceMemory(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class SplitNetwork:
+    """A forward pass in two parts, for steps that need the logits of a few of many tokens."""
+
+    hidden: Callable[[KernelSet, Batch, Storage | None], Array]  # [t, d] after the last layer
+    logits: Callable[[KernelSet, Array], Array]  # f32[r, vocab] of rows of it
+    prompt_segment: Callable[[int], AttentionSegment]  # of one sequence, by number of queries
+
+
+@dataclass(frozen=True, slots=True)
 class Network:
     """A forward pass for a kernel set: a function over its operations, bound to the weights."""
 
@@ -228,6 +238,7 @@ class Network:
     shapes: tuple[AttentionShape, ...]  # of its attention layers
     decode_segment: Callable[[int], AttentionSegment]  # of one query per sequence, by number of sequences
     rotations: tuple[tuple[Array, float], ...] = ()  # (inverse frequencies, scale) of each rope configuration
+    split: SplitNetwork | None = None  # None: the pass runs as a whole
 
 
 class KernelSet(PagedAttentionKernel, StreamOperations, Protocol):

@@ -254,20 +254,29 @@ def _are_equally_long(segment: AttentionSegment) -> bool:
     return segment.num_sequences * segment.max_query_len == segment.token_end - segment.token_start
 
 
-def scale_by_position(query: torch.Tensor, shape: AttentionShape, segment: AttentionSegment) -> torch.Tensor:
+def scale_by_position(
+    query: torch.Tensor,
+    shape: AttentionShape,
+    segment: AttentionSegment,
+    positions: torch.Tensor | None = None,  # i32[t]  None: from the segment
+) -> torch.Tensor:
     """Queries [t, heads, dim] of a segment, multiplied by the temperature at their positions."""
     if not shape.temperature:
         return query
-    lengths = torch.as_tensor(segment.context_lens, device=query.device)
-    if segment.max_query_len == 1 and segment.num_sequences == query.shape[0]:
-        positions = (lengths - 1).clamp(min=0)
-    else:
-        starts = torch.as_tensor(segment.query_starts, device=query.device)
-        counts = starts.diff()
-        before = (lengths - counts - starts[:-1]).repeat_interleave(counts)
-        positions = torch.arange(query.shape[0], device=query.device) + before
+    if positions is None:
+        positions = _query_positions(segment, query.shape[0], query.device)
     factors = 1 + shape.temperature * (1 + positions // shape.temperature_period).float().log()
     return (query * factors[:, None, None]).to(query.dtype)
+
+
+def _query_positions(segment: AttentionSegment, num_queries: int, device: torch.device) -> torch.Tensor:
+    lengths = torch.as_tensor(segment.context_lens, device=device)
+    if segment.max_query_len == 1 and segment.num_sequences == num_queries:
+        return (lengths - 1).clamp(min=0)
+    starts = torch.as_tensor(segment.query_starts, device=device)
+    counts = starts.diff()
+    before = (lengths - counts - starts[:-1]).repeat_interleave(counts)
+    return torch.arange(num_queries, device=device) + before
 
 
 def rotate(x: torch.Tensor, rotation: Rotation, interleaved: bool) -> torch.Tensor:

@@ -242,7 +242,10 @@ def exchanged(x: Array, shards: Shards | None, kernels: KernelSet) -> Array:
 def forward(weights: ModelWeights, batch: Batch, kernels: KernelSet, storage: Storage | None) -> Array:
     """Logits of the tokens in `batch.logit_rows` (None: all tokens): f32[r, vocab]."""
     x = hidden_states(weights, batch, kernels, storage)
-    if batch.logit_rows is not None:
-        x = kernels.take(x, batch.logit_rows)
+    return read_out(weights, x if batch.logit_rows is None else kernels.take(x, batch.logit_rows), kernels)
+
+
+def read_out(weights: ModelWeights, x: Array, kernels: KernelSet) -> Array:
+    """Logits f32[r, vocab] of rows of the hidden states."""
     logits = kernels.logits(kernels.norm(x, weights.final_norm), weights.head, weights.config.logit_softcap)
     return exchanged(logits, weights.head.shards, kernels)

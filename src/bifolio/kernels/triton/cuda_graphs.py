@@ -18,8 +18,6 @@ import numpy as np
 import torch
 
 from bifolio.kernels.interface import (
-    Array,
-    AttentionSegment,
     AttentionShape,
     Batch,
     KernelSet,
@@ -29,6 +27,7 @@ from bifolio.kernels.interface import (
     TokenScores,
 )
 from bifolio.kernels.shared_prefix import SharedWork
+from bifolio.kernels.triton.attention import Attention
 from bifolio.kernels.triton.device_state import DeviceState, begin_states, begin_step, recorded_event
 from bifolio.kernels.triton.edits import SlotEdits
 from bifolio.kernels.triton.logprobs import read_scores
@@ -54,16 +53,10 @@ def shared_sizes(most: int) -> list[int]:
 
 
 class GraphKernels(KernelSet, Protocol):
-    """A kernel set that plans decode attention on the device, for any lengths (`stage_decode`)."""
+    """A kernel set whose attention can be planned on the device, for any lengths."""
 
-    def stage_decode(
-        self,
-        segment: AttentionSegment,
-        table_rows: Array,
-        pieces: dict[int, Any],
-        shapes: tuple[AttentionShape, ...],
-        shared: SharedRows | None = None,
-    ) -> None: ...
+    dtype: torch.dtype
+    attention: Attention
 
     def stage_states(self, states: StagedStates) -> None: ...
 
@@ -172,7 +165,7 @@ class DecodeGraphs:
         self._sizes = {False: batch_sizes(state.num_slots), True: shared_sizes(state.num_slots)}  # by shares
         self._steps: dict[tuple[int, StepMode, bool], DecodeStep] = {}  # by size, draws, shares
         self._parts: SharedRows | None = None  # whose room for results serves all steps
-        self._recorder = GraphRecorder(state.device)
+        self.recorder = GraphRecorder(state.device)
         self._shapes = tuple({shape.window: shape for shape in network.shapes}.values())
 
     # -- launching ---------------------------------------------------------------------------------------------------
@@ -230,7 +223,7 @@ class DecodeGraphs:
                 use = StateUse(starts, torch.zeros_like(step.rows), torch.full_like(step.rows, -1))
                 step.states = StagedStates.of(use, self.state.device)
             if self.state.on_gpu:
-                step.graph = self._recorder.record(lambda: self._run(step, mode))
+                step.graph = self.recorder.record(lambda: self._run(step, mode))
                 step.turn.fill_(TURNS - 1)  # recording used one buffer
             self._steps[key] = step
         return self._steps[key]
@@ -256,7 +249,7 @@ class DecodeGraphs:
             context_lens=step.contexts,
             max_context_len=state.max_blocks * self._storage.block_size,
         )
-        self._kernels.stage_decode(segment, step.table_rows, step.pieces, self._shapes, step.shared)
+        self._kernels.attention.stage_decode(segment, step.table_rows, step.pieces, self._shapes, step.shared)
         use = None if step.states is None else step.states.use
         batch = Batch(step.token_ids, step.positions, step.index, (segment,), None, states=use)
         logits = self._network.forward(self._kernels, batch, self._storage)

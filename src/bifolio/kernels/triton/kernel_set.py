@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 import triton
 
-from bifolio.errors import ConfigError, PhaseError
+from bifolio.errors import ConfigError
 from bifolio.kernels.interface import (
     Array,
     AttentionPhase,
@@ -34,48 +34,23 @@ from bifolio.kernels.interface import (
 )
 from bifolio.kernels.recurrence import states_of
 from bifolio.kernels.storage import CacheLayout, KVStorage
-from bifolio.kernels.torch_arrays import TorchArrays, upload
-from bifolio.kernels.torch_reference import TorchKernels, scale_by_position
+from bifolio.kernels.torch_arrays import TorchArrays
+from bifolio.kernels.torch_reference import TorchKernels
 from bifolio.kernels.triton import cache, norm, quantised
 from bifolio.kernels.triton import experts as moe
+from bifolio.kernels.triton.attention import Attention
 from bifolio.kernels.triton.cache import CudaStorage
-from bifolio.kernels.triton.decode import decode_attention
 from bifolio.kernels.triton.lazy_fusion import Mixture, Normed, Product, Sum, tensor
 from bifolio.kernels.triton.lookup import embed_rows, look_up_rotation
-from bifolio.kernels.triton.prefill import (
-    QueryTiles,
-    cudnn_attention,
-    cut_queries,
-    fixed_rows,
-    prefill_attention,
-    tile_rows,
-    uses_cudnn,
-)
 from bifolio.kernels.triton.products import Products
 from bifolio.kernels.triton.quantised import QuantisedWeight
 from bifolio.kernels.triton.recurrence import recur
 from bifolio.kernels.triton.scan_plan import StagedStates
-from bifolio.kernels.triton.shared_attention import SharedRows, shared_attention
 from bifolio.kernels.triton.slots import TritonSlots
-from bifolio.kernels.triton.split_kv import FIXED_PIECE, Parts, Pieces, cut, new_parts, new_pieces
 from bifolio.kernels.triton.streams import TritonStreams
-from bifolio.kernels.triton.tiles import TILE
 from bifolio.quant.tensor import QuantizedTensor
 
 INTERPRETED_PROCESSORS = 2  # multiprocessors assumed in Triton's interpreter
-
-
-@dataclass(slots=True)
-class StagedSegment:
-    """The device arrays of a segment; created once per pass, used by every layer."""
-
-    segment: AttentionSegment
-    lengths: torch.Tensor | None = None  # i32[s]
-    table_rows: torch.Tensor | None = None  # i32[s]
-    pieces: dict[int, Pieces] = field(default_factory=dict)  # by window
-    tiles: dict[int, QueryTiles] = field(default_factory=dict)  # by rows of a tile
-    is_cut: bool = False  # the pieces were computed before the first layer
-    shared: SharedRows | None = None
 
 
 class TritonKernels(TorchArrays, TritonStreams):
@@ -101,11 +76,10 @@ class TritonKernels(TorchArrays, TritonStreams):
         self._torch = TorchKernels(device, dtype)
         self._weights = quantised.PackedWeights(self._torch)
         self._products = Products(self._weights, self.dtype, deterministic=deterministic)
-        self._staged: list[StagedSegment] = []  # of the running pass
         self._rotations: dict[tuple[int, float], torch.Tensor] = {}  # f32[positions, 2, half] by frequencies and scale
         self._tabulated: list[torch.Tensor] = []
         self._states: StagedStates | None = None  # of the running pass
-        self._parts: dict[tuple[int, int], Parts] = {}  # room for parts of contexts, by heads and their width
+        self.attention = Attention(device, self.num_processors, deterministic=deterministic)
 
     # -- arrays and whole steps ---------------------------------------------------------------------------------------
     def to_host(self, array: Array) -> np.ndarray:
@@ -264,132 +238,13 @@ class TritonKernels(TorchArrays, TritonStreams):
     def attend(
         self, heads: Heads, shape: AttentionShape, segments: tuple[AttentionSegment, ...], storage: Storage | None
     ) -> Array:
-        staged = self._stage(segments)
-        if len(segments) == 1:
-            return self._attend(heads, shape, staged[0], storage)
-        out = heads.query.new_empty((heads.query.shape[0], shape.num_heads * shape.head_dim))
-        for part in staged:
-            rows = out[part.segment.token_start : part.segment.token_end]
-            found = self._attend(heads, shape, part, storage, rows)
-            if found is not rows:
-                rows.copy_(found)
-        return out
-
-    def _attend(
-        self,
-        heads: Heads,
-        shape: AttentionShape,
-        staged: StagedSegment,
-        storage: Storage | None,
-        out: torch.Tensor | None = None,  # output of our own kernels
-    ) -> torch.Tensor:
-        segment = staged.segment
-        if segment.phase is AttentionPhase.DECODE and (storage is None or segment.block_tables is None):
-            raise PhaseError("decode reads the cache: pass a storage and block tables")
-        if self.deterministic and storage is not None and segment.block_tables is not None:
-            segment = replace(segment, fresh=False)  # chunks also read the cache
-        tokens = slice(segment.token_start, segment.token_end)
-        own = Heads(*(None if part is None else part[tokens] for part in heads))
-        own = own._replace(query=scale_by_position(own.query, shape, segment))
-        query = own.query
-        if storage is None or segment.block_tables is None or segment.fresh:
-            if uses_cudnn(query, shape, segment) and not self.deterministic:
-                return cudnn_attention(own, shape, segment.num_sequences)
-        elif segment.max_query_len == 1 and segment.phase is AttentionPhase.DECODE:
-            return self._decode(query, shape, staged, storage, out)
-        if self.deterministic:
-            cached = None if storage is None or segment.block_tables is None else storage.keys[shape.layer]
-            rows = fixed_rows(query.dtype if cached is None else cached.dtype, shape, segment.max_query_len)
-        else:
-            rows = tile_rows(query.dtype, shape, segment.max_query_len)
-        if rows not in staged.tiles:
-            staged.tiles[rows] = cut_queries(segment, rows, self.device)
-        if out is None:
-            out = query.new_empty((query.shape[0], shape.num_heads * shape.head_dim))
-        prefill_attention(own, shape, segment, storage, staged.tiles[rows], rows, out, fixed=self.deterministic)
-        return out
-
-    def _decode(
-        self,
-        query: torch.Tensor,
-        shape: AttentionShape,
-        staged: StagedSegment,
-        storage: Storage,
-        out: torch.Tensor | None,
-    ) -> torch.Tensor:
-        segment = staged.segment
-        if staged.lengths is None:
-            staged.lengths = self._integers(segment.context_lens)
-            staged.table_rows = torch.arange(segment.num_sequences, dtype=torch.int32, device=self.device)
-        window = shape.window or 0
-        pieces = staged.pieces.get(window)
-        if pieces is None:
-            pieces = self._new_pieces(segment, shape)
-            cut(pieces, staged.lengths)
-            staged.pieces[window] = pieces
-        tables = self._integers(segment.block_tables)
-        assert staged.table_rows is not None
-        shared = staged.shared if window == 0 else None
-        if shared is not None:
-            shared_attention(query, shape, storage, tables, staged.table_rows, shared)
-        fixed = {}
-        if self.deterministic:
-            dtype = storage.keys[shape.layer].dtype
-            rows = max(fixed_rows(dtype, shape, 1), triton.next_power_of_2(shape.num_heads // shape.num_kv_heads))
-            fixed = {"fixed_rows": rows, "warps": 4, "tile": TILE // 2 if dtype == torch.float32 else TILE}
-        return decode_attention(
-            query, shape, storage, tables, staged.table_rows, staged.lengths, pieces, out=out,
-            shared=None if shared is None else (shared.words, shared.mixed, shared.weight), overlapped=staged.is_cut,
-            num_processors=self.num_processors, **fixed,
-        )  # fmt: skip
-
-    def stage_decode(
-        self,
-        segment: AttentionSegment,  # one query each; lengths and tables on the device
-        table_rows: torch.Tensor,  # i32[s]
-        pieces: dict[int, Pieces],  # by window; kept by the caller, since a CUDA graph reuses them
-        shapes: tuple[AttentionShape, ...],
-        shared: SharedRows | None = None,
-    ) -> None:
-        """Split the contexts on the device; the following layers of this pass use the result."""
-        for shape in shapes:
-            window = shape.window or 0
-            if window not in pieces:
-                pieces[window] = self._new_pieces(segment, shape)
-        for window, part in pieces.items():
-            cut(part, segment.context_lens, None if shared is None or window else shared.skipped)
-        self._staged = [StagedSegment(segment, segment.context_lens, table_rows, pieces, is_cut=True, shared=shared)]
+        return self.attention.attend(heads, shape, segments, storage)
 
     def stage_states(self, states: StagedStates) -> None:
         """The states of the next pass; kept by the caller, since a CUDA graph reuses them."""
         self._states = states
 
-    def _new_pieces(self, segment: AttentionSegment, shape: AttentionShape) -> Pieces:
-        if not self.deterministic:
-            return new_pieces(segment.num_sequences, shape, self.device, num_processors=self.num_processors)
-        fixed_len = segment.max_context_len
-        most = segment.num_sequences * triton.cdiv(fixed_len, FIXED_PIECE)
-        key = shape.num_heads, shape.head_dim
-        if key not in self._parts or len(self._parts[key][0]) < most:  # all steps use the same room, the largest first
-            self._parts[key] = new_parts(most, shape, self.device)
-        return new_pieces(
-            segment.num_sequences, shape, self.device, num_processors=self.num_processors, fixed_len=fixed_len,
-            parts=self._parts[key],
-        )  # fmt: skip
-
-    def _stage(self, segments: tuple[AttentionSegment, ...]) -> list[StagedSegment]:
-        """Stage the segments of a pass; all layers of a pass use the same ones."""
-        known = [staged.segment for staged in self._staged]
-        if len(known) != len(segments) or any(a is not b for a, b in zip(known, segments, strict=True)):
-            self._staged = [StagedSegment(segment) for segment in segments]
-        return self._staged
-
     # -- details ------------------------------------------------------------------------------------------------------
-    def _integers(self, values: Any) -> torch.Tensor:
-        if not isinstance(values, torch.Tensor):
-            return upload(np.asarray(values, dtype=np.int32), self.device)
-        return values.to(device=self.device, dtype=torch.int32)
-
     def _fuses_norm(self, x: torch.Tensor, norm: Norm) -> bool:
         """Whether the following product computes the norm: for one row and a plain RMS norm."""
         return x.dim() == 2 and x.shape[0] == 1 and not norm.centered and norm.bias is None and not self.deterministic

@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from bifolio.kernels.interface import AttentionSegment, AttentionShape, Heads, Storage
 from bifolio.kernels.torch_arrays import upload
 from bifolio.kernels.triton.split_kv import FIXED_PIECE
-from bifolio.kernels.triton.tiles import join_part, mix_tile, read_tile, score_constants
+from bifolio.kernels.triton.tiles import join_part, mix_tile, prefill_tile, read_tile, score_constants
 
 CUDNN_FROM = 1024  # tokens of each sequence; building cuDNN's plan does not pay off for shorter ones
 CUDNN_STEP = 1024  # lengths are padded to multiples of this, so that few plans are built
@@ -296,7 +296,7 @@ def prefill_attention(
         DIM_BLOCK=max(16, triton.next_power_of_2(shape.head_dim)),
         BLOCK_SIZE=block_size,
         ROWS=rows,
-        TILE=32 if wide else 64,
+        TILE=prefill_tile(shape.head_dim, keys.dtype),
         WINDOW=shape.window or 0,
         FRESH=fresh,
         PRECISION="ieee" if wide else "tf32",

@@ -10,7 +10,7 @@ import torch
 
 from bifolio.errors import UnsupportedModelError
 from bifolio.kernels import shared_prefix
-from bifolio.kernels.interface import Array, Network, SlotSizes, Storage
+from bifolio.kernels.interface import Array, Batch, Network, SlotSizes, Storage
 from bifolio.kernels.logit_edits import LogitEdits
 from bifolio.kernels.shared_prefix import SharedWork, share_work
 from bifolio.kernels.torch_arrays import upload
@@ -18,6 +18,7 @@ from bifolio.kernels.triton.cuda_graphs import DecodeGraphs, DeviceTokens, Graph
 from bifolio.kernels.triton.device_state import DeviceState, recorded_event
 from bifolio.kernels.triton.edits import SlotEdits
 from bifolio.kernels.triton.logprobs import MAX_TOP
+from bifolio.kernels.triton.prompt_graphs import INTERPRETED, ON_GPU, PromptGraphs
 from bifolio.kernels.triton.sampling import Mode, Results, choose_tokens
 from bifolio.kernels.triton.shared_attention import MAX_ITEMS, rows_per_item
 from bifolio.kernels.triton.tiles import LARGE_HEAD, TILE
@@ -38,6 +39,12 @@ class TritonSlots:
         self._block_size = storage.block_size
         self.state = DeviceState(sizes.num_slots, sizes.max_blocks, kernels.device)
         self.graphs = DecodeGraphs(kernels, network, storage, self.state)
+        self.prompts: PromptGraphs | None = None
+        if network.split is not None and not storage.layout.num_states:
+            steps = ON_GPU if self.state.on_gpu else INTERPRETED
+            self.prompts = PromptGraphs(
+                kernels, network, network.split, storage, self.state, self.graphs.recorder, steps
+            )
         self._shapes = network.shapes
         full = [shape for shape in network.shapes if shape.window is None]
         self._may_share = bool(full) and full[0].head_dim <= LARGE_HEAD and not kernels.deterministic
@@ -143,12 +150,17 @@ class TritonSlots:
     def decode_logits(self, slots: np.ndarray) -> Array:
         return self.graphs.launch(slots, None).logits[: len(slots)]
 
-    def warm_up(self) -> None:
-        """Capture the steps of batches that are all greedy, and of batches that draw with filters.
+    def prompt_logits(self, batch: Batch, slots: np.ndarray) -> Array | None:
+        return None if self.prompts is None else self.prompts.logits(batch, slots)
 
-        Both with and without shared prefixes. The kernels of other draws are compiled; their steps are captured when a
-        batch needs them, since the arrays of edits take memory that few engines use.
+    def warm_up(self) -> None:
+        """Capture steps with prompts, and decodes that are all greedy or drawn with filters.
+
+        Decodes both with and without shared prefixes. The kernels of other draws are compiled; their steps are captured
+        when a batch needs them, since the arrays of edits take memory that few engines use.
         """
+        if self.prompts is not None:
+            self.prompts.capture_all()
         compile_draws(self.state.device, self._vocab_size)
         for mode in (Mode(), Mode("filter")):
             self.graphs.capture_all(mode)
@@ -168,7 +180,7 @@ class TritonSlots:
 
 
 def compile_draws(device: str, vocab_size: int) -> None:
-    """Run the kernels of every mode once, on a few slots of their own; not those of typical and XTC, which are rare."""
+    """Run the kernels of every mode once, on a few slots of their own."""
     state = DeviceState(4, 1, device)
     edits = SlotEdits(state, vocab_size)
     ids, none = np.arange(2), np.zeros(0, np.int64)
@@ -181,7 +193,7 @@ def compile_draws(device: str, vocab_size: int) -> None:
     logits = torch.zeros((count, vocab_size), dtype=torch.float32, device=device)
     rows = torch.full((count,), -1, dtype=torch.int32, device=device)
     turn = torch.zeros(1, dtype=torch.int32, device=device)
-    for mode in (Mode("draw"), Mode("filter", True, False), Mode("filter", True, True)):
+    for mode in (Mode("draw"), Mode("filter", True, False), Mode("filter", True, True), Mode("filter", rare=True)):
         results = Results.new(1, count, mode, pinned=state.on_gpu)
         choose_tokens(logits, rows, state, turn, results, mode, edits if mode.edits else None)
     if state.on_gpu:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -11,6 +12,11 @@ from bifolio.kernels.interface import AttentionShape
 LOG2_E = 1.4426950408889634
 TILE = 64  # tokens per tile
 LARGE_HEAD = 256  # dimensions; larger heads have smaller tiles, and prefixes are not shared in their layers
+
+
+def prefill_tile(dim: int, dtype: torch.dtype) -> int:
+    """Tokens of a tile in prefill attention, and of both phases in deterministic mode; it fits in shared memory."""
+    return TILE // 2 if dtype == torch.float32 or dim > LARGE_HEAD else TILE
 
 
 def score_constants(shape: AttentionShape) -> tuple[float, float]:

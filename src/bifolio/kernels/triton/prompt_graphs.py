@@ -1,0 +1,245 @@
+# mypy: disallow-untyped-decorators=False
+"""Steps with prompts as CUDA graphs: captured for a few numbers of tokens, so that a step is one launch.
+
+    tokens  |<- decodes, one token each ->|<--- prompt 0 --->|<- prompt 1 ->|<- padding ->|
+
+Launched kernel by kernel, a step of a few hundred prompt tokens takes the host longer than the device. The inputs of a
+captured step are one array of words that the host sends. Decodes read their contexts in pieces (`split_kv`), prompts by
+tiles of queries (`prefill`); unused pieces and tiles end at once. The graph ends with the hidden states: the number of
+tokens whose logits are read varies, so the output layer is launched after it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from bifolio.kernels.interface import (
+    Array,
+    AttentionPhase,
+    AttentionSegment,
+    Batch,
+    Network,
+    SplitNetwork,
+    Storage,
+)
+from bifolio.kernels.triton.cuda_graphs import GraphKernels, GraphRecorder
+from bifolio.kernels.triton.device_state import DeviceState
+from bifolio.kernels.triton.lazy_fusion import tensor
+from bifolio.kernels.triton.prefill import QueryTiles
+from bifolio.kernels.triton.split_kv import Pieces
+
+
+class Sizes(NamedTuple):
+    """The steps that are captured."""
+
+    tokens: tuple[int, ...]  # smaller steps are padded to the next of these numbers
+    max_prompts: int
+
+    def most_tiles(self, num_tokens: int, rows: int) -> int:
+        """Tiles of any prompts with so many tokens together."""
+        return num_tokens // rows + self.max_prompts
+
+
+ON_GPU = Sizes((32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048), 32)
+INTERPRETED = Sizes((8, 24), 3)  # Triton's interpreter takes long for unused tiles
+
+
+@dataclass(slots=True)
+class PromptStep:
+    """The graph of one number of tokens and its static inputs, which are views of `words`."""
+
+    words: torch.Tensor  # i32
+    token_ids: torch.Tensor  # i32[t]  -1: the newest token of the slot
+    positions: torch.Tensor  # i32[t]
+    slots: torch.Tensor  # i32[t]  slot of each token; -1: padding
+    contexts: torch.Tensor  # i32[d]  of decodes; 0: none
+    table_rows: torch.Tensor  # i32[d]  slots of decodes
+    tiles: dict[int, QueryTiles]  # by their rows; the sequence after the last prompt is empty
+    known_ids: torch.Tensor  # i32[t]  token ids, newest tokens included
+    index: torch.Tensor  # i64[t]  cache index of K and V
+    graph: Any = None
+
+    @classmethod
+    def new(cls, sizes: Sizes, size: int, num_decodes: int, rows_of_tiles: list[int], device: str) -> PromptStep:
+        most = sizes.max_prompts
+        parts = [size, size, size, num_decodes, num_decodes, most + 2, most + 1, most + 1]
+        for rows in rows_of_tiles:
+            parts += [sizes.most_tiles(size, rows)] * 2
+        words = torch.zeros(sum(parts), dtype=torch.int32, device=device)
+        tokens, positions, slots, contexts, table_rows, starts, lengths, owners, *tiles = torch.split(words, parts)
+        slots.fill_(-1)
+        cut = {
+            rows: QueryTiles(sequence, first, starts, lengths, owners)
+            for rows, sequence, first in zip(rows_of_tiles, tiles[::2], tiles[1::2], strict=True)
+        }
+        index = torch.zeros(size, dtype=torch.int64, device=device)
+        return cls(words, tokens, positions, slots, contexts, table_rows, cut, torch.zeros_like(tokens), index)
+
+
+@dataclass(slots=True)
+class PromptGraphs:
+    """Launches steps with prompts on the state of the slots."""
+
+    kernels: GraphKernels
+    network: Network
+    split: SplitNetwork
+    storage: Storage
+    state: DeviceState
+    recorder: GraphRecorder
+    sizes: Sizes
+    _steps: dict[int, PromptStep] = field(default_factory=dict)  # by number of tokens
+    _pieces: dict[int, dict[int, Pieces]] = field(default_factory=dict)  # by number of decodes; the steps take turns
+    _hidden: torch.Tensor | None = None  # [tokens of the largest step, d]
+
+    def logits(self, batch: Batch, slots: np.ndarray) -> Array | None:
+        """f32[r, vocab]; None if no graph fits the batch. Does not wait for anything launched before."""
+        if not fits(self.sizes, batch):
+            return None
+        step = self._step(self.sizes.tokens[bisect_left(self.sizes.tokens, batch.num_tokens)])
+        words = words_of(self.sizes, step, batch, slots)
+        rows = np.arange(batch.num_tokens) if batch.logit_rows is None else batch.logit_rows
+        sent = self.state.send_words(np.concatenate([words, rows]).astype(np.int32))
+        step.words.copy_(sent[: len(words)])
+        if step.graph is None:
+            self._run(step)
+        else:
+            step.graph.replay()
+        return self.split.logits(self.kernels, self.kernels.take(self._hidden, sent[len(words) :]))
+
+    def capture_all(self) -> None:
+        """Capture all sizes now, the largest first."""
+        for size in reversed(self.sizes.tokens):
+            self._step(size)
+
+    def _step(self, size: int) -> PromptStep:
+        if size not in self._steps:
+            segment, attention = self._segment(size), self.kernels.attention
+            rows = {
+                attention.rows_of_tile(shape, segment, self.kernels.dtype, self.storage)
+                for shape in self.network.shapes
+            }
+            num_decodes = min(size, self.state.num_slots)
+            step = PromptStep.new(self.sizes, size, num_decodes, sorted(rows), self.state.device)
+            if self.state.on_gpu:
+                step.graph = self.recorder.record(lambda: self._run(step))
+            self._steps[size] = step
+        return self._steps[size]
+
+    def _segment(self, size: int) -> AttentionSegment:
+        """The prompts of a step, among all of its tokens."""
+        segment = replace(self.split.prompt_segment(size), fresh=False, block_tables=self.state.tables)
+        return replace(segment, max_context_len=self._max_context_len)
+
+    @property
+    def _max_context_len(self) -> int:
+        return self.state.max_blocks * self.storage.block_size
+
+    def _run(self, step: PromptStep) -> None:
+        size, num_decodes = len(step.token_ids), len(step.contexts)
+        begin_prompts(step, self.state, self.storage.block_size)
+        decodes = replace(
+            self.network.decode_segment(num_decodes),
+            block_tables=self.state.tables,
+            context_lens=step.contexts,
+            max_context_len=self._max_context_len,
+        )
+        prompts = self._segment(size)
+        pieces = self._pieces.setdefault(num_decodes, {})
+        shapes = tuple({shape.window: shape for shape in self.network.shapes}.values())
+        self.kernels.attention.stage_decode(decodes, step.table_rows, pieces, shapes)
+        self.kernels.attention.stage_prompts(prompts, step.tiles, step.positions)
+        batch = Batch(step.known_ids, step.positions, step.index, (decodes, prompts), None)
+        hidden = tensor(self.split.hidden(self.kernels, batch, self.storage))
+        if self._hidden is None:
+            self._hidden = hidden.new_empty((self.sizes.tokens[-1], hidden.shape[1]))
+        self._hidden[:size].copy_(hidden)
+
+
+def fits(sizes: Sizes, batch: Batch) -> bool:
+    """Whether a captured step can run the batch: decodes of one token each, then a few prompts."""
+    *decodes, prompts = batch.segments
+    return (
+        batch.num_tokens <= sizes.tokens[-1]
+        and batch.states is None
+        and batch.taps is None
+        and prompts.phase is AttentionPhase.PREFILL
+        and prompts.num_sequences <= sizes.max_prompts
+        and all(segment.max_query_len == 1 for segment in decodes)
+    )
+
+
+def words_of(sizes: Sizes, step: PromptStep, batch: Batch, slots: np.ndarray) -> np.ndarray:
+    """i32: the contents of `step.words` for a batch whose sequences hold these slots."""
+    *decodes, prompts = batch.segments
+    count, size = prompts.token_start, len(step.token_ids)
+    tokens = np.zeros((3, size), dtype=np.int32)
+    tokens[2] = -1
+    tokens[0, : batch.num_tokens], tokens[1, : batch.num_tokens] = batch.token_ids, batch.positions
+    lengths = np.diff(prompts.query_starts)
+    tokens[2, :count] = slots[:count]
+    tokens[2, count : batch.num_tokens] = np.repeat(slots[count:], lengths)
+    own = np.zeros((2, len(step.contexts)), dtype=np.int32)
+    if decodes:
+        own[:, :count] = decodes[0].context_lens, slots[:count]
+    starts = np.full(sizes.max_prompts + 2, batch.num_tokens)
+    starts[: len(lengths)] = count + np.asarray(prompts.query_starts[:-1])
+    contexts, owners = np.zeros((2, sizes.max_prompts + 1), dtype=np.int32)
+    contexts[: len(lengths)], owners[: len(lengths)] = prompts.context_lens, slots[count:]
+    parts = [tokens.reshape(-1), own.reshape(-1), starts, contexts, owners]
+    for rows in step.tiles:
+        parts += tiles_of(lengths, rows, sizes.most_tiles(size, rows), sizes.max_prompts)
+    return np.concatenate(parts).astype(np.int32)
+
+
+def tiles_of(lengths: np.ndarray, rows: int, most: int, empty: int) -> list[np.ndarray]:
+    """[sequence i64[most], first query i64[most]] of tiles of so many rows; unused ones belong to sequence `empty`."""
+    counts = -(-lengths // rows)
+    owner = np.repeat(np.arange(len(counts)), counts)
+    first = (np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)) * rows
+    unused = np.zeros(most - len(owner), dtype=np.int64)
+    return [np.concatenate([owner, unused + empty]), np.concatenate([first, unused])]
+
+
+@triton.jit(
+    do_not_specialize=["num_tokens", "table_stride"],
+    do_not_specialize_on_alignment=["token_ids", "positions", "slots", "tables", "newest", "known_ids", "index"],
+)
+def _begin_prompts_kernel(
+    token_ids: tl.tensor,  # i32[t]
+    positions: tl.tensor,  # i32[t]
+    slots: tl.tensor,  # i32[t]
+    tables: tl.tensor,  # i32[slots, max_blocks]
+    newest: tl.tensor,  # i32[slots]
+    known_ids: tl.tensor,  # i32[t]
+    index: tl.tensor,  # i64[t]
+    num_tokens: tl.tensor,
+    table_stride: tl.tensor,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exists = row < num_tokens
+    slot = tl.load(slots + row, mask=exists, other=-1)
+    real = slot >= 0
+    position = tl.load(positions + row, mask=real, other=0)
+    token = tl.load(token_ids + row, mask=real, other=0)
+    token = tl.where(token < 0, tl.load(newest + slot, mask=real & (token < 0), other=0), token)
+    block = tl.load(tables + slot.to(tl.int64) * table_stride + position // BLOCK_SIZE, mask=real, other=0)
+    tl.store(known_ids + row, tl.maximum(token, 0), mask=exists)  # -1: no token could be chosen; the row is given up
+    tl.store(index + row, block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE, mask=exists)
+
+
+def begin_prompts(step: PromptStep, state: DeviceState, block_size: int) -> None:
+    """Fill in newest tokens and the place of each token's K and V; those of padding lie in the padding block."""
+    num_tokens, block = len(step.token_ids), 128
+    _begin_prompts_kernel[(triton.cdiv(num_tokens, block),)](
+        step.token_ids, step.positions, step.slots, state.tables, state.tokens, step.known_ids, step.index, num_tokens,
+        state.tables.stride(0), BLOCK_SIZE=block_size, BLOCK=block, num_warps=4,
+    )  # fmt: skip
