@@ -23,8 +23,8 @@ PHASE_KERNELS = {  # set -> paths of its attention functions
         AttentionPhase.DECODE: "bifolio.kernels.torch_reference.TorchKernels._attend_decode",
     },
     "triton": {
-        AttentionPhase.PREFILL: "bifolio.kernels.triton.kernel_set.prefill_attention",
-        AttentionPhase.DECODE: "bifolio.kernels.triton.kernel_set.decode_attention",
+        AttentionPhase.PREFILL: "bifolio.kernels.triton.attention.prefill_attention",
+        AttentionPhase.DECODE: "bifolio.kernels.triton.attention.decode_attention",
     },
 }
 

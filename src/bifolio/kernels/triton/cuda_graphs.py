@@ -9,8 +9,10 @@ Without a GPU the step runs directly in Triton's interpreter instead of being ca
 
 from __future__ import annotations
 
+import gc
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -144,9 +146,7 @@ class GraphRecorder:
             run()
         torch.cuda.synchronize(self._device)
         graph: Any = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(
-            self._stream
-        ):  # torch.cuda.graph() would also run the garbage collector, for up to a second
+        with torch.cuda.stream(self._stream), no_garbage_collection():
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 run()
@@ -154,6 +154,21 @@ class GraphRecorder:
                 graph.capture_end()
         self._pool = self._pool or graph.pool()
         return graph
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Keep graphs and pinned memory of dropped engines from being freed inside: that would invalidate a capture.
+
+    `torch.cuda.graph` collects garbage before each capture instead, for up to a second.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class DecodeGraphs:
