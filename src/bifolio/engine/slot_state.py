@@ -136,8 +136,8 @@ class SlotState:
         return HostBatch.from_plan(plan, readout, self.tables, self._newest, self._blocks.block_size)
 
     def run_on_device(self, plan: StepPlan, batch: HostBatch) -> Array | None:
-        """Logits of a step with prompts that the device has captured; None if it has not."""
-        if self.device is None or not plan.prefills or any(item.num_new > 1 for item in plan.decodes):
+        """Logits of a step with prompts or drafts that the device has captured; None if it has not."""
+        if self.device is None:
             return None
         slots = np.array([item.slot for item in plan.scheduled], dtype=np.int32)
         return self.device.prompt_logits(batch.on_host(), slots)

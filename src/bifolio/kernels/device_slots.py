@@ -106,10 +106,10 @@ class DeviceSlots(Protocol):
         ...
 
     def prompt_logits(self, batch: Batch, slots: np.ndarray) -> Array | None:
-        """f32[r, vocab]: a step with prompts, without sampling; valid until the next launch. None: it is not captured.
+        """f32[r, vocab]: a step with prompts or drafts, without sampling. None: it is not captured.
 
         The arrays of `batch` are on the host. `slots` (i32[n]) hold its sequences; -1 among the tokens of decodes
-        stands for the newest token of the slot.
+        stands for the newest token of the slot. The logits are valid until the next launch.
         """
         ...
 

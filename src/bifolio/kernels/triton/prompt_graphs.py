@@ -1,12 +1,13 @@
 # mypy: disallow-untyped-decorators=False
-"""Steps with prompts as CUDA graphs: captured for a few numbers of tokens, so that a step is one launch.
+"""Steps with prompts or drafts as CUDA graphs: captured for a few numbers of tokens, so that a step is one launch.
 
     tokens  |<- decodes, one token each ->|<--- prompt 0 --->|<- prompt 1 ->|<- padding ->|
 
-Launched kernel by kernel, a step of a few hundred prompt tokens takes the host longer than the device. The inputs of a
-captured step are one array of words that the host sends. Decodes read their contexts in pieces (`split_kv`), prompts by
-tiles of queries (`prefill`); unused pieces and tiles end at once. The graph ends with the hidden states: the number of
-tokens whose logits are read varies, so the output layer is launched after it.
+Launched kernel by kernel, a step of some hundred tokens takes the host longer than the device. The inputs of a captured
+step are one array of words that the host sends. Decodes read their contexts in pieces (`split_kv`), prompts by tiles of
+queries (`prefill`); unused pieces and tiles end at once. Decodes with drafts are laid out like chunks of prompts. The
+graph ends with the hidden states: the number of tokens whose logits are read varies, so the output layer is launched
+after it.
 """
 
 from __future__ import annotations
@@ -163,35 +164,41 @@ class PromptGraphs:
 
 
 def fits(sizes: Sizes, batch: Batch) -> bool:
-    """Whether a captured step can run the batch: decodes of one token each, then a few prompts."""
-    *decodes, prompts = batch.segments
+    """Whether a captured step can run the batch: any decodes of one token each, then a few longer sequences."""
+    longer = batch.segments[int(has_decodes(batch)) :]
     return (
         batch.num_tokens <= sizes.tokens[-1]
         and batch.states is None
         and batch.taps is None
-        and prompts.phase is AttentionPhase.PREFILL
-        and prompts.num_sequences <= sizes.max_prompts
-        and all(segment.max_query_len == 1 for segment in decodes)
+        and 0 < sum(segment.num_sequences for segment in longer) <= sizes.max_prompts
     )
+
+
+def has_decodes(batch: Batch) -> bool:
+    """Whether the first segment has decodes of one token each; decodes with drafts run as prompts do."""
+    first = batch.segments[0]
+    return first.phase is AttentionPhase.DECODE and first.max_query_len == 1
 
 
 def words_of(sizes: Sizes, step: PromptStep, batch: Batch, slots: np.ndarray) -> np.ndarray:
     """i32: the contents of `step.words` for a batch whose sequences hold these slots."""
-    *decodes, prompts = batch.segments
-    count, size = prompts.token_start, len(step.token_ids)
+    border = int(has_decodes(batch))
+    decodes, longer = batch.segments[:border], batch.segments[border:]
+    count, size = longer[0].token_start, len(step.token_ids)
+    lengths = np.concatenate([np.diff(segment.query_starts) for segment in longer])
     tokens = np.zeros((3, size), dtype=np.int32)
     tokens[2] = -1
     tokens[0, : batch.num_tokens], tokens[1, : batch.num_tokens] = batch.token_ids, batch.positions
-    lengths = np.diff(prompts.query_starts)
     tokens[2, :count] = slots[:count]
     tokens[2, count : batch.num_tokens] = np.repeat(slots[count:], lengths)
     own = np.zeros((2, len(step.contexts)), dtype=np.int32)
-    if decodes:
-        own[:, :count] = decodes[0].context_lens, slots[:count]
+    for segment in decodes:
+        own[:, :count] = segment.context_lens, slots[:count]
     starts = np.full(sizes.max_prompts + 2, batch.num_tokens)
-    starts[: len(lengths)] = count + np.asarray(prompts.query_starts[:-1])
+    starts[: len(lengths)] = count + np.cumsum(lengths) - lengths
     contexts, owners = np.zeros((2, sizes.max_prompts + 1), dtype=np.int32)
-    contexts[: len(lengths)], owners[: len(lengths)] = prompts.context_lens, slots[count:]
+    contexts[: len(lengths)] = np.concatenate([segment.context_lens for segment in longer])
+    owners[: len(lengths)] = slots[count:]
     parts = [tokens.reshape(-1), own.reshape(-1), starts, contexts, owners]
     for rows in step.tiles:
         parts += tiles_of(lengths, rows, sizes.most_tiles(size, rows), sizes.max_prompts)
