@@ -282,8 +282,8 @@ def _decode_by_slots(kernels: KernelSet, slots: Any, logits: np.ndarray) -> Outp
     for slot, prompt in zip(taken.tolist(), PROMPTS, strict=True):
         slots.set_params(slot, greedy, 0, edits)
         slots.set_history(slot, np.array(prompt, np.int32), [])
-        slots.set_mask(slot, np.ones(VOCAB, np.bool_))
         slots.set_blocks(slot, 0, tables[slot, : -(-(len(prompt) + 3) // BLOCK_SIZE)].tolist())
+    slots.mask_rows(taken)[:] = -1
     drawn = slots.draw(kernels.from_host(logits[::-1].copy()), rows[::-1], taken, lengths)
     tokens = [drawn.wait()]
     filled = slots.fill_tokens(kernels.from_host(np.array([-1, 5, -1], np.int32)), taken)
