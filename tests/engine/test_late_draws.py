@@ -204,6 +204,18 @@ def test_a_grammar_that_fails_ends_its_request_alone(monkeypatch: pytest.MonkeyP
     assert engine.blocks.num_used_blocks == 0
 
 
+def test_preempted_sequences_continue_where_they_were() -> None:
+    """Blocks run out while masks are in flight: the plan waits for the tokens, preempts, and nothing changes."""
+    engine = new_engine(num_blocks=16, max_model_len=48)
+    options = {"max_tokens": 25, **PENALTIES}
+    requests = [engine.add_request(str(i), prompt_of(i), parameters("endless", seed=i, **options)) for i in range(4)]
+    drain(engine)
+    assert engine.stats().num_preemptions > 0
+    for number, request in enumerate(requests):
+        assert_like_alone(request, number, "endless", (("seed", number), *options.items()))
+    assert engine.blocks.num_used_blocks == 0
+
+
 each_request = st.tuples(
     st.sampled_from(["", *GRAMMARS]),
     st.fixed_dictionaries(
@@ -213,7 +225,7 @@ each_request = st.tuples(
             "logprobs": st.sampled_from([0, 3]),
             "temperature": st.just(0.0),
             "top_p": st.just(0.8),
-            "max_tokens": st.sampled_from([1, 3, 17]),
+            "max_tokens": st.sampled_from([1, 3, 25]),
             "repetition_penalty": st.just(1.4),
             "presence_penalty": st.just(0.7),
             "no_repeat_ngram_size": st.just(2),  # drawn on the host
@@ -228,7 +240,7 @@ each_request = st.tuples(
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     st.lists(each_request, min_size=1, max_size=6),
-    st.sampled_from([24, 34, 128]),
+    st.sampled_from([26, 36, 200]),
     st.sampled_from([3, 32]),
     st.booleans(),
 )
@@ -237,7 +249,12 @@ def test_any_batch_gets_the_tokens_of_requests_alone(
 ) -> None:
     """Grammars, penalties, logprobs, forks, aborts, ends and preemptions in one batch; no block is left."""
     engine = new_engine(
-        num_blocks=num_blocks, max_model_len=64, chunk_size=chunk_size, enable_prefix_caching=caching, max_num_seqs=6
+        block_size=2,
+        num_blocks=num_blocks,
+        max_model_len=48,
+        chunk_size=chunk_size,
+        enable_prefix_caching=caching,
+        max_num_seqs=6,
     )
     requests: dict[int, Request] = {}
     for step in range(2000):
