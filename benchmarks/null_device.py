@@ -49,7 +49,8 @@ class NullDevice:
 
     def set_history(self, slot: int, prompt: np.ndarray, output: Any) -> None: ...
 
-    def set_mask(self, slot: int, mask: np.ndarray) -> None: ...
+    def mask_rows(self, slots: np.ndarray) -> np.ndarray:
+        return np.empty((len(slots), -(-self._vocab_size // 32)), dtype=np.int32)
 
     def set_blocks(self, slot: int, first: int, block_ids: Any) -> None: ...
 
@@ -67,8 +68,8 @@ class NullDevice:
     def decode(self, slots: np.ndarray, tables: np.ndarray, lengths: np.ndarray) -> DrawnTokens:
         return self._drawn(slots)
 
-    def decode_logits(self, slots: np.ndarray) -> Any:
-        raise SystemExit("the benchmark has no step that the host samples")
+    def decode_logits(self, slots: np.ndarray, tables: Any = None, lengths: Any = None) -> Any:
+        return np.empty((len(slots), 0), dtype=np.float32)  # not read: `draw` needs the number of draws alone
 
     def prompt_logits(self, batch: Any, slots: np.ndarray) -> None:
         return None

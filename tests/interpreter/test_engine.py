@@ -147,19 +147,53 @@ def test_counts_follow_drafts() -> None:
 
 
 def test_a_grammar_is_drawn_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its mask comes with each step; other rows run ahead of it."""
+    """Its steps are launched ahead; its mask comes when the token before it is known, and the draw follows."""
     pytest.importorskip("llguidance")
     model = tiny_loaded(tokenizer=True)
     each = [
         {"grammar": Grammar.regex("[a-f]{3,4}"), "seed": 1, "logprobs": 1},
         {"seed": 2},
         {"grammar": {"enum": [7]}, "seed": 3},
+        {"grammar": Grammar.regex("[a-f]{9}"), "seed": 4, **PENALTIES},
     ]
     options = parameters(each, temperature=1.0, max_tokens=6)
     expected = generate(make_engine(model), options)
     engine = make_engine(model, kernels=TritonKernels("cpu", "f32"))
     draw_on_device(engine, monkeypatch)
     assert_same(engine, options, expected)
+    assert engine.stats().num_steps <= 8  # prompts, then a step for each token
+
+
+def test_a_grammar_behind_a_shared_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes whose draws are late read common prefixes once too, and their rows come back in the order of the slots."""
+    pytest.importorskip("llguidance")
+    monkeypatch.setattr("bifolio.kernels.shared_prefix.MIN_SAVED", 1)
+    model, params = tiny_loaded(tokenizer=True), {"temperature": 1.0, "max_tokens": 2}
+    beginning = random_prompt(66, seed=1, vocab_size=61)
+    options = [
+        SamplingParams(grammar=Grammar.regex("[a-f]{9}"), seed=1, **params),
+        SamplingParams(ignore_eos=True, seed=2, **params),
+        SamplingParams(grammar=Grammar.regex("[g-z]{9}"), seed=3, **params),
+    ]
+    prompts = [[*beginning, 3], [5, 6, 7], [*beginning, 4]]
+    outcomes, shared = [], []
+    for kernels in (ReferenceKernels(), TritonKernels("cpu", "f32")):
+        engine = make_engine(model, kernels=kernels)
+        if engine.slots.device is not None:
+            graphs: Any = engine.slots.device.graphs  # type: ignore[attr-defined]
+            launch = graphs.launch
+
+            def watched(slots: Any, mode: Any, work: Any = None, launch: Any = launch) -> Any:
+                shared.append((mode is None, work is not None))
+                return launch(slots, mode, work)
+
+            graphs.launch = watched
+        requests = [engine.add_request(str(i), p, o) for i, (p, o) in enumerate(zip(prompts, options, strict=True))]
+        while engine.has_work:
+            engine.step()
+        outcomes.append([output_ids(request) for request in requests])
+    assert outcomes[0] == outcomes[1]
+    assert (True, True) in shared
 
 
 def test_a_shared_prompt_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:

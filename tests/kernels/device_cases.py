@@ -282,10 +282,10 @@ def _decode_by_slots(kernels: KernelSet, slots: Any, logits: np.ndarray) -> Outp
     for slot, prompt in zip(taken.tolist(), PROMPTS, strict=True):
         slots.set_params(slot, greedy, 0, edits)
         slots.set_history(slot, np.array(prompt, np.int32), [])
-        slots.set_mask(slot, np.ones(VOCAB, np.bool_))
         slots.set_blocks(slot, 0, tables[slot, : -(-(len(prompt) + 3) // BLOCK_SIZE)].tolist())
     captured = slots.prompt_logits(prompt_batch().on_host(), taken)  # rewrites the keys and values of the prompts
     assert np.abs(kernels.to_host(captured) - logits).max() < 0.05 * logits.std()
+    slots.mask_rows(taken)[:] = -1
     drawn = slots.draw(kernels.from_host(logits[::-1].copy()), rows[::-1], taken, lengths)
     tokens = [drawn.wait()]
     filled = slots.fill_tokens(kernels.from_host(np.array([-1, 5, -1], np.int32)), taken)

@@ -15,6 +15,7 @@ from bifolio.kernels.triton.edits import SlotEdits
 from bifolio.kernels.triton.logprobs import read_scores
 from bifolio.kernels.triton.sampling import Mode, Results, choose_tokens
 from bifolio.sampling.edits import device_edits
+from bifolio.sampling.joint_masks import JointMasks
 from bifolio.sampling.logprobs import finish_scores
 from bifolio.sampling.sampler import SampledTokens, Sampler, SamplingTable
 from bifolio.sampling_params import SamplingParams
@@ -120,6 +121,8 @@ class FixedMask:
     def allowed(self, pending: Sequence[int]) -> np.ndarray:
         return self.mask
 
+    def restart(self) -> None: ...
+
 
 def random_rows(options: str, num_rows: int, vocab: int, rng: np.random.Generator) -> Rows:
     choices, is_edited = OPTIONS[options], options in EDITS
@@ -163,9 +166,9 @@ def on_device(logits: np.ndarray, rows: Rows, device: str, **sizes: int) -> Samp
         edits.set(slot, own_edits[slot])
         if own_edits[slot].counts_tokens:
             edits.set_history(slot, np.array(rows.prompts[slot]), rows.outputs[slot])
-        mask = rows.masks[slot]
-        if mask is not None:
-            edits.set_mask(slot, mask.allowed(()))
+    masked = [slot for slot in range(num_rows) if rows.masks[slot] is not None]
+    if masked:
+        JointMasks().fill([rows.masks[slot] for slot in masked], edits.mask_rows(np.array(masked)))
     state.set_lengths(np.arange(num_rows), rows.positions - 1)
     state.send()
     edits.send()

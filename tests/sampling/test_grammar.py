@@ -153,7 +153,7 @@ def test_preemption_changes_nothing() -> None:
 
 
 def test_a_mask_follows_its_list_wherever_it_goes() -> None:
-    """Compared with a fresh matcher at every turn: appended, cut, exchanged, with and without drafts."""
+    """Compared with a fresh matcher at every turn: appended, cut, exchanged and announced, with and without drafts."""
     compiled = compile_grammar(Grammar.regex("(ab|cd|abe){1,40}"), tiny_loaded(tokenizer=True))
     tokenizer = tiny_tokenizer()
     texts = ["", "ab", "abcd", "abe", "cdcdab", "abab", "ababcd"]
@@ -162,7 +162,14 @@ def test_a_mask_follows_its_list_wherever_it_goes() -> None:
     mask = compiled.follow(output)
     rng = random.Random(1)
     for _ in range(200):
-        output[:] = rng.choice(lists)
+        change = rng.choice(["append", "cut", "exchange"])
+        if change == "append":
+            output += tokenizer.encode(rng.choice(["ab", "cd"])).ids
+        elif change == "cut":
+            del output[2 * rng.randint(0, len(output) // 2) :]
+        else:
+            output[:] = rng.choice(lists)
+            mask.restart()
         pending = rng.choice([[], tokenizer.encode("ab").ids, tokenizer.encode("zz").ids])
         expected = compiled.follow([*output, *pending]).allowed([])
         found = mask.allowed(pending)

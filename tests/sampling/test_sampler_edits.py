@@ -154,6 +154,8 @@ class EvenTokens:
             return mask
         return np.packbits(np.pad(mask, (0, -VOCAB % 32)), bitorder="little").view(np.uint32)
 
+    def restart(self) -> None: ...
+
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_token_masks(packed: bool) -> None:

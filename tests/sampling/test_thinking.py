@@ -30,6 +30,8 @@ class Only:
         bits[token >> 3] = 1 << (token & 7)
         return bits
 
+    def restart(self) -> None: ...
+
 
 def allowed(rule: AfterThinking, output: list[int], pending: Sequence[int] = ()) -> set[int]:
     bits = np.unpackbits(rule.follow(output).allowed(pending), bitorder="little")[:VOCAB]

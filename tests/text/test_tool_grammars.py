@@ -23,8 +23,8 @@ from helpers import tiny_loaded
 @pytest.fixture(autouse=True)
 def masks_without_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """The grammars count here, not the time of their masks, which a busy machine lengthens."""
-    monkeypatch.setattr("bifolio.sampling.grammar.MAX_MASK_SECONDS", 60.0)
-    monkeypatch.setattr("bifolio.sampling.grammar.MEAN_MASK_SECONDS", 60.0)
+    monkeypatch.setattr("bifolio.sampling.grammar_mask.MAX_MASK_SECONDS", 60.0)
+    monkeypatch.setattr("bifolio.sampling.grammar_mask.MEAN_MASK_SECONDS", 60.0)
 
 
 WEATHER = {

@@ -16,7 +16,8 @@ from bifolio.api.generation import Generation, GrowingOutput
 from bifolio.api.llm import LLM
 from bifolio.api.outputs import RequestOutput, request_output
 from bifolio.api.prompts import Prompt, as_prompts
-from bifolio.engine.engine import EngineStats, InferenceEngine
+from bifolio.engine.engine import InferenceEngine
+from bifolio.engine.stats import EngineStats
 from bifolio.engine.thread import EngineThread
 from bifolio.errors import EngineDeadError
 from bifolio.model.loaded import LoadedModel

@@ -5,8 +5,9 @@
     collect  the tokens of a launched step are read: append, stop, fork, verify, finish
 
 On a CPU a ticket is complete when `launch` returns and is collected at once. On a GPU the host plans and launches step
-t + 1 while step t runs; sequences whose next draw depends on a token value skip a step. One thread owns an engine;
-other threads send commands through a queue (`engine.thread`).
+t + 1 while step t runs. Grammar masks need the tokens of step t: a step with such masks is launched up to its logits,
+and drawn when step t is collected. Sequences that the host draws from token values skip a step. One thread owns an
+engine; other threads send commands through a queue (`engine.thread`).
 """
 
 from __future__ import annotations
@@ -14,13 +15,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence as Sequences
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from bifolio.beam_params import BeamSearchParams
 from bifolio.cache.block_manager import KVCacheBlockManager
-from bifolio.cache.sharing import BlockShareManager, ShareStats, SpeculativeDecodingSharing
-from bifolio.cache.states import StateStats
+from bifolio.cache.sharing import BlockShareManager, SpeculativeDecodingSharing
 from bifolio.config import EngineConfig
 from bifolio.engine.executor import DecodeExecutor, ModelRunner, Peers, PrefillExecutor
 from bifolio.engine.fault.progress import ProgressWatch
@@ -31,6 +31,7 @@ from bifolio.engine.requests import RequestFactory
 from bifolio.engine.slot_state import SlotState
 from bifolio.engine.speculative.speculator import new_speculator, with_taps
 from bifolio.engine.state_plan import with_states
+from bifolio.engine.stats import EngineStats
 from bifolio.errors import RequestError
 from bifolio.kernels.interface import KernelSet, SlotSizes
 from bifolio.kernels.storage import BlockMover
@@ -44,25 +45,6 @@ from bifolio.schedule.orchestrators import DecodeOrchestrator, PrefillOrchestrat
 from bifolio.schedule.phases import PhaseManager
 from bifolio.schedule.plan import BatchSlot, StepPlan
 from bifolio.sequence import FinishReason, Request, RequestPhase, Sequence, StepResult
-
-
-@dataclass(slots=True)
-class EngineStats:
-    """Counters since the start, and the present state."""
-
-    num_steps: int = 0
-    num_prefill_tokens: int = 0
-    num_decode_tokens: int = 0
-    num_preemptions: int = 0
-    num_prompt_tokens: int = 0  # of admitted requests
-    num_cached_tokens: int = 0  # of those, found in the prefix cache
-    num_running: int = 0
-    num_waiting: int = 0
-    num_blocks: int = 0
-    num_used_blocks: int = 0
-    utilisation: float = 1.0  # reserved tokens over the capacity of all blocks in use
-    states: StateStats = field(default_factory=StateStats)
-    sharing: ShareStats = field(default_factory=lambda: ShareStats(0, 0, 0, 0.0))
 
 
 class InferenceEngine:
@@ -155,6 +137,8 @@ class InferenceEngine:
             self.in_flight.append(self.launch(plan))
         elif not self.has_work:
             self.blocks.check_invariants()  # idle: check that no block leaked
+        if self.in_flight and self.in_flight[-1].launched.undrawn is not None:
+            self.draw()
         while len(self.in_flight) > self._depth:
             self.collect()
         return self._outbox
@@ -197,6 +181,13 @@ class InferenceEngine:
         self.postprocess.collect(ticket, self._outbox)
         if self.speculator is not None and not ticket.plan.prefills:
             self.speculator.observe_step(ticket.plan, time.perf_counter() - ticket.started)
+
+    def draw(self) -> None:
+        """Launch the late draw of the newest step: its masks depend on the tokens of the steps before it."""
+        while len(self.in_flight) > 1:
+            self.collect()
+        ticket = self.in_flight[-1]
+        ticket.launched.draw(ticket.readout, self.slots)
 
     def take_back(self) -> list[Request]:
         """Discard all launched steps and preempt all running sequences; return their requests, oldest first.

@@ -166,6 +166,11 @@ class Launched:
     draws: Draws | None
     logits: Array | None  # f32[r, vocab]; None when only sampling reads them
     states: Array | None = None  # f32[t, taps * d]  hidden states of all tokens, if the launch asked for them
+    undrawn: Array | None = None  # f32[r, vocab] whose draw waits for masks (`SlotState.draws_late`)
+
+    def draw(self, readout: Readout, slots: SlotState) -> None:
+        """Launch the draw that the launch of the pass left open; all steps before it are collected."""
+        self.draws, self.undrawn = slots.draw(self.undrawn, readout), None
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +212,7 @@ class _Executor:
         return self.runner.run(batch) if program is None else program.run(batch, self.runner.storage)
 
     def launch(self, plan: StepPlan, readout: Readout, slots: SlotState, with_states: bool = False) -> Launched:
-        """Queue the pass of a plan and its sampling."""
+        """Queue the pass of a plan, and its sampling unless that is a late one."""
         batch = slots.lay_out(plan, readout)
         states = None
         logits = None if with_states else slots.run_on_device(plan, batch)
@@ -216,7 +221,16 @@ class _Executor:
             if with_states:
                 staged = self.runner.with_taps(staged)
             logits, states = self.run(staged), staged.taps
-        return Launched(slots.draw(logits, readout), None if readout.is_plain else logits, states)
+        return self._launched(logits, plan, readout, slots, states)
+
+    def _launched(
+        self, logits: Array, plan: StepPlan, readout: Readout, slots: SlotState, states: Array | None = None
+    ) -> Launched:
+        """Queue the draw of a pass, unless it is a late one."""
+        launched = Launched(None, None if readout.is_plain else logits, states, logits)
+        if not slots.draws_late(plan):
+            launched.draw(readout, slots)
+        return launched
 
     def append(
         self,
@@ -286,8 +300,7 @@ class DecodeExecutor(_Executor):
             draws = slots.draw_with_pass(plan, on_device)
             if draws is not None:
                 return Launched(draws, None)
-        logits = slots.device.decode_logits(on_device)
-        return Launched(slots.draw(logits, readout), None if readout.is_plain else logits)
+        return self._launched(slots.logits_on_device(plan, on_device), plan, readout, slots)
 
     def step(self, kv_cache: KvCacheEntry, token: int) -> int:
         """Append the newest token and return the most likely next one."""

@@ -15,9 +15,10 @@ import numpy as np
 
 from bifolio.cache.block_manager import KVCacheBlockManager
 from bifolio.engine.host_batch import ON_DEVICE, HostBatch, Readout, newest_token
-from bifolio.errors import NO_FINITE_LOGIT, ModelOutputError, RequestError
+from bifolio.errors import NO_FINITE_LOGIT, ModelOutputError, PhaseError, RequestError
 from bifolio.kernels.interface import Array, Batch, DeviceSlots, KernelSet, PendingTokens, TokenScores
 from bifolio.sampling.edits import device_edits
+from bifolio.sampling.joint_masks import JointMasks
 from bifolio.sampling.logprobs import finish_scores
 from bifolio.sampling.sampler import NOTHING, NOTHING_FOLLOWS, SampledTokens, Sampler, SamplingTable
 from bifolio.schedule.plan import StepPlan
@@ -80,7 +81,8 @@ class SlotState:
         self._on_device = np.zeros(num_slots, dtype=np.bool_)  # the slot is drawn on the device
         self._counts_tokens = np.zeros(num_slots, dtype=np.bool_)  # and its edits depend on the tokens before
         self._knows_history = np.zeros(num_slots, dtype=np.bool_)  # the device has counted all of these
-        self._has_mask = np.zeros(num_slots, dtype=np.bool_)  # and its mask is sent with each step
+        self._has_mask = np.zeros(num_slots, dtype=np.bool_)  # and its mask is sent with each draw
+        self._masks = JointMasks()
 
     @property
     def table(self) -> SamplingTable:
@@ -116,10 +118,16 @@ class SlotState:
         self._on_device[slot] = self._counts_tokens[slot] = self._has_mask[slot] = False
 
     def waits_for_tokens(self, slot: int) -> bool:
-        """Whether the slot's next draw depends on the values of the tokens before it: its steps cannot run ahead."""
-        if self._on_device[slot]:
-            return bool(self._has_mask[slot])
-        return bool(self.table.reads_history[slot])
+        """Whether the host draws the slot's tokens and needs the values of those before: its steps cannot run ahead."""
+        return bool(self.table.reads_history[slot] and not self._on_device[slot])
+
+    def draws_late(self, plan: StepPlan) -> bool:
+        """Whether a mask of the step depends on tokens in flight.
+
+        The pass of such a step is launched ahead like any other; its draw follows when those tokens are collected.
+        """
+        has_mask = self._has_mask
+        return bool(has_mask.any()) and any(item.sequence.num_expected and has_mask[item.slot] for item in plan.decodes)
 
     # -- one step ------------------------------------------------------------------------------------------------------
     def update(self, plan: StepPlan) -> None:
@@ -172,16 +180,23 @@ class SlotState:
         return slots
 
     def draw_with_pass(self, plan: StepPlan, slots: np.ndarray) -> Draws | None:
-        """Launch pass and sampling of a decode step together; None when the host samples some of its tokens."""
-        if self.device is None or not self._on_device[slots].all():
+        """Launch pass and draw of a decode step together; None when the host draws some tokens or the draw is late."""
+        if self.device is None or not self._on_device[slots].all() or self.draws_late(plan):
             return None
-        lengths = np.fromiter((item.start for item in plan.decodes), np.int64, len(plan.decodes))
         self._send_edits(self.device, slots)
-        pending = self.device.decode(slots, self.tables, lengths)
+        pending = self.device.decode(slots, self.tables, _lengths(plan))
         self._newest[slots] = ON_DEVICE
         count = len(slots)
         unknown, excluding = SampledTokens.unknown(count), self.table.is_edited[slots]
         return Draws(unknown, np.arange(count), self.table.num_logprobs[slots], excluding, pending)
+
+    def logits_on_device(self, plan: StepPlan, slots: np.ndarray) -> Array:
+        """Launch the pass of a decode step without its draw: f32[n, vocab], valid until the next launch."""
+        if self.device is None:
+            raise PhaseError("these slots are not on a device: run the plan as a batch")
+        if any(item.sequence.group is not None for item in plan.decodes):  # beams change blocks in place
+            return self.device.decode_logits(slots)
+        return self.device.decode_logits(slots, self.tables, _lengths(plan))
 
     def draw(self, logits: Array, readout: Readout) -> Draws | None:
         """Sample a token for every sampled row, on the device where supported, else on the host."""
@@ -212,18 +227,20 @@ class SlotState:
     def _send_edits(self, device: DeviceSlots, slots: np.ndarray) -> None:
         """Send histories that the device does not have, and the masks of the next tokens.
 
-        Steps in flight draw no tokens of such slots: the history of a slot is sent before its first draw, or after a
-        draw of the host, and a slot with a mask waits for its tokens.
+        Both need all tokens of their slots. A history is sent before the first draw of its slot, or after a draw of the
+        host: no step in flight draws for such a slot, and the device itself counts the tokens of later ones. A mask is
+        computed when the tokens before it are collected (`draws_late`).
         """
         for slot in slots[self._counts_tokens[slots] & ~self._knows_history[slots]].tolist():
             state = self.table.states[slot]
             if state is not None:
                 device.set_history(slot, state.history.prompt, state.output_token_ids)
                 self._knows_history[slot] = True
-        for slot in slots[self._has_mask[slots]].tolist():
-            state = self.table.states[slot]
-            if state is not None and state.mask is not None:
-                device.set_mask(slot, np.asarray(state.mask.allowed(())))
+        masked = slots[self._has_mask[slots]]
+        if len(masked):
+            states = [self.table.states[slot] for slot in masked.tolist()]
+            masks = [state.mask for state in states if state is not None and state.mask is not None]
+            self._masks.fill(masks, device.mask_rows(masked))
 
     def _draw_here(self, logits: Array, readout: Readout, draws: Sequences[int]) -> SampledTokens:
         rows = [readout.sample_rows[draw] for draw in draws]
@@ -237,3 +254,8 @@ class SlotState:
         self._newest[slots] = sampled.token_ids
         self._is_current[slots] = self._knows_history[slots] = False
         return sampled
+
+
+def _lengths(plan: StepPlan) -> np.ndarray:
+    """i64[n]: cached tokens of each decode."""
+    return np.fromiter((item.start for item in plan.decodes), np.int64, len(plan.decodes))

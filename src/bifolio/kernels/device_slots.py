@@ -70,8 +70,11 @@ class DeviceSlots(Protocol):
         """Prompt and output of a slot whose edits count tokens; the device counts the tokens that it draws itself."""
         ...
 
-    def set_mask(self, slot: int, mask: np.ndarray) -> None:
-        """Tokens that may be drawn next for a slot whose edits have a mask: bool[vocab], or bits, lowest first."""
+    def mask_rows(self, slots: np.ndarray) -> np.ndarray:
+        """i32[n, ceil(vocab / 32)] on the host: the tokens that may be drawn next for slots whose edits have a mask.
+
+        One bit for each token, lowest first. The caller fills all of them; the next draw sends them in one copy.
+        """
         ...
 
     def set_blocks(self, slot: int, first: int, block_ids: Sequence[int]) -> None:
@@ -101,8 +104,13 @@ class DeviceSlots(Protocol):
         """
         ...
 
-    def decode_logits(self, slots: np.ndarray) -> Array:
-        """f32[n, vocab]: a decode step without sampling; valid until the next launch."""
+    def decode_logits(
+        self, slots: np.ndarray, tables: np.ndarray | None = None, lengths: np.ndarray | None = None
+    ) -> Array:
+        """f32[n, vocab]: a decode step without sampling; valid until the next launch.
+
+        `tables` and `lengths` as for `decode`, to find shared prefixes; None if slots change blocks in place (beams).
+        """
         ...
 
     def prompt_logits(self, batch: Batch, slots: np.ndarray) -> Array | None:

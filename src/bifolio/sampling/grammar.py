@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
 from bifolio.errors import BifolioError, GrammarError, MissingDependencyError
 from bifolio.model.loaded import TextModel
 from bifolio.sampling.grammar_bounds import check_text
+from bifolio.sampling.grammar_mask import MAX_MASK_SECONDS, GrammarMask
 from bifolio.sampling.thinking import AfterThinking
 from bifolio.sampling_params import SamplingParams
 from bifolio.structured_outputs import StructuredOutputsParams
@@ -33,8 +33,6 @@ Kind = Literal["json_schema", "regex", "choice", "lark", "tools"]
 MAX_CACHED = 32  # compiled grammars that are kept
 MAX_CACHED_BYTES = 256 << 20  # of them together
 MAX_GRAMMAR_BYTES = 64 << 20  # of one
-MAX_MASK_SECONDS = 0.4  # CPU time of one mask on the engine's thread
-MEAN_MASK_SECONDS = 0.02  # of all masks of a sequence, beyond a first second
 PROBED_TOKENS = 24
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 400_000,  # about 10 ms of work
@@ -98,77 +96,12 @@ class CompiledGrammar:
 
     grammar: Grammar
     num_bytes: int  # memory that compiling took
+    num_words: int  # of a mask: 32 tokens each
     _pristine: Any = field(repr=False, compare=False)  # an llguidance.LLMatcher that no token was fed to
 
     def follow(self, output_token_ids: list[int]) -> GrammarMask:
         """A mask for a sequence whose output is this very list, which the engine appends to."""
-        return GrammarMask(self._pristine.deep_copy(), output_token_ids)
-
-
-class GrammarMask:
-    """Implements `TokenMask`.
-
-    The state is a function of the tokens, not of the calls: it follows the list wherever that went, so forks, beams
-    that change places, drafts that were rejected and recomputed requests need no care.
-    """
-
-    __slots__ = ("_consumed", "_is_over_budget", "_matcher", "_num_masks", "_output", "_seconds")
-
-    def __init__(self, matcher: Any, output_token_ids: list[int]) -> None:
-        self._matcher = matcher
-        self._output = output_token_ids
-        self._consumed: list[int] = []  # the tokens that the matcher was fed
-        self._seconds, self._num_masks, self._is_over_budget = 0.0, 0, False
-
-    def allowed(self, pending: Sequence[int]) -> NDArray[Any]:
-        """Bits of the tokens that may follow; all are set behind a draft that broke the grammar: it is cut anyway.
-
-        A grammar that has cost more time than its budget allows no token, which ends its request with an error.
-        """
-        if self._is_over_budget:
-            return self._all(False)
-        began = time.thread_time()
-        bits = self._allowed(pending)
-        seconds = time.thread_time() - began
-        self._seconds += seconds
-        self._num_masks += 1
-        mean_limit = 1.0 + MEAN_MASK_SECONDS * self._num_masks
-        self._is_over_budget = seconds > MAX_MASK_SECONDS or self._seconds > mean_limit
-        return self._all(False) if self._is_over_budget else bits
-
-    def _allowed(self, pending: Sequence[int]) -> NDArray[Any]:
-        target = [*self._output, *pending]
-        if not self._go_to(target):
-            broken = len(self._consumed) >= len(self._output) and not self._matcher.is_error()
-            return self._all(broken)
-        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        return self._all(False) if self._matcher.is_error() else bits
-
-    def _go_to(self, target: list[int]) -> bool:
-        """Feed or take back tokens until exactly `target` was consumed; False if the grammar forbids one of them."""
-        shared = _common_length(self._consumed, target)
-        surplus = len(self._consumed) - shared
-        if surplus:
-            self._matcher.rollback(surplus)
-            del self._consumed[shared:]
-        rest = target[shared:]
-        if rest:
-            taken = self._matcher.validate_tokens(rest)
-            if taken and not self._matcher.consume_tokens(rest[:taken]):
-                return False
-            self._consumed += rest[:taken]
-            return bool(taken == len(rest))
-        return not self._matcher.is_error()
-
-    def _all(self, value: bool) -> NDArray[np.uint8]:
-        return np.full(1 << 16, 255 if value else 0, dtype=np.uint8)  # longer than any vocabulary's bits
-
-
-def _common_length(left: list[int], right: list[int]) -> int:
-    limit = min(len(left), len(right))
-    if left[:limit] == right[:limit]:
-        return limit
-    return next(index for index in range(limit) if left[index] != right[index])
+        return GrammarMask(self._pristine.deep_copy(), output_token_ids, self.num_words)
 
 
 # -- compiling ----------------------------------------------------------------------------------------------------
@@ -206,7 +139,8 @@ class _Compiler:
             probe = matcher.deep_copy()
             probe.compute_bitmask()  # the first step is the most expensive: an error in it refuses the grammar
             _check_matcher(probe)
-        compiled = CompiledGrammar(grammar, max(_resident_bytes() - before, len(grammar.text)), matcher)
+        num_bytes = max(_resident_bytes() - before, len(grammar.text))
+        compiled = CompiledGrammar(grammar, num_bytes, -(-self._tokenizer.vocab_size // 32), matcher)
         with self._lock:
             self._cache[grammar] = compiled
             while len(self._cache) > 1 and (

@@ -23,6 +23,9 @@ class TokenMask(Protocol):
     def allowed(self, pending: Sequence[int]) -> NDArray[Any]:
         """Which tokens may follow the sequence and then `pending`: bool[vocab], or 32 bits per word, lowest first."""
 
+    def restart(self) -> None:
+        """Note that tokens of the sequence were exchanged, not only appended or cut off."""
+
 
 @dataclass(slots=True)
 class SlotOptions:
@@ -119,6 +122,8 @@ class SamplingTable:
         state = self.states[slot]
         if state is not None:
             state.history.restart()
+            if state.mask is not None:
+                state.mask.restart()
 
 
 def _make_state(

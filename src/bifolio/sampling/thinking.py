@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 class _Mask(Protocol):
     def allowed(self, pending: Sequence[int]) -> NDArray[Any]: ...
 
+    def restart(self) -> None: ...
+
 
 class _Compiled(Protocol):
     def follow(self, output_token_ids: list[int]) -> _Mask: ...
@@ -41,12 +43,17 @@ class AfterThinking:
 class ThinkingMask:
     """Implements `TokenMask`. Like that of a grammar, it is a function of the tokens and not of the calls."""
 
-    __slots__ = ("_answer", "_inner", "_output", "_rule")
+    __slots__ = ("_answer", "_inner", "_output", "_rule", "_start")
 
     def __init__(self, rule: AfterThinking, output_token_ids: list[int]) -> None:
         self._rule, self._output = rule, output_token_ids
         self._answer: list[int] = []  # tokens behind the reasoning: the list that the grammar follows
+        self._start = 0  # where the answer began at the last call
         self._inner = None if rule.grammar is None else rule.grammar.follow(self._answer)
+
+    def restart(self) -> None:
+        if self._inner is not None:
+            self._inner.restart()
 
     def allowed(self, pending: Sequence[int]) -> NDArray[Any]:
         rule, tokens = self._rule, [*self._output, *pending]
@@ -70,6 +77,9 @@ class ThinkingMask:
         """The mask of the answer, which begins at `start`."""
         if self._inner is None:
             return self._every(255)
+        if start != self._start:  # other tokens are the answer now
+            self._start = start
+            self._inner.restart()
         taken = max(len(self._output), start)  # tokens from here on are drafts
         self._answer[:] = tokens[start:taken]
         return self._inner.allowed(tokens[taken:])

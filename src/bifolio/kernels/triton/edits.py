@@ -11,6 +11,7 @@ the model's own, and counts the token that it chose; so the host sends a slot's 
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -19,13 +20,14 @@ import triton
 import triton.language as tl
 
 from bifolio.kernels.logit_edits import MAX_ENDS, LogitEdits
-from bifolio.kernels.triton.device_state import DeviceState, apply_changes
+from bifolio.kernels.triton.device_state import DeviceState, apply_changes, recorded_event
 from bifolio.kernels.triton.pdl import wait_for_inputs
 from bifolio.kernels.triton.weights import EXACT
 
 BIAS, COUNTS, ENDS, MASK = 1, 2, 4, 8  # flags of a slot: the edits that it has
 IN_PROMPT = -(1 << 31)  # the sign bit of a count
 _EXCLUDED = int(np.array(-np.inf, np.float32).view(np.int32))
+_MASK_BUFFERS = 3  # pinned buffers of masks that take turns: two steps are in flight at most
 
 
 def flags_of(edits: LogitEdits) -> int:
@@ -58,6 +60,47 @@ class SlotRows:
             apply_changes(self.words.view(-1), sent[2 * count :].view(2, -1))
 
 
+class SlotMasks:
+    """A matrix i32[slots, width] of bits whose rows are filled in pinned host memory and sent in one copy.
+
+    buffer  |<- slots [count] ->|<- rows [count, width] ->|<- not used ->|
+    """
+
+    def __init__(self, state: DeviceState, width: int) -> None:
+        self._state, self._width = state, width
+        self.words = torch.zeros((state.num_slots, width), dtype=torch.int32, device=state.device)
+        self._ring: deque[tuple[torch.Tensor, Any]] = deque()  # buffers, and the events after which they are free
+        self._filled: torch.Tensor | None = None  # the buffer of the rows that are not sent yet
+        self._count = 0  # of these rows
+
+    def rows(self, slots: np.ndarray) -> np.ndarray:
+        """i32[n, width]: host memory for the rows of slots, which the next `send` sends."""
+        self._filled = self._filled if self._filled is not None else self._free_buffer()
+        self._count = count = len(slots)
+        words: np.ndarray = self._filled.numpy()[: count * (1 + self._width)]
+        words[:count] = slots
+        return words[count:].reshape(count, self._width)
+
+    def send(self) -> None:
+        if self._filled is None:
+            return
+        buffer, self._filled = self._filled, None
+        used = buffer[: self._count * (1 + self._width)]
+        sent = used.to(self._state.device, non_blocking=True) if self._state.on_gpu else used.clone()
+        self._ring.append((buffer, recorded_event() if self._state.on_gpu else None))
+        grid = (triton.cdiv(self._width, 1024), self._count)
+        _put_rows_kernel[grid](self.words, sent, self._width, self._count, BLOCK=1024)
+
+    def _free_buffer(self) -> torch.Tensor:
+        if len(self._ring) < _MASK_BUFFERS:
+            size = self._state.num_slots * (1 + self._width)
+            return torch.empty(size, dtype=torch.int32, pin_memory=self._state.on_gpu)
+        buffer, event = self._ring.popleft()
+        if event is not None:
+            event.synchronize()
+        return buffer
+
+
 class SlotEdits:
     """The arrays of all slots."""
 
@@ -66,9 +109,8 @@ class SlotEdits:
         self._counts, self._bias = SlotRows(state, vocab_size), SlotRows(state, vocab_size)
         self.counts = self._counts.words
         self.bias = self._bias.words.view(torch.float32)
-        self._mask_width = -(-vocab_size // 32)
-        self.masks = torch.zeros((state.num_slots, self._mask_width), dtype=torch.int32, device=state.device)
-        self._masks: dict[int, np.ndarray] = {}  # by slot: i32[mask_width] that is not sent yet
+        self._masks = SlotMasks(state, -(-vocab_size // 32))
+        self.masks = self._masks.words
 
     def set(self, slot: int, edits: LogitEdits) -> None:
         """A new sequence holds the slot."""
@@ -85,24 +127,15 @@ class SlotEdits:
         counts[index[: len(prompt)]] |= np.int32(IN_PROMPT)
         self._counts.replace(slot, 0, ids, counts)
 
-    def set_mask(self, slot: int, mask: np.ndarray) -> None:
-        """Tokens that may follow: bool[vocab] or bits, lowest first; tokens beyond the end are not allowed."""
-        packed = np.packbits(mask, bitorder="little") if mask.dtype == np.bool_ else mask.view(np.uint8)
-        whole = np.zeros(4 * self._mask_width, dtype=np.uint8)
-        length = min(len(packed), len(whole))
-        whole[:length] = packed[:length]
-        self._masks[slot] = whole.view(np.int32)
+    def mask_rows(self, slots: np.ndarray) -> np.ndarray:
+        """i32[n, ceil(vocab / 32)] on the host: bits of the tokens that may follow, to be filled before `send`."""
+        return self._masks.rows(slots)
 
     def send(self) -> None:
         """Send everything that was set since the last call."""
         self._counts.send()
         self._bias.send()
-        if self._masks:
-            count, width = len(self._masks), self._mask_width
-            slots = np.fromiter(self._masks, np.int32, count)
-            sent = self._state.upload(np.concatenate([slots, *self._masks.values()]))
-            self._masks = {}
-            _put_rows_kernel[(triton.cdiv(width, 1024), count)](self.masks, sent, width, count, BLOCK=1024)
+        self._masks.send()
 
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["sent"])

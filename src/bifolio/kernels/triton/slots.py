@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bifolio.errors import UnsupportedModelError
+from bifolio.errors import PhaseError, UnsupportedModelError
 from bifolio.kernels import shared_prefix
 from bifolio.kernels.interface import Array, Batch, Network, SlotSizes, Storage
 from bifolio.kernels.logit_edits import LogitEdits
@@ -87,9 +87,10 @@ class TritonSlots:
         if self.graphs.edits is not None:
             self.graphs.edits.set_history(slot, prompt, output)
 
-    def set_mask(self, slot: int, mask: np.ndarray) -> None:
-        if self.graphs.edits is not None:
-            self.graphs.edits.set_mask(slot, mask)
+    def mask_rows(self, slots: np.ndarray) -> np.ndarray:
+        if self.graphs.edits is None:
+            raise PhaseError("masks are sent for slots whose edits have one: call `draws` and `set_params` first")
+        return self.graphs.edits.mask_rows(slots)
 
     def _has_room_for_edits(self) -> bool:
         """Allocate the arrays of edits with the first slot that needs them."""
@@ -147,8 +148,14 @@ class TritonSlots:
             self.graphs.edits.send()
         return mode
 
-    def decode_logits(self, slots: np.ndarray) -> Array:
-        return self.graphs.launch(slots, None).logits[: len(slots)]
+    def decode_logits(
+        self, slots: np.ndarray, tables: np.ndarray | None = None, lengths: np.ndarray | None = None
+    ) -> Array:
+        work = None if tables is None or lengths is None else self._shared_work(slots, tables, lengths)
+        if work is None:
+            return self.graphs.launch(slots, None).logits[: len(slots)]
+        logits = self.graphs.launch(slots[work.order], None, work).logits
+        return logits[upload(np.argsort(work.order), logits.device)]
 
     def prompt_logits(self, batch: Batch, slots: np.ndarray) -> Array | None:
         return None if self.prompts is None else self.prompts.logits(batch, slots)
@@ -186,7 +193,7 @@ def compile_draws(device: str, vocab_size: int) -> None:
     ids, none = np.arange(2), np.zeros(0, np.int64)
     edits.set(0, LogitEdits(ids, np.zeros(2, np.float32), False, 1.1, 0.1, 0.1, none, 0, has_mask=True))
     edits.set_history(0, ids, [0])
-    edits.set_mask(0, np.ones(vocab_size, np.bool_))
+    edits.mask_rows(ids[:1])[:] = -1
     edits.send()
     state.send()
     count = 2

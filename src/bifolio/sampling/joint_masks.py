@@ -1,0 +1,79 @@
+"""The masks of all sequences of a step: cheap grammars are computed together on several threads, others one by one.
+
+    consume    each grammar is fed the tokens that its sequence has got since its last mask
+    compute    llguidance writes the masks straight into rows of one array, which goes to the device as it is
+    measure    a joint call that takes longer than its sequences have taken one by one makes them suspects
+
+Masks that are computed together are not charged to their requests; `GrammarMask` says why budgets hold all the same.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bifolio.sampling.grammar_mask import MEAN_MASK_SECONDS, GrammarMask
+from bifolio.sampling.table import TokenMask
+
+MOST_THREADS = 8
+
+
+class JointMasks:
+    """Computes masks for one engine, on threads that it starts with the first joint call."""
+
+    def __init__(self, num_threads: int | None = None) -> None:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self.num_threads = min(cores, MOST_THREADS) if num_threads is None else num_threads
+        self._executor: Any = None  # an llguidance.LLExecutor
+
+    def fill(self, masks: Sequence[TokenMask], rows: NDArray[np.int32]) -> None:
+        """Write the tokens that may follow each sequence to its row: i32[n, words], 32 tokens each, lowest first."""
+        together: list[tuple[int, GrammarMask, Any]] = []  # index, mask, matcher
+        if self.num_threads > 1 and rows.flags.c_contiguous:
+            together = _joining(masks, rows.shape[1])
+        alone = set(range(len(masks)))
+        if len(together) > 1:
+            self._fill_together(together, rows)
+            alone.difference_update(index for index, _, _ in together)
+        for index in sorted(alone):
+            _put(rows[index], np.asarray(masks[index].allowed(())))
+
+    def _fill_together(self, together: list[tuple[int, GrammarMask, Any]], rows: NDArray[np.int32]) -> None:
+        if self._executor is None:
+            from llguidance import LLExecutor
+
+            self._executor = LLExecutor(self.num_threads)
+        limit = MEAN_MASK_SECONDS + sum(mask.last_seconds for _, mask, _ in together)
+        jobs = [(matcher, index) for index, _, matcher in together]
+        began, began_cpu = time.perf_counter(), time.process_time()
+        self._executor.unsafe_compute_mask_ptr(jobs, rows.ctypes.data, 4 * rows.shape[1], len(rows))
+        seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - began_cpu
+        was_slow = min(seconds, cpu_seconds) > limit  # a busy machine alone makes only the first of them large
+        for index, mask, _ in together:
+            if not mask.joined(was_slow):
+                rows[index] = 0
+
+
+def _joining(masks: Sequence[TokenMask], num_words: int) -> list[tuple[int, GrammarMask, Any]]:
+    """The masks that may be computed together, after they have consumed their new tokens."""
+    found = []
+    for index, mask in enumerate(masks):
+        if isinstance(mask, GrammarMask) and mask.joins and mask.num_words == num_words:
+            matcher = mask.advance()
+            if matcher is not None:
+                found.append((index, mask, matcher))
+    return found
+
+
+def _put(row: NDArray[np.int32], mask: NDArray[Any]) -> None:
+    """Copy a mask, booleans or bits; tokens beyond its end are not allowed."""
+    packed = np.packbits(mask, bitorder="little") if mask.dtype == np.bool_ else mask.view(np.uint8)
+    whole = row.view(np.uint8)
+    length = min(len(packed), len(whole))
+    whole[:length] = packed[:length]
+    whole[length:] = 0

@@ -1,0 +1,161 @@
+"""A stand-in for a device that keeps the slots: steps are launched ahead and drawn there, all of it in numpy.
+
+It knows nothing but the data that the engine sends, and it is as unforgiving as a device: logits are overwritten by the
+next launch, and a mask serves for one draw.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from bifolio.engine.host_batch import HostBatch, Run
+from bifolio.kernels.interface import Network, SlotSizes, Storage, TokenScores
+from bifolio.kernels.logit_edits import LogitEdits
+from bifolio.kernels.reference import ReferenceKernels
+from bifolio.sampling.sampler import NOTHING, Sampler, SamplingTable
+from bifolio.sampling.weights import shift, to_weights
+from bifolio.sampling_params import SamplingParams
+
+NUM_TOP = 4  # likely tokens that the device reports
+
+
+@dataclass
+class Drawn:
+    """Tokens of a step; the engine may read them at any time later."""
+
+    tokens: np.ndarray
+    found: TokenScores
+
+    def wait(self) -> np.ndarray:
+        return self.tokens.copy()
+
+    def scores(self) -> TokenScores:
+        return self.found
+
+
+@dataclass
+class SentMask:
+    """Implements `TokenMask`: the row of a slot as it was sent."""
+
+    row: np.ndarray
+
+    def allowed(self, pending: Any) -> np.ndarray:
+        return self.row
+
+    def restart(self) -> None: ...
+
+
+class StandInSlots:
+    """Implements `DeviceSlots`."""
+
+    def __init__(self, kernels: ReferenceKernels, network: Network, storage: Storage, sizes: SlotSizes) -> None:
+        self._kernels, self._network, self._storage = kernels, network, storage
+        self._sampler = Sampler(sizes.vocab_size, SamplingTable(sizes.num_slots, sizes.vocab_size))
+        self._tables = np.zeros((sizes.num_slots, sizes.max_blocks), np.int32)
+        self._lengths = np.zeros(sizes.num_slots, np.int64)
+        self._tokens = np.zeros(sizes.num_slots, np.int32)
+        self._masks = np.zeros((sizes.num_slots, -(-sizes.vocab_size // 32)), np.int32)
+        self._outputs: list[list[int]] = [[] for _ in range(sizes.num_slots)]
+        self._options: list[tuple[SamplingParams, int, bool]] = [(SamplingParams(), 0, False)] * sizes.num_slots
+        self._sent: tuple[np.ndarray, np.ndarray] | None = None  # slots, rows of masks
+        self._logits: np.ndarray | None = None  # of the last launch
+        self.calls: Counter[str] = Counter()
+
+    # -- slots ---------------------------------------------------------------------------------------------------------
+    def draws(self, params: SamplingParams, edits: LogitEdits) -> bool:
+        return (params.logprobs or 0) <= NUM_TOP
+
+    def set_params(self, slot: int, params: SamplingParams, seed: int, edits: LogitEdits | None) -> None:
+        self._options[slot] = params, seed, edits is not None and edits.has_mask
+        self._set(slot, np.zeros(0, np.int32), [])
+
+    def set_history(self, slot: int, prompt: np.ndarray, output: Any) -> None:
+        self._set(slot, prompt, list(output))
+
+    def _set(self, slot: int, prompt: np.ndarray, output: list[int]) -> None:
+        params, seed, has_mask = self._options[slot]
+        self._outputs[slot] = output
+        mask = SentMask(self._masks[slot]) if has_mask else None
+        self._sampler.table.set(slot, params, seed, prompt, output, mask=mask)
+
+    def mask_rows(self, slots: np.ndarray) -> np.ndarray:
+        rows = np.full((len(slots), self._masks.shape[1]), 0x55555555, np.int32)
+        self._sent = slots.copy(), rows
+        return rows
+
+    def set_blocks(self, slot: int, first: int, block_ids: Any) -> None:
+        self._tables[slot, first : first + len(block_ids)] = block_ids
+
+    def set_progress(self, slots: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> None:
+        self._lengths[slots] = lengths
+        self._tokens[slots] = np.where(tokens < 0, self._tokens[slots], tokens)
+
+    def set_states(self, slots: np.ndarray, reads: np.ndarray, writes: np.ndarray) -> None:
+        raise AssertionError("the model has no recurrent layers")
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+    def fill_tokens(self, token_ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
+        self.calls["fill_tokens"] += 1
+        filled = token_ids.copy()
+        filled[: len(slots)] = np.where(token_ids[: len(slots)] < 0, self._tokens[slots], token_ids[: len(slots)])
+        return np.maximum(filled, 0)
+
+    def draw(self, logits: np.ndarray, rows: np.ndarray, slots: np.ndarray, positions: np.ndarray) -> Drawn:
+        self.calls["draw"] += 1
+        return self._draw(logits[rows], slots, positions)
+
+    def decode(self, slots: np.ndarray, tables: np.ndarray, lengths: np.ndarray) -> Drawn:
+        self.calls["decode"] += 1
+        np.testing.assert_array_equal(lengths, self._lengths[slots])
+        return self._draw(self._forward(slots), slots, self._lengths[slots] + 1)
+
+    def decode_logits(self, slots: np.ndarray, tables: Any = None, lengths: Any = None) -> np.ndarray:
+        self.calls["decode_logits"] += 1
+        return self._forward(slots)
+
+    def warm_up(self) -> None: ...
+
+    def _forward(self, slots: np.ndarray) -> np.ndarray:
+        if self._logits is not None:
+            self._logits[:] = np.nan
+        tokens = np.maximum(self._tokens[slots], 0)
+        runs = [Run(int(s), int(self._lengths[s]), (int(t),)) for s, t in zip(slots, tokens, strict=True)]
+        batch = HostBatch.from_runs(runs, [], self._tables, self._storage.block_size)
+        self._logits = np.array(self._network.forward(self._kernels, batch.to(self._kernels), self._storage))
+        return self._logits
+
+    def _draw(self, logits: np.ndarray, slots: np.ndarray, positions: np.ndarray) -> Drawn:
+        if self._sent is not None:
+            self._masks[self._sent[0]] = self._sent[1]
+            self._sent = None
+        tokens = self._sampler.sample(logits, slots, positions).token_ids
+        for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True):
+            if token != NOTHING:
+                self._outputs[slot].append(token)
+        self._tokens[slots], self._lengths[slots] = tokens, positions
+        self._masks[slots] = 0  # a mask serves for one draw
+        return Drawn(tokens, _scores(logits, tokens))
+
+
+def _scores(logits: np.ndarray, tokens: np.ndarray) -> TokenScores:
+    shifted = shift(logits)
+    own = np.take_along_axis(shifted, np.maximum(tokens, 0)[:, None].astype(np.int64), axis=-1)
+    top = np.argsort(-shifted, axis=-1, kind="stable")[:, :NUM_TOP]
+    ranks = np.count_nonzero(shifted > own, axis=-1) + 1
+    return TokenScores(
+        to_weights(shifted).sum(axis=-1), own[:, 0], ranks.astype(np.int32), top.astype(np.int32),
+        np.take_along_axis(shifted, top, axis=-1),
+    )  # fmt: skip
+
+
+class StandInKernels(ReferenceKernels):
+    """The reference kernels, with slots on such a device."""
+
+    launches_ahead = True
+
+    def device_slots(self, network: Network, storage: Storage, sizes: SlotSizes) -> StandInSlots:
+        return StandInSlots(self, network, storage, sizes)
