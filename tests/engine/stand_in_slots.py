@@ -117,6 +117,9 @@ class StandInSlots:
         self.calls["decode_logits"] += 1
         return self._forward(slots)
 
+    def prompt_logits(self, batch: Any, slots: np.ndarray) -> None:
+        """No step is captured."""
+
     def warm_up(self) -> None: ...
 
     def _forward(self, slots: np.ndarray) -> np.ndarray:
