@@ -63,7 +63,7 @@ CacheHolder::CacheHolder(nb::list keys, nb::list values, int kv_type, const std:
   const KvNumbers numbers = kv_numbers(type);
   require(keys.size() > 0, "keys has no layers and must have at least one");
   require(keys.size() == values.size(), "values has ", values.size(), " layers and must have ", keys.size(), ", as keys has");
-  require(head_dims.size() == keys.size(), "head_dim has ", head_dims.size(), " entries and must have ", keys.size(), ", one for each layer");
+  require(head_dims.size() == keys.size(), "head_dims has ", head_dims.size(), " entries and must have ", keys.size(), ", one for each layer");
   for (size_t i = 0; i < keys.size(); ++i) {
     const int64_t head_dim = head_dims[i];
     require_between("head_dim", head_dim, 1, kMaxHeadDim);
@@ -149,10 +149,7 @@ void bind_classes(nb::module_& m) {
   m.def("make_linear", &make_linear, nb::rv_policy::take_ownership, "parts"_a, "k"_a, array("bias"), "planes"_a = 1,
         "is_mapped"_a = false, pool_argument());
   nb::class_<CacheHolder>(m, "Cache")
-      .def(nb::init<nb::list, nb::list, int, const std::vector<int64_t>&>(), "keys"_a, "values"_a, "kv_type"_a, "head_dim"_a)
-      .def("__init__", [](CacheHolder* self, nb::list keys, nb::list values, int kv_type, int64_t head_dim) {
-        new (self) CacheHolder(keys, values, kv_type, std::vector<int64_t>(keys.size(), head_dim));
-      }, "keys"_a, "values"_a, "kv_type"_a, "head_dim"_a);
+      .def(nb::init<nb::list, nb::list, int, const std::vector<int64_t>&>(), "keys"_a, "values"_a, "kv_type"_a, "head_dims"_a);
   nb::class_<AttentionConstants>(m, "AttentionShape")
       .def("__init__", [](AttentionConstants* self, int64_t heads, int64_t kv_heads, int64_t dim, float scale, int64_t window,
                           bool interleaved, const NormHolder* query_norm, const NormHolder* key_norm, bool norm_after_rope, float softcap,

@@ -7,32 +7,19 @@
 // quantised weights).
 // "tiles" is the code of AMX on tile registers in plain C++: these two must be equal everywhere. Plain C++ is compiled with a
 // fused multiply-add here, which it does not have on x86 otherwise.
-#include <cstdio>
 #include <cstdlib>
-#include <random>
-#include <string>
-#include <vector>
 
-#include "attention_plan.h"
-#include "isa.h"
 #include "limits.h"
 #include "matrix.h"
 #include "ops.h"
+#include "selftest.h"
 
 using namespace bifolio;
+using namespace bifolio::selftest;
 
 namespace {
 
-std::mt19937 rng(1);
 bool few = false;  // some sizes alone
-int failures = 0;
-
-std::vector<float> normal(size_t count, float scale = 1.0f) {
-  std::normal_distribution<float> distribution(0.0f, scale);
-  std::vector<float> values(count);
-  for (float& value : values) value = distribution(rng);
-  return values;
-}
 
 double now() {
   timespec time;
@@ -61,45 +48,6 @@ std::vector<uint8_t> random_rows(FileFormat format, int64_t rows, int64_t k) {
     if (minima) half(at + place + 2, uint16_t((positive ? 0x2000 : 0xa000) + rng() % 0x400));
   }
   return bytes;
-}
-
-struct Comparison {
-  double difference = 0;  // relative to the largest
-  bool equal = true;
-};
-
-Comparison compare(const std::vector<float>& a, const std::vector<float>& b) {
-  Comparison result;
-  double largest = 1e-30;
-  for (float value : b) largest = std::max(largest, double(std::fabs(value)));
-  for (size_t i = 0; i < a.size(); ++i) {
-    result.equal = result.equal && std::memcmp(&a[i], &b[i], 4) == 0;
-    const double error = std::fabs(double(a[i]) - double(b[i])) / largest;
-    result.difference = std::isnan(error) ? 1e30 : std::max(result.difference, error);
-  }
-  return result;
-}
-
-void report(const std::string& what, const std::string& isa, const Comparison& found, double tolerance, bool exact) {
-  const bool good = exact ? found.equal : found.difference <= tolerance;
-  failures += !good;
-  if (!good) std::printf("FAILED %-34s %-8s differs by %.2e%s\n", what.c_str(), isa.c_str(), found.difference, exact ? " (must be equal)" : "");
-}
-
-// The result of each instruction set against that of plain C++; of tiles within a tolerance, where that is not 0.
-template <class Work>
-void check(const std::string& what, double tolerance_of_tiles, Work work) {
-  set_isa("generic");
-  const std::vector<float> expected = work();
-  set_isa("tiles");
-  const std::vector<float> on_tiles = work();
-  report(what, "tiles", compare(on_tiles, expected), tolerance_of_tiles, tolerance_of_tiles == 0);
-  for (const std::string& isa : available_isas()) {
-    if (isa == "generic" || isa == "tiles") continue;
-    set_isa(isa);
-    report(what, isa, compare(work(), isa == "amx" ? on_tiles : expected), 0, true);
-  }
-  set_isa("");
 }
 
 // Every packed format once or more.
@@ -238,121 +186,6 @@ void check_rows() {
   }
 }
 
-void check_attention() {
-  for (int type = 0; type < 4; ++type)
-    for (int64_t dim : {32, 40, 64, 80, 96, 128, 256})
-      for (int64_t rows : {1, 2, 3, 4, 5, 7, 8, 9, 16, 63, 128})
-        for (int64_t context : {1, 30, 64, 201}) {
-          if (type == 3 && dim % kQuantBlock) continue;
-          const size_t row_bytes = type == 3 ? size_t(dim + dim / 32 * 2) : size_t(dim) * (type == 0 ? 4 : 2);
-          const int64_t block_size = dim == 96 ? 8 : 16, blocks = 256 / block_size;
-          std::vector<uint8_t> keys(size_t(blocks * block_size) * row_bytes), values(keys.size());
-          for (int64_t i = 0; i < blocks * block_size; ++i) {
-            kGenericKernels.store_kv_row(normal(size_t(dim)).data(), dim, KvType(type), keys.data() + size_t(i) * row_bytes);
-            kGenericKernels.store_kv_row(normal(size_t(dim)).data(), dim, KvType(type), values.data() + size_t(i) * row_bytes);
-          }
-          const KvLayer kv{KvType(type), keys.data(), values.data(), block_size, 1, dim, row_bytes};
-          std::vector<int32_t> table;
-          for (int32_t i = 0; i < blocks; ++i) table.push_back((i * 5 + 3) % int32_t(blocks));
-          const auto query = normal(size_t(rows * dim), 2.4f / std::sqrt(float(dim)));
-          std::vector<int64_t> begin, end;
-          for (int64_t r = 0; r < rows; ++r) {
-            end.push_back(std::max<int64_t>(1, context - r % 9));
-            begin.push_back(std::max<int64_t>(0, end.back() - 150));
-          }
-          char name[80];
-          std::snprintf(name, sizeof name, "attention kv%d dim %lld rows %lld ctx %lld", type, (long long)dim, (long long)rows, (long long)context);
-          const int64_t padded = round_up(dim, 16);
-          const auto attend_rows = [&](int64_t first, int64_t count) {
-            std::vector<float> maximum(count), total(count), mixed(count * padded);
-            std::vector<uint8_t> scratch(attention_scratch_bytes(dim));
-            const AttentionRows state{count, query.data() + first * dim, begin.data() + first, end.data() + first,
-                                      maximum.data(), total.data(), mixed.data(), (rows + context) % 3 ? 0.0f : 3.0f};
-            state.clear(padded);
-            kernels().attend_part(kv, 0, table.data(), 0, kSpan, state, scratch.data());
-            mixed.insert(mixed.end(), total.begin(), total.end());
-            return mixed;
-          };
-          check(name, type == 2 ? 0.015 : 0, [&] { return attend_rows(0, rows); });
-          for (const std::string& isa : available_isas()) {  // every row must be equal to the row alone
-            set_isa(isa);
-            const auto all = attend_rows(0, rows);
-            for (int64_t r = 0; r < rows; r += std::max<int64_t>(1, rows / 3)) {
-              const auto alone = attend_rows(r, 1);
-              const Comparison found = compare({alone.begin(), alone.begin() + padded}, {all.begin() + r * padded, all.begin() + (r + 1) * padded});
-              report(std::string(name) + " row alone", isa, found, 0, true);
-            }
-          }
-          set_isa("");
-        }
-}
-
-// A NaN in a query must stay NaN.
-void check_nan() {
-  const int64_t dim = 64;
-  std::vector<uint8_t> cache(size_t(kTile * dim) * 2, 0x3c);
-  const KvLayer kv{KvType::BF16, cache.data(), cache.data(), kTile, 1, dim, size_t(dim) * 2};
-  const int32_t table[] = {0};
-  const uint32_t bits = 0x7fffffff;
-  set_isa("tiles");
-  for (int64_t rows : {1, 5, 20}) {
-    std::vector<float> query(size_t(rows * dim), 0.5f), maximum(rows), total(rows), mixed(rows * dim);
-    std::memcpy(&query[3], &bits, 4);
-    std::vector<int64_t> begin(rows, 0), end(rows, kTile);
-    std::vector<uint8_t> scratch(attention_scratch_bytes(dim));
-    const AttentionRows state{rows, query.data(), begin.data(), end.data(), maximum.data(), total.data(), mixed.data()};
-    state.clear(dim);
-    kernels().attend_part(kv, 0, table, 0, kSpan, state, scratch.data());
-    for (int64_t r = 0; r < rows; ++r) {
-      failures += std::isnan(total[r]) != (r == 0);
-      if (std::isnan(total[r]) != (r == 0)) std::printf("FAILED attention: row %lld of %lld with one NaN\n", (long long)r, (long long)rows);
-    }
-  }
-  set_isa("");
-}
-
-// Queries of sequences that have nothing in common: `count` each, the last at the end of a context of `length` tokens.
-std::vector<Query> some_queries(int64_t sequences, int64_t count, int64_t length) {
-  std::vector<Query> queries;
-  for (int64_t s = 0; s < sequences; ++s)
-    for (int64_t q = 0; q < count; ++q) queries.push_back({s * count + q, length - count + q, nullptr, q ? INT64_MAX : 0});
-  return queries;
-}
-
-// The phase selects the plan, and each plan has every visible span of every (query, kv head) exactly once.
-void check_plan(const char* name, Phase phase, const std::vector<Query>& queries, int threads, bool by_spans, int64_t window = 0) {
-  const AttentionConstants shape{9, 3, 64, 1.0f, window, false, nullptr, nullptr};
-  const AttentionPlan plan = plan_attention(phase, queries, shape, threads);
-  std::vector<int> seen(queries.size() * 3 * size_t(plan.max_spans));
-  for (const AttentionUnit& unit : plan.units)
-    for (int64_t i = unit.first; i < unit.first + unit.count; ++i)
-      for (int64_t span = 0; span < plan.max_spans; ++span)
-        seen[size_t((i * 3 + unit.kv_head) * plan.max_spans + span)] += unit.span < 0 || unit.span == span;
-  bool good = plan.by_spans == by_spans && (plan.partial_floats > 0) == by_spans;
-  for (size_t i = 0; i < seen.size(); ++i) {
-    const int64_t position = queries[i / size_t(3 * plan.max_spans)].position, span = int64_t(i) % plan.max_spans;
-    const bool visible = span >= window_begin(shape, position) / kSpan && span <= position / kSpan;
-    good = good && seen[i] <= 1 && (!visible || seen[i] == 1);
-  }
-  failures += !good;
-  if (!good) std::printf("FAILED plan of %s\n", name);
-}
-
-void check_plans() {
-  check_plan("one decode behind a long context", Phase::Decode, some_queries(1, 1, 4096), 2, true);
-  check_plan("one decode behind a short context", Phase::Decode, some_queries(1, 1, 256), 2, false);
-  check_plan("many decodes", Phase::Decode, some_queries(64, 1, 4096), 2, false);
-  check_plan("decodes on many threads", Phase::Decode, some_queries(64, 1, 4096), 64, true);
-  check_plan("a decode with a window", Phase::Decode, some_queries(1, 3, 4000), 2, true, 700);
-  check_plan("a prompt", Phase::Prefill, some_queries(1, 512, 512), 2, false);
-  check_plan("a prompt behind a prefix", Phase::Prefill, some_queries(1, 128, 4096), 2, false);
-  check_plan("the same as decodes", Phase::Decode, some_queries(1, 128, 4096), 2, true);
-  check_plan("a short prompt behind a prefix", Phase::Prefill, some_queries(1, 8, 4096), 2, true);
-  check_plan("a prompt that does not come out even", Phase::Prefill, some_queries(1, 512, 4096), 7, true);
-  check_plan("a prompt with a window", Phase::Prefill, some_queries(2, 300, 3000), 2, false, 400);
-  check_plan("no queries", Phase::Prefill, {}, 2, false);
-}
-
 void time_products(int64_t n, int64_t k) {
   for (const FileFormat format : kFormats) {
     const auto bytes = random_rows(format, n, k);
@@ -387,7 +220,7 @@ int main(int argc, char** argv) {
   check_rows();
   check_products();
   check_mixed_formats();
-  if (!few) check_gated(), check_attention(), check_nan(), check_plans();
+  if (!few) check_gated(), check_attention();
   std::printf(failures ? "%d comparisons failed\n" : "all comparisons passed\n", failures);
   if (argc > 1 && std::string(argv[1]) == "--time") {
     std::printf("%d threads, %.1f GB/s read from memory\n", Pool::instance().num_threads(), read_bandwidth(Pool::instance(), size_t(256) << 20) * 1e-9);

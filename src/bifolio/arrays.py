@@ -1,6 +1,7 @@
-"""Array API functions for torch tensors: from array-api-compat if it is installed, else from `TorchNamespace`.
+"""Array API functions of numpy arrays and torch tensors.
 
-`TorchNamespace` has the functions that bifolio uses. With it, an engine on a GPU needs only numpy, torch and triton.
+Numpy's are its own. Those of torch come from array-api-compat if it is installed, else from `TorchNamespace`, which has
+the functions that bifolio uses. With it, an engine on a GPU needs only numpy, torch and triton.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ from typing import Any
 import numpy as np
 
 Array = Any  # numpy array or torch tensor
+NUMPY_IS_COMPLETE = hasattr(np, "cumulative_sum")  # since 2.1
 
 
 def array_namespace(array: Array) -> Any:
-    """The array API namespace of an array."""
+    """The array API namespace of an array; numpy itself needs no wrapper, whose import takes as long as many steps."""
+    if NUMPY_IS_COMPLETE and isinstance(array, np.ndarray):
+        return np
     compat = _compat()
     if compat is not None:
         return compat.array_namespace(array)

@@ -88,13 +88,13 @@ TestDelta = machine("delta")
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_traces(kind: str, kernels: str) -> None:
     for seed in range(6):
-        Trace(seed, kernels, kind).run()
+        assert Trace(seed, kernels, kind).run() == [], seed
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", [5038, 5079])  # completions forked behind two passes in flight kept all checkpoints
 def test_traces_that_failed_once(seed: int) -> None:
-    Trace(seed, "reference", "conv").run()
+    assert Trace(seed, "reference", "conv").run() == []
 
 
 @pytest.mark.slow
@@ -102,7 +102,8 @@ def test_traces_that_failed_once(seed: int) -> None:
 @pytest.mark.parametrize("first", range(20_000, 22_000, 250))
 def test_two_thousand_random_traces(first: int) -> None:
     for seed in range(first, first + 250):
-        Trace(seed, KERNELS[seed % len(KERNELS)], ("conv", "delta")[seed // 2 % 2]).run()
+        trace = Trace(seed, KERNELS[seed % len(KERNELS)], ("conv", "delta")[seed // 2 % 2])
+        assert trace.run() == [], seed
 
 
 # -- conversations ---------------------------------------------------------------------------------------------------

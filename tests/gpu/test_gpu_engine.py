@@ -134,8 +134,8 @@ def test_a_life_at_random(new_engine: NewEngine) -> None:
 def test_a_needle_in_a_crowd_is_the_same_to_the_last_bit(
     needle: str, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def deterministic(**options: Any) -> Any:
-        return new_engine(EXACT_DTYPE, deterministic=True, **options)
+    def deterministic(model: Any = None, **options: Any) -> Any:
+        return new_engine(EXACT_DTYPE, deterministic=True, model=model, **options)
 
     monkeypatch.setattr(test_engine_needle, "make_engine", deterministic)
     engine = deterministic(chunk_size=512, token_budget=512)

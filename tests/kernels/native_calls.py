@@ -55,7 +55,7 @@ def kv_arrays(count: int = LAYERS) -> list[np.ndarray]:
 
 
 def cache() -> Any:
-    return native.library().Cache(kv_arrays(), kv_arrays(), 0, DIM)
+    return native.library().Cache(kv_arrays(), kv_arrays(), 0, [DIM] * LAYERS)
 
 
 def segment(**changes: Any) -> tuple[Any, ...]:
@@ -274,7 +274,7 @@ VALID: dict[str, Callable[[], Arguments]] = {
     },
     "Norm": lambda: {"weight": floats(WIDTH), "bias": floats(WIDTH), "eps": 1e-5, "centered": True},
     "Table": lambda: {"format": 0, "bytes": floats(VOCAB, WIDTH).view(np.uint8), "width": WIDTH},
-    "Cache": lambda: {"keys": kv_arrays(), "values": kv_arrays(), "kv_type": 0, "head_dim": DIM},
+    "Cache": lambda: {"keys": kv_arrays(), "values": kv_arrays(), "kv_type": 0, "head_dims": [DIM] * LAYERS},
     "AttentionShape": lambda: {
         "heads": HEADS,
         "kv_heads": KV_HEADS,

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 from case_table import Outputs, activations, case, normal
 
 from bifolio.kernels.interface import Batch, KernelSet, Linear, Norm
@@ -47,6 +48,7 @@ def prepare_linear(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
 
 @case("prepare_linear", "of a format to convert", rounding=CONVERTED)
 def prepare_converted(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    pytest.importorskip("gguf", reason="decodes the blocks for the reference")
     parts = tuple(exotic_tensor(name, 32, 256) for name in ("Q4_K", "Q6_K"))
     prepared = kernels.prepare_linear(Linear(parts, (None, normal(rng, 32))))
     return (kernels.to_host(kernels.linear(activations(kernels, normal(rng, 3, 256)), prepared)),)
@@ -71,6 +73,7 @@ def prepare_embedding(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
 
 @case("prepare_embedding", "of a format to convert", rounding=CONVERTED)
 def prepare_converted_embedding(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    pytest.importorskip("gguf", reason="decodes the blocks for the reference")
     table = kernels.prepare_embedding(exotic_tensor("Q6_K", 24, 256))
     return (kernels.to_host(kernels.embed(table, kernels.from_host(np.array([23, 0, 5], np.int32)), 1.0)),)
 

@@ -106,33 +106,41 @@ def spoiled_arrays() -> Iterator[Any]:
                     yield pytest.param(entry, path, name, spoiler, id=f"{entry}-{name}-{spoiler}".replace(" ", "_"))
 
 
-def refused(entry: str, arguments: Arguments, match: str, error: type[Exception]) -> None:
-    arrays = arrays_in(arguments)
-    before = [array.copy() for array in arrays]
-    with pytest.raises(error, match=match):
+def error_of(entry: str, arguments: Arguments) -> Exception | None:
+    try:
         call(entry, arguments)
-    for array, copy in zip(arrays, before, strict=True):
-        np.testing.assert_array_equal(array, copy)
+    except Exception as error:
+        return error
+    return None
+
+
+def contents(arguments: Arguments) -> list[bytes]:
+    return [array.tobytes() for array in arrays_in(arguments)]
 
 
 @pytest.mark.parametrize("entry", VALID)
 def test_the_valid_call_is_accepted(entry: str) -> None:
     """So every error below comes from the one argument that is changed."""
-    call(entry, VALID[entry]())
-    call("set_num_threads", {"count": 0})
+    assert error_of(entry, VALID[entry]()) is None
+    assert error_of("set_num_threads", {"count": 0}) is None
 
 
 @pytest.mark.parametrize("misuse", ALL_MISUSES, ids=str)
 def test_misuse_is_refused(misuse: Misuse) -> None:
-    valid = VALID[misuse.entry]() if misuse.entry in VALID else {}
-    refused(misuse.entry, valid | misuse.changes, misuse.match, misuse.error)
+    arguments = (VALID[misuse.entry]() if misuse.entry in VALID else {}) | misuse.changes
+    before = contents(arguments)
+    with pytest.raises(misuse.error, match=misuse.match):
+        call(misuse.entry, arguments)
+    assert contents(arguments) == before
 
 
 @pytest.mark.parametrize(("entry", "path", "name", "spoiler"), spoiled_arrays())
 def test_arrays_of_another_kind_are_refused(entry: str, path: Path, name: str, spoiler: str) -> None:
     arguments = replaced(VALID[entry](), path, SPOILERS[spoiler])
-    match = "the bytes of a part" if name == "parts" else re.escape(name)
-    refused(entry, arguments, rf"{match}.* must ", KernelArgumentError)
+    match, before = "the bytes of a part" if name == "parts" else re.escape(name), contents(arguments)
+    with pytest.raises(KernelArgumentError, match=rf"{match}.* must "):
+        call(entry, arguments)
+    assert contents(arguments) == before
 
 
 def test_every_entry_point_has_a_misuse() -> None:
@@ -165,10 +173,10 @@ def test_a_refused_thread_count_leaves_the_threads_alone() -> None:
 
 
 def test_arrays_without_rows_are_fine() -> None:
-    call("norm", VALID["norm"]() | {"x": floats(0, 64), "out": floats(0, 64)})
-    call("argmax", {"x": floats(0, 5), "out": longs()})
+    assert error_of("norm", VALID["norm"]() | {"x": floats(0, 64), "out": floats(0, 64)}) is None
+    assert error_of("argmax", {"x": floats(0, 5), "out": longs()}) is None
     nothing = {"logit_rows": ints(), "logits": np.empty((0, 50), np.float32)}
-    call("Program.run", run_arguments() | nothing)
+    assert error_of("Program.run", run_arguments() | nothing) is None
 
 
 def test_one_program_in_several_threads() -> None:

@@ -41,11 +41,6 @@ from bifolio.quant.formats import READABLE_FORMATS
 from bifolio.quant.tensor import QuantizedTensor
 
 
-def namespace(array: Array) -> Any:
-    """The array API functions for this array: numpy's or torch's."""
-    return np if isinstance(array, np.ndarray) else array_namespace(array)
-
-
 class ReferenceKernels(HostArrays, StreamReference):
     """Every operation in at most 30 lines."""
 
@@ -81,12 +76,12 @@ class ReferenceKernels(HostArrays, StreamReference):
         return rows if scale == 1.0 else rows * scale
 
     def rotation(self, inverse_frequencies: Array, scale: float, positions: Array) -> Rotation:
-        xp = namespace(inverse_frequencies)
+        xp = array_namespace(inverse_frequencies)
         angles = xp.astype(positions, inverse_frequencies.dtype)[:, None] * inverse_frequencies[None, :]
         return Rotation(xp.cos(angles) * scale, xp.sin(angles) * scale)
 
     def norm(self, x: Array, norm: Norm) -> Array:
-        xp = namespace(x)
+        xp = array_namespace(x)
         y = _as_float32(xp, x)
         if norm.centered:
             y = y - xp.mean(y, axis=-1, keepdims=True)
@@ -105,16 +100,16 @@ class ReferenceKernels(HostArrays, StreamReference):
         for weight, bias in zip(linear.parts, linear.biases, strict=True):
             y = weight.matmul(x) if isinstance(weight, QuantizedTensor) else x @ weight.T
             outputs.append(y if bias is None else y + bias)
-        return outputs[0] if len(outputs) == 1 else namespace(x).concat(outputs, axis=-1)
+        return outputs[0] if len(outputs) == 1 else array_namespace(x).concat(outputs, axis=-1)
 
     def head_linear(self, x: Array, linear: HeadLinear, start: int) -> Array:
         columns = x.shape[-1] // len(linear.heads)
         inputs = slice(start, start + linear.heads[0].in_features)
         heads = [self.linear(x[:, h * columns :][:, inputs], each) for h, each in enumerate(linear.heads)]
-        return namespace(x).concat(heads, axis=-1)
+        return array_namespace(x).concat(heads, axis=-1)
 
     def join_latent(self, query: Array, absorbed: Array, latent: Array, norm: Norm, rope: int) -> Array:
-        xp, size = namespace(query), latent.shape[-1] - rope
+        xp, size = array_namespace(query), latent.shape[-1] - rope
         heads = absorbed.shape[-1] // size
         turned = xp.reshape(query, (-1, heads, query.shape[-1] // heads))[..., -rope:]
         queries = xp.concat([turned, xp.reshape(absorbed, (-1, heads, size))], axis=-1)
@@ -124,7 +119,7 @@ class ReferenceKernels(HostArrays, StreamReference):
     def rope_and_write(
         self, qkv: Array, shape: AttentionShape, rotation: Rotation | None, batch: Batch, storage: Storage | None
     ) -> Heads:
-        xp = namespace(qkv)
+        xp = array_namespace(qkv)
         heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
         split = heads * dim, (heads + kv_heads) * dim
         query = xp.reshape(qkv[:, : split[0]], (-1, heads, dim))
@@ -148,8 +143,8 @@ class ReferenceKernels(HostArrays, StreamReference):
         """Norm each head, or all heads of a token together if the norm is wider than a head."""
         if norm is None:
             return heads
-        rows = namespace(heads).reshape(heads, (-1, norm.weight.shape[0]))
-        return namespace(heads).reshape(self.norm(rows, norm), heads.shape)
+        rows = array_namespace(heads).reshape(heads, (-1, norm.weight.shape[0]))
+        return array_namespace(heads).reshape(self.norm(rows, norm), heads.shape)
 
     def attend(
         self, heads: Heads, shape: AttentionShape, segments: tuple[AttentionSegment, ...], storage: Storage | None
@@ -162,7 +157,7 @@ class ReferenceKernels(HostArrays, StreamReference):
                 own = Heads(*(None if part is None else part[starts[i] : starts[i + 1]] for part in heads))
                 own = own._replace(query=scale_by_position(own.query, shape, int(segment.context_lens[i])))
                 outputs.append(attend(own, shape, segment, i, storage))
-        return outputs[0] if len(outputs) == 1 else namespace(heads.query).concat(outputs, axis=0)
+        return outputs[0] if len(outputs) == 1 else array_namespace(heads.query).concat(outputs, axis=0)
 
     def _attend_prefill(
         self, own: Heads, shape: AttentionShape, segment: AttentionSegment, i: int, storage: Storage | None
@@ -186,13 +181,13 @@ class ReferenceKernels(HostArrays, StreamReference):
         half = x.shape[-1] // 2
         gate, up = x[:, :half], x[:, half:]
         if activation == "swiglu_clamped":
-            xp = namespace(x)
+            xp = array_namespace(x)
             gate, up = xp.clip(gate, None, SWIGLU_LIMIT), xp.clip(up, -SWIGLU_LIMIT, SWIGLU_LIMIT)
             return gate * sigmoid(xp, SWIGLU_SLOPE * gate) * (up + 1.0)
         return self.act(gate, activation) * up
 
     def act(self, x: Array, activation: str) -> Array:
-        xp = namespace(x)
+        xp = array_namespace(x)
         if activation == "silu":
             return x * sigmoid(xp, x)
         if activation == "relu2":
@@ -204,7 +199,7 @@ class ReferenceKernels(HostArrays, StreamReference):
         return 0.5 * x * (1.0 + erf(xp, x / math.sqrt(2.0)))
 
     def gate(self, x: Array, logits: Array) -> Array:
-        return sigmoid(namespace(x), logits) * x
+        return sigmoid(array_namespace(x), logits) * x
 
     def route(self, logits: Array, router: Router) -> Routing:
         scores = logits.astype(np.float32)
@@ -244,14 +239,14 @@ class ReferenceKernels(HostArrays, StreamReference):
 
     def logits(self, x: Array, head: Linear, softcap: float) -> Array:
         y = self.linear(x, head)
-        xp = namespace(y)
+        xp = array_namespace(y)
         y = _as_float32(xp, y)
         return xp.tanh(y / softcap) * softcap if softcap else y
 
 
 def rotate(x: Array, rotation: Rotation, interleaved: bool) -> Array:
     """Rotate each pair of dimensions by its angle; dimensions past the rotated ones are unchanged."""
-    xp = namespace(x)
+    xp = array_namespace(x)
     cos, sin = rotation.cos[:, None, :], rotation.sin[:, None, :]
     half = rotation.cos.shape[-1]
     turned, rest = x[..., : 2 * half], x[..., 2 * half :]
@@ -270,7 +265,7 @@ def scale_by_position(query: Array, shape: AttentionShape, length: int) -> Array
         return query
     positions = np.arange(length - query.shape[0], length)
     factors = 1 + shape.temperature * np.log(1 + positions // shape.temperature_period)
-    xp = namespace(query)
+    xp = array_namespace(query)
     scaled = query * xp.asarray(factors.astype(np.float32))[:, None, None]
     return xp.astype(scaled, query.dtype)
 
@@ -288,7 +283,7 @@ def causal_attention(
 
     Query i has position L − n + i and attends to positions ≤ its own, at most `window` of them.
     """
-    xp = namespace(query)
+    xp = array_namespace(query)
     num_queries, heads, dim = query.shape
     length, kv_heads, _ = key.shape
     key, value = xp.astype(key, query.dtype), xp.astype(value, query.dtype)

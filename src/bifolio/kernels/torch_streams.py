@@ -7,18 +7,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from bifolio.kernels.interface import Array, Norm
+from bifolio.kernels.interface import Array, KernelSet, Norm
 from bifolio.kernels.stream_interface import LEAST_MEAN_SQUARE
 
 
 class TorchStreams:
     """A part of `TorchKernels`; means and standard deviations are computed in float32."""
-
-    def norm(self, x: Array, norm: Norm) -> Array:
-        raise NotImplementedError
-
-    def act(self, x: Array, activation: str) -> Array:
-        raise NotImplementedError
 
     def add_scaled(self, x: Array, y: Array, scale: float) -> Array:
         return torch.add(x, y) * scale
@@ -26,7 +20,7 @@ class TorchStreams:
     def embed_known(self, table: Any, ids: Array, scale: float) -> Array:
         return F.embedding(torch.where(ids < table.shape[0], ids, 0), table) * scale
 
-    def norm_groups(self, x: Array, norm: Norm) -> Array:
+    def norm_groups(self: KernelSet, x: Array, norm: Norm) -> Array:
         groups = x.unflatten(-1, (-1, norm.weight.shape[0]))
         return self.norm(groups, norm).flatten(-2)
 
@@ -34,10 +28,10 @@ class TorchStreams:
         part = x.narrow(-1, start, width)
         return part if factors is None else (part * factors).to(x.dtype)
 
-    def act_gate(self, x: Array, inputs: Array, start: int, activation: str) -> Array:
+    def act_gate(self: KernelSet, x: Array, inputs: Array, start: int, activation: str) -> Array:
         return self.act(x, activation) * inputs.narrow(-1, start, x.shape[-1])
 
-    def sparse_act_mul(self, x: Array, deviations: float, activation: str) -> Array:
+    def sparse_act_mul(self: KernelSet, x: Array, deviations: float, activation: str) -> Array:
         gate, up = x.chunk(2, dim=-1)
         spread, mean = torch.std_mean(gate.float(), dim=-1, keepdim=True, correction=0)
         kept = F.relu(gate - torch.addcmul(mean, spread, torch.full_like(spread, deviations)))

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bifolio.arrays import array_namespace
 from bifolio.errors import RequestError
 from bifolio.kernels.logit_edits import MAX_ENDS, LogitEdits
 from bifolio.sampling.repetition import dry_matches, dry_penalties, ngram_bans, word_bans
 from bifolio.sampling.table import SlotOptions
-from bifolio.sampling.weights import Array, device, namespace
+from bifolio.sampling.weights import Array, device
 
 LOWEST = -3.4028234663852886e38  # a penalty makes a token unlikely, never impossible
 
@@ -42,7 +43,7 @@ class _Entries:
         """(i64[e] rows, i64[e] ids, f32[e] numbers) beside the logits, or None when there are none."""
         if not self._rows:
             return None
-        xp, where = namespace(logits), device(logits)
+        xp, where = array_namespace(logits), device(logits)
         columns = (np.concatenate(column) for column in (self._rows, self._ids, self._amounts))
         rows, ids, amounts = (xp.asarray(column, device=where) for column in columns)
         return rows, ids, amounts
@@ -98,7 +99,7 @@ class Edits:
 
     def apply(self, logits: Array) -> dict[int, RequestError]:
         """Change f32[r, vocab] logits in place; returns the rows whose own processor failed, with the reason."""
-        xp = namespace(logits)
+        xp = array_namespace(logits)
         if entries := self._bias.on_device_of(logits):
             rows, ids, amounts = entries
             logits[rows, ids] = logits[rows, ids] + amounts
@@ -130,7 +131,7 @@ class Edits:
     def _apply_masks(self, logits: Array) -> None:
         if not self._masks:
             return
-        xp, where = namespace(logits), device(logits)
+        xp, where = array_namespace(logits), device(logits)
         rows = xp.asarray(np.array([row for row, _ in self._masks], dtype=np.int64), device=where)
         allowed = xp.asarray(np.stack([mask for _, mask in self._masks]), device=where)
         values = logits[rows, :]
@@ -164,7 +165,7 @@ def device_edits(state: SlotOptions) -> LogitEdits | None:
 
 def _processed(row: Array, state: SlotOptions, pending: Sequence[int]) -> Array:
     """f32[vocab]: one row after the user's functions, which may keep or change their argument."""
-    xp = namespace(row)
+    xp = array_namespace(row)
     values = xp.asarray(row, copy=True)
     prompt, output = state.history.prompt.tolist(), [*state.output_token_ids, *pending]
     for processor in state.processors:

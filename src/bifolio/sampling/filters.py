@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bifolio.arrays import array_namespace
 from bifolio.kernels.weights import ONE, warmth_of
 from bifolio.sampling.table import SamplingTable
 from bifolio.sampling.weights import (
@@ -24,7 +25,6 @@ from bifolio.sampling.weights import (
     descending_keys,
     device,
     kth_bound,
-    namespace,
     sort_candidates,
 )
 
@@ -67,7 +67,7 @@ def filter_rows(logits: Array, temperature: NDArray[np.float32], filters: Filter
 
     Either every row has a top-k or none has: the two kinds find their candidates in different ways.
     """
-    xp = namespace(logits)
+    xp = array_namespace(logits)
     logits, highest = cleaned(logits)
     total: Array | None = None
     if filters.top_k[0] < logits.shape[-1]:
@@ -84,7 +84,7 @@ def filter_rows(logits: Array, temperature: NDArray[np.float32], filters: Filter
 
 def _top_k(logits: Array, top_k: NDArray[np.int64]) -> tuple[Array, Array]:
     """(i64[r, c] ids, f32[r, c] logits): the largest, ties with the last included; -inf behind them."""
-    xp = namespace(logits)
+    xp = array_namespace(logits)
     ids, values = sort_candidates(logits >= kth_bound(logits, top_k), logits)
     last = xp.asarray(np.minimum(top_k, values.shape[-1])[:, None] - 1, device=device(values))
     below = values < xp.take_along_axis(values, last, axis=-1)
@@ -107,7 +107,7 @@ def _likely(weights: Array, filters: Filters) -> tuple[Array, Array]:
     Tokens of at most (1 - top_p) * total / n each weigh at most (1 - top_p) * total together, so top-p drops them all;
     the factor below 1 covers rounding.
     """
-    xp = namespace(weights)
+    xp = array_namespace(weights)
     total = xp.sum(weights, axis=-1, keepdims=True)
     share = column(xp, (1.0 - filters.top_p) * (0.999 / weights.shape[-1]), weights)
     floor = np.where(filters.min_p > 0.0, filters.min_p * (0.999 * ONE), np.where(filters.top_p < 1.0, 0.0, -1.0))
@@ -118,7 +118,7 @@ def _likely(weights: Array, filters: Filters) -> tuple[Array, Array]:
 
 def _likely_enough(weights: Array, total: Array | None, filters: Filters) -> Array:
     """bool[r, c]: top-p, then min-p. A token stays while the more likely ones have not reached top_p of the total."""
-    xp = namespace(weights)
+    xp = array_namespace(weights)
     if not (filters.top_p < 1.0).any() and not filters.min_p.any():
         return weights >= 0
     running = xp.cumulative_sum(weights, axis=-1)
@@ -133,7 +133,7 @@ def _keep_typical(values: Array, weights: Array, kept: Array, filters: Filters) 
     rows = np.flatnonzero(filters.typical_p < 1.0)
     if not len(rows):
         return kept
-    xp = namespace(weights)
+    xp = array_namespace(weights)
     index = xp.asarray(rows, device=device(weights))
     chosen = _only(xp, weights[index, :], kept[index, :])
     distance = _distance_from_entropy(xp, values[index, :], chosen, kept[index, :])
@@ -168,7 +168,7 @@ def _exclude_top_choices(weights: Array, kept: Array, filters: Filters) -> Array
     """XTC: where it applies, of the tokens that reach the threshold only the least likely stays."""
     if not filters.xtc_applies.any():
         return kept
-    xp = namespace(weights)
+    xp = array_namespace(weights)
     chosen = _only(xp, weights, kept)
     total = xp.astype(xp.sum(chosen, axis=-1, keepdims=True), xp.float64)
     threshold = column(xp, np.where(filters.xtc_applies, filters.xtc_threshold, 2.0), weights)

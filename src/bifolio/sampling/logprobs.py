@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bifolio.arrays import array_namespace
 from bifolio.kernels.interface import TokenScores
 from bifolio.logprob_records import pack_records
 from bifolio.sampling.weights import (
@@ -16,7 +17,6 @@ from bifolio.sampling.weights import (
     device,
     kth_bound,
     log_total,
-    namespace,
     shift,
     sort_candidates,
     to_host,
@@ -76,7 +76,7 @@ class TokenLogprobs:
 
 def score_tokens(logits: Array, token_ids: NDArray[Any], num_top: NDArray[Any]) -> TokenLogprobs:
     """Logprob and rank of one token per row of f32[r, vocab], and the `num_top[row]` most likely tokens."""
-    xp = namespace(logits)
+    xp = array_namespace(logits)
     shifted = shift(logits)
     log_sum = log_total(xp, to_weights(shifted))
     ids = xp.asarray(np.asarray(token_ids, dtype=np.int64)[:, None], device=device(logits))

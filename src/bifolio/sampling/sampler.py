@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bifolio.arrays import array_namespace
 from bifolio.errors import NO_FINITE_LOGIT, BifolioError, ModelOutputError, RequestError
 from bifolio.kernels.weights import ONE
 from bifolio.sampling.edits import Edits
@@ -42,7 +43,6 @@ from bifolio.sampling.weights import (
     device,
     draw,
     is_numpy,
-    namespace,
     shift,
     to_host,
     to_weights,
@@ -164,7 +164,7 @@ class Sampler:
         XTC depends on the noise of the position; without positions it is left out. Rows of which everything is
         excluded are 0.
         """
-        xp = namespace(logits)
+        xp = array_namespace(logits)
         values, kept = self._final(logits, slots, positions, pending)
         values = xp.where(kept, values, xp.full_like(values, -float("inf")))
         total = xp.astype(xp.sum(to_weights(values), axis=-1, keepdims=True), xp.float64) / ONE
@@ -175,7 +175,7 @@ class Sampler:
         self, logits: Array, slots: Any, positions: Any = None, pending: Sequence[Sequence[int]] | None = None
     ) -> Array:
         """f32[r, vocab]: logits after all options, shifted so that the largest is 0; -inf where excluded."""
-        xp = namespace(logits)
+        xp = array_namespace(logits)
         values, kept = self._final(logits, slots, positions, pending)
         return xp.where(kept, values, xp.full_like(values, -float("inf")))
 
@@ -198,7 +198,7 @@ class Sampler:
             state = self.table.states[slots[row]]
             if state is not None:
                 edits.gather(row, state, pending[row] if pending else (), self.vocab_size)
-        changed = namespace(logits).asarray(logits, copy=True)
+        changed = array_namespace(logits).asarray(logits, copy=True)
         return changed, edits.apply(changed)
 
     def _draw_plain(self, logits: Array, slots: NDArray[Any], positions: NDArray[Any]) -> NDArray[Any]:
@@ -206,7 +206,7 @@ class Sampler:
         return _draw(weights, uniform(self.table.seed[slots], positions))
 
     def _draw_filtered(self, logits: Array, slots: NDArray[Any], positions: NDArray[Any]) -> NDArray[Any]:
-        xp = namespace(logits)
+        xp = array_namespace(logits)
         seeds = self.table.seed[slots]
         uses_xtc = bool(self.table.xtc_probability[slots].any())
         filters = Filters.of(self.table, slots, uniform(seeds, positions, STREAM_XTC) if uses_xtc else None)
@@ -225,7 +225,7 @@ class Sampler:
         self, logits: Array, slots: Any, positions: Any, pending: Sequence[Sequence[int]] | None
     ) -> tuple[Array, Array]:
         """(f32[r, vocab] shifted logits over temperature, bool[r, vocab] whether the token may be drawn)."""
-        xp, slots = namespace(logits), _host(slots)
+        xp, slots = array_namespace(logits), _host(slots)
         work, _ = self._edited(_single_precision(logits), slots, pending)
         noise = None if positions is None else uniform(self.table.seed[slots], _host(positions), STREAM_XTC)
         values = xp.asarray(work, copy=True)
@@ -268,7 +268,7 @@ class Sampler:
 
 def _no_token(logits: Array) -> BifolioError:
     """The reason why no token could be drawn from the logits of a position: f32[vocab], as the network gave them."""
-    if not bool(namespace(logits).any(namespace(logits).isfinite(logits))):
+    if not bool(array_namespace(logits).any(array_namespace(logits).isfinite(logits))):
         return ModelOutputError(NO_FINITE_LOGIT)
     return RequestError(
         "no token can follow: the request's allowed tokens, grammar, bad words or logits processors exclude the whole "
@@ -288,7 +288,7 @@ def prompt_logprobs(logits: Array, next_ids: Any, num_top: int) -> TokenLogprobs
 
 
 def _single_precision(logits: Array) -> Array:
-    xp = namespace(logits)
+    xp = array_namespace(logits)
     return xp.astype(logits, xp.float32, copy=False)
 
 
@@ -309,12 +309,12 @@ def _rows(logits: Array, rows: NDArray[Any]) -> Array:
     first, last = int(rows[0]), int(rows[-1])
     if last - first + 1 == len(rows):
         return logits[first : last + 1, :]
-    return logits[namespace(logits).asarray(rows, device=device(logits)), :]
+    return logits[array_namespace(logits).asarray(rows, device=device(logits)), :]
 
 
 def _greedy(logits: Array) -> NDArray[Any]:
     """i64[r]: the largest logit's index, the lowest among equals; -1 where there is none."""
-    xp = namespace(logits)
+    xp = array_namespace(logits)
     best = xp.argmax(logits, axis=-1)
     values = to_host(xp.take_along_axis(logits, best[:, None], axis=-1)[:, 0])
     token_ids = np.array(to_host(best))
@@ -327,6 +327,6 @@ def _greedy(logits: Array) -> NDArray[Any]:
 
 def _draw(weights: Array, noise: NDArray[np.float64]) -> NDArray[Any]:
     """i64[r]: the drawn index; -1 in rows without any weight."""
-    xp = namespace(weights)
+    xp = array_namespace(weights)
     index = draw(weights, noise)
     return np.where(to_host(xp.max(weights, axis=-1)) > 0, to_host(index), NOTHING)

@@ -26,7 +26,6 @@ from bifolio.arrays import array_namespace
 from bifolio.kernels.weights import ONE, warmth_of, weights_of
 
 Array = Any  # a numpy array or a torch tensor; shapes are given in comments
-_NUMPY: Any = np if hasattr(np, "cumulative_sum") else None  # numpy itself follows the standard since 2.1
 STREAM_DRAW = 0  # which token is drawn
 STREAM_XTC = 1  # whether the likely tokens are excluded at this position
 STREAM_ACCEPT = 2  # whether a drafted token is accepted
@@ -46,13 +45,6 @@ def is_numpy(values: Array) -> TypeGuard[NDArray[Any]]:
     return isinstance(values, np.ndarray)
 
 
-def namespace(values: Array) -> Any:
-    """The module whose functions take this array: numpy without a wrapper's cost, or torch under the same names."""
-    if _NUMPY is not None and is_numpy(values):
-        return _NUMPY
-    return array_namespace(values)
-
-
 def device(values: Array) -> Any:
     """Where the array lies, for the `device=` of functions that make arrays."""
     return "cpu" if is_numpy(values) else values.device
@@ -68,12 +60,12 @@ def to_host(values: Array) -> NDArray[Any]:
 
 def to_weights(shifted: Array) -> Array:
     """i64[r, n] weights of f32[r, n] logits of which the largest is 0."""
-    return weights_of(shifted, namespace(shifted).zeros_like(shifted[:, :1]))
+    return weights_of(shifted, array_namespace(shifted).zeros_like(shifted[:, :1]))
 
 
 def cooled_weights(logits: Array, highest: Array, temperature: NDArray[np.float32]) -> Array:
     """i64[r, n] weights of f32[r, n] logits without NaN; highest: f32[r, 1]; temperature: f32[r] on the host."""
-    return weights_of(logits, highest, column(namespace(logits), warmth_of(temperature), logits))
+    return weights_of(logits, highest, column(array_namespace(logits), warmth_of(temperature), logits))
 
 
 def cleaned(logits: Array) -> tuple[Array, Array]:
@@ -82,7 +74,7 @@ def cleaned(logits: Array) -> tuple[Array, Array]:
     NaN counts as excluded (-inf), +inf as the largest finite number, and a row of nothing but -inf has 0 as largest.
     Rows without such values are returned as they are.
     """
-    xp = namespace(logits)
+    xp = array_namespace(logits)
     highest = xp.max(logits, axis=-1, keepdims=True)  # NaN if there is a NaN in the row
     if bool(xp.all(xp.isfinite(highest))):
         return logits, highest
@@ -105,7 +97,7 @@ def _clean(xp: Any, logits: Array) -> Array:
 
 def cool(logits: Array, temperature: NDArray[np.float32]) -> Array:
     """f32[r, n]: shifted logits over temperature. Shifting first keeps tiny temperatures from overflowing."""
-    return shift(logits) * column(namespace(logits), warmth_of(temperature), logits)
+    return shift(logits) * column(array_namespace(logits), warmth_of(temperature), logits)
 
 
 def column(xp: Any, numbers: NDArray[Any], like: Array) -> Array:
@@ -126,7 +118,7 @@ def sort_candidates(mask: Array, values: Array) -> tuple[Array, Array]:
     end in values of -inf. Value and id are packed into one integer: sorting those is fast, and no two are equal, so
     every sorting algorithm gives the same order.
     """
-    xp, where = namespace(values), device(values)
+    xp, where = array_namespace(values), device(values)
     num_rows, width = values.shape
     flat = xp.nonzero(xp.reshape(mask, (-1,)))[0]
     edges = xp.searchsorted(flat, xp.arange(num_rows + 1, device=where) * width)
@@ -141,14 +133,14 @@ def sort_candidates(mask: Array, values: Array) -> tuple[Array, Array]:
 
 def descending_keys(values: Array, ids: Array) -> Array:
     """i64: rising keys order f32 `values` downwards, and equal ones by rising id."""
-    xp = namespace(values)
+    xp = array_namespace(values)
     bits = (values + 0.0).view(xp.int32)  # + 0.0 makes -0.0 equal to 0.0
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # negative floats have their order reversed
     return (xp.astype(~ordered, xp.int64) << 32) | xp.astype(ids, xp.int64)
 
 
 def _unpack(keys: Array, like: Array) -> tuple[Array, Array]:
-    xp = namespace(keys)
+    xp = array_namespace(keys)
     padding = keys == _LAST
     ordered = xp.astype(~(keys >> 32), xp.int32)
     values = (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).view(like.dtype)
@@ -162,7 +154,7 @@ def kth_bound(values: Array, counts: NDArray[np.int64]) -> Array:
     The values are dealt into groups, and of the groups' maxima the one of that rank is taken: at least as many values
     reach it. So the vocabulary is read once and never sorted. values: f32[r, n] without NaN; counts: 1 ... n.
     """
-    xp = namespace(values)
+    xp = array_namespace(values)
     num_rows, width = values.shape
     group = max(1, min(_MAX_GROUP, width // (4 * int(counts.max()))))
     num_groups = width // group
@@ -188,7 +180,7 @@ def draw(weights: Array, noise: NDArray[np.float64]) -> Array:
     noise: f64[r] in [0, 1), on the host. Indices of weight 0 are never drawn; rows without any weight give an arbitrary
     index. A long row is searched by sums of blocks first and then inside one, which gives the same index in less time.
     """
-    xp, where = namespace(weights), device(weights)
+    xp, where = array_namespace(weights), device(weights)
     width = weights.shape[-1]
     if width <= 8 * _BLOCK:
         running = xp.cumulative_sum(weights, axis=-1)

@@ -130,7 +130,8 @@ class HiddenDraft:
         start, end = self.runner.blocks.context(self._slots.tables[item.slot], item.start)
         track = Track(start, end)
         if end < item.start:
-            track.add(_joined([states[:1] * 0] * (item.start - end)))
+            zeros = array_namespace(states).zeros_like(states[:1])
+            track.add(_joined([zeros] * (item.start - end)))
         return track
 
     def _drop(self, track: Track) -> None:
@@ -257,12 +258,8 @@ class HiddenDraft:
 
 
 def _joined(states: list[Array]) -> Array:
-    """[n, width]: states one after the other; numpy needs no namespace, whose import takes as long as many steps."""
-    if len(states) == 1:
-        return states[0]
-    if isinstance(states[0], np.ndarray):
-        return np.concatenate(states)
-    return array_namespace(states[0]).concat(states, axis=0)
+    """[n, width]: states one after the other."""
+    return states[0] if len(states) == 1 else array_namespace(states[0]).concat(states, axis=0)
 
 
 def _put(rows: Array, places: list[int], values: Array) -> Array:

@@ -34,12 +34,12 @@ from bifolio.kernels.interface import (
     StepProgram,
     Storage,
 )
+from bifolio.kernels.native.arguments import ACTIVATION_CODES, floats, native_norm
 from bifolio.kernels.native.formats import NATIVE_FORMATS, format_code
 from bifolio.kernels.native.library import library
 from bifolio.kernels.native.program import PHASE_CODES, NativeProgram, native_segment
 from bifolio.kernels.native.ranks import SharedMemoryRanks
 from bifolio.kernels.native.recurrence import native_recurrence, native_states, state_arrays
-from bifolio.kernels.native.registers import ACTIVATION_CODES
 from bifolio.kernels.native.streams import NativeStreams
 from bifolio.quant.convert import DENSE_FORMATS, convert
 from bifolio.quant.formats import QuantFormat
@@ -103,7 +103,7 @@ class NativeKernels(HostArrays, NativeStreams):
         )
 
     def prepare_norm(self, norm: Norm) -> Norm:
-        return replace(norm, weight=_floats(norm.weight), bias=None if norm.bias is None else _floats(norm.bias))
+        return replace(norm, weight=floats(norm.weight), bias=None if norm.bias is None else floats(norm.bias))
 
     def prepare_recurrence(self, recurrence: Recurrence) -> Recurrence:
         return replace(recurrence, prepared=native_recurrence(self.native, recurrence))
@@ -134,42 +134,44 @@ class NativeKernels(HostArrays, NativeStreams):
         shape = (len(positions), len(inverse_frequencies))
         cosine, sine = np.empty(shape, np.float32), np.empty(shape, np.float32)
         self.native.rotation(
-            _floats(inverse_frequencies), scale, np.ascontiguousarray(positions, np.int32), cosine, sine, self.pool
+            floats(inverse_frequencies), scale, np.ascontiguousarray(positions, np.int32), cosine, sine, self.pool
         )
         return Rotation(cosine, sine)
 
     def norm(self, x: Array, norm: Norm) -> Array:
-        x = _floats(x)
+        x = floats(x)
         out = np.empty_like(x)
-        self.native.norm(x.reshape(-1, x.shape[-1]), self.native_norm(norm), out.reshape(-1, x.shape[-1]), self.pool)
+        self.native.norm(
+            x.reshape(-1, x.shape[-1]), native_norm(self.native, norm), out.reshape(-1, x.shape[-1]), self.pool
+        )
         return out
 
     def add(self, x: Array, y: Array) -> Array:
         out = np.empty(x.shape, np.float32)
-        self.native.add(_floats(x), _floats(y), out, self.pool)
+        self.native.add(floats(x), floats(y), out, self.pool)
         return out
 
     def add_norm(self, x: Array, delta: Array, norm: Norm) -> tuple[Array, Array]:
         total, normed = np.empty(x.shape, np.float32), np.empty(x.shape, np.float32)
-        self.native.add_norm(_floats(x), _floats(delta), self.native_norm(norm), total, normed, self.pool)
+        self.native.add_norm(floats(x), floats(delta), native_norm(self.native, norm), total, normed, self.pool)
         return total, normed
 
     def linear(self, x: Array, linear: Linear) -> Array:
         packed = self.packed(linear)
         out = np.empty((x.shape[0], packed.out_features), np.float32)
-        self.native.linear(_floats(x), packed, out, self.pool)
+        self.native.linear(floats(x), packed, out, self.pool)
         return out
 
     def head_linear(self, x: Array, linear: HeadLinear, start: int) -> Array:
         out = np.empty((x.shape[0], len(linear.heads) * linear.heads[0].out_features), np.float32)
-        self.native.head_linear(_floats(x), self.packed_heads(linear), start, out, self.pool)
+        self.native.head_linear(floats(x), self.packed_heads(linear), start, out, self.pool)
         return out
 
     def join_latent(self, query: Array, absorbed: Array, latent: Array, norm: Norm, rope: int) -> Array:
         size = latent.shape[1]
         out = np.empty((len(query), (absorbed.shape[1] // (size - rope) + 2) * size), np.float32)
-        rows = _floats(query), _floats(absorbed), _floats(latent)
-        self.native.join_latent(*rows, self.native_norm(norm), rope, out, self.pool)
+        rows = floats(query), floats(absorbed), floats(latent)
+        self.native.join_latent(*rows, native_norm(self.native, norm), rope, out, self.pool)
         return out
 
     def rope_and_write(
@@ -196,7 +198,7 @@ class NativeKernels(HostArrays, NativeStreams):
     def attend(
         self, heads: Heads, shape: AttentionShape, segments: tuple[AttentionSegment, ...], storage: Storage | None
     ) -> Array:
-        query = _floats(heads.query).reshape(len(heads.query), -1)
+        query = floats(heads.query).reshape(len(heads.query), -1)
         out = np.empty(query.shape, np.float32)
         if storage is None or any(segment.block_tables is None for segment in segments):
             if any(segment.phase is AttentionPhase.DECODE for segment in segments):
@@ -212,36 +214,36 @@ class NativeKernels(HostArrays, NativeStreams):
 
     def act_mul(self, x: Array, activation: str) -> Array:
         out = np.empty((x.shape[0], x.shape[1] // 2), np.float32)
-        self.native.act_mul(_floats(x), ACTIVATION_CODES[activation], out, self.pool)
+        self.native.act_mul(floats(x), ACTIVATION_CODES[activation], out, self.pool)
         return out
 
     def act(self, x: Array, activation: str) -> Array:
         out = np.empty(x.shape, np.float32)
-        self.native.act(_floats(x), ACTIVATION_CODES[activation], out, self.pool)
+        self.native.act(floats(x), ACTIVATION_CODES[activation], out, self.pool)
         return out
 
     def gate(self, x: Array, logits: Array) -> Array:
         out = np.empty(x.shape, np.float32)
-        self.native.gate(_floats(x), _floats(logits), out, self.pool)
+        self.native.gate(floats(x), floats(logits), out, self.pool)
         return out
 
     def route(self, logits: Array, router: Router) -> Routing:
         routing = np.empty((len(logits), 2 * router.top_k), np.float32)
-        self.native.route(_floats(logits), self.native_router(router, logits.shape[1]), routing, self.pool)
+        self.native.route(floats(logits), self.native_router(router, logits.shape[1]), routing, self.pool)
         return Routing(routing.view(np.int32)[:, : router.top_k], routing[:, router.top_k :])
 
     def mix_experts(self, x: Array, routing: Routing, experts: Experts) -> Array:
         numbers = np.ascontiguousarray(routing.experts, np.int32).view(np.float32)  # native rows hold both as 32 bits
         out = np.empty((len(x), experts.down[0].out_features), np.float32)
-        both = np.concatenate([numbers, _floats(routing.weights)], axis=1)
-        self.native.mix_experts(_floats(x), both, self.packed_experts(experts), out, self.pool)
+        both = np.concatenate([numbers, floats(routing.weights)], axis=1)
+        self.native.mix_experts(floats(x), both, self.packed_experts(experts), out, self.pool)
         return out
 
     def recur(self, x: Array, recurrence: Recurrence, batch: Batch, storage: Storage | None) -> Array:
         out = np.empty((len(x), recurrence.out_features), np.float32)
         states = None if storage is None else self.states(storage)
         native, arrays = self.native_recurrence(recurrence), state_arrays(batch)
-        self.native.recur(_floats(x), native, recurrence.layer, states, *arrays, out, self.pool)
+        self.native.recur(floats(x), native, recurrence.layer, states, *arrays, out, self.pool)
         return out
 
     def logits(self, x: Array, head: Linear, softcap: float) -> Array:
@@ -253,7 +255,7 @@ class NativeKernels(HostArrays, NativeStreams):
     def argmax(self, logits: Array) -> np.ndarray:
         """i64[r]: index of the largest value of each row, the first among equals."""
         out = np.empty(logits.shape[0], np.int64)
-        self.native.argmax(_floats(logits), out, self.pool)
+        self.native.argmax(floats(logits), out, self.pool)
         return out
 
     def memory_of_ranks(self) -> Any:
@@ -282,19 +284,17 @@ class NativeKernels(HostArrays, NativeStreams):
             router.scoring == "sigmoid",
             router.renormalise,
             router.scale,
-            None if router.bias is None else _floats(router.bias),
+            None if router.bias is None else floats(router.bias),
             router.num_groups,
             router.top_groups,
             router.group_best,
-            None if router.expert_scales is None else _floats(router.expert_scales),
+            None if router.expert_scales is None else floats(router.expert_scales),
         )
 
-    def native_norm(self, norm: Norm) -> Any:
-        bias = None if norm.bias is None else _floats(norm.bias)
-        return self.native.Norm(_floats(norm.weight), bias, norm.eps, norm.centered)
-
     def native_shape(self, shape: AttentionShape) -> Any:
-        norms = [None if norm is None else self.native_norm(norm) for norm in (shape.query_norm, shape.key_norm)]
+        norms = [
+            None if norm is None else native_norm(self.native, norm) for norm in (shape.query_norm, shape.key_norm)
+        ]
         native = self.native.AttentionShape(
             shape.num_heads,
             shape.num_kv_heads,
@@ -309,10 +309,10 @@ class NativeKernels(HostArrays, NativeStreams):
             shape.temperature_period,
         )
         if shape.value_norm is not None:
-            native = native.with_value_norm(self.native_norm(shape.value_norm))
+            native = native.with_value_norm(native_norm(self.native, shape.value_norm))
         if shape.queries_only:
             native = native.of_queries()
-        return native if shape.sinks is None else native.with_sinks(_floats(shape.sinks))
+        return native if shape.sinks is None else native.with_sinks(floats(shape.sinks))
 
     def cache(self, storage: Storage) -> Any:
         """The native view of the storage's arrays."""
@@ -352,19 +352,15 @@ class NativeKernels(HostArrays, NativeStreams):
                     next_block += 1
             phase = PHASE_CODES[segment.phase]
             described.append((phase, segment.token_start, starts, np.diff(starts).astype(np.int32), tables))
-        return self.native.Cache([keys], [values], KV_CODES["f32"], shape.head_dim), described
+        return self.native.Cache([keys], [values], KV_CODES["f32"], [shape.head_dim]), described
 
 
 def as_tensor(value: QuantizedTensor | Array) -> QuantizedTensor:
     return value if isinstance(value, QuantizedTensor) else QuantizedTensor.from_array(np.asarray(value))
 
 
-def _floats(array: Array) -> np.ndarray:
-    return np.ascontiguousarray(array, np.float32)
-
-
 def _joined_bias(linear: Linear) -> np.ndarray | None:
     if all(bias is None for bias in linear.biases):
         return None
     parts = zip(linear.parts, linear.biases, strict=True)
-    return np.concatenate([np.zeros(part.shape[0], np.float32) if b is None else _floats(b) for part, b in parts])
+    return np.concatenate([np.zeros(part.shape[0], np.float32) if b is None else floats(b) for part, b in parts])

@@ -24,7 +24,7 @@ from bifolio.kernels.interface import (
     Routing,
     Storage,
 )
-from bifolio.kernels.native.registers import ACTIVATION_CODES, Register
+from bifolio.kernels.native.arguments import ACTIVATION_CODES, Register, native_norm
 from bifolio.kernels.native.streams import StreamRecorder
 
 if TYPE_CHECKING:
@@ -99,13 +99,13 @@ class ProgramRecorder(StreamRecorder):
         return Rotation(Register(cosine), Register(sine))
 
     def norm(self, x: Register, norm: Norm) -> Register:
-        return Register(self.program.norm(x.number, self.kernels.native_norm(norm)))
+        return Register(self.program.norm(x.number, native_norm(self.kernels.native, norm)))
 
     def add(self, x: Register, y: Register) -> Register:
         return Register(self.program.add(x.number, y.number))
 
     def add_norm(self, x: Register, delta: Register, norm: Norm) -> tuple[Register, Register]:
-        total, normed = self.program.add_norm(x.number, delta.number, self.kernels.native_norm(norm))
+        total, normed = self.program.add_norm(x.number, delta.number, native_norm(self.kernels.native, norm))
         return Register(total), Register(normed)
 
     def linear(self, x: Register, linear: Linear) -> Register:
@@ -115,7 +115,7 @@ class ProgramRecorder(StreamRecorder):
         return Register(self.program.head_linear(x.number, self.kernels.packed_heads(linear), start))
 
     def join_latent(self, query: Register, absorbed: Register, latent: Register, norm: Norm, rope: int) -> Register:
-        native = self.kernels.native_norm(norm)
+        native = native_norm(self.kernels.native, norm)
         return Register(self.program.join_latent(query.number, absorbed.number, latent.number, native, rope))
 
     def rope_and_write(

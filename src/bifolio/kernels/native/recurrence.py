@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from bifolio.kernels.interface import Array, Batch, Recurrence, Storage
+from bifolio.kernels.interface import Batch, Recurrence, Storage
+from bifolio.kernels.native.arguments import floats, native_norm
 from bifolio.kernels.recurrence import states_of
 
 KIND_CODES = {"conv": 0, "delta": 1, "mamba": 2}
@@ -14,11 +15,11 @@ KIND_CODES = {"conv": 0, "delta": 1, "mamba": 2}
 
 def native_recurrence(native: Any, r: Recurrence) -> Any:
     """The parameters of a layer; the convolution is copied, all other arrays are kept."""
-    norm = None if r.norm is None else native.Norm(_floats(r.norm.weight), None, r.norm.eps, r.norm.centered)
-    vectors = (None if array is None else _floats(array) for array in (r.conv_bias, r.decay, r.bias, r.skip))
+    norm = None if r.norm is None else native_norm(native, r.norm)
+    vectors = (None if array is None else floats(array) for array in (r.conv_bias, r.decay, r.bias, r.skip))
     sizes = (r.width, r.channels, r.heads, r.groups, r.key_size, r.value_size)
     options = (r.norm_first, r.norm_groups, *r.dt_limits, r.tiled)
-    return native.Recurrence(KIND_CODES[r.kind], *sizes, _floats(r.conv_weight), *vectors, norm, *options)
+    return native.Recurrence(KIND_CODES[r.kind], *sizes, floats(r.conv_weight), *vectors, norm, *options)
 
 
 def native_states(native: Any, storage: Storage) -> Any:
@@ -31,7 +32,3 @@ def state_arrays(batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     use = states_of(batch)
     starts, reads, writes = (np.ascontiguousarray(array, np.int32) for array in (use.starts, use.reads, use.writes))
     return starts, reads, writes
-
-
-def _floats(array: Array) -> np.ndarray:
-    return np.ascontiguousarray(array, np.float32)

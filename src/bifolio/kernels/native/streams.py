@@ -7,28 +7,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bifolio.kernels.interface import Array, Norm
-from bifolio.kernels.native.registers import ACTIVATION_CODES, Register
+from bifolio.kernels.native.arguments import ACTIVATION_CODES, Register, floats, native_norm
 
 if TYPE_CHECKING:
     from bifolio.kernels.native.kernel_set import NativeKernels
 
 
-def _floats(array: Array) -> np.ndarray:
-    return np.ascontiguousarray(array, np.float32)
-
-
 class NativeStreams:
     """A part of `NativeKernels`."""
 
-    native: Any
-    pool: Any
-
-    def native_norm(self, norm: Norm) -> Any:
-        raise NotImplementedError
+    native: Any  # the extension module
+    pool: Any  # of its threads
 
     def add_scaled(self, x: Array, y: Array, scale: float) -> Array:
         out = np.empty(x.shape, np.float32)
-        self.native.add_scaled(_floats(x), _floats(y), scale, out, self.pool)
+        self.native.add_scaled(floats(x), floats(y), scale, out, self.pool)
         return out
 
     def embed_known(self, table: Any, ids: Array, scale: float) -> Array:
@@ -38,46 +31,46 @@ class NativeStreams:
 
     def norm_groups(self, x: Array, norm: Norm) -> Array:
         out = np.empty(x.shape, np.float32)
-        self.native.norm_groups(_floats(x), self.native_norm(norm), out, self.pool)
+        self.native.norm_groups(floats(x), native_norm(self.native, norm), out, self.pool)
         return out
 
     def columns(self, x: Array, start: int, width: int, factors: Array | None = None) -> Array:
-        part = _floats(x[:, start : start + width])
-        return part if factors is None else part * _floats(factors)
+        part = floats(x[:, start : start + width])
+        return part if factors is None else part * floats(factors)
 
     def act_gate(self, x: Array, inputs: Array, start: int, activation: str) -> Array:
         out = np.empty(x.shape, np.float32)
-        self.native.act_gate(_floats(x), _floats(inputs), start, ACTIVATION_CODES[activation], out, self.pool)
+        self.native.act_gate(floats(x), floats(inputs), start, ACTIVATION_CODES[activation], out, self.pool)
         return out
 
     def sparse_act_mul(self, x: Array, deviations: float, activation: str) -> Array:
         out = np.empty((len(x), x.shape[1] // 2), np.float32)
-        self.native.sparse_act_mul(_floats(x), deviations, ACTIVATION_CODES[activation], out, self.pool)
+        self.native.sparse_act_mul(floats(x), deviations, ACTIVATION_CODES[activation], out, self.pool)
         return out
 
     def mix_streams(self, x: Array, coefficients: Array, streams: int) -> Array:
         out = np.empty((len(x), coefficients.shape[1] // streams * (x.shape[1] // streams)), np.float32)
-        self.native.mix_streams(_floats(x), _floats(coefficients), streams, out, self.pool)
+        self.native.mix_streams(floats(x), floats(coefficients), streams, out, self.pool)
         return out
 
     def correct_streams(self, x: Array, y: Array, coefficients: Array, active: int) -> Array:
         out = np.empty(x.shape, np.float32)
-        self.native.correct_streams(_floats(x), _floats(y), _floats(coefficients), active, out, self.pool)
+        self.native.correct_streams(floats(x), floats(y), floats(coefficients), active, out, self.pool)
         return out
 
     def add_to_streams(self, x: Array, y: Array, first: int) -> Array:
         out = np.empty(x.shape, np.float32)
-        self.native.add_to_streams(_floats(x), _floats(y), first, out, self.pool)
+        self.native.add_to_streams(floats(x), floats(y), first, out, self.pool)
         return out
 
     def spread_streams(self, x: Array, y: Array) -> Array:
         out = np.empty((len(x), x.shape[1] + y.shape[1]), np.float32)
-        self.native.spread_streams(_floats(x), _floats(y), out, self.pool)
+        self.native.spread_streams(floats(x), floats(y), out, self.pool)
         return out
 
     def merge_streams(self, x: Array, y: Array) -> Array:
         out = np.empty(x.shape, np.float32)
-        self.native.merge_streams(_floats(x), _floats(y), out, self.pool)
+        self.native.merge_streams(floats(x), floats(y), out, self.pool)
         return out
 
 
@@ -94,10 +87,10 @@ class StreamRecorder:
         return Register(self.program.embed_known(table, scale))
 
     def norm_groups(self, x: Register, norm: Norm) -> Register:
-        return Register(self.program.norm_groups(x.number, self.kernels.native_norm(norm)))
+        return Register(self.program.norm_groups(x.number, native_norm(self.kernels.native, norm)))
 
     def columns(self, x: Register, start: int, width: int, factors: Array | None = None) -> Register:
-        return Register(self.program.columns(x.number, start, width, None if factors is None else _floats(factors)))
+        return Register(self.program.columns(x.number, start, width, None if factors is None else floats(factors)))
 
     def act_gate(self, x: Register, inputs: Register, start: int, activation: str) -> Register:
         return Register(self.program.act_gate(x.number, inputs.number, start, ACTIVATION_CODES[activation]))
