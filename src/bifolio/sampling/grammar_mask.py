@@ -102,6 +102,13 @@ class GrammarMask:
         Tokens that were settled are not compared again, so a mask costs its new tokens and not the whole text.
         """
         output, consumed = self._output, self._consumed
+        if not pending and self._settled == len(consumed) == len(output) - 1:  # one more token, the usual case
+            new = output[-1:]
+            if self._matcher.try_consume_tokens(new) == 1:
+                consumed += new
+                self._settled += 1
+                return not self._matcher.is_error()
+            return False
         start = self._settled if self._settled <= len(output) else 0
         rest = [*output[start:], *pending]
         shared = _common_length(consumed[start:], rest)

@@ -48,8 +48,8 @@ def batch_sizes(most: int) -> list[int]:
     return [*(size for size in sizes if size < most), most]
 
 
-def shared_sizes(most: int) -> list[int]:
-    """Batch sizes of steps with shared prefixes: fewer, since all of them are captured at the start too."""
+def few_batch_sizes(most: int) -> list[int]:
+    """Fewer batch sizes, of rarer steps: all of them are captured at the start too."""
     sizes = [8, 16, 32, 48, 64, 96, 128, 192, 256, *range(384, max(most, 384) + 128, 128)]
     return [*(size for size in sizes if size < most), most]
 
@@ -177,7 +177,8 @@ class DecodeGraphs:
     def __init__(self, kernels: GraphKernels, network: Network, storage: Storage, state: DeviceState) -> None:
         self._kernels, self._network, self._storage, self.state = kernels, network, storage, state
         self.edits: SlotEdits | None = None  # of steps whose mode has edits
-        self._sizes = {False: batch_sizes(state.num_slots), True: shared_sizes(state.num_slots)}  # by shares
+        self._sizes = batch_sizes(state.num_slots)
+        self._few_sizes = few_batch_sizes(state.num_slots)  # of steps with shared prefixes, or without sampling
         self._steps: dict[tuple[int, StepMode, bool], DecodeStep] = {}  # by size, draws, shares
         self._parts: SharedRows | None = None  # whose room for results serves all steps
         self.recorder = GraphRecorder(state.device)
@@ -190,7 +191,8 @@ class DecodeGraphs:
         `work` describes prefixes shared by the slots, in their order.
         """
         shares = work is not None
-        size = self._sizes[shares][bisect_left(self._sizes[shares], len(slots))]
+        sizes = self._sizes_of(mode, shares)
+        size = sizes[bisect_left(sizes, len(slots))]
         step = self._step(size, mode, shares)
         rows = np.full(size, -1, dtype=np.int32)
         rows[: len(slots)] = slots
@@ -210,8 +212,11 @@ class DecodeGraphs:
 
     def capture_all(self, mode: StepMode, *, shares: bool = False) -> None:
         """Capture every batch size now, the largest first, instead of when it is first needed."""
-        for size in reversed(self._sizes[shares]):
+        for size in reversed(self._sizes_of(mode, shares)):
             self._step(size, mode, shares)
+
+    def _sizes_of(self, mode: StepMode, shares: bool) -> list[int]:
+        return self._few_sizes if shares or mode is None else self._sizes
 
     @property
     def keys(self) -> set[tuple[int, StepMode, bool]]:

@@ -15,7 +15,8 @@ from bifolio.kernels.logit_edits import LogitEdits
 from bifolio.kernels.shared_prefix import SharedWork, share_work
 from bifolio.kernels.torch_arrays import upload
 from bifolio.kernels.triton.cuda_graphs import DecodeGraphs, DeviceTokens, GraphKernels, full_shape
-from bifolio.kernels.triton.device_state import DeviceState, recorded_event
+from bifolio.kernels.triton.device_state import DeviceState
+from bifolio.kernels.triton.draw_graphs import DrawGraphs
 from bifolio.kernels.triton.edits import SlotEdits
 from bifolio.kernels.triton.logprobs import MAX_TOP
 from bifolio.kernels.triton.prompt_graphs import INTERPRETED, ON_GPU, PromptGraphs
@@ -39,6 +40,7 @@ class TritonSlots:
         self._block_size = storage.block_size
         self.state = DeviceState(sizes.num_slots, sizes.max_blocks, kernels.device)
         self.graphs = DecodeGraphs(kernels, network, storage, self.state)
+        self.draws_from_logits = DrawGraphs(self.state, self.graphs.recorder)
         self.prompts: PromptGraphs | None = None
         if network.split is not None and not storage.layout.num_states:
             steps = ON_GPU if self.state.on_gpu else INTERPRETED
@@ -120,16 +122,8 @@ class TritonSlots:
         return filled
 
     def draw(self, logits: Array, rows: np.ndarray, slots: np.ndarray, positions: np.ndarray) -> DeviceTokens:
-        state, count = self.state, len(slots)
-        state.set_lengths(slots, positions - 1)
-        sent = state.send_words(slots.astype(np.int32))
-        if count != logits.shape[0] or not np.array_equal(rows, np.arange(count)):
-            logits = logits[upload(rows.astype(np.int64), logits.device)]
-        mode = self._mode(slots)
-        results = Results.new(1, count, mode, pinned=state.on_gpu)
-        turn = torch.zeros(1, dtype=torch.int32, device=state.device)
-        choose_tokens(logits, sent, state, turn, results, mode, self.graphs.edits)
-        return DeviceTokens(results, 0, count, recorded_event() if state.on_gpu else None)
+        self.state.set_lengths(slots, positions - 1)
+        return self.draws_from_logits.draw(logits, rows, slots, self._mode(slots), self.graphs.edits)
 
     # -- captured steps ------------------------------------------------------------------------------------------------
     def decode(self, slots: np.ndarray, tables: np.ndarray, lengths: np.ndarray) -> DeviceTokens:
@@ -161,7 +155,7 @@ class TritonSlots:
         return None if self.prompts is None else self.prompts.logits(batch, slots)
 
     def warm_up(self) -> None:
-        """Capture steps with prompts, and decodes that are all greedy or drawn with filters.
+        """Capture steps with prompts, decodes without sampling, and decodes that are greedy or drawn with filters.
 
         Decodes both with and without shared prefixes. The kernels of other draws are compiled; their steps are captured
         when a batch needs them, since the arrays of edits take memory that few engines use.
@@ -169,8 +163,10 @@ class TritonSlots:
         if self.prompts is not None:
             self.prompts.capture_all()
         compile_draws(self.state.device, self._vocab_size)
+        self.graphs.capture_all(None)
         for mode in (Mode(), Mode("filter")):
             self.graphs.capture_all(mode)
+            self.draws_from_logits.capture_all(mode, self._vocab_size)
             if self._may_share and self._most_saved >= shared_prefix.MIN_SAVED:
                 self.graphs.capture_all(mode, shares=True)
 
