@@ -2,7 +2,7 @@
 
     consume    each grammar is fed the tokens that its sequence has got since its last mask
     compute    llguidance writes the masks straight into rows of one array, which goes to the device as it is
-    measure    a joint call that takes longer than its sequences have taken one by one makes them suspects
+    measure    a joint call that takes much longer than the times of its sequences one by one makes them suspects
 
 Masks that are computed together are not charged to their requests; `GrammarMask` says why budgets hold all the same.
 """
@@ -47,7 +47,8 @@ class JointMasks:
             from llguidance import LLExecutor
 
             self._executor = LLExecutor(self.num_threads)
-        limit = MEAN_MASK_SECONDS + sum(mask.last_seconds for mask in masks.values())
+        one_by_one = sum(mask.last_seconds for mask in masks.values())
+        limit = MEAN_MASK_SECONDS + 2 * one_by_one / self.num_threads
         began, began_cpu = time.perf_counter(), time.process_time()
         matchers = ((mask.advance(), index) for index, mask in masks.items())
         jobs = [(matcher, index) for matcher, index in matchers if matcher is not None]
