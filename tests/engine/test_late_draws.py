@@ -70,6 +70,7 @@ def alone(number: int, grammar: str, options: Options) -> Request:
 
 def scores(request: Request) -> list[Any]:
     entries = [entry for sequence in request.sequences for entry in sequence.logprobs]
+    entries += [entry for entry in request.prompt_logprobs or [] if entry is not None]
     return [(entry.token_id, entry.rank, [token for token, _ in entry.top]) for entry in entries]
 
 
@@ -223,6 +224,7 @@ each_request = st.tuples(
         optional={
             "n": st.just(2),
             "logprobs": st.sampled_from([0, 3]),
+            "prompt_logprobs": st.just(1),
             "temperature": st.just(0.0),
             "top_p": st.just(0.8),
             "max_tokens": st.sampled_from([1, 3, 25]),

@@ -87,8 +87,8 @@ def test_options_inside_the_captured_step(new_engine: NewEngine, monkeypatch: py
 
 
 @pytest.mark.usefixtures("own_kernels")
-def test_grammars_inside_the_captured_step(new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of the requests follow a grammar; all are drawn on the device and equal the CPU's."""
+def test_grammars_are_drawn_behind_the_captured_pass(new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the requests follow a grammar; all take part in every step, drawn on the device, and equal the CPU's."""
     pytest.importorskip("llguidance")
     model, pattern = tiny_loaded(tokenizer=True), Grammar.regex("[a-f]{6,9}")
     vocab = model.config.vocab_size
@@ -103,10 +103,11 @@ def test_grammars_inside_the_captured_step(new_engine: NewEngine, monkeypatch: p
             monkeypatch.setattr(engine.slots, "_draw_here", None)
         prompts = [random_prompt(5 + number, seed=number, vocab_size=vocab) for number in range(len(options))]
         requests = [engine.add_request(str(i), p, o) for i, (p, o) in enumerate(zip(prompts, options, strict=True))]
-        drain(engine)
+        num_steps = drain(engine)
         assert all(request.error is None for request in requests)
         outcomes.append([output_ids(request) for request in requests])
     assert outcomes[0] == outcomes[1]
+    assert num_steps <= 14  # one for each token, some for the prompts and the last tokens
 
 
 def test_a_life_at_random(new_engine: NewEngine) -> None:

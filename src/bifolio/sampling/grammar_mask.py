@@ -54,9 +54,11 @@ class GrammarMask:
         began = time.thread_time()
         bits = self._allowed(pending)
         self.last_seconds = seconds = time.thread_time() - began
+        self._seconds += seconds
         self._num_masks += 1
         self._num_cheap = self._num_cheap + 1 if seconds < CHEAP_SECONDS else 0
-        self._charge(seconds)
+        mean_limit = 1.0 + MEAN_MASK_SECONDS * self._num_masks
+        self._is_over_budget = seconds > MAX_MASK_SECONDS or self._seconds > mean_limit
         return _all(False) if self._is_over_budget else bits
 
     def restart(self) -> None:
@@ -71,10 +73,7 @@ class GrammarMask:
 
     def advance(self) -> Any:
         """Consume the new tokens; the matcher whose mask is next, None where `allowed` must be called instead."""
-        began = time.thread_time()
-        is_right = self._go_to(())
-        self._charge(time.thread_time() - began)
-        return self._matcher if is_right and not self._is_over_budget else None
+        return self._matcher if self._go_to(()) else None
 
     def joined(self, was_slow: bool) -> bool:
         """Count a mask that was computed with others; False if the grammar failed: no token may follow."""
@@ -84,11 +83,6 @@ class GrammarMask:
         return not self._matcher.is_error()
 
     # -- details ----------------------------------------------------------------------------------------------------
-    def _charge(self, seconds: float) -> None:
-        self._seconds += seconds
-        mean_limit = 1.0 + MEAN_MASK_SECONDS * self._num_masks
-        self._is_over_budget = seconds > MAX_MASK_SECONDS or self._seconds > mean_limit
-
     def _allowed(self, pending: Sequence[int]) -> NDArray[Any]:
         if not self._go_to(pending):
             broken = len(self._consumed) >= len(self._output) and not self._matcher.is_error()

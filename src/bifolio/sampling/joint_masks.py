@@ -2,7 +2,7 @@
 
     consume    each grammar is fed the tokens that its sequence has got since its last mask
     compute    llguidance writes the masks straight into rows of one array, which goes to the device as it is
-    measure    a joint call that takes longer than its sequences have taken one by one makes them suspects
+    measure    a joint call that takes much longer than the times of its sequences one by one makes them suspects
 
 Masks that are computed together are not charged to their requests; `GrammarMask` says why budgets hold all the same.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,41 +33,38 @@ class JointMasks:
 
     def fill(self, masks: Sequence[TokenMask], rows: NDArray[np.int32]) -> None:
         """Write the tokens that may follow each sequence to its row: i32[n, words], 32 tokens each, lowest first."""
-        together: list[tuple[int, GrammarMask, Any]] = []  # index, mask, matcher
+        together: dict[int, GrammarMask] = {}
         if self.num_threads > 1 and rows.flags.c_contiguous:
-            together = _joining(masks, rows.shape[1])
-        alone = set(range(len(masks)))
-        if len(together) > 1:
-            self._fill_together(together, rows)
-            alone.difference_update(index for index, _, _ in together)
-        for index in sorted(alone):
-            _put(rows[index], np.asarray(masks[index].allowed(())))
+            together = {index: mask for index, mask in enumerate(masks) if _joins(mask, rows.shape[1])}
+        filled = self._fill_together(together, rows) if len(together) > 1 else set()
+        for index, mask in enumerate(masks):
+            if index not in filled:
+                _put(rows[index], np.asarray(mask.allowed(())))
 
-    def _fill_together(self, together: list[tuple[int, GrammarMask, Any]], rows: NDArray[np.int32]) -> None:
+    def _fill_together(self, masks: dict[int, GrammarMask], rows: NDArray[np.int32]) -> set[int]:
+        """Fill the rows of these masks; those of texts that their grammar forbids are left out."""
         if self._executor is None:
             from llguidance import LLExecutor
 
             self._executor = LLExecutor(self.num_threads)
-        limit = MEAN_MASK_SECONDS + sum(mask.last_seconds for _, mask, _ in together)
-        jobs = [(matcher, index) for index, _, matcher in together]
+        one_by_one = sum(mask.last_seconds for mask in masks.values())
+        limit = MEAN_MASK_SECONDS + 2 * one_by_one / self.num_threads
         began, began_cpu = time.perf_counter(), time.process_time()
-        self._executor.unsafe_compute_mask_ptr(jobs, rows.ctypes.data, 4 * rows.shape[1], len(rows))
+        matchers = ((mask.advance(), index) for index, mask in masks.items())
+        jobs = [(matcher, index) for matcher, index in matchers if matcher is not None]
+        if jobs:
+            self._executor.unsafe_compute_mask_ptr(jobs, rows.ctypes.data, 4 * rows.shape[1], len(rows))
         seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - began_cpu
         was_slow = min(seconds, cpu_seconds) > limit  # a busy machine alone makes only the first of them large
-        for index, mask, _ in together:
-            if not mask.joined(was_slow):
+        for _, index in jobs:
+            if not masks[index].joined(was_slow):
                 rows[index] = 0
+        return {index for _, index in jobs}
 
 
-def _joining(masks: Sequence[TokenMask], num_words: int) -> list[tuple[int, GrammarMask, Any]]:
-    """The masks that may be computed together, after they have consumed their new tokens."""
-    found = []
-    for index, mask in enumerate(masks):
-        if isinstance(mask, GrammarMask) and mask.joins and mask.num_words == num_words:
-            matcher = mask.advance()
-            if matcher is not None:
-                found.append((index, mask, matcher))
-    return found
+def _joins(mask: TokenMask, num_words: int) -> TypeGuard[GrammarMask]:
+    """Whether the mask may be computed with others, straight into a row of so many words."""
+    return isinstance(mask, GrammarMask) and mask.joins and mask.num_words == num_words
 
 
 def _put(row: NDArray[np.int32], mask: NDArray[Any]) -> None:
