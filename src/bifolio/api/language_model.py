@@ -243,9 +243,8 @@ class LanguageModel(nn.Module):
         kernels = self._kernels()
         blocks_each = -(-max_length // BLOCK_SIZE)
         model = LoadedModel(Path(), self.config, weights=self.weights())
-        num_states = (
-            0 if self.config.recurrent is None else 1 + 2 * num_sequences
-        )  # read and written, and the empty one
+        is_hybrid = self.config.recurrent is not None
+        num_states = 1 + 2 * num_sequences if is_hybrid else 0  # the empty one; a sequence reads one and writes one
         cache = CacheConfig(1 + num_sequences * blocks_each, BLOCK_SIZE, kernels.kv_dtype, num_states=num_states)
         return DecodeLoop(ModelRunner.new(model, cache, kernels), num_sequences)
 
