@@ -8,14 +8,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+from family_rows import row_folder
 
 from bifolio import LLM, SamplingParams
 from bifolio.kernels.interface import AttentionPhase, AttentionSegment
 from bifolio.kernels.reference import ReferenceKernels
 from bifolio.measure.machine import MachineLimits, measure_limits
+from bifolio.measure.part_clock import PartClock, PartTotals
 from bifolio.measure.profiler import PARTS, PhaseProfile, Profile, hook_step, profile_model
 from bifolio.measure.random_models import SHAPES, random_model
-from bifolio.measure.timed_kernels import PartClock, PartTotals, TimedKernels, seen_pairs
+from bifolio.measure.timed_kernels import TimedKernels, seen_pairs
+from bifolio.model.huggingface.hf_loader import load_folder
+from bifolio.model.loaded import LoadedModel
+from helpers import drain, make_engine
+from hybrid_models import tiny_hybrid
 
 LIMITS = MachineLimits(1e10, 1e11, "given", "given")
 PROMPT, GENERATED, BATCH = 24, 5, 2
@@ -127,6 +133,37 @@ def test_timing_does_not_change_tokens_and_hides_the_shortcut() -> None:
     assert llm.generate([[1, 2, 3]], greedy)[0].outputs[0].token_ids == plain
     assert not calls
     assert set(clock.totals["any"]) >= {"embedding", "norms", "projections", "attention", "MLP", "logits", "sampling"}
+
+
+def totals(model: LoadedModel) -> dict[str, PartTotals]:
+    """The totals of a run of three tokens."""
+    clock = PartClock()
+    timed = TimedKernels(ReferenceKernels(), clock)
+    engine = make_engine(model, kernels=timed)
+    timed.attach(engine.runner.weights)
+    engine.add_request("any", [1, 2, 3], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
+    clock.phase = "any"
+    drain(engine)
+    return clock.totals["any"]
+
+
+@pytest.mark.parametrize("kind", ["conv", "delta", "mamba"])
+def test_products_of_recurrent_layers_are_projections(kind: str) -> None:
+    model = tiny_hybrid(kind)
+    found = totals(model)
+    inputs = sum(0 if layer.recurrent is None else layer.recurrent.input.in_features for layer in model.weights.layers)
+    assert found["logits"].flops == 2 * 3 * model.config.hidden_size * model.config.vocab_size  # the head alone
+    assert found["projections"].flops > 2 * 5 * inputs * model.config.hidden_size
+    assert set(found) <= set(PARTS)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["gemma3n", "gemma4 with experts", "qwen3next"])
+def test_products_of_streams_inputs_and_routers_are_no_logits(family: str) -> None:
+    model = load_folder(row_folder(family)[1])
+    found = totals(model)
+    assert found["logits"].flops == 2 * 3 * model.config.hidden_size * model.config.vocab_size
+    assert set(found) <= set(PARTS)
 
 
 def test_clock_books_time_only_while_it_runs() -> None:

@@ -191,6 +191,23 @@ def test_tensor_parallelism_is_refused(name: str) -> None:
         check_size(real(name), 2)
 
 
+@pytest.mark.parametrize("name", GEMMA_ROWS)
+def test_training_is_refused(name: str) -> None:
+    pytest.importorskip("torch")
+    from bifolio.api.language_model import LanguageModel
+
+    with pytest.raises(ConfigError, match=r"use bifolio\.LLM"):
+        LanguageModel(real(name))
+
+
+@pytest.mark.full
+def test_draft_heads_cannot_read_parallel_streams() -> None:
+    weights = load_folder(row_folder("gemma3n")[1]).weights
+    with pytest.raises(UnsupportedModelError, match="draft with n-grams"):
+        weights.tapped((1, 2, 3))
+    assert load_folder(row_folder("gemma4")[1]).weights.tapped((1, 2, 3)).taps == (1, 2, 3)
+
+
 def test_what_the_network_cannot_run_is_refused() -> None:
     raw = ROWS["gemma4 with experts"].real
     with pytest.raises(UnsupportedModelError, match="attend to later ones"):

@@ -64,7 +64,7 @@ CHARACTER_MODEL = ModelConfig(  # a small character model for the 65 characters 
 
 
 class LanguageModel(nn.Module):
-    """A decoder-only language model of any family without experts; without arguments a small character model."""
+    """A decoder-only language model of most families without experts; without arguments a small character model."""
 
     def __init__(self, config: ModelConfig = CHARACTER_MODEL, *, seed: int | None = None) -> None:
         """Initialise random weights; `seed` makes them reproducible without changing torch's global generator."""
@@ -73,6 +73,11 @@ class LanguageModel(nn.Module):
             raise ConfigError(
                 f"LanguageModel holds dense models, and {config.architecture} has experts, latents or sinks: use "
                 "bifolio.LLM"
+            )
+        if config.value_norm or config.layer_scales or config.layer_inputs is not None or config.streams is not None:
+            raise ConfigError(
+                f"LanguageModel holds networks of one residual stream without normed values, factors and inputs of "
+                f"layers, which {config.architecture} has: use bifolio.LLM"
             )
         self.config = config
         self.hf_config: dict[str, Any] | None = None  # config.json as read, so that unknown fields are kept when saving
@@ -243,9 +248,8 @@ class LanguageModel(nn.Module):
         kernels = self._kernels()
         blocks_each = -(-max_length // BLOCK_SIZE)
         model = LoadedModel(Path(), self.config, weights=self.weights())
-        num_states = (
-            0 if self.config.recurrent is None else 1 + 2 * num_sequences
-        )  # read and written, and the empty one
+        is_hybrid = self.config.recurrent is not None
+        num_states = 1 + 2 * num_sequences if is_hybrid else 0  # the empty one; a sequence reads one and writes one
         cache = CacheConfig(1 + num_sequences * blocks_each, BLOCK_SIZE, kernels.kv_dtype, num_states=num_states)
         return DecodeLoop(ModelRunner.new(model, cache, kernels), num_sequences)
 

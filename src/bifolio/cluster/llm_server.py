@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import copy
 import json
-import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
 from bifolio.api import messages as m
 from bifolio.cluster.asgi_call import Answer
-from bifolio.cluster.replica import UNHEALTHY_SECONDS
-from bifolio.errors import ConfigError, EngineDeadError
+from bifolio.cluster.replica import Readiness
+from bifolio.errors import ConfigError
 from bifolio.model.loader import open_text_model
 from bifolio.serve.app import make_app
 from bifolio.serve.context import ServerContext
@@ -38,7 +37,7 @@ class BifolioServer:
         self._llm_config = llm_config
         options = engine_options(llm_config)
         self._engine = EngineProcess(m.Launch(options))
-        self._last_ready = time.monotonic()
+        self._readiness = Readiness(self._engine)
         model = open_text_model(options["model"])
         await self.start()
         context = ServerContext(model, self._engine, llm_config.model_id, reference=options["model"])
@@ -60,12 +59,7 @@ class BifolioServer:
         await self._engine.start()
 
     async def check_health(self) -> None:
-        """An engine that ends is restarted by its supervisor; one that does not come back ends the replica."""
-        now = time.monotonic()
-        if self._engine.health().is_ready:
-            self._last_ready = now
-        elif now - self._last_ready > UNHEALTHY_SECONDS:
-            raise EngineDeadError(f"the engine has not been ready for {UNHEALTHY_SECONDS:.0f} s: see its log")
+        self._readiness.check()
 
     async def __serve_build_asgi_app__(self) -> Any:
         """The application itself, where Ray streams from replicas without an ingress."""

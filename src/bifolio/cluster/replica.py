@@ -43,7 +43,7 @@ class EngineReplica:
         transfer = transfer_of(role, self._blocks, prefill_threshold)
         launch = m.Launch(options, kv_events=settings, transfer=transfer)
         self._engine = EngineProcess(launch, step_timeout=step_timeout)
-        self._last_ready = time.monotonic()
+        self._readiness = Readiness(self._engine)
         await self._engine.start()
 
     # -- for Ray -----------------------------------------------------------------------------------------------------
@@ -61,12 +61,7 @@ class EngineReplica:
         }
 
     def check_health(self) -> None:
-        """An engine that ends or hangs is restarted by its supervisor; one that does not come back ends the replica."""
-        now = time.monotonic()
-        if self._engine.health().is_ready:
-            self._last_ready = now
-        elif now - self._last_ready > UNHEALTHY_SECONDS:
-            raise EngineDeadError(f"the engine has not been ready for {UNHEALTHY_SECONDS:.0f} s: see its log")
+        self._readiness.check()
 
     # -- for front ends ----------------------------------------------------------------------------------------------
     async def generate(self, start: bytes, *route: Any) -> AsyncIterator[bytes]:
@@ -116,6 +111,21 @@ class EngineReplica:
     def _is_meant(self, route: tuple[Any, ...]) -> bool:
         """Whether a call names this replica or none."""
         return not route or route[-1] in ("", self._name)
+
+
+class Readiness:
+    """Ends a replica whose engine does not come back; its supervisor restarts an engine that ends or hangs."""
+
+    def __init__(self, engine: EngineProcess) -> None:
+        self._engine = engine
+        self._last_ready = time.monotonic()
+
+    def check(self) -> None:
+        now = time.monotonic()
+        if self._engine.health().is_ready:
+            self._last_ready = now
+        elif now - self._last_ready > UNHEALTHY_SECONDS:
+            raise EngineDeadError(f"the engine has not been ready for {UNHEALTHY_SECONDS:.0f} s: see its log")
 
 
 def transfer_of(role: str, blocks: BlockSource | None, threshold: int) -> TransferSettings | None:

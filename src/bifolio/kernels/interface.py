@@ -87,7 +87,7 @@ class StateUse:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One forward pass. Arrays are the kernel set's own."""
+    """One forward pass. Arrays are the kernel set's own; lengths and starts of segments, and states, are the host's."""
 
     token_ids: Array  # i32[t]
     positions: Array  # i32[t]  index of each token in its sequence

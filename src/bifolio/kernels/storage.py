@@ -204,14 +204,19 @@ class KVStorage:
 
     def write_block(self, block_id: int, data: np.ndarray) -> None:
         """Store the bytes of `read_block` of a storage with the same layout."""
-        arrays = self._arrays()
         if data.dtype != np.uint8 or data.shape != (self.layout.bytes_per_block,):
             raise CacheError(f"a block has {self.layout.bytes_per_block} bytes, not {data.size}")
-        start = 0
-        for array in arrays:
-            size = _block_bytes(array)
-            _put_bytes(array, block_id, data[start : start + size])
-            start += size
+        _put_bytes(self._arrays(), block_id, data)
+
+    def read_state(self, state: int) -> np.ndarray:
+        """u8[state bytes]: a copy of one state, all convolutions and then all recurrences."""
+        return np.concatenate([_bytes_of(array[state]) for array in self._state_arrays()])
+
+    def write_state(self, state: int, data: np.ndarray) -> None:
+        """Store the bytes of `read_state` of a storage with the same layout."""
+        if data.dtype != np.uint8 or data.shape != (self.layout.bytes_per_state,):
+            raise CacheError(f"a state has {self.layout.bytes_per_state} bytes, not {data.size}")
+        _put_bytes(self._state_arrays(), state, data)
 
     def move_blocks(self, moves: Iterable[tuple[int, int]]) -> None:
         """Copy whole blocks (src, dst) in every layer, as if all sources were read before the first write."""
@@ -231,10 +236,18 @@ class KVStorage:
         for array in self._arrays():
             array[targets] = nan
 
+    def poison_state(self, state: int) -> None:
+        """Fill a state with NaN: debugging, so that reads of states without content are noticed."""
+        for array in self._state_arrays():
+            array[state] = float("nan")
+
     # -- internal ----------------------------------------------------------------------------------------------------
 
     def _arrays(self) -> list[Array]:
         return self.keys if self.layout.shared_values else [*self.keys, *self.values]
+
+    def _state_arrays(self) -> list[Array]:
+        return [*self.convolutions, *self.recurrent]
 
     def _allocate(self, shape: tuple[int, ...]) -> Array:
         if self.backend == "numpy":
@@ -244,24 +257,6 @@ class KVStorage:
         if self.device == "cpu":  # numpy's zeros are lazily mapped pages; torch's are written
             return torch.from_numpy(np.zeros(shape, dtype=_NUMPY_DTYPES[self.dtype])).view(dtype)
         return torch.zeros(shape, dtype=dtype, device=self.device)
-
-    def read_state(self, state: int) -> np.ndarray:
-        """u8[state bytes]: a copy of one state, all convolutions and then all recurrences."""
-        return np.concatenate([_bytes_of(array[state]) for array in (*self.convolutions, *self.recurrent)])
-
-    def write_state(self, state: int, data: np.ndarray) -> None:
-        """Store the bytes of `read_state` of a storage with the same layout."""
-        arrays = [array for array in (*self.convolutions, *self.recurrent) if math.prod(array.shape[1:])]
-        if data.dtype != np.uint8 or data.shape != (self.layout.bytes_per_state,):
-            raise CacheError(f"a state has {self.layout.bytes_per_state} bytes, not {data.size}")
-        ends = np.cumsum([4 * math.prod(array.shape[1:]) for array in arrays])
-        for array, part in zip(arrays, np.split(data, ends[:-1]), strict=True):
-            _put_bytes(array, state, part)
-
-    def poison_state(self, state: int) -> None:
-        """Fill a state with NaN: debugging, so that reads of states without content are noticed."""
-        for array in (*self.convolutions, *self.recurrent):
-            array[state] = float("nan")
 
     def _zeros(self, shape: tuple[int, ...]) -> Array:
         """f32 zeros, mapped lazily on a CPU."""
@@ -304,19 +299,17 @@ def _bytes_of(array: Array) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def _block_bytes(array: Array) -> int:
-    """Bytes of one block of a layer's keys or values."""
-    element = array.itemsize if isinstance(array, np.ndarray) else array.element_size()
-    return int(np.prod(array.shape[1:])) * int(element)
-
-
-def _put_bytes(array: Array, block_id: int, data: np.ndarray) -> None:
-    """Fill array[block_id] with bytes."""
-    if isinstance(array, np.ndarray):
-        array[block_id] = data.view(array.dtype).reshape(array.shape[1:])
-        return
-    tensor = _import_torch().from_numpy(data.copy()).to(array.device)
-    array[block_id] = tensor.view(array.dtype).reshape(array.shape[1:])
+def _put_bytes(arrays: Sequence[Array], index: int, data: np.ndarray) -> None:
+    """Fill array[index] of each array with the bytes of its part, one part after the other."""
+    start = 0
+    for array in arrays:
+        shape = tuple(array.shape[1:])
+        part = data[start : start + math.prod(shape) * array.itemsize]
+        start += len(part)
+        if isinstance(array, np.ndarray):
+            array[index] = part.view(array.dtype).reshape(shape)
+        elif len(part):
+            array[index] = _import_torch().from_numpy(part.copy()).to(array.device).view(array.dtype).reshape(shape)
 
 
 def _import_torch() -> Any:

@@ -23,7 +23,8 @@ from bifolio.kernels.interface import (
     StepProgram,
     Storage,
 )
-from bifolio.measure.timed_kernels import PartClock, TimedKernels
+from bifolio.measure.part_clock import PartClock
+from bifolio.measure.timed_kernels import TimedKernels
 from bifolio.model.families import family_of
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.weights import ModelWeights

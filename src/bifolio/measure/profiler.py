@@ -18,8 +18,9 @@ from bifolio.engine.engine import InferenceEngine
 from bifolio.engine.memory import default_threads
 from bifolio.kernels.interface import KernelSet
 from bifolio.measure.machine import READ_BYTES, MachineLimits, measure_limits
+from bifolio.measure.part_clock import PartClock, PartTotals
 from bifolio.measure.throughput import Test, add_random, bench_llm, measure, start_decoding, stop
-from bifolio.measure.timed_kernels import PartClock, PartTotals, TimedKernels
+from bifolio.measure.timed_kernels import TimedKernels
 from bifolio.model.loaded import LoadedModel
 
 VERB_PARTS = ("embedding", "norms", "projections", "attention", "MLP", "logits")

@@ -6,7 +6,7 @@ operations; while it does not run, the proxy is transparent and the step runs at
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,8 +35,7 @@ from bifolio.kernels.interface import (
     Storage,
 )
 from bifolio.kernels.storage import CacheLayout, KVStorage
-from bifolio.measure.timed_streams import PartClock as PartClock
-from bifolio.measure.timed_streams import PartTotals as PartTotals
+from bifolio.measure.part_clock import PartClock
 from bifolio.measure.timed_streams import TimedStreams
 from bifolio.model.weights import ModelWeights
 from bifolio.quant.convert import converted_bytes, target_format
@@ -60,12 +59,9 @@ class TimedKernels(TimedStreams):
 
     def attach(self, weights: ModelWeights) -> None:
         """Map the prepared weights to their parts."""
-        for layer in weights.layers:
-            for linear, part in ((layer.qkv, "projections"), (layer.output, "projections"), (layer.up, "MLP"),
-                                 (layer.down, "MLP")):  # fmt: skip
-                if linear.parts:
-                    self._part_of[id(linear)] = part
-                    self._learn(linear)
+        for linear, part in products_of(weights):
+            self._part_of[id(linear)] = part
+            self._learn(linear)
         self._learn(weights.head)
 
     def _learn(self, linear: Linear) -> None:
@@ -189,10 +185,10 @@ class TimedKernels(TimedStreams):
         return self.clock.timed("MLP", self.inner.act, x, activation)
 
     def all_gather(self, x: Array, widths: tuple[int, ...]) -> Array:
-        return self.clock.timed("exchange", self.inner.all_gather, x, widths)
+        return self.clock.timed("projections", self.inner.all_gather, x, widths)
 
     def all_reduce(self, x: Array) -> Array:
-        return self.clock.timed("exchange", self.inner.all_reduce, x)
+        return self.clock.timed("projections", self.inner.all_reduce, x)
 
     def gate(self, x: Array, logits: Array) -> Array:
         return self.clock.timed("MLP", self.inner.gate, x, logits)
@@ -238,6 +234,29 @@ class TimedKernels(TimedStreams):
         flops = 2.0 * int(x.shape[0]) * linear.in_features * linear.out_features
         in_integers = flops * self._integer_shares.get(id(linear), 0.0)
         self.clock.count(part, flops, self._bytes_of.get(id(linear), 0), in_integers)
+
+
+def products_of(weights: ModelWeights) -> Iterator[tuple[Linear, str]]:
+    """The products of the network, the head excepted, and the part of a step that each belongs to."""
+    if weights.layer_inputs is not None:
+        yield weights.layer_inputs.projection, "projections"
+    if weights.streams is not None:
+        yield weights.streams.spread, "projections"
+    for layer in weights.layers:
+        found: list[Linear | None] = [layer.qkv, layer.output, layer.gate]
+        if layer.latent is not None:
+            found += [layer.latent.query_down, layer.latent.query, layer.latent.latent]
+        if layer.recurrent is not None:
+            found += [layer.recurrent.input, layer.recurrent.output]
+        if layer.inputs is not None:
+            found += [layer.inputs.gate, layer.inputs.projection]
+        if layer.streams is not None:
+            found += layer.streams.linears()
+        yield from ((linear, "projections") for linear in found if linear is not None and linear.parts)
+        found = [layer.up, layer.down]
+        if layer.moe is not None:
+            found += [layer.moe.router, layer.moe.shared_gate]
+        yield from ((linear, "MLP") for linear in found if linear is not None and linear.parts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from typing import TypeAlias
 import numpy as np
 
 from bifolio.config import ModelConfig, RopeConfig
+from bifolio.errors import UnsupportedModelError
 from bifolio.kernels.interface import (
     Array,
     AttentionShape,
@@ -155,6 +156,14 @@ class ModelWeights:
     layer_inputs: LayerInputWeights | None = None
     streams: StreamWeights | None = None
     taps: tuple[int, ...] = ()  # numbers of layers after which a pass gives out its hidden states, in this order
+
+    def tapped(self, taps: tuple[int, ...]) -> ModelWeights:
+        """The weights of a network whose passes give out their hidden states after these numbers of layers."""
+        if self.streams is not None:
+            raise UnsupportedModelError(
+                "draft heads cannot read parallel residual streams: draft with n-grams or with a small model"
+            )
+        return replace(self, taps=taps)
 
     def matrices(self) -> list[QuantizedTensor | Array]:
         """Every matrix once, in the order of use; tied embeddings are one matrix."""

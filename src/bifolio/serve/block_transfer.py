@@ -28,6 +28,7 @@ class BlockTransfer:
 
     def __init__(self, thread: EngineThread, engine: InferenceEngine, settings: TransferSettings) -> None:
         sizes = Sizes.of(engine)
+        self._threshold = settings.threshold  # tokens of the shortest prompt that is computed elsewhere
         self._server: PrefillServer | None = None
         self._engines: PrefillEngines | RoutedPrefillEngines | None = None
         self._waiting: set[str] = set()  # ids of requests whose blocks are being fetched
@@ -54,7 +55,7 @@ class BlockTransfer:
         Short prompts stay, and those with prompt logprobs, which need all logits.
         """
         engines, scores_prompt = self._engines, message.params.get("prompt_logprobs") is not None
-        if engines is None or scores_prompt or not engines.wants(len(message.prompt_token_ids)):
+        if engines is None or scores_prompt or len(message.prompt_token_ids) < self._threshold:
             return False
         with self._lock:
             self._waiting.add(message.id)

@@ -152,7 +152,7 @@ def collect_states(target: LoadedModel, texts: np.ndarray, threads: int | None) 
     taps = (*taps_of(target.config.num_layers), target.config.num_layers)
     length = texts.shape[1]
     cache = CacheConfig(-(-length // 16) + 1, 16)
-    model = replace(target, weights=replace(target.weights, taps=_distinct(taps)))
+    model = replace(target, weights=target.weights.tapped(_distinct(taps)))
     runner, blocks = ModelRunner.new(model, cache, kernels), KVCacheBlockManager(cache.num_blocks, 16)
     executor = PrefillExecutor(runner, length)
     distinct, d = _distinct(taps), target.config.hidden_size

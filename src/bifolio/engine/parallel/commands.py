@@ -91,10 +91,10 @@ def run_command(kind: int, batch: Batch, kernels: KernelSet) -> Command:
     def host(array: object, dtype: type) -> np.ndarray | None:
         return None if array is None else np.asarray(kernels.to_host(array), dtype)
 
-    states = (None, None, None) if batch.states is None else batch.states.arrays()
+    states = (None,) * 3 if batch.states is None else tuple(np.asarray(a, np.int32) for a in batch.states.arrays())
     numbers = [kind, batch.max_position, len(batch.segments)]
     arrays = [host(batch.token_ids, np.int32), host(batch.positions, np.int32), host(batch.cache_index, np.int64)]
-    arrays += [host(batch.logit_rows, np.int32), *(host(array, np.int32) for array in states)]
+    arrays += [host(batch.logit_rows, np.int32), *states]  # states lie on the host, as the lengths of segments
     for segment in batch.segments:
         numbers += [int(segment.phase is AttentionPhase.DECODE), segment.token_start]
         arrays += [np.asarray(segment.query_starts, np.int32), np.asarray(segment.context_lens, np.int32)]
@@ -105,10 +105,9 @@ def run_command(kind: int, batch: Batch, kernels: KernelSet) -> Command:
 def batch_of(command: Command, kernels: KernelSet) -> tuple[int, Batch]:
     """The kind of the pass and its batch in the kernel set's arrays."""
     kind, max_position, num_segments = command.numbers[:3]
-    token_ids, positions, cache_index, logit_rows, *states = (
-        _upload(kernels, array) for array in command.arrays[:NUM_BATCH_ARRAYS]
-    )
-    used = None if states[0] is None else StateUse(*states)
+    *uploaded, starts, reads, writes = command.arrays[:NUM_BATCH_ARRAYS]
+    token_ids, positions, cache_index, logit_rows = (_upload(kernels, array) for array in uploaded)
+    used = None if starts is None else StateUse(starts, reads, writes)
     segments = []
     for number in range(num_segments):
         is_decode, token_start = command.numbers[3 + 2 * number : 5 + 2 * number]

@@ -261,7 +261,7 @@ def with_taps(model: LoadedModel, draft_model: LoadedModel | LoadedHead | None) 
     """The model with the taps that a draft head reads."""
     if not isinstance(draft_model, LoadedHead):
         return model
-    return replace(model, weights=replace(model.weights, taps=draft_model.weights.taps))
+    return replace(model, weights=model.weights.tapped(draft_model.weights.taps))
 
 
 def new_speculator(engine: InferenceEngine, draft_model: LoadedModel | LoadedHead | None) -> Speculator | None:

@@ -39,10 +39,6 @@ class PrefillEngines:
         self._turns = itertools.count()
         self._lock = threading.Lock()
 
-    def wants(self, num_tokens: int) -> bool:
-        """Whether a prompt of this length is computed elsewhere."""
-        return num_tokens >= self._settings.threshold
-
     def fetch(self, token_ids: Sequence[int], salt: bytes, asked: str = "") -> int:
         """Fetch blocks from the engine that a gateway `asked` for, or from the next in turn; how many arrived."""
         address = self._address(asked)
@@ -96,13 +92,8 @@ class RoutedPrefillEngines:
     """Fetches the blocks of each prompt from the engine that the front end chose; `fetch` is thread-safe."""
 
     def __init__(self, calls: EngineCalls, sizes: Sizes, settings: TransferSettings) -> None:
-        self._threshold = settings.threshold
         self._fetcher = BlockFetcher(calls, sizes, threshold=settings.threshold)
         self._silent: dict[Address, float] = {}  # address -> when it is connected to again
-
-    def wants(self, num_tokens: int) -> bool:
-        """Whether a prompt of this length is computed elsewhere."""
-        return num_tokens >= self._threshold
 
     def fetch(self, token_ids: Sequence[int], salt: bytes, asked: str = "") -> int:
         """Fetch blocks from a `BlockSource`; how many arrived. One that sent nothing is left out for a while."""

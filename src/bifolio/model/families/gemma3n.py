@@ -82,12 +82,18 @@ def _cutoffs(raw: Raw, count: int) -> tuple[float | None, ...]:
     """The cutoff of a share of zeros, in standard deviations of normally distributed gates."""
     shares = raw.get("activation_sparsity_pattern")
     if shares is None:
-        sparse = SPARSE_LAYERS if count > SPARSE_LAYERS else 0
-        shares = [SPARSITY] * sparse + [0.0] * (count - sparse)
+        return _usual_cutoffs(count)
     if isinstance(shares, int | float):
         shares = [shares] * count
     found = tuple(None if not share else round(NormalDist().inv_cdf(float(share)), 7) for share in shares)
     return found if any(cutoff is not None for cutoff in found) else ()
+
+
+def _usual_cutoffs(count: int) -> tuple[float | None, ...]:
+    """Those of models that do not say it: sparse gates in the first layers."""
+    if count <= SPARSE_LAYERS:
+        return ()
+    return (round(NormalDist().inv_cdf(SPARSITY), 7),) * SPARSE_LAYERS + (None,) * (count - SPARSE_LAYERS)
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
@@ -168,8 +174,7 @@ def config_from_gguf(file: GgufFile, metadata: Metadata, name: str) -> ModelConf
 def _read_cutoffs(metadata: Metadata, count: int) -> tuple[float | None, ...]:
     values = metadata.array(".activation_sparsity_scale")
     if values is None or len(values) != count:
-        sparse = SPARSE_LAYERS if count > SPARSE_LAYERS else 0
-        return (round(NormalDist().inv_cdf(SPARSITY), 7),) * sparse + (None,) * (count - sparse) if sparse else ()
+        return _usual_cutoffs(count)
     found = tuple(round(float(value), 7) if math.isfinite(value) else None for value in values.tolist())
     return found if any(cutoff is not None for cutoff in found) else ()
 

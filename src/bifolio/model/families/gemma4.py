@@ -26,6 +26,7 @@ from bifolio.model.huggingface.decoder_config import (
     decoder_from_hf,
     decoder_to_hf,
     largest_window,
+    layer_types,
     read_activation,
     read_rope,
     write_activation,
@@ -60,7 +61,7 @@ def config_from_hf(raw: Raw, name: str) -> ModelConfig:
     if raw.get("use_bidirectional_attention") == "all":
         raise UnsupportedModelError("models whose tokens attend to later ones are not supported")
     count = int(raw["num_hidden_layers"])
-    kinds = _layer_types(raw, count)
+    kinds = [*layer_types(raw, WINDOW_PERIOD)[:-1], "full_attention"]  # the last layer has no window
     is_full = [kind == "full_attention" for kind in kinds]
     dims, kv_heads = _heads(raw, is_full)
     window, shared = int(raw["sliding_window"]), int(raw.get("num_kv_shared_layers") or 0)
@@ -90,13 +91,6 @@ def config_from_hf(raw: Raw, name: str) -> ModelConfig:
         layer_inputs=LayerInputConfig(size, int(raw["vocab_size_per_layer_input"])) if size else None,
         moe=_experts(raw) if raw.get("enable_moe_block") else None,
     )
-
-
-def _layer_types(raw: Raw, count: int) -> list[str]:
-    types = raw.get("layer_types") or [
-        "sliding_attention" if (i + 1) % WINDOW_PERIOD else "full_attention" for i in range(count)
-    ]
-    return [*(str(kind) for kind in types[: count - 1]), "full_attention"]  # the last layer has no window
 
 
 def _heads(raw: Raw, is_full: list[bool]) -> tuple[tuple[int, ...], tuple[int, ...]]:
