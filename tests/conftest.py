@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +24,17 @@ if TYPE_CHECKING:
     from bifolio.kernels.interface import KernelSet
 
 
+@dataclass
+class Collected:
+    """Tests before any is deselected."""
+
+    files: set[Path] = field(default_factory=set)
+    marks: dict[str, list[str]] = field(default_factory=dict)  # names, of each test
+    modules: frozenset[str] = frozenset()  # loaded when all tests were collected
+
+
+COLLECTED = pytest.StashKey[Collected]()
+MOST_WORKERS = 8  # each of them collects all tests
 EXPENSIVE_FIXTURES = {"models_dir", "device"}  # real models, a GPU
 os.environ.setdefault("BIFOLIO_CONFIG", os.devnull)  # options of the user's own configuration do not count here
 if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores: torch and numpy must not start a thread on each
@@ -37,14 +50,38 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads its options
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Run all tests on every core unless -n says otherwise; a worker without tests takes some of another one's."""
+    if not config.pluginmanager.hasplugin("xdist") or "PYTEST_XDIST_WORKER" in os.environ:
+        return
+    option = config.option
+    is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    if is_whole and option.numprocesses is None and not (option.usepdb or option.capture == "no"):
+        option.numprocesses, option.maxprocesses = "auto", option.maxprocesses or MOST_WORKERS
+    if option.numprocesses and option.dist == "no":
+        option.dist = "worksteal"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[COLLECTED] = Collected()
+
+
+def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> None:
+    parent.config.stash[COLLECTED].files.add(file_path)
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by -m
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Give every test its tier: quick unless it is marked full or slow, or needs a fixture that takes long."""
     for item in items:
         fixtures = set(getattr(item, "fixturenames", ()))
         is_long = fixtures & EXPENSIVE_FIXTURES or any(item.iter_markers("full")) or any(item.iter_markers("slow"))
         if not is_long:
             item.add_marker("quick")
+    found = config.stash[COLLECTED]
+    found.marks = {item.nodeid: [mark.name for mark in item.iter_markers()] for item in items}
+    found.modules = frozenset(sys.modules)
 
 
 def pytest_collection_finish() -> None:
@@ -59,6 +96,12 @@ def new_kernels() -> Callable[[], KernelSet]:
     from bifolio.kernels.reference import ReferenceKernels
 
     return ReferenceKernels
+
+
+@pytest.fixture(scope="session")
+def collected(pytestconfig: pytest.Config) -> Collected:
+    """The tests of this run before any was deselected."""
+    return pytestconfig.stash[COLLECTED]
 
 
 def _folder(variable: str) -> Path:

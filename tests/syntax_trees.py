@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
@@ -15,9 +16,17 @@ Node = TypeVar("Node", bound=ast.AST)
 
 @cache
 def source_trees() -> dict[str, ast.Module]:
-    """The syntax tree of every file, by its path in the package."""
+    """The syntax tree of every file, by its path in the package.
+
+    The trees live as long as the process: no collection of garbage looks at their nodes.
+    """
     paths = sorted(PACKAGE.rglob("*.py"))
-    return {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+    gc.disable()
+    try:
+        return {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def nodes(tree: ast.AST, *kinds: type[Node]) -> Iterator[Node]:

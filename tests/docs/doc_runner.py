@@ -250,15 +250,26 @@ def check_options(command: str, environment: dict[str, str]) -> None:
         if words[0] == "torchrun":
             words = ["python", *words[words.index("-m") :]]
         program, rest = split_program(words)
-        done = subprocess.run(
-            [*program, "--help"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False
-        )
-        check_success(shlex.join([*program, "--help"]), done)
+        help_text = help_of(tuple(program), environment)
         for word in rest:
             option = word.partition("=")[0]
             is_option = re.fullmatch(r"--?[a-zA-Z][\w-]*", option) is not None
-            if is_option and not re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", done.stdout):
+            if is_option and not re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", help_text):
                 raise DocumentedCommandError(f"{shlex.join(program)} has no option {option}: {part}")
+
+
+HELP: dict[tuple[str, ...], str] = {}  # by program: many blocks name the same ones
+
+
+def help_of(program: tuple[str, ...], environment: dict[str, str]) -> str:
+    if program not in HELP:
+        command = [*program, "--help"]
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False
+        )
+        check_success(shlex.join(command), done)
+        HELP[program] = done.stdout
+    return HELP[program]
 
 
 def split_program(words: list[str]) -> tuple[list[str], list[str]]:

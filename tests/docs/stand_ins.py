@@ -18,6 +18,7 @@ from helpers import CORPUS, END_OF_TEXT, fresh_folder, tiny_folder
 
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 TEXT = END_OF_TEXT.join(f"Story {number}. {sentence}\n" for number in range(200) for sentence in CORPUS)
+PAGE = TEXT[: len(TEXT) // 20]  # enough where nothing is learnt from it
 OUTPUT_OPTIONS = {"--output", "-o", "--out", "--plot", "--json", "--save"}
 SUFFIXES = (".gguf", ".txt", ".xz", ".jsonl", ".csv", ".json")
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
@@ -80,7 +81,8 @@ def provide_one(path: Path, words: list[str]) -> None:
     if path.suffix == ".gguf":
         shutil.copy(model_file(), path)
     elif path.suffix == ".txt":
-        path.write_text("first-api-key\nsecond-api-key\n" if "key" in path.name else TEXT, encoding="utf-8")
+        text = TEXT if reads_text else PAGE
+        path.write_text("first-api-key\nsecond-api-key\n" if "key" in path.name else text, encoding="utf-8")
     elif path.suffix == ".xz":
         path.write_bytes(lzma.compress(TEXT.encode()))
     elif path.suffix == ".csv":

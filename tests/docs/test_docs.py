@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from doc_blocks import ROOT, Block, Marker, MarkerError, all_blocks, blocks_of, commands_of
@@ -162,8 +164,38 @@ def test_models_are_pulled_from_this_machine(tmp_path: Path) -> None:
     assert {"smollm2.gguf", "model", "file.gguf"} <= pulled
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("script", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda path: path.name)
-def test_every_benchmark_has_help(script: Path) -> None:
-    done = subprocess.run([sys.executable, str(script), "--help"], capture_output=True, text=True, check=False)
+BENCHMARKS = sorted((ROOT / "benchmarks").glob("*.py"))
+HELP_OF_ALL = """
+import contextlib, io, json, runpy, sys, traceback
+from pathlib import Path
+
+ends, scripts = {}, sys.argv[1:]
+sys.path.insert(0, str(Path(scripts[0]).parent))  # as `python benchmarks/SCRIPT.py` does
+for script in scripts:
+    sys.argv, end = [script, "--help"], 0
+    with contextlib.redirect_stdout(io.StringIO()):
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as raised:
+            end = raised.code
+        except BaseException:
+            end = traceback.format_exc()
+    ends[script] = end
+print(json.dumps(ends))
+"""
+
+
+@pytest.fixture(scope="module")
+def ends_of_help() -> dict[str, Any]:
+    """How `--help` of every benchmark ends: one process, which loads torch and numpy once."""
+    command = [sys.executable, "-c", HELP_OF_ALL, *map(str, BENCHMARKS)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    ends: dict[str, Any] = json.loads(done.stdout)
+    return ends
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("script", BENCHMARKS, ids=lambda path: path.name)
+def test_every_benchmark_has_help(script: Path, ends_of_help: dict[str, Any]) -> None:
+    assert ends_of_help[str(script)] in (0, None)

@@ -111,7 +111,7 @@ def test_a_pass_without_long_sequences_has_no_chunks() -> None:
     assert staged.spans.ends.tolist() == [60, 120]
 
 
-@pytest.mark.parametrize("kind", ["delta", pytest.param("mamba", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["delta", "mamba"])
 def test_an_engine_scans_prompts_in_chunks_and_continues_checkpoints(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,11 +78,11 @@ def field_cases() -> list[Case]:
     cases = []
     for path, (kind, base) in ENDPOINTS.items():
         for name, fields in values_at_limits(inspect.type_info(kind)):
-            cases.append(Case(f"{path} {name}", path, lambda fields=fields, base=base: {**base, **fields()}))
+            cases.append(Case(f"{path} {name}", path, lambda fields=fields, base=base: _merged(base, fields())))
         for name, values in HOSTILE.items() if path == "/v1/completions" else ():
             for number, value in enumerate(values):
                 fields = _nested(name.split("."), value)
-                cases.append(Case(f"{path} {name} hostile {number}", path, lambda f=fields, b=base: {**b, **f}))
+                cases.append(Case(f"{path} {name} hostile {number}", path, lambda f=fields, b=base: _merged(b, f)))
     return cases
 
 
@@ -90,6 +90,12 @@ def bomb_cases() -> list[Case]:
     """The requests of the soak test, and combinations of fields that take every slot."""
     cases = [Case(f"bomb {bomb.name}", bomb.path, bomb.body) for bomb in BOMBS]
     return cases + [Case(f"combined {name}", path, lambda body=body: body) for name, (path, body) in COMBINED.items()]
+
+
+def _merged(base: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
+    """A small request with some fields set; `options` keep the others of the small request, such as its length."""
+    nested = [name for name, value in base.items() if isinstance(value, dict) and isinstance(fields.get(name), dict)]
+    return {**base, **fields, **{name: {**base[name], **fields[name]} for name in nested}}
 
 
 def _nested(names: list[str], value: Any) -> dict[str, Any]:

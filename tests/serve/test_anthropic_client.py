@@ -11,7 +11,6 @@ from test_tools import TEMPLATE as THINKING_TEMPLATE
 
 from helpers import tiny_folder
 
-anthropic = pytest.importorskip("anthropic")
 USER: list[Any] = [{"role": "user", "content": "Hello"}]
 TOOLS: list[Any] = [
     {
@@ -25,7 +24,13 @@ TOOLS: list[Any] = [
 
 
 @pytest.fixture(scope="module")
-def client(server: RunningServer) -> Any:
+def anthropic() -> Any:
+    """The package: two seconds to import, so tests alone load it, not their collection."""
+    return pytest.importorskip("anthropic")
+
+
+@pytest.fixture(scope="module")
+def client(server: RunningServer, anthropic: Any) -> Any:
     return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=60)
 
 
@@ -151,7 +156,9 @@ def test_a_schema(client: Any) -> None:
          "invalid_request_error"),
     ],
 )  # fmt: skip
-def test_errors_have_anthropics_shape(client: Any, options: dict[str, Any], error: str, kind: str) -> None:
+def test_errors_have_anthropics_shape(
+    anthropic: Any, client: Any, options: dict[str, Any], error: str, kind: str
+) -> None:
     with pytest.raises(getattr(anthropic, error)) as caught:
         create(client, **options)
     body = caught.value.response.json()
@@ -161,7 +168,7 @@ def test_errors_have_anthropics_shape(client: Any, options: dict[str, Any], erro
 
 
 @pytest.mark.full
-def test_thinking() -> None:
+def test_thinking(anthropic: Any) -> None:
     folder = tiny_folder(tokenizer=True, chat_template=THINKING_TEMPLATE, max_position_embeddings=1024)
     with running_server(engine={"model": str(folder)}) as server:
         client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=60)

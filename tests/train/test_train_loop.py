@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -139,7 +140,10 @@ def test_accumulation_does_not_change_the_run(text: Path, tmp_path: Path) -> Non
     assert [loss for _, loss in parts] == pytest.approx([loss for _, loss in whole], abs=1e-5)
 
 
-def test_two_processes_equal_one(text: Path, tmp_path: Path) -> None:
+def test_two_processes_equal_one(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 0 is this process, rank 1 one of its own, in the variables that torchrun sets (docs/training.md runs it)."""
     settings = replace(small(text, tmp_path / "one"), steps=6, accumulate=2)
     expected = run(settings).history
     options = {"output": tmp_path / "two", "tokenizer": "char", "preset": "char", "steps": 6, "accumulate": 2}
@@ -147,15 +151,23 @@ def test_two_processes_equal_one(text: Path, tmp_path: Path) -> None:
             "learning_rate", "log_every", "eval_every", "eval_sequences", "sample_every", "device")  # fmt: skip
     options |= {name: getattr(settings, name) for name in same}
     words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m",
-               "bifolio.train", str(text), *words]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-2000:]
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    for name, value in {"WORLD_SIZE": 2, "RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, str(value))
+    command = [sys.executable, "-m", "bifolio.train", str(text), *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "RANK": "1"}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as other:
+        try:
+            train(parse([str(text), *words]))
+            _, errors = other.communicate(timeout=240)
+        finally:
+            other.kill()
+    assert other.returncode == 0, errors[-2000:]
     history = json.loads((tmp_path / "two" / "training.json").read_text())["history"]
     assert [loss for _, loss in history["train"]] == pytest.approx([loss for _, loss in expected.train], abs=1e-5)
     assert history["held_out"][-1][1] == pytest.approx(expected.held_out[-1][1], abs=1e-5)
-    assert "2 process(es)" in done.stdout
+    assert "2 process(es)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "llama"])
