@@ -42,7 +42,7 @@ class DrawGraphs:
     """Launches draws from given logits."""
 
     state: DeviceState
-    recorder: GraphRecorder
+    recorder: GraphRecorder  # with memory of its own: the logits of the step are read after the draw, too
     _logits: torch.Tensor | None = None  # f32[slots, vocab]
     _steps: dict[tuple[int, Mode], DrawStep] = field(default_factory=dict)  # by number of draws and mode
 

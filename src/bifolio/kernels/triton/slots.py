@@ -14,7 +14,7 @@ from bifolio.kernels.interface import Array, Batch, Network, SlotSizes, Storage
 from bifolio.kernels.logit_edits import LogitEdits
 from bifolio.kernels.shared_prefix import SharedWork, share_work
 from bifolio.kernels.torch_arrays import upload
-from bifolio.kernels.triton.cuda_graphs import DecodeGraphs, DeviceTokens, GraphKernels, full_shape
+from bifolio.kernels.triton.cuda_graphs import DecodeGraphs, DeviceTokens, GraphKernels, GraphRecorder, full_shape
 from bifolio.kernels.triton.device_state import DeviceState
 from bifolio.kernels.triton.draw_graphs import DrawGraphs
 from bifolio.kernels.triton.edits import SlotEdits
@@ -40,7 +40,7 @@ class TritonSlots:
         self._block_size = storage.block_size
         self.state = DeviceState(sizes.num_slots, sizes.max_blocks, kernels.device)
         self.graphs = DecodeGraphs(kernels, network, storage, self.state)
-        self.draws_from_logits = DrawGraphs(self.state, self.graphs.recorder)
+        self.draws_from_logits = DrawGraphs(self.state, GraphRecorder(self.state.device))
         self.prompts: PromptGraphs | None = None
         if network.split is not None and not storage.layout.num_states:
             steps = ON_GPU if self.state.on_gpu else INTERPRETED
