@@ -30,9 +30,7 @@ class Launch(msgspec.Struct, tag="launch"):
     """First message to a new engine process: the arguments of `LLM`."""
 
     options: dict[str, Any]
-    max_updates_per_second: float = (
-        400.0  # of all requests together; when they are more, tokens travel in twos, threes...
-    )
+    max_updates_per_second: float | None = None  # of all requests together; None: by the device
     kv_events: KvEventSettings | None = None
     transfer: TransferSettings | None = None  # prefill and decode on separate engines; None: on this one
 

@@ -55,7 +55,7 @@ class ServerSettings:
     drain_seconds: float = 30.0  # that requests under way get when the server is told to stop
     step_timeout: float = 300.0  # seconds; a longer step means a hung engine
     heartbeat_timeout: float = 10.0  # seconds without a heartbeat of the engine until `/ready` answers 503
-    max_updates_per_second: float = 400.0  # events of all streams together, about
+    max_updates_per_second: float | None = None  # events of all streams together, about; None: by the device
     log_prompts: bool = False
     allow_pull: bool = False  # clients may fetch models into the cache
     worker_command: Sequence[str] | None = None

@@ -37,11 +37,11 @@ from bifolio.serve.fairness import Turns
 from bifolio.serve.kv_events import KvEventPublisher
 from bifolio.serve.snapshot import blocks_of, slots_of, waiting_of
 from bifolio.serve.steps import add_steps
+from bifolio.serve.update_pace import UpdatePace
 from bifolio.text.tokenizer import is_library_error
 
 logger = logging.getLogger(__name__)
 Send = Callable[[m.FromEngine], None]
-MAX_UPDATE_SECONDS = 0.1  # a stream is never silent for longer because of others
 COMPILE_SECONDS = 10.0  # that a request waits for its grammar, at most
 
 
@@ -65,7 +65,7 @@ class EngineService:
 
     llm: LLM
     send: Send
-    max_updates_per_second: float = 400.0
+    max_updates_per_second: float | None = None  # None: by the device
     publisher: KvEventPublisher | None = None  # of the cache's events
     transfer: BlockTransfer | None = None  # of blocks, from or to another engine
     thread: EngineThread = field(init=False)
@@ -76,11 +76,12 @@ class EngineService:
     _conversations: ConversationStore = field(init=False, default_factory=ConversationStore)
     _turns: Turns = field(init=False, default_factory=Turns)
     _unstarted: set[str] = field(init=False, default_factory=set)  # ids without a result so far
-    _last_sent: float = field(init=False, default=0.0)
+    _pace: UpdatePace = field(init=False)
 
     def __post_init__(self) -> None:
         self.thread = EngineThread(self.llm.engine, self._after_step)
         self._embeddings = EmbeddingQueue(self.llm.engine)
+        self._pace = UpdatePace.of(self.llm.engine.runner.kernels, self.max_updates_per_second)
         self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bifolio-grammar")
 
     def close(self) -> None:
@@ -293,10 +294,7 @@ class EngineService:
                     urgent.append(live)
         ended = [result.request_id for result in results if result.finished]
         urgent += [self._live[request_id] for request_id in ended if request_id in self._live]
-        now = time.monotonic()
-        interval = min(len(self._live) / self.max_updates_per_second, MAX_UPDATE_SECONDS)
-        if now - self._last_sent >= interval:
-            self._last_sent = now
+        if self._pace.is_due(time.monotonic(), len(self._live)):
             self._send_news(list(self._live.values()))
         elif urgent:
             self._send_news(urgent)
