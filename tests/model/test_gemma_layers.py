@@ -191,6 +191,11 @@ def test_tensor_parallelism_is_refused(name: str) -> None:
         check_size(real(name), 2)
 
 
+def test_tensor_parallelism_of_layers_with_other_kv_heads_alone_is_refused() -> None:
+    with pytest.raises(ConfigError, match="tensor_parallel_size must be 1"):
+        check_size(replace(real("gemma4"), layer_head_dim=(), head_dim=512), 2)
+
+
 @pytest.mark.parametrize("name", GEMMA_ROWS)
 def test_training_is_refused(name: str) -> None:
     pytest.importorskip("torch")
