@@ -88,6 +88,10 @@ void require_between(const char* name, int64_t value, int64_t least, int64_t mos
   require(value >= least && value <= most, name, " is ", value, " and must be between ", least, " and ", most);
 }
 
+void require_gate_and_up(const char* name, int64_t width) {
+  require(width > 0 && width % 2 == 0, name, " is ", width, " wide and must have an even width: gate and up side by side");
+}
+
 void require_finite(const char* name, float value) {
   require(std::isfinite(value), name, " is ", value, " and must be a finite number");
 }

@@ -70,6 +70,11 @@ PoolHolder::PoolHolder(int64_t count) : pool((require_between("count", count, 0,
 
 Pool& team_of(PoolHolder* pool) { return pool ? pool->pool : Pool::instance(); }
 
+void run_team(PoolHolder* pool, const std::function<void(Member&)>& work) {
+  nb::gil_scoped_release release;
+  team_of(pool).run(work);
+}
+
 Workspace& workspace_of(PoolHolder* pool) {
   static Workspace of_process;
   return pool ? pool->workspace : of_process;

@@ -24,6 +24,7 @@ struct PoolHolder {
 // Of the given pool, or of that of the process.
 Pool& team_of(PoolHolder* pool);
 Workspace& workspace_of(PoolHolder* pool);
+void run_team(PoolHolder* pool, const std::function<void(Member&)>& work);  // without the lock of the interpreter
 
 struct NormHolder {
   NormHolder(nb::handle weight, nb::handle bias, float eps, bool centered);

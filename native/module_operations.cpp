@@ -7,11 +7,6 @@ using namespace nanobind::literals;
 namespace bifolio {
 namespace {
 
-void run_team(PoolHolder* pool, const std::function<void(Member&)>& work) {
-  nb::gil_scoped_release release;
-  team_of(pool).run(work);
-}
-
 void embed_rows(const TableHolder& table, nb::handle ids_array, float scale, nb::handle out_array, PoolHolder* pool) {
   const Ints ids = ints("ids", ids_array);
   const Output out = output("out", out_array);
@@ -80,7 +75,7 @@ void act_mul_rows(nb::handle x_array, int code, nb::handle out_array, PoolHolder
   const Output out = output("out", out_array);
   const Activation activation = activation_of(code, true);
   require_columns("x", x);
-  require(width_of(x) % 2 == 0, "x is ", width_of(x), " wide and must have an even width: gate and up side by side");
+  require_gate_and_up("x", width_of(x));
   require_shape("out", out, rows_in(x), width_of(x) / 2);
   require_apart("out", rows_of(out), "x", rows_of(x));
   run_team(pool, [&](Member& t) { act_mul(t, rows_of(x), activation, rows_of(out)); });

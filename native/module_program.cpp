@@ -95,7 +95,7 @@ Register record_act(ProgramHolder& self, Register x, int activation) {
 Register record_act_mul(ProgramHolder& self, Register x, int activation) {
   self.require_open();
   self.require_register("x", x);
-  require(self.program.width(x) % 2 == 0, "x is ", self.program.width(x), " wide and must have an even width: gate and up side by side");
+  require_gate_and_up("x", self.program.width(x));
   return self.program.act_mul(x, activation_of(activation, true));
 }
 

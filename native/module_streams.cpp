@@ -10,11 +10,6 @@ namespace {
 
 using Register = Program::Register;
 
-void run_team(PoolHolder* pool, const std::function<void(Member&)>& work) {
-  nb::gil_scoped_release release;
-  team_of(pool).run(work);
-}
-
 // -- sizes that fit together -------------------------------------------------------------------------------------------------
 
 void require_multiple(const char* name, int64_t width, const char* of, int64_t size) {
@@ -31,10 +26,6 @@ void require_mix(int64_t x_width, int64_t coefficients_width, int64_t streams) {
   require_between("streams", streams, 1, kMaxHeads);
   require_multiple("x", x_width, "the number of streams", streams);
   require_multiple("coefficients", coefficients_width, "the number of streams", streams);
-}
-
-void require_even(int64_t width) {
-  require(width > 0 && width % 2 == 0, "x is ", width, " wide and must have an even width: gate and up side by side");
 }
 
 // -- on arrays ---------------------------------------------------------------------------------------------------------------
@@ -86,7 +77,7 @@ void sparse_act_mul_rows(nb::handle x_array, float deviations, int code, nb::han
   const Output out = output("out", out_array);
   const Activation activation = activation_of(code, true);
   require_finite("deviations", deviations);
-  require_even(width_of(x));
+  require_gate_and_up("x", width_of(x));
   require_shape("out", out, rows_in(x), width_of(x) / 2);
   require_apart("out", rows_of(out), "x", rows_of(x));
   run_team(pool, [&](Member& t) { sparse_act_mul(t, rows_of(x), deviations, activation, rows_of(out)); });
@@ -199,7 +190,7 @@ Register record_sparse_act_mul(ProgramHolder& self, Register x, float deviations
   self.require_open();
   self.require_register("x", x);
   require_finite("deviations", deviations);
-  require_even(self.program.width(x));
+  require_gate_and_up("x", self.program.width(x));
   return self.program.sparse_act_mul(x, deviations, activation_of(activation, true));
 }
 

@@ -14,7 +14,9 @@ from bifolio.engine.device_memory import decode_batch, measure_step, move_to_dev
 from bifolio.engine.memory import plan_gpu_memory
 from bifolio.errors import ConfigError
 from bifolio.kernels.reference import ReferenceKernels
-from helpers import random_prompt, tiny_loaded
+from bifolio.model import loaded
+from bifolio.model.loader import load_model
+from helpers import random_prompt, tiny_folder, tiny_loaded
 
 CONFIG = ModelConfig("llama", 1000, 64, 4, 8, 2, 16, 128, 4096, ropes=(RopeConfig(rotary_dim=16),))
 PER_BLOCK = 64 * 2 * 4 * 2 * 16 * 2  # tokens, keys and values, layers, heads, head size, bytes
@@ -158,3 +160,20 @@ def test_an_engine_on_a_gpu_is_built_by_what_was_measured(monkeypatch: pytest.Mo
     given = LLM(model, num_blocks=40, **options)
     assert given.engine.blocks.num_blocks == 40
     assert memory.calls == ["start", "peak", "free"]  # nothing to measure
+
+
+def test_the_digest_of_the_files_is_read_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start reads no file twice; the digest is that of the files, also when the device holds other weights."""
+    model, honest, calls = load_model(tiny_folder()), loaded.digest_of, list[int]()
+    expected = model.digest()
+    assert expected != load_model(tiny_folder(seed=1)).digest()
+
+    def counted(beginnings: Any) -> bytes:
+        calls.append(len(beginnings))
+        return honest(beginnings)
+
+    monkeypatch.setattr(loaded, "digest_of", counted)
+    moved = move_to_device(model, ReferenceKernels())
+    assert calls == []
+    assert moved.digest() == expected
+    assert calls == [len(model.weights.matrices())]

@@ -15,6 +15,7 @@ from whole_prompt import prompt_logits
 
 from bifolio.api.llm import LLM
 from bifolio.beam_params import BeamSearchParams
+from bifolio.cli.inspect import architecture_lines
 from bifolio.config import ConfigError, ModelConfig, SpeculativeConfig
 from bifolio.errors import UnsupportedModelError
 from bifolio.kernels.select import select_kernels
@@ -183,12 +184,26 @@ def test_gate_and_up_of_experts_may_be_two_tensors(formats: tuple[str, str]) -> 
     np.testing.assert_allclose(joined.dequantize().reshape(3, 4, 64), expected, atol=0.03)
 
 
+def test_inspect_shows_the_layers_that_differ() -> None:
+    lines = architecture_lines(real(SMALL))
+    assert "15 layers of 1536, MLP 6144 or 12288 (gelu_tanh)" in lines
+    heads = "8 heads of 256, 1 for keys and values or 8 heads of 512, 1 for keys and values"
+    assert f"{heads}; 10 layers read the keys and values of others, sliding window 512" in lines
+    assert "an input of 256 for each token and layer" in lines
+    assert "4 parallel residual streams" in architecture_lines(real("gemma3n"))
+
+
 # -- refused ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", GEMMA_ROWS)
 def test_tensor_parallelism_is_refused(name: str) -> None:
     check_size(real(name), 1)
     with pytest.raises(ConfigError, match="tensor_parallel_size must be 1"):
         check_size(real(name), 2)
+
+
+def test_tensor_parallelism_of_layers_with_other_kv_heads_alone_is_refused() -> None:
+    with pytest.raises(ConfigError, match="tensor_parallel_size must be 1"):
+        check_size(replace(real("gemma4"), layer_head_dim=(), head_dim=512), 2)
 
 
 @pytest.mark.parametrize("name", GEMMA_ROWS)

@@ -10,12 +10,24 @@ import numpy as np
 import pytest
 
 from bifolio import LLM, SamplingParams, SpeculativeConfig
+from bifolio.engine.host_batch import HostBatch, Run
 from bifolio.errors import ConfigError
+from bifolio.kernels.reference import ReferenceKernels
 from bifolio.model.huggingface.safetensors_file import open_safetensors, write_safetensors
+from bifolio.model.transformer import forward
+from bifolio.model.weights import prepare
 from helpers import TINY, fresh_folder, tiny_folder, tiny_tensors
+from hybrid_models import tiny_hybrid
 
 torch = pytest.importorskip("torch")
-from bifolio.train.eagle import EagleResult, EagleSettings, States, draft_vocabulary, train_eagle  # noqa: E402
+from bifolio.train.eagle import (  # noqa: E402
+    EagleResult,
+    EagleSettings,
+    States,
+    collect_states,
+    draft_vocabulary,
+    train_eagle,
+)
 from bifolio.train.eagle_head import EagleHead, head_config, taps_of  # noqa: E402
 from bifolio.train.progress import SilentProgress  # noqa: E402
 from draft_heads import eagle_folder, torch_eagle  # noqa: E402
@@ -110,6 +122,21 @@ def test_large_states_are_in_the_written_weights() -> None:
     second, _ = torch_eagle(fields, weights, embeddings[0, :4], states[0, :3], hidden[-1:])
     for k, logits in enumerate((first, second)):  # the weights are rounded to 16 bits
         np.testing.assert_allclose(found[k][0, 2].numpy(), logits[-1], atol=0.02 * np.abs(logits[-1]).max())
+
+
+@pytest.mark.parametrize("kind", ["conv", "delta", "mamba"])
+def test_states_of_a_hybrid_target(kind: str) -> None:
+    """The last ones give the logits of a whole pass of the reference."""
+    model, tokens = tiny_hybrid(kind), np.random.default_rng(0).integers(3, 50, (2, 24)).astype(np.int32)
+    states, d = collect_states(model, tokens, 1), model.config.hidden_size
+    kernels = ReferenceKernels()
+    weights = prepare(model.weights, kernels)
+    for number, ids in enumerate(tokens):
+        batch = HostBatch.from_runs([], [Run(0, 0, ids.tolist())], None).to(kernels)
+        last = states.rows(np.array([number])).numpy()[0, :, -d:]
+        found = kernels.logits(kernels.norm(last, weights.final_norm), weights.head, 0.0)
+        expected = forward(weights, batch, kernels, None)
+        np.testing.assert_allclose(found, expected, atol=0.02 * np.abs(expected).max())  # states have 16 bits
 
 
 def test_states_beyond_the_range_of_16_bits() -> None:

@@ -27,6 +27,7 @@ from bifolio.cache.storage import KvCacheEntry
 from bifolio.config import CacheConfig, ModelConfig
 from bifolio.engine.executor import DecodeExecutor, ModelRunner, PrefillExecutor
 from bifolio.engine.host_batch import HostBatch, Run
+from bifolio.engine.state_plan import num_live_states
 from bifolio.errors import ConfigError, EmptyPromptError, PromptTooLongError, TokenIdError
 from bifolio.kernels.interface import Batch, KernelSet
 from bifolio.kernels.select import torch_kernels
@@ -248,8 +249,7 @@ class LanguageModel(nn.Module):
         kernels = self._kernels()
         blocks_each = -(-max_length // BLOCK_SIZE)
         model = LoadedModel(Path(), self.config, weights=self.weights())
-        is_hybrid = self.config.recurrent is not None
-        num_states = 1 + 2 * num_sequences if is_hybrid else 0  # the empty one; a sequence reads one and writes one
+        num_states = num_live_states(self.config, num_sequences)
         cache = CacheConfig(1 + num_sequences * blocks_each, BLOCK_SIZE, kernels.kv_dtype, num_states=num_states)
         return DecodeLoop(ModelRunner.new(model, cache, kernels), num_sequences)
 

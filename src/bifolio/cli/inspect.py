@@ -208,9 +208,10 @@ def architecture_lines(config: ModelConfig) -> list[str]:
     """The network in words."""
     windows = sorted({window for window in config.layer_window if window is not None})
     sliding = f", sliding window {', '.join(map(str, windows))}" if windows else ""
+    mlp_sizes = " or ".join(map(str, sorted({config.mlp_size(layer) for layer in range(config.num_layers)})))
     return [
         f"{config.architecture}, {config.num_parameters:,} parameters, context {config.max_position}",
-        f"{config.num_layers} layers of {config.hidden_size}, MLP {config.intermediate_size} ({config.activation})",
+        f"{config.num_layers} layers of {config.hidden_size}, MLP {mlp_sizes} ({config.activation})",
         *expert_lines(config),
         attention_line(config) + sliding,
         *recurrent_lines(config),

@@ -98,7 +98,7 @@ def shard_model(model: LoadedModel, kernels: KernelSet, rank: int, size: int, *,
     """The model with one rank's part of its weights; on a device, of its embedding as well."""
     on_device = kernels.memory() is not None
     part = shard(model.weights, rank, size, exact=exact, spread_embedding=on_device)
-    return replace(model, weights=part, weights_digest=model.digest() if rank == 0 else b"")
+    return replace(model, weights=part, digest_source=model.later_digest())
 
 
 def plan_rank(

@@ -29,7 +29,7 @@ FILTERED = SamplingParams(temperature=0.9, top_p=0.9, top_k=50, min_p=0.01, seed
 
 def move_to_device(model: LoadedModel, kernels: KernelSet, on_load: OnLoad = lambda done, total: None) -> LoadedModel:
     """The model with its weights on the kernels' device; ConfigError when they do not fit."""
-    digest = model.digest()
+    digest = model.later_digest()
     try:
         weights = prepare(model.weights, kernels, on_load)
     except RuntimeError as error:
@@ -40,7 +40,7 @@ def move_to_device(model: LoadedModel, kernels: KernelSet, on_load: OnLoad = lam
             f"do not fit on {kernels.device}: use a smaller or a quantised model (q8_0, q4_0), or free its memory"
         ) from None
     source = None if model.tokenizer_source is None else model.require_tokenizer  # one tokenizer for both
-    return replace(model, weights=weights, weights_digest=digest, tokenizer_source=source)
+    return replace(model, weights=weights, digest_source=digest, tokenizer_source=source)
 
 
 def measure_step(model: LoadedModel, kernels: KernelSet, config: EngineConfig, memory: DeviceMemory) -> int:

@@ -41,6 +41,11 @@ class StatePlan:
         return self.bytes_per_state / self.spacing if self.num_ends else 0.0
 
 
+def num_live_states(config: ModelConfig, num_sequences: int) -> int:
+    """States of sequences without drafts and checkpoints: two each, and the empty one; 0: no recurrent layers."""
+    return 0 if config.recurrent is None else 1 + 2 * num_sequences
+
+
 def plan_states(config: ModelConfig, engine: EngineConfig) -> StatePlan | None:
     """The plan for a model; None if it has no recurrent layers."""
     if config.recurrent is None:

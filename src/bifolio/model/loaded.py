@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from bifolio.config import ModelConfig
 from bifolio.errors import RequestError
 from bifolio.model.sampling_defaults import sampling_defaults
 from bifolio.model.weights import ModelWeights
+from bifolio.quant.mapped import mapping_of
 from bifolio.quant.tensor import QuantizedTensor
 from bifolio.text.tokenizer import Tokenizer
 
@@ -56,16 +57,30 @@ class LoadedModel(TextModel):
     """A `TextModel` with its weights, as views of the mapped files in the formats of the files."""
 
     weights: ModelWeights = field(kw_only=True)
-    weights_digest: bytes = field(default=b"", kw_only=True)  # of the whole weights, where `weights` are changed
+    digest_source: Callable[[], bytes] | None = field(default=None, kw_only=True, repr=False)  # of changed weights
 
     def digest(self) -> bytes:
         """A digest of the first bytes of every matrix in the files."""
-        return self.weights_digest or digest_of(self.weights)
+        return self.later_digest()()
+
+    def later_digest(self) -> Callable[[], bytes]:
+        """`digest` for a time when `weights` are changed: mapped files are read when it is called, not before."""
+        if self.digest_source is not None:
+            return self.digest_source
+        beginnings = [first_bytes(matrix) for matrix in self.weights.matrices() if isinstance(matrix, QuantizedTensor)]
+        if all(mapping_of(part) is not None for part in beginnings):
+            return partial(digest_of, beginnings)
+        found = digest_of(beginnings)  # arrays in memory are not kept
+        return lambda: found
 
 
-def digest_of(weights: ModelWeights) -> bytes:
+def first_bytes(matrix: QuantizedTensor) -> np.ndarray:
+    """A view of the first rows of a matrix, as many as hold `SAMPLED_BYTES`."""
+    return matrix.data[: -(-SAMPLED_BYTES // max(matrix.data.shape[-1], 1))]
+
+
+def digest_of(beginnings: Sequence[np.ndarray]) -> bytes:
     digest = blake2b(digest_size=16)
-    for matrix in weights.matrices():
-        if isinstance(matrix, QuantizedTensor):
-            digest.update(np.ascontiguousarray(matrix.data.reshape(-1)[:SAMPLED_BYTES]).tobytes())
+    for rows in beginnings:
+        digest.update(rows.tobytes()[:SAMPLED_BYTES])
     return digest.digest()

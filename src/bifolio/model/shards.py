@@ -56,7 +56,8 @@ def check_size(config: ModelConfig, size: int) -> None:
     def fits(count: int) -> bool:
         return fits_groups(heads, kv_heads, count)
 
-    if (config.layer_head_dim or config.kv_sources or config.layer_inputs or config.streams) and size > 1:
+    differ = config.layer_head_dim or config.layer_kv_heads or config.kv_sources
+    if size > 1 and (differ or config.layer_inputs is not None or config.streams is not None):
         raise ConfigError("tensor_parallel_size must be 1: the layers of this model have heads or inputs that differ")
     if config.moe is not None and config.moe.beside_mlp and size > 1:
         raise ConfigError("tensor_parallel_size must be 1: the experts of this model stand beside its MLPs")

@@ -23,6 +23,7 @@ from bifolio.cache.block_manager import KVCacheBlockManager
 from bifolio.cache.storage import KvCacheEntry
 from bifolio.config import CacheConfig
 from bifolio.engine.executor import ModelRunner, PrefillExecutor
+from bifolio.engine.state_plan import num_live_states
 from bifolio.errors import ConfigError
 from bifolio.kernels.interface import Array, Batch
 from bifolio.kernels.select import select_kernels
@@ -151,9 +152,10 @@ def collect_states(target: LoadedModel, texts: np.ndarray, threads: int | None) 
     kernels = select_kernels("cpu", threads=threads)
     taps = (*taps_of(target.config.num_layers), target.config.num_layers)
     length = texts.shape[1]
-    cache = CacheConfig(-(-length // 16) + 1, 16)
+    cache = CacheConfig(-(-length // 16) + 1, 16, num_states=num_live_states(target.config, 1))
     model = replace(target, weights=target.weights.tapped(_distinct(taps)))
-    runner, blocks = ModelRunner.new(model, cache, kernels), KVCacheBlockManager(cache.num_blocks, 16)
+    runner = ModelRunner.new(model, cache, kernels)
+    blocks = KVCacheBlockManager(cache.num_blocks, 16, enable_prefix_caching=False, num_states=cache.num_states)
     executor = PrefillExecutor(runner, length)
     distinct, d = _distinct(taps), target.config.hidden_size
     order = [distinct.index(tap) for tap in taps]
