@@ -2,7 +2,7 @@
 
     pytest -m quick    before a commit: every package, under a minute on two cores
     pytest             quick and full tests: everything that a change must pass
-    pytest -m slow     long checks that are run by hand
+    pytest -m slow     long checks that are run by hand, in one process
 
 A test is quick by itself. One that takes half a second or more, starts processes or servers of its own, compares with
 transformers (seconds to import) or searches at random is marked `@pytest.mark.full`.
@@ -52,12 +52,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads its options
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Run all tests on every core unless -n says otherwise; a worker without tests takes some of another one's."""
+    """Run all tests on every core unless -n says otherwise; a worker without tests takes some of another one's.
+
+    Slow tests measure times: they run in one process.
+    """
     if not config.pluginmanager.hasplugin("xdist") or "PYTEST_XDIST_WORKER" in os.environ:
         return
     option = config.option
+    has_slow = not option.markexpr or "slow" in option.markexpr.replace("not slow", "")
     is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
-    if is_whole and option.numprocesses is None and not (option.usepdb or option.capture == "no"):
+    if is_whole and not has_slow and option.numprocesses is None and not (option.usepdb or option.capture == "no"):
         option.numprocesses, option.maxprocesses = "auto", option.maxprocesses or MOST_WORKERS
     if option.numprocesses and option.dist == "no":
         option.dist = "worksteal"

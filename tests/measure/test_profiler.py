@@ -13,6 +13,7 @@ from family_rows import row_folder
 from bifolio import LLM, SamplingParams
 from bifolio.kernels.interface import AttentionPhase, AttentionSegment
 from bifolio.kernels.reference import ReferenceKernels
+from bifolio.measure import machine
 from bifolio.measure.machine import MachineLimits, measure_limits
 from bifolio.measure.part_clock import PartClock, PartTotals
 from bifolio.measure.profiler import PARTS, PhaseProfile, Profile, hook_step, profile_model
@@ -199,8 +200,10 @@ def test_limits_are_measured() -> None:
 
 
 @pytest.mark.full
-def test_the_integer_limit_is_measured() -> None:
+def test_the_integer_limit_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("bifolio.kernels._native", reason="the native kernels are not built")
+    monkeypatch.setattr(machine, "RUNS", 1)
+    monkeypatch.setattr(machine, "MATRIX_SIZE", 256)
     one = measure_limits("cpu", threads=1, read_bytes=1 << 20, activation_planes=1)
     two = measure_limits("cpu", threads=1, read_bytes=1 << 20, activation_planes=2)
     assert one.integer_ops_per_second is not None
