@@ -10,10 +10,13 @@ from bifolio.engine.host_batch import HostBatch, Run
 from bifolio.engine.parallel.commands import batch_of, read, run_command, write
 from helpers import cpu_kernel_names, make_kernels
 
+KERNELS = [  # the import of torch takes seconds
+    pytest.param(name, marks=pytest.mark.full if name == "torch" else ()) for name in cpu_kernel_names()
+]
 TABLES = np.arange(12, dtype=np.int32).reshape(3, 4)
 
 
-@pytest.mark.parametrize("name", cpu_kernel_names())
+@pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("has_states", [False, True])
 def test_a_batch_arrives_as_it_was_sent(name: str, has_states: bool) -> None:
     kernels = make_kernels(name)
