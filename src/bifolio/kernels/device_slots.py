@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from bifolio.kernels.batch import Batch
 from bifolio.kernels.logit_edits import LogitEdits
-
-if TYPE_CHECKING:
-    from bifolio.kernels.interface import Batch
-
-Array = Any  # numpy array or torch tensor, as the kernel set allocates it
+from bifolio.kernels.operands import Array
 
 
 class SlotSizes(NamedTuple):

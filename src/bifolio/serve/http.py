@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import re
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
 
+from bifolio.garbage import no_garbage_collection
 from bifolio.serve.auth import Receive, Scope, Send
 from bifolio.serve.bounds import check_bytes
 from bifolio.serve.context import Limits
@@ -71,22 +71,11 @@ def too_large(limits: Limits) -> ApiError:
     return ApiError(413, f"the request is larger than {limits.max_body_bytes} bytes", "request_too_large")
 
 
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Pause the garbage collector: it would look at the million lists of a large body again and again."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 def decode(body: bytes, kind: type[T]) -> T:
     """A request of the given type, or a 400 that names the field."""
     try:
-        with _no_collection() if len(body) > LARGE_BYTES else contextlib.nullcontext():
+        # The collector would look at the million lists of a large body again and again.
+        with no_garbage_collection() if len(body) > LARGE_BYTES else contextlib.nullcontext():
             request = msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         text = str(error)

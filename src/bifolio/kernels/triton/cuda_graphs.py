@@ -9,16 +9,15 @@ Without a GPU the step runs directly in Triton's interpreter instead of being ca
 
 from __future__ import annotations
 
-import gc
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from bifolio.garbage import no_garbage_collection
 from bifolio.kernels.interface import (
     AttentionShape,
     Batch,
@@ -146,6 +145,8 @@ class GraphRecorder:
             run()
         torch.cuda.synchronize(self._device)
         graph: Any = torch.cuda.CUDAGraph()
+        # The collector would free graphs and pinned memory of dropped engines, which invalidates a capture.
+        # `torch.cuda.graph` collects before each capture instead, for up to a second.
         with torch.cuda.stream(self._stream), no_garbage_collection():
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
@@ -154,21 +155,6 @@ class GraphRecorder:
                 graph.capture_end()
         self._pool = self._pool or graph.pool()
         return graph
-
-
-@contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """Keep graphs and pinned memory of dropped engines from being freed inside: that would invalidate a capture.
-
-    `torch.cuda.graph` collects garbage before each capture instead, for up to a second.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class DecodeGraphs:

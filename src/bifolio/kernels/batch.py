@@ -1,0 +1,44 @@
+"""One forward pass as data: `Batch`, a flat list of tokens, and the recurrent states that it reads and writes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bifolio.kernels.attention_interface import AttentionSegment
+from bifolio.kernels.operands import Array
+
+
+@dataclass(frozen=True, slots=True)
+class StateUse:
+    """The recurrent states that a batch reads and writes; sequences are in the order of the segments.
+
+    A state is read before the first token of its sequence and written after given tokens. Several sequences may read
+    the same one; a state that is written is written once, and read by no other sequence of the batch than its own.
+    State 0 is empty: all zeros, never written.
+    """
+
+    starts: Array  # i32[s + 1]  first token of each sequence in the batch
+    reads: Array  # i32[s]      the state that each sequence continues
+    writes: Array  # i32[t]      the state written after each token; -1: none
+
+    def arrays(self) -> tuple[Array, Array, Array]:
+        return self.starts, self.reads, self.writes
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One forward pass. Arrays are the kernel set's own; lengths and starts of segments, and states, are the host's."""
+
+    token_ids: Array  # i32[t]
+    positions: Array  # i32[t]  index of each token in its sequence
+    cache_index: Array | None  # i64[t]  block * block_size + offset of K and V; None: no cache
+    segments: tuple[AttentionSegment, ...]  # partition [0, t)
+    logit_rows: Array | None  # i32[r]  tokens whose logits are computed; None: all
+    max_position: int = 0  # largest of `positions`
+    states: StateUse | None = None  # None: the model has no recurrent layers, or there is no cache (from empty states)
+    given: Array | None = None  # [t, width]  input rows of a network that `given` reads beside its tokens
+    taps: Array | None = None  # f32[t, width]  filled by `tap`; None: taps are not read
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.token_ids.shape[0])
