@@ -48,6 +48,17 @@ def test_a_folder_with_too_many_layers_is_refused_before_lists_are_made(name: st
                 config_from_hf({**raw, "text_config": {**text, field: 10**15}})
 
 
+@pytest.mark.parametrize(
+    ("sizes", "share"), [({"head_dim": 10**15, "global_head_dim": 10**15}, 0.25), ({}, 1e15)], ids=["dims", "share"]
+)
+def test_a_rope_of_too_many_frequencies_is_refused_before_lists_are_made(sizes: dict[str, int], share: float) -> None:
+    full = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": share}
+    ropes = {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    raw = HF_CASES["gemma4"]
+    with pytest.raises(ModelFileError, match="heads of .* dimensions of which"):
+        config_from_hf({**raw, "text_config": {**raw["text_config"], **sizes, "rope_parameters": ropes}})
+
+
 @pytest.mark.parametrize("name", GGUF_CASES)
 def test_a_gguf_file_with_too_many_layers_is_refused_before_lists_are_made(name: str, tmp_path: Path) -> None:
     file = open_case(GGUF_CASES[name], tmp_path)

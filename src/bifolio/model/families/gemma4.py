@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from bifolio.config import LayerInputConfig, ModelConfig, MoeConfig, RopeConfig
-from bifolio.errors import UnsupportedModelError
+from bifolio.config import MODEL_LIMITS, LayerInputConfig, ModelConfig, MoeConfig, RopeConfig
+from bifolio.errors import ModelFileError, UnsupportedModelError
 from bifolio.model.families.family import Family
 from bifolio.model.families.gemma3 import HF_NAMES
 from bifolio.model.gguf.decoder_config import decoder_from_gguf, experts_from_gguf, matrix_rows
@@ -138,7 +138,10 @@ def read_full_rope(raw: Raw, parameters: Raw, dim: int) -> RopeConfig:
     """The rope of layers without a window: the frequencies of whole heads, of which the last are not rotated."""
     if parameters.get("rope_type") != "proportional":
         return read_rope(raw, dict(parameters), dim)
-    turned = int(float(parameters.get("partial_rotary_factor", 1.0)) * dim // 2)
+    share = float(parameters.get("partial_rotary_factor", 1.0))
+    if not 0 < dim <= MODEL_LIMITS["head_dim"] or not 0 <= share <= 1:  # before lists of so many entries are made
+        raise ModelFileError(f"config.json has heads of {dim} dimensions of which {share} are rotated")
+    turned = int(share * dim // 2)
     factors = (float(parameters.get("factor", 1.0)),) * turned + (STILL,) * (dim // 2 - turned)
     return RopeConfig(float(parameters["rope_theta"]), dim, "proportional", frequency_factors=factors)
 
