@@ -31,6 +31,14 @@ class TorchRanks:
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
         return cls(None, rank, size)
 
+    def leave(self) -> None:
+        """Leave the group when all other ranks have ended, so that this process can join another one.
+
+        A group of NCCL stays: it would wait for the ranks that have ended.
+        """
+        if dist.is_initialized() and dist.get_backend(self._group) == "gloo":
+            dist.destroy_process_group(self._group)
+
     def all_gather(self, x: torch.Tensor, widths: tuple[int, ...]) -> torch.Tensor:
         """Gather equal parts in one call; narrower parts are padded to the widest."""
         if self.size == 1:

@@ -78,6 +78,13 @@ class Connection:
         return message
 
 
+def _end(watch: Watch, joined: list[Any]) -> None:
+    """End the other ranks, then leave the group that they were in."""
+    watch.close()
+    for ranks in joined:
+        ranks.leave()
+
+
 class RankTeam:
     """The ranks beside rank 0."""
 
@@ -105,7 +112,8 @@ class RankTeam:
                 self._watch.add(rank, files, {**settings, "rank": rank, "size": size})
         finally:
             os.close(memory)
-        self._finalizer = weakref.finalize(self, self._watch.close)
+        self._joined: list[Any] = []  # the group of ranks on torch tensors
+        self._finalizer = weakref.finalize(self, _end, self._watch, self._joined)
         self._watch.start()
 
     def join(self) -> None:
@@ -114,7 +122,8 @@ class RankTeam:
         if self._store is not None:
             from bifolio.kernels.torch_ranks import TorchRanks
 
-            self._kernels.ranks = TorchRanks.join(self._kernels.device, self._store, 0, self.size)
+            self._joined.append(TorchRanks.join(self._kernels.device, self._store, 0, self.size))
+            self._kernels.ranks = self._joined[0]
 
     # -- the start ----------------------------------------------------------------------------------------------
     def num_blocks(self) -> int:
