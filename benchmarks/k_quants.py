@@ -2,12 +2,15 @@
 
     python benchmarks/k_quants.py turns a.Q4_K_M.gguf b.Q6_K.gguf --threads 2 --rounds 5 --json found.json
     python benchmarks/k_quants.py turns a.Q4_K_M.gguf --threads 1 --clock processor
-    python benchmarks/k_quants.py perplexity a.Q4_K_M.gguf --engine llama.cpp --text prose.txt
+    python benchmarks/k_quants.py perplexity a.Q4_K_M.gguf --text prose.txt --scores a.npy
+    python benchmarks/k_quants.py perplexity a.Q4_K_M.gguf --text prose.txt --scores b.npy --engine llama.cpp
+    python benchmarks/k_quants.py compare a.npy b.npy
 
 `turns` gives one table for all files: prefill, one sequence, 16 sequences (tokens per second), the seconds from the
 start of a process to its first token, and its peak memory. Each engine loads a file in a process of its own. They
 alternate, round by round, and the table shows the median of the rounds, or with `--best` the best one. On a machine
-that other programs use, the clock `processor` counts processor time, and one thread is enough.
+that other programs use, the clock `processor` counts processor time, and one thread is enough. `compare` gives the
+difference of two perplexities with its standard error: both score the same tokens, so most of the noise cancels.
 """
 
 from __future__ import annotations
@@ -237,37 +240,59 @@ def perplexity(options: argparse.Namespace) -> dict[str, float]:
     text = options.text.read_text(encoding="utf-8", errors="replace")
     ids, step = tokenizer.encode(text, add_special_tokens=False), length - len(first)
     parts = [[*first, *ids[i * step : (i + 1) * step]] for i in range(options.windows)]
-    if options.engine == "bifolio":
-        from bifolio import LLM
-        from bifolio.measure.perplexity import mean_over
-
-        llm = LLM(model, threads=options.threads, max_num_seqs=1, max_model_len=length + 1, enable_prefix_caching=False,
-                  kv_cache_dtype=options.cache, activations=options.activations, kernels=options.kernels)  # fmt: skip
-        return {"perplexity": mean_over(llm, parts).value}
-    return {"perplexity": llama_perplexity(path, parts, options)}
+    if len(parts[-1]) < length:
+        raise SystemExit(f"the text has {len(ids)} tokens: too few for {options.windows} windows")
+    scores = np.concatenate((bifolio_scores if options.engine == "bifolio" else llama_scores)(path, parts, options))
+    if options.scores:
+        np.save(options.scores, scores)
+    return {"tokens": len(scores), "perplexity": math.exp(-scores.mean())}
 
 
-def llama_perplexity(path: str, parts: list[list[int]], options: argparse.Namespace) -> float:
+def bifolio_scores(path: str, parts: list[list[int]], options: argparse.Namespace) -> list[np.ndarray]:
+    """The logprobs of the tokens of each window but its first."""
+    from bifolio import LLM, SamplingParams
+
+    llm = LLM(path, threads=options.threads, max_num_seqs=1, max_model_len=options.window + 1,
+              enable_prefix_caching=False, kv_cache_dtype=options.cache, activations=options.activations,
+              kernels=options.kernels)  # fmt: skip
+    params = SamplingParams(temperature=0.0, max_tokens=0, prompt_logprobs=0, detokenize=False)
+    outputs = [llm.generate([part], params, use_tqdm=False)[0].prompt_logprobs or [] for part in parts]
+    return [np.array([entry.logprob for entry in each if entry is not None]) for each in outputs]
+
+
+def llama_scores(path: str, parts: list[list[int]], options: argparse.Namespace) -> list[np.ndarray]:
+    """The same of llama.cpp."""
     import llama_cpp
 
     kind = {"f32": llama_cpp.GGML_TYPE_F32, "f16": llama_cpp.GGML_TYPE_F16}[options.cache]
     llama = llama_cpp.Llama(path, n_ctx=options.window, n_batch=options.window, n_threads=options.threads,
-                            logits_all=True, verbose=False, type_k=kind, type_v=kind)  # fmt: skip
-    total, count = 0.0, 0
+                            n_threads_batch=options.threads, logits_all=True, verbose=False,
+                            type_k=kind, type_v=kind)  # fmt: skip
+    found = []
     for part in parts:
         llama.reset()
         llama.eval(part)
-        scores = np.asarray(llama.scores[: len(part)], np.float64)
-        scores -= scores.max(axis=1, keepdims=True)
-        scores -= np.log(np.exp(scores).sum(axis=1, keepdims=True))
-        total -= float(scores[np.arange(len(part) - 1), part[1:]].sum())
-        count += len(part) - 1
-    return math.exp(total / count)
+        logits = np.asarray(llama.scores[: len(part) - 1], np.float32)
+        logits -= logits.max(axis=1, keepdims=True)
+        chosen = logits[np.arange(len(part) - 1), part[1:]].astype(np.float64)
+        found.append(chosen - np.log(np.exp(logits, out=logits).sum(axis=1, dtype=np.float64)))
+    return found
+
+
+def compare(options: argparse.Namespace) -> str:
+    """Perplexities of files of `--scores`, and their differences to the first with the standard error, in percent."""
+    first, *others = [np.load(path) for path in options.files]
+    lines = [f"{options.files[0]}: {math.exp(-first.mean()):.4f} on {len(first)} tokens"]
+    for path, scores in zip(options.files[1:], others, strict=True):
+        excess = first - scores  # in nats for each token
+        error = excess.std() / math.sqrt(len(excess))
+        lines.append(f"{path}: {math.exp(-scores.mean()):.4f}, {math.expm1(excess.mean()):+.3%} +- {error:.3%}")
+    return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("figure", choices=("turns", "start", "perplexity", "work"))
+    parser.add_argument("figure", choices=("turns", "start", "perplexity", "compare", "work"))
     parser.add_argument("files", nargs="+")
     parser.add_argument("--engine", choices=ENGINES, default="bifolio", help="for start and perplexity")
     parser.add_argument("--engines", type=lambda text: text.split(","), default=list(ENGINES), help="for turns")
@@ -277,6 +302,7 @@ def main() -> None:
     parser.add_argument("--best", action="store_true", help="the best round instead of the median")
     parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--text", type=Path, help="of perplexity")
+    parser.add_argument("--scores", type=Path, help="file for the logprobs of all tokens: npy")
     parser.add_argument("--windows", type=int, default=3)
     parser.add_argument("--window", type=int, default=256)
     parser.add_argument("--cache", choices=("f16", "f32"), default="f16")
@@ -288,6 +314,8 @@ def main() -> None:
     if options.figure == "perplexity":
         print(json.dumps({"engine": options.engine, "file": Path(options.files[0]).name, **perplexity(options)}))
         return None
+    if options.figure == "compare":
+        return print(compare(options))
     results = []
     for file in options.files:
         results.append(turns(file, options))

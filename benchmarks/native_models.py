@@ -1,13 +1,19 @@
-"""Models with random weights in the shapes of real models, for speed measurements: `ModelWeights` and GGUF files."""
+"""Models with random weights in the shapes of real models, for speed measurements: `ModelWeights` and GGUF files.
+
+All matrices have one format, or those of a mix: in a `Mix` like q4_k_m some layers have more bits, as in real files.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
 from bifolio.config import ModelConfig, RopeConfig
 from bifolio.kernels.interface import Linear, Norm
+from bifolio.model.export import NamedTensor
+from bifolio.model.gguf.mixes import Mix
 from bifolio.model.weights import LayerWeights, ModelWeights, attention_shape, inverse_frequencies
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
@@ -23,8 +29,12 @@ SCALES = {
 
 
 def model_config(name: str) -> ModelConfig:
-    """S: SmolLM2-135M. M: Llama-3.2-1B."""
-    sizes = {"S": (49152, 576, 30, 9, 3, 1536), "M": (128256, 2048, 16, 32, 8, 8192)}
+    """S: SmolLM2-135M. M: Llama-3.2-1B. T: TinyLlama-1.1B."""
+    sizes = {
+        "S": (49152, 576, 30, 9, 3, 1536),
+        "M": (128256, 2048, 16, 32, 8, 8192),
+        "T": (32000, 2048, 22, 32, 4, 5632),
+    }
     vocab, hidden, layers, heads, kv_heads, ffn = sizes[name]
     return ModelConfig(
         architecture="llama",
@@ -58,7 +68,16 @@ def random_tensor(rows: int, columns: int, format: QuantFormat, rng: np.random.G
     return QuantizedTensor(format, repeated, (rows, columns))
 
 
-def tensors(config: ModelConfig, format: QuantFormat) -> dict[str, QuantizedTensor]:
+def format_of(name: str, shape: tuple[int, int], config: ModelConfig, format: QuantFormat | Mix) -> QuantFormat:
+    """The format of a matrix; the embedding is the output, too."""
+    if isinstance(format, QuantFormat):
+        return format
+    kind: Literal["embedding", "matrix"] = "embedding" if name == "token_embd" else "matrix"
+    unread = QuantizedTensor.from_array(np.zeros(shape, np.float32))
+    return format.format_of(NamedTensor(f"{name}.weight", unread, kind), config, has_importance=False)
+
+
+def tensors(config: ModelConfig, format: QuantFormat | Mix) -> dict[str, QuantizedTensor]:
     """Tensors by GGUF name."""
     rng = np.random.default_rng(0)
     d, ffn = config.hidden_size, config.intermediate_size
@@ -73,10 +92,10 @@ def tensors(config: ModelConfig, format: QuantFormat) -> dict[str, QuantizedTens
             f"blk.{i}.ffn_up": (ffn, d),
             f"blk.{i}.ffn_down": (d, ffn),
         }
-    return {name: random_tensor(rows, columns, format, rng) for name, (rows, columns) in shapes.items()}
+    return {name: random_tensor(*shape, format_of(name, shape, config, format), rng) for name, shape in shapes.items()}
 
 
-def random_weights(config: ModelConfig, format: QuantFormat) -> ModelWeights:
+def random_weights(config: ModelConfig, format: QuantFormat | Mix) -> ModelWeights:
     named = tensors(config, format)
     norm = Norm(np.ones(config.hidden_size, np.float32), None, config.norm_eps)
 
@@ -102,7 +121,7 @@ def random_weights(config: ModelConfig, format: QuantFormat) -> ModelWeights:
     return ModelWeights(config, named["token_embd"], None, layers, norm, linear("token_embd"), (frequencies,), (scale,))
 
 
-def write_gguf(config: ModelConfig, format: QuantFormat, path: Path) -> None:
+def write_gguf(config: ModelConfig, format: QuantFormat | Mix, path: Path) -> None:
     """Write the network as a GGUF file without a vocabulary, for other programs."""
     import gguf
 
@@ -119,7 +138,7 @@ def write_gguf(config: ModelConfig, format: QuantFormat, path: Path) -> None:
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("no_vocab")
     for name, tensor in tensors(config, format).items():
-        kind = gguf.GGMLQuantizationType(format.ggml_type)
+        kind = gguf.GGMLQuantizationType(tensor.format.ggml_type)
         writer.add_tensor(f"{name}.weight", tensor.data, raw_dtype=kind)
     ones = np.ones(config.hidden_size, np.float32)
     for i in range(config.num_layers):

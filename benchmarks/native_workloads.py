@@ -17,6 +17,7 @@ from bifolio.engine.executor import DecodeExecutor, ModelRunner, PrefillExecutor
 from bifolio.engine.host_batch import HostBatch, Run
 from bifolio.kernels.interface import AttentionPhase, Batch
 from bifolio.kernels.native import NativeKernels
+from bifolio.model.gguf.mixes import Mix
 from bifolio.model.loaded import LoadedModel
 from bifolio.quant.formats import QuantFormat
 
@@ -48,14 +49,14 @@ WORKLOADS = (
 
 
 def time_repeats(step: Callable[[], object], repeats: int) -> float:
-    """Median seconds of a step, after two warm-up steps (one for slow steps)."""
+    """Median seconds of a step, after two warm-up steps; a slow step, or 0 repeats: one step after one."""
 
     def timed() -> float:
         begin = time.perf_counter()
         step()
         return time.perf_counter() - begin
 
-    if timed() > SLOW_STEP:
+    if timed() > SLOW_STEP or not repeats:
         return timed()
     timed()
     return statistics.median(timed() for _ in range(repeats))
@@ -67,9 +68,9 @@ class NativeModel:
     def __init__(
         self,
         config: ModelConfig,
-        format: QuantFormat,
+        format: QuantFormat | Mix,
         kv_dtype: KVDtype,
-        threads: int,
+        threads: int | None,
         block_size: int = BLOCK_SIZE,
     ) -> None:
         self.config = config
@@ -148,7 +149,7 @@ class LlamaCppModel:
         for s, sequence in enumerate(sequences):
             for q in range(queries):
                 i = s * queries + q
-                batch.token[i] = (i * 7919 + 13) % 40000
+                batch.token[i] = (i * 7919 + 13) % 32000  # the smallest vocabulary
                 batch.pos[i] = position + q
                 batch.n_seq_id[i] = 1
                 batch.seq_id[i][0] = sequence

@@ -86,11 +86,13 @@ struct Coding {
   bool is_signed;  // of its own: not by a table
   bool table, minima;
   int scales;      // of a block: 1, or 2 where each 16 values have one
+  bool raised = false;  // each quant in a byte of its own, where those with a sign are raised to be 0 or more
 
   // Six bits become bytes that are four times too large; the scale corrects it.
-  constexpr float unit() const { return bits == 6 ? 0.25f : 1.0f; }
+  constexpr float unit() const { return bits == 6 && !raised ? 0.25f : 1.0f; }
   // The same with quants that have become bytes.
   constexpr Coding unpacked() const { return {8, true, false, minima, scales}; }
+  constexpr Coding unpacked_raised() const { return bits == 8 || table ? unpacked() : Coding{bits, is_signed, false, minima, scales, true}; }
 };
 
 constexpr Coding coding(Format format) {
@@ -194,6 +196,7 @@ struct HeadScan {
   float* out;  // column 0 of the head
   int64_t out_stride;
   float* tile;  // [key_size][kStateColumns]
+  const float* ahead = nullptr;  // the columns of a state that the next unit of work reads: prefetched. Null: none
 };
 
 struct KernelTable {

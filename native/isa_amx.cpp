@@ -75,7 +75,7 @@ int score() {
   __builtin_cpu_init();
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-                      __builtin_cpu_supports("avx512vbmi") &&
+                      __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bf16") &&
                       __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("f16c");
   unsigned a = 0, b = 0, c = 0, d = 0;
   if (!avx512 || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return 0;

@@ -133,6 +133,8 @@ static inline void fma_packed(const float* x, int64_t x_stride, const uint8_t* p
 
 #define BIFOLIO_OWN_UNPACK
 constexpr float kNibbleUnit = 0.0625f;  // signed nibbles stay in the upper half of their byte
+constexpr float kSixBitUnit = 0.25f;
+constexpr Coding unpacked_coding(Coding packed) { return packed.unpacked(); }
 
 // Sixteen bytes of weights: line J of the half `Half` of a block, four columns.
 template <Coding C, int Half, int J>
@@ -177,9 +179,10 @@ constexpr bool kUnpacksInTile = F == Format::Q4_0;
 template <Format F>
 struct PackedPanel;
 struct UnpackedPanel;
+struct MemoryPart;
 template <Format F>
 static inline void accumulate_int_4(const PackedPanel<F>& packed, const UnpackedPanel& w, const IntRows& x, int64_t block,
-                                    int64_t blocks, bool first_rows, float* sums, int64_t stride);
+                                    int64_t blocks, bool first_rows, float* sums, int64_t stride, MemoryPart ahead);
 
 #include "kernels/matmul_int.h"
 #include "kernels/neon_int_tile.h"
@@ -187,13 +190,14 @@ static inline void accumulate_int_4(const PackedPanel<F>& packed, const Unpacked
 // Four rows against blocks with one scale each, from block `block` of a panel on. `start` is null for zeros.
 template <Format F>
 static inline void add_sums_of_4(const PackedPanel<F>& packed, const UnpackedPanel& w, const IntRows& x, int64_t block,
-                                 int64_t blocks, bool unpack, bool first, float* sums, int64_t stride) {
+                                 int64_t blocks, bool unpack, bool first, float* sums, int64_t stride, MemoryPart ahead) {
   static const float zeros[8] = {};
   for (int64_t i = 0; unpack && i < 2 && i < blocks; ++i)
     unpack_block<coding(F)>(packed.quants(block + i), nullptr, const_cast<uint8_t*>(w.quants(i)));
   for (int column = 0; column < kPanel; column += 8) {
+    const MemoryPart half = ahead.part(column / 8, 2);
     const IntTile tile{w.first + 4 * column, w.pair - 2 * kQuantBlock * kPanel, w.scale + column, x.q, x.stride, x.scale, blocks,
-                       first ? zeros : sums + column, first ? 0 : stride, sums + column, stride};
+                       first ? zeros : sums + column, first ? 0 : stride, sums + column, stride, half.data, int64_t(half.size) / blocks};
     if (unpack) {
       int_tile_4x8_unpacking(tile, packed.quants(block + (blocks > 1)) + 4 * column, header_bytes(F));
     } else {
@@ -222,13 +226,14 @@ static inline void add_minima_of_4(const UnpackedPanel& w, const IntRows& x, int
 // Four rows from block `block` on.
 template <Format F>
 static inline void accumulate_int_4(const PackedPanel<F>& packed, const UnpackedPanel& w, const IntRows& x, int64_t block,
-                                    int64_t blocks, bool first_rows, float* sums, int64_t stride) {
+                                    int64_t blocks, bool first_rows, float* sums, int64_t stride, MemoryPart ahead) {
   if constexpr (!coding(F).minima) {
-    add_sums_of_4(packed, w, x, block, blocks, kUnpacksInTile<F> && first_rows, block == 0, sums, stride);
+    add_sums_of_4(packed, w, x, block, blocks, kUnpacksInTile<F> && first_rows, block == 0, sums, stride, ahead);
   } else {
+    const int64_t pieces = (blocks + kMinimaBlocks - 1) / kMinimaBlocks;
     for (int64_t b = 0; b < blocks; b += kMinimaBlocks) {
       const int64_t count = blocks - b < kMinimaBlocks ? blocks - b : kMinimaBlocks;
-      add_sums_of_4(packed, w.from(b), x.from(b), block + b, count, false, block + b == 0, sums, stride);
+      add_sums_of_4(packed, w.from(b), x.from(b), block + b, count, false, block + b == 0, sums, stride, ahead.part(b / kMinimaBlocks, pieces));
       add_minima_of_4(w.from(b), x.from(b), count, sums, stride);
     }
   }
@@ -308,8 +313,16 @@ static inline void int_columns(const Panel& w, const IntRows& x, int first_row, 
   UNROLL for (int r = 0; r < R; ++r) UNROLL for (int g = 0; g < G; ++g) acc[r].v[column / 4 + g] = sums[r][g];
 }
 
+#include "kernels/neon_one_row.h"
+
+template <class Panel>
+constexpr bool kHasNibbles = false;
+template <Format F>
+constexpr bool kHasNibbles<PackedPanel<F>> = coding(F).bits == 4 && !coding(F).table && coding(F).scales == 1;
+
 template <Coding C, int R, class Panel>
 static inline void int_sums(const Panel& w, const IntRows& x, int first_row, int64_t begin, int64_t end, V16 acc[R]) {
+  if constexpr (R == 1 && kHasNibbles<Panel>) return add_one_row(w, x, first_row, begin, end, acc[0]);
   constexpr int G = R <= 2 ? 4 : 2;
   for (int column = 0; column < kPanel; column += 4 * G) int_columns<C, R, G>(w, x, first_row, begin, end, column, acc);
 }

@@ -122,14 +122,27 @@ class Recurring {
   void scan(Member& m) const {
     const int64_t tiles = (w_.value_size + kStateColumns - 1) / kStateColumns, per_sequence = w_.heads * tiles;
     const int64_t work = std::max<int64_t>(1, x_.count / std::max<int64_t>(1, use_.num_sequences)) * w_.key_size * kStateColumns;
-    m.split(use_.num_sequences * per_sequence, std::max<int64_t>(1, 16384 / work), [&](int64_t begin, int64_t end) {
+    const int64_t units = use_.num_sequences * per_sequence;
+    // Some heads in one piece, where there are many: the state of a unit is prefetched by the unit before it.
+    const int64_t piece = std::max<int64_t>({1, 16384 / work, std::min(65536 / work, units / (4 * m.size))});
+    m.split(units, piece, [&](int64_t begin, int64_t end) {
       float* tile = m.scratch().array<float>(size_t(w_.key_size * kStateColumns));
-      for (int64_t unit = begin; unit < end; ++unit)
-        scan_unit(unit / per_sequence, unit % per_sequence / tiles, unit % tiles * kStateColumns, tile);
+      for (int64_t unit = begin; unit < end; ++unit) {
+        const auto head = [&](int64_t i) { return i % per_sequence / tiles; };
+        const auto column = [&](int64_t i) { return i % tiles * kStateColumns; };
+        const int64_t next = unit + 1 < end ? unit + 1 : unit;
+        scan_unit(unit / per_sequence, head(unit), column(unit), tile, stored(next / per_sequence, head(next), column(next)));
+      }
     });
   }
 
-  void scan_unit(int64_t sequence, int64_t head, int64_t column, float* tile) const {
+  // The columns of a state that a sequence continues; null: it has none.
+  const float* stored(int64_t sequence, int64_t head, int64_t column) const {
+    if (!layer_ || use_.reads[sequence] <= 0) return nullptr;
+    return layer_->states + (use_.reads[sequence] * w_.heads + head) * state_size() + column;
+  }
+
+  void scan_unit(int64_t sequence, int64_t head, int64_t column, float* tile, const float* ahead) const {
     const int64_t first = use_.starts[sequence], tokens = use_.starts[sequence + 1] - first;
     if (tokens == 0) return;
     const bool delta = w_.kind == RecurrenceKind::Delta;
@@ -146,7 +159,7 @@ class Recurring {
     scan.read = use_.reads[sequence], scan.writes = use_.writes + first;
     scan.column = column, scan.columns = std::min(kStateColumns, w_.value_size - column);
     scan.out = out_.row(first) + head * w_.value_size, scan.out_stride = out_.stride;
-    scan.tile = tile;
+    scan.tile = tile, scan.ahead = ahead;
     kernels().scan_columns(scan);
   }
 

@@ -73,3 +73,35 @@ static inline void store_upper_halves(uint8_t* p, V16 even, V16 odd) {
   const __m512i first = _mm512_castps_si512(even.v[0]), second = _mm512_castps_si512(odd.v[0]);
   _mm512_storeu_si512(p, _mm512_mask_shuffle_epi8(second, 0x3333333333333333, first, order));
 }
+
+// One or two rows without tiles: VDPBF16PS adds the product of the upper numbers of a pair, then that of the lower ones, each rounded once.
+// A tile adds its even numbers one after the other, and its odd ones: so pairs are the numbers e and e + 2.
+#define BIFOLIO_OWN_ROW_WORDS
+using RowWord = uint32_t;  // the pair of a row: e in the upper half, e + 2 in the lower one
+constexpr int64_t kRowBlockWords = kQuantBlock / 2;
+
+static inline void put_row_block(const uint16_t* words, RowWord* out) {
+  for (int64_t i = 0; i < kRowBlockWords; ++i) {
+    const int64_t e = i / 2 * 4 + i % 2;
+    out[i] = RowWord(words[e]) << 16 | words[e + 2];
+  }
+}
+
+template <Format F, int R>
+static inline void add_block(const PackedPanel<F>& panel, int64_t b, const RowWord* x, int64_t stride, V16 sums[R]) {
+  const __m512i order = _mm512_broadcast_i32x4(_mm_setr_epi8(2, 3, 2, 3, 6, 7, 6, 7, 10, 11, 10, 11, 14, 15, 14, 15));
+  __m512 found[2][R];
+  for (int r = 0; r < R; ++r) found[0][r] = found[1][r] = _mm512_setzero_ps();
+  __m512i earlier[2];
+  each_weight(panel, b, [&](int e, V16 weight) __attribute__((always_inline)) {
+    const __m512i bits = _mm512_castps_si512(weight.v[0]);
+    if (e % 4 < 2) {
+      earlier[e % 2] = bits;
+      return;
+    }
+    const __m512i pair = _mm512_mask_shuffle_epi8(earlier[e % 2], 0x3333333333333333, bits, order);
+    for (int r = 0; r < R; ++r)
+      found[e % 2][r] = _mm512_dpbf16_ps(found[e % 2][r], (__m512bh)pair, (__m512bh)_mm512_set1_epi32(int(x[r * stride + e / 4 * 2 + e % 2])));
+  });
+  for (int r = 0; r < R; ++r) sums[r] = add(sums[r], V16{{_mm512_add_ps(found[0][r], found[1][r])}});
+}

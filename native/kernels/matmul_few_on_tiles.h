@@ -52,9 +52,16 @@ static void matmul_widened(const PackedMatrix& m, const Activations& x, const fl
   });
 }
 
-// Adds the tile product to the sums of R rows without tiles; x holds bfloat16 numbers as floats.
+#ifndef BIFOLIO_OWN_ROW_WORDS
+// A row as one or two rows without tiles read it: bfloat16 numbers as floats.
+using RowWord = float;
+static inline void put_row_block(const uint16_t* words, RowWord* out) {
+  for (int64_t i = 0; i < kQuantBlock; i += 16) store(out + i, load_bf16(words + i));
+}
+
+// Adds the tile product to the sums of R rows without tiles.
 template <Format F, int R>
-static inline void add_block(const PackedPanel<F>& panel, int64_t b, const float* x, int64_t stride, V16 sums[R]) {
+static inline void add_block(const PackedPanel<F>& panel, int64_t b, const RowWord* x, int64_t stride, V16 sums[R]) {
   V16 found[2][R];
   for (int r = 0; r < R; ++r) found[0][r] = found[1][r] = zero();
   each_weight(panel, b, [&](int e, V16 weight) __attribute__((always_inline)) {
@@ -62,21 +69,23 @@ static inline void add_block(const PackedPanel<F>& panel, int64_t b, const float
   });
   for (int r = 0; r < R; ++r) sums[r] = add(sums[r], add(found[0][r], found[1][r]));
 }
+constexpr int64_t kRowBlockWords = kQuantBlock;
+#endif
 
 template <Format F, int R>
 static void matmul_rows(const PackedMatrix& m, const Activations& x, const float* bias, float* y, int64_t y_stride,
                         int64_t begin, int64_t end, uint8_t* scratch) {
-  auto* floats = reinterpret_cast<float*>(scratch);
-  for (int64_t b = 0; b < m.k / kQuantBlock; ++b)
-    for (int64_t r = 0; r < R; ++r)
-      for (int64_t i = 0; i < kQuantBlock; i += 16) store(floats + r * m.k + b * kQuantBlock + i, load_bf16(x.bf16 + (b * R + r) * kQuantBlock + i));
+  auto* words = reinterpret_cast<RowWord*>(scratch);
+  const int64_t blocks = m.k / kQuantBlock, stride = blocks * kRowBlockWords;
+  for (int64_t b = 0; b < blocks; ++b)
+    for (int64_t r = 0; r < R; ++r) put_row_block(x.bf16 + (b * R + r) * kQuantBlock, words + r * stride + b * kRowBlockWords);
   for (int64_t p = begin; p < end; ++p) {
     const PackedPanel<F> panel{m.panel(p), m.table};
     V16 sums[R];
     for (int r = 0; r < R; ++r) sums[r] = zero();
-    for (int64_t b = 0; b < m.k / kQuantBlock; ++b) {
+    for (int64_t b = 0; b < blocks; ++b) {
       prefetch_block(panel, b);
-      add_block<F, R>(panel, b, floats + b * kQuantBlock, m.k, sums);
+      add_block<F, R>(panel, b, words + b * kRowBlockWords, stride, sums);
     }
     for (int r = 0; r < R; ++r) finish_columns(sums[r], m, p * kPanel, bias, y + r * y_stride);
   }

@@ -86,18 +86,22 @@ static inline void unpack_block(const uint8_t* quants, const int8_t* table, uint
   }
 }
 constexpr float kNibbleUnit = 1.0f;  // the value of a unit of the byte that a signed nibble becomes
+constexpr float kSixBitUnit = 0.25f;  // and six bits
+constexpr Coding unpacked_coding(Coding packed) { return packed.unpacked(); }
 #endif
 
 #ifndef BIFOLIO_OWN_INT_TILE
 // An instruction set provides the sums of one block for R rows, `block_dots<Bits, Signed, R>` for eight bits and for nibbles
-// without a table, and of half a block of bytes, `half_dots<R>`.
+// without a table, and of half a block of bytes, `half_dots<R>`; if it raises quants, `raised_dots<Coding, R>` for both.
 template <Coding C, int R, class Panel>
 static inline void int_sums(const Panel& w, const IntRows& x, int first_row, int64_t begin, int64_t end, V16 acc[R]) {
-  constexpr bool direct = C.bits == 8 || (C.bits == 4 && !C.table);
+  constexpr bool unpacks = !C.raised && (C.bits == 6 || (C.bits == 4 && (C.table || C.scales == 2)));
+  constexpr Coding code = unpacks ? unpacked_coding(C) : C;
+  constexpr float unit = unpacks && C.bits == 6 ? kSixBitUnit : 1.0f;
   for (int64_t b = begin; b < end; ++b) {
     const uint8_t* quants = w.quants(b);
     alignas(64) uint8_t bytes[kQuantBlock * kPanel];
-    if constexpr (!direct || (C.scales == 2 && C.bits != 8)) {
+    if constexpr (unpacks) {
       unpack_block<C>(quants, w.table, bytes);
       quants = bytes;
     }
@@ -106,12 +110,12 @@ static inline void int_sums(const Panel& w, const IntRows& x, int first_row, int
       int32_t totals[R];
       for (int r = 0; r < R; ++r) totals[r] = C.scales == 2 ? x.half_total(r, b, s) : x.isum[x.at(r, b, first_row)];
       const int8_t* rows = x.q + b * kQuantBlock + s * 16;
-      if constexpr (C.scales == 2) half_dots<R>(quants + s * 256, rows, x.stride, totals, sums);
-      else if constexpr (direct) block_dots<C.bits, C.is_signed, R>(quants, rows, x.stride, totals, sums);
-      else block_dots<8, true, R>(quants, rows, x.stride, totals, sums);
+      if constexpr (code.raised) raised_dots<code, R>(quants + s * 256, rows, x.stride, totals, sums);
+      else if constexpr (code.scales == 2) half_dots<R>(quants + s * 256, rows, x.stride, totals, sums);
+      else block_dots<code.bits, code.is_signed, R>(quants, rows, x.stride, totals, sums);
       const V16 scale = load_scale(w.scales(b) + s * kPanel);
       for (int r = 0; r < R; ++r)
-        acc[r] = fma(sums[r], mul(scale, broadcast(x.scale[x.at(r, b, first_row)] * C.unit())), acc[r]);
+        acc[r] = fma(sums[r], mul(scale, broadcast(x.scale[x.at(r, b, first_row)] * unit)), acc[r]);
     }
   }
 }
@@ -178,7 +182,7 @@ static inline UnpackedPanel unpack_panel(const PackedPanel<F>& w, int64_t begin,
                                          bool quants = true) {
   constexpr Coding code = coding(F);
   constexpr int64_t step = code.scales * kPanel;
-  constexpr float unit = F == Format::Q4_0 ? kNibbleUnit : code.unit();
+  constexpr float unit = F == Format::Q4_0 ? kNibbleUnit : code.bits == 6 ? kSixBitUnit : 1.0f;
   auto* scales = reinterpret_cast<float*>(scratch + kUnpackedBlocks * kQuantBlock * kPanel);
   float* minima = scales + kUnpackedBlocks * step;
   for (int64_t b = 0; b < blocks; ++b) {
@@ -194,18 +198,27 @@ static inline UnpackedPanel unpack_panel(const PackedPanel<F>& w, int64_t begin,
   return {scratch, 2 * kQuantBlock * kPanel, scales, minima, step};
 }
 
+// Memory to prefetch.
+struct MemoryPart {
+  const uint8_t* data;
+  size_t size;
+
+  MemoryPart part(int64_t index, int64_t parts) const {
+    return {data + size * size_t(index) / size_t(parts), size / size_t(parts)};
+  }
+};
+
 // Prefetch part `part` of `parts` of `size` bytes: the next panel arrives while this one is multiplied.
-template <int Locality = 3>
 static inline void prefetch_part(const uint8_t* data, size_t size, int64_t part, int64_t parts) {
   const size_t begin = size * size_t(part) / size_t(parts), end = size * size_t(part + 1) / size_t(parts);
-  for (size_t at = begin / 64 * 64; at < end; at += 64) __builtin_prefetch(data + at, 0, Locality);
+  for (size_t at = begin / 64 * 64; at < end; at += 64) __builtin_prefetch(data + at, 0, 3);
 }
 
 template <Format F>
 static void matmul_int_many(const PackedMatrix& m, const Activations& x, int64_t row_begin, int64_t rows,
                             const float* bias, float* y, int64_t y_stride, int64_t begin, int64_t end,
                             uint8_t* scratch) {
-  constexpr Coding code = coding(F).unpacked();
+  constexpr Coding code = unpacked_coding(coding(F));
   uint8_t* unpacked = scratch + kRowBlock * kPanel * sizeof(float);
   const int64_t num_blocks = m.k / kQuantBlock;
   const int64_t most = F != Format::Q8_0 && rows <= 32 ? BIFOLIO_FEW_ROWS_BLOCKS : kUnpackedBlocks;
@@ -223,8 +236,8 @@ static void matmul_int_many(const PackedMatrix& m, const Activations& x, int64_t
       int64_t r = 0;
 #ifdef BIFOLIO_OWN_INT_4
       for (; r + 4 <= rows && code.scales == 1; r += 4) {
-        if (r < 16) prefetch_part<F == Format::Q8_0 ? 1 : 2>(next, next_bytes, r / 4, 4);  // not into the nearest level, where it would evict the current blocks
-        accumulate_int_4(panel, w, int_rows(x, row_begin + r, b), b, blocks, r == 0, sums + r * stride, stride);
+        const MemoryPart ahead = r < 16 ? MemoryPart{next, next_bytes}.part(r / 4, rows < 16 ? rows / 4 : 4) : MemoryPart{next, 0};
+        accumulate_int_4(panel, w, int_rows(x, row_begin + r, b), b, blocks, r == 0, sums + r * stride, stride, ahead);
       }
 #endif
       for (; r + BIFOLIO_INT_ROWS <= rows; r += BIFOLIO_INT_ROWS) {

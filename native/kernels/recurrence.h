@@ -61,21 +61,35 @@ struct StateColumns {
     }
   }
 
-  // to = fma(key, change, decay * from);  y = query^T to;  sums = next^T to, for the key of the next token if it has one
-  template <bool Next>
-  void update(const float* from, int64_t from_stride, float* to, int64_t to_stride, float decay, const float* key, const float* query,
-              const float* next, int64_t rows, const V16 change[C], V16 y[C], V16 sums[C]) const {
-    const V16 shrink = broadcast(decay);
+  // One pass over the state: to = fma(key, change, decay * from);  y = query^T to;  sums = next^T to, for the key of the next token
+  // if it has one. The rows of another state are prefetched meanwhile, if there is one.
+  struct Pass {
+    const float* from;
+    int64_t from_stride;
+    float* to;
+    int64_t to_stride;
+    float decay;
+    const float *key, *query, *next, *ahead;  // next and ahead may be null
+  };
+  template <bool Next, bool Ahead>
+  void update(const HeadScan& scan, const Pass& pass, const V16 change[C], V16 y[C], V16 sums[C]) const {
+    const V16 shrink = broadcast(pass.decay);
     _Pragma("GCC unroll 4") for (int c = 0; c < C; ++c) y[c] = sums[c] = zero();
-    for (int64_t i = 0; i < rows; ++i) {
-      const V16 k = broadcast(key[i]), q = broadcast(query[i]), n = broadcast(Next ? next[i] : 0.0f);
+    for (int64_t i = 0; i < scan.key_size; ++i) {
+      if constexpr (Ahead)
+        _Pragma("GCC unroll 4") for (int c = 0; c < C; ++c) __builtin_prefetch(pass.ahead + i * scan.value_size + 16 * c);
+      const V16 k = broadcast(pass.key[i]), q = broadcast(pass.query[i]), n = broadcast(Next ? pass.next[i] : 0.0f);
       _Pragma("GCC unroll 4") for (int c = 0; c < C; ++c) {
-        const V16 s = fma(k, change[c], mul(shrink, get(from + i * from_stride, c)));
-        put(to + i * to_stride, c, s);
+        const V16 s = fma(k, change[c], mul(shrink, get(pass.from + i * pass.from_stride, c)));
+        put(pass.to + i * pass.to_stride, c, s);
         y[c] = fma(q, s, y[c]);
         if constexpr (Next) sums[c] = fma(n, s, sums[c]);
       }
     }
+  }
+  void update(const HeadScan& scan, const Pass& pass, const V16 change[C], V16 y[C], V16 sums[C]) const {
+    if (pass.ahead) return pass.next ? update<true, true>(scan, pass, change, y, sums) : update<false, true>(scan, pass, change, y, sums);
+    pass.next ? update<true, false>(scan, pass, change, y, sums) : update<false, false>(scan, pass, change, y, sums);
   }
 
   // The pass over the state that ends a token begins the next one: one pass for each token.
@@ -98,11 +112,8 @@ struct StateColumns {
       const bool kept = s.states && s.writes[t] > 0;
       float* to = kept ? s.states + s.writes[t] * s.state_stride + s.column : s.tile;
       const int64_t to_stride = kept ? s.value_size : width;
-      if (s.delta && t + 1 < s.tokens) {
-        update<true>(from, from_stride, to, to_stride, decay, key, query, key + s.stride, s.key_size, change, y, sums);
-      } else {
-        update<false>(from, from_stride, to, to_stride, decay, key, query, nullptr, s.key_size, change, y, sums);
-      }
+      const float *next = s.delta && t + 1 < s.tokens ? key + s.stride : nullptr, *ahead = t == 0 ? s.ahead : nullptr;
+      update(s, {from, from_stride, to, to_stride, decay, key, query, next, ahead}, change, y, sums);
       _Pragma("GCC unroll 4") for (int c = 0; c < C; ++c) put(s.out + t * s.out_stride + s.column, c, y[c]);
       from = to, from_stride = to_stride;
     }

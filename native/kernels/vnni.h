@@ -41,7 +41,8 @@ static inline void half_dots(const uint8_t* w, const int8_t* x, int64_t stride, 
 }
 
 #define BIFOLIO_OWN_UNPACK
-constexpr float kNibbleUnit = 1.0f;
+constexpr float kNibbleUnit = 1.0f, kSixBitUnit = 0.25f;
+constexpr Coding unpacked_coding(Coding packed) { return packed.unpacked(); }
 
 template <Coding C>
 static inline void unpack_block(const uint8_t* quants, const int8_t* table, uint8_t* out) {
