@@ -10,6 +10,7 @@ from bifolio.text.reasoning import FORMATS, PlainReader, ReasoningReader, reason
 from bifolio.text.tools import FORMATS as TOOL_FORMATS
 from bifolio.text.tools import tool_format
 from bifolio.text.tools.events import Call, ToolSpec, merged
+from bifolio.text.tools.gemma import Gemma
 from bifolio.text.tools.hermes import Hermes
 
 THINK = FORMATS[0]
@@ -49,6 +50,18 @@ def test_calls_behind_reasoning() -> None:
     assert Call("now") in parts
 
 
+def test_reasoning_and_calls_of_gemma() -> None:
+    marks = reasoning_format("{{ '<|channel>thought\\n<channel|>' }}")
+    assert marks is not None
+    assert marks.markers == ("<|channel>", "<channel|>")
+    assert not marks.is_open("<|turn>model\n<|channel>thought\n<channel|>")
+    reader = ReasoningReader(marks, False, Gemma().reader({"now": ToolSpec("now")}))
+    text = "<|channel>thought\nWhat time is it?\n<channel|><|tool_call>call:now{}<tool_call|>"
+    parts = merged([*(part for letter in text for part in reader.push(letter)), *reader.finish()])
+    assert texts_of(parts) == ("What time is it?", "")
+    assert Call("now") in parts
+
+
 def test_the_end_of_the_prompt_says_whether_reasoning_is_open() -> None:
     assert THINK.is_open("<|im_start|>assistant\n<think>\n")
     assert not THINK.is_open("<|im_start|>assistant\n<think>\n\n</think>\n\n")
@@ -63,6 +76,7 @@ def test_the_end_of_the_prompt_says_whether_reasoning_is_open() -> None:
         ("hermes", "{% if tools %}<tool_call>{% endif %}"),
         ("qwen3_coder", "<tool_call>\n<function=example>\n<parameter=x>"),
         ("glm", "<tool_call>{name}<arg_key>{k}</arg_key>"),
+        ("gemma", "{{ '<|tool_call>call:' + function['name'] + '{' }}"),
         ("mistral", "[AVAILABLE_TOOLS]{{ tools }}[TOOL_CALLS]"),
         ("deepseek", "<｜tool▁calls▁begin｜>"),
         ("granite", "<|start_of_role|>assistant<|end_of_role|><|tool_call|>"),

@@ -92,6 +92,17 @@ SAMPLES: dict[str, list[Sample]] = {
             "I look.",
         ),
     ],
+    "gemma": [
+        Sample('<|tool_call>call:get_weather{city:<|"|>Rome<|"|>,days:2}<tool_call|><|tool_call>call:now{}<tool_call|>',
+               [ROME, NOW]),
+        Sample('Let me look.<|tool_call>call:get_weather{city:<|"|>Osló ☃<|"|>}<tool_call|>', [OSLO], "Let me look."),
+        Sample(f'<|tool_call>call:write{{text:<|"|>{CODE}<|"|>}}<tool_call|>', [("write", {"text": CODE})]),
+        Sample(
+            '<|tool_call>call:get_weather{ city: <|"|>}, a:<|"|>, '
+            'tags:[<|"|>a,b<|"|>,{k:None,<|"|>q r<|"|>:[true,-2.5],s t:1},"c"]}<tool_call|>',
+            [("get_weather", {"city": "}, a:", "tags": ["a,b", {"k": None, "q r": [True, -2.5], "s t": 1}, "c"]})],
+        ),
+    ],
     "glm": [
         Sample(
             "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n<arg_key>days</arg_key>\n"
@@ -164,6 +175,18 @@ MALFORMED: dict[str, list[str]] = {
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>other<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}",
+    ],
+    "gemma": [
+        "<|tool_call>call:other{}<tool_call|>",
+        "<|tool_call>now{}<tool_call|>",
+        "<|tool_call>call:now<tool_call|>",
+        "<|tool_call>call:get_weather{city:Rome}<tool_call|>",
+        '<|tool_call>call:get_weather{city:<|"|>Rome}<tool_call|>',
+        '<|tool_call>call:get_weather{city:<|"|>Rome<|"|>,city:1}<tool_call|>',
+        "<|tool_call>call:get_weather{tags:[1,}<tool_call|>",
+        "<|tool_call>call:get_weather{tags:[1]]}<tool_call|>",
+        "<|tool_call>call:now{} and more<tool_call|>",
+        "<|tool_call>call:get_weather{days:2",
     ],
     "glm": [
         "<tool_call>other\n</tool_call>",

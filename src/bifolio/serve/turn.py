@@ -128,7 +128,7 @@ def _with_reasoning(turn: Turn, tail: str) -> Turn:
     markers = () if turn.tools.format is None else turn.tools.format.markers
     if known is not None and not is_harmony:
         turn.reasoning, turn.is_open = known, known.is_open(tail)
-        markers = (*markers, known.opening, known.closing)
+        markers = (*markers, *known.markers)
     job.kept_tokens = frozenset(marker_ids(context.model, markers).values())
     if known is None:
         if request.thinking_budget is not None:

@@ -14,6 +14,12 @@ class ReasoningFormat:
 
     opening: str
     closing: str
+    first: str = ""  # the special token with which `opening` begins, where it is longer than one
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Texts that are special tokens in some vocabularies, and are kept in the answer."""
+        return (self.first or self.opening, self.closing)
 
     def is_open(self, prompt: str) -> bool:
         """Whether a rendered prompt ends inside the reasoning, so that the answer begins in it."""
@@ -24,6 +30,7 @@ FORMATS = (
     ReasoningFormat("<think>", "</think>"),  # Qwen 3, DeepSeek R1, GLM, SmolLM3, Hunyuan, EXAONE
     ReasoningFormat("[THINK]", "[/THINK]"),  # Magistral
     ReasoningFormat("<seed:think>", "</seed:think>"),  # Seed-OSS
+    ReasoningFormat("<|channel>thought", "<channel|>", "<|channel>"),  # Gemma 4
 )
 
 

@@ -6,6 +6,7 @@ from functools import lru_cache
 
 from bifolio.text.tools.deepseek import DeepSeek
 from bifolio.text.tools.format import ToolFormat
+from bifolio.text.tools.gemma import Gemma
 from bifolio.text.tools.glm import Glm
 from bifolio.text.tools.granite import Granite
 from bifolio.text.tools.harmony import Harmony
@@ -17,7 +18,7 @@ from bifolio.text.tools.pythonic import Pythonic
 from bifolio.text.tools.qwen3_coder import Qwen3Coder
 
 FORMATS: tuple[type[ToolFormat], ...] = (  # the first whose marks are in the template
-    Harmony, DeepSeek, Mistral, Qwen3Coder, Glm, Granite, Phi, Pythonic, Llama3, Hermes,
+    Harmony, Gemma, DeepSeek, Mistral, Qwen3Coder, Glm, Granite, Phi, Pythonic, Llama3, Hermes,
 )  # fmt: skip
 
 

@@ -7,9 +7,9 @@ import re
 from collections.abc import Sequence
 
 from bifolio.text.tools.blocks import BlockParser
-from bifolio.text.tools.events import AnswerReader, Arguments, Tools, ToolSpec
+from bifolio.text.tools.events import AnswerReader, Tools, ToolSpec
 from bifolio.text.tools.format import LarkWriter, ToolFormat
-from bifolio.text.tools.readers import MAX_NAME_CHARS, Reader
+from bifolio.text.tools.readers import MAX_NAME_CHARS, ArgumentReader
 from bifolio.text.tools.tagged import properties_of, required_of
 
 _NAME = re.compile(r"[A-Za-z_][\w.\-]*")
@@ -58,15 +58,13 @@ def _unescaped(found: re.Match[str]) -> str:
     return _ESCAPES.get(code, code if code in "\\'\"" else "\\" + code)
 
 
-class PythonicReader(Reader):
+class PythonicReader(ArgumentReader):
     """Reads a list of calls. A value ends at a comma or bracket outside of texts and brackets."""
 
     def __init__(self, tools: Tools) -> None:
         super().__init__(tools)
         self._state = "start"
-        self._keys: set[str] = set()
         self._key = ""
-        self._value: list[str] = []
         self._depth, self._quote, self._is_escaped = 0, "", False
 
     def _step(self) -> bool:
@@ -110,12 +108,12 @@ class PythonicReader(Reader):
         name = self._word("(")
         if name is None:
             return False
-        self._keys, self._state = set(), "key"
+        self._state = "key"
         return self._begin_call(name)
 
     def _read_key(self, mark: str) -> bool:
         if mark == ")":
-            self.events.append(Arguments("}" if self._keys else "{}"))
+            self._end_arguments()
             return self._mark(mark, {")": "after"})
         if mark == "," and self._keys:
             self.at += 1
@@ -157,16 +155,8 @@ class PythonicReader(Reader):
         return False
 
     def _end_value(self, start: int, end: int) -> bool:
-        self._value.append(self.text[start:end])
-        self.at = end
-        value = python_to_json("".join(self._value).strip())
-        if value is None:
-            return self._fail()
-        lead = ", " if self._keys else "{"
-        self._keys.add(self._key)
-        self.events.append(Arguments(f"{lead}{json.dumps(self._key)}: {value}"))
         self._state = "key"
-        return True
+        return self._argument(self._key, python_to_json(self._whole_value(start, end)))
 
 
 class Pythonic(ToolFormat):

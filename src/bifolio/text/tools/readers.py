@@ -147,6 +147,37 @@ class Reader(ABC):
         return True
 
 
+class ArgumentReader(Reader):
+    """A reader that writes the arguments of a call one after the other, as one JSON object."""
+
+    def __init__(self, tools: Tools) -> None:
+        super().__init__(tools)
+        self._keys: set[str] = set()  # of the arguments so far
+        self._value: list[str] = []  # pieces of the present value
+
+    def _begin_call(self, name: str) -> bool:
+        self._keys = set()
+        return super()._begin_call(name)
+
+    def _argument(self, key: str, value: str | None) -> bool:
+        """An argument whose value is JSON; None fails, as a second one with this key does."""
+        if value is None or key in self._keys:
+            return self._fail()
+        lead = ", " if self._keys else "{"
+        self._keys.add(key)
+        self.events.append(Arguments(f"{lead}{json.dumps(key, ensure_ascii=False)}: {value}"))
+        return True
+
+    def _end_arguments(self) -> None:
+        self.events.append(Arguments("}" if self._keys else "{}"))
+
+    def _whole_value(self, start: int, end: int) -> str:
+        """The pieces of the value, of which the last one lies here; reading continues behind it."""
+        self._value.append(self.text[start:end])
+        self.at = end
+        return "".join(self._value).strip()
+
+
 class JsonValueReader(Reader):
     """A reader with one JSON value under way, which is returned as arguments or kept until the name is known."""
 

@@ -6,34 +6,27 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from bifolio.text.tools.events import Arguments, Tools, ToolSpec
+from bifolio.text.tools.events import Tools, ToolSpec
 from bifolio.text.tools.format import LarkWriter
-from bifolio.text.tools.readers import Reader
+from bifolio.text.tools.readers import ArgumentReader
 
 
-class TaggedReader(Reader):
-    """A reader that writes the arguments of a call one parameter after the other."""
+class TaggedReader(ArgumentReader):
+    """A reader of parameters whose types the schema says."""
 
     def __init__(self, tools: Tools) -> None:
         super().__init__(tools)
         self._name = ""
-        self._keys: set[str] = set()
 
     def _begin(self, name: str) -> bool:
-        self._name, self._keys = name, set()
+        self._name = name
         return self._begin_call(name)
 
     def _parameter(self, key: str, raw: str) -> bool:
-        if key in self._keys:
-            return self._fail()
-        value = typed_value(raw, property_of(self.tools[self._name], key))
-        lead = ", " if self._keys else "{"
-        self._keys.add(key)
-        self.events.append(Arguments(f"{lead}{json.dumps(key, ensure_ascii=False)}: {value}"))
-        return True
+        return self._argument(key, typed_value(raw, property_of(self.tools[self._name], key)))
 
     def _end(self) -> None:
-        self.events.append(Arguments("}" if self._keys else "{}"))
+        self._end_arguments()
         self.is_complete = True
 
 
