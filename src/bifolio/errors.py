@@ -16,6 +16,7 @@
     ├── PhaseError             decode before the prompt is complete, and other wrong transitions
     ├── ModelOutputError       the network gave no finite logit
     ├── KernelArgumentError    an array or a number that does not fit the kernel
+    ├── KernelCompileError     a kernel cannot be compiled or launched on this machine
     ├── EngineDeadError        the engine stopped; its running requests are lost
     │   └── RankLostError      a process of a tensor-parallel engine ended
     ├── RankError              a process of a tensor-parallel engine failed in a pass; the others continue
@@ -146,6 +147,10 @@ class KernelArgumentError(BifolioError, ValueError):
 
     The message names the argument, the size it has and the size it must have.
     """
+
+
+class KernelCompileError(BifolioError):
+    """A kernel that is compiled at run time could not be compiled, loaded or launched on this machine."""
 
 
 class EngineDeadError(BifolioError, RuntimeError):

@@ -16,6 +16,7 @@ from bifolio import LLM, BeamSearchParams, SamplingParams, SpeculativeConfig
 from bifolio.api.outputs import request_output
 from bifolio.errors import ConfigError
 from bifolio.sampling.grammar import Grammar
+from draft_heads import eagle_folder
 from helpers import drain, kv_storage, make_engine, output_ids, random_prompt, run_alone, tiny_folder, tiny_loaded
 
 VOCAB = 61
@@ -152,8 +153,10 @@ def test_a_needle_in_a_crowd_is_the_same_to_the_last_bit(
 @pytest.mark.usefixtures("own_kernels")
 @pytest.mark.parametrize("config", [
     SpeculativeConfig("ngram", ngram_min=1, adaptive=False),
-    SpeculativeConfig("draft", adaptive=False, length=3),
-], ids=["ngram", "draft"])  # fmt: skip
+    SpeculativeConfig("draft", draft_model="target", adaptive=False, length=3),
+    SpeculativeConfig("eagle", draft_model="head", adaptive=False, length=3),
+    SpeculativeConfig("eagle", draft_model="head", length=2),
+], ids=["ngram", "draft", "eagle", "eagle, adaptive"])  # fmt: skip
 def test_speculation_changes_nothing(config: SpeculativeConfig, folder: Any, gpu_kernels: Callable[..., Any]) -> None:
     from dataclasses import replace
 
@@ -163,14 +166,16 @@ def test_speculation_changes_nothing(config: SpeculativeConfig, folder: Any, gpu
         for i in range(5)
     ]
     outcomes = []
-    for speculative in (None, replace(config, draft_model=str(folder)) if config.method == "draft" else config):
+    paths = {"target": str(folder), "head": str(eagle_folder())}
+    drafter = None if config.draft_model is None else paths[config.draft_model]
+    for speculative in (None, replace(config, draft_model=drafter)):
         llm = LLM(folder, kernels=gpu_kernels(EXACT_DTYPE, deterministic=True), num_blocks=200, block_size=4,
                   max_model_len=96, max_num_seqs=8, speculative=speculative)  # fmt: skip
         outputs = llm.generate(prompts, params)
         outcomes.append([(o.outputs[0].token_ids, [t.logprob for t in o.outputs[0].logprobs or []]) for o in outputs])
         assert llm.engine.blocks.num_used_blocks == 0
     assert llm.engine.speculator is not None
-    assert llm.engine.speculator.stats.num_draft_tokens > 0
+    assert llm.engine.speculator.stats.num_draft_tokens > 0 or config.adaptive
     assert outcomes[0] == outcomes[1]
 
 

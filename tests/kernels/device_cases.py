@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,14 +10,19 @@ from attention_cases import DECODE, attend, shape_of
 from case_table import Outputs, activations, case, new_context, normal, protocol_members
 from network_cases import new_linear, new_norm
 
+from bifolio.config import CacheConfig
 from bifolio.engine.executor import ModelRunner
 from bifolio.engine.host_batch import HostBatch, Run
+from bifolio.engine.speculative.head_runner import HeadRun, HeadRunner
 from bifolio.kernels.interface import AttentionPhase, DeviceMemory, DeviceSlots, KernelSet, SlotSizes
 from bifolio.kernels.logit_edits import LogitEdits
 from bifolio.kernels.select import CANDIDATES
 from bifolio.kernels.storage import CacheLayout, KVStorage
+from bifolio.model.draft_head import prepare_head
+from bifolio.model.eagle import load_eagle
 from bifolio.quant.formats import QuantFormat
 from bifolio.sampling_params import SamplingParams
+from draft_heads import eagle_folder
 from helpers import log_softmax, make_runner, random_prompt, tiny_loaded
 
 VOCAB, BLOCK_SIZE = 61, 4
@@ -246,13 +252,16 @@ def device_slots(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
     The tiny network's best tokens are clear enough that a set in 16 bits must find the same.
     """
     runner = _runner(kernels)
+    runner = replace(runner, weights=runner.weights.tapped((1,)))
     slots = new_slots(kernels, runner)
-    logits = kernels.to_host(runner.run(prompt_batch().to(kernels)))
+    batch = runner.with_taps(prompt_batch().to(kernels))
+    logits = kernels.to_host(runner.run(batch))
     first = logits.argmax(axis=-1)
     if slots is None:
         return _decode_by_verbs(kernels, runner, first)
     watched = Watched(slots)
-    found = _decode_by_slots(kernels, watched, logits)
+    found = _decode_by_slots(kernels, watched, logits, kernels.to_host(batch.taps))
+    _check_drafts(kernels, watched, runner)
     assert watched.used == protocol_members(DeviceSlots)
     return found
 
@@ -267,7 +276,7 @@ def _decode_by_verbs(kernels: KernelSet, runner: ModelRunner, first: np.ndarray)
     return np.stack(tokens).astype(np.int64), logits
 
 
-def _decode_by_slots(kernels: KernelSet, slots: Any, logits: np.ndarray) -> Outputs:
+def _decode_by_slots(kernels: KernelSet, slots: Any, logits: np.ndarray, states: np.ndarray) -> Outputs:
     """Slots 2 and 0 of three hold the sequences."""
     taken, rows = np.array([2, 0], np.int32), np.arange(2)
     greedy = SamplingParams(temperature=0)
@@ -276,6 +285,10 @@ def _decode_by_slots(kernels: KernelSet, slots: Any, logits: np.ndarray) -> Outp
     tables[taken] = TABLES
     slots.warm_up()
     slots.set_states(taken, np.zeros(2, np.int32), np.full(2, -1, np.int32))  # the network has no recurrent layers
+    for slot in taken.tolist():
+        slots.set_params(slot, greedy, 0, None)
+    drafts = slots.draw_drafts(kernels.from_host(logits), np.array([1, 0, 1]), taken[[0, 0, 1]], np.array([4, 5, 4]))
+    assert drafts.wait().tolist() == logits.argmax(axis=-1)[[1, 0, 1]].tolist()
     nothing = np.zeros(0, np.int64)  # edits that count tokens and have a mask, but change no logit of the network
     edits = LogitEdits(nothing, np.zeros(0, np.float32), False, 1.0, 0.0, 1e-30, nothing, 0, has_mask=True)
     assert slots.draws(greedy, edits)
@@ -285,6 +298,8 @@ def _decode_by_slots(kernels: KernelSet, slots: Any, logits: np.ndarray) -> Outp
         slots.set_blocks(slot, 0, tables[slot, : -(-(len(prompt) + 3) // BLOCK_SIZE)].tolist())
     captured = slots.prompt_logits(prompt_batch().on_host(), taken)  # rewrites the keys and values of the prompts
     assert np.abs(kernels.to_host(captured) - logits).max() < 0.05 * logits.std()
+    given = kernels.to_host(slots.prompt_states(len(states)))
+    assert np.abs(given - states).max() < 0.05 * states.std()
     slots.mask_rows(taken)[:] = -1
     drawn = slots.draw(kernels.from_host(logits[::-1].copy()), rows[::-1], taken, lengths)
     tokens = [drawn.wait()]
@@ -296,6 +311,29 @@ def _decode_by_slots(kernels: KernelSet, slots: Any, logits: np.ndarray) -> Outp
     slots.set_progress(taken, lengths + 2, tokens[-1])
     last = kernels.to_host(slots.decode_logits(taken)).copy()
     return np.stack([*tokens, last.argmax(axis=-1)]).astype(np.int64), last
+
+
+def _check_drafts(kernels: KernelSet, slots: Any, runner: ModelRunner) -> None:
+    """Drafts of a head in one launch are those of its passes one by one, drawn on the host."""
+    head = prepare_head(load_eagle(eagle_folder(), tiny_loaded()).weights, kernels, runner.weights)
+    own = HeadRunner(head, CacheConfig(8, BLOCK_SIZE, kernels.kv_dtype), kernels)
+    tokens, taken = [[5, 7, 9], [8, 2]], np.array([1, 2], np.int32)
+    states = kernels.from_host(normal(np.random.default_rng(4), 5, head.states_width))
+    runs = [HeadRun(np.array(table), 0, 0, ids) for table, ids in zip(([3, 1], [4, 5]), tokens, strict=True)]
+    logits, hidden = own.run(runs, states, AttentionPhase.DECODE, own_states=False)
+    wanted, ends = [], [3, 2]
+    for step in range(3):
+        assert head.token_ids is not None
+        wanted.append(head.token_ids[kernels.to_host(logits).argmax(axis=-1)])
+        runs = [runs[row]._replace(start=ends[row] + step, tokens=[int(wanted[-1][row])]) for row in range(2)]
+        logits, hidden = own.run(runs, hidden, AttentionPhase.DECODE, own_states=True)
+    for slot in taken.tolist():
+        slots.set_params(slot, SamplingParams(temperature=0), 0, None)
+    own.on_device = slots.draft_slots(own.network, own.blocks.storage)
+    runs = [runs[row]._replace(start=0, tokens=tokens[row]) for row in range(2)]
+    found = own.draft(runs, states, taken.tolist(), [4, 3], [3, 3])
+    assert found is not None
+    assert found.T.tolist() == np.array(wanted).tolist()
 
 
 @case("top_logprobs")

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from bifolio.errors import ModelFileError
+from bifolio.folders import cache_dir
 from bifolio.model import registry
 from bifolio.model.loader import load_model, resolve
-from bifolio.model.registry import cache_dir, embedded_dir, find_model, known_names, list_models, pulled_dir
+from bifolio.model.registry import embedded_dir, find_model, known_names, list_models, pulled_dir
 from helpers import tiny_folder
 
 EMBEDDED = ["shakespeare", "stories", "stories-draft"]

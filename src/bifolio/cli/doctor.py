@@ -46,7 +46,8 @@ def examine() -> dict[str, Any]:
     from bifolio import __version__
     from bifolio.cli.option_values import config_path, read_config
     from bifolio.engine.memory import default_threads, free_memory
-    from bifolio.model.registry import cache_dir, list_models
+    from bifolio.folders import cache_dir
+    from bifolio.model.registry import list_models
 
     report: dict[str, Any] = {
         "version": __version__,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -124,10 +125,12 @@ def random_weights(
         return values.normal_(0.0, size[-1] ** -0.5, generator=generator)
 
     def in_blocks(size: tuple[int, ...]) -> QuantizedTensor:
-        rows, width = size
+        """One matrix, or a stack of equal ones."""
+        rows, width = size[-2:]
         codes = np.random.default_rng(seed + len(experts)).integers(0, 256, (rows, width // 32, BLOCK_BYTES), np.uint8)
         codes[:, :, 0] = SCALE_EXPONENT
-        return QuantizedTensor(QuantFormat.MXFP4, codes.reshape(rows, -1), size)
+        count = math.prod(size[:-2])
+        return QuantizedTensor(QuantFormat.MXFP4, np.tile(codes.reshape(rows, -1), (count, 1)), (count * rows, width))
 
     def vector(name: str, size: tuple[int, ...]) -> torch.Tensor:
         return torch.full(size, 0.0 if name.endswith(".bias") else 1.0, dtype=torch.float32, device=device)

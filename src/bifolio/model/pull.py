@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from bifolio.errors import BifolioError, ConfigError, MissingDependencyError, ModelFileError, did_you_mean
+from bifolio.folders import cache_dir
 from bifolio.model import hub
 from bifolio.model.file_access import atomic_path
 from bifolio.model.references import KNOWN, HubReference, parse_hub_reference
 from bifolio.model.registry import (
     SOURCE_SUFFIX,
-    cache_dir,
     embedded_dir,
     header,
     known_names,

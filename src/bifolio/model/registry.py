@@ -8,13 +8,13 @@ $BIFOLIO_CACHE/models/SmolLM2-135M/      pulled, a folder with config.json
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from bifolio.errors import BifolioError
+from bifolio.folders import cache_dir
 from bifolio.model.references import KNOWN, normalised
 
 DEFAULT_MODEL = "stories"
@@ -41,14 +41,6 @@ class ModelEntry:
 
 def embedded_dir() -> Path:
     return Path(__file__).resolve().parent.parent / "models"
-
-
-def cache_dir() -> Path:
-    """The folder of pulled models: in $BIFOLIO_CACHE, or in the user's cache folder."""
-    if override := os.environ.get("BIFOLIO_CACHE"):
-        return Path(override).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "bifolio"
 
 
 def pulled_dir() -> Path:

@@ -3,8 +3,9 @@
 
 Few tokens: the experts of each pair (token, choice) are read by a GEMV (`up_kernel`, `down_kernel`), so that one token
 reads the weights of its own experts alone, in two launches. More tokens: grouped products over tiles of one expert each
-(`expert_order`). Shapes follow from the number of tokens, so that a CUDA graph can hold the launches. Every sum has one
-order, and the outputs of a token are added in the order of its choice.
+(`expert_order`). With activations in bf16 and a GPU of compute capability 9.0 or higher, experts in MXFP4 have kernels
+in CUDA C++ instead (`expert_fragments`). Shapes follow from the number of tokens, so that a CUDA graph can hold the
+launches. Every sum has one order, and the outputs of a token are added in the order of its choice.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import torch
 import triton
 import triton.language as tl
 
+from bifolio.kernels.cuda.mxfp4_fragments import FragmentStack, pack_fragments
 from bifolio.kernels.interface import Experts, Linear, Norm, Router, Routing
 from bifolio.kernels.native.encode import quickly_converted
 from bifolio.kernels.torch_reference import TorchKernels
 from bifolio.kernels.triton import quantised
+from bifolio.kernels.triton.expert_fragments import can_mix_fragments, mix_fragments
 from bifolio.kernels.triton.expert_kernels import down_kernel, grouped_kernel, sum_kernel, up_kernel
 from bifolio.kernels.triton.expert_order import Tiles, cut_pairs
 from bifolio.kernels.triton.expert_words import down_words_kernel, spread_kernel, up_words_kernel
@@ -133,6 +136,30 @@ class Stack:
         return Stack(dequantise(self.weight, dtype), self.bias, self.num_experts)
 
 
+def prepare_stacks(
+    experts: Experts, torch_kernels: TorchKernels
+) -> tuple[Stack | FragmentStack, Stack | FragmentStack]:
+    """Gate and up, and down of all experts: MXFP4 as fragments where CUDA kernels can be compiled."""
+    if experts.gated and can_mix_fragments(torch_kernels.device, torch_kernels.dtype):
+        up = _prepare_fragments(experts.up, torch_kernels, gated=True)
+        down = None if up is None else _prepare_fragments(experts.down, torch_kernels, gated=False)
+        if up is not None and down is not None:
+            quantised.release(tuple(experts.matrices()))
+            return up, down
+    return prepare_stack(experts.up, torch_kernels), prepare_stack(experts.down, torch_kernels)
+
+
+def _prepare_fragments(
+    linears: tuple[Linear, ...], torch_kernels: TorchKernels, *, gated: bool
+) -> FragmentStack | None:
+    parts = [part for linear in linears for part in linear.parts]
+    if not quantised.usable(tuple(parts)) or parts[0].format is not QuantFormat.MXFP4:
+        return None
+    biases = [bias for linear in linears for bias in linear.biases]
+    bias = None if biases[0] is None else torch.cat([torch_kernels.vector(each) for each in biases])
+    return pack_fragments([linear.parts for linear in linears], bias, torch_kernels.device, gated=gated)
+
+
 def prepare_stack(linears: tuple[Linear, ...], torch_kernels: TorchKernels) -> Stack:
     """Concatenate the weights of all experts: in blocks if all have one format, dense otherwise."""
     files = tuple(part for linear in linears for part in linear.parts)
@@ -219,6 +246,8 @@ def mix_experts(
     """[tokens, d], in the dtype of the residual, or in `dtype` without one."""
     tokens, top_k = routing.experts.shape
     up, down = experts.prepared
+    if isinstance(up, FragmentStack):
+        return mix_fragments(x, routing, experts, norm=norm, residual=residual, fixed=fixed)
     out = torch.empty((tokens, down.outputs), dtype=dtype if residual is None else residual.dtype, device=x.device)
     if not tokens:
         return out
