@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from bifolio.errors import PhaseError
 from bifolio.kernels.interface import TokenScores
 from bifolio.kernels.select import select_kernels
 from bifolio.kernels.weights import ONE
@@ -70,6 +71,15 @@ class NullDevice:
 
     def decode_logits(self, slots: np.ndarray, tables: Any = None, lengths: Any = None) -> Any:
         return np.empty((len(slots), 0), dtype=np.float32)  # not read: `draw` needs the number of draws alone
+
+    def draft_slots(self, network: Any, storage: Any) -> None:
+        """A head runs pass by pass."""
+
+    def prompt_states(self, count: int) -> np.ndarray:
+        raise PhaseError("the null device runs no pass with prompts: it gives out no states")
+
+    def draw_drafts(self, logits: Any, rows: np.ndarray, slots: np.ndarray, positions: np.ndarray) -> None:
+        """Drafts are verified on the host."""
 
     def prompt_logits(self, batch: Any, slots: np.ndarray) -> None:
         return None

@@ -306,6 +306,7 @@ class CacheMachine(RuleBasedStateMachine):
         batch = {s: rng.randint(1, len(self.active[s].tokens) - self.active[s].written) for s in chosen}
         while self.manager.blocks_needed(batch.items()) > self.manager.num_free_blocks:
             before = self._snapshot()
+            assert set(batch.values()) != {1} or not self.manager.try_append_each(batch)
             assert not self.manager.try_append_many(batch.items())
             assert self._snapshot() == before, "a refused append left traces"
             youngest = max(self.active)
@@ -313,7 +314,9 @@ class CacheMachine(RuleBasedStateMachine):
             batch.pop(youngest, None)
         needed, free = self.manager.blocks_needed(batch.items()), self.manager.num_free_blocks
         order = rng.sample(sorted(batch.items()), len(batch))
-        if rng.random() < 0.5:
+        if set(batch.values()) == {1}:
+            assert self.manager.try_append_each(sequence_id for sequence_id, _ in order)
+        elif rng.random() < 0.5:
             assert self.manager.try_append_many(order)
         else:
             for sequence_id, num_tokens in order:

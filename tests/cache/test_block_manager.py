@@ -42,6 +42,20 @@ def test_prefill_block_allocation_is_all_or_nothing() -> None:
     assert manager.num_free_blocks == 0
 
 
+def test_one_token_each_is_all_or_nothing() -> None:
+    manager = make(num_blocks=5)
+    for sequence_id, num_tokens in ((1, 3), (2, 4), (3, 8)):
+        opened(manager, sequence_id, num_tokens)
+    manager.release(3)
+    opened(manager, 3, 4)
+    assert manager.num_free_blocks == 1
+    assert not manager.try_append_each([1, 2, 3])
+    assert [manager.num_tokens_of(sequence_id) for sequence_id in (1, 2, 3)] == [3, 4, 4]
+    assert manager.try_append_each([1, 2])
+    assert [manager.num_tokens_of(sequence_id) for sequence_id in (1, 2, 3)] == [4, 5, 4]
+    assert manager.num_free_blocks == 0
+
+
 def test_allocate_blocks_is_atomic_and_counts_whole_blocks() -> None:
     manager = make(num_blocks=5)
     first = manager.allocate_blocks(7, 3)

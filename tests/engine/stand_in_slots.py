@@ -120,6 +120,17 @@ class StandInSlots:
     def prompt_logits(self, batch: Any, slots: np.ndarray) -> None:
         """No step is captured."""
 
+    def prompt_states(self, count: int) -> np.ndarray:
+        raise AssertionError("no step is captured")
+
+    def draw_drafts(self, logits: np.ndarray, rows: np.ndarray, slots: np.ndarray, positions: np.ndarray) -> Drawn:
+        self.calls["draw_drafts"] += 1
+        tokens = self._sampler.sample(logits[rows], slots, positions).token_ids
+        return Drawn(tokens, _scores(logits[rows], tokens))
+
+    def draft_slots(self, network: Any, storage: Any) -> None:
+        """A head runs pass by pass."""
+
     def warm_up(self) -> None: ...
 
     def _forward(self, slots: np.ndarray) -> np.ndarray:

@@ -10,6 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from bifolio import SpeculativeConfig
+from bifolio.engine.speculative.hidden_draft import HiddenDraft
 from bifolio.kernels.torch_reference import TorchKernels
 from bifolio.kernels.triton import TritonKernels
 from bifolio.model.eagle import load_eagle
@@ -35,3 +36,28 @@ def test_texts_are_the_plain_run_s(adaptive: bool) -> None:
         drafts.append(0 if engine.speculator is None else engine.speculator.stats.num_draft_tokens)
     assert found[0] == found[1]
     assert drafts[1] > 3 or adaptive
+
+
+def test_drafts_in_one_launch_are_those_of_single_passes() -> None:
+    """Greedy and sampled, with a smaller vocabulary; the host draws the second time."""
+    folder, found = eagle_folder(), []
+    config = SpeculativeConfig("eagle", draft_model=str(folder), length=3, adaptive=False)
+    for on_device in (True, False):
+        head = load_eagle(folder, tiny_loaded())
+        engine = make_engine(kernels=TritonKernels("cpu", "f32"), speculative=config, draft_model=head)  # type: ignore[arg-type]
+        assert engine.speculator is not None
+        drafter, drafts = engine.speculator.drafter, []
+        assert isinstance(drafter, HiddenDraft)
+        assert drafter.runner.on_device is not None
+        if not on_device:
+            drafter.runner.on_device = None
+        fill = drafter.fill
+        drafter.fill = lambda items, fill=fill, drafts=drafts: drafts.append(fill(items)) or drafts[-1]  # type: ignore[method-assign]
+        for i in range(2):
+            params = SamplingParams(temperature=0.8 * i, seed=i, max_tokens=8, ignore_eos=True)
+            engine.add_request(str(i), random_prompt(5 + i, i, 61), params)
+        while engine.has_work:
+            engine.step()
+        found.append(drafts)
+    assert found[0] == found[1]
+    assert len(found[0]) > 2

@@ -16,10 +16,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from bifolio.engine.engine import InferenceEngine
 from bifolio.kernels.triton import TritonKernels
 from bifolio.kernels.triton.prompt_graphs import Sizes, tiles_of
+from bifolio.kernels.triton.scan_plan import LONG
 from bifolio.kernels.triton.slots import TritonSlots
 from bifolio.model.huggingface.hf_loader import load_folder
 from bifolio.sampling_params import SamplingParams
 from helpers import make_engine, random_prompt, tiny_model
+from hybrid_models import tiny_hybrid
 
 SIZES = Sizes((8, 24), 3)
 
@@ -66,6 +68,45 @@ def test_logits_equal_those_of_single_kernels(
     arrivals(engine, [4, 13, 3], temperature=0.0)
     assert any(decodes for decodes, _ in found), "no step had decodes beside prompts"
     assert any(chunks for _, chunks in found), "no step had a chunk behind a context"
+
+
+@pytest.mark.parametrize(
+    ("kind", "deterministic"), [("conv", False), ("delta", False), ("delta", True), ("mamba", False)]
+)
+def test_logits_and_states_of_hybrids_equal_those_of_single_kernels(
+    kind: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts in chunks beside short ones and decodes; checkpoints inside of prompts, and padding behind them."""
+    kernels = TritonKernels("cpu", "f32", deterministic=deterministic)
+    options = {"num_blocks": 64, "block_size": 4, "max_num_seqs": 4, "token_budget": 100, "chunk_size": 80}
+    engine = make_engine(tiny_hybrid(kind), kernels=kernels, max_model_len=200, checkpoint_tokens=32, **options)
+    slots, device, storage = engine.slots, engine.slots.device, engine.runner.storage
+    assert isinstance(device, TritonSlots)
+    assert device.prompts is not None
+    device.prompts.sizes = Sizes((24, 104), 3)
+    arrays = [array for array in (*storage.convolutions, *storage.recurrent) if array.numel()]
+    found: list[tuple[int, int]] = []
+
+    def compared(plan: Any, batch: Any) -> Any:
+        numbers = np.array([item.slot for item in plan.scheduled], dtype=np.int32)
+        before = [array.clone() for array in arrays]
+        captured = device.prompt_logits(batch.on_host(), numbers) if plan.prefills else None
+        if captured is not None:
+            states = [array.clone() for array in arrays]
+            for array, values in zip(arrays, before, strict=True):
+                array.copy_(values)
+            expected = engine.prefill_executor.run(slots.stage(plan, batch)).numpy()
+            np.testing.assert_allclose(captured.numpy(), expected, atol=2e-4, rtol=1e-4)
+            for ours, theirs in zip(states, arrays, strict=True):
+                np.testing.assert_allclose(ours.numpy(), theirs.numpy(), atol=2e-5, rtol=1e-4)
+            assert not deterministic or np.array_equal(captured.numpy(), expected)
+            found.append((len(plan.decodes), max(item.num_new for item in plan.prefills)))
+        return captured
+
+    monkeypatch.setattr(slots, "run_on_device", compared)
+    arrivals(engine, [5, 130, 70], temperature=0.0)
+    assert any(decodes and longest >= LONG for decodes, longest in found), "no step had decodes beside a long prompt"
+    assert any(longest < LONG for _, longest in found)
 
 
 def test_a_batch_that_does_not_fit_runs_kernel_by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

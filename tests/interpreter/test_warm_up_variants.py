@@ -107,6 +107,11 @@ def test_a_workload_meets_no_kernel_and_no_graph_that_is_new(name: str, warm: Re
         assert new == set()
 
 
+def test_one_sequence_whose_draw_waits_for_a_mask_has_a_step_of_one_row(warm: Recorded) -> None:
+    graphs: Any = warm[0].slots.device.graphs  # type: ignore[union-attr]
+    assert (1, None, False) in graphs.keys
+
+
 def test_a_new_variant_is_noticed(warm: Recorded) -> None:
     """Of the rules of the record: an integer that becomes 1, and an unaligned pointer."""
     import torch

@@ -83,9 +83,10 @@ def test_a_dead_engine_is_replaced(faulty: RunningServer, how: str) -> None:
     client = faulty.client()
     expected = client.completions.create(prompt="Once", max_tokens=30, **GREEDY).choices[0].text
     restarts = faulty.context.engine.num_restarts
-    whole, outcome = in_background(lambda: client.completions.create(prompt="The", max_tokens=450, **GREEDY))
+    # Several samples, so that neither request ends before the engine does; a slot stays free for the next one.
     streamed, events = in_background(lambda: read_stream(client))
-    time.sleep(0.1)
+    whole, outcome = in_background(lambda: client.completions.create(prompt="The", max_tokens=450, n=4, **GREEDY))
+    time.sleep(0.03)
     if how == "kill":
         hello = faulty.context.engine.hello
         assert hello is not None
@@ -109,7 +110,7 @@ def test_a_dead_engine_is_replaced(faulty: RunningServer, how: str) -> None:
 
 
 def read_stream(client: openai.OpenAI) -> str:
-    chunks = client.completions.create(prompt="Once", max_tokens=450, stream=True, **GREEDY)
+    chunks = client.completions.create(prompt="Once", max_tokens=450, n=3, stream=True, **GREEDY)
     return "".join(chunk.choices[0].text for chunk in chunks)
 
 

@@ -22,6 +22,7 @@ from bifolio.cache.block_table import (
     find_table,
     grow,
     merge_appends,
+    split_by_room,
 )
 from bifolio.cache.digests import TokenIds, root_digest
 from bifolio.cache.events import CacheEvents
@@ -117,6 +118,19 @@ class KVCacheBlockManager(BlockQueries):
             if count_needed_blocks(merged, self._tables, self._pool, self.block_size) > free:
                 return False
             grow(merged, self._tables, self._pool, self.block_size)
+            return True
+
+    def try_append_each(self, sequence_ids: Iterable[int]) -> bool:
+        """Append one token to each of these sequences, which differ, or none and return False: a decode step."""
+        with self.lock:
+            inside, others = split_by_room(sequence_ids, self._tables, self._pool, self.block_size)
+            if others:
+                free = len(self._pool.blank) + len(self._pool.evictable)
+                if count_needed_blocks(others, self._tables, self._pool, self.block_size) > free:
+                    return False
+                grow(others, self._tables, self._pool, self.block_size)
+            for table in inside:
+                table.num_tokens += 1
             return True
 
     def fork(self, parent_id: int, child_id: int) -> None:

@@ -211,6 +211,23 @@ def count_needed_blocks(
     return needed
 
 
+def split_by_room(
+    sequence_ids: Iterable[int], tables: Mapping[int, BlockTable], pool: BlockPool, block_size: int
+) -> tuple[list[BlockTable], dict[int, int]]:
+    """(Tables whose last block takes one token more as it is, {id: 1} of the others), of sequences that differ."""
+    ref_counts, digests = pool.ref_counts, pool.digests
+    inside, others = [], {}
+    for sequence_id in sequence_ids:
+        table = tables.get(sequence_id) or find_table(tables, sequence_id)
+        if table.num_tokens % block_size:
+            tail = table.block_ids[-1]
+            if ref_counts[tail] == 1 and digests[tail] is None:
+                inside.append(table)
+                continue
+        others[sequence_id] = 1
+    return inside, others
+
+
 def grow(merged: dict[int, int], tables: Mapping[int, BlockTable], pool: BlockPool, block_size: int) -> None:
     """Reserve each table's tokens; at least `count_needed_blocks` blocks must be free."""
     ref_counts, digests = pool.ref_counts, pool.digests

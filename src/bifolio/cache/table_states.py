@@ -54,6 +54,7 @@ class TableStates:
         self.block_size = block_size
         self.spacing = spacing
         self._num_restored = 0
+        self._in_place = [StatePass(state, ((0, state),)) for state in range(num_states)]  # passes of one token
 
     def stats(self) -> StateStats:
         pool = self.pool
@@ -180,6 +181,26 @@ class TableStates:
         """
         wanted = list(requests)
         owners = [self._owner(tables, request) for request in wanted]
+        passes = [self._pass_in_place(owner, request) for owner, request in zip(owners, wanted, strict=True)]
+        others = [number for number, found in enumerate(passes) if found is None]
+        chosen = self._choose(tables, [owners[number] for number in others], [wanted[number] for number in others])
+        for owner, found in zip(owners, passes, strict=True):
+            if found is not None:
+                owner.position += 1
+        for number, state_pass in zip(others, chosen, strict=True):
+            passes[number] = state_pass
+        return [found for found in passes if found is not None]
+
+    def _pass_in_place(self, owner: SequenceState, request: StateRequest) -> StatePass | None:
+        """The pass of one token inside a block that overwrites the sequence's own state; None: any other pass."""
+        is_plain = request.num_new == 1 and not request.num_drafts and not request.num_known
+        if not is_plain or not (request.start + 1) % self.block_size or not self.pool.is_exclusive(owner.current):
+            return None
+        return self._in_place[owner.current]
+
+    def _choose(
+        self, tables: Mapping[int, BlockTable], owners: list[SequenceState], wanted: list[StateRequest]
+    ) -> list[StatePass]:
         reads = [owner.current for owner in owners]
         self._make_available(tables, owners, wanted)
         writes = [self._write_live(owner, request) for owner, request in zip(owners, wanted, strict=True)]

@@ -180,7 +180,7 @@ class InferenceEngine:
         ticket = self.in_flight.popleft()
         self.postprocess.collect(ticket, self._outbox)
         if self.speculator is not None and not ticket.plan.prefills:
-            self.speculator.observe_step(ticket.plan, time.perf_counter() - ticket.started)
+            self.speculator.observe_step(ticket.plan, ticket.started)
 
     def draw(self) -> None:
         """Launch the late draw of the newest step: its masks depend on the tokens of the steps before it."""
@@ -332,8 +332,7 @@ class InferenceEngine:
     # -- slots (called by the batcher) ------------------------------------------------------------------------------
     def slot_taken(self, slot: int, sequence: Sequence) -> None:
         self.slots.set_slot(slot, sequence, frozenset(self.model.config.eos_token_ids))
-        waits = self.speculator is not None or self.slots.waits_for_tokens(slot)
-        self.batcher.slots[slot].waits_for_tokens = waits
+        self.batcher.slots[slot].waits_for_tokens = self._waits_for_tokens(slot)
         self.phases.track(sequence)
 
     def slot_freed(self, slot: int, sequence: Sequence) -> None:
@@ -357,8 +356,19 @@ class InferenceEngine:
         sampler = Sampler(vocab, SamplingTable(config.max_num_seqs, vocab))
         return SlotState(self.blocks, kernels, sampler, max_blocks, device)
 
+    def _waits_for_tokens(self, slot: int) -> bool:
+        """Whether the next draw of a slot depends on its tokens: drafts do unless they rest, some options do too."""
+        has_drafts = self.speculator is not None and not self.speculator.runs_ahead
+        return has_drafts or self.slots.waits_for_tokens(slot)
+
     def _room_for_drafts(self, slots: list[BatchSlot]) -> dict[int, int]:
-        if self.speculator is None or self.speculator.rests(len(slots)):
+        if self.speculator is None:
+            return {}
+        was_ahead, rests = self.speculator.runs_ahead, self.speculator.rests(len(slots))
+        if self.speculator.runs_ahead != was_ahead:
+            for slot in self.batcher.slots:
+                slot.waits_for_tokens = slot.sequence is not None and self._waits_for_tokens(slot.index)
+        if rests:
             return {}
         ready = (slot.held for slot in slots if slot.sequence is not None and not slot.held.num_expected)
         return self.speculator.room([sequence for sequence in ready if sequence.phase is RequestPhase.DECODE])

@@ -155,7 +155,12 @@ class ModelRunner:
             tuple(layer.shape for layer in weights.layers if layer.has_attention),
             decode_segment,
             tuple(zip(weights.inverse_frequencies, weights.rope_scales, strict=True)),
-            SplitNetwork(hidden, lambda kernels, x: transformer.read_out(weights, x, kernels), prompt_segment),
+            SplitNetwork(
+                hidden,
+                lambda kernels, x: transformer.read_out(weights, x, kernels),
+                prompt_segment,
+                len(weights.taps) * weights.config.hidden_size,
+            ),
         )
 
 
@@ -214,8 +219,9 @@ class _Executor:
     def launch(self, plan: StepPlan, readout: Readout, slots: SlotState, with_states: bool = False) -> Launched:
         """Queue the pass of a plan, and its sampling unless that is a late one."""
         batch = slots.lay_out(plan, readout)
-        states = None
-        logits = None if with_states else slots.run_on_device(plan, batch)
+        logits, states = slots.run_on_device(plan, batch), None
+        if logits is not None and with_states:
+            states = slots.states_on_device(batch)
         if logits is None:
             staged = slots.stage(plan, batch)
             if with_states:

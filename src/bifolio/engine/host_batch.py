@@ -150,7 +150,7 @@ class Readout:
     @classmethod
     def from_plan(cls, plan: StepPlan) -> Readout:
         readout, first, items = cls(), 0, plan.decodes
-        if all(item.num_new == 1 and item.sequence.group is None for item in items):  # plain decodes, in bulk
+        if plan.has_plain_decodes:  # in bulk
             first = len(items)
             readout.logit_rows, readout.sample_rows = list(range(first)), list(range(first))
             readout.sample_slots = [item.slot for item in items]

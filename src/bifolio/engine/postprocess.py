@@ -143,7 +143,7 @@ class Postprocessor:
         sampled = None if ticket.launched.draws is None else _Drawn.of(ticket.launched.draws.collect())
         decodes, items = ticket.plan.decodes, ticket.plan.prefills
         draw = 0
-        if sampled is not None and all(item.num_new == 1 and item.sequence.group is None for item in decodes):
+        if sampled is not None and ticket.plan.has_plain_decodes:
             draw = len(decodes)
             self._collect_decodes(decodes, sampled, results)
         else:

@@ -150,6 +150,12 @@ class SlotState:
         slots = np.array([item.slot for item in plan.scheduled], dtype=np.int32)
         return self.device.prompt_logits(batch.on_host(), slots)
 
+    def states_on_device(self, batch: HostBatch) -> Array:
+        """f32[t, taps * d]: the hidden states that the pass of `run_on_device` gave out."""
+        if self.device is None:
+            raise PhaseError("these slots are not on a device: run the plan as a batch")
+        return self.device.prompt_states(batch.num_tokens)
+
     def stage(self, plan: StepPlan, batch: HostBatch) -> Batch:
         """The batch in the kernel set's arrays, tokens in flight included."""
         staged = batch.to(self._kernels)
@@ -161,7 +167,9 @@ class SlotState:
 
     def decodes_on_device(self, plan: StepPlan) -> np.ndarray | None:
         """i32[n]: the slots of a plan that runs as one decode step on the device; None if it does not."""
-        if self.device is None or plan.prefills or any(item.num_new > 1 for item in plan.decodes):
+        if self.device is None or plan.prefills:
+            return None
+        if not plan.is_uniform and any(item.num_new > 1 for item in plan.decodes):
             return None
         slots = np.fromiter((item.slot for item in plan.decodes), np.int32, len(plan.decodes))
         if plan.states is not None:
@@ -194,7 +202,7 @@ class SlotState:
         """Launch the pass of a decode step without its draw: f32[n, vocab], valid until the next launch."""
         if self.device is None:
             raise PhaseError("these slots are not on a device: run the plan as a batch")
-        if any(item.sequence.group is not None for item in plan.decodes):  # beams change blocks in place
+        if not plan.is_uniform and any(item.sequence.group is not None for item in plan.decodes):  # beams change blocks
             return self.device.decode_logits(slots)
         return self.device.decode_logits(slots, self.tables, _lengths(plan))
 
@@ -203,7 +211,10 @@ class SlotState:
         if not readout.sample_rows:
             return None
         on_device = self._on_device[readout.sample_slots]
-        if any(readout.pending):  # drafts are verified on the host
+        if any(readout.pending):
+            verified = self._verify(logits, readout)
+            if verified is not None:
+                return verified
             on_device[:] = False
         if not on_device.any():
             known = self._draw_here(logits, readout, range(len(readout.sample_rows)))
@@ -223,6 +234,23 @@ class SlotState:
             here = np.flatnonzero(~on_device).tolist()
             draws.known.put(here, self._draw_here(logits, readout, here))
         return draws
+
+    def draws_drafts(self, slots: Sequences[int] | np.ndarray) -> bool:
+        """Whether the device draws drafts of these slots: it has no edits that read tokens in between."""
+        return self.device is not None and bool(self._on_device[slots].all() and not self.table.is_edited[slots].any())
+
+    def _verify(self, logits: Array, readout: Readout) -> Draws | None:
+        """Draw at several positions of each slot on the device; None where the host does, since edits read drafts."""
+        slots = np.asarray(readout.sample_slots, dtype=np.int32)
+        if self.device is None or not self.draws_drafts(slots):
+            return None
+        rows, positions = np.asarray(readout.sample_rows), np.asarray(readout.positions)
+        pending = self.device.draw_drafts(logits, rows, slots, positions)
+        if pending is None:
+            return None
+        self._is_current[slots] = False  # the host decides which of the tokens are kept
+        unknown, excluding = SampledTokens.unknown(len(slots)), self.table.is_edited[slots]
+        return Draws(unknown, np.arange(len(slots)), self.table.num_logprobs[slots], excluding, pending)
 
     def _send_edits(self, device: DeviceSlots, slots: np.ndarray) -> None:
         """Send histories that the device does not have, and the masks of the next tokens.

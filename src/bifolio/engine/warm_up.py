@@ -49,7 +49,9 @@ def warm_up(engine: InferenceEngine) -> None:
             engine.step()
         while engine.has_work:
             engine.step()
-    if engine.slots.device is not None and engine.speculator is None:
+    if engine.slots.device is not None:
         engine.slots.device.warm_up()
+    if engine.speculator is not None:
+        engine.speculator.warm_up()
     engine.blocks.drop_cached()
     engine.reset_stats()

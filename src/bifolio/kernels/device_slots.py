@@ -48,6 +48,41 @@ class PendingTokens(Protocol):
         ...
 
 
+class PendingDrafts(Protocol):
+    """Draft tokens of a launched head."""
+
+    def wait(self) -> np.ndarray:
+        """i32[n, length]; -1 where no token can be sampled. Waits for the head."""
+        ...
+
+
+class DraftSlots(Protocol):
+    """The passes of a draft head on a device, all drafts of a step in one launch."""
+
+    def draft(
+        self,
+        batch: Batch,
+        tables: np.ndarray,
+        slots: np.ndarray,
+        positions: np.ndarray,
+        entries: np.ndarray,
+        length: int,
+    ) -> PendingDrafts | None:
+        """Draft `length` tokens for each of `slots` (i32[n]), which have no edits. None: the step is not captured.
+
+        batch:      the pass over hidden states of the target, on the host but for `given`; its tokens end with the
+                    newest one of each sequence
+        tables:     i32[n, blocks]  from the first block of the head's context on
+        positions:  i64[n]  of the first draft tokens; the noise of a draw depends on it
+        entries:    i64[n]  entries of the head's context, behind which those of the drafts are written
+        """
+        ...
+
+    def warm_up(self, longest: int) -> None:
+        """Capture the steps of all lengths up to `longest` now."""
+        ...
+
+
 class DeviceSlots(Protocol):
     """Per-slot state on a device, so that a step needs little data from the host.
 
@@ -116,6 +151,23 @@ class DeviceSlots(Protocol):
         The arrays of `batch` are on the host. `slots` (i32[n]) hold its sequences; -1 among the tokens of decodes
         stands for the newest token of the slot. The logits are valid until the next launch.
         """
+        ...
+
+    def prompt_states(self, count: int) -> Array:
+        """f32[count, width]: the hidden states that the last `prompt_logits` gave out for its first tokens."""
+        ...
+
+    def draw_drafts(
+        self, logits: Array, rows: np.ndarray, slots: np.ndarray, positions: np.ndarray
+    ) -> PendingTokens | None:
+        """Like `draw`, for any number of positions of each slot, whose length and newest token stay as they are.
+
+        For slots without edits. None: there is no room for so many draws.
+        """
+        ...
+
+    def draft_slots(self, network: Any, storage: Any) -> DraftSlots | None:
+        """The passes of a head (`DraftNetwork`) over its storage; None: they are called one by one."""
         ...
 
     def warm_up(self) -> None:

@@ -27,7 +27,14 @@ from bifolio.kernels.attention_interface import (
     Storage,
 )
 from bifolio.kernels.batch import Batch, StateUse
-from bifolio.kernels.device_slots import DeviceSlots, PendingTokens, SlotSizes, TokenScores
+from bifolio.kernels.device_slots import (
+    DeviceSlots,
+    DraftSlots,
+    PendingDrafts,
+    PendingTokens,
+    SlotSizes,
+    TokenScores,
+)
 from bifolio.kernels.operands import Array, Experts, HeadLinear, Linear, Norm, Recurrence, Router, Routing, Shards
 from bifolio.kernels.storage import CacheLayout, KVStorage
 from bifolio.kernels.stream_interface import StreamOperations
@@ -42,6 +49,8 @@ __all__ = [
     "Batch",
     "DeviceMemory",
     "DeviceSlots",
+    "DraftNetwork",
+    "DraftSlots",
     "Experts",
     "HeadLinear",
     "Heads",
@@ -51,6 +60,7 @@ __all__ = [
     "Network",
     "Norm",
     "PagedAttentionKernel",
+    "PendingDrafts",
     "PendingTokens",
     "Ranks",
     "Recurrence",
@@ -120,6 +130,8 @@ class SplitNetwork:
     hidden: Callable[[KernelSet, Batch, Storage | None], Array]  # [t, d] after the last layer
     logits: Callable[[KernelSet, Array], Array]  # f32[r, vocab] of rows of it
     prompt_segment: Callable[[int], AttentionSegment]  # of one sequence, by number of queries
+    tap_width: int = 0  # of the rows that `hidden` gives out beside its result (`Batch.taps`)
+    given_width: int = 0  # of the rows that `hidden` reads beside its tokens (`Batch.given`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +143,22 @@ class Network:
     decode_segment: Callable[[int], AttentionSegment]  # of one query per sequence, by number of sequences
     rotations: tuple[tuple[Array, float], ...] = ()  # (inverse frequencies, scale) of each rope configuration
     split: SplitNetwork | None = None  # None: the pass runs as a whole
+
+
+@dataclass(frozen=True, slots=True)
+class DraftNetwork:
+    """A draft head for a kernel set: one layer of attention over hidden states that `Batch.given` has."""
+
+    from_target: Callable[[KernelSet, Batch, Storage | None], Array]  # [t, d] from hidden states of the target
+    from_own: Callable[[KernelSet, Batch, Storage | None], Array]  # [t, d] from its own
+    logits: Callable[[KernelSet, Array], Array]  # f32[r, draft vocab] of rows of either
+    shape: AttentionShape
+    decode_segment: Callable[[int], AttentionSegment]
+    prompt_segment: Callable[[int], AttentionSegment]
+    rotations: tuple[tuple[Array, float], ...]
+    hidden_size: int
+    given_width: int  # of the target's hidden states
+    token_ids: np.ndarray | None  # i64[draft vocab]  the target's ids of the head's tokens; None: the same ids
 
 
 class KernelSet(PagedAttentionKernel, StreamOperations, Protocol):

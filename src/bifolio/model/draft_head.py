@@ -116,6 +116,21 @@ def forward(head: HeadWeights, batch: Batch, kernels: KernelSet, storage: Storag
 
     `batch.given` are hidden states of the target, or with `own_states` of the head itself.
     """
+    x = hidden_states(head, batch, kernels, storage, own_states=own_states)
+    kernels.tap(x, 0, batch)
+    return read_out(head, kernels.take(x, batch.logit_rows), kernels)
+
+
+def read_out(head: HeadWeights, x: Array, kernels: KernelSet) -> Array:
+    """Logits f32[r, draft vocab] of rows of the head's hidden states."""
+    normed = kernels.norm(x, head.final_norm)
+    return kernels.logits(normed, head.head, head.config.logit_softcap)  # type: ignore[arg-type]  # set by `prepare_head`
+
+
+def hidden_states(
+    head: HeadWeights, batch: Batch, kernels: KernelSet, storage: Storage | None, *, own_states: bool
+) -> Array:
+    """[t, d]: the head's hidden states, before its last norm."""
     config, layer = head.config, head.layer
     hidden = kernels.given(batch, config.hidden_size if own_states else head.states_width)
     if own_states:
@@ -141,10 +156,7 @@ def forward(head: HeadWeights, batch: Batch, kernels: KernelSet, storage: Storag
         x = normed = kernels.add(x, mixed)
     else:
         x, normed = kernels.add_norm(x, mixed, layer.mlp_norm)
-    x = kernels.add(x, feed_forward(layer, normed, config.activation, config.gated_mlp, kernels, x))
-    kernels.tap(x, 0, batch)
-    x = kernels.norm(kernels.take(x, batch.logit_rows), head.final_norm)
-    return kernels.logits(x, head.head, config.logit_softcap)  # type: ignore[arg-type]  # set by `prepare_head`
+    return kernels.add(x, feed_forward(layer, normed, config.activation, config.gated_mlp, kernels, x))
 
 
 def _attention_of(

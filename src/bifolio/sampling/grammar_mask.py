@@ -75,6 +75,18 @@ class GrammarMask:
         """Consume the new tokens; the matcher whose mask is next, None where `allowed` must be called instead."""
         return self._matcher if self._go_to(()) else None
 
+    def next_job(self) -> tuple[Any, int] | None:
+        """(matcher, token) if one new token alone is not consumed, the usual case; None: call `advance`."""
+        output, matcher = self._output, self._matcher
+        if self._settled != len(self._consumed) or self._settled != len(output) - 1 or matcher.is_stopped():
+            return None  # a stopped matcher would consume the end of the text once more
+        return matcher, output[-1]
+
+    def consumed(self, token: int) -> None:
+        """The matcher has consumed the token of `next_job`."""
+        self._consumed.append(token)
+        self._settled += 1
+
     def joined(self, was_slow: bool) -> bool:
         """Count a mask that was computed with others; False if the grammar failed: no token may follow."""
         self._num_masks += 1

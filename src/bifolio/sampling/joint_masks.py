@@ -1,6 +1,6 @@
 """The masks of all sequences of a step: cheap grammars are computed together on several threads, others one by one.
 
-    consume    each grammar is fed the tokens that its sequence has got since its last mask
+    consume    each grammar is fed the tokens that its sequence has got since its last mask: one token each in one call
     compute    llguidance writes the masks straight into rows of one array, which goes to the device as it is
     measure    a joint call that takes much longer than the times of its sequences one by one makes them suspects
 
@@ -50,8 +50,7 @@ class JointMasks:
         one_by_one = sum(mask.last_seconds for mask in masks.values())
         limit = MEAN_MASK_SECONDS + 2 * one_by_one / self.num_threads
         began, began_cpu = time.perf_counter(), time.process_time()
-        matchers = ((mask.advance(), index) for index, mask in masks.items())
-        jobs = [(matcher, index) for matcher, index in matchers if matcher is not None]
+        jobs = self._consume(masks)
         if jobs:
             self._executor.unsafe_compute_mask_ptr(jobs, rows.ctypes.data, 4 * rows.shape[1], len(rows))
         seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - began_cpu
@@ -60,6 +59,23 @@ class JointMasks:
             if not masks[index].joined(was_slow):
                 rows[index] = 0
         return {index for _, index in jobs}
+
+    def _consume(self, masks: dict[int, GrammarMask]) -> list[tuple[Any, int]]:
+        """(matcher, index) of the masks whose texts their grammars allow, after their new tokens."""
+        jobs: list[tuple[Any, int]] = []
+        quick: list[tuple[int, GrammarMask, tuple[Any, int]]] = []
+        for index, mask in masks.items():
+            job = mask.next_job()
+            if job is not None:
+                quick.append((index, mask, job))
+            elif (matcher := mask.advance()) is not None:
+                jobs.append((matcher, index))
+        allowed = self._executor.consume_token_par([job for _, _, job in quick]) if quick else []
+        for (index, mask, (matcher, token)), is_allowed in zip(quick, allowed, strict=True):
+            if is_allowed:
+                mask.consumed(token)
+                jobs.append((matcher, index))
+        return jobs
 
 
 def _joins(mask: TokenMask, num_words: int) -> TypeGuard[GrammarMask]:

@@ -132,7 +132,7 @@ class DecodeOrchestrator(_Orchestrator):
 
     def reserve(self, sequence_ids: list[int]) -> bool:
         """Reserve one token of each of these sequences, all or nothing."""
-        return self.blocks.try_append_many([(sequence_id, 1) for sequence_id in sequence_ids])
+        return self.blocks.try_append_each(sequence_ids)
 
     def compute_decode_attention(
         self, query: Array, sequence_id: int, current_length: int, kernel: LayerAttention

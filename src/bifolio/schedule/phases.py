@@ -94,7 +94,7 @@ class PhaseManager:
         running = self._reserve_decodes(active, decoding[:token_budget], preempted, may_preempt)
         if running is None:
             return StepPlan(is_short=True)
-        decodes = self._with_drafts(running, token_budget, drafts) if drafts else _decodes(running)
+        decodes, is_uniform = (self._with_drafts(running, token_budget, drafts), False) if drafts else _decodes(running)
         left = token_budget - (sum(item.num_new for item in decodes) if drafts else len(decodes))
         prefills, is_short = (
             self._plan_prefills(active, waiting, left, preempted, may_preempt) if waiting and left > 0 else ([], False)
@@ -103,7 +103,7 @@ class PhaseManager:
             victims = {id(member) for victim in preempted for member in team(victim)}
             decodes = [item for item in decodes if id(item.sequence) not in victims]
             prefills = [item for item in prefills if id(item.sequence) not in victims]
-        return StepPlan(tuple(decodes), tuple(prefills), tuple(preempted), is_short=is_short)
+        return StepPlan(tuple(decodes), tuple(prefills), tuple(preempted), is_short=is_short, is_uniform=is_uniform)
 
     def _reserve_decodes(
         self, active: list[BatchSlot], running: list[BatchSlot], preempted: list[Sequence], may_preempt: bool
@@ -234,14 +234,17 @@ def _behind(sequence: Sequence, active: Iterable[BatchSlot]) -> list[Sequence]:
     return [slot.held for slot in active if slot.sequence is not None and slot.held.order > sequence.order]
 
 
-def _decodes(running: list[BatchSlot]) -> list[ScheduledSequence]:
-    scheduled = []
+def _decodes(running: list[BatchSlot]) -> tuple[list[ScheduledSequence], bool]:
+    """(One token of each slot's sequence, whether none of them has a group)."""
+    scheduled, is_uniform, new = [], True, ScheduledSequence._make  # faster than the constructor
     for slot in running:
         sequence = slot.sequence
         if sequence is not None:
             start = sequence.num_computed + sequence.num_in_flight
-            scheduled.append(ScheduledSequence(slot.index, sequence, start, 1, (slot.index,)))
-    return scheduled
+            scheduled.append(new((slot.index, sequence, start, 1, slot.alone, ())))
+            if sequence.group is not None:
+                is_uniform = False
+    return scheduled, is_uniform
 
 
 def _sorted_by_phase(

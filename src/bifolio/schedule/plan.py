@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from bifolio.cache.table_states import StatePass, StateRequest
@@ -19,6 +19,10 @@ class BatchSlot:
     sequence: Sequence | None = None
     sample_slots: tuple[int, ...] = ()  # its own slot, and those of its later forks
     waits_for_tokens: bool = False  # its next draw depends on token values: not planned while a step is in flight
+    alone: tuple[int, ...] = field(init=False)  # its own slot
+
+    def __post_init__(self) -> None:
+        self.alone = (self.index,)
 
     @property
     def held(self) -> Sequence:
@@ -67,6 +71,12 @@ class StepPlan:
     preempted: tuple[Sequence, ...] = ()
     states: tuple[StatePass, ...] | None = None  # of `scheduled`, if the model has recurrent layers
     is_short: bool = False  # too few free blocks, and preemption has to wait for the step in flight
+    is_uniform: bool = False  # every decode is known to be one token of a sequence without a group
+
+    @property
+    def has_plain_decodes(self) -> bool:
+        """Whether every decode is one token of a sequence without a group."""
+        return self.is_uniform or all(item.num_new == 1 and item.sequence.group is None for item in self.decodes)
 
     @property
     def is_empty(self) -> bool:
@@ -78,8 +88,8 @@ class StepPlan:
 
     def state_requests(self) -> Iterator[StateRequest]:
         """The passes of `scheduled`, for the choice of their recurrent states."""
-        for item in self.decodes:
-            yield StateRequest(item.sequence.id, item.start, item.num_new, len(item.drafts))
+        for _, sequence, start, num_new, _, drafts in self.decodes:
+            yield StateRequest(sequence.id, start, num_new, len(drafts))
         for item in self.prefills:
             known = item.sequence.num_tokens
             yield StateRequest(item.sequence.id, item.start, item.num_new, len(item.drafts), known)

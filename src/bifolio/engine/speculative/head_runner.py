@@ -8,8 +8,9 @@ holes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +22,8 @@ from bifolio.kernels.interface import (
     AttentionPhase,
     AttentionSegment,
     Batch,
+    DraftNetwork,
+    DraftSlots,
     KernelSet,
     Network,
     StepProgram,
@@ -29,7 +32,7 @@ from bifolio.kernels.interface import (
 from bifolio.kernels.storage import CacheLayout, KVStorage
 from bifolio.model import draft_head
 from bifolio.model.draft_head import HeadWeights
-from bifolio.schedule.orchestrators import DecodeOrchestrator
+from bifolio.schedule.orchestrators import DecodeOrchestrator, PrefillOrchestrator
 
 
 class HeadBlocks:
@@ -112,6 +115,7 @@ class HeadRunner:
         self.weights, self.kernels = weights, kernels
         self.blocks = HeadBlocks(kernels.new_storage(layout))
         self._programs: dict[bool, StepProgram | None] = {}
+        self.on_device: DraftSlots | None = None  # launches all passes of a step at once
         self._blank = kernels.from_host(np.zeros((1, config.hidden_size), np.float32))
 
     def run(
@@ -133,32 +137,89 @@ class HeadRunner:
             logits = program.run(batch, self.blocks.storage)
         return logits, self.kernels.take(hidden, ends) if len(runs) < len(hidden) else hidden
 
+    def draft(
+        self, runs: list[HeadRun], states: Array, slots: Sequence[int], positions: Sequence[int], lengths: Sequence[int]
+    ) -> np.ndarray | None:
+        """i32[s, n]: drafts behind the last token of each run, drawn on the device; None: it cannot.
+
+        `lengths`: drafts that each sequence has blocks for; n is the largest of them.
+        """
+        if self.on_device is None:
+            return None
+        most, ends = max(lengths), np.cumsum([len(run.tokens) for run in runs]) - 1
+        entries = np.array([run.start + len(run.tokens) - run.context_start for run in runs])
+        tables = self._tables(runs, [count - 1 for count in lengths], most)
+        batch = replace(self._host_batch(runs, AttentionPhase.DECODE, ends.tolist(), tables).on_host(), given=states)
+        pending = self.on_device.draft(
+            batch, tables, np.asarray(slots, dtype=np.int32), np.asarray(positions), entries, most
+        )
+        return None if pending is None else pending.wait()
+
     def _lay_out(self, runs: list[HeadRun], phase: AttentionPhase, logit_rows: list[int]) -> Batch:
-        """Positions are counted from the first entry that is read: rope depends on differences alone."""
+        tables = self._tables(runs, [0] * len(runs), 0)
+        return self._host_batch(runs, phase, logit_rows, tables).to(self.kernels)
+
+    def _tables(self, runs: list[HeadRun], more: list[int], room: int) -> np.ndarray:
+        """i32[s, blocks]: the blocks of each run's context, and of so many tokens `more`; 0 for `room` tokens at least.
+
+        Drafts behind the tokens that a sequence has blocks for are written to the padding block.
+        """
         size = self.blocks.block_size
         ends = [run.start + len(run.tokens) for run in runs]
-        width = max(-(-end // size) - run.context_start // size for run, end in zip(runs, ends, strict=True))
+        width = max(-(-(end - run.context_start + room) // size) for run, end in zip(runs, ends, strict=True))
         tables = np.zeros((len(runs), width), np.int32)
-        laid_out = []
-        for number, (run, end) in enumerate(zip(runs, ends, strict=True)):
-            own = run.table[run.context_start // size : -(-end // size)]
+        for number, (run, end, count) in enumerate(zip(runs, ends, more, strict=True)):
+            own = run.table[run.context_start // size : -(-(end + count) // size)]
             tables[number, : len(own)] = own
-            laid_out.append(Run(number, run.start - run.context_start, run.tokens))
+        return tables
+
+    def _host_batch(
+        self, runs: list[HeadRun], phase: AttentionPhase, logit_rows: list[int], tables: np.ndarray
+    ) -> HostBatch:
+        """Positions are counted from the first entry that is read: rope depends on differences alone."""
+        laid_out = [Run(number, run.start - run.context_start, run.tokens) for number, run in enumerate(runs)]
         decodes, prefills = (laid_out, []) if phase is AttentionPhase.DECODE else ([], laid_out)
-        return HostBatch.from_runs(decodes, prefills, tables, size, logit_rows).to(self.kernels)
+        return HostBatch.from_runs(decodes, prefills, tables, self.blocks.block_size, logit_rows)
 
     def _network(self, own_states: bool) -> Network:
+        def forward(kernels: KernelSet, batch: Batch, storage: Storage | None) -> Array:
+            return draft_head.forward(self.weights, batch, kernels, storage, own_states=own_states)
+
+        return Network(forward, (self.weights.layer.shape,), _decode_segment, self._rotations)
+
+    @property
+    def _rotations(self) -> tuple[tuple[Array, float], ...]:
+        return tuple(zip(self.weights.inverse_frequencies, self.weights.rope_scales, strict=True))
+
+    @property
+    def network(self) -> DraftNetwork:
+        """The passes of the head as a device records them."""
         weights = self.weights
 
-        def forward(kernels: KernelSet, batch: Batch, storage: Storage | None) -> Array:
-            return draft_head.forward(weights, batch, kernels, storage, own_states=own_states)
+        def hidden(kernels: KernelSet, batch: Batch, storage: Storage | None, *, own_states: bool) -> Array:
+            return draft_head.hidden_states(weights, batch, kernels, storage, own_states=own_states)
 
-        def decode_segment(count: int) -> AttentionSegment:
-            ones = np.ones(count, dtype=np.int32)
-            return DecodeOrchestrator.lay_out(ones - 1, ones, None)
+        return DraftNetwork(
+            partial(hidden, own_states=False),
+            partial(hidden, own_states=True),
+            lambda kernels, x: draft_head.read_out(weights, x, kernels),
+            weights.layer.shape,
+            _decode_segment,
+            _prompt_segment,
+            self._rotations,
+            weights.config.hidden_size,
+            weights.states_width,
+            weights.token_ids,
+        )
 
-        rotations = tuple(zip(weights.inverse_frequencies, weights.rope_scales, strict=True))
-        return Network(forward, (weights.layer.shape,), decode_segment, rotations)
+
+def _decode_segment(count: int) -> AttentionSegment:
+    ones = np.ones(count, dtype=np.int32)
+    return DecodeOrchestrator.lay_out(ones - 1, ones, None)
+
+
+def _prompt_segment(count: int) -> AttentionSegment:
+    return PrefillOrchestrator.lay_out(np.zeros(1, dtype=np.int32), np.full(1, count, dtype=np.int32), None)
 
 
 def blank_rows(kernels: KernelSet, blank: Array, count: int) -> Array:

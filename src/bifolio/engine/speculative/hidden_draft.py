@@ -163,8 +163,26 @@ class HiddenDraft:
         return offers
 
     def fill(self, items: Sequences[ScheduledSequence]) -> list[tuple[int, ...]]:
+        started = time.perf_counter()
+        runs, given = self._first_runs(items)
+        slots = [item.slot for item in items]
+        if self._slots.draws_drafts(slots):
+            positions, lengths = [item.sequence.num_tokens for item in items], [item.num_new - 1 for item in items]
+            drawn = self.runner.draft(runs, given, slots, positions, lengths)
+            if drawn is not None:
+                self._computed(runs)
+                self.costs.observe(len(items), (time.perf_counter() - started) / drawn.shape[1])
+                rows = zip(drawn.clip(0).tolist(), lengths, strict=True)
+                return [tuple(tokens[:length]) for tokens, length in rows]
+        return self._fill_by_passes(items, runs, given)
+
+    def _fill_by_passes(
+        self, items: Sequences[ScheduledSequence], runs: list[HeadRun], given: Array
+    ) -> list[tuple[int, ...]]:
+        """One draft token after the other, drawn on the host."""
         guesses: list[list[int]] = [[] for _ in items]
-        hidden = self._first_guesses(items, guesses)
+        hidden = self._draw(items, range(len(items)), runs, given, guesses, own_states=False)
+        self._computed(runs)
         while active := [i for i, item in enumerate(items) if 0 < len(guesses[i]) < item.num_new - 1]:
             runs = []
             for i in active:
@@ -176,8 +194,8 @@ class HiddenDraft:
             hidden = _put(hidden, active, rows) if len(active) < len(items) else rows
         return [tuple(guess) for guess in guesses]
 
-    def _first_guesses(self, items: Sequences[ScheduledSequence], guesses: list[list[int]]) -> Array:
-        """Compute the entries of all kept states; the last ones give the first drafts. Returns the hidden states."""
+    def _first_runs(self, items: Sequences[ScheduledSequence]) -> tuple[list[HeadRun], Array]:
+        """The pass over all kept states, which gives the first drafts: its tokens, and the states."""
         runs, states = [], []
         for item in items:
             track = self._tracks[item.sequence.id]
@@ -188,11 +206,11 @@ class HiddenDraft:
             tokens = item.sequence.token_ids[start + 1 : start + 1 + count]
             runs.append(HeadRun(self._table(item), track.context_start, start, tokens))
             states += track.take(count)
-        given = _joined(states)
-        hidden = self._draw(items, range(len(items)), runs, given, guesses, own_states=False)
+        return runs, _joined(states)
+
+    def _computed(self, runs: list[HeadRun]) -> None:
         for run in runs:
             self.runner.blocks.computed(run.table, run.start, run.start + len(run.tokens))
-        return hidden
 
     def _skip_shared(self, item: ScheduledSequence, track: Track) -> None:
         """Drop states whose entries a fork of the same prompt computed in shared blocks; the last one gives logits."""

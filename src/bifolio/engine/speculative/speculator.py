@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 CONTEXT = 16  # tokens before a trial whose states a draft head reads
 PLAIN_EVERY = 32  # steps with drafts before a plain one is measured: its cost changes with the load of the machine
+PLAIN_STEPS = 4  # measured then where steps run ahead: the first and the last of them do not
+MOST_MEASURED = 16  # steps that run ahead until the cost of plain ones is known
 RESTING_EVERY = 4  # plain steps, while no drafts are made, before one is measured
 
 
@@ -148,8 +150,10 @@ class Speculator:
         self._num_active = 0
         self._num_rested = 0  # steps of the last rest
         self._num_drafted = 0  # consecutive steps with drafts
+        self._num_measured = 0  # consecutive steps without drafts because the cost of plain ones is unknown
+        self.runs_ahead = False  # the next step has no drafts: where the device launches ahead, it may be launched so
+        self._collected = 0.0  # when the last step was collected
         self._head = drafter if isinstance(drafter, HiddenDraft) else None
-        self._is_slowed = False  # the last pass gave out hidden states where a plain one is replayed as a graph
 
     def reads_states(self, plan: StepPlan) -> bool:
         """Whether the pass of a plan gives out hidden states for a draft head.
@@ -161,7 +165,7 @@ class Speculator:
             return False
         if plan.prefills:
             return True
-        if not self._head.runner.kernels.launches_ahead:
+        if not self._launches_ahead:
             return not self._rest or (self._rest < CONTEXT and self.lengths.is_hopeful)
         return not self._rest and (not self.lengths.adaptive or self.lengths.steps.knows(len(plan.decodes)))
 
@@ -170,7 +174,11 @@ class Speculator:
         if self._head is not None:
             self._head.is_resting = self._rest > 0
             self._head.absorb(plan, states)
-            self._is_slowed = states is not None and self._head.runner.kernels.launches_ahead
+
+    def warm_up(self) -> None:
+        """Capture the passes of a draft head on a device now."""
+        if self._head is not None and self._head.runner.on_device is not None:
+            self._head.runner.on_device.warm_up(self.lengths.longest)
 
     def forked(self, parent: Sequence, child: Sequence) -> None:
         if self._head is not None:
@@ -180,11 +188,21 @@ class Speculator:
         """Whether the next step has no drafts in any case; called once for each step, with its active slots."""
         self._kinds, self._draft_seconds, self._num_right = {}, 0.0, 0
         self._planned = time.perf_counter()
-        if self._rest > 0 and num_active == self._num_active:
+        self.runs_ahead = self._rest > 0 and num_active == self._num_active
+        if self.runs_ahead:
             self._rest -= 1
             return True
         self._rest, self._num_active = 0, num_active
-        return False
+        if self._launches_ahead and self.lengths.adaptive:
+            is_known = self.lengths.steps.knows(num_active)
+            self._num_measured = 0 if is_known else self._num_measured + 1
+            self.runs_ahead = not is_known and self._num_measured <= MOST_MEASURED
+        return self.runs_ahead
+
+    @property
+    def _launches_ahead(self) -> bool:
+        """Whether plain steps are launched ahead: drafts of a head know when they rest."""
+        return self._head is not None and self._head.runner.kernels.launches_ahead
 
     def room(self, sequences: list[Sequence]) -> dict[int, int]:
         """Number of draft tokens to reserve, by sequence id; beams of a search have no drafts."""
@@ -195,6 +213,7 @@ class Speculator:
             return {}
         if self.lengths.adaptive:
             if self._num_drafted >= PLAIN_EVERY:
+                self._rest = PLAIN_STEPS if self._launches_ahead else 0
                 return {}
             tokens_left = sum(most[sequence_id] for sequence_id in offers) // len(offers)
             offers = self._accepted_offers(offers, len(sequences), tokens_left)
@@ -229,9 +248,17 @@ class Speculator:
         decodes = tuple(item._replace(drafts=guesses.get(item.slot, ())) for item in plan.decodes)
         return replace(plan, decodes=decodes)
 
-    def observe_step(self, plan: StepPlan, seconds: float) -> None:
-        """Record the duration of a step without prefill from its launch on, drafting included."""
+    def observe_step(self, plan: StepPlan, started: float) -> None:
+        """Record the duration of a step without prefill that was launched at `started`, drafting included.
+
+        A step that was launched ahead takes the time since the step before it was collected.
+        """
+        now = time.perf_counter()
+        was_ahead, seconds = started < self._collected, now - max(started, self._collected)
+        self._collected = now
         self._num_rested += 1
+        if was_ahead:
+            self._plan_seconds = 0.0  # of a later step
         if self._rest % RESTING_EVERY:
             return
         lengths, num_decodes, num_tokens = self.lengths, len(plan.decodes), plan.num_tokens
@@ -239,9 +266,10 @@ class Speculator:
         has_drafts, self._num_rested = num_tokens > num_decodes, 0
         self._num_drafted = self._num_drafted + 1 if has_drafts else 0
         seconds += self._plan_seconds
-        if (has_drafts or self._is_slowed) and lengths.steps.knows(num_decodes):
+        is_late = self._launches_ahead and not was_ahead  # waited for the tokens before, as drafts do
+        if (has_drafts or is_late) and lengths.steps.knows(num_decodes):
             lengths.count_loss(num_decodes, num_tokens, seconds, self._num_right)
-        if has_drafts or not self._is_slowed:
+        if has_drafts or not is_late:
             lengths.steps.observe(num_tokens, max(seconds - self._draft_seconds, 0.0))
 
     def observe(self, sequence: Sequence, num_guessed: int, num_right: int) -> None:
@@ -294,6 +322,8 @@ def _head_speculator(engine: InferenceEngine, head: LoadedHead, config: Speculat
     weights = prepare_head(head.weights, kernels, engine.runner.weights)
     runner = HeadRunner(weights, engine.config.cache, kernels)
     engine.storages.append(runner.blocks)
+    if engine.slots.device is not None:
+        runner.on_device = engine.slots.device.draft_slots(runner.network, runner.blocks.storage)
     drafter = HiddenDraft(runner, engine.slots, engine.config.chunk_size)
     lengths = DraftLengths(config.length, config.adaptive, drafter.costs, _relative_cost(engine, head.weights))
     return Speculator(config, drafter, engine.config.max_model_len, lengths)

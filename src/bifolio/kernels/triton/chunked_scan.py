@@ -26,7 +26,7 @@ import triton.language as tl
 
 from bifolio.kernels.interface import Recurrence, Storage
 from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
-from bifolio.kernels.triton.scan_plan import CHUNK, Chunks
+from bifolio.kernels.triton.scan_plan import CHUNK, Chunks, programs_of
 
 LARGEST_KEY = 256  # larger states are scanned token by token
 VALUES = 32  # columns of the state in the registers of a program
@@ -105,51 +105,57 @@ def _prepare_kernel(
     own_decay, own_bias = tl.load(decay + head), tl.load(bias + head)
     wait_for_inputs()
     length = tl.load(lengths + chunk)
-    inside = row < length
-    start = tl.load(starts + chunk).to(tl.int64)
-    gate = gates + start * gate_stride + head + row * gate_stride
-    rate = tl.load(gate, mask=inside, other=0.0).to(tl.float32)
-    step = rate
-    if DELTA:
-        step = tl.load(gate + heads, mask=inside, other=0.0).to(tl.float32)
-    step = positive_step(step + own_bias, least, most)
-    rate = tl.where(inside, 1.0 / (1.0 + tl.exp(-rate)) if DELTA else step, 0.0)
-    total = tl.cumsum(tl.where(inside, step * own_decay, 0.0), axis=0)
-    mask = inside[:, None] & (key < key_size)[None, :]
-    first = mixed + start * channels + group * key_size
-    keys = _load_rows(first + key_start, row, channels, key, mask)
-    queries = _load_rows(first + query_start, row, channels, key, mask)
-    decays = tl.exp(tl.minimum(total[:, None] - total[None, :], 0.0))
-    place = chunk.to(tl.int64) * heads + head
-    square = row[:, None] * CHUNK + row[None, :]
-    shared = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * decays
-    tl.store(weights + place * CHUNK * CHUNK + square, tl.where(row[:, None] >= row[None, :], shared, 0.0))
-    tl.store(sums + place * 2 * CHUNK + row, total)
-    tl.store(sums + place * 2 * CHUNK + CHUNK + row, rate)
-    if DELTA:
-        a = tl.dot(keys, tl.trans(keys), input_precision=PRECISION) * decays * rate[:, None]
-        a = tl.where(row[:, None] > row[None, :], a, 0.0)
-        solution = _inverse(a, CHUNK, BLOCK, PRECISION) * rate[None, :]
-        tl.store(solutions + place * CHUNK * CHUNK + square, solution)
+    if length > 0:  # plans of a fixed size have unused chunks
+        inside = row < length
+        start = tl.load(starts + chunk).to(tl.int64)
+        gate = gates + start * gate_stride + head + row * gate_stride
+        rate = tl.load(gate, mask=inside, other=0.0).to(tl.float32)
+        step = rate
+        if DELTA:
+            step = tl.load(gate + heads, mask=inside, other=0.0).to(tl.float32)
+        step = positive_step(step + own_bias, least, most)
+        rate = tl.where(inside, 1.0 / (1.0 + tl.exp(-rate)) if DELTA else step, 0.0)
+        total = tl.cumsum(tl.where(inside, step * own_decay, 0.0), axis=0)
+        mask = inside[:, None] & (key < key_size)[None, :]
+        first = mixed + start * channels + group * key_size
+        keys = _load_rows(first + key_start, row, channels, key, mask)
+        queries = _load_rows(first + query_start, row, channels, key, mask)
+        decays = tl.exp(tl.minimum(total[:, None] - total[None, :], 0.0))
+        place = chunk.to(tl.int64) * heads + head
+        square = row[:, None] * CHUNK + row[None, :]
+        shared = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * decays
+        tl.store(weights + place * CHUNK * CHUNK + square, tl.where(row[:, None] >= row[None, :], shared, 0.0))
+        tl.store(sums + place * 2 * CHUNK + row, total)
+        tl.store(sums + place * 2 * CHUNK + CHUNK + row, rate)
+        if DELTA:
+            a = tl.dot(keys, tl.trans(keys), input_precision=PRECISION) * decays * rate[:, None]
+            a = tl.where(row[:, None] > row[None, :], a, 0.0)
+            solution = _inverse(a, CHUNK, BLOCK, PRECISION) * rate[None, :]
+            tl.store(solutions + place * CHUNK * CHUNK + square, solution)
 
 
-@triton.jit(do_not_specialize_on_alignment=["starts", "lengths", "first_chunks", "last_chunks", "reads", "writes"])
-def _scan_chunks_kernel(
-    mixed: tl.tensor,  # f32[t, channels]
-    states: tl.tensor,  # f32[states, heads, key_size, value_size]
-    starts: tl.tensor,  # i32[c]
-    lengths: tl.tensor,  # i32[c]
-    first_chunks: tl.tensor,  # i32[s]
-    last_chunks: tl.tensor,  # i32[s]
-    reads: tl.tensor,  # i32[s]
-    writes: tl.tensor,  # i32[t]
-    skip: tl.tensor,  # f32[heads]
+@triton.jit
+def _scan_sequence(
+    sequence: tl.tensor,
+    head: tl.tensor,
+    group: tl.tensor,
+    row: tl.tensor,
+    key: tl.tensor,
+    column: tl.tensor,
+    mixed: tl.tensor,
+    states: tl.tensor,
+    starts: tl.tensor,
+    lengths: tl.tensor,
+    first_chunks: tl.tensor,
+    last_chunks: tl.tensor,
+    reads: tl.tensor,
+    writes: tl.tensor,
+    own_skip: tl.tensor,
     sums: tl.tensor,
     weights: tl.tensor,
     solutions: tl.tensor,
-    out: tl.tensor,  # f32[t, heads * value_size]
+    out: tl.tensor,
     heads: tl.tensor,
-    groups: tl.tensor,
     key_size: tl.tensor,
     value_size: tl.tensor,
     channels: tl.tensor,
@@ -157,8 +163,6 @@ def _scan_chunks_kernel(
     key_start: tl.tensor,
     value_start: tl.tensor,
     DELTA: tl.constexpr,
-    TILED: tl.constexpr,
-    HAS_SKIP: tl.constexpr,
     HAS_STATES: tl.constexpr,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
@@ -166,22 +170,17 @@ def _scan_chunks_kernel(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    head, sequence = tl.program_id(1), tl.program_id(2)
-    group = head_group(head, heads, groups, TILED)
-    row, key, column = tl.arange(0, CHUNK), tl.arange(0, KEYS), tl.program_id(0) * VALUES + tl.arange(0, VALUES)
+    """The chunks of one sequence, one after the other."""
     has_key, has_value = key < key_size, column < value_size
     mask = has_key[:, None] & has_value[None, :]
     tile = key[:, None] * value_size + column[None, :]
     square = row[:, None] * CHUNK + row[None, :]
-    own_skip = 0.0
-    if HAS_SKIP:
-        own_skip = tl.load(skip + head)
-    wait_for_inputs()
+    first_chunk, last_chunk = tl.load(first_chunks + sequence), tl.load(last_chunks + sequence)
     state = tl.zeros((KEYS, VALUES), tl.float32)
     if HAS_STATES:
         read = tl.load(reads + sequence).to(tl.int64)
         state = tl.load(states + (read * heads + head) * key_size * value_size + tile, mask=mask, other=0.0)
-    for chunk in tl.range(tl.load(first_chunks + sequence), tl.load(last_chunks + sequence), num_stages=STAGES):
+    for chunk in tl.range(first_chunk, last_chunk, num_stages=STAGES):
         start, length = tl.load(starts + chunk).to(tl.int64), tl.load(lengths + chunk)
         token, inside = start + row, row < length
         place = (start * 0 + chunk) * heads + head  # in the interpreter `chunk` may be a Python integer
@@ -210,6 +209,74 @@ def _scan_chunks_kernel(
                 tl.store(states + (stored * heads + head) * key_size * value_size + tile, state, mask=mask)
 
 
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "starts",
+        "lengths",
+        "first_chunks",
+        "last_chunks",
+        "reads",
+        "num_sequences",
+        "writes",
+    ]
+)
+def _scan_chunks_kernel(
+    mixed: tl.tensor,  # f32[t, channels]
+    states: tl.tensor,  # f32[states, heads, key_size, value_size]
+    starts: tl.tensor,  # i32[c]
+    lengths: tl.tensor,  # i32[c]
+    first_chunks: tl.tensor,  # i32[s]
+    last_chunks: tl.tensor,  # i32[s]
+    reads: tl.tensor,  # i32[s]
+    num_sequences: tl.tensor,  # i32[1], if COUNTED
+    writes: tl.tensor,  # i32[t]
+    skip: tl.tensor,  # f32[heads]
+    sums: tl.tensor,
+    weights: tl.tensor,
+    solutions: tl.tensor,
+    out: tl.tensor,  # f32[t, heads * value_size]
+    heads: tl.tensor,
+    groups: tl.tensor,
+    key_size: tl.tensor,
+    value_size: tl.tensor,
+    channels: tl.tensor,
+    query_start: tl.tensor,
+    key_start: tl.tensor,
+    value_start: tl.tensor,
+    DELTA: tl.constexpr,
+    TILED: tl.constexpr,
+    HAS_SKIP: tl.constexpr,
+    HAS_STATES: tl.constexpr,
+    COUNTED: tl.constexpr,  # programs share the sequences of a plan of fixed size; else one program has one sequence
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    head, first_sequence = tl.program_id(1), tl.program_id(2)
+    group = head_group(head, heads, groups, TILED)
+    row, key, column = tl.arange(0, CHUNK), tl.arange(0, KEYS), tl.program_id(0) * VALUES + tl.arange(0, VALUES)
+    own_skip = 0.0
+    if HAS_SKIP:
+        own_skip = tl.load(skip + head)
+    wait_for_inputs()
+    if COUNTED:
+        for sequence in tl.range(first_sequence, tl.load(num_sequences), tl.num_programs(2), num_stages=1):
+            _scan_sequence(
+                sequence, head, group, row, key, column, mixed, states, starts, lengths, first_chunks, last_chunks,
+                reads, writes, own_skip, sums, weights, solutions, out, heads, key_size, value_size, channels,
+                query_start, key_start, value_start, DELTA, HAS_STATES, KEYS, VALUES, CHUNK, STAGES, PRECISION,
+            )  # fmt: skip
+    else:
+        sequence = first_sequence
+        _scan_sequence(
+            sequence, head, group, row, key, column, mixed, states, starts, lengths, first_chunks, last_chunks, reads,
+            writes, own_skip, sums, weights, solutions, out, heads, key_size, value_size, channels, query_start,
+            key_start, value_start, DELTA, HAS_STATES, KEYS, VALUES, CHUNK, STAGES, PRECISION,
+        )  # fmt: skip
+
+
 def scan_chunks(
     mixed: torch.Tensor,  # f32[t, channels]
     gates: torch.Tensor,  # [t, ...]  beta and a, or dt
@@ -233,12 +300,14 @@ def scan_chunks(
         r.heads, r.groups, r.key_size, r.channels, *columns[:2], least, most, DELTA=is_delta, TILED=r.tiled, KEYS=keys,
         CHUNK=CHUNK, BLOCK=SOLVED, PRECISION=precision, num_warps=4, **OVERLAPPED,
     )  # fmt: skip
-    _scan_chunks_kernel[(triton.cdiv(r.value_size, values), r.heads, len(chunks.first))](
+    tiles = triton.cdiv(r.value_size, values)
+    _scan_chunks_kernel[(tiles, r.heads, programs_of(chunks, tiles * r.heads))](
         mixed, mixed if storage is None else storage.recurrent[r.layer], chunks.starts, chunks.lengths, chunks.first,
-        chunks.last, chunks.reads, writes, r.bias if r.skip is None else r.skip, sums, weights, solutions, out, r.heads,
-        r.groups, r.key_size, r.value_size, r.channels, *columns, DELTA=is_delta, TILED=r.tiled,
-        HAS_SKIP=r.skip is not None, HAS_STATES=storage is not None, KEYS=keys, VALUES=values, CHUNK=CHUNK,
-        STAGES=stages(keys), PRECISION=precision, num_warps=4, **OVERLAPPED,
+        chunks.last, chunks.reads, chunks.reads if chunks.count is None else chunks.count, writes,
+        r.bias if r.skip is None else r.skip, sums, weights, solutions, out, r.heads, r.groups, r.key_size,
+        r.value_size, r.channels, *columns, DELTA=is_delta, TILED=r.tiled,
+        HAS_SKIP=r.skip is not None, HAS_STATES=storage is not None, COUNTED=chunks.count is not None, KEYS=keys,
+        VALUES=values, CHUNK=CHUNK, STAGES=stages(keys), PRECISION=precision, num_warps=4, **OVERLAPPED,
     )  # fmt: skip
 
 

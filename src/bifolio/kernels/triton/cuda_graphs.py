@@ -10,7 +10,7 @@ Without a GPU the step runs directly in Triton's interpreter instead of being ca
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ import torch
 
 from bifolio.garbage import no_garbage_collection
 from bifolio.kernels.interface import (
+    Array,
     AttentionShape,
     Batch,
     KernelSet,
@@ -60,6 +61,8 @@ class GraphKernels(KernelSet, Protocol):
     attention: Attention
 
     def stage_states(self, states: StagedStates) -> None: ...
+
+    def tabulate(self, rotations: Sequence[tuple[Array, float]], max_position: int) -> None: ...
 
 
 @dataclass(slots=True)
@@ -164,7 +167,8 @@ class DecodeGraphs:
         self._kernels, self._network, self._storage, self.state = kernels, network, storage, state
         self.edits: SlotEdits | None = None  # of steps whose mode has edits
         self._sizes = batch_sizes(state.num_slots)
-        self._few_sizes = few_batch_sizes(state.num_slots)  # of steps with shared prefixes, or without sampling
+        self._few_sizes = few_batch_sizes(state.num_slots)  # of steps with shared prefixes
+        self._logit_sizes = sorted({1, *self._few_sizes})  # of steps without sampling
         self._steps: dict[tuple[int, StepMode, bool], DecodeStep] = {}  # by size, draws, shares
         self._parts: SharedRows | None = None  # whose room for results serves all steps
         self.recorder = GraphRecorder(state.device)
@@ -202,7 +206,9 @@ class DecodeGraphs:
             self._step(size, mode, shares)
 
     def _sizes_of(self, mode: StepMode, shares: bool) -> list[int]:
-        return self._few_sizes if shares or mode is None else self._sizes
+        if shares:
+            return self._few_sizes
+        return self._logit_sizes if mode is None else self._sizes
 
     @property
     def keys(self) -> set[tuple[int, StepMode, bool]]:
@@ -227,7 +233,7 @@ class DecodeGraphs:
             if self._storage.layout.num_states:
                 starts = torch.arange(size + 1, dtype=torch.int32, device=self.state.device)
                 use = StateUse(starts, torch.zeros_like(step.rows), torch.full_like(step.rows, -1))
-                step.states = StagedStates.of(use, self.state.device)
+                step.states = StagedStates.of(use, self.state.device, chunked=not self._kernels.deterministic)
             if self.state.on_gpu:
                 step.graph = self.recorder.record(lambda: self._run(step, mode))
                 step.turn.fill_(TURNS - 1)  # recording used one buffer

@@ -43,6 +43,8 @@ class DeviceState:
             return self.words[place : place + num_slots]
 
         wide = self.words[self._wide :].view(torch.int64).view(8, num_slots)
+        narrow = self.words[self._lengths : self._ends].view(10, num_slots)
+        self.columns = narrow, wide  # a column of each slot; the ends of edits are not among them
         self.tables = self.words[: num_slots * max_blocks].view(num_slots, max_blocks)  # i32
         self.lengths = column(self._lengths)  # i32  tokens in the cache
         self.tokens = column(self._tokens)  # i32  newest, not in the cache yet
@@ -118,8 +120,11 @@ class DeviceState:
         """i32[2, count]: places and numbers since the last call, the latest for each place."""
         if not self._places:
             return None
+        is_single = len(self._places) == 1  # the places of one change differ
         places, numbers = np.concatenate(self._places), np.concatenate(self._numbers)
         self._places, self._numbers = [], []
+        if is_single:
+            return np.stack([places, numbers]).astype(np.int32)
         _, first_from_behind = np.unique(places[::-1], return_index=True)
         if len(first_from_behind) < len(places):
             last = len(places) - 1 - first_from_behind

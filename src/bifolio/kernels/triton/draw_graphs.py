@@ -45,6 +45,10 @@ class DrawGraphs:
     recorder: GraphRecorder  # with memory of its own: the logits of the step are read after the draw, too
     _logits: torch.Tensor | None = None  # f32[slots, vocab]
     _steps: dict[tuple[int, Mode], DrawStep] = field(default_factory=dict)  # by number of draws and mode
+    _sizes: list[int] = field(init=False)  # numbers of draws
+
+    def __post_init__(self) -> None:
+        self._sizes = draw_sizes(self.state.num_slots)
 
     def draw(
         self, logits: torch.Tensor, rows: np.ndarray, slots: np.ndarray, mode: Mode, edits: SlotEdits | None
@@ -64,16 +68,16 @@ class DrawGraphs:
         turn, step.next_turn = step.next_turn, (step.next_turn + 1) % TURNS
         return DeviceTokens(step.results, turn, count, None if step.graph is None else recorded_event())
 
-    def capture_all(self, mode: Mode, vocab_size: int) -> None:
-        """Capture all numbers of draws of a mode without edits now, the largest first."""
-        for size in reversed(draw_sizes(self.state.num_slots)):
-            self._step(size, mode, None, vocab_size)
+    def capture_all(self, mode: Mode, vocab_size: int, most: int | None = None) -> None:
+        """Capture all numbers of draws (up to `most`) of a mode without edits now, the largest first."""
+        for size in reversed(self._sizes):
+            if most is None or size <= most:
+                self._step(size, mode, None, vocab_size)
 
     def _size(self, count: int) -> int:
         if not self.state.on_gpu:
             return count  # each step runs kernel by kernel
-        sizes = draw_sizes(self.state.num_slots)
-        return sizes[bisect_left(sizes, count)]
+        return self._sizes[bisect_left(self._sizes, count)]
 
     def _room(self, vocab_size: int) -> torch.Tensor:
         if self._logits is None:

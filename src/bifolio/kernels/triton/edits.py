@@ -5,8 +5,9 @@
     bias    f32[slots, vocab]     added to the logits; -inf for tokens that are never drawn
     masks   i32[slots, vocab/32]  bits of the tokens that a grammar allows next
 
-The arrays are allocated with the first slot that needs them. A launched step reads them, writes edited logits beside
-the model's own, and counts the token that it chose; so the host sends a slot's history once, and a mask with each step.
+The arrays are allocated with the first slot that needs them. A launched step reads them, edits the logits (beside the
+model's own where logprobs read those), and counts the token that it chose; so the host sends a slot's history once, and
+a mask with each step.
 """
 
 from __future__ import annotations
@@ -201,6 +202,7 @@ def _edit_kernel(
     mask_width: tl.tensor,
     num_slots: tl.tensor,
     MAX_ENDS: tl.constexpr,
+    IN_PLACE: tl.constexpr,  # `edited` are the logits: rows without edits stay as they are
     CHUNK: tl.constexpr,
 ) -> None:
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -210,35 +212,38 @@ def _edit_kernel(
     column = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = column < vocab
     wait_for_inputs()
-    values = tl.load(logits + row * vocab + column, mask=inside, other=0.0)
-    if (kinds & 1) != 0:
-        values += tl.load(bias + own * vocab + column, mask=inside, other=0.0)
-    if (kinds & 2) != 0:
-        seen = tl.load(counts + own * vocab + column, mask=inside, other=0)
-        presence, frequency = tl.load(penalties + own), tl.load(penalties + num_slots + own)
-        values = _penalised(values, seen, tl.load(repetitions + own), presence, frequency)
-    if ((kinds & 4) != 0) & (tl.load(lengths + own) + 1 < tl.load(min_lengths + own)):
-        for index in tl.static_range(MAX_ENDS):
-            values = tl.where(column == tl.load(ends + own * MAX_ENDS + index), -float("inf"), values)
-    if (kinds & 8) != 0:
-        bits = tl.load(masks + own * mask_width + column // 32, mask=inside, other=0)
-        values = tl.where(((bits >> (column % 32)) & 1) != 0, values, -float("inf"))
-    tl.store(edited + row * vocab + column, values, mask=inside)
+    if (kinds != 0) | (not IN_PLACE):
+        values = tl.load(logits + row * vocab + column, mask=inside, other=0.0)
+        if (kinds & 1) != 0:
+            values += tl.load(bias + own * vocab + column, mask=inside, other=0.0)
+        if (kinds & 2) != 0:
+            seen = tl.load(counts + own * vocab + column, mask=inside, other=0)
+            presence, frequency = tl.load(penalties + own), tl.load(penalties + num_slots + own)
+            values = _penalised(values, seen, tl.load(repetitions + own), presence, frequency)
+        if ((kinds & 4) != 0) & (tl.load(lengths + own) + 1 < tl.load(min_lengths + own)):
+            for index in tl.static_range(MAX_ENDS):
+                values = tl.where(column == tl.load(ends + own * MAX_ENDS + index), -float("inf"), values)
+        if (kinds & 8) != 0:
+            bits = tl.load(masks + own * mask_width + column // 32, mask=inside, other=0)
+            values = tl.where(((bits >> (column % 32)) & 1) != 0, values, -float("inf"))
+        tl.store(edited + row * vocab + column, values, mask=inside)
 
 
 def edit_logits(
-    logits: torch.Tensor,  # f32[r, vocab]  not changed
+    logits: torch.Tensor,  # f32[r, vocab]
     rows: torch.Tensor,  # i32[r]
     state: DeviceState,
     edits: SlotEdits,
     chunk: int,
+    *,
+    in_place: bool,
 ) -> torch.Tensor:
     """f32[r, vocab]: the logits after the edits of their slots."""
     num_rows, vocab = logits.shape
-    edited = torch.empty_like(logits)
+    edited = logits if in_place else torch.empty_like(logits)
     _edit_kernel[(triton.cdiv(vocab, chunk), num_rows)](
         logits, edited, rows, state.lengths, state.edit_flags, state.repetitions, state.penalties, state.min_lengths,
         state.ends, edits.bias, edits.counts, edits.masks, vocab, edits.masks.shape[1], state.num_slots,
-        MAX_ENDS=MAX_ENDS, CHUNK=chunk, num_warps=8, **EXACT,
+        MAX_ENDS=MAX_ENDS, IN_PLACE=in_place, CHUNK=chunk, num_warps=8, **EXACT,
     )  # fmt: skip
     return edited

@@ -105,8 +105,7 @@ class TritonKernels(TorchArrays, TritonStreams):
     def device_slots(self, network: Network, storage: Storage, sizes: SlotSizes) -> DeviceSlots | None:
         if self.ranks is not None and self.ranks.size > 1:
             return None  # rank 0 alone has slots: the steps of all ranks are launched one by one
-        for frequencies, scale in network.rotations:
-            self._tabulate(frequencies, scale, sizes.max_model_len)
+        self.tabulate(network.rotations, sizes.max_model_len)
         return TritonSlots(self, network, storage, sizes)
 
     # -- weights ------------------------------------------------------------------------------------------------------
@@ -114,9 +113,8 @@ class TritonKernels(TorchArrays, TritonStreams):
         return self._weights.prepare_linear(linear)
 
     def prepare_experts(self, experts: Experts) -> Experts:
-        """`prepared` is (`moe.Stack` of gate and up, of down)."""
-        stacks = tuple(moe.prepare_stack(linears, self._torch) for linears in (experts.up, experts.down))
-        return replace(experts, prepared=stacks)
+        """`prepared` is (stack of gate and up, of down)."""
+        return replace(experts, prepared=moe.prepare_stacks(experts, self._torch))
 
     def prepare_head_linear(self, linear: HeadLinear) -> HeadLinear:
         return self._torch.prepare_head_linear(linear)
@@ -134,12 +132,13 @@ class TritonKernels(TorchArrays, TritonStreams):
         return self._torch.prepare_recurrence(recurrence)
 
     # -- the network ------------------------------------------------------------------------------------------------
-    def _tabulate(self, inverse_frequencies: torch.Tensor, scale: float, max_position: int) -> None:
+    def tabulate(self, rotations: Sequence[tuple[Array, float]], max_position: int) -> None:
         """Tabulate cosine and sine for all positions below `max_position`, for lookups in CUDA graphs."""
         positions = torch.arange(max_position, device=self.device)
-        rotation = self._torch.rotation(inverse_frequencies, scale, positions)
-        self._rotations[inverse_frequencies.data_ptr(), scale] = torch.stack(tuple(rotation), dim=1)
-        self._tabulated.append(inverse_frequencies)  # keeps the address from being reused
+        for frequencies, scale in rotations:
+            rotation = self._torch.rotation(frequencies, scale, positions)
+            self._rotations[frequencies.data_ptr(), scale] = torch.stack(tuple(rotation), dim=1)
+            self._tabulated.append(frequencies)  # keeps the address from being reused
 
     def rotation(self, inverse_frequencies: Array, scale: float, positions: Array) -> Rotation:
         table = self._rotations.get((inverse_frequencies.data_ptr(), scale))

@@ -5,14 +5,16 @@
 
 Launched kernel by kernel, a step of some hundred tokens takes the host longer than the device. The inputs of a captured
 step are one array of words that the host sends. Decodes read their contexts in pieces (`split_kv`), prompts by tiles of
-queries (`prefill`); unused pieces and tiles end at once. Decodes with drafts are laid out like chunks of prompts. The
-graph ends with the hidden states: the number of tokens whose logits are read varies, so the output layer is launched
-after it.
+queries (`prefill`); recurrent layers read a plan of fixed size (`scan_plan`); unused pieces, tiles and chunks end at
+once. Decodes with drafts are laid out like chunks of prompts. The graph ends with the hidden states: the number of
+tokens whose logits are read varies, so the output layer is launched after it. The states that a draft head reads
+(`Batch.taps`) stay on the device until the next step.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -21,12 +23,13 @@ import torch
 import triton
 import triton.language as tl
 
+from bifolio.errors import PhaseError
 from bifolio.kernels.interface import (
     Array,
     AttentionPhase,
     AttentionSegment,
+    AttentionShape,
     Batch,
-    Network,
     SplitNetwork,
     Storage,
 )
@@ -34,6 +37,7 @@ from bifolio.kernels.triton.cuda_graphs import GraphKernels, GraphRecorder
 from bifolio.kernels.triton.device_state import DeviceState
 from bifolio.kernels.triton.lazy_fusion import tensor
 from bifolio.kernels.triton.prefill import QueryTiles
+from bifolio.kernels.triton.scan_plan import PlanSizes, StagedStates
 from bifolio.kernels.triton.split_kv import Pieces
 
 
@@ -48,6 +52,7 @@ class Sizes(NamedTuple):
         return num_tokens // rows + self.max_prompts
 
 
+SMALL = (4, 8, 16)  # tokens of a few sequences with drafts
 ON_GPU = Sizes((32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048), 32)
 INTERPRETED = Sizes((8, 24), 3)  # Triton's interpreter takes long for unused tiles
 
@@ -65,23 +70,40 @@ class PromptStep:
     tiles: dict[int, QueryTiles]  # by their rows; the sequence after the last prompt is empty
     known_ids: torch.Tensor  # i32[t]  token ids, newest tokens included
     index: torch.Tensor  # i64[t]  cache index of K and V
+    plan: PlanSizes | None = None  # of recurrent layers
+    states: StagedStates | None = None  # of recurrent layers, at the end of `words`
     graph: Any = None
 
     @classmethod
-    def new(cls, sizes: Sizes, size: int, num_decodes: int, rows_of_tiles: list[int], device: str) -> PromptStep:
+    def new(
+        cls,
+        sizes: Sizes,
+        size: int,
+        num_decodes: int,
+        rows_of_tiles: list[int],
+        device: str,
+        plan: PlanSizes | None = None,
+    ) -> PromptStep:
         most = sizes.max_prompts
         parts = [size, size, size, num_decodes, num_decodes, most + 2, most + 1, most + 1]
         for rows in rows_of_tiles:
             parts += [sizes.most_tiles(size, rows)] * 2
+        parts.append(0 if plan is None else sum(plan.parts))
         words = torch.zeros(sum(parts), dtype=torch.int32, device=device)
-        tokens, positions, slots, contexts, table_rows, starts, lengths, owners, *tiles = torch.split(words, parts)
+        tokens, positions, slots, contexts, table_rows, starts, lengths, owners, *tiles, planned = torch.split(
+            words, parts
+        )
         slots.fill_(-1)
+        states = None if plan is None else StagedStates.of_words(planned, plan)
+        if states is not None:
+            states.writes.fill_(-1)
         cut = {
             rows: QueryTiles(sequence, first, starts, lengths, owners)
             for rows, sequence, first in zip(rows_of_tiles, tiles[::2], tiles[1::2], strict=True)
         }
         index = torch.zeros(size, dtype=torch.int64, device=device)
-        return cls(words, tokens, positions, slots, contexts, table_rows, cut, torch.zeros_like(tokens), index)
+        known = torch.zeros_like(tokens)
+        return cls(words, tokens, positions, slots, contexts, table_rows, cut, known, index, plan, states)
 
 
 @dataclass(slots=True)
@@ -89,8 +111,9 @@ class PromptGraphs:
     """Launches steps with prompts on the state of the slots."""
 
     kernels: GraphKernels
-    network: Network
     split: SplitNetwork
+    shapes: tuple[AttentionShape, ...]  # of the attention layers
+    decode_segment: Callable[[int], AttentionSegment]  # of one query per sequence, by number of sequences
     storage: Storage
     state: DeviceState
     recorder: GraphRecorder
@@ -98,9 +121,16 @@ class PromptGraphs:
     _steps: dict[int, PromptStep] = field(default_factory=dict)  # by number of tokens
     _pieces: dict[int, dict[int, Pieces]] = field(default_factory=dict)  # by number of decodes; the steps take turns
     _hidden: torch.Tensor | None = None  # [tokens of the largest step, d]
+    _taps: torch.Tensor | None = None  # f32[tokens of the largest step, width]
+    _given: torch.Tensor | None = None  # f32[tokens of the largest step, width]
 
     def logits(self, batch: Batch, slots: np.ndarray) -> Array | None:
         """f32[r, vocab]; None if no graph fits the batch. Does not wait for anything launched before."""
+        rows = self.hidden_rows(batch, slots)
+        return None if rows is None else self.split.logits(self.kernels, rows)
+
+    def hidden_rows(self, batch: Batch, slots: np.ndarray) -> torch.Tensor | None:
+        """[r, d]: hidden states of the tokens whose logits are read; None if no graph fits the batch."""
         if not fits(self.sizes, batch):
             return None
         step = self._step(self.sizes.tokens[bisect_left(self.sizes.tokens, batch.num_tokens)])
@@ -108,11 +138,19 @@ class PromptGraphs:
         rows = np.arange(batch.num_tokens) if batch.logit_rows is None else batch.logit_rows
         sent = self.state.send_words(np.concatenate([words, rows]).astype(np.int32))
         step.words.copy_(sent[: len(words)])
+        if batch.given is not None and self._given is not None:
+            self._given[: batch.num_tokens] = batch.given
         if step.graph is None:
             self._run(step)
         else:
             step.graph.replay()
-        return self.split.logits(self.kernels, self.kernels.take(self._hidden, sent[len(words) :]))
+        return tensor(self.kernels.take(self._hidden, sent[len(words) :]))
+
+    def states(self, count: int) -> torch.Tensor:
+        """f32[count, width]: a copy of the states that the last step gave out for its first tokens."""
+        if self._taps is None:
+            raise PhaseError("no step has given out states: the network has no taps, or no step has run")
+        return self._taps[:count].clone()
 
     def capture_all(self) -> None:
         """Capture all sizes now, the largest first."""
@@ -121,13 +159,17 @@ class PromptGraphs:
 
     def _step(self, size: int) -> PromptStep:
         if size not in self._steps:
+            if self._given is None and self.split.given_width:
+                shape = self.sizes.tokens[-1], self.split.given_width
+                self._given = torch.zeros(shape, dtype=torch.float32, device=self.state.device)
             segment, attention = self._segment(size), self.kernels.attention
-            rows = {
-                attention.rows_of_tile(shape, segment, self.kernels.dtype, self.storage)
-                for shape in self.network.shapes
-            }
+            rows = {attention.rows_of_tile(shape, segment, self.kernels.dtype, self.storage) for shape in self.shapes}
             num_decodes = min(size, self.state.num_slots)
-            step = PromptStep.new(self.sizes, size, num_decodes, sorted(rows), self.state.device)
+            plan = None
+            if self.storage.layout.num_states:
+                most, chunked = self.sizes.max_prompts, not self.kernels.deterministic
+                plan = PlanSizes.of(size, num_decodes + most, most, chunked=chunked)
+            step = PromptStep.new(self.sizes, size, num_decodes, sorted(rows), self.state.device, plan)
             if self.state.on_gpu:
                 step.graph = self.recorder.record(lambda: self._run(step))
             self._steps[size] = step
@@ -146,17 +188,27 @@ class PromptGraphs:
         size, num_decodes = len(step.token_ids), len(step.contexts)
         begin_prompts(step, self.state, self.storage.block_size)
         decodes = replace(
-            self.network.decode_segment(num_decodes),
+            self.decode_segment(num_decodes),
             block_tables=self.state.tables,
             context_lens=step.contexts,
             max_context_len=self._max_context_len,
         )
         prompts = self._segment(size)
         pieces = self._pieces.setdefault(num_decodes, {})
-        shapes = tuple({shape.window: shape for shape in self.network.shapes}.values())
+        shapes = tuple({shape.window: shape for shape in self.shapes}.values())
         self.kernels.attention.stage_decode(decodes, step.table_rows, pieces, shapes)
         self.kernels.attention.stage_prompts(prompts, step.tiles, step.positions)
-        batch = Batch(step.known_ids, step.positions, step.index, (decodes, prompts), None)
+        if step.states is not None:
+            self.kernels.stage_states(step.states)
+        use = None if step.states is None else step.states.use
+        if self._taps is None and self.split.tap_width:
+            shape = self.sizes.tokens[-1], self.split.tap_width
+            self._taps = torch.zeros(shape, dtype=torch.float32, device=self.state.device)
+        taps = None if self._taps is None else self._taps[:size]
+        given = None if self._given is None else self._given[:size]
+        batch = Batch(
+            step.known_ids, step.positions, step.index, (decodes, prompts), None, states=use, given=given, taps=taps
+        )
         hidden = tensor(self.split.hidden(self.kernels, batch, self.storage))
         if self._hidden is None:
             self._hidden = hidden.new_empty((self.sizes.tokens[-1], hidden.shape[1]))
@@ -167,10 +219,7 @@ def fits(sizes: Sizes, batch: Batch) -> bool:
     """Whether a captured step can run the batch: any decodes of one token each, then a few longer sequences."""
     longer = batch.segments[int(has_decodes(batch)) :]
     return (
-        batch.num_tokens <= sizes.tokens[-1]
-        and batch.states is None
-        and batch.taps is None
-        and 0 < sum(segment.num_sequences for segment in longer) <= sizes.max_prompts
+        batch.num_tokens <= sizes.tokens[-1] and sum(segment.num_sequences for segment in longer) <= sizes.max_prompts
     )
 
 
@@ -184,8 +233,9 @@ def words_of(sizes: Sizes, step: PromptStep, batch: Batch, slots: np.ndarray) ->
     """i32: the contents of `step.words` for a batch whose sequences hold these slots."""
     border = int(has_decodes(batch))
     decodes, longer = batch.segments[:border], batch.segments[border:]
-    count, size = longer[0].token_start, len(step.token_ids)
-    lengths = np.concatenate([np.diff(segment.query_starts) for segment in longer])
+    count, size = decodes[0].num_sequences if decodes else 0, len(step.token_ids)
+    none = np.zeros(0, dtype=np.int32)
+    lengths = np.concatenate([none, *(np.diff(segment.query_starts) for segment in longer)])
     tokens = np.zeros((3, size), dtype=np.int32)
     tokens[2] = -1
     tokens[0, : batch.num_tokens], tokens[1, : batch.num_tokens] = batch.token_ids, batch.positions
@@ -197,11 +247,13 @@ def words_of(sizes: Sizes, step: PromptStep, batch: Batch, slots: np.ndarray) ->
     starts = np.full(sizes.max_prompts + 2, batch.num_tokens)
     starts[: len(lengths)] = count + np.cumsum(lengths) - lengths
     contexts, owners = np.zeros((2, sizes.max_prompts + 1), dtype=np.int32)
-    contexts[: len(lengths)] = np.concatenate([segment.context_lens for segment in longer])
+    contexts[: len(lengths)] = np.concatenate([none, *(segment.context_lens for segment in longer)])
     owners[: len(lengths)] = slots[count:]
     parts = [tokens.reshape(-1), own.reshape(-1), starts, contexts, owners]
     for rows in step.tiles:
         parts += tiles_of(lengths, rows, sizes.most_tiles(size, rows), sizes.max_prompts)
+    if step.plan is not None and batch.states is not None:
+        parts.append(step.plan.words(batch.states))
     return np.concatenate(parts).astype(np.int32)
 
 

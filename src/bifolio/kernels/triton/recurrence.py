@@ -7,9 +7,10 @@
 
 Outside deterministic mode prompts are scanned in chunks (`kernels.triton.chunked_scan`).
 
-Starts, reads and writes of states are device arrays and no size depends on their values, so a decode step runs inside a
-CUDA graph. No tile depends on the size of a pass, so neither do results of the scan token by token. The windows that a
-pass reads are copied first: another program may write them while they are needed.
+Starts, reads and writes of states are device arrays and no size depends on their values, so a step runs inside a CUDA
+graph. No tile depends on the size of a pass, so neither do results of the scan token by token. The windows that a pass
+reads are copied first: another program may write them while they are needed. In a decode step one program reads and
+writes all of a window, so that no copy is needed, and the scan has no loop over tokens; deterministic mode has neither.
 """
 
 from __future__ import annotations
@@ -22,19 +23,22 @@ from bifolio.kernels.interface import Recurrence, Storage
 from bifolio.kernels.recurrence import L2_EPS
 from bifolio.kernels.triton.chunked_scan import LARGEST_KEY, head_group, positive_step, scan_chunks
 from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
-from bifolio.kernels.triton.scan_plan import Spans, StagedStates
+from bifolio.kernels.triton.scan_plan import Spans, StagedStates, programs_of
 
 CONV_BLOCK = 256  # channels of a program of a convolution layer
 CONV_SIZE = 1024  # numbers of a program of the convolution
 STATE_SIZE = 2048  # numbers of the state in the registers of a program of the scan, which is one warp
 STAGES = 3  # tokens of the scan that are read ahead
+COUNTED_PROGRAMS = 4096  # of a scan over a plan of fixed size, about
+DECODE_SIZE, DECODE_WARPS = 4096, 2  # of a program of a decode step's scan: whole lines of 32 values
 
 
 @triton.jit
 def _convolve_kernel(
     x: tl.tensor,  # [t, in_features]
     windows: tl.tensor,  # f32[states, WIDTH - 1, channels]
-    old: tl.tensor,  # f32[s, WIDTH - 1, channels]  the windows that the sequences continue
+    old: tl.tensor,  # f32[s, WIDTH - 1, channels]  the windows that the sequences continue; if IS_DECODE all windows
+    reads: tl.tensor,  # i32[s]
     sequences: tl.tensor,  # i32[t]
     starts: tl.tensor,  # i32[s + 1]
     writes: tl.tensor,  # i32[t]
@@ -57,6 +61,7 @@ def _convolve_kernel(
     UNIT: tl.constexpr,  # queries and keys have length 1
     HAS_BIAS: tl.constexpr,
     HAS_STATES: tl.constexpr,
+    IS_DECODE: tl.constexpr,  # token i is the only one of sequence i
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -71,8 +76,14 @@ def _convolve_kernel(
     channel = begin + lanes
     mask = inside[:, None] & used[None, :]
     wait_for_inputs()
-    sequence = tl.load(sequences + tokens, mask=inside, other=0)
-    start = tl.load(starts + sequence, mask=inside, other=0).to(tl.int64)
+    if IS_DECODE:
+        start = tokens
+        source = tokens
+        if HAS_STATES:
+            source = tl.load(reads + tokens, mask=inside, other=0).to(tl.int64)
+    else:
+        source = tl.load(sequences + tokens, mask=inside, other=0).to(tl.int64)
+        start = tl.load(starts + source, mask=inside, other=0).to(tl.int64)
     target = tl.full((TOKENS,), -1, tl.int64)
     if HAS_STATES:
         target = tl.load(writes + tokens, mask=inside, other=-1).to(tl.int64)
@@ -87,7 +98,7 @@ def _convolve_kernel(
         if GATED:
             value *= tl.load(place + 2 * channels, mask=own, other=0.0).to(tl.float32)
         if HAS_STATES:
-            row = sequence.to(tl.int64) * (WIDTH - 1) + (WIDTH - 1) + (at - start)
+            row = source * (WIDTH - 1) + (WIDTH - 1) + (at - start)
             earlier = mask & (at < start)[:, None]
             value += tl.load(old + row[:, None] * channels + channel[None, :], mask=earlier, other=0.0)
             if tap > 0:
@@ -108,7 +119,34 @@ def _convolve_kernel(
     tl.store(place, y.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize_on_alignment=["starts", "ends", "reads", "writes"])
+@triton.jit
+def _advanced(
+    state: tl.tensor,  # f32[keys, values]
+    key: tl.tensor,  # f32[keys]
+    value: tl.tensor,  # f32[values]
+    gate: tl.tensor,  # beta and a, or dt, of the head
+    own_decay: tl.tensor,
+    own_bias: tl.tensor,
+    heads: tl.tensor,
+    least: tl.tensor,
+    most: tl.tensor,
+    DELTA: tl.constexpr,
+) -> tl.tensor:
+    """The state after one token more."""
+    if DELTA:
+        rate = 1.0 / (1.0 + tl.exp(-tl.load(gate).to(tl.float32)))
+        step = tl.load(gate + heads).to(tl.float32) + own_bias
+    else:
+        step = tl.load(gate).to(tl.float32) + own_bias
+    step = positive_step(step, least, most)
+    state *= tl.exp(step * own_decay)
+    change = step * value
+    if DELTA:
+        change = rate * (value - tl.sum(state * key[:, None], axis=0))
+    return state + key[:, None] * change[None, :]
+
+
+@triton.jit(do_not_specialize_on_alignment=["starts", "ends", "reads", "num_sequences", "writes"])
 def _scan_kernel(
     mixed: tl.tensor,  # f32[t, channels]
     gates: tl.tensor,  # beta and a, or dt, of the heads: [t, ...]
@@ -116,6 +154,7 @@ def _scan_kernel(
     starts: tl.tensor,  # i32[s]
     ends: tl.tensor,  # i32[s]
     reads: tl.tensor,  # i32[s]
+    num_sequences: tl.tensor,  # i32[1], if COUNTED
     writes: tl.tensor,  # i32[t]
     decay: tl.tensor,  # f32[heads]
     bias: tl.tensor,
@@ -136,11 +175,13 @@ def _scan_kernel(
     TILED: tl.constexpr,
     HAS_SKIP: tl.constexpr,
     HAS_STATES: tl.constexpr,
+    IS_DECODE: tl.constexpr,  # token i is the only one of sequence i
+    COUNTED: tl.constexpr,  # programs share the sequences of a plan of fixed size; else one program has one sequence
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    head, sequence = tl.program_id(1), tl.program_id(2)
+    head, first_sequence = tl.program_id(1), tl.program_id(2)
     group = head_group(head, heads, groups, TILED)
     rows, columns = tl.arange(0, KEYS), tl.program_id(0) * VALUES + tl.arange(0, VALUES)
     has_key, has_value = rows < key_size, columns < value_size
@@ -150,39 +191,53 @@ def _scan_kernel(
     own_skip = 0.0
     if HAS_SKIP:
         own_skip = tl.load(skip + head)
+    mixed_keys, mixed_queries = mixed + key_start + group * key_size, mixed + query_start + group * key_size
+    mixed_values, gates, out = mixed + value_start + head * value_size, gates + head, out + head * value_size
+    states += head * key_size * value_size
+    state_stride = heads * key_size * value_size
     wait_for_inputs()
-    first, last = tl.load(starts + sequence), tl.load(ends + sequence)
-    state = tl.zeros((KEYS, VALUES), tl.float32)
-    if HAS_STATES:
-        read = tl.load(reads + sequence).to(tl.int64)
-        base = states + (read * heads + head) * key_size * value_size
-        state = tl.load(base + place, mask=mask, other=0.0)
-    mixed += first.to(tl.int64) * channels
-    gates += first.to(tl.int64) * gate_stride + head
-    out += first.to(tl.int64) * heads * value_size + head * value_size
-    for token in tl.range(0, last - first, num_stages=STAGES):
-        row = mixed + token * channels
-        key = tl.load(row + key_start + group * key_size + rows, mask=has_key, other=0.0)
-        query = tl.load(row + query_start + group * key_size + rows, mask=has_key, other=0.0)
-        value = tl.load(row + value_start + head * value_size + columns, mask=has_value, other=0.0)
+    if IS_DECODE:
+        token = first_sequence.to(tl.int64)
+        state = tl.zeros((KEYS, VALUES), tl.float32)
+        if HAS_STATES:
+            read = tl.load(reads + first_sequence).to(tl.int64)
+            state = tl.load(states + read * state_stride + place, mask=mask, other=0.0)
+        key = tl.load(mixed_keys + token * channels + rows, mask=has_key, other=0.0)
+        query = tl.load(mixed_queries + token * channels + rows, mask=has_key, other=0.0)
+        value = tl.load(mixed_values + token * channels + columns, mask=has_value, other=0.0)
         gate = gates + token * gate_stride
-        if DELTA:
-            rate = 1.0 / (1.0 + tl.exp(-tl.load(gate).to(tl.float32)))
-            step = tl.load(gate + heads).to(tl.float32) + own_bias
-        else:
-            step = tl.load(gate).to(tl.float32) + own_bias
-        step = positive_step(step, least, most)
-        state *= tl.exp(step * own_decay)
-        change = step * value
-        if DELTA:
-            change = rate * (value - tl.sum(state * key[:, None], axis=0))
-        state += key[:, None] * change[None, :]
+        state = _advanced(state, key, value, gate, own_decay, own_bias, heads, least, most, DELTA)
         y = tl.sum(state * query[:, None], axis=0) + own_skip * value
         tl.store(out + token * heads * value_size + columns, y, mask=has_value)
         if HAS_STATES:
-            target = tl.load(writes + first + token).to(tl.int64)
+            target = tl.load(writes + token).to(tl.int64)
             if target > 0:
-                tl.store(states + (target * heads + head) * key_size * value_size + place, state, mask=mask)
+                tl.store(states + target * state_stride + place, state, mask=mask)
+    else:
+        last_sequence = first_sequence + 1
+        if COUNTED:
+            last_sequence = tl.load(num_sequences)
+        for sequence in tl.range(first_sequence, last_sequence, tl.num_programs(2), num_stages=1):
+            first, last = tl.load(starts + sequence).to(tl.int64), tl.load(ends + sequence).to(tl.int64)
+            state = tl.zeros((KEYS, VALUES), tl.float32)
+            if HAS_STATES:
+                read = tl.load(reads + sequence).to(tl.int64)
+                state = tl.load(states + read * state_stride + place, mask=mask, other=0.0)
+            key_rows, query_rows = mixed_keys + first * channels, mixed_queries + first * channels
+            value_rows, gate_rows = mixed_values + first * channels, gates + first * gate_stride
+            out_rows = out + first * heads * value_size
+            for token in tl.range(0, (last - first).to(tl.int32), num_stages=STAGES):
+                key = tl.load(key_rows + token * channels + rows, mask=has_key, other=0.0)
+                query = tl.load(query_rows + token * channels + rows, mask=has_key, other=0.0)
+                value = tl.load(value_rows + token * channels + columns, mask=has_value, other=0.0)
+                gate = gate_rows + token * gate_stride
+                state = _advanced(state, key, value, gate, own_decay, own_bias, heads, least, most, DELTA)
+                y = tl.sum(state * query[:, None], axis=0) + own_skip * value
+                tl.store(out_rows + token * heads * value_size + columns, y, mask=has_value)
+                if HAS_STATES:
+                    target = tl.load(writes + first + token).to(tl.int64)
+                    if target > 0:
+                        tl.store(states + target * state_stride + place, state, mask=mask)
 
 
 @triton.jit
@@ -248,14 +303,14 @@ def _convolve(x: torch.Tensor, r: Recurrence, staged: StagedStates, storage: Sto
         first = 0 if is_delta else inner
     has_states = storage is not None and r.width > 1
     windows = storage.convolutions[r.layer] if storage is not None else x
-    old = windows.index_select(0, staged.reads) if has_states else x
+    old = windows.index_select(0, staged.reads) if has_states and not staged.is_decode else windows
     tokens = max(1, CONV_SIZE // block)  # in every pass the same: the tile decides the order of sums
     _convolve_kernel[triton.cdiv(count, tokens), units](
-        x, windows, old, staged.sequences, staged.starts, staged.writes, r.conv_weight,
+        x, windows, old, staged.reads, staged.sequences, staged.starts, staged.writes, r.conv_weight,
         x if r.conv_bias is None else r.conv_bias, out, count, r.channels, x.stride(0), first,
         query_scale=r.key_size**-0.5 if is_delta else 1.0, eps=L2_EPS, **sizes, WIDTH=r.width, GATED=r.kind == "conv",
-        UNIT=is_delta, HAS_BIAS=r.conv_bias is not None, HAS_STATES=has_states, TOKENS=tokens, BLOCK=block,
-        num_warps=4, **OVERLAPPED,
+        UNIT=is_delta, HAS_BIAS=r.conv_bias is not None, HAS_STATES=has_states, IS_DECODE=staged.is_decode,
+        TOKENS=tokens, BLOCK=block, num_warps=4, **OVERLAPPED,
     )  # fmt: skip
 
 
@@ -264,7 +319,8 @@ def _scan(
 ) -> torch.Tensor:
     """f32[t, heads * value_size]"""
     keys, inner = r.groups * r.key_size, r.heads * r.value_size
-    out = torch.empty((x.shape[0], inner), dtype=torch.float32, device=x.device)
+    new = torch.zeros if staged.has_padding else torch.empty
+    out = new((x.shape[0], inner), dtype=torch.float32, device=x.device)
     gates = x[:, r.channels + inner :]
     columns = (0, keys, 2 * keys) if r.kind == "delta" else (inner + keys, inner, 0)  # of queries, keys and values
     spans = staged.spans
@@ -272,7 +328,7 @@ def _scan(
         spans = Spans(staged.starts[:-1], staged.starts[1:], staged.reads)
     elif staged.chunks is not None:
         scan_chunks(mixed, gates, r, staged.chunks, staged.writes, storage, out, columns)
-    _scan_tokens(mixed, gates, r, spans, staged.writes, storage, out, columns)
+    _scan_tokens(mixed, gates, r, spans, staged.writes, storage, out, columns, is_decode=staged.is_decode)
     return out
 
 
@@ -285,19 +341,24 @@ def _scan_tokens(
     storage: Storage | None,
     out: torch.Tensor,
     starts: tuple[int, int, int],
+    *,
+    is_decode: bool,
 ) -> None:
     is_delta, rows = r.kind == "delta", triton.next_power_of_2(r.key_size)
-    columns = min(triton.next_power_of_2(r.value_size), max(8, STATE_SIZE // rows))
-    grid = (triton.cdiv(r.value_size, columns), r.heads, len(spans.reads))
+    size, warps = (DECODE_SIZE, DECODE_WARPS) if is_decode else (STATE_SIZE, 1)
+    columns = min(triton.next_power_of_2(r.value_size), max(8, size // rows))
+    tiles = triton.cdiv(r.value_size, columns)
+    grid = (tiles, r.heads, programs_of(spans, tiles * r.heads))
     if not all(grid):
         return
     least, most = (0.0, float("inf")) if is_delta else r.dt_limits
     _scan_kernel[grid](
         mixed, gates, mixed if storage is None else storage.recurrent[r.layer], spans.starts, spans.ends, spans.reads,
-        writes, r.decay, r.bias, r.bias if r.skip is None else r.skip, out, gates.stride(0), r.heads, r.groups,
+        spans.reads if spans.count is None else spans.count, writes, r.decay, r.bias,
+        r.bias if r.skip is None else r.skip, out, gates.stride(0), r.heads, r.groups,
         r.key_size, r.value_size, r.channels, *starts, least, most, DELTA=is_delta, TILED=r.tiled,
-        HAS_SKIP=r.skip is not None, HAS_STATES=storage is not None, KEYS=rows, VALUES=columns,
-        STAGES=STAGES, num_warps=1, **OVERLAPPED,
+        HAS_SKIP=r.skip is not None, HAS_STATES=storage is not None, IS_DECODE=is_decode,
+        COUNTED=spans.count is not None, KEYS=rows, VALUES=columns, STAGES=STAGES, num_warps=warps, **OVERLAPPED,
     )  # fmt: skip
 
 

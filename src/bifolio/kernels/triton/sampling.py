@@ -202,14 +202,14 @@ def choose_tokens(
     list_size: int = LIST,
     top_list_size: int = TOP_LIST,
 ) -> None:
-    """Choose a token for every row, and advance its slot by it."""
+    """Choose a token for every row, and advance its slot by it; edits may change the logits in place."""
     num_rows, vocab = logits.shape
     num_chunks = triton.cdiv(vocab, chunk)
     chunks = triton.next_power_of_2(num_chunks)
     group = GROUP if mode.kind == "filter" else 0
     own_logits, is_edited = logits, mode.edits and edits is not None
     if mode.edits and edits is not None:
-        logits = edit_logits(own_logits, rows, state, edits, chunk)
+        logits = edit_logits(own_logits, rows, state, edits, chunk, in_place=results.scores is None)
     best = _Best.of(logits, chunk, group)
     sums = torch.empty((num_rows, num_chunks), dtype=torch.int64, device=logits.device)
     drawn = best.token  # not read

@@ -6,11 +6,14 @@ is stored:
 
     tokens of a sequence   |<- 64 ->|<- 64 ->|<- 30 ->|<- 64 ->|<- 17 ->|
     stored states                                     s                 s
+
+A CUDA graph reads a plan of a fixed size, `PlanSizes`: unused sequences and chunks of it are empty.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +24,7 @@ from bifolio.kernels.torch_arrays import upload
 CHUNK = 64  # tokens of a chunk, at most
 LONG = 64  # tokens of a sequence that is divided, at least
 FEWEST = 16  # tokens of a chunk of such a sequence, on average
+COUNTED_PROGRAMS = 512  # of a scan over a plan of fixed size, about: a few for each multiprocessor
 Arrays = list[np.ndarray]
 
 
@@ -31,6 +35,7 @@ class Spans:
     starts: torch.Tensor  # i32[s]  first token in the pass
     ends: torch.Tensor  # i32[s]
     reads: torch.Tensor  # i32[s]
+    count: torch.Tensor | None = None  # i32[1]  of the sequences; None: all of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +47,56 @@ class Chunks:
     first: torch.Tensor  # i32[s]  first chunk of each divided sequence
     last: torch.Tensor  # i32[s]  the chunk after its last one
     reads: torch.Tensor  # i32[s]
+    count: torch.Tensor | None = None  # i32[1]  of divided sequences; None: all of them
+
+
+def programs_of(scanned: Spans | Chunks, num_tiles: int) -> int:
+    """Programs that share the sequences, of each of `num_tiles` tiles: one for each if their number is known."""
+    count = len(scanned.reads)
+    return count if scanned.count is None else min(count, -(-COUNTED_PROGRAMS // num_tiles))
+
+
+class PlanSizes(NamedTuple):
+    """The plan that a CUDA graph reads: any pass with fewer sequences and at most so many tokens fits."""
+
+    tokens: int
+    sequences: int  # the last one is always empty: padding belongs to it
+    chunks: int  # 0: all sequences are scanned token by token
+    divided: int  # sequences in chunks
+
+    @classmethod
+    def of(cls, num_tokens: int, num_sequences: int, most_long: int, *, chunked: bool) -> PlanSizes:
+        """`most_long`: sequences of more than one token, at most."""
+        if not chunked or num_tokens < LONG:
+            return cls(num_tokens, num_sequences + 1, 0, 0)
+        return cls(num_tokens, num_sequences + 1, num_tokens // FEWEST, min(most_long, num_tokens // LONG))
+
+    @property
+    def parts(self) -> list[int]:
+        """Lengths of the arrays: starts, reads, writes and sequences of tokens, spans, chunks, divided sequences.
+
+        The numbers of spans and of divided sequences are the last two.
+        """
+        own = [self.sequences + 1, self.sequences, self.tokens, self.tokens]
+        return [*own, *[self.sequences] * 3, *[self.chunks] * 2, *[self.divided] * 3, 1, 1]
+
+    def words(self, use: StateUse) -> np.ndarray:
+        """i32[sum(parts)]: the plan of a pass whose arrays are on the host."""
+        starts, reads, writes = use.arrays()
+        divided = divide(starts, reads, writes) if self.chunks else None
+        none = np.zeros(0, dtype=np.int32)
+        spans, chunks, long = divided or ([starts[:-1], starts[1:], reads], [none] * 2, [none] * 3)
+        lengths = np.diff(starts)
+        owners = np.repeat(np.arange(len(lengths)), lengths)
+        counts = np.array([[len(spans[0])], [len(long[0])]])
+        arrays = [starts, reads, writes, owners, *spans, *chunks, *long, *counts]
+        padding = [int(starts[-1]), 0, -1, self.sequences - 1, *[0] * 10]
+        words: np.ndarray = np.repeat(np.array(padding, dtype=np.int32), self.parts)
+        first = 0
+        for array, length in zip(arrays, self.parts, strict=True):
+            words[first : first + len(array)] = array
+            first += length
+        return words
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +110,22 @@ class StagedStates:
     sequences: torch.Tensor  # i32[t]
     spans: Spans
     chunks: Chunks | None = None  # None: all sequences are scanned token by token
+    has_padding: bool = False  # some tokens belong to no sequence
+    is_decode: bool = False  # every sequence has one token, and results may depend on that
+
+    @classmethod
+    def of_words(cls, words: torch.Tensor, sizes: PlanSizes) -> StagedStates:
+        """Views of i32[sum(sizes.parts)] on the device, which `PlanSizes.words` fills."""
+        starts, reads, writes, sequences, *planned = torch.split(words, sizes.parts)
+        spans, chunks = Spans(*planned[:3], *planned[-2:-1]), Chunks(*planned[3:-2], *planned[-1:])
+        use = StateUse(starts, reads, writes)
+        divided = chunks if sizes.chunks else None
+        return cls(use, starts, reads, writes, sequences, spans, divided, has_padding=True)
 
     @classmethod
     def of(cls, use: StateUse, device: str, *, chunked: bool = False) -> StagedStates:
-        """`chunked`: divide prompts into chunks; the host then reads the arrays of `use`."""
+        """`chunked`: results may depend on the lengths: decode steps have kernels of their own, and prompts are divided
+        into chunks, for which the host reads the arrays of `use`."""
         starts, reads, writes = (_staged_array(part, device) for part in use.arrays())
         tokens = torch.arange(len(writes), dtype=starts.dtype, device=device)
         sequences = torch.bucketize(tokens, starts[1:], out_int32=True, right=True)
@@ -67,7 +134,7 @@ class StagedStates:
             divided = divide(*(_on_host(part) for part in use.arrays()))
             if divided is not None:
                 spans, chunks = _staged(*divided, device)
-        return cls(use, starts, reads, writes, sequences, spans, chunks)
+        return cls(use, starts, reads, writes, sequences, spans, chunks, False, chunked and len(reads) == len(writes))
 
 
 def divide(starts: np.ndarray, reads: np.ndarray, writes: np.ndarray) -> tuple[Arrays, Arrays, Arrays] | None:

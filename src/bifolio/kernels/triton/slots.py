@@ -10,16 +10,18 @@ import torch
 
 from bifolio.errors import PhaseError, UnsupportedModelError
 from bifolio.kernels import shared_prefix
-from bifolio.kernels.interface import Array, Batch, Network, SlotSizes, Storage
+from bifolio.kernels.interface import Array, Batch, DraftNetwork, Network, SlotSizes, Storage
 from bifolio.kernels.logit_edits import LogitEdits
 from bifolio.kernels.shared_prefix import SharedWork, share_work
 from bifolio.kernels.torch_arrays import upload
 from bifolio.kernels.triton.cuda_graphs import DecodeGraphs, DeviceTokens, GraphKernels, GraphRecorder, full_shape
 from bifolio.kernels.triton.device_state import DeviceState
+from bifolio.kernels.triton.draft_draws import MOST, DraftDraws
+from bifolio.kernels.triton.draft_steps import DraftSteps
 from bifolio.kernels.triton.draw_graphs import DrawGraphs
 from bifolio.kernels.triton.edits import SlotEdits
 from bifolio.kernels.triton.logprobs import MAX_TOP
-from bifolio.kernels.triton.prompt_graphs import INTERPRETED, ON_GPU, PromptGraphs
+from bifolio.kernels.triton.prompt_graphs import INTERPRETED, ON_GPU, SMALL, PromptGraphs
 from bifolio.kernels.triton.sampling import Mode, Results, choose_tokens
 from bifolio.kernels.triton.shared_attention import MAX_ITEMS, rows_per_item
 from bifolio.kernels.triton.tiles import LARGE_HEAD, TILE
@@ -36,17 +38,21 @@ class TritonSlots:
             raise UnsupportedModelError(
                 "on a GPU all layers with the same window must have the same heads: use the CPU"
             )
-        self._vocab_size = sizes.vocab_size
+        self._kernels, self._sizes, self._vocab_size = kernels, sizes, sizes.vocab_size
         self._block_size = storage.block_size
         self.state = DeviceState(sizes.num_slots, sizes.max_blocks, kernels.device)
         self.graphs = DecodeGraphs(kernels, network, storage, self.state)
         self.draws_from_logits = DrawGraphs(self.state, GraphRecorder(self.state.device))
+        self._draft_draws = DraftDraws(self.state)
         self.prompts: PromptGraphs | None = None
-        if network.split is not None and not storage.layout.num_states:
+        if network.split is not None:
             steps = ON_GPU if self.state.on_gpu else INTERPRETED
+            if network.split.tap_width and self.state.on_gpu:
+                steps = steps._replace(tokens=(*SMALL, *steps.tokens))
             self.prompts = PromptGraphs(
-                kernels, network, network.split, storage, self.state, self.graphs.recorder, steps
-            )
+                kernels, network.split, network.shapes, network.decode_segment, storage, self.state,
+                self.graphs.recorder, steps,
+            )  # fmt: skip
         self._shapes = network.shapes
         full = [shape for shape in network.shapes if shape.window is None]
         self._may_share = bool(full) and full[0].head_dim <= LARGE_HEAD and not kernels.deterministic
@@ -58,6 +64,7 @@ class TritonSlots:
         self._edited = np.zeros(sizes.num_slots, dtype=np.bool_)  # slots with edits
         self._may_edit = sizes.num_slots * sizes.vocab_size < 1 << 31  # places in the arrays of edits have 32 bits
         self._work: tuple[bytes, SharedWork | None] = (b"", None)  # shared work of the slots of the last launch
+        self._decoded: np.ndarray | None = None  # slots whose pass waits for its draw: the device has their lengths
 
     # -- slots ---------------------------------------------------------------------------------------------------------
     def draws(self, params: SamplingParams, edits: LogitEdits) -> bool:
@@ -115,6 +122,7 @@ class TritonSlots:
 
     # -- steps that are not captured -----------------------------------------------------------------------------------
     def fill_tokens(self, token_ids: Array, slots: np.ndarray) -> Array:
+        self._decoded = None
         index = upload(slots.astype(np.int64), token_ids.device)
         filled = token_ids.clone()
         known = token_ids[: len(slots)]
@@ -122,11 +130,21 @@ class TritonSlots:
         return filled
 
     def draw(self, logits: Array, rows: np.ndarray, slots: np.ndarray, positions: np.ndarray) -> DeviceTokens:
-        self.state.set_lengths(slots, positions - 1)
+        decoded, self._decoded = self._decoded, None
+        if decoded is None or not np.array_equal(decoded, slots):
+            self.state.set_lengths(slots, positions - 1)
         return self.draws_from_logits.draw(logits, rows, slots, self._mode(slots), self.graphs.edits)
+
+    def draw_drafts(
+        self, logits: Array, rows: np.ndarray, slots: np.ndarray, positions: np.ndarray
+    ) -> DeviceTokens | None:
+        if len(slots) > MOST:
+            return None
+        return self._draft_draws.draw(logits, rows, slots, positions, self._mode(slots))
 
     # -- captured steps ------------------------------------------------------------------------------------------------
     def decode(self, slots: np.ndarray, tables: np.ndarray, lengths: np.ndarray) -> DeviceTokens:
+        self._decoded = None
         work = self._shared_work(slots, tables, lengths)
         order = None
         if work is not None:  # sharers lie side by side; tokens come back in the order of the call
@@ -146,13 +164,24 @@ class TritonSlots:
         self, slots: np.ndarray, tables: np.ndarray | None = None, lengths: np.ndarray | None = None
     ) -> Array:
         work = None if tables is None or lengths is None else self._shared_work(slots, tables, lengths)
+        self._decoded = slots
         if work is None:
             return self.graphs.launch(slots, None).logits[: len(slots)]
         logits = self.graphs.launch(slots[work.order], None, work).logits
         return logits[upload(np.argsort(work.order), logits.device)]
 
     def prompt_logits(self, batch: Batch, slots: np.ndarray) -> Array | None:
+        self._decoded = None
         return None if self.prompts is None else self.prompts.logits(batch, slots)
+
+    def prompt_states(self, count: int) -> Array:
+        if self.prompts is None:
+            raise PhaseError("this network runs as a whole: it gives out no states")
+        return self.prompts.states(count)
+
+    def draft_slots(self, network: DraftNetwork, storage: Storage) -> DraftSteps:
+        self._kernels.tabulate(network.rotations, self._sizes.max_model_len)
+        return DraftSteps(self._kernels, network, storage, self.state, self._vocab_size, self._mode)
 
     def warm_up(self) -> None:
         """Capture steps with prompts, decodes without sampling, and decodes that are greedy or drawn with filters.

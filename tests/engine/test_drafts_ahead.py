@@ -1,0 +1,80 @@
+"""Engines with a draft head on a device: plain steps run ahead while drafts rest, and texts are the plain run's."""
+
+from __future__ import annotations
+
+import pytest
+from stand_in_slots import StandInKernels, StandInSlots
+
+from bifolio.config import SpeculativeConfig
+from bifolio.engine.engine import InferenceEngine
+from bifolio.engine.speculative.draft_lengths import DraftLengths
+from bifolio.model.eagle import load_eagle
+from bifolio.sampling_params import SamplingParams
+from draft_heads import eagle_folder
+from helpers import make_engine, output_ids, random_prompt, tiny_loaded
+
+NUM_TOKENS = 30
+
+
+def new_engine(speculative: bool, **options: object) -> InferenceEngine:
+    if not speculative:
+        return make_engine(kernels=StandInKernels())
+    folder = eagle_folder()
+    config = SpeculativeConfig("eagle", draft_model=str(folder), length=3, **options)  # type: ignore[arg-type]
+    head = load_eagle(folder, tiny_loaded())
+    return make_engine(kernels=StandInKernels(), speculative=config, draft_model=head)  # type: ignore[arg-type]
+
+
+def run(engine: InferenceEngine) -> tuple[list[list[list[int]]], list[int]]:
+    """The outputs, and the number of steps in flight at each collection."""
+    in_flight, collect = [], engine.collect
+
+    def watched() -> None:
+        in_flight.append(len(engine.in_flight))
+        collect()
+
+    engine.collect = watched  # type: ignore[method-assign]
+    requests = []
+    for i in range(3):
+        params = SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=NUM_TOKENS, ignore_eos=True)
+        requests.append(engine.add_request(str(i), random_prompt(5 + i, i, 61), params))
+    while engine.has_work:
+        engine.step()
+    assert engine.blocks.num_used_blocks == 0
+    return [output_ids(request) for request in requests], in_flight
+
+
+@pytest.mark.parametrize("rests", [(0,), (5, 0, 0), (200,)])
+def test_steps_run_ahead_while_drafts_rest(rests: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rests of some steps between trials, or one rest to the end."""
+    expected, ahead = run(new_engine(False))
+    left = list(rests)
+
+    def declined(self: DraftLengths, *_: object) -> tuple[bool, int]:
+        rest = left[0]
+        left.append(left.pop(0))
+        return False, rest
+
+    engine = new_engine(True)
+    assert engine.speculator is not None
+    if rests != (0,):
+        monkeypatch.setattr(DraftLengths, "declined", declined)
+        monkeypatch.setattr(DraftLengths, "choose", lambda self, *_: ({}, False))
+    found, in_flight = run(engine)
+    assert found == expected
+    if rests == (200,):
+        assert in_flight.count(2) >= len(ahead) - 6
+        assert isinstance(engine.slots.device, StandInSlots)
+        assert engine.slots.device.calls["decode"] >= NUM_TOKENS - 2
+    elif rests != (0,):
+        assert in_flight.count(2) > 5
+        assert in_flight.count(1) > 5
+
+
+def test_drafts_are_drawn_on_the_device() -> None:
+    engine = new_engine(True, adaptive=False)
+    assert run(engine)[0] == run(new_engine(False))[0]
+    assert isinstance(engine.slots.device, StandInSlots)
+    assert engine.slots.device.calls["draw_drafts"] > 5
+    assert engine.speculator is not None
+    assert engine.speculator.stats.num_draft_tokens > 20
