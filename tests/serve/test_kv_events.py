@@ -68,7 +68,10 @@ def test_layout_numbers_and_replay() -> None:
         while sum(len(batch[1]) for _, batch in history) < 5:
             history = subscriber.replay(0)
         assert subscriber.replay(len(history) - 1) == history[-1:]
-        events.record(Cleared())
+        for _ in range(600):  # a socket misses all that is published before its subscription arrives
+            events.record(Cleared())
+            if subscriber.sub.poll(100):
+                break
         number, live = subscriber.next()
         while number < len(history):
             number, live = subscriber.next()
@@ -103,8 +106,13 @@ def test_a_server_publishes_its_cache_and_vllms_names() -> None:
             with server.http() as http:
                 answers = [http.post("/v1/completions", json=body).json() for _ in range(3)]
                 assert answers[-1]["usage"]["prompt_tokens_details"]["cached_tokens"]
-                time.sleep(1.0)  # two heartbeats: the counters of the page
                 page = http.get("/metrics").text
+                deadline = time.monotonic() + 60.0
+                idle, hits = r"^vllm:num_requests_running{.*} 0\.0$", r"^vllm:prefix_cache_hits_total{.*} [1-9]"
+                while not (re.search(idle, page, re.MULTILINE) and re.search(hits, page, re.MULTILINE)):
+                    assert time.monotonic() < deadline, page  # counters come with heartbeats
+                    time.sleep(0.1)
+                    page = http.get("/metrics").text
             history = subscriber.replay(0)
             while not any(event[0] == "BlockStored" for _, batch in history for event in batch[1]):
                 history = subscriber.replay(0)
