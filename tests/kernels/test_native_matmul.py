@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from native_support import block_product, float_product, isas, random_linear, settings, tile_product
+from native_support import block_product, float_product, isas, random_linear, settings, tile_product, uses_fma
 
 from bifolio.errors import ConfigError
 from bifolio.kernels import native
@@ -17,17 +17,6 @@ ISAS = isas()
 EXACT_ISAS = [isa for isa in ISAS if isa != "amx"]  # AMX multiplies in bfloat16, on tiles
 BLOCK_FORMATS = (QuantFormat.Q8_0, QuantFormat.Q4_0, QuantFormat.Q4_1)
 FLOAT_FORMATS = (QuantFormat.F32, QuantFormat.F16, QuantFormat.BF16)
-
-
-def has_fused_generic() -> bool:
-    """Plain C++ multiplies and adds in two roundings where the compiler's target has no fused instruction."""
-    import platform
-
-    return platform.machine() in ("aarch64", "arm64")
-
-
-def uses_fma(isa: str) -> bool:
-    return isa != "generic" or has_fused_generic()
 
 
 @pytest.mark.parametrize("isa", ISAS)
