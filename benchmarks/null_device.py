@@ -50,6 +50,8 @@ class NullDevice:
 
     def set_history(self, slot: int, prompt: np.ndarray, output: Any) -> None: ...
 
+    def set_mask(self, slot: int, is_used: bool) -> None: ...
+
     def mask_rows(self, slots: np.ndarray) -> np.ndarray:
         return np.empty((len(slots), -(-self._vocab_size // 32)), dtype=np.int32)
 

@@ -130,6 +130,7 @@ class Sequence:
     num_computed: int = 0  # tokens whose K and V are in the cache, from collected passes
     num_in_flight: int = 0  # following tokens, of passes that are launched but not collected
     num_expected: int = 0  # tokens that those passes sample
+    num_void: int = 0  # of these, the ones that follow a discarded token
     parent: Sequence | None = None  # forked from this sequence once its prompt is computed
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the token id or string that ended it
@@ -221,11 +222,16 @@ class Sequence:
         self.output_token_ids.append(token_id)
         return len(self.output_token_ids)
 
+    def discard_token(self) -> None:
+        """Record that a sampled token is not used, and that those expected after it will not be."""
+        self.num_expected -= 1
+        self.num_void = self.num_expected
+
     def rewind(self, num_computed: int) -> None:
         """Reset the progress to `num_computed` tokens and discard launched passes."""
         self.num_computed = num_computed
         self.num_draft_computed = min(self.num_draft_computed, num_computed)
-        self.num_in_flight = self.num_expected = 0
+        self.num_in_flight = self.num_expected = self.num_void = 0
 
     def fork_from(self, parent: Sequence, num_in_flight: int | None = None) -> None:
         """Copy the tokens and the progress of `parent`, whose blocks this sequence now shares.

@@ -82,7 +82,13 @@ class StandInSlots:
         mask = SentMask(self._masks[slot]) if has_mask else None
         self._sampler.table.set(slot, params, seed, prompt, output, mask=mask)
 
+    def set_mask(self, slot: int, is_used: bool) -> None:
+        params, seed, _ = self._options[slot]
+        self._options[slot] = params, seed, is_used
+        self._set(slot, np.zeros(0, np.int32), [])  # a mask is the only edit: no token is counted
+
     def mask_rows(self, slots: np.ndarray) -> np.ndarray:
+        self.calls["mask_rows"] += 1
         rows = np.full((len(slots), self._masks.shape[1]), 0x55555555, np.int32)
         self._sent = slots.copy(), rows
         return rows

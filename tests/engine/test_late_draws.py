@@ -29,6 +29,8 @@ PENALTIES = {"repetition_penalty": 1.3, "frequency_penalty": 0.4}
 GRAMMARS = {
     "endless": Grammar.regex("[a-f]{200}"),
     "short": Grammar.regex("[a-f]{2,5}"),
+    "open": Grammar.regex("(.|\\n){1,90}"),
+    "half": Grammar.regex("[ -~]{1,40}"),
     "words": Grammar.regex("(ab|cd|abe){1,9}"),
     "schema": Grammar.json_schema({"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 4}),
 }
@@ -94,6 +96,57 @@ def test_masked_sequences_take_part_in_every_step() -> None:
     assert len(free.sequences[0].output_token_ids) == len(bound.sequences[0].output_token_ids) == 16
     drain(engine)
     assert_like_alone(bound, 1, "endless", (("seed", 2), ("max_tokens", 40)))
+
+
+def test_greedy_draws_run_ahead_of_their_grammars() -> None:
+    """Where the grammar allows the likeliest tokens, only the first one has a mask, and no step is drawn late."""
+    engine = new_engine()
+    options = {"temperature": 0.0, "max_tokens": 10}
+    bound = engine.add_request("bound", prompt_of(10), parameters("open", **options))
+    drain(engine)
+    calls = device_of(engine).calls
+    assert output_ids(bound) == output_ids(alone(10, "", tuple(options.items()))), "choose another prompt"
+    assert (calls["decode"], calls["decode_logits"]) == (9, 0)
+    assert calls["mask_rows"] == 1
+    assert_like_alone(bound, 10, "open", tuple(options.items()))
+
+
+@pytest.mark.parametrize("grammar", ["endless", "half", "schema"])
+def test_forbidden_tokens_are_drawn_again_and_no_other_sequence_waits(grammar: str) -> None:
+    engine = new_engine()
+    free = engine.add_request("free", prompt_of(0), parameters(seed=1, max_tokens=40))
+    options = {"temperature": 0.0, "max_tokens": 12}
+    bound = [engine.add_request(str(i), prompt_of(i), parameters(grammar, **options)) for i in (1, 2)]
+    before = 0
+    for _ in range(12):
+        engine.step()
+        assert any(item.sequence is free.sequences[0] for item in engine.in_flight[-1].plan.scheduled)
+        assert len(free.sequences[0].output_token_ids) >= before
+        before = len(free.sequences[0].output_token_ids)
+        for sequence in (request.sequences[0] for request in bound):
+            if sequence.finish_reason is None:
+                assert engine.blocks.num_tokens_of(sequence.id) == sequence.num_scheduled
+    assert before == 11
+    drain(engine)
+    assert device_of(engine).calls["decode_logits"] == 0, "no step is drawn late"
+    for number, request in enumerate(bound, start=1):
+        assert_like_alone(request, number, grammar, tuple(options.items()))
+    assert engine.blocks.num_used_blocks == 0
+
+
+@pytest.mark.parametrize("arrival", range(2, 8))
+def test_greedy_and_sampled_grammars_side_by_side(arrival: int) -> None:
+    """Forbidden tokens of greedy sequences are found while the next draw waits for masks of sampled ones."""
+    engine = new_engine()
+    options = {"temperature": 0.0, "max_tokens": 12}
+    greedy = [engine.add_request(str(i), prompt_of(i), parameters("open", **options)) for i in range(4)]
+    for _ in range(arrival):
+        engine.step()
+    sampled = engine.add_request("sampled", prompt_of(4), parameters("endless", seed=arrival))
+    drain(engine)
+    for number, request in enumerate(greedy):
+        assert_like_alone(request, number, "open", tuple(options.items()))
+    assert_like_alone(sampled, 4, "endless", (("seed", arrival),))
 
 
 def test_only_steps_with_masks_in_flight_are_drawn_late() -> None:

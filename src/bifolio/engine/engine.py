@@ -94,8 +94,9 @@ class InferenceEngine:
             speculation=speculation,
         )
         self.postprocess = Postprocessor(
-            self.batcher, self.phases, self.blocks, self.slots.sampler, kernels, self.speculator, speculation
+            self.batcher, self.phases, self.blocks, self.slots, kernels, self.speculator, speculation
         )
+        self.slots.unmasked.is_allowed = self.speculator is None and not self.blocks.has_states
         self.faults = FaultRecovery(self)
         self.progress = ProgressWatch(self)
         self.requests: dict[str, Request] = {}  # not finished yet
@@ -173,6 +174,8 @@ class InferenceEngine:
         if self.speculator is not None:
             self.speculator.launched(plan, launched.states)
         self._count(plan)
+        for slot in self.slots.unmasked.launched(plan, launched.undrawn is not None):
+            self.batcher.slots[slot].waits_for_tokens = self._waits_for_tokens(slot)
         return self.postprocess.launched(plan, readout, launched, started)
 
     def collect(self) -> None:

@@ -7,7 +7,7 @@ in flight, and further completions are forked. `collect` runs when the tokens ar
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,10 +16,11 @@ from bifolio.cache.block_manager import KVCacheBlockManager
 from bifolio.cache.sharing import SpeculativeDecodingSharing
 from bifolio.engine.executor import Launched
 from bifolio.engine.host_batch import Readout
+from bifolio.engine.slot_state import SlotState
 from bifolio.engine.speculative.speculator import Speculator, num_accepted
 from bifolio.errors import BifolioError, RequestError
 from bifolio.kernels.interface import Array, KernelSet
-from bifolio.sampling.sampler import SampledTokens, Sampler, prompt_logprobs
+from bifolio.sampling.sampler import SampledTokens, prompt_logprobs
 from bifolio.schedule.batcher import ContinuousBatcher, unforked_children
 from bifolio.schedule.phases import PhaseManager
 from bifolio.schedule.plan import ScheduledSequence, StepPlan
@@ -74,7 +75,7 @@ class Postprocessor:
         batcher: ContinuousBatcher,
         phases: PhaseManager,
         blocks: KVCacheBlockManager,
-        sampler: Sampler,
+        slots: SlotState,
         kernels: KernelSet,
         speculator: Speculator | None,
         speculation: SpeculativeDecodingSharing | None,
@@ -82,7 +83,7 @@ class Postprocessor:
         self._batcher = batcher
         self._phases = phases
         self._blocks = blocks
-        self._sampler = sampler
+        self._slots, self._sampler = slots, slots.sampler
         self._kernels = kernels
         self._speculator = speculator
         self._speculation = speculation
@@ -142,10 +143,11 @@ class Postprocessor:
         """Apply the result of a step; `results` gets an entry for every added token and every finished sequence."""
         sampled = None if ticket.launched.draws is None else _Drawn.of(ticket.launched.draws.collect())
         decodes, items = ticket.plan.decodes, ticket.plan.prefills
+        discarded = self._discarded(ticket, sampled)
         draw = 0
         if sampled is not None and ticket.plan.has_plain_decodes:
             draw = len(decodes)
-            self._collect_decodes(decodes, sampled, results)
+            self._collect_decodes(decodes, sampled, discarded, results)
         else:
             items = decodes + items
         searches = []
@@ -166,7 +168,9 @@ class Postprocessor:
             draw = rows.stop
             if sampled is None:
                 raise RequestError("a step sampled no tokens although its plan has sampled slots")
-            if item.drafts:
+            if rows.start in discarded:
+                self._discard(item)
+            elif item.drafts:
                 self._verify(item, sampled, rows, results)
             else:
                 self._add_tokens(members, sampled, rows, results)
@@ -175,13 +179,49 @@ class Postprocessor:
         for request in dict.fromkeys(searches):
             self._advance_search(request, ticket.candidates[request.request_id], results)
 
+    def _discarded(self, ticket: Ticket, drawn: _Drawn | None) -> frozenset[int]:
+        """The draws of decodes that ran ahead of their grammars and whose tokens are not used."""
+        draws = ticket.launched.draws
+        if draws is None or draws.to_check is None or drawn is None:
+            return frozenset()
+        items = dict(_decode_draws(ticket.plan))
+        live = {row: items[row] for row in draws.to_check.tolist() if items[row].sequence.finish_reason is None}
+        void = [row for row, item in live.items() if item.sequence.num_void]  # follow a token that is not used
+        rows = [row for row, item in live.items() if not item.sequence.num_void and row not in drawn.errors]
+        unmasked = self._slots.unmasked
+        for row in rows:
+            slot = live[row].slot
+            if not unmasked.check(slot, drawn.token_ids[row]):
+                void.append(row)
+            self._batcher.slots[slot].waits_for_tokens |= unmasked.waits(slot)
+        return frozenset(void)
+
+    def _discard(self, item: ScheduledSequence) -> None:
+        """Drop a sampled token; when none is in flight behind it, the newest token is computed once more."""
+        sequence = item.sequence
+        sequence.discard_token()
+        self._slots.unmasked.discarded(item.slot, sequence.num_void)
+        if not sequence.num_expected:
+            last = sequence.num_tokens - 1
+            self._blocks.truncate(sequence.id, last)
+            sequence.rewind(last)
+            self._slots.rewound(item.slot)
+
     def _collect_decodes(
-        self, decodes: tuple[ScheduledSequence, ...], drawn: _Drawn, results: list[StepResult]
+        self,
+        decodes: tuple[ScheduledSequence, ...],
+        drawn: _Drawn,
+        discarded: frozenset[int],
+        results: list[StepResult],
     ) -> None:
         """Add one token to each of these sequences: a plain decode step."""
         block_size, has_errors, tokens = self._blocks.block_size, bool(drawn.errors), drawn.token_ids
         for row, item in enumerate(decodes):
             sequence = item.sequence
+            if discarded and row in discarded:
+                sequence.advance(1)
+                self._discard(item)
+                continue
             if sequence.finish_reason is not None or sequence.checks_text or has_errors:
                 sequence.advance(1)
                 if sequence.finish_reason is None:  # else it ended while the step ran
@@ -321,6 +361,15 @@ class Postprocessor:
         scores = prompt_logprobs(logits[first_row : first_row + count], following, num_pairs)
         packed = scores.pack(np.array(following, dtype=np.int32), num_pairs).tobytes()
         request.prompt_scores.put(item.start, packed)  # record 0 is that of the second token
+
+
+def _decode_draws(plan: StepPlan) -> Iterator[tuple[int, ScheduledSequence]]:
+    """(Number of the draw, its decode), for decodes of one token; beams are not drawn."""
+    draw = 0
+    for item in plan.decodes:
+        if item.sequence.group is None:
+            yield draw, item
+            draw += 1 + len(item.drafts)
 
 
 def _part(read: Callable[[], tuple[np.ndarray, np.ndarray]], first: int, last: int) -> Callable[[], Candidates]:

@@ -15,6 +15,7 @@ import numpy as np
 
 from bifolio.cache.block_manager import KVCacheBlockManager
 from bifolio.engine.host_batch import ON_DEVICE, HostBatch, Readout, newest_token
+from bifolio.engine.unmasked_draws import UnmaskedDraws
 from bifolio.errors import NO_FINITE_LOGIT, ModelOutputError, PhaseError, RequestError
 from bifolio.kernels.interface import Array, Batch, DeviceSlots, KernelSet, PendingTokens, TokenScores
 from bifolio.sampling.edits import device_edits
@@ -34,6 +35,7 @@ class Draws:
     num_logprobs: np.ndarray | None = None  # i64[d]  of those draws, -1: none
     excluding: np.ndarray | None = None  # bool[d]  whether options of the request exclude tokens
     pending: PendingTokens | None = None
+    to_check: np.ndarray | None = None  # i64[c]  draws ahead of their grammars (`engine.unmasked_draws`)
 
     def collect(self) -> SampledTokens:
         """All tokens; waits for the device."""
@@ -83,6 +85,7 @@ class SlotState:
         self._knows_history = np.zeros(num_slots, dtype=np.bool_)  # the device has counted all of these
         self._has_mask = np.zeros(num_slots, dtype=np.bool_)  # and its mask is sent with each draw
         self._masks = JointMasks()
+        self.unmasked = UnmaskedDraws(sampler.table, device)
 
     @property
     def table(self) -> SamplingTable:
@@ -112,22 +115,24 @@ class SlotState:
         self._has_mask[slot] = edits is not None and edits.has_mask
         if self.device is not None:
             self.device.set_params(slot, params, sequence.seed, edits)
+        self.unmasked.set_slot(slot, params, edits)
 
     def clear_slot(self, slot: int) -> None:
         self.table.clear(slot)
         self._on_device[slot] = self._counts_tokens[slot] = self._has_mask[slot] = False
+        self.unmasked.clear_slot(slot)
 
     def waits_for_tokens(self, slot: int) -> bool:
-        """Whether the host draws the slot's tokens and needs the values of those before: its steps cannot run ahead."""
-        return bool(self.table.reads_history[slot] and not self._on_device[slot])
+        """Whether the next draw of the slot needs the values of the tokens before: its step cannot run ahead."""
+        return bool(self.table.reads_history[slot] and not self._on_device[slot]) or self.unmasked.waits(slot)
 
     def draws_late(self, plan: StepPlan) -> bool:
         """Whether a mask of the step depends on tokens in flight.
 
         The pass of such a step is launched ahead like any other; its draw follows when those tokens are collected.
         """
-        has_mask = self._has_mask
-        return bool(has_mask.any()) and any(item.sequence.num_expected and has_mask[item.slot] for item in plan.decodes)
+        masked = self._has_mask & ~self.unmasked.is_on
+        return bool(masked.any()) and any(item.sequence.num_expected and masked[item.slot] for item in plan.decodes)
 
     # -- one step ------------------------------------------------------------------------------------------------------
     def update(self, plan: StepPlan) -> None:
@@ -196,7 +201,8 @@ class SlotState:
         self._newest[slots] = ON_DEVICE
         count = len(slots)
         unknown, excluding = SampledTokens.unknown(count), self.table.is_edited[slots]
-        return Draws(unknown, np.arange(count), self.table.num_logprobs[slots], excluding, pending)
+        to_check = self.unmasked.to_check(slots)
+        return Draws(unknown, np.arange(count), self.table.num_logprobs[slots], excluding, pending, to_check)
 
     def logits_on_device(self, plan: StepPlan, slots: np.ndarray) -> Array:
         """Launch the pass of a decode step without its draw: f32[n, vocab], valid until the next launch."""
@@ -223,7 +229,8 @@ class SlotState:
         slots = np.asarray(readout.sample_slots, dtype=np.int32)
         num_logprobs = self.table.num_logprobs[slots[there]]
         excluding = self.table.is_edited[slots[there]]
-        draws = Draws(SampledTokens.unknown(len(on_device)), there, num_logprobs, excluding)
+        unknown, to_check = SampledTokens.unknown(len(on_device)), self.unmasked.to_check(slots)
+        draws = Draws(unknown, there, num_logprobs, excluding, to_check=to_check)
         if self.device is not None:
             self._send_edits(self.device, slots[there])
             rows, positions = np.asarray(readout.sample_rows), np.asarray(readout.positions)
@@ -234,6 +241,10 @@ class SlotState:
             here = np.flatnonzero(~on_device).tolist()
             draws.known.put(here, self._draw_here(logits, readout, here))
         return draws
+
+    def rewound(self, slot: int) -> None:
+        """The slot's sequence was rewound: the device has another length and newest token."""
+        self._is_current[slot] = False
 
     def draws_drafts(self, slots: Sequences[int] | np.ndarray) -> bool:
         """Whether the device draws drafts of these slots: it has no edits that read tokens in between."""
@@ -264,7 +275,7 @@ class SlotState:
             if state is not None:
                 device.set_history(slot, state.history.prompt, state.output_token_ids)
                 self._knows_history[slot] = True
-        masked = slots[self._has_mask[slots]]
+        masked = slots[self._has_mask[slots] & ~self.unmasked.is_on[slots]]
         if len(masked):
             states = [self.table.states[slot] for slot in masked.tolist()]
             masks = [state.mask for state in states if state is not None and state.mask is not None]

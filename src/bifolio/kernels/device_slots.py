@@ -102,6 +102,10 @@ class DeviceSlots(Protocol):
         """Prompt and output of a slot whose edits count tokens; the device counts the tokens that it draws itself."""
         ...
 
+    def set_mask(self, slot: int, is_used: bool) -> None:
+        """Whether the next draws of a slot use a mask, which is the only edit of its sequence."""
+        ...
+
     def mask_rows(self, slots: np.ndarray) -> np.ndarray:
         """i32[n, ceil(vocab / 32)] on the host: the tokens that may be drawn next for slots whose edits have a mask.
 

@@ -34,4 +34,16 @@ class LogitEdits:
 
     @property
     def is_empty(self) -> bool:
-        return not (self.has_bias or self.counts_tokens or self.min_length or self.has_mask)
+        return not (self.has_mask or self._has_others)
+
+    @property
+    def is_mask_alone(self) -> bool:
+        return self.has_mask and not self._has_others
+
+    @property
+    def _has_others(self) -> bool:
+        return self.has_bias or self.counts_tokens or self.min_length > 0
+
+
+_NONE, _NO_AMOUNTS = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32)
+MASK_ALONE = LogitEdits(_NONE, _NO_AMOUNTS, False, 1.0, 0.0, 0.0, _NONE, 0, has_mask=True)

@@ -82,6 +82,14 @@ class GrammarMask:
             return None  # a stopped matcher would consume the end of the text once more
         return matcher, output[-1]
 
+    def accepts(self, token: int) -> bool:
+        """Whether the grammar allows the token behind the output; it then consumes it, and the caller appends it."""
+        return not self._is_over_budget and self._go_to((token,))
+
+    def suspect(self) -> None:
+        """Measure the next masks one by one again: something has taken too long."""
+        self._num_cheap, self._needed = 0, min(2 * self._needed, MOST_PROOFS)
+
     def consumed(self, token: int) -> None:
         """The matcher has consumed the token of `next_job`."""
         self._consumed.append(token)
@@ -91,7 +99,7 @@ class GrammarMask:
         """Count a mask that was computed with others; False if the grammar failed: no token may follow."""
         self._num_masks += 1
         if was_slow:
-            self._num_cheap, self._needed = 0, min(2 * self._needed, MOST_PROOFS)
+            self.suspect()
         return not self._matcher.is_error()
 
     # -- details ----------------------------------------------------------------------------------------------------

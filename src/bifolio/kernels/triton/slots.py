@@ -11,7 +11,7 @@ import torch
 from bifolio.errors import PhaseError, UnsupportedModelError
 from bifolio.kernels import shared_prefix
 from bifolio.kernels.interface import Array, Batch, DraftNetwork, Network, SlotSizes, Storage
-from bifolio.kernels.logit_edits import LogitEdits
+from bifolio.kernels.logit_edits import MASK_ALONE, LogitEdits
 from bifolio.kernels.shared_prefix import SharedWork, share_work
 from bifolio.kernels.torch_arrays import upload
 from bifolio.kernels.triton.cuda_graphs import DecodeGraphs, DeviceTokens, GraphKernels, GraphRecorder, full_shape
@@ -95,6 +95,13 @@ class TritonSlots:
     def set_history(self, slot: int, prompt: np.ndarray, output: Sequence[int]) -> None:
         if self.graphs.edits is not None:
             self.graphs.edits.set_history(slot, prompt, output)
+
+    def set_mask(self, slot: int, is_used: bool) -> None:
+        self._edited[slot] = is_used
+        if is_used and self.graphs.edits is not None:
+            self.graphs.edits.set(slot, MASK_ALONE)
+        else:
+            self.state.set_edits(slot, 0, None)
 
     def mask_rows(self, slots: np.ndarray) -> np.ndarray:
         if self.graphs.edits is None:
