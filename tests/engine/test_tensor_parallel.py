@@ -116,9 +116,14 @@ def test_four_ranks_give_the_bits_of_one(name: str) -> None:
         assert workload(llm) == expected(name, "native")
 
 
-def test_numpy_kernels_give_the_bits_of_one() -> None:
+def test_numpy_kernels_give_the_tokens_of_one() -> None:
+    """Their sums are numpy's: some of its libraries add the columns of a narrower matrix in another order."""
+    wanted = expected("llama", "reference")
     with make_llm("llama", 2, kernels="reference") as llm:
-        assert workload(llm) == expected("llama", "reference")
+        found = workload(llm)
+    assert tokens_of(found) == tokens_of(wanted)
+    scores = [[each[2] for output in run[0] for each in output] for run in (found, wanted)]
+    assert scores[0] == pytest.approx(scores[1], abs=1e-4)
 
 
 def test_torch_kernels_exchange_through_gloo() -> None:
