@@ -30,15 +30,23 @@ struct FileBlock {
   size_t bytes;
   Format packed;        // the format of kernels that it becomes
   const int8_t* table;  // the values of sixteen codes, or null
-  void (*decode)(const uint8_t* block, Codes& out);  // null for dense formats
+  FileFormat format;
 
   int64_t group() const { return kQuantBlock / coding(packed).scales; }
 };
 
 const FileBlock& file_block(FileFormat format);
 
+// A row of a tensor, and the column of a panel that it becomes.
+struct Column {
+  const FileBlock* file;
+  const uint8_t* row;
+  int64_t place;
+};
+
 // The grids of the IQ1, IQ2 and IQ3 formats are data of the gguf package: rows of 4 or 8 numbers of magnitudes. A format that needs
 // one cannot be decoded before it is set.
+const uint8_t* grid_of(FileFormat format);
 void set_grid(FileFormat format, std::vector<uint8_t> numbers);
 size_t grid_rows(FileFormat format);  // that a block can number; 0: the format has no grid
 bool needs_grid(FileFormat format);  // and has none yet

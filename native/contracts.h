@@ -199,6 +199,10 @@ struct HeadScan {
   const float* ahead = nullptr;  // the columns of a state that the next unit of work reads: prefetched. Null: none
 };
 
+struct Codes;
+struct Column;
+using DecodeBlock = void (*)(const uint8_t* block, Codes& out);
+
 struct KernelTable {
   const char* name;
   int (*score)();          // 0: this machine cannot run it
@@ -245,6 +249,10 @@ struct KernelTable {
 
   // Add the state (m, l, a) of a later span to (M, L, A).
   void (*merge_span)(float* M, float* L, float* A, float m, float l, const float* a, int64_t size);
+
+  const DecodeBlock* decoders;  // by the format of a file (`blocks.h`); null for dense formats
+  // Up to sixteen rows of blocks as columns of a panel; false: a scale is no half float.
+  bool (*pack_blocks)(const PackedMatrix& matrix, const Column* columns, int64_t count, uint8_t* panel);
 };
 
 size_t matmul_scratch_bytes();

@@ -11,6 +11,7 @@
 #include <cpuid.h>
 #include <immintrin.h>
 
+#include "blocks.h"
 #include "contracts.h"
 #include "platform.h"
 
@@ -23,6 +24,7 @@ namespace {
 #define BIFOLIO_INT_ROWS 8
 #define BIFOLIO_OWN_QUANTIZE
 #include "kernels/elementwise.h"
+#include "kernels/packing.h"
 #include "kernels/recurrence.h"
 #include "kernels/avx512_quantize.h"
 #include "kernels/matmul_float.h"

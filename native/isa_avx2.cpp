@@ -1,6 +1,7 @@
 // x86 with AVX2, FMA and F16C (since 2013).
 #include <immintrin.h>
 
+#include "blocks.h"
 #include "contracts.h"
 
 namespace bifolio {
@@ -11,6 +12,7 @@ namespace {
 #define BIFOLIO_FLOAT_ROWS 6
 #define BIFOLIO_FEW_ROWS_BLOCKS 32  // they and sixteen rows fit into 32 KB, the first cache level of most desktops
 #include "kernels/elementwise.h"
+#include "kernels/packing.h"
 #include "kernels/recurrence.h"
 #include "kernels/matmul_float.h"
 

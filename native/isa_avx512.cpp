@@ -1,6 +1,7 @@
 // x86 with AVX-512 (F, BW, VL, DQ) and VNNI.
 #include <immintrin.h>
 
+#include "blocks.h"
 #include "contracts.h"
 
 namespace bifolio {
@@ -12,6 +13,7 @@ namespace {
 #define BIFOLIO_INT_ROWS 8
 #define BIFOLIO_OWN_QUANTIZE
 #include "kernels/elementwise.h"
+#include "kernels/packing.h"
 #include "kernels/recurrence.h"
 #include "kernels/avx512_quantize.h"
 #include "kernels/matmul_float.h"

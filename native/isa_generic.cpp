@@ -1,4 +1,5 @@
 // Plain C++ for any processor.
+#include "blocks.h"
 #include "contracts.h"
 
 namespace bifolio {
@@ -7,6 +8,7 @@ namespace {
 #include "simd/generic.h"
 
 #include "kernels/elementwise.h"
+#include "kernels/packing.h"
 #include "kernels/recurrence.h"
 #include "kernels/matmul_float.h"
 

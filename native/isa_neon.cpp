@@ -1,6 +1,7 @@
 // ARM: 128-bit registers, and the dot product instructions (ARMv8.2 dotprod).
 #include <arm_neon.h>
 
+#include "blocks.h"
 #include "contracts.h"
 #include "platform.h"
 
@@ -12,6 +13,7 @@ namespace {
 #include "kernels/neon_exp.h"
 
 #include "kernels/elementwise.h"
+#include "kernels/packing.h"
 #include "kernels/recurrence.h"
 
 #define BIFOLIO_OWN_FMA_TILE

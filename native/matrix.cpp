@@ -10,6 +10,7 @@
 #include <cstring>
 #include <new>
 
+#include "isa.h"
 #include "pool.h"
 
 namespace bifolio {
@@ -53,91 +54,6 @@ void pack_floats(const PackedMatrix& m, const uint8_t* row, int64_t column, uint
     } else {
       std::memcpy(panel + ((k / 2 * kPanel + column) * 2 + k % 2) * 2, row + k * 2, 2);
     }
-  }
-}
-
-// A row of a tensor, and the column of a panel that it becomes.
-struct Column {
-  const FileBlock* file;
-  const uint8_t* row;
-  int64_t place;
-};
-
-// 32 codes of a row, as the low bits of bytes; `out` is the place of the row's column in a block.
-template <int bits>
-void pack_codes(const int8_t* codes, uint8_t* out) {
-  const auto four_at = [&](int e) {
-    uint32_t four;
-    std::memcpy(&four, codes + e, 4);
-    return four;
-  };
-  const auto put = [&](int line, uint32_t four) { std::memcpy(out + line * 64, &four, 4); };
-  if (bits == 8)
-    for (int line = 0; line < 8; ++line) put(line, four_at(4 * line));
-  if (bits == 4)
-    for (int line = 0; line < 4; ++line) put(line, (four_at(4 * line) & 0x0f0f0f0fu) | (four_at(16 + 4 * line) & 0x0f0f0f0fu) << 4);
-  if (bits == 6)
-    for (int half = 0; half < 2; ++half) {
-      const uint32_t last = four_at(16 * half + 12);
-      for (int line = 0; line < 3; ++line)
-        put(3 * half + line, (four_at(16 * half + 4 * line) & 0x3f3f3f3fu) | (last >> (2 * line) & 0x03030303u) << 6);
-    }
-}
-
-bool fits(float scale) { return std::fabs(scale) < 65520.0f; }  // false for NaN
-
-// A block of a file as a column of a panel, from block `b` of the panel on; whether all its scales are half floats.
-template <Coding C>
-bool pack_block(const PackedMatrix& m, const Codes& block, int64_t blocks, int64_t b, int64_t column, uint8_t* panel) {
-  bool good = true;
-  const auto put_half = [&](uint8_t* p, float value) {
-    const uint16_t word = float_to_half(value);
-    std::memcpy(p, &word, 2);
-    good = good && fits(value);
-  };
-  for (int64_t i = 0; i < blocks; ++i, ++b) {
-    uint8_t* pair = panel + b / 2 * pair_bytes(m.format);
-    for (int s = 0; s < C.scales; ++s) {
-      uint8_t* scale = pair + ((b % 2 * C.scales + s) * kPanel + column) * 2;
-      put_half(scale, block.scales[i * C.scales + s]);
-      if (C.minima) put_half(scale + 64 * C.scales, block.minima[i * C.scales + s]);
-    }
-    pack_codes<C.bits>(block.codes + i * kQuantBlock, pair + header_bytes(m.format) + b % 2 * quant_bytes(m.format) + column * 4);
-  }
-  return good;
-}
-
-// Up to sixteen rows as the columns of a panel, block by block: the part of the panel that is written stays in the nearest cache.
-template <Coding C>
-bool pack_columns(const PackedMatrix& m, const std::vector<Column>& columns, uint8_t* panel) {
-  Codes block;
-  bool good = true;
-  if (columns.size() < size_t(kPanel) || m.k / kQuantBlock % 2) std::memset(panel, 0, m.panel_bytes);
-  constexpr int64_t step = kMostElements;  // values of a row before the next one
-  for (int64_t at = 0; at < m.k; at += step)
-    for (const Column& column : columns) {
-      const FileBlock& file = *column.file;
-      const uint8_t* source = column.row + size_t(at / file.elements) * file.bytes;
-      for (int64_t i = at; i < std::min(at + step, m.k); i += file.elements, source += file.bytes) {
-        file.decode(source, block);
-        good = pack_block<C>(m, block, file.elements / kQuantBlock, i / kQuantBlock, column.place, panel) && good;
-      }
-    }
-  return good;
-}
-
-bool pack_blocks(const PackedMatrix& m, const std::vector<Column>& columns, uint8_t* panel) {
-  switch (m.format) {
-    case Format::Q8_0: return pack_columns<coding(Format::Q8_0)>(m, columns, panel);
-    case Format::Q4_0: return pack_columns<coding(Format::Q4_0)>(m, columns, panel);
-    case Format::Q4_1: return pack_columns<coding(Format::Q4_1)>(m, columns, panel);
-    case Format::Q4_T: return pack_columns<coding(Format::Q4_T)>(m, columns, panel);
-    case Format::Q4_T_16: return pack_columns<coding(Format::Q4_T_16)>(m, columns, panel);
-    case Format::Q4_1_16: return pack_columns<coding(Format::Q4_1_16)>(m, columns, panel);
-    case Format::Q6_0: return pack_columns<coding(Format::Q6_0)>(m, columns, panel);
-    case Format::Q6_1: return pack_columns<coding(Format::Q6_1)>(m, columns, panel);
-    case Format::Q6_0_16: return pack_columns<coding(Format::Q6_0_16)>(m, columns, panel);
-    default: return false;
   }
 }
 
@@ -210,7 +126,7 @@ void LinearWeights::pack(const std::vector<SourceRows>& parts, size_t first, siz
         columns.push_back({&file_block(part.format), part.data + size_t(i) * part.row_bytes, column % kPanel});
     });
     if (m.format >= Format::Q8_0) {
-      if (!pack_blocks(m, columns, panel)) good = false;
+      if (!kernels().pack_blocks(m, columns.data(), int64_t(columns.size()), panel)) good = false;
       return;
     }
     std::memset(panel, 0, m.panel_bytes);
@@ -256,9 +172,10 @@ void dequantize_row(FileFormat format, const uint8_t* data, int64_t k, float* ou
   const FileBlock& file = file_block(format);
   const int64_t group = file.group();
   const bool minima = coding(file.packed).minima;
+  const DecodeBlock decode = kernels().decoders[size_t(format)];
   Codes block;
   for (int64_t at = 0; at < k; at += file.elements, data += file.bytes, out += file.elements) {
-    file.decode(data, block);
+    decode(data, block);
     for (int64_t i = 0; i < file.elements; ++i) {
       const float number = float(file.table ? file.table[block.codes[i]] : block.codes[i]);
       out[i] = minima ? block.scales[i / group] * number + block.minima[i / group] : block.scales[i / group] * number;

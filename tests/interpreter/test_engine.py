@@ -164,6 +164,23 @@ def test_a_grammar_is_drawn_on_the_device(monkeypatch: pytest.MonkeyPatch) -> No
     assert engine.stats().num_steps <= 8  # prompts, then a step for each token
 
 
+def test_greedy_draws_run_ahead_of_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have no mask until the grammar forbids a token; that one is drawn again with a mask, from known tokens."""
+    pytest.importorskip("llguidance")
+    model = tiny_loaded(tokenizer=True)
+    each = [{"grammar": Grammar.regex("[ -~]{1,40}"), "logprobs": 1}, {}, {"grammar": Grammar.regex("(.|\\n){1,40}")}]
+    options = parameters(each, temperature=0.0, max_tokens=6)
+    expected = generate(make_engine(model), options)
+    engine = make_engine(model, kernels=TritonKernels("cpu", "f32"))
+    draw_on_device(engine, monkeypatch)
+    switched: list[bool] = []
+    device: Any = engine.slots.device
+    set_mask = device.set_mask
+    device.set_mask = lambda slot, is_used: (switched.append(is_used), set_mask(slot, is_used))
+    assert_same(engine, options, expected)
+    assert set(switched) == {False, True}
+
+
 def test_a_grammar_behind_a_shared_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes whose draws are late read common prefixes once too, and their rows come back in the order of the slots."""
     pytest.importorskip("llguidance")

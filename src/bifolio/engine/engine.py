@@ -6,8 +6,9 @@
 
 On a CPU a ticket is complete when `launch` returns and is collected at once. On a GPU the host plans and launches step
 t + 1 while step t runs. Grammar masks need the tokens of step t: a step with such masks is launched up to its logits,
-and drawn when step t is collected. Sequences that the host draws from token values skip a step. One thread owns an
-engine; other threads send commands through a queue (`engine.thread`).
+and drawn when step t is collected, unless all such sequences are greedy (`engine.unmasked_draws`). Sequences that
+the host draws from token values skip a step. One thread owns an engine; other threads send commands through a queue
+(`engine.thread`).
 """
 
 from __future__ import annotations
