@@ -103,6 +103,30 @@ static inline void raised_six_bit_dots(const uint8_t* w, const int8_t* x, int64_
   for (int r = 0; r < R; ++r) finish_sums<true, 5>(totals[r], isum[r], sums[r]);
 }
 
+// The same for quants as they are packed, one or both halves of a block: without a way through memory for few rows.
+#define BIFOLIO_OWN_SIX_BITS
+template <int Halves, int R>
+static inline void packed_six_bit_dots(const uint8_t* w, const int8_t* x, int64_t stride, const int32_t* isum, V16 sums[R]) {
+  const auto mask = [](__m256i a, int bits) { return _mm256_and_si256(a, _mm256_set1_epi8(char(bits))); };
+  const auto raised = [](const uint8_t* p, int bits) { return _mm256_xor_si256(load_line(p), _mm256_set1_epi8(char(bits))); };
+  __m256i totals[R][2];
+  for (int r = 0; r < R; ++r) totals[r][0] = totals[r][1] = _mm256_setzero_si256();
+  for (int half = 0; half < Halves; ++half, w += 192, x += 16)
+    for (int c = 0; c < 2; ++c) {
+      const __m256i first = raised(w + c * 32, 0x20), second = raised(w + 64 + c * 32, 0x20), third = raised(w + 128 + c * 32, 0xa0);
+      const __m256i lower = _mm256_or_si256(mask(_mm256_srli_epi16(second, 4), 0x0c), mask(_mm256_srli_epi16(first, 6), 0x03));
+      const __m256i fourth = _mm256_or_si256(mask(_mm256_srli_epi16(third, 2), 0x30), lower);
+      const __m256i lines[4] = {mask(first, 0x3f), mask(second, 0x3f), mask(third, 0x3f), fourth};
+      for (int r = 0; r < R; ++r) {
+        const int8_t* row = x + r * stride;
+        const auto words = [&](int line) { return _mm256_maddubs_epi16(lines[line], four_bytes(row + 4 * line)); };
+        const __m256i both = _mm256_add_epi32(add_words(_mm256_add_epi16(words(0), words(1))), add_words(_mm256_add_epi16(words(2), words(3))));
+        totals[r][c] = _mm256_add_epi32(totals[r][c], both);
+      }
+    }
+  for (int r = 0; r < R; ++r) finish_sums<true, 5>(totals[r], isum[r], sums[r]);
+}
+
 template <Coding C, int R>
 static inline void raised_dots(const uint8_t* w, const int8_t* x, int64_t stride, const int32_t* isum, V16 sums[R]) {
   constexpr int lines = 8 / C.scales;

@@ -90,12 +90,19 @@ constexpr float kSixBitUnit = 0.25f;  // and six bits
 constexpr Coding unpacked_coding(Coding packed) { return packed.unpacked(); }
 #endif
 
+#ifdef BIFOLIO_OWN_SIX_BITS
+constexpr bool kSixBitsAsPacked = true;  // `packed_six_bit_dots<Halves, R>`: no block is unpacked for few rows
+#else
+constexpr bool kSixBitsAsPacked = false;
+#endif
+
 #ifndef BIFOLIO_OWN_INT_TILE
 // An instruction set provides the sums of one block for R rows, `block_dots<Bits, Signed, R>` for eight bits and for nibbles
 // without a table, and of half a block of bytes, `half_dots<R>`; if it raises quants, `raised_dots<Coding, R>` for both.
 template <Coding C, int R, class Panel>
 static inline void int_sums(const Panel& w, const IntRows& x, int first_row, int64_t begin, int64_t end, V16 acc[R]) {
-  constexpr bool unpacks = !C.raised && (C.bits == 6 || (C.bits == 4 && (C.table || C.scales == 2)));
+  constexpr bool as_packed = kSixBitsAsPacked && C.bits == 6 && !C.raised;
+  constexpr bool unpacks = !C.raised && !as_packed && (C.bits == 6 || (C.bits == 4 && (C.table || C.scales == 2)));
   constexpr Coding code = unpacks ? unpacked_coding(C) : C;
   constexpr float unit = unpacks && C.bits == 6 ? kSixBitUnit : 1.0f;
   for (int64_t b = begin; b < end; ++b) {
@@ -110,7 +117,8 @@ static inline void int_sums(const Panel& w, const IntRows& x, int first_row, int
       int32_t totals[R];
       for (int r = 0; r < R; ++r) totals[r] = C.scales == 2 ? x.half_total(r, b, s) : x.isum[x.at(r, b, first_row)];
       const int8_t* rows = x.q + b * kQuantBlock + s * 16;
-      if constexpr (code.raised) raised_dots<code, R>(quants + s * 256, rows, x.stride, totals, sums);
+      if constexpr (as_packed) packed_six_bit_dots<2 / C.scales, R>(quants + s * 192, rows, x.stride, totals, sums);
+      else if constexpr (code.raised) raised_dots<code, R>(quants + s * 256, rows, x.stride, totals, sums);
       else if constexpr (code.scales == 2) half_dots<R>(quants + s * 256, rows, x.stride, totals, sums);
       else block_dots<code.bits, code.is_signed, R>(quants, rows, x.stride, totals, sums);
       const V16 scale = load_scale(w.scales(b) + s * kPanel);
