@@ -9,13 +9,14 @@ import atexit
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from bifolio.cache.block_manager import KVCacheBlockManager
 from bifolio.cache.storage import CacheLayout, KvCacheEntry, KVStorage
@@ -254,6 +255,13 @@ def kv_storage(
 def cpu_kernel_names() -> list[str]:
     """The kernel sets that run here on the CPU."""
     return [name for name, candidate in CANDIDATES.items() if "cpu" in candidate.devices and not candidate.refusals()]
+
+
+def kernels_of_long_runs(names: Iterable[str]) -> list[Any]:
+    """These kernel sets as parameters; the reference takes long, so it is a slow test where another set is there."""
+    known = list(names)
+    slow = "reference" if len(known) > 1 else ""
+    return [pytest.param(name, marks=[pytest.mark.slow] if name == slow else []) for name in known]
 
 
 def make_kernels(name: str = "reference") -> KernelSet:

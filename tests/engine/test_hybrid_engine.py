@@ -23,19 +23,17 @@ from bifolio.engine.memory import plan_memory
 from bifolio.engine.state_plan import plan_states, with_states
 from bifolio.errors import ConfigError, RequestError
 from bifolio.sampling_params import SamplingParams
-from helpers import cpu_kernel_names, drain, make_engine, output_ids, random_prompt, run_alone
+from helpers import cpu_kernel_names, drain, kernels_of_long_runs, make_engine, output_ids, random_prompt, run_alone
 from hybrid_models import VOCABULARY, hybrid_config, recurrent_config, tiny_hybrid
 
 KINDS = ("conv", "delta", "mamba")
 KERNELS = [name for name in cpu_kernel_names() if name in ("reference", *EXACT)]
-FAST_KERNELS = [  # the reference takes long for a whole conversation: it is the slow form where another set is there
-    pytest.param(name, marks=[pytest.mark.slow] if name == "reference" and len(KERNELS) > 1 else []) for name in KERNELS
-]
+FAST_KERNELS = kernels_of_long_runs(KERNELS)
 NUM_TRACES = 8
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kernel_name", KERNELS)
+@pytest.mark.parametrize("kernel_name", FAST_KERNELS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_needle_in_a_crowd(kind: str, kernel_name: str) -> None:
     """Bit for bit on the native kernels."""
@@ -87,7 +85,7 @@ TestDelta = machine("delta")
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("kernels", FAST_KERNELS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_traces(kind: str, kernels: str) -> None:
     for seed in range(6):

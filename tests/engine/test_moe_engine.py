@@ -14,7 +14,7 @@ from test_engine_needle import EXACT, NEEDLES, PROMPT, VOCAB, crowded_engine, ke
 from bifolio.model.huggingface.hf_loader import load_folder
 from bifolio.model.loaded import LoadedModel
 from bifolio.sampling_params import SamplingParams
-from helpers import cpu_kernel_names, make_engine, output_ids, run_alone, tiny_model
+from helpers import cpu_kernel_names, kernels_of_long_runs, make_engine, output_ids, run_alone, tiny_model
 
 NETWORKS = {"experts": "qwen3moe", "latents": "deepseek2", "sinks": "gptoss"}
 NUM_TRACES = 8
@@ -26,7 +26,9 @@ def network(name: str) -> LoadedModel:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kernel_name", [name for name in cpu_kernel_names() if name in ("reference", *EXACT)])
+@pytest.mark.parametrize(
+    "kernel_name", kernels_of_long_runs(name for name in cpu_kernel_names() if name in ("reference", *EXACT))
+)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_needle_in_a_crowd(name: str, kernel_name: str) -> None:
     """Bit for bit on the native kernels, whatever experts the neighbours choose."""

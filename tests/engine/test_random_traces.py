@@ -6,7 +6,7 @@ import pytest
 from engine_traces import Trace
 
 from bifolio import SamplingParams
-from helpers import cpu_kernel_names, drain, make_engine, random_prompt
+from helpers import cpu_kernel_names, drain, kernels_of_long_runs, make_engine, random_prompt
 
 KERNELS = [name for name in ("reference", "native") if name in cpu_kernel_names()]
 
@@ -35,7 +35,7 @@ def test_traces_that_failed_once(seed: int) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("kernels", kernels_of_long_runs(KERNELS))
 @pytest.mark.parametrize("first", range(0, 24, 8))
 def test_random_traces(first: int, kernels: str) -> None:
     for seed in range(first, first + 8):

@@ -11,6 +11,8 @@ from test_tools import TEMPLATE as THINKING_TEMPLATE
 
 from helpers import tiny_folder
 
+pytestmark = pytest.mark.full  # each module starts a server
+
 USER: list[Any] = [{"role": "user", "content": "Hello"}]
 TOOLS: list[Any] = [
     {

@@ -12,6 +12,8 @@ from serving import RunningServer, running_server
 from bifolio import __version__
 from helpers import tiny_folder
 
+pytestmark = pytest.mark.full  # each module starts a server
+
 ollama = pytest.importorskip("ollama")
 USER: list[Any] = [{"role": "user", "content": "Hello"}]
 SHORT = {"num_predict": 10, "temperature": 0.0}

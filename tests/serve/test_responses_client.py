@@ -14,6 +14,8 @@ from bifolio.serve import conversations
 from bifolio.serve.conversations import Conversation, ConversationStore
 from helpers import tiny_folder
 
+pytestmark = pytest.mark.full  # each module starts a server
+
 TEMPLATE = (  # history is written as the model wrote it, so that a follow-up continues its tokens
     "{% if tools %}tools: {{ tools | tojson }}{{ '\n' }}{% endif %}"
     "{% for m in messages %}{{ m.role }}: {{ m.content }}"

@@ -15,6 +15,8 @@ from serving import RunningServer, running_server
 
 from helpers import tiny_folder, without_decoder
 
+pytestmark = pytest.mark.full  # each module starts a server
+
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99}, "s": {"type": "string", "maxLength": 5}},
