@@ -15,7 +15,7 @@ from bifolio.engine.executor import ModelRunner
 from bifolio.engine.host_batch import HostBatch, Run
 from bifolio.engine.speculative.head_runner import HeadRun, HeadRunner
 from bifolio.kernels.interface import AttentionPhase, DeviceMemory, DeviceSlots, KernelSet, SlotSizes
-from bifolio.kernels.logit_edits import LogitEdits
+from bifolio.kernels.logit_edits import MASK_ALONE, LogitEdits
 from bifolio.kernels.select import CANDIDATES
 from bifolio.kernels.storage import CacheLayout, KVStorage
 from bifolio.model.draft_head import prepare_head
@@ -289,6 +289,7 @@ def _decode_by_slots(kernels: KernelSet, slots: Any, logits: np.ndarray, states:
         slots.set_params(slot, greedy, 0, None)
     drafts = slots.draw_drafts(kernels.from_host(logits), np.array([1, 0, 1]), taken[[0, 0, 1]], np.array([4, 5, 4]))
     assert drafts.wait().tolist() == logits.argmax(axis=-1)[[1, 0, 1]].tolist()
+    _check_masks(kernels, slots, logits, taken, lengths)
     nothing = np.zeros(0, np.int64)  # edits that count tokens and have a mask, but change no logit of the network
     edits = LogitEdits(nothing, np.zeros(0, np.float32), False, 1.0, 0.0, 1e-30, nothing, 0, has_mask=True)
     assert slots.draws(greedy, edits)
@@ -311,6 +312,23 @@ def _decode_by_slots(kernels: KernelSet, slots: Any, logits: np.ndarray, states:
     slots.set_progress(taken, lengths + 2, tokens[-1])
     last = kernels.to_host(slots.decode_logits(taken)).copy()
     return np.stack([*tokens, last.argmax(axis=-1)]).astype(np.int64), last
+
+
+def _check_masks(kernels: KernelSet, slots: Any, logits: np.ndarray, taken: np.ndarray, lengths: np.ndarray) -> None:
+    """A mask leaves one token; switched off it leaves all, and on again the next one counts."""
+    assert slots.draws(SamplingParams(temperature=0.0), MASK_ALONE)
+    for slot in taken.tolist():
+        slots.set_params(slot, SamplingParams(temperature=0.0), 0, MASK_ALONE)
+    own, best = kernels.from_host(logits.copy()), logits.argmax(axis=-1).tolist()
+    for allowed in (5, None, 40):
+        for slot in taken.tolist():
+            slots.set_mask(slot, allowed is not None)
+        if allowed is not None:
+            masks = slots.mask_rows(taken)
+            masks[:] = 0
+            masks[:, allowed // 32] = 1 << allowed % 32
+        found = slots.draw(own, np.arange(len(taken)), taken, lengths).wait().tolist()
+        assert found == (best if allowed is None else [allowed] * len(taken))
 
 
 def _check_drafts(kernels: KernelSet, slots: Any, runner: ModelRunner) -> None:
