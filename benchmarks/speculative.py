@@ -120,8 +120,12 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--max-model-len", type=int)
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--num-blocks", type=int, help="of each engine's cache: on a GPU two engines share its memory")
     arguments = parser.parse_args()
     options: dict[str, Any] = {
+        "device": arguments.device,
+        "num_blocks": arguments.num_blocks,
         "max_num_seqs": 16,
         "max_model_len": arguments.max_model_len,
         "threads": arguments.threads,
