@@ -10,12 +10,12 @@ from typing import Any
 from bifolio.text.tools.blocks import BlockParser
 from bifolio.text.tools.events import AnswerReader, Tools, ToolSpec, partial_length
 from bifolio.text.tools.format import LarkWriter, ToolFormat, write_blocks
+from bifolio.text.tools.literals import MAX_DEPTH, literal_to_json
 from bifolio.text.tools.readers import MAX_NAME_CHARS, ArgumentReader
 from bifolio.text.tools.tagged import properties_of, required_of, write_value
 
 OPENING, CLOSING, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 HEAD = "call:"
-MAX_DEPTH = 64
 _KEY = r'[^\s<"{}\[\],:](?:[^<"{}\[\],:]*[^\s<"{}\[\],:])?'
 _PIECE = re.compile(
     rf"""<\|"\|>(?P<text>.*?)<\|"\|>|(?P<json>"(?:[^"\\]|\\.)*")|(?P<key>{_KEY})\s*(?=:)|(?P<word>[A-Za-z]+)"""
@@ -23,31 +23,15 @@ _PIECE = re.compile(
     re.DOTALL,
 )
 _NOTABLE = re.compile(r'<\|"\|>|[\[\]{},]')
-_WORDS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
 
 
 def gemma_to_json(text: str) -> str | None:
     """A value as JSON; None if it is none."""
-    pieces: list[str] = []
-    at = 0
-    while at < len(text):
-        found = _PIECE.match(text, at)
-        if found is None:
-            return None
-        at = found.end()
-        kind = found.lastgroup
-        if kind in ("text", "key"):
-            pieces.append(json.dumps(found[kind], ensure_ascii=False))
-        elif kind == "word":
-            if found["word"] not in _WORDS:
-                return None
-            pieces.append(_WORDS[found["word"]])
-        elif kind is not None:
-            pieces.append(found[kind])
-    try:
-        return json.dumps(json.loads("".join(pieces)), ensure_ascii=False)
-    except (ValueError, RecursionError):
-        return None
+    return literal_to_json(text, _PIECE, _rewritten)
+
+
+def _rewritten(kind: str, piece: str, pieces: list[str]) -> str:
+    return json.dumps(piece, ensure_ascii=False) if kind in ("text", "key") else piece
 
 
 class GemmaReader(ArgumentReader):

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from bifolio.text.tools.blocks import BlockParser
 from bifolio.text.tools.events import AnswerReader, Tools, ToolSpec
 from bifolio.text.tools.format import LarkWriter, ToolFormat
+from bifolio.text.tools.literals import MAX_DEPTH, literal_to_json
 from bifolio.text.tools.readers import MAX_NAME_CHARS, ArgumentReader
 from bifolio.text.tools.tagged import properties_of, required_of
 
@@ -18,37 +19,21 @@ _PIECE = re.compile(
     re.DOTALL,
 )
 _NOTABLE = re.compile(r"""["'\\\[\]{}(),]""")
-_WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "a": "\a", "v": "\v", "\n": ""}
 _ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|.)", re.DOTALL)
-MAX_DEPTH = 64
 
 
 def python_to_json(text: str) -> str | None:
     """A Python literal as JSON; None if it is no literal. Texts, numbers, lists, tuples, dicts, True, False, None."""
-    pieces: list[str] = []
-    at = 0
-    while at < len(text):
-        found = _PIECE.match(text, at)
-        if found is None:
-            return None
-        at = found.end()
-        if found["text"] is not None:
-            pieces.append(json.dumps(_ESCAPE.sub(_unescaped, found["text"][1:-1]), ensure_ascii=False))
-        elif found["word"] is not None:
-            if found["word"] not in _WORDS:
-                return None
-            pieces.append(_WORDS[found["word"]])
-        elif found["number"] is not None:
-            pieces.append(found["number"])
-        elif found["mark"] is not None:
-            if found["mark"] in ")]}" and pieces and pieces[-1] == ",":
-                pieces.pop()
-            pieces.append({"(": "[", ")": "]"}.get(found["mark"], found["mark"]))
-    try:
-        return json.dumps(json.loads("".join(pieces)), ensure_ascii=False)
-    except (ValueError, RecursionError):
-        return None
+    return literal_to_json(text, _PIECE, _rewritten)
+
+
+def _rewritten(kind: str, piece: str, pieces: list[str]) -> str:
+    if kind == "text":
+        return json.dumps(_ESCAPE.sub(_unescaped, piece[1:-1]), ensure_ascii=False)
+    if kind == "mark" and piece in ")]}" and pieces and pieces[-1] == ",":
+        pieces.pop()
+    return {"(": "[", ")": "]"}.get(piece, piece)
 
 
 def _unescaped(found: re.Match[str]) -> str:
