@@ -30,7 +30,7 @@ from bifolio.engine.host_batch import Readout
 from bifolio.engine.postprocess import Postprocessor, Ticket
 from bifolio.engine.requests import RequestFactory
 from bifolio.engine.slot_state import SlotState
-from bifolio.engine.speculative.speculator import new_speculator, with_taps
+from bifolio.engine.speculative.speculator import Speculator, new_speculator, with_taps
 from bifolio.engine.state_plan import with_states
 from bifolio.engine.stats import EngineStats
 from bifolio.errors import RequestError
@@ -97,7 +97,6 @@ class InferenceEngine:
         self.postprocess = Postprocessor(
             self.batcher, self.phases, self.blocks, self.slots, kernels, self.speculator, speculation
         )
-        self.slots.unmasked.is_allowed = self.speculator is None and not self.blocks.has_states
         self.faults = FaultRecovery(self)
         self.progress = ProgressWatch(self)
         self.requests: dict[str, Request] = {}  # not finished yet
@@ -156,7 +155,9 @@ class InferenceEngine:
     def plan(self, slots: list[BatchSlot]) -> StepPlan:
         """Select the tokens of the next step and reserve their blocks."""
         budget = self.faults.token_budget if self.faults.is_active else self.config.token_budget
-        drafts = None if self.speculator is None else self._room_for_drafts(slots)
+        for changed in self.slots.unmasked.take_changed():
+            self.batcher.slots[changed].waits_for_tokens = self._waits_for_tokens(changed)
+        drafts = None if self.speculator is None else self._room_for_drafts(slots, self.speculator)
         return self.phases.plan(slots, budget, drafts, may_preempt=not self.in_flight)
 
     def launch(self, plan: StepPlan) -> Ticket:
@@ -175,8 +176,7 @@ class InferenceEngine:
         if self.speculator is not None:
             self.speculator.launched(plan, launched.states)
         self._count(plan)
-        for slot in self.slots.unmasked.launched(plan, launched.undrawn is not None):
-            self.batcher.slots[slot].waits_for_tokens = self._waits_for_tokens(slot)
+        self.slots.launched(plan, launched.undrawn is not None)
         return self.postprocess.launched(plan, readout, launched, started)
 
     def collect(self) -> None:
@@ -358,24 +358,22 @@ class InferenceEngine:
         sizes = SlotSizes(config.max_num_seqs, max_blocks, config.max_model_len, vocab)
         device = kernels.device_slots(self.runner.network, self.runner.storage, sizes)
         sampler = Sampler(vocab, SamplingTable(config.max_num_seqs, vocab))
-        return SlotState(self.blocks, kernels, sampler, max_blocks, device)
+        return SlotState(self.blocks, kernels, sampler, max_blocks, device, config.speculative is not None)
 
     def _waits_for_tokens(self, slot: int) -> bool:
         """Whether the next draw of a slot depends on its tokens: drafts do unless they rest, some options do too."""
         has_drafts = self.speculator is not None and not self.speculator.runs_ahead
         return has_drafts or self.slots.waits_for_tokens(slot)
 
-    def _room_for_drafts(self, slots: list[BatchSlot]) -> dict[int, int]:
-        if self.speculator is None:
-            return {}
-        was_ahead, rests = self.speculator.runs_ahead, self.speculator.rests(len(slots))
-        if self.speculator.runs_ahead != was_ahead:
+    def _room_for_drafts(self, slots: list[BatchSlot], speculator: Speculator) -> dict[int, int]:
+        was_ahead, rests = speculator.runs_ahead, speculator.rests(len(slots))
+        if speculator.runs_ahead != was_ahead:
             for slot in self.batcher.slots:
                 slot.waits_for_tokens = slot.sequence is not None and self._waits_for_tokens(slot.index)
         if rests:
             return {}
         ready = (slot.held for slot in slots if slot.sequence is not None and not slot.held.num_expected)
-        return self.speculator.room([sequence for sequence in ready if sequence.phase is RequestPhase.DECODE])
+        return speculator.room([sequence for sequence in ready if sequence.phase is RequestPhase.DECODE])
 
     def _poison(self, block_ids: list[int]) -> None:
         for storage in self.storages:

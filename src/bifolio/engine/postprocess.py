@@ -188,13 +188,9 @@ class Postprocessor:
         live = {row: items[row] for row in draws.to_check.tolist() if items[row].sequence.finish_reason is None}
         void = [row for row, item in live.items() if item.sequence.num_void]  # follow a token that is not used
         rows = [row for row, item in live.items() if not item.sequence.num_void and row not in drawn.errors]
-        unmasked = self._slots.unmasked
-        for row in rows:
-            slot = live[row].slot
-            if not unmasked.check(slot, drawn.token_ids[row]):
-                void.append(row)
-            self._batcher.slots[slot].waits_for_tokens |= unmasked.waits(slot)
-        return frozenset(void)
+        check = self._slots.unmasked.check
+        forbidden = [row for row in rows if not check(live[row].slot, drawn.token_ids[row])]
+        return frozenset(void + forbidden)
 
     def _discard(self, item: ScheduledSequence) -> None:
         """Drop a sampled token; when none is in flight behind it, the newest token is computed once more."""

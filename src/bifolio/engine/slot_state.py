@@ -71,6 +71,7 @@ class SlotState:
         sampler: Sampler,
         max_blocks: int,
         device: DeviceSlots | None = None,
+        has_drafts: bool = False,
     ) -> None:
         num_slots = len(sampler.table.temperature)
         self.sampler = sampler
@@ -85,7 +86,7 @@ class SlotState:
         self._knows_history = np.zeros(num_slots, dtype=np.bool_)  # the device has counted all of these
         self._has_mask = np.zeros(num_slots, dtype=np.bool_)  # and its mask is sent with each draw
         self._masks = JointMasks()
-        self.unmasked = UnmaskedDraws(sampler.table, device)
+        self.unmasked = UnmaskedDraws(sampler.table, device, not has_drafts and not blocks.has_states)
 
     @property
     def table(self) -> SamplingTable:
@@ -131,8 +132,12 @@ class SlotState:
 
         The pass of such a step is launched ahead like any other; its draw follows when those tokens are collected.
         """
-        masked = self._has_mask & ~self.unmasked.is_on
-        return bool(masked.any()) and any(item.sequence.num_expected and masked[item.slot] for item in plan.decodes)
+        return _any_in_flight(plan, self._has_mask & ~self.unmasked.is_on)
+
+    def launched(self, plan: StepPlan, is_late: bool) -> None:
+        """Count the draws of a launched step; call it before its sequences count their tokens in flight."""
+        others_are_late = is_late and _any_in_flight(plan, self._has_mask & ~self.unmasked.may_be_on)
+        self.unmasked.launched(plan, is_late, others_are_late)
 
     # -- one step ------------------------------------------------------------------------------------------------------
     def update(self, plan: StepPlan) -> None:
@@ -293,6 +298,11 @@ class SlotState:
         self._newest[slots] = sampled.token_ids
         self._is_current[slots] = self._knows_history[slots] = False
         return sampled
+
+
+def _any_in_flight(plan: StepPlan, masked: np.ndarray) -> bool:
+    """Whether a decode of one of the `masked` slots follows a token in flight."""
+    return bool(masked.any()) and any(item.sequence.num_expected and masked[item.slot] for item in plan.decodes)
 
 
 def _lengths(plan: StepPlan) -> np.ndarray:

@@ -10,7 +10,7 @@ again and drawn with a mask, when no token of the sequence is in flight:
     token    forbidden    discarded                an allowed one      is checked
 
 Every forbidden token in a row doubles the number of draws with a mask that follow, so a model that does not write the
-text of its grammar by itself loses at most every second step. No other slot waits for any of this.
+text of its grammar by itself sits out about every second step. No other slot waits for any of this.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bifolio.kernels.logit_edits import LogitEdits
 from bifolio.sampling.grammar_mask import CHEAP_SECONDS, GrammarMask
 from bifolio.sampling.table import SamplingTable
 from bifolio.sampling_params import SamplingParams
-from bifolio.schedule.plan import ScheduledSequence, StepPlan
+from bifolio.schedule.plan import StepPlan
 
 MOST_MASKED = 8  # draws with a mask after a forbidden token
 
@@ -32,27 +32,27 @@ MOST_MASKED = 8  # draws with a mask after a forbidden token
 class UnmaskedDraws:
     """Which slots of one engine are drawn without the masks of their grammars."""
 
-    def __init__(self, table: SamplingTable, device: DeviceSlots | None) -> None:
+    def __init__(self, table: SamplingTable, device: DeviceSlots | None, is_allowed: bool) -> None:
         num_slots = len(table.temperature)
-        self.is_allowed = True  # an engine with drafts or recurrent states draws with masks always
         self.is_on = np.zeros(num_slots, dtype=np.bool_)  # the next draw of the slot has no mask
-        self._may = np.zeros(num_slots, dtype=np.bool_)  # the slot is greedy, and a mask is its only edit
+        self.may_be_on = np.zeros(num_slots, dtype=np.bool_)  # the slot is greedy, and a mask is its only edit
         self._discards = np.zeros(num_slots, dtype=np.bool_)  # tokens in flight follow a forbidden one
         self._num_forbidden = [0] * num_slots  # in a row
         self._num_masked: dict[int, int] = {}  # draws with a mask until the slot is on, of slots that are off
         self._waiting: set[int] = set()  # slots whose next draw has a mask and needs all tokens before it
-        self._table, self._device = table, device
+        self._changed: set[int] = set()  # slots that began or ceased to wait since `take_changed`
+        self._table, self._device, self._is_allowed = table, device, is_allowed
 
     def set_slot(self, slot: int, params: SamplingParams, edits: LogitEdits | None) -> None:
         """A new sequence holds the slot; its first token is drawn with a mask."""
         self.clear_slot(slot)
-        may = self.is_allowed and edits is not None and edits.is_mask_alone and params.is_greedy
-        if may and isinstance(self._mask(slot), GrammarMask):
-            self._may[slot] = True
+        is_simple = edits is not None and edits.is_mask_alone and params.is_greedy
+        if self._is_allowed and is_simple and self._mask(slot) is not None:
+            self.may_be_on[slot] = True
             self._num_masked[slot] = 1
 
     def clear_slot(self, slot: int) -> None:
-        self.is_on[slot] = self._may[slot] = self._discards[slot] = False
+        self.is_on[slot] = self.may_be_on[slot] = self._discards[slot] = False
         self._num_forbidden[slot] = 0
         self._num_masked.pop(slot, None)
         self._waiting.discard(slot)
@@ -61,42 +61,40 @@ class UnmaskedDraws:
         """Whether the next draw of the slot needs all tokens before it, although its steps usually run ahead."""
         return slot in self._waiting
 
+    def take_changed(self) -> set[int]:
+        """The slots for which `waits` may have changed since the last call."""
+        changed, self._changed = self._changed, set()
+        return changed
+
     def to_check(self, slots: np.ndarray) -> np.ndarray | None:
         """i64[c]: the draws among these, about to be launched, whose tokens are checked or discarded later."""
         checked = self.is_on[slots] | self._discards[slots]
         return np.flatnonzero(checked) if checked.any() else None
 
-    def launched(self, plan: StepPlan, is_late: bool) -> list[int]:
+    def launched(self, plan: StepPlan, is_late: bool, others_are_late: bool) -> None:
         """Count the draws with a mask of a launched step, before its sequences count their tokens in flight.
 
-        `is_late`: the draw of the step waits for masks. Returns the slots for which `waits` has changed.
+        `is_late`: the draw of the step waits for masks; `others_are_late`: for those of slots that are never on.
         """
-        changed: list[int] = []
         if not self._num_masked:
-            return changed
-        others_are_late = is_late and any(self._makes_late(item) for item in plan.decodes)
+            return
         for item in plan.scheduled:
             for slot in item.sample_slots:
                 if slot in self._num_masked:
-                    waited = slot in self._waiting
                     self._count(slot, bool(item.sequence.num_expected), is_late, others_are_late)
-                    if waited != (slot in self._waiting):
-                        changed.append(slot)
-        return changed
 
     def _count(self, slot: int, runs_ahead: bool, is_late: bool, others_are_late: bool) -> None:
         if others_are_late:  # it is drawn late with them
-            self._waiting.discard(slot)
+            self._wait(slot, False)
         elif runs_ahead:  # it alone would make the steps of all others late
-            self._waiting.add(slot)
+            self._wait(slot, True)
         elif not is_late:
             self._num_masked[slot] -= 1
             mask = self._mask(slot)
-            if self._num_masked[slot] <= 0 and mask is not None and mask.joins:  # its grammar is cheap
-                self._waiting.discard(slot)
+            is_ready = self._num_masked[slot] <= 0 and mask is not None and mask.joins  # its grammar is cheap
+            self._wait(slot, not is_ready)
+            if is_ready:
                 self._switch(slot, True)
-            else:
-                self._waiting.add(slot)
 
     def check(self, slot: int, token: int) -> bool:
         """Whether the grammar allows a token that was drawn without its mask; it then consumes the token."""
@@ -109,7 +107,7 @@ class UnmaskedDraws:
         if self.is_on[slot] and (is_slow or not is_allowed):
             self._switch(slot, False)
             self._num_masked[slot] = min(1 << max(self._num_forbidden[slot] - 1, 0), MOST_MASKED)
-            self._waiting.add(slot)
+            self._wait(slot, True)
         return is_allowed
 
     def discarded(self, slot: int, num_in_flight: int) -> None:
@@ -122,11 +120,10 @@ class UnmaskedDraws:
         if self._device is not None:
             self._device.set_mask(slot, not is_on)
 
-    def _makes_late(self, item: ScheduledSequence) -> bool:
-        """Whether the draw of a step waits for the mask of this decode, whatever the slots of this class do."""
-        state = self._table.states[item.slot]
-        has_mask = state is not None and state.mask is not None
-        return has_mask and item.sequence.num_expected > 0 and not self._may[item.slot]
+    def _wait(self, slot: int, waits: bool) -> None:
+        if waits != (slot in self._waiting):
+            self._waiting ^= {slot}
+            self._changed.add(slot)
 
     def _mask(self, slot: int) -> GrammarMask | None:
         state = self._table.states[slot]
