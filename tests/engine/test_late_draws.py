@@ -149,6 +149,18 @@ def test_greedy_and_sampled_grammars_side_by_side(arrival: int) -> None:
     assert_like_alone(sampled, 4, "endless", (("seed", arrival),))
 
 
+def test_greedy_sequences_sit_out_no_step_that_is_late_anyway() -> None:
+    engine = new_engine()
+    options = {"temperature": 0.0, "max_tokens": 30}
+    engine.add_request("sampled", prompt_of(1), parameters("endless", seed=2, max_tokens=40))
+    greedy = engine.add_request("greedy", prompt_of(0), parameters("endless", **options))
+    for step in range(24):
+        engine.step()
+        assert step < 8 or len(engine.in_flight[-1].plan.decodes) == 2, f"step {step} left a sequence out"
+    drain(engine)
+    assert_like_alone(greedy, 0, "endless", tuple(options.items()))
+
+
 def test_only_steps_with_masks_in_flight_are_drawn_late() -> None:
     """Steps without a grammar are one launch each: pass and draw together."""
     engine = new_engine()

@@ -28,12 +28,12 @@ def fuzz(files: int, templates: int, seed: int) -> dict[str, Any]:
 
 @pytest.mark.full
 def test_damaged_files_and_hostile_templates_are_refused_by_name() -> None:
-    found = fuzz(500, 40, seed=1)
+    found = fuzz(1000, 60, seed=1)
     outcomes = found["files"]["outcomes"]
-    assert found["files"]["cases"] == 500
-    assert found["templates"]["cases"] == 40
-    assert outcomes["used"] < 300, outcomes  # the mutations do damage
-    assert outcomes["ModelFileError"] > 150, outcomes
+    assert found["files"]["cases"] == 1000
+    assert found["templates"]["cases"] == 60
+    assert outcomes["used"] < 600, outcomes  # the mutations do damage
+    assert outcomes["ModelFileError"] > 300, outcomes
 
 
 @pytest.mark.slow
