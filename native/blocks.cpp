@@ -16,6 +16,12 @@ alignas(16) constexpr int8_t kEight[16] = {4, 12, 20, 28, 36, 44, 52, 62, -4, -1
 alignas(16) constexpr int8_t kOdd[16] = {1, 3, 5, 7, 9, 11, 13, 15, -1, -3, -5, -7, -9, -11, -13, -15};
 alignas(16) constexpr int8_t kThirds[16] = {-9, -7, -1, 1, 7, 9};
 
+#ifdef BIFOLIO_PACKS_Q4_K
+constexpr Format kPackedQ4K = Format::Q4_K;
+#else
+constexpr Format kPackedQ4K = Format::Q4_1;
+#endif
+
 const FileBlock kBlocks[size_t(FileFormat::Count)] = {
     {"F32", 1, 4, Format::F32, nullptr, FileFormat::F32},
     {"F16", 1, 2, Format::F16, nullptr, FileFormat::F16},
@@ -27,7 +33,7 @@ const FileBlock kBlocks[size_t(FileFormat::Count)] = {
     {"Q5_1", 32, 24, Format::Q6_1, nullptr, FileFormat::Q5_1},
     {"Q2_K", 256, 84, Format::Q4_1_16, nullptr, FileFormat::Q2_K},
     {"Q3_K", 256, 110, Format::Q4_T_16, kThreeBits, FileFormat::Q3_K},
-    {"Q4_K", 256, 144, Format::Q4_1, nullptr, FileFormat::Q4_K},
+    {"Q4_K", 256, 144, kPackedQ4K, nullptr, FileFormat::Q4_K},
     {"Q5_K", 256, 176, Format::Q6_1, nullptr, FileFormat::Q5_K},
     {"Q6_K", 256, 210, Format::Q6_0_16, nullptr, FileFormat::Q6_K},
     {"IQ4_NL", 32, 18, Format::Q4_T, kUneven, FileFormat::IQ4_NL},

@@ -35,7 +35,11 @@ namespace bifolio {
 //   Q4_T            nibbles that number one of sixteen signed bytes, the matrix's table
 //   Q6_0, Q6_1      six bits, signed; Q6_1 has minima, and its codes are at most 31
 //   ..._16          a scale (and a minimum) for each 16 values instead of 32
-enum class Format : int32_t { F32 = 0, F16, BF16, Q8_0, Q4_0, Q4_1, Q4_T, Q4_T_16, Q4_1_16, Q6_0, Q6_1, Q6_0_16 };
+//   Q4_K            like Q4_1; the scales of eight blocks are bytes times one half float, and so are their minima
+enum class Format : int32_t { F32 = 0, F16, BF16, Q8_0, Q4_0, Q4_1, Q4_T, Q4_T_16, Q4_1_16, Q6_0, Q6_1, Q6_0_16, Q4_K };
+#if defined(__x86_64__) || defined(_M_X64)
+#define BIFOLIO_PACKS_Q4_K  // elsewhere blocks of Q4_K are packed as Q4_1: unpacking takes longer than reading
+#endif
 enum class KvType : int32_t { F32 = 0, F16 = 1, BF16 = 2, Q8_0 = 3 };
 enum class Activation : int32_t { Silu = 0, GeluTanh = 1, Gelu = 2, Relu2 = 3, SwigluClamped = 4, Tanh = 5 };  // SwigluClamped only gated, Tanh never
 constexpr float kSwigluLimit = 7.0f, kSwigluSlope = 1.702f;
@@ -56,7 +60,8 @@ constexpr int64_t kRowBlock = 128;  // rows of activations worked on together in
 //   BF16       [k / 2][16][2]: two consecutive k side by side, k padded with zeros to a multiple of 32
 //   all others  pairs of blocks, so that a product reads one stream and everything in it is aligned:
 //                      |scales [2][16] f16|minima [2][16] f16, if any|quants of the first block|quants of the second|
-//               with a scale for each 16 values, there are two rows of scales (and of minima) for a block.
+//               with a scale for each 16 values, there are two rows of scales (and of minima) for a block;
+//               of Q4_K groups of eight blocks: |factor of scales [16] f16|factor of minima [16] f16|scales [8][16]|minima [8][16]|quants|
 //               quants of 8 bits: [8][16][4] int8; of 4 bits: [4][16][4] bytes, low nibble element e, high nibble
 //               element e + 16 of the block; Q4_0 holds q - 8 as a signed nibble; of 6 bits: [2][3][16][4] bytes for
 //               each half of the block, with the elements 0 to 11 in the low six bits, and two bits each of the elements
@@ -98,7 +103,8 @@ struct Coding {
 constexpr Coding coding(Format format) {
   switch (format) {
     case Format::Q4_0: return {4, true, false, false, 1};
-    case Format::Q4_1: return {4, false, false, true, 1};
+    case Format::Q4_1:
+    case Format::Q4_K: return {4, false, false, true, 1};
     case Format::Q4_T: return {4, false, true, false, 1};
     case Format::Q4_T_16: return {4, false, true, false, 2};
     case Format::Q4_1_16: return {4, false, false, true, 2};
@@ -110,8 +116,15 @@ constexpr Coding coding(Format format) {
 }
 
 constexpr int64_t quant_bytes(Format format) { return kQuantBlock * kPanel * coding(format).bits / 8; }  // of a block
-constexpr int64_t header_bytes(Format format) { return (coding(format).minima ? 128 : 64) * coding(format).scales; }  // of a pair
-constexpr int64_t pair_bytes(Format format) { return header_bytes(format) + 2 * quant_bytes(format); }
+constexpr int64_t group_blocks(Format format) { return format == Format::Q4_K ? 8 : 2; }  // that share a header
+constexpr int64_t header_bytes(Format format) {
+  return format == Format::Q4_K ? 4 * kPanel + 2 * 8 * kPanel : (coding(format).minima ? 128 : 64) * coding(format).scales;
+}
+constexpr int64_t group_bytes(Format format) { return header_bytes(format) + group_blocks(format) * quant_bytes(format); }
+// Bytes of so many blocks of a panel from its beginning, or from that of a group, on.
+constexpr int64_t blocks_bytes(Format format, int64_t blocks) {
+  return (blocks + group_blocks(format) - 1) / group_blocks(format) * group_bytes(format);
+}
 
 // Rows of activations, as they are and (for block formats) quantised.
 struct Activations {

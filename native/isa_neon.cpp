@@ -198,7 +198,7 @@ static inline void add_sums_of_4(const PackedPanel<F>& packed, const UnpackedPan
     unpack_block<coding(F)>(packed.quants(block + i), nullptr, const_cast<uint8_t*>(w.quants(i)));
   for (int column = 0; column < kPanel; column += 8) {
     const MemoryPart half = ahead.part(column / 8, 2);
-    const IntTile tile{w.first + 4 * column, w.pair - 2 * kQuantBlock * kPanel, w.scale + column, x.q, x.stride, x.scale, blocks,
+    const IntTile tile{w.first + 4 * column, w.pair - 2 * kQuantBlock * kPanel, w.all_scales + column, x.q, x.stride, x.scale, blocks,
                        first ? zeros : sums + column, first ? 0 : stride, sums + column, stride, half.data, int64_t(half.size) / blocks};
     if (unpack) {
       int_tile_4x8_unpacking(tile, packed.quants(block + (blocks > 1)) + 4 * column, header_bytes(F));

@@ -39,7 +39,7 @@ PackedMatrix layout(Format format, int64_t n, int64_t k) {
     case Format::F32: m.panel_bytes = cells * 4; break;
     case Format::F16: m.panel_bytes = cells * 2; break;
     case Format::BF16: m.panel_bytes = size_t(kPanel * round_up(k, 32)) * 2; break;
-    default: m.panel_bytes = size_t(round_up(k / kQuantBlock, 2) / 2 * pair_bytes(format)); break;
+    default: m.panel_bytes = size_t(blocks_bytes(format, k / kQuantBlock)); break;
   }
   m.panel_bytes = size_t(round_up(int64_t(m.panel_bytes), 64));
   return m;

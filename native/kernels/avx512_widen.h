@@ -22,14 +22,14 @@ template <Format F, class Take>
 __attribute__((always_inline)) static inline void each_weight(const PackedPanel<F>& panel, int64_t b, Take take) {
   const uint8_t* quants = panel.quants(b);
   constexpr Coding code = coding(F);
-  if constexpr (F != Format::Q4_0 && F != Format::Q4_1) {
+  if constexpr (F != Format::Q4_0 && F != Format::Q4_1 && F != Format::Q4_K) {
     alignas(64) uint8_t bytes[F == Format::Q8_0 ? 1 : kQuantBlock * kPanel];
     if constexpr (F != Format::Q8_0) unpack_block<code>(quants, panel.table, bytes), quants = bytes;
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
-      const int64_t at = code.scales == 2 ? half * kPanel : 0;
-      const V16 scale = mul(load_f16(panel.scales(b) + at), broadcast(kWidening * code.unit() * 0x1p-24f));
-      const V16 minimum = code.minima ? mul(load_f16(panel.minima(b) + at), broadcast(kWidening)) : zero();
+      const int s = code.scales == 2 ? half : 0;
+      const V16 scale = mul(panel.scale(b, s), broadcast(kWidening * code.unit() * 0x1p-24f));
+      const V16 minimum = code.minima ? mul(panel.minimum(b, s), broadcast(kWidening)) : zero();
       const auto weight = [&](__m512 number) { return code.minima ? fma(V16{{number}}, scale, minimum) : mul(V16{{number}}, scale); };
 #pragma GCC unroll 4
       for (int line = 4 * half; line < 4 * half + 4; ++line) {
@@ -41,9 +41,9 @@ __attribute__((always_inline)) static inline void each_weight(const PackedPanel<
       }
     }
   } else {
-    constexpr bool has_minimum = F == Format::Q4_1;
-    const V16 scale = mul(load_f16(panel.scales(b)), broadcast(kWidening));
-    const V16 minimum = has_minimum ? mul(load_f16(panel.minima(b)), broadcast(kWidening)) : zero();
+    constexpr bool has_minimum = code.minima;
+    const V16 scale = mul(panel.scale(b, 0), broadcast(kWidening));
+    const V16 minimum = has_minimum ? mul(panel.minimum(b, 0), broadcast(kWidening)) : zero();
     const __m512 numbers = has_minimum ? _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
                                        : _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
     const auto weight = [&](__m512 number) { return has_minimum ? fma(V16{{number}}, scale, minimum) : mul(V16{{number}}, scale); };

@@ -4,11 +4,12 @@
 // multiplied. One or two rows do without tiles: then the weights need not go through memory.
 #pragma once
 
-// Decoding reads a panel once, from beginning to end: so many pairs of blocks ahead are prefetched.
+// Decoding reads a panel once, from beginning to end: the blocks that come sixteen later are prefetched.
 template <Format F>
 static inline void prefetch_block(const PackedPanel<F>& panel, int64_t b) {
-  const uint8_t* soon = panel.pair(b + 16) + b % 2 * (pair_bytes(F) / 2);
-  for (int64_t line = 0; line < pair_bytes(F) / 2; line += 64) __builtin_prefetch(soon + line);
+  constexpr int64_t blocks = group_blocks(F), share = group_bytes(F) / blocks;
+  const uint8_t* soon = panel.group(b + 16) + b % blocks * share;
+  for (int64_t line = 0; line < share; line += 64) __builtin_prefetch(soon + line);
 }
 
 // One tile of rows against one or two panels.
@@ -108,7 +109,7 @@ static void matmul_tiles(const PackedMatrix& m, const Activations& x, const floa
   static constexpr decltype(&matmul_words<Format::BF16>) multiply[] = {
       matmul_words<Format::BF16>, matmul_blocks<Format::Q8_0>, matmul_blocks<Format::Q4_0>, matmul_blocks<Format::Q4_1>,
       matmul_blocks<Format::Q4_T>, matmul_blocks<Format::Q4_T_16>, matmul_blocks<Format::Q4_1_16>, matmul_blocks<Format::Q6_0>,
-      matmul_blocks<Format::Q6_1>, matmul_blocks<Format::Q6_0_16>};
+      matmul_blocks<Format::Q6_1>, matmul_blocks<Format::Q6_0_16>, matmul_blocks<Format::Q4_K>};
   multiply[int(m.format) - int(Format::BF16)](m, x, bias, y, y_stride, begin, end, scratch);
   _tile_release();  // a context switch costs more while a thread holds tiles
 }

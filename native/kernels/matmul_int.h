@@ -8,31 +8,45 @@ struct PackedPanel {
   const int8_t* table = nullptr;
 
   static constexpr int64_t kScaleWords = coding(F).scales * kPanel;  // of a block
+  static constexpr int64_t kBlocks = group_blocks(F);
 
-  const uint8_t* pair(int64_t b) const { return data + b / 2 * pair_bytes(F); }
-  const uint8_t* quants(int64_t b) const { return pair(b) + header_bytes(F) + b % 2 * quant_bytes(F); }
-  const uint16_t* scales(int64_t b) const { return reinterpret_cast<const uint16_t*>(pair(b)) + b % 2 * kScaleWords; }
+  const uint8_t* group(int64_t b) const { return data + b / kBlocks * group_bytes(F); }
+  const uint8_t* quants(int64_t b) const { return group(b) + header_bytes(F) + b % kBlocks * quant_bytes(F); }
+  const uint16_t* scales(int64_t b) const { return words(b) + b % 2 * kScaleWords; }
   const uint16_t* minima(int64_t b) const { return scales(b) + 2 * kScaleWords; }
+
+  // Scale s of block b, and its minimum, of all columns.
+  V16 scale(int64_t b, int s) const {
+    if constexpr (F == Format::Q4_K) return mul(load_f16(words(b)), load_u8(bytes(b)));
+    else return load_f16(scales(b) + s * kPanel);
+  }
+  V16 minimum(int64_t b, int s) const {
+    if constexpr (F == Format::Q4_K) return mul(load_f16(words(b) + kPanel), load_u8(bytes(b) + kBlocks * kPanel));
+    else return load_f16(minima(b) + s * kPanel);
+  }
+
+ private:
+  const uint16_t* words(int64_t b) const { return reinterpret_cast<const uint16_t*>(group(b)); }
+  const uint8_t* bytes(int64_t b) const { return group(b) + 4 * kPanel + b % kBlocks * kPanel; }
 };
 
 // Some blocks of a panel for many rows: bytes, and floats for half floats.
 struct UnpackedPanel {
   const uint8_t* first;  // quants of the first block
   int64_t pair;          // bytes from one pair of blocks to the next
-  const float* scale;    // [blocks][scales of a block][16]
-  const float* minimum;  // the same, where the format has minima
+  const float* all_scales;  // [blocks][scales of a block][16]
+  const float* all_minima;  // the same, where the format has minima
   int64_t step;          // floats from the scales of a block to those of the next
   const int8_t* table = nullptr;
 
   const uint8_t* quants(int64_t b) const { return first + b / 2 * pair + b % 2 * kQuantBlock * kPanel; }
-  const float* scales(int64_t b) const { return scale + b * step; }
-  const float* minima(int64_t b) const { return minimum + b * step; }
+  const float* scales(int64_t b) const { return all_scales + b * step; }
+  const float* minima(int64_t b) const { return all_minima + b * step; }
+  V16 scale(int64_t b, int s) const { return load(scales(b) + s * kPanel); }
+  V16 minimum(int64_t b, int s) const { return load(minima(b) + s * kPanel); }
   // The same from block `b` on, which is even.
   UnpackedPanel from(int64_t b) const { return {quants(b), pair, scales(b), minima(b), step, table}; }
 };
-
-static inline V16 load_scale(const uint16_t* p) { return load_f16(p); }
-static inline V16 load_scale(const float* p) { return load(p); }
 
 // Activation rows from some block on. Rows r .. r + 3 share a row group when r is a multiple of 4.
 struct IntRows {
@@ -57,7 +71,7 @@ template <Coding C, int R, class Panel>
 static inline void add_minima(const Panel& w, const IntRows& x, int first_row, int64_t begin, int64_t end, V16 acc[R]) {
   for (int64_t b = begin; b < end; ++b)
     for (int s = 0; s < C.scales; ++s) {
-      const V16 minimum = load_scale(w.minima(b) + s * kPanel);
+      const V16 minimum = w.minimum(b, s);
       for (int r = 0; r < R; ++r) {
         const int64_t at = x.at(r, b, first_row);
         const float sum = C.scales == 1 ? x.sum[at] : x.scale[at] * float(x.half_total(r, b, s));
@@ -121,7 +135,7 @@ static inline void int_sums(const Panel& w, const IntRows& x, int first_row, int
       else if constexpr (code.raised) raised_dots<code, R>(quants + s * 256, rows, x.stride, totals, sums);
       else if constexpr (code.scales == 2) half_dots<R>(quants + s * 256, rows, x.stride, totals, sums);
       else block_dots<code.bits, code.is_signed, R>(quants, rows, x.stride, totals, sums);
-      const V16 scale = load_scale(w.scales(b) + s * kPanel);
+      const V16 scale = w.scale(b, s);
       for (int r = 0; r < R; ++r)
         acc[r] = fma(sums[r], mul(scale, broadcast(x.scale[x.at(r, b, first_row)] * unit)), acc[r]);
     }
@@ -195,14 +209,14 @@ static inline UnpackedPanel unpack_panel(const PackedPanel<F>& w, int64_t begin,
   float* minima = scales + kUnpackedBlocks * step;
   for (int64_t b = 0; b < blocks; ++b) {
     for (int s = 0; s < code.scales; ++s) {
-      const V16 scale = load_f16(w.scales(begin + b) + s * kPanel);
+      const V16 scale = w.scale(begin + b, s);
       store(scales + b * step + s * kPanel, unit != 1.0f ? mul(scale, broadcast(unit)) : scale);
-      if constexpr (code.minima) store(minima + b * step + s * kPanel, load_f16(w.minima(begin + b) + s * kPanel));
+      if constexpr (code.minima) store(minima + b * step + s * kPanel, w.minimum(begin + b, s));
     }
     if constexpr (F != Format::Q8_0)
       if (quants) unpack_block<code>(w.quants(begin + b), w.table, scratch + b * kQuantBlock * kPanel);
   }
-  if constexpr (F == Format::Q8_0) return {w.quants(begin), pair_bytes(F), scales, minima, step};
+  if constexpr (F == Format::Q8_0) return {w.quants(begin), group_bytes(F), scales, minima, step};
   return {scratch, 2 * kQuantBlock * kPanel, scales, minima, step};
 }
 
@@ -239,8 +253,8 @@ static void matmul_int_many(const PackedMatrix& m, const Activations& x, int64_t
     for (int64_t b = 0; b < num_blocks; b += most) {
       const int64_t blocks = num_blocks - b < most ? num_blocks - b : most;
       const UnpackedPanel w = unpack_panel(panel, b, blocks, unpacked, !kUnpacksInTile<F> || rows < 4);
-      const uint8_t* next = m.panel(p) + (b + blocks) / 2 * pair_bytes(F);  // the next blocks in memory
-      const size_t next_bytes = p + 1 < end ? size_t(blocks / 2 * pair_bytes(F)) : 0;
+      const uint8_t* next = m.panel(p) + blocks_bytes(F, b + blocks);  // the next blocks in memory
+      const size_t next_bytes = p + 1 < end ? size_t(blocks / group_blocks(F) * group_bytes(F)) : 0;
       int64_t r = 0;
 #ifdef BIFOLIO_OWN_INT_4
       for (; r + 4 <= rows && code.scales == 1; r += 4) {
@@ -293,5 +307,10 @@ static void matmul(const PackedMatrix& m, const Activations& x, const float* bia
     case Format::Q6_0: return matmul_int<Format::Q6_0>(m, x, bias, y, y_stride, begin, end, scratch);
     case Format::Q6_1: return matmul_int<Format::Q6_1>(m, x, bias, y, y_stride, begin, end, scratch);
     case Format::Q6_0_16: return matmul_int<Format::Q6_0_16>(m, x, bias, y, y_stride, begin, end, scratch);
+#ifdef BIFOLIO_PACKS_Q4_K
+    case Format::Q4_K: return matmul_int<Format::Q4_K>(m, x, bias, y, y_stride, begin, end, scratch);
+#else
+    case Format::Q4_K: return;  // no matrix is packed so
+#endif
   }
 }

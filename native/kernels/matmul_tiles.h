@@ -72,10 +72,10 @@ struct NextPanels {
 
 constexpr int64_t kTileBytes = 1024;  // a tile of weights: [k / 2][16][2] bfloat16
 
-// Bytes that `steps` of a packed panel take, from an even step on.
+// Bytes that `steps` of a packed panel take, from the first one of a group on.
 template <Format F>
 constexpr int64_t step_bytes(int64_t steps) {
-  return F == Format::BF16 ? steps * kTileBytes : (steps + 1) / 2 * pair_bytes(F);
+  return F == Format::BF16 ? steps * kTileBytes : blocks_bytes(F, steps);
 }
 
 #ifndef BIFOLIO_OWN_WIDEN
@@ -89,9 +89,9 @@ static inline void each_weight(const PackedPanel<F>& panel, int64_t b, Take take
   V16 scale = zero(), minimum = zero();
   for (int e = 0; e < kQuantBlock; ++e) {
     if (e % (kQuantBlock / code.scales) == 0) {
-      const int64_t at = e / 16 * kPanel;
-      scale = mul(load_f16(panel.scales(b) + at), broadcast(kWidening * code.unit()));
-      if constexpr (code.minima) minimum = mul(load_f16(panel.minima(b) + at), broadcast(kWidening));
+      const int s = code.scales == 2 ? e / 16 : 0;
+      scale = mul(panel.scale(b, s), broadcast(kWidening * code.unit()));
+      if constexpr (code.minima) minimum = mul(panel.minimum(b, s), broadcast(kWidening));
     }
     float numbers[kPanel];
     for (int64_t column = 0; column < kPanel; ++column) numbers[column] = float(int8_t(bytes[e / 4 * 64 + column * 4 + e % 4]));

@@ -135,7 +135,7 @@ static inline void add_one_row(const PackedPanel<F>& w, const IntRows& x, int fi
   UNROLL for (int g = 0; g < 4; ++g) load_now(odd.dots[g], constants);  // before the first block: sums of 0
   odd.halves[0] = odd.halves[1] = vdupq_n_u8(0), odd.row = vdupq_n_f32(0.0f);
   alignas(64) TakenLine taken[2][4];
-  const uint8_t* pair = w.pair(begin);
+  const uint8_t* pair = w.group(begin);
   const int8_t* row = x.q + begin * kQuantBlock;
   const float* row_scale = x.scale + begin * kRowGroup + first_row;
 #define TAKE(J) nibbles.template take_apart<J>(pair + header, taken[0]);
@@ -147,7 +147,7 @@ static inline void add_one_row(const PackedPanel<F>& w, const IntRows& x, int fi
     multiply_block({first, second, taken[0], taken[1], row, pair, row_scale}, nibbles, constants, bias, odd, even, results);
     multiply_block({second, third, taken[1], taken[0], row + kQuantBlock, pair + scales, row_scale + kRowGroup}, nibbles, constants,
                    bias, even, odd, results);
-    pair += pair_bytes(F), row += 2 * kQuantBlock, row_scale += 2 * kRowGroup;
+    pair += group_bytes(F), row += 2 * kQuantBlock, row_scale += 2 * kRowGroup;
   }
   if (left > 0) {
     multiply_block({pair + header, pair + header, taken[0], taken[1], row, pair, row_scale}, nibbles, constants, bias, odd, even, results);

@@ -102,16 +102,26 @@ static void decode_q3_k(const uint8_t* p, Codes& out) {
 }
 
 // Eight scales and eight minima of six bits.
-static void put_six_bit_scales(const uint8_t* p, float d, float lowest, Codes& out) {
+static inline void put_six_bits(const uint8_t* p, uint8_t scales[8], uint8_t minima[8]) {
   for (int i = 0; i < 4; ++i) {
-    out.scales[i] = d * float(p[i] & 63), out.scales[4 + i] = d * float((p[8 + i] & 15) | (p[i] >> 6) << 4);
-    out.minima[i] = -(lowest * float(p[4 + i] & 63)), out.minima[4 + i] = -(lowest * float(p[8 + i] >> 4 | (p[4 + i] >> 6) << 4));
+    scales[i] = p[i] & 63, scales[4 + i] = uint8_t((p[8 + i] & 15) | (p[i] >> 6) << 4);
+    minima[i] = p[4 + i] & 63, minima[4 + i] = uint8_t(p[8 + i] >> 4 | (p[4 + i] >> 6) << 4);
   }
+}
+
+static void put_six_bit_scales(const uint8_t* p, float d, float lowest, Codes& out) {
+  uint8_t scales[8], minima[8];
+  put_six_bits(p, scales, minima);
+  for (int i = 0; i < 8; ++i) out.scales[i] = d * float(scales[i]), out.minima[i] = -(lowest * float(minima[i]));
+}
+
+static inline void put_q4_k_codes(const uint8_t* p, int8_t* codes) {
+  for (int part = 0; part < 4; ++part) put_nibbles(p + 32 * part, 32, codes + 64 * part);
 }
 
 static void decode_q4_k(const uint8_t* p, Codes& out) {
   put_six_bit_scales(p + 4, half_at(p), half_at(p + 2), out);
-  for (int part = 0; part < 4; ++part) put_nibbles(p + 16 + 32 * part, 32, out.codes + 64 * part);
+  put_q4_k_codes(p + 16, out.codes);
 }
 
 static void decode_q5_k(const uint8_t* p, Codes& out) {
@@ -317,7 +327,7 @@ static inline bool pack_block(const PackedMatrix& m, const Codes& block, int64_t
     good = good && fits(value);
   };
   for (int64_t i = 0; i < blocks; ++i, ++b) {
-    uint8_t* pair = panel + b / 2 * pair_bytes(m.format);
+    uint8_t* pair = panel + b / 2 * group_bytes(m.format);
     for (int s = 0; s < C.scales; ++s) {
       uint8_t* scale = pair + ((b % 2 * C.scales + s) * kPanel + column) * 2;
       put_half(scale, block.scales[i * C.scales + s]);
@@ -349,6 +359,33 @@ static bool pack_columns(const PackedMatrix& m, const Column* columns, int64_t c
   return good;
 }
 
+#ifdef BIFOLIO_PACKS_Q4_K
+// The same for blocks of Q4_K, whose scales stay bytes; minima are subtracted there, so that their factor changes its sign.
+static bool pack_q4_k(const PackedMatrix& m, const Column* columns, int64_t count, uint8_t* panel) {
+  Codes block;
+  bool good = true;
+  if (count < kPanel) std::memset(panel, 0, m.panel_bytes);
+  for (int64_t at = 0; at < m.k; at += kMostElements, panel += group_bytes(Format::Q4_K))
+    for (int64_t c = 0; c < count; ++c) {
+      const Column& column = columns[c];
+      const uint8_t* source = column.row + size_t(at / kMostElements) * column.file->bytes;
+      for (int word = 0; word < 2; ++word) {
+        const uint8_t high = source[2 * word + 1];
+        good = good && (high & 0x7c) != 0x7c;  // infinite, or no number
+        uint8_t* out = panel + (word * kPanel + column.place) * 2;
+        out[0] = source[2 * word], out[1] = uint8_t(word ? high ^ 0x80 : high);
+      }
+      uint8_t scales[16];
+      put_six_bits(source + 4, scales, scales + 8);
+      for (int i = 0; i < 16; ++i) panel[4 * kPanel + i * kPanel + column.place] = scales[i];
+      put_q4_k_codes(source + 16, block.codes);
+      for (int i = 0; i < 8; ++i)
+        pack_codes<4>(block.codes + i * kQuantBlock, panel + header_bytes(Format::Q4_K) + i * quant_bytes(Format::Q4_K) + column.place * 4);
+    }
+  return good;
+}
+#endif
+
 static bool pack_blocks(const PackedMatrix& m, const Column* columns, int64_t count, uint8_t* panel) {
   switch (m.format) {
     case Format::Q8_0: return pack_columns<coding(Format::Q8_0)>(m, columns, count, panel);
@@ -360,6 +397,9 @@ static bool pack_blocks(const PackedMatrix& m, const Column* columns, int64_t co
     case Format::Q6_0: return pack_columns<coding(Format::Q6_0)>(m, columns, count, panel);
     case Format::Q6_1: return pack_columns<coding(Format::Q6_1)>(m, columns, count, panel);
     case Format::Q6_0_16: return pack_columns<coding(Format::Q6_0_16)>(m, columns, count, panel);
+#ifdef BIFOLIO_PACKS_Q4_K
+    case Format::Q4_K: return pack_q4_k(m, columns, count, panel);
+#endif
     default: return false;
   }
 }

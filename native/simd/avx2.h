@@ -49,6 +49,11 @@ static inline Reg copy_sign(Reg magnitude, Reg sign) {
 #include "v16.h"
 
 static inline V16 load_f16(const uint16_t* p) { V16 r; EACH_REG r.v[i] = _mm256_cvtph_ps(load_eight_words(p + 8 * i)); return r; }
+static inline V16 load_u8(const uint8_t* p) {
+  V16 r;
+  EACH_REG r.v[i] = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + 8 * i))));
+  return r;
+}
 static inline void store_f16(uint16_t* p, V16 a) {
   EACH_REG store_eight_words(p + 8 * i, _mm256_cvtps_ph(a.v[i], _MM_FROUND_TO_NEAREST_INT));
 }

@@ -50,6 +50,9 @@ static inline Reg copy_sign(Reg magnitude, Reg sign) {
 #include "v16.h"
 
 static inline V16 load_f16(const uint16_t* p) { return {{_mm512_cvtph_ps(load_words(p))}}; }
+static inline V16 load_u8(const uint8_t* p) {
+  return {{_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))}};
+}
 static inline void store_f16(uint16_t* p, V16 a) { store_words(p, _mm512_cvtps_ph(a.v[0], _MM_FROUND_TO_NEAREST_INT)); }
 static inline float reduce_add(V16 a) {
   const __m256 s = _mm256_add_ps(_mm512_castps512_ps256(a.v[0]), _mm512_extractf32x8_ps(a.v[0], 1));

@@ -104,6 +104,7 @@ static inline Reg copy_sign(Reg magnitude, Reg sign) { EACH magnitude.v[i] = std
 #include "v16.h"
 
 static inline V16 load_f16(const uint16_t* p) { V16 r; EACH r.v[0].v[i] = half_to_float(p[i]); return r; }
+static inline V16 load_u8(const uint8_t* p) { V16 r; EACH r.v[0].v[i] = float(p[i]); return r; }
 static inline void store_f16(uint16_t* p, V16 a) { EACH p[i] = float_to_half(a.v[0].v[i]); }
 static inline float reduce_add(V16 a) {
   float* v = a.v[0].v;

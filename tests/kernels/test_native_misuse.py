@@ -64,7 +64,7 @@ SPOILERS: dict[str, Callable[[np.ndarray], Any]] = {
     "one dimension more": lambda array: array[None],
     "one dimension less": lambda array: array.reshape(-1) if array.ndim > 1 else array[0],
     "misaligned": misaligned,
-    "a list": lambda array: array.tolist(),
+    "a list": lambda array: array.reshape(-1)[:64].tolist(),
     "read-only": read_only,
     "None": lambda array: None,
 }
