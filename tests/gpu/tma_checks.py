@@ -43,8 +43,20 @@ LARGE_SHAPES = [
     ((50, 14336, 4096), replace(DEEP, swapped=False)),
     ((64, 1024, 3000), FOUR),
     ((40, 50001, 1000), WIDE),
-    ((100, 4096, 1024), SHARED),  # two tiles of rows
+    ((100, 4096, 1024), SHARED),  # two tiles of rows, which overlap
+    ((136, 2048, 8192), replace(NARROW, rows=128)),
+    ((200, 4096, 4096), RowTile(64, 64, 4, 5, described=True, rows=128)),
+    ((160, 8192, 2048), RowTile(64, 64, 8, 4, swapped=True, described=True, rows=256)),
 ]
+FIXED_ROWS = (17, 40, 64, 72, 100, 127, 128, 136, 200, 256, 300, 600)
+FIXED_SHAPES = [
+    (2048, 8192, False),
+    (1024, 3072, False),
+    (4096, 4096, False),
+    (6144, 4096, False),
+    (3072, 1024, True),
+    (14336, 4096, True),
+]  # outputs, depth, whether gated
 
 
 def tma_checks() -> Iterator[Check]:
@@ -53,6 +65,25 @@ def tma_checks() -> Iterator[Check]:
         for extra in EXTRAS:
             error = partial(product_error, shape=shape, tile=tile, extra=extra)
             yield Check(f"{name} {extra}", error, (shape, tile) in LARGE_SHAPES, narrow=True)
+
+
+def fixed_checks() -> Iterator[Check]:
+    yield Check("fixed 70x96", partial(fixed_error, rows=(17, 40), outputs=70, depth=96, gated=False), narrow=True)
+    for outputs, depth, gated in FIXED_SHAPES:
+        run = partial(fixed_error, rows=FIXED_ROWS, outputs=outputs, depth=depth, gated=gated)
+        yield Check(f"fixed {outputs}x{depth}{' gated' * gated}", run, large=True, narrow=True)
+
+
+def fixed_error(bench: Bench, *, rows: tuple[int, ...], outputs: int, depth: int, gated: bool) -> float:
+    """1 if in deterministic mode a row of x gives other bits with other rows than alone; otherwise 0."""
+    weight = bench.normal(outputs * (2 if gated else 1), depth, scale=depth**-0.5)
+    x, activation = bench.normal(max(rows), depth), "silu" if gated else None
+    for count in rows:
+        found = few_rows(x[:count], weight, activation=activation, fixed=True)
+        for row in (0, count // 2, count - 1):
+            if not torch.equal(found[row], few_rows(x[row : row + 1], weight, activation=activation, fixed=True)[0]):
+                return 1.0
+    return 0.0
 
 
 def product_error(bench: Bench, *, shape: tuple[int, int, int], tile: RowTile, extra: str) -> float:

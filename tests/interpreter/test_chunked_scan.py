@@ -16,7 +16,7 @@ from recurrence_cases import new_recurrence, normal, state_batch, state_storage,
 from bifolio.kernels.interface import Recurrence, StateUse
 from bifolio.kernels.recurrence import states_of as states_of_batch
 from bifolio.kernels.reference import ReferenceKernels
-from bifolio.kernels.triton import TritonKernels
+from bifolio.kernels.triton import TritonKernels, chunked_scan
 from bifolio.kernels.triton.scan_plan import CHUNK, LONG, StagedStates, divide
 from bifolio.sampling_params import SamplingParams
 from helpers import drain, make_engine, output_ids, random_prompt
@@ -35,20 +35,29 @@ READS = [1, 2, 3, 0]
 WRITES = {0: 1, 65: 2, 66: 6, 67: 7, 69: 8, 99: 9, 163: 10, 198: 11}  # 99 and 163: checkpoints inside a prompt
 
 
-def run(kernels: Any, recurrence: Recurrence, rows: np.ndarray) -> tuple[np.ndarray, ...]:
+def run(
+    kernels: Any,
+    recurrence: Recurrence,
+    rows: np.ndarray,
+    starts: list[int] = STARTS,
+    reads: list[int] = READS,
+    stored: dict[int, int] = WRITES,
+) -> tuple[np.ndarray, ...]:
     """The outputs of one pass, and all states after it."""
     storage, rng = state_storage(kernels, recurrence, 12), np.random.default_rng(2)
     for array in (storage.convolutions[1], storage.recurrent[1]):
         array[1:5] = kernels.from_host(normal(rng, *array[1:5].shape, scale=0.3))
-    writes = [WRITES.get(token, -1) for token in range(len(rows))]
-    batch = state_batch(kernels, STARTS, READS, writes)
+    writes = [stored.get(token, -1) for token in range(len(rows))]
+    batch = state_batch(kernels, starts, reads, writes)
     out = kernels.recur(kernels.from_host(rows), kernels.prepare_recurrence(recurrence), batch, storage)
     return kernels.to_host(out), *states_of(kernels, storage, recurrence, range(12))
 
 
+@pytest.mark.parametrize("programs", [chunked_scan.FEWEST_PROGRAMS, 1])
 @pytest.mark.parametrize("name", KINDS)
-def test_chunks_give_the_results_of_the_reference(name: str) -> None:
+def test_chunks_give_the_results_of_the_reference(name: str, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of odd lengths beside a decode and drafts, continued states, checkpoints inside a chunk."""
+    monkeypatch.setattr(chunked_scan, "FEWEST_PROGRAMS", programs)  # 1: a program has all values of a head
     kind, changes = KINDS[name]
     kernels, recurrence = TritonKernels("cpu", "f32"), new_recurrence(np.random.default_rng(5), kind, **changes)
     rows = normal(np.random.default_rng(6), STARTS[-1], recurrence.in_features)
@@ -57,6 +66,25 @@ def test_chunks_give_the_results_of_the_reference(name: str) -> None:
     assert kernels._states.chunks is not None
     assert kernels._states.chunks.lengths.tolist() == [64, 1, 30, 64, 35]
     for ours, theirs in zip(found, run(ReferenceKernels(), recurrence, rows), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-6 * np.abs(theirs).max())
+
+
+@pytest.mark.parametrize("name", ["delta", "mamba"])
+def test_decodes_beside_prompts_have_one_token(name: str) -> None:
+    """Decodes between two prompts: their places in the pass are not their numbers."""
+    kind, changes = KINDS[name]
+    kernels, recurrence = TritonKernels("cpu", "f32"), new_recurrence(np.random.default_rng(5), kind, **changes)
+    layout: tuple[list[int], list[int], dict[int, int]] = (
+        [0, 65, 66, 67, 132],
+        [0, 1, 2, 0],
+        {64: 6, 65: 1, 66: 7, 131: 8},
+    )
+    rows = normal(np.random.default_rng(6), layout[0][-1], recurrence.in_features)
+    found = run(kernels, recurrence, rows, *layout)
+    assert kernels._states is not None
+    assert kernels._states.chunks is not None
+    assert kernels._states.spans.one_token
+    for ours, theirs in zip(found, run(ReferenceKernels(), recurrence, rows, *layout), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-6 * np.abs(theirs).max())
 
 

@@ -13,6 +13,7 @@ from bifolio import SpeculativeConfig
 from bifolio.engine.speculative.hidden_draft import HiddenDraft
 from bifolio.kernels.torch_reference import TorchKernels
 from bifolio.kernels.triton import TritonKernels
+from bifolio.kernels.triton.products import Products
 from bifolio.model.eagle import load_eagle
 from bifolio.sampling_params import SamplingParams
 from draft_heads import eagle_folder
@@ -61,3 +62,23 @@ def test_drafts_in_one_launch_are_those_of_single_passes() -> None:
         found.append(drafts)
     assert found[0] == found[1]
     assert len(found[0]) > 2
+
+
+def test_passes_of_a_head_in_16_bits_fit_their_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice more than 16 tokens: products of many rows are added in f32, but queries are those that a step expects."""
+    monkeypatch.setattr(Products, "_is_ours", lambda products, rows, linear: False)
+    folder = eagle_folder()
+    config = SpeculativeConfig("eagle", draft_model=str(folder), length=2, adaptive=False)
+    head = load_eagle(folder, tiny_loaded())
+    kernels = TritonKernels("cpu", "bf16")
+    engine = make_engine(kernels=kernels, speculative=config, draft_model=head, cache_dtype="bf16")  # type: ignore[arg-type]
+    failures: list[Exception] = []
+    monkeypatch.setattr(engine.faults, "recover", lambda error: failures.append(error) or [])
+    for number in range(2):
+        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        engine.add_request(str(number), random_prompt(20, number, 61), params)
+        while engine.has_work and not failures:
+            engine.step()
+    assert not failures
+    assert engine.speculator is not None
+    assert engine.speculator.stats.num_draft_tokens > 2

@@ -10,7 +10,7 @@ import pytest
 from case_table import Outputs, activations, case, normal
 from network_cases import CONVERTED, ROUNDED, matrix
 
-from bifolio.kernels.interface import Experts, KernelSet, Linear, Router
+from bifolio.kernels.interface import Experts, KernelSet, Linear, RoutedExperts, Router, SharedMlp
 from bifolio.quant.formats import ENCODABLE_FORMATS, QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 from exotic_weights import exotic_tensor
@@ -109,6 +109,29 @@ def mix_unused(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
     if kernels.deterministic:
         np.testing.assert_array_equal(alone[0], together[17])
     return together, alone
+
+
+@case("fold_shared")
+def fold_shared(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
+    """The shared MLP with its gate, among the experts or beside them."""
+    experts, up = new_experts(rng, 64, 96), Linear((matrix(rng, 64, 96), matrix(rng, 64, 96)), (None, None))
+    shared = SharedMlp(up, Linear((matrix(rng, 96, 64),), (None,)), Linear((matrix(rng, 1, 96),), (None,)))
+    router = Linear((np.eye(EXPERTS, 96, dtype=np.float32),), (None,))  # the first columns are logits
+    routed = RoutedExperts(router, ROUTERS["softmax of the chosen"], experts)
+    folded = kernels.fold_shared(routed, shared)
+    own, found = folded or routed, []
+    product, prepared = kernels.prepare_linear(own.router), kernels.prepare_experts(own.experts)
+    beside = [kernels.prepare_linear(linear) for linear in shared if linear is not None]
+    for count in ROWS:
+        rows = normal(rng, count, 96)
+        rows[:, :EXPERTS] = spread_logits(rng, count)
+        x = activations(kernels, rows)
+        total = kernels.mix_experts(x, kernels.route(kernels.linear(x, product), own.choice), prepared)
+        if folded is None:
+            hidden = kernels.act_mul(kernels.linear(x, beside[0]), "silu")
+            total = kernels.add(total, kernels.gate(kernels.linear(hidden, beside[1]), kernels.linear(x, beside[2])))
+        found.append(kernels.to_host(total))
+    return tuple(found)
 
 
 @case("prepare_experts", "of a format to convert", rounding=CONVERTED)

@@ -84,10 +84,10 @@ def recur_in_chunks(
 def _enter(name: str, kind: str, changes: dict[str, object]) -> None:
     @case("recur", name)
     def recur(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
-        """A prompt, a decode step of three sequences that share a state, a mixed pass; and no cache."""
+        """A prompt, a decode step of three sequences that share a state, a mixed pass, a step in place, no cache."""
         recurrence = new_recurrence(rng, kind, **changes)
         own, storage = kernels.prepare_recurrence(recurrence), state_storage(kernels, recurrence, 8)
-        rows = normal(rng, 29, recurrence.in_features)
+        rows = normal(rng, 30, recurrence.in_features)
         found = []
 
         def run(part: slice, starts: list[int], reads: list[int], writes: list[int]) -> None:
@@ -97,8 +97,9 @@ def _enter(name: str, kind: str, changes: dict[str, object]) -> None:
         run(slice(0, 13), [0, 13], [0], [*[-1] * 5, 2, *[-1] * 6, 1])
         run(slice(13, 16), [0, 1, 2, 3], [1, 1, 2], [3, 4, 2])
         run(slice(16, 26), [0, 1, 3, 10], [3, 0, 4], [3, -1, 5, -1, 6, 7, -1, -1, -1, 4])
+        run(slice(26, 27), [0, 1], [1], [1])
         batch = replace(state_batch(kernels, [0, 3], [1], [-1] * 3))
-        found.append(kernels.to_host(kernels.recur(activations(kernels, rows[26:]), own, batch, storage)))
+        found.append(kernels.to_host(kernels.recur(activations(kernels, rows[27:]), own, batch, storage)))
         empty = states_of(kernels, storage, recurrence, [0])
         assert not any(part.any() for part in empty), "state 0 was written"
         return *found, *states_of(kernels, storage, recurrence, range(1, 8))

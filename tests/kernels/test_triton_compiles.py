@@ -48,6 +48,8 @@ INTEGERS = {
     "qkv_stride",
     "x_stride",
     "delta_stride",
+    "logit_stride",
+    "width",
     "num_columns",
     "num_rows",
     "num_outputs",
@@ -109,6 +111,7 @@ PREFILL = {
 PRODUCT = {"DEPTH": 4096, "HAS_BIAS": False, "HAS_RESIDUAL": True, "ACTIVATION": -1}
 FEW = {
     "ROWS": 64, "OUTPUTS": 64, "BLOCK": 128, "STAGES": 4, "SWAPPED": True, "PRECISION": "tf32", "DESCRIBED": False,
+    "X_DESCRIBED": False,
 }  # fmt: skip
 CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
     "decode": (decode._decode_kernel, DECODE, 2),
@@ -132,6 +135,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
     "few rows": (gemm_small_m._few_rows_kernel, {**PRODUCT, **FEW, "SPLITS": 1}, 4),
     "few rows, split": (gemm_small_m._few_rows_kernel, {**PRODUCT, **FEW, "SPLITS": 4}, 4),
     "few rows, gated": (gemm_small_m._few_rows_kernel, {**PRODUCT, **FEW, "SPLITS": 2, "ACTIVATION": 0}, 4),
+    "gate": (norm._gate_kernel, {"ONE": False, "BLOCK": 1024}, 4),
     "norm": (norm._norm_kernel, {"HAS_DELTA": True, "HAS_BIAS": False, "CENTERED": False, "BLOCK": 4096}, 8),
     "rope": (
         cache._rope_write_kernel,
@@ -194,6 +198,28 @@ def test_kernel_compiles_for_a_gpu(name: str) -> None:
     assert "ptx" in compiled.asm
 
 
+def compiled_product(
+    rows: int, outputs: int, depth: int, gated: bool, dtype: torch.dtype, *, x_described: bool
+) -> tuple[str, int]:
+    """(PTX, bytes of shared memory) of a product in the tile that it gets in a large model."""
+    tile = gemm_tuning.few_rows_tile(rows, outputs, depth, dtype, gated=gated, described=True)
+    assert tile.described
+    constants = {
+        **PRODUCT, **FEW, "DEPTH": depth, "ROWS": min(triton.next_power_of_2(rows), tile.rows), "OUTPUTS": tile.outputs,
+        "BLOCK": tile.depth, "STAGES": tile.stages, "SPLITS": tile.splits, "ACTIVATION": 0 if gated else -1,
+        "DESCRIBED": True, "X_DESCRIBED": x_described, "SWAPPED": tile.swapped,
+    }  # fmt: skip
+    kernel = gemm_small_m._few_rows_kernel
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    signature = {a: "constexpr" if a in constants else kind(a) for a in kernel.arg_names}
+    signature["x"] = f"tensordesc<{name}[{constants['ROWS']}, {tile.depth}]>" if x_described else f"*{name}"
+    signature["weight"] = f"tensordesc<{name}[{tile.outputs}, {tile.depth}]>"
+    attributes = {(kernel.arg_names.index(a),): [["tt.divisibility", 16]] for a in ("x", "x_stride")}
+    source = ASTSource(kernel, signature, constants, {} if x_described else attributes)
+    compiled = triton.compile(source, target=HOPPER, options={"num_warps": tile.warps, "num_stages": tile.stages})
+    return compiled.asm["ptx"], compiled.metadata.shared
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("rows", "outputs", "depth", "gated"),
@@ -207,25 +233,20 @@ def test_described_products_use_the_copy_engine(
     rows: int, outputs: int, depth: int, gated: bool, dtype: torch.dtype
 ) -> None:
     """The tiles that the products of a large model get: fetched without an address, multiplied by whole warp groups."""
-    tile = gemm_tuning.few_rows_tile(rows, outputs, depth, dtype, gated=gated, described=True)
-    assert tile.described
-    constants = {
-        **PRODUCT, **FEW, "DEPTH": depth, "ROWS": min(triton.next_power_of_2(rows), tile.rows), "OUTPUTS": tile.outputs,
-        "BLOCK": tile.depth, "STAGES": tile.stages, "SPLITS": tile.splits, "ACTIVATION": 0 if gated else -1,
-        "DESCRIBED": True, "SWAPPED": tile.swapped,
-    }  # fmt: skip
-    kernel = gemm_small_m._few_rows_kernel
-    signature = {a: "constexpr" if a in constants else kind(a) for a in kernel.arg_names}
-    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
-    signature["x"] = f"tensordesc<{name}[{constants['ROWS']}, {tile.depth}]>"
-    signature["weight"] = f"tensordesc<{name}[{tile.outputs}, {tile.depth}]>"
-    source = ASTSource(kernel, signature, constants)
-    options = {"num_warps": tile.warps, "num_stages": tile.stages}
-    compiled = triton.compile(source, target=HOPPER, options=options)
-    assert "cp.async.bulk.tensor" in compiled.asm["ptx"]
-    assert "cp.async.cg" not in compiled.asm["ptx"]
-    assert "wgmma" in compiled.asm["ptx"]
-    assert compiled.metadata.shared <= SHARED_MEMORY
+    ptx, shared = compiled_product(rows, outputs, depth, gated, dtype, x_described=True)
+    assert "cp.async.bulk.tensor" in ptx
+    assert "cp.async.cg" not in ptx
+    assert "wgmma" in ptx
+    assert shared <= SHARED_MEMORY
+
+
+@pytest.mark.parametrize(("rows", "outputs", "depth", "gated"), [(40, 4096, 14336, False), (72, 14336, 4096, True)])
+def test_rows_of_a_partial_tile_are_copied_by_address(rows: int, outputs: int, depth: int, gated: bool) -> None:
+    """Weights by TMA and rows of x by address, both in flight while others are multiplied; both are waited for."""
+    ptx, shared = compiled_product(rows, outputs, depth, gated, torch.bfloat16, x_described=False)
+    for instruction in ("cp.async.bulk.tensor", "cp.async.cg", "cp.async.wait_group", "mbarrier.try_wait", "wgmma"):
+        assert instruction in ptx
+    assert shared <= SHARED_MEMORY
 
 
 def test_which_products_are_described() -> None:

@@ -18,7 +18,7 @@ import triton
 from test_triton_compiles import HOPPER, SHARED_MEMORY
 from triton.compiler import ASTSource
 
-from bifolio.kernels.triton import expert_kernels, expert_order, expert_words, experts, mxfp4
+from bifolio.kernels.triton import expert_choice, expert_kernels, expert_order, expert_words, experts, mxfp4
 
 pytestmark = pytest.mark.full
 DENSE, MXFP4 = -1, 3
@@ -102,8 +102,10 @@ def test_pairs_of_mxfp4_are_unpacked_by_instructions_of_the_gpu(monkeypatch: pyt
 
 
 def test_routing_order_and_sum_compile() -> None:
-    choice = {"TOP_K": 8, "SIGMOID": False, "RENORMALISE": True, "HAS_BIAS": False, "BLOCK": 128}
-    assert "ptx" in compiled(experts._route_kernel, choice, 1, bias="*fp32").asm
+    choice = {"TOP_K": 8, "RENORMALISE": True, "BLOCK": 128}
+    for has_bias, shared, has_gate in ((False, False, False), (True, True, False), (False, True, True)):
+        choice |= {"SIGMOID": has_bias, "HAS_BIAS": has_bias, "SHARED": shared, "SHARED_GATE": has_gate}
+        assert "ptx" in compiled(expert_choice._route_kernel, choice, 1, bias="*fp32").asm
     order = {"BLOCK": expert_order.BLOCKS[-1], "BINS": 256, "FILLED": expert_order.FILLED}
     assert "ptx" in compiled(expert_order._order_kernel, order, 8).asm
     words = {"DEPTH": 2880, "ROWS": 8, "BLOCK": 1024}

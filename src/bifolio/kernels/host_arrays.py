@@ -7,7 +7,17 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from bifolio.config import KVDtype
-from bifolio.kernels.interface import Array, Batch, DeviceSlots, Network, Ranks, SlotSizes, Storage
+from bifolio.kernels.interface import (
+    Array,
+    Batch,
+    DeviceSlots,
+    Network,
+    Ranks,
+    RoutedExperts,
+    SharedMlp,
+    SlotSizes,
+    Storage,
+)
 from bifolio.kernels.storage import CacheLayout, KVStorage
 
 
@@ -46,6 +56,9 @@ class HostArrays:
     def top_logprobs(
         self, logits: Array, rows: np.ndarray, count: int
     ) -> Callable[[], tuple[np.ndarray, np.ndarray]] | None:
+        return None
+
+    def fold_shared(self, routed: RoutedExperts, shared: SharedMlp) -> RoutedExperts | None:
         return None
 
     def all_gather(self, x: Array, widths: tuple[int, ...]) -> Array:

@@ -35,7 +35,19 @@ from bifolio.kernels.device_slots import (
     SlotSizes,
     TokenScores,
 )
-from bifolio.kernels.operands import Array, Experts, HeadLinear, Linear, Norm, Recurrence, Router, Routing, Shards
+from bifolio.kernels.operands import (
+    Array,
+    Experts,
+    HeadLinear,
+    Linear,
+    Norm,
+    Recurrence,
+    RoutedExperts,
+    Router,
+    Routing,
+    Shards,
+    SharedMlp,
+)
 from bifolio.kernels.storage import CacheLayout, KVStorage
 from bifolio.kernels.stream_interface import StreamOperations
 from bifolio.quant.formats import QuantFormat
@@ -65,8 +77,10 @@ __all__ = [
     "Ranks",
     "Recurrence",
     "Rotation",
+    "RoutedExperts",
     "Router",
     "Routing",
+    "SharedMlp",
     "Shards",
     "SlotSizes",
     "SplitNetwork",
@@ -222,6 +236,13 @@ class KernelSet(PagedAttentionKernel, StreamOperations, Protocol):
 
     def prepare_experts(self, experts: Experts) -> Experts:
         """Convert, repack or move the weights of all experts of a layer once, at load."""
+        ...
+
+    def fold_shared(self, routed: RoutedExperts, shared: SharedMlp) -> RoutedExperts | None:
+        """The shared MLP of a layer as one more expert of every token, before its weights are prepared.
+
+        None: the set computes it beside the experts.
+        """
         ...
 
     def prepare_head_linear(self, linear: HeadLinear) -> HeadLinear: ...

@@ -85,6 +85,7 @@ class Routing(NamedTuple):
 
     experts: Array  # i32[t, top_k]  best first
     weights: Array  # f32[t, top_k]
+    shared: int = 0  # the last ones of every token, which are the same for all (`KernelSet.fold_shared`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,22 @@ class Experts:
 
     def matrices(self) -> list[QuantizedTensor | Array]:
         return [part for linear in (*self.up, *self.down) for part in linear.parts]
+
+
+class RoutedExperts(NamedTuple):
+    """The experts of one layer, and how a token chooses among them."""
+
+    router: Linear  # [experts, d]
+    choice: Router
+    experts: Experts
+
+
+class SharedMlp(NamedTuple):
+    """The MLP beside the experts of one layer, with their activation."""
+
+    up: Linear  # gate and up
+    down: Linear
+    gate: Linear | None  # [1, d]  its sigmoid multiplies the output
 
 
 @dataclass(frozen=True, slots=True)

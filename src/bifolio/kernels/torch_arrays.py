@@ -11,7 +11,18 @@ import torch
 
 from bifolio.config import KVDtype
 from bifolio.errors import ConfigError
-from bifolio.kernels.interface import Array, Batch, DeviceMemory, DeviceSlots, Network, Ranks, SlotSizes, Storage
+from bifolio.kernels.interface import (
+    Array,
+    Batch,
+    DeviceMemory,
+    DeviceSlots,
+    Network,
+    Ranks,
+    RoutedExperts,
+    SharedMlp,
+    SlotSizes,
+    Storage,
+)
 from bifolio.kernels.storage import CacheLayout, KVStorage
 from bifolio.kernels.torch_dtypes import DTYPES
 from bifolio.quant.formats import QuantFormat
@@ -135,6 +146,9 @@ class TorchArrays:
         return wait
 
     # -- weights ------------------------------------------------------------------------------------------
+    def fold_shared(self, routed: RoutedExperts, shared: SharedMlp) -> RoutedExperts | None:
+        return None
+
     def tensor(self, value: QuantizedTensor | Array) -> torch.Tensor:
         """A weight as a dense tensor of the set's dtype on its device."""
         if isinstance(value, QuantizedTensor):

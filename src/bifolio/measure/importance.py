@@ -19,6 +19,8 @@ from bifolio.kernels.interface import (
     KernelSet,
     Linear,
     Network,
+    RoutedExperts,
+    SharedMlp,
     SlotSizes,
     StepProgram,
     Storage,
@@ -73,6 +75,10 @@ class WatchedKernels(TimedKernels):
 
     def device_slots(self, network: Network, storage: Storage, sizes: SlotSizes) -> None:
         """None: a step that runs on the device as a whole cannot be watched."""
+        return
+
+    def fold_shared(self, routed: RoutedExperts, shared: SharedMlp) -> None:
+        """None: the products of the shared MLP are watched."""
         return
 
     def linear(self, x: Array, linear: Linear) -> Array:

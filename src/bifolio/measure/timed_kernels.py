@@ -28,8 +28,10 @@ from bifolio.kernels.interface import (
     Norm,
     Recurrence,
     Rotation,
+    RoutedExperts,
     Router,
     Routing,
+    SharedMlp,
     SlotSizes,
     StepProgram,
     Storage,
@@ -101,6 +103,9 @@ class TimedKernels(TimedStreams):
 
     def prepare_experts(self, experts: Experts) -> Experts:
         return self.inner.prepare_experts(experts)
+
+    def fold_shared(self, routed: RoutedExperts, shared: SharedMlp) -> RoutedExperts | None:
+        return self.inner.fold_shared(routed, shared)
 
     def prepare_head_linear(self, linear: HeadLinear) -> HeadLinear:
         return self.inner.prepare_head_linear(linear)

@@ -40,6 +40,7 @@ class StagedSegment:
     is_cut: bool = False  # the pieces were computed before the first layer
     shared: SharedRows | None = None
     positions: torch.Tensor | None = None  # i32[t]  of the queries; None: from the segment
+    has_all_tiles: bool = False  # a CUDA graph reads no other tiles than those
 
 
 class Attention:
@@ -91,6 +92,8 @@ class Attention:
             return self._decode(query, shape, staged, storage, out)
         rows = self.rows_of_tile(shape, segment, query.dtype, storage)
         if rows not in staged.tiles:
+            if staged.has_all_tiles:
+                raise PhaseError(f"a step of fixed size has no tiles of {rows} queries for {query.dtype}")
             staged.tiles[rows] = cut_queries(segment, rows, self._device)
         if out is None:
             out = query.new_empty((query.shape[0], shape.num_heads * shape.head_dim))
@@ -165,7 +168,7 @@ class Attention:
         positions: torch.Tensor,  # i32[t]
     ) -> None:
         """Add prompts to the decodes of `stage_decode`; tokens of neither are padding."""
-        self._staged.append(StagedSegment(segment, tiles=tiles, positions=positions))
+        self._staged.append(StagedSegment(segment, tiles=tiles, positions=positions, has_all_tiles=True))
         self._has_padding = True
 
     def _new_pieces(self, segment: AttentionSegment, shape: AttentionShape) -> Pieces:

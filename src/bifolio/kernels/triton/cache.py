@@ -157,13 +157,14 @@ def rope_and_write(
     rotation: Rotation | None,
     slots: torch.Tensor | None,
     storage: Storage | None,
+    dtype: torch.dtype | None = None,  # of the heads; None: that of qkv
 ) -> Heads:
     """Norm and rotate the query and key heads; with `slots`, write keys and values to the cache."""
     heads, dim, own = shape.num_heads, shape.head_dim, not shape.queries_only
     kv_heads = shape.num_kv_heads if own else 0
     tokens, value_norm = qkv.shape[0], shape.value_norm if own else None
     results = heads + kv_heads * (1 if value_norm is None else 2)
-    turned = torch.empty((tokens, results, dim), dtype=qkv.dtype, device=qkv.device)
+    turned = torch.empty((tokens, results, dim), dtype=dtype or qkv.dtype, device=qkv.device)
     norms = shape.query_norm, shape.key_norm if own else shape.query_norm
     has_norm = norms[0] is not None and norms[1] is not None
     cached = own and storage is not None and slots is not None
@@ -207,7 +208,7 @@ def rope_and_write(
         return Heads(turned, None, None)
     if value_norm is not None:
         return Heads(turned[:, :heads], turned[:, heads : heads + kv_heads], turned[:, heads + kv_heads :])
-    value = torch.unflatten(qkv, -1, (all_heads, dim))[:, heads + kv_heads :]
+    value = torch.unflatten(qkv, -1, (all_heads, dim))[:, heads + kv_heads :].to(turned.dtype)
     return Heads(turned[:, :heads], turned[:, heads:], value)
 
 

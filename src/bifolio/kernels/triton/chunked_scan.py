@@ -29,7 +29,9 @@ from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
 from bifolio.kernels.triton.scan_plan import CHUNK, Chunks, programs_of
 
 LARGEST_KEY = 256  # larger states are scanned token by token
-VALUES = 32  # columns of the state in the registers of a program
+FEWEST_VALUES, MOST_VALUES = 32, 128  # columns of the state in the registers of a program
+FEWEST_PROGRAMS = 96  # of the scan: about one for each multiprocessor
+LARGEST_WHOLE_KEY = 128  # with larger keys only `FEWEST_VALUES` fit in registers, and one chunk in shared memory
 SOLVED = 16  # rows of a diagonal block that is inverted row by row
 
 
@@ -289,7 +291,8 @@ def scan_chunks(
 ) -> None:
     """Scan the divided sequences; rows of `out` that belong to others stay unchanged."""
     is_delta, count = r.kind == "delta", len(chunks.starts)
-    keys, values = (max(16, triton.next_power_of_2(size)) for size in (r.key_size, min(r.value_size, VALUES)))
+    keys = max(16, triton.next_power_of_2(r.key_size))
+    values = values_of(r, chunks)
     sums = torch.empty((count, r.heads, 2, CHUNK), dtype=torch.float32, device=mixed.device)
     weights = torch.empty((count, r.heads, CHUNK, CHUNK), dtype=torch.float32, device=mixed.device)
     solutions = torch.empty_like(weights) if is_delta else weights
@@ -307,10 +310,24 @@ def scan_chunks(
         r.bias if r.skip is None else r.skip, sums, weights, solutions, out, r.heads, r.groups, r.key_size,
         r.value_size, r.channels, *columns, DELTA=is_delta, TILED=r.tiled,
         HAS_SKIP=r.skip is not None, HAS_STATES=storage is not None, COUNTED=chunks.count is not None, KEYS=keys,
-        VALUES=values, CHUNK=CHUNK, STAGES=stages(keys), PRECISION=precision, num_warps=4, **OVERLAPPED,
+        VALUES=values, CHUNK=CHUNK, STAGES=stages(keys, values), PRECISION=precision,
+        num_warps=4 if values <= FEWEST_VALUES else 8, **OVERLAPPED,
     )  # fmt: skip
 
 
-def stages(keys: int) -> int:
-    """Chunks that are in flight to shared memory or used; two fit there with keys of 128."""
-    return 2 if keys <= 128 else 1
+def values_of(r: Recurrence, chunks: Chunks) -> int:
+    """Columns of the state of a program: all of them if the sequences are enough for the GPU.
+
+    Every program of a head reads its keys and queries. A plan of fixed size may hold a single sequence.
+    """
+    values: int = max(16, triton.next_power_of_2(min(r.value_size, MOST_VALUES)))
+    if chunks.count is not None or r.key_size > LARGEST_WHOLE_KEY:
+        return min(values, FEWEST_VALUES)
+    while values > FEWEST_VALUES and triton.cdiv(r.value_size, values) * r.heads * len(chunks.reads) < FEWEST_PROGRAMS:
+        values //= 2
+    return values
+
+
+def stages(keys: int, values: int) -> int:
+    """Chunks that are in flight to shared memory or used; two fit there with keys of 128 and few values."""
+    return 2 if keys <= LARGEST_WHOLE_KEY and values <= FEWEST_VALUES else 1

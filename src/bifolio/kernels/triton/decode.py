@@ -239,6 +239,13 @@ def tokens_of_tile(dim: int, dtype: torch.dtype) -> int:
     return most if dtype != torch.float32 or dim <= LARGE_HEAD else most // 2
 
 
+def large_head_tile(num_sequences: int, group: int) -> tuple[int, int, int]:
+    """(tokens of a tile, stages, warps) with heads of `LARGE_HEAD` dimensions, as measured."""
+    if num_sequences <= MIN_ROWS:
+        return TILE, 2, 4
+    return (TILE // 2, 4, 2) if group <= 4 else (TILE // 2, 5, 4)
+
+
 def decode_attention(
     query: torch.Tensor,  # [s, heads, dim]
     shape: AttentionShape,
@@ -264,6 +271,8 @@ def decode_attention(
     scale, cap = score_constants(shape)
     if out is None:
         out = torch.empty((num_sequences, heads * dim), dtype=query.dtype, device=query.device)
+    if not (pieces.fixed or stages or tile) and dim == LARGE_HEAD and keys.dtype != torch.float32:
+        tile, stages, warps = large_head_tile(num_sequences, group)
     stages = (
         1 if keys.dtype == torch.float32 else stages or (5 if dim <= 64 or (overlapped and num_sequences > 96) else 4)
     )

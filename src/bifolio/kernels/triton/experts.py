@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-decorators=False
-"""Mixtures of experts: routing, and the products of the experts that the tokens of a batch choose.
+"""Mixtures of experts: the products of the experts that the tokens of a batch choose (`expert_choice`).
 
 Few tokens: the experts of each pair (token, choice) are read by a GEMV (`up_kernel`, `down_kernel`), so that one token
 reads the weights of its own experts alone, in two launches. More tokens: grouped products over tiles of one expert each
@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 
 from bifolio.kernels.cuda.mxfp4_fragments import FragmentStack, pack_fragments
-from bifolio.kernels.interface import Experts, Linear, Norm, Router, Routing
+from bifolio.kernels.interface import Experts, Linear, Norm, Routing
 from bifolio.kernels.native.encode import quickly_converted
 from bifolio.kernels.torch_reference import TorchKernels
 from bifolio.kernels.triton import quantised
@@ -29,76 +28,16 @@ from bifolio.kernels.triton.expert_words import down_words_kernel, spread_kernel
 from bifolio.kernels.triton.gemm_tuning import INTERPRETED
 from bifolio.kernels.triton.mxfp4 import dequantise_words, pack_words
 from bifolio.kernels.triton.norm import ACTIVATIONS
-from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
+from bifolio.kernels.triton.pdl import OVERLAPPED
 from bifolio.kernels.triton.quantised import QuantisedWeight
 from bifolio.kernels.triton.tma import can_be_described, describe
 from bifolio.quant.convert import convert
 from bifolio.quant.formats import QuantFormat
 
 WORDS = 3  # KIND of MXFP4
-MOST_SORTED_EXPERTS = 1024  # of the routing kernel: the logits of a token are one block
 FEW_TOKENS = 4  # up to this number every pair reads its expert's weights
 EXACT_TOKENS = 512  # up to this number the outputs of experts are kept in f32 until they are added
 DEQUANTISED_ROWS = 256  # pairs of an expert from which on weights in blocks are dequantised before the product
-
-
-@triton.jit
-def _route_kernel(
-    logits: tl.tensor,  # [rows, experts]
-    bias: tl.tensor,  # f32[experts]
-    experts: tl.tensor,  # i32[rows, top_k]
-    weights: tl.tensor,  # f32[rows, top_k]
-    num_experts: tl.tensor,
-    scale: tl.tensor,
-    stride: tl.tensor,
-    TOP_K: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    RENORMALISE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    row = tl.program_id(0).to(tl.int64)
-    expert = tl.arange(0, BLOCK)
-    exists = expert < num_experts
-    wait_for_inputs()
-    values = tl.load(logits + row * stride + expert, mask=exists, other=-float("inf")).to(tl.float32)
-    if SIGMOID:
-        scores = 1.0 / (1.0 + tl.exp(-values))
-    else:
-        scores = tl.exp(values - tl.max(values, axis=0))
-        scores = scores / tl.sum(scores, axis=0)
-    ranked = scores
-    if HAS_BIAS:
-        ranked += tl.load(bias + expert, mask=exists, other=0.0)
-    ranked = tl.where(exists, ranked, -float("inf"))
-    choice = tl.arange(0, triton.next_power_of_2(TOP_K))
-    chosen = tl.zeros(choice.shape, tl.int32)
-    shares = tl.zeros(choice.shape, tl.float32)
-    for i in tl.static_range(TOP_K):
-        best = tl.argmax(ranked, axis=0, tie_break_left=True)
-        chosen = tl.where(choice == i, best, chosen)
-        shares = tl.where(choice == i, tl.sum(tl.where(expert == best, scores, 0.0), axis=0), shares)
-        ranked = tl.where(expert == best, -float("inf"), ranked)
-    if RENORMALISE:
-        shares = shares / (tl.sum(shares, axis=0) + 1e-20)
-    place = row * TOP_K + choice
-    tl.store(experts + place, chosen, mask=choice < TOP_K)
-    tl.store(weights + place, shares * scale, mask=choice < TOP_K)
-
-
-def route(logits: torch.Tensor, router: Router) -> Routing:
-    """Experts and weights of each token, for routers without groups of experts."""
-    rows, num_experts = logits.shape
-    experts = torch.empty((rows, router.top_k), dtype=torch.int32, device=logits.device)
-    weights = torch.empty((rows, router.top_k), dtype=torch.float32, device=logits.device)
-    if rows:
-        _route_kernel[(rows,)](
-            logits, logits if router.bias is None else router.bias, experts, weights, num_experts, router.scale,
-            logits.stride(0), TOP_K=router.top_k, SIGMOID=router.scoring == "sigmoid", RENORMALISE=router.renormalise,
-            HAS_BIAS=router.bias is not None, BLOCK=triton.next_power_of_2(num_experts), num_warps=1,
-            **OVERLAPPED,
-        )  # fmt: skip
-    return Routing(experts, weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +162,7 @@ def grouped_tile(kind: int, rows: int, gated: bool, dtype: torch.dtype) -> Tile:
 def tile_rows(pairs: int, num_experts: int, kind: int, fixed: bool) -> int:
     """At least twice the pairs of an expert on average, so that the weights of most experts are read once.
 
-    Few sizes: every other one would be compiled for each product.
+    Few sizes: every other one would be compiled for each product. A shared expert, of all tokens, is not counted.
     """
     wanted = triton.cdiv(2 * pairs, num_experts)
     if fixed or wanted <= 16:
@@ -259,9 +198,10 @@ def mix_experts(
         _down(hidden, routing, down, residual, out)
         return out
     pairs = tokens * top_k
-    if pairs >= DEQUANTISED_ROWS * up.num_experts and not fixed:
+    chosen, others = pairs - tokens * routing.shared, up.num_experts - routing.shared
+    if chosen >= DEQUANTISED_ROWS * others and not fixed:
         up, down = up.dense(dtype), down.dense(dtype)
-    tiles = cut_pairs(routing.experts, up.num_experts, tile_rows(pairs, up.num_experts, up.kind, fixed))
+    tiles = cut_pairs(routing.experts, up.num_experts, tile_rows(chosen, others, up.kind, fixed))
     hidden = torch.empty((pairs, down.depth), dtype=dtype, device=x.device)
     kept = torch.float32 if tokens <= EXACT_TOKENS or fixed else dtype
     parts = torch.empty((tokens, top_k, down.outputs), dtype=kept, device=x.device)

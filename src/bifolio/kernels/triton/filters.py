@@ -30,7 +30,7 @@ GROUP = 64  # logits of which the largest is known
 BRACKET_WARPS, DIVIDE_WARPS = 8, 8
 LIST = 8192  # undecided tokens of a row that have room
 ROOM = 1024  # undecided tokens of a chunk that have room
-SAMPLE = 16384  # the largest logits of groups and a sample of all, at least
+SAMPLE = 16384  # the largest logits of groups and a sample of all; more of them do not fit in registers
 FEWEST, MOST = 1500, 3500  # tokens on each side of the estimated cut that are listed
 
 
@@ -239,7 +239,7 @@ def draw_filtered(
     _bracket_kernel[(num_rows,)](
         logits, best_value, best_of_groups, rows, state.warmths, state.top_ks, state.top_ps, bracket,
         vocab, num_chunks, num_groups, GROUP=GROUP, GROUPS=triton.next_power_of_2(num_groups), CHUNKS=chunks,
-        SAMPLE=max(SAMPLE, 8 * triton.next_power_of_2(num_groups)), FEWEST=FEWEST, MOST=MOST, num_warps=BRACKET_WARPS,
+        SAMPLE=max(SAMPLE, 2 * triton.next_power_of_2(num_groups)), FEWEST=FEWEST, MOST=MOST, num_warps=BRACKET_WARPS,
         **EXACT,
     )  # fmt: skip
     _divide_kernel[(num_chunks, num_rows)](

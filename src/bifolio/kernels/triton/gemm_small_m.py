@@ -47,14 +47,17 @@ def _few_rows_kernel(
     SWAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
     DESCRIBED: tl.constexpr,
+    X_DESCRIBED: tl.constexpr,
 ) -> None:
     first_row, first_output = tl.program_id(1) * ROWS, tl.program_id(0) * OUTPUTS
+    first_row = tl.minimum(first_row, tl.maximum(num_rows - ROWS, 0))  # the last tile is whole: it overlaps another
     row, output = first_row + tl.arange(0, ROWS), first_output + tl.arange(0, OUTPUTS)
     row_exists, output_exists = row < num_rows, output < num_outputs
-    if DESCRIBED:
-        x_source, source, partner = x, weight, weight
-    else:
+    x_source = x
+    if not X_DESCRIBED:
         x_source = x + row[:, None] * x_stride
+    source, partner = weight, weight
+    if not DESCRIBED:
         source = weight + output.to(tl.int64)[:, None] * DEPTH
         partner = weight + (output + num_outputs).to(tl.int64)[:, None] * DEPTH
     inside = row_exists[:, None] & output_exists[None, :]
@@ -71,7 +74,7 @@ def _few_rows_kernel(
     wait_for_inputs()
     added = load_residual(residual, place, inside, HAS_RESIDUAL)
     for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
-        values = load_tile(x_source, first_row, row_exists, start, DEPTH, BLOCK, DESCRIBED)
+        values = load_tile(x_source, first_row, row_exists, start, DEPTH, BLOCK, X_DESCRIBED)
         weights = load_tile(source, first_output, output_exists, start, DEPTH, BLOCK, DESCRIBED)
         sums = _multiply(values, weights, sums, SWAPPED, PRECISION)
         if ACTIVATION >= 0:
@@ -138,6 +141,11 @@ def _add_parts(
     return sums, up_sums, tl.zeros([ROWS, OUTPUTS], tl.int32) + arrived == SPLITS - 1
 
 
+def nearly_fill(num_rows: int, rows: int) -> bool:
+    """Whether TMA loads the rows of x: it takes longer for zeros behind the last row than for rows."""
+    return 4 * num_rows >= 3 * rows
+
+
 def few_rows(
     x: torch.Tensor,  # [rows, depth]
     weight: torch.Tensor,
@@ -161,10 +169,11 @@ def few_rows(
     rows = min(max(16, triton.next_power_of_2(num_rows)), tile.rows)
     if fixed:
         rows = tile.rows
+    by_copy_engine = tile.described and nearly_fill(num_rows, rows)
     out = torch.empty((num_rows, outputs), dtype=out_dtype or x.dtype, device=x.device)
     grid = triton.cdiv(outputs, tile.outputs), triton.cdiv(num_rows, rows), tile.splits
     _few_rows_kernel[grid](
-        describe(x, rows, tile.depth) if tile.described else x,
+        describe(x, rows, tile.depth) if by_copy_engine else x,
         describe(weight, tile.outputs, tile.depth) if tile.described else weight,
         weight if bias is None else bias,
         x if residual is None else residual,
@@ -183,6 +192,7 @@ def few_rows(
         SWAPPED=tile.swapped,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         DESCRIBED=tile.described,
+        X_DESCRIBED=by_copy_engine,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **OVERLAPPED,

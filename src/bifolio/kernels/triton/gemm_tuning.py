@@ -108,7 +108,7 @@ def library_is_faster(rows: int, outputs: int, depth: int, *, gated: bool, descr
 
 
 def fixed_tile(rows: int, outputs: int, depth: int, dtype: torch.dtype, *, gated: bool, described: bool) -> RowTile:
-    """Tiles of deterministic mode, measured at 16, 64, 256 and 2048 rows: without split-K, each sum has one order.
+    """Tiles of deterministic mode, measured at 16 to 2048 rows: without split-K, each sum has one order.
 
     Tensor cores add the same products in the same order for every size and orientation of the tiles; only f32, which
     they do not multiply, has one size for any number of rows.
@@ -125,13 +125,13 @@ def fixed_tile(rows: int, outputs: int, depth: int, dtype: torch.dtype, *, gated
     elif rows <= MOST_ROWS:
         tile = RowTile(32 if outputs > 2048 else 16, 256, 4, 4)
     elif gated:
-        few = 256 if outputs >= 8192 and rows > 128 else 128
+        few = 256 if outputs >= 8192 and rows > 128 else 64 if outputs < 8192 and rows < 128 else 128
         tile = RowTile(64, 64, 8 if few == 256 else 4, 4, True)
     elif outputs >= 32768 or (rows > 512 and triton.cdiv(outputs, 128) * triton.cdiv(rows, 256) >= 128):
         few = 256 if rows > 128 else 128
         tile = RowTile(128, 64, 8, 3, True)
     else:
-        few = 128
+        few = 128 if rows >= 128 else MOST_ROWS
         if rows > 512 or outputs >= 6144:
             tile = RowTile(128, 64, 8, 4, True)
         else:

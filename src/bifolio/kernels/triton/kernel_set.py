@@ -26,8 +26,10 @@ from bifolio.kernels.interface import (
     Norm,
     Recurrence,
     Rotation,
+    RoutedExperts,
     Router,
     Routing,
+    SharedMlp,
     SlotSizes,
     StepProgram,
     Storage,
@@ -40,12 +42,14 @@ from bifolio.kernels.triton import cache, norm, quantised
 from bifolio.kernels.triton import experts as moe
 from bifolio.kernels.triton.attention import Attention
 from bifolio.kernels.triton.cache import CudaStorage
+from bifolio.kernels.triton.expert_choice import can_route, route
 from bifolio.kernels.triton.lazy_fusion import Mixture, Normed, Product, Sum, tensor
 from bifolio.kernels.triton.lookup import embed_rows, look_up_rotation
 from bifolio.kernels.triton.products import Products
 from bifolio.kernels.triton.quantised import QuantisedWeight
 from bifolio.kernels.triton.recurrence import recur
 from bifolio.kernels.triton.scan_plan import StagedStates
+from bifolio.kernels.triton.shared_expert import fold_shared
 from bifolio.kernels.triton.slots import TritonSlots
 from bifolio.kernels.triton.streams import TritonStreams
 from bifolio.quant.tensor import QuantizedTensor
@@ -116,6 +120,9 @@ class TritonKernels(TorchArrays, TritonStreams):
         """`prepared` is (stack of gate and up, of down)."""
         return replace(experts, prepared=moe.prepare_stacks(experts, self._torch))
 
+    def fold_shared(self, routed: RoutedExperts, shared: SharedMlp) -> RoutedExperts | None:
+        return fold_shared(routed, shared) if can_route(routed.choice, len(routed.experts.up)) else None
+
     def prepare_head_linear(self, linear: HeadLinear) -> HeadLinear:
         return self._torch.prepare_head_linear(linear)
 
@@ -162,6 +169,8 @@ class TritonKernels(TorchArrays, TritonStreams):
         return self._plain_norm(values, norm)
 
     def add(self, x: Array, y: Array) -> Array:
+        if isinstance(x, Mixture) and x.value is None and isinstance(y, torch.Tensor):
+            return x.compute(y)
         x = tensor(x)
         if isinstance(y, Product) and y.value is None:
             return y.compute(y, None, x)
@@ -193,14 +202,11 @@ class TritonKernels(TorchArrays, TritonStreams):
         return self._torch.act(tensor(x), activation)
 
     def gate(self, x: Array, logits: Array) -> Array:
-        return self._torch.gate(tensor(x), tensor(logits))
+        return norm.gate(tensor(x), tensor(logits))
 
     def route(self, logits: Array, router: Router) -> Routing:
         values = tensor(logits)
-        plain = router.top_groups == router.num_groups and router.expert_scales is None
-        if not plain or values.shape[1] > moe.MOST_SORTED_EXPERTS:
-            return self._torch.route(values, router)
-        return moe.route(values, router)
+        return route(values, router) if can_route(router, values.shape[1]) else self._torch.route(values, router)
 
     def mix_experts(self, x: Array, routing: Routing, experts: Experts) -> Array:
         is_deferred = isinstance(x, Normed) and x.value is None
@@ -231,7 +237,7 @@ class TritonKernels(TorchArrays, TritonStreams):
     def rope_and_write(
         self, qkv: Array, shape: AttentionShape, rotation: Rotation | None, batch: Batch, storage: Storage | None
     ) -> Heads:
-        return cache.rope_and_write(tensor(qkv), shape, rotation, batch.cache_index, storage)
+        return cache.rope_and_write(tensor(qkv), shape, rotation, batch.cache_index, storage, self.dtype)
 
     # -- attention ----------------------------------------------------------------------------------------------------
     def attend(

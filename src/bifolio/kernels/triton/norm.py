@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-decorators=False
-"""RMS norm and layer norm, alone or fused with the addition before them; activations of the MLP.
+"""RMS norm and layer norm, alone or fused with the addition before them; activations of the MLP; gates.
 
 One program per row: a row is read once and written once, with all fused operations.
 """
@@ -132,4 +132,40 @@ def act_mul(x: torch.Tensor, activation: str) -> torch.Tensor:
     grid = (triton.cdiv(width, block), rows)
     kind = ACTIVATIONS[activation]
     _act_mul_kernel[grid](x, out, x.stride(0), width, ACTIVATION=kind, BLOCK=block, num_warps=4, **OVERLAPPED)
+    return out
+
+
+@triton.jit
+def _gate_kernel(
+    x: tl.tensor,  # [rows, width]
+    logits: tl.tensor,  # [rows, width], or [rows, 1]
+    out: tl.tensor,  # [rows, width]
+    x_stride: tl.tensor,
+    logit_stride: tl.tensor,
+    width: tl.tensor,
+    ONE: tl.constexpr,  # one logit for each row
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(1).to(tl.int64)
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    wait_for_inputs()
+    values = tl.load(x + row * x_stride + columns, mask=inside, other=0.0)
+    place = row * logit_stride + (columns * 0 if ONE else columns)
+    opened = 1.0 / (1.0 + tl.exp(-tl.load(logits + place, mask=inside, other=0.0).to(tl.float32)))
+    result = opened.to(values.dtype).to(tl.float32) * values.to(tl.float32)
+    tl.store(out + row * width + columns, result.to(out.dtype.element_ty), mask=inside)
+
+
+def gate(x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """sigmoid(logits) * x, where the sigmoid is rounded to the dtype of x: [rows, width]."""
+    rows, width = x.shape
+    out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    if not rows:
+        return out
+    block = min(triton.next_power_of_2(width), 1024)
+    _gate_kernel[(triton.cdiv(width, block), rows)](
+        x, logits, out, x.stride(0), logits.stride(0), width, ONE=logits.shape[1] == 1, BLOCK=block, num_warps=4,
+        **OVERLAPPED,
+    )  # fmt: skip
     return out

@@ -11,6 +11,7 @@ Starts, reads and writes of states are device arrays and no size depends on thei
 graph. No tile depends on the size of a pass, so neither do results of the scan token by token. The windows that a pass
 reads are copied first: another program may write them while they are needed. In a decode step one program reads and
 writes all of a window, so that no copy is needed, and the scan has no loop over tokens; deterministic mode has neither.
+Few sequences of gated delta nets are scanned and finished in one kernel (`kernels.triton.delta_step`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import triton.language as tl
 from bifolio.kernels.interface import Recurrence, Storage
 from bifolio.kernels.recurrence import L2_EPS
 from bifolio.kernels.triton.chunked_scan import LARGEST_KEY, head_group, positive_step, scan_chunks
+from bifolio.kernels.triton.delta_step import delta_step, gated_norm, has_one_step
 from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
 from bifolio.kernels.triton.scan_plan import Spans, StagedStates, programs_of
 
@@ -176,6 +178,7 @@ def _scan_kernel(
     HAS_SKIP: tl.constexpr,
     HAS_STATES: tl.constexpr,
     IS_DECODE: tl.constexpr,  # token i is the only one of sequence i
+    ONE_TOKEN: tl.constexpr,  # every sequence has one token
     COUNTED: tl.constexpr,  # programs share the sequences of a plan of fixed size; else one program has one sequence
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
@@ -196,8 +199,10 @@ def _scan_kernel(
     states += head * key_size * value_size
     state_stride = heads * key_size * value_size
     wait_for_inputs()
-    if IS_DECODE:
+    if ONE_TOKEN:
         token = first_sequence.to(tl.int64)
+        if not IS_DECODE:
+            token = tl.load(starts + first_sequence).to(tl.int64)
         state = tl.zeros((KEYS, VALUES), tl.float32)
         if HAS_STATES:
             read = tl.load(reads + first_sequence).to(tl.int64)
@@ -265,15 +270,10 @@ def _finish_kernel(
     wait_for_inputs()
     value = tl.load(y + row[:, None] * size + columns[None, :], mask=mask, other=0.0)
     gate = tl.load(x + (row // parts)[:, None] * x_stride + gate_start + part, mask=mask, other=0.0).to(tl.float32)
-    gate = gate / (1.0 + tl.exp(-gate))
-    if not NORM_FIRST:
-        value *= gate
+    scale = 0.0
     if HAS_NORM:
-        inverse = 1.0 / tl.sqrt(tl.sum(value * value, axis=1) / size + eps)
-        place = columns[None, :] if SHARED else part
-        value = value * inverse[:, None] * tl.load(weight + place, mask=mask, other=0.0)
-    if NORM_FIRST:
-        value *= gate
+        scale = tl.load(weight + (columns[None, :] if SHARED else part), mask=mask, other=0.0)
+    value = gated_norm(value, gate, scale, size, eps, HAS_NORM, NORM_FIRST)
     tl.store(out + row[:, None] * size + columns[None, :], value.to(out.dtype.element_ty), mask=mask)
 
 
@@ -285,6 +285,8 @@ def recur(x: torch.Tensor, r: Recurrence, staged: StagedStates, storage: Storage
         return out
     mixed = torch.empty((x.shape[0], r.channels), dtype=torch.float32, device=x.device)
     _convolve(x, r, staged, storage, mixed)
+    if storage is not None and staged.is_decode and has_one_step(r, x.shape[0]):
+        return delta_step(mixed, x, r, staged.reads, staged.writes, storage.recurrent[r.layer])
     return _finish(_scan(mixed, x, r, staged, storage), x, r)
 
 
@@ -345,7 +347,8 @@ def _scan_tokens(
     is_decode: bool,
 ) -> None:
     is_delta, rows = r.kind == "delta", triton.next_power_of_2(r.key_size)
-    size, warps = (DECODE_SIZE, DECODE_WARPS) if is_decode else (STATE_SIZE, 1)
+    one_token = is_decode or spans.one_token
+    size, warps = (DECODE_SIZE, DECODE_WARPS) if one_token else (STATE_SIZE, 1)
     columns = min(triton.next_power_of_2(r.value_size), max(8, size // rows))
     tiles = triton.cdiv(r.value_size, columns)
     grid = (tiles, r.heads, programs_of(spans, tiles * r.heads))
@@ -357,7 +360,7 @@ def _scan_tokens(
         spans.reads if spans.count is None else spans.count, writes, r.decay, r.bias,
         r.bias if r.skip is None else r.skip, out, gates.stride(0), r.heads, r.groups,
         r.key_size, r.value_size, r.channels, *starts, least, most, DELTA=is_delta, TILED=r.tiled,
-        HAS_SKIP=r.skip is not None, HAS_STATES=storage is not None, IS_DECODE=is_decode,
+        HAS_SKIP=r.skip is not None, HAS_STATES=storage is not None, IS_DECODE=is_decode, ONE_TOKEN=one_token,
         COUNTED=spans.count is not None, KEYS=rows, VALUES=columns, STAGES=STAGES, num_warps=warps, **OVERLAPPED,
     )  # fmt: skip
 

@@ -12,7 +12,7 @@ A CUDA graph reads a plan of a fixed size, `PlanSizes`: unused sequences and chu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -36,6 +36,7 @@ class Spans:
     ends: torch.Tensor  # i32[s]
     reads: torch.Tensor  # i32[s]
     count: torch.Tensor | None = None  # i32[1]  of the sequences; None: all of them
+    one_token: bool = field(default=False, kw_only=True)  # every sequence has one, and results may depend on that
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +172,8 @@ def _staged(whole: Arrays, chunks: Arrays, divided: Arrays, device: str) -> tupl
     arrays = [*whole, *chunks, *divided]
     joined = upload(np.concatenate(arrays).astype(np.int32), device)
     parts = torch.tensor_split(joined, np.cumsum([len(array) for array in arrays[:-1]]).tolist())
-    return Spans(*parts[:3]), Chunks(*parts[3:])
+    one_token = bool((whole[1] - whole[0] == 1).all())
+    return Spans(*parts[:3], one_token=one_token), Chunks(*parts[3:])
 
 
 def _staged_array(array: Array, device: str) -> torch.Tensor:
