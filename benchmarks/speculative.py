@@ -121,10 +121,16 @@ def main() -> None:
     parser.add_argument("--max-model-len", type=int)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--device", default="auto")
+    parser.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="on a GPU the rounding of other modes depends on the rows of a pass",
+    )
     parser.add_argument("--num-blocks", type=int, help="of each engine's cache: on a GPU two engines share its memory")
     arguments = parser.parse_args()
     options: dict[str, Any] = {
         "device": arguments.device,
+        "deterministic": arguments.deterministic,
         "num_blocks": arguments.num_blocks,
         "max_num_seqs": 16,
         "max_model_len": arguments.max_model_len,

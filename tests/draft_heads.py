@@ -3,18 +3,41 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from bifolio import LLM, SamplingParams, SpeculativeConfig
 from bifolio.model.huggingface.safetensors_file import write_safetensors
-from helpers import INIT_RANGE, TINY, fresh_folder
+from helpers import INIT_RANGE, TINY, fresh_folder, tiny_folder, tiny_tensors
 
 EAGLE = {
     **TINY, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "intermediate_size": 40,
     "draft_vocab_size": 29,
 }  # fmt: skip
+# of a training for `sure_target`
+SHORT_RUN: dict[str, Any] = {
+    "steps": 60, "batch_size": 8, "context": 24, "sequences": 100, "depth": 2, "learning_rate": 1e-2, "threads": 1,
+}  # fmt: skip
+
+
+@cache
+def sure_target() -> Path:
+    """A model that is sure of its next token, so that its text can be learned in a few steps."""
+    folder, tensors = tiny_folder(seed=2), tiny_tensors(TINY, seed=2)
+    write_safetensors(folder / "model.safetensors", {**tensors, "lm_head.weight": tensors["lm_head.weight"] * 8})
+    return folder
+
+
+def accepted(model: Path, config: SpeculativeConfig) -> float:
+    """Share of accepted draft tokens in other texts than those of a training, of its kind."""
+    llm = LLM(model, device="cpu", threads=1, num_blocks=200, max_model_len=64, speculative=config)
+    params = [SamplingParams(temperature=0.8, seed=i, max_tokens=24, ignore_eos=True) for i in range(1000, 1008)]
+    llm.generate([[1]] * len(params), params, use_tqdm=False)
+    assert llm.engine.speculator is not None
+    return llm.engine.speculator.stats.acceptance_rate
 
 
 def eagle_tensors(config: dict[str, Any], target_size: int, seed: int = 0) -> dict[str, np.ndarray]:

@@ -13,54 +13,31 @@ from bifolio import LLM, SamplingParams, SpeculativeConfig
 from bifolio.engine.host_batch import HostBatch, Run
 from bifolio.errors import ConfigError
 from bifolio.kernels.reference import ReferenceKernels
-from bifolio.model.huggingface.safetensors_file import open_safetensors, write_safetensors
+from bifolio.model.huggingface.safetensors_file import open_safetensors
 from bifolio.model.transformer import forward
 from bifolio.model.weights import prepare
-from helpers import TINY, fresh_folder, tiny_folder, tiny_tensors
+from helpers import TINY, fresh_folder, tiny_folder
 from hybrid_models import tiny_hybrid
 
 torch = pytest.importorskip("torch")
-from bifolio.train.eagle import (  # noqa: E402
-    EagleResult,
-    EagleSettings,
-    States,
-    collect_states,
-    draft_vocabulary,
-    train_eagle,
-)
+from bifolio.train.eagle import EagleSettings, draft_vocabulary, train_eagle  # noqa: E402
 from bifolio.train.eagle_head import EagleHead, head_config, taps_of  # noqa: E402
+from bifolio.train.head_data import States, collect_states  # noqa: E402
+from bifolio.train.head_run import HeadResult  # noqa: E402
 from bifolio.train.progress import SilentProgress  # noqa: E402
-from draft_heads import eagle_folder, torch_eagle  # noqa: E402
+from draft_heads import SHORT_RUN, accepted, eagle_folder, sure_target, torch_eagle  # noqa: E402
 
 pytestmark = pytest.mark.full
 
 
 @cache
-def target() -> Path:
-    """A model that is sure of its next token, so that its text can be learned in a few steps."""
-    folder = tiny_folder(seed=2)
-    tensors = tiny_tensors(TINY, seed=2)
-    tensors["lm_head.weight"] = tensors["lm_head.weight"] * 8
-    write_safetensors(folder / "model.safetensors", tensors)
-    return folder
-
-
-@cache
-def trained() -> EagleResult:
-    settings = EagleSettings(
-        str(target()), str(fresh_folder("head")), steps=60, batch_size=8, context=24, sequences=100, depth=2,
-        learning_rate=1e-2, threads=1,
-    )  # fmt: skip
+def trained() -> HeadResult:
+    settings = EagleSettings(str(sure_target()), str(fresh_folder("head")), **SHORT_RUN)
     return train_eagle(settings, SilentProgress())
 
 
 def acceptance(folder: Path) -> float:
-    config = SpeculativeConfig("eagle", draft_model=str(folder), adaptive=False, length=2)
-    llm = LLM(target(), device="cpu", threads=1, num_blocks=200, max_model_len=64, speculative=config)
-    params = [SamplingParams(temperature=0.8, seed=i, max_tokens=24, ignore_eos=True) for i in range(1000, 1008)]
-    llm.generate([[1]] * len(params), params, use_tqdm=False)  # other texts than those of the training, of its kind
-    assert llm.engine.speculator is not None
-    return llm.engine.speculator.stats.acceptance_rate
+    return accepted(sure_target(), SpeculativeConfig("eagle", draft_model=str(folder), adaptive=False, length=2))
 
 
 def test_the_loss_falls_and_more_drafts_are_accepted() -> None:
@@ -89,7 +66,7 @@ def test_the_folder_has_the_published_tensors() -> None:
 
 def test_chains_in_training_are_drafts() -> None:
     """Entry k of the chain behind j equals a pass over the states up to j and k own hidden states."""
-    config = head_config(LLM(target(), device="cpu", num_blocks=40, max_model_len=32).model.config)
+    config = head_config(LLM(sure_target(), device="cpu", num_blocks=40, max_model_len=32).model.config)
     head = EagleHead(config, np.arange(20))
     rng = np.random.default_rng(1)
     states, embeddings = (rng.standard_normal((1, 7, width)).astype(np.float32) for width in (96, 32))
@@ -108,7 +85,7 @@ def test_chains_in_training_are_drafts() -> None:
 
 def test_large_states_are_in_the_written_weights() -> None:
     """Training divides states by their size; the written head reads them as they are and gives the same logits."""
-    config = head_config(LLM(target(), device="cpu", num_blocks=40, max_model_len=32).model.config)
+    config = head_config(LLM(sure_target(), device="cpu", num_blocks=40, max_model_len=32).model.config)
     sizes = np.array([40, 3000, 9000], np.float32)
     head = EagleHead(config, np.arange(20), sizes)
     rng = np.random.default_rng(1)
@@ -128,7 +105,7 @@ def test_large_states_are_in_the_written_weights() -> None:
 def test_states_of_a_hybrid_target(kind: str) -> None:
     """The last ones give the logits of a whole pass of the reference."""
     model, tokens = tiny_hybrid(kind), np.random.default_rng(0).integers(3, 50, (2, 24)).astype(np.int32)
-    states, d = collect_states(model, tokens, 1), model.config.hidden_size
+    states, d = collect_states(model, tokens, (), 1), model.config.hidden_size
     kernels = ReferenceKernels()
     weights = prepare(model.weights, kernels)
     for number, ids in enumerate(tokens):
@@ -159,7 +136,7 @@ def test_vocabulary_and_layers() -> None:
 
 def test_a_folder_with_a_model_is_kept() -> None:
     with pytest.raises(ConfigError, match="--force"):
-        train_eagle(EagleSettings(str(target()), str(trained().folder)), SilentProgress())
+        train_eagle(EagleSettings(str(sure_target()), str(trained().folder)), SilentProgress())
     with pytest.raises(ConfigError, match="at least 1"):
         EagleSettings("stories", steps=0)
 

@@ -26,23 +26,33 @@ Examples:
 
   bifolio train --eagle stories --output stories-eagle
 
+  bifolio train --mtp stories --output stories-mtp
+
 Ctrl-C saves a checkpoint; the same command with --resume goes on from it. With --eagle a small head is trained that
 drafts tokens for an existing model (`--speculative eagle --draft-model FOLDER`), on text that the model writes itself
-or on --data; of the other options, --output, --steps, --batch-size, --context, --learning-rate, --seed, --force and
---max-minutes apply.
+or on --data; with --mtp a model like Llama is written together with a head (`--model FOLDER --speculative mtp`). Of the
+other options, --output, --steps, --batch-size, --context, --learning-rate, --seed, --force and --max-minutes apply.
 """
+
+HEADS = {
+    "eagle": "train an EAGLE-3 head for this model instead of a model",
+    "mtp": "write this model with a trained head for multi-token prediction",
+}
 
 
 def register(app: commands.App) -> None:
     """Add the command; its options are the fields of `TrainSettings`."""
 
-    def command(as_json: bool = False, eagle: str | None = None, more_data: Any = None, **values: Any) -> None:
+    def command(as_json: bool = False, more_data: Any = None, **values: Any) -> None:
+        heads = [(kind, target) for kind in HEADS if (target := values.pop(kind, None)) is not None]
         given = {name: value for name, value in values.items() if value is not None}
         given["data"] = (*given.get("data", ()), *(more_data or ()))
-        if eagle is not None:
-            _train_eagle(eagle, given, as_json)
+        if len(heads) > 1:
+            raise commands.BadParameter("--eagle and --mtp train different heads: leave one of them out")
+        if heads:
+            _train_head(*heads[0], given, as_json)
         elif not given["data"]:
-            raise commands.BadParameter("pass text files or folders, or --eagle MODEL")
+            raise commands.BadParameter("pass text files or folders, --eagle MODEL or --mtp MODEL")
         else:
             _train(given, as_json)
 
@@ -66,12 +76,15 @@ def _parameters() -> list[inspect.Parameter]:
             written, kind = commands.option(help=help + shown), kinds[option.name]
         parameters.append(_parameter(option.name, Annotated[kind, written], None))
     more = commands.option("--data", help="text files or folders, as without --data; may be repeated")
-    eagle = commands.option("--eagle", help="train an EAGLE-3 head for this model instead of a model")
+    heads = [
+        _parameter(kind, Annotated[str | None, commands.option(f"--{kind}", help=help)], None)
+        for kind, help in HEADS.items()
+    ]
     as_json = commands.option("--json", help="Print one JSON object at the end; progress goes to standard error.")
     return [
         *parameters,
         _parameter("more_data", Annotated[list[str] | None, more], None),
-        _parameter("eagle", Annotated[str | None, eagle], None),
+        *heads,
         _parameter("as_json", Annotated[bool, as_json], False),
     ]
 
@@ -89,17 +102,22 @@ def _require_torch() -> None:
         raise MissingDependencyError("training needs torch: pip install 'bifolio[train]'") from error
 
 
-def _train_eagle(target: str, values: dict[str, Any], as_json: bool) -> None:
+def _train_head(kind: str, target: str, values: dict[str, Any], as_json: bool) -> None:
     from bifolio.errors import ConfigError
 
     _require_torch()
     from bifolio.train.eagle import EagleSettings, train_eagle
+    from bifolio.train.head_run import HeadSettings
+    from bifolio.train.mtp import MtpSettings, train_mtp
 
-    unknown = sorted(set(values) - {option.name for option in dataclasses.fields(EagleSettings)})
+    unknown = sorted(set(values) - {option.name for option in dataclasses.fields(HeadSettings)})
     if unknown:
-        raise ConfigError(f"--{unknown[0].replace('_', '-')} is not for --eagle: leave it out")
+        raise ConfigError(f"--{unknown[0].replace('_', '-')} is not for --{kind}: leave it out")
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        result = train_eagle(EagleSettings(target, **values))
+        if kind == "eagle":
+            result = train_eagle(EagleSettings(target, **values))
+        else:
+            result = train_mtp(MtpSettings(target, **values))
     if as_json:
         record = {"folder": str(result.folder), "steps": result.steps_done, "losses": result.losses}
         commands.echo(json.dumps({**record, "agreement": result.agreement}))

@@ -23,6 +23,7 @@ from bifolio.model.stream_tensors import (
     assemble_streams,
 )
 from bifolio.model.weights import (
+    NO_LINEAR,
     LatentWeights,
     LayerWeights,
     ModelWeights,
@@ -30,8 +31,6 @@ from bifolio.model.weights import (
     attention_shape,
     inverse_frequencies,
 )
-
-NO_LINEAR = Linear((), ())
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,14 +23,17 @@ from bifolio.kernels.interface import (
     Linear,
     Norm,
     Recurrence,
+    RoutedExperts,
     Router,
     Shards,
+    SharedMlp,
 )
 from bifolio.model.stream_weights import GatedInputWeights, LayerInputWeights, LayerStreamWeights, StreamWeights
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
 OnLoad: TypeAlias = Callable[[int, int], None]  # (layers prepared, layers in all)
+NO_LINEAR = Linear((), ())
 
 __all__ = [
     "HeadNorms",
@@ -258,6 +261,7 @@ def prepare_layer(layer: LayerWeights, kernels: KernelSet) -> LayerWeights:
     def linear(value: Linear) -> Linear:
         return kernels.prepare_linear(value) if value.parts else value
 
+    layer = with_shared_expert(layer, kernels)
     norms = layer.norms
     return replace(
         layer,
@@ -286,6 +290,22 @@ def prepare_layer(layer: LayerWeights, kernels: KernelSet) -> LayerWeights:
         inputs=None if layer.inputs is None else layer.inputs.prepared(kernels),
         streams=None if layer.streams is None else layer.streams.prepared(kernels),
     )
+
+
+def with_shared_expert(layer: LayerWeights, kernels: KernelSet) -> LayerWeights:
+    """The layer with its shared MLP as one more expert, where both are alike and the kernel set computes them so."""
+    moe = layer.moe
+    if moe is None or not layer.up.parts or layer.cutoff is not None:
+        return layer
+    norms = (moe.router_norm, moe.input_norm, moe.output_norm, moe.mlp_output_norm)
+    shards = (moe.shards, layer.up.shards, layer.down.shards)
+    if any(part is not None for part in (*norms, *shards)):
+        return layer
+    routed = RoutedExperts(moe.router, moe.choice, moe.experts)
+    folded = kernels.fold_shared(routed, SharedMlp(layer.up, layer.down, moe.shared_gate))
+    if folded is None:
+        return layer
+    return replace(layer, up=NO_LINEAR, down=NO_LINEAR, moe=replace(moe, **folded._asdict(), shared_gate=None))
 
 
 def _prepared_experts(moe: MoeWeights, kernels: KernelSet) -> MoeWeights:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +27,7 @@ from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
 TABULATED = ("longrope", "proportional")  # their frequency divisors are not those of llama3 scaling
+NOTHING: Mapping[str, Any] = {}
 DENSE = {QuantFormat.F32: "float32", QuantFormat.F16: "float16", QuantFormat.BF16: "bfloat16"}
 
 
@@ -37,16 +38,22 @@ def write_folder(
     *,
     overwrite: bool = False,
     progress: Progress | None = None,
+    fields: Mapping[str, Any] = NOTHING,
+    tensors: Mapping[str, np.ndarray] = NOTHING,
 ) -> WriteReport:
-    """Write config, weights and tokenizer. The folder appears only when it is complete."""
+    """Write config, weights and tokenizer. The folder appears only when it is complete.
+
+    `fields` of config.json and `tensors` are added to those of the model.
+    """
     if format not in DENSE:
         raise ConfigError(f"a folder holds f32, f16 or bf16 weights: write a .gguf file for {format.name.lower()}")
     path = Path(path)
     config = folder_config(model.config)
     with _atomic_folder(path, overwrite) as folder:
-        _write_json(folder / "config.json", config_to_hf(config, DENSE[format]))
+        _write_json(folder / "config.json", {**config_to_hf(config, DENSE[format]), **fields})
         _write_tokenizer(folder, model)
-        written = _write_weights(folder, model, config, format, progress)
+        more = [NamedTensor(name, QuantizedTensor.from_array(value), "matrix") for name, value in tensors.items()]
+        written = _write_weights(folder, model, config, format, progress, more)
     return WriteReport(path, written, ())
 
 
@@ -91,13 +98,18 @@ def llama3_from_factors(rope: RopeConfig) -> RopeConfig:
 
 
 def _write_weights(
-    folder: Path, model: LoadedModel, config: ModelConfig, format: QuantFormat, progress: Progress | None
+    folder: Path,
+    model: LoadedModel,
+    config: ModelConfig,
+    format: QuantFormat,
+    progress: Progress | None,
+    more: Sequence[NamedTensor],
 ) -> tuple[WrittenTensor, ...]:
     # Reorder query and key rows from the rope layout of the model to that of the folder.
     family = family_of(config)
     weights = with_head_order(model.weights, tiled=False)
     tensors = named_tensors(weights, family.hf_names, interleaved=config.rope_interleaved)
-    sources = {source.name: source for source in family.folder_tensors(tensors, config)}
+    sources = {source.name: source for source in (*family.folder_tensors(tensors, config), *more)}
     lines: list[WrittenTensor] = []
 
     def produce(name: str) -> QuantizedTensor:
@@ -148,17 +160,19 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-@contextmanager
-def _atomic_folder(path: Path, overwrite: bool) -> Iterator[Path]:
-    """Yield a temporary folder that replaces `path` when the block ends without an error.
-
-    Only an empty folder or a model folder is replaced, to protect other data from a mistyped path.
-    """
+def check_writable(path: Path, overwrite: bool) -> None:
+    """Refuse to replace anything but an empty folder or a model folder, to protect data from a mistyped path."""
     if path.exists():
         if not overwrite:
             raise ConfigError(f"{path} exists already: choose another name or pass --force to replace it")
         if not path.is_dir() or (any(path.iterdir()) and not (path / "config.json").is_file()):
             raise ConfigError(f"{path} is not a model folder and will not be replaced: choose another name")
+
+
+@contextmanager
+def _atomic_folder(path: Path, overwrite: bool) -> Iterator[Path]:
+    """Yield a temporary folder that replaces `path` when the block ends without an error."""
+    check_writable(path, overwrite)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent))
     try:
