@@ -113,12 +113,14 @@ def mamba_layer(family: str) -> Layer:
     if family.startswith("falcon"):
         in_proj *= config.ssm_in_multiplier * values_of(layer.mup_vector)[0, 0][:, None]
     has_norm = family != "falcon without norm"
+    # Older releases of transformers norm all heads of a Granite layer at once, whatever the number of groups.
+    norm_groups = groups if family != "granite" or hasattr(layer.norm, "group_size") else 1
     recurrence = Recurrence(
         "mamba", 1, width, heads * value + 2 * groups * key, heads, groups, key, value,
         values_of(layer.conv1d.weight)[:, 0], values_of(layer.conv1d.bias), -np.exp(values_of(layer.A_log)),
         values_of(layer.dt_bias), values_of(layer.D),
         Norm(values_of(layer.norm.weight), None, layer.norm.variance_epsilon) if has_norm else None,
-        norm_first=family == "falcon", norm_groups=1 if family == "granite" else groups,
+        norm_first=family == "falcon", norm_groups=norm_groups,
         dt_limits=tuple(layer.time_step_limit),
     )  # fmt: skip
     return Layer(layer, in_proj, recurrence, values_of(layer.out_proj.weight))

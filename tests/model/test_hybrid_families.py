@@ -114,7 +114,7 @@ VARIANTS: list[tuple[str, dict[str, Any], str]] = [  # the last is the reason wh
     ("qwen35", {"linear_value_head_dim": 24}, "keys and values of one size"),
     ("qwen35", {"linear_num_key_heads": 4, "tie_word_embeddings": True}, ""),
     ("granitehybrid", {"position_embedding_type": "rope", "attention_bias": True}, ""),
-    ("granitehybrid", {"mamba_n_groups": 2}, "norm of each group"),
+    ("granitehybrid", {"mamba_n_groups": 2}, ""),
     ("granitehybrid", {"mamba_conv_bias": False}, "convolution has no bias"),
     ("granitehybrid", {"layer_types": ["attention"] * 4, "position_embedding_type": "rope"}, "recurrent layers, which"),
     ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False}, ""),
@@ -132,6 +132,8 @@ def test_variants_from_folders_and_from_gguf_files(
     name: str, overrides: dict[str, Any], refused: str, tmp_path: Path
 ) -> None:
     model = row_model(name, **overrides)
+    if "mamba_n_groups" in overrides and not hasattr(model.model.layers[0].mamba.norm, "group_size"):
+        pytest.skip("this release of transformers norms all heads at once, whatever the number of groups")
     save_row(name, model, tmp_path / "folder")
     theirs, loaded = transformers_logits(model, PROMPT), load_folder(tmp_path / "folder")
     assert loaded.config.num_parameters == sum(parameter.numel() for parameter in model.parameters())

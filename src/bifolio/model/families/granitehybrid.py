@@ -110,6 +110,7 @@ def _mamba_from_hf(raw: Raw, layers: tuple[int, ...], attention: tuple[int, ...]
         conv_bias=bool(raw.get("mamba_conv_bias", True)),
         projection_bias=bool(raw.get("mamba_proj_bias", False)),
         norm_first=False,
+        norm_groups=groups,
         dt_limits=dt_limits(raw),
     )
 
