@@ -133,6 +133,35 @@ def test_a_probe_comes_after_a_pause_where_there_is_hope() -> None:
     assert hopeless.declined(1, offers, 100) == (False, DraftLengths.REST)
 
 
+def ahead(plain: float, num_sequences: int) -> DraftLengths:
+    """A device whose plain steps run ahead of the host and take `plain` seconds."""
+    steps = costs({num_sequences: plain})
+    return DraftLengths(3, drafting=PassCosts(), relative_cost=0.1, steps=steps, late_steps=PassCosts())
+
+
+@pytest.mark.parametrize("num_sequences", [1, 16])
+def test_short_steps_that_run_ahead_are_not_given_up_for_drafts(num_sequences: int) -> None:
+    """A step with drafts waits for the device: where a plain one takes less than that, none is tried."""
+    offers = [Offer(3, 0)] * num_sequences
+    short, long = ahead(0.0004, num_sequences), ahead(0.005, num_sequences)
+    assert short.choose(num_sequences, offers, 100)[0] == {}
+    assert short.declined(num_sequences, offers, 100) == (False, DraftLengths.REST)
+    assert long.choose(num_sequences, offers, 100)[0] != {}
+
+
+def test_measured_steps_with_drafts_replace_the_assumption_and_leave_plain_costs_alone() -> None:
+    made = ahead(0.004, 4)
+    offers = [Offer(3, 0)] * 4
+    assert made.choose(4, offers, 100)[0] != {}
+    for _ in range(3):
+        made.observe_step(8, 0.02, has_drafts=True)
+    assert made.choose(4, offers, 100)[0] == {}
+    assert made.steps.seconds(8) < 0.0045
+    for _ in range(20):
+        made.observe_step(8, 0.0042, has_drafts=True)
+    assert made.choose(4, offers, 100)[0] != {}
+
+
 def test_before_the_plain_cost_is_known_there_is_no_rest() -> None:
     assert DraftLengths(4).declined(1, [Offer(4, 3)], 100) == (False, 0)
 

@@ -137,6 +137,7 @@ class DraftLengths:
     drafting: PassCosts | None = None  # of the draft model; None: drafting is free
     relative_cost: float = 0.0  # of a pass of the draft model, until `drafting` is measured
     steps: PassCosts = field(default_factory=PassCosts)  # of the model itself
+    late_steps: PassCosts | None = None  # of those with drafts, where plain ones run ahead; None: `steps` has both
     acceptance: Acceptance = field(default_factory=Acceptance)
     losses: Losses = field(default_factory=Losses)
     is_hopeful: bool = True  # drafts might pay off after the present rest
@@ -145,6 +146,7 @@ class DraftLengths:
 
     PROBE_EVERY = 64  # the first interval: acceptance changes with the text; each probe in vain doubles it
     LONGEST_INTERVAL = 512
+    LATE = 0.0015  # seconds that a step with drafts takes longer than one that runs ahead, until it is measured
     REST = 256  # steps for which drafting is skipped when it cannot pay off
     HOPE = 0.9  # optimistic acceptance: where even this does not pay off, no probe is made
     GAIN = 1.05  # smaller gains are within the noise of the measured costs
@@ -186,10 +188,15 @@ class DraftLengths:
         self._num_unused += 1 + rest
         return False, rest
 
+    def observe_step(self, num_rows: int, seconds: float, *, has_drafts: bool) -> None:
+        """Record the duration of a step, drafting excluded."""
+        costs = self.late_steps if has_drafts and self.late_steps is not None else self.steps
+        costs.observe(num_rows, seconds)
+
     def count_loss(self, num_sequences: int, num_rows: int, seconds: float, num_right: int) -> None:
         """Compare a step with drafts with plain steps; disturbed or cold ones count at most `PassCosts.LONGEST`."""
         plain, length = self.steps.seconds(num_sequences), num_rows / num_sequences - 1
-        usual = self.steps.seconds(num_rows) + length * self._pass_seconds(num_sequences)
+        usual = self._verify_seconds(num_rows) + length * self._pass_seconds(num_sequences)
         self.losses.add(min(seconds, PassCosts.LONGEST * usual) / plain, 1 + num_right / num_sequences)
 
     def _best(
@@ -203,20 +210,31 @@ class DraftLengths:
         plain = num_sequences / self.steps.seconds(num_sequences)
         num_behind = sum(offer.num_behind for offer in offers)
         tokens, rows = float(num_sequences), num_sequences
+        most_rows = 2 * self.steps.largest
+        if self.late_steps is not None:  # short drafts do not make up for the wait
+            most_rows = 2 * max(most_rows, self.late_steps.largest)
         best, lengths, best_lengths = 1.0, Lengths(), Lengths()
         for (kind, place), gain in sorted(gains.items(), key=lambda item: (-item[1], item[0])):
             tokens += counts[kind, place] * gain
             rows += counts[kind, place]
-            if rows > 2 * self.steps.largest:
+            if rows > most_rows:
                 break  # unmeasured sizes are approached gradually
             lengths[kind] = place + 1
-            seconds = self.steps.seconds(rows) + self._draft_seconds(len(offers), max(lengths.values()))
+            seconds = self._verify_seconds(rows) + self._draft_seconds(len(offers), max(lengths.values()))
             if num_behind:
                 num_steps = max(min(self.HORIZON, tokens_left) * num_sequences / tokens, 1.0)
                 seconds += self._pass_seconds(num_behind) / num_steps
             if tokens / seconds / plain > best:
                 best, best_lengths = tokens / seconds / plain, dict(lengths)
         return best, best_lengths
+
+    def _verify_seconds(self, num_rows: int) -> float:
+        """Of a step with drafts, without the drafting."""
+        if self.late_steps is None:
+            return self.steps.seconds(num_rows)
+        if self.late_steps.largest:
+            return self.late_steps.seconds(num_rows)
+        return self.steps.seconds(num_rows) + self.LATE
 
     def _draft_seconds(self, num_sequences: int, length: int) -> float:
         return length * self._pass_seconds(num_sequences)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 from bifolio.config import SpeculativeConfig
 from bifolio.engine.executor import ModelRunner
 from bifolio.engine.memory import weight_bytes
-from bifolio.engine.speculative.draft_lengths import DraftLengths, Offer
+from bifolio.engine.speculative.draft_lengths import DraftLengths, Offer, PassCosts
 from bifolio.engine.speculative.draft_model import DraftModelDrafter, check_pair
 from bifolio.engine.speculative.head_runner import HeadRunner
 from bifolio.engine.speculative.hidden_draft import HiddenDraft
@@ -270,7 +270,7 @@ class Speculator:
         if (has_drafts or is_late) and lengths.steps.knows(num_decodes):
             lengths.count_loss(num_decodes, num_tokens, seconds, self._num_right)
         if has_drafts or not is_late:
-            lengths.steps.observe(num_tokens, max(seconds - self._draft_seconds, 0.0))
+            lengths.observe_step(num_tokens, max(seconds - self._draft_seconds, 0.0), has_drafts=has_drafts)
 
     def observe(self, sequence: Sequence, num_guessed: int, num_right: int) -> None:
         self.stats.num_drafts += 1
@@ -326,6 +326,8 @@ def _head_speculator(engine: InferenceEngine, head: LoadedHead, config: Speculat
         runner.on_device = engine.slots.device.draft_slots(runner.network, runner.blocks.storage)
     drafter = HiddenDraft(runner, engine.slots, engine.config.chunk_size)
     lengths = DraftLengths(config.length, config.adaptive, drafter.costs, _relative_cost(engine, head.weights))
+    if kernels.launches_ahead:
+        lengths.late_steps = PassCosts()
     return Speculator(config, drafter, engine.config.max_model_len, lengths)
 
 
