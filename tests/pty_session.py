@@ -20,6 +20,12 @@ from types import TracebackType
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b[()][A-Z0-9]|\x1b[=>]")
 
 
+def _take_terminal() -> None:
+    """Let the terminal on standard input control this process; Ctrl-C works where the tests ignore it."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # shells ignore it in programs that they start in the background
+
+
 class PtySession:
     """Runs a command on a pseudo-terminal; the output is kept raw and without escape sequences."""
 
@@ -31,7 +37,7 @@ class PtySession:
         self.process = subprocess.Popen(
             command, stdin=slave, stdout=slave, stderr=slave, close_fds=True, start_new_session=True,
             env={**os.environ, "TERM": "xterm-256color", **(environment or {})},
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=_take_terminal,
         )  # fmt: skip
         os.close(slave)
         self.raw = ""
