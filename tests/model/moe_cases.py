@@ -54,6 +54,16 @@ MOE_HF_CASES: dict[str, dict[str, Any]] = {
         "topk_group": 3, "topk_method": "group_limited_greedy", "n_routed_experts": 160, "routed_scaling_factor": 16.0,
         "hidden_size": 5120, "intermediate_size": 12288, "moe_intermediate_size": 1536,
     },
+    "deepseek2 of GLM": {
+        "model_type": "glm4_moe_lite", "vocab_size": 154880, "hidden_size": 2048, "intermediate_size": 10240,
+        "num_hidden_layers": 4, "num_attention_heads": 20, "num_key_value_heads": 20, "max_position_embeddings": 202752,
+        "rms_norm_eps": 1e-05, "hidden_act": "silu", "rope_theta": 1000000, "rope_scaling": None,
+        "partial_rotary_factor": 1.0, "attention_bias": False, "kv_lora_rank": 512, "q_lora_rank": 768,
+        "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256, "n_routed_experts": 64,
+        "n_shared_experts": 1, "num_experts_per_tok": 4, "moe_intermediate_size": 1536, "first_k_dense_replace": 1,
+        "n_group": 1, "topk_group": 1, "topk_method": "noaux_tc", "norm_topk_prob": True, "routed_scaling_factor": 1.8,
+        "num_nextn_predict_layers": 1, "tie_word_embeddings": False, "eos_token_id": [154820, 154827, 154829],
+    },
     "gptoss": {
         "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880,
         "num_hidden_layers": 4, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,

@@ -89,6 +89,8 @@ VARIANTS: list[tuple[str, dict[str, Any], str]] = [  # the last is the reason wh
     ("deepseek2", {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2,
                    "routed_scaling_factor": 2.5}, ""),
     ("deepseek2", {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7}}, ""),
+    ("glm4moelite", {}, ""),
+    ("glm4moelite", {"mlp_layer_types": ["dense", "sparse", "dense"]}, "plain MLPs in the layers"),
     ("gptoss", {"rope_parameters": {**YARN, "truncate": False}}, ""),
     ("gptoss", {"rope_parameters": YARN, "num_experts_per_tok": 4, "num_hidden_layers": 3}, "whole dimensions"),
 ]  # fmt: skip

@@ -1,6 +1,6 @@
-"""DeepSeek-V2 and V3: attention over cached latents (MLA), shared experts, groups of experts in the large models.
+"""DeepSeek-V2 and V3, and GLM-4.7-Flash: attention over cached latents (MLA), shared experts, groups of experts.
 
-In V3 a bias changes the choice of experts, and sigmoids weigh them.
+In V3 and GLM a bias changes the choice of experts, and sigmoids weigh them.
 """
 
 from __future__ import annotations
@@ -27,12 +27,15 @@ from bifolio.quant.tensor import QuantizedTensor
 
 METHODS = ("greedy", "group_limited_greedy", BIASED := "noaux_tc")  # of choosing experts; the last one is DeepSeek-V3's
 GROUP_BEST = 2  # experts that rank a group in DeepSeek-V3
+GLM = "glm4_moe_lite"
 KV_UP = "self_attn.kv_b_proj"  # of folders: key and value projections, head by head
 
 
 def config_from_hf(raw: Raw, name: str) -> ModelConfig:
     if raw.get("attention_bias"):
         raise UnsupportedModelError("DeepSeek-V2 with biases in attention is not supported")
+    if not raw.get("rope_interleave", True):
+        raise UnsupportedModelError("DeepSeek models whose rope is not interleaved are not supported")
     rope, nope = int(raw["qk_rope_head_dim"]), int(raw["qk_nope_head_dim"])
     mla = LatentConfig(
         latent_size=int(raw["kv_lora_rank"]),
@@ -55,12 +58,15 @@ def config_from_hf(raw: Raw, name: str) -> ModelConfig:
 
 
 def _experts_from_hf(raw: Raw) -> MoeConfig:
-    is_v3 = raw.get("model_type") == "deepseek_v3"
-    method = raw.get("topk_method") or (BIASED if is_v3 else "greedy")
+    kind = raw.get("model_type")
+    method = raw.get("topk_method") or (BIASED if kind in ("deepseek_v3", GLM) else "greedy")
     if method not in METHODS:
         raise UnsupportedModelError(f"the routing {method!r} is not supported; supported: {', '.join(METHODS)}")
     in_groups, is_biased = method != "greedy", method == BIASED
     size = int(raw["moe_intermediate_size"])
+    dense = range(int(raw.get("first_k_dense_replace", 1 if kind == GLM else 0)))
+    if layers := raw.get("mlp_layer_types"):
+        dense = [layer for layer, mlp in enumerate(layers) if mlp == "dense"]
     chosen: dict[str, Any] = {}
     if is_biased:  # DeepSeek-V3
         renormalise = bool(raw.get("norm_topk_prob", True))
@@ -73,7 +79,7 @@ def _experts_from_hf(raw: Raw) -> MoeConfig:
         num_groups=int(raw.get("n_group") or 1) if in_groups else 1,
         top_groups=int(raw.get("topk_group") or 1) if in_groups else 1,
         shared_size=size * int(raw.get("n_shared_experts") or 0),
-        dense_layers=tuple(range(int(raw.get("first_k_dense_replace", 0)))),
+        dense_layers=tuple(dense),
         **chosen,
     )
 
@@ -208,7 +214,7 @@ def joined_by_head(tensors: Iterator[NamedTensor], config: ModelConfig) -> Itera
 
 FAMILY = Family(
     name="deepseek2",
-    hf_types=("deepseek_v2", "deepseek_v3"),
+    hf_types=("deepseek_v2", "deepseek_v3", GLM),
     hf_class="DeepseekV2ForCausalLM",
     config_from_hf=config_from_hf,
     config_to_hf=config_to_hf,
