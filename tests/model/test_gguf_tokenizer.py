@@ -153,6 +153,10 @@ def test_every_pre_tokenizer_keeps_all_of_the_text(name: str) -> None:
         ("seed-coder", ["It", "'s", " ", "1", "2", "3", "4", "5", " US", "'S"]),
         ("tiny_aya", ["It's", " ", "12", "345", " US'S"]),
         ("deepseek-coder", ["It", "'", "s", " ", "1", "2", "3", "4", "5", " US", "'", "S"]),
+        ("glm4", ["It", "'s", " ", "123", "45", " US", "'S"]),
+        ("lfm2", ["It", "'s", " ", "123", "45", " US", "'S"]),
+        ("minicpm5", ["It", "'s", " ", "123", "45", " US", "'S"]),
+        ("qwen35", ["It", "'s", " ", "1", "2", "3", "4", "5", " US", "'S"]),
     ],
 )
 def test_pre_tokenizers_cut_where_their_models_do(name: str, expected: list[str]) -> None:
@@ -160,6 +164,12 @@ def test_pre_tokenizers_cut_where_their_models_do(name: str, expected: list[str]
     pieces = [text[start:end] for _, (start, end) in byte_level_pre_tokenizer(name).pre_tokenize_str(text)]
     expected = expected if name != "gpt-2" else [*expected[:-1], "'", "S"]
     assert pieces == expected
+
+
+@pytest.mark.parametrize(("name", "num_pieces"), [("qwen2", 6), ("qwen35", 2), ("exaone-moe", 1)])
+def test_marks_belong_to_the_letters_before_them(name: str, num_pieces: int) -> None:
+    pieces = byte_level_pre_tokenizer(name).pre_tokenize_str("\u0939\u093f\u0928\u094d\u0926\u0940 \u0938\u0947")
+    assert len(pieces) == num_pieces
 
 
 def byte_level_bpe(pre: str) -> Tokenizer:
@@ -191,11 +201,8 @@ def test_a_byte_level_tokenizer_is_written_under_the_name_of_its_pre_tokenizer(p
         assert rebuilt.encode(text) == tokenizer.encode(text)
 
 
-PRE_TYPES_OF_FAMILIES = ("dbrx", "exaone4", "hunyuan-dense", "refact", "seed-coder", "smaug-bpe", "tiny_aya")
-
-
 @pytest.mark.full
-@pytest.mark.parametrize("pre", PRE_TYPES_OF_FAMILIES)
+@pytest.mark.parametrize("pre", PRE_TOKENIZERS)
 def test_llama_cpp_reads_the_pre_tokenizers_of_families_alike(pre: str, tmp_path: Path) -> None:
     llama_cpp = pytest.importorskip("llama_cpp", reason="needs llama-cpp-python (extra: peers)")
     import gguf
@@ -213,7 +220,10 @@ def test_llama_cpp_reads_the_pre_tokenizers_of_families_alike(pre: str, tmp_path
     writer.write_kv_data_to_file()
     writer.close()
     rebuilt = tokenizer_from_gguf(open_gguf(tmp_path / "vocab.gguf"))
-    peer = llama_cpp.Llama(str(tmp_path / "vocab.gguf"), vocab_only=True, verbose=False)
+    try:
+        peer = llama_cpp.Llama(str(tmp_path / "vocab.gguf"), vocab_only=True, verbose=False)
+    except ValueError:
+        pytest.skip(f"this release of llama.cpp does not know the pre-tokenizer {pre}")
     for text in PROBES:
         theirs = peer.tokenize(text.encode(), add_bos=False, special=True)
         assert rebuilt.encode(text, add_special_tokens=False) == theirs, text

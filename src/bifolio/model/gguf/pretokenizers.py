@@ -53,6 +53,11 @@ class PreTokenizer(NamedTuple):
     add_bos: bool = False  # unless the file says otherwise
 
 
+_MARKED = r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_BAILING = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+_KOREAN_WORDS = (
+    r"|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+)
 _DIGIT_BY_DIGIT = PreTokenizer((r"\p{N}", _GPT2))
 _LLAMA3 = PreTokenizer((_modern(r"\p{N}{1,3}"),), ignore_merges=True, add_bos=True)
 _QWEN2 = PreTokenizer((_modern(r"\p{N}"),))
@@ -68,18 +73,39 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "mpt": _PLAIN_GPT2,
     "olmo": _PLAIN_GPT2,
     "exaone4": _PLAIN_GPT2,
+    "jais": _PLAIN_GPT2,
+    "trillion": _PLAIN_GPT2,
+    "granite-docling": _PLAIN_GPT2,
+    "gigachat": _PLAIN_GPT2,
+    "mellum": _PLAIN_GPT2,
+    "a.x-4.0": _PLAIN_GPT2,
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
     "falcon3": _LLAMA3,
+    "falcon-h1": _LLAMA3,
     "pixtral": _LLAMA3,
+    "lfm2": _LLAMA3,
+    "midm-2.0": _LLAMA3,
     "dbrx": PreTokenizer(_LLAMA3.patterns),
     "smaug-bpe": PreTokenizer(_LLAMA3.patterns),
+    "glm4": PreTokenizer(_LLAMA3.patterns),
+    "chatglm-bpe": PreTokenizer(_LLAMA3.patterns),
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
     "stablelm2": _QWEN2,
     "megrez": _QWEN2,
     "hunyuan": _QWEN2,
+    "grok-2": _QWEN2,
+    "solar-open": _QWEN2,
+    "kormo": _QWEN2,
+    "qwen35": PreTokenizer((_CONTRACTIONS + _MARKED,)),
+    "minicpm5": PreTokenizer((r"\p{N}{1,3}", _modern(r"\p{N}+")), ignore_merges=True),
+    "laguna": PreTokenizer((r"[^\n]+|[\n]+", _modern(r"\p{N}"))),
+    "bailingmoe": PreTokenizer((_BAILING,)),
+    "bailingmoe2": PreTokenizer((_BAILING,)),
+    "llada-moe": PreTokenizer((_BAILING,)),
+    "exaone-moe": PreTokenizer((_CONTRACTIONS + _KOREAN_WORDS,)),
     "seed-coder": PreTokenizer((_modern(r"\p{N}").replace(r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}\r\n]+"),)),
     "smollm": _DIGIT_BY_DIGIT,
     "starcoder": _DIGIT_BY_DIGIT,
@@ -87,15 +113,22 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "command-r": _DIGIT_BY_DIGIT,
     "codeshell": _DIGIT_BY_DIGIT,
     "exaone": _DIGIT_BY_DIGIT,
+    "minerva-7b": _DIGIT_BY_DIGIT,
+    "mellum2": _DIGIT_BY_DIGIT,
     "falcon": PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")),
     "deepseek-llm": PreTokenizer(("[\r\n]", rf"\s?[{_CASED}]+", _PUNCTUATION, r"\s+$", _EAST_ASIAN, r"\p{N}+")),
     "deepseek-coder": PreTokenizer(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST_ASIAN, r"\p{N}")),
     "deepseek-v3": _DEEPSEEK_V3,
     "hunyuan-dense": _DEEPSEEK_V3,
+    "joyai-llm": _DEEPSEEK_V3,
     "tekken": PreTokenizer(
         (_TEKKEN_WORD.replace("%s", "") + r"|\p{N}" + _TEKKEN_REST,), ignore_merges=True, add_bos=True
     ),
     "gpt-4o": PreTokenizer((_GPT4O,)),
+    "llama4": PreTokenizer((_GPT4O,)),
+    "kanana2": PreTokenizer((_GPT4O,)),
+    "minimax-m2": PreTokenizer((_GPT4O,)),
     "tiny_aya": PreTokenizer((r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O)),
+    "cohere2moe": PreTokenizer((r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O)),
     "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
 }
