@@ -64,6 +64,13 @@ ROWS: dict[str, Row] = {
          "hidden_act": "silu", "max_position_embeddings": 8192, "rms_norm_eps": 1e-06, "rope_theta": 1000042,
          "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False, "eos_token_id": 11},
     ),
+    "gemma": Row(
+        "GemmaConfig", {"head_dim": 24, "hidden_act": "gelu"},
+        {"model_type": "gemma", "vocab_size": 256000, "hidden_size": 2048, "intermediate_size": 16384,
+         "num_hidden_layers": 18, "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 256,
+         "hidden_act": "gelu", "max_position_embeddings": 8192, "rms_norm_eps": 1e-06, "rope_theta": 10000.0,
+         "attention_bias": False, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0},
+    ),
     "gemma2": Row(
         "Gemma2Config",
         {"sliding_window": WINDOW, "head_dim": 24, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 1.5,
