@@ -82,6 +82,21 @@ ROWS: dict[str, Row] = {
          "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "bos_token_id": 2, "eos_token_id": 1},
         peer={"query_pre_attn_scalar": 24},
     ),
+    "glm": Row(
+        "GlmConfig", {"head_dim": 16, "partial_rotary_factor": 0.5},
+        {"model_type": "glm", "vocab_size": 151552, "hidden_size": 4096, "intermediate_size": 13696,
+         "num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128,
+         "hidden_act": "silu", "max_position_embeddings": 131072, "rms_norm_eps": 1.5625e-07, "rope_theta": 10000.0,
+         "attention_bias": True, "tie_word_embeddings": False, "eos_token_id": [151329, 151336, 151338]},
+    ),
+    "glm4": Row(
+        "Glm4Config", {"head_dim": 24, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.75},
+        {"model_type": "glm4", "vocab_size": 151552, "hidden_size": 6144, "intermediate_size": 23040,
+         "num_hidden_layers": 61, "num_attention_heads": 48, "num_key_value_heads": 2, "head_dim": 128,
+         "hidden_act": "silu", "max_position_embeddings": 32768, "rms_norm_eps": 1e-05, "rope_theta": 10000.0,
+         "attention_bias": False, "partial_rotary_factor": 0.5, "tie_word_embeddings": False,
+         "eos_token_id": [151329, 151336, 151338], "pad_token_id": 151329},
+    ),
     "granite": Row(
         "GraniteConfig",
         {"embedding_multiplier": 3.0, "residual_multiplier": 0.22, "attention_multiplier": 0.2, "logits_scaling": 0.7,
