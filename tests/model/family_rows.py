@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from expert_rows import EXPERT_ROWS
 from gemma_rows import GEMMA_ROWS
 from hybrid_rows import HYBRID_ROWS
 
@@ -219,7 +220,7 @@ ROWS: dict[str, Row] = {
 }  # fmt: skip
 ROWS |= {
     name: Row(config, tiny, real, peer=peer)
-    for name, (config, tiny, real, peer) in {**HYBRID_ROWS, **GEMMA_ROWS}.items()
+    for name, (config, tiny, real, peer) in {**EXPERT_ROWS, **HYBRID_ROWS, **GEMMA_ROWS}.items()
 }
 
 
@@ -240,8 +241,9 @@ def row_model(name: str, **overrides: Any) -> Any:
     torch.manual_seed(len(name))
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:  # norms start at 1 and biases at 0: mistakes in either would not show
+        for field, parameter in model.named_parameters():
+            if parameter.ndim == 1 or field.endswith("e_score_correction_bias"):
+                # norms start at 1 and biases at 0: mistakes in either would not show
                 parameter.add_(torch.randn_like(parameter) * 0.1)
         for field, buffer in model.named_buffers():
             if field.endswith("layer_scalar"):  # a factor that is no parameter

@@ -70,7 +70,7 @@ class GgufTensors:
         entry = self.file.entries.get(name)
         if entry is None:
             raise ModelFileError(f"{self.file.path}: the tensor {name!r} is missing: fetch the whole model again")
-        if entry.shape != shape:
+        if without_ones(entry.shape) != without_ones(shape):
             raise ModelFileError(
                 f"{self.file.path}: the tensor {name!r} has shape {entry.shape} where the metadata implies {shape}"
             )
@@ -79,4 +79,10 @@ class GgufTensors:
                 f"{self.file.path}: the tensor {name!r} has type {entry.format.name}, which cannot be decoded: "
                 "use a file in another type"
             )
-        return self.file.tensor(name)
+        tensor = self.file.tensor(name)
+        return tensor if entry.shape == shape else tensor.reshape(*shape)
+
+
+def without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape without leading dimensions of 1, which some programs write and others leave out."""
+    return next((shape[n:] for n, size in enumerate(shape) if size != 1), ())
