@@ -6,8 +6,29 @@ from typing import Any
 
 from helpers import WINDOW
 
+_GRANITE = {"embedding_multiplier": 3.0, "residual_multiplier": 0.22, "attention_multiplier": 0.2,
+            "logits_scaling": 0.7}  # fmt: skip
+_GRANITE_3B = {
+    "model_type": "granitemoe", "vocab_size": 49155, "hidden_size": 1536, "intermediate_size": 512,
+    "num_hidden_layers": 32, "num_attention_heads": 24, "num_key_value_heads": 8, "hidden_act": "silu",
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-06, "rope_theta": 5000000, "rope_scaling": None,
+    "num_local_experts": 40, "num_experts_per_tok": 8, "embedding_multiplier": 12.0, "residual_multiplier": 0.22,
+    "attention_multiplier": 0.015625, "logits_scaling": 6.0, "attention_bias": False, "tie_word_embeddings": True,
+    "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+
 # Class of transformers, fields of the small model, config.json of a real model, fields that llama.cpp fixes.
 EXPERT_ROWS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any] | None]] = {
+    "granitemoe": (
+        "GraniteMoeConfig",
+        {**_GRANITE, "num_local_experts": 6, "num_experts_per_tok": 3, "attention_bias": True},
+        _GRANITE_3B, {},
+    ),
+    "granitemoeshared": (
+        "GraniteMoeSharedConfig",
+        {**_GRANITE, "num_local_experts": 6, "num_experts_per_tok": 3, "shared_intermediate_size": 48},
+        {**_GRANITE_3B, "model_type": "granitemoeshared", "shared_intermediate_size": 1024}, {},
+    ),
     "qwen2moe": (
         "Qwen2MoeConfig",
         {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32,

@@ -11,6 +11,7 @@ from typing import Any
 from bifolio.config import ModelConfig, MoeConfig, RecurrentConfig
 from bifolio.errors import UnsupportedModelError
 from bifolio.model.families.family import Family
+from bifolio.model.families.granitemoe import HF_NAMES
 from bifolio.model.gguf.decoder_config import decoder_from_gguf, experts_from_gguf, in_any_layer
 from bifolio.model.gguf.entries import Metadata
 from bifolio.model.gguf.reader import GgufFile, Value
@@ -22,7 +23,7 @@ from bifolio.model.gguf.recurrent_entries import (
 )
 from bifolio.model.huggingface.decoder_config import Raw, decoder_from_hf, decoder_to_hf, kinds_of_layers
 from bifolio.model.recurrent_tensors import RecurrentNames
-from bifolio.model.tensor_names import GGUF_LLAMA, HF_LLAMA
+from bifolio.model.tensor_names import GGUF_LLAMA
 
 ATTENTION = ("attention", "full_attention")  # as old and new folders name it
 NO_LIMITS = (0.0, float("inf"))
@@ -205,14 +206,9 @@ FAMILY = Family(
     config_from_hf=config_from_hf,
     config_to_hf=config_to_hf,
     hf_names=replace(
-        HF_LLAMA,
-        up=("shared_mlp.input_linear",),
-        down="shared_mlp.output_linear",
-        shared_up=("shared_mlp.input_linear",),
-        shared_down="shared_mlp.output_linear",
-        router="block_sparse_moe.router.layer",
-        expert_up=("block_sparse_moe.input_linear",),
-        expert_down="block_sparse_moe.output_linear",
+        HF_NAMES,
+        up=HF_NAMES.shared_up,
+        down=HF_NAMES.shared_down,
         recurrent=mamba_names("mamba"),
     ),
     gguf_architectures=("granitehybrid",),
