@@ -19,6 +19,17 @@ _GRANITE_3B = {
 
 # Class of transformers, fields of the small model, config.json of a real model, fields that llama.cpp fixes.
 EXPERT_ROWS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any] | None]] = {
+    "ernie4_5moe": (
+        "Ernie4_5_MoeConfig",
+        {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 32, "moe_num_shared_experts": 2},
+        {"model_type": "ernie4_5_moe", "vocab_size": 103424, "hidden_size": 2560, "intermediate_size": 12288,
+         "num_hidden_layers": 28, "num_attention_heads": 20, "num_key_value_heads": 4, "hidden_act": "silu",
+         "max_position_embeddings": 131072, "rms_norm_eps": 1e-05, "rope_theta": 500000, "use_bias": False,
+         "moe_num_experts": 64, "moe_k": 6, "moe_intermediate_size": 1536, "moe_num_shared_experts": 2,
+         "moe_layer_start_index": 1, "moe_layer_end_index": 27, "moe_layer_interval": 1, "moe_use_aux_free": True,
+         "num_nextn_predict_layers": 1, "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2},
+        {},
+    ),
     "granitemoe": (
         "GraniteMoeConfig",
         {**_GRANITE, "num_local_experts": 6, "num_experts_per_tok": 3, "attention_bias": True},

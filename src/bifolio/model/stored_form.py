@@ -38,6 +38,7 @@ class StoredForm:
     joined: tuple[Joined, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()  # (name with its suffix, name in the file)
     flat: tuple[str, ...] = ()  # names with their suffix: matrices [1, d] that the file stores as vectors [d]
+    rows: tuple[str, ...] = ()  # names with their suffix: vectors [d] that the file stores as matrices [1, d]
 
     def source(self, source: TensorSource) -> TensorSource:
         return source if self == StoredForm() else StoredTensors(source, self)
@@ -75,14 +76,17 @@ class StoredForm:
                 return name.removesuffix(ours) + theirs
         return name
 
-    def is_flat(self, name: str) -> bool:
-        return any(name.endswith("." + end) for end in self.flat)
+    def shape_in_file(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape in the file of a tensor that is not a part."""
+        if any(name.endswith("." + end) for end in self.flat):
+            return shape[-1:]
+        return (1, *shape) if any(name.endswith("." + end) for end in self.rows) else shape
 
     def _in_file(self, tensor: NamedTensor) -> NamedTensor:
-        if self.is_flat(tensor.name):
-            values = tensor.rearranged()
-            return replace(tensor, name=self.in_file(tensor.name), tensor=values.reshape(values.shape[-1]))
-        return replace(tensor, name=self.in_file(tensor.name))
+        stored, shape = self.in_file(tensor.name), self.shape_in_file(tensor.name, tensor.tensor.shape)
+        if shape == tensor.tensor.shape:
+            return replace(tensor, name=stored)
+        return replace(tensor, name=stored, tensor=tensor.rearranged().reshape(*shape))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +103,8 @@ class StoredTensors:
     def view(self, name: str, shape: tuple[int, ...]) -> QuantizedTensor:
         found = self.form.part_of(name)
         if found is None:
-            stored = self.form.in_file(name)
-            if self.form.is_flat(name):
-                return self.inner.view(stored, shape[-1:]).reshape(*shape)
-            return self.inner.view(stored, shape)
+            tensor = self.inner.view(self.form.in_file(name), self.form.shape_in_file(name, shape))
+            return tensor if tensor.shape == shape else tensor.reshape(*shape)
         joined, part, stored = found
         rows = dict(joined.parts)[part]
         tensor = self.inner.view(stored, (joined.num_rows, *shape[1:]))
