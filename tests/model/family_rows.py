@@ -34,6 +34,14 @@ class Row(NamedTuple):
 
 
 ROWS: dict[str, Row] = {
+    "cohere": Row(
+        "CohereConfig", {"logit_scale": 0.75},
+        {"model_type": "cohere", "vocab_size": 256000, "hidden_size": 8192, "intermediate_size": 22528,
+         "num_hidden_layers": 40, "num_attention_heads": 64, "num_key_value_heads": 64, "hidden_act": "silu",
+         "max_position_embeddings": 8192, "model_max_length": 131072, "layer_norm_eps": 1e-05, "logit_scale": 0.0625,
+         "rope_theta": 8000000.0, "use_qk_norm": False, "attention_bias": False, "bos_token_id": 5,
+         "eos_token_id": 255001},
+    ),
     "cohere2": Row(
         "Cohere2Config", {"sliding_window": WINDOW, "logit_scale": 0.75},
         {"model_type": "cohere2", "vocab_size": 256000, "hidden_size": 4096, "intermediate_size": 14336,
