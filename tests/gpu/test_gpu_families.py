@@ -14,7 +14,10 @@ from test_family_rows import LENGTH, TOLERANCE, check_greedy_tokens, worst_chunk
 from bifolio.model.huggingface.hf_loader import load_folder
 from helpers import make_runner, open_entry, random_prompt, run_chunks, transformers_logits
 
-ROWS = ("cohere2", "gemma2", *GEMMA_ROWS, "granite", "hunyuan_dense", "mistral3", "olmo2", "starcoder2")
+ROWS = (
+    "cohere2", "ernie4_5moe", "gemma2", *GEMMA_ROWS, "glm4", "granite", "hunyuan_dense", "mistral3", "olmo2",
+    "qwen2moe", "starcoder2",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ROWS)

@@ -56,9 +56,7 @@ FAMILY = Family(
     hf_class="Glm4ForCausalLM",
     config_from_hf=config_from_hf,
     config_to_hf=config_to_hf,
-    hf_names=replace(
-        HF_NAMES, post_attention_norm="post_self_attn_layernorm", post_mlp_norm="post_mlp_layernorm"
-    ),
+    hf_names=replace(HF_NAMES, post_attention_norm="post_self_attn_layernorm", post_mlp_norm="post_mlp_layernorm"),
     hf_interleaved=True,
     gguf_architectures=("glm4",),
     written_as="glm4",

@@ -1,0 +1,151 @@
+"""Descriptions that a family refuses, defaults that config.json leaves out, and other forms of a family's tensors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from family_rows import ROWS, SIZES, row_folder, row_model, save_row
+from whole_prompt import prompt_logits
+
+from bifolio.errors import ModelFileError, UnsupportedModelError
+from bifolio.model.families import glm
+from bifolio.model.gguf.loader import GgufTensors, config_from_gguf, load_gguf
+from bifolio.model.gguf.reader import open_gguf
+from bifolio.model.gguf.writer import write_gguf
+from bifolio.model.huggingface.config import config_from_hf
+from bifolio.model.huggingface.hf_loader import load_folder
+from bifolio.quant import QuantFormat
+from bifolio.quant.tensor import QuantizedTensor
+from helpers import random_prompt, transformers_logits
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("cohere", {"use_qk_norm": True}, "layer norms of their own"),
+    ("ernie4_5moe", {"use_bias": True}, "biases"),
+    ("ernie4_5moe", {"moe_norm_min": 0.1}, "moe_norm_min"),
+    ("gemma", {"use_bidirectional_attention": True}, "attend to later ones"),
+    ("glm4", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic'"),
+    ("qwen2moe", {"use_sliding_window": True}, "without layer_types"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "reason"), REFUSED)
+def test_a_folder_that_cannot_be_run_is_refused(name: str, change: dict[str, Any], reason: str) -> None:
+    config_from_hf(ROWS[name].real)
+    with pytest.raises(UnsupportedModelError, match=reason):
+        config_from_hf({**ROWS[name].real, **change})
+
+
+GGUF_REFUSED: list[tuple[str, dict[str, Any], tuple[str, ...], str]] = [
+    ("cohere", {}, ("blk.0.attn_q_norm.weight",), "layer norms of their own"),
+    ("ernie4_5moe", {".interleave_moe_layer_step": 2}, (), "behind the first"),
+    ("glm4", {".rope.dimension_sections": np.array([8, 12, 12, 0])}, (), "rope with sections"),
+    ("granitemoe", {".expert_count": 0}, (), "without experts"),
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "entries", "tensors", "reason"), GGUF_REFUSED)
+def test_a_gguf_file_that_cannot_be_run_is_refused(
+    name: str, entries: dict[str, Any], tensors: tuple[str, ...], reason: str, tmp_path: Path
+) -> None:
+    write_gguf(tmp_path / "model.gguf", load_folder(row_folder(name)[1]), QuantFormat.F32)
+    file = open_gguf(tmp_path / "model.gguf")
+    config_from_gguf(file)
+    architecture = str(file.metadata["general.architecture"])
+    metadata = {**file.metadata, **{architecture + key: value for key, value in entries.items()}}
+    some = next(iter(file.entries.values()))
+    with pytest.raises(UnsupportedModelError, match=reason):
+        config_from_gguf(replace(file, metadata=metadata, entries={**file.entries, **dict.fromkeys(tensors, some)}))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["cohere", "ernie4_5moe", "gemma", "glm", "glm4", "granitemoe", "qwen2moe"])
+def test_fields_that_config_json_leaves_out_have_the_values_of_transformers(name: str) -> None:
+    import transformers
+
+    kept = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    raw = {"model_type": ROWS[name].real["model_type"], **{key: SIZES[key] for key in kept}, "num_attention_heads": 16}
+    whole = getattr(transformers, ROWS[name].config)(**raw).to_dict()
+    assert config_from_hf(raw) == config_from_hf(whole)
+
+
+VARIANTS: list[tuple[str, dict[str, Any], str]] = [  # the last is the reason why GGUF cannot describe it, or none
+    ("cohere", {"attention_bias": True, "tie_word_embeddings": False}, ""),
+    ("cohere", {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e4}}, ""),
+    ("ernie4_5moe", {"moe_num_shared_experts": 0, "moe_layer_start_index": 2}, ""),
+    ("ernie4_5moe", {"moe_layer_interval": 2, "moe_layer_end_index": 2}, "plain MLPs in the layers"),
+    ("gemma", {"attention_bias": True, "tie_word_embeddings": False}, ""),
+    ("glm4", {"attention_bias": False, "rope_parameters": {
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5}}, ""),
+    ("qwen2moe", {"qkv_bias": False, "use_sliding_window": False, "layer_types": None, "mlp_only_layers": [0]}, ""),
+    ("qwen2moe", {"norm_topk_prob": True}, "add up to 1"),
+]  # fmt: skip
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "change", "refused"), VARIANTS)
+def test_variants_give_transformers_logits(name: str, change: dict[str, Any], refused: str, tmp_path: Path) -> None:
+    model = row_model(name, **change)
+    save_row(name, model, tmp_path / "folder")
+    prompt, loaded = random_prompt(13), load_folder(tmp_path / "folder")
+    theirs = transformers_logits(model, prompt)
+    np.testing.assert_allclose(prompt_logits(loaded.weights, prompt), theirs, atol=1e-4)
+    if refused:
+        with pytest.raises(UnsupportedModelError, match=refused):
+            write_gguf(tmp_path / "model.gguf", loaded, QuantFormat.F32)
+        return
+    write_gguf(tmp_path / "model.gguf", loaded, QuantFormat.F32)
+    again = load_gguf(tmp_path / "model.gguf")
+    np.testing.assert_allclose(prompt_logits(again.weights, prompt), theirs, atol=1e-4)
+
+
+class Tensors:
+    """Tensors in memory as those of a file."""
+
+    def __init__(self, tensors: dict[str, np.ndarray]) -> None:
+        self.tensors = tensors
+
+    def has(self, name: str) -> bool:
+        return name in self.tensors
+
+    def view(self, name: str, shape: tuple[int, ...]) -> QuantizedTensor:
+        assert self.tensors[name].shape == shape
+        return QuantizedTensor.from_array(self.tensors[name])
+
+
+def test_older_files_of_glm_have_queries_keys_and_values_in_one_matrix() -> None:
+    config = replace(config_from_hf({**ROWS["glm"].real, **SIZES, "head_dim": 16}), num_layers=1)
+    rows = config.query_size + 2 * config.kv_size
+    weight = np.arange(rows * 64, dtype=np.float32).reshape(rows, 64)
+    bias = np.arange(rows, dtype=np.float32)
+    source = glm.gguf_source(Tensors({"blk.0.attn_qkv.weight": weight, "blk.0.attn_qkv.bias": bias}), config)
+    first = 0
+    for name, size in (("q", config.query_size), ("k", config.kv_size), ("v", config.kv_size)):
+        part = slice(first, first + size)
+        assert source.has(f"blk.0.attn_{name}.bias")
+        found = source.view(f"blk.0.attn_{name}.weight", (size, 64)).dequantize()
+        np.testing.assert_array_equal(found, weight[part])
+        np.testing.assert_array_equal(source.view(f"blk.0.attn_{name}.bias", (size,)).dequantize(), bias[part])
+        first += size
+    plain = Tensors({"blk.0.attn_q.weight": weight})
+    assert glm.gguf_source(plain, config) is plain
+
+
+@pytest.mark.full
+def test_leading_dimensions_of_1_of_gguf_tensors_are_ignored(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "model.gguf", load_folder(row_folder("qwen2moe")[1]), QuantFormat.F32)
+    file = open_gguf(tmp_path / "model.gguf")
+    name = "blk.0.ffn_gate_inp_shexp.weight"
+    entry = file.entries[name]
+    assert entry.shape == (64,)
+    for stored in ((64,), (1, 64)):
+        tensors = GgufTensors(replace(file, entries={**file.entries, name: entry._replace(shape=stored)}))
+        for shape in ((64,), (1, 64)):
+            assert tensors.view(name, shape).shape == shape
+        with pytest.raises(ModelFileError, match="where the metadata implies"):
+            tensors.view(name, (64, 1))
