@@ -103,6 +103,14 @@ MOE_GGUF_CASES: dict[str, tuple[str, dict[str, Any], dict[str, tuple[int, ...]]]
                       ".rope.scaling.original_context_length": 512, ".rope.scaling.yarn_log_multiplier": 0.0707},
         {**_SHAPES, "blk.1.ffn_down_exps.weight": (8, 64, 96), "blk.1.ffn_up_shexp.weight": (192, 64)},
     ),
+    "deepseek2 of GLM": (
+        "deepseek2", {**_SIZES, ".attention.head_count_kv": 1, ".attention.key_length": 40, ".rope.dimension_count": 8,
+                      ".attention.value_length": 32, ".attention.key_length_mla": 24, ".attention.value_length_mla": 16,
+                      ".attention.kv_lora_rank": 32, ".leading_dense_block_count": 1, ".expert_weights_norm": True,
+                      ".expert_weights_scale": 1.8},
+        {**_SHAPES, "blk.1.ffn_down_exps.weight": (8, 64, 96), "blk.1.ffn_up_shexp.weight": (96, 64),
+         "blk.1.exp_probs_b.bias": (8,)},
+    ),
     "gptoss": (
         "gpt-oss", {**_SIZES, ".expert_feed_forward_length": 96, ".attention.sliding_window": 128,
                     ".rope.scaling.type": "yarn", ".rope.scaling.factor": 32.0,

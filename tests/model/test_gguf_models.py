@@ -16,6 +16,7 @@ from bifolio.model.huggingface.folder_writer import folder_config, llama3_from_f
 from bifolio.model.huggingface.hf_loader import load_folder
 from bifolio.quant import QuantFormat
 from bifolio.quant.formats import ENCODABLE_FORMATS
+from helpers import tiny_folder
 from moe_models import MOE_ARCHITECTURES
 from tiny_models import ARCHITECTURES, tiny_transformers_model
 
@@ -179,3 +180,27 @@ def test_llama_cpp_gives_the_same_greedy_tokens(name: str, tmp_path: Path) -> No
     np.testing.assert_allclose(ours, peer.scores[: len(PROMPT)], atol=0.05)
     theirs = [token for token, _ in zip(peer.generate(PROMPT, temp=0.0, top_k=1), range(8), strict=False)]
     assert greedy_tokens(loaded.weights, PROMPT, 8) == theirs
+
+
+@pytest.mark.parametrize(
+    ("controls", "ends"),
+    [
+        (("<|im_start|>", "<|im_end|>", "<|endoftext|>"), {"<|im_end|>", "<|endoftext|>"}),
+        (("<|assistant|>", "<|end|>"), {"<|end|>"}),
+        (("<|start|>", "<|end|>", "<|return|>", "<|call|>"), {"<|return|>", "<|call|>"}),  # gpt-oss: several messages
+        (("<|end|>", "<|calls|>", "<|flush|>"), {"<|calls|>", "<|flush|>"}),
+        (("<|end|>", "<|return|>"), {"<|end|>", "<|return|>"}),
+    ],
+)
+def test_control_tokens_of_known_names_end_an_answer(controls: tuple[str, ...], ends: set[str], tmp_path: Path) -> None:
+    source = load_folder(tiny_folder())
+    tokens = [f"t{number}" for number in range(source.config.vocab_size)]
+    types = np.ones(len(tokens), np.int32)
+    for place, control in enumerate(controls, 7):
+        tokens[place], types[place] = control, 3
+    tokens[3] = "<|eot_id|>"  # as plain text
+    words = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
+    write_gguf(tmp_path / "m.gguf", source, QuantFormat.F32, extra={**words, "tokenizer.ggml.eos_token_id": 5})
+    found = load_gguf(tmp_path / "m.gguf").config.eos_token_ids
+    assert found[0] == 5
+    assert {tokens[number] for number in found[1:]} == ends

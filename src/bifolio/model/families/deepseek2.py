@@ -141,8 +141,14 @@ def config_from_gguf(file: GgufFile, metadata: Metadata, name: str) -> ModelConf
         value_size=metadata.count(".attention.value_length_mla"),
         query_rank=metadata.count(".attention.q_lora_rank", 0) if "blk.0.attn_q_a.weight" in file.entries else 0,
     )
-    is_biased = any(entry.endswith("exp_probs_b.bias") for entry in file.entries)
-    moe = experts_from_gguf(file, metadata, **({"group_best": GROUP_BEST} if is_biased else {}))
+    if metadata.has(".attention.temperature_scale"):
+        raise UnsupportedModelError(f"{file.path}: queries that grow with the position are not supported with latents")
+    choice: dict[str, Any] = {}
+    if any(entry.endswith("exp_probs_b.bias") for entry in file.entries):  # DeepSeek-V3 and GLM
+        choice["group_best"] = GROUP_BEST
+        if not metadata.has(".expert_gating_func"):
+            choice["scoring"] = "sigmoid"
+    moe = experts_from_gguf(file, metadata, **choice)
     layers = metadata.count(".block_count") - metadata.count(".nextn_predict_layers", 0)
     fields: dict[str, Any] = {"mla": mla, "moe": moe, "rope_interleaved": True, "num_kv_heads": 1, "num_layers": layers}
     config = decoder_from_gguf(file, metadata, name, **fields)

@@ -17,21 +17,18 @@ from bifolio.model.gguf.entries import Metadata
 from bifolio.model.gguf.reader import GgufFile, StringArray
 
 # Tokens that end a turn or a text; many files declare only one of them as end of text.
+MESSAGE_END = "<|end|>"
 END_TOKENS = frozenset(
-    {
-        "<|eot_id|>",
-        "<|im_end|>",
-        "<|end|>",
-        "<end_of_turn>",
-        "<|endoftext|>",
-        "<|eom_id|>",
-        "<|end_of_text|>",
-        "<EOT>",
-        "<turn|>",
-    }
-)
+    (MESSAGE_END, "<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>",
+     "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<turn|>", "<|tool_response>", "<|return|>", "<|call|>", "<|calls|>",
+     "<|flush|>", "<end_of_utterance>", "<eos>", "</s>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "[e~[",
+     "<|fim_pad|>", "<fim_pad>", "<fim-pad>", "<|repo_name|>", "<|fim_repo|>", "<reponame>", "<|file_sep|>")
+)  # fmt: skip
+# With both of one pair an answer has several messages: the end of a message does not end it.
+SEVERAL_MESSAGES = (frozenset(("<|return|>", "<|call|>")), frozenset(("<|calls|>", "<|flush|>")))
 END_NAMES = ("eos", "eot", "eom")  # end of text, of turn, of message: a file may declare one of each
 _CONTROL = 3  # token type
+_SOFTMAX, _SIGMOID, _SOFTMAX_OF_CHOSEN = 1, 2, 3  # scores of experts
 
 
 def decoder_from_gguf(
@@ -105,11 +102,14 @@ def experts_from_gguf(file: GgufFile, metadata: Metadata, **overrides: Any) -> M
         raise ModelFileError(
             f"{file.path}: the experts {layer}ffn_down_exps.weight are missing: convert the model again"
         )
+    scoring = metadata.count(".expert_gating_func", _SOFTMAX)
+    if scoring > _SOFTMAX_OF_CHOSEN:
+        raise UnsupportedModelError(f"{file.path}: the scores of experts are of the kind {scoring}, which is not known")
     fields: dict[str, Any] = {
         "num_experts": count,
         "top_k": metadata.count(".expert_used_count"),
         "expert_size": metadata.count(".expert_feed_forward_length", expert.shape[-1]),
-        "scoring": "sigmoid" if metadata.count(".expert_gating_func", 1) == 2 else "softmax",
+        "scoring": "sigmoid" if scoring == _SIGMOID else "softmax",
         "renormalise": metadata.flag(".expert_weights_norm", False),
         "scale": metadata.number(".expert_weights_scale", 0.0) or 1.0,
         "selection_bias": layer + "exp_probs_b.bias" in file.entries,
@@ -210,7 +210,10 @@ def _end_ids(metadata: Metadata, vocab_size: int) -> tuple[int, ...]:
     tokens, types = metadata.strings("tokenizer.ggml.tokens"), metadata.array("tokenizer.ggml.token_type")
     found = [token_id for token_id in named if token_id is not None]
     if isinstance(tokens, StringArray) and types is not None and len(types) == len(tokens):
-        wanted = {text.encode() for text in END_TOKENS}
+        known = {text.encode(): text for text in END_TOKENS}
         controls = np.flatnonzero(types[:vocab_size] == _CONTROL).tolist()
-        found += [index for index in controls if tokens.raw(index) in wanted]
+        ends = {known[raw]: index for index in controls if (raw := tokens.raw(index)) in known}
+        if any(pair <= ends.keys() for pair in SEVERAL_MESSAGES):
+            ends.pop(MESSAGE_END, None)
+        found += ends.values()
     return tuple(dict.fromkeys(found))
