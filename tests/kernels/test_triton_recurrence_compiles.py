@@ -26,22 +26,27 @@ POINTERS = {
     "sums": "*fp32", "weights": "*fp32", "solutions": "*fp32",
     "query_scale": "fp32", "eps": "fp32", "least": "fp32", "most": "fp32",
     **dict.fromkeys(("sequences", "starts", "reads", "writes", "rows", "slot_reads", "slot_writes"), "*i32"),
-    **dict.fromkeys(("ends", "lengths", "first_chunks", "last_chunks"), "*i32"),
+    **dict.fromkeys(("ends", "lengths", "first_chunks", "last_chunks", "num_sequences"), "*i32"),
 }  # fmt: skip
 CONVOLVE = {
-    "WIDTH": 4, "GATED": False, "UNIT": True, "HAS_BIAS": False, "HAS_STATES": True, "TOKENS": 8, "BLOCK": 128,
+    "WIDTH": 4, "GATED": False, "UNIT": True, "HAS_BIAS": False, "HAS_STATES": True, "IS_DECODE": False, "TOKENS": 8,
+    "BLOCK": 128,
 }  # fmt: skip
-SCAN = {
-    "DELTA": True, "TILED": False, "HAS_SKIP": False, "HAS_STATES": True, "KEYS": 128, "VALUES": 16, "STAGES": 3,
-}  # fmt: skip
+HEADS = {"DELTA": True, "TILED": False, "HAS_SKIP": False, "HAS_STATES": True, "KEYS": 128}
+SCAN = {**HEADS, "IS_DECODE": False, "ONE_TOKEN": False, "COUNTED": False, "VALUES": 16, "STAGES": 3}
 PREPARE = {"DELTA": True, "TILED": False, "KEYS": 128, "CHUNK": 64, "BLOCK": 16, "PRECISION": "tf32"}
-CHUNKS = {**SCAN, "VALUES": 32, "CHUNK": 64, "STAGES": 2, "PRECISION": "tf32"}
+CHUNKS = {**HEADS, "COUNTED": True, "VALUES": 32, "CHUNK": 64, "STAGES": 2, "PRECISION": "tf32"}
 FINISH = {"HAS_NORM": True, "NORM_FIRST": True, "SHARED": True, "ROWS": 16, "BLOCK": 128}
 CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
     "convolution of qwen3_next": (recurrence._convolve_kernel, CONVOLVE, 4),
     "convolution of lfm2": (
         recurrence._convolve_kernel,
         {**CONVOLVE, "WIDTH": 3, "GATED": True, "UNIT": False, "TOKENS": 4, "BLOCK": 256},
+        4,
+    ),
+    "convolution of lfm3": (
+        recurrence._convolve_kernel,
+        {**CONVOLVE, "WIDTH": 7, "GATED": True, "UNIT": False, "TOKENS": 4, "BLOCK": 256},
         4,
     ),
     "scan of qwen3_next": (recurrence._scan_kernel, SCAN, 1),
@@ -54,7 +59,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
     "scan of chunks of granite": (chunked_scan._scan_chunks_kernel, {**CHUNKS, "DELTA": False, "HAS_SKIP": True}, 4),
     "scan of chunks of falcon_h1": (
         chunked_scan._scan_chunks_kernel,
-        {**CHUNKS, "DELTA": False, "HAS_SKIP": True, "KEYS": 256, "STAGES": chunked_scan.stages(256)},
+        {**CHUNKS, "DELTA": False, "HAS_SKIP": True, "KEYS": 256, "STAGES": chunked_scan.stages(256, 32)},
         4,
     ),
     "norm of qwen3_next": (recurrence._finish_kernel, FINISH, 4),
