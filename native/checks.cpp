@@ -92,6 +92,10 @@ void require_gate_and_up(const char* name, int64_t width) {
   require(width > 0 && width % 2 == 0, name, " is ", width, " wide and must have an even width: gate and up side by side");
 }
 
+void require_parts(int64_t width, int64_t logits) {
+  require(logits > 0 && width % logits == 0, "logits is ", logits, " wide and must divide the ", width, " columns of x");
+}
+
 void require_finite(const char* name, float value) {
   require(std::isfinite(value), name, " is ", value, " and must be a finite number");
 }

@@ -227,9 +227,14 @@ void mix_experts(Member& m, Rows x, Rows routing, int64_t top_k, const ExpertWei
 
 void gate(Member& m, Rows x, Rows logits, Rows out) {
   each_row(m, x.count, x.width, [&](int64_t row) {
-    if (logits.width > 1) return kernels().gate_row(logits.row(row), x.row(row), x.width, out.row(row));
-    const float factor = sigmoid1(logits.row(row)[0]);
-    for (int64_t i = 0; i < x.width; ++i) out.row(row)[i] = factor * x.row(row)[i];
+    const float *each = logits.row(row), *values = x.row(row);
+    float* gated = out.row(row);
+    const int64_t size = x.width / logits.width;
+    if (size == 1) return kernels().gate_row(each, values, x.width, gated);
+    for (int64_t part = 0; part < logits.width; ++part, values += size, gated += size) {
+      const float factor = sigmoid1(each[part]);
+      for (int64_t i = 0; i < size; ++i) gated[i] = factor * values[i];
+    }
   });
 }
 

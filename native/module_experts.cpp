@@ -56,7 +56,8 @@ void gate_rows(nb::handle x_array, nb::handle logit_array, nb::handle out_array,
   const Input x = input("x", x_array), logits = input("logits", logit_array);
   const Output out = output("out", out_array);
   require_columns("x", x);
-  require_shape("logits", logits, rows_in(x), width_of(logits) == width_of(x) ? width_of(x) : 1);
+  require_shape("logits", logits, rows_in(x), width_of(logits));
+  require_parts(width_of(x), width_of(logits));
   require_shape("out", out, rows_in(x), width_of(x));
   require_same_or_apart("out", rows_of(out), "x", rows_of(x));
   require_apart("out", rows_of(out), "logits", rows_of(logits));

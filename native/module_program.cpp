@@ -138,7 +138,7 @@ Register record_gate(ProgramHolder& self, Register x, Register logits) {
   self.require_open();
   self.require_register("x", x);
   self.require_register("logits", logits);
-  if (self.program.width(logits) != self.program.width(x)) self.require_register("logits", logits, 1);
+  require_parts(self.program.width(x), self.program.width(logits));
   require(self.program.of_logit_rows(x) == self.program.of_logit_rows(logits), "x and logits must have as many rows");
   return self.program.gate(x, logits);
 }

@@ -172,6 +172,7 @@ class ModelConfig:
     streams: StreamConfig | None = None  # parallel residual streams
     weight_factors: tuple[tuple[str, tuple[float, ...]], ...] = ()  # of a folder's matrices, put into them at load
     attention_gate: bool = False  # the output of attention is multiplied by a sigmoid of the layer's input
+    gate_by_head: bool = False  # one gate for each head, without a bias, instead of one for each value (LFM3)
     sinks: bool = False  # attention with a learned score for each head that takes a share of the weights
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -248,6 +249,14 @@ class ModelConfig:
 
     def head_size(self, layer: int) -> int:
         return self.layer_head_dim[layer] if self.layer_head_dim else self.head_dim
+
+    def gate_size(self, layer: int) -> int:
+        """Gates on the output of attention."""
+        return self.num_heads * (1 if self.gate_by_head else self.head_size(layer)) * self.attention_gate
+
+    @property
+    def gate_bias(self) -> bool:
+        return self.qkv_bias and not self.gate_by_head
 
     def kv_heads(self, layer: int) -> int:
         return self.layer_kv_heads[layer] if self.layer_kv_heads else self.num_kv_heads

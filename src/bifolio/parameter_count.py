@@ -38,12 +38,8 @@ def _attention(config: ModelConfig, layer: int) -> int:
     projected = query + kv * writes * (1 if layer in config.keys_as_values else 2)
     qk_width = query + kv if config.qk_norm_all_heads else dim * (2 if writes else 1)
     total = d * projected + query * d + projected * config.qkv_bias + d * config.output_bias
-    return (
-        total
-        + qk_width * config.qk_norm
-        + config.num_heads * config.sinks
-        + ((d + config.qkv_bias) * query * config.attention_gate)
-    )
+    total += (d + config.gate_bias) * config.gate_size(layer)
+    return total + qk_width * config.qk_norm + config.num_heads * config.sinks
 
 
 def _latent(config: ModelConfig, mla: LatentConfig) -> int:

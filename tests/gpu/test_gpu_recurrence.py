@@ -22,6 +22,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("mamba", {"heads": 48, "groups": 1, "key_size": 128, "value_size": 64}),
     "nemotron_h": ("mamba", {"heads": 128, "groups": 8, "key_size": 128, "value_size": 64, "norm_groups": 8}),
     "lfm2": ("conv", {"channels": 2048}),
+    "lfm3": ("conv", {"channels": 2048, "width": 7}),
 }
 BATCHES = {  # starts, reads, tokens whose states are stored besides the last ones
     "a prompt": ([0, 300], [0], []),

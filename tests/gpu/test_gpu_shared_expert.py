@@ -63,7 +63,7 @@ def test_choices_are_those_of_torch(num_experts: int, top_k: int, gpu_kernels: C
 @pytest.mark.parametrize(("rows", "width"), [(1, 4096), (7, 100), (300, 2048)])
 def test_a_gate_is_that_of_torch(rows: int, width: int, dtype: torch.dtype, gpu_kernels: Callable[..., Any]) -> None:
     x = torch.randn(rows, width, device="cuda", dtype=dtype)
-    for columns in (1, width):
+    for columns in (1, 4, width // 2, width):
         logits = torch.randn(rows, columns, device="cuda", dtype=dtype) * 3
         expected = torch.sigmoid(logits.float()).to(dtype) * x
         torch.testing.assert_close(gpu_kernels("bf16").gate(x, logits), expected)

@@ -177,7 +177,10 @@ for _format in ENCODABLE_FORMATS:
 
 @case("gate")
 def gate(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
-    x, each = normal(rng, 5, 49), (normal(rng, 5, 1, scale=2.0), normal(rng, 5, 49, scale=2.0))
-    return tuple(
-        kernels.to_host(kernels.gate(activations(kernels, x), activations(kernels, logits))) for logits in each
-    )
+    """One logit for each row, for each value, and for parts of 7, 25, 24 and 2 values; many rows, one and none."""
+    found = []
+    for width, counts in ((49, (1, 7, 49)), (50, (2,)), (96, (4, 48))):
+        x = activations(kernels, normal(rng, 5, width))
+        each = [activations(kernels, normal(rng, 5, count, scale=2.0)) for count in counts]
+        found += [kernels.gate(x[:rows], logits[:rows]) for logits in each for rows in (5, 1, 0)]
+    return tuple(kernels.to_host(gated) for gated in found)

@@ -54,7 +54,10 @@ MISUSES = [
     ),
     *misuses(
         "gate",
-        ("two logits", {"logits": floats(TOKENS, 2)}, r"must have the shape \(6, 1\)"),
+        ("parts of uneven sizes", {"logits": floats(TOKENS, 3)}, "logits is 3 wide and must divide the 64 columns of x"),
+        ("no logits", {"logits": floats(TOKENS, 0)}, "logits is 0 wide and must divide"),
+        ("more logits than columns", {"logits": floats(TOKENS, 2 * WIDTH)}, "logits is 128 wide and must divide"),
+        ("too few logits", {"logits": floats(5, 1)}, r"logits has the shape \(5, 1\)"),
         ("too few rows", {"out": floats(5, WIDTH)}, r"out has the shape \(5, 64\)"),
     ),
     *misuses(
@@ -76,7 +79,7 @@ MISUSES = [
     *misuses(
         "Program.gate",
         ("an unknown register", {"x": 99}, "x is register 99"),
-        ("wide logits", {"logits": ODD}, "logits is 33 wide and must be 1 wide"),
+        ("odd logits", {"logits": ODD}, "logits is 33 wide and must divide the 64 columns of x"),
         ("logit rows", {"x": TAKEN}, "x and logits must have as many rows"),
     ),
     *misuses("Program.route", ("wide logits", {"logits": X}, "logits is 64 wide and must be 5 wide")),

@@ -39,11 +39,13 @@ def new_recurrence(rng: np.random.Generator, kind: str, **changes: object) -> Re
 KINDS: dict[str, tuple[str, dict[str, object]]] = {
     "conv": ("conv", {}),
     "conv of even sizes, biased": ("conv", {"channels": 64, "conv_bias": True}),
+    "conv of width 7": ("conv", {"width": 7}),
     "delta": ("delta", {}),
     "delta of even sizes": ("delta", {"heads": 4, "key_size": 32, "value_size": 32}),
     "delta, tiled": ("delta", {"tiled": True, "heads": 4, "key_size": 16, "value_size": 48}),
     "mamba": ("mamba", {"dt_limits": (0.05, 1.0)}),
     "mamba of even sizes": ("mamba", {"heads": 4, "key_size": 32, "value_size": 16, "norm_groups": 2}),
+    "mamba of width 7": ("mamba", {"width": 7}),
     "mamba, norm first": ("mamba", {"norm_first": True, "norm_groups": 2}),
     "mamba without norm": ("mamba", {"norm": None, "skip": None, "width": 2}),
 }

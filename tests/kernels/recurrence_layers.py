@@ -81,10 +81,10 @@ def delta_layer(qwen35: bool) -> Layer:
     return Layer(layer, in_proj, recurrence, values_of(layer.out_proj.weight))
 
 
-def conv_layer() -> Layer:
-    config = Lfm2Config(hidden_size=SIZE, num_hidden_layers=1, conv_L_cache=3, layer_types=["conv"])
+def conv_layer(width: int) -> Layer:
+    config = Lfm2Config(hidden_size=SIZE, num_hidden_layers=1, conv_L_cache=width, layer_types=["conv"])
     layer = random_layer(Lfm2ShortConv(config, 0), 4)
-    recurrence = Recurrence("conv", 1, 3, SIZE, conv_weight=values_of(layer.conv.weight)[:, 0])
+    recurrence = Recurrence("conv", 1, width, SIZE, conv_weight=values_of(layer.conv.weight)[:, 0])
     return Layer(layer, values_of(layer.in_proj.weight), recurrence, values_of(layer.out_proj.weight))
 
 
@@ -129,7 +129,8 @@ def mamba_layer(family: str) -> Layer:
 LAYERS = {
     "qwen3_next": lambda: delta_layer(False),
     "qwen3_5": lambda: delta_layer(True),
-    "lfm2": conv_layer,
+    "lfm2": lambda: conv_layer(3),
+    "lfm2 of width 7": lambda: conv_layer(7),
     "granitemoehybrid": lambda: mamba_layer("granite"),
     "nemotron_h": lambda: mamba_layer("nemotron"),
     "falcon_h1": lambda: mamba_layer("falcon"),

@@ -212,6 +212,16 @@ def test_error_function_and_sigmoid_at_the_ends() -> None:
     np.testing.assert_allclose(sigmoid(np, x), torch.sigmoid(torch.from_numpy(x)).numpy(), atol=1e-6)
 
 
+@pytest.mark.parametrize("count", [1, 3, 12])
+def test_gates_open_equal_parts_of_a_row(count: int) -> None:
+    x, logits = normal(5, 12), normal(5, count, seed=1)
+    expected = x.copy()
+    for row in range(5):
+        for column in range(12):
+            expected[row, column] /= 1 + math.exp(-logits[row, column // (12 // count)])
+    np.testing.assert_allclose(KERNELS.gate(x, logits), expected, rtol=1e-5)
+
+
 def test_linear_lays_parts_side_by_side_with_their_biases() -> None:
     x, first, second, bias = normal(3, 8), normal(5, 8, seed=1), normal(2, 8, seed=2), normal(2, seed=3)
     ours = KERNELS.linear(x, Linear((first, second), (None, bias)))

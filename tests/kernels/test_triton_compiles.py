@@ -135,7 +135,8 @@ CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
     "few rows": (gemm_small_m._few_rows_kernel, {**PRODUCT, **FEW, "SPLITS": 1}, 4),
     "few rows, split": (gemm_small_m._few_rows_kernel, {**PRODUCT, **FEW, "SPLITS": 4}, 4),
     "few rows, gated": (gemm_small_m._few_rows_kernel, {**PRODUCT, **FEW, "SPLITS": 2, "ACTIVATION": 0}, 4),
-    "gate": (norm._gate_kernel, {"ONE": False, "BLOCK": 1024}, 4),
+    "gate": (norm._gate_kernel, {"SIZE": 1, "BLOCK": 1024}, 4),
+    "gate of heads": (norm._gate_kernel, {"SIZE": 128, "BLOCK": 1024}, 4),
     "norm": (norm._norm_kernel, {"HAS_DELTA": True, "HAS_BIAS": False, "CENTERED": False, "BLOCK": 4096}, 8),
     "rope": (
         cache._rope_write_kernel,

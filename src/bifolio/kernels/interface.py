@@ -316,7 +316,7 @@ class KernelSet(PagedAttentionKernel, StreamOperations, Protocol):
         ...
 
     def gate(self, x: Array, logits: Array) -> Array:
-        """sigmoid(logits) * x for one logit f32[t, 1] of each row, or one of each value."""
+        """sigmoid(logits) * x for logits f32[t, n], one for each of n equal parts of a row: n = 1, the width, or between."""
         ...
 
     def route(self, logits: Array, router: Router) -> Routing:

@@ -199,7 +199,8 @@ class ReferenceKernels(HostArrays, StreamReference):
         return 0.5 * x * (1.0 + erf(xp, x / math.sqrt(2.0)))
 
     def gate(self, x: Array, logits: Array) -> Array:
-        return sigmoid(array_namespace(x), logits) * x
+        parts = x.reshape(*logits.shape, x.shape[-1] // logits.shape[-1])
+        return (sigmoid(array_namespace(x), logits)[..., None] * parts).reshape(x.shape)
 
     def route(self, logits: Array, router: Router) -> Routing:
         scores = logits.astype(np.float32)

@@ -181,7 +181,8 @@ class TorchKernels(TorchArrays, TorchStreams):
         return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
     def gate(self, x: Array, logits: Array) -> Array:
-        return torch.sigmoid(logits.float()).to(x.dtype) * x
+        parts = x.reshape(*logits.shape, x.shape[-1] // logits.shape[-1])
+        return (torch.sigmoid(logits.float()).to(x.dtype)[..., None] * parts).reshape(x.shape)
 
     def route(self, logits: Array, router: Router) -> Routing:
         """Of equal scores the first is chosen: the sort is stable."""

@@ -6,6 +6,7 @@
     latents      all rows, and those of its heads    none; the latents of a token are on each rank
                  of the projections around them
     recurrence   rows of its heads or channels       none (`model.recurrent_shards`)
+    gates        rows of its heads                   none
     gate, up     rows of its columns of the MLP      none
     output, down rows, and the whole of each row     inputs and results are gathered      (exact)
                  columns, for its own inputs         results are added                    (not exact)
@@ -133,7 +134,7 @@ def _shard_layer(layer: LayerWeights, config: ModelConfig, rank: int, size: int,
     up, down = _shard_mlp(layer.up, layer.down, config.gated_mlp, rank, size, exact)
     width = layer.output.in_features // config.num_heads if layer.has_attention else 0  # of a head in its output
     by_heads = [(start * width, stop * width) for start, stop in query_heads]
-    gate = layer.gate  # as wide as the heads of attention
+    gate = layer.gate
     return replace(
         layer,
         shape=shape,
@@ -141,12 +142,18 @@ def _shard_layer(layer: LayerWeights, config: ModelConfig, rank: int, size: int,
         latent=None if layer.latent is None else _shard_latent(layer.latent, *query_heads[rank]),
         norms=_shard_norms(layer.shape, config, rank, size) if is_wide else None,
         output=_joining(layer.output, by_heads, rank, exact) if layer.has_attention else layer.output,
-        gate=None if gate is None else _rows(gate, [by_heads[rank]]),
+        gate=None if gate is None else _rows(gate, [_of_heads(gate, config.num_heads, query_heads[rank])]),
         recurrent=_shard_recurrent(layer.recurrent, config.recurrent, rank, size, exact),
         up=up,
         down=down,
         moe=None if layer.moe is None else _shard_experts(layer.moe, rank, size, exact),
     )
+
+
+def _of_heads(linear: Linear, num_heads: int, heads: Span) -> Span:
+    """The rows of some heads in a product that has as many rows for each head."""
+    each = linear.out_features // num_heads
+    return heads[0] * each, heads[1] * each
 
 
 def _own_rows(config: ModelConfig, query_heads: Span, kv_heads: Span) -> list[Span]:

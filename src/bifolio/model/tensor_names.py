@@ -242,7 +242,7 @@ def _layer(config: ModelConfig, names: TensorNames, index: int, fetch: Fetch, ve
     sinks = vector(prefix + names.sinks, (config.num_heads,)) if config.sinks and attends else None
     query_norm = head_norm(names.query_norm, config.num_heads, attends)
     key_norm = head_norm(names.key_norm, kv_heads, attends and writes)
-    gated = attends and config.attention_gate
+    gates = config.gate_size(index) if attends else 0
     return LayerWeights(
         shape=attention_shape(config, index, query_norm, key_norm, sinks),
         attention_norm=attention_norm,
@@ -257,7 +257,7 @@ def _layer(config: ModelConfig, names: TensorNames, index: int, fetch: Fetch, ve
         moe=_moe(config, names, prefix, fetch, vector) if config.has_experts(index) else None,
         latent=latent,
         recurrent=recurrent,
-        gate=linear((names.gate,), (query_size,), d, config.qkv_bias) if gated else None,
+        gate=linear((names.gate,), (gates,), d, config.gate_bias) if gates else None,
         kv_is_shared=index in config.kv_sources[index + 1 :],
         cutoff=config.cutoff(index),
         scale=float(vector(prefix + names.layer_scale, (1,))[0]) if config.layer_scales else 1.0,

@@ -138,12 +138,12 @@ def act_mul(x: torch.Tensor, activation: str) -> torch.Tensor:
 @triton.jit
 def _gate_kernel(
     x: tl.tensor,  # [rows, width]
-    logits: tl.tensor,  # [rows, width], or [rows, 1]
+    logits: tl.tensor,  # [rows, width / SIZE]
     out: tl.tensor,  # [rows, width]
     x_stride: tl.tensor,
     logit_stride: tl.tensor,
     width: tl.tensor,
-    ONE: tl.constexpr,  # one logit for each row
+    SIZE: tl.constexpr,  # values of one logit
     BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(1).to(tl.int64)
@@ -151,21 +151,21 @@ def _gate_kernel(
     inside = columns < width
     wait_for_inputs()
     values = tl.load(x + row * x_stride + columns, mask=inside, other=0.0)
-    place = row * logit_stride + (columns * 0 if ONE else columns)
+    place = row * logit_stride + columns // SIZE
     opened = 1.0 / (1.0 + tl.exp(-tl.load(logits + place, mask=inside, other=0.0).to(tl.float32)))
     result = opened.to(values.dtype).to(tl.float32) * values.to(tl.float32)
     tl.store(out + row * width + columns, result.to(out.dtype.element_ty), mask=inside)
 
 
 def gate(x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """sigmoid(logits) * x, where the sigmoid is rounded to the dtype of x: [rows, width]."""
+    """sigmoid(logits) * x by equal parts of rows, where the sigmoid is rounded to the dtype of x: [rows, width]."""
     rows, width = x.shape
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     if not rows:
         return out
     block = min(triton.next_power_of_2(width), 1024)
     _gate_kernel[(triton.cdiv(width, block), rows)](
-        x, logits, out, x.stride(0), logits.stride(0), width, ONE=logits.shape[1] == 1, BLOCK=block, num_warps=4,
+        x, logits, out, x.stride(0), logits.stride(0), width, SIZE=width // logits.shape[1], BLOCK=block, num_warps=4,
         **OVERLAPPED,
     )  # fmt: skip
     return out
