@@ -20,6 +20,7 @@ NAMES = {
     "delta": RecurrentNames(
         (("mix.qkvz", 4), ("mix.ba", 2)), "mix.conv", "mix.out", "mix.a", "mix.dt", norm="mix.norm"
     ),
+    "wide conv": RecurrentNames((("conv.in", 3),), "conv.conv", "conv.out"),
     "mamba": RecurrentNames((("ssm.in", 5),), "ssm.conv", "ssm.out", "ssm.a", "ssm.dt", "ssm.d", norm="ssm.norm"),
 }
 
@@ -27,8 +28,9 @@ NAMES = {
 def recurrent_config(kind: str) -> RecurrentConfig:
     """A recurrence in layers 0 and 2 of three."""
     common: dict[str, Any] = {"layers": (0, 2), "attention_layers": (1,), "width": 3}
-    if kind == "conv":
-        return RecurrentConfig("conv", channels=32, has_norm=False, **common)
+    if kind in ("conv", "wide conv"):
+        width = 3 if kind == "conv" else 7
+        return RecurrentConfig("conv", channels=32, has_norm=False, **{**common, "width": width})
     sizes = {"heads": 4, "groups": 2, "key_size": 8, "value_size": 8, "channels": 64}
     if kind == "delta":
         return RecurrentConfig("delta", **sizes, **common)
@@ -40,12 +42,13 @@ def hybrid_config(kind: str, **changes: Any) -> ModelConfig:
         "hybrid", VOCABULARY, 32, 3, 4, 2, 8, 48, 512, ropes=(RopeConfig(1e4, 8),), recurrent=recurrent_config(kind),
         eos_token_ids=(2,),
     )  # fmt: skip
-    return replace(config, **changes)
+    gates = {"attention_gate": True, "gate_by_head": True} if kind == "wide conv" else {}
+    return replace(config, **{**gates, **changes})
 
 
 @cache
 def tiny_hybrid(kind: str, seed: int = 0) -> LoadedModel:
-    """A model of one kind of recurrence: conv, delta or mamba."""
+    """A model of one kind of recurrence: conv, delta, mamba, or a wide conv beside gates on the heads (LFM3)."""
     generator, config = np.random.default_rng(seed), hybrid_config(kind)
 
     def matrix(name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -59,5 +62,6 @@ def tiny_hybrid(kind: str, seed: int = 0) -> LoadedModel:
             return (-0.1 - np.abs(values)).astype(np.float32)  # states that are remembered for some tokens
         return (0.3 * values).astype(np.float32)
 
-    weights = assemble(config, replace(HF_LLAMA, recurrent=NAMES[kind]), matrix, vector)
+    names = replace(HF_LLAMA, recurrent=NAMES[kind], gate="self_attn.gate_proj")
+    weights = assemble(config, names, matrix, vector)
     return LoadedModel(Path(f"hybrid-{kind}"), config, weights=weights)

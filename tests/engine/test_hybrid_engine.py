@@ -26,7 +26,7 @@ from bifolio.sampling_params import SamplingParams
 from helpers import cpu_kernel_names, drain, kernels_of_long_runs, make_engine, output_ids, random_prompt, run_alone
 from hybrid_models import VOCABULARY, hybrid_config, recurrent_config, tiny_hybrid
 
-KINDS = ("conv", "delta", "mamba")
+KINDS = ("conv", "delta", "mamba", "wide conv")
 KERNELS = [name for name in cpu_kernel_names() if name in ("reference", *EXACT)]
 FAST_KERNELS = kernels_of_long_runs(KERNELS)
 NUM_TRACES = 8

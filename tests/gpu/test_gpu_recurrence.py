@@ -136,7 +136,7 @@ def test_an_engine_with_prompts_in_chunks_gives_the_tokens_of_the_cpu(
     assert answers[0] == answers[1]
 
 
-@pytest.mark.parametrize("kind", ["conv", "delta", "mamba"])
+@pytest.mark.parametrize("kind", ["conv", "delta", "mamba", "wide conv"])
 def test_an_engine_of_a_hybrid_gives_the_tokens_of_the_cpu(kind: str, gpu_kernels: Callable[..., Any]) -> None:
     """Decode steps in CUDA graphs, shared prefixes, and a second turn that continues a checkpoint."""
     shared = random_prompt(20, seed=1, vocab_size=VOCABULARY)

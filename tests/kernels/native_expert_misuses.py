@@ -54,7 +54,7 @@ MISUSES = [
     ),
     *misuses(
         "gate",
-        ("parts of uneven sizes", {"logits": floats(TOKENS, 3)}, "logits is 3 wide and must divide the 64 columns of x"),
+        ("uneven parts", {"logits": floats(TOKENS, 3)}, "logits is 3 wide and must divide the 64 columns of x"),
         ("no logits", {"logits": floats(TOKENS, 0)}, "logits is 0 wide and must divide"),
         ("more logits than columns", {"logits": floats(TOKENS, 2 * WIDTH)}, "logits is 128 wide and must divide"),
         ("too few logits", {"logits": floats(5, 1)}, r"logits has the shape \(5, 1\)"),

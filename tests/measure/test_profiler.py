@@ -148,7 +148,7 @@ def totals(model: LoadedModel) -> dict[str, PartTotals]:
     return clock.totals["any"]
 
 
-@pytest.mark.parametrize("kind", ["conv", "delta", "mamba"])
+@pytest.mark.parametrize("kind", ["conv", "delta", "mamba", "wide conv"])
 def test_products_of_recurrent_layers_are_projections(kind: str) -> None:
     model = tiny_hybrid(kind)
     found = totals(model)

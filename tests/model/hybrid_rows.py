@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from helpers import WINDOW
+
 _DELTA = {"head_dim": 32, "rms_norm_eps": 1e-3, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
           "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4,
           "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"]}  # fmt: skip
@@ -44,6 +46,22 @@ HYBRID_ROWS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]
          "layer_types": ["full_attention" if n in (2, 6, 10, 14, 18, 21) else "conv" for n in range(24)],
          "bos_token_id": 1, "eos_token_id": 7},
         {},
+    ),
+    "lfm3": (
+        "Lfm3Config",
+        {"layer_types": ["conv", "full_attention", "conv", "sliding_attention"], "head_dim": 24,
+         "sliding_window": WINDOW},
+        {"model_type": "lfm3", "vocab_size": 128000, "hidden_size": 2048, "intermediate_size": 7680,
+         "num_hidden_layers": 24, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128,
+         "max_position_embeddings": 128000, "norm_eps": 1e-05, "conv_L_cache": 7, "conv_bias": False,
+         "layer_types": ["full_attention" if n % 4 == 2 else "sliding_attention" if n % 4 == 0 and n else "conv"
+                         for n in range(24)],
+         "rope_parameters": {
+             "full_attention": {"rope_type": "proportional", "rope_theta": 1000000.0, "partial_rotary_factor": 0.5},
+             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}},
+         "sliding_window": 256, "use_sandwich_norm": True, "use_attention_gate": True, "attention_bias": False,
+         "tie_word_embeddings": True, "bos_token_id": 124894, "eos_token_id": 124900},
+        None,
     ),
     "qwen3next": (
         "Qwen3NextConfig", {**_DELTA, **_EXPERTS},

@@ -110,6 +110,17 @@ def test_layers_that_predict_ahead_are_not_used(name: str, tmp_path: Path) -> No
 VARIANTS: list[tuple[str, dict[str, Any], str]] = [  # the last is the reason why GGUF cannot describe it, or none
     ("lfm2", {"conv_bias": True, "conv_L_cache": 4}, "without biases"),
     ("lfm2", {"block_auto_adjust_ff_dim": True, "block_multiple_of": 16}, ""),
+    ("lfm3", {"attention_bias": True, "tie_word_embeddings": False, "norm_eps": 1e-2}, ""),
+    ("lfm3", {"use_sandwich_norm": False, "use_attention_gate": False, "conv_L_cache": 5}, ""),
+    ("lfm3", {"layer_types": ["conv", "sliding_attention", "conv", "sliding_attention"]}, ""),
+    ("lfm3", {"layer_types": ["conv", "full_attention", "conv", "full_attention"]}, ""),
+    ("lfm3", {"layer_types": None, "num_hidden_layers": 5}, ""),
+    ("lfm3", {"rope_parameters": {"full_attention": {"rope_type": "default", "partial_rotary_factor": 0.5},
+                                  "sliding_attention": {"rope_type": "default", "rope_theta": 5e4}}}, ""),
+    ("lfm3", {"rope_parameters": {"full_attention": {"rope_type": "proportional", "rope_theta": 1e4, "factor": 3.0},
+                                  "sliding_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25}}},
+     "a plain rope in the layers with a window"),
+    ("lfm3", {"conv_bias": True}, "without biases"),
     ("qwen3next", {"mlp_only_layers": [1], "attention_bias": True}, "plain MLPs in the layers"),
     ("qwen35", {"linear_value_head_dim": 24}, "keys and values of one size"),
     ("qwen35", {"linear_num_key_heads": 4, "tie_word_embeddings": True}, ""),
@@ -124,7 +135,7 @@ VARIANTS: list[tuple[str, dict[str, Any], str]] = [  # the last is the reason wh
     ("nemotron_h", {"mlp_bias": True, "mamba_head_dim": 24}, ""),
     ("nemotron_h with experts", {"n_group": 3, "topk_group": 2}, "groups of experts"),
     ("nemotron_h with experts", {"layers_block_type": ["mamba", "moe", "attention", "mlp", "mamba"]}, "plain MLPs in"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "overrides", "refused"), VARIANTS)
@@ -163,6 +174,30 @@ def test_factors_of_a_folder_in_half_precision_are_put_into_its_weights() -> Non
     np.testing.assert_allclose(found, transformers_logits(model, PROMPT), atol=0.1)
 
 
+@pytest.mark.parametrize(
+    ("name", "left_out"),
+    [("lfm3", ("layer_types", "rope_parameters", "head_dim", "num_key_value_heads", "sliding_window", "conv_L_cache",
+               "norm_eps", "use_sandwich_norm", "use_attention_gate", "max_position_embeddings", "bos_token_id",
+               "eos_token_id", "tie_word_embeddings"))],
+)  # fmt: skip
+def test_fields_that_a_folder_leaves_out_have_the_defaults_of_their_class(name: str, left_out: tuple[str, ...]) -> None:
+    """Here the real model has the default values."""
+    raw = ROWS[name].real
+    assert set(left_out) <= raw.keys()
+    short = {field: value for field, value in raw.items() if field not in left_out}
+    assert config_from_hf(short) == config_from_hf(raw)
+
+
+def test_gates_may_have_the_name_of_the_class(tmp_path: Path) -> None:
+    _, folder = row_folder("lfm3")
+
+    def renamed(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        assert "model.layers.1.self_attn.gate_proj.weight" in tensors
+        return {name.replace("gate_proj", "g_proj"): value for name, value in tensors.items()}
+
+    np.testing.assert_array_equal(logits(rewritten(folder, tmp_path / "renamed", renamed)), logits(folder))
+
+
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("falcon_h1", {"mlp_bias": True}, "biases"),
     ("nemotron_h with experts", {"moe_latent_size": 64}, "experts over latents"),
@@ -172,11 +207,17 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("nemotron_h", {"hybrid_override_pattern": "M-M-"}, "without any attention"),
     ("nemotron_h", {"mamba_num_heads": 12}, "12 recurrent heads cannot share 8"),
     ("lfm2", {"conv_L_cache": 1}, "width"),
+    ("lfm3", {"layer_types": ["conv", "linear_attention"] * 12}, "kind 'linear_attention'"),
+    ("lfm3", {"layer_types": ["conv"] * 24}, "without any attention"),
+    ("lfm3", {"sliding_window": None}, "how long its window is"),
+    ("lfm3", {"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 4.0},
+                                  "sliding_attention": {"rope_type": "default"}}}, "'yarn' is not supported"),
+    ("lfm3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "not usable"),
     ("lfm2moe", {"layer_types": ["conv"] * 23}, "kinds of 23 layers"),
     ("qwen3next", {"layer_types": ["full_attention"]}, "kinds of 1 layers"),
     ("nemotron_h", {"attention_bias": True}, "biases in attention"),
     ("granitehybrid", {"layer_types": ["attention"] * 40}, "without positions"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "overrides", "message"), REFUSED)

@@ -16,7 +16,7 @@ from bifolio.serve.embedding import EmbeddingQueue
 from bifolio.train import TrainSettings, train
 from helpers import cpu_kernel_names, make_kernels
 
-FAMILIES = ("lfm2", "qwen35", "granitehybrid", "falcon_h1", "nemotron_h")  # those without experts
+FAMILIES = ("lfm2", "lfm3", "qwen35", "granitehybrid", "falcon_h1", "nemotron_h")  # those without experts
 WITH_EXPERTS = ("lfm2moe", "qwen3next", "qwen35moe")
 pytestmark = pytest.mark.full  # transformers
 
@@ -74,7 +74,8 @@ def test_gradients_equal_transformers(pair: tuple[Any, LanguageModel]) -> None:
 
 
 def bare(name: str) -> str:
-    return name.removeprefix("model.").removeprefix("backbone.")
+    short = name.removeprefix("model.").removeprefix("backbone.")
+    return short.replace(".g_proj.", ".gate_proj.")  # LFM3: folders have another name than the class
 
 
 def test_a_saved_folder_is_read_by_transformers(pair: tuple[Any, LanguageModel], tmp_path: Path) -> None:

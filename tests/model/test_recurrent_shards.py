@@ -53,7 +53,7 @@ def expected(name: str) -> list[Any]:
 
 @pytest.mark.full
 @needs_ranks
-@pytest.mark.parametrize("name", ["lfm2", "qwen3next", "qwen35", "falcon_h1", "nemotron_h"])
+@pytest.mark.parametrize("name", ["lfm2", "lfm3", "qwen3next", "qwen35", "falcon_h1", "nemotron_h"])
 def test_two_ranks_give_the_bits_of_one(name: str) -> None:
     with make_llm(name, 2) as llm:
         assert workload(llm) == expected(name)
@@ -84,7 +84,7 @@ def test_added_parts_give_nearly_the_same_logprobs(name: str) -> None:
     assert found[1].cumulative_logprob == pytest.approx(found[0].cumulative_logprob, rel=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["conv", "delta", "mamba"])
+@pytest.mark.parametrize("kind", ["conv", "delta", "mamba", "wide conv"])
 def test_every_row_is_on_one_rank(kind: str) -> None:
     """The rows and channels of two ranks together are those of the layer; states are half as large."""
     model = tiny_hybrid(kind)

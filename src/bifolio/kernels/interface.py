@@ -316,7 +316,7 @@ class KernelSet(PagedAttentionKernel, StreamOperations, Protocol):
         ...
 
     def gate(self, x: Array, logits: Array) -> Array:
-        """sigmoid(logits) * x for logits f32[t, n], one for each of n equal parts of a row: n = 1, the width, or between."""
+        """sigmoid(logits) * x for logits f32[t, n], one for each of n equal parts of a row (n divides its width)."""
         ...
 
     def route(self, logits: Array, router: Router) -> Routing:

@@ -172,13 +172,13 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         "hidden_size_per_layer_input": 0 if inputs is None else inputs.size,
         "vocab_size_per_layer_input": config.vocab_size if inputs is None else inputs.vocab_size,
         "rope_parameters": {
-            "full_attention": _written_rope(full),
+            "full_attention": written_rope(full),
             "sliding_attention": {"rope_type": "default", "rope_theta": local.theta},
         },
     }
 
 
-def _written_rope(rope: RopeConfig) -> dict[str, Any]:
+def written_rope(rope: RopeConfig) -> dict[str, Any]:
     if not rope.frequency_factors:
         return {"rope_type": "default", "rope_theta": rope.theta}
     turned = sum(factor < STILL / 2 for factor in rope.frequency_factors)

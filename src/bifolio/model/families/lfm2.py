@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from bifolio.config import ModelConfig, MoeConfig, RecurrentConfig, RopeConfig
+from bifolio.config import ModelConfig, RecurrentConfig, RopeConfig
 from bifolio.errors import UnsupportedModelError
 from bifolio.model.families.family import Family
 from bifolio.model.gguf.decoder_config import decoder_from_gguf
@@ -42,7 +42,8 @@ def config_from_hf(raw: Raw, name: str) -> ModelConfig:
     return hybrid_from_hf(raw, name, intermediate_size=_mlp_size(raw))
 
 
-def hybrid_from_hf(raw: Raw, name: str, *, intermediate_size: int, moe: MoeConfig | None = None) -> ModelConfig:
+def hybrid_from_hf(raw: Raw, name: str, *, intermediate_size: int, **overrides: Any) -> ModelConfig:
+    """`overrides` are fields of `ModelConfig` in which a model differs."""
     kinds, bias = _layer_kinds(raw), bool(raw.get("conv_bias", False))
     recurrent = RecurrentConfig(
         "conv",
@@ -61,7 +62,7 @@ def hybrid_from_hf(raw: Raw, name: str, *, intermediate_size: int, moe: MoeConfi
         tie_embeddings=bool(raw.get("tie_embedding", raw.get("tie_word_embeddings", True))),
         qk_norm=True,
         recurrent=recurrent,
-        moe=moe,
+        **overrides,
     )
 
 
@@ -132,7 +133,7 @@ def config_from_gguf(file: GgufFile, metadata: Metadata, name: str) -> ModelConf
     return hybrid_from_gguf(file, metadata, name)
 
 
-def hybrid_from_gguf(file: GgufFile, metadata: Metadata, name: str, moe: MoeConfig | None = None) -> ModelConfig:
+def hybrid_from_gguf(file: GgufFile, metadata: Metadata, name: str, **overrides: Any) -> ModelConfig:
     count = metadata.count(".block_count")
     attention = attention_layers(metadata, count)
     recurrent = RecurrentConfig(
@@ -144,13 +145,13 @@ def hybrid_from_gguf(file: GgufFile, metadata: Metadata, name: str, moe: MoeConf
         has_norm=False,
     )
     equal = metadata.without_zeros(".attention.head_count_kv")
-    return decoder_from_gguf(file, equal, name, qk_norm=True, recurrent=recurrent, moe=moe)
+    return decoder_from_gguf(file, equal, name, qk_norm=True, recurrent=recurrent, **overrides)
 
 
 def gguf_entries(config: ModelConfig) -> dict[str, Value]:
     own = config.recurrent
     if own is None or own.conv_bias:
-        raise UnsupportedModelError("GGUF describes LFM2 with convolutions without biases only")
+        raise UnsupportedModelError("GGUF describes gated convolutions without biases only")
     return {"shortconv.l_cache": own.width, **attention_entries(config)}
 
 

@@ -45,7 +45,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 def config_from_gguf(file: GgufFile, metadata: Metadata, name: str) -> ModelConfig:
     """The architecture implies that the weights of the chosen experts add up to 1."""
-    return lfm2.hybrid_from_gguf(file, metadata, name, experts_from_gguf(file, metadata, renormalise=True))
+    return lfm2.hybrid_from_gguf(file, metadata, name, moe=experts_from_gguf(file, metadata, renormalise=True))
 
 
 def gguf_entries(config: ModelConfig) -> dict[str, Value]:
