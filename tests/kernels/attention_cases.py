@@ -53,6 +53,7 @@ def _enter_rope(
 _enter_rope("", 64, 64)
 _enter_rope("of a part of each head", 128, 64)
 _enter_rope("interleaved", 96, 96, interleaved=True)
+_enter_rope("interleaved in part", 96, 48, interleaved=True)
 _enter_rope("of normed heads", 80, 80, norm_heads=(1, 1))
 _enter_rope("of heads normed together", 80, 64, norm_heads=(6, 2))
 _enter_rope("of heads normed afterwards", 80, 64, norm_heads=(1, 1), norm_after_rope=True)

@@ -127,6 +127,17 @@ HYBRID_ROWS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]
          "bos_token_id": 100257, "eos_token_id": 100257},
         {},
     ),
+    "bamba": (
+        "BambaConfig", {**_MAMBA, "attn_layer_indices": [1, 3], "rms_norm_eps": 1e-3},
+        {"model_type": "bamba", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+         "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_act": "silu",
+         "max_position_embeddings": 262144, "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "rope_scaling": None,
+         "attn_layer_indices": [9, 18, 27], "attn_rotary_emb": 64, "attention_bias": False, "mlp_bias": False,
+         "mamba_n_heads": 128, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 128, "mamba_d_conv": 4,
+         "mamba_expand": 2, "mamba_chunk_size": 256, "mamba_conv_bias": True, "mamba_proj_bias": False,
+         "tie_word_embeddings": False, "bos_token_id": 128000, "eos_token_id": 128001},
+        {},
+    ),
     "falcon_h1": (
         "FalconH1Config", {**_MAMBA, **_FALCON, "head_dim": 16, "mamba_d_ssm": 128, "mamba_n_groups": 2},
         {"model_type": "falcon_h1", "vocab_size": 32784, "hidden_size": 1024, "intermediate_size": 2048,

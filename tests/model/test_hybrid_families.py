@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from family_rows import ROWS, row_folder, row_model, save_row
+from test_family_rows import LENGTH, worst_chunks
 from whole_prompt import prompt_logits
 
 from bifolio.errors import BifolioError, UnsupportedModelError
@@ -21,7 +22,7 @@ from bifolio.model.huggingface.folder_writer import write_folder
 from bifolio.model.huggingface.hf_loader import load_folder
 from bifolio.model.huggingface.safetensors_file import open_safetensors, write_safetensors
 from bifolio.quant import QuantFormat
-from helpers import random_prompt, transformers_logits
+from helpers import cpu_kernel_names, make_kernels, random_prompt, transformers_logits
 
 pytestmark = pytest.mark.full  # transformers is slow to import
 PROMPT = random_prompt(20)
@@ -127,7 +128,15 @@ VARIANTS: list[tuple[str, dict[str, Any], str]] = [  # the last is the reason wh
     ("granitehybrid", {"position_embedding_type": "rope", "attention_bias": True}, ""),
     ("granitehybrid", {"mamba_n_groups": 2}, ""),
     ("granitehybrid", {"mamba_conv_bias": False}, "convolution has no bias"),
+    ("granitehybrid", {"time_step_limit": [0.4, 1.2]}, "limited to"),
     ("granitehybrid", {"layer_types": ["attention"] * 4, "position_embedding_type": "rope"}, "recurrent layers, which"),
+    ("bamba", {"mamba_n_groups": 2, "tie_word_embeddings": True}, ""),
+    ("bamba", {"attention_bias": True, "mlp_bias": True, "head_dim": 24, "partial_rotary_factor": 0.25}, ""),
+    ("bamba", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e4,
+                                   "partial_rotary_factor": 0.75}}, ""),
+    ("bamba", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}}, ""),
+    ("bamba", {"mamba_proj_bias": True}, "biases in the projections"),
+    ("bamba", {"time_step_limit": [0.4, 1.2]}, "limited to"),
     ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False}, ""),
     ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": True}, "norm of each group behind the gate"),
     ("falcon_h1", {"time_step_limit": [0.4, 1.2]}, "limited to"),
@@ -178,7 +187,10 @@ def test_factors_of_a_folder_in_half_precision_are_put_into_its_weights() -> Non
     ("name", "left_out"),
     [("lfm3", ("layer_types", "rope_parameters", "head_dim", "num_key_value_heads", "sliding_window", "conv_L_cache",
                "norm_eps", "use_sandwich_norm", "use_attention_gate", "max_position_embeddings", "bos_token_id",
-               "eos_token_id", "tie_word_embeddings"))],
+               "eos_token_id", "tie_word_embeddings")),
+     ("bamba", ("max_position_embeddings", "rms_norm_eps", "num_key_value_heads", "mamba_n_heads", "mamba_d_head",
+                "mamba_n_groups", "mamba_d_conv", "mamba_expand", "mamba_conv_bias", "mamba_proj_bias", "rope_theta",
+                "tie_word_embeddings", "hidden_act"))],
 )  # fmt: skip
 def test_fields_that_a_folder_leaves_out_have_the_defaults_of_their_class(name: str, left_out: tuple[str, ...]) -> None:
     """Here the real model has the default values."""
@@ -186,6 +198,26 @@ def test_fields_that_a_folder_leaves_out_have_the_defaults_of_their_class(name: 
     assert set(left_out) <= raw.keys()
     short = {field: value for field, value in raw.items() if field not in left_out}
     assert config_from_hf(short) == config_from_hf(raw)
+
+
+def test_folders_keep_the_limits_of_time_steps(tmp_path: Path) -> None:
+    for name in ("bamba", "granitehybrid"):
+        model = row_model(name, time_step_limit=[0.4, 1.2])
+        save_row(name, model, tmp_path / name)
+        write_folder(tmp_path / f"{name} again", load_folder(tmp_path / name), QuantFormat.F32)
+        np.testing.assert_array_equal(logits(tmp_path / f"{name} again"), logits(tmp_path / name))
+
+
+@pytest.mark.parametrize("kernels", cpu_kernel_names())
+def test_heads_that_are_rotated_in_part_as_neighbouring_pairs(kernels: str, tmp_path: Path) -> None:
+    """A GGUF file of Bamba, whose rows are in another order than those of the folder."""
+    model, folder = row_folder("bamba")
+    write_gguf(tmp_path / "m.gguf", load_folder(folder), QuantFormat.F32)
+    loaded = load_gguf(tmp_path / "m.gguf")
+    assert (loaded.config.architecture, loaded.config.rope_interleaved) == ("granitehybrid", True)
+    assert loaded.config.ropes[0].rotary_dim == loaded.config.head_dim // 2
+    theirs = transformers_logits(model, random_prompt(LENGTH + 7))
+    assert worst_chunks(loaded, theirs, (1, 4, LENGTH), 4, make_kernels(kernels)) < TOLERANCE
 
 
 def test_gates_may_have_the_name_of_the_class(tmp_path: Path) -> None:
@@ -217,6 +249,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3next", {"layer_types": ["full_attention"]}, "kinds of 1 layers"),
     ("nemotron_h", {"attention_bias": True}, "biases in attention"),
     ("granitehybrid", {"layer_types": ["attention"] * 40}, "without positions"),
+    ("bamba", {"attn_layer_indices": None}, "without any attention"),
+    ("bamba", {"attn_layer_indices": list(range(32))}, "no recurrent layer"),
+    ("bamba", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic' is not supported"),
 ]  # fmt: skip
 
 

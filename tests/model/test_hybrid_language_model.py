@@ -16,7 +16,7 @@ from bifolio.serve.embedding import EmbeddingQueue
 from bifolio.train import TrainSettings, train
 from helpers import cpu_kernel_names, make_kernels
 
-FAMILIES = ("lfm2", "lfm3", "qwen35", "granitehybrid", "falcon_h1", "nemotron_h")  # those without experts
+FAMILIES = ("lfm2", "lfm3", "qwen35", "granitehybrid", "bamba", "falcon_h1", "nemotron_h")  # those without experts
 WITH_EXPERTS = ("lfm2moe", "qwen3next", "qwen35moe")
 pytestmark = pytest.mark.full  # transformers
 

@@ -199,17 +199,18 @@ def _recurrence(
 
 
 def _row_orders(config: ModelConfig, *, to_interleaved: bool, num_parts: int) -> tuple[NDArray[np.int64] | None, ...]:
-    """Row order of queries and keys that makes (i, i + half) of each head neighbours, or the reverse."""
-    if num_parts != 3 or any(rope.rotary_dim != config.head_dim for rope in config.ropes):
+    """Row order of queries and keys that makes (i, i + half) of each head's rotated part neighbours, or the reverse."""
+    rotated = config.ropes[0].rotary_dim
+    if num_parts != 3 or any(rope.rotary_dim != rotated for rope in config.ropes):
         raise UnsupportedModelError(
-            "a file with another rope layout needs separate query and key matrices of fully rotated heads"
+            "a file with another rope layout needs separate query and key matrices of equally rotated heads"
         )
-    half = config.head_dim // 2
-    inner = (2, half) if to_interleaved else (half, 2)
+    inner = (2, rotated // 2) if to_interleaved else (rotated // 2, 2)
 
     def order(heads: int) -> NDArray[np.int64]:
-        rows = np.arange(heads * config.head_dim, dtype=np.int64)
-        return rows.reshape(heads, *inner).swapaxes(1, 2).reshape(-1)
+        rows = np.arange(heads * config.head_dim, dtype=np.int64).reshape(heads, config.head_dim)
+        turned = rows[:, :rotated].reshape(heads, *inner).swapaxes(1, 2).reshape(heads, rotated)
+        return np.concatenate([turned, rows[:, rotated:]], axis=1).reshape(-1)
 
     return order(config.num_heads), order(config.num_kv_heads), None
 

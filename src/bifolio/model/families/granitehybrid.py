@@ -1,6 +1,6 @@
 """Granite 4 (hybrid): Mamba-2 layers, attention without positions in a few, an MLP or experts beside a shared MLP.
 
-Folders whose layers all have attention are read, too; they have rope.
+Folders whose layers all have attention are read, too; they have rope. GGUF files of Bamba have this architecture, too.
 """
 
 from __future__ import annotations
@@ -89,13 +89,13 @@ def config_from_hf(raw: Raw, name: str) -> ModelConfig:
         residual_scale=float(raw.get("residual_multiplier", 1.0)),
         attention_scale=float(raw.get("attention_multiplier", 1.0)),
         logit_scale=1 / float(raw.get("logits_scaling", 1.0)),
-        recurrent=_mamba_from_hf(raw, mamba, attention) if mamba else None,
+        recurrent=mamba_from_hf(raw, mamba, attention) if mamba else None,
         moe=moe,
         **positions,
     )
 
 
-def _mamba_from_hf(raw: Raw, layers: tuple[int, ...], attention: tuple[int, ...]) -> RecurrentConfig:
+def mamba_from_hf(raw: Raw, layers: tuple[int, ...], attention: tuple[int, ...]) -> RecurrentConfig:
     inner, heads = int(raw.get("mamba_expand", 2)) * int(raw["hidden_size"]), int(raw.get("mamba_n_heads", 128))
     groups, state = int(raw.get("mamba_n_groups", 1)), int(raw.get("mamba_d_state", 256))
     return RecurrentConfig(
@@ -133,7 +133,11 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         "intermediate_size": config.intermediate_size if moe is None else moe.expert_size,
         "shared_intermediate_size": config.intermediate_size if moe is None else moe.shared_size,
     }
-    return fields if own is None else fields | {
+    return fields if own is None else fields | mamba_to_hf(config, own)
+
+
+def mamba_to_hf(config: ModelConfig, own: RecurrentConfig) -> dict[str, Any]:
+    return {
         "mamba_expand": own.inner_size // config.hidden_size,
         "mamba_n_heads": own.heads,
         "mamba_d_head": own.value_size,
@@ -142,7 +146,13 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         "mamba_d_conv": own.width,
         "mamba_conv_bias": own.conv_bias,
         "mamba_proj_bias": own.projection_bias,
-    }  # fmt: skip
+        **({} if own.dt_limits == NO_LIMITS else {"time_step_limit": list(own.dt_limits)}),
+    }
+
+
+def folder_family(config: ModelConfig) -> str:
+    """Heads that are rotated in part are those of Bamba."""
+    return "bamba" if any(rope.rotary_dim < config.head_dim for rope in config.ropes) else config.architecture
 
 
 # -- GGUF files -------------------------------------------------------------------------------------------------------
@@ -211,6 +221,7 @@ FAMILY = Family(
         down=HF_NAMES.shared_down,
         recurrent=mamba_names("mamba"),
     ),
+    folder_family=folder_family,
     gguf_architectures=("granitehybrid",),
     written_as="granitehybrid",
     config_from_gguf=config_from_gguf,

@@ -23,6 +23,7 @@ from bifolio.model.huggingface.decoder_config import (
     decoder_to_hf,
     expert_count,
     kinds_of_layers,
+    nested_rope,
 )
 from bifolio.model.next_token_names import GGUF_QWEN_NEXT_TOKEN, QWEN_NEXT_TOKEN
 from bifolio.model.recurrent_tensors import RecurrentNames
@@ -125,13 +126,8 @@ def delta_to_hf(config: ModelConfig) -> dict[str, Any]:
     own = config.recurrent
     if own is None or not config.attention_gate:
         raise UnsupportedModelError("a folder of this family describes gated delta nets and gated attention")
-    fields, rope = decoder_to_hf(config), config.ropes[0]
-    scaling = fields.pop("rope_scaling") or {"rope_type": "default"}
-    theta = fields.pop("rope_theta")
-    partial = rope.rotary_dim / config.head_dim
     return {
-        **fields,
-        "rope_parameters": {**scaling, "rope_theta": theta, "partial_rotary_factor": partial},
+        **nested_rope(config, decoder_to_hf(config)),
         "attention_bias": config.qkv_bias,
         "layer_types": [
             "linear_attention" if layer in own.layers else "full_attention" for layer in range(config.num_layers)

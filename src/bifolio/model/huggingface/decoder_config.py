@@ -196,6 +196,14 @@ def decoder_to_hf(config: ModelConfig) -> dict[str, Any]:
     }
 
 
+def nested_rope(config: ModelConfig, fields: dict[str, Any]) -> dict[str, Any]:
+    """Fields of `decoder_to_hf` with all values of rope in one table, the rotated part of a head among them."""
+    scaling, theta = fields["rope_scaling"] or {"rope_type": "default"}, fields["rope_theta"]
+    partial = config.ropes[0].rotary_dim / config.head_dim
+    others = {name: value for name, value in fields.items() if name not in ("rope_scaling", "rope_theta")}
+    return {**others, "rope_parameters": {**scaling, "rope_theta": theta, "partial_rotary_factor": partial}}
+
+
 def largest_window(config: ModelConfig) -> int | None:
     return max((window for window in config.layer_window if window is not None), default=None)
 
