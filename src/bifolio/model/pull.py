@@ -41,7 +41,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _PART_OF_SEVERAL = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 # The files of a model folder. No pickles, no code.
 _FOLDER_FILES = ("*.safetensors", "config.json", "generation_config.json", "tokenizer*.json", "*.index.json",
-                 "special_tokens_map.json", "chat_template.jinja")  # fmt: skip
+                 "tokenizer.model", "special_tokens_map.json", "chat_template.jinja")  # fmt: skip
 USUAL_FORMAT = "Q4_K_M"  # of a repository with several, where none is named
 PACKAGE_INDEX = "https://pypi.org/simple"
 

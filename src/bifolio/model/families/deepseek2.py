@@ -64,7 +64,7 @@ def _experts_from_hf(raw: Raw) -> MoeConfig:
         raise UnsupportedModelError(f"the routing {method!r} is not supported; supported: {', '.join(METHODS)}")
     in_groups, is_biased = method != "greedy", method == BIASED
     size = int(raw["moe_intermediate_size"])
-    dense = range(int(raw.get("first_k_dense_replace", 1 if kind == GLM else 0)))
+    dense = list(range(int(raw.get("first_k_dense_replace", 1 if kind == GLM else 0))))
     if layers := raw.get("mlp_layer_types"):
         dense = [layer for layer, mlp in enumerate(layers) if mlp == "dense"]
     chosen: dict[str, Any] = {}

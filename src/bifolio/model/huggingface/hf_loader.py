@@ -1,10 +1,10 @@
-"""A Hugging Face-layout folder: `config.json`, safetensors (one file or shards with an index), `tokenizer.json`."""
+"""A Hugging Face-layout folder: `config.json`, safetensors (one file or shards with an index), and the tokenizer."""
 
 from __future__ import annotations
 
 import json
 from collections import ChainMap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from bifolio.errors import ModelFileError
 from bifolio.model.families import family_of
 from bifolio.model.huggingface.config import config_from_hf
 from bifolio.model.huggingface.safetensors_file import open_safetensors
+from bifolio.model.huggingface.sentencepiece_file import read_tokenizer
 from bifolio.model.loaded import LoadedModel, TextModel
 from bifolio.model.model_file import ModelFile
 from bifolio.quant.tensor import QuantizedTensor
@@ -48,11 +49,10 @@ def open_folder(folder: Path) -> ModelFile:
     config = config_from_hf(read_json(folder / "config.json"))
     tensors = folder_tensors(folder)
     generation = read_json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
-    tokenizer_path = folder / "tokenizer.json"
     text = TextModel(
         path=folder,
         config=with_generation_ids(config, generation),
-        tokenizer_source=(lambda: Tokenizer.from_file(tokenizer_path)) if tokenizer_path.is_file() else None,
+        tokenizer_source=_tokenizer_source(folder),
         generation_config=generation,
         chat_template=_chat_template(folder),
         special_tokens=_special_tokens(folder),
@@ -117,6 +117,16 @@ def with_generation_ids(config: ModelConfig, generation: Mapping[str, Any]) -> M
     ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
     merged = tuple(dict.fromkeys([*config.eos_token_ids, *(int(i) for i in ids)]))
     return replace(config, eos_token_ids=merged)
+
+
+def _tokenizer_source(folder: Path) -> Callable[[], Tokenizer] | None:
+    """`tokenizer.json`, or `tokenizer.model` of SentencePiece."""
+    if (folder / "tokenizer.json").is_file():
+        return partial(Tokenizer.from_file, folder / "tokenizer.json")
+    if not (folder / "tokenizer.model").is_file():
+        return None
+    path = folder / "tokenizer_config.json"
+    return partial(read_tokenizer, folder / "tokenizer.model", read_json(path) if path.is_file() else {})
 
 
 def _chat_template(folder: Path) -> str | None:
