@@ -17,7 +17,7 @@ from whole_prompt import prompt_logits
 
 from bifolio.model.gguf.loader import load_gguf
 from helpers import fresh_folder, random_prompt, tiny_model, transformers_logits
-from moe_models import moe_kinds
+from moe_models import MOE_ARCHITECTURES
 
 pytestmark = pytest.mark.slow
 CHECKOUT = os.environ.get("BIFOLIO_LLAMA_CPP", "")
@@ -46,8 +46,8 @@ WRITTEN: dict[str, dict[str, Any]] = {
 # under the names that transformers gives them.
 WRONG = {"bamba", "nemotron_h", "nemotron_h with experts"}
 KINDS = {"full_attention": "attention", "linear_attention": "mamba"}  # as released folders name the layers
-NAMES = [name for name in [*ROWS, *OLDER, *moe_kinds()] if name not in ROWS or ROWS[name].peer is not None]
-NAMES = [name for name in NAMES if name not in WRONG]
+FAMILIES = (*ROWS, *OLDER, *MOE_ARCHITECTURES, "glm4moelite")
+NAMES = [name for name in FAMILIES if name not in WRONG and (name not in ROWS or ROWS[name].peer is not None)]
 
 
 @cache

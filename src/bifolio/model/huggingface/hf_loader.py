@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import ChainMap
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -15,6 +14,7 @@ from bifolio.errors import ModelFileError
 from bifolio.model.families import family_of
 from bifolio.model.huggingface.config import config_from_hf
 from bifolio.model.huggingface.safetensors_file import open_safetensors
+from bifolio.model.huggingface.scaled_tensors import USUAL_BLOCK, FolderMap, check_quantization
 from bifolio.model.huggingface.sentencepiece_file import read_tokenizer
 from bifolio.model.loaded import LoadedModel, TextModel
 from bifolio.model.model_file import ModelFile
@@ -46,8 +46,9 @@ def load_folder(folder: Path) -> LoadedModel:
 
 def open_folder(folder: Path) -> ModelFile:
     """Read the JSON files, check the headers of the weights and map them."""
-    config = config_from_hf(read_json(folder / "config.json"))
-    tensors = folder_tensors(folder)
+    raw = read_json(folder / "config.json")
+    config = config_from_hf(raw)
+    tensors = folder_tensors(folder, check_quantization(raw))
     generation = read_json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
     text = TextModel(
         path=folder,
@@ -63,7 +64,7 @@ def open_folder(folder: Path) -> ModelFile:
     return ModelFile(text, family.hf_names, family.folder_source(source, config), factors)
 
 
-def folder_tensors(folder: Path) -> Mapping[str, QuantizedTensor]:
+def folder_tensors(folder: Path, fp8_block: tuple[int, int] = USUAL_BLOCK) -> FolderMap:
     """Every tensor of the folder by name, memory-mapped; a tensor of an unknown type raises on access only."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
@@ -78,12 +79,12 @@ def folder_tensors(folder: Path) -> Mapping[str, QuantizedTensor]:
         files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ModelFileError(f"{folder} holds no *.safetensors file: save the model with safe_serialization=True")
-    maps: list[Any] = []
+    maps = []
     for file in files:
         if not file.is_file():
             raise ModelFileError(f"{file} is missing, though {index.name} names it: fetch the whole model again")
         maps.append(open_safetensors(file).tensors)
-    return ChainMap(*maps)
+    return FolderMap(maps, fp8_block)
 
 
 class FolderTensors:

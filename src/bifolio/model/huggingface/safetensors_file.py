@@ -43,7 +43,7 @@ class _Entry(NamedTuple):
     stop: int
 
 
-class _Tensors(Mapping[str, QuantizedTensor]):
+class Tensors(Mapping[str, QuantizedTensor]):
     """Tensors by name, in the order of the file; each is created on access."""
 
     def __init__(self, path: Path, data: Bytes, entries: dict[str, _Entry]) -> None:
@@ -78,13 +78,17 @@ class _Tensors(Mapping[str, QuantizedTensor]):
     def dtype_of(self, name: str) -> str:
         return self._entries[name].dtype
 
+    def bytes_of(self, name: str) -> Bytes:
+        entry = self._entries[name]
+        return self._data[entry.start : entry.stop]
+
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsFile:
     """A checked, mapped file."""
 
     path: Path
-    tensors: _Tensors
+    tensors: Tensors
     metadata: dict[str, str]
 
 
@@ -96,7 +100,7 @@ def open_safetensors(path: str | Path) -> SafetensorsFile:
     metadata = _check_metadata(path, header.pop("__metadata__", {}))
     entries = {name: _check_entry(path, name, value, header_end, data.size) for name, value in header.items()}
     _check_coverage(path, entries, header_end, data.size)
-    return SafetensorsFile(path, _Tensors(path, data, entries), metadata)
+    return SafetensorsFile(path, Tensors(path, data, entries), metadata)
 
 
 class TensorPlan(NamedTuple):

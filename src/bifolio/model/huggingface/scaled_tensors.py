@@ -1,0 +1,107 @@
+"""Weights of folders in FP8: bytes of the type E4M3 and the scales of their blocks or rows, read as bfloat16.
+
+name.weight             F8_E4M3[rows, columns]
+name.weight_scale_inv   [rows / 128, columns / 128], or
+name.weight_scale       [rows, 1], [rows] or one number     weight = byte * scale
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from bifolio.errors import ModelFileError, UnsupportedModelError
+from bifolio.model.huggingface.safetensors_file import Tensors
+from bifolio.quant.formats import QuantFormat
+from bifolio.quant.tensor import QuantizedTensor
+
+FP8 = "F8_E4M3"
+USUAL_BLOCK = (128, 128)
+SUFFIXES = ("_scale_inv", "_scale")
+UNSCALED = 256.0  # E4M3 read as the upper bits of a half float
+ROWS_AT_ONCE = 512
+
+
+class FolderMap(Mapping[str, QuantizedTensor]):
+    """The tensors of all files of a folder by name; FP8 is decoded on access."""
+
+    def __init__(self, files: Sequence[Tensors], block: tuple[int, int] = USUAL_BLOCK) -> None:
+        self._file_of = {name: file for file in reversed(files) for name in file}
+        self._block = block
+
+    def __getitem__(self, name: str) -> QuantizedTensor:
+        file = self._file_of[name]
+        if file.dtype_of(name) != FP8:
+            return file[name]
+        return _decoded(name, file.bytes_of(name), file.shape_of(name), self._scales(name), self._block)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
+
+    def __len__(self) -> int:
+        return len(self._file_of)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._file_of
+
+    def stored_sizes(self) -> list[tuple[str, int]]:
+        """(type, bytes) of each tensor in its file; types that are not read keep their name."""
+        return [(file.dtype_of(name), file.bytes_of(name).size) for name, file in self._file_of.items()]
+
+    def _scales(self, name: str) -> np.ndarray:
+        for suffix in SUFFIXES:
+            if name + suffix in self._file_of:
+                return self[name + suffix].dequantize()
+        raise ModelFileError(f"the tensor {name!r} is stored in FP8, and its scale {name + SUFFIXES[0]!r} is missing")
+
+
+def _decoded(
+    name: str, stored: np.ndarray, shape: tuple[int, ...], scales: np.ndarray, block: tuple[int, int]
+) -> QuantizedTensor:
+    if len(shape) != 2:
+        raise UnsupportedModelError(f"the tensor {name!r} of shape {shape} is stored in FP8: only matrices are read")
+    rows, columns = shape
+    stored = stored.reshape(shape)
+    if scales.shape == (-(-rows // block[0]), -(-columns // block[1])):
+        by_row, by_column = np.arange(rows) // block[0], np.arange(columns) // block[1]
+    elif scales.size in (1, rows):
+        scales = scales.reshape(-1, 1)
+        by_row, by_column = np.arange(rows) % scales.size, np.zeros(1, np.int64)
+    else:
+        raise ModelFileError(f"the tensor {name!r} of shape {shape} has FP8 scales of shape {scales.shape}")
+    scales = scales.astype(np.float32) * np.float32(UNSCALED)
+    parts = []
+    for start in range(0, rows, ROWS_AT_ONCE):
+        part = stored[start : start + ROWS_AT_ONCE]
+        if ((part & 127) == 127).any():
+            raise ModelFileError(f"the tensor {name!r} contains values that are not numbers")
+        halves = ((part & 128).astype(np.uint16) << 8 | (part & 127).astype(np.uint16) << 7).view(np.float16)
+        values = halves.astype(np.float32) * scales[by_row[start : start + ROWS_AT_ONCE]][:, by_column]
+        parts.append(QuantizedTensor.quantize(values, QuantFormat.BF16, name).data)
+    return QuantizedTensor(QuantFormat.BF16, np.concatenate(parts), shape, name)
+
+
+def _is_block(block: object) -> bool:
+    return isinstance(block, list | tuple) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
+
+
+def check_quantization(raw: Mapping[str, Any]) -> tuple[int, int]:
+    """The blocks of FP8 weights; folders that are quantised in another way are refused with the reason."""
+    text = raw.get("text_config")
+    found = raw.get("quantization_config") or (text.get("quantization_config") if isinstance(text, Mapping) else None)
+    if not isinstance(found, Mapping):
+        return USUAL_BLOCK
+    method = str(found.get("quant_method") or "unknown")
+    if method == "compressed-tensors" and "float" not in str(found.get("format")):
+        method = f"{method} ({found.get('format')})"
+    elif method in ("fp8", "fbgemm_fp8", "mxfp4", "compressed-tensors"):
+        block = found.get("weight_block_size") or USUAL_BLOCK
+        if not _is_block(block):
+            raise ModelFileError(f"config.json has weight_block_size = {block}: it must be two positive numbers")
+        return block[0], block[1]
+    raise UnsupportedModelError(
+        f"the weights of this folder are quantised by {method}, which is not supported: "
+        "use the folder of the original model, or a GGUF file"
+    )
