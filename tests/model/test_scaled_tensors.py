@@ -78,13 +78,9 @@ def test_every_value_of_the_type(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("found", "message"),
     [
-        (
-            {"quant_method": "awq", "bits": 4},
-            "quantised by awq, which is not supported: use the folder",
-        ),
-        ({"quant_method": "gptq", "bits": 4}, "quantised by gptq"),
-        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, r"compressed-tensors \(pack-quantized\)"),
-        ({"bits": 4}, "quantised by unknown"),
+        ({"quant_method": "bitsandbytes"}, "quantised by bitsandbytes, which is not supported: use the folder"),
+        ({"quant_method": "compressed-tensors", "format": "int-quantized"}, "compressed-tensors int-quantized"),
+        ({"bits": 4}, "quantised by an unknown method"),
     ],
 )
 def test_other_ways_are_refused_by_name(found: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -137,11 +137,10 @@ def header(path: Path) -> tuple[str, int, str]:
     if path.is_dir():
         from bifolio.model.huggingface.config import config_from_hf
         from bifolio.model.huggingface.hf_loader import folder_tensors, read_json
-        from bifolio.model.huggingface.scaled_tensors import check_quantization
 
         raw = read_json(path / "config.json")
         config = config_from_hf(raw)
-        sizes = folder_tensors(path, check_quantization(raw)).stored_sizes()
+        sizes = folder_tensors(path, raw).stored_sizes()
     else:
         from bifolio.model.gguf.loader import config_from_gguf
         from bifolio.model.gguf.reader import open_gguf

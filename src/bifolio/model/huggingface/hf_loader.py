@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from bifolio.config import ModelConfig
-from bifolio.errors import ModelFileError
+from bifolio.errors import ModelFileError, UnsupportedModelError
 from bifolio.model.families import family_of
 from bifolio.model.huggingface.config import config_from_hf
-from bifolio.model.huggingface.safetensors_file import open_safetensors
-from bifolio.model.huggingface.scaled_tensors import USUAL_BLOCK, FolderMap, check_quantization
+from bifolio.model.huggingface.integer_weights import IntegerMap, read_packing
+from bifolio.model.huggingface.safetensors_file import Tensors, open_safetensors
+from bifolio.model.huggingface.scaled_tensors import FolderMap, read_block
 from bifolio.model.huggingface.sentencepiece_file import read_tokenizer
 from bifolio.model.loaded import LoadedModel, TextModel
 from bifolio.model.model_file import ModelFile
@@ -48,7 +49,7 @@ def open_folder(folder: Path) -> ModelFile:
     """Read the JSON files, check the headers of the weights and map them."""
     raw = read_json(folder / "config.json")
     config = config_from_hf(raw)
-    tensors = folder_tensors(folder, check_quantization(raw))
+    tensors = folder_tensors(folder, raw)
     generation = read_json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
     text = TextModel(
         path=folder,
@@ -64,8 +65,12 @@ def open_folder(folder: Path) -> ModelFile:
     return ModelFile(text, family.hf_names, family.folder_source(source, config), factors)
 
 
-def folder_tensors(folder: Path, fp8_block: tuple[int, int] = USUAL_BLOCK) -> FolderMap:
-    """Every tensor of the folder by name, memory-mapped; a tensor of an unknown type raises on access only."""
+def folder_tensors(folder: Path, config: Mapping[str, Any] | None = None) -> FolderMap:
+    """Every tensor of the folder by name, memory-mapped; a tensor of an unknown type raises on access only.
+
+    `config` is config.json, which describes quantised weights.
+    """
+    new_map = _map_of(config or {})
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         weight_map = read_json(index).get("weight_map")
@@ -84,7 +89,25 @@ def folder_tensors(folder: Path, fp8_block: tuple[int, int] = USUAL_BLOCK) -> Fo
         if not file.is_file():
             raise ModelFileError(f"{file} is missing, though {index.name} names it: fetch the whole model again")
         maps.append(open_safetensors(file).tensors)
-    return FolderMap(maps, fp8_block)
+    return new_map(maps)
+
+
+def _map_of(config: Mapping[str, Any]) -> Callable[[list[Tensors]], FolderMap]:
+    """The reader of a folder's weights; those that are quantised in an unknown way are refused."""
+    text = config.get("text_config")
+    found = config.get("quantization_config")
+    found = found or (text.get("quantization_config") if isinstance(text, Mapping) else None)
+    if not isinstance(found, Mapping):
+        return FolderMap
+    if (packing := read_packing(found)) is not None:
+        return partial(IntegerMap, packing=packing)
+    if (block := read_block(found)) is not None:
+        return partial(FolderMap, block=block)
+    method = " ".join(str(found[name]) for name in ("quant_method", "format") if found.get(name)) or "an unknown method"
+    raise UnsupportedModelError(
+        f"the weights of this folder are quantised by {method}, which is not supported: "
+        "use the folder of the original model, or a GGUF file"
+    )
 
 
 class FolderTensors:

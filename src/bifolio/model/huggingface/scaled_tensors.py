@@ -51,6 +51,14 @@ class FolderMap(Mapping[str, QuantizedTensor]):
         """(type, bytes) of each tensor in its file; types that are not read keep their name."""
         return [(file.dtype_of(name), file.bytes_of(name).size) for name, file in self._file_of.items()]
 
+    def words(self, name: str) -> np.ndarray:
+        """i32: a tensor of 32-bit integers."""
+        file = self._file_of[name]
+        if file.dtype_of(name) != "I32":
+            raise ModelFileError(f"the tensor {name!r} has type {file.dtype_of(name)}: 32-bit integers are expected")
+        found: np.ndarray = file.bytes_of(name).view("<i4").reshape(file.shape_of(name))
+        return found
+
     def _scales(self, name: str) -> np.ndarray:
         for suffix in SUFFIXES:
             if name + suffix in self._file_of:
@@ -102,21 +110,13 @@ def _is_block(block: object) -> bool:
     return isinstance(block, list | tuple) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
 
 
-def check_quantization(raw: Mapping[str, Any]) -> tuple[int, int]:
-    """The blocks of FP8 weights; folders that are quantised in another way are refused with the reason."""
-    text = raw.get("text_config")
-    found = raw.get("quantization_config") or (text.get("quantization_config") if isinstance(text, Mapping) else None)
-    if not isinstance(found, Mapping):
-        return USUAL_BLOCK
-    method = str(found.get("quant_method") or "unknown")
-    if method == "compressed-tensors" and "float" not in str(found.get("format")):
-        method = f"{method} ({found.get('format')})"
-    elif method in ("fp8", "fbgemm_fp8", "mxfp4", "compressed-tensors"):
-        block = found.get("weight_block_size") or USUAL_BLOCK
-        if not _is_block(block):
-            raise ModelFileError(f"config.json has weight_block_size = {block}: it must be two positive numbers")
-        return block[0], block[1]
-    raise UnsupportedModelError(
-        f"the weights of this folder are quantised by {method}, which is not supported: "
-        "use the folder of the original model, or a GGUF file"
-    )
+def read_block(found: Mapping[str, Any]) -> tuple[int, int] | None:
+    """The blocks of FP8 weights that `quantization_config` describes; None if the weights are of another kind."""
+    method = found.get("quant_method")
+    is_float = method == "compressed-tensors" and "float" in str(found.get("format"))
+    if not is_float and method not in ("fp8", "fbgemm_fp8", "mxfp4"):
+        return None
+    block = found.get("weight_block_size") or USUAL_BLOCK
+    if not _is_block(block):
+        raise ModelFileError(f"config.json has weight_block_size = {block}: it must be two positive numbers")
+    return block[0], block[1]

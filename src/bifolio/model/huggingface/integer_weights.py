@@ -1,0 +1,175 @@
+"""Folders with weights in 4 bits (AWQ, GPTQ, compressed-tensors), read as Q4_0 or Q4_1 without quantising again.
+
+A weight is scale * (code - zero), with one scale and one zero for `group_size` columns of a row. These are blocks of 32
+columns with the same scale: Q4_0 if every zero is 8, otherwise Q4_1, whose minimum is -scale * zero.
+
+    AWQ      qweight i32[columns, rows / 8]    qzeros i32[groups, rows / 8]    scales [groups, rows]
+    GPTQ     qweight i32[columns / 8, rows]    qzeros i32[groups, rows / 8]    scales [groups, rows]    g_idx [columns]
+    packed   weight_packed i32[rows, columns / 8]    weight_scale [rows, groups]    zeros of 8
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bifolio.errors import ModelFileError, UnsupportedModelError
+from bifolio.model.huggingface.safetensors_file import Tensors
+from bifolio.model.huggingface.scaled_tensors import FolderMap
+from bifolio.quant.formats import QuantFormat
+from bifolio.quant.tensor import QuantizedTensor
+
+BLOCK = 32
+WORD = 8  # codes in 32 bits
+MIDDLE = 8  # the zero of symmetric weights
+AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of the codes of a word, by row
+
+
+class Packing(NamedTuple):
+    """The layout of a folder's weights."""
+
+    method: str  # awq, gptq or packed
+    group_size: int  # columns; -1: all of a row
+    zero_offset: int = 0  # added to stored zeros
+
+    @property
+    def suffix(self) -> str:
+        return ".weight_packed" if self.method == "packed" else ".qweight"
+
+
+def read_packing(found: Mapping[str, Any]) -> Packing | None:
+    """The layout that `quantization_config` describes; None if it is another one."""
+    method = found.get("quant_method")
+    if method == "compressed-tensors" and found.get("format") == "pack-quantized":
+        groups = found.get("config_groups")
+        settings = [group.get("weights") or {} for group in groups.values()] if isinstance(groups, Mapping) else []
+        if len(settings) != 1:
+            raise UnsupportedModelError("compressed-tensors with several kinds of weights are not supported")
+        _require("compressed-tensors", settings[0], num_bits=4, symmetric=True)
+        return Packing("packed", int(settings[0].get("group_size") or -1))
+    if method == "awq":
+        _require("AWQ", {"version": "gemm", **found}, bits=4, version="gemm", zero_point=True)
+        return Packing("awq", int(found.get("group_size") or found.get("q_group_size") or 128))
+    if method == "gptq":
+        _require("GPTQ", found, bits=4)
+        return Packing("gptq", int(found.get("group_size") or 128), int(found.get("checkpoint_format") != "gptq_v2"))
+    return None
+
+
+def _require(name: str, found: Mapping[str, Any], **wanted: Any) -> None:
+    for field, value in wanted.items():
+        actual = found.get(field, value)
+        if (actual.lower() if isinstance(actual, str) else actual) != value:
+            raise UnsupportedModelError(
+                f"{name} weights with {field} = {actual} are not supported, only with {value}: "
+                "use the folder of the original model, or a GGUF file"
+            )
+
+
+class IntegerMap(FolderMap):
+    """The tensors of a folder by name; those of packed weights have the names of the original ones."""
+
+    def __init__(self, files: Sequence[Tensors], packing: Packing) -> None:
+        super().__init__(files)
+        self._packing = packing
+        ends = packing.suffix
+        self._packed = {name.removesuffix(ends) + ".weight" for name in super().__iter__() if name.endswith(ends)}
+
+    def __getitem__(self, name: str) -> QuantizedTensor:
+        return self._converted(name.removesuffix(".weight")) if name in self._packed else super().__getitem__(name)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from super().__iter__()
+        yield from self._packed
+
+    def __len__(self) -> int:
+        return super().__len__() + len(self._packed)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._packed or super().__contains__(name)
+
+    def _converted(self, name: str) -> QuantizedTensor:
+        try:
+            codes, scales, zeros = self._parts(name)
+            return _as_blocks(name, codes, scales, zeros, self._packing.group_size)
+        except (KeyError, ValueError, IndexError) as error:
+            if isinstance(error, ModelFileError | UnsupportedModelError):
+                raise
+            raise ModelFileError(f"the packed weights {name!r} are not usable: {error}") from error
+
+    def _parts(self, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | int]:
+        """(codes u8[rows, columns], scales [rows, groups], zeros [rows, groups] or one for all)"""
+        method = self._packing.method
+        if method == "packed":
+            if name + ".weight_zero_point" in self or name + ".weight_g_idx" in self:
+                raise UnsupportedModelError(f"the packed weights {name!r} have zeros or an order of their own")
+            words = self.words(name + ".weight_packed")
+            return _codes(words).reshape(len(words), -1), self[name + ".weight_scale"].dequantize(), MIDDLE
+        words, scales = self.words(name + ".qweight"), self[name + ".scales"].dequantize().T
+        if method == "awq":
+            return _awq_codes(words), scales, _awq_codes(self.words(name + ".qzeros"))
+        codes = _codes(words.T).reshape(words.shape[1], -1)
+        self._check_order(name, codes.shape[1])
+        zeros = _codes(self.words(name + ".qzeros"))
+        return codes, scales, zeros.reshape(len(zeros), -1).T + np.uint8(self._packing.zero_offset)
+
+    def _check_order(self, name: str, columns: int) -> None:
+        if name + ".g_idx" not in self:
+            return
+        size = self._packing.group_size if self._packing.group_size > 0 else columns
+        if not np.array_equal(self.words(name + ".g_idx"), np.arange(columns) // size):
+            raise UnsupportedModelError(
+                f"the GPTQ weights {name!r} have groups of scattered columns (desc_act), which are not supported: "
+                "use the folder of the original model, or a GGUF file"
+            )
+
+
+def _pairs(words: np.ndarray) -> np.ndarray:
+    """u8[..., 4]: the bytes of each word, two codes each, the lowest bits first."""
+    return np.ascontiguousarray(words).astype("<i4", copy=False).view(np.uint8).reshape(*words.shape, WORD // 2)
+
+
+def _codes(words: np.ndarray) -> np.ndarray:
+    """u8[..., 8]: the codes of each word."""
+    pairs = _pairs(words)
+    return np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(*words.shape, WORD)
+
+
+def _awq_codes(words: np.ndarray) -> np.ndarray:
+    """u8[8 w, n] of words [n, w]."""
+    pairs = np.ascontiguousarray(_pairs(words).transpose(1, 2, 0))
+    codes: np.ndarray = np.empty((words.shape[1], WORD, words.shape[0]), np.uint8)
+    for row, place in enumerate(AWQ_PLACES):
+        pair = pairs[:, place // 2]
+        codes[:, row] = pair >> 4 if place % 2 else pair & 15
+    return codes.reshape(-1, words.shape[0])
+
+
+def _as_blocks(
+    name: str, codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray | int, group_size: int
+) -> QuantizedTensor:
+    rows, columns = codes.shape
+    size = group_size if group_size > 0 else columns
+    if size % BLOCK or columns % size or scales.shape != (rows, columns // size):
+        raise UnsupportedModelError(
+            f"the packed weights {name!r} of shape {codes.shape} have groups of {size} columns and scales of shape "
+            f"{scales.shape}: groups must be of whole blocks of {BLOCK} columns"
+        )
+    if np.ndim(zeros) and np.shape(zeros) != scales.shape:
+        raise ValueError(f"zeros of shape {np.shape(zeros)} for scales of shape {scales.shape}")
+    halves = scales.astype(np.float16)
+    if not np.isfinite(halves).all():
+        raise ModelFileError(f"the packed weights {name!r} have scales that are not numbers, or too large ones")
+    is_middle = bool(np.all(zeros == MIDDLE))
+    header = [halves] if is_middle else [halves, (-halves.astype(np.float32) * zeros).astype(np.float16)]
+    format = QuantFormat.Q4_0 if is_middle else QuantFormat.Q4_1
+    start = 2 * len(header)
+    blocks: np.ndarray = np.empty((rows, columns // BLOCK, start + BLOCK // 2), np.uint8)
+    for place, values in enumerate(header):
+        repeated = np.repeat(values, size // BLOCK, axis=1)
+        blocks[:, :, 2 * place : 2 * place + 2] = repeated.astype("<f2").view(np.uint8).reshape(rows, -1, 2)
+    parts = codes.reshape(rows, columns // BLOCK, 2, BLOCK // 2)
+    blocks[:, :, start:] = parts[:, :, 0] | parts[:, :, 1] << 4
+    return QuantizedTensor(format, blocks.reshape(rows, -1), (rows, columns), name)
