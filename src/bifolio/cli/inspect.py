@@ -120,8 +120,7 @@ def read_contents(path: Path) -> Contents:
     if path.is_dir():
         from bifolio.model.huggingface.hf_loader import folder_tensors, read_json
 
-        found = folder_tensors(path)
-        lines = [TensorLine(name, t.shape, t.format.name, t.nbytes) for name, t in sorted(found.items())]
+        lines = [TensorLine(*tensor) for tensor in sorted(folder_tensors(path).stored())]
         return Contents(str(path), "folder", read_json(path / "config.json"), lines)
     if path.suffix.lower() == ".gguf":
         from bifolio.model.gguf.split import open_whole_gguf

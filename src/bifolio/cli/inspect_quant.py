@@ -8,6 +8,8 @@ if TYPE_CHECKING:
     from bifolio.cli.inspect import TensorLine
 
 DENSE = "32-bit floats, as every norm and bias"
+IN_FOLDERS = {"F8_E4M3": "BF16", "U8": "I8"}  # types of safetensors that are read as another format
+OF_FOLDERS = {"I32": "Q4_0 or Q4_1, with scales and zeros"}  # AWQ, GPTQ, compressed-tensors
 
 
 def quant_rows(tensors: list[TensorLine]) -> list[dict[str, Any]]:
@@ -21,9 +23,10 @@ def quant_rows(tensors: list[TensorLine]) -> list[dict[str, Any]]:
     rows: dict[tuple[str, bool], dict[str, Any]] = {}
     for tensor in tensors:
         is_matrix = len(tensor.shape) > 1
-        format, values = QuantFormat[tensor.format], math.prod(tensor.shape)
-        if not format.is_readable:
-            becomes, held = "cannot be read", 0.0
+        values = math.prod(tensor.shape)
+        format = QuantFormat.__members__.get(IN_FOLDERS.get(tensor.format, tensor.format))
+        if format is None or not format.is_readable:
+            becomes, held = OF_FOLDERS.get(tensor.format, "cannot be read"), 0.0
         elif not is_matrix:
             becomes, held = DENSE, 32.0
         else:
@@ -31,7 +34,7 @@ def quant_rows(tensors: list[TensorLine]) -> list[dict[str, Any]]:
         row = rows.setdefault(
             (tensor.format, is_matrix),
             {"format": tensor.format, "kind": "matrices" if is_matrix else "vectors", "tensors": 0, "values": 0,
-             "bytes": 0, "bits": format.bits_per_element, "becomes": becomes, "held_bits": held, "held_bytes": 0},
+             "bytes": 0, "bits": 8 * tensor.nbytes / max(values, 1), "becomes": becomes, "held_bits": held, "held_bytes": 0},
         )  # fmt: skip
         row["tensors"] += 1
         row["values"] += values

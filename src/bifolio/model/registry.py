@@ -140,7 +140,7 @@ def header(path: Path) -> tuple[str, int, str]:
 
         raw = read_json(path / "config.json")
         config = config_from_hf(raw)
-        sizes = folder_tensors(path, raw).stored_sizes()
+        sizes = [(tensor.format, tensor.nbytes) for tensor in folder_tensors(path, raw).stored()]
     else:
         from bifolio.model.gguf.loader import config_from_gguf
         from bifolio.model.gguf.reader import open_gguf

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,13 @@ USUAL_BLOCK = (128, 128)
 SUFFIXES = ("_scale_inv", "_scale")
 VALUES_AT_ONCE = 1 << 16  # they stay in the cache of a core
 HIGH = 1 if sys.byteorder == "little" else 0  # the half of 32 bits that has the exponent
+
+
+class StoredTensor(NamedTuple):
+    name: str
+    shape: tuple[int, ...]
+    format: str  # the name of the type in safetensors
+    nbytes: int
 
 
 class FolderMap(Mapping[str, QuantizedTensor]):
@@ -47,9 +54,12 @@ class FolderMap(Mapping[str, QuantizedTensor]):
     def __contains__(self, name: object) -> bool:
         return name in self._file_of
 
-    def stored_sizes(self) -> list[tuple[str, int]]:
-        """(type, bytes) of each tensor in its file; types that are not read keep their name."""
-        return [(file.dtype_of(name), file.bytes_of(name).size) for name, file in self._file_of.items()]
+    def stored(self) -> list[StoredTensor]:
+        """Each tensor as it lies in its file."""
+        return [
+            StoredTensor(name, file.shape_of(name), file.dtype_of(name), file.bytes_of(name).size)
+            for name, file in self._file_of.items()
+        ]
 
     def words(self, name: str) -> np.ndarray:
         """i32: a tensor of 32-bit integers."""
