@@ -12,7 +12,8 @@ import pytest
 from whole_prompt import prompt_logits
 
 from bifolio.cli.inspect import read_contents
-from bifolio.cli.inspect_quant import OF_FOLDERS, quant_rows
+from bifolio.cli.inspect_quant import PACKED as INTO_BLOCKS
+from bifolio.cli.inspect_quant import quant_rows
 from bifolio.errors import BifolioError, UnsupportedModelError
 from bifolio.model.huggingface.hf_loader import folder_tensors, load_folder
 from bifolio.model.registry import header
@@ -127,7 +128,7 @@ def test_a_model_gives_the_logits_of_its_values(method: str, tmp_path: Path) -> 
     np.testing.assert_allclose(prompt_logits(loaded.weights, prompt), theirs, atol=1e-4)
     assert header(packed)[1] == header(plain)[1]
     lines = read_contents(packed).tensors
-    assert {row["becomes"] for row in quant_rows(lines) if row["format"] == "I32"} == {OF_FOLDERS["I32"]}
+    assert next(row["becomes"] for row in quant_rows(lines) if row["format"] == "I32") == INTO_BLOCKS
 
 
 def test_the_library_of_compressed_tensors_packs_alike(tmp_path: Path) -> None:

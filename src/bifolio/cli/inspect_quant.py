@@ -9,7 +9,8 @@ if TYPE_CHECKING:
 
 DENSE = "32-bit floats, as every norm and bias"
 IN_FOLDERS = {"F8_E4M3": "BF16", "U8": "I8"}  # types of safetensors that are read as another format
-OF_FOLDERS = {"I32": "Q4_0 or Q4_1, with scales and zeros"}  # AWQ, GPTQ, compressed-tensors
+PACKED_NAMES = (".qweight", ".qzeros", ".weight_packed")  # of AWQ, GPTQ and compressed-tensors
+PACKED = "Q4_0 or Q4_1, with scales and zeros"
 
 
 def quant_rows(tensors: list[TensorLine]) -> list[dict[str, Any]]:
@@ -25,8 +26,10 @@ def quant_rows(tensors: list[TensorLine]) -> list[dict[str, Any]]:
         is_matrix = len(tensor.shape) > 1
         values = math.prod(tensor.shape)
         format = QuantFormat.__members__.get(IN_FOLDERS.get(tensor.format, tensor.format))
-        if format is None or not format.is_readable:
-            becomes, held = OF_FOLDERS.get(tensor.format, "cannot be read"), 0.0
+        if tensor.name.endswith(PACKED_NAMES):
+            becomes, held = PACKED, 0.0
+        elif format is None or not format.is_readable:
+            becomes, held = "cannot be read", 0.0
         elif not is_matrix:
             becomes, held = DENSE, 32.0
         else:
@@ -34,7 +37,8 @@ def quant_rows(tensors: list[TensorLine]) -> list[dict[str, Any]]:
         row = rows.setdefault(
             (tensor.format, is_matrix),
             {"format": tensor.format, "kind": "matrices" if is_matrix else "vectors", "tensors": 0, "values": 0,
-             "bytes": 0, "bits": 8 * tensor.nbytes / max(values, 1), "becomes": becomes, "held_bits": held, "held_bytes": 0},
+             "bytes": 0, "bits": 8 * tensor.nbytes / max(values, 1), "becomes": becomes, "held_bits": held,
+             "held_bytes": 0},
         )  # fmt: skip
         row["tensors"] += 1
         row["values"] += values
