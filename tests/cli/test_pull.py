@@ -24,6 +24,8 @@ from bifolio.model.loader import load_model, resolve
 from bifolio.model.references import KNOWN
 from bifolio.model.registry import embedded_dir, find_model, pulled_dir
 from cli_runner import CliRunner
+from exotic_weights import k_quant_llama
+from gguf_parts import split
 from helpers import tiny_folder
 
 MEMBER = "pack/model.gguf"
@@ -163,6 +165,24 @@ def test_a_folder_of_a_hub(hub: Hub, cache: Path) -> None:
     assert np.array_equal(theirs.embedding.dequantize(), ours.embedding.dequantize())  # type: ignore[union-attr]
     record = json.loads((pulled_dir() / "net.source.json").read_text())
     assert record["source"] == "hf:org/net"
+
+
+@pytest.mark.parametrize(
+    "reference", ["hf:org/large", "hf:org/large:Q4_K_M", "hf:org/large:Q4_K_M/m-Q4_K_M-00002-of-00003.gguf"]
+)
+def test_a_model_in_several_files(reference: str, hub: Hub, cache: Path, tmp_path: Path) -> None:
+    whole = k_quant_llama(tmp_path / "whole.gguf")
+    parts = [path.read_bytes() for path in split(whole, 3)]
+    names = [f"Q4_K_M/m-Q4_K_M-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
+    hub.repositories["org/large"] = dict(zip(names, parts, strict=True)) | {"README.md": b"hello"}
+    bifolio("pull", reference, "--name", "large")
+    assert sorted(path.name for path in (pulled_dir() / "large").iterdir()) == [Path(name).name for name in names]
+    theirs = load_model(whole).weights.embedding.dequantize()  # type: ignore[union-attr]
+    assert np.array_equal(load_model("large").weights.embedding.dequantize(), theirs)  # type: ignore[union-attr]
+    assert "large" in bifolio("list")
+    assert all(file.startswith("models/") for file in left_behind(cache))
+    bifolio("rm", "large")
+    assert find_model("large") is None
 
 
 def test_an_interrupted_download_goes_on_where_it_ended(hub: Hub, cache: Path) -> None:

@@ -4,48 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import gguf
 import numpy as np
 import pytest
 
 from bifolio.errors import ModelFileError
-from bifolio.model.gguf.reader import open_gguf
-from bifolio.model.gguf.split import open_whole_gguf
+from bifolio.model.gguf.split import only_gguf, open_whole_gguf, whole_name
 from bifolio.model.loader import load_model
 from exotic_weights import k_quant_llama
+from gguf_parts import split
 
 
 @pytest.fixture
 def whole(tmp_path: Path) -> Path:
     return k_quant_llama(tmp_path / "whole.gguf")
-
-
-def split(path: Path, count: int, *, total: int | None = None) -> list[Path]:
-    """The parts of a file, made by the gguf package with the keys of llama.cpp's splitter."""
-    source = open_gguf(path)
-    names = list(source.entries)
-    paths = []
-    for number in range(count):
-        paths.append(path.with_name(f"part-{number + 1:05d}-of-{count:05d}.gguf"))
-        writer = gguf.GGUFWriter(paths[-1], "llama")
-        writer.add_uint16("split.no", number)
-        writer.add_uint16("split.count", count)
-        writer.add_int32("split.tensors.count", total or len(names))
-        if number == 0:
-            for key, value in source.metadata.items():
-                if key.startswith("llama."):
-                    writer.add_float32(key, value) if isinstance(value, float) else writer.add_uint32(key, value)  # type: ignore[arg-type]
-        for name in names[number::count]:
-            tensor = source.tensor(name)
-            kind = gguf.GGMLQuantizationType(tensor.format.ggml_type)
-            data = tensor.data if tensor.format.is_quantized else tensor.dequantize()
-            raw = {"raw_shape": data.shape, "raw_dtype": kind} if tensor.format.is_quantized else {}
-            writer.add_tensor(name, np.array(data), **raw)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-    return paths
 
 
 @pytest.mark.parametrize("opened", [0, 2])
@@ -85,3 +56,18 @@ def test_a_lost_tensor_is_found(whole: Path) -> None:
     paths = split(whole, 2, total=99)
     with pytest.raises(ModelFileError, match="different tensors where the model has 99"):
         load_model(paths[0])
+
+
+def test_a_folder_with_one_model_is_that_model(whole: Path, tmp_path: Path) -> None:
+    (tmp_path / "several").mkdir()
+    for path in split(whole, 3):
+        path.rename(tmp_path / "several" / path.name)
+    theirs = load_model(whole).weights.embedding.dequantize()  # type: ignore[union-attr]
+    assert np.array_equal(load_model(tmp_path / "several").weights.embedding.dequantize(), theirs)  # type: ignore[union-attr]
+    (tmp_path / "several" / "other.gguf").write_bytes(whole.read_bytes())
+    with pytest.raises(ModelFileError, match=r"several models: pass one of other\.gguf, part-00001-of-00003\.gguf"):
+        load_model(tmp_path / "several")
+    (tmp_path / "empty").mkdir()
+    assert only_gguf(tmp_path / "empty") is None
+    assert whole_name("a/b-00002-of-00003.gguf") == ("a/b.gguf", 2)
+    assert whole_name("a/b.gguf") == ("a/b.gguf", 1)

@@ -50,13 +50,13 @@ def resolve(reference: str | Path) -> Path:
     """Resolve a reference to a path; names are looked up among the embedded and the pulled models."""
     path = Path(reference).expanduser()
     if path.exists():
-        return path
+        return _file_of(path)
     if isinstance(reference, str):
         from bifolio.model.registry import PULLABLE, find_model, known_names
 
         found = find_model(reference)
         if found is not None:
-            return found
+            return _file_of(found)
         if reference in PULLABLE or (normalised(reference) is not None and path.suffix not in MODEL_SUFFIXES):
             raise ModelFileError(f"{reference} is not downloaded: fetch it with `bifolio pull {reference}`")
     if isinstance(reference, str) and not any(sign in reference for sign in "/\\") and not path.suffix:
@@ -64,3 +64,12 @@ def resolve(reference: str | Path) -> Path:
         known = "" if hint else f"; known names: {', '.join(known_names()) or 'none'}"
         raise ModelFileError(f"no model is called {reference!r} and no such file exists{hint}{known}")
     raise ModelFileError(f"{path} does not exist: pass a model folder, a .gguf file or the name of a model")
+
+
+def _file_of(path: Path) -> Path:
+    """The GGUF file of a folder that holds one model in this form; other paths as they are."""
+    if not path.is_dir() or (path / "config.json").exists():
+        return path
+    from bifolio.model.gguf.split import only_gguf
+
+    return only_gguf(path) or path

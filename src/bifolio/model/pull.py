@@ -26,6 +26,7 @@ from bifolio.errors import BifolioError, ConfigError, MissingDependencyError, Mo
 from bifolio.folders import cache_dir
 from bifolio.model import hub
 from bifolio.model.file_access import atomic_path
+from bifolio.model.gguf.split import whole_name
 from bifolio.model.references import KNOWN, HubReference, parse_hub_reference
 from bifolio.model.registry import (
     SOURCE_SUFFIX,
@@ -38,7 +39,6 @@ from bifolio.model.registry import (
 
 _COPY_BYTES = 1 << 20
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_PART_OF_SEVERAL = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 # The files of a model folder. No pickles, no code.
 _FOLDER_FILES = ("*.safetensors", "config.json", "generation_config.json", "tokenizer*.json", "*.index.json",
                  "tokenizer.model", "special_tokens_map.json", "chat_template.jinja")  # fmt: skip
@@ -220,9 +220,12 @@ def _pull_from_hub(
             hub.download(reference.repository, file, staging / file.path, _offset(progress, before, total))
         before += file.size
         progress(before, total)
-    only = wanted[0].path if len(wanted) == 1 and wanted[0].path.endswith(".gguf") else None
-    digest = wanted[0].sha256 if only is not None else None
-    return _keep(staging, only, name, str(reference), digest, defaults)
+    fetched = staging
+    if wanted[0].path.lower().endswith(".gguf"):  # a file, or the folder of its parts
+        fetched = staging / wanted[0].path
+        fetched = fetched if len(wanted) == 1 else fetched.parent
+    digest = wanted[0].sha256 if len(wanted) == 1 else None
+    return _keep(staging, fetched, name, str(reference), digest, defaults)
 
 
 def _offset(progress: hub.Progress, before: int, total: int) -> hub.Progress:
@@ -231,13 +234,16 @@ def _offset(progress: hub.Progress, before: int, total: int) -> hub.Progress:
 
 
 def chosen_files(reference: HubReference, files: list[hub.HubFile], say: Say) -> list[hub.HubFile]:
-    """The files to fetch: those of a model folder, or one GGUF file."""
-    ggufs = {file.path: file for file in files if file.path.lower().endswith(".gguf")}
+    """The files to fetch: those of a model folder, or one GGUF file, or the parts of one."""
+    ggufs: dict[str, list[hub.HubFile]] = {}
+    for file in sorted(files, key=lambda file: file.path):
+        if file.path.lower().endswith(".gguf"):
+            ggufs.setdefault(whole_name(file.path)[0], []).append(file)
     if reference.is_path:
-        path = reference.file or ""
+        path = whole_name(reference.file or "")[0]
         if path not in ggufs:
             raise ModelFileError(f"{reference} could not be fetched: there is no such file{did_you_mean(path, ggufs)}")
-        return [ggufs[path]]
+        return ggufs[path]
     if reference.file is None:
         names = {file.path for file in files}
         if "config.json" in names and any(name.endswith(".safetensors") for name in names):
@@ -254,9 +260,7 @@ def chosen_files(reference: HubReference, files: list[hub.HubFile], say: Say) ->
         choice = ", ".join(f"hf:{reference.repository}:{path}" for path in matching or ggufs)
         found = "several models" if matching else f"no {reference.file}"
         raise ConfigError(f"{reference.repository} holds {found}: pass one of {choice}")
-    if _PART_OF_SEVERAL.search(matching[0]):
-        raise ConfigError(f"{matching[0]} is one of several parts: choose a model that is one file")
-    return [ggufs[matching[0]]]
+    return ggufs[matching[0]]
 
 
 def _has_format(path: str, name: str) -> bool:
@@ -267,20 +271,19 @@ def _has_format(path: str, name: str) -> bool:
 
 def _keep(
     staging: Path,
-    file: str | None,
+    fetched: Path,
     name: str,
     source: str,
     sha256: str | None,
     defaults: Mapping[str, float],
 ) -> Path:
     """Move fetched files to their name, once they are known to be a model that can be read."""
-    fetched = staging if file is None else staging / file
     try:
         header(fetched)
     except BifolioError:
         shutil.rmtree(staging, ignore_errors=True)
         raise
-    target = pulled_dir() / (name if file is None else f"{name}.gguf")
+    target = pulled_dir() / (name if fetched.is_dir() else f"{name}.gguf")
     target.parent.mkdir(parents=True, exist_ok=True)
     write_source(name, source, sha256, defaults)
     _remove_folder(target)

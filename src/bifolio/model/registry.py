@@ -86,6 +86,8 @@ def pulled_source(name: str) -> str | None:
 
 def pulled_defaults(path: Path) -> dict[str, float]:
     """The sampling defaults recorded beside a pulled model; {} for other files."""
+    if path.parent.parent == pulled_dir():  # a part of a model in several files
+        path = path.parent
     if path.parent != pulled_dir():
         return {}
     found = _pulled_record(path.stem if path.suffix == ".gguf" else path.name).get("generation_config")
@@ -117,7 +119,7 @@ def _found() -> Iterator[tuple[str, Origin, Path]]:
                 continue
             if path.suffix == ".gguf" and path.is_file():
                 yield path.stem, origin, path
-            elif (path / "config.json").is_file():
+            elif (path / "config.json").is_file() or next(path.glob("*.gguf"), None) is not None:
                 yield path.name, origin, path
 
 
@@ -134,6 +136,10 @@ def _size(path: Path) -> int:
 def header(path: Path) -> tuple[str, int, str]:
     """(architecture, parameters, format of most of the weights)."""
     formats: dict[str, int] = {}
+    if path.is_dir() and not (path / "config.json").exists():
+        from bifolio.model.gguf.split import only_gguf
+
+        path = only_gguf(path) or path
     if path.is_dir():
         from bifolio.model.huggingface.config import config_from_hf
         from bifolio.model.huggingface.hf_loader import folder_tensors, read_json
@@ -143,9 +149,9 @@ def header(path: Path) -> tuple[str, int, str]:
         sizes = [(tensor.format, tensor.nbytes) for tensor in folder_tensors(path, raw).stored()]
     else:
         from bifolio.model.gguf.loader import config_from_gguf
-        from bifolio.model.gguf.reader import open_gguf
+        from bifolio.model.gguf.split import open_whole_gguf
 
-        file = open_gguf(path)
+        file = open_whole_gguf(path)
         config = config_from_gguf(file)
         sizes = [(entry.format.name, entry.nbytes) for entry in file.entries.values()]
     for name, nbytes in sizes:

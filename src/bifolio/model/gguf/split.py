@@ -17,6 +17,22 @@ _NAME = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", 
 _MAX_FILES = 10_000
 
 
+def whole_name(path: str) -> tuple[str, int]:
+    """(Name without the number of the part, number of the part); files of whole models are their own part 1."""
+    named = _NAME.fullmatch(path)
+    return (f"{named['stem']}.gguf", int(named["number"])) if named else (path, 1)
+
+
+def only_gguf(folder: Path) -> Path | None:
+    """The file, or the first part, of the one model in a folder of GGUF files; None if there is no such file."""
+    found = [path for path in sorted(folder.glob("*.gguf")) if whole_name(path.name)[1] == 1]
+    if len(found) > 1:
+        raise ModelFileError(
+            f"{folder} holds several models: pass one of {', '.join(path.name for path in found)} with its folder"
+        )
+    return found[0] if found else None
+
+
 def open_whole_gguf(path: str | Path) -> GgufFile:
     """Check the header of `path`, and of the files beside it that hold the rest of a split model, and map them."""
     path = Path(path)
