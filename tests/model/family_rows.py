@@ -255,7 +255,7 @@ def row_model(name: str, **overrides: Any) -> Any:
                 # norms start at 1 and biases at 0: mistakes in either would not show
                 parameter.add_(torch.randn_like(parameter) * 0.1)
         for field, buffer in model.named_buffers():
-            if field.endswith("layer_scalar"):  # a factor that is no parameter
+            if field.endswith(("layer_scalar", "e_score_correction_bias")):  # factors and biases that are no parameters
                 buffer.add_(torch.randn_like(buffer) * 0.2)
     return model
 

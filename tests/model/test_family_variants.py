@@ -28,6 +28,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("ernie4_5moe", {"moe_norm_min": 0.1}, "moe_norm_min"),
     ("gemma", {"use_bidirectional_attention": True}, "attend to later ones"),
     ("glm4", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic'"),
+    ("hunyuan_moe", {"use_cla": True}, "use_cla"),
+    ("hunyuan_moe", {"moe_topk": [1, 2] * 16}, "moe_topk by layer"),
+    ("hunyuan_moe", {"moe_intermediate_size": 1024}, "another width"),
     ("qwen2moe", {"use_sliding_window": True}, "without layer_types"),
 ]
 
@@ -63,7 +66,10 @@ def test_a_gguf_file_that_cannot_be_run_is_refused(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["cohere", "ernie4_5moe", "gemma", "glm", "glm4", "granitemoe", "qwen2moe"])
+@pytest.mark.parametrize(
+    "name",
+    ["cohere", "ernie4_5moe", "gemma", "glm", "glm4", "granitemoe", "hunyuan_moe", "qwen2moe"],
+)
 def test_fields_that_config_json_leaves_out_have_the_values_of_transformers(name: str) -> None:
     import transformers
 

@@ -13,6 +13,7 @@ from bifolio.model.huggingface.decoder_config import Raw, decoder_from_hf, decod
 from bifolio.model.tensor_names import HF_LLAMA
 
 NETWORK: dict[str, Any] = {"qk_norm": True, "qk_norm_after_rope": True}
+HF_NAMES = replace(HF_LLAMA, query_norm="self_attn.query_layernorm", key_norm="self_attn.key_layernorm")
 
 
 def config_from_hf(raw: Raw, name: str) -> ModelConfig:
@@ -38,7 +39,7 @@ FAMILY = Family(
     hf_class="HunYuanDenseV1ForCausalLM",
     config_from_hf=config_from_hf,
     config_to_hf=config_to_hf,
-    hf_names=replace(HF_LLAMA, query_norm="self_attn.query_layernorm", key_norm="self_attn.key_layernorm"),
+    hf_names=HF_NAMES,
     gguf_architectures=("hunyuan-dense",),
     written_as="hunyuan-dense",
     config_from_gguf=partial(decoder_from_gguf, **NETWORK),
