@@ -34,6 +34,18 @@ class Row(NamedTuple):
 
 
 ROWS: dict[str, Row] = {
+    "arcee": Row(
+        "ArceeConfig",
+        {"head_dim": 24, "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
+                                             "original_max_position_embeddings": 32}},
+        {"model_type": "arcee", "vocab_size": 128004, "hidden_size": 2560, "intermediate_size": 18432,
+         "num_hidden_layers": 36, "num_attention_heads": 20, "num_key_value_heads": 4, "head_dim": 128,
+         "hidden_act": "relu2", "max_position_embeddings": 65536, "rms_norm_eps": 1e-05, "rope_theta": 10000.0,
+         "rope_scaling": {"rope_type": "yarn", "type": "yarn", "factor": 20.0, "mscale": 1.0, "beta_fast": 32.0,
+                          "beta_slow": 1.0, "original_max_position_embeddings": 4096},
+         "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False, "bos_token_id": 128000,
+         "eos_token_id": 128003},
+    ),
     "cohere": Row(
         "CohereConfig", {"logit_scale": 0.75},
         {"model_type": "cohere", "vocab_size": 256000, "hidden_size": 8192, "intermediate_size": 22528,
