@@ -19,6 +19,20 @@ _GRANITE_3B = {
 
 # Class of transformers, fields of the small model, config.json of a real model, fields that llama.cpp fixes.
 EXPERT_ROWS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any] | None]] = {
+    "dots1": (
+        "Dots1Config",
+        {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 2,
+         "first_k_dense_replace": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.6, "n_group": 4,
+         "topk_group": 2, "sliding_window": WINDOW, "max_window_layers": 2},
+        {"model_type": "dots1", "vocab_size": 152064, "hidden_size": 4096, "intermediate_size": 10944,
+         "num_hidden_layers": 62, "num_attention_heads": 32, "num_key_value_heads": 32, "hidden_act": "silu",
+         "max_position_embeddings": 32768, "rms_norm_eps": 1e-05, "rope_theta": 10000000, "attention_bias": False,
+         "sliding_window": None, "use_sliding_window": False, "max_window_layers": 62, "n_routed_experts": 128,
+         "num_experts_per_tok": 6, "moe_intermediate_size": 1408, "n_shared_experts": 2, "first_k_dense_replace": 1,
+         "norm_topk_prob": True, "routed_scaling_factor": 2.5, "scoring_func": "noaux_tc",
+         "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": 151645},
+        {"sliding_window": None, "num_key_value_heads": 4},
+    ),
     "ernie4_5moe": (
         "Ernie4_5_MoeConfig",
         {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 32, "moe_num_shared_experts": 2},

@@ -82,6 +82,7 @@ def test_fields_that_config_json_leaves_out_have_the_values_of_transformers(name
 VARIANTS: list[tuple[str, dict[str, Any], str]] = [  # the last is the reason why GGUF cannot describe it, or none
     ("cohere", {"attention_bias": True, "tie_word_embeddings": False}, ""),
     ("cohere", {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e4}}, ""),
+    ("dots1", {"attention_bias": True, "norm_topk_prob": False, "first_k_dense_replace": 0}, ""),
     ("ernie4_5moe", {"moe_num_shared_experts": 0, "moe_layer_start_index": 2}, ""),
     ("ernie4_5moe", {"moe_layer_interval": 2, "moe_layer_end_index": 2}, "plain MLPs in the layers"),
     ("gemma", {"attention_bias": True, "tie_word_embeddings": False}, ""),

@@ -17,10 +17,11 @@ from bifolio.model.tensor_names import GGUF_LLAMA
 GROUP_BEST = 2  # experts that rank a group
 
 
-def config_from_hf(raw: Raw, name: str) -> ModelConfig:
+def experts_from_hf(raw: Raw) -> MoeConfig:
+    """Experts that are chosen by sigmoids and a bias, behind `first_k_dense_replace` layers with plain MLPs."""
     size = int(raw["moe_intermediate_size"])
     groups = int(raw.get("n_group") or 1)
-    moe = MoeConfig(
+    return MoeConfig(
         num_experts=expert_count(raw),
         top_k=int(raw["num_experts_per_tok"]),
         expert_size=size,
@@ -34,14 +35,11 @@ def config_from_hf(raw: Raw, name: str) -> ModelConfig:
         shared_size=size * int(raw.get("n_shared_experts") or 0),
         dense_layers=tuple(range(int(raw.get("first_k_dense_replace", 1)))),
     )
-    qk_norm = bool(raw.get("use_qk_norm", False))
-    partial = {} if "rope_parameters" in raw else {"partial_rotary_factor": raw.get("partial_rotary_factor", 0.5)}
-    return decoder_from_hf({**raw, **partial}, name, output_bias=False, qk_norm=qk_norm, moe=moe)
 
 
-def config_to_hf(config: ModelConfig) -> dict[str, Any]:
+def experts_to_hf(config: ModelConfig) -> dict[str, Any]:
     moe = config.moe
-    experts = {} if moe is None else {
+    return {} if moe is None else {
         "n_routed_experts": moe.num_experts,
         "num_experts_per_tok": moe.top_k,
         "moe_intermediate_size": moe.expert_size,
@@ -52,19 +50,33 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         "n_group": moe.num_groups,
         "topk_group": moe.top_groups,
     }  # fmt: skip
+
+
+def config_from_hf(raw: Raw, name: str) -> ModelConfig:
+    qk_norm = bool(raw.get("use_qk_norm", False))
+    partial = {} if "rope_parameters" in raw else {"partial_rotary_factor": raw.get("partial_rotary_factor", 0.5)}
+    return decoder_from_hf({**raw, **partial}, name, output_bias=False, qk_norm=qk_norm, moe=experts_from_hf(raw))
+
+
+def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     return {
         **decoder_to_hf(config),
         "attention_bias": config.qkv_bias,
         "use_qk_norm": config.qk_norm,
         "partial_rotary_factor": config.ropes[0].rotary_dim / config.head_dim,
-        **experts,
+        **experts_to_hf(config),
     }
+
+
+def sigmoid_experts(file: GgufFile, metadata: Metadata) -> MoeConfig | None:
+    """Sigmoids choose the experts of files that do not name the function."""
+    sigmoid: dict[str, Any] = {} if metadata.has(".expert_gating_func") else {"scoring": "sigmoid"}
+    return experts_from_gguf(file, metadata, group_best=GROUP_BEST, **sigmoid)
 
 
 def config_from_gguf(file: GgufFile, metadata: Metadata, name: str) -> ModelConfig:
     """Layers behind the last one are heads for multi-token prediction (`model.next_token_head`)."""
-    sigmoid: dict[str, Any] = {} if metadata.has(".expert_gating_func") else {"scoring": "sigmoid"}
-    moe = experts_from_gguf(file, metadata, group_best=GROUP_BEST, **sigmoid)
+    moe = sigmoid_experts(file, metadata)
     layers = metadata.count(".block_count") - metadata.count(".nextn_predict_layers", 0)
     qk_norm = "blk.0.attn_q_norm.weight" in file.entries
     return decoder_from_gguf(file, metadata, name, qk_norm=qk_norm, moe=moe, num_layers=layers)
