@@ -173,6 +173,14 @@ ROWS: dict[str, Row] = {
                              "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
          "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2}},
     ),
+    "nemotron": Row(
+        "NemotronConfig", {"head_dim": 16, "partial_rotary_factor": 0.75, "attention_bias": True, "mlp_bias": True},
+        {"model_type": "nemotron", "vocab_size": 256000, "hidden_size": 3072, "intermediate_size": 9216,
+         "num_hidden_layers": 32, "num_attention_heads": 24, "num_key_value_heads": 8, "head_dim": 128,
+         "hidden_act": "relu2", "max_position_embeddings": 4096, "norm_eps": 1e-05, "rope_theta": 10000.0,
+         "partial_rotary_factor": 0.5, "rope_percent": 0.5, "attention_bias": False, "mlp_bias": False,
+         "tie_word_embeddings": False, "bos_token_id": 2, "eos_token_id": 3},
+    ),
     "olmo2": Row(
         "Olmo2Config", {},
         {"model_type": "olmo2", "vocab_size": 100352, "hidden_size": 2048, "intermediate_size": 8192,

@@ -68,7 +68,7 @@ def test_a_gguf_file_that_cannot_be_run_is_refused(
 @pytest.mark.full
 @pytest.mark.parametrize(
     "name",
-    ["arcee", "cohere", "ernie4_5moe", "gemma", "glm", "glm4", "granitemoe", "hunyuan_moe", "qwen2moe"],
+    ["arcee", "cohere", "ernie4_5moe", "gemma", "glm", "glm4", "granitemoe", "hunyuan_moe", "nemotron", "qwen2moe"],
 )
 def test_fields_that_config_json_leaves_out_have_the_values_of_transformers(name: str) -> None:
     import transformers
