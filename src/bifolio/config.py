@@ -137,6 +137,7 @@ class ModelConfig:
     qkv_bias: bool = False
     output_bias: bool = False  # bias of the attention's output projection
     mlp_bias: bool = False
+    head_bias: bool = False  # bias of the logits
     qk_norm: bool = False  # RMS norm on each query and key head before rope
     qk_norm_all_heads: bool = False  # one norm over all heads of a token instead of each head (OLMo 2)
     qk_norm_after_rope: bool = False

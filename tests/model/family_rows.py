@@ -200,6 +200,14 @@ ROWS: dict[str, Row] = {
          "sliding_window": 4096, "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 2,
          "tie_word_embeddings": False, "eos_token_id": 100257},
     ),
+    "phi": Row(
+        "PhiConfig", {"partial_rotary_factor": 0.75},
+        {"model_type": "phi", "vocab_size": 51200, "hidden_size": 2560, "intermediate_size": 10240,
+         "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32, "hidden_act": "gelu_new",
+         "max_position_embeddings": 2048, "layer_norm_eps": 1e-05, "rope_theta": 10000.0, "rope_scaling": None,
+         "partial_rotary_factor": 0.4, "qk_layernorm": False, "tie_word_embeddings": False, "bos_token_id": 50256,
+         "eos_token_id": 50256},
+    ),
     "phi4": Row(
         "Phi3Config",
         {"tie_word_embeddings": True,

@@ -30,6 +30,7 @@ IMPLIED: dict[str, dict[str, Any]] = {
     "gemma3": {"num_hidden_layers": 7, "layer_types": EVERY_SIXTH, "query_pre_attn_scalar": 24},
     "glm": {"rms_norm_eps": 1e-5},
     "hunyuan_moe": {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0}},
+    "phi": {"num_key_value_heads": 4, "intermediate_size": 256},
     "qwen35": EVERY_FOURTH,
     "qwen35moe": EVERY_FOURTH,
     "qwen3next": EVERY_FOURTH,

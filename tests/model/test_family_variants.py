@@ -31,6 +31,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("hunyuan_moe", {"use_cla": True}, "use_cla"),
     ("hunyuan_moe", {"moe_topk": [1, 2] * 16}, "moe_topk by layer"),
     ("hunyuan_moe", {"moe_intermediate_size": 1024}, "another width"),
+    ("phi", {"qk_layernorm": True}, "layer norms of their own"),
     ("qwen2moe", {"use_sliding_window": True}, "without layer_types"),
 ]
 
@@ -68,8 +69,9 @@ def test_a_gguf_file_that_cannot_be_run_is_refused(
 @pytest.mark.full
 @pytest.mark.parametrize(
     "name",
-    ["arcee", "cohere", "ernie4_5moe", "gemma", "glm", "glm4", "granitemoe", "hunyuan_moe", "nemotron", "qwen2moe"],
-)
+    ["arcee", "cohere", "ernie4_5moe", "gemma", "glm", "glm4", "granitemoe", "hunyuan_moe", "nemotron", "phi",
+     "qwen2moe"],
+)  # fmt: skip
 def test_fields_that_config_json_leaves_out_have_the_values_of_transformers(name: str) -> None:
     import transformers
 

@@ -117,6 +117,8 @@ def named_tensors(weights: ModelWeights, names: TensorNames, *, interleaved: boo
     yield from _norm(names.final_norm, _final_norm(weights))
     if not weights.config.tie_embeddings:
         yield NamedTensor(names.head + ".weight", _quantized(weights.head.parts[0]), "head")
+    if weights.head.biases[0] is not None:
+        yield NamedTensor(names.head + ".bias", _quantized(weights.head.biases[0]), "bias")
 
 
 def _layer(

@@ -171,13 +171,14 @@ def assemble(config: ModelConfig, names: TensorNames, fetch: Fetch, vector: Fetc
     positions = fetch(names.positions + ".weight", (config.max_position, d)) if config.learned_positions else None
     ropes = [inverse_frequencies(rope, config.max_position) for rope in config.ropes]
     head = embedding if config.tie_embeddings else fetch(names.head + ".weight", (config.vocab_size, d))
+    head_bias = vector(names.head + ".bias", (config.vocab_size,)) if config.head_bias else None
     return ModelWeights(
         config=config,
         embedding=embedding,
         position_embedding=positions,
         layers=tuple(_layer(config, names, i, fetch, vector) for i in range(config.num_layers)),
         final_norm=_final_norm(config, names.final_norm, vector),
-        head=Linear((head,), (None,)),
+        head=Linear((head,), (head_bias,)),
         inverse_frequencies=tuple(frequencies for frequencies, _ in ropes),
         rope_scales=tuple(scale for _, scale in ropes),
         layer_inputs=assemble_layer_inputs(config, names.layer_inputs, fetch, vector),

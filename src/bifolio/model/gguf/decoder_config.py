@@ -77,6 +77,7 @@ def common_fields(file: GgufFile, metadata: Metadata, architecture: str, window_
         "qkv_bias": any(in_any_layer(file, num_layers, f"{name}.bias") for name in ("attn_qkv", "attn_q")),
         "output_bias": in_any_layer(file, num_layers, "attn_output.bias"),
         "mlp_bias": in_any_layer(file, num_layers, "ffn_down.bias"),
+        "head_bias": "output.bias" in file.entries,
         "tie_embeddings": "output.weight" not in file.entries,
         "layer_window": _windows(metadata, num_layers, window_period),
         "attention_scale": metadata.number(".attention.scale", 0.0),
