@@ -144,6 +144,7 @@ class ModelConfig:
     pre_norms: bool = True  # norms on the inputs of attention and MLP
     post_norms: bool = False  # norms on the outputs of attention and MLP, before the residual addition (Gemma)
     parallel_block: bool = False  # attention and MLP read the same norm; both are added to the residual stream
+    parallel_norms: bool = False  # the MLP of a parallel block reads a norm of its own (GPT-NeoX)
     tie_embeddings: bool = False
     learned_positions: bool = False
     ropes: tuple[RopeConfig, ...] = ()  # empty with learned positions
@@ -284,6 +285,11 @@ class ModelConfig:
     def has_mlp(self, layer: int) -> bool:
         own = None if self.recurrent is None else self.recurrent.mlp_layers
         return own is None or layer in own
+
+    @property
+    def has_mlp_norm(self) -> bool:
+        """Whether MLPs read norms of their own."""
+        return self.parallel_norms or not self.parallel_block
 
     @property
     def attention_layers(self) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ def count_parameters(config: ModelConfig, num_experts: int | None) -> int:
     mixers = set(config.attention_layers) | set(() if own is None else own.layers)
     with_mlp = [layer for layer in range(config.num_layers) if config.has_mlp(layer)]
     norms = len(mixers) + len(with_mlp)
-    norms = norms * (config.pre_norms + config.post_norms) - config.num_layers * config.parallel_block + 1
+    norms = norms * (config.pre_norms + config.post_norms) - config.num_layers * (not config.has_mlp_norm) + 1
     total = config.vocab_size * (d * (1 if config.tie_embeddings else 2) + config.head_bias)
     total += config.max_position * d * config.learned_positions + per_norm * norms
     total += sum(_attention(config, layer) for layer in config.attention_layers)

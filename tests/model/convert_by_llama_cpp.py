@@ -6,9 +6,12 @@ since the converter knows real tokenizers only.
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
+
+OLD_NAMES = ("rotary_pct",)  # fields that the converter reads and transformers renames
 
 
 def set_vocab(model: Any) -> None:
@@ -24,9 +27,14 @@ def convert(folder: Path) -> None:
     import gguf
     from conversion import ModelBase, ModelType, get_model_architecture, get_model_class
 
-    known = get_model_class(get_model_architecture(ModelBase.load_hparams(folder, False), ModelType.TEXT))
+    hparams = ModelBase.load_hparams(folder, False)
+    known = get_model_class(get_model_architecture(hparams, ModelType.TEXT))
+    config = json.loads((folder / "config.json").read_text())
+    old = {name: config[name] for name in OLD_NAMES if name in config}
     fields = {"set_vocab": set_vocab, "no_mtp": True, "model_arch": known.model_arch}
-    model = type(known.__name__, (known,), fields)(folder, gguf.LlamaFileType.ALL_F32, folder / "model.gguf")
+    model = type(known.__name__, (known,), fields)(
+        folder, gguf.LlamaFileType.ALL_F32, folder / "model.gguf", hparams={**hparams, **old} if old else None
+    )
     model.write()
 
 

@@ -118,6 +118,13 @@ ROWS: dict[str, Row] = {
          "attention_bias": False, "partial_rotary_factor": 0.5, "tie_word_embeddings": False,
          "eos_token_id": [151329, 151336, 151338], "pad_token_id": 151329},
     ),
+    "gptneox": Row(
+        "GPTNeoXConfig", {"rotary_pct": 0.5, "rotary_emb_base": 1000.0},
+        {"model_type": "gpt_neox", "vocab_size": 50304, "hidden_size": 2048, "intermediate_size": 8192,
+         "num_hidden_layers": 24, "num_attention_heads": 16, "hidden_act": "gelu", "max_position_embeddings": 2048,
+         "layer_norm_eps": 1e-05, "rotary_pct": 0.25, "rotary_emb_base": 10000, "use_parallel_residual": True,
+         "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 0},
+    ),
     "granite": Row(
         "GraniteConfig",
         {"embedding_multiplier": 3.0, "residual_multiplier": 0.22, "attention_multiplier": 0.2, "logits_scaling": 0.7,

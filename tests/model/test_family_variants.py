@@ -69,14 +69,15 @@ def test_a_gguf_file_that_cannot_be_run_is_refused(
 @pytest.mark.full
 @pytest.mark.parametrize(
     "name",
-    ["arcee", "cohere", "ernie4_5moe", "gemma", "glm", "glm4", "granitemoe", "hunyuan_moe", "nemotron", "phi",
-     "qwen2moe"],
+    ["arcee", "cohere", "ernie4_5moe", "gemma", "glm", "glm4", "gptneox", "granitemoe", "hunyuan_moe", "nemotron",
+     "phi", "qwen2moe"],
 )  # fmt: skip
 def test_fields_that_config_json_leaves_out_have_the_values_of_transformers(name: str) -> None:
     import transformers
 
     kept = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    raw = {"model_type": ROWS[name].real["model_type"], **{key: SIZES[key] for key in kept}, "num_attention_heads": 16}
+    raw = {"model_type": ROWS[name].real["model_type"], **{key: SIZES[key] for key in kept}}
+    raw |= {"num_attention_heads": 16, "hidden_size": 256}
     whole = getattr(transformers, ROWS[name].config)(**raw).to_dict()
     assert config_from_hf(raw) == config_from_hf(whole)
 
@@ -91,6 +92,8 @@ VARIANTS: list[tuple[str, dict[str, Any], str]] = [  # the last is the reason wh
     ("glm4", {"attention_bias": False, "rope_parameters": {
         "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4,
         "partial_rotary_factor": 0.5}}, ""),
+    ("gptneox", {"use_parallel_residual": False, "attention_bias": False, "tie_word_embeddings": True}, ""),
+    ("gptneox", {"hidden_act": "gelu_fast"}, "activation 'gelu_tanh'"),
     ("qwen2moe", {"qkv_bias": False, "use_sliding_window": False, "layer_types": None, "mlp_only_layers": [0]}, ""),
     ("qwen2moe", {"norm_topk_prob": True}, "add up to 1"),
 ]  # fmt: skip

@@ -115,6 +115,13 @@ class StoredTensors:
         return tensor.select_rows(slice(first, last + 1) if is_span else rows)
 
 
+def joined_heads(config: ModelConfig, stored: str, names: tuple[str, ...]) -> StoredForm:
+    """Queries, keys and values, one behind the other in one matrix."""
+    ends = np.cumsum([config.query_size, config.kv_size, config.kv_size])
+    rows = np.split(np.arange(ends[-1]), ends[:-1])
+    return StoredForm(joined=(Joined(stored, tuple(zip(names, rows, strict=True))),))
+
+
 def reading(form: Callable[[ModelConfig], StoredForm]) -> Callable[[TensorSource, ModelConfig], TensorSource]:
     """The hook of a family that reads files in this form."""
     return lambda source, config: form(config).source(source)

@@ -250,7 +250,7 @@ def _layer(config: ModelConfig, names: TensorNames, index: int, fetch: Fetch, ve
         qkv=NO_LINEAR if latent is not None or not attends else _qkv(config, names, index, linear),
         output=linear((names.output,), (d,), value_size, config.output_bias) if attends else NO_LINEAR,
         post_attention_norm=post_norm(names.post_attention_norm, mixes),
-        mlp_norm=None if config.parallel_block else pre_norm(names.mlp_norm, has_mlp),
+        mlp_norm=pre_norm(names.mlp_norm, has_mlp and config.has_mlp_norm),
         up=up,
         down=down,
         post_mlp_norm=post_norm(names.post_mlp_norm, has_mlp),

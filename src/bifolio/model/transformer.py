@@ -40,11 +40,13 @@ def hidden_states(weights: ModelWeights, batch: Batch, kernels: KernelSet, stora
     for number, layer in enumerate(weights.layers, start=1):
         normed = x if layer.attention_norm is None else kernels.norm(x, layer.attention_norm)
         mixed = token_mixing(layer, normed, batch, kernels, storage, rotations, shared)
-        if mixed is not None and layer.mlp_norm is not None:
+        if mixed is not None and config.parallel_block:
+            normed = normed if layer.mlp_norm is None else kernels.norm(x, layer.mlp_norm)
+            x = kernels.add(x, mixed)
+        elif mixed is not None and layer.mlp_norm is not None:
             x, normed = kernels.add_norm(x, mixed, layer.mlp_norm)
         elif mixed is not None:
-            x = kernels.add(x, mixed)
-            normed = normed if config.parallel_block else x
+            x = normed = kernels.add(x, mixed)
         elif layer.mlp_norm is not None:
             normed = kernels.norm(x, layer.mlp_norm)
         if layer.has_mlp:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from bifolio.config import ModelConfig
 from bifolio.model.families import glm4
 from bifolio.model.families.family import Family
 from bifolio.model.model_file import TensorSource
-from bifolio.model.stored_form import Joined, StoredForm
+from bifolio.model.stored_form import joined_heads
 
 JOINED = "attn_qkv"
 
@@ -17,10 +15,7 @@ def gguf_source(source: TensorSource, config: ModelConfig) -> TensorSource:
     """Files that were converted from the first folders have queries, keys and values in one matrix."""
     if not source.has(f"blk.0.{JOINED}.weight"):
         return source
-    ends = np.cumsum([config.query_size, config.kv_size, config.kv_size])
-    rows = np.split(np.arange(ends[-1]), ends[:-1])
-    parts = tuple(zip(glm4.GGUF_NAMES.qkv, rows, strict=True))
-    return StoredForm(joined=(Joined(JOINED, parts),)).source(source)
+    return joined_heads(config, JOINED, glm4.GGUF_NAMES.qkv).source(source)
 
 
 FAMILY = Family(
