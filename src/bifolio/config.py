@@ -129,6 +129,7 @@ class ModelConfig:
     max_position: int  # context length in tokens
 
     norm: Literal["rms", "layer"] = "rms"
+    norm_weight: bool = True  # False: norms are not scaled (OLMo 1)
     norm_bias: bool = True  # of layer norms; RMS norms have none
     norm_eps: float = 1e-5
     norm_offset: float = 0.0  # added to the norm's weight: Gemma stores weight − 1

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 def count_parameters(config: ModelConfig, num_experts: int | None) -> int:
     """Parameters with `num_experts` experts in every layer that has some."""
     d, own = config.hidden_size, config.recurrent
-    per_norm = d * (2 if config.norm == "layer" and config.norm_bias else 1)
+    per_norm = d * (config.norm_weight + (config.norm == "layer" and config.norm_bias))
     mixers = set(config.attention_layers) | set(() if own is None else own.layers)
     with_mlp = [layer for layer in range(config.num_layers) if config.has_mlp(layer)]
     norms = len(mixers) + len(with_mlp)

@@ -188,6 +188,13 @@ ROWS: dict[str, Row] = {
          "partial_rotary_factor": 0.5, "rope_percent": 0.5, "attention_bias": False, "mlp_bias": False,
          "tie_word_embeddings": False, "bos_token_id": 2, "eos_token_id": 3},
     ),
+    "olmo": Row(
+        "OlmoConfig", {"rope_theta": 1000.0},
+        {"model_type": "olmo", "vocab_size": 50304, "hidden_size": 2048, "intermediate_size": 8192,
+         "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 16, "hidden_act": "silu",
+         "max_position_embeddings": 2048, "rope_theta": 10000.0, "rope_scaling": None, "attention_bias": False,
+         "clip_qkv": None, "tie_word_embeddings": True, "eos_token_id": 50279, "pad_token_id": 1},
+    ),
     "olmo2": Row(
         "Olmo2Config", {},
         {"model_type": "olmo2", "vocab_size": 100352, "hidden_size": 2048, "intermediate_size": 8192,

@@ -31,6 +31,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("hunyuan_moe", {"use_cla": True}, "use_cla"),
     ("hunyuan_moe", {"moe_topk": [1, 2] * 16}, "moe_topk by layer"),
     ("hunyuan_moe", {"moe_intermediate_size": 1024}, "another width"),
+    ("olmo", {"clip_qkv": 8.0}, "clip_qkv"),
     ("phi", {"qk_layernorm": True}, "layer norms of their own"),
     ("qwen2moe", {"use_sliding_window": True}, "without layer_types"),
 ]
@@ -48,6 +49,7 @@ GGUF_REFUSED: list[tuple[str, dict[str, Any], tuple[str, ...], str]] = [
     ("ernie4_5moe", {".interleave_moe_layer_step": 2}, (), "behind the first"),
     ("glm4", {".rope.dimension_sections": np.array([8, 12, 12, 0])}, (), "rope with sections"),
     ("granitemoe", {".expert_count": 0}, (), "without experts"),
+    ("olmo", {".attention.clamp_kqv": 8.0}, (), "clip_qkv"),
 ]
 
 
@@ -70,7 +72,7 @@ def test_a_gguf_file_that_cannot_be_run_is_refused(
 @pytest.mark.parametrize(
     "name",
     ["arcee", "cohere", "ernie4_5moe", "gemma", "glm", "glm4", "gptneox", "granitemoe", "hunyuan_moe", "nemotron",
-     "phi", "qwen2moe"],
+     "olmo", "phi", "qwen2moe"],
 )  # fmt: skip
 def test_fields_that_config_json_leaves_out_have_the_values_of_transformers(name: str) -> None:
     import transformers

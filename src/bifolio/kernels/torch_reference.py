@@ -97,7 +97,7 @@ class TorchKernels(TorchArrays, TorchStreams):
 
     def norm(self, x: Array, norm: Norm) -> Array:
         y, size = x.float(), (x.shape[-1],)
-        weight = norm.weight.float()
+        weight = torch.as_tensor(norm.weight, device=x.device).float()  # ones of norms without weights are on the host
         if norm.centered:
             y = F.layer_norm(y, size, weight, None if norm.bias is None else norm.bias.float(), norm.eps)
         else:

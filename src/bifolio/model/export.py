@@ -105,6 +105,11 @@ class NamedTensor:
 
 def named_tensors(weights: ModelWeights, names: TensorNames, *, interleaved: bool) -> Iterator[NamedTensor]:
     """Yield every tensor once, layer by layer. `interleaved`: the file uses rope on neighbouring pairs."""
+    found = _network(weights, names, interleaved)
+    return found if weights.config.norm_weight else (tensor for tensor in found if tensor.kind != "norm")
+
+
+def _network(weights: ModelWeights, names: TensorNames, interleaved: bool) -> Iterator[NamedTensor]:
     yield NamedTensor(names.embedding + ".weight", _quantized(weights.embedding), "embedding")
     if weights.position_embedding is not None:
         yield NamedTensor(names.positions + ".weight", _quantized(weights.position_embedding), "positions")

@@ -373,7 +373,7 @@ def _moe(config: ModelConfig, names: TensorNames, prefix: str, fetch: Fetch, vec
 
 def _norm(config: ModelConfig, name: str, size: int, vector: FetchVector, rms: bool = False) -> Norm:
     centered = config.norm == "layer" and not rms
-    weight = vector(name + ".weight", (size,))
+    weight = vector(name + ".weight", (size,)) if config.norm_weight else np.ones(size, np.float32)
     if config.norm_offset:
         weight = weight + config.norm_offset  # a Python float keeps the dtype of the array
     bias = vector(name + ".bias", (size,)) if centered and config.norm_bias else None
