@@ -78,6 +78,12 @@ ROWS: dict[str, Row] = {
          "sliding_window": 4096, "sliding_window_pattern": "LLLG", "bos_token_id": 1, "eos_token_id": 361},
         peer={"sliding_window": None, "layer_types": ["full_attention"] * 4},
     ),
+    "falcon": Row(
+        "FalconConfig", {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 96},
+        {"model_type": "falcon", "vocab_size": 65024, "hidden_size": 4544, "num_hidden_layers": 32,
+         "num_attention_heads": 71, "layer_norm_epsilon": 1e-05, "alibi": False, "bias": False, "multi_query": True,
+         "new_decoder_architecture": False, "parallel_attn": True, "bos_token_id": 11, "eos_token_id": 11},
+    ),
     "falcon3": Row(
         "LlamaConfig", {"head_dim": 32},
         {"model_type": "llama", "vocab_size": 131072, "hidden_size": 3072, "intermediate_size": 9216,

@@ -28,6 +28,7 @@ EVERY_SIXTH = ("sliding_attention",) * 5 + ("full_attention", "sliding_attention
 IMPLIED: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "gemma3": {"num_hidden_layers": 7, "layer_types": EVERY_SIXTH, "query_pre_attn_scalar": 24},
+    "falcon": {"ffn_hidden_size": 256},
     "glm": {"rms_norm_eps": 1e-5},
     "gptneox": {"rotary_emb_base": 10000.0},
     "hunyuan_moe": {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0}},

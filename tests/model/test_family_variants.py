@@ -26,6 +26,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("cohere", {"use_qk_norm": True}, "layer norms of their own"),
     ("ernie4_5moe", {"use_bias": True}, "biases"),
     ("ernie4_5moe", {"moe_norm_min": 0.1}, "moe_norm_min"),
+    ("falcon", {"alibi": True}, "alibi"),
+    ("falcon", {"parallel_attn": False}, "parallel_attn"),
     ("gemma", {"use_bidirectional_attention": True}, "attend to later ones"),
     ("glm4", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic'"),
     ("hunyuan_moe", {"use_cla": True}, "use_cla"),
@@ -71,8 +73,8 @@ def test_a_gguf_file_that_cannot_be_run_is_refused(
 @pytest.mark.full
 @pytest.mark.parametrize(
     "name",
-    ["arcee", "cohere", "ernie4_5moe", "gemma", "glm", "glm4", "gptneox", "granitemoe", "hunyuan_moe", "nemotron",
-     "olmo", "phi", "qwen2moe"],
+    ["arcee", "cohere", "ernie4_5moe", "falcon", "gemma", "glm", "glm4", "gptneox", "granitemoe", "hunyuan_moe",
+     "nemotron", "olmo", "phi", "qwen2moe"],
 )  # fmt: skip
 def test_fields_that_config_json_leaves_out_have_the_values_of_transformers(name: str) -> None:
     import transformers
@@ -90,6 +92,9 @@ VARIANTS: list[tuple[str, dict[str, Any], str]] = [  # the last is the reason wh
     ("dots1", {"attention_bias": True, "norm_topk_prob": False, "first_k_dense_replace": 0}, ""),
     ("ernie4_5moe", {"moe_num_shared_experts": 0, "moe_layer_start_index": 2}, ""),
     ("ernie4_5moe", {"moe_layer_interval": 2, "moe_layer_end_index": 2}, "plain MLPs in the layers"),
+    ("falcon", {"new_decoder_architecture": False, "bias": True, "tie_word_embeddings": False}, ""),
+    ("falcon", {"new_decoder_architecture": False, "multi_query": False, "num_kv_heads": 4}, ""),
+    ("falcon", {"num_ln_in_parallel_attn": 1}, ""),
     ("gemma", {"attention_bias": True, "tie_word_embeddings": False}, ""),
     ("glm4", {"attention_bias": False, "rope_parameters": {
         "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4,
