@@ -15,8 +15,8 @@ from bifolio.model.huggingface.hf_loader import load_folder
 from helpers import make_runner, open_entry, random_prompt, run_chunks, transformers_logits
 
 ROWS = (
-    "cohere2", "ernie4_5moe", "gemma2", *GEMMA_ROWS, "glm4", "granite", "hunyuan_dense", "lfm3", "mistral3",
-    "olmo2", "qwen2moe", "starcoder2",
+    "cohere2", "ernie4_5moe", "gemma2", *GEMMA_ROWS, "glm4", "gptneox", "granite", "hunyuan_dense", "lfm3",
+    "mistral3", "olmo", "olmo2", "phi", "qwen2moe", "starcoder2",
 )  # fmt: skip
 
 

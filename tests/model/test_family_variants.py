@@ -11,6 +11,7 @@ import pytest
 from family_rows import ROWS, SIZES, row_folder, row_model, save_row
 from whole_prompt import prompt_logits
 
+from bifolio.api.language_model import LanguageModel
 from bifolio.errors import ModelFileError, UnsupportedModelError
 from bifolio.model.families import glm
 from bifolio.model.gguf.loader import GgufTensors, config_from_gguf, load_gguf
@@ -121,6 +122,20 @@ def test_variants_give_transformers_logits(name: str, change: dict[str, Any], re
     write_gguf(tmp_path / "model.gguf", loaded, QuantFormat.F32)
     again = load_gguf(tmp_path / "model.gguf")
     np.testing.assert_allclose(prompt_logits(again.weights, prompt), theirs, atol=1e-4)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["falcon", "olmo", "phi"])  # joined matrices, norms without weights, biased logits
+def test_language_models_compute_and_save_the_network(name: str, tmp_path: Path) -> None:
+    import torch
+
+    model, folder = row_folder(name)
+    prompt = random_prompt(13)
+    ours = LanguageModel.from_pretrained(folder)
+    ours.save_pretrained(tmp_path)
+    for each in (ours, LanguageModel.from_pretrained(tmp_path)):
+        logits = each.prefill(torch.tensor([prompt]))[0][0].detach().numpy()
+        np.testing.assert_allclose(logits, transformers_logits(model, prompt), atol=1e-4)
 
 
 class Tensors:

@@ -39,7 +39,7 @@ class ParameterForm:
         for name, shape in network_tensors(self.config, self.names).items():
             part = self._form.part_of(name)
             if part is None:
-                found[name] = shape
+                found[self._form.in_file(name)] = shape
             else:
                 found[part[2]] = (part[0].num_rows, *shape[1:])
         return found
@@ -48,7 +48,7 @@ class ParameterForm:
         """A tensor of the network."""
         part = self._form.part_of(name)
         if part is None:
-            found = parameter(name)
+            found = parameter(self._form.in_file(name))
             factors = self._factors(self.config, name)
             if factors is not None:
                 found = found * torch.from_numpy(factors).to(found)[:, None]
