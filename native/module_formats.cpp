@@ -2,6 +2,12 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <atomic>
+#include <bit>
+#include <cmath>
+#include <cstring>
+
 #include "encode.h"
 #include "module.h"
 
@@ -59,6 +65,44 @@ void dequantize(int code, const Bytes& bytes, int64_t width, const Output& out) 
   });
 }
 
+// Floats of eight bits (E4M3) times the scale of their block, as bfloat16; false if one of them is not a number.
+bool decode_fp8(const Bytes& bytes, const Input& scales, int64_t height, int64_t width, const BytesOut& out) {
+  const int64_t rows = rows_in(bytes), k = width_of(bytes);
+  require_between("height", height, 1, kMaxWidth);
+  require_between("width", width, 1, kMaxWidth);
+  require(rows_in(scales) == (rows + height - 1) / height && width_of(scales) == (k + width - 1) / width, "scales has the shape (",
+          rows_in(scales), ", ", width_of(scales), "), which does not fit bytes and the blocks");
+  require(rows_in(out) == rows, "out has ", rows_in(out), " rows and must have ", rows, ", as bytes has");
+  require_width("out", out, 2 * k);
+  float values[256];
+  for (int code = 0; code < 256; ++code) {
+    const int exponent = code >> 3 & 15, fraction = code & 7;
+    const float size = exponent ? std::ldexp(float(8 + fraction), exponent - 10) : std::ldexp(float(fraction), -9);
+    values[code] = code & 128 ? -size : size;
+  }
+  std::atomic<bool> are_numbers{true};
+  nb::gil_scoped_release release;
+  Pool::instance().run([&](Member& m) {
+    each_row(m, rows, k, [&](int64_t row) {
+      const uint8_t* codes = bytes.data() + row * k;
+      const float* factors = scales.data() + row / height * width_of(scales);
+      uint8_t* target = out.data() + row * 2 * k;
+      bool found = false;
+      for (int64_t start = 0; start < k; start += width) {
+        const float factor = factors[start / width];
+        for (int64_t i = start, end = std::min(start + width, k); i < end; ++i) {
+          found |= (codes[i] & 127) == 127;
+          const uint32_t bits = std::bit_cast<uint32_t>(values[codes[i]] * factor);
+          const uint16_t rounded = uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+          std::memcpy(target + 2 * i, &rounded, 2);
+        }
+      }
+      if (found) are_numbers = false;
+    });
+  });
+  return are_numbers;
+}
+
 // Each number of `importance` (f32[k], or None) weighs the errors in its column.
 void encode(int code, const Input& values, const Vector& importance, const BytesOut& out) {
   const FileFormat format = known_format(code);
@@ -92,6 +136,9 @@ void bind_formats(nb::module_& m) {
   m.def("dequantize", [](int format, nb::handle bytes, int64_t width, nb::handle out) {
     dequantize(format, array_of<const uint8_t, 2>("bytes", bytes), width, array_of<float, 2>("out", out));
   }, "format"_a, array("bytes"), "width"_a, array("out"));
+  m.def("decode_fp8", [](nb::handle bytes, nb::handle scales, int64_t height, int64_t width, nb::handle out) {
+    return decode_fp8(array_of<const uint8_t, 2>("bytes", bytes), input("scales", scales), height, width, array_of<uint8_t, 2>("out", out));
+  }, array("bytes"), array("scales"), "height"_a, "width"_a, array("out"));
   m.def("encode", [](int format, nb::handle values, nb::handle importance, nb::handle out) {
     encode(format, array_of<const float, 2>("x", values),
            importance.is_none() ? Vector() : vector("importance", importance), array_of<uint8_t, 2>("bytes", out));

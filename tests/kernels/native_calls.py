@@ -265,6 +265,13 @@ VALID: dict[str, Callable[[], Arguments]] = {
     "needs_grid": lambda: {"format": 10},
     "packed_bytes": lambda: {"format": 10, "n": 20, "k": 512},
     "set_grid": lambda: {"format": 19, "bytes": grid_rows(QuantFormat.IQ2_XXS)},
+    "decode_fp8": lambda: {
+        "bytes": np.zeros((5, 7), np.uint8),
+        "scales": floats(2, 2),
+        "height": 3,
+        "width": 4,
+        "out": np.zeros((5, 14), np.uint8),
+    },
     "dequantize": lambda: {"format": 10, "bytes": np.zeros((3, 288), np.uint8), "width": 512, "out": floats(3, 512)},
     "encode": lambda: {
         "format": 10,

@@ -291,6 +291,14 @@ CLASSES = [
         ("narrow results", {"out": floats(3, 256)}, "out is 256 wide and must be 512 wide"),
     ),
     *misuses(
+        "decode_fp8",
+        ("no height", {"height": 0}, "height is 0"),
+        ("a negative width", {"width": -4}, "width is -4"),
+        ("other blocks", {"height": 2}, r"scales has the shape \(2, 2\)"),
+        ("fewer rows of results", {"out": np.zeros((4, 14), np.uint8)}, "out has 4 rows and must have 5"),
+        ("narrow results", {"out": np.zeros((5, 7), np.uint8)}, "out is 7 wide and must be 14 wide"),
+    ),
+    *misuses(
         "encode",
         ("an unknown format", {"format": 26}, "format is 26"),
         ("a format that cannot be written", {"format": 19}, "cannot be written"),

@@ -11,7 +11,9 @@ import pytest
 from whole_prompt import prompt_logits
 
 from bifolio.errors import BifolioError, ModelFileError, UnsupportedModelError
+from bifolio.kernels.cpu import decode_fp8
 from bifolio.model.huggingface.hf_loader import load_folder
+from bifolio.model.huggingface.scaled_tensors import decode_without_kernels
 from bifolio.model.registry import header
 from bifolio.quant.formats import QuantFormat
 from helpers import random_prompt, tiny_folder
@@ -73,6 +75,21 @@ def test_every_value_of_the_type(tmp_path: Path) -> None:
     found = folder_tensors(tmp_path)["a.weight"].dequantize()
     wanted = (weight["a.weight"].float() * weight["a.weight_scale"]).bfloat16().float().numpy()
     np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (5, 7), (64, 200), (33, 128)])
+@pytest.mark.parametrize("block", [(1, 1), (3, 50), (128, 128), (64, 1000)])
+def test_native_code_and_numpy_decode_alike(shape: tuple[int, int], block: tuple[int, int]) -> None:
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, 256, shape).astype(np.uint8)
+    codes[(codes & 127) == 127] = 3
+    scales = rng.uniform(1e-4, 2, tuple(-(-size // part) for size, part in zip(shape, block, strict=True)))
+    found = decode_fp8(codes, scales.astype(np.float32), block)
+    assert found is not None
+    np.testing.assert_array_equal(found, decode_without_kernels(codes, scales.astype(np.float32), block))
+    codes[-1, -1] = 255
+    assert decode_fp8(codes, scales.astype(np.float32), block) is None
+    assert decode_without_kernels(codes, scales.astype(np.float32), block) is None
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bifolio.kernels.native.encode import SEARCHED_FORMATS, encoded, quickly_converted
+from bifolio.kernels.native.encode import SEARCHED_FORMATS, decode_fp8, encoded, quickly_converted
 from bifolio.kernels.native.formats import NATIVE_FORMATS, PACKINGS
 from bifolio.kernels.native.kernel_set import NativeKernels
 from bifolio.kernels.native.library import available_isas, isa, library, product_rate
@@ -28,6 +28,7 @@ __all__ = [
     "SharedMemoryRanks",
     "anonymous_file",
     "available_isas",
+    "decode_fp8",
     "encoded",
     "isa",
     "join_pairs",

@@ -31,6 +31,16 @@ def decode_rows(tensor: QuantizedTensor, rows: slice) -> Floats:
     return values
 
 
+def decode_fp8(codes: Bytes, scales: Floats, block: tuple[int, int]) -> Bytes | None:
+    """u8[rows, 2 k]: E4M3 codes u8[rows, k] times the scales of their blocks, as bfloat16; None if one is no number.
+
+    Raises MissingDependencyError if the native kernels are not built.
+    """
+    decoded = np.empty((codes.shape[0], 2 * codes.shape[1]), np.uint8)
+    inputs = np.ascontiguousarray(codes), np.ascontiguousarray(scales, np.float32)
+    return decoded if library().decode_fp8(*inputs, *block, decoded) else None
+
+
 def encode_rows(values: Floats, format: QuantFormat, importance: NDArray[np.float32] | None = None) -> Bytes:
     """f32[rows, k] -> u8[rows, row_bytes] in a searched or plain format; `importance`, f32[k], weighs errors."""
     rows = np.ascontiguousarray(values, np.float32)

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bifolio.errors import ModelFileError, UnsupportedModelError
+from bifolio.errors import MissingDependencyError, ModelFileError, UnsupportedModelError
+from bifolio.kernels.cpu import decode_fp8
 from bifolio.model.huggingface.safetensors_file import Tensors
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
@@ -89,13 +90,25 @@ def _decoded(
         group, width = -(-rows // scales.size), columns
     else:
         raise ModelFileError(f"the tensor {name!r} of shape {shape} has FP8 scales of shape {scales.shape}")
-    scales = scales.astype(np.float32).reshape(-(-rows // group), -1) * np.float32(256)
-    if not np.isfinite(scales).all() or ((stored & 127) == 127).any():
+    scales = scales.astype(np.float32).reshape(-(-rows // group), -1)
+    try:
+        decoded = decode_fp8(stored, scales, (group, width))
+    except MissingDependencyError:
+        decoded = decode_without_kernels(stored, scales, (group, width))
+    if decoded is None or not np.isfinite(scales).all():
         raise ModelFileError(f"the tensor {name!r} contains values that are not numbers")
-    decoded: np.ndarray = np.empty(shape, np.uint16)
+    return QuantizedTensor(QuantFormat.BF16, decoded, shape, name)
+
+
+def decode_without_kernels(stored: np.ndarray, scales: np.ndarray, block: tuple[int, int]) -> np.ndarray | None:
+    """As `decode_fp8` of the CPU kernels."""
+    (rows, columns), (group, width) = stored.shape, block
+    if ((stored & 127) == 127).any():
+        return None
+    decoded: np.ndarray = np.empty(stored.shape, np.uint16)
     size = min(max(VALUES_AT_ONCE // max(columns, 1), 1), group)
     for first in range(0, rows, group):
-        factors = np.repeat(scales[first // group], width)[:columns]
+        factors = np.repeat(scales[first // group] * np.float32(256), width)[:columns]
         for start in range(first, min(first + group, rows), size):
             part = slice(start, min(start + size, first + group))
             values = _unscaled(stored[part])
@@ -103,7 +116,7 @@ def _decoded(
             bits = values.view(np.uint32)
             bits += ((bits >> 16) & 1) + 0x7FFF  # to the nearest, ties to even
             decoded[part] = bits.view(np.uint16)[:, HIGH::2]
-    return QuantizedTensor(QuantFormat.BF16, decoded.view(np.uint8), shape, name)
+    return decoded.view(np.uint8)
 
 
 def _unscaled(stored: np.ndarray) -> np.ndarray:
