@@ -26,8 +26,8 @@ def quant_rows(tensors: list[TensorLine]) -> list[dict[str, Any]]:
         is_matrix = len(tensor.shape) > 1
         values = math.prod(tensor.shape)
         format = QuantFormat.__members__.get(IN_FOLDERS.get(tensor.format, tensor.format))
-        if tensor.name.endswith(PACKED_NAMES):
-            becomes, held = PACKED, 0.0
+        if tensor.name.endswith(PACKED_NAMES):  # eight codes in 32 bits
+            becomes, held = PACKED, 0.0 if tensor.name.endswith(PACKED_NAMES[1]) else 8 * PACKINGS["Q4_1"][1]
         elif format is None or not format.is_readable:
             becomes, held = "cannot be read", 0.0
         elif not is_matrix:
