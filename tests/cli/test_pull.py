@@ -174,7 +174,8 @@ def test_a_model_in_several_files(reference: str, hub: Hub, cache: Path, tmp_pat
     whole = k_quant_llama(tmp_path / "whole.gguf")
     parts = [path.read_bytes() for path in split(whole, 3)]
     names = [f"Q4_K_M/m-Q4_K_M-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
-    hub.repositories["org/large"] = dict(zip(names, parts, strict=True)) | {"README.md": b"hello"}
+    others = {"README.md": b"hello", "mmproj-Q4_K_M.gguf": b"the part of a model that reads images"}
+    hub.repositories["org/large"] = dict(zip(names, parts, strict=True)) | others
     bifolio("pull", reference, "--name", "large")
     assert sorted(path.name for path in (pulled_dir() / "large").iterdir()) == [Path(name).name for name in names]
     theirs = load_model(whole).weights.embedding.dequantize()  # type: ignore[union-attr]

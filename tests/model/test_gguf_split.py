@@ -64,6 +64,8 @@ def test_a_folder_with_one_model_is_that_model(whole: Path, tmp_path: Path) -> N
         path.rename(tmp_path / "several" / path.name)
     theirs = load_model(whole).weights.embedding.dequantize()  # type: ignore[union-attr]
     assert np.array_equal(load_model(tmp_path / "several").weights.embedding.dequantize(), theirs)  # type: ignore[union-attr]
+    (tmp_path / "several" / "mmproj-F16.gguf").write_bytes(b"the part of a model that reads images")
+    assert load_model(tmp_path / "several").config == load_model(whole).config
     (tmp_path / "several" / "other.gguf").write_bytes(whole.read_bytes())
     with pytest.raises(ModelFileError, match=r"several models: pass one of other\.gguf, part-00001-of-00003\.gguf"):
         load_model(tmp_path / "several")

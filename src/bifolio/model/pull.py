@@ -26,7 +26,7 @@ from bifolio.errors import BifolioError, ConfigError, MissingDependencyError, Mo
 from bifolio.folders import cache_dir
 from bifolio.model import hub
 from bifolio.model.file_access import atomic_path
-from bifolio.model.gguf.split import whole_name
+from bifolio.model.gguf.split import is_projector, whole_name
 from bifolio.model.references import KNOWN, HubReference, parse_hub_reference
 from bifolio.model.registry import (
     SOURCE_SUFFIX,
@@ -250,7 +250,8 @@ def chosen_files(reference: HubReference, files: list[hub.HubFile], say: Say) ->
             return [file for file in files if any(fnmatch(file.path, each) for each in _FOLDER_FILES)]
     if not ggufs:
         raise ConfigError(f"{reference.repository} holds neither config.json with safetensors nor a .gguf file")
-    matching = list(ggufs) if reference.file is None else [path for path in ggufs if _has_format(path, reference.file)]
+    models = [path for path in ggufs if not is_projector(path)] or list(ggufs)
+    matching = models if reference.file is None else [path for path in models if _has_format(path, reference.file)]
     if len(matching) > 1 and reference.file is None:
         usual = [path for path in matching if _has_format(path, USUAL_FORMAT)]
         if len(usual) == 1:

@@ -23,9 +23,15 @@ def whole_name(path: str) -> tuple[str, int]:
     return (f"{named['stem']}.gguf", int(named["number"])) if named else (path, 1)
 
 
+def is_projector(path: str) -> bool:
+    """Whether a file holds the part of a model that reads images, which llama.cpp keeps beside the model."""
+    return Path(path).name.lower().startswith("mmproj")
+
+
 def only_gguf(folder: Path) -> Path | None:
     """The file, or the first part, of the one model in a folder of GGUF files; None if there is no such file."""
-    found = [path for path in sorted(folder.glob("*.gguf")) if whole_name(path.name)[1] == 1]
+    models = [path for path in sorted(folder.glob("*.gguf")) if not is_projector(path.name)]
+    found = [path for path in models if whole_name(path.name)[1] == 1]
     if len(found) > 1:
         raise ModelFileError(
             f"{folder} holds several models: pass one of {', '.join(path.name for path in found)} with its folder"
