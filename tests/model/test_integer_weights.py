@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from whole_prompt import prompt_logits
 
+from bifolio import LanguageModel
 from bifolio.cli.inspect import read_contents
 from bifolio.cli.inspect_quant import PACKED as INTO_BLOCKS
 from bifolio.cli.inspect_quant import quant_rows
@@ -108,6 +109,8 @@ def test_values_of_codes_scales_and_zeros(method: str, symmetric: bool, tmp_path
 
 @pytest.mark.parametrize("method", ["awq", "gptq", "packed"])
 def test_a_model_gives_the_logits_of_its_values(method: str, tmp_path: Path) -> None:
+    import torch
+
     sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
     plain, packed = tiny_folder(tmp_path / "plain", **sizes), tiny_folder(tmp_path / "packed", **sizes)
     dense, quantised = {}, {}
@@ -127,6 +130,11 @@ def test_a_model_gives_the_logits_of_its_values(method: str, tmp_path: Path) -> 
     theirs = prompt_logits(load_folder(plain).weights, prompt)
     np.testing.assert_allclose(prompt_logits(loaded.weights, prompt), theirs, atol=1e-4)
     assert header(packed)[1] == header(plain)[1]
+    trained = LanguageModel.from_pretrained(packed)
+    own = trained.prefill(torch.tensor([prompt]))[0][0].detach().numpy()
+    np.testing.assert_allclose(own, theirs, atol=1e-4)
+    trained.save_pretrained(tmp_path / "saved")
+    assert "quantization_config" not in json.loads((tmp_path / "saved" / "config.json").read_text())
     lines = read_contents(packed).tensors
     assert next(row["becomes"] for row in quant_rows(lines) if row["format"] == "I32") == INTO_BLOCKS
 

@@ -199,9 +199,9 @@ class LanguageModel(nn.Module):
         generation_path = folder / "generation_config.json"
         generation = read_json(generation_path) if generation_path.is_file() else {}
         model = cls(with_generation_ids(config_from_hf(raw), generation), seed=0)
-        model.hf_config = raw
+        model.hf_config = {name: value for name, value in raw.items() if name != "quantization_config"}  # it is in f32
         model.generation_config = generation
-        model._form.read(dict(model.named_parameters()), folder_tensors(folder), str(folder))
+        model._form.read(dict(model.named_parameters()), folder_tensors(folder, raw), str(folder))
         return model
 
     def load_safetensors(self, path: str | Path) -> None:

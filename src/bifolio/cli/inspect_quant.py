@@ -8,8 +8,6 @@ if TYPE_CHECKING:
     from bifolio.cli.inspect import TensorLine
 
 DENSE = "32-bit floats, as every norm and bias"
-IN_FOLDERS = {"F8_E4M3": "BF16", "U8": "I8"}  # types of safetensors that are read as another format
-PACKED_NAMES = (".qweight", ".qzeros", ".weight_packed")  # of AWQ, GPTQ and compressed-tensors
 PACKED = "Q4_0 or Q4_1, with scales and zeros"
 
 
@@ -18,6 +16,8 @@ def quant_rows(tensors: list[TensorLine]) -> list[dict[str, Any]]:
     import math
 
     from bifolio.kernels.cpu import CPU_FORMATS, PACKINGS
+    from bifolio.model.huggingface.integer_weights import CODES, PACKED_CODES, ZEROS
+    from bifolio.model.huggingface.scaled_tensors import FP8, READ_AS
     from bifolio.quant.convert import target_format
     from bifolio.quant.formats import QuantFormat
 
@@ -25,9 +25,9 @@ def quant_rows(tensors: list[TensorLine]) -> list[dict[str, Any]]:
     for tensor in tensors:
         is_matrix = len(tensor.shape) > 1
         values = math.prod(tensor.shape)
-        format = QuantFormat.__members__.get(IN_FOLDERS.get(tensor.format, tensor.format))
-        if tensor.name.endswith(PACKED_NAMES):  # eight codes in 32 bits
-            becomes, held = PACKED, 0.0 if tensor.name.endswith(PACKED_NAMES[1]) else 8 * PACKINGS["Q4_1"][1]
+        format = READ_AS if tensor.format == FP8 else QuantFormat.__members__.get(tensor.format)
+        if tensor.name.endswith((CODES, PACKED_CODES, ZEROS)):  # eight codes in 32 bits
+            becomes, held = PACKED, 0.0 if tensor.name.endswith(ZEROS) else 8 * PACKINGS["Q4_1"][1]
         elif format is None or not format.is_readable:
             becomes, held = "cannot be read", 0.0
         elif not is_matrix:

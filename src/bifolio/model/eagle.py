@@ -54,7 +54,7 @@ def load_eagle(path: str | Path, target: LoadedModel) -> LoadedHead:
         raise UnsupportedModelError(f"{folder}: a head of {config.num_layers} layers is not supported; one layer is")
     if not list(folder.glob("*.safetensors")):
         raise ModelFileError(f"{folder} has no *.safetensors file: convert pytorch_model.bin with safetensors first")
-    tensors = HeadTensors(folder, folder_tensors(folder))
+    tensors = HeadTensors(folder, folder_tensors(folder, raw))
     size = int(raw.get("target_hidden_size") or config.hidden_size)
     if config.vocab_size != target.config.vocab_size or size != target.config.hidden_size:
         raise ConfigError(

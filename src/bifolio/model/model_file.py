@@ -4,6 +4,8 @@ open_model(reference) -> ModelFile
     .text     TextModel: configuration, tokenizer, chat template, defaults
     .views()  every tensor of the network as a view of the file, for listings and memory plans
     .load()   LoadedModel: the views by role; only norms and biases are decoded
+
+Weights of quantised folders (FP8, AWQ, GPTQ) are no views: each access converts them.
 """
 
 from __future__ import annotations

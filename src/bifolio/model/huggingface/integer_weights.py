@@ -24,6 +24,7 @@ from bifolio.quant.tensor import QuantizedTensor
 BLOCK = 32
 WORD = 8  # codes in 32 bits
 MIDDLE = 8  # the zero of symmetric weights
+CODES, PACKED_CODES, ZEROS = ".qweight", ".weight_packed", ".qzeros"  # ends of names
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of the codes of a word, by row
 
 
@@ -36,7 +37,7 @@ class Packing(NamedTuple):
 
     @property
     def suffix(self) -> str:
-        return ".weight_packed" if self.method == "packed" else ".qweight"
+        return PACKED_CODES if self.method == "packed" else CODES
 
 
 def read_packing(found: Mapping[str, Any]) -> Packing | None:
@@ -105,14 +106,14 @@ class IntegerMap(FolderMap):
         if method == "packed":
             if name + ".weight_zero_point" in self or name + ".weight_g_idx" in self:
                 raise UnsupportedModelError(f"the packed weights {name!r} have zeros or an order of their own")
-            words = self.words(name + ".weight_packed")
+            words = self.words(name + PACKED_CODES)
             return _codes(words).reshape(len(words), -1), self[name + ".weight_scale"].dequantize(), MIDDLE
-        words, scales = self.words(name + ".qweight"), self[name + ".scales"].dequantize().T
+        words, scales = self.words(name + CODES), self[name + ".scales"].dequantize().T
         if method == "awq":
-            return _awq_codes(words), scales, _awq_codes(self.words(name + ".qzeros"))
+            return _awq_codes(words), scales, _awq_codes(self.words(name + ZEROS))
         codes = _codes(words.T).reshape(words.shape[1], -1)
         self._check_order(name, codes.shape[1])
-        zeros = _codes(self.words(name + ".qzeros"))
+        zeros = _codes(self.words(name + ZEROS))
         return codes, scales, zeros.reshape(len(zeros), -1).T + np.uint8(self._packing.zero_offset)
 
     def _check_order(self, name: str, columns: int) -> None:

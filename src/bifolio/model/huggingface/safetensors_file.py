@@ -78,6 +78,11 @@ class Tensors(Mapping[str, QuantizedTensor]):
     def dtype_of(self, name: str) -> str:
         return self._entries[name].dtype
 
+    def format_of(self, name: str) -> str:
+        """The name of the format; that of the type where it is not read."""
+        format = _FORMATS.get(self.dtype_of(name))
+        return self.dtype_of(name) if format is None else format.name
+
     def bytes_of(self, name: str) -> Bytes:
         entry = self._entries[name]
         return self._data[entry.start : entry.stop]

@@ -20,6 +20,7 @@ from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
 FP8 = "F8_E4M3"
+READ_AS = QuantFormat.BF16
 USUAL_BLOCK = (128, 128)
 SUFFIXES = ("_scale_inv", "_scale")
 VALUES_AT_ONCE = 1 << 16  # they stay in the cache of a core
@@ -29,7 +30,7 @@ HIGH = 1 if sys.byteorder == "little" else 0  # the half of 32 bits that has the
 class StoredTensor(NamedTuple):
     name: str
     shape: tuple[int, ...]
-    format: str  # the name of the type in safetensors
+    format: str  # or the type in safetensors, where it is not read as it is
     nbytes: int
 
 
@@ -58,7 +59,7 @@ class FolderMap(Mapping[str, QuantizedTensor]):
     def stored(self) -> list[StoredTensor]:
         """Each tensor as it lies in its file."""
         return [
-            StoredTensor(name, file.shape_of(name), file.dtype_of(name), file.bytes_of(name).size)
+            StoredTensor(name, file.shape_of(name), file.format_of(name), file.bytes_of(name).size)
             for name, file in self._file_of.items()
         ]
 
@@ -97,7 +98,7 @@ def _decoded(
         decoded = decode_without_kernels(stored, scales, (group, width))
     if decoded is None or not np.isfinite(scales).all():
         raise ModelFileError(f"the tensor {name!r} contains values that are not numbers")
-    return QuantizedTensor(QuantFormat.BF16, decoded, shape, name)
+    return QuantizedTensor(READ_AS, decoded, shape, name)
 
 
 def decode_without_kernels(stored: np.ndarray, scales: np.ndarray, block: tuple[int, int]) -> np.ndarray | None:
