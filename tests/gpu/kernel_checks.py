@@ -10,12 +10,14 @@ from attention_checks import cache_checks, decode_checks, prefill_checks
 from check_bench import Check
 from gemm_checks import norm_checks, product_checks
 from quantised_checks import quantised_checks
+from row_checks import row_checks
 from shared_attention_checks import shared_attention_checks
 from tma_checks import fixed_checks, tma_checks
 
 CHECKS: list[Check] = [
     *norm_checks(),
     *product_checks(),
+    *row_checks(),
     *tma_checks(),
     *fixed_checks(),
     *cache_checks(),

@@ -65,7 +65,8 @@ def test_a_gate_is_that_of_torch(rows: int, width: int, dtype: torch.dtype, gpu_
     x = torch.randn(rows, width, device="cuda", dtype=dtype)
     for columns in (1, 4, width // 2, width):
         logits = torch.randn(rows, columns, device="cuda", dtype=dtype) * 3
-        expected = torch.sigmoid(logits.float()).to(dtype) * x
+        opened = torch.sigmoid(logits.float()).to(dtype).repeat_interleave(width // columns, 1)
+        expected = opened * x
         torch.testing.assert_close(gpu_kernels("bf16").gate(x, logits), expected)
 
 

@@ -22,6 +22,7 @@ from bifolio.config import RopeConfig
 from bifolio.engine.engine import InferenceEngine
 from bifolio.engine.warm_up import warm_up
 from bifolio.kernels.triton import TritonKernels
+from bifolio.kernels.triton.cuda_graphs import StepKey
 from bifolio.kernels.triton.sampling import Mode
 from bifolio.measure import gpu_models
 from bifolio.sampling_params import SamplingParams
@@ -47,8 +48,8 @@ def warm(request: pytest.FixtureRequest) -> Iterator[Recorded]:
         warm_up(engine)
         assert engine.slots.device is not None
         graphs: Any = engine.slots.device.graphs  # type: ignore[attr-defined]
-        for (_, mode, _), step in list(graphs._steps.items()):
-            graphs._run(step, mode)  # on a GPU the capture of a step runs it
+        for key, step in list(graphs._steps.items()):
+            graphs._run(step, key.mode)  # on a GPU the capture of a step runs it
         yield engine, found
 
 
@@ -102,14 +103,14 @@ def test_a_workload_meets_no_kernel_and_no_graph_that_is_new(name: str, warm: Re
     assert [f"{module}.{kernel}" for module, kernel, *_ in found - variants] == []
     new = graphs.keys - keys
     if name in CAPTURED_LATER:
-        assert not {mode for _, mode, _ in new} & {Mode(), Mode("filter")}
+        assert not {key.mode for key in new} & {Mode(), Mode("filter")}
     else:
         assert new == set()
 
 
 def test_one_sequence_whose_draw_waits_for_a_mask_has_a_step_of_one_row(warm: Recorded) -> None:
     graphs: Any = warm[0].slots.device.graphs  # type: ignore[union-attr]
-    assert (1, None, False) in graphs.keys
+    assert StepKey(1, None) in graphs.keys
 
 
 def test_a_new_variant_is_noticed(warm: Recorded) -> None:

@@ -8,14 +8,8 @@
 //
 // Gate and up of 8 outputs are one tile of 16 rows: gate in rows 0..7, up in 8..15. The chunks of 4 tiles (64 rows) for
 // the same columns are neighbours.
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
 constexpr int CHUNK = 544, CODES = 512, GROUP = 4 * CHUNK;  // bytes: a chunk, its codes, the chunks of 64 rows
 constexpr u32 NUMBER = 0x81C081C0u;  // sign, two bits of exponent and one of mantissa of a pair of bf16
-extern __shared__ __align__(1024) u8 memory[];
 
 // The first chunk of a tile; `tiles` is a multiple of 4.
 __device__ __forceinline__ const u8 *tile_of(const u8 *weights, int expert, int tile, int tiles, int chunks) {
@@ -23,17 +17,6 @@ __device__ __forceinline__ const u8 *tile_of(const u8 *weights, int expert, int 
 }
 
 // -- instructions ------------------------------------------------------------------------------------------------------
-__device__ __forceinline__ void wait_for_inputs() {
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-
-__device__ __forceinline__ uint4 shared_load(u32 address) {
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
-    return v;
-}
-
 __device__ __forceinline__ uint4 load_matrices(u32 address) {
     uint4 v;
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -57,22 +40,10 @@ template <int PENDING> __device__ __forceinline__ void wait_for_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-__device__ __forceinline__ u32 shared_address(const void *pointer) {
-    u32 address;
-    asm("{ .reg .u64 a; cvta.to.shared.u64 a, %1; cvt.u32.u64 %0, a; }" : "=r"(address) : "l"(pointer));
-    return address;
-}
-
 __device__ __forceinline__ u32 multiply_pair(u32 a, u32 b) {
     u32 product;
     asm("mul.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
     return product;
-}
-
-__device__ __forceinline__ u32 round_pair(float low, float high) {
-    u32 pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
 }
 
 __device__ __forceinline__ void multiply_add(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
@@ -102,20 +73,4 @@ __device__ __forceinline__ void unpack(u32 word, u32 first, u32 second, u32 (&pa
     unpack_codes(word, pairs);
     pairs[0] = multiply_pair(pairs[0], first), pairs[2] = multiply_pair(pairs[2], first);
     pairs[1] = multiply_pair(pairs[1], second), pairs[3] = multiply_pair(pairs[3], second);
-}
-
-__device__ __forceinline__ float activate(float x, int activation) {
-    if (activation == 0) return x / (1.0f + __expf(-x));
-    if (activation == 1) return x / (1.0f + __expf(-1.5957691216057308f * (x + 0.044715f * x * x * x)));
-    if (activation == 3) return x > 0.0f ? x * x : 0.0f;
-    return 0.5f * x * (1.0f + erff(x * 0.7071067811865476f));
-}
-
-__device__ __forceinline__ float gated(float gate, float up, int activation) {
-    if (activation == 4) {
-        gate = fminf(gate, 7.0f);
-        up = fminf(fmaxf(up, -7.0f), 7.0f);
-        return gate / (1.0f + __expf(-1.702f * gate)) * (up + 1.0f);
-    }
-    return activate(gate, activation) * up;
 }

@@ -9,9 +9,11 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib.util
+import logging
 import tempfile
 from collections.abc import Sequence
 from functools import cache
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,9 @@ from bifolio.folders import cache_dir
 DEPENDENT = 6  # launch attribute of the driver: programmatic dependent launch
 MAX_SHARED_BYTES = 8  # function attribute of the driver: dynamic shared memory
 PLAIN_SHARED_BYTES = 48 * 1024  # dynamic shared memory that needs no attribute
+
+
+logger = logging.getLogger(__name__)
 
 
 class _LaunchAttribute(ctypes.Structure):
@@ -107,6 +112,27 @@ def compile_module(source: str, name: str, options: Sequence[str] = ()) -> CudaM
     major, minor = torch.cuda.get_device_capability()
     suffix = "a" if (major, minor) >= (9, 0) else ""
     return CudaModule(compiled(source, name, f"sm_{major}{minor}{suffix}", options))
+
+
+@cache
+def load_source(parts: tuple[str, ...], device: int, **constants: int) -> CudaModule:
+    """The kernels of joined sources of this package (`NAME.cu`), loaded on the current device, which is `device`."""
+    folder = resources.files("bifolio.kernels.cuda")
+    source = "".join(folder.joinpath(f"{part}.cu").read_text("utf-8") for part in parts)
+    return compile_module(source, parts[-1], [f"-D{name}={int(value)}" for name, value in constants.items()])
+
+
+@cache
+def works() -> bool:
+    """Whether kernels can be compiled and loaded on this machine."""
+    if not is_available():
+        return False
+    try:
+        compile_module('extern "C" __global__ void nothing() {}', "nothing").function("nothing")
+    except KernelCompileError as error:
+        logger.warning("kernels in CUDA C++ are not used: %s", error)
+        return False
+    return True
 
 
 def compiled(source: str, name: str, architecture: str, options: Sequence[str] = ()) -> bytes:

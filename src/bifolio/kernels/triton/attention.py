@@ -10,7 +10,16 @@ import torch
 import triton
 
 from bifolio.errors import PhaseError
-from bifolio.kernels.interface import Array, AttentionPhase, AttentionSegment, AttentionShape, Heads, Storage
+from bifolio.kernels.cuda.row_attention import FEW_SEQUENCES, can_attend, can_fuse, row_attention
+from bifolio.kernels.interface import (
+    Array,
+    AttentionPhase,
+    AttentionSegment,
+    AttentionShape,
+    Heads,
+    Rotation,
+    Storage,
+)
 from bifolio.kernels.torch_arrays import upload
 from bifolio.kernels.torch_reference import scale_by_position
 from bifolio.kernels.triton.decode import decode_attention
@@ -41,22 +50,48 @@ class StagedSegment:
     shared: SharedRows | None = None
     positions: torch.Tensor | None = None  # i32[t]  of the queries; None: from the segment
     has_all_tiles: bool = False  # a CUDA graph reads no other tiles than those
+    is_near: bool = False  # few sequences with short contexts: there are no pieces
 
 
 class Attention:
     """Chooses and launches the attention kernels of a pass."""
 
-    def __init__(self, device: str, num_processors: int, *, deterministic: bool) -> None:
-        self._device, self._num_processors, self._deterministic = device, num_processors, deterministic
+    def __init__(self, device: str, dtype: torch.dtype, num_processors: int, *, deterministic: bool) -> None:
+        self._device, self._dtype = device, dtype
+        self._num_processors, self._deterministic = num_processors, deterministic
         self._staged: list[StagedSegment] = []  # of the running pass
         self._has_padding = False  # tokens of the running pass that belong to no sequence
         self._parts: dict[tuple[int, int], Parts] = {}  # room for parts of contexts, by heads and their width
+
+    def can_be_near(self, num_sequences: int, shapes: tuple[AttentionShape, ...], storage: Storage) -> bool:
+        """Whether decodes of so few sequences have a kernel for short contexts (up to `NEAR_TOKENS`)."""
+        if self._deterministic or not self._device.startswith("cuda") or num_sequences > FEW_SEQUENCES:
+            return False
+        return all(can_attend(shape, self._dtype, storage.keys[shape.layer].dtype) for shape in shapes)
+
+    def turns_heads(
+        self,
+        shape: AttentionShape,
+        rotation: Rotation | None,
+        segments: tuple[AttentionSegment, ...],
+        storage: Storage | None,
+    ) -> bool:
+        """Whether attention of this pass norms and rotates heads itself, and writes keys and values."""
+        is_near = len(self._staged) == len(segments) == 1 and self._staged[0].is_near
+        if not is_near or storage is None or self._staged[0].segment is not segments[0]:
+            return False
+        return can_fuse(shape, rotation, storage)
 
     def attend(
         self, heads: Heads, shape: AttentionShape, segments: tuple[AttentionSegment, ...], storage: Storage | None
     ) -> Array:
         """[t, heads * dim]; 0 for padding."""
         staged = self._stage(segments)
+        near, tables = staged[0], staged[0].segment.block_tables
+        if near.is_near and storage is not None and tables is not None:
+            assert near.table_rows is not None
+            assert near.lengths is not None
+            return row_attention(heads.query, shape, storage, tables, near.table_rows, near.lengths)
         if len(segments) == 1:
             return self._attend(heads, shape, staged[0], storage)
         new = heads.query.new_zeros if self._has_padding else heads.query.new_empty
@@ -150,8 +185,17 @@ class Attention:
         pieces: dict[int, Pieces],  # by window; kept by the caller, since a CUDA graph reuses them
         shapes: tuple[AttentionShape, ...],
         shared: SharedRows | None = None,
+        *,
+        is_near: bool = False,
     ) -> None:
-        """Split the contexts on the device; the following layers of this pass use the result."""
+        """Split the contexts on the device; the following layers of this pass use the result.
+
+        `is_near`: short contexts are not split (see `can_be_near`).
+        """
+        if is_near:
+            self._staged = [StagedSegment(segment, segment.context_lens, table_rows, is_near=True)]
+            self._has_padding = False
+            return
         for shape in shapes:
             window = shape.window or 0
             if window not in pieces:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -39,6 +39,15 @@ from bifolio.kernels.triton.shared_attention import SharedRows, new_shared_rows
 
 TURNS = 4  # results of a step that lie in host memory at once; more than the steps that are ever in flight
 StepMode = Mode | None  # draws of the captured step; None: it ends with the logits
+
+
+class StepKey(NamedTuple):
+    """A captured step."""
+
+    size: int
+    mode: StepMode
+    shares: bool = False  # prefixes are shared
+    is_near: bool = False  # few sequences with short contexts
 
 
 def batch_sizes(most: int) -> list[int]:
@@ -81,6 +90,7 @@ class DecodeStep:
     graph: Any = None
     states: StagedStates | None = None  # of a model with recurrent layers; the device sets reads and writes
     shared: SharedRows | None = None  # shared prefixes, read once for all rows; None: no sharing
+    is_near: bool = False  # few sequences with short contexts
     logits: Any = None  # f32[r, vocab] of a step without sampling
     sent: bytes = b""  # present contents of `rows` and `shared`
     next_turn: int = 0
@@ -169,21 +179,23 @@ class DecodeGraphs:
         self._sizes = batch_sizes(state.num_slots)
         self._few_sizes = few_batch_sizes(state.num_slots)  # of steps with shared prefixes
         self._logit_sizes = sorted({1, *self._few_sizes})  # of steps without sampling
-        self._steps: dict[tuple[int, StepMode, bool], DecodeStep] = {}  # by size, draws, shares
+        self._steps: dict[StepKey, DecodeStep] = {}
         self._parts: SharedRows | None = None  # whose room for results serves all steps
         self.recorder = GraphRecorder(state.device)
         self._shapes = tuple({shape.window: shape for shape in network.shapes}.values())
 
     # -- launching ---------------------------------------------------------------------------------------------------
-    def launch(self, slots: np.ndarray, mode: StepMode, work: SharedWork | None = None) -> DecodeStep:
+    def launch(
+        self, slots: np.ndarray, mode: StepMode, work: SharedWork | None = None, *, is_near: bool = False
+    ) -> DecodeStep:
         """Run the next step of these slots (i32[n]) after everything launched before; does not wait for anything.
 
-        `work` describes prefixes shared by the slots, in their order.
+        `work` describes prefixes shared by the slots, in their order. `is_near`: all contexts are short.
         """
         shares = work is not None
         sizes = self._sizes_of(mode, shares)
         size = sizes[bisect_left(sizes, len(slots))]
-        step = self._step(size, mode, shares)
+        step = self._step(StepKey(size, mode, shares, is_near and not shares and self._can_be_near(size)))
         rows = np.full(size, -1, dtype=np.int32)
         rows[: len(slots)] = slots
         if work is not None and step.shared is not None:
@@ -203,7 +215,12 @@ class DecodeGraphs:
     def capture_all(self, mode: StepMode, *, shares: bool = False) -> None:
         """Capture every batch size now, the largest first, instead of when it is first needed."""
         for size in reversed(self._sizes_of(mode, shares)):
-            self._step(size, mode, shares)
+            self._step(StepKey(size, mode, shares))
+            if not shares and self._can_be_near(size):
+                self._step(StepKey(size, mode, is_near=True))
+
+    def _can_be_near(self, size: int) -> bool:
+        return self._kernels.attention.can_be_near(size, self._shapes, self._storage)
 
     def _sizes_of(self, mode: StepMode, shares: bool) -> list[int]:
         if shares:
@@ -211,8 +228,8 @@ class DecodeGraphs:
         return self._logit_sizes if mode is None else self._sizes
 
     @property
-    def keys(self) -> set[tuple[int, StepMode, bool]]:
-        """(size, draws, shares) of all steps that exist."""
+    def keys(self) -> set[StepKey]:
+        """The keys of all steps that exist."""
         return set(self._steps)
 
     def _send(self, rows: np.ndarray, step: DecodeStep) -> None:
@@ -225,11 +242,12 @@ class DecodeGraphs:
             step.sent = wanted
 
     # -- one step ------------------------------------------------------------------------------------------------------
-    def _step(self, size: int, mode: StepMode, shares: bool) -> DecodeStep:
-        key = size, mode, shares
+    def _step(self, key: StepKey) -> DecodeStep:
+        size, mode = key.size, key.mode
         if key not in self._steps:
             step = DecodeStep.new(size, self.state.device, mode)
-            step.shared = self._shared_rows(size) if shares else None
+            step.is_near = key.is_near
+            step.shared = self._shared_rows(size) if key.shares else None
             if self._storage.layout.num_states:
                 starts = torch.arange(size + 1, dtype=torch.int32, device=self.state.device)
                 use = StateUse(starts, torch.zeros_like(step.rows), torch.full_like(step.rows, -1))
@@ -261,7 +279,9 @@ class DecodeGraphs:
             context_lens=step.contexts,
             max_context_len=state.max_blocks * self._storage.block_size,
         )
-        self._kernels.attention.stage_decode(segment, step.table_rows, step.pieces, self._shapes, step.shared)
+        self._kernels.attention.stage_decode(
+            segment, step.table_rows, step.pieces, self._shapes, step.shared, is_near=step.is_near
+        )
         use = None if step.states is None else step.states.use
         batch = Batch(step.token_ids, step.positions, step.index, (segment,), None, states=use)
         logits = self._network.forward(self._kernels, batch, self._storage)

@@ -8,8 +8,6 @@ a token does not depend on the other tokens, so that deterministic mode uses the
 from __future__ import annotations
 
 import logging
-from functools import cache
-from importlib import resources
 
 import torch
 import triton
@@ -36,20 +34,12 @@ logger = logging.getLogger(__name__)
 
 
 def few_kernels() -> nvrtc.CudaModule:
-    return _compiled("few", torch.cuda.current_device(), AHEAD=AHEAD)
+    return nvrtc.load_source(("common", "mxfp4_common", "mxfp4_few"), torch.cuda.current_device(), AHEAD=AHEAD)
 
 
 def grouped_kernels() -> nvrtc.CudaModule:
     sizes = {"WARPGROUPS": WARPGROUPS, "GROUPS": GROUPS, "STAGE_BYTES": STAGE_BYTES, "RESIDENT": RESIDENT}
-    return _compiled("grouped", torch.cuda.current_device(), **sizes)
-
-
-@cache
-def _compiled(name: str, device: int, **sizes: int) -> nvrtc.CudaModule:
-    """The kernels of one source, loaded on the current device, which is `device`."""
-    folder = resources.files("bifolio.kernels.cuda")
-    source = "".join(folder.joinpath(f"mxfp4_{part}.cu").read_text("utf-8") for part in ("common", name))
-    return nvrtc.compile_module(source, f"mxfp4_{name}", [f"-D{key}={value}" for key, value in sizes.items()])
+    return nvrtc.load_source(("common", "mxfp4_common", "mxfp4_grouped"), torch.cuda.current_device(), **sizes)
 
 
 def can_mix_fragments(device: str, dtype: torch.dtype) -> bool:

@@ -11,6 +11,7 @@ import torch
 import triton
 
 from bifolio.errors import ConfigError
+from bifolio.kernels.cuda.row_attention import RawHeads
 from bifolio.kernels.interface import (
     Array,
     AttentionPhase,
@@ -79,11 +80,14 @@ class TritonKernels(TorchArrays, TritonStreams):
         )
         self._torch = TorchKernels(device, dtype)
         self._weights = quantised.PackedWeights(self._torch)
-        self._products = Products(self._weights, self.dtype, deterministic=deterministic)
+        self._products = Products(
+            self._weights, self.dtype, deterministic=deterministic,
+            num_processors=self.num_processors if device.startswith("cuda") else 0,
+        )  # fmt: skip
         self._rotations: dict[tuple[int, float], torch.Tensor] = {}  # f32[positions, 2, half] by frequencies and scale
         self._tabulated: list[torch.Tensor] = []
         self._states: StagedStates | None = None  # of the running pass
-        self.attention = Attention(device, self.num_processors, deterministic=deterministic)
+        self.attention = Attention(device, self.dtype, self.num_processors, deterministic=deterministic)
 
     # -- arrays and whole steps ---------------------------------------------------------------------------------------
     def to_host(self, array: Array) -> np.ndarray:
@@ -155,6 +159,7 @@ class TritonKernels(TorchArrays, TritonStreams):
 
     def embed(self, table: Any, ids: Array, scale: float) -> Array:
         """Embeddings in f32: the residual stream is not rounded between layers."""
+        self._products.begins_pass = True
         if isinstance(table, QuantisedWeight):
             return quantised.dequantise(table, torch.float32, rows=ids, factor=scale)
         return embed_rows(table, ids, scale)
@@ -237,6 +242,8 @@ class TritonKernels(TorchArrays, TritonStreams):
     def rope_and_write(
         self, qkv: Array, shape: AttentionShape, rotation: Rotation | None, batch: Batch, storage: Storage | None
     ) -> Heads:
+        if self.attention.turns_heads(shape, rotation, batch.segments, storage):
+            return Heads(RawHeads(tensor(qkv), rotation), None, None)
         return cache.rope_and_write(tensor(qkv), shape, rotation, batch.cache_index, storage, self.dtype)
 
     # -- attention ----------------------------------------------------------------------------------------------------

@@ -9,7 +9,11 @@ do the work that does not depend on earlier kernels (read weights, compute addre
     kernel n+1                      |weights| wait |==== programs ====|
 
 Every kernel launched with `OVERLAPPED` waits before it accesses memory that earlier kernels read or write, and only
-then allows the next kernel to start: so a kernel two launches earlier is complete even before the wait.
+then allows the next kernel to start: so a kernel two launches earlier is complete even before the wait. The kernels in
+CUDA C++ for one row (`kernels/cuda/row_*.cu`) are an exception: they allow the next kernel at once, so that the weights
+of several products are on their way. A kernel that follows one of them reads no results of its own layer before its
+wait. The first product of a pass is no exception, so that everything that a pass prepares before its layers
+(positions, rotations, tables) is complete when later kernels start.
 """
 
 from __future__ import annotations

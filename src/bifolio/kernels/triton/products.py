@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
+from bifolio.kernels.cuda.row_product import can_multiply, row_product
 from bifolio.kernels.interface import Array, Linear
 from bifolio.kernels.triton import norm, quantised
+from bifolio.kernels.triton.epilogue import NO_ACTIVATION
 from bifolio.kernels.triton.gemm_small_m import few_rows
 from bifolio.kernels.triton.gemm_tuning import library_is_faster, most_rows
 from bifolio.kernels.triton.gemv import one_row
@@ -21,8 +23,13 @@ EXACT_ROWS = 512  # up to this number, products added to the residual stream sta
 class Products:
     """Chooses and launches the kernel of each product."""
 
-    def __init__(self, weights: PackedWeights, dtype: torch.dtype, *, deterministic: bool) -> None:
+    def __init__(
+        self, weights: PackedWeights, dtype: torch.dtype, *, deterministic: bool, num_processors: int = 0
+    ) -> None:
+        """`num_processors`: multiprocessors of a GPU; 0: there is none."""
         self._weights, self._dtype, self._deterministic = weights, dtype, deterministic
+        self._num_processors = num_processors
+        self.begins_pass = False  # the next product is the first one of a pass
 
     def linear(self, x: torch.Tensor | Normed, linear: Linear) -> Product:
         rows = x.rows if isinstance(x, Normed) else int(x.shape[0])
@@ -70,6 +77,16 @@ class Products:
             x = tensor(product.x)
         if is_packed:
             return quantised.one_row(x, weight, **options)
+        if self._num_processors:
+            own: dict[str, Any] = {
+                "norm": options.get("norm"), "residual": residual, "num_processors": self._num_processors,
+            }  # fmt: skip
+            if can_multiply(x, weight, gated=activation is not None, **own):
+                kind = NO_ACTIVATION if activation is None else norm.ACTIVATIONS[activation]
+                is_first, self.begins_pass = self.begins_pass, False
+                return row_product(
+                    x, weight, bias=bias, activation=kind, out_dtype=out_dtype, is_first=is_first, **own
+                )  # fmt: skip
         return one_row(x, weight, **options)
 
     def _library_multiply(self, product: Product, activation: str | None, residual: torch.Tensor | None) -> Array:

@@ -10,6 +10,7 @@ import torch
 
 from bifolio.errors import PhaseError, UnsupportedModelError
 from bifolio.kernels import shared_prefix
+from bifolio.kernels.cuda.row_attention import FEW_SEQUENCES, NEAR_TOKENS
 from bifolio.kernels.interface import Array, Batch, DraftNetwork, Network, SlotSizes, Storage
 from bifolio.kernels.logit_edits import MASK_ALONE, LogitEdits
 from bifolio.kernels.shared_prefix import SharedWork, share_work
@@ -156,8 +157,12 @@ class TritonSlots:
         order = None
         if work is not None:  # sharers lie side by side; tokens come back in the order of the call
             slots, order = slots[work.order], np.argsort(work.order)
-        step = self.graphs.launch(slots, self._mode(slots), work)
+        step = self.graphs.launch(slots, self._mode(slots), work, is_near=self._is_near(lengths))
         return self.graphs.tokens(step, len(slots), order)
+
+    def _is_near(self, lengths: np.ndarray) -> bool:
+        """Whether all contexts are short; the kernel reads longer ones too, only slower."""
+        return len(lengths) <= FEW_SEQUENCES and int(lengths.max()) < NEAR_TOKENS
 
     def _mode(self, slots: np.ndarray) -> Mode:
         """The mode of a step of these slots; sends pending changes of their edits."""
@@ -173,7 +178,8 @@ class TritonSlots:
         work = None if tables is None or lengths is None else self._shared_work(slots, tables, lengths)
         self._decoded = slots
         if work is None:
-            return self.graphs.launch(slots, None).logits[: len(slots)]
+            is_near = lengths is not None and self._is_near(lengths)
+            return self.graphs.launch(slots, None, is_near=is_near).logits[: len(slots)]
         logits = self.graphs.launch(slots[work.order], None, work).logits
         return logits[upload(np.argsort(work.order), logits.device)]
 

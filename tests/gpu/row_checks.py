@@ -1,0 +1,101 @@
+"""Checks of the kernels in CUDA C++ for one row: products with all that is fused, attention to short contexts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from check_bench import Bench, Check, describe, expected_attention, fill, new_context, relative_error, segment_of
+
+from bifolio.kernels.cuda import nvrtc
+from bifolio.kernels.cuda.row_attention import RawHeads
+from bifolio.kernels.cuda.row_product import can_multiply
+from bifolio.kernels.interface import AttentionPhase, AttentionShape, Batch, Linear, Norm, Rotation
+from bifolio.kernels.triton.lazy_fusion import tensor
+
+PRODUCTS = [  # outputs, depth; by tensor cores up to a depth of 2048
+    (4096, 1024), (1024, 2048), (1024, 3072), (2048, 8192), (4096, 14336), (896, 4864), (513, 2048), (8, 1024),
+    (1152, 896), (576, 576), (40, 4104), (151936, 1024),
+]  # fmt: skip
+ATTENTIONS = [  # query heads, key heads, dimensions, block size, normed
+    (16, 8, 128, 64, True), (32, 8, 64, 64, False), (32, 8, 128, 16, False), (32, 4, 128, 32, True),
+    (3, 1, 64, 16, False), (8, 8, 64, 16, False), (16, 4, 256, 64, True), (24, 8, 128, 16, False),
+]  # fmt: skip
+LENGTHS = ([1], [2, 1], [7], [200, 1], [385], [641, 300], [1500])
+
+
+def row_checks() -> Iterator[Check]:
+    for outputs, depth in PRODUCTS:
+        for extra in ("norm", "gated", "residual", "bias"):
+            name = f"one row {outputs}x{depth} {extra}"
+            yield Check(name, partial(product_error, outputs=outputs, depth=depth, extra=extra), True, True)
+    for heads, kv_heads, dim, block_size, normed in ATTENTIONS:
+        shape = AttentionShape(0, heads, kv_heads, dim, dim**-0.5)
+        for lengths in LENGTHS:
+            name = f"near decode {describe(shape)} block {block_size} lengths {lengths}{' normed' * normed}"
+            error = partial(near_error, shape=shape, lengths=lengths, block_size=block_size, normed=normed)
+            yield Check(name, error, True, True)
+
+
+def product_error(bench: Bench, *, outputs: int, depth: int, extra: str) -> float:
+    """The stream is f32, as in a model; a product that is added to it stays f32."""
+    kernels, reference = bench.kernels, bench.reference
+    parts = tuple(bench.normal(outputs, depth, scale=depth**-0.5) for _ in range(2 if extra == "gated" else 1))
+    biases = tuple(bench.normal(outputs) if extra in ("bias", "gated") else None for _ in parts)
+    ours, theirs = (each.prepare_linear(Linear(parts, biases)) for each in (kernels, reference))
+    norm = kernels.prepare_norm(Norm(bench.normal(depth, dtype=torch.float32), None, 1e-5))
+    stream = bench.normal(1, depth, dtype=torch.float32)
+    if extra == "residual":
+        x, added = bench.normal(1, depth), bench.normal(1, outputs, dtype=torch.float32)
+        result, expected = kernels.add(added, kernels.linear(x, ours)), added + reference.linear(x.float(), theirs)
+    else:
+        result = kernels.linear(kernels.norm(stream, norm), ours)
+        expected = reference.linear(reference.norm(stream, norm), theirs)
+    if extra == "gated":
+        result, expected = kernels.act_mul(result, "silu"), reference.act_mul(expected, "silu")
+    if nvrtc.works():
+        options: dict[str, Any] = {"norm": norm, "residual": None, "num_processors": kernels.num_processors}
+        assert can_multiply(stream, ours.prepared[0], gated=extra == "gated", **options)
+    return relative_error(tensor(result), expected)
+
+
+def near_error(bench: Bench, *, shape: AttentionShape, lengths: list[int], block_size: int, normed: bool) -> float:
+    """Of the attention of new tokens, and of the keys and values that it writes; fused, then from rotated queries."""
+    kernels, reference, count = bench.kernels, bench.reference, len(lengths)
+    if not kernels.attention.can_be_near(count, (shape,), new_context(bench, shape, lengths, block_size).storage):
+        assert not nvrtc.works()
+        return 0.0
+    if normed:
+        weights = (bench.normal(shape.head_dim, dtype=torch.float32) for _ in range(2))
+        query_norm, key_norm = (kernels.prepare_norm(Norm(weight, None, 1e-6)) for weight in weights)
+        shape = replace(shape, query_norm=query_norm, key_norm=key_norm)
+    context = new_context(bench, shape, lengths, block_size)
+    fill(bench, context, shape)
+    angles = bench.normal(count, shape.head_dim // 2, scale=3.0, dtype=torch.float32)
+    rotation = Rotation(angles.cos(), angles.sin())
+    qkv = bench.normal(count, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim)
+    newest = torch.stack([index[-1] for index in context.index])
+    segment = segment_of(AttentionPhase.DECODE, [1] * count, lengths, context.tables)
+    segment = replace(segment, context_lens=bench.integers(lengths))
+    batch = Batch(newest, newest, newest, (segment,), None)
+
+    truth = reference.rope_and_write(qkv.float(), shape, rotation, batch, None)
+    context.storage.write(shape.layer, newest, truth.key.to(bench.dtype), truth.value.to(bench.dtype))
+    expected = expected_attention(bench, truth.query, shape, context, [1] * count)
+    places = context.storage.keys[0], context.storage.values[0]
+    written = [array[newest // block_size, :, newest % block_size] for array in places]
+    for array in places:
+        array[newest // block_size, :, newest % block_size] = float("nan")
+
+    kernels.attention.stage_decode(segment, bench.integers(range(count)), {}, (shape,), is_near=True)
+    heads = kernels.rope_and_write(qkv, shape, rotation, batch, context.storage)
+    assert isinstance(heads.query, RawHeads)
+    results = [kernels.attend(heads, shape, (segment,), context.storage) for _ in range(2)]  # none disturbs the next
+    found = [array[newest // block_size, :, newest % block_size] for array in places]
+    turned = heads._replace(query=truth.query.to(bench.dtype))
+    results.append(kernels.attend(turned, shape, (segment,), context.storage))
+    errors = [relative_error(result, expected) for result in results]
+    return max(*errors, *(relative_error(ours, theirs) for ours, theirs in zip(found, written, strict=True)))
