@@ -12,8 +12,9 @@ from check_bench import Bench, Check, describe, expected_attention, fill, new_co
 
 from bifolio.kernels.cuda import nvrtc
 from bifolio.kernels.cuda.row_attention import RawHeads
+from bifolio.kernels.cuda.row_experts import can_mix
 from bifolio.kernels.cuda.row_product import can_multiply
-from bifolio.kernels.interface import AttentionPhase, AttentionShape, Batch, Linear, Norm, Rotation
+from bifolio.kernels.interface import AttentionPhase, AttentionShape, Batch, Experts, Linear, Norm, Rotation, Routing
 from bifolio.kernels.triton.lazy_fusion import tensor
 
 PRODUCTS = [  # outputs, depth; by tensor cores up to a depth of 2048
@@ -24,6 +25,9 @@ ATTENTIONS = [  # query heads, key heads, dimensions, block size, normed
     (16, 8, 128, 64, True), (32, 8, 64, 64, False), (32, 8, 128, 16, False), (32, 4, 128, 32, True),
     (3, 1, 64, 16, False), (8, 8, 64, 16, False), (16, 4, 256, 64, True), (24, 8, 128, 16, False),
 ]  # fmt: skip
+EXPERTS = [  # experts, chosen, hidden values, depth
+    (40, 11, 512, 2048), (12, 8, 768, 2048), (9, 4, 64, 576), (5, 5, 40, 4104), (3, 1, 1536, 4096),
+]  # fmt: skip
 LENGTHS = ([1], [2, 1], [7], [200, 1], [385], [641, 300], [1500])
 
 
@@ -32,6 +36,10 @@ def row_checks() -> Iterator[Check]:
         for extra in ("norm", "gated", "residual", "bias"):
             name = f"one row {outputs}x{depth} {extra}"
             yield Check(name, partial(product_error, outputs=outputs, depth=depth, extra=extra), True, True)
+    for count, top_k, width, depth in EXPERTS:
+        for normed in (False, True):
+            error = partial(expert_error, count=count, top_k=top_k, width=width, depth=depth, normed=normed)
+            yield Check(f"experts of one row {count}:{top_k} {width}x{depth}{' normed' * normed}", error, True, True)
     for heads, kv_heads, dim, block_size, normed in ATTENTIONS:
         shape = AttentionShape(0, heads, kv_heads, dim, dim**-0.5)
         for lengths in LENGTHS:
@@ -60,6 +68,31 @@ def product_error(bench: Bench, *, outputs: int, depth: int, extra: str) -> floa
         options: dict[str, Any] = {"norm": norm, "residual": None, "num_processors": kernels.num_processors}
         assert can_multiply(stream, ours.prepared[0], gated=extra == "gated", **options)
     return relative_error(tensor(result), expected)
+
+
+def expert_error(bench: Bench, *, count: int, top_k: int, width: int, depth: int, normed: bool) -> float:
+    kernels, dtype = bench.kernels, torch.float32
+    ups = [tuple(bench.normal(width, depth, scale=depth**-0.5) for _ in range(2)) for _ in range(count)]
+    downs = [bench.normal(depth, width, scale=width**-0.5) for _ in range(count)]
+    linears = tuple(Linear(pair, (None, None)) for pair in ups), tuple(Linear((down,), (None,)) for down in downs)
+    experts = kernels.prepare_experts(Experts(*linears, "silu"))
+    chosen = torch.randperm(count, generator=bench.generator, device=bench.device)[:top_k]
+    shares = torch.rand(top_k, generator=bench.generator, device=bench.device)
+    routing = Routing(chosen.to(torch.int32)[None], shares[None])
+    norm = kernels.prepare_norm(Norm(bench.normal(depth, dtype=dtype), None, 1e-5))
+    stream, residual = bench.normal(1, depth, dtype=dtype), bench.normal(1, depth, dtype=dtype)
+    x = kernels.norm(stream, norm) if normed else bench.normal(1, depth)
+    truth = bench.reference.norm(stream, norm) if normed else x.float()
+    hidden = [torch.nn.functional.silu(truth @ ups[e][0].float().T) * (truth @ ups[e][1].float().T) for e in chosen]
+    parts = [share * (row @ downs[e].float().T) for share, row, e in zip(shares, hidden, chosen, strict=True)]
+    if nvrtc.works():
+        prepared = experts.prepared[0].weight, experts.prepared[1].weight
+        options: dict[str, Any] = {"norm": norm, "residual": residual, "num_processors": kernels.num_processors}
+        assert can_mix(stream, *prepared, top_k, **options)
+    mixed = kernels.mix_experts(x, routing, experts)
+    alone = relative_error(tensor(kernels.mix_experts(x, routing, experts)), torch.stack(parts).sum(0))
+    total = kernels.add(residual, mixed)
+    return max(alone, relative_error(tensor(total) - residual, torch.stack(parts).sum(0)))
 
 
 def near_error(bench: Bench, *, shape: AttentionShape, lengths: list[int], block_size: int, normed: bool) -> float:

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from bifolio.cache.storage import CacheLayout, KVStorage
 from bifolio.kernels.cuda import nvrtc
 from bifolio.kernels.cuda.row_attention import RawHeads, can_attend, can_fuse, group_of, row_attention
+from bifolio.kernels.cuda.row_experts import can_mix, mix_row, plans_of
 from bifolio.kernels.cuda.row_product import SHARED_BYTES, TENSOR_DEPTH, WARPS, can_multiply, plan_of, row_product
-from bifolio.kernels.interface import AttentionShape, Norm, Rotation
+from bifolio.kernels.interface import AttentionShape, Norm, Rotation, Routing
 
 SHAPE = AttentionShape(0, 8, 2, 64, 0.125)
 
@@ -53,12 +54,39 @@ def test_columns_that_are_no_multiple_of_eight_have_no_plan() -> None:
     assert plan_of(64, 100, gated=False, num_processors=132) is None
 
 
+@given(st.integers(1, 300), st.integers(1, 600), st.integers(1, 40), st.integers(1, 200))
+def test_both_products_of_experts_fit_on_a_multiprocessor(
+    width: int, eighths: int, top_k: int, processors: int
+) -> None:
+    hidden, depth = width * 8, eighths * 8
+    plans = plans_of(hidden, depth, top_k, processors)
+    if plans is None:
+        return
+    up, down = plans
+    assert top_k <= 32
+    assert up.unit * up.units == 2 * hidden * top_k
+    assert 2 * hidden % up.unit == 0  # a unit belongs to one expert
+    assert down.unit * down.units == depth
+    assert not down.by_tensor
+    assert up.shared_bytes <= SHARED_BYTES
+    assert down.shared_bytes <= SHARED_BYTES
+
+
+def test_experts_of_common_sizes_have_plans() -> None:
+    for hidden, depth, top_k in ((512, 2048, 11), (768, 2048, 8), (512, 2048, 9), (1408, 2048, 8), (1536, 4096, 8)):
+        plans = plans_of(hidden, depth, top_k, 132)
+        assert plans is not None
+        assert sum(plan.shared_bytes for plan in plans) <= SHARED_BYTES
+        assert all(plan.stages >= 2 for plan in plans)
+
+
 # -- launches ----------------------------------------------------------------------------------------------------------
 class Recorder:
     """Stands for a compiled module: keeps the constants and the launch."""
 
     def __init__(self) -> None:
         self.constants: dict[str, int] = {}
+        self.all_constants: list[dict[str, int]] = []  # of all launches
         self.parts: tuple[str, ...] = ()
         self.grid: tuple[int, ...] = ()
         self.block = self.shared_bytes = 0
@@ -66,6 +94,7 @@ class Recorder:
 
     def load_source(self, parts: tuple[str, ...], _device: int, **constants: int) -> Recorder:
         self.parts, self.constants = parts, constants
+        self.all_constants.append(constants)
         return self
 
     def function(self, name: str) -> Recorder:
@@ -132,6 +161,24 @@ def test_operands_that_the_product_does_not_know(recorder: Recorder) -> None:
     assert not can(x=x.to(torch.bfloat16))  # a norm of a stream that is not f32
     assert can(x=x.to(torch.bfloat16), norm=None)
     assert not can(residual=x.to(torch.bfloat16))
+
+
+def test_the_launches_of_experts(recorder: Recorder) -> None:
+    x, residual, out = torch.zeros(1, 256), torch.zeros(1, 256), torch.zeros(1, 256)
+    up, down = torch.zeros(6 * 2 * 64, 256, dtype=torch.bfloat16), torch.zeros(6 * 256, 64, dtype=torch.bfloat16)
+    routing = Routing(torch.zeros((1, 3), dtype=torch.int32), torch.zeros(1, 3))
+    norm = Norm(torch.ones(256, dtype=torch.bfloat16), None, 1e-6)
+    options: dict[str, Any] = {"norm": norm, "residual": residual, "num_processors": 16}
+    assert can_mix(x, up, down, 3, **options)
+    assert not can_mix(x, up.float(), down, 3, **options)
+    assert not can_mix(x, up, down, 33, **options)
+    assert not can_mix(torch.zeros(2, 256), up, down, 3, **options)
+    mix_row(x, routing, up, down, out, activation=0, **options)
+    recorder.check()
+    up_constants, down_constants = recorder.all_constants
+    assert (up_constants["CHOICES"], up_constants["DEPTH"], up_constants["IS_FIRST"]) == (3, 256, True)
+    assert (down_constants["CHOICES"], down_constants["DEPTH"], down_constants["BY_TENSOR"]) == (3, 3 * 64, False)
+    assert (down_constants["HAS_RESIDUAL"], down_constants["IS_FIRST"]) == (True, False)
 
 
 @pytest.mark.parametrize("is_raw", [False, True])

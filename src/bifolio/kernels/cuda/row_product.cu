@@ -7,14 +7,20 @@
 // starts while its predecessors run, and its weights arrive meanwhile. Each of WARPS warps multiplies its own columns of
 // every row by its part of x in registers; the sums of the warps are added at the end, always in the same order.
 //
+// Experts that a token chose, CHOICES of them: gated products write the hidden values of all of them, times their shares of
+// the sum; the others multiply these values, whose segments belong to one expert each, by rows of all of their matrices. The
+// weights of the second product arrive while the first one runs, since the choice is complete when a first product starts.
+//
 // Constants: DEPTH, UNIT, STAGES, WARPS, BY_TENSOR (by tensor cores: UNIT is 8 or 16), IS_NORMED (x is f32 then),
 // IS_SCALE_WIDE (weights of the norm are f32), ACTIVATION (of a gate; -1: none), IS_X_WIDE, HAS_BIAS, IS_BIAS_WIDE,
-// HAS_RESIDUAL (f32), IS_OUT_WIDE, IS_FIRST (of a pass: the next kernel starts when the inputs are there).
+// HAS_RESIDUAL (f32), IS_OUT_WIDE, IS_FIRST (the next kernel starts when the inputs are there), CHOICES (0: no experts).
 constexpr bool IS_GATED = ACTIVATION >= 0;
-constexpr int OUTPUTS = IS_GATED ? UNIT / 2 : UNIT;  // of a unit
-constexpr int ROW_BYTES = DEPTH * 2;
+constexpr bool IS_UP = CHOICES > 0 && IS_GATED, IS_DOWN = CHOICES > 0 && !IS_GATED;  // of experts
+constexpr int OUTPUTS = IS_GATED ? UNIT / 2 : UNIT;             // of a unit
+constexpr int SEGMENT = IS_DOWN ? DEPTH / CHOICES : DEPTH;      // columns of a matrix
+constexpr int ROW_BYTES = SEGMENT * 2;
 constexpr int PITCH = BY_TENSOR && DEPTH % 64 == 0 ? ROW_BYTES + 64 : ROW_BYTES;  // fragments of two rows: all banks
-constexpr int UNIT_BYTES = UNIT * PITCH;
+constexpr int UNIT_BYTES = UNIT * PITCH * (DEPTH / SEGMENT);
 constexpr int THREADS = WARPS * 32;
 
 __device__ __forceinline__ float low(u32 pair) { return __uint_as_float(pair << 16); }
@@ -55,6 +61,9 @@ struct Lanes {
         return (p * WARPS + threadIdx.x / 32) * SPAN + threadIdx.x % 32 * VECTOR;
     }
     __device__ __forceinline__ static bool exists(int p) { return DEPTH % (WARPS * SPAN) == 0 || column(p) < DEPTH; }
+    __device__ __forceinline__ static u32 place(int p) {  // in a unit
+        return column(p) / SEGMENT * (UNIT * PITCH) + column(p) % SEGMENT * 2;
+    }
 
     __device__ __forceinline__ void read_factors(const void *source) {
 #pragma unroll
@@ -97,7 +106,7 @@ struct Lanes {
         for (int p = 0; p < PARTS; ++p)
             if (exists(p))
 #pragma unroll
-                for (int r = 0; r < UNIT; ++r) sum[r] = multiply_row(x[p], slot + r * PITCH + column(p) * 2, sum[r]);
+                for (int r = 0; r < UNIT; ++r) sum[r] = multiply_row(x[p], slot + place(p) + r * PITCH, sum[r]);
         // Each exchange halves the rows of a lane.
         int lane = threadIdx.x % 32;
 #pragma unroll
@@ -198,19 +207,28 @@ template <class A, class B> struct Either<false, A, B> {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS + 32) row_product(
-    const void *x, const u8 *weight, const void *scales, const void *bias, const float *residual, void *out, int outputs,
-    int units, float eps) {
+    const void *x, const u8 *weight, const void *scales, const void *bias, const float *residual, const int *experts,
+    const float *shares, void *out, int outputs, int units, float eps) {
     if (!IS_FIRST) launch_dependents();
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, count = (units - (int)blockIdx.x + gridDim.x - 1) / gridDim.x;
     u32 ring = shared_address(memory), full = ring + STAGES * UNIT_BYTES, empty = full + STAGES * 8;
     float *squares = (float *)(memory + STAGES * UNIT_BYTES + STAGES * 16), *sums = squares + WARPS;  // [count, UNIT, WARPS]
 
-    // All lanes of the last warp; those of unpadded units have the whole unit in one copy or two.
+    // By all lanes of the last warp. Units of padded rows are copied row by row, others at once (gated: in two copies).
+    int chosen = 0, per_expert = outputs / OUTPUTS;  // expert of choice `lane`; units of an expert
     auto fetch = [&](int i) {
         u32 slot = ring + i % STAGES * UNIT_BYTES, barrier = full + i % STAGES * 8;
-        const u8 *source = weight + (u64)(blockIdx.x + i * gridDim.x) * OUTPUTS * ROW_BYTES;
-        if (lane == 0) expect_bytes(barrier, UNIT * ROW_BYTES);
+        int unit = blockIdx.x + i * gridDim.x;
+        if (lane == 0) expect_bytes(barrier, UNIT * DEPTH * 2);
         __syncwarp();
+        if (IS_DOWN) {
+            const u8 *rows = weight + ((u64)chosen * outputs + unit * UNIT) * ROW_BYTES;
+            if (lane < CHOICES) copy_bulk(slot + lane * UNIT * PITCH, rows, UNIT * ROW_BYTES, barrier);
+            return;
+        }
+        u64 row = (u64)unit * OUTPUTS;
+        if (IS_UP) row += (u64)outputs * (2 * __shfl_sync(0xFFFFFFFFu, chosen, unit / per_expert) - unit / per_expert);
+        const u8 *source = weight + row * ROW_BYTES;
         constexpr int COPIES = PITCH == ROW_BYTES ? (IS_GATED ? 2 : 1) : UNIT, ROWS = UNIT / COPIES;
         u64 first = lane * ROWS < OUTPUTS ? lane * ROWS : (u64)outputs + lane * ROWS - OUTPUTS;
         if (lane < COPIES) copy_bulk(slot + lane * ROWS * PITCH, source + first * ROW_BYTES, ROWS * ROW_BYTES, barrier);
@@ -222,10 +240,16 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32) row_product(
             fence_barriers();
         }
         __syncwarp();
-        for (int i = 0; i < STAGES && i < count; ++i) fetch(i);
+        if (IS_DOWN && lane < CHOICES) chosen = experts[lane];
+        for (int i = 0; !IS_UP && i < STAGES && i < count; ++i) fetch(i);
     }
     __syncthreads();
     if (warp == WARPS) {
+        if (IS_UP) {
+            wait_inputs();
+            if (lane < CHOICES) chosen = experts[lane];
+            for (int i = 0; i < STAGES && i < count; ++i) fetch(i);
+        }
         for (int i = STAGES; i < count; ++i) {
             wait_barrier(empty + i % STAGES * 8, (i / STAGES - 1) & 1);
             fetch(i);
@@ -278,6 +302,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32) row_product(
             up *= factor;
             if (HAS_BIAS) up += bias_of(outputs + output);
             result = gated(result, up, ACTIVATION);
+            if (IS_UP) result *= shares[(blockIdx.x + own / OUTPUTS * gridDim.x) / per_expert];
         }
         if (HAS_RESIDUAL) result += own == threadIdx.x ? added : residual[output];
         if (IS_OUT_WIDE) ((float *)out)[output] = result;

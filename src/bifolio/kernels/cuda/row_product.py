@@ -8,10 +8,10 @@ from functools import cache
 import torch
 
 from bifolio.kernels.cuda import nvrtc
-from bifolio.kernels.interface import Norm
+from bifolio.kernels.interface import Norm, Routing
 
 WARPS = 8  # that multiply
-UNIT_BYTES = 49152  # of a unit, at most: rows that arrive together
+UNIT_BYTES = 50_000  # of a unit, at most: rows that arrive together
 SLICE_BYTES = 111_000  # up to this size a thread block has all its weights in flight at once
 RING_BYTES, TENSOR_RING_BYTES = 132_000, 197_000  # of the units in flight otherwise: one thread block on a processor
 SHARED_BYTES = 227 * 1024  # that a thread block can have
@@ -33,16 +33,21 @@ class RowPlan:
 
 
 @cache
-def plan_of(rows: int, depth: int, *, gated: bool, num_processors: int) -> RowPlan | None:
-    """The most even division of `rows` rows among the multiprocessors; None: this kernel cannot."""
+def plan_of(
+    rows: int, depth: int, *, gated: bool, num_processors: int, is_whole: bool = True, ring_bytes: int = 0
+) -> RowPlan | None:
+    """The most even division of `rows` rows among the multiprocessors; None: this kernel cannot.
+
+    Rows that are not whole belong to several matrices. `ring_bytes`: of the units in flight; 0: choose.
+    """
     if depth % 8 or depth > MOST_DEPTH:
         return None
-    by_tensor = depth % 32 == 0 and depth <= TENSOR_DEPTH and rows % 8 == 0
+    by_tensor = is_whole and depth % 32 == 0 and depth <= TENSOR_DEPTH and rows % 8 == 0
     padding = 64 if by_tensor and depth % 64 == 0 else 0  # as in the source
-    best, unit = -1.0, 0
+    best, unit, limit = -1.0, 0, min(UNIT_BYTES, ring_bytes // 2 - 16) if ring_bytes else UNIT_BYTES
     for size in (16, 8) if by_tensor else (8, 4, 2, 1):
         smallest = 8 if by_tensor else 2 if gated else 1
-        if rows % size or size < smallest or (size > smallest and size * depth * 2 > UNIT_BYTES):
+        if rows % size or size < smallest or (size > smallest and size * (depth * 2 + padding) > limit):
             continue
         units = rows // size
         busy = units / (-(-units // num_processors) * num_processors)
@@ -54,9 +59,10 @@ def plan_of(rows: int, depth: int, *, gated: bool, num_processors: int) -> RowPl
     grid = min(units, num_processors)
     count = -(-units // grid)
     sum_bytes = (count * unit + 1) * WARPS * 4
-    ring_bytes = TENSOR_RING_BYTES if by_tensor else RING_BYTES
-    if count * unit_bytes <= SLICE_BYTES:
+    if not ring_bytes and count * unit_bytes <= SLICE_BYTES:
         ring_bytes = SLICE_BYTES
+    elif not ring_bytes:
+        ring_bytes = TENSOR_RING_BYTES if by_tensor else RING_BYTES
     stages = min(min(ring_bytes, SHARED_BYTES - sum_bytes) // (unit_bytes + 16), count)
     if stages < 1:
         return None
@@ -95,26 +101,50 @@ def row_product(
     is_first: bool = False,  # of a pass
 ) -> torch.Tensor:
     """[1, outputs]"""
-    (rows, depth), gated, wide = weight.shape, activation >= 0, torch.float32
-    plan = plan_of(rows, depth, gated=gated, num_processors=num_processors)
+    rows, depth = weight.shape
+    plan = plan_of(rows, depth, gated=activation >= 0, num_processors=num_processors)
     if plan is None:
         raise ValueError(f"no plan for {rows} rows of {depth} columns: ask `can_multiply` first")
-    out = torch.empty((1, rows // 2 if gated else rows), dtype=out_dtype, device=x.device)
+    out = torch.empty((1, rows // 2 if activation >= 0 else rows), dtype=out_dtype, device=x.device)
+    launch(
+        plan, x, weight, out, out.shape[1], norm=norm, bias=bias, residual=residual, activation=activation,
+        is_first=is_first,
+    )  # fmt: skip
+    return out
+
+
+def launch(
+    plan: RowPlan,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    outputs: int,  # of one matrix
+    *,
+    norm: Norm | None = None,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    activation: int = -1,
+    is_first: bool = False,
+    routing: Routing | None = None,  # of experts
+) -> None:
+    depth, wide = x.numel(), torch.float32
+    experts, shares = (weight, weight) if routing is None else (routing.experts, routing.weights)
     module = nvrtc.load_source(
         ("common", "row_product"), torch.cuda.current_device(), DEPTH=depth, UNIT=plan.unit, STAGES=plan.stages,
         WARPS=WARPS, BY_TENSOR=plan.by_tensor, IS_NORMED=norm is not None,
         IS_SCALE_WIDE=norm is not None and norm.weight.dtype == wide, ACTIVATION=activation, IS_X_WIDE=x.dtype == wide,
         HAS_BIAS=bias is not None, IS_BIAS_WIDE=bias is not None and bias.dtype == wide,
-        HAS_RESIDUAL=residual is not None, IS_OUT_WIDE=out_dtype == wide, IS_FIRST=is_first,
+        HAS_RESIDUAL=residual is not None, IS_OUT_WIDE=out.dtype == wide, IS_FIRST=is_first,
+        CHOICES=0 if routing is None else routing.experts.shape[1],
     )  # fmt: skip
     module.function("row_product").launch(
         (plan.grid,),
         (WARPS + 1) * 32,
         (
             x, weight, weight if norm is None else norm.weight, weight if bias is None else bias,
-            x if residual is None else residual, out, out.shape[1], plan.units, 0.0 if norm is None else norm.eps,
+            x if residual is None else residual, experts, shares, out, outputs, plan.units,
+            0.0 if norm is None else norm.eps,
         ),
         shared_bytes=plan.shared_bytes,
         pdl=True,
     )  # fmt: skip
-    return out

@@ -2,10 +2,11 @@
 """Mixtures of experts: the products of the experts that the tokens of a batch choose (`expert_choice`).
 
 Few tokens: the experts of each pair (token, choice) are read by a GEMV (`up_kernel`, `down_kernel`), so that one token
-reads the weights of its own experts alone, in two launches. More tokens: grouped products over tiles of one expert each
-(`expert_order`). With activations in bf16 and a GPU of compute capability 9.0 or higher, experts in MXFP4 have kernels
-in CUDA C++ instead (`expert_fragments`). Shapes follow from the number of tokens, so that a CUDA graph can hold the
-launches. Every sum has one order, and the outputs of a token are added in the order of its choice.
+reads the weights of its own experts alone, in two launches; one token and dense weights have kernels in CUDA C++
+(`row_experts`) on a GPU of compute capability 9.0 or higher. More tokens: grouped products over tiles of one expert
+each (`expert_order`). On such a GPU with activations in bf16, experts in MXFP4 have kernels in CUDA C++ instead
+(`expert_fragments`). Shapes follow from the number of tokens, so that a CUDA graph can hold the launches. Every sum has
+one order, and the outputs of a token are added in the order of its choice.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 import triton
 
 from bifolio.kernels.cuda.mxfp4_fragments import FragmentStack, pack_fragments
+from bifolio.kernels.cuda.row_experts import can_mix, mix_row
 from bifolio.kernels.interface import Experts, Linear, Norm, Routing
 from bifolio.kernels.native.encode import quickly_converted
 from bifolio.kernels.torch_reference import TorchKernels
@@ -181,6 +183,7 @@ def mix_experts(
     norm: Norm | None = None,  # of one token
     residual: torch.Tensor | None = None,
     fixed: bool = False,  # results of a token do not depend on the number of tokens
+    num_processors: int = 0,  # multiprocessors of a GPU; 0: there is none
 ) -> torch.Tensor:
     """[tokens, d], in the dtype of the residual, or in `dtype` without one."""
     tokens, top_k = routing.experts.shape
@@ -192,6 +195,10 @@ def mix_experts(
         return out
     if tokens <= FEW_TOKENS and not fixed and up.kind == WORDS:
         _mix_words(x, routing, experts, norm, residual, out)
+        return out
+    own: dict[str, Any] = {"norm": norm, "residual": residual, "num_processors": num_processors}
+    if num_processors and not fixed and _is_row(x, up, down, experts, top_k, own):
+        mix_row(x, routing, up.weight, down.weight, out, activation=ACTIVATIONS[experts.activation], **own)
         return out
     if tokens <= FEW_TOKENS and not fixed:
         hidden = _up(x, routing, up, experts, norm, dtype)
@@ -213,6 +220,13 @@ def mix_experts(
         HAS_RESIDUAL=residual is not None, num_warps=4, **OVERLAPPED,
     )  # fmt: skip
     return out
+
+
+def _is_row(x: torch.Tensor, up: Stack, down: Stack, experts: Experts, top_k: int, own: dict[str, Any]) -> bool:
+    """Whether these experts of one token have a kernel in CUDA C++."""
+    if up.kind >= 0 or down.kind >= 0 or up.bias is not None or down.bias is not None or not experts.gated:
+        return False
+    return can_mix(x, up.arrays()[0], down.arrays()[0], top_k, **own)
 
 
 def _up(

@@ -219,8 +219,9 @@ class TritonKernels(TorchArrays, TritonStreams):
 
         def compute(residual: torch.Tensor | None) -> torch.Tensor:
             return moe.mix_experts(
-                values, routing, experts, self.dtype, norm=norm, residual=residual, fixed=self.deterministic
-            )
+                values, routing, experts, self.dtype, norm=norm, residual=residual, fixed=self.deterministic,
+                num_processors=self.num_processors if self.device.startswith("cuda") else 0,
+            )  # fmt: skip
 
         return Mixture(compute, len(values))
 
