@@ -147,6 +147,9 @@ def test_short_steps_that_run_ahead_are_not_given_up_for_drafts(num_sequences: i
     assert short.choose(num_sequences, offers, 100)[0] == {}
     assert short.declined(num_sequences, offers, 100) == (False, DraftLengths.REST)
     assert long.choose(num_sequences, offers, 100)[0] != {}
+    assert not short.can_pay(num_sequences)
+    assert long.can_pay(num_sequences)
+    assert short.can_pay(3 * num_sequences)  # their cost is not known yet
 
 
 def test_measured_steps_with_drafts_replace_the_assumption_and_leave_plain_costs_alone() -> None:

@@ -10,6 +10,7 @@ from bifolio.engine.engine import InferenceEngine
 from bifolio.engine.speculative.draft_lengths import DraftLengths
 from bifolio.model.eagle import load_eagle
 from bifolio.sampling_params import SamplingParams
+from bifolio.schedule.plan import StepPlan
 from draft_heads import eagle_folder
 from helpers import make_engine, output_ids, random_prompt, tiny_loaded
 
@@ -60,6 +61,7 @@ def test_steps_run_ahead_while_drafts_rest(rests: tuple[int, ...], monkeypatch: 
     if rests != (0,):
         monkeypatch.setattr(DraftLengths, "declined", declined)
         monkeypatch.setattr(DraftLengths, "choose", lambda self, *_: ({}, False))
+        monkeypatch.setattr(DraftLengths, "can_pay", lambda self, *_: True)
     found, in_flight = run(engine)
     assert found == expected
     if rests == (200,):
@@ -69,6 +71,30 @@ def test_steps_run_ahead_while_drafts_rest(rests: tuple[int, ...], monkeypatch: 
     elif rests != (0,):
         assert in_flight.count(2) > 5
         assert in_flight.count(1) > 5
+
+
+def test_where_no_draft_can_pay_every_step_runs_ahead_and_no_prompt_gives_out_states(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected, ahead = run(new_engine(False))
+    monkeypatch.setattr(DraftLengths, "can_pay", lambda self, num_sequences: not self.steps.knows(num_sequences))
+    engine = new_engine(True)
+    assert engine.speculator is not None
+    run(engine)  # measures plain steps
+    absorbed, drafter = [], engine.speculator.drafter
+    absorb = drafter.absorb  # type: ignore[attr-defined]
+
+    def watched(plan: StepPlan, states: object) -> None:
+        absorbed.append(states is not None)
+        absorb(plan, states)
+
+    drafter.absorb = watched  # type: ignore[attr-defined]
+    known = engine.speculator.lengths.steps.knows
+    found, in_flight = run(engine)
+    assert found == expected
+    assert in_flight.count(2) >= ahead.count(2) - 2
+    assert absorbed.count(True) <= sum(not known(number) for number in (1, 2, 3))
+    assert engine.speculator.stats.num_draft_tokens == 0
 
 
 def test_drafts_are_drawn_on_the_device() -> None:

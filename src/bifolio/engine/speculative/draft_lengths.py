@@ -168,6 +168,13 @@ class DraftLengths:
             self._num_unused, self._interval = 0, self.PROBE_EVERY
         return lengths, all_join
 
+    def can_pay(self, num_sequences: int) -> bool:
+        """Whether the longest drafts of all sequences would pay off if most of them were right; True if unknown."""
+        if not self.steps.knows(num_sequences):
+            return True
+        offers = [Offer(self.longest, 0)] * num_sequences
+        return self._best(num_sequences, offers, 1, lambda kind, place: self.HOPE)[0] > self.GAIN
+
     def declined(self, num_sequences: int, offers: Sequence[Offer], tokens_left: int) -> tuple[bool, int]:
         """When no length pays off: (whether to probe one anyway, number of steps to skip drafting)."""
         if not self.steps.knows(num_sequences):

@@ -42,6 +42,7 @@ class HeadBlocks:
         self.storage = storage
         self.block_size = storage.block_size
         self.filled = np.zeros(storage.num_blocks, np.int32)  # entries computed from hidden states of the target
+        self.is_untouched = True  # no entry was ever computed
 
     def move_blocks(self, moves: Iterable[tuple[int, int]]) -> None:
         moves = list(moves)
@@ -65,6 +66,7 @@ class HeadBlocks:
     def computed(self, table: np.ndarray, start: int, end: int) -> None:
         """The head computed the entries [start, end)."""
         size, filled = self.block_size, self.filled
+        self.is_untouched = False
         for number in range(start // size, (end - 1) // size + 1):
             first, last = max(start - number * size, 0), min(end - number * size, size)
             block = table[number]

@@ -96,6 +96,8 @@ class HiddenDraft:
     # -- states of the target -----------------------------------------------------------------------------------------
     def absorb(self, plan: StepPlan, states: Array | None) -> None:
         """Keep the states that a pass of the target gave out; without them the sequences' contexts begin anew."""
+        if states is None and self.runner.blocks.is_untouched:
+            return
         scale = self.runner.weights.state_scale
         if states is not None and scale != 1.0:
             states = states * scale

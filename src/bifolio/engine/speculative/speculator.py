@@ -159,12 +159,13 @@ class Speculator:
         """Whether the pass of a plan gives out hidden states for a draft head.
 
         While drafts do not pay off, only prompts do, and the last steps before the next trial. A device replays decode
-        steps as graphs, which give out no states: there also these steps do not.
+        steps as graphs, which give out no states: there also these steps do not, nor prompts if no drafts can pay off.
         """
         if self._head is None:
             return False
         if plan.prefills:
-            return True
+            is_free = not (self._launches_ahead and self.lengths.adaptive)
+            return is_free or self.lengths.can_pay(len(plan.decodes) + len(plan.prefills))
         if not self._launches_ahead:
             return not self._rest or (self._rest < CONTEXT and self.lengths.is_hopeful)
         return not self._rest and (not self.lengths.adaptive or self.lengths.steps.knows(len(plan.decodes)))
@@ -197,6 +198,8 @@ class Speculator:
             is_known = self.lengths.steps.knows(num_active)
             self._num_measured = 0 if is_known else self._num_measured + 1
             self.runs_ahead = not is_known and self._num_measured <= MOST_MEASURED
+            if is_known and not self.lengths.can_pay(num_active):  # found without waiting for the tokens in flight
+                self._rest, self.runs_ahead, self.lengths.is_hopeful = self.lengths.REST - 1, True, False
         return self.runs_ahead
 
     @property
