@@ -165,16 +165,19 @@ class InferenceEngine:
         started = time.perf_counter()
         self.blocks.run_moves(self.storages)  # copy-on-write, before any write
         self.slots.update(plan)
-        if self.speculator is not None:
-            plan = self.speculator.fill(plan)  # a draft model runs here
+        speculator = self.speculator
+        if speculator is not None and speculator.ignores(plan):
+            speculator = None
+        if speculator is not None:
+            plan = speculator.fill(plan)  # a draft model runs here
         if self._has_states:
             plan = replace(plan, states=tuple(self.blocks.use_states(plan.state_requests())))
         readout = Readout.from_plan(plan)
         executor = self.prefill_executor if plan.prefills else self.decode_executor
-        with_states = self.speculator is not None and self.speculator.reads_states(plan)
+        with_states = speculator is not None and speculator.reads_states(plan)
         launched = executor.launch(plan, readout, self.slots, with_states)
-        if self.speculator is not None:
-            self.speculator.launched(plan, launched.states)
+        if speculator is not None:
+            speculator.launched(plan, launched.states)
         self._count(plan)
         self.slots.launched(plan, launched.undrawn is not None)
         return self.postprocess.launched(plan, readout, launched, started)

@@ -170,6 +170,12 @@ class Speculator:
             return not self._rest or (self._rest < CONTEXT and self.lengths.is_hopeful)
         return not self._rest and (not self.lengths.adaptive or self.lengths.steps.knows(len(plan.decodes)))
 
+    def ignores(self, plan: StepPlan) -> bool:
+        """Whether a step is none of a drafter's business: no drafts, no states, no entries of a head."""
+        return (
+            self.runs_ahead and not plan.prefills and self._head is not None and self._head.runner.blocks.is_untouched
+        )
+
     def launched(self, plan: StepPlan, states: Array | None) -> None:
         """Keep the hidden states of a launched pass for the draft head."""
         if self._head is not None:
@@ -187,7 +193,10 @@ class Speculator:
 
     def rests(self, num_active: int) -> bool:
         """Whether the next step has no drafts in any case; called once for each step, with its active slots."""
-        self._kinds, self._draft_seconds, self._num_right = {}, 0.0, 0
+        if self.runs_ahead and self._rest > 0 and num_active == self._num_active:  # as in the step before
+            self._rest -= 1
+            return True
+        self._kinds, self._draft_seconds, self._plan_seconds, self._num_right = {}, 0.0, 0.0, 0
         self._planned = time.perf_counter()
         self.runs_ahead = self._rest > 0 and num_active == self._num_active
         if self.runs_ahead:
@@ -256,14 +265,14 @@ class Speculator:
 
         A step that was launched ahead takes the time since the step before it was collected.
         """
-        now = time.perf_counter()
-        was_ahead, seconds = started < self._collected, now - max(started, self._collected)
+        now, before = time.perf_counter(), self._collected
         self._collected = now
         self._num_rested += 1
-        if was_ahead:
-            self._plan_seconds = 0.0  # of a later step
         if self._rest % RESTING_EVERY:
             return
+        was_ahead, seconds = started < before, now - max(started, before)
+        if was_ahead:
+            self._plan_seconds = 0.0  # of a later step
         lengths, num_decodes, num_tokens = self.lengths, len(plan.decodes), plan.num_tokens
         lengths.losses.count(self._num_rested)
         has_drafts, self._num_rested = num_tokens > num_decodes, 0
