@@ -206,8 +206,9 @@ def run_child(library: str, arguments: argparse.Namespace, folder: Path) -> dict
     if library == "vllm" and arguments.peer_env:
         quoted = " ".join(f"'{part}'" for part in ["python3", *command[1:]])
         command = ["bash", "-c", f". {arguments.peer_env} && exec {quoted}"]
+    environment = {"VLLM_USE_FLASHINFER_SAMPLER": "0", **os.environ}  # its default needs a package of its own
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, env=environment
     )
     try:
         stdout, stderr = process.communicate(timeout=arguments.timeout)

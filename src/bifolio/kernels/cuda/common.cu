@@ -1,4 +1,4 @@
-// Parts of all kernels: short names of types, single instructions, activations.
+// Parts of all kernels: short names of types, and single instructions.
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -25,6 +25,12 @@ __device__ __forceinline__ u32 shared_address(const void *pointer) {
 __device__ __forceinline__ uint4 shared_load(u32 address) {
     uint4 v;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ uint2 shared_pair(u32 address) {
+    uint2 v;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
     return v;
 }
 
@@ -67,25 +73,43 @@ template <int THREADS> __device__ __forceinline__ void sync_threads() {
     asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
 }
 
+// -- clusters of thread blocks --------------------------------------------------------------------------------------
+__device__ __forceinline__ u32 cluster_rank() {
+    u32 rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+// Stores into the shared memory of another thread block of the cluster, at the address of one's own `target`.
+__device__ __forceinline__ void peer_store(float *target, int rank, float value) {
+    u32 there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(target)), "r"(rank));
+    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(value) : "memory");
+}
+
 // -- numbers -----------------------------------------------------------------------------------------------------------
+// The numbers of a pair of bf16.
+__device__ __forceinline__ float low(u32 pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+
 __device__ __forceinline__ u32 round_pair(float low, float high) {
     u32 pair;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     return pair;
 }
 
-__device__ __forceinline__ float activate(float x, int activation) {
-    if (activation == 0) return x / (1.0f + __expf(-x));
-    if (activation == 1) return x / (1.0f + __expf(-1.5957691216057308f * (x + 0.044715f * x * x * x)));
-    if (activation == 3) return x > 0.0f ? x * x : 0.0f;
-    return 0.5f * x * (1.0f + erff(x * 0.7071067811865476f));
+// Adds the product of 16 rows and 8 columns, 16 deep, whose fragments the lanes of a warp hold.
+__device__ __forceinline__ void multiply_add(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-__device__ __forceinline__ float gated(float gate, float up, int activation) {
-    if (activation == 4) {
-        gate = fminf(gate, 7.0f);
-        up = fminf(fmaxf(up, -7.0f), 7.0f);
-        return gate / (1.0f + __expf(-1.702f * gate)) * (up + 1.0f);
-    }
-    return activate(gate, activation) * up;
+__device__ __forceinline__ float exp2_of(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
 }

@@ -46,12 +46,6 @@ __device__ __forceinline__ u32 multiply_pair(u32 a, u32 b) {
     return product;
 }
 
-__device__ __forceinline__ void multiply_add(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
 // -- unpacking ---------------------------------------------------------------------------------------------------------
 // The scale in byte BYTE as a pair of bf16: 2 ** (byte - 127), which is the scale of the block times 2 ** 126.
 template <int BYTE> __device__ __forceinline__ u32 scale_pair(u32 scales) {

@@ -124,8 +124,8 @@ def load_source(parts: tuple[str, ...], device: int, **constants: int) -> CudaMo
 
 @cache
 def works() -> bool:
-    """Whether kernels can be compiled and loaded on this machine."""
-    if not is_available():
+    """Whether kernels for one row can be compiled and loaded: on Hopper, whose shared memory and clusters they use."""
+    if not is_available() or torch.cuda.get_device_capability()[0] != 9:
         return False
     try:
         compile_module('extern "C" __global__ void nothing() {}', "nothing").function("nothing")

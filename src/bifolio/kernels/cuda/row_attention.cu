@@ -13,8 +13,6 @@ constexpr int LANES = DIM / 8, TEAMS = 32 / LANES * WARPS, THREADS = WARPS * 32;
 constexpr int OUTPUTS = GROUP * DIM, OWN = OUTPUTS / CLUSTER;  // of a set, of a thread block
 constexpr float NOTHING = -1e30f;                              // score of no token
 
-__device__ __forceinline__ float low(u32 pair) { return __uint_as_float(pair << 16); }
-__device__ __forceinline__ float high(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
 
 struct Eight {
     float v[8];
@@ -32,28 +30,6 @@ struct Eight {
         return uint4{round_pair(v[0], v[1]), round_pair(v[2], v[3]), round_pair(v[4], v[5]), round_pair(v[6], v[7])};
     }
 };
-
-__device__ __forceinline__ float exp2_of(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-__device__ __forceinline__ u32 cluster_rank() {
-    u32 rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-
-// Stores into the shared memory of another thread block of the cluster, at the address of one's own `target`.
-__device__ __forceinline__ void peer_store(float *target, int rank, float value) {
-    u32 there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(target)), "r"(rank));
-    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(value) : "memory");
-}
 
 template <int WIDTH> __device__ __forceinline__ float sum_over(float x) {
 #pragma unroll

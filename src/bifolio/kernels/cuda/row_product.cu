@@ -23,8 +23,6 @@ constexpr int PITCH = BY_TENSOR && DEPTH % 64 == 0 ? ROW_BYTES + 64 : ROW_BYTES;
 constexpr int UNIT_BYTES = UNIT * PITCH * (DEPTH / SEGMENT);
 constexpr int THREADS = WARPS * 32;
 
-__device__ __forceinline__ float low(u32 pair) { return __uint_as_float(pair << 16); }
-__device__ __forceinline__ float high(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
 __device__ __forceinline__ float number(u16 bits) { return __uint_as_float((u32)bits << 16); }
 
 template <int N> struct Values {
@@ -91,7 +89,8 @@ struct Lanes {
             uint4 found = shared_load(address);
             words[0] = found.x, words[1] = found.y, words[VECTOR / 2 - 2] = found.z, words[VECTOR / 2 - 1] = found.w;
         } else {
-            asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "r"(address) : "memory");
+            uint2 found = shared_pair(address);
+            words[0] = found.x, words[1] = found.y;
         }
 #pragma unroll
         for (int i = 0; i < VECTOR / 2; ++i)
@@ -171,13 +170,6 @@ struct Fragments {
         return threadIdx.x % 32 < 4 ? square : 0.0f;
     }
 
-    __device__ __forceinline__ static void multiply_add(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-            "{%0, %1, %2, %3};"
-            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-    }
-
     __device__ __forceinline__ void multiply(u32 slot, float *sums) const {
         float c[4][4] = {};  // independent sums
         int row = threadIdx.x % 32 / 4;
@@ -187,8 +179,9 @@ struct Fragments {
             u32 address = slot + row * PITCH + column(p) * 2;
             uint4 upper = shared_load(address), lower{0, 0, 0, 0};
             if (UNIT == 16) lower = shared_load(address + 8 * PITCH);
-            multiply_add(c[p % 2 * 2], upper.x, lower.x, upper.y, lower.y, x[p].x, x[p].y);
-            multiply_add(c[p % 2 * 2 + 1], upper.z, lower.z, upper.w, lower.w, x[p].z, x[p].w);
+            u32 first[4] = {upper.x, lower.x, upper.y, lower.y}, second[4] = {upper.z, lower.z, upper.w, lower.w};
+            multiply_add(c[p % 2 * 2], first, x[p].x, x[p].y);
+            multiply_add(c[p % 2 * 2 + 1], second, x[p].z, x[p].w);
         }
         if (threadIdx.x % 4) return;
         float sum[4];

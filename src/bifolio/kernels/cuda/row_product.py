@@ -130,7 +130,7 @@ def launch(
     depth, wide = x.numel(), torch.float32
     experts, shares = (weight, weight) if routing is None else (routing.experts, routing.weights)
     module = nvrtc.load_source(
-        ("common", "row_product"), torch.cuda.current_device(), DEPTH=depth, UNIT=plan.unit, STAGES=plan.stages,
+        ("common", "activations", "row_product"), torch.cuda.current_device(), DEPTH=depth, UNIT=plan.unit, STAGES=plan.stages,
         WARPS=WARPS, BY_TENSOR=plan.by_tensor, IS_NORMED=norm is not None,
         IS_SCALE_WIDE=norm is not None and norm.weight.dtype == wide, ACTIVATION=activation, IS_X_WIDE=x.dtype == wide,
         HAS_BIAS=bias is not None, IS_BIAS_WIDE=bias is not None and bias.dtype == wide,

@@ -34,12 +34,16 @@ logger = logging.getLogger(__name__)
 
 
 def few_kernels() -> nvrtc.CudaModule:
-    return nvrtc.load_source(("common", "mxfp4_common", "mxfp4_few"), torch.cuda.current_device(), AHEAD=AHEAD)
+    return nvrtc.load_source(
+        ("common", "activations", "mxfp4_common", "mxfp4_few"), torch.cuda.current_device(), AHEAD=AHEAD
+    )
 
 
 def grouped_kernels() -> nvrtc.CudaModule:
     sizes = {"WARPGROUPS": WARPGROUPS, "GROUPS": GROUPS, "STAGE_BYTES": STAGE_BYTES, "RESIDENT": RESIDENT}
-    return nvrtc.load_source(("common", "mxfp4_common", "mxfp4_grouped"), torch.cuda.current_device(), **sizes)
+    return nvrtc.load_source(
+        ("common", "activations", "mxfp4_common", "mxfp4_grouped"), torch.cuda.current_device(), **sizes
+    )
 
 
 def can_mix_fragments(device: str, dtype: torch.dtype) -> bool:

@@ -1,0 +1,248 @@
+"""The kernels in CUDA C++ for one row, compiled for the host (`cuda_on_host.h`), against torch in float32."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import shutil
+import struct
+import subprocess
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bifolio.cache.storage import CacheLayout, KVStorage
+from bifolio.kernels.cuda import nvrtc, row_attention, row_experts, row_product
+from bifolio.kernels.interface import AttentionShape, Norm, Rotation, Routing
+from bifolio.kernels.reference import causal_attention
+from bifolio.kernels.torch_reference import TorchKernels
+
+COMPILER = shutil.which("g++") or shutil.which("c++")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+PROCESSORS = 3  # thread blocks of a product: several units each, and an uneven division
+CALL = """
+extern "C" void run(const int *grid, int threads, const u64 *words) {{
+    Dimensions size{{grid[0], grid[1], grid[2]}};
+    run_grid(size, {cluster}, threads, [=] {{ {name}({arguments}); }});
+}}
+"""
+
+
+class HostModule:
+    """Stands for a compiled module: the same source, run on the host."""
+
+    folder: Path
+
+    def __init__(self, parts: tuple[str, ...], constants: dict[str, int]) -> None:
+        self.name, self.cluster = parts[-1], constants.get("CLUSTER", 1)
+        folder = resources.files("bifolio.kernels.cuda")
+        texts = [folder.joinpath(f"{part}.cu").read_text("utf-8") for part in parts if part != "common"]
+        head = Path(__file__).with_name("cuda_on_host.h").read_text("utf-8")
+        defines = "".join(f"#define {name} {int(value)}\n" for name, value in constants.items())
+        self.source = head + defines + "\n".join(texts)
+
+    def function(self, name: str) -> HostModule:
+        assert name == self.name
+        return self
+
+    def launch(self, grid: Any, block: int, arguments: Any, *, shared_bytes: int, pdl: bool) -> None:
+        assert pdl
+        assert shared_bytes <= row_product.SHARED_BYTES
+        places = ", ".join(f"Word{{words[{i}]}}" for i in range(len(arguments)))
+        call = CALL.format(cluster=self.cluster, name=self.name, arguments=places)
+        library = _compiled(self.source + call, self.folder)
+        words = (ctypes.c_uint64 * len(arguments))(*map(_word, arguments))
+        sizes = (ctypes.c_int * 3)(*grid, *[1] * (3 - len(grid)))
+        library.run(sizes, block, words)
+
+
+def _word(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return int(value.data_ptr())
+    return value if isinstance(value, int) else int(struct.unpack("I", struct.pack("f", value))[0])
+
+
+def _compiled(source: str, folder: Path) -> ctypes.CDLL:
+    name = hashlib.sha256(source.encode()).hexdigest()[:16]
+    library = folder / f"{name}.so"
+    if not library.exists():
+        path = folder / f"{name}.cpp"
+        path.write_text(source)
+        flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-w", "-pthread", "-ffp-contract=off"]
+        subprocess.run([str(COMPILER), *flags, str(path), "-o", str(library)], check=True)
+    return ctypes.CDLL(str(library))
+
+
+@pytest.fixture(autouse=True)
+def on_host(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    HostModule.folder = tmp_path_factory.getbasetemp()
+    monkeypatch.setattr(nvrtc, "load_source", lambda parts, device, **constants: HostModule(parts, constants))
+    monkeypatch.setattr(nvrtc, "works", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+
+def normal(seed: int, *size: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return (torch.randn(size, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
+
+
+def close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> None:
+    assert torch.isfinite(ours.float()).all()
+    assert float((ours.float() - theirs).norm() / theirs.norm()) < tolerance
+
+
+REFERENCE = TorchKernels("cpu", "f32")
+
+
+# -- products ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("rows", "depth", "extra"),
+    [
+        (64, 96, "norm"), (56, 320, "gated"), (40, 2048, "residual"), (13, 136, "norm"),
+        pytest.param(22, 4104, "residual", marks=pytest.mark.slow),
+        pytest.param(12, 2056, "gated", marks=pytest.mark.slow),
+        pytest.param(24, 64, "bias", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_a_product(rows: int, depth: int, extra: str) -> None:
+    """By tensor cores, or by lanes if the depth is no multiple of 32 or above 2048; the last columns are ragged."""
+    check_product(rows, depth, extra)
+
+
+@pytest.mark.parametrize(("rows", "depth"), [(176, 128), (70, 136)])
+def test_a_ring_that_is_filled_again_and_again(rows: int, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SLICE_BYTES", "RING_BYTES", "TENSOR_RING_BYTES"):
+        monkeypatch.setattr(row_product, name, 10_000)
+    row_product.plan_of.cache_clear()
+    try:
+        plan = row_product.plan_of(rows, depth, gated=False, num_processors=PROCESSORS)
+        assert plan is not None
+        assert plan.units // plan.grid >= 2 * plan.stages
+        check_product(rows, depth, "norm")
+    finally:
+        row_product.plan_of.cache_clear()
+
+
+def check_product(rows: int, depth: int, extra: str) -> None:
+    gated = extra == "gated"
+    weight, stream = (
+        normal(1, rows * (2 if gated else 1), depth, scale=depth**-0.5),
+        normal(2, 1, depth, dtype=torch.float32),
+    )
+    norm = None if extra == "residual" else Norm(normal(3, depth), None, 1e-5)
+    x = stream.to(torch.bfloat16) if extra == "residual" else stream
+    bias = normal(4, weight.shape[0], dtype=torch.float32) if extra in ("bias", "gated") else None
+    residual = normal(5, 1, rows, dtype=torch.float32) if extra == "residual" else None
+    out = row_product.row_product(
+        x, weight, norm=norm, bias=bias, residual=residual, activation=0 if gated else -1,
+        out_dtype=torch.float32, num_processors=PROCESSORS,
+    )  # fmt: skip
+    expected = (x.float() if norm is None else REFERENCE.norm(x, norm)) @ weight.float().T
+    expected = expected if bias is None else expected + bias
+    if gated:
+        expected = torch.nn.functional.silu(expected[:, :rows]) * expected[:, rows:]
+    close(out, expected if residual is None else expected + residual, 2e-5)
+
+
+@pytest.mark.parametrize(
+    ("count", "top_k", "width", "depth", "normed"),
+    [
+        (7, 3, 64, 256, True),
+        (12, 11, 16, 64, False),
+        pytest.param(5, 5, 24, 96, False, marks=pytest.mark.slow),
+        pytest.param(4, 1, 40, 136, True, marks=pytest.mark.slow),
+    ],
+)
+def test_experts(count: int, top_k: int, width: int, depth: int, normed: bool) -> None:
+    up, down = (
+        normal(1, count * 2 * width, depth, scale=depth**-0.5),
+        normal(2, count * depth, width, scale=width**-0.5),
+    )
+    chosen = torch.randperm(count, generator=torch.Generator().manual_seed(3))[:top_k]
+    shares = torch.rand(top_k, generator=torch.Generator().manual_seed(4))
+    stream, residual = (normal(seed, 1, depth, dtype=torch.float32) for seed in (5, 6))
+    norm = Norm(normal(7, depth, dtype=torch.float32), None, 1e-5) if normed else None
+    x, out = stream if normed else stream.to(torch.bfloat16), torch.empty(1, depth)
+    options: dict[str, Any] = {"norm": norm, "residual": residual, "num_processors": PROCESSORS}
+    routing = Routing(chosen.to(torch.int32)[None], shares[None])
+    assert row_experts.can_mix(x, up, down, top_k, **options)
+    row_experts.mix_row(x, routing, up, down, out, activation=0, **options)
+    truth = x.float() if norm is None else REFERENCE.norm(x, norm)
+    ups, downs = up.float().view(count, 2, width, depth), down.float().view(count, depth, width)
+    expected = residual.clone()
+    for share, expert in zip(shares, chosen, strict=True):
+        hidden = torch.nn.functional.silu(truth @ ups[expert, 0].T) * (truth @ ups[expert, 1].T)
+        expected += share * hidden @ downs[expert].T
+    close(out - residual, expected - residual, 5e-3)  # hidden values are bf16
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "lengths", "normed", "is_raw"),
+    [
+        (4, 2, 64, [1, 37], False, True), (8, 1, 64, [300], True, True), (4, 2, 128, [130], False, False),
+        pytest.param(3, 1, 128, [900, 2], False, True, marks=pytest.mark.slow),
+        pytest.param(2, 2, 256, [70], True, True, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_attention(heads: int, kv_heads: int, dim: int, lengths: list[int], normed: bool, is_raw: bool) -> None:
+    size, count = 16, len(lengths)
+    norms = [Norm(normal(seed, dim), None, 1e-6) if normed else None for seed in (1, 2)]
+    shape = AttentionShape(0, heads, kv_heads, dim, dim**-0.5, query_norm=norms[0], key_norm=norms[1])
+    blocks = [-(-length // size) for length in lengths]
+    storage = KVStorage(CacheLayout(1, sum(blocks) + 2, size, kv_heads, dim, "bf16"), device="cpu", backend="torch")
+    order = 1 + np.random.default_rng(0).permutation(sum(blocks) + 1).astype(np.int32)
+    tables = torch.zeros(count, max(blocks), dtype=torch.int32)
+    keys, values = storage.keys[0], storage.values[0]
+    keys.fill_(float("nan")), values.fill_(float("nan"))
+    angles = normal(3, count, dim // 2, scale=3.0, dtype=torch.float32)
+    rotation = Rotation(angles.cos(), angles.sin())
+    qkv = normal(4, count, (heads + 2 * kv_heads) * dim)
+    turned = REFERENCE.rope_and_write(qkv.float(), shape, rotation, _batch(count), None)
+    expected, newest, used = [], [], 0
+    for number, (length, num_blocks) in enumerate(zip(lengths, blocks, strict=True)):
+        tables[number, :num_blocks] = torch.from_numpy(order[used : used + num_blocks])
+        used += num_blocks
+        places = torch.arange(length)
+        places = tables[number, places // size].long() * size + places % size
+        own_keys, own_values = normal(5 + number, length, kv_heads, dim), normal(50 + number, length, kv_heads, dim)
+        own_keys[-1], own_values[-1] = turned.key[number].to(torch.bfloat16), turned.value[number].to(torch.bfloat16)
+        written = places if not is_raw else places[:-1]
+        keys[written // size, :, written % size] = own_keys[: len(written)]
+        values[written // size, :, written % size] = own_values[: len(written)]
+        newest.append((int(places[-1]), own_keys[-1], own_values[-1]))
+        query = turned.query[number : number + 1]
+        expected.append(causal_attention(query, own_keys.float(), own_values.float(), shape.scale, None))
+    given = row_attention.RawHeads(qkv, rotation) if is_raw else turned.query.to(torch.bfloat16)
+    assert not is_raw or row_attention.can_fuse(shape, rotation, storage)
+    integers = torch.tensor(lengths, dtype=torch.int32)
+    rows = torch.arange(count, dtype=torch.int32)
+    out = row_attention.row_attention(given, shape, storage, tables, rows, integers)
+    close(out, torch.cat(expected).reshape(count, -1), 8e-3)
+    for place, key, value in newest:
+        close(keys[place // size, :, place % size], key.float(), 5e-3)
+        torch.testing.assert_close(values[place // size, :, place % size], value)
+
+
+def _batch(count: int) -> Any:
+    from bifolio.kernels.interface import Batch
+
+    index = torch.zeros(count, dtype=torch.int64)
+    return Batch(index, index, index, (), None)
+
+
+def test_a_context_of_no_token_gives_zeros() -> None:
+    """A graph is recorded on padding."""
+    shape = AttentionShape(0, 2, 1, 64, 0.125)
+    storage = KVStorage(CacheLayout(1, 2, 16, 1, 64, "bf16"), device="cpu", backend="torch")
+    rotation = Rotation(torch.ones(1, 32), torch.zeros(1, 32))
+    integers = torch.zeros(1, dtype=torch.int32)
+    heads = row_attention.RawHeads(normal(1, 1, 4 * 64), rotation)
+    before = storage.keys[0].clone()
+    out = row_attention.row_attention(heads, replace(shape), storage, integers[None], integers, integers)
+    assert (out == 0).all()
+    torch.testing.assert_close(storage.keys[0], before)
