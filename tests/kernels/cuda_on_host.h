@@ -68,6 +68,7 @@ struct Cluster {
 
 struct Block {
     int rank = 0, current = 0, cluster_arrived = 0, cluster_generation = 0;
+    long progress = 0;  // grows whenever a wait ends
     Cluster *cluster = nullptr;
     ucontext_t scheduler;
     std::vector<ucontext_t> contexts;
@@ -98,6 +99,7 @@ static void wait_for(Barrier &barrier, int count) {
     int generation = barrier.generation;
     if (++barrier.arrived == count) barrier.arrived = 0, ++barrier.generation;
     while (barrier.generation == generation) yield();
+    ++block->progress;
 }
 
 static void run_block(Dimensions grid, Dimensions place, int threads, Cluster *cluster, int rank, std::function<void()> body) {
@@ -119,7 +121,10 @@ static void run_block(Dimensions grid, Dimensions place, int threads, Cluster *c
         makecontext(&own.contexts[i], enter, 0);
     }
     gridDim = grid, blockIdx = place, blockDim = {threads, 1, 1};
+    long before = 0, in_vain = 0;
     for (int left = threads; left;) {
+        in_vain = own.progress == before ? in_vain + 1 : 0, before = own.progress;
+        require(in_vain < 200000, "all threads wait");
         for (int i = 0; i < threads; ++i) {
             if (own.done[i]) continue;
             own.current = i, threadIdx = {i, 0, 0};
@@ -206,6 +211,7 @@ static void expect_bytes(u32 barrier, u32 bytes) {
 }
 static void wait_barrier(u32 barrier, u32 parity) {
     while (block->transfers.at(barrier).phase == (int)parity) yield();
+    ++block->progress;
 }
 static void copy_bulk(u32 target, const u8 *source, u32 bytes, u32 barrier) {
     require(target % 16 == 0 && (uintptr_t)source % 16 == 0 && bytes % 16 == 0 && bytes, "bulk copy: alignment");
@@ -227,6 +233,7 @@ static void cluster_arrive() {
 }
 static void cluster_wait() {
     while (block->cluster->generation.load() <= block->waited[threadIdx.x]) yield();
+    ++block->progress;
 }
 static void peer_store(float *target, int rank, float value) {
     *(float *)(block->cluster->anchors[rank] + ((u8 *)target - memory)) = value;

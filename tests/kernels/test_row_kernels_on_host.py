@@ -113,10 +113,12 @@ def test_a_product(rows: int, depth: int, extra: str) -> None:
     check_product(rows, depth, extra)
 
 
-@pytest.mark.parametrize(("rows", "depth"), [(176, 128), (70, 136)])
-def test_a_ring_that_is_filled_again_and_again(rows: int, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("rows", "depth", "ring"), [(176, 128, 10_000), (140, 264, 4_500)])
+def test_a_ring_that_is_filled_again_and_again(
+    rows: int, depth: int, ring: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("SLICE_BYTES", "RING_BYTES", "TENSOR_RING_BYTES"):
-        monkeypatch.setattr(row_product, name, 10_000)
+        monkeypatch.setattr(row_product, name, ring)
     row_product.plan_of.cache_clear()
     try:
         plan = row_product.plan_of(rows, depth, gated=False, num_processors=PROCESSORS)

@@ -10,6 +10,7 @@ import torch
 from bifolio.kernels.cuda import nvrtc
 from bifolio.kernels.interface import Norm, Routing
 
+SOURCES = "common", "activations", "row_product"
 WARPS = 8  # that multiply
 UNIT_BYTES = 50_000  # of a unit, at most: rows that arrive together
 SLICE_BYTES = 111_000  # up to this size a thread block has all its weights in flight at once
@@ -130,8 +131,8 @@ def launch(
     depth, wide = x.numel(), torch.float32
     experts, shares = (weight, weight) if routing is None else (routing.experts, routing.weights)
     module = nvrtc.load_source(
-        ("common", "activations", "row_product"), torch.cuda.current_device(), DEPTH=depth, UNIT=plan.unit, STAGES=plan.stages,
-        WARPS=WARPS, BY_TENSOR=plan.by_tensor, IS_NORMED=norm is not None,
+        SOURCES, torch.cuda.current_device(), DEPTH=depth, UNIT=plan.unit, STAGES=plan.stages, WARPS=WARPS,
+        BY_TENSOR=plan.by_tensor, IS_NORMED=norm is not None,
         IS_SCALE_WIDE=norm is not None and norm.weight.dtype == wide, ACTIVATION=activation, IS_X_WIDE=x.dtype == wide,
         HAS_BIAS=bias is not None, IS_BIAS_WIDE=bias is not None and bias.dtype == wide,
         HAS_RESIDUAL=residual is not None, IS_OUT_WIDE=out.dtype == wide, IS_FIRST=is_first,

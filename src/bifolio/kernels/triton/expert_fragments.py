@@ -21,6 +21,7 @@ from bifolio.kernels.triton.expert_order import Tiles, cut_pairs
 from bifolio.kernels.triton.norm import ACTIVATIONS, norm_rows
 from bifolio.kernels.triton.pdl import OVERLAPPED
 
+SOURCES = "common", "activations", "mxfp4_common"
 FEW_TOKENS = 2  # up to this number every pair reads its expert's weights
 EXACT_TOKENS = 512  # up to this number the outputs of experts are kept in f32 until they are added
 UP_TILES, UP_SPLITS = 2, 2  # warps of `few_up`: tiles of 16 rows, parts of the columns
@@ -34,16 +35,12 @@ logger = logging.getLogger(__name__)
 
 
 def few_kernels() -> nvrtc.CudaModule:
-    return nvrtc.load_source(
-        ("common", "activations", "mxfp4_common", "mxfp4_few"), torch.cuda.current_device(), AHEAD=AHEAD
-    )
+    return nvrtc.load_source((*SOURCES, "mxfp4_few"), torch.cuda.current_device(), AHEAD=AHEAD)
 
 
 def grouped_kernels() -> nvrtc.CudaModule:
     sizes = {"WARPGROUPS": WARPGROUPS, "GROUPS": GROUPS, "STAGE_BYTES": STAGE_BYTES, "RESIDENT": RESIDENT}
-    return nvrtc.load_source(
-        ("common", "activations", "mxfp4_common", "mxfp4_grouped"), torch.cuda.current_device(), **sizes
-    )
+    return nvrtc.load_source((*SOURCES, "mxfp4_grouped"), torch.cuda.current_device(), **sizes)
 
 
 def can_mix_fragments(device: str, dtype: torch.dtype) -> bool:
