@@ -200,9 +200,9 @@ def test_a_grammar_behind_a_shared_prompt(monkeypatch: pytest.MonkeyPatch) -> No
             graphs: Any = engine.slots.device.graphs  # type: ignore[attr-defined]
             launch = graphs.launch
 
-            def watched(slots: Any, mode: Any, work: Any = None, launch: Any = launch) -> Any:
+            def watched(slots: Any, mode: Any, work: Any = None, launch: Any = launch, **options: Any) -> Any:
                 shared.append((mode is None, work is not None))
-                return launch(slots, mode, work)
+                return launch(slots, mode, work, **options)
 
             graphs.launch = watched
         requests = [engine.add_request(str(i), p, o) for i, (p, o) in enumerate(zip(prompts, options, strict=True))]
@@ -225,9 +225,9 @@ def test_a_shared_prompt_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
             graphs: Any = engine.slots.device.graphs  # type: ignore[union-attr]
             launch = graphs.launch
 
-            def watched(slots: Any, mode: str, work: Any = None, launch: Any = launch) -> Any:
+            def watched(slots: Any, mode: str, work: Any = None, launch: Any = launch, **options: Any) -> Any:
                 shared.append(0 if work is None else int(work.skipped.max()))
-                return launch(slots, mode, work)
+                return launch(slots, mode, work, **options)
 
             graphs.launch = watched
         params = SamplingParams(temperature=1.0, seed=3, n=4, max_tokens=2, ignore_eos=True)
