@@ -74,12 +74,6 @@ bool decode_fp8(const Bytes& bytes, const Input& scales, int64_t height, int64_t
           rows_in(scales), ", ", width_of(scales), "), which does not fit bytes and the blocks");
   require(rows_in(out) == rows, "out has ", rows_in(out), " rows and must have ", rows, ", as bytes has");
   require_width("out", out, 2 * k);
-  float values[256];
-  for (int code = 0; code < 256; ++code) {
-    const int exponent = code >> 3 & 15, fraction = code & 7;
-    const float size = exponent ? std::ldexp(float(8 + fraction), exponent - 10) : std::ldexp(float(fraction), -9);
-    values[code] = code & 128 ? -size : size;
-  }
   std::atomic<bool> are_numbers{true};
   nb::gil_scoped_release release;
   Pool::instance().run([&](Member& m) {
@@ -87,12 +81,14 @@ bool decode_fp8(const Bytes& bytes, const Input& scales, int64_t height, int64_t
       const uint8_t* codes = bytes.data() + row * k;
       const float* factors = scales.data() + row / height * width_of(scales);
       uint8_t* target = out.data() + row * 2 * k;
-      bool found = false;
+      uint8_t found = 0;
       for (int64_t start = 0; start < k; start += width) {
         const float factor = factors[start / width];
         for (int64_t i = start, end = std::min(start + width, k); i < end; ++i) {
           found |= (codes[i] & 127) == 127;
-          const uint32_t bits = std::bit_cast<uint32_t>(values[codes[i]] * factor);
+          // Exponent and fraction at their places in a float, whose exponents begin 120 lower.
+          const uint32_t moved = uint32_t(codes[i] & 128) << 24 | uint32_t(codes[i] & 127) << 20;
+          const uint32_t bits = std::bit_cast<uint32_t>(std::bit_cast<float>(moved) * 0x1p120f * factor);
           const uint16_t rounded = uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
           std::memcpy(target + 2 * i, &rounded, 2);
         }
@@ -101,6 +97,70 @@ bool decode_fp8(const Bytes& bytes, const Input& scales, int64_t height, int64_t
     });
   });
   return are_numbers;
+}
+
+// Codes of 4 bits in words of 32: how eight of them lie in a word, from its lowest bits on, and the words in a matrix.
+enum class CodeOrder : int {
+  AlongRow,  // eight columns; [rows, columns / 8]
+  DownRows,  // eight columns; [columns / 8, rows]
+  Awq,       // eight rows, 0 2 4 6 1 3 5 7; [columns, rows / 8]
+};
+
+constexpr int64_t kCodesBlock = 32, kCodesBytes = 16;
+constexpr int kAwqPlaces[8] = {0, 4, 1, 5, 2, 6, 3, 7};
+
+// The codes of a block as Q4_0 and Q4_1 hold them, codes i and i + 16 in byte i, from those in the order of columns.
+void put_codes(const uint8_t pairs[kCodesBytes], uint8_t* out) {
+  for (int i = 0; i < 8; ++i) {
+    out[2 * i] = uint8_t((pairs[i] & 15) | (pairs[i + 8] & 15) << 4);
+    out[2 * i + 1] = uint8_t(pairs[i] >> 4 | (pairs[i + 8] & 0xf0));
+  }
+}
+
+// Blocks of 32 columns: the header of the block's group of columns, then the codes. A group has `header_bytes` in each row of headers.
+void pack_codes(int code, const Bytes& words, const Bytes& headers, int64_t header_bytes, const BytesOut& out) {
+  require_between("order", code, int(CodeOrder::AlongRow), int(CodeOrder::Awq));
+  require(header_bytes == 2 || header_bytes == 4, "header_bytes is ", header_bytes, " and must be 2 or 4");
+  const CodeOrder order{code};
+  const int64_t rows = rows_in(out), block_bytes = header_bytes + kCodesBytes, blocks = width_of(out) / block_bytes;
+  const int64_t groups = width_of(headers) / header_bytes, columns = blocks * kCodesBlock;
+  require(blocks > 0 && width_of(out) % block_bytes == 0, "out is ", width_of(out), " wide and must be a multiple of ", block_bytes);
+  require(groups > 0 && width_of(headers) % header_bytes == 0 && blocks % groups == 0, "headers is ", width_of(headers),
+          " wide, which does not fit ", blocks, " blocks");
+  require(rows_in(headers) == rows, "headers has ", rows_in(headers), " rows and must have ", rows, ", as out has");
+  const bool is_awq = order == CodeOrder::Awq;
+  require(!is_awq || rows % 8 == 0, "out has ", rows, " rows and must have a multiple of 8");
+  const int64_t high = order == CodeOrder::AlongRow ? rows : is_awq ? columns : columns / 8;
+  require(rows_in(words) == high, "bytes has ", rows_in(words), " rows and must have ", high);
+  require_width("bytes", words, order == CodeOrder::AlongRow ? columns / 2 : is_awq ? rows / 2 : rows * 4);
+  const int64_t stride = width_of(words), tile = 128;  // rows at a time: the nearest cache holds the lines that are written
+  nb::gil_scoped_release release;
+  Pool::instance().run([&](Member& m) {
+    m.split((rows + tile - 1) / tile, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t b = 0, first = begin * tile, last = std::min(end * tile, rows); b < blocks; ++b) {
+        const auto place = [&](int64_t row) {
+          uint8_t* block = out.data() + row * width_of(out) + b * block_bytes;
+          std::memcpy(block, headers.data() + row * width_of(headers) + b / (blocks / groups) * header_bytes, size_t(header_bytes));
+          return block + header_bytes;
+        };
+        for (int64_t row = first; row < last && !is_awq; ++row) {
+          uint8_t pairs[kCodesBytes];
+          if (order == CodeOrder::AlongRow) std::memcpy(pairs, words.data() + row * stride + b * kCodesBytes, sizeof pairs);
+          else for (int64_t i = 0; i < 4; ++i) std::memcpy(pairs + 4 * i, words.data() + (b * 4 + i) * stride + row * 4, 4);
+          put_codes(pairs, place(row));
+        }
+        for (int64_t row = first; row < last && is_awq; row += 8) {
+          uint32_t eights[kCodesBlock];
+          for (int64_t i = 0; i < kCodesBlock; ++i) std::memcpy(eights + i, words.data() + (b * kCodesBlock + i) * stride + row / 2, 4);
+          for (int64_t r = 0; r < 8; ++r) {
+            uint8_t* block = place(row + r);
+            const int shift = 4 * kAwqPlaces[r];
+            for (int64_t i = 0; i < 16; ++i) block[i] = uint8_t((eights[i] >> shift & 15) | (eights[i + 16] >> shift & 15) << 4);
+          }
+        }
+      }
+    });
+  });
 }
 
 // Each number of `importance` (f32[k], or None) weighs the errors in its column.
@@ -139,6 +199,10 @@ void bind_formats(nb::module_& m) {
   m.def("decode_fp8", [](nb::handle bytes, nb::handle scales, int64_t height, int64_t width, nb::handle out) {
     return decode_fp8(array_of<const uint8_t, 2>("bytes", bytes), input("scales", scales), height, width, array_of<uint8_t, 2>("out", out));
   }, array("bytes"), array("scales"), "height"_a, "width"_a, array("out"));
+  m.def("pack_codes", [](int order, nb::handle bytes, nb::handle headers, int64_t header_bytes, nb::handle out) {
+    pack_codes(order, array_of<const uint8_t, 2>("bytes", bytes), array_of<const uint8_t, 2>("headers", headers), header_bytes,
+               array_of<uint8_t, 2>("out", out));
+  }, "order"_a, array("bytes"), array("headers"), "header_bytes"_a, array("out"));
   m.def("encode", [](int format, nb::handle values, nb::handle importance, nb::handle out) {
     encode(format, array_of<const float, 2>("x", values),
            importance.is_none() ? Vector() : vector("importance", importance), array_of<uint8_t, 2>("bytes", out));

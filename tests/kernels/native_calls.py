@@ -272,6 +272,13 @@ VALID: dict[str, Callable[[], Arguments]] = {
         "width": 4,
         "out": np.zeros((5, 14), np.uint8),
     },
+    "pack_codes": lambda: {
+        "order": 1,
+        "bytes": np.zeros((8, 20), np.uint8),
+        "headers": np.zeros((5, 4), np.uint8),
+        "header_bytes": 2,
+        "out": np.zeros((5, 36), np.uint8),
+    },
     "dequantize": lambda: {"format": 10, "bytes": np.zeros((3, 288), np.uint8), "width": 512, "out": floats(3, 512)},
     "encode": lambda: {
         "format": 10,

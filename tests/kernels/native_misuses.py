@@ -299,6 +299,18 @@ CLASSES = [
         ("narrow results", {"out": np.zeros((5, 7), np.uint8)}, "out is 7 wide and must be 14 wide"),
     ),
     *misuses(
+        "pack_codes",
+        ("an unknown order", {"order": 3}, "order is 3"),
+        ("another header", {"header_bytes": 3}, "header_bytes is 3 and must be 2 or 4"),
+        ("a part of a block", {"out": np.zeros((5, 35), np.uint8)}, "out is 35 wide and must be a multiple of 18"),
+        ("no block", {"out": np.zeros((5, 0), np.uint8)}, "out"),
+        ("groups of a part of a block", {"headers": np.zeros((5, 6), np.uint8)}, "headers is 6 wide"),
+        ("fewer headers", {"headers": np.zeros((4, 4), np.uint8)}, "headers has 4 rows and must have 5"),
+        ("fewer words", {"bytes": np.zeros((7, 20), np.uint8)}, "bytes has 7 rows and must have 8"),
+        ("narrow words", {"bytes": np.zeros((8, 16), np.uint8)}, "bytes is 16 wide and must be 20 wide"),
+        ("rows without a word of their own", {"order": 2}, "out has 5 rows and must have a multiple of 8"),
+    ),
+    *misuses(
         "encode",
         ("an unknown format", {"format": 26}, "format is 26"),
         ("a format that cannot be written", {"format": 19}, "cannot be written"),

@@ -94,7 +94,7 @@ def applies(spoiler: str, entry: str, name: str) -> bool:
         return (name in WRITTEN and not only_read) or (entry, name) in (("softcap", "x"), ("Ranks.reduce", "x"))
     if spoiler == "None":
         return name not in OPTIONAL and (entry, name) != ("Ranks.gather", "out")
-    is_bytes = name in ("bytes", "parts") or (entry, name) == ("decode_fp8", "out")
+    is_bytes = name in ("bytes", "parts", "headers") or (entry in ("decode_fp8", "pack_codes") and name == "out")
     return spoiler != "misaligned" or not is_bytes  # bytes lie anywhere
 
 

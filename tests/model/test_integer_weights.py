@@ -15,7 +15,8 @@ from bifolio import LanguageModel
 from bifolio.cli.inspect import read_contents
 from bifolio.cli.inspect_quant import PACKED as INTO_BLOCKS
 from bifolio.cli.inspect_quant import quant_rows
-from bifolio.errors import BifolioError, UnsupportedModelError
+from bifolio.errors import BifolioError, MissingDependencyError, UnsupportedModelError
+from bifolio.model.huggingface import integer_weights
 from bifolio.model.huggingface.hf_loader import folder_tensors, load_folder
 from bifolio.model.registry import header
 from bifolio.quant.formats import QuantFormat
@@ -107,6 +108,26 @@ def test_values_of_codes_scales_and_zeros(method: str, symmetric: bool, tmp_path
         np.testing.assert_allclose(tensor.dequantize(), wanted, atol=2.0**-11 * 0.02 * 16)
 
 
+@pytest.mark.parametrize(("rows", "columns", "group"), [(8, 32, 32), (136, 96, 96), (1000, 256, 64), (256, 1024, 128)])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("method", ["awq", "gptq", "packed"])
+def test_native_code_and_numpy_pack_alike(
+    method: str, symmetric: bool, rows: int, columns: int, group: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if method == "packed" and not symmetric:
+        pytest.skip("refused")
+    save(tmp_path, stored(method, "a", random_parts(rows, columns, group, symmetric), group))
+    config = json.loads(json.dumps(config_of(method)).replace(f'"group_size": {GROUP}', f'"group_size": {group}'))
+    tensor = folder_tensors(tmp_path, config)["a.weight"]
+    found = tensor.data
+
+    def missing(*arguments: Any) -> None:
+        raise MissingDependencyError("no native code")
+
+    monkeypatch.setattr(integer_weights, "pack_codes", missing)
+    np.testing.assert_array_equal(tensor.data, found)
+
+
 @pytest.mark.parametrize("method", ["awq", "gptq", "packed"])
 def test_a_model_gives_the_logits_of_its_values(method: str, tmp_path: Path) -> None:
     import torch
@@ -180,7 +201,7 @@ def test_damaged_weights_are_refused(tmp_path: Path) -> None:
     for changes, message in cases:
         save(tmp_path, {name: value for name, value in {**whole, **changes}.items() if value is not None})
         with pytest.raises(BifolioError, match=message):
-            folder_tensors(tmp_path, config_of("gptq"))["a.weight"]
+            _ = folder_tensors(tmp_path, config_of("gptq"))["a.weight"].data
     save(tmp_path, stored("gptq", "a", random_parts(ROWS, 48, 16, True), 16))
     with pytest.raises(BifolioError, match="whole blocks of 32 columns"):
         folder_tensors(tmp_path, {"quantization_config": {**GPTQ, "group_size": 16}})["a.weight"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,11 @@ import numpy as np
 import pytest
 from whole_prompt import prompt_logits
 
+from bifolio import LLM
+from bifolio.cli.inspect import read_contents
 from bifolio.errors import BifolioError, ModelFileError, UnsupportedModelError
 from bifolio.kernels.cpu import decode_fp8
+from bifolio.model.huggingface import scaled_tensors
 from bifolio.model.huggingface.hf_loader import load_folder
 from bifolio.model.huggingface.scaled_tensors import decode_without_kernels
 from bifolio.model.registry import header
@@ -60,6 +64,31 @@ def test_logits_are_those_of_the_decoded_values(kind: str, tmp_path: Path) -> No
         prompt_logits(loaded.weights, prompt), prompt_logits(load_folder(plain).weights, prompt)
     )
     assert header(packed)[2] in ("F8_E4M3", "F32")
+
+
+def test_weights_are_converted_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed, _ = fp8_folder(tmp_path, "block")
+    converted: list[weakref.ref[np.ndarray]] = []
+    most = 0
+
+    def watched(*arguments: Any) -> np.ndarray | None:
+        nonlocal most
+        found = decode_fp8(*arguments)
+        assert found is not None
+        converted.append(weakref.ref(found))
+        most = max(most, sum(reference() is not None for reference in converted))
+        return found
+
+    monkeypatch.setattr(scaled_tensors, "decode_fp8", watched)
+    read_contents(packed)
+    loaded = load_folder(packed)
+    loaded.digest()
+    assert not converted
+    llm = LLM(packed, num_blocks=20)
+    layers = loaded.config.num_layers
+    assert len(converted) == 7 * layers  # each matrix once
+    assert most <= 3  # those of queries, keys and values
+    del loaded, llm
 
 
 def test_every_value_of_the_type(tmp_path: Path) -> None:
@@ -135,4 +164,4 @@ def test_damaged_weights_are_refused(tmp_path: Path) -> None:
         tensors = {key: value for key, value in {**whole, **changes}.items() if value is not None}
         safetensors.torch.save_file(tensors, packed / "model.safetensors")
         with pytest.raises(BifolioError, match=message):
-            load_folder(packed)
+            LLM(packed)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bifolio.kernels.native.encode import SEARCHED_FORMATS, decode_fp8, encoded, quickly_converted
+from bifolio.kernels.native.encode import SEARCHED_FORMATS, decode_fp8, encoded, pack_codes, quickly_converted
 from bifolio.kernels.native.formats import NATIVE_FORMATS, PACKINGS
 from bifolio.kernels.native.kernel_set import NativeKernels
 from bifolio.kernels.native.library import available_isas, isa, library, product_rate
@@ -34,6 +34,7 @@ __all__ = [
     "join_pairs",
     "new_codec",
     "new_memory",
+    "pack_codes",
     "product_rate",
     "quickly_converted",
     "string_starts",

@@ -7,6 +7,7 @@ every other kernel set is tested against this one.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -53,19 +54,20 @@ class ReferenceKernels(HostArrays, StreamReference):
 
     # -- weights ------------------------------------------------------------------------------------------
     def prepare_linear(self, linear: Linear) -> Linear:
-        return linear
+        return replace(linear, parts=tuple(_held(part) for part in linear.parts))
 
     def prepare_norm(self, norm: Norm) -> Norm:
         return norm
 
     def prepare_experts(self, experts: Experts) -> Experts:
-        return experts
+        up, down = (tuple(self.prepare_linear(each) for each in side) for side in (experts.up, experts.down))
+        return replace(experts, up=up, down=down)
 
     def prepare_head_linear(self, linear: HeadLinear) -> HeadLinear:
-        return linear
+        return replace(linear, heads=tuple(self.prepare_linear(head) for head in linear.heads))
 
     def prepare_embedding(self, table: QuantizedTensor | Array) -> Any:
-        return table
+        return _held(table)
 
     def prepare_recurrence(self, recurrence: Recurrence) -> Recurrence:
         return recurrence
@@ -332,6 +334,10 @@ def erf(xp: Any, x: Array) -> Array:
     polynomial = np.polyval(coefficients[::-1], t)
     tail = t * np.exp(-(x.astype(np.float64) ** 2) + polynomial)
     return np.where(x >= 0, 1.0 - tail, tail - 1.0).astype(x.dtype)
+
+
+def _held(weight: Any) -> Any:
+    return weight.held() if isinstance(weight, QuantizedTensor) else weight
 
 
 def _as_float32(xp: Any, x: Array) -> Array:

@@ -178,7 +178,8 @@ def split_columns(matrix: QuantizedTensor, at: int) -> tuple[QuantizedTensor, Qu
     """The columns before and from `at` on, as matrices of their own; a border within a block makes them F32."""
     if at % matrix.format.block_elements:
         matrix = matrix.converted(QuantFormat.F32)
-    parts = matrix.select_columns(0, at), matrix.select_columns(at, matrix.shape[1])
+    held = matrix.held()
+    parts = held.select_columns(0, at), held.select_columns(at, matrix.shape[1])
     return tuple(replace(part, data=np.ascontiguousarray(part.data)) for part in parts)  # type: ignore[return-value]
 
 

@@ -97,10 +97,10 @@ class NamedTensor:
         if isinstance(self.tensor, TensorStack | JoinedRows):
             return self.tensor.joined()
         if self.row_order is None:
-            return self.tensor
+            return self.tensor.held()
         if len(self.tensor.shape) == 1:
             return QuantizedTensor.from_array(self.tensor.dequantize()[self.row_order])
-        return self.tensor.select_rows(self.row_order)
+        return self.tensor.select_rows(self.row_order).held()
 
 
 def named_tensors(weights: ModelWeights, names: TensorNames, *, interleaved: bool) -> Iterator[NamedTensor]:

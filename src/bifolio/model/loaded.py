@@ -76,7 +76,8 @@ class LoadedModel(TextModel):
 
 def first_bytes(matrix: QuantizedTensor) -> np.ndarray:
     """A view of the first rows of a matrix, as many as hold `SAMPLED_BYTES`."""
-    return matrix.data[: -(-SAMPLED_BYTES // max(matrix.data.shape[-1], 1))]
+    stored = matrix.stored
+    return stored[: -(-SAMPLED_BYTES // max(stored.shape[-1], 1))]
 
 
 def digest_of(beginnings: Sequence[np.ndarray]) -> bytes:

@@ -5,7 +5,7 @@ open_model(reference) -> ModelFile
     .views()  every tensor of the network as a view of the file, for listings and memory plans
     .load()   LoadedModel: the views by role; only norms and biases are decoded
 
-Weights of quantised folders (FP8, AWQ, GPTQ) are no views: each access converts them.
+Weights of quantised folders (FP8, AWQ, GPTQ) are no views but `LateTensor`s, which a kernel set converts one by one.
 """
 
 from __future__ import annotations

@@ -63,12 +63,21 @@ class QuantizedTensor:
         return math.prod(shape[:-1])
 
     @property
+    def stored(self) -> Bytes:
+        """The bytes as they lie in the file or in memory."""
+        return self.data
+
+    def held(self) -> QuantizedTensor:
+        """This tensor with its bytes in memory or in a map, for several accesses."""
+        return self
+
+    @property
     def num_rows(self) -> int:
-        return int(self.data.shape[0])
+        return self._rows_of(self.shape)
 
     @property
     def num_blocks(self) -> int:
-        return self.data.size // self.format.block_bytes
+        return self.nbytes // self.format.block_bytes
 
     @property
     def size(self) -> int:
@@ -77,7 +86,7 @@ class QuantizedTensor:
 
     @property
     def nbytes(self) -> int:
-        return self.data.size
+        return self.format.bytes_for(self.shape)
 
     @property
     def memory_ratio(self) -> float:
@@ -92,10 +101,9 @@ class QuantizedTensor:
         """f32[block_elements]: the values of one block; blocks are numbered in row-major order."""
         if not 0 <= block_index < self.num_blocks:
             raise ConfigError(f"block {block_index} does not exist: the tensor has {self.num_blocks} blocks")
-        blocks_per_row = self.data.shape[1] // self.format.block_bytes
-        row, column = divmod(block_index, blocks_per_row)
-        start = column * self.format.block_bytes
-        block = self.data[row, start : start + self.format.block_bytes]
+        data, width = self.data, self.format.block_bytes
+        row, column = divmod(block_index, data.shape[1] // width)
+        block = data[row, column * width : (column + 1) * width]
         return decode_blocks(block.copy()[None], self.format).reshape(-1)
 
     def dequantize_rows(self, rows: slice | NDArray[np.integer[Any]]) -> Floats:
@@ -106,22 +114,22 @@ class QuantizedTensor:
         """x @ W.T: f32[..., k] -> f32[..., n]. Dequantises at most PANEL_ROWS rows of W at a time."""
         if len(self.shape) != 2 or x.shape[-1] != self.shape[1]:
             raise ConfigError(f"cannot multiply values of shape {x.shape} by a weight of shape {self.shape}")
-        flat = np.ascontiguousarray(x, np.float32).reshape(-1, self.shape[1])
+        flat, held = np.ascontiguousarray(x, np.float32).reshape(-1, self.shape[1]), self.held()
         result = np.empty((flat.shape[0], self.shape[0]), np.float32)
         for start in range(0, self.shape[0], PANEL_ROWS):
             panel = slice(start, start + PANEL_ROWS)
-            result[:, panel] = flat @ self.dequantize_rows(panel).T
+            result[:, panel] = flat @ held.dequantize_rows(panel).T
         return result.reshape(*x.shape[:-1], self.shape[0])
 
     def converted(self, format: QuantFormat, name: str | None = None) -> QuantizedTensor:
         """Convert to another format, PANEL_ROWS rows at a time; `self` if it has that format already."""
         if format is self.format:
             return self
-        last = self.shape[-1] if self.shape else 1
+        last, held = self.shape[-1] if self.shape else 1, self.held()
         data = np.empty((self.num_rows, format.row_bytes(last)), np.uint8)
         for start in range(0, self.num_rows, PANEL_ROWS):
             panel = slice(start, start + PANEL_ROWS)
-            data[panel] = QuantizedTensor.quantize(self.dequantize_rows(panel), format, name or self.name).data
+            data[panel] = QuantizedTensor.quantize(held.dequantize_rows(panel), format, name or self.name).data
         return QuantizedTensor(format, data, self.shape, name or self.name)
 
     def select_rows(self, rows: slice | NDArray[np.integer[Any]]) -> QuantizedTensor:
@@ -131,20 +139,29 @@ class QuantizedTensor:
 
     def select_columns(self, start: int, stop: int) -> QuantizedTensor:
         """A matrix of the columns [start, stop), which begin and end on borders of blocks; a view."""
+        self.check_columns(start, stop)
         size, width = self.format.block_elements, self.format.block_bytes
+        data = self.data[:, start // size * width : stop // size * width]
+        return QuantizedTensor(self.format, data, (data.shape[0], stop - start), self.name)
+
+    def check_columns(self, start: int, stop: int) -> None:
+        """Raise a ConfigError unless the columns [start, stop) are whole blocks."""
+        size = self.format.block_elements
         if start % size or stop % size:
             raise ConfigError(
                 f"columns {start} to {stop} of {self.name} do not lie on borders of blocks of {size} values"
             )
-        data = self.data[:, start // size * width : stop // size * width]
-        return QuantizedTensor(self.format, data, (data.shape[0], stop - start), self.name)
 
     def reshape(self, *shape: int) -> QuantizedTensor:
         """View quantised rows with other leading dimensions, or dense values with any dimensions."""
-        if math.prod(shape) != self.size:
-            raise ConfigError(f"a tensor of shape {self.shape} cannot be reshaped to {shape}")
+        self.check_reshape(shape)
         row_bytes = self.format.row_bytes(shape[-1] if shape else 1)
         return QuantizedTensor(self.format, self.data.reshape(self._rows_of(shape), row_bytes), shape, self.name)
+
+    def check_reshape(self, shape: tuple[int, ...]) -> None:
+        """Raise a ConfigError unless `shape` has as many values."""
+        if math.prod(shape) != self.size:
+            raise ConfigError(f"a tensor of shape {self.shape} cannot be reshaped to {shape}")
 
     def transposed(self) -> QuantizedTensor:
         """Transposed copy of a dense matrix. Quantised blocks cannot be transposed without loss."""

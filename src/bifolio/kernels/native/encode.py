@@ -41,6 +41,16 @@ def decode_fp8(codes: Bytes, scales: Floats, block: tuple[int, int]) -> Bytes | 
     return decoded if library().decode_fp8(*inputs, *block, decoded) else None
 
 
+def pack_codes(order: int, words: Bytes, headers: Bytes, header_bytes: int, out: Bytes) -> None:
+    """Codes of 4 bits in words of 32, and the headers of their groups, as blocks of Q4_0 or Q4_1: u8[rows, row_bytes].
+
+    `order`: 0 u8[rows, columns / 2]; 1 u8[columns / 8, rows * 4]; 2 u8[columns, rows / 2], in AWQ's order. Headers have
+    2 bytes (Q4_0) or 4 for each group: u8[rows, groups * header_bytes].
+    Raises MissingDependencyError if the native kernels are not built.
+    """
+    library().pack_codes(order, np.ascontiguousarray(words), np.ascontiguousarray(headers), header_bytes, out)
+
+
 def encode_rows(values: Floats, format: QuantFormat, importance: NDArray[np.float32] | None = None) -> Bytes:
     """f32[rows, k] -> u8[rows, row_bytes] in a searched or plain format; `importance`, f32[k], weighs errors."""
     rows = np.ascontiguousarray(values, np.float32)
@@ -58,6 +68,7 @@ def encoded(
     if tensor.format is format:
         return tensor
     data = np.empty((tensor.num_rows, format.row_bytes(tensor.shape[-1])), np.uint8)
+    tensor = tensor.held()
     for panel in _panels(tensor):
         values = decode_rows(tensor, panel)
         refuse_non_finite(values, name)

@@ -81,15 +81,16 @@ class NativeKernels(HostArrays, NativeStreams):
     def prepare_linear(self, linear: Linear) -> Linear:
         """Pack the concatenated parts; the bytes of the file are not read again."""
         tensors = [as_tensor(part) for part in linear.parts]
-        bias, mapped = _joined_bias(linear), all(mapping_of(tensor.data) is not None for tensor in tensors)
+        bias = _joined_bias(linear)
         try:
-            packed = self._packed([self._accepted(tensor) for tensor in tensors], tensors[0].shape[1], bias, mapped)
+            packed = self._packed([self._accepted(tensor) for tensor in tensors], tensors[0].shape[1], bias)
         except OverflowError:  # a scale beyond the half floats: dense formats hold it, or refuse it by name
             dense = [self._accepted(convert(tensor, DENSE_FORMATS)) for tensor in tensors]
-            packed = self._packed(dense, tensors[0].shape[1], bias, False)
+            packed = self._packed(dense, tensors[0].shape[1], bias)
         return replace(linear, prepared=packed)
 
-    def _packed(self, parts: list[tuple[int, np.ndarray]], k: int, bias: np.ndarray | None, mapped: bool) -> Any:
+    def _packed(self, parts: list[tuple[int, np.ndarray]], k: int, bias: np.ndarray | None) -> Any:
+        mapped = all(mapping_of(data) is not None for _, data in parts)
         return self.native.make_linear(parts, k, bias, self.activation_planes, mapped, self.pool)
 
     def prepare_experts(self, experts: Experts) -> Experts:

@@ -276,7 +276,7 @@ def release(parts: tuple[Any, ...]) -> None:
     """Drop the pages of the file that hold these matrices: the device has a copy."""
     for part in parts:
         if isinstance(part, QuantizedTensor):
-            release_pages(part.data)
+            release_pages(part.stored)
 
 
 def usable(parts: tuple[Any, ...]) -> bool:

@@ -15,16 +15,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bifolio.errors import ModelFileError, UnsupportedModelError
+from bifolio.errors import MissingDependencyError, ModelFileError, UnsupportedModelError
+from bifolio.kernels.cpu import pack_codes
 from bifolio.model.huggingface.safetensors_file import Tensors
 from bifolio.model.huggingface.scaled_tensors import FolderMap
 from bifolio.quant.formats import QuantFormat
+from bifolio.quant.late_tensor import LateTensor
 from bifolio.quant.tensor import QuantizedTensor
 
 BLOCK = 32
 WORD = 8  # codes in 32 bits
 MIDDLE = 8  # the zero of symmetric weights
 CODES, PACKED_CODES, ZEROS = ".qweight", ".weight_packed", ".qzeros"  # ends of names
+CODE_ORDERS = {"packed": 0, "gptq": 1, "awq": 2}  # of the CPU kernels
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of the codes of a word, by row
 
 
@@ -38,6 +41,10 @@ class Packing(NamedTuple):
     @property
     def suffix(self) -> str:
         return PACKED_CODES if self.method == "packed" else CODES
+
+    @property
+    def scales_suffix(self) -> str:
+        return ".weight_scale" if self.method == "packed" else ".scales"
 
 
 def read_packing(found: Mapping[str, Any]) -> Packing | None:
@@ -79,7 +86,7 @@ class IntegerMap(FolderMap):
         self._packed = {name.removesuffix(ends) + ".weight" for name in super().__iter__() if name.endswith(ends)}
 
     def __getitem__(self, name: str) -> QuantizedTensor:
-        return self._converted(name.removesuffix(".weight")) if name in self._packed else super().__getitem__(name)
+        return self._late(name.removesuffix(".weight")) if name in self._packed else super().__getitem__(name)
 
     def __iter__(self) -> Iterator[str]:
         yield from super().__iter__()
@@ -91,35 +98,79 @@ class IntegerMap(FolderMap):
     def __contains__(self, name: object) -> bool:
         return name in self._packed or super().__contains__(name)
 
-    def _converted(self, name: str) -> QuantizedTensor:
+    def _late(self, name: str) -> LateTensor:
         try:
-            codes, scales, zeros = self._parts(name)
-            return _as_blocks(name, codes, scales, zeros, self._packing.group_size)
+            words = self.words(name + self._packing.suffix)
+            rows, columns = self._shape(words.shape)
+            self._check_groups(name, rows, columns)
+            format = QuantFormat.Q4_0 if self._is_symmetric(name) else QuantFormat.Q4_1
+            stored = words.view(np.uint8)
+            return LateTensor(
+                format, (rows, columns), f"{name}.weight", stored, lambda: self._blocks(name, stored, columns)
+            )
         except (KeyError, ValueError, IndexError) as error:
             if isinstance(error, ModelFileError | UnsupportedModelError):
                 raise
             raise ModelFileError(f"the packed weights {name!r} are not usable: {error}") from error
 
-    def _parts(self, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | int]:
-        """(codes u8[rows, columns], scales [rows, groups], zeros [rows, groups] or one for all)"""
-        method = self._packing.method
-        if method == "packed":
-            if name + ".weight_zero_point" in self or name + ".weight_g_idx" in self:
-                raise UnsupportedModelError(f"the packed weights {name!r} have zeros or an order of their own")
-            words = self.words(name + PACKED_CODES)
-            return _codes(words).reshape(len(words), -1), self[name + ".weight_scale"].dequantize(), MIDDLE
-        words, scales = self.words(name + CODES), self[name + ".scales"].dequantize().T
-        if method == "awq":
-            return _awq_codes(words), scales, _awq_codes(self.words(name + ZEROS))
-        codes = _codes(words.T).reshape(words.shape[1], -1)
-        self._check_order(name, codes.shape[1])
-        zeros = _codes(self.words(name + ZEROS))
-        return codes, scales, zeros.reshape(len(zeros), -1).T + np.uint8(self._packing.zero_offset)
+    def _shape(self, words: tuple[int, ...]) -> tuple[int, int]:
+        """(rows, columns) of a weight from the shape of its words."""
+        high, wide = words
+        return {"awq": (wide * WORD, high), "gptq": (wide, high * WORD), "packed": (high, wide * WORD)}[
+            self._packing.method
+        ]
 
-    def _check_order(self, name: str, columns: int) -> None:
+    def _check_groups(self, name: str, rows: int, columns: int) -> None:
+        method, size = self._packing.method, self._packing.group_size if self._packing.group_size > 0 else columns
+        if method == "packed" and (name + ".weight_zero_point" in self or name + ".weight_g_idx" in self):
+            raise UnsupportedModelError(f"the packed weights {name!r} have zeros or an order of their own")
+        found = self.shape_of(name + self._packing.scales_suffix)
+        scales = found if method == "packed" else found[::-1]
+        if size % BLOCK or columns % size or scales != (rows, columns // size):
+            raise UnsupportedModelError(
+                f"the packed weights {name!r} of shape {(rows, columns)} have groups of {size} columns and scales of "
+                f"shape {scales}: groups must be of whole blocks of {BLOCK} columns"
+            )
+        if method != "packed" and self.shape_of(name + ZEROS) != (columns // size, rows // WORD):
+            raise ValueError(f"zeros of shape {self.shape_of(name + ZEROS)} for scales of shape {found}")
+        if method == "gptq":
+            self._check_order(name, columns, size)
+
+    def _is_symmetric(self, name: str) -> bool:
+        """Whether every zero is the middle of the codes."""
+        if self._packing.method == "packed":
+            return True
+        word = (MIDDLE - self._packing.zero_offset) * 0x11111111
+        return bool((self.words(name + ZEROS).view("<u4") == word).all())
+
+    def _blocks(self, name: str, words: np.ndarray, columns: int) -> np.ndarray:
+        method, is_symmetric = self._packing.method, self._is_symmetric(name)
+        scales = self[name + self._packing.scales_suffix].dequantize()
+        halves = (scales if method == "packed" else scales.T).astype("<f2")  # [rows, groups]
+        if not np.isfinite(halves).all():
+            raise ModelFileError(f"the packed weights {name!r} have scales that are not numbers, or too large ones")
+        header = [halves] if is_symmetric else [halves, self._minima(name, halves)]
+        groups = np.ascontiguousarray(np.stack(header, axis=-1)).reshape(len(halves), -1).view(np.uint8)
+        size = 2 * len(header)
+        out = np.empty((len(halves), columns // BLOCK * (size + BLOCK // 2)), np.uint8)
+        try:
+            pack_codes(CODE_ORDERS[method], words, groups, size, out)
+        except MissingDependencyError:
+            pack_without_kernels(method, words, groups, size, out)
+        return out
+
+    def _minima(self, name: str, scales: np.ndarray) -> np.ndarray:
+        words = self.words(name + ZEROS)
+        if self._packing.method == "awq":
+            zeros = _awq_codes(words)
+        else:
+            zeros = _codes(words).reshape(len(words), -1).T + np.uint8(self._packing.zero_offset)
+        minima: np.ndarray = (-scales.astype(np.float32) * zeros).astype("<f2")
+        return minima
+
+    def _check_order(self, name: str, columns: int, size: int) -> None:
         if name + ".g_idx" not in self:
             return
-        size = self._packing.group_size if self._packing.group_size > 0 else columns
         if not np.array_equal(self.words(name + ".g_idx"), np.arange(columns) // size):
             raise UnsupportedModelError(
                 f"the GPTQ weights {name!r} have groups of scattered columns (desc_act), which are not supported: "
@@ -148,29 +199,19 @@ def _awq_codes(words: np.ndarray) -> np.ndarray:
     return codes.reshape(-1, words.shape[0])
 
 
-def _as_blocks(
-    name: str, codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray | int, group_size: int
-) -> QuantizedTensor:
+def pack_without_kernels(
+    method: str, words: np.ndarray, headers: np.ndarray, header_bytes: int, out: np.ndarray
+) -> None:
+    """As `pack_codes` of the CPU kernels."""
+    words = np.ascontiguousarray(words).view("<i4")
+    if method == "awq":
+        codes = _awq_codes(words)
+    else:
+        words = words.T if method == "gptq" else words
+        codes = _codes(words).reshape(len(words), -1)
     rows, columns = codes.shape
-    size = group_size if group_size > 0 else columns
-    if size % BLOCK or columns % size or scales.shape != (rows, columns // size):
-        raise UnsupportedModelError(
-            f"the packed weights {name!r} of shape {codes.shape} have groups of {size} columns and scales of shape "
-            f"{scales.shape}: groups must be of whole blocks of {BLOCK} columns"
-        )
-    if np.ndim(zeros) and np.shape(zeros) != scales.shape:
-        raise ValueError(f"zeros of shape {np.shape(zeros)} for scales of shape {scales.shape}")
-    halves = scales.astype(np.float16)
-    if not np.isfinite(halves).all():
-        raise ModelFileError(f"the packed weights {name!r} have scales that are not numbers, or too large ones")
-    is_middle = bool(np.all(zeros == MIDDLE))
-    header = [halves] if is_middle else [halves, (-halves.astype(np.float32) * zeros).astype(np.float16)]
-    format = QuantFormat.Q4_0 if is_middle else QuantFormat.Q4_1
-    start = 2 * len(header)
-    blocks: np.ndarray = np.empty((rows, columns // BLOCK, start + BLOCK // 2), np.uint8)
-    for place, values in enumerate(header):
-        repeated = np.repeat(values, size // BLOCK, axis=1)
-        blocks[:, :, 2 * place : 2 * place + 2] = repeated.astype("<f2").view(np.uint8).reshape(rows, -1, 2)
+    blocks = out.reshape(rows, columns // BLOCK, -1)
+    groups = headers.reshape(rows, -1, header_bytes)
+    blocks[:, :, :header_bytes] = np.repeat(groups, blocks.shape[1] // groups.shape[1], axis=1)
     parts = codes.reshape(rows, columns // BLOCK, 2, BLOCK // 2)
-    blocks[:, :, start:] = parts[:, :, 0] | parts[:, :, 1] << 4
-    return QuantizedTensor(format, blocks.reshape(rows, -1), (rows, columns), name)
+    blocks[:, :, header_bytes:] = parts[:, :, 0] | parts[:, :, 1] << 4

@@ -17,6 +17,7 @@ from bifolio.errors import MissingDependencyError, ModelFileError, UnsupportedMo
 from bifolio.kernels.cpu import decode_fp8
 from bifolio.model.huggingface.safetensors_file import Tensors
 from bifolio.quant.formats import QuantFormat
+from bifolio.quant.late_tensor import LateTensor
 from bifolio.quant.tensor import QuantizedTensor
 
 FP8 = "F8_E4M3"
@@ -35,7 +36,7 @@ class StoredTensor(NamedTuple):
 
 
 class FolderMap(Mapping[str, QuantizedTensor]):
-    """The tensors of all files of a folder by name; FP8 is decoded on access."""
+    """The tensors of all files of a folder by name; FP8 is decoded when a kernel set takes it."""
 
     def __init__(self, files: Sequence[Tensors], block: tuple[int, int] = USUAL_BLOCK) -> None:
         self._file_of = {name: file for file in reversed(files) for name in file}
@@ -45,7 +46,7 @@ class FolderMap(Mapping[str, QuantizedTensor]):
         file = self._file_of[name]
         if file.dtype_of(name) != FP8:
             return file[name]
-        return _decoded(name, file.bytes_of(name), file.shape_of(name), self._scales(name), self._block)
+        return _scaled(name, file.bytes_of(name), file.shape_of(name), self._scales(name), self._block)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._file_of)
@@ -63,6 +64,9 @@ class FolderMap(Mapping[str, QuantizedTensor]):
             for name, file in self._file_of.items()
         ]
 
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        return self._file_of[name].shape_of(name)
+
     def words(self, name: str) -> np.ndarray:
         """i32: a tensor of 32-bit integers."""
         file = self._file_of[name]
@@ -78,9 +82,9 @@ class FolderMap(Mapping[str, QuantizedTensor]):
         raise ModelFileError(f"the tensor {name!r} is stored in FP8, and its scale {name + SUFFIXES[0]!r} is missing")
 
 
-def _decoded(
+def _scaled(
     name: str, stored: np.ndarray, shape: tuple[int, ...], scales: np.ndarray, block: tuple[int, int]
-) -> QuantizedTensor:
+) -> LateTensor:
     if len(shape) != 2:
         raise UnsupportedModelError(f"the tensor {name!r} of shape {shape} is stored in FP8: only matrices are read")
     rows, columns = shape
@@ -92,13 +96,17 @@ def _decoded(
     else:
         raise ModelFileError(f"the tensor {name!r} of shape {shape} has FP8 scales of shape {scales.shape}")
     scales = scales.astype(np.float32).reshape(-(-rows // group), -1)
+    return LateTensor(READ_AS, shape, name, stored, lambda: _decoded(name, stored, scales, (group, width)))
+
+
+def _decoded(name: str, stored: np.ndarray, scales: np.ndarray, block: tuple[int, int]) -> np.ndarray:
     try:
-        decoded = decode_fp8(stored, scales, (group, width))
+        decoded = decode_fp8(stored, scales, block)
     except MissingDependencyError:
-        decoded = decode_without_kernels(stored, scales, (group, width))
+        decoded = decode_without_kernels(stored, scales, block)
     if decoded is None or not np.isfinite(scales).all():
         raise ModelFileError(f"the tensor {name!r} contains values that are not numbers")
-    return QuantizedTensor(READ_AS, decoded, shape, name)
+    return decoded
 
 
 def decode_without_kernels(stored: np.ndarray, scales: np.ndarray, block: tuple[int, int]) -> np.ndarray | None:
