@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bifolio.quant.formats import Bytes, QuantFormat
+from bifolio.quant.mapped import release_pages
 from bifolio.quant.tensor import QuantizedTensor
 
 
@@ -38,7 +39,9 @@ class LateTensor(QuantizedTensor):
         return self._stored
 
     def held(self) -> QuantizedTensor:
-        return QuantizedTensor(self.format, self._convert(), self.shape, self.name)
+        converted = QuantizedTensor(self.format, self._convert(), self.shape, self.name)
+        release_pages(self._stored)
+        return converted
 
     def select_rows(self, rows: slice | NDArray[np.integer[Any]]) -> QuantizedTensor:
         count = len(range(*rows.indices(self.num_rows))) if isinstance(rows, slice) else len(rows)
