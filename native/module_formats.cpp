@@ -65,6 +65,14 @@ void dequantize(int code, const Bytes& bytes, int64_t width, const Output& out) 
   });
 }
 
+// A float of eight bits, E4M3. Numbers without a leading one are differences of floats that have one: the processor may have been set
+// to flush denormals.
+inline float number_of(uint8_t code) {
+  const bool has_one = code & 0x78;
+  const float size = std::bit_cast<float>((uint32_t(code & 127) << 20) + ((has_one ? 120u : 121u) << 23)) - (has_one ? 0.0f : 0x1p-6f);
+  return code & 128 ? -size : size;
+}
+
 // Floats of eight bits (E4M3) times the scale of their block, as bfloat16; false if one of them is not a number.
 bool decode_fp8(const Bytes& bytes, const Input& scales, int64_t height, int64_t width, const BytesOut& out) {
   const int64_t rows = rows_in(bytes), k = width_of(bytes);
@@ -86,9 +94,7 @@ bool decode_fp8(const Bytes& bytes, const Input& scales, int64_t height, int64_t
         const float factor = factors[start / width];
         for (int64_t i = start, end = std::min(start + width, k); i < end; ++i) {
           found |= (codes[i] & 127) == 127;
-          // Exponent and fraction at their places in a float, whose exponents begin 120 lower.
-          const uint32_t moved = uint32_t(codes[i] & 128) << 24 | uint32_t(codes[i] & 127) << 20;
-          const uint32_t bits = std::bit_cast<uint32_t>(std::bit_cast<float>(moved) * 0x1p120f * factor);
+          const uint32_t bits = std::bit_cast<uint32_t>(number_of(codes[i]) * factor);
           const uint16_t rounded = uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
           std::memcpy(target + 2 * i, &rounded, 2);
         }
@@ -109,8 +115,25 @@ enum class CodeOrder : int {
 constexpr int64_t kCodesBlock = 32, kCodesBytes = 16;
 constexpr int kAwqPlaces[8] = {0, 4, 1, 5, 2, 6, 3, 7};
 
-// The codes of a block as Q4_0 and Q4_1 hold them, codes i and i + 16 in byte i, from those in the order of columns.
-void put_codes(const uint8_t pairs[kCodesBytes], uint8_t* out) {
+// The codes of a block of one row, or of eight (Awq), as Q4_0 and Q4_1 hold them: codes i and i + 16 in byte i. `target(r)` is the
+// place for row r.
+template <class Target>
+void put_codes(CodeOrder order, const uint8_t* words, int64_t stride, int64_t row, int64_t block, Target target) {
+  if (order == CodeOrder::Awq) {
+    uint32_t eights[kCodesBlock];
+    for (int64_t i = 0; i < kCodesBlock; ++i) std::memcpy(eights + i, words + (block * kCodesBlock + i) * stride + row / 2, 4);
+    for (int64_t r = 0; r < 8; ++r) {
+      uint8_t* out = target(row + r);
+      const int shift = 4 * kAwqPlaces[r];
+      for (int64_t i = 0; i < 16; ++i) out[i] = uint8_t((eights[i] >> shift & 15) | (eights[i + 16] >> shift & 15) << 4);
+    }
+    return;
+  }
+  uint8_t pairs[kCodesBytes];  // in the order of columns
+  const bool is_along = order == CodeOrder::AlongRow;
+  const uint8_t* first = is_along ? words + row * stride + block * kCodesBytes : words + block * 4 * stride + row * 4;
+  for (int64_t i = 0; i < 4; ++i) std::memcpy(pairs + 4 * i, first + i * (is_along ? 4 : stride), 4);
+  uint8_t* out = target(row);
   for (int i = 0; i < 8; ++i) {
     out[2 * i] = uint8_t((pairs[i] & 15) | (pairs[i + 8] & 15) << 4);
     out[2 * i + 1] = uint8_t(pairs[i] >> 4 | (pairs[i + 8] & 0xf0));
@@ -128,37 +151,22 @@ void pack_codes(int code, const Bytes& words, const Bytes& headers, int64_t head
   require(groups > 0 && width_of(headers) % header_bytes == 0 && blocks % groups == 0, "headers is ", width_of(headers),
           " wide, which does not fit ", blocks, " blocks");
   require(rows_in(headers) == rows, "headers has ", rows_in(headers), " rows and must have ", rows, ", as out has");
-  const bool is_awq = order == CodeOrder::Awq;
-  require(!is_awq || rows % 8 == 0, "out has ", rows, " rows and must have a multiple of 8");
-  const int64_t high = order == CodeOrder::AlongRow ? rows : is_awq ? columns : columns / 8;
-  require(rows_in(words) == high, "bytes has ", rows_in(words), " rows and must have ", high);
-  require_width("bytes", words, order == CodeOrder::AlongRow ? columns / 2 : is_awq ? rows / 2 : rows * 4);
-  const int64_t stride = width_of(words), tile = 128;  // rows at a time: the nearest cache holds the lines that are written
+  require(order != CodeOrder::Awq || rows % 8 == 0, "out has ", rows, " rows and must have a multiple of 8");
+  const int64_t shapes[][2] = {{rows, columns / 2}, {columns / 8, rows * 4}, {columns, rows / 2}};  // of bytes, by order
+  require(rows_in(words) == shapes[code][0], "bytes has ", rows_in(words), " rows and must have ", shapes[code][0]);
+  require_width("bytes", words, shapes[code][1]);
+  const int64_t tile = 128, at_once = order == CodeOrder::Awq ? 8 : 1;  // rows: the nearest cache holds the lines of a tile
   nb::gil_scoped_release release;
   Pool::instance().run([&](Member& m) {
     m.split((rows + tile - 1) / tile, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t b = 0, first = begin * tile, last = std::min(end * tile, rows); b < blocks; ++b) {
-        const auto place = [&](int64_t row) {
-          uint8_t* block = out.data() + row * width_of(out) + b * block_bytes;
-          std::memcpy(block, headers.data() + row * width_of(headers) + b / (blocks / groups) * header_bytes, size_t(header_bytes));
-          return block + header_bytes;
-        };
-        for (int64_t row = first; row < last && !is_awq; ++row) {
-          uint8_t pairs[kCodesBytes];
-          if (order == CodeOrder::AlongRow) std::memcpy(pairs, words.data() + row * stride + b * kCodesBytes, sizeof pairs);
-          else for (int64_t i = 0; i < 4; ++i) std::memcpy(pairs + 4 * i, words.data() + (b * 4 + i) * stride + row * 4, 4);
-          put_codes(pairs, place(row));
-        }
-        for (int64_t row = first; row < last && is_awq; row += 8) {
-          uint32_t eights[kCodesBlock];
-          for (int64_t i = 0; i < kCodesBlock; ++i) std::memcpy(eights + i, words.data() + (b * kCodesBlock + i) * stride + row / 2, 4);
-          for (int64_t r = 0; r < 8; ++r) {
-            uint8_t* block = place(row + r);
-            const int shift = 4 * kAwqPlaces[r];
-            for (int64_t i = 0; i < 16; ++i) block[i] = uint8_t((eights[i] >> shift & 15) | (eights[i + 16] >> shift & 15) << 4);
-          }
-        }
-      }
+      for (int64_t b = 0; b < blocks; ++b)
+        for (int64_t row = begin * tile; row < std::min(end * tile, rows); row += at_once)
+          put_codes(order, words.data(), width_of(words), row, b, [&](int64_t own) {
+            uint8_t* block = out.data() + own * width_of(out) + b * block_bytes;
+            const uint8_t* header = headers.data() + own * width_of(headers) + b * groups / blocks * header_bytes;
+            std::memcpy(block, header, size_t(header_bytes));
+            return block + header_bytes;
+          });
     });
   });
 }

@@ -197,6 +197,10 @@ def test_damaged_weights_are_refused(tmp_path: Path) -> None:
         ({"a.scales": np.full_like(whole["a.scales"], np.inf)}, "not numbers"),
         ({"a.qweight": whole["a.qweight"].astype(np.int64)}, "type I64"),
         ({"a.qzeros": whole["a.qzeros"][:, :2]}, "not usable"),
+        (
+            {name: value[:, :20] for name, value in whole.items() if value.ndim == 2 and "zeros" not in name},
+            "not usable",
+        ),
     ]
     for changes, message in cases:
         save(tmp_path, {name: value for name, value in {**whole, **changes}.items() if value is not None})

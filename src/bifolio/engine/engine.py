@@ -321,15 +321,8 @@ class InferenceEngine:
             self.runner.peers.close()
 
     def stats(self) -> EngineStats:
-        now = self._counters
-        now.num_prompt_tokens, now.num_cached_tokens = self.batcher.num_prompt_tokens, self.batcher.num_cached_tokens
-        now.num_running = self.batcher.num_running
-        now.num_waiting = self.batcher.num_waiting + self.faults.num_parked
-        now.num_blocks, now.num_used_blocks = self.blocks.num_blocks - 1, self.blocks.num_used_blocks
-        now.utilisation = self.blocks.utilisation()
-        now.states = self.blocks.state_stats()
-        now.sharing = self.shares.get_stats()
-        return now
+        self._counters.read_state(self.batcher, self.shares, self.faults.num_parked)
+        return self._counters
 
     def reset_stats(self) -> None:
         """Set all counters to 0."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from bifolio.cache.sharing import ShareStats
+from bifolio.cache.sharing import BlockShareManager, ShareStats
 from bifolio.cache.states import StateStats
+from bifolio.schedule.batcher import ContinuousBatcher
 
 
 @dataclass(slots=True)
@@ -25,3 +26,12 @@ class EngineStats:
     utilisation: float = 1.0  # reserved tokens over the capacity of all blocks in use
     states: StateStats = field(default_factory=StateStats)
     sharing: ShareStats = field(default_factory=lambda: ShareStats(0, 0, 0, 0.0))
+
+    def read_state(self, batcher: ContinuousBatcher, shares: BlockShareManager, num_parked: int) -> None:
+        """Read the present state; `num_parked`: requests that wait for the end of a recovery."""
+        blocks = shares.blocks
+        self.num_prompt_tokens, self.num_cached_tokens = batcher.num_prompt_tokens, batcher.num_cached_tokens
+        self.num_running, self.num_waiting = batcher.num_running, batcher.num_waiting + num_parked
+        self.num_blocks, self.num_used_blocks = blocks.num_blocks - 1, blocks.num_used_blocks
+        self.utilisation = blocks.utilisation()
+        self.states, self.sharing = blocks.state_stats(), shares.get_stats()

@@ -14,7 +14,7 @@ from bifolio.quant.tensor import QuantizedTensor
 
 
 class LateTensor(QuantizedTensor):
-    """A tensor whose `data` is converted at each access and not kept: memory holds one of them at a time.
+    """A tensor whose `data` is converted at each access and not kept, so that memory holds a few of them.
 
     `stored` are its bytes in the file. `held()` converts once, for several accesses.
     """

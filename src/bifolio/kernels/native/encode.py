@@ -15,6 +15,7 @@ from bifolio.quant.tensor import QuantizedTensor
 
 SEARCHED_FORMATS = frozenset(QuantFormat[name] for name in ("Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"))
 PLAIN_FORMATS = frozenset({QuantFormat.Q8_0, QuantFormat.Q4_0, QuantFormat.Q4_1})  # one way to round, as in numpy
+CODE_ORDERS = ("packed", "gptq", "awq")  # by their numbers in native/module_formats.cpp
 _LARGEST = 65504.0  # a half float, as scales are
 _PANEL_VALUES = 1 << 22  # that exist as floats at a time
 
@@ -41,14 +42,16 @@ def decode_fp8(codes: Bytes, scales: Floats, block: tuple[int, int]) -> Bytes | 
     return decoded if library().decode_fp8(*inputs, *block, decoded) else None
 
 
-def pack_codes(order: int, words: Bytes, headers: Bytes, header_bytes: int, out: Bytes) -> None:
+def pack_codes(method: str, words: Bytes, headers: Bytes, header_bytes: int, out: Bytes) -> None:
     """Codes of 4 bits in words of 32, and the headers of their groups, as blocks of Q4_0 or Q4_1: u8[rows, row_bytes].
 
-    `order`: 0 u8[rows, columns / 2]; 1 u8[columns / 8, rows * 4]; 2 u8[columns, rows / 2], in AWQ's order. Headers have
-    2 bytes (Q4_0) or 4 for each group: u8[rows, groups * header_bytes].
+    `words`: packed u8[rows, columns / 2]; gptq u8[columns / 8, rows * 4]; awq u8[columns, rows / 2]. Headers have 2
+    bytes (Q4_0) or 4 for each group: u8[rows, groups * header_bytes].
     Raises MissingDependencyError if the native kernels are not built.
     """
-    library().pack_codes(order, np.ascontiguousarray(words), np.ascontiguousarray(headers), header_bytes, out)
+    library().pack_codes(
+        CODE_ORDERS.index(method), np.ascontiguousarray(words), np.ascontiguousarray(headers), header_bytes, out
+    )
 
 
 def encode_rows(values: Floats, format: QuantFormat, importance: NDArray[np.float32] | None = None) -> Bytes:

@@ -27,7 +27,6 @@ BLOCK = 32
 WORD = 8  # codes in 32 bits
 MIDDLE = 8  # the zero of symmetric weights
 CODES, PACKED_CODES, ZEROS = ".qweight", ".weight_packed", ".qzeros"  # ends of names
-CODE_ORDERS = {"packed": 0, "gptq": 1, "awq": 2}  # of the CPU kernels
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of the codes of a word, by row
 
 
@@ -106,7 +105,7 @@ class IntegerMap(FolderMap):
             format = QuantFormat.Q4_0 if self._is_symmetric(name) else QuantFormat.Q4_1
             stored = words.view(np.uint8)
             return LateTensor(
-                format, (rows, columns), f"{name}.weight", stored, lambda: self._blocks(name, stored, columns)
+                format, (rows, columns), f"{name}.weight", stored, lambda: self._blocks(name, stored, columns, format)
             )
         except (KeyError, ValueError, IndexError) as error:
             if isinstance(error, ModelFileError | UnsupportedModelError):
@@ -131,8 +130,10 @@ class IntegerMap(FolderMap):
                 f"the packed weights {name!r} of shape {(rows, columns)} have groups of {size} columns and scales of "
                 f"shape {scales}: groups must be of whole blocks of {BLOCK} columns"
             )
-        if method != "packed" and self.shape_of(name + ZEROS) != (columns // size, rows // WORD):
-            raise ValueError(f"zeros of shape {self.shape_of(name + ZEROS)} for scales of shape {found}")
+        if method != "packed":
+            high, wide = self.shape_of(name + ZEROS)
+            if (high, wide * WORD) != found:
+                raise ValueError(f"{high} x {wide} words of zeros for scales of shape {found}")
         if method == "gptq":
             self._check_order(name, columns, size)
 
@@ -143,18 +144,18 @@ class IntegerMap(FolderMap):
         word = (MIDDLE - self._packing.zero_offset) * 0x11111111
         return bool((self.words(name + ZEROS).view("<u4") == word).all())
 
-    def _blocks(self, name: str, words: np.ndarray, columns: int) -> np.ndarray:
-        method, is_symmetric = self._packing.method, self._is_symmetric(name)
+    def _blocks(self, name: str, words: np.ndarray, columns: int, format: QuantFormat) -> np.ndarray:
+        method = self._packing.method
         scales = self[name + self._packing.scales_suffix].dequantize()
         halves = (scales if method == "packed" else scales.T).astype("<f2")  # [rows, groups]
         if not np.isfinite(halves).all():
             raise ModelFileError(f"the packed weights {name!r} have scales that are not numbers, or too large ones")
-        header = [halves] if is_symmetric else [halves, self._minima(name, halves)]
+        header = [halves] if format is QuantFormat.Q4_0 else [halves, self._minima(name, halves)]
         groups = np.ascontiguousarray(np.stack(header, axis=-1)).reshape(len(halves), -1).view(np.uint8)
         size = 2 * len(header)
-        out = np.empty((len(halves), columns // BLOCK * (size + BLOCK // 2)), np.uint8)
+        out = np.empty((len(halves), format.row_bytes(columns)), np.uint8)
         try:
-            pack_codes(CODE_ORDERS[method], words, groups, size, out)
+            pack_codes(method, words, groups, size, out)
         except MissingDependencyError:
             pack_without_kernels(method, words, groups, size, out)
         return out
