@@ -321,7 +321,8 @@ class InferenceEngine:
             self.runner.peers.close()
 
     def stats(self) -> EngineStats:
-        self._counters.read_state(self.batcher, self.shares, self.faults.num_parked)
+        self._counters.read_state(self.batcher, self.blocks, self.faults.num_parked)
+        self._counters.sharing = self.shares.get_stats()
         return self._counters
 
     def reset_stats(self) -> None:

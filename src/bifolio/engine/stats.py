@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from bifolio.cache.sharing import BlockShareManager, ShareStats
+from bifolio.cache.block_manager import KVCacheBlockManager
+from bifolio.cache.sharing import ShareStats
 from bifolio.cache.states import StateStats
 from bifolio.schedule.batcher import ContinuousBatcher
 
@@ -27,11 +28,9 @@ class EngineStats:
     states: StateStats = field(default_factory=StateStats)
     sharing: ShareStats = field(default_factory=lambda: ShareStats(0, 0, 0, 0.0))
 
-    def read_state(self, batcher: ContinuousBatcher, shares: BlockShareManager, num_parked: int) -> None:
+    def read_state(self, batcher: ContinuousBatcher, blocks: KVCacheBlockManager, num_parked: int) -> None:
         """Read the present state; `num_parked`: requests that wait for the end of a recovery."""
-        blocks = shares.blocks
         self.num_prompt_tokens, self.num_cached_tokens = batcher.num_prompt_tokens, batcher.num_cached_tokens
         self.num_running, self.num_waiting = batcher.num_running, batcher.num_waiting + num_parked
         self.num_blocks, self.num_used_blocks = blocks.num_blocks - 1, blocks.num_used_blocks
-        self.utilisation = blocks.utilisation()
-        self.states, self.sharing = blocks.state_stats(), shares.get_stats()
+        self.utilisation, self.states = blocks.utilisation(), blocks.state_stats()
