@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from bifolio.cache.storage import CacheLayout, KVStorage
-from bifolio.kernels.cuda import nvrtc, row_attention, row_experts, row_product
-from bifolio.kernels.interface import AttentionShape, Norm, Rotation, Routing
+from bifolio.kernels.cuda import nvrtc, row_attention, row_delta, row_experts, row_product
+from bifolio.kernels.interface import AttentionShape, Norm, Recurrence, Rotation, Routing
 from bifolio.kernels.reference import causal_attention
 from bifolio.kernels.torch_reference import TorchKernels
 
@@ -248,3 +248,76 @@ def test_a_context_of_no_token_gives_zeros() -> None:
     out = row_attention.row_attention(heads, replace(shape), storage, integers[None], integers, integers)
     assert (out == 0).all()
     torch.testing.assert_close(storage.keys[0], before)
+
+
+# -- recurrent layers --------------------------------------------------------------------------------------------------
+def delta_net(heads: int, groups: int, key_size: int, value_size: int) -> Recurrence:
+    channels = 2 * groups * key_size + heads * value_size
+    wide = torch.float32
+    return Recurrence(
+        "delta", 0, 4, channels, heads, groups, key_size, value_size, normal(1, channels, 4, dtype=wide),
+        decay=-torch.rand(heads, generator=torch.Generator().manual_seed(2)), bias=normal(3, heads, dtype=wide),
+        norm=Norm(normal(4, value_size, dtype=wide), None, 1e-6),
+    )  # fmt: skip
+
+
+def stepped(r: Recurrence, x: torch.Tensor, window: torch.Tensor, state: torch.Tensor) -> Any:
+    """(Output, window, state) after a token, by the definition of `Recurrence`."""
+    x, silu = x.float(), torch.nn.functional.silu
+    keys, inner = r.groups * r.key_size, r.heads * r.value_size
+    sizes = [r.channels, inner, r.heads, r.heads]
+    inputs, z, beta, a = x.split(sizes)
+    window = torch.cat([window, inputs[None]])
+    mixed = (window * r.conv_weight.T).sum(0)
+    mixed = silu(mixed if r.conv_bias is None else mixed + r.conv_bias)
+    q, k, v = mixed.split([keys, keys, inner])
+    group = torch.arange(r.heads) % r.groups if r.tiled else torch.arange(r.heads) // (r.heads // r.groups)
+    q, k = (each.view(r.groups, r.key_size)[group] for each in (q, k))
+    q, k = (each / (each.square().sum(-1, keepdim=True) + 1e-6).sqrt() for each in (q, k))
+    state = state * (r.decay * torch.nn.functional.softplus(a + r.bias)).exp()[:, None, None]
+    change = beta.sigmoid()[:, None] * (v.view(r.heads, -1) - torch.einsum("hk,hkv->hv", k, state))
+    state = state + k[:, :, None] * change[:, None, :]
+    y = torch.einsum("hk,hkv->hv", q * r.key_size**-0.5, state)
+    y = y * (y.square().mean(-1, keepdim=True) + r.norm.eps).rsqrt() * r.norm.weight
+    return (y * silu(z.view(r.heads, -1))).flatten(), window[1:], state
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "key_size", "value_size", "changes"),
+    [
+        (4, 2, 128, 128, {}),  # Qwen3-Next, Qwen3.5
+        (2, 2, 32, 64, {"conv_bias": normal(9, 256, dtype=torch.float32)}),
+        (6, 2, 64, 32, {"tiled": True}),
+        pytest.param(4, 1, 128, 128, {}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_of_a_delta_net(
+    heads: int, groups: int, key_size: int, value_size: int, changes: dict[str, Any]
+) -> None:
+    r = replace(delta_net(heads, groups, key_size, value_size), **changes)
+    windows = normal(5, 5, 3, r.channels, dtype=torch.float32)
+    states = normal(6, 5, heads, key_size, value_size, dtype=torch.float32)
+    reads, writes = torch.tensor([3, 2], dtype=torch.int32), torch.tensor([3, 4], dtype=torch.int32)
+    x = normal(7, 2, r.in_features + 8)[:, : r.in_features]  # rows with a gap
+    expected = [stepped(r, x[i], windows[reads[i]], states[reads[i]]) for i in range(2)]
+    before = windows.clone(), states.clone()
+    assert row_delta.can_step(r, x)
+    out = row_delta.row_delta(x, r, reads, writes, windows, states)
+    for number, (y, window, state) in enumerate(expected):
+        target = int(writes[number])
+        close(out[number], y, 5e-3)
+        close(states[target], state, 1e-5)
+        torch.testing.assert_close(windows[target], window)
+    for untouched in (0, 1, 2):
+        torch.testing.assert_close(windows[untouched], before[0][untouched], rtol=0, atol=0)
+        torch.testing.assert_close(states[untouched], before[1][untouched], rtol=0, atol=0)
+
+
+def test_padding_changes_no_state() -> None:
+    r = delta_net(2, 2, 32, 64)
+    windows, states = torch.zeros(2, 3, r.channels), torch.zeros(2, 2, 32, 64)
+    none = torch.zeros(1, dtype=torch.int32)
+    out = row_delta.row_delta(normal(7, 1, r.in_features), r, none, none, windows, states)
+    assert torch.isfinite(out.float()).all()
+    assert not windows.any()
+    assert not states.any()

@@ -11,7 +11,8 @@ Starts, reads and writes of states are device arrays and no size depends on thei
 graph. No tile depends on the size of a pass, so neither do results of the scan token by token. The windows that a pass
 reads are copied first: another program may write them while they are needed. In a decode step one program reads and
 writes all of a window, so that no copy is needed, and the scan has no loop over tokens; deterministic mode has neither.
-Few sequences of gated delta nets are scanned and finished in one kernel (`kernels.triton.delta_step`).
+Few sequences of gated delta nets are scanned and finished in one kernel (`kernels.triton.delta_step`); on Hopper the
+convolution of one or two is part of it (`kernels.cuda.row_delta`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from bifolio.kernels.cuda.row_delta import can_step, row_delta
 from bifolio.kernels.interface import Recurrence, Storage
 from bifolio.kernels.recurrence import L2_EPS
 from bifolio.kernels.triton.chunked_scan import LARGEST_KEY, head_group, positive_step, scan_chunks
@@ -283,6 +285,8 @@ def recur(x: torch.Tensor, r: Recurrence, staged: StagedStates, storage: Storage
         out = x.new_empty((x.shape[0], r.channels))
         _convolve(x, r, staged, storage, out)
         return out
+    if storage is not None and staged.is_decode and can_step(r, x):
+        return row_delta(x, r, staged.reads, staged.writes, storage.convolutions[r.layer], storage.recurrent[r.layer])
     mixed = torch.empty((x.shape[0], r.channels), dtype=torch.float32, device=x.device)
     _convolve(x, r, staged, storage, mixed)
     if storage is not None and staged.is_decode and has_one_step(r, x.shape[0]):
