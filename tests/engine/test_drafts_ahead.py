@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import random
+from typing import NoReturn
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from stand_in_slots import StandInKernels, StandInSlots
 
 from bifolio.config import SpeculativeConfig
 from bifolio.engine.engine import InferenceEngine
-from bifolio.engine.speculative.draft_lengths import DraftLengths
+from bifolio.engine.speculative.draft_lengths import DraftLengths, PassCosts
 from bifolio.model.eagle import load_eagle
 from bifolio.sampling_params import SamplingParams
 from bifolio.schedule.plan import StepPlan
@@ -24,6 +29,11 @@ def new_engine(speculative: bool, **options: object) -> InferenceEngine:
     config = SpeculativeConfig("eagle", draft_model=str(folder), length=3, **options)  # type: ignore[arg-type]
     head = load_eagle(folder, tiny_loaded())
     return make_engine(kernels=StandInKernels(), speculative=config, draft_model=head)  # type: ignore[arg-type]
+
+
+def fail(error: Exception) -> NoReturn:
+    """Instead of a recovery, which would hide a step that failed."""
+    raise error
 
 
 def run(engine: InferenceEngine) -> tuple[list[list[list[int]]], list[int]]:
@@ -95,6 +105,23 @@ def test_where_no_draft_can_pay_every_step_runs_ahead_and_no_prompt_gives_out_st
     assert in_flight.count(2) >= ahead.count(2) - 2
     assert absorbed.count(True) <= sum(not known(number) for number in (1, 2, 3))
     assert engine.speculator.stats.num_draft_tokens == 0
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 1 << 32))
+def test_changing_estimates_never_change_a_text(seed: int) -> None:
+    """Costs may change while drafts are in flight: no step runs ahead of the tokens that they give."""
+    chance = random.Random(seed)
+    expected, _ = run(new_engine(False))
+    engine = new_engine(True)
+    engine.faults.recover = fail  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DraftLengths, "choose", lambda self, *_: ({0: chance.randint(1, 3)}, True))
+        patch.setattr(DraftLengths, "can_pay", lambda self, *_: chance.random() < 0.6)
+        patch.setattr(DraftLengths, "REST", chance.choice([2, 3, 8]))
+        patch.setattr(PassCosts, "knows", lambda self, *_: chance.random() < 0.8)
+        found, _ = run(engine)
+    assert found == expected
 
 
 def test_drafts_are_drawn_on_the_device() -> None:

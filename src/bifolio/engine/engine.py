@@ -363,7 +363,8 @@ class InferenceEngine:
         return has_drafts or self.slots.waits_for_tokens(slot)
 
     def _room_for_drafts(self, slots: list[BatchSlot], speculator: Speculator) -> dict[int, int]:
-        was_ahead, rests = speculator.runs_ahead, speculator.rests(len(slots))
+        was_ahead = speculator.runs_ahead
+        rests = speculator.rests(len(slots), is_behind=bool(self.in_flight))
         if speculator.runs_ahead != was_ahead:
             for slot in self.batcher.slots:
                 slot.waits_for_tokens = slot.sequence is not None and self._waits_for_tokens(slot.index)

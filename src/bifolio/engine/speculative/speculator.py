@@ -146,6 +146,7 @@ class Speculator:
         self._planned = 0.0  # when the planning of this step began
         self._plan_seconds = 0.0  # of this step, before its launch
         self._num_right = 0  # accepted draft tokens of this step
+        self._has_drafted = False  # the last step that was launched verifies drafts
         self._rest = 0  # steps to skip drafting for, while `_num_active` slots are active
         self._num_active = 0
         self._num_rested = 0  # steps of the last rest
@@ -191,13 +192,19 @@ class Speculator:
         if self._head is not None:
             self._head.forked(parent, child)
 
-    def rests(self, num_active: int) -> bool:
-        """Whether the next step has no drafts in any case; called once for each step, with its active slots."""
+    def rests(self, num_active: int, *, is_behind: bool) -> bool:
+        """Whether the next step has no drafts in any case; called once for each step, with its active slots.
+
+        `is_behind`: a step is in flight. While it verifies drafts, no estimate lets another one run ahead: the device
+        does not know how many of them are kept.
+        """
         if self.runs_ahead and self._rest > 0 and num_active == self._num_active:  # as in the step before
             self._rest -= 1
             return True
         self._kinds, self._draft_seconds, self._plan_seconds, self._num_right = {}, 0.0, 0.0, 0
         self._planned = time.perf_counter()
+        if is_behind and self._has_drafted:
+            return False
         self.runs_ahead = self._rest > 0 and num_active == self._num_active
         if self.runs_ahead:
             self._rest -= 1
@@ -252,6 +259,7 @@ class Speculator:
         """The plan with its draft tokens; the draft model runs here."""
         self._plan_seconds = time.perf_counter() - self._planned
         items = [item for item in plan.decodes if item.num_new > 1] if self._kinds else []
+        self._has_drafted = bool(items)
         if not items:
             return plan
         started = time.perf_counter()
