@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,11 @@ def test_64_greedy_tokens_are_those_of_transformers(name: str, new_kernels: Call
     check_greedy_tokens(name, new_kernels())
 
 
+def _median_error(found: np.ndarray, wanted: np.ndarray) -> float:
+    """Of the logits of a token."""
+    return float(np.median(np.linalg.norm(found - wanted, axis=1) / np.linalg.norm(wanted, axis=1)))
+
+
 @pytest.mark.parametrize("name", ROWS)
 def test_bf16_logits_are_near_transformers(name: str, gpu_kernels: Callable[..., Any]) -> None:
     model, folder = row_folder(name)
@@ -42,6 +48,7 @@ def test_bf16_logits_are_near_transformers(name: str, gpu_kernels: Callable[...,
     for chunk_size in (40, 7):
         ours = run_chunks(runner, open_entry(runner, blocks), prompt, chunk_size)
         if loaded.config.moe is not None:  # a rounded score may choose another expert for some tokens
-            assert np.median(np.linalg.norm(ours - theirs, axis=1) / np.linalg.norm(theirs, axis=1)) < 4e-2
+            rounded = transformers_logits(copy.deepcopy(model).bfloat16(), prompt)
+            assert _median_error(ours, theirs) < max(4e-2, 1.2 * _median_error(rounded, theirs))
         else:
             assert np.linalg.norm(ours - theirs) / np.linalg.norm(theirs) < 4e-2

@@ -339,10 +339,11 @@ def _check_drafts(kernels: KernelSet, slots: Any, runner: ModelRunner) -> None:
     states = kernels.from_host(normal(np.random.default_rng(4), 5, head.states_width))
     runs = [HeadRun(np.array(table), 0, 0, ids) for table, ids in zip(([3, 1], [4, 5]), tokens, strict=True)]
     logits, hidden = own.run(runs, states, AttentionPhase.DECODE, own_states=False)
-    wanted, ends = [], [3, 2]
+    wanted, scores, ends = [], [], [3, 2]
     for step in range(3):
         assert head.token_ids is not None
-        wanted.append(head.token_ids[kernels.to_host(logits).argmax(axis=-1)])
+        scores.append(kernels.to_host(logits))
+        wanted.append(head.token_ids[scores[-1].argmax(axis=-1)])
         runs = [runs[row]._replace(start=ends[row] + step, tokens=[int(wanted[-1][row])]) for row in range(2)]
         logits, hidden = own.run(runs, hidden, AttentionPhase.DECODE, own_states=True)
     for slot in taken.tolist():
@@ -351,7 +352,15 @@ def _check_drafts(kernels: KernelSet, slots: Any, runner: ModelRunner) -> None:
     runs = [runs[row]._replace(start=0, tokens=tokens[row]) for row in range(2)]
     found = own.draft(runs, states, taken.tolist(), [4, 3], [3, 3])
     assert found is not None
-    assert found.T.tolist() == np.array(wanted).tolist()
+    for row, drafts in enumerate(found.tolist()):
+        for step, draft in enumerate(drafts):
+            if draft != wanted[step][row]:  # as likely, up to the rounding of hidden states; later ones differ rightly
+                own = scores[step][row]
+                below = own.max() - own[head.token_ids == draft]
+                tolerance = (2e-2 if kernels.kv_dtype == "bf16" else 1e-5) * np.abs(own).max()
+                assert below.size == 1, (row, step, drafts)
+                assert below[0] < tolerance, (row, step, drafts, below, tolerance)
+                break
 
 
 @case("top_logprobs")
