@@ -52,6 +52,15 @@ def test_a_cold_first_pass_does_not_count() -> None:
     assert made.seconds(4) == 1.0
 
 
+def test_where_more_measurements_are_needed_the_shortest_counts() -> None:
+    made = PassCosts(3)
+    for seconds in (90.0, 1.0, 40.0):
+        assert not made.knows(4)
+        made.observe(4, seconds)
+    assert made.knows(4)
+    assert made.seconds(4) == 1.0
+
+
 def test_nothing_is_guessed_before_the_plain_cost_is_known_and_then_step_by_step() -> None:
     made = DraftLengths(6, acceptance=accepted({3: 1.0}))
     assert made.choose(1, [Offer(6, 3)], 100)[0] == {}

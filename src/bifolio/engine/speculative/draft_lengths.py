@@ -31,10 +31,12 @@ class PassCosts:
     # Weights of one measurement: noise makes a pass longer, never shorter, sometimes much longer.
     FASTER, SLOWER, LONGEST = 0.5, 0.1, 1.5
 
-    def __init__(self) -> None:
+    def __init__(self, needed: int = 2) -> None:
+        """`needed`: measurements before a size is known, by the shortest of them: the first passes may be cold."""
+        self._needed = needed
         self._seconds: dict[int, float] = {}
         self._sizes: list[int] = []  # sorted keys of `_seconds`
-        self._first: dict[int, float] = {}  # measured once only: that pass may have been a cold one
+        self._first: dict[int, list[float]] = {}  # of sizes that are not known yet
 
     def observe(self, num_rows: int, seconds: float) -> None:
         size = _rounded(num_rows)
@@ -42,11 +44,12 @@ class PassCosts:
         if known is not None:
             change = min(seconds, self.LONGEST * known) - known
             self._seconds[size] = known + change * (self.FASTER if change < 0 else self.SLOWER)
-        elif size in self._first:
-            self._seconds[size] = min(seconds, self._first.pop(size))
+            return
+        first = self._first.setdefault(size, [])
+        first.append(seconds)
+        if len(first) >= self._needed:
+            self._seconds[size] = min(self._first.pop(size))
             insort(self._sizes, size)
-        else:
-            self._first[size] = seconds
 
     @property
     def largest(self) -> int:

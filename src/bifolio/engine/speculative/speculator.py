@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 CONTEXT = 16  # tokens before a trial whose states a draft head reads
 PLAIN_EVERY = 32  # steps with drafts before a plain one is measured: its cost changes with the load of the machine
 PLAIN_STEPS = 4  # measured then where steps run ahead: the first and the last of them do not
+PLAIN_MEASURED = 8  # plain steps that run ahead before their cost is known: each is far shorter than a step with drafts
 MOST_MEASURED = 16  # steps that run ahead until the cost of plain ones is known
 RESTING_EVERY = 4  # plain steps, while no drafts are made, before one is measured
 
@@ -347,7 +348,7 @@ def _head_speculator(engine: InferenceEngine, head: LoadedHead, config: Speculat
     drafter = HiddenDraft(runner, engine.slots, engine.config.chunk_size)
     lengths = DraftLengths(config.length, config.adaptive, drafter.costs, _relative_cost(engine, head.weights))
     if kernels.launches_ahead:
-        lengths.late_steps = PassCosts()
+        lengths.steps, lengths.late_steps = PassCosts(PLAIN_MEASURED), PassCosts()
     return Speculator(config, drafter, engine.config.max_model_len, lengths)
 
 

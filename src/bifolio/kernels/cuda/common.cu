@@ -68,6 +68,19 @@ __device__ __forceinline__ void copy_bulk(u32 target, const u8 *source, u32 byte
                  ::"r"(target), "l"(source), "r"(bytes), "r"(barrier) : "memory");
 }
 
+// The same for weights that nothing reads again soon: they leave the L2 cache before others do.
+__device__ __forceinline__ void copy_passing(u32 target, const u8 *source, u32 bytes, u32 barrier) {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+                 ::"r"(target), "l"(source), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
+}
+
+// Fetches bytes into the L2 cache.
+__device__ __forceinline__ void prefetch_bulk(const u8 *source, u32 bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
+}
+
 // Waits for the first THREADS threads of a thread block, all of which call it.
 template <int THREADS> __device__ __forceinline__ void sync_threads() {
     asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");

@@ -11,6 +11,9 @@
 // the sum; the others multiply these values, whose segments belong to one expert each, by rows of all of their matrices. The
 // weights of the second product arrive while the first one runs, since the choice is complete when a first product starts.
 //
+// A small product may also fetch `pieces` of a matrix that follows, of PIECE_BYTES each, into the L2 cache: a router leaves the
+// memory idle until the experts are known.
+//
 // Constants: DEPTH, UNIT, STAGES, WARPS, BY_TENSOR (by tensor cores: UNIT is 8 or 16), IS_NORMED (x is f32 then),
 // IS_SCALE_WIDE (weights of the norm are f32), ACTIVATION (of a gate; -1: none), IS_X_WIDE, HAS_BIAS, IS_BIAS_WIDE,
 // HAS_RESIDUAL (f32), IS_OUT_WIDE, IS_FIRST (the next kernel starts when the inputs are there), CHOICES (0: no experts).
@@ -22,6 +25,7 @@ constexpr int ROW_BYTES = SEGMENT * 2;
 constexpr int PITCH = BY_TENSOR && DEPTH % 64 == 0 ? ROW_BYTES + 64 : ROW_BYTES;  // fragments of two rows: all banks
 constexpr int UNIT_BYTES = UNIT * PITCH * (DEPTH / SEGMENT);
 constexpr int THREADS = WARPS * 32;
+constexpr int PIECE_BYTES = 4096;  // of a following matrix
 
 __device__ __forceinline__ float number(u16 bits) { return __uint_as_float((u32)bits << 16); }
 
@@ -201,7 +205,7 @@ template <class A, class B> struct Either<false, A, B> {
 
 extern "C" __global__ void __launch_bounds__(THREADS + 32) row_product(
     const void *x, const u8 *weight, const void *scales, const void *bias, const float *residual, const int *experts,
-    const float *shares, void *out, int outputs, int units, float eps) {
+    const float *shares, void *out, int outputs, int units, float eps, const u8 *following, int pieces) {
     if (!IS_FIRST) launch_dependents();
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, count = (units - (int)blockIdx.x + gridDim.x - 1) / gridDim.x;
     u32 ring = shared_address(memory), full = ring + STAGES * UNIT_BYTES, empty = full + STAGES * 8;
@@ -209,6 +213,10 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32) row_product(
 
     // By all lanes of the last warp. Units of padded rows are copied row by row, others at once (gated: in two copies).
     int chosen = 0, per_expert = outputs / OUTPUTS;  // expert of choice `lane`; units of an expert
+    auto copy = [](u32 target, const u8 *source, u32 bytes, u32 barrier) {
+        if (CHOICES) copy_passing(target, source, bytes, barrier);
+        else copy_bulk(target, source, bytes, barrier);
+    };
     auto fetch = [&](int i) {
         u32 slot = ring + i % STAGES * UNIT_BYTES, barrier = full + i % STAGES * 8;
         int unit = blockIdx.x + i * gridDim.x;
@@ -216,7 +224,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32) row_product(
         __syncwarp();
         if (IS_DOWN) {
             const u8 *rows = weight + ((u64)chosen * outputs + unit * UNIT) * ROW_BYTES;
-            if (lane < CHOICES) copy_bulk(slot + lane * UNIT * PITCH, rows, UNIT * ROW_BYTES, barrier);
+            if (lane < CHOICES) copy(slot + lane * UNIT * PITCH, rows, UNIT * ROW_BYTES, barrier);
             return;
         }
         u64 row = (u64)unit * OUTPUTS;
@@ -224,7 +232,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32) row_product(
         const u8 *source = weight + row * ROW_BYTES;
         constexpr int COPIES = PITCH == ROW_BYTES ? (IS_GATED ? 2 : 1) : UNIT, ROWS = UNIT / COPIES;
         u64 first = lane * ROWS < OUTPUTS ? lane * ROWS : (u64)outputs + lane * ROWS - OUTPUTS;
-        if (lane < COPIES) copy_bulk(slot + lane * ROWS * PITCH, source + first * ROW_BYTES, ROWS * ROW_BYTES, barrier);
+        if (lane < COPIES) copy(slot + lane * ROWS * PITCH, source + first * ROW_BYTES, ROWS * ROW_BYTES, barrier);
     };
     if (warp == WARPS) {
         if (lane == 0) {
@@ -247,6 +255,9 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32) row_product(
             wait_barrier(empty + i % STAGES * 8, (i / STAGES - 1) & 1);
             fetch(i);
         }
+        if (pieces) wait_inputs();  // before, the copies of the kernel before would wait for these
+        for (int i = blockIdx.x * 32 + lane; i < pieces; i += gridDim.x * 32)
+            prefetch_bulk(following + (u64)i * PIECE_BYTES, PIECE_BYTES);
         return;
     }
 
