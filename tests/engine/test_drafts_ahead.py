@@ -124,6 +124,22 @@ def test_changing_estimates_never_change_a_text(seed: int) -> None:
     assert found == expected
 
 
+def test_plain_steps_are_measured_after_many_short_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a warm-up leaves an engine: no number of slots was active long enough to be known."""
+    monkeypatch.setattr(DraftLengths, "can_pay", lambda self, *_: False)
+    engine = new_engine(True)
+    assert engine.speculator is not None
+    for number in range(12):
+        for i in range(1 + number % 3):
+            params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+            engine.add_request(f"{number}-{i}", random_prompt(5, i, 61), params)
+        while engine.has_work:
+            engine.step()
+    _, in_flight = run(engine)
+    assert engine.speculator.lengths.steps.knows(3)
+    assert in_flight.count(2) > NUM_TOKENS - 6
+
+
 def test_drafts_are_drawn_on_the_device() -> None:
     engine = new_engine(True, adaptive=False)
     assert run(engine)[0] == run(new_engine(False))[0]

@@ -222,11 +222,6 @@ static void copy_bulk(u32 target, const u8 *source, u32 bytes, u32 barrier) {
     own.check();
 }
 static void copy_passing(u32 target, const u8 *source, u32 bytes, u32 barrier) { copy_bulk(target, source, bytes, barrier); }
-// Inverts the bytes, so that a test sees which ones were fetched, and how often.
-static void prefetch_bulk(const u8 *source, u32 bytes) {
-    require((uintptr_t)source % 16 == 0 && bytes % 16 == 0 && bytes, "prefetch: alignment");
-    for (u32 i = 0; i < bytes; ++i) ((u8 *)source)[i] ^= 0xFF;
-}
 template <int THREADS> static void sync_threads() { wait_for(block->some, THREADS); }
 
 static u32 cluster_rank() { return block->rank; }

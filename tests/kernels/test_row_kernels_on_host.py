@@ -129,23 +129,6 @@ def test_a_ring_that_is_filled_again_and_again(
         row_product.plan_of.cache_clear()
 
 
-@pytest.mark.parametrize(("size", "most"), [(9_000, 16_384), (70_000, 100_000)])
-def test_the_beginning_of_a_following_weight_is_fetched_ahead(
-    size: int, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whole pieces of it, up to a limit; the stand-in for a prefetch inverts the bytes."""
-    monkeypatch.setattr(row_product, "AHEAD_BYTES", most)
-    following = torch.zeros(size, dtype=torch.bfloat16)
-    x, weight = normal(1, 1, 64), normal(2, 24, 64)
-    out = row_product.row_product(
-        x, weight, norm=None, bias=None, residual=None, activation=-1, out_dtype=torch.float32,
-        num_processors=PROCESSORS, following=following,
-    )  # fmt: skip
-    close(out, x.float() @ weight.float().T, 2e-5)
-    fetched = min(2 * size, most) // 4096 * 4096
-    assert following.view(torch.uint8).tolist() == [255] * fetched + [0] * (2 * size - fetched)
-
-
 def check_product(rows: int, depth: int, extra: str) -> None:
     gated = extra == "gated"
     weight, stream = (

@@ -17,16 +17,7 @@ from bifolio.cache.storage import CacheLayout, KVStorage
 from bifolio.kernels.cuda import nvrtc
 from bifolio.kernels.cuda.row_attention import RawHeads, can_attend, can_fuse, group_of, row_attention
 from bifolio.kernels.cuda.row_experts import can_mix, mix_row, plans_of
-from bifolio.kernels.cuda.row_product import (
-    SHARED_BYTES,
-    SMALL_BYTES,
-    TENSOR_DEPTH,
-    WARPS,
-    Order,
-    can_multiply,
-    plan_of,
-    row_product,
-)
+from bifolio.kernels.cuda.row_product import SHARED_BYTES, TENSOR_DEPTH, WARPS, can_multiply, plan_of, row_product
 from bifolio.kernels.interface import AttentionShape, Norm, Rotation, Routing
 
 SHAPE = AttentionShape(0, 8, 2, 64, 0.125)
@@ -57,19 +48,6 @@ def test_small_products_are_in_flight_as_a_whole_and_busy_multiprocessors() -> N
         count = -(-plan.units // plan.grid)
         assert plan.stages == count
         assert plan.units / (count * 132) > 0.96
-
-
-def test_small_weights_know_the_large_ones_after_them_from_the_pass_before() -> None:
-    small, large = SMALL_BYTES // 2, SMALL_BYTES
-    query, router, next_query, head = (torch.empty(size, dtype=torch.bfloat16) for size in (large, small, large, small))
-    order = Order()
-    found = []
-    for _ in range(2):
-        order.begin()
-        found.append([order.following(weight) for weight in (query, router, next_query, head, head)])
-    assert found[0] == [None] * 5
-    assert found[1][1] is next_query
-    assert found[1][:1] + found[1][2:] == [None] * 4  # none follows the last one, nor comes before the first one
 
 
 def test_columns_that_are_no_multiple_of_eight_have_no_plan() -> None:

@@ -40,7 +40,7 @@ CONTEXT = 16  # tokens before a trial whose states a draft head reads
 PLAIN_EVERY = 32  # steps with drafts before a plain one is measured: its cost changes with the load of the machine
 PLAIN_STEPS = 4  # measured then where steps run ahead: the first and the last of them do not
 PLAIN_MEASURED = 8  # plain steps that run ahead before their cost is known: each is far shorter than a step with drafts
-MOST_MEASURED = 16  # steps that run ahead until the cost of plain ones is known
+MOST_MEASURED = 16  # steps of as many slots that run ahead until the cost of plain ones is known
 RESTING_EVERY = 4  # plain steps, while no drafts are made, before one is measured
 
 
@@ -152,7 +152,7 @@ class Speculator:
         self._num_active = 0
         self._num_rested = 0  # steps of the last rest
         self._num_drafted = 0  # consecutive steps with drafts
-        self._num_measured = 0  # consecutive steps without drafts because the cost of plain ones is unknown
+        self._num_measured = 0  # consecutive steps of as many slots without drafts: the cost of plain ones is unknown
         self.runs_ahead = False  # the next step has no drafts: where the device launches ahead, it may be launched so
         self._collected = 0.0  # when the last step was collected
         self._head = drafter if isinstance(drafter, HiddenDraft) else None
@@ -210,10 +210,10 @@ class Speculator:
         if self.runs_ahead:
             self._rest -= 1
             return True
-        self._rest, self._num_active = 0, num_active
+        is_other, self._rest, self._num_active = num_active != self._num_active, 0, num_active
         if self._launches_ahead and self.lengths.adaptive:
             is_known = self.lengths.steps.knows(num_active)
-            self._num_measured = 0 if is_known else self._num_measured + 1
+            self._num_measured = 0 if is_known or is_other else self._num_measured + 1
             self.runs_ahead = not is_known and self._num_measured <= MOST_MEASURED
             if is_known and not self.lengths.can_pay(num_active):  # found without waiting for the tokens in flight
                 self._rest, self.runs_ahead, self.lengths.is_hopeful = self.lengths.REST - 1, True, False

@@ -76,11 +76,6 @@ __device__ __forceinline__ void copy_passing(u32 target, const u8 *source, u32 b
                  ::"r"(target), "l"(source), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
 }
 
-// Fetches bytes into the L2 cache.
-__device__ __forceinline__ void prefetch_bulk(const u8 *source, u32 bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
-}
-
 // Waits for the first THREADS threads of a thread block, all of which call it.
 template <int THREADS> __device__ __forceinline__ void sync_threads() {
     asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");

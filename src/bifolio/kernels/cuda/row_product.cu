@@ -11,9 +11,6 @@
 // the sum; the others multiply these values, whose segments belong to one expert each, by rows of all of their matrices. The
 // weights of the second product arrive while the first one runs, since the choice is complete when a first product starts.
 //
-// A small product may also fetch `pieces` of a matrix that follows, of PIECE_BYTES each, into the L2 cache: a router leaves the
-// memory idle until the experts are known.
-//
 // Constants: DEPTH, UNIT, STAGES, WARPS, BY_TENSOR (by tensor cores: UNIT is 8 or 16), IS_NORMED (x is f32 then),
 // IS_SCALE_WIDE (weights of the norm are f32), ACTIVATION (of a gate; -1: none), IS_X_WIDE, HAS_BIAS, IS_BIAS_WIDE,
 // HAS_RESIDUAL (f32), IS_OUT_WIDE, IS_FIRST (the next kernel starts when the inputs are there), CHOICES (0: no experts).
@@ -25,7 +22,6 @@ constexpr int ROW_BYTES = SEGMENT * 2;
 constexpr int PITCH = BY_TENSOR && DEPTH % 64 == 0 ? ROW_BYTES + 64 : ROW_BYTES;  // fragments of two rows: all banks
 constexpr int UNIT_BYTES = UNIT * PITCH * (DEPTH / SEGMENT);
 constexpr int THREADS = WARPS * 32;
-constexpr int PIECE_BYTES = 4096;  // of a following matrix
 
 __device__ __forceinline__ float number(u16 bits) { return __uint_as_float((u32)bits << 16); }
 
@@ -205,7 +201,7 @@ template <class A, class B> struct Either<false, A, B> {
 
 extern "C" __global__ void __launch_bounds__(THREADS + 32) row_product(
     const void *x, const u8 *weight, const void *scales, const void *bias, const float *residual, const int *experts,
-    const float *shares, void *out, int outputs, int units, float eps, const u8 *following, int pieces) {
+    const float *shares, void *out, int outputs, int units, float eps) {
     if (!IS_FIRST) launch_dependents();
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, count = (units - (int)blockIdx.x + gridDim.x - 1) / gridDim.x;
     u32 ring = shared_address(memory), full = ring + STAGES * UNIT_BYTES, empty = full + STAGES * 8;
@@ -255,9 +251,6 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32) row_product(
             wait_barrier(empty + i % STAGES * 8, (i / STAGES - 1) & 1);
             fetch(i);
         }
-        if (pieces) wait_inputs();  // before, the copies of the kernel before would wait for these
-        for (int i = blockIdx.x * 32 + lane; i < pieces; i += gridDim.x * 32)
-            prefetch_bulk(following + (u64)i * PIECE_BYTES, PIECE_BYTES);
         return;
     }
 

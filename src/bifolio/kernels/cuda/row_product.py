@@ -18,8 +18,6 @@ RING_BYTES, TENSOR_RING_BYTES = 132_000, 197_000  # of the units in flight other
 SHARED_BYTES = 227 * 1024  # that a thread block can have
 MOST_DEPTH = 16384  # columns: a lane holds its part of x in registers
 TENSOR_DEPTH = 2048  # the same for tensor cores
-SMALL_BYTES, AHEAD_BYTES = 4 << 20, 16 << 20  # of a product that fetches a later weight, and of that one: at most
-PIECE_BYTES = 4096  # as in the source
 KNOWN = torch.float32, torch.bfloat16
 
 
@@ -33,25 +31,6 @@ class RowPlan:
     grid: int  # thread blocks
     stages: int  # units in flight
     shared_bytes: int
-
-
-class Order:
-    """The order of products in a pass, which the pass before has shown."""
-
-    def __init__(self) -> None:
-        self._next: dict[int, torch.Tensor] = {}  # address of a small weight -> the weight after it
-        self._last: torch.Tensor | None = None
-
-    def begin(self) -> None:
-        """A pass begins."""
-        self._last = None
-
-    def following(self, weight: torch.Tensor) -> torch.Tensor | None:
-        """The weight after a small one, if it is large; each product of a pass calls this."""
-        if self._last is not None and weight.numel() * 2 > SMALL_BYTES:
-            self._next[self._last.data_ptr()] = weight
-        self._last = weight if weight.numel() * 2 <= SMALL_BYTES else None
-        return None if self._last is None else self._next.get(weight.data_ptr())
 
 
 @cache
@@ -121,7 +100,6 @@ def row_product(
     out_dtype: torch.dtype,
     num_processors: int,
     is_first: bool = False,  # of a pass
-    following: torch.Tensor | None = None,  # bf16, contiguous: a later weight, whose beginning is fetched ahead
 ) -> torch.Tensor:
     """[1, outputs]"""
     rows, depth = weight.shape
@@ -131,7 +109,7 @@ def row_product(
     out = torch.empty((1, rows // 2 if activation >= 0 else rows), dtype=out_dtype, device=x.device)
     launch(
         plan, x, weight, out, out.shape[1], norm=norm, bias=bias, residual=residual, activation=activation,
-        is_first=is_first, following=following,
+        is_first=is_first,
     )  # fmt: skip
     return out
 
@@ -149,10 +127,8 @@ def launch(
     activation: int = -1,
     is_first: bool = False,
     routing: Routing | None = None,  # of experts
-    following: torch.Tensor | None = None,
 ) -> None:
     depth, wide = x.numel(), torch.float32
-    pieces = 0 if following is None else min(following.numel() * 2, AHEAD_BYTES) // PIECE_BYTES
     experts, shares = (weight, weight) if routing is None else (routing.experts, routing.weights)
     module = nvrtc.load_source(
         SOURCES, torch.cuda.current_device(), DEPTH=depth, UNIT=plan.unit, STAGES=plan.stages, WARPS=WARPS,
@@ -168,7 +144,7 @@ def launch(
         (
             x, weight, weight if norm is None else norm.weight, weight if bias is None else bias,
             x if residual is None else residual, experts, shares, out, outputs, plan.units,
-            0.0 if norm is None else norm.eps, weight if following is None else following, pieces,
+            0.0 if norm is None else norm.eps,
         ),
         shared_bytes=plan.shared_bytes,
         pdl=True,

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from bifolio.kernels.cuda.row_product import Order, can_multiply, row_product
+from bifolio.kernels.cuda.row_product import can_multiply, row_product
 from bifolio.kernels.interface import Array, Linear
 from bifolio.kernels.triton import norm, quantised
 from bifolio.kernels.triton.epilogue import NO_ACTIVATION
@@ -30,7 +30,6 @@ class Products:
         self._weights, self._dtype, self._deterministic = weights, dtype, deterministic
         self._num_processors = num_processors
         self.begins_pass = False  # the next product is the first one of a pass
-        self._order = Order()
 
     def linear(self, x: torch.Tensor | Normed, linear: Linear) -> Product:
         rows = x.rows if isinstance(x, Normed) else int(x.shape[0])
@@ -85,11 +84,8 @@ class Products:
             if can_multiply(x, weight, gated=activation is not None, **own):
                 kind = NO_ACTIVATION if activation is None else norm.ACTIVATIONS[activation]
                 is_first, self.begins_pass = self.begins_pass, False
-                if is_first:
-                    self._order.begin()
                 return row_product(
-                    x, weight, bias=bias, activation=kind, out_dtype=out_dtype, is_first=is_first,
-                    following=self._order.following(weight), **own,
+                    x, weight, bias=bias, activation=kind, out_dtype=out_dtype, is_first=is_first, **own
                 )  # fmt: skip
         return one_row(x, weight, **options)
 
