@@ -186,15 +186,6 @@ static float __shfl_xor_sync(u32, float value, int mask) {
 }
 static int __shfl_sync(u32, int value, int source) { return (int)shuffled((u32)value, source); }
 
-static u32 __ballot_sync(u32, bool given) {
-    u32 word = given, bits = 0, *words = exchange(&word, 1);
-    for (int i = 0; i < 32; ++i) bits |= words[i] << i;
-    __syncwarp();
-    return bits;
-}
-static int __popc(u32 bits) { return __builtin_popcount(bits); }
-static int __ffs(u32 bits) { return __builtin_ffs((int)bits); }
-
 // -- common.cu ---------------------------------------------------------------------------------------------------------
 static void launch_dependents() {}
 static void wait_inputs() {}

