@@ -18,11 +18,9 @@ from bifolio.kernels.interface import Experts, Linear, Norm, Router
 from bifolio.kernels.torch_reference import TorchKernels
 from bifolio.kernels.triton import TritonKernels
 from bifolio.kernels.triton import experts as moe
-from bifolio.kernels.triton.expert_choice import LateRouting, route
 from bifolio.kernels.triton.expert_order import cut_pairs
 from bifolio.kernels.triton.lazy_fusion import Mixture, Normed, tensor
 from bifolio.kernels.triton.quantised import QuantisedWeight
-from bifolio.kernels.triton.shared_expert import SharedRouter
 from bifolio.model.huggingface.hf_loader import load_folder
 from exotic_weights import exotic_tensor
 from helpers import random_prompt, run_alone, tiny_model
@@ -113,23 +111,3 @@ def test_an_engine_writes_the_tokens_of_the_reference(name: str) -> None:
         for kernels in (TorchKernels("cpu"), TritonKernels("cpu", "f32"))
     ]
     assert found[0] == found[1]
-
-
-def test_a_late_choice_is_that_of_the_kernel() -> None:
-    """The description that the experts of one token get, and the choice itself where other kernels ask for it."""
-    logits = torch.randn((1, 24), generator=torch.Generator().manual_seed(3))
-    bias = torch.linspace(-1, 1, 20)
-    router = SharedRouter(4, "sigmoid", True, 2.0, bias, num_others=20, has_gate=True)
-    late, chosen = LateRouting(logits, router), route(logits, router)
-    assert late.shape == tuple(chosen.experts.shape) == (1, 5)
-    assert torch.equal(late.experts, chosen.experts)
-    assert torch.equal(late.weights, chosen.weights)
-    assert late.shared == chosen.shared == 1
-    choice = late.choice()
-    assert (choice.count, choice.top_k, choice.num_experts, choice.scale) == (5, 4, 20, 2.0)
-    assert choice.logits is logits
-    assert choice.bias is bias
-    flags = choice.is_sigmoid, choice.is_renormalised, choice.has_shared, choice.has_shared_gate, choice.is_given
-    assert flags == (True, True, True, True, False)
-    plain = LateRouting(logits, Router(3)).choice()
-    assert (plain.count, plain.num_experts, plain.is_sigmoid, plain.has_shared) == (3, 24, False, False)

@@ -249,15 +249,6 @@ static u32 rounded(float value) {  // to bf16, to the nearest even
 static u32 round_pair(float first, float second) { return rounded(first) | rounded(second) << 16; }
 static float exp2_of(float x) { return exp2f(x); }
 
-static int warp_max(int value) {
-    u32 given = (u32)value, *words = exchange(&given, 1);
-    int most = (int)words[0];
-    for (int lane = 1; lane < 32; ++lane) most = max(most, (int)words[lane]);
-    __syncwarp();
-    return most;
-}
-static int warp_min(int value) { return -1 - warp_max(-1 - value); }
-
 static void multiply_add(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     u32 given[6] = {a[0], a[1], a[2], a[3], b0, b1}, *words = exchange(given, 6);
     auto number = [&](int reg, int lane, int k) { return k % 2 ? high(words[reg * 32 + lane]) : low(words[reg * 32 + lane]); };

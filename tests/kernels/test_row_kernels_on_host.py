@@ -18,7 +18,7 @@ import torch
 
 from bifolio.cache.storage import CacheLayout, KVStorage
 from bifolio.kernels.cuda import nvrtc, row_attention, row_delta, row_experts, row_product
-from bifolio.kernels.interface import AttentionShape, Norm, Recurrence, Rotation, Router, Routing
+from bifolio.kernels.interface import AttentionShape, Norm, Recurrence, Rotation, Routing
 from bifolio.kernels.reference import causal_attention
 from bifolio.kernels.torch_reference import TorchKernels
 
@@ -150,50 +150,6 @@ def check_product(rows: int, depth: int, extra: str) -> None:
     close(out, expected if residual is None else expected + residual, 2e-5)
 
 
-CHOICES: dict[str, dict[str, Any]] = {
-    "softmax": {"is_renormalised": True, "scale": 1.5},
-    "bias": {"is_sigmoid": True, "bias": normal(11, 70, dtype=torch.float32)},
-    "shared": {"is_renormalised": True, "has_shared": True, "has_shared_gate": True},
-    "ungated": {"is_sigmoid": True, "scale": 0.5, "has_shared": True},
-}
-
-
-@pytest.mark.parametrize("name", CHOICES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_experts_choose_from_logits(name: str, dtype: torch.dtype) -> None:
-    """Three of 70 experts; equal logits are frequent, and of equal ones the first is chosen."""
-    others, width, depth = 70, 16, 64
-    logits = normal(1, 1, 80, dtype=torch.float32).round().clamp(-1, 1).to(dtype)
-    choice = row_product.TokenChoice(logits, **{"bias": None, "top_k": 3, "num_experts": others, **CHOICES[name]})
-    scoring: Any = "sigmoid" if choice.is_sigmoid else "softmax"
-    router = Router(3, scoring, choice.is_renormalised, choice.scale, choice.bias)
-    found = REFERENCE.route(logits[:, :others].float(), router)
-    chosen, shares = found.experts[0].tolist(), found.weights[0].tolist()
-    if choice.has_shared:
-        chosen.append(others)
-        shares.append(float(logits[0, others].float().sigmoid()) if choice.has_shared_gate else 1.0)
-    count = others + choice.has_shared
-    up = normal(2, count * 2 * width, depth, scale=depth**-0.5)
-    down = normal(3, count * depth, width, scale=width**-0.5)
-    x, residual, out = normal(4, 1, depth), torch.zeros(1, depth), torch.empty(1, depth)
-    row_experts.mix_row(
-        x, choice, up, down, out, norm=None, residual=residual, activation=0, num_processors=PROCESSORS
-    )  # fmt: skip
-    close(out, mixed(x.float(), chosen, shares, up, down, depth), 5e-3)
-
-
-def mixed(
-    x: torch.Tensor, chosen: list[int], shares: list[float], up: torch.Tensor, down: torch.Tensor, depth: int
-) -> torch.Tensor:
-    width = down.shape[1]
-    ups, downs = up.float().view(-1, 2, width, depth), down.float().view(-1, depth, width)
-    total = torch.zeros(1, depth)
-    for share, expert in zip(shares, chosen, strict=True):
-        hidden = torch.nn.functional.silu(x @ ups[expert, 0].T) * (x @ ups[expert, 1].T)
-        total += share * hidden @ downs[expert].T
-    return total
-
-
 @pytest.mark.parametrize(
     ("count", "top_k", "width", "depth", "normed"),
     [
@@ -216,11 +172,14 @@ def test_experts(count: int, top_k: int, width: int, depth: int, normed: bool) -
     options: dict[str, Any] = {"norm": norm, "residual": residual, "num_processors": PROCESSORS}
     routing = Routing(chosen.to(torch.int32)[None], shares[None])
     assert row_experts.can_mix(x, up, down, top_k, **options)
-    choice = row_product.TokenChoice.given(routing)
-    row_experts.mix_row(x, choice, up, down, out, activation=0, **options)
+    row_experts.mix_row(x, routing, up, down, out, activation=0, **options)
     truth = x.float() if norm is None else REFERENCE.norm(x, norm)
-    expected = mixed(truth, chosen.tolist(), shares.tolist(), up, down, depth)
-    close(out - residual, expected, 5e-3)  # hidden values are bf16
+    ups, downs = up.float().view(count, 2, width, depth), down.float().view(count, depth, width)
+    expected = residual.clone()
+    for share, expert in zip(shares, chosen, strict=True):
+        hidden = torch.nn.functional.silu(truth @ ups[expert, 0].T) * (truth @ ups[expert, 1].T)
+        expected += share * hidden @ downs[expert].T
+    close(out - residual, expected - residual, 5e-3)  # hidden values are bf16
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------

@@ -17,15 +17,7 @@ from bifolio.cache.storage import CacheLayout, KVStorage
 from bifolio.kernels.cuda import nvrtc
 from bifolio.kernels.cuda.row_attention import RawHeads, can_attend, can_fuse, group_of, row_attention
 from bifolio.kernels.cuda.row_experts import can_mix, mix_row, plans_of
-from bifolio.kernels.cuda.row_product import (
-    SHARED_BYTES,
-    TENSOR_DEPTH,
-    WARPS,
-    TokenChoice,
-    can_multiply,
-    plan_of,
-    row_product,
-)
+from bifolio.kernels.cuda.row_product import SHARED_BYTES, TENSOR_DEPTH, WARPS, can_multiply, plan_of, row_product
 from bifolio.kernels.interface import AttentionShape, Norm, Rotation, Routing
 
 SHAPE = AttentionShape(0, 8, 2, 64, 0.125)
@@ -114,8 +106,7 @@ class Recorder:
         self.grid, self.block, self.arguments, self.shared_bytes = tuple(grid), block, tuple(arguments), shared_bytes
 
     def source(self) -> str:
-        folder = resources.files("bifolio.kernels.cuda")
-        return "".join(folder.joinpath(f"{part}.cu").read_text("utf-8") for part in self.parts if part != "common")
+        return resources.files("bifolio.kernels.cuda").joinpath(f"{self.parts[-1]}.cu").read_text("utf-8")
 
     def check(self) -> None:
         """The source uses all constants, and the arguments have the types of its parameters."""
@@ -182,7 +173,7 @@ def test_the_launches_of_experts(recorder: Recorder) -> None:
     assert not can_mix(x, up.float(), down, 3, **options)
     assert not can_mix(x, up, down, 33, **options)
     assert not can_mix(torch.zeros(2, 256), up, down, 3, **options)
-    mix_row(x, TokenChoice.given(routing), up, down, out, activation=0, **options)
+    mix_row(x, routing, up, down, out, activation=0, **options)
     recorder.check()
     up_constants, down_constants = recorder.all_constants
     assert (up_constants["CHOICES"], up_constants["DEPTH"], up_constants["IS_FIRST"]) == (3, 256, True)

@@ -109,18 +109,6 @@ __device__ __forceinline__ u32 round_pair(float low, float high) {
     return pair;
 }
 
-// Over the lanes of a warp.
-__device__ __forceinline__ int warp_max(int value) {
-    int most;
-    asm volatile("redux.sync.max.s32 %0, %1, 0xffffffff;" : "=r"(most) : "r"(value));
-    return most;
-}
-__device__ __forceinline__ int warp_min(int value) {
-    int least;
-    asm volatile("redux.sync.min.s32 %0, %1, 0xffffffff;" : "=r"(least) : "r"(value));
-    return least;
-}
-
 // Adds the product of 16 rows and 8 columns, 16 deep, whose fragments the lanes of a warp hold.
 __device__ __forceinline__ void multiply_add(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"

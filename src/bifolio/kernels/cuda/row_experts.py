@@ -1,7 +1,4 @@
-"""Experts of one token by `row_product.cu`: two launches, each of which chooses the experts from the logits.
-
-The weights of the second product arrive while the first one runs.
-"""
+"""Experts of one token by `row_product.cu`: two launches; the weights of the second arrive while the first one runs."""
 
 from __future__ import annotations
 
@@ -10,8 +7,8 @@ from functools import cache
 import torch
 
 from bifolio.kernels.cuda import nvrtc
-from bifolio.kernels.cuda.row_product import KNOWN, RowPlan, TokenChoice, launch, plan_of
-from bifolio.kernels.interface import Norm
+from bifolio.kernels.cuda.row_product import KNOWN, RowPlan, launch, plan_of
+from bifolio.kernels.interface import Norm, Routing
 
 MOST_CHOICES = 32  # lanes of the warp that copies
 UP_RING_BYTES, DOWN_RING_BYTES = 134_000, 92_000  # of the units in flight: both products fit on a multiprocessor
@@ -23,12 +20,10 @@ def plans_of(hidden: int, depth: int, top_k: int, num_processors: int) -> tuple[
     if hidden % 8 or top_k > MOST_CHOICES:
         return None
     up = plan_of(
-        2 * hidden * top_k, depth, gated=True, num_processors=num_processors, ring_bytes=UP_RING_BYTES,
-        is_of_experts=True,
+        2 * hidden * top_k, depth, gated=True, num_processors=num_processors, ring_bytes=UP_RING_BYTES
     )  # fmt: skip
     down = plan_of(
-        depth, hidden * top_k, gated=False, num_processors=num_processors, is_whole=False, ring_bytes=DOWN_RING_BYTES,
-        is_of_experts=True,
+        depth, hidden * top_k, gated=False, num_processors=num_processors, is_whole=False, ring_bytes=DOWN_RING_BYTES
     )  # fmt: skip
     if up is None or down is None or 2 * hidden % up.unit:
         return None
@@ -58,7 +53,7 @@ def can_mix(
 
 def mix_row(
     x: torch.Tensor,  # [1, depth]
-    choice: TokenChoice,
+    routing: Routing,
     up: torch.Tensor,
     down: torch.Tensor,
     out: torch.Tensor,  # [1, depth]  written
@@ -69,10 +64,10 @@ def mix_row(
     num_processors: int,
 ) -> None:
     """out = residual + the sum of the chosen experts, each times its weight."""
-    top_k, width = choice.count, down.shape[1]
+    top_k, width = routing.experts.shape[1], down.shape[1]
     plans = plans_of(width, x.shape[1], top_k, num_processors)
     if plans is None:
         raise ValueError(f"no plan for {top_k} experts of {width} hidden values: ask `can_mix` first")
     hidden = torch.empty((1, top_k * width), dtype=torch.bfloat16, device=x.device)
-    launch(plans[0], x, up, hidden, width, norm=norm, activation=activation, is_first=True, choice=choice)
-    launch(plans[1], hidden, down, out, x.shape[1], residual=residual, choice=choice)
+    launch(plans[0], x, up, hidden, width, norm=norm, activation=activation, is_first=True, routing=routing)
+    launch(plans[1], hidden, down, out, x.shape[1], residual=residual, routing=routing)

@@ -9,8 +9,7 @@
 //
 // Experts that a token chose, CHOICES of them: gated products write the hidden values of all of them, times their shares of
 // the sum; the others multiply these values, whose segments belong to one expert each, by rows of all of their matrices. The
-// weights of the second product arrive while the first one runs. Both products choose the experts themselves (row_choice.cu): the
-// logits are complete when the second product starts, since the first one allows it only then.
+// weights of the second product arrive while the first one runs, since the choice is complete when a first product starts.
 //
 // Constants: DEPTH, UNIT, STAGES, WARPS, BY_TENSOR (by tensor cores: UNIT is 8 or 16), IS_NORMED (x is f32 then),
 // IS_SCALE_WIDE (weights of the norm are f32), ACTIVATION (of a gate; -1: none), IS_X_WIDE, HAS_BIAS, IS_BIAS_WIDE,
@@ -193,14 +192,6 @@ struct Fragments {
     }
 };
 
-#if CHOICES == 0
-struct Choice {
-    int expert;
-    float share;
-};
-__device__ __forceinline__ Choice choose(const void *, const float *, float) { return Choice{0, 0.0f}; }
-#endif
-
 template <bool CONDITION, class A, class B> struct Either {
     typedef A type;
 };
@@ -209,13 +200,12 @@ template <class A, class B> struct Either<false, A, B> {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS + 32) row_product(
-    const void *x, const u8 *weight, const void *scales, const void *bias, const float *residual, const void *logits,
-    const float *choice_bias, void *out, int outputs, int units, float eps, float choice_scale) {
+    const void *x, const u8 *weight, const void *scales, const void *bias, const float *residual, const int *experts,
+    const float *shares, void *out, int outputs, int units, float eps) {
     if (!IS_FIRST) launch_dependents();
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, count = (units - (int)blockIdx.x + gridDim.x - 1) / gridDim.x;
     u32 ring = shared_address(memory), full = ring + STAGES * UNIT_BYTES, empty = full + STAGES * 8;
-    float *squares = (float *)(memory + STAGES * UNIT_BYTES + STAGES * 16), *shares = squares + WARPS;  // of the choices
-    float *sums = shares + (CHOICES > 0 ? 32 : 0);                                                      // [count, UNIT, WARPS]
+    float *squares = (float *)(memory + STAGES * UNIT_BYTES + STAGES * 16), *sums = squares + WARPS;  // [count, UNIT, WARPS]
 
     // By all lanes of the last warp. Units of padded rows are copied row by row, others at once (gated: in two copies).
     int chosen = 0, per_expert = outputs / OUTPUTS;  // expert of choice `lane`; units of an expert
@@ -247,16 +237,14 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32) row_product(
             fence_barriers();
         }
         __syncwarp();
-        if (IS_DOWN) chosen = choose(logits, choice_bias, choice_scale).expert;
+        if (IS_DOWN && lane < CHOICES) chosen = experts[lane];
         for (int i = 0; !IS_UP && i < STAGES && i < count; ++i) fetch(i);
     }
     __syncthreads();
     if (warp == WARPS) {
         if (IS_UP) {
             wait_inputs();
-            Choice own = choose(logits, choice_bias, choice_scale);
-            chosen = own.expert, shares[lane] = own.share;
-            __syncwarp();
+            if (lane < CHOICES) chosen = experts[lane];
             for (int i = 0; i < STAGES && i < count; ++i) fetch(i);
         }
         for (int i = STAGES; i < count; ++i) {

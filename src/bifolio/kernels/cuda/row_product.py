@@ -16,7 +16,6 @@ UNIT_BYTES = 50_000  # of a unit, at most: rows that arrive together
 SLICE_BYTES = 111_000  # up to this size a thread block has all its weights in flight at once
 RING_BYTES, TENSOR_RING_BYTES = 132_000, 197_000  # of the units in flight otherwise: one thread block on a processor
 SHARED_BYTES = 227 * 1024  # that a thread block can have
-SHARE_BYTES = 128  # of choices
 MOST_DEPTH = 16384  # columns: a lane holds its part of x in registers
 TENSOR_DEPTH = 2048  # the same for tensor cores
 KNOWN = torch.float32, torch.bfloat16
@@ -34,50 +33,9 @@ class RowPlan:
     shared_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class TokenChoice:
-    """The logits of one token, and how it chooses experts: as `kernels.triton.expert_choice.route` does."""
-
-    logits: torch.Tensor  # [1, experts], or more columns; if it is given i32[1, choices]
-    bias: torch.Tensor | None  # f32[experts]; if it is given f32[1, choices]
-    top_k: int
-    num_experts: int  # to choose from
-    scale: float = 1.0
-    is_sigmoid: bool = False
-    is_renormalised: bool = False
-    has_shared: bool = False  # expert `num_experts` is one more choice
-    has_shared_gate: bool = False  # its share is the sigmoid of the logit behind the others; else 1
-    is_given: bool = False  # numbers and shares of experts, instead of logits and bias
-
-    @classmethod
-    def given(cls, routing: Routing) -> TokenChoice:
-        """Experts that were chosen before."""
-        count = routing.experts.shape[1]
-        return cls(routing.experts, routing.weights, count, 1, is_given=True)
-
-    @property
-    def count(self) -> int:
-        return self.top_k + self.has_shared
-
-    def constants(self) -> dict[str, int]:
-        return {
-            "IS_GIVEN": self.is_given, "EXPERTS": self.num_experts, "TOP_K": self.top_k, "IS_SIGMOID": self.is_sigmoid,
-            "IS_RENORMALISED": self.is_renormalised, "HAS_CHOICE_BIAS": self.bias is not None,
-            "HAS_SHARED": self.has_shared, "HAS_SHARED_GATE": self.has_shared_gate,
-            "ARE_LOGITS_WIDE": self.logits.dtype == torch.float32,
-        }  # fmt: skip
-
-
 @cache
 def plan_of(
-    rows: int,
-    depth: int,
-    *,
-    gated: bool,
-    num_processors: int,
-    is_whole: bool = True,
-    ring_bytes: int = 0,
-    is_of_experts: bool = False,
+    rows: int, depth: int, *, gated: bool, num_processors: int, is_whole: bool = True, ring_bytes: int = 0
 ) -> RowPlan | None:
     """The most even division of `rows` rows among the multiprocessors; None: this kernel cannot.
 
@@ -101,7 +59,7 @@ def plan_of(
     units, unit_bytes = rows // unit, unit * (depth * 2 + padding)
     grid = min(units, num_processors)
     count = -(-units // grid)
-    sum_bytes = (count * unit + 1) * WARPS * 4 + (SHARE_BYTES if is_of_experts else 0)
+    sum_bytes = (count * unit + 1) * WARPS * 4
     if not ring_bytes and count * unit_bytes <= SLICE_BYTES:
         ring_bytes = SLICE_BYTES
     elif not ring_bytes:
@@ -168,26 +126,25 @@ def launch(
     residual: torch.Tensor | None = None,
     activation: int = -1,
     is_first: bool = False,
-    choice: TokenChoice | None = None,  # of experts
+    routing: Routing | None = None,  # of experts
 ) -> None:
     depth, wide = x.numel(), torch.float32
-    sources = SOURCES if choice is None else (*SOURCES[:-1], "row_choice", SOURCES[-1])
-    logits, choice_bias = (weight, weight) if choice is None else (choice.logits, choice.bias)
+    experts, shares = (weight, weight) if routing is None else (routing.experts, routing.weights)
     module = nvrtc.load_source(
-        sources, torch.cuda.current_device(), DEPTH=depth, UNIT=plan.unit, STAGES=plan.stages, WARPS=WARPS,
+        SOURCES, torch.cuda.current_device(), DEPTH=depth, UNIT=plan.unit, STAGES=plan.stages, WARPS=WARPS,
         BY_TENSOR=plan.by_tensor, IS_NORMED=norm is not None,
         IS_SCALE_WIDE=norm is not None and norm.weight.dtype == wide, ACTIVATION=activation, IS_X_WIDE=x.dtype == wide,
         HAS_BIAS=bias is not None, IS_BIAS_WIDE=bias is not None and bias.dtype == wide,
         HAS_RESIDUAL=residual is not None, IS_OUT_WIDE=out.dtype == wide, IS_FIRST=is_first,
-        CHOICES=0 if choice is None else choice.count, **({} if choice is None else choice.constants()),
+        CHOICES=0 if routing is None else routing.experts.shape[1],
     )  # fmt: skip
     module.function("row_product").launch(
         (plan.grid,),
         (WARPS + 1) * 32,
         (
             x, weight, weight if norm is None else norm.weight, weight if bias is None else bias,
-            x if residual is None else residual, logits, logits if choice_bias is None else choice_bias,
-            out, outputs, plan.units, 0.0 if norm is None else norm.eps, 1.0 if choice is None else choice.scale,
+            x if residual is None else residual, experts, shares, out, outputs, plan.units,
+            0.0 if norm is None else norm.eps,
         ),
         shared_bytes=plan.shared_bytes,
         pdl=True,

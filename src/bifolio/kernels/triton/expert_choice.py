@@ -6,14 +6,11 @@ The shared expert of a layer is one more pair (expert, weight) behind those that
 
 from __future__ import annotations
 
-from functools import cached_property
-
 import torch
 import triton
 import triton.language as tl
 
-from bifolio.kernels.cuda.row_product import TokenChoice
-from bifolio.kernels.interface import Array, Router, Routing
+from bifolio.kernels.interface import Router, Routing
 from bifolio.kernels.triton.pdl import OVERLAPPED, wait_for_inputs
 from bifolio.kernels.triton.shared_expert import SharedRouter
 
@@ -82,35 +79,6 @@ def _route_kernel(
     place = row * PAIRS + choice
     tl.store(experts + place, chosen, mask=choice < PAIRS)
     tl.store(weights + place, shares, mask=choice < PAIRS)
-
-
-class LateRouting:
-    """The choice of one token. Experts in CUDA C++ make it themselves; where others need it, it is made once."""
-
-    def __init__(self, logits: torch.Tensor, router: Router) -> None:
-        self._logits, self._router = logits, router
-        self.shared = int(isinstance(router, SharedRouter))
-        self.shape = (logits.shape[0], router.top_k + self.shared)  # tokens, choices
-
-    @cached_property
-    def chosen(self) -> Routing:
-        return route(self._logits, self._router)
-
-    @property
-    def experts(self) -> Array:
-        return self.chosen.experts
-
-    @property
-    def weights(self) -> Array:
-        return self.chosen.weights
-
-    def choice(self) -> TokenChoice:
-        router = self._router
-        return TokenChoice(
-            self._logits, router.bias, router.top_k, _num_choices(router, self._logits.shape[1]), router.scale,
-            is_sigmoid=router.scoring == "sigmoid", is_renormalised=router.renormalise, has_shared=bool(self.shared),
-            has_shared_gate=isinstance(router, SharedRouter) and router.has_gate,
-        )  # fmt: skip
 
 
 def can_route(router: Router, num_logits: int) -> bool:

@@ -19,12 +19,10 @@ import triton
 
 from bifolio.kernels.cuda.mxfp4_fragments import FragmentStack, pack_fragments
 from bifolio.kernels.cuda.row_experts import can_mix, mix_row
-from bifolio.kernels.cuda.row_product import TokenChoice
 from bifolio.kernels.interface import Experts, Linear, Norm, Routing
 from bifolio.kernels.native.encode import quickly_converted
 from bifolio.kernels.torch_reference import TorchKernels
 from bifolio.kernels.triton import quantised
-from bifolio.kernels.triton.expert_choice import LateRouting
 from bifolio.kernels.triton.expert_fragments import can_mix_fragments, mix_fragments
 from bifolio.kernels.triton.expert_kernels import down_kernel, grouped_kernel, sum_kernel, up_kernel
 from bifolio.kernels.triton.expert_order import Tiles, cut_pairs
@@ -178,7 +176,7 @@ def tile_rows(pairs: int, num_experts: int, kind: int, fixed: bool) -> int:
 
 def mix_experts(
     x: torch.Tensor,  # [tokens, depth]; not normed yet if there is a norm
-    routing: Routing | LateRouting,
+    routing: Routing,
     experts: Experts,
     dtype: torch.dtype,  # of hidden values
     *,
@@ -188,17 +186,8 @@ def mix_experts(
     num_processors: int = 0,  # multiprocessors of a GPU; 0: there is none
 ) -> torch.Tensor:
     """[tokens, d], in the dtype of the residual, or in `dtype` without one."""
-    tokens, top_k = routing.shape if isinstance(routing, LateRouting) else routing.experts.shape
+    tokens, top_k = routing.experts.shape
     up, down = experts.prepared
-    own: dict[str, Any] = {"norm": norm, "residual": residual, "num_processors": num_processors}
-    is_row = num_processors and not fixed and _is_row(x, up, down, experts, top_k, own)
-    if is_row:
-        out = torch.empty((tokens, down.outputs), dtype=dtype if residual is None else residual.dtype, device=x.device)
-        choice = routing.choice() if isinstance(routing, LateRouting) else TokenChoice.given(routing)
-        mix_row(x, choice, up.weight, down.weight, out, activation=ACTIVATIONS[experts.activation], **own)
-        return out
-    if isinstance(routing, LateRouting):
-        routing = routing.chosen
     if isinstance(up, FragmentStack):
         return mix_fragments(x, routing, experts, norm=norm, residual=residual, fixed=fixed)
     out = torch.empty((tokens, down.outputs), dtype=dtype if residual is None else residual.dtype, device=x.device)
@@ -206,6 +195,10 @@ def mix_experts(
         return out
     if tokens <= FEW_TOKENS and not fixed and up.kind == WORDS:
         _mix_words(x, routing, experts, norm, residual, out)
+        return out
+    own: dict[str, Any] = {"norm": norm, "residual": residual, "num_processors": num_processors}
+    if num_processors and not fixed and _is_row(x, up, down, experts, top_k, own):
+        mix_row(x, routing, up.weight, down.weight, out, activation=ACTIVATIONS[experts.activation], **own)
         return out
     if tokens <= FEW_TOKENS and not fixed:
         hidden = _up(x, routing, up, experts, norm, dtype)
@@ -229,12 +222,8 @@ def mix_experts(
     return out
 
 
-def _is_row(
-    x: torch.Tensor, up: Stack | FragmentStack, down: Stack | FragmentStack, experts: Experts, top_k: int, own: Any
-) -> bool:
+def _is_row(x: torch.Tensor, up: Stack, down: Stack, experts: Experts, top_k: int, own: dict[str, Any]) -> bool:
     """Whether these experts of one token have a kernel in CUDA C++."""
-    if isinstance(up, FragmentStack) or isinstance(down, FragmentStack):
-        return False
     if up.kind >= 0 or down.kind >= 0 or up.bias is not None or down.bias is not None or not experts.gated:
         return False
     return can_mix(x, up.arrays()[0], down.arrays()[0], top_k, **own)

@@ -43,7 +43,7 @@ from bifolio.kernels.triton import cache, norm, quantised
 from bifolio.kernels.triton import experts as moe
 from bifolio.kernels.triton.attention import Attention
 from bifolio.kernels.triton.cache import CudaStorage
-from bifolio.kernels.triton.expert_choice import LateRouting, can_route, route
+from bifolio.kernels.triton.expert_choice import can_route, route
 from bifolio.kernels.triton.lazy_fusion import Mixture, Normed, Product, Sum, tensor
 from bifolio.kernels.triton.lookup import embed_rows, look_up_rotation
 from bifolio.kernels.triton.products import Products
@@ -209,15 +209,11 @@ class TritonKernels(TorchArrays, TritonStreams):
     def gate(self, x: Array, logits: Array) -> Array:
         return norm.gate(tensor(x), tensor(logits))
 
-    def route(self, logits: Array, router: Router) -> Any:
+    def route(self, logits: Array, router: Router) -> Routing:
         values = tensor(logits)
-        if not can_route(router, values.shape[1]):
-            return self._torch.route(values, router)
-        if len(values) == 1 and values.is_cuda and not self.deterministic:
-            return LateRouting(values, router)
-        return route(values, router)
+        return route(values, router) if can_route(router, values.shape[1]) else self._torch.route(values, router)
 
-    def mix_experts(self, x: Array, routing: Routing | LateRouting, experts: Experts) -> Array:
+    def mix_experts(self, x: Array, routing: Routing, experts: Experts) -> Array:
         is_deferred = isinstance(x, Normed) and x.value is None
         values, norm = (x.x, x.norm) if is_deferred else (tensor(x).to(self.dtype), None)
 
