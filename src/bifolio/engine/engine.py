@@ -392,7 +392,7 @@ class InferenceEngine:
     def _count(self, plan: StepPlan) -> None:
         counters = self._counters
         counters.num_steps += 1
-        has_drafts = self.speculator is not None
-        counters.num_decode_tokens += sum(item.num_new for item in plan.decodes) if has_drafts else len(plan.decodes)
+        is_plain = plan.is_uniform or self.speculator is None
+        counters.num_decode_tokens += len(plan.decodes) if is_plain else sum(item.num_new for item in plan.decodes)
         counters.num_prefill_tokens += sum(item.num_new for item in plan.prefills)
         counters.num_preemptions += len(plan.preempted)

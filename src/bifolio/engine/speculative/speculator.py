@@ -41,7 +41,7 @@ PLAIN_EVERY = 32  # steps with drafts before a plain one is measured: its cost c
 PLAIN_STEPS = 4  # measured then where steps run ahead: the first and the last of them do not
 PLAIN_MEASURED = 8  # plain steps that run ahead before their cost is known: each is far shorter than a step with drafts
 MOST_MEASURED = 16  # steps of as many slots that run ahead until the cost of plain ones is known
-RESTING_EVERY = 4  # plain steps, while no drafts are made, before one is measured
+RESTING_EVERY = 16  # plain steps, while no drafts are made, before one is measured
 
 
 class Drafter(Protocol):
@@ -274,15 +274,19 @@ class Speculator:
 
         A step that was launched ahead takes the time since the step before it was collected.
         """
+        self._num_rested += 1
+        num_left = self._rest % RESTING_EVERY
+        if num_left > 1:  # neither this step nor the next one is measured
+            return
         now, before = time.perf_counter(), self._collected
         self._collected = now
-        self._num_rested += 1
-        if self._rest % RESTING_EVERY:
+        if num_left:
             return
         was_ahead, seconds = started < before, now - max(started, before)
         if was_ahead:
             self._plan_seconds = 0.0  # of a later step
-        lengths, num_decodes, num_tokens = self.lengths, len(plan.decodes), plan.num_tokens
+        lengths, num_decodes = self.lengths, len(plan.decodes)
+        num_tokens = num_decodes if plan.is_uniform else plan.num_tokens
         lengths.losses.count(self._num_rested)
         has_drafts, self._num_rested = num_tokens > num_decodes, 0
         self._num_drafted = self._num_drafted + 1 if has_drafts else 0
