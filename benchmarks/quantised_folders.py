@@ -31,7 +31,7 @@ START = """
 import sys, time
 begin = time.perf_counter()
 from bifolio import LLM, SamplingParams
-llm = LLM(sys.argv[1], max_model_len=512, num_blocks=40)
+llm = LLM(sys.argv[1], max_model_len=512, num_blocks=40, device=sys.argv[2])
 llm.generate([[1, 2, 3, 4]], SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))
 seconds = time.perf_counter() - begin
 peak = next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))  # kB, since exec
@@ -95,13 +95,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--methods", default=",".join(DESCRIPTIONS), help=f"of {', '.join(DESCRIPTIONS)}")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", default="auto")
     arguments = parser.parse_args()
     for method in arguments.methods.split(","):
         with tempfile.TemporaryDirectory() as found:
             folder = Path(found)
             write(folder, method)
             size = (folder / "model.safetensors").stat().st_size
-            command = [sys.executable, "-c", START, found]
+            command = [sys.executable, "-c", START, found, arguments.device]
             runs = [
                 [
                     float(text)
