@@ -107,6 +107,7 @@ def test_where_no_draft_can_pay_every_step_runs_ahead_and_no_prompt_gives_out_st
     assert engine.speculator.stats.num_draft_tokens == 0
 
 
+@pytest.mark.full
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 1 << 32))
 def test_changing_estimates_never_change_a_text(seed: int) -> None:

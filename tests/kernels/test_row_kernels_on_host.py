@@ -23,7 +23,7 @@ from bifolio.kernels.reference import causal_attention
 from bifolio.kernels.torch_reference import TorchKernels
 
 COMPILER = shutil.which("g++") or shutil.which("c++")
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+pytestmark = [pytest.mark.full, pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")]
 PROCESSORS = 3  # thread blocks of a product: several units each, and an uneven division
 CALL = """
 extern "C" void run(const int *grid, int threads, const u64 *words) {{
