@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import NoReturn
 
 import pytest
@@ -13,6 +14,7 @@ from stand_in_slots import StandInKernels, StandInSlots
 from bifolio.config import SpeculativeConfig
 from bifolio.engine.engine import InferenceEngine
 from bifolio.engine.speculative.draft_lengths import DraftLengths, PassCosts
+from bifolio.kernels.reference import ReferenceKernels
 from bifolio.model.eagle import load_eagle
 from bifolio.sampling_params import SamplingParams
 from bifolio.schedule.plan import StepPlan
@@ -22,13 +24,14 @@ from helpers import make_engine, output_ids, random_prompt, tiny_loaded
 NUM_TOKENS = 30
 
 
-def new_engine(speculative: bool, **options: object) -> InferenceEngine:
+def new_engine(speculative: bool, *, on_device: bool = True, **options: object) -> InferenceEngine:
+    kernels = StandInKernels() if on_device else ReferenceKernels()
     if not speculative:
-        return make_engine(kernels=StandInKernels())
+        return make_engine(kernels=kernels)
     folder = eagle_folder()
     config = SpeculativeConfig("eagle", draft_model=str(folder), length=3, **options)  # type: ignore[arg-type]
     head = load_eagle(folder, tiny_loaded())
-    return make_engine(kernels=StandInKernels(), speculative=config, draft_model=head)  # type: ignore[arg-type]
+    return make_engine(kernels=kernels, speculative=config, draft_model=head)  # type: ignore[arg-type]
 
 
 def fail(error: Exception) -> NoReturn:
@@ -139,6 +142,39 @@ def test_plain_steps_are_measured_after_many_short_requests(monkeypatch: pytest.
     _, in_flight = run(engine)
     assert engine.speculator.lengths.steps.knows(3)
     assert in_flight.count(2) > NUM_TOKENS - 6
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_time_between_steps_is_no_time_of_plain_ones(on_device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is the time of the steps before in a rest."""
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += 1e-3
+        return now
+
+    for module in ("engine.engine", "engine.speculative.speculator"):
+        monkeypatch.setattr(f"bifolio.{module}.time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr(DraftLengths, "declined", lambda self, *_: (False, 16))
+    chosen = iter([({0: 1}, True)])  # one draft, so that the head has entries
+    monkeypatch.setattr(DraftLengths, "choose", lambda self, *_: next(chosen, ({}, False)))
+    monkeypatch.setattr(DraftLengths, "can_pay", lambda self, *_: True)
+    measured, observe = [], PassCosts.observe
+
+    def watched(self: PassCosts, num_rows: int, seconds: float) -> None:
+        measured.append(seconds)
+        observe(self, num_rows, seconds)
+
+    monkeypatch.setattr(PassCosts, "observe", watched)
+    engine = new_engine(True, on_device=on_device)
+    engine.add_request("0", random_prompt(5, 0, 61), SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True))
+    while engine.has_work:
+        engine.step()
+        if not engine.in_flight:  # else the device works meanwhile
+            now += 100.0
+    assert len(measured) >= 4
+    assert max(measured) < 1.0
 
 
 def test_drafts_are_drawn_on_the_device() -> None:

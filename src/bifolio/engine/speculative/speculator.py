@@ -37,8 +37,9 @@ if TYPE_CHECKING:
 
 
 CONTEXT = 16  # tokens before a trial whose states a draft head reads
-PLAIN_EVERY = 32  # steps with drafts before a plain one is measured: its cost changes with the load of the machine
-PLAIN_STEPS = 4  # measured then where steps run ahead: the first and the last of them do not
+PLAIN_EVERY = 32  # steps with drafts before plain ones are measured: their cost changes with the load of the machine
+WARM_STEPS = 2  # plain steps before the measured one: a drafter leaves other weights in the caches of a processor
+PLAIN_STEPS = 4  # the same where steps run ahead: the first and the last of them do not
 PLAIN_MEASURED = 8  # plain steps that run ahead before their cost is known: each is far shorter than a step with drafts
 MOST_MEASURED = 16  # steps of as many slots that run ahead until the cost of plain ones is known
 RESTING_EVERY = 16  # plain steps, while no drafts are made, before one is measured
@@ -199,11 +200,11 @@ class Speculator:
         `is_behind`: a step is in flight. While it verifies drafts, no estimate lets another one run ahead: the device
         does not know how many of them are kept.
         """
+        self._planned = time.perf_counter()
         if self.runs_ahead and self._rest > 0 and num_active == self._num_active:  # as in the step before
             self._rest -= 1
             return True
         self._kinds, self._draft_seconds, self._plan_seconds, self._num_right = {}, 0.0, 0.0, 0
-        self._planned = time.perf_counter()
         if is_behind and self._has_drafted:
             return False
         self.runs_ahead = self._rest > 0 and num_active == self._num_active
@@ -233,7 +234,7 @@ class Speculator:
             return {}
         if self.lengths.adaptive:
             if self._num_drafted >= PLAIN_EVERY:
-                self._rest = PLAIN_STEPS if self._launches_ahead else 0
+                self._rest = PLAIN_STEPS if self._launches_ahead else WARM_STEPS
                 return {}
             tokens_left = sum(most[sequence_id] for sequence_id in offers) // len(offers)
             offers = self._accepted_offers(offers, len(sequences), tokens_left)
