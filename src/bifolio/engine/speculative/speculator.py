@@ -234,7 +234,8 @@ class Speculator:
             return {}
         if self.lengths.adaptive:
             if self._num_drafted >= PLAIN_EVERY:
-                self._rest = PLAIN_STEPS if self._launches_ahead else WARM_STEPS
+                warm_steps = 0 if self.lengths.drafting is None else WARM_STEPS
+                self._rest = PLAIN_STEPS if self._launches_ahead else warm_steps
                 return {}
             tokens_left = sum(most[sequence_id] for sequence_id in offers) // len(offers)
             offers = self._accepted_offers(offers, len(sequences), tokens_left)
