@@ -1,20 +1,32 @@
-"""Checks of the kernels in CUDA C++ for one row: products with all that is fused, attention to short contexts."""
+"""Checks of the kernels in CUDA C++ for one row: products with all that is fused, short contexts, delta nets."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from check_bench import Bench, Check, describe, expected_attention, fill, new_context, relative_error, segment_of
 
-from bifolio.kernels.cuda import nvrtc
+from bifolio.kernels.cuda import nvrtc, row_delta
 from bifolio.kernels.cuda.row_attention import RawHeads
 from bifolio.kernels.cuda.row_experts import can_mix
 from bifolio.kernels.cuda.row_product import can_multiply
-from bifolio.kernels.interface import AttentionPhase, AttentionShape, Batch, Experts, Linear, Norm, Rotation, Routing
+from bifolio.kernels.interface import (
+    AttentionPhase,
+    AttentionShape,
+    Batch,
+    Experts,
+    Linear,
+    Norm,
+    Recurrence,
+    Rotation,
+    Routing,
+)
+from bifolio.kernels.triton import recurrence
 from bifolio.kernels.triton.lazy_fusion import tensor
 
 PRODUCTS = [  # outputs, depth; by tensor cores up to a depth of 2048
@@ -28,6 +40,9 @@ ATTENTIONS = [  # query heads, key heads, dimensions, block size, normed
 EXPERTS = [  # experts, chosen, hidden values, depth
     (40, 11, 512, 2048), (12, 8, 768, 2048), (9, 4, 64, 576), (5, 5, 40, 4104), (3, 1, 1536, 4096),
 ]  # fmt: skip
+DELTA_NETS = [  # heads, groups, key and value size, tiled
+    (32, 16, 128, 128, False), (16, 16, 128, 128, False), (32, 8, 128, 128, True), (6, 2, 64, 32, True),
+]  # fmt: skip
 LENGTHS = ([1], [2, 1], [7], [200, 1], [385], [641, 300], [1500])
 
 
@@ -40,6 +55,11 @@ def row_checks() -> Iterator[Check]:
         for normed in (False, True):
             error = partial(expert_error, count=count, top_k=top_k, width=width, depth=depth, normed=normed)
             yield Check(f"experts of one row {count}:{top_k} {width}x{depth}{' normed' * normed}", error, True, True)
+    for heads, groups, keys, values, tiled in DELTA_NETS:
+        for sequences in (1, 2):
+            sizes = {"heads": heads, "groups": groups, "key_size": keys, "value_size": values, "tiled": tiled}
+            name = f"delta net {heads}:{groups} {keys}x{values}, {sequences} sequences{' tiled' * tiled}"
+            yield Check(name, partial(delta_error, sequences=sequences, **sizes), True, True)
     for heads, kv_heads, dim, block_size, normed in ATTENTIONS:
         shape = AttentionShape(0, heads, kv_heads, dim, dim**-0.5)
         for lengths in LENGTHS:
@@ -93,6 +113,38 @@ def expert_error(bench: Bench, *, count: int, top_k: int, width: int, depth: int
     alone = relative_error(tensor(kernels.mix_experts(x, routing, experts)), torch.stack(parts).sum(0))
     total = kernels.add(residual, mixed)
     return max(alone, relative_error(tensor(total) - residual, torch.stack(parts).sum(0)))
+
+
+def delta_error(bench: Bench, *, sequences: int, **sizes: Any) -> float:
+    """Of outputs, windows and states, beside the kernels in Triton."""
+    tiled, heads, groups = sizes.pop("tiled"), sizes["heads"], sizes["groups"]
+    channels, wide = 2 * groups * sizes["key_size"] + heads * sizes["value_size"], torch.float32
+    r = Recurrence(
+        "delta", 0, 4, channels, conv_weight=bench.normal(channels, 4, dtype=wide),
+        decay=-bench.normal(heads, dtype=wide).abs(), bias=bench.normal(heads, dtype=wide),
+        norm=Norm(bench.normal(sizes["value_size"], dtype=wide), None, 1e-6), tiled=tiled, **sizes,
+    )  # fmt: skip
+    x, reads, writes = bench.normal(sequences, r.in_features), bench.integers([3, 1]), bench.integers([3, 2])
+    windows = bench.normal(4, 3, channels, dtype=wide)
+    states = bench.normal(4, heads, r.key_size, r.value_size, dtype=wide)
+    if not nvrtc.works():
+        return 0.0
+    found = []
+    for is_row in (False, True):
+        own_windows, own_states = windows.clone(), states.clone()
+        if is_row:
+            assert row_delta.can_step(r, x)
+            out = row_delta.row_delta(x, r, reads, writes, own_windows, own_states)
+        else:
+            storage: Any = SimpleNamespace(convolutions=[own_windows], recurrent=[own_states])
+            staged: Any = SimpleNamespace(
+                reads=reads[:sequences], writes=writes[:sequences], sequences=reads, starts=reads, is_decode=True
+            )
+            mixed = torch.empty((sequences, channels), dtype=wide, device=bench.device)
+            recurrence._convolve(x, r, staged, storage, mixed)
+            out = recurrence.delta_step(mixed, x, r, reads[:sequences], writes[:sequences], own_states)
+        found.append((out, own_windows, own_states))
+    return max(relative_error(ours, theirs) for theirs, ours in zip(*found, strict=True))
 
 
 def near_error(bench: Bench, *, shape: AttentionShape, lengths: list[int], block_size: int, normed: bool) -> float:

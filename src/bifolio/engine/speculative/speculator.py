@@ -201,9 +201,6 @@ class Speculator:
         does not know how many of them are kept.
         """
         self._planned = time.perf_counter()
-        if self.runs_ahead and self._rest > 0 and num_active == self._num_active:  # as in the step before
-            self._rest -= 1
-            return True
         self._kinds, self._draft_seconds, self._plan_seconds, self._num_right = {}, 0.0, 0.0, 0
         if is_behind and self._has_drafted:
             return False
