@@ -33,9 +33,10 @@ PRODUCTS = [  # outputs, depth; by tensor cores up to a depth of 2048
     (4096, 1024), (1024, 2048), (1024, 3072), (2048, 8192), (4096, 14336), (896, 4864), (513, 2048), (8, 1024),
     (1152, 896), (576, 576), (40, 4104), (151936, 1024),
 ]  # fmt: skip
-ATTENTIONS = [  # query heads, key heads, dimensions, block size, normed
-    (16, 8, 128, 64, True), (32, 8, 64, 64, False), (32, 8, 128, 16, False), (32, 4, 128, 32, True),
-    (3, 1, 64, 16, False), (8, 8, 64, 16, False), (16, 4, 256, 64, True), (24, 8, 128, 16, False),
+ATTENTIONS = [  # query heads, key heads, dimensions, of them rotated, block size, normed
+    (16, 8, 128, 128, 64, True), (32, 8, 64, 64, 64, False), (32, 8, 128, 128, 16, False), (32, 4, 128, 64, 32, True),
+    (3, 1, 64, 64, 16, False), (8, 8, 64, 48, 16, False), (16, 4, 256, 256, 64, True), (24, 8, 128, 128, 16, False),
+    (16, 2, 256, 64, 64, True),
 ]  # fmt: skip
 EXPERTS = [  # experts, chosen, hidden values, depth
     (40, 11, 512, 2048), (12, 8, 768, 2048), (9, 4, 64, 576), (5, 5, 40, 4104), (3, 1, 1536, 4096),
@@ -60,12 +61,14 @@ def row_checks() -> Iterator[Check]:
             sizes = {"heads": heads, "groups": groups, "key_size": keys, "value_size": values, "tiled": tiled}
             name = f"delta net {heads}:{groups} {keys}x{values}, {sequences} sequences{' tiled' * tiled}"
             yield Check(name, partial(delta_error, sequences=sequences, **sizes), True, True)
-    for heads, kv_heads, dim, block_size, normed in ATTENTIONS:
+    for heads, kv_heads, dim, rotary, block_size, normed in ATTENTIONS:
         shape = AttentionShape(0, heads, kv_heads, dim, dim**-0.5)
         for lengths in LENGTHS:
-            name = f"near decode {describe(shape)} block {block_size} lengths {lengths}{' normed' * normed}"
-            error = partial(near_error, shape=shape, lengths=lengths, block_size=block_size, normed=normed)
-            yield Check(name, error, True, True)
+            name = f"near decode {describe(shape)} rotary {rotary} block {block_size} lengths {lengths}"
+            error = partial(
+                near_error, shape=shape, rotary=rotary, lengths=lengths, block_size=block_size, normed=normed
+            )
+            yield Check(name + " normed" * normed, error, True, True)
 
 
 def product_error(bench: Bench, *, outputs: int, depth: int, extra: str) -> float:
@@ -147,7 +150,9 @@ def delta_error(bench: Bench, *, sequences: int, **sizes: Any) -> float:
     return max(relative_error(ours, theirs) for theirs, ours in zip(*found, strict=True))
 
 
-def near_error(bench: Bench, *, shape: AttentionShape, lengths: list[int], block_size: int, normed: bool) -> float:
+def near_error(
+    bench: Bench, *, shape: AttentionShape, rotary: int, lengths: list[int], block_size: int, normed: bool
+) -> float:
     """Of the attention of new tokens, and of the keys and values that it writes; fused, then from rotated queries."""
     kernels, reference, count = bench.kernels, bench.reference, len(lengths)
     if not kernels.attention.can_be_near(count, (shape,), new_context(bench, shape, lengths, block_size).storage):
@@ -159,7 +164,7 @@ def near_error(bench: Bench, *, shape: AttentionShape, lengths: list[int], block
         shape = replace(shape, query_norm=query_norm, key_norm=key_norm)
     context = new_context(bench, shape, lengths, block_size)
     fill(bench, context, shape)
-    angles = bench.normal(count, shape.head_dim // 2, scale=3.0, dtype=torch.float32)
+    angles = bench.normal(count, rotary // 2, scale=3.0, dtype=torch.float32)
     rotation = Rotation(angles.cos(), angles.sin())
     qkv = bench.normal(count, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim)
     newest = torch.stack([index[-1] for index in context.index])

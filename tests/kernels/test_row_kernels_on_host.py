@@ -184,14 +184,17 @@ def test_experts(count: int, top_k: int, width: int, depth: int, normed: bool) -
 
 # -- attention ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "lengths", "normed", "is_raw"),
+    ("heads", "kv_heads", "dim", "rotary", "lengths", "normed", "is_raw"),
     [
-        (4, 2, 64, [1, 37], False, True), (8, 1, 64, [300], True, True), (4, 2, 128, [130], False, False),
-        pytest.param(3, 1, 128, [900, 2], False, True, marks=pytest.mark.slow),
-        pytest.param(2, 2, 256, [70], True, True, marks=pytest.mark.slow),
+        (4, 2, 64, 64, [1, 37], False, True), (8, 1, 64, 48, [300], True, True), (4, 2, 128, 128, [130], False, False),
+        (2, 1, 64, 16, [3], False, True),
+        pytest.param(3, 1, 128, 128, [900, 2], False, True, marks=pytest.mark.slow),
+        pytest.param(2, 2, 256, 64, [70], True, True, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
-def test_attention(heads: int, kv_heads: int, dim: int, lengths: list[int], normed: bool, is_raw: bool) -> None:
+def test_attention(
+    heads: int, kv_heads: int, dim: int, rotary: int, lengths: list[int], normed: bool, is_raw: bool
+) -> None:
     size, count = 16, len(lengths)
     norms = [Norm(normal(seed, dim), None, 1e-6) if normed else None for seed in (1, 2)]
     shape = AttentionShape(0, heads, kv_heads, dim, dim**-0.5, query_norm=norms[0], key_norm=norms[1])
@@ -201,7 +204,7 @@ def test_attention(heads: int, kv_heads: int, dim: int, lengths: list[int], norm
     tables = torch.zeros(count, max(blocks), dtype=torch.int32)
     keys, values = storage.keys[0], storage.values[0]
     keys.fill_(float("nan")), values.fill_(float("nan"))
-    angles = normal(3, count, dim // 2, scale=3.0, dtype=torch.float32)
+    angles = normal(3, count, rotary // 2, scale=3.0, dtype=torch.float32)
     rotation = Rotation(angles.cos(), angles.sin())
     qkv = normal(4, count, (heads + 2 * kv_heads) * dim)
     turned = REFERENCE.rope_and_write(qkv.float(), shape, rotation, _batch(count), None)

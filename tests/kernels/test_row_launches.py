@@ -185,7 +185,7 @@ def test_the_launches_of_experts(recorder: Recorder) -> None:
 def test_the_launch_of_attention(is_raw: bool, recorder: Recorder) -> None:
     storage = KVStorage(CacheLayout(1, 4, 16, 2, 64, "bf16"), device="cpu", backend="torch")
     integers = torch.zeros(4, dtype=torch.int32)
-    rotation = Rotation(torch.zeros(2, 32), torch.zeros(2, 32))
+    rotation = Rotation(torch.zeros(2, 16), torch.zeros(2, 16))
     norm = Norm(torch.ones(64, dtype=torch.bfloat16), None, 1e-6)
     shape = replace(SHAPE, query_norm=norm, key_norm=norm)
     qkv = torch.zeros(2, 12 * 64, dtype=torch.bfloat16)
@@ -196,7 +196,7 @@ def test_the_launch_of_attention(is_raw: bool, recorder: Recorder) -> None:
     assert recorder.grid == (8, 2, 2)
     own = recorder.constants
     assert (own["DIM"], own["GROUP"], own["SETS"], own["BLOCK_SIZE"]) == (64, 4, 1, 16)
-    assert (own["IS_FUSED"], own["HAS_NORM"], own["HAS_ROTATION"]) == (is_raw, is_raw, is_raw)
+    assert (own["IS_FUSED"], own["HAS_NORM"], own["ROTARY"]) == (is_raw, is_raw, 32 if is_raw else 0)
     teams = own["WARPS"] * 32 // (64 // 8)
     assert recorder.shared_bytes == teams * 4 * 64 * 4  # f32 of each team and query head
 
@@ -220,12 +220,13 @@ def test_attention_that_the_kernel_does_not_know(recorder: Recorder) -> None:
 
 def test_heads_that_attention_does_not_turn_itself() -> None:
     storage: Any = SimpleNamespace(layout=SimpleNamespace(shared_values=False))
-    rotation, partial = (Rotation(torch.zeros(1, half), torch.zeros(1, half)) for half in (32, 16))
+    rotation, partial, odd = (Rotation(torch.zeros(1, half), torch.zeros(1, half)) for half in (32, 16, 12))
     norm, wide = Norm(torch.ones(64), None, 1e-6), Norm(torch.ones(8 * 64), None, 1e-6)
     assert can_fuse(SHAPE, rotation, storage)
     assert can_fuse(SHAPE, None, storage)
     assert can_fuse(replace(SHAPE, query_norm=norm, key_norm=norm), rotation, storage)
-    assert not can_fuse(SHAPE, partial, storage)
+    assert can_fuse(SHAPE, partial, storage)
+    assert not can_fuse(SHAPE, odd, storage)
     for change in (
         {"rope_interleaved": True}, {"value_norm": norm}, {"queries_only": True}, {"query_norm": norm},
         {"query_norm": wide, "key_norm": norm}, {"query_norm": norm, "key_norm": replace(norm, centered=True)},

@@ -8,9 +8,11 @@
 // a part of the output.
 //
 // Constants: DIM, GROUP (query heads of a set), SETS (for each key head), BLOCK_SIZE, WARPS, ROUNDS (tokens of a team in
-// registers), CLUSTER, IS_FUSED, HAS_NORM, IS_NORM_WIDE (its weights are f32), HAS_ROTATION.
+// registers), CLUSTER, IS_FUSED, HAS_NORM, IS_NORM_WIDE (its weights are f32), ROTARY (leading dimensions of a head that are
+// rotated, 0: none).
 constexpr int LANES = DIM / 8, TEAMS = 32 / LANES * WARPS, THREADS = WARPS * 32;
 constexpr int OUTPUTS = GROUP * DIM, OWN = OUTPUTS / CLUSTER;  // of a set, of a thread block
+constexpr int HALF = ROTARY > 0 ? ROTARY / 2 : DIM;
 constexpr float NOTHING = -1e30f;                              // score of no token
 
 
@@ -48,7 +50,8 @@ struct Turn {
     __device__ __forceinline__ void read_norm(const void *norm, int dim, int other) {
         if (HAS_NORM) weight = read_weights(norm, dim), other_weight = read_weights(norm, other);
     }
-    __device__ __forceinline__ Eight turned(uint4 own, uint4 partner, bool is_first, float eps) const {
+    // `dim`: the first dimension of this lane.
+    __device__ __forceinline__ Eight turned(uint4 own, uint4 partner, int dim, float eps) const {
         Eight x(own), other(partner);
         if (HAS_NORM) {
             float square = 0.0f;
@@ -58,9 +61,9 @@ struct Turn {
 #pragma unroll
             for (int i = 0; i < 8; ++i) x.v[i] *= factor * weight.v[i], other.v[i] *= factor * other_weight.v[i];
         }
-        if (HAS_ROTATION)
+        if (dim < ROTARY)
 #pragma unroll
-            for (int i = 0; i < 8; ++i) x.v[i] = x.v[i] * cosine.v[i] + (is_first ? -other.v[i] : other.v[i]) * sine.v[i];
+            for (int i = 0; i < 8; ++i) x.v[i] = x.v[i] * cosine.v[i] + (dim < HALF ? -other.v[i] : other.v[i]) * sine.v[i];
         return x;
     }
 };
@@ -77,7 +80,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     __shared__ float peer_high[CLUSTER][GROUP], peer_total[CLUSTER][GROUP], peer_mixed[CLUSTER][OWN];
     float(*team_mixed)[OUTPUTS] = (float(*)[OUTPUTS])memory;  // [TEAMS, OUTPUTS]
     int sequence = blockIdx.z, set = blockIdx.y, sets = gridDim.y, rank = cluster_rank(), kv_heads = sets / SETS;
-    int team = threadIdx.x / LANES, dim = threadIdx.x % LANES * 8, other = dim ^ DIM / 2;
+    int team = threadIdx.x / LANES, dim = threadIdx.x % LANES * 8;
+    int other = dim < HALF ? dim + HALF : dim - HALF;  // rotated with
+    if (dim >= ROTARY) other = dim;
     int length = lengths[sequence], share = (length + CLUSTER - 1) / CLUSTER, newest = length - 1;
     int begin = min(rank * share, length), end = min(begin + share, length);
     const int *table = tables + (u64)table_rows[sequence] * table_stride;
@@ -102,13 +107,13 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     Turn query_turn, key_turn;
     if (IS_FUSED) {
         query_turn.read_norm(query_norm, dim, other), key_turn.read_norm(key_norm, dim, other);
-        if (HAS_ROTATION) {
-            u64 angle = (u64)sequence * (DIM / 2) + dim % (DIM / 2);
+        if (dim < ROTARY) {
+            u64 angle = (u64)sequence * HALF + dim % HALF;
             query_turn.cosine = key_turn.cosine = Eight(cosines + angle);
             query_turn.sine = key_turn.sine = Eight(sines + angle);
         }
     }
-    bool owns_newest = newest >= begin && newest < end && (newest - begin) % TEAMS == team, is_first = dim < DIM / 2;
+    bool owns_newest = newest >= begin && newest < end && (newest - begin) % TEAMS == team;
     u64 newest_place = newest >= 0 ? place_of(newest) : 0;
 
     wait_inputs();
@@ -118,7 +123,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     for (int g = 0; g < GROUP + IS_FUSED; ++g) {  // the last one is the key
         const u16 *head = row + (g < GROUP ? set * GROUP + g : sets * GROUP + set / SETS) * DIM;
         raw[g] = *(const uint4 *)(head + dim);
-        if (IS_FUSED && HAS_ROTATION) raw_other[g] = *(const uint4 *)(head + other);
+        if (IS_FUSED && ROTARY > 0) raw_other[g] = *(const uint4 *)(head + other);
         else raw_other[g] = uint4{0, 0, 0, 0};
     }
     if (IS_FUSED) newest_value = *(const uint4 *)(row + (sets * GROUP + kv_heads + set / SETS) * DIM + dim);
@@ -126,12 +131,12 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     Eight q[GROUP];
 #pragma unroll
     for (int g = 0; g < GROUP; ++g) {
-        q[g] = IS_FUSED ? query_turn.turned(raw[g], raw_other[g], is_first, eps) : Eight(raw[g]);
+        q[g] = IS_FUSED ? query_turn.turned(raw[g], raw_other[g], dim, eps) : Eight(raw[g]);
 #pragma unroll
         for (int i = 0; i < 8; ++i) q[g].v[i] *= scale;
     }
     if (IS_FUSED) {
-        newest_key = key_turn.turned(raw[GROUP], raw_other[GROUP], is_first, eps).packed();
+        newest_key = key_turn.turned(raw[GROUP], raw_other[GROUP], dim, eps).packed();
         if (owns_newest && set % SETS == 0)
             *(uint4 *)(keys + newest_place) = newest_key, *(uint4 *)(values + newest_place) = newest_value;
     }

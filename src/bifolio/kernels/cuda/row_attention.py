@@ -14,6 +14,7 @@ NEAR_TOKENS = 1024  # contexts up to here; longer ones are faster when divided a
 WARPS = 8  # of a thread block
 CLUSTER = 8  # thread blocks of a cluster
 HEAD_DIMS = (64, 128, 256)
+LANE_DIMS = 8  # dimensions that a lane holds
 MOST_GROUP, MOST_SETS = 4, 4  # query heads of a cluster, clusters of a key head
 LOG2_E = 1.4426950408889634
 
@@ -23,7 +24,7 @@ class RawHeads:
     """Queries, keys and values of one token of each sequence, which attention norms, rotates and writes itself."""
 
     qkv: torch.Tensor  # bf16[s, (heads + 2 * kv_heads) * dim]
-    rotation: Rotation | None  # f32[s, dim / 2]
+    rotation: Rotation | None  # f32[s, half of the rotated dimensions]
 
 
 def group_of(shape: AttentionShape) -> int:
@@ -45,7 +46,7 @@ def can_fuse(shape: AttentionShape, rotation: Rotation | None, storage: Storage)
     """Whether the kernel also norms and rotates such heads, and writes keys and values."""
     if shape.value_norm is not None or shape.norm_after_rope or shape.queries_only or storage.layout.shared_values:
         return False
-    if rotation is not None and (shape.rope_interleaved or 2 * rotation.cos.shape[-1] != shape.head_dim):
+    if rotation is not None and (shape.rope_interleaved or rotation.cos.shape[-1] % LANE_DIMS):
         return False
     query_norm, key_norm = shape.query_norm, shape.key_norm
     if query_norm is None or key_norm is None:
@@ -75,11 +76,12 @@ def row_attention(
     group = group_of(shape)
     sets, query_norm, key_norm = shape.num_heads // group, shape.query_norm, shape.key_norm
     has_norm = is_raw and query_norm is not None and key_norm is not None
+    rotary = 0 if rotation is None else 2 * rotation.cos.shape[-1]
     out = torch.empty((rows.shape[0], shape.num_heads * shape.head_dim), dtype=rows.dtype, device=rows.device)
     module = nvrtc.load_source(
         ("common", "row_attention"), torch.cuda.current_device(), DIM=shape.head_dim, GROUP=group,
         SETS=sets // shape.num_kv_heads, BLOCK_SIZE=storage.block_size, WARPS=WARPS, ROUNDS=4 if group <= 2 else 3,
-        CLUSTER=CLUSTER, IS_FUSED=is_raw, HAS_NORM=has_norm, HAS_ROTATION=rotation is not None,
+        CLUSTER=CLUSTER, IS_FUSED=is_raw, HAS_NORM=has_norm, ROTARY=rotary,
         IS_NORM_WIDE=query_norm is not None and query_norm.weight.dtype == torch.float32,
     )  # fmt: skip
     unused = lengths

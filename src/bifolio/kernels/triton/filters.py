@@ -27,7 +27,7 @@ from bifolio.kernels.triton.selection import draw_kernel, key_of, redraw_kernel,
 from bifolio.kernels.triton.weights import EXACT, cleaned, highest_of, load_logits, weights_of
 
 GROUP = 64  # logits of which the largest is known
-BRACKET_WARPS, DIVIDE_WARPS = 8, 8
+BRACKET_WARPS, DIVIDE_WARPS = 8, 4
 LIST = 8192  # undecided tokens of a row that have room
 ROOM = 1024  # undecided tokens of a chunk that have room
 SAMPLE = 16384  # the largest logits of groups and a sample of all; more of them do not fit in registers
