@@ -327,3 +327,19 @@ def test_priorities_decide_who_goes_first(folder: Path) -> None:
     outputs = llm.generate([TEXT] * 3, GREEDY, priority=[2, 0, 1])
     ends = [output.metrics.finished for output in outputs]
     assert ends[1] < ends[2] < ends[0]
+
+
+def test_requests_with_the_most_tokens_to_generate_run_first(folder: Path) -> None:
+    """The last steps of a call then have as many sequences as possible. A stream gives tokens in order of arrival."""
+    llm = LLM(folder, kernels=ReferenceKernels(), block_size=4, max_model_len=96, max_num_seqs=2)
+    counts = [2, 9, 4, 4, 12, 1]
+    params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in counts]
+    prompts = [[3 + number, 5, 7] for number in range(len(counts))]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == counts
+    alone = [llm.generate([prompt], one, use_tqdm=False)[0] for prompt, one in zip(prompts, params, strict=True)]
+    assert [output.outputs[0].token_ids for output in outputs] == [each.outputs[0].token_ids for each in alone]
+    scheduled = [output.metrics.first_scheduled for output in outputs]
+    assert sorted(range(len(counts)), key=lambda number: scheduled[number]) == [4, 1, 2, 3, 0, 5]
+    first_seen = list(dict.fromkeys(result.request_id for result in llm.stream(prompts, params)))
+    assert first_seen == [str(number) for number in range(len(counts))]

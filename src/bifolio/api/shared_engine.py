@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from collections.abc import Sequence
 
@@ -39,15 +40,25 @@ class SharedEngine:
         priorities: Sequence[int],
         results: list[StepResult] | None = None,
     ) -> list[Request]:
-        """Add all requests or none: an invalid one raises before any request runs."""
-        requests: list[Request] = []
+        """Add all requests or none: an invalid one raises before any request runs.
+
+        Without a stream, the requests with the most tokens to generate are added first: they would end last, in steps
+        of few sequences.
+        """
+        every = [
+            (f"request-{next(self._ids)}", *each, results) for each in zip(prompts, params, priorities, strict=True)
+        ]
+        order = list(range(len(every)))
+        if results is None:
+            order.sort(key=lambda place: -_most_tokens(params[place]))
+        requests: dict[int, Request] = {}
         try:
-            for prompt, each, priority in zip(prompts, params, priorities, strict=True):
-                requests.append(self._add(f"request-{next(self._ids)}", prompt, each, priority, results))
+            for place in order:
+                requests[place] = self._add(*every[place])
         except BaseException:
-            self.abort(requests)
+            self.abort(list(requests.values()))
             raise
-        return requests
+        return [requests[place] for place in range(len(every))]
 
     def _add(
         self,
@@ -142,3 +153,7 @@ class SharedEngine:
     def _check_owner(self) -> None:
         if self._owner is not None:
             raise ConfigError(f"{self._owner} runs the engine of this LLM: use its methods instead, or close it first")
+
+
+def _most_tokens(params: SamplingParams | BeamSearchParams) -> float:
+    return math.inf if params.max_tokens is None else params.max_tokens
