@@ -5,7 +5,7 @@ r"""Speed-up of speculative decoding at batch sizes 1 and 16.
 
 Prompts are JSON lines with 'turns' or 'prompt'. Runs with and without speculation alternate for every group of prompts,
 greedily; the ratio is that of the summed medians over the rounds. Times include prefill. The benchmark fails if the
-outputs differ. `--paired` runs one prompt at a time on both engines, whose steps alternate, and compares the processor
+outputs differ. `--paired` runs each group of prompts on both engines, whose steps alternate, and compares the processor
 time of this thread: on a shared machine it is more precise than whole runs. `--fixed` always drafts `--length` tokens:
 its acceptance rate is that of the drafts, where the adaptive run may make few of them.
 """
@@ -71,35 +71,36 @@ def compare(plain: LLM, guessing: LLM, group: list[list[int]], max_tokens: int, 
     return first, second
 
 
-def compare_steps(plain: LLM, guessing: LLM, prompt: list[int], max_tokens: int) -> tuple[float, float]:
+def compare_steps(plain: LLM, guessing: LLM, group: list[list[int]], max_tokens: int) -> tuple[float, float]:
     """Processor seconds of both engines, whose steps alternate."""
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     engines = (plain.engine, guessing.engine)
     seconds, requests = [0.0, 0.0], []
     for engine in engines:
         engine.blocks.drop_cached()
-        requests.append(engine.add_request("paired", prompt, params))
+        requests.append([engine.add_request(str(number), prompt, params) for number, prompt in enumerate(group)])
     while any(engine.has_work for engine in engines):
         for side, engine in enumerate(engines):
             if engine.has_work:
                 started = time.thread_time()
                 engine.step()
                 seconds[side] += time.thread_time() - started
-    if requests[0].sequences[0].output_token_ids != requests[1].sequences[0].output_token_ids:
+    first, second = ([request.sequences[0].output_token_ids for request in side] for side in requests)
+    if first != second:
         raise SystemExit("the outputs differ: speculation must not change them")
     return seconds[0], seconds[1]
 
 
-def paired(plain: LLM, guessing: LLM, prompts: list[list[int]], max_tokens: int, rounds: int) -> None:
+def paired(plain: LLM, guessing: LLM, groups: list[list[list[int]]], max_tokens: int, rounds: int) -> None:
     """Print the ratio of each round; the first contains all that is done once."""
     for number in range(rounds):
-        pairs = [compare_steps(plain, guessing, prompt, max_tokens) for prompt in prompts]
+        pairs = [compare_steps(plain, guessing, group, max_tokens) for group in groups]
         ratios = sorted(off / on for off, on in pairs)
         total = sum(off for off, _ in pairs) / sum(on for _, on in pairs)
         assert guessing.engine.speculator is not None
         stats = guessing.engine.speculator.stats
         print(
-            f"round {number + 1}: {total:.3f}x by processor time; single prompts {ratios[0]:.3f}x to "
+            f"round {number + 1}: {total:.3f}x by processor time; groups of {len(groups[0])} {ratios[0]:.3f}x to "
             f"{ratios[-1]:.3f}x; {stats.acceptance_rate:.0%} of {stats.num_draft_tokens} draft tokens accepted so far",
             flush=True,
         )
@@ -117,7 +118,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--batch", type=int, nargs="+", help="prompts at once (1 and 16; with --paired 1)")
     parser.add_argument("--max-model-len", type=int)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--device", default="auto")
@@ -142,11 +143,11 @@ def main() -> None:
     )
     guessing = LLM(plain.model, speculative=config, **options)
     prompts = read_prompts(arguments.prompts, plain, arguments.count)
-    if arguments.paired:
-        paired(plain, guessing, prompts, arguments.max_tokens, arguments.rounds)
-        return
-    for batch in arguments.batch:
+    for batch in arguments.batch or ([1] if arguments.paired else [1, 16]):
         groups = [prompts[first : first + batch] for first in range(0, len(prompts), batch)]
+        if arguments.paired:
+            paired(plain, guessing, groups, arguments.max_tokens, arguments.rounds)
+            continue
         pairs = [compare(plain, guessing, group, arguments.max_tokens, arguments.rounds) for group in groups]
         tokens = sum(len(output) for first, _ in pairs for output in first.outputs)
         (off, off_cpu), (on, on_cpu) = (

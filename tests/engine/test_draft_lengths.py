@@ -61,6 +61,45 @@ def test_where_more_measurements_are_needed_the_shortest_counts() -> None:
     assert made.seconds(4) == 1.0
 
 
+def test_costs_are_carried_over_to_other_contexts() -> None:
+    """Each token of context costs as much in passes of all sizes; noise makes some passes longer."""
+    made, noise = PassCosts(), np.random.default_rng(0)
+    for context in [*range(10, 300, 7)] * 2:
+        for rows in (1, 4):
+            longer = 1 + 0.02 * noise.random() + (noise.random() < 0.05)
+            made.observe(rows, (1.0 + 0.3 * rows + 0.004 * context) * longer, context)
+    for context in (10, 100, 290, 400):
+        assert made.seconds(1, context) == pytest.approx(1.3 + 0.004 * context, rel=0.08)
+        assert made.seconds(4, context) == pytest.approx(2.2 + 0.004 * context, rel=0.08)
+
+
+def test_a_few_passes_of_about_one_context_say_nothing_about_others() -> None:
+    made, noise = PassCosts(), np.random.default_rng(0)
+    for context in range(20, 30):
+        made.observe(1, 1.0 + 0.05 * noise.random(), context)
+    assert made.seconds(1, 200) == pytest.approx(made.seconds(1, 25), rel=0.1)
+
+
+def test_where_no_draft_can_pay_they_are_considered_again_when_contexts_have_grown() -> None:
+    made = DraftLengths(4, steps=costs({1: 1.0, 2: 2.0, 5: 5.0}), acceptance=accepted({3: 0.0}))
+    for context, rest in ((0, DraftLengths.REST), (20, DraftLengths.LEAST_REST), (300, 150), (4000, DraftLengths.REST)):
+        made.context = context
+        assert made.declined(1, [Offer(4, 3)], 100) == (False, rest)
+
+
+def test_a_pause_after_losses_is_not_shorter_than_its_end() -> None:
+    made = DraftLengths(4, steps=costs({1: 1.0, 2: 1.1}), least_pause=64)
+    made.losses.add(steps=2.52, tokens=1.0)
+    assert 0 < made.losses.pause < 10
+    assert made.declined(1, [Offer(4, 3)], 100) == (False, 64)
+
+
+def test_catching_up_is_a_loss_that_counts() -> None:
+    made = DraftLengths(4, drafting=costs({1: 0.1, 41: 4.1}), steps=costs({1: 1.0, 2: 1.1}))
+    made.count_loss(1, 2, 5.2, 1, num_behind=40)
+    assert made.losses.lost == pytest.approx(3.2)
+
+
 def test_nothing_is_guessed_before_the_plain_cost_is_known_and_then_step_by_step() -> None:
     made = DraftLengths(6, acceptance=accepted({3: 1.0}))
     assert made.choose(1, [Offer(6, 3)], 100)[0] == {}

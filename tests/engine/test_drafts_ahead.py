@@ -162,9 +162,9 @@ def test_time_between_steps_is_no_time_of_plain_ones(on_device: bool, monkeypatc
     monkeypatch.setattr(DraftLengths, "can_pay", lambda self, *_: True)
     measured, observe = [], PassCosts.observe
 
-    def watched(self: PassCosts, num_rows: int, seconds: float) -> None:
+    def watched(self: PassCosts, num_rows: int, seconds: float, context: int = 0) -> None:
         measured.append(seconds)
-        observe(self, num_rows, seconds)
+        observe(self, num_rows, seconds, context)
 
     monkeypatch.setattr(PassCosts, "observe", watched)
     engine = new_engine(True, on_device=on_device)

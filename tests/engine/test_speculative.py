@@ -12,7 +12,8 @@ import pytest
 
 from bifolio import LLM, SamplingParams, SpeculativeConfig
 from bifolio.api.outputs import RequestOutput
-from bifolio.engine.speculative.speculator import _NgramIndex, num_accepted
+from bifolio.engine.speculative.ngram import _NgramIndex
+from bifolio.engine.speculative.speculator import num_accepted
 from bifolio.errors import ConfigError
 from bifolio.kernels.reference import ReferenceKernels
 from helpers import random_prompt, tiny_folder

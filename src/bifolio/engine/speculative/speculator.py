@@ -24,6 +24,7 @@ from bifolio.engine.speculative.draft_lengths import DraftLengths, Offer, PassCo
 from bifolio.engine.speculative.draft_model import DraftModelDrafter, check_pair
 from bifolio.engine.speculative.head_runner import HeadRunner
 from bifolio.engine.speculative.hidden_draft import HiddenDraft
+from bifolio.engine.speculative.ngram import NgramDrafter
 from bifolio.errors import ConfigError
 from bifolio.kernels.interface import Array
 from bifolio.model.draft_head import HeadWeights, LoadedHead, prepare_head
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 
 
 CONTEXT = 16  # tokens before a trial whose states a draft head reads
+LEAST_PAUSE = 4 * CONTEXT  # steps without drafts of a head after losses: a quarter of them gives out states
+FEW_TRIALS = 4  # draft tokens of a head, before which one sequence tries: reading the prompts of all would cost more
 PLAIN_EVERY = 32  # steps with drafts before plain ones are measured: their cost changes with the load of the machine
 WARM_STEPS = 2  # plain steps before the measured one: a drafter leaves other weights in the caches of a processor
 PLAIN_STEPS = 4  # the same where steps run ahead: the first and the last of them do not
@@ -59,57 +62,10 @@ class Drafter(Protocol):
     def forget(self, sequence: Sequence) -> None: ...
 
 
-class NgramDrafter:
-    """Prompt lookup: drafts the tokens that followed the last occurrence of the final n-gram."""
-
-    def __init__(self, config: SpeculativeConfig) -> None:
-        self._sizes = range(config.ngram_max, config.ngram_min - 1, -1)  # long matches first: accepted more often
-        self._indexes: dict[int, _NgramIndex] = {}
-        self._guesses: dict[int, tuple[int, ...]] = {}
-
-    def offers(self, sequences: list[Sequence], length: int) -> dict[int, Offer]:
-        """Offer the matches; the kind of a draft is the size of its n-gram."""
-        self._guesses = {}
-        offers = {}
-        for sequence in sequences:
-            index = self._indexes.get(sequence.id)
-            if index is None:
-                index = self._indexes[sequence.id] = _NgramIndex(self._sizes)
-            guess, size = index.guess(sequence.token_ids, length)
-            if guess:
-                self._guesses[sequence.id] = guess
-                offers[sequence.id] = Offer(len(guess), size)
-        return offers
-
-    def fill(self, items: Sequences[ScheduledSequence]) -> list[tuple[int, ...]]:
-        return [self._guesses.get(item.sequence.id, ())[: item.num_new - 1] for item in items]
-
-    def forget(self, sequence: Sequence) -> None:
-        self._indexes.pop(sequence.id, None)
-
-
-class _NgramIndex:
-    """Last end position of each n-gram of one sequence; grows with the sequence."""
-
-    __slots__ = ("_ends", "_num_indexed", "_sizes")
-
-    def __init__(self, sizes: Sequences[int]) -> None:
-        self._sizes = sizes
-        self._ends: dict[tuple[int, ...], int] = {}
-        self._num_indexed = 0
-
-    def guess(self, tokens: list[int], length: int) -> tuple[tuple[int, ...], int]:
-        """(Up to `length` tokens that followed the latest earlier occurrence of the longest matching end, its size)."""
-        for end in range(self._num_indexed + 1, len(tokens)):  # the final n-gram must not match itself
-            for size in self._sizes:
-                if size <= end:
-                    self._ends[tuple(tokens[end - size : end])] = end
-        self._num_indexed = max(self._num_indexed, len(tokens) - 1)
-        for size in self._sizes:
-            found = self._ends.get(tuple(tokens[-size:])) if size <= len(tokens) else None
-            if found is not None:
-                return tuple(tokens[found : found + length]), size
-        return (), 0
+def _least_behind(offers: dict[int, Offer]) -> dict[int, Offer]:
+    """The offer that needs the shortest catch-up."""
+    least = min(offers, key=lambda sequence_id: offers[sequence_id].num_behind)
+    return {least: offers[least]}
 
 
 def num_accepted(guesses: Sequences[int], drawn: Sequences[int]) -> int:
@@ -144,9 +100,12 @@ class Speculator:
         self.stats = SpeculativeStats()
         self._max_model_len = max_model_len
         self._kinds: dict[int, int] = {}  # of this step's drafts, by sequence id
+        self._num_behind = 0  # tokens that the drafter catches up with in this step
         self._draft_seconds = 0.0  # of this step
         self._planned = 0.0  # when the planning of this step began
         self._plan_seconds = 0.0  # of this step, before its launch
+        self._own_seconds = 0.0  # of this step: time that a draft head on the host adds to it
+        self._unpaid = 0.0  # the same of steps without drafts that are not counted as a loss yet
         self._num_right = 0  # accepted draft tokens of this step
         self._has_drafted = False  # the last step that was launched verifies drafts
         self._rest = 0  # steps to skip drafting for, while `_num_active` slots are active
@@ -157,6 +116,11 @@ class Speculator:
         self.runs_ahead = False  # the next step has no drafts: where the device launches ahead, it may be launched so
         self._collected = 0.0  # when the last step was collected
         self._head = drafter if isinstance(drafter, HiddenDraft) else None
+        # Whether plain steps are launched ahead: drafts of a head know when they rest.
+        self._launches_ahead = self._head is not None and self._head.runner.kernels.launches_ahead
+        self._is_head_on_host = (
+            self._head is not None and not self._launches_ahead
+        )  # its part of plain steps is counted
 
     def reads_states(self, plan: StepPlan) -> bool:
         """Whether the pass of a plan gives out hidden states for a draft head.
@@ -181,9 +145,14 @@ class Speculator:
 
     def launched(self, plan: StepPlan, states: Array | None) -> None:
         """Keep the hidden states of a launched pass for the draft head."""
-        if self._head is not None:
-            self._head.is_resting = self._rest > 0
-            self._head.absorb(plan, states)
+        if self._head is None:
+            return
+        is_timed = self._is_head_on_host and states is not None
+        started = time.perf_counter() if is_timed else 0.0
+        self._head.is_resting = self._rest > 0
+        self._head.absorb(plan, states)
+        if is_timed:
+            self._own_seconds += time.perf_counter() - started
 
     def warm_up(self) -> None:
         """Capture the passes of a draft head on a device now."""
@@ -201,7 +170,8 @@ class Speculator:
         does not know how many of them are kept.
         """
         self._planned = time.perf_counter()
-        self._kinds, self._draft_seconds, self._plan_seconds, self._num_right = {}, 0.0, 0.0, 0
+        self._unpaid += self._own_seconds
+        self._kinds, self._draft_seconds, self._plan_seconds, self._own_seconds, self._num_right = {}, 0.0, 0.0, 0.0, 0
         if is_behind and self._has_drafted:
             return False
         self.runs_ahead = self._rest > 0 and num_active == self._num_active
@@ -217,13 +187,16 @@ class Speculator:
                 self._rest, self.runs_ahead, self.lengths.is_hopeful = self.lengths.REST - 1, True, False
         return self.runs_ahead
 
-    @property
-    def _launches_ahead(self) -> bool:
-        """Whether plain steps are launched ahead: drafts of a head know when they rest."""
-        return self._head is not None and self._head.runner.kernels.launches_ahead
-
     def room(self, sequences: list[Sequence]) -> dict[int, int]:
         """Number of draft tokens to reserve, by sequence id; beams of a search have no drafts."""
+        if not self._is_head_on_host:
+            return self._reserved(sequences)
+        self.lengths.context = sum(sequence.num_tokens for sequence in sequences)
+        reserved = self._reserved(sequences)
+        self._own_seconds = time.perf_counter() - self._planned
+        return reserved
+
+    def _reserved(self, sequences: list[Sequence]) -> dict[int, int]:
         most = {sequence.id: self._most(sequence) for sequence in sequences if sequence.group is None}
         eligible = [sequence for sequence in sequences if most.get(sequence.id, 0) > 0]
         offers = self.drafter.offers(eligible, self.lengths.longest) if eligible else {}
@@ -237,6 +210,8 @@ class Speculator:
             tokens_left = sum(most[sequence_id] for sequence_id in offers) // len(offers)
             offers = self._accepted_offers(offers, len(sequences), tokens_left)
         self._kinds = {sequence_id: offer.kind for sequence_id, offer in offers.items()}
+        if self._is_head_on_host:
+            self._num_behind = sum(offer.num_behind for offer in offers.values())
         return {sequence_id: min(offer.length, most[sequence_id]) for sequence_id, offer in offers.items()}
 
     def _accepted_offers(self, offers: dict[int, Offer], num_sequences: int, tokens_left: int) -> dict[int, Offer]:
@@ -244,16 +219,17 @@ class Speculator:
         every = list(offers.values())
         lengths, all_join = self.lengths.choose(num_sequences, every, tokens_left)
         if lengths:
+            if all_join and self._is_head_on_host and self.lengths.acceptance.num_trials < FEW_TRIALS:
+                offers = _least_behind(offers)
             return {
                 sequence_id: offer._replace(length=min(offer.length, lengths[offer.kind]))
                 for sequence_id, offer in offers.items()
                 if offer.kind in lengths and (all_join or not offer.num_behind)
             }
         probe, self._rest = self.lengths.declined(num_sequences, every, tokens_left)
-        if probe:
-            probed = min(offers, key=lambda sequence_id: offers[sequence_id].num_behind)
-            return {probed: offers[probed]._replace(length=1)}
-        return {}
+        if not probe:
+            return {}
+        return {sequence_id: offer._replace(length=1) for sequence_id, offer in _least_behind(offers).items()}
 
     def fill(self, plan: StepPlan) -> StepPlan:
         """The plan with its draft tokens; the draft model runs here."""
@@ -290,11 +266,28 @@ class Speculator:
         has_drafts, self._num_rested = num_tokens > num_decodes, 0
         self._num_drafted = self._num_drafted + 1 if has_drafts else 0
         seconds += self._plan_seconds
+        has_own = self._own_seconds > 0.0
+        if self._is_head_on_host:
+            lengths.context = sum(item.start for item in plan.decodes) + num_decodes
+            seconds = self._without_own(seconds, has_drafts, num_decodes)
         is_late = self._launches_ahead and not was_ahead  # waited for the tokens before, as drafts do
         if (has_drafts or is_late) and lengths.steps.knows(num_decodes):
-            lengths.count_loss(num_decodes, num_tokens, seconds, self._num_right)
+            lengths.count_loss(num_decodes, num_tokens, seconds, self._num_right, self._num_behind)
         if has_drafts or not is_late:
             lengths.observe_step(num_tokens, max(seconds - self._draft_seconds, 0.0), has_drafts=has_drafts)
+        if has_own:
+            self._unpaid += time.perf_counter() - now
+
+    def _without_own(self, seconds: float, has_drafts: bool, num_decodes: int) -> float:
+        """The time that a step takes without a head, whose part of plain steps is a loss."""
+        own, self._own_seconds = self._own_seconds, 0.0
+        if not has_drafts:
+            self._unpaid += own
+            seconds = max(seconds - own, 0.0)
+        if self.lengths.steps.knows(num_decodes):
+            self.lengths.count_own(num_decodes, self._unpaid)
+            self._unpaid = 0.0
+        return seconds
 
     def observe(self, sequence: Sequence, num_guessed: int, num_right: int) -> None:
         self.stats.num_drafts += 1
@@ -352,6 +345,8 @@ def _head_speculator(engine: InferenceEngine, head: LoadedHead, config: Speculat
     lengths = DraftLengths(config.length, config.adaptive, drafter.costs, _relative_cost(engine, head.weights))
     if kernels.launches_ahead:
         lengths.steps, lengths.late_steps = PassCosts(PLAIN_MEASURED), PassCosts()
+    else:
+        lengths.least_pause = LEAST_PAUSE
     return Speculator(config, drafter, engine.config.max_model_len, lengths)
 
 
