@@ -48,12 +48,10 @@ class SharedEngine:
         every = [
             (f"request-{next(self._ids)}", *each, results) for each in zip(prompts, params, priorities, strict=True)
         ]
-        order = list(range(len(every)))
-        if results is None:
-            order.sort(key=lambda place: -_most_tokens(params[place]))
+        longest_first = sorted(range(len(every)), key=lambda place: -_most_tokens(params[place]))
         requests: dict[int, Request] = {}
         try:
-            for place in order:
+            for place in longest_first if results is None else range(len(every)):
                 requests[place] = self._add(*every[place])
         except BaseException:
             self.abort(list(requests.values()))

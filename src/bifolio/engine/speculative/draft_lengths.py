@@ -130,14 +130,17 @@ class Acceptance:
     PRIOR, MEMORY = 0.6, 20  # rate before the first trial, number of trials averaged over
 
     def __init__(self) -> None:
-        self.num_trials = 0  # since the start
         self._chances: dict[tuple[int, int], float] = {}
         self._trials: Counter[tuple[int, int]] = Counter()
+
+    @property
+    def num_trials(self) -> int:
+        """Draft tokens that are averaged over, of all kinds and positions."""
+        return sum(self._trials.values())
 
     def observe(self, kind: int, num_guessed: int, num_right: int) -> None:
         """Count every draft token up to the first rejected one as a trial."""
         for place in range(min(num_right + 1, num_guessed)):
-            self.num_trials += 1
             key = (kind, place)
             self._trials[key] = min(self._trials[key] + 1, self.MEMORY)
             known = self.chance(kind, place)

@@ -171,7 +171,8 @@ class Speculator:
         """
         self._planned = time.perf_counter()
         self._unpaid += self._own_seconds
-        self._kinds, self._draft_seconds, self._plan_seconds, self._own_seconds, self._num_right = {}, 0.0, 0.0, 0.0, 0
+        self._kinds, self._num_behind, self._num_right = {}, 0, 0
+        self._draft_seconds, self._plan_seconds, self._own_seconds = 0.0, 0.0, 0.0
         if is_behind and self._has_drafted:
             return False
         self.runs_ahead = self._rest > 0 and num_active == self._num_active
@@ -197,6 +198,7 @@ class Speculator:
         return reserved
 
     def _reserved(self, sequences: list[Sequence]) -> dict[int, int]:
+        """`room`, whose time is not counted here."""
         most = {sequence.id: self._most(sequence) for sequence in sequences if sequence.group is None}
         eligible = [sequence for sequence in sequences if most.get(sequence.id, 0) > 0]
         offers = self.drafter.offers(eligible, self.lengths.longest) if eligible else {}

@@ -53,6 +53,7 @@ class Sizes(NamedTuple):
 
 
 SMALL = (4, 8, 16)  # tokens of a few sequences with drafts
+# Not 448: cuBLAS takes longer for it than for 512 with some large matrices.
 ON_GPU = Sizes((32, 64, 128, 192, 256, 320, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048), 32)
 INTERPRETED = Sizes((8, 24), 3)  # Triton's interpreter takes long for unused tiles
 
