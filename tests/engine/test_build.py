@@ -10,13 +10,14 @@ import pytest
 from bifolio import LLM, SamplingParams
 from bifolio.config import CacheConfig, EngineConfig, ModelConfig, RopeConfig
 from bifolio.engine.build import resolve_sizes
-from bifolio.engine.device_memory import decode_batch, measure_step, move_to_device, prefill_batch
+from bifolio.engine.device_memory import decode_batch, measure_step, move_to_device, padding_cache, prefill_batch
 from bifolio.engine.memory import plan_gpu_memory
 from bifolio.errors import ConfigError
 from bifolio.kernels.reference import ReferenceKernels
 from bifolio.model import loaded
 from bifolio.model.loader import load_model
 from helpers import random_prompt, tiny_folder, tiny_loaded
+from hybrid_models import tiny_hybrid
 
 CONFIG = ModelConfig("llama", 1000, 64, 4, 8, 2, 16, 128, 4096, ropes=(RopeConfig(rotary_dim=16),))
 PER_BLOCK = 64 * 2 * 4 * 2 * 16 * 2  # tokens, keys and values, layers, heads, head size, bytes
@@ -98,11 +99,12 @@ def engine_config(**options: Any) -> EngineConfig:
 
 def test_the_largest_step_is_tried() -> None:
     config, kernels = engine_config(), ReferenceKernels()
-    prefill = prefill_batch(config)
+    cache = padding_cache(CONFIG, config)
+    prefill = prefill_batch(config, cache)
     assert prefill.num_tokens == 70
     assert prefill.segments[0].context_lens.tolist() == [32, 32, 6]
     assert len(prefill.logit_rows) == 5  # type: ignore[arg-type]
-    decode = decode_batch(config)
+    decode = decode_batch(config, cache)
     assert (decode.num_tokens, decode.segments[0].max_query_len) == (5, 1)
     memory = Counter(0, 1000)
     assert measure_step(tiny_loaded(), kernels, config, memory) == 1250
@@ -113,7 +115,8 @@ def test_the_largest_step_is_tried() -> None:
 def test_tables_of_the_tried_step_cover_its_contexts(max_model_len: int) -> None:
     """Kernels that read every key through the table, as in deterministic mode, find an entry for every token."""
     config = EngineConfig(CacheConfig(1000, 64), max_model_len, max_num_seqs=256, token_budget=8192)
-    for batch in (prefill_batch(config), decode_batch(config)):
+    cache = padding_cache(CONFIG, config)
+    for batch in (prefill_batch(config, cache), decode_batch(config, cache)):
         (segment,) = batch.segments
         tables = segment.block_tables
         assert tables is not None
@@ -122,7 +125,26 @@ def test_tables_of_the_tried_step_cover_its_contexts(max_model_len: int) -> None
         assert not tables.any()  # the padding block: the cache of this step has two
         assert batch.cache_index is not None
         assert 0 <= batch.cache_index.min() <= batch.cache_index.max() < 64
-    assert prefill_batch(config).segments[0].max_context_len == min(max_model_len, 8192)
+    assert prefill_batch(config, cache).segments[0].max_context_len == min(max_model_len, 8192)
+
+
+@pytest.mark.parametrize("kind", ["conv", "delta", "mamba"])
+def test_the_tried_step_of_a_hybrid_model_has_its_states(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels on a device read and write the states that the batch names, whatever the measured cache holds."""
+    kernels, seen = ReferenceKernels(), list[int]()
+    recur = kernels.recur
+
+    def checked(x: Any, recurrence: Any, batch: Any, storage: Any) -> Any:
+        assert batch.states is not None
+        used = {*batch.states.reads.tolist(), *batch.states.writes.tolist()} - {-1}
+        assert used == {0, 1}  # the empty state and the one for padding
+        assert storage.layout.num_states == len(storage.recurrent[recurrence.layer]) == 2
+        seen.append(batch.num_tokens)
+        return recur(x, recurrence, batch, storage)
+
+    monkeypatch.setattr(kernels, "recur", checked)
+    assert measure_step(tiny_hybrid(kind), kernels, engine_config(), Counter(0, 1000)) == 1250
+    assert set(seen) == {70, 5}  # a prefill of the budget and a decode of all slots
 
 
 def test_weights_and_steps_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from bifolio import LLM
 from bifolio.engine.engine import InferenceEngine
 from bifolio.kernels.interface import KernelSet
 from bifolio.kernels.reference import ReferenceKernels
@@ -42,3 +43,35 @@ def test_the_device_reads_and_writes_the_states_of_its_slots(kind: str) -> None:
     assert engine.slots.device is not None
     assert found == answers(kind, ReferenceKernels())[1]
     assert engine.stats().states.num_held_states == 0
+
+
+@pytest.mark.parametrize("kind", ["conv", "delta", "mamba", "wide conv"])
+def test_a_start_that_measures_its_memory(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`LLM` on a device measures a step, plans the cache, warms up and answers."""
+    kernels = TritonKernels("cpu", "f32")
+    monkeypatch.setattr(kernels, "memory", lambda: Memory(2_000_000))
+    llm = LLM(
+        tiny_hybrid(kind), kernels=kernels, dtype="f32", block_size=4, max_num_seqs=2, max_model_len=32,
+        token_budget=32, warm_up=False,
+    )  # fmt: skip
+    prompt = random_prompt(13, seed=2, vocab_size=VOCABULARY)
+    greedy = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    expected = LLM(tiny_hybrid(kind), kernels=ReferenceKernels()).generate([prompt], greedy)
+    assert llm.plan.step_bytes == 1250
+    assert llm.generate([prompt], greedy)[0].outputs[0].token_ids == expected[0].outputs[0].token_ids
+
+
+class Memory:
+    """Of a device whose steps take 1000 bytes."""
+
+    def __init__(self, free: int) -> None:
+        self._free = free
+
+    def free_bytes(self) -> int:
+        return self._free
+
+    def start_peak(self) -> None:
+        pass
+
+    def peak_bytes(self) -> int:
+        return 1000

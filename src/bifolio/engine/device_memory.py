@@ -1,7 +1,8 @@
 """The memory of a device that is left for the cache: free memory after loading weights, less the largest step.
 
 The largest step is measured, not estimated: a prefill with the whole token budget and a decode of all slots run on
-padding, with every sampling filter on. Both write to the padding block, so a cache of two blocks is enough.
+padding, with every sampling filter on. Both write to the padding block, and to one state of recurrent layers, so a
+cache of two blocks and two states is enough.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from bifolio.config import CacheConfig, EngineConfig
+from bifolio.cache.states import EMPTY_STATE
+from bifolio.cache.table_states import StatePass
+from bifolio.config import CacheConfig, EngineConfig, ModelConfig
 from bifolio.engine.executor import DecodeExecutor, ModelRunner, PrefillExecutor
 from bifolio.engine.fault.out_of_memory import is_out_of_memory
 from bifolio.engine.host_batch import HostBatch, Run
@@ -23,6 +26,7 @@ from bifolio.model.weights import OnLoad, prepare
 from bifolio.sampling.sampler import Sampler, SamplingTable
 from bifolio.sampling_params import SamplingParams
 
+PADDING_STATE = EMPTY_STATE + 1  # written by all sequences of a step on padding
 GRAPH_SHARE = 0.25  # of a step's bytes, added: CUDA graphs keep memory of their own
 FILTERED = SamplingParams(temperature=0.9, top_p=0.9, top_k=50, min_p=0.01, seed=0, logprobs=5)
 
@@ -45,11 +49,12 @@ def move_to_device(model: LoadedModel, kernels: KernelSet, on_load: OnLoad = lam
 
 def measure_step(model: LoadedModel, kernels: KernelSet, config: EngineConfig, memory: DeviceMemory) -> int:
     """Bytes that the largest step of this engine takes on top of weights and cache."""
-    runner = ModelRunner.new(model, CacheConfig(2, config.cache.block_size, config.cache.dtype), kernels)
+    cache = padding_cache(model.config, config)
+    runner = ModelRunner.new(model, cache, kernels)
     memory.start_peak()
     try:
-        logits = PrefillExecutor(runner).run(prefill_batch(config).to(kernels))
-        logits = DecodeExecutor(runner).run(decode_batch(config).to(kernels))
+        logits = PrefillExecutor(runner).run(prefill_batch(config, cache).to(kernels))
+        logits = DecodeExecutor(runner).run(decode_batch(config, cache).to(kernels))
         draw_tokens(logits, config.max_num_seqs)
     except RuntimeError as error:
         if not is_out_of_memory(error):
@@ -62,25 +67,38 @@ def measure_step(model: LoadedModel, kernels: KernelSet, config: EngineConfig, m
     return int(memory.peak_bytes() * (1 + GRAPH_SHARE))
 
 
-def prefill_batch(config: EngineConfig) -> HostBatch:
+def padding_cache(model: ModelConfig, config: EngineConfig) -> CacheConfig:
+    """The engine's cache, with the padding block and, of a hybrid model, the padding state alone in use."""
+    return replace(config.cache, num_blocks=2, num_states=0 if model.recurrent is None else PADDING_STATE + 1)
+
+
+def prefill_batch(config: EngineConfig, cache: CacheConfig) -> HostBatch:
     """A prefill of the whole token budget, in sequences as long as possible; logits for every slot."""
     whole, rest = divmod(config.token_budget, config.max_model_len)
     runs = [_padding(length) for length in [config.max_model_len] * whole + [rest] * (rest > 0)]
     num_tokens = sum(len(run.tokens) for run in runs)
     last = range(num_tokens - min(config.max_num_seqs, num_tokens), num_tokens)
-    return HostBatch.from_runs([], runs, _no_blocks(config, len(runs)), config.cache.block_size, last)
+    tables = _no_blocks(config, len(runs))
+    return HostBatch.from_runs([], runs, tables, cache.block_size, last, _states(runs, cache))
 
 
-def decode_batch(config: EngineConfig) -> HostBatch:
+def decode_batch(config: EngineConfig, cache: CacheConfig) -> HostBatch:
     """One token for every slot."""
     runs = [_padding(1) for _ in range(config.max_num_seqs)]
-    tables = _no_blocks(config, 1)
-    return HostBatch.from_runs(runs, [], tables, config.cache.block_size, range(config.max_num_seqs))
+    rows = range(config.max_num_seqs)
+    return HostBatch.from_runs(runs, [], _no_blocks(config, 1), cache.block_size, rows, _states(runs, cache))
 
 
 def _padding(length: int) -> Run:
     """Padding tokens; their keys and values are written to the padding block."""
     return Run(0, 0, np.zeros(length, dtype=np.int32))
+
+
+def _states(runs: list[Run], cache: CacheConfig) -> list[StatePass] | None:
+    """Each run begins with the empty state and writes the padding state; None: no recurrent layers."""
+    if not cache.num_states:
+        return None
+    return [StatePass(EMPTY_STATE, ((len(run.tokens) - 1, PADDING_STATE),)) for run in runs]
 
 
 def _no_blocks(config: EngineConfig, num_sequences: int) -> np.ndarray:
