@@ -33,13 +33,19 @@ SHAPES: dict[str, dict[str, Any]] = {
                  "head_dim": 64, "vocab_size": 128256, "tie_word_embeddings": True, "rope_theta": 5e5},
     "llama-8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
                  "head_dim": 128, "vocab_size": 128256, "tie_word_embeddings": False, "rope_theta": 5e5},
+    "llama-3b": {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24,
+                 "head_dim": 128, "vocab_size": 128256, "tie_word_embeddings": True, "rope_theta": 5e5},
+    "qwen3-1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16,
+                   "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True, "rope_theta": 1e6},
     "qwen3-0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
                    "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True, "rope_theta": 1e6},
 }  # fmt: skip
 IN_MEMORY = ("qwen3-30b-a3b", "gpt-oss-20b")  # shapes of `bifolio.measure.gpu_models`
 LONG = 16084  # tokens of the long context
 TOP_P = {"temperature": 0.8, "top_p": 0.95}
-ROWS = ("greedy", "top_p", "n8", "scored", "single", "long", "decode64", "prefix")
+PROMPTS = {"prompt8k": 8000, "prompt16k": 16000, "prompt32k": 32000, "continued": 4000}  # tokens that are computed
+CACHED = 28000  # tokens in the cache before the prompt of the row "continued"
+ROWS = ("greedy", "top_p", "n8", "scored", "single", "long", "decode64", "prefix", *PROMPTS)
 TITLES = {
     "greedy": "256 requests, greedy, tok/s",
     "top_p": "256 requests, top-p 0.95, tok/s",
@@ -49,6 +55,10 @@ TITLES = {
     "long": f"one sequence at {LONG} tokens, ms/token",
     "decode64": "64 sequences at 2048 tokens, tok/s",
     "prefix": "64 requests behind 4096 common tokens, tok/s",
+    "prompt8k": "a prompt of 8,000 tokens, ms",
+    "prompt16k": "a prompt of 16,000 tokens, ms",
+    "prompt32k": "a prompt of 32,000 tokens, ms",
+    "continued": "4,000 tokens after a cached prefix of 28,000, ms",
 }
 
 
@@ -127,7 +137,7 @@ class Engine:
             self.vocab_size = model.config.vocab_size
         else:
             self.vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
-        self.llm = module.LLM(model, max_model_len=LONG + 300, **options)
+        self.llm = module.LLM(model, **{"max_model_len": LONG + 300, **options})
         self._random = random.Random(0)
 
     def params(self, num_new: int, **options: Any) -> Any:
@@ -165,6 +175,11 @@ def run_row(engine: Engine, row: str, passes: int) -> list[float]:
             found.append(engine.rate([tokens(512) for _ in range(16)], params(256, n=8, **TOP_P)))
         elif row == "decode64":
             found.append(engine.rate([tokens(2048) for _ in range(64)], params(256)))
+        elif row in PROMPTS:
+            cached = tokens(CACHED if row == "continued" else 0)
+            if cached:
+                engine.seconds([cached], params(1))
+            found.append(1e3 * engine.seconds([cached + tokens(PROMPTS[row])], params(1))[0])
         elif row == "prefix":
             common = tokens(4096)
             engine.seconds([common], params(1))
@@ -269,7 +284,7 @@ def plot(result: dict[str, Any], target: str) -> None:
             if row in TITLES and {"bifolio", "vllm"} <= engines.keys():
                 ratio = statistics.median(engines["bifolio"]) / statistics.median(engines["vllm"])
                 names.append(f"{shape}: {TITLES[row].rsplit(', ', 1)[0]}")
-                ratios.append(1 / ratio if TITLES[row].endswith("ms/token") else ratio)
+                ratios.append(1 / ratio if "ms" in TITLES[row].rsplit(", ", 1)[1] else ratio)
     figure = new_figure(9, 0.45 * len(names) + 1)
     axes = figure.subplots()
     plain_axes(axes)

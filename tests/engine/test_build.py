@@ -102,7 +102,8 @@ def test_the_largest_step_is_tried() -> None:
     cache = padding_cache(CONFIG, config)
     prefill = prefill_batch(config, cache)
     assert prefill.num_tokens == 70
-    assert prefill.segments[0].context_lens.tolist() == [32, 32, 6]
+    assert prefill.segments[0].context_lens.tolist() == [32, 32, 32]  # the last one has a prefix
+    assert prefill.segments[0].query_starts.tolist() == [0, 32, 64, 70]
     assert len(prefill.logit_rows) == 5  # type: ignore[arg-type]
     decode = decode_batch(config, cache)
     assert (decode.num_tokens, decode.segments[0].max_query_len) == (5, 1)
@@ -125,7 +126,7 @@ def test_tables_of_the_tried_step_cover_its_contexts(max_model_len: int) -> None
         assert not tables.any()  # the padding block: the cache of this step has two
         assert batch.cache_index is not None
         assert 0 <= batch.cache_index.min() <= batch.cache_index.max() < 64
-    assert prefill_batch(config, cache).segments[0].max_context_len == min(max_model_len, 8192)
+    assert prefill_batch(config, cache).segments[0].max_context_len == max_model_len
 
 
 @pytest.mark.parametrize("kind", ["conv", "delta", "mamba"])

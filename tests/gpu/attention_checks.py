@@ -58,6 +58,12 @@ LARGE_PREFILLS = [
     (shape_of(16, 8, 128), [300, 511, 512, 513], [300, 511, 512, 513], 16),
     (shape_of(28, 4, 128, 256), [600, 100], [600, 1100], 16),
     (shape_of(8, 1, 256), [150, 20], [150, 600], 64),
+    (shape_of(16, 8, 128), [3000], [9000], 64),  # parts of cuDNN, with padding
+    (shape_of(8, 4, 64), [4096, 300], [28000, 300], 64),  # parts for one sequence, tiles for the other
+    (shape_of(4, 2, 128), [8192], [16384], 16),
+    (shape_of(4, 2, 96), [2000], [77777], 64),  # more parts than one launch merges
+    (shape_of(4, 1, 256), [5000], [5000], 64),
+    (shape_of(4, 2, 128, 512), [3000], [9000], 64),  # a window: tiles
 ]
 
 

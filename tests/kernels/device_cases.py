@@ -241,7 +241,7 @@ class Watched:
 
 
 def new_slots(kernels: KernelSet, runner: ModelRunner) -> DeviceSlots | None:
-    sizes = SlotSizes(num_slots=3, max_blocks=TABLES.shape[1], max_model_len=16, vocab_size=VOCAB)
+    sizes = SlotSizes(num_slots=3, max_blocks=TABLES.shape[1], max_model_len=16, vocab_size=VOCAB, max_chunk=16)
     return kernels.device_slots(runner.network, runner.storage, sizes)
 
 

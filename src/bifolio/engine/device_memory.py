@@ -73,9 +73,13 @@ def padding_cache(model: ModelConfig, config: EngineConfig) -> CacheConfig:
 
 
 def prefill_batch(config: EngineConfig, cache: CacheConfig) -> HostBatch:
-    """A prefill of the whole token budget, in sequences as long as possible; logits for every slot."""
-    whole, rest = divmod(config.token_budget, config.max_model_len)
-    runs = [_padding(length) for length in [config.max_model_len] * whole + [rest] * (rest > 0)]
+    """A prefill of the whole token budget, in sequences as long as possible; logits for every slot.
+
+    A sequence of fewer tokens ends at the longest context: its attention reads a cached prefix.
+    """
+    longest = config.max_model_len
+    whole, rest = divmod(config.token_budget, longest)
+    runs = [_padding(longest)] * whole + [_padding(rest, longest - rest)] * (rest > 0)
     num_tokens = sum(len(run.tokens) for run in runs)
     last = range(num_tokens - min(config.max_num_seqs, num_tokens), num_tokens)
     tables = _no_blocks(config, len(runs))
@@ -89,9 +93,9 @@ def decode_batch(config: EngineConfig, cache: CacheConfig) -> HostBatch:
     return HostBatch.from_runs(runs, [], _no_blocks(config, 1), cache.block_size, rows, _states(runs, cache))
 
 
-def _padding(length: int) -> Run:
+def _padding(length: int, start: int = 0) -> Run:
     """Padding tokens; their keys and values are written to the padding block."""
-    return Run(0, 0, np.zeros(length, dtype=np.int32))
+    return Run(0, start, np.zeros(length, dtype=np.int32))
 
 
 def _states(runs: list[Run], cache: CacheConfig) -> list[StatePass] | None:

@@ -352,7 +352,7 @@ class InferenceEngine:
         config, kernels = self.config, self.runner.kernels
         max_blocks = self.blocks.blocks_for(config.max_model_len) + 1
         vocab = self.model.config.vocab_size
-        sizes = SlotSizes(config.max_num_seqs, max_blocks, config.max_model_len, vocab)
+        sizes = SlotSizes(config.max_num_seqs, max_blocks, config.max_model_len, vocab, config.chunk_size)
         device = kernels.device_slots(self.runner.network, self.runner.storage, sizes)
         sampler = Sampler(vocab, SamplingTable(config.max_num_seqs, vocab))
         return SlotState(self.blocks, kernels, sampler, max_blocks, device, config.speculative is not None)

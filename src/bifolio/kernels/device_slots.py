@@ -20,6 +20,7 @@ class SlotSizes(NamedTuple):
     max_blocks: int  # of one sequence
     max_model_len: int
     vocab_size: int
+    max_chunk: int  # prompt tokens of one sequence in a step
 
 
 @dataclass(slots=True)

@@ -23,6 +23,13 @@ from bifolio.kernels.interface import (
 from bifolio.kernels.torch_arrays import upload
 from bifolio.kernels.torch_reference import scale_by_position
 from bifolio.kernels.triton.decode import decode_attention
+from bifolio.kernels.triton.long_attention import (
+    LongQueries,
+    can_be_long,
+    long_attention,
+    long_queries,
+    warm_up_long,
+)
 from bifolio.kernels.triton.prefill import (
     QueryTiles,
     cudnn_attention,
@@ -51,6 +58,8 @@ class StagedSegment:
     positions: torch.Tensor | None = None  # i32[t]  of the queries; None: from the segment
     has_all_tiles: bool = False  # a CUDA graph reads no other tiles than those
     is_near: bool = False  # few sequences with short contexts: there are no pieces
+    long: dict[int, list[LongQueries]] = field(default_factory=dict)  # by window: sequences that run in parts
+    other_tiles: dict[tuple[int, int], QueryTiles] = field(default_factory=dict)  # of the others, by window and rows
 
 
 class Attention:
@@ -121,19 +130,69 @@ class Attention:
         own = own._replace(query=scale_by_position(own.query, shape, segment, staged.positions))
         query = own.query
         if storage is None or segment.block_tables is None or segment.fresh:
-            if uses_cudnn(query, shape, segment) and not self._deterministic:
+            if uses_cudnn(query, shape, segment, storage) and not self._deterministic:
                 return cudnn_attention(own, shape, segment.num_sequences)
         elif segment.max_query_len == 1 and segment.phase is AttentionPhase.DECODE:
             return self._decode(query, shape, staged, storage, out)
-        rows = self.rows_of_tile(shape, segment, query.dtype, storage)
-        if rows not in staged.tiles:
-            if staged.has_all_tiles:
-                raise PhaseError(f"a step of fixed size has no tiles of {rows} queries for {query.dtype}")
-            staged.tiles[rows] = cut_queries(segment, rows, self._device)
         if out is None:
             out = query.new_empty((query.shape[0], shape.num_heads * shape.head_dim))
-        prefill_attention(own, shape, segment, storage, staged.tiles[rows], rows, out, fixed=self._deterministic)
+        long = self._attend_long(query, shape, staged, storage, out)
+        if len(long) < segment.num_sequences:
+            rows = self.rows_of_tile(shape, segment, query.dtype, storage)
+            tiles = self._tiles(staged, segment, rows, shape.window or 0, long)
+            prefill_attention(own, shape, segment, storage, tiles, rows, out, fixed=self._deterministic)
         return out
+
+    def _attend_long(
+        self,
+        query: torch.Tensor,
+        shape: AttentionShape,
+        staged: StagedSegment,
+        storage: Storage | None,
+        out: torch.Tensor,
+    ) -> list[LongQueries]:
+        """Compute the sequences whose attention runs in parts, and return them. A captured step has none."""
+        tables = staged.segment.block_tables
+        if staged.has_all_tiles or self._deterministic or storage is None or tables is None:
+            return []
+        if not can_be_long(query, shape, storage):
+            return []
+        window = shape.window or 0
+        if window not in staged.long:
+            staged.long[window] = long_queries(staged.segment, shape.window)
+        for item in staged.long[window]:
+            long_attention(query, shape, storage, self._integers(tables)[item.sequence], item, out)
+        return staged.long[window]
+
+    def _tiles(
+        self, staged: StagedSegment, segment: AttentionSegment, rows: int, window: int, long: list[LongQueries]
+    ) -> QueryTiles:
+        """Tiles of all sequences that are not `long`."""
+        if long:
+            key = window, rows
+            if key not in staged.other_tiles:
+                skipped = [item.sequence for item in long]
+                staged.other_tiles[key] = cut_queries(segment, rows, self._device, skipped)
+            return staged.other_tiles[key]
+        if rows not in staged.tiles:
+            if staged.has_all_tiles:
+                raise PhaseError(f"a step of fixed size has no tiles of {rows} queries for {self._dtype}")
+            staged.tiles[rows] = cut_queries(segment, rows, self._device)
+        return staged.tiles[rows]
+
+    def warm_up(self, shapes: tuple[AttentionShape, ...], storage: Storage, max_context: int, max_queries: int) -> None:
+        """Build the plans of long attention, once for each kind of layer."""
+        if self._deterministic:
+            return
+        query = torch.empty(0, dtype=self._dtype, device=self._device)
+        kinds = {
+            (shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.scale): shape
+            for shape in shapes
+            if can_be_long(query, shape, storage)
+        }
+        for shape in kinds.values():
+            longest = max_context if shape.window is None else min(max_context, shape.window)
+            warm_up_long(shape, self._dtype, self._device, longest, max_queries)
 
     def rows_of_tile(
         self, shape: AttentionShape, segment: AttentionSegment, dtype: torch.dtype, storage: Storage | None

@@ -6,8 +6,8 @@
 
 Each program computes one tile of one head's queries over their visible keys, first the whole tiles that need no mask,
 then those on the diagonal. In deterministic mode it does so for each piece of `FIXED_PIECE` tokens, and merges the
-pieces as decode attention does: a token gets the same bits in both phases. Long sequences of equal length without a
-prefix use torch's attention (cuDNN), which is faster.
+pieces as decode attention does: a token gets the same bits in both phases. Several sequences of equal length without a
+prefix use torch's attention (cuDNN), which is faster, and so do long sequences (`long_attention`).
 """
 
 from __future__ import annotations
@@ -42,10 +42,15 @@ class QueryTiles:
     table_rows: torch.Tensor  # i32[s]  row of each sequence in the block tables
 
 
-def cut_queries(segment: AttentionSegment, tile: int, device: str) -> QueryTiles:
-    """Tiles of a segment, in order of sequences: the work of a program is bounded by its context."""
+def cut_queries(segment: AttentionSegment, tile: int, device: str, skipped: list[int] | None = None) -> QueryTiles:
+    """Tiles of a segment, in order of sequences: the work of a program is bounded by its context.
+
+    `skipped`: sequences without tiles.
+    """
     starts = _host(segment.query_starts)
     counts = -(-np.diff(starts) // tile)
+    if skipped:
+        counts[skipped] = 0
     owner = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
     before = np.concatenate([[0], np.cumsum(counts)])[:-1]
     first = (np.arange(len(owner)) - before[owner]) * tile
@@ -308,13 +313,17 @@ def prefill_attention(
     )
 
 
-def uses_cudnn(query: torch.Tensor, shape: AttentionShape, segment: AttentionSegment) -> bool:
-    """Whether cuDNN's attention is faster: for long sequences of equal length without a prefix."""
+def uses_cudnn(query: torch.Tensor, shape: AttentionShape, segment: AttentionSegment, storage: Storage | None) -> bool:
+    """Whether one call of cuDNN is faster: for several sequences of equal length without a prefix.
+
+    One sequence in a cache has plans of fixed lengths (`long_attention`).
+    """
     equal = segment.num_sequences * segment.max_query_len == segment.token_end - segment.token_start
     return (
         query.is_cuda
         and query.dtype in (torch.bfloat16, torch.float16)
         and segment.fresh
+        and (storage is None or segment.num_sequences > 1)
         and equal
         and segment.max_query_len >= CUDNN_FROM
         and (shape.window is None or shape.window >= segment.max_query_len)

@@ -40,7 +40,7 @@ class TritonSlots:
                 "on a GPU all layers with the same window must have the same heads: use the CPU"
             )
         self._kernels, self._sizes, self._vocab_size = kernels, sizes, sizes.vocab_size
-        self._block_size = storage.block_size
+        self._storage, self._block_size = storage, storage.block_size
         self.state = DeviceState(sizes.num_slots, sizes.max_blocks, kernels.device)
         self.graphs = DecodeGraphs(kernels, network, storage, self.state)
         self.draws_from_logits = DrawGraphs(self.state, GraphRecorder(self.state.device))
@@ -204,6 +204,8 @@ class TritonSlots:
         """
         if self.prompts is not None:
             self.prompts.capture_all()
+        sizes = self._sizes
+        self._kernels.attention.warm_up(self._shapes, self._storage, sizes.max_model_len, sizes.max_chunk)
         compile_draws(self.state.device, self._vocab_size)
         self.graphs.capture_all(None)
         for mode in (Mode(), Mode("filter")):
