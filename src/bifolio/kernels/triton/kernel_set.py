@@ -235,7 +235,7 @@ class TritonKernels(TorchArrays, TritonStreams):
         return torch.tanh(y / softcap) * softcap if softcap else y
 
     def head_linear(self, x: Array, linear: HeadLinear, start: int) -> Array:
-        return self._torch.head_linear(tensor(x), linear, start)
+        return self._torch.head_linear(tensor(x).to(self.dtype), linear, start)  # the residual stream is f32
 
     def join_latent(self, query: Array, absorbed: Array, latent: Array, norm: Norm, rope: int) -> Array:
         return self._torch.join_latent(tensor(query), tensor(absorbed), tensor(latent), norm, rope)
