@@ -151,6 +151,13 @@ def _mean_square(source: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
     return tl.sum(total, axis=0) / SIZE
 
 
+def num_turned_heads(shape: AttentionShape) -> int:
+    """Heads of one token that `rope_and_write` stores one after the other, queries first."""
+    if shape.queries_only:
+        return shape.num_heads
+    return shape.num_heads + shape.num_kv_heads * (1 if shape.value_norm is None else 2)
+
+
 def rope_and_write(
     qkv: torch.Tensor,
     shape: AttentionShape,
@@ -163,8 +170,7 @@ def rope_and_write(
     heads, dim, own = shape.num_heads, shape.head_dim, not shape.queries_only
     kv_heads = shape.num_kv_heads if own else 0
     tokens, value_norm = qkv.shape[0], shape.value_norm if own else None
-    results = heads + kv_heads * (1 if value_norm is None else 2)
-    turned = torch.empty((tokens, results, dim), dtype=dtype or qkv.dtype, device=qkv.device)
+    turned = torch.empty((tokens, num_turned_heads(shape), dim), dtype=dtype or qkv.dtype, device=qkv.device)
     norms = shape.query_norm, shape.key_norm if own else shape.query_norm
     has_norm = norms[0] is not None and norms[1] is not None
     cached = own and storage is not None and slots is not None

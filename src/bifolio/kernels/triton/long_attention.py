@@ -8,7 +8,7 @@
 cuDNN builds an execution plan for each pair of lengths, which takes about 60 ms, so all lengths are multiples of `STEP`
 from two short lists. Pieces of queries begin and end at multiples of `STEP`; queries before or after the chunk are
 padding. Keys and values are gathered from their blocks once for each layer, token after token, so that the strides of a
-part do not depend on the context: they belong to the plan.
+part do not depend on the context: they belong to the plan, as do those of the queries.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from bifolio.kernels.interface import AttentionSegment, AttentionShape, Storage
+from bifolio.kernels.triton.cache import num_turned_heads
 from bifolio.kernels.triton.tiles import join_part
 
 STEP = 1024  # tokens
@@ -100,10 +101,11 @@ def long_attention(
 ) -> None:
     """Attention of one sequence's queries, written to their rows of `out`."""
     keys, values = gather_context(shape, storage, table, item)
-    own = query[item.token : item.token + item.num_queries].contiguous()
-    before, after = item.context - item.num_queries - item.start, item.end - item.context
-    if before or after:
-        own = torch.nn.functional.pad(own, (0, 0, 0, 0, before, after))
+    own = query[item.token : item.token + item.num_queries]
+    before, rows = item.context - item.num_queries - item.start, item.end - item.start
+    if rows > item.num_queries:
+        own = new_queries(rows, shape, query)
+        own[before : before + item.num_queries] = query[item.token : item.token + item.num_queries]
     first = item.start
     for length in lengths_of(item.end - item.start, QUERY_LENGTHS):
         piece = own[first - item.start : first - item.start + length]
@@ -115,6 +117,11 @@ def long_attention(
         row = item.token + begin - (item.context - item.num_queries)
         merge_parts(parts, begin - first, out[row : row + end - begin])
         first += length
+
+
+def new_queries(count: int, shape: AttentionShape, like: torch.Tensor) -> torch.Tensor:
+    """Zeros [count, heads, dim], with the strides of the queries of a pass."""
+    return like.new_zeros((count, num_turned_heads(shape), shape.head_dim))[:, : shape.num_heads]
 
 
 def lengths_of(total: int, lengths: tuple[int, ...]) -> Iterator[int]:
@@ -157,7 +164,7 @@ def warm_up_long(shape: AttentionShape, dtype: torch.dtype, device: str, max_con
     for count in QUERY_LENGTHS:
         if count > min(-(-max_queries // STEP) * STEP, rows):
             continue
-        query = torch.zeros((count, shape.num_heads, shape.head_dim), dtype=dtype, device=device)
+        query = new_queries(count, shape, keys)
         parts = [attend_part(query, keys[:count], keys[:count], shape.scale, is_causal=True)]
         parts += [
             attend_part(query, keys[:length], keys[:length], shape.scale, is_causal=False)
