@@ -64,6 +64,7 @@ class KvCacheEntry:
         self.storage = storage
         self._manager = manager
         self._num_ahead = 0  # tokens that the table has room for beyond `seq_len`
+        self.rope: int | None = None  # the frequencies of its keys, chosen by its first pass (`bifolio.long_rope`)
 
     @classmethod
     def open(cls, storage: KVStorage, manager: KVCacheBlockManager, capacity: int = 0) -> KvCacheEntry:
@@ -88,6 +89,11 @@ class KvCacheEntry:
     def seq_len(self) -> int:
         """Tokens in the cache."""
         return self.page_table.num_tokens - self._num_ahead
+
+    @property
+    def capacity(self) -> int:
+        """Tokens in the cache and held ahead of use."""
+        return self.page_table.num_tokens
 
     @property
     def needs_new_page(self) -> bool:
@@ -116,6 +122,8 @@ class KvCacheEntry:
 
     def truncate(self, num_tokens: int) -> None:
         """Keep the first `num_tokens` tokens; blocks held ahead of use stay held."""
+        if not num_tokens:
+            self.rope = None
         if self._manager.has_states:
             self._num_ahead = 0
             self._manager.truncate(self.sequence_id, num_tokens)

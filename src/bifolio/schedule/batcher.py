@@ -47,7 +47,7 @@ class ReadPrompts:
         if not sequence.is_dormant and sequence.num_uncomputed > size:
             end = sequence.num_scheduled // size * size + size  # the next block that it will complete
             self._ends.add(end)
-            key = sequence.request.salt, end, sequence.token_ids[end - 1]
+            key = sequence.request.cache_salt, end, sequence.token_ids[end - 1]
             self._prefixes.setdefault(key, []).append(sequence.token_ids)
 
     def will_know_prefix(self, sequence: Sequence) -> bool:
@@ -59,7 +59,7 @@ class ReadPrompts:
             other[:end] == tokens[:end]
             for end in self._ends
             if end < count
-            for other in self._prefixes.get((request.salt, end, tokens[end - 1]), ())
+            for other in self._prefixes.get((request.cache_salt, end, tokens[end - 1]), ())
         )
 
     def blocks_with(self, sequence: Sequence, cached: int) -> int:
@@ -233,7 +233,7 @@ class ContinuousBatcher:
         else:
             wants_logits = request.params.prompt_logprobs is not None and not sequence.output_token_ids
             cached = self._blocks.open_table(
-                sequence.id, sequence.token_ids, salt=request.salt, max_cached=0 if wants_logits else None
+                sequence.id, sequence.token_ids, salt=request.cache_salt, max_cached=0 if wants_logits else None
             )
         needed = reading.blocks_with(sequence, cached)
         while self._slot_of and needed + len(self._slot_of) // 4 > self._blocks.num_free_blocks:

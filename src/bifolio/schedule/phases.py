@@ -193,7 +193,7 @@ class PhaseManager:
             blocks.truncate(sequence.id, shared)
             sequence.rewind(blocks.num_tokens_of(sequence.id))  # fewer, where a recurrent state is missing
         else:
-            sequence.rewind(blocks.open_table(sequence.id, sequence.token_ids, salt=sequence.request.salt))
+            sequence.rewind(blocks.open_table(sequence.id, sequence.token_ids, salt=sequence.request.cache_salt))
         return True
 
     def _make_room(
