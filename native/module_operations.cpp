@@ -92,14 +92,17 @@ void rotation_rows(nb::handle frequency_array, float scale, nb::handle position_
   const Vector frequencies = vector("frequencies", frequency_array);
   const Ints positions = ints("positions", position_array);
   const Output cosine = output("cosine", cosine_array), sine = output("sine", sine_array);
-  const int64_t tokens = int64_t(positions.shape(0)), width = int64_t(frequencies.shape(0));
+  const int64_t tokens = int64_t(positions.shape(0)), width = int64_t(cosine.shape(1));
+  const bool two_sets = int64_t(frequencies.shape(0)) == 2 * width;
   require_frequencies(frequencies);
+  require(two_sets || int64_t(frequencies.shape(0)) == width, "frequencies has ", frequencies.shape(0), " elements and must have ",
+          width, ", the width of cosine, or twice as many");
   require_finite("scale", scale);
   require_shape("cosine", cosine, tokens, width);
   require_shape("sine", sine, tokens, width);
   require_apart("cosine", rows_of(cosine), "sine", rows_of(sine));
   require_elements("positions", positions.data(), positions.shape(0), INT32_MAX, "the positions");
-  run_team(pool, [&](Member& t) { rotation(t, frequencies.data(), scale, positions.data(), rows_of(cosine), rows_of(sine)); });
+  run_team(pool, [&](Member& t) { rotation(t, frequencies.data(), two_sets, scale, positions.data(), rows_of(cosine), rows_of(sine)); });
 }
 
 void rope_and_write_rows(nb::handle qkv_array, const AttentionConstants& shape, nb::handle cosine_array, nb::handle sine_array,

@@ -55,12 +55,13 @@ Register record_linear(ProgramHolder& self, Register x, const LinearWeights& wei
   return self.program.linear(x, weights);
 }
 
-std::pair<Register, Register> record_rotation(ProgramHolder& self, nb::handle frequency_array, float scale) {
+std::pair<Register, Register> record_rotation(ProgramHolder& self, nb::handle frequency_array, float scale, bool two_sets) {
   self.require_open();
   const Vector frequencies = vector("frequencies", frequency_array);
   require_frequencies(frequencies);
+  require(!two_sets || frequencies.shape(0) % 2 == 0, "frequencies has ", frequencies.shape(0), " elements and must hold two equal sets");
   require_finite("scale", scale);
-  return self.program.rotation(std::vector<float>(frequencies.data(), frequencies.data() + frequencies.shape(0)), scale);
+  return self.program.rotation(std::vector<float>(frequencies.data(), frequencies.data() + frequencies.shape(0)), scale, two_sets);
 }
 
 Register record_rope_and_write(ProgramHolder& self, Register qkv, int64_t layer, const AttentionConstants& shape, Register cosine,
@@ -285,7 +286,7 @@ void bind_program(nb::module_& m) {
       .def("add", &record_add, "x"_a, "y"_a)
       .def("add_norm", &record_add_norm, "x"_a, "delta"_a, "weights"_a)
       .def("linear", &record_linear, "x"_a, "weights"_a)
-      .def("rotation", &record_rotation, array("frequencies"), "scale"_a)
+      .def("rotation", &record_rotation, array("frequencies"), "scale"_a, "two_sets"_a = false)
       .def("rope_and_write", &record_rope_and_write, "qkv"_a, "layer"_a, "shape"_a, "cosine"_a, "sine"_a)
       .def("attend", &record_attend, "qkv"_a, "layer"_a, "shape"_a)
       .def("act", &record_act, "x"_a, "activation"_a)

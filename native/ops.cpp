@@ -69,10 +69,12 @@ void softcap(Member& m, Rows x, float cap) {
   each_row(m, x.count, x.width, [&](int64_t row) { kernels().softcap_row(x.row(row), x.width, cap); });
 }
 
-void rotation(Member& m, const float* frequencies, float scale, const int32_t* positions, Rows cosine, Rows sine) {
+void rotation(Member& m, const float* frequencies, bool two_sets, float scale, const int32_t* positions, Rows cosine, Rows sine) {
   each_row(m, cosine.count, 64 * cosine.width, [&](int64_t row) {
+    const float* own = two_sets && positions[row] >= kLongRope ? frequencies + cosine.width : frequencies;
+    const float position = float(positions[row] % kLongRope);
     for (int64_t i = 0; i < cosine.width; ++i) {
-      const float angle = float(positions[row]) * frequencies[i];
+      const float angle = position * own[i];
       cosine.row(row)[i] = std::cos(angle) * scale;
       sine.row(row)[i] = std::sin(angle) * scale;
     }

@@ -109,7 +109,9 @@ void gated_linear(Member& m, Rows x, const LinearWeights& pair, Activation activ
 bool can_gate(const LinearWeights& pair, const LinearWeights& last, int64_t rows);
 
 void softcap(Member& m, Rows x, float cap);
-void rotation(Member& m, const float* frequencies, float scale, const int32_t* positions, Rows cosine, Rows sine);
+constexpr int32_t kLongRope = 1 << 28;  // LONG_ROPE of bifolio/long_rope.py
+// two_sets: frequencies [2, width], the second for positions from kLongRope on, which count from there.
+void rotation(Member& m, const float* frequencies, bool two_sets, float scale, const int32_t* positions, Rows cosine, Rows sine);
 
 // Norms and rotates the queries and keys of [t, (heads + 2 kv_heads) * head_dim] in place, and writes keys and values to `kv`
 // (null: no cache). slots: block * block_size + offset of each token in the cache.

@@ -60,10 +60,11 @@ Program::Register Program::linear(Register x, const LinearWeights& weights) {
   return out;
 }
 
-std::pair<Program::Register, Program::Register> Program::rotation(const std::vector<float>& frequencies, float scale) {
-  const Register cosine = new_value(int64_t(frequencies.size()), false), sine = new_value(int64_t(frequencies.size()), false);
+std::pair<Program::Register, Program::Register> Program::rotation(const std::vector<float>& frequencies, float scale, bool two_sets) {
+  const int64_t width = int64_t(frequencies.size()) / (two_sets ? 2 : 1);
+  const Register cosine = new_value(width, false), sine = new_value(width, false);
   record("rotation", {}, {cosine, sine}, [=, this](Member& m, const Step& step) {
-    bifolio::rotation(m, frequencies.data(), scale, step.positions, rows(cosine, step), rows(sine, step));
+    bifolio::rotation(m, frequencies.data(), two_sets, scale, step.positions, rows(cosine, step), rows(sine, step));
   });
   return {cosine, sine};
 }

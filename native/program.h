@@ -41,7 +41,7 @@ class Program {
   Register add(Register x, Register y);
   std::pair<Register, Register> add_norm(Register x, Register delta, const NormWeights& weights);
   Register linear(Register x, const LinearWeights& weights);
-  std::pair<Register, Register> rotation(const std::vector<float>& frequencies, float scale);
+  std::pair<Register, Register> rotation(const std::vector<float>& frequencies, float scale, bool two_sets);
   // Returns the same register: queries and keys are rotated in place. Registers -1: no rotation.
   Register rope_and_write(Register qkv, int64_t layer, const AttentionConstants& shape, Register cosine, Register sine);
   Register attend(Register qkv, int64_t layer, const AttentionConstants& shape);

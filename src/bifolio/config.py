@@ -74,7 +74,12 @@ class RopeConfig:
     attention_factor: float = 1.0  # multiplies cos and sin (yarn, longrope)
     truncate: bool = True  # yarn: the ramp begins and ends at whole dimensions
     frequency_factors: tuple[float, ...] = ()  # divisor of each frequency: longrope, proportional, or from a file
-    frequency_factors_short: tuple[float, ...] = ()  # longrope, for contexts up to original_max_position
+    frequency_factors_short: tuple[float, ...] = ()  # longrope, for sequences up to original_max_position
+
+    @property
+    def has_two_sets(self) -> bool:
+        """Whether short and long sequences are rotated by different frequencies (`bifolio.long_rope`)."""
+        return self.scaling == "longrope" and bool(self.frequency_factors_short)
 
     def __post_init__(self) -> None:
         if self.rotary_dim <= 0 or self.rotary_dim % 2:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from bifolio.errors import FaultKind
 from bifolio.logprob_records import LogprobRecords, TokenLogprob
+from bifolio.long_rope import salt_of_rope
 from bifolio.sampling_params import SamplingParams
 
 __all__ = [
@@ -272,6 +273,7 @@ class Request:
     turn: float = 0.0  # among requests of one priority: smaller runs first, then the earlier arrival
     owner: str = ""  # the client: slots and prefill are shared between owners; "": takes no part in this
     salt: bytes = b""  # cached prefixes are shared between requests of the same salt only
+    rope: int | None = None  # 0 or LONG_ROPE: the frequencies of its positions; None: there is one set (`long_rope`)
     max_tokens: int = 0  # of each completion, resolved against the model's context
     sequences: list[Sequence] = field(default_factory=list)
     prompt_scores: LogprobRecords | None = None  # of the prompt's tokens from the second on, as far as computed
@@ -291,6 +293,11 @@ class Request:
     def set_error(self, fault: FaultKind, message: str) -> None:
         """Record why the request ends; the batcher finishes its sequences."""
         self.fault, self.error = fault, message
+
+    @property
+    def cache_salt(self) -> bytes:
+        """The salt of the digests of its blocks: keys that the two sets of LongRoPE rotated are never shared."""
+        return salt_of_rope(self.rope, self.salt)
 
     @property
     def is_finished(self) -> bool:

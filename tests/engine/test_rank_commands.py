@@ -8,6 +8,7 @@ import pytest
 from bifolio.cache.table_states import StatePass
 from bifolio.engine.host_batch import HostBatch, Run
 from bifolio.engine.parallel.commands import batch_of, read, run_command, write
+from bifolio.long_rope import LONG_ROPE
 from helpers import cpu_kernel_names, make_kernels
 
 KERNELS = [  # the import of torch takes seconds
@@ -21,12 +22,13 @@ TABLES = np.arange(12, dtype=np.int32).reshape(3, 4)
 def test_a_batch_arrives_as_it_was_sent(name: str, has_states: bool) -> None:
     kernels = make_kernels(name)
     states = [StatePass(3, ((0, 4),)), StatePass(0, ((2, 5), (4, 6)))] if has_states else None
-    runs = [Run(0, 7, [11])], [Run(2, 0, [1, 2, 3, 4, 5])]
+    runs = [Run(0, 7, [11], LONG_ROPE)], [Run(2, 0, [1, 2, 3, 4, 5])]
     sent = HostBatch.from_runs(*runs, TABLES, 4, [0, 5], states).to(kernels)
     memory = np.zeros(1 << 16, np.uint8)
     write(run_command(1, sent, kernels), memory)
     kind, found = batch_of(read(memory), kernels)
-    assert (kind, found.max_position) == (1, sent.max_position)
+    assert (kind, found.max_position) == (1, 7)
+    assert kernels.to_host(found.positions).tolist() == [LONG_ROPE + 7, 0, 1, 2, 3, 4]
     for name_of in ("token_ids", "positions", "cache_index", "logit_rows"):
         ours, theirs = (kernels.to_host(getattr(batch, name_of)) for batch in (found, sent))
         np.testing.assert_array_equal(ours, theirs)

@@ -8,6 +8,7 @@ import numpy as np
 from case_table import Context, Outputs, activations, case, new_context, normal, segment_over
 
 from bifolio.kernels.interface import AttentionPhase, AttentionShape, Batch, Heads, KernelSet, LayerAttention, Norm
+from bifolio.long_rope import LONG_ROPE
 
 PREFILL, DECODE = AttentionPhase.PREFILL, AttentionPhase.DECODE
 SHAPES = {
@@ -28,9 +29,15 @@ def shape_of(name: str) -> AttentionShape:
 
 # -- rope_and_write ----------------------------------------------------------------------------------------------------
 def _enter_rope(
-    detail: str, dim: int, rotated: int, interleaved: bool = False, norm_heads: tuple[int, int] = (0, 0), **order: bool
+    detail: str,
+    dim: int,
+    rotated: int,
+    interleaved: bool = False,
+    norm_heads: tuple[int, int] = (0, 0),
+    two_sets: bool = False,
+    **order: bool,
 ) -> None:
-    """`norm_heads`: heads that share a norm, of queries and keys; 0: no norm."""
+    """`norm_heads`: heads that share a norm, of queries and keys; 0: no norm. `two_sets`: LongRoPE, of both lengths."""
 
     @case("rope_and_write", detail)
     def rope_and_write(kernels: KernelSet, rng: np.random.Generator) -> Outputs:
@@ -40,8 +47,11 @@ def _enter_rope(
         shape = AttentionShape(1, 6, 2, dim, 1.0, None, interleaved, *norms, **order)
         context = new_context(kernels, rng, lengths, shape.num_kv_heads, dim)
         qkv = activations(kernels, normal(rng, sum(lengths), 10 * dim))
-        positions = kernels.from_host(np.concatenate([np.arange(length, dtype=np.int32) for length in lengths]))
-        frequencies = kernels.from_host((1e4 ** -(np.arange(rotated // 2) * 2 / max(rotated, 1))).astype(np.float32))
+        ropes = [LONG_ROPE, 0] if two_sets else [0, 0]
+        places = [np.arange(length, dtype=np.int32) + rope for length, rope in zip(lengths, ropes, strict=True)]
+        positions = kernels.from_host(np.concatenate(places))
+        one_set = (1e4 ** -(np.arange(rotated // 2) * 2 / max(rotated, 1))).astype(np.float32)
+        frequencies = kernels.from_host(np.stack([one_set, one_set / 3]) if two_sets else one_set)
         rotation = kernels.rotation(frequencies, 1.0, positions) if rotated else None
         batch = Batch(positions, positions, kernels.from_host(context.index), (), None)
         heads = kernels.rope_and_write(qkv, shape, rotation, batch, context.storage)
@@ -58,6 +68,7 @@ _enter_rope("of normed heads", 80, 80, norm_heads=(1, 1))
 _enter_rope("of heads normed together", 80, 64, norm_heads=(6, 2))
 _enter_rope("of heads normed afterwards", 80, 64, norm_heads=(1, 1), norm_after_rope=True)
 _enter_rope("without rotation", 64, 0)
+_enter_rope("by one of two sets", 64, 48, two_sets=True)
 
 
 @case("rope_and_write", "of normed values")

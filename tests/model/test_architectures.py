@@ -180,13 +180,11 @@ def test_variants(architecture: str, overrides: dict[str, Any]) -> None:
     assert worst(ours, transformers_logits(model, prompt)) < TOLERANCE
 
 
-@pytest.mark.parametrize("length", [20, 40])
+@pytest.mark.parametrize("length", [20, 32, 33, 40])
 def test_longrope_like_transformers_on_either_side_of_the_original_context(length: int) -> None:
-    """transformers switches factors with the length of the prompt; an engine must decide once, by `max_model_len`."""
     model, folder = tiny_model.__wrapped__(
-        "phi3", rope_parameters=dict(LONGROPE), original_max_position_embeddings=32,
-        max_position_embeddings=32 if length <= 32 else 128,
-    )  # fmt: skip
+        "phi3", rope_parameters=dict(LONGROPE), original_max_position_embeddings=32, max_position_embeddings=128
+    )
     prompt = random_prompt(length)
     runner, blocks = make_runner(load_folder(folder), poison=True)
     ours = run_chunks(runner, open_entry(runner, blocks), prompt, length)

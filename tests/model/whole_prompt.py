@@ -6,6 +6,7 @@ import numpy as np
 
 from bifolio.engine.host_batch import HostBatch, Run
 from bifolio.kernels.reference import ReferenceKernels
+from bifolio.long_rope import rope_of_length
 from bifolio.model.transformer import forward
 from bifolio.model.weights import ModelWeights, prepare
 
@@ -13,7 +14,8 @@ from bifolio.model.weights import ModelWeights, prepare
 def prompt_logits(weights: ModelWeights, token_ids: list[int]) -> np.ndarray:
     """f32[tokens, vocab]."""
     kernels = ReferenceKernels()
-    batch = HostBatch.from_runs([], [Run(0, 0, token_ids)], None).to(kernels)
+    rope = rope_of_length(weights.config, len(token_ids)) or 0
+    batch = HostBatch.from_runs([], [Run(0, 0, token_ids, rope)], None).to(kernels)
     return kernels.to_host(forward(prepare(weights, kernels), batch, kernels, None))
 
 

@@ -32,6 +32,7 @@ from bifolio.errors import ConfigError, EmptyPromptError, PromptTooLongError, To
 from bifolio.kernels.interface import Batch, KernelSet
 from bifolio.kernels.select import torch_kernels
 from bifolio.kernels.torch_dtypes import dtype_name
+from bifolio.long_rope import rope_of_length
 from bifolio.model import transformer
 from bifolio.model.huggingface.config import config_from_hf, config_to_hf
 from bifolio.model.huggingface.hf_loader import folder_tensors, read_json, with_generation_ids
@@ -108,7 +109,7 @@ class LanguageModel(nn.Module):
             raise PromptTooLongError(
                 f"the sequences have {length} tokens and the model takes {self.config.max_position}: shorten them"
             )
-        batch = fresh_batch(idx, self._kernels())
+        batch = fresh_batch(idx, self._kernels(), rope_of_length(self.config, length) or 0)
         network = self._network if self.training else transformer.forward
         logits = network(self.weights(), batch, self._kernels(), None)
         logits = logits.unflatten(0, (batch_size, length))
@@ -296,15 +297,18 @@ class DecodeLoop:
             num_states=storage.layout.num_states,
         )
         self._prefill, self._decode = PrefillExecutor(runner), DecodeExecutor(runner)
+        self._config = runner.weights.config
         self._entries = [KvCacheEntry.open(storage, blocks) for _ in range(num_sequences)]
 
     def logits(self, window: torch.Tensor) -> torch.Tensor:
         """f32[B, vocab] after `window` [B, T]: a decode step if the window grew by one token, else a prefill.
 
-        A window of unchanged length has shifted by one token: all positions differ, so it is recomputed.
+        A window of unchanged length has shifted by one token: all positions differ, so it is recomputed. So is one that
+        has grown too long for the short frequencies of LongRoPE.
         """
         tokens, known = window.cpu().numpy(), self._entries[0].seq_len
-        if window.shape[1] == known + 1 and known:
+        is_rotated = self._entries[0].rope == rope_of_length(self._config, window.shape[1])
+        if window.shape[1] == known + 1 and known and is_rotated:
             logits = self._decode.append(self._entries, list(tokens[:, -1:]))
         else:
             for entry in self._entries:
@@ -347,9 +351,9 @@ def _check_count(max_new_tokens: int) -> None:
         raise ConfigError(f"max_new_tokens must be a whole number of 0 or more, not {max_new_tokens!r}")
 
 
-def fresh_batch(idx: torch.Tensor, kernels: KernelSet) -> Batch:
+def fresh_batch(idx: torch.Tensor, kernels: KernelSet, rope: int = 0) -> Batch:
     """Pack whole sequences [B, T] into a batch without cached tokens, with logits for every token."""
     batch_size, length = idx.shape
     padding = np.zeros(length, dtype=np.int32)  # replaced by the tokens on their device
-    batch = HostBatch.from_runs([], [Run(row, 0, padding) for row in range(batch_size)], None)
+    batch = HostBatch.from_runs([], [Run(row, 0, padding, rope) for row in range(batch_size)], None)
     return replace(batch.to(kernels), token_ids=idx.flatten())

@@ -130,6 +130,7 @@ class Hello(msgspec.Struct, tag="hello"):
     enable_prefix_caching: bool = True
     kv_events: KvEventSettings | None = None  # where they are published
     transfer_port: int = 0  # where blocks are served to decode engines; 0: they are not
+    short_context: int | None = None  # of a model with two sets of rotation frequencies (`bifolio.long_rope`)
 
 
 class Fatal(msgspec.Struct, tag="fatal"):

@@ -16,6 +16,7 @@ from bifolio.cache.block_pool import BlockMove, BlockPool
 from bifolio.cache.block_queries import BlockQueries
 from bifolio.cache.block_table import (
     BlockTable,
+    checked_ids,
     count_needed_blocks,
     extend_chain,
     find_holder,
@@ -28,6 +29,7 @@ from bifolio.cache.digests import TokenIds, root_digest
 from bifolio.cache.events import CacheEvents
 from bifolio.cache.invariants import find_problems, find_state_problems
 from bifolio.cache.table_states import StatePass, StateRequest, TableStates
+from bifolio.counts import whole
 from bifolio.errors import CacheError, ConfigError, OutOfBlocksError
 from bifolio.kernels.storage import BlockMover
 
@@ -51,12 +53,10 @@ class KVCacheBlockManager(BlockQueries):
         num_states: int = 0,  # of recurrent layers, the empty state included; 0: the model has none
         checkpoint_tokens: int = 0,  # spacing of their checkpoints; 0: the end of each prompt and turn alone
     ) -> None:
-        if num_blocks < 2:
-            raise ConfigError(f"num_blocks is {num_blocks}; block 0 is padding, so at least 2 are needed")
-        if block_size < 1:
-            raise ConfigError(f"block_size is {block_size}; a block holds at least 1 token")
-        self.num_blocks = num_blocks
-        self.block_size = block_size
+        self.num_blocks = whole("num_blocks, with block 0 for padding,", num_blocks, least=2, error=ConfigError)
+        self.block_size = whole("block_size", block_size, least=1, error=ConfigError)
+        whole("num_states", num_states, error=ConfigError)
+        whole("checkpoint_tokens", checkpoint_tokens, error=ConfigError)
         self.enable_prefix_caching = enable_prefix_caching
         self.lock = RLock()  # for views that check and change tables atomically
         self._tables: dict[int, BlockTable] = {}
@@ -87,8 +87,8 @@ class KVCacheBlockManager(BlockQueries):
         with self.lock:
             self._check_new(sequence_id)
             table = BlockTable(self, sequence_id, root_digest(salt), self.enable_prefix_caching)
-            self._tables[sequence_id] = table
             table.chain = self._find_prefix(token_ids, table.root, max_cached)
+            self._tables[sequence_id] = table
             if self._states is not None:
                 table.state = self._states.open(table.chain)
                 del table.chain[table.state.position // self.block_size :]
@@ -143,7 +143,7 @@ class KVCacheBlockManager(BlockQueries):
         with self.lock:
             parent = find_table(self._tables, parent_id)
             self._check_new(child_id)
-            self._check_no_pending_move(parent.block_ids)
+            self.check_fork(parent_id)
             state = None if self._states is None or parent.state is None else self._states.fork(parent.state)
             child = self._tables[child_id] = BlockTable(self, child_id, parent.root, parent.publishes)
             child.block_ids = list(parent.block_ids)
@@ -153,6 +153,13 @@ class KVCacheBlockManager(BlockQueries):
             for block_id in child.block_ids:
                 self._pool.retain(block_id)
 
+    def check_fork(self, parent_id: int) -> None:
+        """Raise `CacheError` unless the table can be forked now."""
+        table = find_table(self._tables, parent_id)
+        self._check_no_pending_move(table.block_ids)
+        if table.state is not None and table.state.drafts:
+            raise CacheError("a sequence with unverified drafts cannot be forked: verify them first")
+
     def truncate(self, sequence_id: int, num_tokens: int) -> list[int]:
         """Keep the first `num_tokens` tokens; return the ids of the blocks that became free.
 
@@ -160,7 +167,7 @@ class KVCacheBlockManager(BlockQueries):
         """
         with self.lock:
             table = find_table(self._tables, sequence_id)
-            if not 0 <= num_tokens <= table.num_tokens:
+            if not 0 <= whole("a number of tokens", num_tokens, least=None) <= table.num_tokens:
                 raise CacheError(
                     f"sequence {sequence_id} cannot be truncated to {num_tokens} tokens: it has {table.num_tokens}"
                 )
@@ -188,10 +195,12 @@ class KVCacheBlockManager(BlockQueries):
         with self.lock:
             if self._states is not None:
                 raise CacheError("a block of a model with recurrent layers cannot be shared alone: fork the sequence")
-            if sequence_id in self._tables and block_id in self._tables[sequence_id].block_ids:
+            self._checked(block_id)
+            known = self._tables.get(whole("a sequence id", sequence_id, least=None))
+            if known is not None and block_id in known.block_ids:
                 return
-            table = self._tables.get(sequence_id) or BlockTable(self, sequence_id, b"", True)
-            holder = find_holder(self._tables, self._checked(block_id), table)
+            table = known or BlockTable(self, sequence_id, b"", True)
+            holder = find_holder(self._tables, block_id, table)
             self._check_no_pending_move([block_id])
             table.adopt(block_id, holder)
             self._pool.retain(block_id)
@@ -259,7 +268,7 @@ class KVCacheBlockManager(BlockQueries):
         """
         with self.lock:
             table = find_table(self._tables, sequence_id)
-            if num_computed > table.num_tokens:
+            if whole("num_computed", num_computed) > table.num_tokens:
                 raise CacheError(
                     f"sequence {sequence_id} cannot commit {num_computed} tokens: it holds {table.num_tokens}"
                 )
@@ -289,13 +298,10 @@ class KVCacheBlockManager(BlockQueries):
     def take_changes(self, sequence_ids: Iterable[int]) -> list[tuple[int, int, list[int]]]:
         """(sequence_id, first index, block ids) of those tables that changed since the last call for them."""
         with self.lock:
-            tables = self._tables
-            changed = []
-            for sequence_id in sequence_ids:
-                table = tables.get(sequence_id) or find_table(tables, sequence_id)
-                if table.first_changed < len(table.block_ids):
-                    changed.append((sequence_id, *table.take_changes()))
-            return changed
+            tables, ids = self._tables, checked_ids(sequence_ids)
+            known = [tables.get(sequence_id) or find_table(tables, sequence_id) for sequence_id in ids]
+            changed = [table for table in known if table.first_changed < len(table.block_ids)]
+            return [(table.sequence_id, *table.take_changes()) for table in changed]
 
     def record_events(self, events: CacheEvents) -> None:
         """Record in `events` which blocks can be found by content, from now on."""
@@ -319,11 +325,9 @@ class KVCacheBlockManager(BlockQueries):
         Opens a table if needed. Truncate to the tokens in use, or append tokens instead.
         """
         with self.lock:
-            if num_blocks < 0:
-                raise CacheError(f"{num_blocks} blocks cannot be allocated: pass 0 or more")
-            if num_blocks > self.num_free_blocks:
+            if whole("a number of blocks", num_blocks) > self.num_free_blocks:
                 raise OutOfBlocksError(f"{num_blocks} blocks are requested and {self.num_free_blocks} are free")
-            if sequence_id not in self._tables:
+            if not self.has_table(sequence_id):
                 self.open_table(sequence_id)
             table = find_table(self._tables, sequence_id)
             held = len(table.block_ids)
@@ -365,7 +369,7 @@ class KVCacheBlockManager(BlockQueries):
     # -- internal ----------------------------------------------------------------------------------------------------
 
     def _check_new(self, sequence_id: int) -> None:
-        if sequence_id in self._tables:
+        if whole("a sequence id", sequence_id, least=None) in self._tables:
             raise CacheError(f"sequence {sequence_id} already has a block table: release it or take a fresh id")
 
     def _check_no_pending_move(self, block_ids: list[int]) -> None:

@@ -15,6 +15,7 @@ from bifolio.cache.invariants import filled_entries
 from bifolio.cache.states import StateStats
 from bifolio.cache.storage import Page
 from bifolio.cache.table_states import TableStates
+from bifolio.counts import whole
 from bifolio.errors import CacheError
 
 
@@ -46,7 +47,7 @@ class BlockQueries:
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
-        return -(-num_tokens // self.block_size)
+        return -(-whole("a number of tokens", num_tokens) // self.block_size)
 
     def blocks_needed(self, appends: Iterable[tuple[int, int]]) -> int:
         """The exact number of free blocks these (sequence_id, num_tokens) appends take together, in any order.
@@ -57,7 +58,7 @@ class BlockQueries:
             return count_needed_blocks(merge_appends(appends), self._tables, self._pool, self.block_size)
 
     def has_table(self, sequence_id: int) -> bool:
-        return sequence_id in self._tables
+        return isinstance(sequence_id, int) and sequence_id in self._tables
 
     def sequence_ids(self) -> list[int]:
         """The sequences that have a block table."""
@@ -133,7 +134,7 @@ class BlockQueries:
     # -- internal ----------------------------------------------------------------------------------------------------
 
     def _checked(self, block_id: int) -> int:
-        if not 0 <= block_id < self.num_blocks:
+        if not 0 <= whole("a block id", block_id, least=None) < self.num_blocks:
             raise CacheError(f"there is no block {block_id}: the cache has blocks 0 to {self.num_blocks - 1}")
         return block_id
 
@@ -142,5 +143,10 @@ class BlockQueries:
 
     def _find_prefix(self, token_ids: Sequence[int], root: bytes, max_cached: int | None) -> list[bytes]:
         """Digests of the leading full blocks that are cached, short of the last token."""
+        if max_cached is not None:
+            max_cached = whole("max_cached", max_cached)
         limit = len(token_ids) - 1 if max_cached is None else min(len(token_ids) - 1, max_cached)
-        return find_chain(self._pool.cached, root, token_ids, limit // self.block_size, self.block_size)
+        try:
+            return find_chain(self._pool.cached, root, token_ids, limit // self.block_size, self.block_size)
+        except (TypeError, OverflowError):
+            raise CacheError("token ids are whole numbers of 32 bits") from None

@@ -26,6 +26,7 @@ from bifolio.cache.block_pool import PADDING_BLOCK, BlockPool
 from bifolio.cache.digests import TokenIds, next_digest
 from bifolio.cache.events import Stored
 from bifolio.cache.states import SequenceState
+from bifolio.counts import whole, whole_ids
 from bifolio.errors import CacheError, UnknownSequenceError
 
 if TYPE_CHECKING:
@@ -66,11 +67,13 @@ class BlockTable:
 
     def lookup(self, token_index: int) -> tuple[int, int]:
         """(block id, offset in the block) of the token at `token_index`."""
+        token_index = whole("a token's index", token_index, least=None)
         self._check_range(token_index, token_index + 1)
         return self.block_ids[token_index // self.block_size], token_index % self.block_size
 
     def cache_index(self, start: int, end: int) -> npt.NDArray[np.int64]:
         """i64[end - start]: cache indices of the tokens [start, end)."""
+        start, end = whole("start", start, least=None), whole("end", end, least=None)
         self._check_range(start, end)
         positions = np.arange(start, end, dtype=np.int64)
         blocks = np.array(self.block_ids, dtype=np.int64)[positions // self.block_size]
@@ -78,7 +81,7 @@ class BlockTable:
 
     def get(self, seq_pos: int) -> Page | None:
         """The page that holds position `seq_pos`, or None when no page covers it."""
-        if not 0 <= seq_pos < len(self.block_ids) * self.block_size:
+        if not 0 <= whole("a position", seq_pos, least=None) < len(self.block_ids) * self.block_size:
             return None
         return self._manager.get_block(self.block_ids[seq_pos // self.block_size])
 
@@ -90,15 +93,17 @@ class BlockTable:
         Pages are contiguous: the first starts at position 0, the next at `block_size`, and so on.
         """
         with self._manager.lock:
+            self._check_open()
             covered = len(self.block_ids) * self.block_size
-            if seq_start != covered:
+            if whole("a position", seq_start, least=None) != covered:
                 raise CacheError(f"the next page starts at position {covered}, not at {seq_start}")
             return self._manager.allocate_block(self.sequence_id)
 
     def free(self, page_ids: Iterable[int]) -> list[int]:
         """Release pages from the end of the sequence, in any order; return those that no other table holds."""
-        unwanted = set(page_ids)
+        unwanted = set(whole_ids("page ids", page_ids))
         with self._manager.lock:
+            self._check_open()
             num_kept = len(self.block_ids) - len(unwanted)
             if num_kept < 0 or set(self.block_ids[num_kept:]) != unwanted:
                 raise CacheError(f"pages {sorted(unwanted)} are not the last ones of the sequence: {self.block_ids}")
@@ -130,6 +135,11 @@ class BlockTable:
         self.num_tokens = min(holder.num_tokens, (index + 1) * self.block_size)
         self.mark_changed(index)
 
+    def _check_open(self) -> None:
+        """The id of a released table may belong to another sequence by now."""
+        if not self._manager.has_table(self.sequence_id) or self._manager.table(self.sequence_id) is not self:
+            raise UnknownSequenceError(f"this table of sequence {self.sequence_id} was released: open a new one")
+
     def _check_range(self, start: int, end: int) -> None:
         if not 0 <= start <= end <= self.num_tokens:
             raise CacheError(
@@ -142,10 +152,19 @@ PageTable = BlockTable
 
 def find_table(tables: Mapping[int, BlockTable], sequence_id: int) -> BlockTable:
     """The sequence's table, or `UnknownSequenceError`."""
-    table = tables.get(sequence_id)
+    table = tables.get(whole("a sequence id", sequence_id, least=None, error=UnknownSequenceError))
     if table is None:
         raise UnknownSequenceError(f"sequence {sequence_id} has no block table: open one first")
     return table
+
+
+def checked_ids(sequence_ids: Iterable[int]) -> list[int]:
+    """These ids as a list; `CacheError` unless all are ints."""
+    known = list(sequence_ids)
+    if known and set(map(type, known)) != INTEGERS:
+        whole_ids("sequence ids", known)  # names the wrong one
+        raise CacheError("sequence ids are whole numbers: pass ints")
+    return known
 
 
 def find_holder(tables: Mapping[int, BlockTable], block_id: int, table: BlockTable) -> BlockTable:
@@ -175,13 +194,17 @@ def padded(tables: Sequence[list[int]]) -> npt.NDArray[np.int32]:
 
 def merge_appends(appends: Iterable[tuple[int, int]]) -> dict[int, int]:
     """Total tokens of each sequence in (sequence_id, num_tokens) pairs; `CacheError` unless it is an integer >= 0."""
-    pairs = appends if isinstance(appends, list) else list(appends)
-    merged = dict(pairs)
+    try:
+        pairs = appends if isinstance(appends, list) else list(appends)
+        merged = dict(pairs)
+    except (TypeError, ValueError):
+        raise CacheError("appends are pairs of a sequence id and a number of tokens") from None
     if len(merged) != len(pairs):  # a sequence that occurs twice gets the sum
         merged = dict.fromkeys(merged, 0)
         for sequence_id, num_tokens in pairs:
-            merged[sequence_id] += num_tokens
+            merged[whole("a sequence id", sequence_id, least=None)] += whole("a number of tokens", num_tokens)
     if merged:
+        checked_ids(merged)
         if set(map(type, merged.values())) != INTEGERS:
             raise CacheError("a table grows by a whole number of tokens: pass an int")
         if min(merged.values()) < 0:
@@ -217,7 +240,10 @@ def split_by_room(
     """(Tables whose last block takes one token more as it is, {id: 1} of the others), of sequences that differ."""
     ref_counts, digests = pool.ref_counts, pool.digests
     inside, others = [], {}
-    for sequence_id in sequence_ids:
+    known = checked_ids(sequence_ids)
+    if len(set(known)) != len(known):
+        raise CacheError(f"sequences {known} name one twice: a step appends one token to each")
+    for sequence_id in known:
         table = tables.get(sequence_id) or find_table(tables, sequence_id)
         if table.num_tokens % block_size:
             tail = table.block_ids[-1]
@@ -268,9 +294,15 @@ def extend_chain(table: BlockTable, pool: BlockPool, token_ids: TokenIds, num_fu
     if len(token_ids) < num_full * size:
         raise CacheError(f"{num_full} full blocks are committed but only {len(token_ids)} token ids are given")
     run = first = len(chain)  # [run, index): new blocks that no event has reported yet
-    for index in range(first, num_full):
-        start = index * size
-        chain.append(next_digest(chain[-1] if chain else table.root, token_ids[start : start + size]))
+    digests, last = [], chain[-1] if chain else table.root
+    try:
+        for start in range(first * size, num_full * size, size):
+            last = next_digest(last, token_ids[start : start + size])
+            digests.append(last)
+    except (TypeError, OverflowError):
+        raise CacheError("token ids are whole numbers of 32 bits") from None
+    for index, digest in enumerate(digests, start=first):
+        chain.append(digest)
         if not pool.name(table.block_ids[index], chain[-1]):
             _record_stored(table, pool, token_ids, run, index)
             run = index + 1

@@ -15,12 +15,16 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
+from bifolio.errors import CacheError
+
 TokenIds = Sequence[int] | NDArray[np.int32]
 DIGEST_BYTES = 16  # 2^64 blocks before a collision is likely
 
 
 def root_digest(salt: bytes) -> bytes:
     """Digest of the empty prefix under `salt`."""
+    if not isinstance(salt, bytes):
+        raise CacheError(f"a salt is bytes, not {type(salt).__name__}")
     return blake2b(salt, digest_size=DIGEST_BYTES, person=b"bifolio-root").digest()
 
 

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import count
+from typing import Any
 
 from bifolio.cache.block_manager import KVCacheBlockManager
 from bifolio.cache.block_table import BlockTable
+from bifolio.counts import distinct_ids, whole, whole_ids
 from bifolio.errors import CacheError, ConfigError
 
 
@@ -43,11 +46,11 @@ class BlockShareManager:
         Another table must hold the block at the same position, after the same blocks. A sequence without a table gets
         one; a sequence that already holds the block is skipped.
         """
-        blocks = self.blocks
+        blocks, wanted = self.blocks, whole_ids("sequence ids", sequence_ids)
         with blocks.lock:
             done: list[tuple[int, bool]] = []  # (sequence, whether it had a table before)
             try:
-                for sequence_id in dict.fromkeys(sequence_ids):
+                for sequence_id in dict.fromkeys(wanted):
                     had_table = blocks.has_table(sequence_id)
                     if had_table and block_id in blocks.table(sequence_id).block_ids:
                         continue
@@ -115,10 +118,8 @@ class BeamSearchBlockSharing:
     def __init__(
         self, share_manager: BlockShareManager, beam_width: int, *, fresh_id: Callable[[], int] | None = None
     ) -> None:
-        if beam_width < 1:
-            raise ConfigError(f"beam_width is {beam_width}; a search has at least 1 beam")
         self._blocks = share_manager.blocks
-        self._beam_width = beam_width
+        self._beam_width = whole("beam_width", beam_width, least=1, error=ConfigError)
         self._fresh_id = fresh_id or self._blocks.fresh_sequence_id
         self._beam_infos: dict[int, BeamInfo] = {}
 
@@ -133,12 +134,13 @@ class BeamSearchBlockSharing:
         blocks = self._blocks
         with blocks.lock:
             num_tokens = blocks.num_tokens_of(base_sequence_id)
-            if not 0 <= prefix_length <= num_tokens:
+            if not 0 <= whole("prefix_length", prefix_length, least=None) <= num_tokens:
                 raise CacheError(
                     f"sequence {base_sequence_id} has {num_tokens} tokens and no prefix of {prefix_length}"
                 )
             if beam_ids is None:
                 beam_ids = [self._fresh_id() for _ in range(self._beam_width)]
+            beam_ids = distinct_ids("beam ids", beam_ids)
             if len(beam_ids) > self._beam_width:
                 raise CacheError(f"{len(beam_ids)} beams are requested and the search has {self._beam_width}")
             self._fork_all([(base_sequence_id, beam_id) for beam_id in beam_ids])
@@ -150,20 +152,27 @@ class BeamSearchBlockSharing:
     def reorder_beams(self, dropped: Iterable[int], forks: Sequence[tuple[int, int]]) -> None:
         """After a step of the search: release the beams that end, then fork (parent, child) for those that branch.
 
-        A child's id may be that of a dropped beam. A parent without blocks is an error, with nothing changed.
+        A child's id may be that of a dropped beam. A parent without blocks, or a child that keeps its own, is an error
+        with nothing changed. A new beam has the smallest index that no other beam has.
         """
         blocks = self._blocks
+        ended, pairs = whole_ids("dropped beams", dropped), _checked_pairs(forks)
         with blocks.lock:
-            gone = [beam_id for beam_id in dict.fromkeys(dropped) if blocks.has_table(beam_id)]
-            for parent, _ in forks:
+            gone = [beam_id for beam_id in dict.fromkeys(ended) if blocks.has_table(beam_id)]
+            for parent, child in pairs:
                 if parent in gone or not blocks.has_table(parent):
                     raise CacheError(f"beam {parent} has no blocks to share: it was dropped or never started")
+                if child not in gone and blocks.has_table(child):
+                    raise CacheError(f"beam {child} has blocks already: drop it before another takes its id")
+                blocks.check_fork(parent)
             for beam_id in gone:
                 blocks.release(beam_id)
                 self._beam_infos.pop(beam_id, None)
-            self._fork_all(forks)
-            for parent, child in forks:
-                index = len(self._beam_infos)
+            self._fork_all(pairs)
+            for parent, child in pairs:
+                self._beam_infos.pop(child, None)
+                used = {info.beam_index for info in self._beam_infos.values()}
+                index = next(number for number in count() if number not in used)
                 self._beam_infos[child] = BeamInfo(index, parent, blocks.num_tokens_of(parent))
 
     def on_beam_divergence(self, beam_id: int, divergence_point: int) -> None:
@@ -176,7 +185,7 @@ class BeamSearchBlockSharing:
         with self._blocks.lock:
             info = self._info(beam_id)
             num_tokens = self._blocks.num_tokens_of(beam_id)
-            if not 0 <= divergence_point <= num_tokens:
+            if not 0 <= whole("divergence_point", divergence_point, least=None) <= num_tokens:
                 raise CacheError(f"beam {beam_id} has {num_tokens} tokens and cannot diverge at {divergence_point}")
             self._blocks.truncate(beam_id, divergence_point)
             info.divergence_point = divergence_point
@@ -188,10 +197,11 @@ class BeamSearchBlockSharing:
         Of a beam whose table is already released, only the record is removed.
         """
         with self._blocks.lock:
-            for beam_id in beam_ids:
+            ended = whole_ids("beam ids", beam_ids)
+            for beam_id in ended:
                 self._info(beam_id)
             freed: list[int] = []
-            for beam_id in dict.fromkeys(beam_ids):
+            for beam_id in dict.fromkeys(ended):
                 if self._blocks.has_table(beam_id):
                     freed += self._blocks.release(beam_id)
                 del self._beam_infos[beam_id]
@@ -199,7 +209,7 @@ class BeamSearchBlockSharing:
 
     def get_beam_info(self, beam_id: int) -> BeamInfo | None:
         """The record of a beam; None if it is not one of this search."""
-        return self._beam_infos.get(beam_id)
+        return self._beam_infos.get(whole("a beam id", beam_id, least=None))
 
     def _fork_all(self, forks: Sequence[tuple[int, int]]) -> None:
         done: list[int] = []
@@ -213,7 +223,7 @@ class BeamSearchBlockSharing:
             raise
 
     def _info(self, beam_id: int) -> BeamInfo:
-        info = self._beam_infos.get(beam_id)
+        info = self._beam_infos.get(whole("a beam id", beam_id, least=None))
         if info is None:
             raise CacheError(f"{beam_id} is not a beam of this search")
         return info
@@ -226,10 +236,8 @@ class SpeculativeDecodingSharing:
     """
 
     def __init__(self, share_manager: BlockShareManager, speculation_length: int = 4) -> None:
-        if speculation_length < 1:
-            raise ConfigError(f"speculation_length is {speculation_length}; at least 1 token is drafted")
         self._blocks = share_manager.blocks
-        self._speculation_length = speculation_length
+        self._speculation_length = whole("speculation_length", speculation_length, least=1, error=ConfigError)
         self._drafts: dict[int, tuple[BlockTable, int]] = {}  # sequence -> its table, its length before the drafts
 
     def allocate_speculative_blocks(
@@ -244,10 +252,10 @@ class SpeculativeDecodingSharing:
             table = self._blocks.table(sequence_id)
             if self._is_drafting(sequence_id):
                 raise CacheError(f"sequence {sequence_id} has unverified drafts: verify or reject them first")
-            if table.num_tokens != base_sequence_length:
+            if table.num_tokens != whole("base_sequence_length", base_sequence_length):
                 raise CacheError(f"sequence {sequence_id} holds {table.num_tokens} tokens, not {base_sequence_length}")
-            count = self._speculation_length if num_tokens is None else num_tokens
-            self._blocks.append(sequence_id, count)
+            drafts = self._speculation_length if num_tokens is None else whole("num_tokens", num_tokens)
+            self._blocks.append(sequence_id, drafts)
             self._drafts[sequence_id] = table, base_sequence_length
             return self._draft_blocks(table, base_sequence_length)
 
@@ -258,7 +266,7 @@ class SpeculativeDecodingSharing:
                 raise CacheError(f"sequence {sequence_id} has no drafts to verify")
             table, base = self._drafts[sequence_id]
             drafted = table.num_tokens - base
-            if not 0 <= verified_tokens <= drafted:
+            if not 0 <= whole("verified_tokens", verified_tokens, least=None) <= drafted:
                 raise CacheError(
                     f"{verified_tokens} drafts of sequence {sequence_id} cannot be verified: it has {drafted}"
                 )
@@ -272,7 +280,7 @@ class SpeculativeDecodingSharing:
 
     def _is_drafting(self, sequence_id: int) -> bool:
         """Whether the sequence's present table has drafts; the record of a released table is removed."""
-        if sequence_id not in self._drafts:
+        if whole("a sequence id", sequence_id, least=None) not in self._drafts:
             return False
         if self._blocks.has_table(sequence_id) and self._blocks.table(sequence_id) is self._drafts[sequence_id][0]:
             return True
@@ -282,3 +290,14 @@ class SpeculativeDecodingSharing:
     def _draft_blocks(self, table: BlockTable, base: int) -> list[int]:
         """Blocks that hold tokens from `base` on."""
         return table.block_ids[base // table.block_size :] if table.num_tokens > base else []
+
+
+def _checked_pairs(forks: Any) -> list[tuple[int, int]]:
+    """Pairs (parent, child) of ids whose children differ."""
+    try:
+        pairs = [(parent, child) for parent, child in forks]
+    except (TypeError, ValueError):
+        raise CacheError("forks are pairs of a parent and a child") from None
+    parents = whole_ids("parents of beams", [parent for parent, _ in pairs])
+    children = distinct_ids("children of beams", [child for _, child in pairs])
+    return list(zip(parents, children, strict=True))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from bifolio.cache.table_states import StatePass, StateRequest
+from bifolio.counts import whole
 from bifolio.errors import CacheError, ConfigError
 from bifolio.kernels.storage import CacheLayout, KVStorage
 
@@ -33,11 +34,11 @@ class Page:
 
     def keys(self, layer: int) -> Array:
         """View [num_kv_heads, block_size, head_dim], in the storage's own type."""
-        return self._storage().keys[layer][self.block_id]
+        return _of_layer(self._storage().keys, layer)[self.block_id]
 
     def values(self, layer: int) -> Array:
         """View [num_kv_heads, block_size, head_dim], in the storage's own type."""
-        return self._storage().values[layer][self.block_id]
+        return _of_layer(self._storage().values, layer)[self.block_id]
 
     def _storage(self) -> KVStorage:
         if self.storage is None:
@@ -64,10 +65,12 @@ class KvCacheEntry:
         self.storage = storage
         self._manager = manager
         self._num_ahead = 0  # tokens that the table has room for beyond `seq_len`
+        self.rope: int | None = None  # the frequencies of its keys, chosen by its first pass (`bifolio.long_rope`)
 
     @classmethod
     def open(cls, storage: KVStorage, manager: KVCacheBlockManager, capacity: int = 0) -> KvCacheEntry:
         """The entry of a new, empty sequence; `OutOfBlocksError` when `capacity` tokens do not fit now."""
+        capacity = whole("capacity", capacity)
         with manager.lock:
             sequence_id = manager.fresh_sequence_id()
             manager.open_table(sequence_id)
@@ -90,6 +93,11 @@ class KvCacheEntry:
         return self.page_table.num_tokens - self._num_ahead
 
     @property
+    def capacity(self) -> int:
+        """Tokens in the cache and held ahead of use."""
+        return self.page_table.num_tokens
+
+    @property
     def needs_new_page(self) -> bool:
         """The next token does not fit into the last page."""
         return self.seq_len % self._manager.block_size == 0
@@ -104,6 +112,7 @@ class KvCacheEntry:
 
         Returns the recurrent states of the pass: one entry, or none if the model has no recurrent layers.
         """
+        num_tokens = whole("a number of tokens", num_tokens)
         with self._manager.lock:
             start = self.seq_len
             held = min(num_tokens, self._num_ahead)
@@ -116,6 +125,8 @@ class KvCacheEntry:
 
     def truncate(self, num_tokens: int) -> None:
         """Keep the first `num_tokens` tokens; blocks held ahead of use stay held."""
+        if whole("a number of tokens", num_tokens, most=self.seq_len) == 0:
+            self.rope = None
         if self._manager.has_states:
             self._num_ahead = 0
             self._manager.truncate(self.sequence_id, num_tokens)
@@ -135,7 +146,10 @@ class KvCacheEntry:
         """
         storage, manager = self.storage, self._manager
         expected = list(storage.layout.layer_heads)
-        found = [[tuple(rows.shape) for rows in part] for part in (keys, values)]
+        try:
+            found = [[tuple(rows.shape) for rows in part] for part in (keys, values)]
+        except (TypeError, AttributeError):
+            raise CacheError("one token's keys and values are arrays, or lists of arrays by layer") from None
         if found != [expected, expected]:
             raise CacheError(f"one token's keys and values have shape {expected} by layer, not {found[0]}")
         with manager.lock:
@@ -151,14 +165,18 @@ class KvCacheEntry:
 
     def keys(self, layer: int) -> list[Array]:
         """One view [num_kv_heads, tokens, head_dim] per page, the last one cut at the sequence's end."""
-        return self._views(self.storage.keys[layer])
+        return self._views(_of_layer(self.storage.keys, layer))
 
     def values(self, layer: int) -> list[Array]:
         """One view [num_kv_heads, tokens, head_dim] per page, the last one cut at the sequence's end."""
-        return self._views(self.storage.values[layer])
+        return self._views(_of_layer(self.storage.values, layer))
 
     def _views(self, array: Array) -> list[Array]:
         size = self.storage.block_size
         with self._manager.lock:
             counts = range(self.seq_len, 0, -size)  # tokens from each page's start to the end
             return [array[block_id][:, :count] for block_id, count in zip(self.block_ids, counts, strict=True)]
+
+
+def _of_layer(arrays: Any, layer: int) -> Array:
+    return arrays[whole("a layer", layer, most=len(arrays) - 1)]

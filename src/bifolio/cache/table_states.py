@@ -180,6 +180,8 @@ class TableStates:
         checkpoints, as far as states are available.
         """
         wanted = list(requests)
+        if len({request.sequence_id for request in wanted}) != len(wanted):
+            raise CacheError("a pass runs each sequence once: join its requests")
         owners = [self._owner(tables, request) for request in wanted]
         passes = [self._pass_in_place(owner, request) for owner, request in zip(owners, wanted, strict=True)]
         others = [number for number, found in enumerate(passes) if found is None]
@@ -216,9 +218,11 @@ class TableStates:
         return [StatePass(read, tuple(sorted(found.items()))) for read, found in zip(reads, writes, strict=True)]
 
     def _owner(self, tables: Mapping[int, BlockTable], request: StateRequest) -> SequenceState:
-        table = tables[request.sequence_id]
-        owner = table.state
-        if owner is None or owner.is_resting or owner.drafts or owner.current == LOST:
+        if set(map(type, request)) != {int} or not 0 <= request.num_drafts < request.num_new:
+            raise CacheError(f"a pass has whole numbers of tokens, one at least, and fewer drafts: not {request}")
+        table = tables.get(request.sequence_id)
+        owner = None if table is None else table.state
+        if table is None or owner is None or owner.is_resting or owner.drafts or owner.current == LOST:
             raise CacheError(f"sequence {request.sequence_id} has no recurrent state to continue: resume it first")
         if owner.position != request.start or request.start + request.num_new > table.num_tokens:
             raise CacheError(

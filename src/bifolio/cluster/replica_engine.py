@@ -21,6 +21,7 @@ from bifolio.cluster.prefill_pool import PrefillPool
 from bifolio.cluster.prefix_router import PrefixRouter, prefix_hashes
 from bifolio.cluster.replica_reports import ReplicaReports, answer_of
 from bifolio.errors import EngineFaultError, FaultKind
+from bifolio.long_rope import chosen_rope, salt_of_rope
 from bifolio.serve.conversations import Conversation, ConversationStore
 from bifolio.serve.engine_connection import lost
 
@@ -129,8 +130,9 @@ class ReplicaEngine:
 
     async def _run(self, request: m.Start, stream: UpdateStream) -> None:
         """Pass the updates of one request on until it ends."""
-        block_size = 1 if self._first is None else self._first.block_size
-        hashes = prefix_hashes(request.prompt_token_ids, request.salt, block_size)
+        block_size, context = (1, None) if self._first is None else (self._first.block_size, self._first.short_context)
+        rope = chosen_rope(context, len(request.prompt_token_ids), request.params.get("max_tokens"))
+        hashes = prefix_hashes(request.prompt_token_ids, salt_of_rope(rope, request.salt), block_size)
         packed = array("Q", hashes).tobytes()
         chosen = "" if self._prefill is None else self._prefill.choose(request, hashes)
         request = msgspec.structs.replace(request, prefill_at=chosen)  # never an address that a client chose

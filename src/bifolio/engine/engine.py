@@ -277,7 +277,7 @@ class InferenceEngine:
         prompt = [*parent.token_ids, *token_ids]
         request = self.factory.new_request(new_request_id, prompt, params, salt=salt, **options)
         self.factory.add_completions(request)
-        if params.prompt_logprobs is not None:  # they need the logits of every position: the prompt is computed whole
+        if params.prompt_logprobs is not None or request.rope != parent.request.rope:  # the prompt is computed whole
             return self._enqueue(request)
         first = request.sequences[0]
         self.blocks.fork(parent.id, first.id)

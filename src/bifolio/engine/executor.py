@@ -19,7 +19,7 @@ import numpy as np
 
 from bifolio.cache.block_table import padded
 from bifolio.cache.storage import CacheLayout, KvCacheEntry, KVStorage
-from bifolio.config import CacheConfig
+from bifolio.config import CacheConfig, ModelConfig
 from bifolio.engine.host_batch import HostBatch, Readout, Run
 from bifolio.engine.slot_state import Draws, SlotState
 from bifolio.errors import ConfigError, EmptyPromptError, PhaseError, TokenIdError
@@ -35,6 +35,7 @@ from bifolio.kernels.interface import (
     Storage,
 )
 from bifolio.kernels.storage import BlockMover
+from bifolio.long_rope import rope_of_length
 from bifolio.model import transformer
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.weights import ModelWeights, OnLoad, prepare
@@ -250,7 +251,7 @@ class _Executor:
         """
         starts = [entry.seq_len for entry in kv_caches]
         try:
-            batch = append_batch(kv_caches, tokens, self.phase, self.runner.weights.config.vocab_size)
+            batch = append_batch(kv_caches, tokens, self.phase, self.runner.weights.config)
             return (run or self.run)(batch.to(self.runner.kernels))
         except BaseException:
             for entry, start in zip(kv_caches, starts, strict=True):
@@ -278,6 +279,7 @@ class PrefillExecutor(_Executor):
         """
         if not len(tokens):
             raise EmptyPromptError("a prompt has at least one token")
+        _choose_rope(kv_cache, len(tokens), self.runner.weights.config)
         for start in range(0, len(tokens), self.chunk_size):
             yield self.append([kv_cache], [tokens[start : start + self.chunk_size]], run)
 
@@ -330,7 +332,7 @@ def append_batch(
     kv_caches: Sequence[KvCacheEntry],
     tokens: Sequence[Sequence[int]],
     phase: AttentionPhase,
-    vocab_size: int,
+    config: ModelConfig,
 ) -> HostBatch:
     """Reserve new tokens at the end of each sequence and lay out their pass, with the last tokens' logits."""
     runs: list[Run] = []
@@ -340,9 +342,10 @@ def append_batch(
             raise TokenIdError("tokens must be one list of whole numbers")
         if not len(ids):
             raise EmptyPromptError("a pass needs at least one token of each sequence")
-        if not 0 <= ids.min() <= ids.max() < vocab_size:
-            raise TokenIdError(f"a token id is outside the vocabulary of {vocab_size} tokens")
-        runs.append(Run(number, entry.seq_len, ids.astype(np.int32)))
+        if not 0 <= ids.min() <= ids.max() < config.vocab_size:
+            raise TokenIdError(f"a token id is outside the vocabulary of {config.vocab_size} tokens")
+        _choose_rope(entry, len(ids), config)
+        runs.append(Run(number, entry.seq_len, ids.astype(np.int32), entry.rope or 0))
     states = [state for entry, run in zip(kv_caches, runs, strict=True) for state in entry.reserve(len(run.tokens))]
     tables = padded([entry.block_ids for entry in kv_caches])
     last = np.cumsum([len(run.tokens) for run in runs]) - 1
@@ -350,3 +353,9 @@ def append_batch(
     return HostBatch.from_runs(
         decodes, prefills, tables, kv_caches[0].storage.block_size, last.tolist(), states or None
     )
+
+
+def _choose_rope(entry: KvCacheEntry, num_tokens: int, config: ModelConfig) -> None:
+    """Choose the frequencies of an empty sequence by the tokens it has room for, or by those of its first pass."""
+    if entry.rope is None:
+        entry.rope = rope_of_length(config, max(num_tokens, entry.capacity))

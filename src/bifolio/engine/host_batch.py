@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from bifolio.cache.table_states import StatePass
 from bifolio.kernels.interface import AttentionSegment, Batch, KernelSet, StateUse
+from bifolio.long_rope import LONG_ROPE
 from bifolio.schedule.orchestrators import DecodeOrchestrator, PrefillOrchestrator
 from bifolio.schedule.plan import ScheduledSequence, StepPlan
 
@@ -27,6 +28,7 @@ class Run(NamedTuple):
     table: int  # row of the block tables
     start: int  # position of the first
     tokens: Sequences[int] | NDArray[np.int32]
+    rope: int = 0  # LONG_ROPE: the long set of frequencies rotates them (`bifolio.long_rope`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,7 @@ class HostBatch:
     """One forward pass in numpy arrays; the fields are those of `Batch`."""
 
     token_ids: NDArray[np.int32]  # i32[t]  -1: sampled on the device by a step in flight
-    positions: NDArray[np.int32]  # i32[t]
+    positions: NDArray[np.int32]  # i32[t]  + LONG_ROPE where the long set rotates
     cache_index: NDArray[np.int64] | None  # i64[t]  None: no cache
     segments: tuple[AttentionSegment, ...]
     logit_rows: NDArray[np.int32] | None  # i32[r]  None: all
@@ -79,6 +81,9 @@ class HostBatch:
         if tables is not None:
             blocks = tables[owners_table[owners], positions // block_size].astype(np.int64)
             index = blocks * block_size + positions % block_size
+        ropes = np.fromiter((run.rope for run in runs), dtype=np.int32, count=count)
+        if ropes.any():
+            positions = positions + ropes[owners]
         segments, token_start = [], 0
         for orchestrator, part in (
             (DecodeOrchestrator, slice(0, border)),
@@ -132,7 +137,7 @@ class HostBatch:
 
     @property
     def _max_position(self) -> int:
-        return int(self.positions.max()) if len(self.positions) else 0
+        return int((self.positions % LONG_ROPE).max()) if len(self.positions) else 0
 
 
 @dataclass(slots=True)
@@ -204,13 +209,13 @@ def newest_token(item: ScheduledSequence, newest: np.ndarray) -> int:
 
 
 def _run(item: ScheduledSequence, newest: np.ndarray) -> Run:
-    tokens = item.sequence.token_ids
+    tokens, rope = item.sequence.token_ids, item.sequence.request.rope or 0
     if item.num_new == 1:
-        return Run(item.slot, item.start, (newest_token(item, newest),))
+        return Run(item.slot, item.start, (newest_token(item, newest),), rope)
     end = item.start + item.num_new - len(item.drafts)
     if not item.drafts:
-        return Run(item.slot, item.start, item.sequence.tokens_until(end)[item.start : end])
-    return Run(item.slot, item.start, [*tokens[item.start : end], *item.drafts])
+        return Run(item.slot, item.start, item.sequence.tokens_until(end)[item.start : end], rope)
+    return Run(item.slot, item.start, [*tokens[item.start : end], *item.drafts], rope)
 
 
 def _state_use(states: Sequences[StatePass], lengths: NDArray[np.int32]) -> StateUse:

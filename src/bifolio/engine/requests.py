@@ -19,6 +19,7 @@ from bifolio.cache.sharing import BeamSearchBlockSharing, BlockShareManager
 from bifolio.config import EngineConfig
 from bifolio.engine.beam.search import BeamSearch
 from bifolio.errors import EmptyPromptError, PromptTooLongError, RequestError, TokenIdError
+from bifolio.long_rope import longest_output, rope_of_request
 from bifolio.model.loaded import TextModel
 from bifolio.sampling.weights import child_seed
 from bifolio.sampling_params import SamplingParams
@@ -58,7 +59,8 @@ class RequestFactory:
         """A valid request, without sequences yet; raises a `RequestError` that says why it cannot be served."""
         prompt_ids = as_token_ids(prompt_token_ids)
         self._check(request_id, prompt_ids, params)
-        room = self._config.max_model_len - len(prompt_ids)
+        room, count = self._config.max_model_len - len(prompt_ids), len(prompt_ids)
+        most = longest_output(self._model.config, count, params.max_tokens)
         return Request(
             request_id=request_id,
             number=next(self._numbers),
@@ -70,7 +72,8 @@ class RequestFactory:
             turn=turn,
             owner=owner,
             salt=salt,
-            max_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
+            rope=rope_of_request(self._model.config, count, params.max_tokens),
+            max_tokens=room if most is None else min(room, most),
         )
 
     def add_completions(self, request: Request) -> None:
@@ -110,14 +113,14 @@ class RequestFactory:
         if request.sequences:
             stops: TokenStops = request.sequences[0].stops
             return stops
-        eos, length = self._model.config.eos_token_ids, self._config.max_model_len
-        return TokenStops(request.params, eos, len(request.prompt_token_ids), length)
+        num_prompt = len(request.prompt_token_ids)
+        return TokenStops(request.params, self._model.config.eos_token_ids, num_prompt, num_prompt + request.max_tokens)
 
     def _new_reader(self, request: Request) -> TextReader | None:
         if not request.params.detokenize or self._model.tokenizer is None:
             return None
         decoder, params, prompt = self._model.tokenizer.decoder, request.params, request.prompt_token_ids
-        eos, length = self._model.config.eos_token_ids, self._config.max_model_len
+        eos, length = self._model.config.eos_token_ids, len(prompt) + request.max_tokens
 
         def new_checker() -> StopChecker:
             detokenizer = IncrementalDetokenizer(decoder, prompt, params.skip_special_tokens)

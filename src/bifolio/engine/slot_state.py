@@ -115,7 +115,7 @@ class SlotState:
         self._counts_tokens[slot] = edits is not None and edits.counts_tokens
         self._has_mask[slot] = edits is not None and edits.has_mask
         if self.device is not None:
-            self.device.set_params(slot, params, sequence.seed, edits)
+            self.device.set_params(slot, params, sequence.seed, edits, sequence.request.rope or 0)
         self.unmasked.set_slot(slot, params, edits)
 
     def clear_slot(self, slot: int) -> None:

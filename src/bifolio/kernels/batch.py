@@ -30,11 +30,13 @@ class Batch:
     """One forward pass. Arrays are the kernel set's own; lengths and starts of segments, and states, are the host's."""
 
     token_ids: Array  # i32[t]
-    positions: Array  # i32[t]  index of each token in its sequence
+    positions: (
+        Array  # i32[t]  index of each token in its sequence, + LONG_ROPE if the long set rotates it (`long_rope`)
+    )
     cache_index: Array | None  # i64[t]  block * block_size + offset of K and V; None: no cache
     segments: tuple[AttentionSegment, ...]  # partition [0, t)
     logit_rows: Array | None  # i32[r]  tokens whose logits are computed; None: all
-    max_position: int = 0  # largest of `positions`
+    max_position: int = 0  # largest index of a token in its sequence
     states: StateUse | None = None  # None: the model has no recurrent layers, or there is no cache (from empty states)
     given: Array | None = None  # [t, width]  input rows of a network that `given` reads beside its tokens
     taps: Array | None = None  # f32[t, width]  filled by `tap`; None: taps are not read

@@ -95,8 +95,11 @@ class DeviceSlots(Protocol):
         """Whether a slot with these `SamplingParams` is drawn on the device."""
         ...
 
-    def set_params(self, slot: int, params: Any, seed: int, edits: LogitEdits | None) -> None:
-        """A new sequence holds the slot; without `edits` it is drawn on the host."""
+    def set_params(self, slot: int, params: Any, seed: int, edits: LogitEdits | None, rope: int = 0) -> None:
+        """A new sequence holds the slot; without `edits` it is drawn on the host.
+
+        `rope`: added to its positions, 0 or LONG_ROPE (`bifolio.long_rope`).
+        """
         ...
 
     def set_history(self, slot: int, prompt: np.ndarray, output: Sequence[int]) -> None:

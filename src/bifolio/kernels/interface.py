@@ -155,7 +155,7 @@ class Network:
     forward: Callable[[KernelSet, Batch, Storage | None], Array]  # logits f32[r, vocab]
     shapes: tuple[AttentionShape, ...]  # of its attention layers
     decode_segment: Callable[[int], AttentionSegment]  # of one query per sequence, by number of sequences
-    rotations: tuple[tuple[Array, float], ...] = ()  # (inverse frequencies, scale) of each rope configuration
+    rotations: tuple[tuple[Array, float], ...] = ()  # (inverse frequencies, scale) of each rope
     split: SplitNetwork | None = None  # None: the pass runs as a whole
 
 
@@ -254,7 +254,12 @@ class KernelSet(PagedAttentionKernel, StreamOperations, Protocol):
         """Rows of a table: [t, d]."""
         ...
 
-    def rotation(self, inverse_frequencies: Array, scale: float, positions: Array) -> Rotation: ...
+    def rotation(self, inverse_frequencies: Array, scale: float, positions: Array) -> Rotation:
+        """Cosine and sine of each token's angles, times `scale`, from f32[half], or f32[2, half] for two sets.
+
+        A position from `LONG_ROPE` on is that of a token which the second set rotates, `LONG_ROPE` positions earlier.
+        """
+        ...
 
     def norm(self, x: Array, norm: Norm) -> Array: ...
 

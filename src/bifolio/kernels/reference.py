@@ -38,6 +38,7 @@ from bifolio.kernels.interface import (
 )
 from bifolio.kernels.recurrence import recur
 from bifolio.kernels.stream_reference import StreamReference
+from bifolio.long_rope import LONG_ROPE, set_of
 from bifolio.quant.formats import READABLE_FORMATS
 from bifolio.quant.tensor import QuantizedTensor
 
@@ -79,7 +80,8 @@ class ReferenceKernels(HostArrays, StreamReference):
 
     def rotation(self, inverse_frequencies: Array, scale: float, positions: Array) -> Rotation:
         xp = array_namespace(inverse_frequencies)
-        angles = xp.astype(positions, inverse_frequencies.dtype)[:, None] * inverse_frequencies[None, :]
+        own = set_of(inverse_frequencies, positions)
+        angles = xp.astype(positions % LONG_ROPE, own.dtype)[:, None] * own
         return Rotation(xp.cos(angles) * scale, xp.sin(angles) * scale)
 
     def norm(self, x: Array, norm: Norm) -> Array:

@@ -39,6 +39,7 @@ from bifolio.kernels.interface import (
 from bifolio.kernels.torch_arrays import TorchArrays
 from bifolio.kernels.torch_recurrence import prepare_vectors, recur
 from bifolio.kernels.torch_streams import TorchStreams
+from bifolio.long_rope import LONG_ROPE, set_of
 from bifolio.quant.formats import READABLE_FORMATS
 from bifolio.quant.tensor import QuantizedTensor
 
@@ -92,7 +93,7 @@ class TorchKernels(TorchArrays, TorchStreams):
         return rows if scale == 1.0 else rows * scale
 
     def rotation(self, inverse_frequencies: Array, scale: float, positions: Array) -> Rotation:
-        angles = positions.to(inverse_frequencies.dtype)[:, None] * inverse_frequencies[None, :]
+        angles = (positions % LONG_ROPE).to(inverse_frequencies.dtype)[:, None] * set_of(inverse_frequencies, positions)
         return Rotation(angles.cos() * scale, angles.sin() * scale)
 
     def norm(self, x: Array, norm: Norm) -> Array:

@@ -103,7 +103,7 @@ def _weights(raw: Mapping[str, Any], config: ModelConfig, tensors: HeadTensors, 
         raise ModelFileError(f"a head of width {d} for a model of width {size} needs embed_tokens of its own")
     token_ids, draft_vocab = _token_ids(raw, config, tensors)
     token_part, hidden_part = _split_qkv(config, tensors)
-    ropes = [inverse_frequencies(rope, config.max_position) for rope in config.ropes]
+    ropes = [inverse_frequencies(rope) for rope in config.ropes]
     return HeadWeights(
         config=config,
         kind="eagle",

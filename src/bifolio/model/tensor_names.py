@@ -169,7 +169,7 @@ def assemble(config: ModelConfig, names: TensorNames, fetch: Fetch, vector: Fetc
     d = config.hidden_size
     embedding = fetch(names.embedding + ".weight", (config.vocab_size, d))
     positions = fetch(names.positions + ".weight", (config.max_position, d)) if config.learned_positions else None
-    ropes = [inverse_frequencies(rope, config.max_position) for rope in config.ropes]
+    ropes = [inverse_frequencies(rope) for rope in config.ropes]
     head = embedding if config.tie_embeddings else fetch(names.head + ".weight", (config.vocab_size, d))
     head_bias = vector(names.head + ".bias", (config.vocab_size,)) if config.head_bias else None
     return ModelWeights(

@@ -152,7 +152,7 @@ class ModelWeights:
     layers: tuple[LayerWeights, ...]
     final_norm: Norm
     head: Linear
-    inverse_frequencies: tuple[Array, ...]  # f32[rotary_dim/2] for each rope configuration
+    inverse_frequencies: tuple[Array, ...]  # f32[rotary_dim/2] for each rope configuration; f32[2, ...]: two sets
     rope_scales: tuple[float, ...]  # factor on cos and sin for each rope configuration
     embedding_widths: tuple[int, ...] = ()  # columns of the embedding on each rank; empty: this rank has all
     prepared_for: KernelSet | None = None  # the kernel set that owns the arrays; None: as loaded from a file
@@ -349,8 +349,11 @@ def _prepared_recurrence(recurrent: RecurrentWeights, kernels: KernelSet) -> Rec
     )
 
 
-def inverse_frequencies(rope: RopeConfig, max_model_len: int = 0) -> tuple[np.ndarray, float]:
-    """Rotation per position of each pair (radians), f32[rotary_dim/2], and the factor on cos and sin."""
+def inverse_frequencies(rope: RopeConfig) -> tuple[np.ndarray, float]:
+    """Rotation per position of each pair (radians), f32[rotary_dim/2], and the factor on cos and sin.
+
+    f32[2, rotary_dim/2] for a rope with two sets: short, long.
+    """
     half = np.arange(0, rope.rotary_dim, 2, dtype=np.float32) / np.float32(rope.rotary_dim)
     frequencies = (1.0 / np.power(np.float32(rope.theta), half)).astype(np.float32)
     if rope.scaling == "linear":
@@ -359,11 +362,11 @@ def inverse_frequencies(rope: RopeConfig, max_model_len: int = 0) -> tuple[np.nd
         frequencies = _llama3_frequencies(frequencies, rope)
     elif rope.scaling == "yarn":
         frequencies = _yarn_frequencies(frequencies, rope)
-    factors = rope.frequency_factors
-    if rope.scaling == "longrope" and max_model_len <= rope.original_max_position and rope.frequency_factors_short:
-        factors = rope.frequency_factors_short
-    if factors:
-        frequencies = frequencies / np.asarray(factors, dtype=np.float32)
+    if rope.has_two_sets:
+        long = rope.frequency_factors or (1.0,) * len(frequencies)
+        frequencies = frequencies / np.array([rope.frequency_factors_short, long], dtype=np.float32)
+    elif rope.frequency_factors:
+        frequencies = frequencies / np.asarray(rope.frequency_factors, dtype=np.float32)
     return frequencies.astype(np.float32), rope.attention_factor
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from bifolio.cache.block_manager import KVCacheBlockManager
+from bifolio.counts import whole
 from bifolio.errors import ConfigError, RequestError
 from bifolio.schedule.plan import BatchSlot
 from bifolio.schedule.shares import SlotShares
@@ -47,7 +48,7 @@ class ReadPrompts:
         if not sequence.is_dormant and sequence.num_uncomputed > size:
             end = sequence.num_scheduled // size * size + size  # the next block that it will complete
             self._ends.add(end)
-            key = sequence.request.salt, end, sequence.token_ids[end - 1]
+            key = sequence.request.cache_salt, end, sequence.token_ids[end - 1]
             self._prefixes.setdefault(key, []).append(sequence.token_ids)
 
     def will_know_prefix(self, sequence: Sequence) -> bool:
@@ -59,7 +60,7 @@ class ReadPrompts:
             other[:end] == tokens[:end]
             for end in self._ends
             if end < count
-            for other in self._prefixes.get((request.salt, end, tokens[end - 1]), ())
+            for other in self._prefixes.get((request.cache_salt, end, tokens[end - 1]), ())
         )
 
     def blocks_with(self, sequence: Sequence, cached: int) -> int:
@@ -88,10 +89,8 @@ class ContinuousBatcher:
         listener: SlotListener | None = None,
         max_waiting: int | None = None,
     ) -> None:
-        if max_slots < 1:
-            raise ConfigError(f"max_slots must be at least 1, not {max_slots}")
-        self.max_slots = max_slots
-        self.max_waiting = max_waiting
+        self.max_slots = whole("max_slots", max_slots, least=1, error=ConfigError)
+        self.max_waiting = None if max_waiting is None else whole("max_waiting", max_waiting, error=ConfigError)
         self.num_prompt_tokens = 0  # of all admitted requests
         self.num_cached_tokens = 0  # of those, found in the prefix cache
         self.slots = [BatchSlot(index) for index in range(max_slots)]
@@ -101,6 +100,7 @@ class ContinuousBatcher:
         self._may_admit = True  # blocks or slots were freed since the last attempt that admitted no request
         self._free = list(range(max_slots - 1, -1, -1))  # slot numbers; the smallest is taken first
         self._waiting: list[tuple[tuple[int, float, int], int, Sequence]] = []  # heap by order, then by index
+        self._waiting_ids: set[int] = set()  # of the sequences in the heap
         self._slot_of: dict[int, int] = {}  # sequence id → slot number
         self._kept: dict[str, Sequence] = {}  # ended conversations that may be branched; the oldest first
         self._shares: SlotShares | None = None  # made with the first request that has an owner
@@ -125,6 +125,8 @@ class ContinuousBatcher:
 
     @max_running.setter
     def max_running(self, count: int | None) -> None:
+        if count is not None:
+            whole("max_running", count, least=1, error=ConfigError)
         self._max_running, self._may_admit = count, True
 
     def active_slots(self) -> list[BatchSlot]:
@@ -145,6 +147,7 @@ class ContinuousBatcher:
     # -- admission ----------------------------------------------------------------------------------------------
     def add(self, request: Request) -> None:
         """Queue a request; its sequences after the first are forked from the first later."""
+        self._check_new(request)
         if len(request.sequences) > self.max_slots:
             raise RequestError(
                 f"the request has {len(request.sequences)} sequences and the engine runs at most "
@@ -155,6 +158,13 @@ class ContinuousBatcher:
         if request.owner and self._shares is None:
             self._shares = SlotShares()
         self._push(request.sequences[0])
+
+    def _check_new(self, request: Request) -> None:
+        if not request.sequences:
+            raise RequestError(f"the request {request.request_id!r} has no sequences: add its completions first")
+        for sequence in request.sequences:
+            if sequence.id in self._waiting_ids or sequence.id in self._slot_of or sequence.finish_reason is not None:
+                raise RequestError(f"the request {request.request_id!r} waits, runs or has ended: add it once")
 
     def overdue(self) -> Sequence | None:
         """A sequence that waits while another owner has slots to yield."""
@@ -169,11 +179,14 @@ class ContinuousBatcher:
 
     def admit_now(self, sequence: Sequence) -> bool:
         """Admit a waiting sequence before its turn; False if slots or blocks are missing."""
+        if sequence.id not in self._waiting_ids:
+            raise RequestError(f"{sequence} does not wait: add its request first")
         reading = ReadPrompts([slot.held for slot in self.slots if slot.sequence is not None], self._blocks)
         if not self._fits(sequence, reading):
             return False
         self._waiting = [item for item in self._waiting if item[2] is not sequence]
         heapq.heapify(self._waiting)
+        self._waiting_ids.discard(sequence.id)
         self._admit(sequence)
         return True
 
@@ -202,6 +215,7 @@ class ContinuousBatcher:
                 self._admit(sequence)
                 admitted.append(sequence)
             heapq.heappop(self._waiting)
+            self._waiting_ids.discard(sequence.id)
         for item in passed:
             heapq.heappush(self._waiting, item)
         return admitted
@@ -233,7 +247,7 @@ class ContinuousBatcher:
         else:
             wants_logits = request.params.prompt_logprobs is not None and not sequence.output_token_ids
             cached = self._blocks.open_table(
-                sequence.id, sequence.token_ids, salt=request.salt, max_cached=0 if wants_logits else None
+                sequence.id, sequence.token_ids, salt=request.cache_salt, max_cached=0 if wants_logits else None
             )
         needed = reading.blocks_with(sequence, cached)
         while self._slot_of and needed + len(self._slot_of) // 4 > self._blocks.num_free_blocks:
@@ -291,6 +305,8 @@ class ContinuousBatcher:
     def preempt(self, sequence: Sequence) -> None:
         """Release blocks and slot; the sequence is queued again and recomputed later, mostly from cached blocks."""
         members = team(sequence)
+        if sequence.id not in self._slot_of:
+            raise RequestError(f"{sequence} holds no slot: it cannot be preempted")
         for member in members:
             self._leave(member)
             member.rewind(0)
@@ -300,6 +316,8 @@ class ContinuousBatcher:
 
     def fork(self, parent: Sequence, child: Sequence, num_in_flight: int | None = None) -> None:
         """Share the parent's blocks and progress with the child, which already has a slot (`Sequence.fork_from`)."""
+        if parent.id not in self._slot_of or child.id not in self._slot_of:
+            raise RequestError(f"{parent} and its fork need a slot each: admit them first")
         self._blocks.fork(parent.id, child.id)
         child.fork_from(parent, num_in_flight)
         parent_slot = self._slot_of[parent.id]
@@ -325,18 +343,22 @@ class ContinuousBatcher:
     # -- slots ----------------------------------------------------------------------------------------------------
     def _push(self, sequence: Sequence) -> None:
         heapq.heappush(self._waiting, (sequence.order, sequence.index, sequence))
+        self._waiting_ids.add(sequence.id)
         self._may_admit = True
         if self._shares is not None:
             self._shares.queued(sequence)
 
     def wait(self, sequence: Sequence) -> None:
         """Queue a sequence that has neither blocks nor slot."""
+        if sequence.id in self._waiting_ids or sequence.id in self._slot_of:
+            raise RequestError(f"{sequence} waits or runs already: queue it once")
         self._push(sequence)
 
     def take_waiting(self) -> list[Sequence]:
         """Empty the queue; the caller queues the sequences that may run again with `wait`."""
         taken = [sequence for _, _, sequence in self._waiting if sequence.finish_reason is None]
         self._waiting.clear()
+        self._waiting_ids.clear()
         return taken
 
     def _take_slot(self, sequence: Sequence) -> int:

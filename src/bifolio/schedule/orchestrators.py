@@ -12,6 +12,7 @@ import numpy as np
 
 from bifolio.arrays import array_namespace
 from bifolio.cache.block_manager import KVCacheBlockManager
+from bifolio.counts import whole
 from bifolio.errors import OutOfBlocksError, PhaseError
 from bifolio.kernels.interface import Array, AttentionPhase, AttentionSegment, LayerAttention
 from bifolio.sequence import Sequence
@@ -76,7 +77,7 @@ class PrefillOrchestrator(_Orchestrator):
 
     def prefill_allocate_blocks(self, sequence_id: int, prompt_length: int) -> list[int]:
         """Blocks for a whole prompt, all or nothing; a table is opened if the sequence has none."""
-        if prompt_length < 1:
+        if whole("the length of a prompt", prompt_length, least=None, error=PhaseError) < 1:
             raise PhaseError(f"sequence {sequence_id}: a prompt has at least one token, not {prompt_length}")
         with self.blocks.lock:
             needed, free = self.blocks.blocks_for(prompt_length), self.blocks.num_free_blocks
@@ -92,7 +93,7 @@ class PrefillOrchestrator(_Orchestrator):
 
     def reserve_chunk(self, sequence: Sequence, limit: int) -> int:
         """Reserve the next chunk, at most `limit` tokens; 0, with nothing changed, when too few blocks are free."""
-        num_new = min(sequence.num_uncomputed, limit)
+        num_new = min(sequence.num_uncomputed, whole("a limit of tokens", limit, error=PhaseError))
         return num_new if self.blocks.try_append(sequence.id, num_new) else 0
 
     def compute_prefill_attention(
@@ -106,8 +107,8 @@ class PrefillOrchestrator(_Orchestrator):
     ) -> dict[int, Array]:
         """Several sequences packed into one kernel call, without padding."""
         for sequence_id, query in queries.items():
-            start, end = ranges[sequence_id]
-            if end - start != query.shape[0] or start < 0:
+            start, end = _range_of(sequence_id, ranges)
+            if end - start != query.shape[0]:
                 raise PhaseError(
                     f"sequence {sequence_id}: {query.shape[0]} queries do not fill tokens [{start}, {end})"
                 )
@@ -123,7 +124,7 @@ class DecodeOrchestrator(_Orchestrator):
         """Reserve the token after `current_length`; the new block's id, or None if the last block had room."""
         with self.blocks.lock:
             held = self.blocks.num_tokens_of(sequence_id)
-            if held != current_length:
+            if held != whole("current_length", current_length, error=PhaseError):
                 raise PhaseError(f"sequence {sequence_id} holds {held} tokens, not {current_length}")
             before = set(self.blocks.block_ids_of(sequence_id))
             self.blocks.append(sequence_id, 1)
@@ -144,4 +145,20 @@ class DecodeOrchestrator(_Orchestrator):
         self, queries: Mapping[int, Array], lengths: Mapping[int, int], kernel: LayerAttention
     ) -> dict[int, Array]:
         """One query per sequence (with its drafts), all sequences in one kernel call."""
+        for sequence_id in queries:
+            if sequence_id not in lengths:
+                raise PhaseError(f"sequence {sequence_id} has queries and no length: pass its number of tokens")
+            whole(f"the length of sequence {sequence_id}", lengths[sequence_id], error=PhaseError)
         return self._attend(queries, {sequence_id: lengths[sequence_id] for sequence_id in queries}, kernel)
+
+
+def _range_of(sequence_id: int, ranges: Mapping[int, tuple[int, int]]) -> tuple[int, int]:
+    """[start, end) of a sequence's queries, checked."""
+    if sequence_id not in ranges:
+        raise PhaseError(f"sequence {sequence_id} has queries and no range: pass (start, end) of its tokens")
+    try:
+        start, end = ranges[sequence_id]
+    except (TypeError, ValueError):
+        raise PhaseError(f"the range of sequence {sequence_id} is a pair (start, end)") from None
+    start, end = (whole(f"the range of sequence {sequence_id}", edge, error=PhaseError) for edge in (start, end))
+    return start, end

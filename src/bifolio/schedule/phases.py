@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Sequences
 
 from bifolio.cache.sharing import SpeculativeDecodingSharing
-from bifolio.errors import OutOfBlocksError, PhaseError, UnknownSequenceError
+from bifolio.counts import whole
+from bifolio.errors import ConfigError, OutOfBlocksError, PhaseError, UnknownSequenceError
 from bifolio.schedule.orchestrators import DecodeOrchestrator, PrefillOrchestrator
 from bifolio.schedule.plan import BatchSlot, ScheduledSequence, StepPlan
 from bifolio.schedule.shares import prefill_quotas
@@ -30,7 +31,7 @@ class PhaseManager:
     ) -> None:
         self.prefill = prefill_orchestrator
         self.decode = decode_orchestrator
-        self.chunk_size = chunk_size
+        self.chunk_size = whole("chunk_size", chunk_size, least=1, error=ConfigError)
         self._preempt = preempt
         self._drop_kept = drop_kept or (lambda: False)
         self._speculation = speculation
@@ -70,7 +71,7 @@ class PhaseManager:
             raise PhaseError(f"{sequence} cannot decode: {missing} tokens of its prompt are not computed yet")
 
     def _find(self, sequence_id: int) -> Sequence:
-        if sequence_id not in self._sequences:
+        if whole("a sequence id", sequence_id, least=None, error=UnknownSequenceError) not in self._sequences:
             raise UnknownSequenceError(f"no sequence {sequence_id} is tracked")
         return self._sequences[sequence_id]
 
@@ -89,6 +90,9 @@ class PhaseManager:
         step is in flight no sequence can be preempted (`may_preempt=False`): a plan that needs a preemption then leaves
         out the sequences without blocks and sets `StepPlan.is_short`.
         """
+        whole("token_budget", token_budget, error=PhaseError)
+        for count in () if drafts is None else drafts.values():
+            whole("a number of drafts", count, error=PhaseError)
         preempted: list[Sequence] = []
         active, decoding, waiting = _sorted_by_phase(slots)
         running = self._reserve_decodes(active, decoding[:token_budget], preempted, may_preempt)
@@ -193,7 +197,7 @@ class PhaseManager:
             blocks.truncate(sequence.id, shared)
             sequence.rewind(blocks.num_tokens_of(sequence.id))  # fewer, where a recurrent state is missing
         else:
-            sequence.rewind(blocks.open_table(sequence.id, sequence.token_ids, salt=sequence.request.salt))
+            sequence.rewind(blocks.open_table(sequence.id, sequence.token_ids, salt=sequence.request.cache_salt))
         return True
 
     def _make_room(

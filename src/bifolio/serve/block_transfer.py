@@ -17,6 +17,7 @@ from bifolio.engine.thread import EngineThread
 from bifolio.engine.transfer.blocks import Sizes
 from bifolio.engine.transfer.prefill import PrefillServer
 from bifolio.engine.transfer.prefill_engines import PrefillEngines, RoutedPrefillEngines
+from bifolio.long_rope import rope_of_request, salt_of_rope
 from bifolio.transfer_settings import TransferSettings
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ class BlockTransfer:
     """One engine's part; `fetch` and `abort` may be called from any thread."""
 
     def __init__(self, thread: EngineThread, engine: InferenceEngine, settings: TransferSettings) -> None:
-        sizes = Sizes.of(engine)
+        sizes, self._config = Sizes.of(engine), engine.model.config
         self._threshold = settings.threshold  # tokens of the shortest prompt that is computed elsewhere
         self._server: PrefillServer | None = None
         self._engines: PrefillEngines | RoutedPrefillEngines | None = None
@@ -57,13 +58,15 @@ class BlockTransfer:
         engines, scores_prompt = self._engines, message.params.get("prompt_logprobs") is not None
         if engines is None or scores_prompt or len(message.prompt_token_ids) < self._threshold:
             return False
+        count, most = len(message.prompt_token_ids), message.params.get("max_tokens")
+        salt = salt_of_rope(rope_of_request(self._config, count, most), message.salt)
         with self._lock:
             self._waiting.add(message.id)
 
         def work() -> None:
             try:
                 if message.id in self._waiting:
-                    engines.fetch(message.prompt_token_ids, message.salt, message.prefill_at)
+                    engines.fetch(message.prompt_token_ids, salt, message.prefill_at)
             except Exception:
                 logger.exception("the blocks of a prompt could not be fetched; it is computed here")
             with self._lock:  # an abort comes before the start or is queued behind it

@@ -27,6 +27,7 @@ from bifolio.beam_params import BeamSearchParams
 from bifolio.engine.engine import InferenceEngine
 from bifolio.engine.thread import EngineThread
 from bifolio.errors import BifolioError, FaultKind, GrammarError, RequestError
+from bifolio.long_rope import short_context
 from bifolio.sampling.thinking import AfterThinking
 from bifolio.sampling_params import SamplingParams
 from bifolio.sequence import Request, StepResult
@@ -103,6 +104,7 @@ class EngineService:
             vocab_size=engine.model.config.vocab_size,
             num_blocks=engine.blocks.num_blocks,
             block_size=engine.blocks.block_size,
+            short_context=short_context(engine.model.config),
             plan=self.llm.plan.lines(),
             kv_cache_dtype=str(engine.config.cache.dtype),
             enable_prefix_caching=engine.config.cache.enable_prefix_caching,

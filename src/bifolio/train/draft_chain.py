@@ -51,8 +51,8 @@ class DraftChain(nn.Module, ABC):
         self.names = [*every, *norms]
         matrices = [nn.Parameter(torch.randn(size) * INIT_STD) for size in every.values()]
         self.values = nn.ParameterList([*matrices, *(nn.Parameter(torch.ones(d)) for _ in norms)])
-        frequencies, self.rope_scale = inverse_frequencies(config.ropes[0], config.max_position)
-        self.frequencies = torch.from_numpy(frequencies)
+        frequencies, self.rope_scale = inverse_frequencies(config.ropes[0])
+        self.frequencies = torch.from_numpy(frequencies if frequencies.ndim == 1 else frequencies[0])  # texts are short
 
     @abstractmethod
     def first(self, states: torch.Tensor) -> torch.Tensor:

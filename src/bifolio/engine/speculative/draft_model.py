@@ -46,7 +46,14 @@ class DraftModelDrafter:
             for i in active:
                 sequence = items[i].sequence
                 known = sequence.token_ids[sequence.num_draft_computed :]
-                runs.append(Run(items[i].slot, sequence.num_draft_computed, [*known, *guesses[i][-1:]]))
+                runs.append(
+                    Run(
+                        items[i].slot,
+                        sequence.num_draft_computed,
+                        [*known, *guesses[i][-1:]],
+                        sequence.request.rope or 0,
+                    )
+                )
             for i, token in zip(active, self._draw(items, active, runs, guesses), strict=True):
                 sequence = items[i].sequence
                 sequence.num_draft_computed = sequence.num_tokens + len(guesses[i])
@@ -79,7 +86,8 @@ class DraftModelDrafter:
             while sequence.num_tokens - sequence.num_draft_computed > self._chunk_size:
                 start = sequence.num_draft_computed
                 tokens = sequence.token_ids[start : start + self._chunk_size]
-                self._prefill.run(self._lay_out([], [Run(item.slot, start, tokens)], [len(tokens) - 1]))
+                run = Run(item.slot, start, tokens, sequence.request.rope or 0)
+                self._prefill.run(self._lay_out([], [run], [len(tokens) - 1]))
                 sequence.num_draft_computed += len(tokens)
 
     def _lay_out(self, decodes: list[Run], prefills: list[Run], logit_rows: list[int]) -> Batch:

@@ -97,6 +97,7 @@ class HeadRun(NamedTuple):
     context_start: int  # position of the first entry that is read
     start: int  # position of the first token's entry
     tokens: list[int]
+    rope: int = 0  # as of `Run`
 
 
 class HeadRunner:
@@ -179,7 +180,7 @@ class HeadRunner:
         self, runs: list[HeadRun], phase: AttentionPhase, logit_rows: list[int], tables: np.ndarray
     ) -> HostBatch:
         """Positions are counted from the first entry that is read: rope depends on differences alone."""
-        laid_out = [Run(number, run.start - run.context_start, run.tokens) for number, run in enumerate(runs)]
+        laid_out = [Run(number, run.start - run.context_start, run.tokens, run.rope) for number, run in enumerate(runs)]
         decodes, prefills = (laid_out, []) if phase is AttentionPhase.DECODE else ([], laid_out)
         return HostBatch.from_runs(decodes, prefills, tables, self.blocks.block_size, logit_rows)
 

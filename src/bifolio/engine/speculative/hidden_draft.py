@@ -190,7 +190,9 @@ class HiddenDraft:
             for i in active:
                 sequence, track = items[i].sequence, self._tracks[items[i].sequence.id]
                 position = sequence.num_tokens - 2 + len(guesses[i])
-                runs.append(HeadRun(self._table(items[i]), track.context_start, position, guesses[i][-1:]))
+                runs.append(
+                    HeadRun(self._table(items[i]), track.context_start, position, guesses[i][-1:], _rope(sequence))
+                )
             states = hidden[active[0] : active[0] + 1] if len(active) == 1 else self.runner.kernels.take(hidden, active)
             rows = self._draw(items, active, runs, states, guesses, own_states=True)
             hidden = _put(hidden, active, rows) if len(active) < len(items) else rows
@@ -206,7 +208,7 @@ class HiddenDraft:
                 self._compute(item, track, track.count - 1)
             start, count = track.start, track.count
             tokens = item.sequence.token_ids[start + 1 : start + 1 + count]
-            runs.append(HeadRun(self._table(item), track.context_start, start, tokens))
+            runs.append(HeadRun(self._table(item), track.context_start, start, tokens, _rope(item.sequence)))
             states += track.take(count)
         return runs, _joined(states)
 
@@ -232,7 +234,7 @@ class HiddenDraft:
             tokens = list(item.sequence.tokens_until(start + 1 + size)[start + 1 : start + 1 + size])
             states = track.take(size)
             given = _joined(states)
-            run = HeadRun(table, track.context_start, start, tokens)
+            run = HeadRun(table, track.context_start, start, tokens, _rope(item.sequence))
             self.runner.run([run], given, AttentionPhase.PREFILL, own_states=False)
             self.runner.blocks.computed(table, start, start + size)
             count -= size
@@ -286,3 +288,7 @@ def _put(rows: Array, places: list[int], values: Array) -> Array:
     rows = rows + 0  # a copy: an array of the device may be read by a pass in flight
     rows[places] = values
     return rows
+
+
+def _rope(sequence: Sequence) -> int:
+    return sequence.request.rope or 0

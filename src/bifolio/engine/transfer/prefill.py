@@ -43,6 +43,7 @@ from bifolio.engine.transfer.wire import (
     send_json,
 )
 from bifolio.errors import BifolioError, ConfigError, RequestError, TransferError
+from bifolio.long_rope import rope_of_salt, short_context
 from bifolio.sampling_params import SamplingParams
 from bifolio.sequence import Request
 
@@ -167,9 +168,13 @@ class PrefillServer:
     def _start(self, engine: InferenceEngine, tokens: list[int], salt: bytes) -> Request:
         request_id = f"blocks-{next(self._numbers)}"
         try:
-            return engine.add_request(request_id, tokens, SamplingParams(max_tokens=1, temperature=0.0), salt=salt)
+            rope, own = (None, salt) if short_context(engine.model.config) is None else rope_of_salt(salt)
+            params = SamplingParams(max_tokens=1, temperature=0.0)
+            request = engine.add_request(request_id, tokens, params, salt=own)
         except RequestError as error:
             raise TransferError(f"the prompt cannot be computed: {error}") from error
+        request.rope = rope  # of the request that will continue the prompt, before its first pass
+        return request
 
 
 class BlockSender:

@@ -132,10 +132,15 @@ class NativeKernels(HostArrays, NativeStreams):
         return out
 
     def rotation(self, inverse_frequencies: Array, scale: float, positions: Array) -> Rotation:
-        shape = (len(positions), len(inverse_frequencies))
+        shape = (len(positions), inverse_frequencies.shape[-1])
         cosine, sine = np.empty(shape, np.float32), np.empty(shape, np.float32)
         self.native.rotation(
-            floats(inverse_frequencies), scale, np.ascontiguousarray(positions, np.int32), cosine, sine, self.pool
+            floats(inverse_frequencies).reshape(-1),
+            scale,
+            np.ascontiguousarray(positions, np.int32),
+            cosine,
+            sine,
+            self.pool,
         )
         return Rotation(cosine, sine)
 

@@ -94,8 +94,8 @@ class ProgramRecorder(StreamRecorder):
         return Register(self.program.embed(table, scale, ids is POSITIONS))
 
     def rotation(self, inverse_frequencies: np.ndarray, scale: float, positions: object) -> Rotation:
-        frequencies = np.ascontiguousarray(inverse_frequencies, np.float32)
-        cosine, sine = self.program.rotation(frequencies, scale)
+        frequencies = np.ascontiguousarray(inverse_frequencies, np.float32).reshape(-1)
+        cosine, sine = self.program.rotation(frequencies, scale, inverse_frequencies.ndim == 2)
         return Rotation(Register(cosine), Register(sine))
 
     def norm(self, x: Register, norm: Norm) -> Register:

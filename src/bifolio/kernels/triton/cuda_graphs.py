@@ -267,8 +267,8 @@ class DecodeGraphs:
     def _run(self, step: DecodeStep, mode: StepMode) -> None:
         state, size = self.state, len(step.rows)
         begin_step(
-            step.rows, state.tables, state.lengths, state.tokens, step.token_ids, step.positions, step.index,
-            step.contexts, step.table_rows, step.turn, self._storage.block_size, TURNS,
+            step.rows, state.tables, state.lengths, state.ropes, state.tokens, step.token_ids, step.positions,
+            step.index, step.contexts, step.table_rows, step.turn, self._storage.block_size, TURNS,
         )  # fmt: skip
         if step.states is not None:
             begin_states(step.rows, state, step.states.reads, step.states.writes)

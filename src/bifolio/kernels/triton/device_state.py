@@ -32,18 +32,18 @@ class DeviceState:
     def __init__(self, num_slots: int, max_blocks: int, device: str) -> None:
         self.num_slots, self.max_blocks, self.device = num_slots, max_blocks, device
         self.on_gpu = device.startswith("cuda")
-        places = num_slots * max_blocks + num_slots * np.array([*range(11), 10 + MAX_ENDS])
+        places = num_slots * max_blocks + num_slots * np.array([*range(12), 11 + MAX_ENDS])
         places[-1] += places[-1] % 2  # numbers of 64 bits follow
         self._lengths, self._tokens, self._warmths, self._top_ks, self._num_scores = places[:5].tolist()
         self._edit_flags, self._repetitions, self._min_lengths, self._reads, self._writes = places[5:10].tolist()
-        self._ends, self._wide = int(places[10]), int(places[-1])
+        self._ropes, self._ends, self._wide = int(places[10]), int(places[11]), int(places[-1])
         self.words = torch.zeros(self._wide + 2 * 8 * num_slots, dtype=torch.int32, device=device)
 
         def column(place: int) -> torch.Tensor:
             return self.words[place : place + num_slots]
 
         wide = self.words[self._wide :].view(torch.int64).view(8, num_slots)
-        narrow = self.words[self._lengths : self._ends].view(10, num_slots)
+        narrow = self.words[self._lengths : self._ends].view(11, num_slots)
         self.columns = narrow, wide  # a column of each slot; the ends of edits are not among them
         self.tables = self.words[: num_slots * max_blocks].view(num_slots, max_blocks)  # i32
         self.lengths = column(self._lengths)  # i32  tokens in the cache
@@ -56,6 +56,7 @@ class DeviceState:
         self.min_lengths = column(self._min_lengths)  # i32
         self.reads = column(self._reads)  # i32  recurrent state before the next token
         self.writes = column(self._writes)  # i32  recurrent state that the next token leaves; -1: none
+        self.ropes = column(self._ropes)  # i32  added to positions: 0 or LONG_ROPE (`bifolio.long_rope`)
         self.ends = self.words[self._ends : self._ends + MAX_ENDS * num_slots]  # i32[slots, MAX_ENDS]  -1: none
         self.seeds = wide[0]  # i64
         self.top_ps = wide[1].view(torch.float64)  # 2: off
@@ -81,6 +82,9 @@ class DeviceState:
         bits = np.array([top_p if top_p < 1.0 else 2.0]).view(np.uint64)[0]
         wide = np.array([seed & 0xFFFFFFFFFFFFFFFF, bits, math.ceil(min_p * ONE)], dtype=np.uint64)
         self._add_wide(slot, 0, wide)
+
+    def set_rope(self, slot: int, rope: int) -> None:
+        self._add(np.array([self._ropes + slot]), np.array([rope]))
 
     def set_rare_options(self, slot: int, typical_p: float, xtc_threshold: float, xtc_probability: float) -> None:
         self._add_wide(slot, 5, np.array([typical_p, xtc_threshold, xtc_probability], dtype=np.float64))
@@ -204,12 +208,13 @@ def apply_changes(state: torch.Tensor, changes: torch.Tensor) -> None:
 
 @triton.jit(
     do_not_specialize=["num_rows", "table_stride"],
-    do_not_specialize_on_alignment=["rows", "tables", "lengths", "last_tokens"],
+    do_not_specialize_on_alignment=["rows", "tables", "lengths", "ropes", "last_tokens"],
 )
 def _begin_step_kernel(
     rows: tl.tensor,  # i32[r]  slot of each row; -1: padding
     tables: tl.tensor,  # i32[slots, max_blocks]
     lengths: tl.tensor,  # i32[slots]
+    ropes: tl.tensor,  # i32[slots]
     last_tokens: tl.tensor,  # i32[slots]
     token_ids: tl.tensor,  # i32[r]
     positions: tl.tensor,  # i32[r]
@@ -234,7 +239,7 @@ def _begin_step_kernel(
     token = tl.load(last_tokens + slot, mask=real, other=0)
     block = tl.load(tables + slot.to(tl.int64) * table_stride + position // BLOCK_SIZE, mask=real, other=0)
     tl.store(token_ids + row, tl.maximum(token, 0), mask=exists)  # -1: nothing could be chosen; the row is given up
-    tl.store(positions + row, position, mask=exists)
+    tl.store(positions + row, position + tl.load(ropes + slot, mask=real, other=0), mask=exists)
     tl.store(places + row, block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE, mask=exists)
     tl.store(contexts + row, tl.where(real, position + 1, 0), mask=exists)
     tl.store(table_rows + row, tl.maximum(slot, 0), mask=exists)
@@ -244,6 +249,7 @@ def begin_step(
     rows: torch.Tensor,
     tables: torch.Tensor,
     lengths: torch.Tensor,
+    ropes: torch.Tensor,
     last_tokens: torch.Tensor,
     token_ids: torch.Tensor,
     positions: torch.Tensor,
@@ -261,6 +267,7 @@ def begin_step(
         rows,
         tables,
         lengths,
+        ropes,
         last_tokens,
         token_ids,
         positions,

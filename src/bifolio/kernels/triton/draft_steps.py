@@ -170,8 +170,8 @@ class DraftSteps:
         """Lay out the newest draft token of every row, at its place in the head's context."""
         tokens, positions, index, contexts, table_rows = chain.layout
         begin_step(
-            chain.rows, self._state.tables, self._entries, self._state.tokens, tokens, positions, index, contexts,
-            table_rows, turn, self._storage.block_size, TURNS,
+            chain.rows, self._state.tables, self._entries, self._state.ropes, self._state.tokens, tokens, positions,
+            index, contexts, table_rows, turn, self._storage.block_size, TURNS,
         )  # fmt: skip
 
     def _pass(self, chain: Chain, hidden: Any) -> torch.Tensor:

@@ -53,6 +53,7 @@ from bifolio.kernels.triton.scan_plan import StagedStates
 from bifolio.kernels.triton.shared_expert import fold_shared
 from bifolio.kernels.triton.slots import TritonSlots
 from bifolio.kernels.triton.streams import TritonStreams
+from bifolio.long_rope import LONG_ROPE
 from bifolio.quant.tensor import QuantizedTensor
 
 INTERPRETED_PROCESSORS = 2  # multiprocessors assumed in Triton's interpreter
@@ -84,7 +85,7 @@ class TritonKernels(TorchArrays, TritonStreams):
             self._weights, self.dtype, deterministic=deterministic,
             num_processors=self.num_processors if device.startswith("cuda") else 0,
         )  # fmt: skip
-        self._rotations: dict[tuple[int, float], torch.Tensor] = {}  # f32[positions, 2, half] by frequencies and scale
+        self._rotations: dict[tuple[int, float], torch.Tensor] = {}  # f32[sets, positions, 2, half]
         self._tabulated: list[torch.Tensor] = []
         self._states: StagedStates | None = None  # of the running pass
         self.attention = Attention(device, self.dtype, self.num_processors, deterministic=deterministic)
@@ -147,8 +148,10 @@ class TritonKernels(TorchArrays, TritonStreams):
         """Tabulate cosine and sine for all positions below `max_position`, for lookups in CUDA graphs."""
         positions = torch.arange(max_position, device=self.device)
         for frequencies, scale in rotations:
-            rotation = self._torch.rotation(frequencies, scale, positions)
-            self._rotations[frequencies.data_ptr(), scale] = torch.stack(tuple(rotation), dim=1)
+            sets = range(frequencies.shape[0] if frequencies.ndim == 2 else 1)
+            tables = [self._torch.rotation(frequencies, scale, positions + LONG_ROPE * number) for number in sets]
+            table = torch.stack([torch.stack(tuple(rotation), dim=1) for rotation in tables])
+            self._rotations[frequencies.data_ptr(), scale] = table
             self._tabulated.append(frequencies)  # keeps the address from being reused
 
     def rotation(self, inverse_frequencies: Array, scale: float, positions: Array) -> Rotation:

@@ -39,6 +39,7 @@ from bifolio.kernels.triton.lazy_fusion import tensor
 from bifolio.kernels.triton.prefill import QueryTiles
 from bifolio.kernels.triton.scan_plan import PlanSizes, StagedStates
 from bifolio.kernels.triton.split_kv import Pieces
+from bifolio.long_rope import LONG_ROPE
 
 
 class Sizes(NamedTuple):
@@ -64,7 +65,7 @@ class PromptStep:
 
     words: torch.Tensor  # i32
     token_ids: torch.Tensor  # i32[t]  -1: the newest token of the slot
-    positions: torch.Tensor  # i32[t]
+    positions: torch.Tensor  # i32[t]  as of `Batch`
     slots: torch.Tensor  # i32[t]  slot of each token; -1: padding
     contexts: torch.Tensor  # i32[d]  of decodes; 0: none
     table_rows: torch.Tensor  # i32[d]  slots of decodes
@@ -273,7 +274,7 @@ def tiles_of(lengths: np.ndarray, rows: int, most: int, empty: int) -> list[np.n
 )
 def _begin_prompts_kernel(
     token_ids: tl.tensor,  # i32[t]
-    positions: tl.tensor,  # i32[t]
+    positions: tl.tensor,  # i32[t]  + LONG where the long set of LongRoPE rotates
     slots: tl.tensor,  # i32[t]
     tables: tl.tensor,  # i32[slots, max_blocks]
     newest: tl.tensor,  # i32[slots]
@@ -281,6 +282,7 @@ def _begin_prompts_kernel(
     index: tl.tensor,  # i64[t]
     num_tokens: tl.tensor,
     table_stride: tl.tensor,
+    LONG: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -288,7 +290,7 @@ def _begin_prompts_kernel(
     exists = row < num_tokens
     slot = tl.load(slots + row, mask=exists, other=-1)
     real = slot >= 0
-    position = tl.load(positions + row, mask=real, other=0)
+    position = tl.load(positions + row, mask=real, other=0) % LONG
     token = tl.load(token_ids + row, mask=real, other=0)
     token = tl.where(token < 0, tl.load(newest + slot, mask=real & (token < 0), other=0), token)
     block = tl.load(tables + slot.to(tl.int64) * table_stride + position // BLOCK_SIZE, mask=real, other=0)
@@ -301,5 +303,5 @@ def begin_prompts(step: PromptStep, state: DeviceState, block_size: int) -> None
     num_tokens, block = len(step.token_ids), 128
     _begin_prompts_kernel[(triton.cdiv(num_tokens, block),)](
         step.token_ids, step.positions, step.slots, state.tables, state.tokens, step.known_ids, step.index, num_tokens,
-        state.tables.stride(0), BLOCK_SIZE=block_size, BLOCK=block, num_warps=4,
+        state.tables.stride(0), LONG=LONG_ROPE, BLOCK_SIZE=block_size, BLOCK=block, num_warps=4,
     )  # fmt: skip

@@ -76,7 +76,7 @@ class TritonSlots:
             return False
         return edits.is_empty or self._has_room_for_edits()
 
-    def set_params(self, slot: int, params: SamplingParams, seed: int, edits: LogitEdits | None) -> None:
+    def set_params(self, slot: int, params: SamplingParams, seed: int, edits: LogitEdits | None, rope: int = 0) -> None:
         temperature = 0.0 if params.is_greedy else max(params.temperature, float(np.finfo(np.float32).tiny))
         self._warm[slot] = temperature > 0
         self._filtered[slot] = temperature > 0 and params.filters_tokens(self._vocab_size)
@@ -84,6 +84,7 @@ class TritonSlots:
         self._scored[slot] = params.needs_logprobs
         self._edited[slot] = edits is not None and not edits.is_empty
         self._work = b"", None
+        self.state.set_rope(slot, rope)
         self.state.set_logprobs(slot, (params.logprobs or 0) if params.needs_logprobs else None)
         top_k = params.top_k if 0 < params.top_k < self._vocab_size else 0
         self.state.set_sampling(slot, temperature, seed, top_k, params.top_p, params.min_p)

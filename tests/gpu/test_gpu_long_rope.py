@@ -1,0 +1,29 @@
+"""LongRoPE on a GPU: CUDA graphs of short and long requests in one batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from bifolio.config import SpeculativeConfig
+from bifolio.kernels.reference import ReferenceKernels
+from helpers import make_engine
+from long_rope_requests import REQUESTS, long_rope_model, run_all, scores_of, tokens_of
+
+
+@pytest.mark.parametrize("with_drafts", [False, True])
+def test_each_request_of_a_batch_has_its_own_factors(with_drafts: bool) -> None:
+    from bifolio.kernels.triton import TritonKernels
+
+    expected = run_all(make_engine(long_rope_model(), kernels=ReferenceKernels()))
+    drafts = SpeculativeConfig("ngram", length=2, ngram_min=1, adaptive=False) if with_drafts else None
+    kernels = TritonKernels("cuda", "f32", deterministic=True)
+    found = []
+    for length in (48, 256):
+        engine = make_engine(long_rope_model(), kernels=kernels, speculative=drafts, max_model_len=length)
+        assert engine.slots.device is not None
+        found.append(run_all(engine))
+    for name in REQUESTS:
+        assert tokens_of(found[0][name]) == tokens_of(found[1][name]) == tokens_of(expected[name])
+        assert scores_of(found[0][name]).tolist() == scores_of(found[1][name]).tolist()
+        np.testing.assert_allclose(scores_of(found[0][name]), scores_of(expected[name]), atol=5e-3)
