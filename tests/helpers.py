@@ -190,6 +190,15 @@ def tiny_folder(
     return folder
 
 
+def nan_folder(**config: Any) -> Path:
+    """`tiny_folder` with a tokenizer and damaged weights: every hidden state and every logit is NaN."""
+    folder = tiny_folder(tokenizer=True, **config)
+    tensors = tiny_tensors(json.loads((folder / "config.json").read_text()))
+    tensors["model.norm.weight"] = np.full_like(tensors["model.norm.weight"], np.nan)
+    write_safetensors(folder / "model.safetensors", tensors)
+    return folder
+
+
 END_OF_TEXT = "<|endoftext|>"
 CORPUS = (
     "Once upon a time a little fox lived in a quiet wood. The fox liked to read books about the sea.",

@@ -40,6 +40,7 @@ class BeamSearchParams:
     no_repeat_ngram_size: int = 0
     logit_bias: Mapping[int, float] | None = None
     bad_words: tuple[str, ...] = ()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
     logits_processors: tuple[LogitsProcessor, ...] = ()
     grammar: object | None = None
@@ -89,6 +90,7 @@ class BeamSearchParams:
             no_repeat_ngram_size=self.no_repeat_ngram_size,
             logit_bias=self.logit_bias,
             bad_words=self.bad_words,
+            bad_words_token_ids=self.bad_words_token_ids,
             allowed_token_ids=self.allowed_token_ids,
             logits_processors=self.logits_processors,
             grammar=self.grammar,

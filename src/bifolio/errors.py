@@ -14,7 +14,7 @@
     │   ├── OutOfBlocksError   the pool has too few free blocks; nothing was changed
     │   └── UnknownSequenceError
     ├── PhaseError             decode before the prompt is complete, and other wrong transitions
-    ├── ModelOutputError       the network gave no finite logit
+    ├── ModelOutputError       the network gave no finite numbers
     ├── KernelArgumentError    an array or a number that does not fit the kernel
     ├── KernelCompileError     a kernel cannot be compiled or launched on this machine
     ├── EngineDeadError        the engine stopped; its running requests are lost
@@ -135,9 +135,11 @@ class PhaseError(BifolioError, RuntimeError):
 
 NO_FINITE_LOGIT = "the model gave no finite logit for the next position: its weights may be damaged"
 
+NO_FINITE_STATE = "the model gave hidden states that are not finite: its weights may be damaged"
+
 
 class ModelOutputError(BifolioError, ArithmeticError):
-    """The network gave no finite logit: its weights are damaged, or its numbers overflow. No client caused it."""
+    """The network gave no finite numbers: its weights are damaged, or its numbers overflow. No client caused it."""
 
     fault = FaultKind.NO_FINITE_LOGIT
 

@@ -10,6 +10,7 @@ import pytest
 
 from bifolio.api.async_llm import AsyncLLM
 from bifolio.api.llm import LLM
+from bifolio.beam_params import BeamSearchParams
 from bifolio.errors import EngineDeadError, RequestError
 from bifolio.sampling_params import SamplingParams
 from helpers import tiny_loaded
@@ -148,3 +149,20 @@ async def test_chat_uses_the_template() -> None:
         answer = (await llm.chat([{"role": "user", "content": "hi"}], GREEDY))[0]
     text = loaded.require_tokenizer().decode(answer.prompt_token_ids)
     assert text == "user: hi\nassistant:"
+
+
+async def test_beam_search_is_that_of_the_offline_api(llm: AsyncLLM) -> None:
+    params = [BeamSearchParams(3, max_tokens=6), BeamSearchParams(2, max_tokens=5, bad_words=("fox",))]
+    expected = make_llm().beam_search(PROMPTS[:2], params)
+    found = await llm.beam_search(PROMPTS[:2], params)
+    assert [item.outputs for item in found] == [item.outputs for item in expected]
+    one, other = await asyncio.gather(llm.beam_search(PROMPTS[0], params[0]), llm.generate(PROMPTS[3], GREEDY))
+    assert [output.token_ids for output in one[0].outputs] == [output.token_ids for output in expected[0].outputs]
+    assert other[0].outputs == make_llm().generate(PROMPTS[3], GREEDY)[0].outputs
+    stuck = BeamSearchParams(2, max_tokens=9, allowed_token_ids=(40,), no_repeat_ngram_size=2)
+    for _ in range(2):
+        [failed] = await llm.beam_search(PROMPTS[0], stuck, "name")
+        assert "no token can follow" in (failed.error or "")
+        assert [output.finish_reason for output in failed.outputs] == ["error"]
+    with pytest.raises(RequestError, match="params must be BeamSearchParams"):
+        await llm.beam_search(PROMPTS[0], GREEDY)  # type: ignore[arg-type]

@@ -240,3 +240,33 @@ def test_best_candidates_equal_a_full_sort(rows: int, width: int, count: int, se
     best = best_candidates(values, running.tolist(), min(count, totals.size))
     assert [c.score for c in best] == sorted(totals.tolist(), reverse=True)[: len(best)]
     assert all(totals.reshape(rows, width)[c.beam, c.token] == np.float32(c.score) for c in best)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_groups": 2, "diversity_penalty": 0.5}, {"logprobs": 1}])
+def test_a_search_without_a_possible_text_ends_with_an_error(options: dict[str, Any]) -> None:
+    """One token is allowed and no pair of tokens may repeat: the third token is impossible, and no beam has ended."""
+    llm = tiny_llm(tiny_folder_once())
+    params = BeamSearchParams(2, max_tokens=9, allowed_token_ids=(3,), no_repeat_ngram_size=2, **options)
+    for _ in range(2):
+        output = llm.beam_search([[5, 6, 7]], params)[0]
+        assert output.error is not None
+        assert "no token can follow" in output.error
+        assert [completion.finish_reason for completion in output.outputs] == ["error"]
+        assert not llm.engine.requests
+        assert llm.engine.blocks.num_used_blocks == 0
+
+
+def test_ended_texts_are_returned_when_no_other_is_possible() -> None:
+    llm = tiny_llm(tiny_folder_once())
+    params = BeamSearchParams(
+        3, max_tokens=9, allowed_token_ids=(3, 4), bad_words_token_ids=((3,), (4, 4)), stop_token_ids=(4,)
+    )
+    output = llm.beam_search([[5, 6, 7]], params)[0]
+    assert output.error is None
+    assert [(o.token_ids, o.finish_reason) for o in output.outputs] == [([4], "stop")]
+    assert not llm.engine.requests
+
+
+def test_other_parameters_are_refused_by_their_name() -> None:
+    with pytest.raises(RequestError, match="params must be BeamSearchParams"):
+        tiny_llm(tiny_folder_once()).beam_search([[5, 6]], SamplingParams())  # type: ignore[arg-type]

@@ -13,9 +13,10 @@ from bifolio.beam_params import BeamSearchParams
 from bifolio.config import SpeculativeConfig
 from bifolio.engine.engine import InferenceEngine
 from bifolio.engine.fault.isolation import MAX_FAILURES_IN_A_ROW
+from bifolio.engine.postprocess import Ticket
 from bifolio.kernels.interface import Batch
 from bifolio.sampling_params import SamplingParams
-from bifolio.sequence import FinishReason, Request
+from bifolio.sequence import FinishReason, Request, StepResult
 from helpers import make_engine, output_ids, random_prompt, run_alone
 
 POISON = 60  # a token id that random prompts below do not contain
@@ -214,3 +215,35 @@ def test_drafts_survive() -> None:
     drain(engine)
     check(engine, requests, inputs, [2])
     assert engine.speculator.stats.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("num_others", [0, 1, 3])
+def test_a_request_that_ended_in_the_failing_step_convicts_no_other(num_others: int) -> None:
+    """A row's error ends a request, and the step that ended it fails afterwards."""
+    engine = make_engine()
+    collect = engine.postprocess.collect
+
+    def collect_and_fail(ticket: Ticket, results: list[StepResult]) -> None:
+        collect(ticket, results)
+        if any(result.finish_reason is FinishReason.ERROR for result in results):
+            raise FloatingPointError("the kernel failed")
+
+    engine.postprocess.collect = collect_and_fail  # type: ignore[method-assign]
+    inputs = prompts(num_others)
+    requests = [engine.add_request(str(number), prompt, PARAMS) for number, prompt in enumerate(inputs)]
+    stuck = SamplingParams(temperature=0.0, max_tokens=9, allowed_token_ids=(3,), no_repeat_ngram_size=2)
+    culprit = engine.add_request("culprit", [5, 6, 7], stuck)
+    drain(engine)
+    assert culprit.error
+    assert "no token can follow" in culprit.error
+    check(engine, requests, inputs, [])
+
+
+def test_a_failure_that_passes_ends_no_request_that_runs_alone() -> None:
+    engine = make_engine()
+    calls = iter(range(10**6))
+    faulty = break_engine(engine, lambda batch: next(calls) == 4)
+    request = engine.add_request("0", prompts(1)[0], PARAMS)
+    drain(engine)
+    assert faulty.num_failures == 1
+    check(engine, [request], prompts(1), [])

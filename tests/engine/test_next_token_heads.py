@@ -28,12 +28,13 @@ VOCAB, LAYERS = 97, 2
 
 
 @cache
-def checkpoint(architecture: str) -> tuple[Path, Any, dict[str, np.ndarray]]:
+def checkpoint(architecture: str, vocab_size: int = VOCAB) -> tuple[Path, Any, dict[str, np.ndarray]]:
     """(Folder of a model with a head, a model of transformers with one layer more, tensors of the head).
 
     The last layer of transformers' model is the layer of the head.
     """
-    model, whole = tiny_model(architecture, num_hidden_layers=LAYERS + 1, num_key_value_heads=4)
+    sizes = {"num_hidden_layers": LAYERS + 1, "num_key_value_heads": 4, "vocab_size": vocab_size}
+    model, whole = tiny_model(architecture, **sizes)
     stored = open_safetensors(whole / "model.safetensors").tensors
     tensors = {name: np.array(tensor.dequantize()) for name, tensor in stored.items()}
     d, rng = model.config.hidden_size, np.random.default_rng(3)
@@ -42,7 +43,7 @@ def checkpoint(architecture: str) -> tuple[Path, Any, dict[str, np.ndarray]]:
         "hnorm": 1 + 0.1 * rng.standard_normal(d),
         "eh_proj": 0.2 * rng.standard_normal((d, 2 * d)),
         "shared_head.norm": 1 + 0.1 * rng.standard_normal(d),
-        "shared_head.head": 0.2 * rng.standard_normal((VOCAB, d)),
+        "shared_head.head": 0.2 * rng.standard_normal((vocab_size, d)),
     }
     head = {name: value.astype(np.float32) for name, value in own.items()}
     named = {f"model.layers.{LAYERS}.{name}.weight": value for name, value in head.items()}

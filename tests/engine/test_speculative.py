@@ -187,3 +187,29 @@ def test_a_draft_model_with_another_vocabulary_is_refused() -> None:
         make_llm(SpeculativeConfig("draft", draft_model=str(folder(vocab_size=50))))
     with pytest.raises(ConfigError, match="ngram"):
         SpeculativeConfig(method="magic")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["ngram", "same draft", "other draft"])
+@pytest.mark.parametrize("has_company", [False, True])
+def test_a_draft_that_no_token_can_follow_ends_its_request_alone(name: str, has_company: bool) -> None:
+    """With two allowed tokens every n-gram of three soon occurs: the row of a draft has no token left."""
+    stuck = SamplingParams(temperature=0.0, max_tokens=30, allowed_token_ids=(4, 5), no_repeat_ngram_size=3)
+    company = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    cases = [([4, 5, 4, 5], stuck), *[([6 + i, 7, 8] * 3, company) for i in range(3) if has_company]]
+
+    def run(speculative: SpeculativeConfig | None) -> tuple[LLM, list[Any]]:
+        llm = make_llm(speculative, max_num_seqs=4)
+        requests = [llm.engine.add_request(str(i), prompt, params) for i, (prompt, params) in enumerate(cases)]
+        while llm.engine.has_work:
+            llm.engine.step()
+        return llm, [(r.error, [(s.output_token_ids, s.finish_reason) for s in r.sequences]) for r in requests]
+
+    llm, found = run(SETTINGS[name])
+    assert found == run(None)[1]
+    assert "no token can follow" in found[0][0]
+    assert all(error is None for error, _ in found[1:])
+    assert not llm.engine.requests
+    assert llm.engine.blocks.num_used_blocks == 0
+    assert llm.engine.speculator is not None
+    assert llm.engine.speculator.stats.num_draft_tokens > 0
+    assert not llm.engine.phases._speculation._drafts  # type: ignore[union-attr]

@@ -11,7 +11,7 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
-from serving import RunningServer, running_server
+from serving import RunningServer, running_server, sse_events
 
 from helpers import tiny_folder, without_decoder
 
@@ -244,6 +244,44 @@ def test_beams_come_best_first(client: openai.OpenAI) -> None:
     assert len({tuple(choice.token_ids) for choice in answer.choices}) == 3  # type: ignore[attr-defined]
     chunks = list(client.completions.create(**options, stream=True, extra_body={"beam_search": {"width": 4}}))
     assert [chunk.choices[0].text for chunk in chunks] == [choice.text for choice in answer.choices]
+
+
+def test_beams_without_bad_words(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"model": "tiny", "prompt": "Once", "max_tokens": 6, "n": 3}
+    search: dict[str, Any] = {"beam_search": {"width": 3}, "allowed_token_ids": list(range(40, 60))}
+    texts = [choice.text for choice in client.completions.create(**options, extra_body=search).choices]
+    word = texts[0][0]
+    found = client.completions.create(**options, extra_body={**search, "bad_words": [word]}).choices
+    assert len(found) == 3
+    assert not any(word in choice.text for choice in found)
+
+
+def test_fewer_texts_than_asked_for_are_fewer_choices(server: RunningServer) -> None:
+    body = {"prompt": "Once", "max_tokens": 3, "n": 3, "beam_search": {"width": 3}, "ignore_eos": True}
+    with server.http() as http:
+        for echo in (False, True):
+            answer = http.post("/v1/completions", json={**body, "allowed_token_ids": [40], "echo": echo}).json()
+            assert [(c["index"], c["finish_reason"]) for c in answer["choices"]] == [(0, "length")]
+            one = {**body, "allowed_token_ids": [40], "echo": echo, "stream": True}
+            chunks = sse_events(http.post("/v1/completions", json=one).text)[:-1]
+            assert {choice["index"] for chunk in chunks for choice in chunk["choices"]} == {0}
+            assert (
+                "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
+                == answer["choices"][0]["text"]
+            )
+        chat = {"messages": MESSAGES, "max_tokens": 3, "n": 2, "beam_search": {"width": 2}, "allowed_token_ids": [40]}
+        answer = http.post("/v1/chat/completions", json=chat).json()
+        assert [choice["finish_reason"] for choice in answer["choices"]] == ["length"]
+
+
+def test_a_search_without_a_possible_text_is_an_error(server: RunningServer) -> None:
+    body = {"prompt": "Once", "max_tokens": 9, "beam_search": {"width": 2}, "allowed_token_ids": [40]}
+    with server.http() as http:
+        for stream in (False, True):
+            answer = http.post("/v1/completions", json={**body, "no_repeat_ngram_size": 2, "stream": stream})
+            assert "no token can follow" in answer.text
+            assert stream or answer.status_code == 400
+        server.wait_idle()
 
 
 def test_a_constrained_beam_search(client: openai.OpenAI) -> None:

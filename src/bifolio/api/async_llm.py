@@ -15,7 +15,8 @@ from bifolio.api.engine_args import EngineArgs
 from bifolio.api.generation import Generation, GrowingOutput
 from bifolio.api.llm import LLM
 from bifolio.api.outputs import RequestOutput, request_output
-from bifolio.api.prompts import Prompt, as_prompts
+from bifolio.api.prompts import Prompt, as_prompts, beam_params
+from bifolio.beam_params import BeamSearchParams
 from bifolio.engine.engine import InferenceEngine
 from bifolio.engine.stats import EngineStats
 from bifolio.engine.thread import EngineThread
@@ -82,8 +83,20 @@ class AsyncLLM:
             lambda: self._growing(wanted, sampling_params, priority, request_id),
         )
 
+    async def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams | Sequence[BeamSearchParams] | None = None,
+        request_id: str | None = None,
+    ) -> list[RequestOutput]:
+        """Run a beam search for every prompt, as `LLM.beam_search` does."""
+        batch = as_prompts(prompts)
+        return await self._ended(*await self._add(batch, beam_params(params, len(batch)), 0, request_id))
+
     async def _finished(self, prompts: Any, params: Any, priority: int, request_id: str | None) -> list[RequestOutput]:
-        requests, channel = await self._start(prompts, params, priority, request_id)
+        return await self._ended(*await self._start(prompts, params, priority, request_id))
+
+    async def _ended(self, requests: list[Request], channel: _Channel) -> list[RequestOutput]:
         try:
             while any(not request.is_finished for request in requests):
                 await self._next(channel)
@@ -184,9 +197,17 @@ class AsyncLLM:
         priority: int,
         request_id: str | None = None,
     ) -> tuple[list[Request], _Channel]:
-        """Add all requests or none, like `LLM.generate`: an invalid prompt raises before any request runs."""
         batch = as_prompts(prompts)
-        each = self.llm.params_for(batch, params)
+        return await self._add(batch, self.llm.params_for(batch, params), priority, request_id)
+
+    async def _add(
+        self,
+        batch: list[Prompt],
+        each: Sequence[SamplingParams | BeamSearchParams],
+        priority: int,
+        request_id: str | None,
+    ) -> tuple[list[Request], _Channel]:
+        """Add all requests or none, like `LLM.generate`: an invalid prompt raises before any request runs."""
         inputs = await asyncio.to_thread(lambda: [self.llm.prompt_tokens(prompt) for prompt in batch])
         ids = [f"async-{next(self._ids)}" for _ in batch]
         if request_id is not None:
@@ -197,7 +218,11 @@ class AsyncLLM:
             requests: list[Request] = []
             try:
                 for new_id, (text, tokens), one in zip(ids, inputs, each, strict=True):
-                    requests.append(engine.add_request(new_id, tokens, one, prompt=text, priority=priority))
+                    if isinstance(one, BeamSearchParams):
+                        request = engine.add_beam_search(new_id, tokens, one, prompt=text, priority=priority)
+                    else:
+                        request = engine.add_request(new_id, tokens, one, prompt=text, priority=priority)
+                    requests.append(request)
                     self._channels[new_id] = channel
             except BaseException:
                 self._end(engine, requests)

@@ -28,7 +28,14 @@ from bifolio.config import CacheConfig, ModelConfig
 from bifolio.engine.executor import DecodeExecutor, ModelRunner, PrefillExecutor
 from bifolio.engine.host_batch import HostBatch, Run
 from bifolio.engine.state_plan import num_live_states
-from bifolio.errors import ConfigError, EmptyPromptError, PromptTooLongError, TokenIdError
+from bifolio.errors import (
+    NO_FINITE_LOGIT,
+    ConfigError,
+    EmptyPromptError,
+    ModelOutputError,
+    PromptTooLongError,
+    TokenIdError,
+)
 from bifolio.kernels.interface import Batch, KernelSet
 from bifolio.kernels.select import torch_kernels
 from bifolio.kernels.torch_dtypes import dtype_name
@@ -333,7 +340,11 @@ class TokenChooser:
         self.generator = None if seed is None else torch.Generator(device).manual_seed(seed)
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
-        """f32[B, vocab] → i64[B]."""
+        """f32[B, vocab] → i64[B]; NaN counts as excluded, and a row of nothing else raises."""
+        if not bool(logits.isfinite().all()):
+            logits = logits.nan_to_num(nan=-math.inf, posinf=torch.finfo(logits.dtype).max, neginf=-math.inf)
+            if not bool(logits.isfinite().any(dim=-1).all()):
+                raise ModelOutputError(NO_FINITE_LOGIT)
         if self.temperature == 0.0:
             return logits.argmax(dim=-1)
         scores = logits.float() / self.temperature

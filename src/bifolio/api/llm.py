@@ -13,7 +13,7 @@ from typing import Any
 from bifolio.api.chat_tokenizer import ChatTokenizer
 from bifolio.api.engine_options import EngineOptions
 from bifolio.api.outputs import Decode, RequestOutput, request_output
-from bifolio.api.prompts import Prompt, PromptTokens, as_prompts, checked_params, show_progress
+from bifolio.api.prompts import Prompt, PromptTokens, as_prompts, beam_params, checked_params, show_progress
 from bifolio.api.shared_engine import SharedEngine
 from bifolio.api.stream import TokenStream
 from bifolio.api.vllm_options import check_ported, speculative_from
@@ -138,12 +138,12 @@ class LLM:
         *,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
-        """Run a beam search for every prompt; `.outputs` are sorted best first and have a `.score`."""
+        """Run a beam search for every prompt; `.outputs` are sorted best first and have a `.score`.
+
+        They are fewer than asked for where fewer texts are possible. A search without any has an `.error`.
+        """
         batch = as_prompts(prompts)
-        each = [params or BeamSearchParams()] * len(batch) if not isinstance(params, Sequence) else list(params)
-        if len(each) != len(batch):
-            raise RequestError(f"{len(batch)} prompts and {len(each)} BeamSearchParams: pass one, or one for each")
-        return self._run(batch, each, [0] * len(batch), use_tqdm)
+        return self._run(batch, beam_params(params, len(batch)), [0] * len(batch), use_tqdm)
 
     def _run(
         self,

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
 from typing import TypeAlias, overload
 
-from bifolio.sequence import Request, RequestMetrics, Sequence, TokenLogprob
+from bifolio.sequence import FinishReason, Request, RequestMetrics, Sequence, TokenLogprob
 
 Decode: TypeAlias = Callable[[int], str]
 
@@ -152,10 +152,19 @@ def request_output(request: Request, decode: Decode | None = None) -> RequestOut
 def returned_sequences(request: Request) -> list[Sequence]:
     """The sequences that the caller sees; of a finished request the best ones, best first."""
     if request.search is not None:
-        return request.sequences[: len(request.search.results())]
+        return _hypotheses(request)
     if request.is_finished and len(request.sequences) > request.params.n:
         return sorted(request.sequences, key=_mean_logprob, reverse=True)[: request.params.n]
     return request.sequences
+
+
+def _hypotheses(request: Request) -> list[Sequence]:
+    """The results of a beam search, which may be fewer than beams; of one that failed, its best running hypothesis."""
+    if not request.is_finished:
+        return []
+    if request.sequences[0].finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+        return request.sequences[: len(request.search.results())]
+    return (request.search.live() or request.sequences)[:1]
 
 
 def _completion(request: Request, sequence: Sequence, index: int, decode: Decode | None) -> CompletionOutput:

@@ -41,6 +41,17 @@ def checked_params(params: Any) -> list[SamplingParams]:
     return items
 
 
+def beam_params(params: Any, num_prompts: int) -> list[BeamSearchParams]:
+    """The parameters of the search for each prompt; the defaults where none are given."""
+    each = list(params) if isinstance(params, Sequence) else [params or BeamSearchParams()] * num_prompts
+    for item in each:
+        if not isinstance(item, BeamSearchParams):
+            raise RequestError(f"params must be BeamSearchParams, or one for each prompt, not {item!r}")
+    if len(each) != num_prompts:
+        raise RequestError(f"{num_prompts} prompts and {len(each)} BeamSearchParams: pass one, or one for each")
+    return each
+
+
 def show_progress(wanted: bool | None, num_requests: int) -> bool:
     """Whether to show a progress bar; by default for large calls on a terminal."""
     return sys.stderr.isatty() and num_requests >= PROGRESS_FROM if wanted is None else wanted

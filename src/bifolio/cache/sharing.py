@@ -278,6 +278,10 @@ class SpeculativeDecodingSharing:
         """Truncate to the length before the drafts; return the blocks freed."""
         return self.verify_speculation(sequence_id, 0)[1]
 
+    def forget(self, sequence_id: int) -> None:
+        """Remove the record of a sequence whose table is released with its drafts: it ended, or was preempted."""
+        self._drafts.pop(sequence_id, None)
+
     def _is_drafting(self, sequence_id: int) -> bool:
         """Whether the sequence's present table has drafts; the record of a released table is removed."""
         if whole("a sequence id", sequence_id, least=None) not in self._drafts:

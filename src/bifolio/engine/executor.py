@@ -39,6 +39,7 @@ from bifolio.long_rope import rope_of_length
 from bifolio.model import transformer
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.weights import ModelWeights, OnLoad, prepare
+from bifolio.sampling.sampler import NOTHING, greedy_tokens, no_token_error
 from bifolio.schedule.orchestrators import DecodeOrchestrator, PrefillOrchestrator
 from bifolio.schedule.plan import StepPlan
 
@@ -311,8 +312,12 @@ class DecodeExecutor(_Executor):
         return self._launched(slots.logits_on_device(plan, on_device), plan, readout, slots)
 
     def step(self, kv_cache: KvCacheEntry, token: int) -> int:
-        """Append the newest token and return the most likely next one."""
-        return int(self.runner.kernels.to_host(self.logits(kv_cache, token)).argmax())
+        """Append the newest token and return the most likely next one; raises if the network gave no finite logit."""
+        logits = self.runner.kernels.to_host(self.logits(kv_cache, token))
+        best = int(greedy_tokens(logits[None])[0])
+        if best == NOTHING:
+            raise no_token_error(logits)
+        return best
 
     def logits(self, kv_cache: KvCacheEntry, token: int) -> Array:
         """Append the newest token; f32[vocab] for the next one."""

@@ -14,19 +14,21 @@ import numpy as np
 
 from bifolio.cache.block_manager import KVCacheBlockManager
 from bifolio.cache.sharing import SpeculativeDecodingSharing
+from bifolio.engine.beam.candidates import Candidates, queue_reads
 from bifolio.engine.executor import Launched
 from bifolio.engine.host_batch import Readout
 from bifolio.engine.slot_state import SlotState
 from bifolio.engine.speculative.speculator import Speculator, num_accepted
-from bifolio.errors import BifolioError, RequestError
+from bifolio.errors import NO_FINITE_LOGIT, BifolioError, ModelOutputError, RequestError
 from bifolio.kernels.interface import Array, KernelSet
 from bifolio.sampling.sampler import SampledTokens, prompt_logprobs
 from bifolio.schedule.batcher import ContinuousBatcher, unforked_children
 from bifolio.schedule.phases import PhaseManager
 from bifolio.schedule.plan import ScheduledSequence, StepPlan
 from bifolio.sequence import DraftStep, FinishReason, LogprobRecords, Request, Sequence, StepResult
+from bifolio.text.stopping import StopDecision, TokenEnd
 
-Candidates = tuple[np.ndarray, np.ndarray | None]  # logits f32[b, vocab], or (logprobs f32[b, k], ids i64[b, k])
+ONLY_PROMPT = TokenEnd("length")  # of a request without output tokens
 
 
 @dataclass(slots=True)
@@ -97,7 +99,8 @@ class Postprocessor:
         for item in plan.prefills:
             self._launched_prompt(item, ticket)
         if readout.group_rows:
-            self._read_candidates(ticket)
+            logits = launched.logits
+            ticket.candidates = queue_reads(plan, logits, readout.group_rows, self._kernels, self._needs_all_logits)
         if plan.prefills:
             self._batcher.prompts_advanced()
         return ticket
@@ -116,28 +119,6 @@ class Postprocessor:
             if children:
                 ticket.forked[item.slot] = children
 
-    def _read_candidates(self, ticket: Ticket) -> None:
-        """Queue the reads for beam searches: the top logprobs where they suffice, else all logits."""
-        logits, rows_of = ticket.launched.logits, ticket.readout.group_rows
-        items = [item for item in ticket.plan.scheduled if item.sequence.group is not None and item.sample_slots]
-        requests = list(dict.fromkeys(item.sequence.request for item in items))
-        short = [r for r in requests if not r.search.needs_all_logits(self._slots_of(r), self._sampler)]
-        rows = {r.request_id: [rows_of[beam.id] for beam in r.search.live()] for r in requests}
-        read = None
-        if short:
-            count = max(request.search.num_candidates for request in short)
-            wanted = np.concatenate([rows[request.request_id] for request in short]).astype(np.int32)
-            read = self._kernels.top_logprobs(logits, wanted, count)
-        first = 0
-        for request in requests:
-            own = rows[request.request_id]
-            if read is not None and request in short:
-                ticket.candidates[request.request_id] = _part(read, first, first + len(own))
-                first += len(own)
-            else:
-                fetched = self._kernels.fetch(self._kernels.take(logits, np.array(own, dtype=np.int32)))
-                ticket.candidates[request.request_id] = _whole(fetched)
-
     # -- when the tokens are known -------------------------------------------------------------------------------------
     def collect(self, ticket: Ticket, results: list[StepResult]) -> None:
         """Apply the result of a step; `results` gets an entry for every added token and every finished sequence."""
@@ -154,7 +135,7 @@ class Postprocessor:
         for item in items:
             sequence = item.sequence
             if item.slot in ticket.readout.prompt_rows:
-                self._score_prompt(item, ticket.readout.prompt_rows[item.slot], ticket.launched.logits)
+                self._score_prompt(item, ticket.readout.prompt_rows[item.slot], ticket.launched.logits, results)
             members = [sequence, *ticket.forked.get(item.slot, ())]
             for member in members:
                 member.advance(item.num_new)
@@ -195,6 +176,8 @@ class Postprocessor:
     def _discard(self, item: ScheduledSequence) -> None:
         """Drop a sampled token; when none is in flight behind it, the newest token is computed once more."""
         sequence = item.sequence
+        if sequence.finish_reason is not None:  # by the draw of another completion of its request
+            return
         sequence.discard_token()
         self._slots.unmasked.discarded(item.slot, sequence.num_void)
         if not sequence.num_expected:
@@ -234,8 +217,7 @@ class Postprocessor:
             if token in stops.end_ids or count >= stops.limit:
                 end = stops.check(token, count)
                 if end is not None:
-                    sequence.stop_reason = end.stop_reason
-                    results.append(self._end(sequence, FinishReason(end.finish_reason), token))
+                    self._end(sequence, end, results)
                     continue
             results.append(StepResult(request.request_id, token, False, None, sequence.index, count, sequence))
 
@@ -251,6 +233,9 @@ class Postprocessor:
     def _slots_of(self, request: Request) -> dict[int, int]:
         slots = ((member.id, self._batcher.slot_of(member)) for member in request.search.members)
         return {member: slot for member, slot in slots if slot is not None}
+
+    def _needs_all_logits(self, request: Request) -> bool:
+        return bool(request.search.needs_all_logits(self._slots_of(request), self._sampler))
 
     def _add_tokens(self, members: list[Sequence], drawn: _Drawn, rows: range, results: list[StepResult]) -> None:
         """Add one token to the sequence and one to each of its new forks."""
@@ -278,6 +263,8 @@ class Postprocessor:
             self._add_token(sequence, drawn, row, results)
             if sequence.finish_reason is not None:
                 break
+        if sequence.finish_reason is FinishReason.ERROR:
+            return
         base = item.start + item.num_new - len(item.drafts)
         num_computed = min(base + accepted, sequence.num_tokens - 1)
         self._speculation.verify_speculation(sequence.id, num_computed - base)
@@ -285,15 +272,15 @@ class Postprocessor:
         self._commit(sequence, num_computed)
 
     def _add_token(self, sequence: Sequence, drawn: _Drawn, row: int, results: list[StepResult]) -> None:
+        """Add the token of a row to a sequence that has not ended."""
         request = sequence.request
         if row in drawn.errors:
-            request.set_error(drawn.errors[row].fault, str(drawn.errors[row]))
-            results.extend(self._batcher.finish(request, FinishReason.ERROR))
+            self._end(sequence, drawn.errors[row], results)
             return
         if not request.metrics.first_token:
             request.metrics.first_token = time.perf_counter()
         if request.max_tokens == 0:  # only the prompt is scored
-            results.append(self._end(sequence, FinishReason.LENGTH, None))
+            self._end(sequence, ONLY_PROMPT, results)
             return
         token = drawn.token_ids[row]
         if request.wants_logprobs:
@@ -301,22 +288,32 @@ class Postprocessor:
         sequence.append_token(token)
         count = len(sequence.output_token_ids)
         if sequence.checks_text:
-            _, finish_reason, stop_reason = sequence.reader.check(token)
+            decision: StopDecision = sequence.reader.check(token)
+            end: TokenEnd | StopDecision | None = None if decision.finish_reason is None else decision
         else:
-            finish_reason, stop_reason = sequence.stops.check(token, count) or (None, None)
-        if finish_reason is None:
-            results.append(StepResult(request.request_id, token, False, None, sequence.index, count, sequence))
+            end = sequence.stops.check(token, count)
+        if end is not None:
+            self._end(sequence, end, results)
             return
-        sequence.stop_reason = stop_reason
-        results.append(self._end(sequence, FinishReason(finish_reason), token))
+        results.append(StepResult(request.request_id, token, False, None, sequence.index, count, sequence))
 
-    def _end(self, sequence: Sequence, reason: FinishReason, token: int | None) -> StepResult:
-        sequence.finish(reason)
+    def _end(self, sequence: Sequence, end: TokenEnd | StopDecision | BifolioError, results: list[StepResult]) -> None:
+        """End a sequence with its newest token, or its whole request with an error: the only place where steps do.
+
+        No more work of a sequence that has ended is applied; an error also ends completions that wait for their row.
+        """
         request = sequence.request
+        if isinstance(end, BifolioError):
+            request.set_error(end.fault, str(end))
+            results.extend(self._batcher.finish(request, FinishReason.ERROR))
+            return
+        reason, number = FinishReason(end.finish_reason), len(sequence.output_token_ids)
+        sequence.stop_reason = end.stop_reason
+        sequence.finish(reason)
         if request.is_finished:
             request.metrics.finished = time.perf_counter()
-        number = 0 if token is None else len(sequence.output_token_ids)
-        return StepResult(request.request_id, token, True, reason, sequence.index, number, sequence)
+        token = sequence.output_token_ids[-1] if number else None
+        results.append(StepResult(request.request_id, token, True, reason, sequence.index, number, sequence))
 
     def _advance_search(
         self, request: Request, candidates: Callable[[], Candidates], results: list[StepResult]
@@ -328,9 +325,8 @@ class Postprocessor:
         scores, ids = candidates()
         try:
             search.advance(scores, self._slots_of(request), self._sampler, ids)
-        except RequestError as error:
-            request.set_error(error.fault, str(error))
-            results.extend(self._batcher.finish(request, FinishReason.ERROR))
+        except (RequestError, ModelOutputError) as error:
+            self._end(request.sequences[0], error, results)
             return
         if not search.is_done:
             self._enter_decode([beam for beam in search.live() if len(beam.output_token_ids) == 1])
@@ -342,9 +338,11 @@ class Postprocessor:
             for m in search.members[: len(search.results())]
         )
 
-    def _score_prompt(self, item: ScheduledSequence, first_row: int, logits: Array) -> None:
+    def _score_prompt(self, item: ScheduledSequence, first_row: int, logits: Array, results: list[StepResult]) -> None:
         """Logits at position p score the prompt's token p + 1; the first token has none."""
         request = item.sequence.request
+        if item.sequence.finish_reason is not None:
+            return
         prompt = request.prompt_token_ids
         num_pairs = request.params.prompt_logprobs or 0
         if request.prompt_scores is None:
@@ -355,6 +353,9 @@ class Postprocessor:
             return
         following = prompt[item.start + 1 : last + 1]
         scores = prompt_logprobs(logits[first_row : first_row + count], following, num_pairs)
+        if np.isnan(scores.logprobs).any():
+            self._end(item.sequence, ModelOutputError(NO_FINITE_LOGIT), results)
+            return
         packed = scores.pack(np.array(following, dtype=np.int32), num_pairs).tobytes()
         request.prompt_scores.put(item.start, packed)  # record 0 is that of the second token
 
@@ -366,15 +367,3 @@ def _decode_draws(plan: StepPlan) -> Iterator[tuple[int, ScheduledSequence]]:
         if item.sequence.group is None:
             yield draw, item
             draw += 1 + len(item.drafts)
-
-
-def _part(read: Callable[[], tuple[np.ndarray, np.ndarray]], first: int, last: int) -> Callable[[], Candidates]:
-    def candidates() -> Candidates:
-        ids, logprobs = read()
-        return logprobs[first:last], ids[first:last]
-
-    return candidates
-
-
-def _whole(fetched: Callable[[], np.ndarray]) -> Callable[[], Candidates]:
-    return lambda: (fetched(), None)

@@ -49,9 +49,18 @@ from bifolio.sampling.weights import (
     uniform,
 )
 
-__all__ = ["SampledTokens", "Sampler", "SamplingTable", "TokenMask", "prompt_logprobs", "uniform"]
+__all__ = [
+    "SampledTokens",
+    "Sampler",
+    "SamplingTable",
+    "TokenMask",
+    "greedy_tokens",
+    "no_token_error",
+    "prompt_logprobs",
+    "uniform",
+]
 
-_quiet = np.errstate(over="ignore", under="ignore", invalid="ignore")  # odd logits are handled, not reported
+_quiet = np.errstate(all="ignore")  # odd logits are handled, not reported
 NOTHING = -1  # the token id of a row that could not be drawn
 NOTHING_FOLLOWS = (
     "no token can follow: the request's allowed tokens, grammar, bad words or logits processors exclude the whole "
@@ -134,7 +143,7 @@ class Sampler:
         greedy = self.table.temperature[slots] == 0.0
         filtered = self.table.is_filtered[slots]
         for rows in _chunks(np.flatnonzero(greedy), work):
-            token_ids[rows] = _greedy(_rows(work, rows))
+            token_ids[rows] = greedy_tokens(_rows(work, rows))
         for rows in _chunks(np.flatnonzero(~greedy & ~filtered), work):
             token_ids[rows] = self._draw_plain(_rows(work, rows), slots[rows], positions[rows])
         for rows in self._filter_groups(slots, filtered, work):
@@ -233,7 +242,7 @@ class Sampler:
         greedy, filtered = self.table.temperature[slots] == 0.0, self.table.is_filtered[slots]
         for row in np.flatnonzero(greedy).tolist():
             values[row : row + 1, :] = shift(work[row : row + 1, :])
-            winner = int(_greedy(work[row : row + 1, :])[0])
+            winner = int(greedy_tokens(work[row : row + 1, :])[0])
             if winner != NOTHING:
                 kept[row, winner] = True
         for rows in _chunks(np.flatnonzero(~greedy & ~filtered), work):
@@ -255,7 +264,7 @@ class Sampler:
         self, logits: Array, slots: NDArray[Any], token_ids: NDArray[np.int32], errors: dict[int, BifolioError]
     ) -> SampledTokens:
         for row in np.flatnonzero(token_ids == NOTHING).tolist():
-            errors.setdefault(row, _no_token(logits[row, :]))
+            errors.setdefault(row, no_token_error(logits[row, :]))
         for row in errors:
             token_ids[row] = NOTHING
         outcome = SampledTokens.unknown(len(slots))
@@ -266,8 +275,8 @@ class Sampler:
         return outcome
 
 
-def _no_token(logits: Array) -> BifolioError:
-    """The reason why no token could be drawn from the logits of a position: f32[vocab], as the network gave them."""
+def no_token_error(logits: Array) -> RequestError | ModelOutputError:
+    """The reason why no token follows the positions with these logits: f32[..., vocab], as the network gave them."""
     if not bool(array_namespace(logits).any(array_namespace(logits).isfinite(logits))):
         return ModelOutputError(NO_FINITE_LOGIT)
     return RequestError(
@@ -312,7 +321,7 @@ def _rows(logits: Array, rows: NDArray[Any]) -> Array:
     return logits[array_namespace(logits).asarray(rows, device=device(logits)), :]
 
 
-def _greedy(logits: Array) -> NDArray[Any]:
+def greedy_tokens(logits: Array) -> NDArray[Any]:
     """i64[r]: the largest logit's index, the lowest among equals; -1 where there is none."""
     xp = array_namespace(logits)
     best = xp.argmax(logits, axis=-1)

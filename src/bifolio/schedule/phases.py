@@ -43,6 +43,8 @@ class PhaseManager:
 
     def remove_sequence(self, sequence_id: int) -> None:
         self._sequences.pop(sequence_id, None)
+        if self._speculation is not None:
+            self._speculation.forget(sequence_id)
 
     def get_phase(self, sequence_id: int) -> SequencePhase:
         return self._find(sequence_id).phase

@@ -70,7 +70,7 @@ class ChatCall:
 
     # -- whole -------------------------------------------------------------------------------------------------------
     def whole(self, whole: Whole, usage: Usage) -> ChatCompletion:
-        choices = [self._choice(index, answer) for index, answer in enumerate(whole.answers)]
+        choices = [self._choice(index, answer) for index, answer in whole.choices()]
         return ChatCompletion(self.id, "chat.completion", self.created, self.context.name, choices, usage)
 
     def _choice(self, index: int, answer: Answer) -> ChatChoice:

@@ -14,7 +14,7 @@ from bifolio.serve.auth import Tenant
 from bifolio.serve.context import ServerContext
 from bifolio.serve.errors import ApiError, bad_request
 from bifolio.serve.events import Event, TextEvents
-from bifolio.serve.generation import Answer, Job, Piece, Run, Scores, Whole
+from bifolio.serve.generation import Answer, Job, News, Piece, Run, Scores, Whole
 from bifolio.serve.protocol import CompletionRequest
 from bifolio.serve.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
 from bifolio.serve.sampling import engine_params, resolve_strings
@@ -40,7 +40,7 @@ class CompletionCall:
     # -- whole -------------------------------------------------------------------------------------------------------
     def whole(self, whole: Whole, usage: Usage) -> Completion:
         choices = []
-        for index, answer in enumerate(whole.answers):
+        for index, answer in whole.choices():
             number = index // self.job.num_choices
             choices.append(self._choice(index, number, answer, whole.prompt_logprobs[number]))
         return self._completion(choices, usage)
@@ -83,7 +83,7 @@ class CompletionCall:
                 if steps is not None:
                     events.append(msgspec.structs.replace(self._completion([], usage), steps=steps))
                 if news.prompt_logprobs is not None or (self.request.echo and update.num_cached_tokens is not None):
-                    echoed = self._echoed(news.number, news.prompt_logprobs)
+                    echoed = self._echoed(news)
                     events += [self._completion([chunk], usage) for chunk in echoed]
                 for piece in news.pieces:
                     index = first + piece.index
@@ -118,9 +118,12 @@ class CompletionCall:
             chunk.beam = answer.beam()
         return chunk
 
-    def _echoed(self, number: int, prompt_logprobs: list[TokenLogprob | None] | None) -> list[CompletionChoice]:
-        chunks = []
-        for offset in range(self.job.num_choices if self.request.echo else 0):
+    def _echoed(self, news: News) -> list[CompletionChoice]:
+        if not self.request.echo:
+            return []
+        number, prompt_logprobs, chunks = news.number, news.prompt_logprobs, []
+        found = [piece.index for piece in news.pieces]  # all texts of a beam search, which may be fewer than n
+        for offset in found if self.job.params.is_beam_search else range(self.job.num_choices):
             index = number * self.job.num_choices + offset
             chunk = CompletionChoice(index, self._prompt_text(number))
             if self.request.logprobs is not None and prompt_logprobs is not None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from bifolio.cache.storage import KvCacheEntry
 from bifolio.engine.engine import InferenceEngine
-from bifolio.errors import EmptyPromptError, PromptTooLongError, TokenIdError
+from bifolio.errors import NO_FINITE_STATE, EmptyPromptError, ModelOutputError, PromptTooLongError, TokenIdError
 from bifolio.kernels.interface import Array, Batch
 
 Done = Callable[[np.ndarray | None, Exception | None], None]
@@ -97,6 +97,8 @@ class _Job:
         self._num_left -= 1
         if self._num_left:
             return None
+        if not np.isfinite(self._sum).all():
+            raise ModelOutputError(NO_FINITE_STATE)
         return (self._sum / max(float(np.linalg.norm(self._sum)), 1e-12)).astype(np.float32)
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ import math
 import os
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -332,6 +332,10 @@ class Whole:
 
     answers: list[Answer]
     prompt_logprobs: list[list[TokenLogprob | None] | None]
+
+    def choices(self) -> Iterator[tuple[int, Answer]]:
+        """(Index, answer) of each choice; a beam search may find fewer texts than the client asked for."""
+        return ((index, answer) for index, answer in enumerate(self.answers) if answer.finish_reason is not None)
 
 
 async def collect(run: Run) -> Whole:

@@ -26,7 +26,7 @@ from bifolio.api.outputs import returned_sequences
 from bifolio.beam_params import BeamSearchParams
 from bifolio.engine.engine import InferenceEngine
 from bifolio.engine.thread import EngineThread
-from bifolio.errors import BifolioError, FaultKind, GrammarError, RequestError
+from bifolio.errors import BifolioError, FaultKind, GrammarError, ModelOutputError, RequestError
 from bifolio.long_rope import short_context
 from bifolio.sampling.thinking import AfterThinking
 from bifolio.sampling_params import SamplingParams
@@ -267,8 +267,10 @@ class EngineService:
                 self.send(m.Embedding(message.id, vector.astype("<f4").tobytes()))
             else:
                 logger.error("an embedding failed", exc_info=error)
-                reason = f"the computation failed: {type(error).__name__}"
-                self.send(m.Refused(message.id, FaultKind.ENGINE_ERROR, reason))
+                fault, reason = FaultKind.ENGINE_ERROR, f"the computation failed: {type(error).__name__}"
+                if isinstance(error, ModelOutputError):
+                    fault, reason = error.fault, str(error)
+                self.send(m.Refused(message.id, fault, reason))
 
         try:
             self._embeddings.add(message.id, message.token_ids, done)

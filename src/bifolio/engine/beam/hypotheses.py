@@ -146,11 +146,11 @@ def top_of_rows(values: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]
 
 
 def log_normalisers(logits: np.ndarray) -> np.ndarray:
-    """f32[r, 1]: logarithm of the summed exponentials of each row, independent of the other rows."""
+    """f32[r, 1]: logarithm of the summed exponentials of each row, independent of the other rows; 0 without any."""
     highest = logits.max(axis=-1, keepdims=True)
     highest = np.where(np.isfinite(highest), highest, np.float32(0))
     total = np.exp(logits - highest).sum(axis=-1, keepdims=True, dtype=np.float64)
-    return np.asarray(np.log(total) + highest, dtype=np.float32)
+    return np.asarray(np.log(np.where(total > 0.0, total, 1.0)) + highest, dtype=np.float32)
 
 
 def diversity_penalties(chosen: Sequence[int], vocab_size: int, penalty: float) -> np.ndarray:

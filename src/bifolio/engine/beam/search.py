@@ -26,7 +26,8 @@ from bifolio.engine.beam.hypotheses import (
     log_normalisers,
 )
 from bifolio.sampling.logprobs import score_tokens
-from bifolio.sampling.sampler import Sampler
+from bifolio.sampling.sampler import Sampler, no_token_error
+from bifolio.sampling.weights import cleaned
 from bifolio.sequence import BeamStep, FinishReason, Request, Sequence, TokenLogprob
 
 
@@ -97,11 +98,15 @@ class BeamSearch:
     ) -> None:
         """Take the logits of all live beams, f32[b, vocab] in the order of `live`, and choose the next beams.
 
-        With `ids`, i64[b, k], they are logprobs f32[b, k] of only the k most likely tokens of each beam.
+        With `ids`, i64[b, k], they are logprobs f32[b, k] of only the k most likely tokens of each beam. Raises if the
+        search is over and has no hypothesis.
         """
         rows = {sequence.id: row for row, sequence in enumerate(self.live())}
         table = np.array([slots[sequence.id] for sequence in self.live()], dtype=np.int64)
-        logprobs = sampler.edit(logits - log_normalisers(logits), table) if ids is None else logits
+        logprobs = logits
+        if ids is None:
+            known, _ = cleaned(logits)
+            logprobs = sampler.edit(known - log_normalisers(known), table)
         chosen: list[int] = []
         moves: list[tuple[int, list[Candidate], list[tuple[Candidate, Hypothesis]]]] = []
         for number, group in enumerate(self.groups):
@@ -120,6 +125,8 @@ class BeamSearch:
             self._note_finished(beams, finished, logits, rows)
             moves.append((number, [] if done else running, finished))
         self._record(moves)
+        if self.is_done and not self.results():
+            raise no_token_error(logits)
         self._move(moves, logits, rows, sampler, slots)
 
     def _record(self, moves: list[tuple[int, list[Candidate], list[tuple[Candidate, Hypothesis]]]]) -> None:

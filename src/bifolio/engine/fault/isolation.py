@@ -7,9 +7,10 @@ The error of a step does not identify the request that caused it, so the request
     passed           -> next trial [c d];   failed -> next trial [a], parked [b c d ...]
     a trial of one   failed -> that request ends with FinishReason.ERROR
 
-A trial is passed when each of its sequences has computed more than it had when the step failed, or has ended. Tokens
-generated before are kept; keys and values are recomputed, mostly from the prefix cache. Requests that arrive meanwhile
-wait for a few steps until the failing request is found.
+Only such a trial convicts a request: the cause of a failed step may be a request that ended in it. A trial is passed
+when each of its sequences has computed more than it had when the step failed, or has ended. Tokens generated before are
+kept; keys and values are recomputed, mostly from the prefix cache. Requests that arrive meanwhile wait for a few steps
+until the failing request is found.
 """
 
 from __future__ import annotations
@@ -86,21 +87,26 @@ class Isolation:
             self._next_trial()
 
     def recover(self, error: Exception) -> list[StepResult]:
-        """Discard the failed step and start the next trial; raises the error when no request can be the cause."""
+        """Discard the failed step and start the next trial; raises the error when the engine itself is the cause."""
         goals = self._goals()
         suspects = [request for request in self._engine.take_back() if not request.is_finished]
-        if not suspects:
-            raise error
+        was_alone = False
         if self._trials:
             trial = self._trials.pop()
+            was_alone = len(trial.requests) == 1
             on_trial = {request.request_id for request in trial.requests}
-            suspects = [request for request in suspects if request.request_id in on_trial] or trial.requests
+            suspects = [request for request in suspects if request.request_id in on_trial]
             goals = {**goals, **trial.goals}
-        if len(suspects) == 1:
+        if not suspects:  # the requests of the step have ended
+            self._count_failure(error)
+            self._next_trial()
+            return []
+        if was_alone:
             return self._convict(suspects[0], error)
         logger.warning("a step failed (%r): looking for the cause among %d requests", error, len(suspects))
-        middle = len(suspects) // 2
-        self._trials += [Trial(suspects[middle:], goals), Trial(suspects[:middle], goals)]
+        middle = (len(suspects) + 1) // 2
+        halves = [suspects[middle:], suspects[:middle]]
+        self._trials += [Trial(half, goals) for half in halves if half]
         return []
 
     def _goals(self) -> dict[int, int]:
@@ -108,10 +114,13 @@ class Isolation:
         running = (slot.held for slot in self._engine.batcher.active_slots())
         return {s.id: min(s.num_computed + 1, s.num_tokens) for s in running if s.finish_reason is None}
 
-    def _convict(self, request: Request, error: Exception) -> list[StepResult]:
+    def _count_failure(self, error: Exception) -> None:
         self._failures += 1
         if self._failures > MAX_FAILURES_IN_A_ROW:
             raise error
+
+    def _convict(self, request: Request, error: Exception) -> list[StepResult]:
+        self._count_failure(error)
         logger.error("request %s failed and was ended: %r", request.request_id, error, exc_info=error)
         request.set_error(FaultKind.STEP_FAILED, f"{STEP_FAILED}: {type(error).__name__}")
         results = self._engine.batcher.finish(request, FinishReason.ERROR)
