@@ -6,11 +6,12 @@ import hashlib
 import hmac
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from bifolio.errors import ConfigError
+from bifolio.handshakes import network_of
 from bifolio.serve.errors import ApiError
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/kv_transfer"})  # and the page's own files, see `Guard`
@@ -29,6 +30,11 @@ class Tenant:
 
     name: str  # for metrics and logs; reveals nothing about the key
     salt: bytes  # cached prefixes are shared under the same salt only: the time of a hit would reveal other prompts
+    share: str = ""  # clients with equal shares divide one part of the machine: the key, or without keys the address
+
+    @property
+    def has_key(self) -> bool:
+        return bool(self.salt)
 
 
 def new_secret() -> bytes:
@@ -48,7 +54,7 @@ class KeyRing:
         self._tenants: list[tuple[bytes, Tenant]] = []
         for number, key in enumerate(dict.fromkeys(keys)):
             digest = self._digest(key.encode())
-            self._tenants.append((digest, Tenant(f"key-{number}", digest[:16])))
+            self._tenants.append((digest, Tenant(f"key-{number}", digest[:16], f"key-{number}")))
 
     def __bool__(self) -> bool:
         return bool(self._tenants)
@@ -119,7 +125,9 @@ class Guard:
             error = ApiError(401, "pass a valid key as 'Authorization: Bearer KEY'", "invalid_api_key")
             await send_error(send, error, scope["path"])
             return
-        scope.setdefault("state", {})["tenant"] = tenant or ANONYMOUS
+        if tenant is None or not tenant.has_key:
+            tenant = replace(ANONYMOUS, share=network_of((scope.get("client") or ("",))[0]))
+        scope.setdefault("state", {})["tenant"] = tenant
         await self._app(scope, receive, send)
 
 

@@ -218,10 +218,10 @@ class EngineConnection:
         picture: m.Picture = await self._ask(request_id, m.Look(request_id))
         return picture
 
-    def remember(self, name: str, owner: str, request_id: str, body: bytes) -> None:
+    def remember(self, name: str, owner: str, request_id: str, body: bytes, share: str = "") -> None:
         """Store a conversation that may be continued; without a body, its blocks are released."""
         if self._link is not None:
-            self._link.send(m.Remember(name, owner, request_id, body))
+            self._link.send(m.Remember(name, owner, request_id, body, share))
 
     async def recall(self, name: str, owner: str, *, drops: bool = False) -> m.Recalled:
         """A stored conversation of this owner; with an empty body if there is none."""
