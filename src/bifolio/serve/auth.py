@@ -15,7 +15,7 @@ from bifolio.handshakes import network_of
 from bifolio.serve.errors import ApiError
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/kv_transfer"})  # and the page's own files, see `Guard`
-PLAIN_KEY_PATHS = ("/v1/messages",)  # Anthropic's clients send `x-api-key`
+PLAIN_KEY_PATHS = (b"/v1/messages",)  # Anthropic's clients send `x-api-key`
 MAX_KEY_BYTES = 1024
 
 Scope = MutableMapping[str, Any]
@@ -78,6 +78,19 @@ class KeyRing:
                 found = tenant
         return found
 
+    def tenant_of(self, path: bytes, headers: Iterable[tuple[bytes, bytes]]) -> Tenant | None:
+        """The tenant of a request; None if it has no valid key, or several."""
+        takes_plain = path.startswith(PLAIN_KEY_PATHS)
+        bearers, plain = list[bytes](), list[bytes]()
+        for name, value in headers:
+            if name == b"authorization":
+                bearers.append(value)
+            elif takes_plain and name == b"x-api-key":
+                plain.append(value)
+        if len(bearers) > 1 or len(plain) > 1:
+            return None
+        return self.find(bearers[0] if bearers else None, plain[0] if plain else None)
+
     def _digest(self, key: bytes) -> bytes:
         return hmac.new(self._secret, key, hashlib.sha256).digest()
 
@@ -115,12 +128,7 @@ class Guard:
         if scope["type"] != "http":  # no websockets here
             await send({"type": "websocket.close", "code": 1008})
             return
-        headers = [value for name, value in scope["headers"] if name == b"authorization"]
-        takes_plain = scope["path"].startswith(PLAIN_KEY_PATHS)
-        plain = [value for name, value in scope["headers"] if takes_plain and name == b"x-api-key"]
-        tenant = None
-        if len(headers) <= 1 and len(plain) <= 1:
-            tenant = self._keys.find(next(iter(headers), None), next(iter(plain), None))
+        tenant = self._keys.tenant_of(scope["path"].encode(), scope["headers"])
         if tenant is None and not (scope["path"] in self._open and scope["method"] in ("GET", "HEAD")):
             error = ApiError(401, "pass a valid key as 'Authorization: Bearer KEY'", "invalid_api_key")
             await send_error(send, error, scope["path"])
