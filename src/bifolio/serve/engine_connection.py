@@ -78,6 +78,12 @@ class Link(asyncio.Protocol):
             self._transport.write(frames)
 
     @property
+    def address(self) -> str:
+        """Of the other end; empty for a socket pair."""
+        peer = None if self._transport is None else self._transport.get_extra_info("peername")
+        return str(peer[0]) if isinstance(peer, tuple) else ""
+
+    @property
     def num_unsent(self) -> int:
         """Bytes that the other end has not read."""
         return 0 if self._transport is None else self._transport.get_write_buffer_size()
