@@ -22,6 +22,7 @@ from bifolio.engine.transfer.blocks import read_blocks
 from bifolio.engine.transfer.decode import BlockFetcher
 from bifolio.engine.transfer.prefill import PrefillServer
 from bifolio.errors import CacheError, ConfigError, TransferError
+from bifolio.handshakes import Handshakes
 from bifolio.transfer_settings import Address
 from helpers import kv_storage, random_prompt, tiny_folder
 
@@ -224,6 +225,52 @@ def test_a_wrong_secret_is_refused(engines: Callable[..., Running], caplog: pyte
     assert "does not know the secret" in caplog.text
     assert prefill.llm.engine.stats().num_prompt_tokens == 0  # nothing was computed
     server.close()
+
+
+def test_silent_connections_delay_no_transfer(engines: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
+    """More connections without the secret than there are places for transfers."""
+    monkeypatch.setattr(prefill_side, "MAX_CONNECTIONS", 4)
+    prefill, decode = engines(), engines()
+    handshakes = Handshakes(most=8)
+    server, address = served(prefill, handshakes=handshakes)
+    silent = [socket.create_connection(address, 5) for _ in range(40)]
+    try:
+        began = time.monotonic()
+        found = BlockFetcher(decode.thread, decode.sizes, SECRET).fetch(address, random_prompt(30, vocab_size=61))
+        assert found.num_blocks == 7
+        assert time.monotonic() - began < 4.0
+        assert len(handshakes) <= 8
+        silent[0].settimeout(5)
+        assert len(silent[0].recv(100)) == wire.NONCE_BYTES
+        assert silent[0].recv(100) == b""  # it made room
+    finally:
+        for connection in silent:
+            connection.close()
+        server.close()
+
+
+def test_a_secret_is_proved_in_time() -> None:
+    """Bytes that drip in do not extend the time."""
+    ours, theirs = socket.socketpair()
+    stop = threading.Event()
+
+    def drip() -> None:
+        theirs.sendall(wire.LENGTH.pack(1000))
+        while not stop.wait(0.02):
+            theirs.sendall(b" ")
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    admitted: list[bool] = []
+    began = time.monotonic()
+    with pytest.raises((TransferError, TimeoutError)):
+        wire.receive_pull(ours, SECRET, 100, seconds=0.3, admit=lambda: admitted.append(True))
+    assert time.monotonic() - began < 3.0
+    assert not admitted
+    stop.set()
+    thread.join()
+    ours.close()
+    theirs.close()
 
 
 def test_no_engine_at_the_address(engines: Callable[..., Running]) -> None:

@@ -238,7 +238,7 @@ def test_a_thousand_requests_on_a_tiny_pool(tiny: RunningServer) -> None:
     assert asyncio.run(storm()) > 800
     assert tiny.wait_idle(60)["num_used_blocks"] == 0
     assert tiny.context.engine.counter("num_preemptions") > 0
-    assert not tiny.context._open_per_key
+    assert not tiny.context._open_per_share
 
 
 def test_killing_the_engine_in_the_middle_of_everything(tiny: RunningServer) -> None:

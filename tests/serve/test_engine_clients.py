@@ -19,7 +19,9 @@ from bifolio.api.llm import LLM
 from bifolio.api.messages import Launch, Start
 from bifolio.api.update_stream import UpdateStream
 from bifolio.errors import ConfigError, EngineFaultError, FaultKind
+from bifolio.handshakes import Handshakes
 from bifolio.sampling_params import SamplingParams
+from bifolio.serve import engine_host
 from bifolio.serve import handshake as h
 from bifolio.serve.engine_connection import Link
 from bifolio.serve.engine_host import EngineHost
@@ -197,6 +199,35 @@ def test_host_refuses_strangers() -> None:
             assert set(host.clients) == {honest.id_prefix}
 
     asyncio.run(check())
+
+
+@pytest.mark.full
+def test_silent_connections_are_no_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_host, "MAX_CLIENTS", 2)
+
+    async def check() -> None:
+        async with hosted() as (host, address):
+            host.handshakes = Handshakes(most=8)
+            name, port = h.parse_address(address)
+            silent = [await asyncio.open_connection(name, port) for _ in range(40)]
+            async with connected(address) as first, connected(address) as second:
+                assert await tokens_of(first, PROMPT) == expected(PROMPT)
+                assert set(host.clients) == {first.id_prefix, second.id_prefix}
+                assert len(host.handshakes) <= 8
+                with pytest.raises(ConfigError):
+                    async with connected(address):
+                        pass  # a third front end
+                reader, _ = silent[0]
+                await asyncio.wait_for(_until_closed(reader), 5)  # it made room
+            for _, writer in silent:
+                writer.close()
+
+    asyncio.run(check())
+
+
+async def _until_closed(reader: asyncio.StreamReader) -> None:
+    with contextlib.suppress(ConnectionError):
+        await reader.read()
 
 
 def test_a_recorded_handshake_opens_no_other_connection() -> None:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from serving import RunningServer, running_server
@@ -188,17 +189,55 @@ def test_kept_blocks_are_released_with_their_responses(server: RunningServer, cl
 
 
 def test_the_store_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conversations, "MAX_ENTRIES", 3)
-    monkeypatch.setattr(conversations, "MAX_ENTRIES_PER_KEY", 2)
     monkeypatch.setattr(conversations, "MAX_ENTRY_BYTES", 100)
-    monkeypatch.setattr(conversations, "MAX_BYTES", 150)
-    store = ConversationStore()
-    assert store.add("a", Conversation("x", "1", b"a")) == []
-    assert store.add("b", Conversation("x", "2", b"b")) == []
+    store = ConversationStore(max_entries=3, max_per_share=2, max_bytes=150)
+    assert store.add("a", Conversation("x", "1", b"a", "x")) == []
+    assert store.add("b", Conversation("x", "2", b"b", "x")) == []
     assert store.find("a", "x") is not None  # used last
-    assert store.add("c", Conversation("x", "3", b"c")) == ["2"]
+    assert store.add("c", Conversation("x", "3", b"c", "x")) == ["2"]
     assert store.find("c", "y") is None
-    assert store.add("d", Conversation("y", "4", b"d" * 101)) == ["4"]
-    assert store.add("e", Conversation("y", "5", b"e" * 100)) == []
-    assert store.add("f", Conversation("z", "6", b"f" * 60)) == ["1", "3", "5"]
-    assert len(store) == 1
+    assert store.add("d", Conversation("y", "4", b"d" * 101, "y")) == ["4"]
+    assert store.add("e", Conversation("y", "5", b"e" * 100, "y")) == []
+    assert store.add("f", Conversation("z", "6", b"f" * 60, "z")) == ["5"]  # of the share with the most bytes
+    assert store.add("g", Conversation("z", "7", b"g", "z")) == ["6"]  # of two shares with the most entries, its own
+    assert len(store) == 3
+
+
+@pytest.mark.parametrize("owners", [("key-0", "key-1"), ("anonymous", "anonymous")])
+def test_a_client_that_stores_much_drops_its_own_responses(owners: tuple[str, str]) -> None:
+    store = ConversationStore(max_entries=100, max_per_share=100, max_bytes=1000)
+    honest, hostile = owners
+    for number in range(20):
+        store.add(f"h{number}", Conversation(honest, f"h{number}", b"h" * 10, "10.0.0.1"))
+    for number in range(200):  # few and large, then many and small
+        size = 300 if number < 20 else 1
+        store.add(f"b{number}", Conversation(hostile, f"b{number}", b"b" * size, "10.0.0.2"))
+    assert all(store.find(f"h{number}", honest) is not None for number in range(20))
+    assert [number for number in range(200) if store.find(f"b{number}", hostile)] == list(range(120, 200))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("has_keys", [True, False])
+def test_no_client_drops_the_responses_of_another(has_keys: bool) -> None:
+    """Each client with a key of its own, or without keys at an address of its own."""
+    keys = ["honest-secret", "hostile-secret"] if has_keys else ["", ""]
+    with running_server(keys=keys if has_keys else ()) as server:
+        honest, hostile = (
+            httpx.Client(
+                base_url=server.url, headers={"authorization": f"Bearer {key}"} if key else {}, timeout=60,
+                transport=httpx.HTTPTransport(local_address=f"127.0.0.{number}"),
+            )
+            for number, key in enumerate(keys, 1)
+        )  # fmt: skip
+        body = {"input": "a", "max_output_tokens": 1}
+        ours = honest.post("/v1/responses", json=body).json()["id"]
+        tool = {"type": "function", "name": "f", "description": "d" * (60 << 10)}
+        for _ in range(20):  # 3.8 MB each, of fields that are stored and not part of the prompt
+            large = {**body, "tools": [tool] * 64, "tool_choice": "none"}
+            assert hostile.post("/v1/responses", json=large).status_code == 200
+        item = {"role": "user", "content": "a", "encrypted_content": "e" * (3900 << 10)}
+        stored = hostile.post("/v1/responses", json={**body, "input": [item]}).json()["id"]
+        kept = hostile.get(f"/v1/responses/{stored}/input_items").json()["data"][0]
+        assert kept["content"] == "a"
+        assert "encrypted_content" not in kept
+        assert honest.get(f"/v1/responses/{ours}").status_code == 200

@@ -102,7 +102,7 @@ class EngineClient(Protocol):
         """Slots, queue and blocks at one moment."""
         ...
 
-    def remember(self, name: str, owner: str, request_id: str, body: bytes) -> None:
+    def remember(self, name: str, owner: str, request_id: str, body: bytes, share: str = "") -> None:
         """Store a conversation that may be continued; without a body, its blocks are released."""
         ...
 

@@ -57,7 +57,8 @@ class Start(msgspec.Struct, tag="start", omit_defaults=True):
     salt: bytes = b""
     wants_steps: bool = False  # updates carry verified drafts and steps of a beam search
     key: str = ""  # of the client: keys take turns
-    owner: str = ""  # name of the tenant, for limits and for `/live`
+    owner: str = ""  # name of the tenant, for `/live`
+    share: str = ""  # key or address of the client: slots, prefill and the queue are divided between them
     thinking: Thinking | None = None  # the grammar begins behind the reasoning, whose length may be limited
     keeps: bool = False  # the blocks stay after the end, for follow-ups
     parent: str = ""  # id of a kept request that this one may continue
@@ -96,6 +97,7 @@ class Remember(msgspec.Struct, tag="remember"):
     owner: str
     request_id: str
     body: bytes
+    share: str = ""  # key or address of the client, among which the store is divided
 
 
 class Recall(msgspec.Struct, tag="recall"):

@@ -125,6 +125,9 @@ class ServerOptions:
     allow_pull: Annotated[
         bool, commands.option("--allow-pull", help="Clients may fetch models into the cache (/api/pull).")
     ] = False
+    allow_priority: Annotated[
+        bool, commands.option("--allow-priority", help="Priorities of requests count even without API keys.")
+    ] = False
     log_prompts: Annotated[bool, commands.option("--log-prompts", help="Write prompts into the log.")] = False
     log_level: Annotated[str, commands.option("--log-level", help="debug, info, warning or error.")] = "info"
 
@@ -159,6 +162,7 @@ class ServerOptions:
             transfer=self._transfer(),
             log_prompts=self.log_prompts,
             allow_pull=self.allow_pull,
+            allow_priority=self.allow_priority,
             front_ends=self.front_ends or (default_front_ends() if self.engine is None else 1),
         )
 

@@ -202,10 +202,10 @@ class ReplicaEngine:
         picture: m.Picture = await answer_of(self._handle.snapshot.remote("", b"", ""))
         return picture
 
-    def remember(self, name: str, owner: str, request_id: str, body: bytes) -> None:
+    def remember(self, name: str, owner: str, request_id: str, body: bytes, share: str = "") -> None:
         """Store a conversation in this front end; its blocks are found by their prefix."""
         if body:
-            self._conversations.add(name, Conversation(owner, request_id, body))
+            self._conversations.add(name, Conversation(owner, request_id, body, share))
 
     async def recall(self, name: str, owner: str, *, drops: bool = False) -> m.Recalled:
         entry = self._conversations.find(name, owner)

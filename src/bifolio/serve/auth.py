@@ -6,15 +6,16 @@ import hashlib
 import hmac
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from bifolio.errors import ConfigError
+from bifolio.handshakes import network_of
 from bifolio.serve.errors import ApiError
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/kv_transfer"})  # and the page's own files, see `Guard`
-PLAIN_KEY_PATHS = ("/v1/messages",)  # Anthropic's clients send `x-api-key`
+PLAIN_KEY_PATHS = (b"/v1/messages",)  # Anthropic's clients send `x-api-key`
 MAX_KEY_BYTES = 1024
 
 Scope = MutableMapping[str, Any]
@@ -29,6 +30,11 @@ class Tenant:
 
     name: str  # for metrics and logs; reveals nothing about the key
     salt: bytes  # cached prefixes are shared under the same salt only: the time of a hit would reveal other prompts
+    share: str = ""  # clients with equal shares divide one part of the machine: the key, or without keys the address
+
+    @property
+    def has_key(self) -> bool:
+        return bool(self.salt)
 
 
 def new_secret() -> bytes:
@@ -48,7 +54,7 @@ class KeyRing:
         self._tenants: list[tuple[bytes, Tenant]] = []
         for number, key in enumerate(dict.fromkeys(keys)):
             digest = self._digest(key.encode())
-            self._tenants.append((digest, Tenant(f"key-{number}", digest[:16])))
+            self._tenants.append((digest, Tenant(f"key-{number}", digest[:16], f"key-{number}")))
 
     def __bool__(self) -> bool:
         return bool(self._tenants)
@@ -71,6 +77,19 @@ class KeyRing:
             if hmac.compare_digest(known, digest):
                 found = tenant
         return found
+
+    def tenant_of(self, path: bytes, headers: Iterable[tuple[bytes, bytes]]) -> Tenant | None:
+        """The tenant of a request; None if it has no valid key, or several."""
+        takes_plain = path.startswith(PLAIN_KEY_PATHS)
+        bearers, plain = list[bytes](), list[bytes]()
+        for name, value in headers:
+            if name == b"authorization":
+                bearers.append(value)
+            elif takes_plain and name == b"x-api-key":
+                plain.append(value)
+        if len(bearers) > 1 or len(plain) > 1:
+            return None
+        return self.find(bearers[0] if bearers else None, plain[0] if plain else None)
 
     def _digest(self, key: bytes) -> bytes:
         return hmac.new(self._secret, key, hashlib.sha256).digest()
@@ -109,17 +128,14 @@ class Guard:
         if scope["type"] != "http":  # no websockets here
             await send({"type": "websocket.close", "code": 1008})
             return
-        headers = [value for name, value in scope["headers"] if name == b"authorization"]
-        takes_plain = scope["path"].startswith(PLAIN_KEY_PATHS)
-        plain = [value for name, value in scope["headers"] if takes_plain and name == b"x-api-key"]
-        tenant = None
-        if len(headers) <= 1 and len(plain) <= 1:
-            tenant = self._keys.find(next(iter(headers), None), next(iter(plain), None))
+        tenant = self._keys.tenant_of(scope["path"].encode(), scope["headers"])
         if tenant is None and not (scope["path"] in self._open and scope["method"] in ("GET", "HEAD")):
             error = ApiError(401, "pass a valid key as 'Authorization: Bearer KEY'", "invalid_api_key")
             await send_error(send, error, scope["path"])
             return
-        scope.setdefault("state", {})["tenant"] = tenant or ANONYMOUS
+        if tenant is None or not tenant.has_key:
+            tenant = replace(ANONYMOUS, share=network_of((scope.get("client") or ("",))[0]))
+        scope.setdefault("state", {})["tenant"] = tenant
         await self._app(scope, receive, send)
 
 

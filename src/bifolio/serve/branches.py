@@ -36,7 +36,7 @@ from bifolio.serve.supervisor import EngineProcess
 logger = logging.getLogger(__name__)
 RESTART_SECONDS = 1.0
 EXIT_SECONDS = 5.0  # that a front end gets after its drain
-Admit = Callable[[str, int, bool], ApiError | None]  # (tenant, number of requests, has a key) -> reason of a refusal
+Admit = Callable[[str, int], ApiError | None]  # (share, number of requests) -> reason of a refusal
 
 
 def encode_settings(settings: Any) -> bytes:
@@ -54,7 +54,7 @@ class Branch:
         self._owner = owner
         self.process: asyncio.subprocess.Process | None = None
         self.link: Link | None = None
-        self.open: dict[str, str] = {}  # request id -> name of its tenant
+        self.open: dict[str, str] = {}  # request id -> share of its client
         self.samples = b""
         self.id_prefix = ""  # of the ids of its requests
 
@@ -103,13 +103,13 @@ class Branch:
 
     def _start(self, message: m.Start | m.Embed) -> None:
         """Pass a request on if the limits, which all front ends share, allow it."""
-        tenant = message.owner if isinstance(message, m.Start) else ""
-        error = self._owner.admit(tenant, 1, isinstance(message, m.Start) and bool(message.salt))
+        share = message.share if isinstance(message, m.Start) else ""
+        error = self._owner.admit(share, 1)
         if error is not None:
             kind = FaultKind.KEY_LIMIT if error.code == "key_limit" else FaultKind.QUEUE_FULL
             self.send(m.Refused(message.id, kind, str(error)))
         elif self._owner.engine.forward(message):
-            self.open[message.id] = tenant
+            self.open[message.id] = share
         else:
             self.send(m.Refused(message.id, FaultKind.UNAVAILABLE, "the engine is starting: ask again in a moment"))
 
@@ -178,8 +178,8 @@ class Branches:
     def num_open(self) -> int:
         return sum(len(branch.open) for branch in self._branches)
 
-    def open_per_key(self, tenant: str) -> int:
-        return Counter(name for branch in self._branches for name in branch.open.values())[tenant]
+    def open_per_share(self, share: str) -> int:
+        return Counter(known for branch in self._branches for known in branch.open.values())[share]
 
     def samples(self) -> list[bytes]:
         return [*self._ended, *(branch.samples for branch in self._branches if branch.samples)]

@@ -196,7 +196,7 @@ async def prepare(context: ServerContext, request: CompletionRequest, tenant: Te
     )
     params = await resolve_strings(context, params)
     if params.grammar is not None:
-        await context.grammars.require(*params.grammar, tenant.name)
+        await context.grammars.require(*params.grammar, tenant.share)
     drawn = request.beam_search.width if request.beam_search else request.best_of or request.n
     if len(prompts) * drawn > context.limits.max_sequences:
         raise bad_request(f"{len(prompts)} prompts × {drawn} completions are too many for one request", "prompt")

@@ -33,8 +33,8 @@ class Limits:
 
     max_body_bytes: int = 4 << 20
     max_queue: int = 256  # requests that may wait for a slot
-    reserved_per_key: int = 16  # requests of a key that are admitted even if others have filled the queue
-    max_open_per_key: int | None = None  # requests that one key may have under way; None: no limit of its own
+    reserved_per_key: int = 16  # requests of a key, or address, that are admitted even if others have filled the queue
+    max_open_per_key: int | None = None  # requests in flight of one key, or address without keys; None: no such limit
     request_timeout: float = 600.0  # seconds, from the arrival to the last token
     body_timeout: float = 30.0  # seconds that a client may take to send its request
     write_timeout: float = 60.0  # seconds that a client may take to read an event
@@ -56,6 +56,7 @@ class ServerContext:
     log_prompts: bool = False
     reference: str | None = None  # the model, as helper processes find it; None: by its path
     allow_pull: bool = False  # clients may fetch models into the cache
+    allow_priority: bool = False  # priorities of clients without keys count
     draining: bool = False
     branches: Branches | None = None  # further front ends
     gather: Callable[[Metrics], Awaitable[bytes]] | None = None  # asks the first front end for the metrics of all
@@ -63,7 +64,7 @@ class ServerContext:
     tokenizers: TokenizerPool = field(init=False)
     templates: Helper = field(init=False)  # renders chat templates
     grammars: GrammarChecks = field(init=False)
-    _open_per_key: Counter[str] = field(init=False, default_factory=Counter)
+    _open_per_share: Counter[str] = field(init=False, default_factory=Counter)
     _free_places: list[int] = field(init=False, default_factory=list)  # a heap
     _num_places: int = field(init=False, default=0)
 
@@ -100,16 +101,16 @@ class ServerContext:
             raise ApiError(503, "the server is shutting down", "shutting_down", retry_after=5)
         if self.engine.hello is None:
             raise ApiError(503, "the engine is starting: ask again in a moment", "engine_unavailable", retry_after=2)
-        error = self.refusal(tenant.name, count, bool(tenant.salt))
+        error = self.refusal(tenant.share, count)
         if error is not None:
             raise error
-        self._open_per_key[tenant.name] += count
+        self._open_per_share[tenant.share] += count
         try:
             yield
         finally:
-            self._open_per_key[tenant.name] -= count
-            if not self._open_per_key[tenant.name]:
-                del self._open_per_key[tenant.name]
+            self._open_per_share[tenant.share] -= count
+            if not self._open_per_share[tenant.share]:
+                del self._open_per_share[tenant.share]
 
     def take_place(self) -> int:
         """The smallest number that no other request without a key has: later requests follow in its turns."""
@@ -121,13 +122,14 @@ class ServerContext:
     def give_back_place(self, place: int) -> None:
         heapq.heappush(self._free_places, place)
 
-    def refusal(self, tenant: str, count: int, has_key: bool) -> ApiError | None:
+    def refusal(self, share: str, count: int) -> ApiError | None:
         """The error of `count` further requests, if they are too many; requests of all front ends count."""
         engine, limits = self.engine, self.limits
-        own = count + self._open_per_key[tenant] + (0 if self.branches is None else self.branches.open_per_key(tenant))
-        reserved = limits.reserved_per_key if has_key else 0  # clients without keys are one client
-        is_full = engine.hello is not None and engine.num_open + count > engine.hello.max_num_seqs + limits.max_queue
-        if is_full and own > reserved:
+        elsewhere = 0 if self.branches is None else self.branches.open_per_share(share)
+        own, all_open = count + self._open_per_share[share] + elsewhere, engine.num_open + count
+        is_alone = own >= all_open  # no other client has filled the queue
+        is_full = engine.hello is not None and all_open > engine.hello.max_num_seqs + limits.max_queue
+        if is_full and (own > limits.reserved_per_key or is_alone or not share):
             message = f"{engine.num_open} requests are under way: come back later"
             return ApiError(429, message, "queue_full", retry_after=self._wait())
         most = limits.max_open_per_key

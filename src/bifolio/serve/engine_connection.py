@@ -78,6 +78,12 @@ class Link(asyncio.Protocol):
             self._transport.write(frames)
 
     @property
+    def address(self) -> str:
+        """Of the other end; empty for a socket pair."""
+        peer = None if self._transport is None else self._transport.get_extra_info("peername")
+        return str(peer[0]) if isinstance(peer, tuple) else ""
+
+    @property
     def num_unsent(self) -> int:
         """Bytes that the other end has not read."""
         return 0 if self._transport is None else self._transport.get_write_buffer_size()
@@ -218,10 +224,10 @@ class EngineConnection:
         picture: m.Picture = await self._ask(request_id, m.Look(request_id))
         return picture
 
-    def remember(self, name: str, owner: str, request_id: str, body: bytes) -> None:
+    def remember(self, name: str, owner: str, request_id: str, body: bytes, share: str = "") -> None:
         """Store a conversation that may be continued; without a body, its blocks are released."""
         if self._link is not None:
-            self._link.send(m.Remember(name, owner, request_id, body))
+            self._link.send(m.Remember(name, owner, request_id, body, share))
 
     async def recall(self, name: str, owner: str, *, drops: bool = False) -> m.Recalled:
         """A stored conversation of this owner; with an empty body if there is none."""

@@ -17,12 +17,13 @@ import msgspec
 
 from bifolio.api import messages as m
 from bifolio.errors import ConfigError, FaultKind
+from bifolio.handshakes import HANDSHAKE_SECONDS, Handshakes
 from bifolio.serve import handshake as h
 from bifolio.serve.engine_connection import Link
 from bifolio.serve.supervisor import EngineProcess
 
 logger = logging.getLogger(__name__)
-MAX_CLIENTS = 256  # connections, those that have not proved anything yet included
+MAX_CLIENTS = 256  # front ends that have proved that they know the secret
 MAX_UNSENT_BYTES = 64 << 20  # of updates that a client does not read: then its connection is closed
 
 
@@ -41,11 +42,14 @@ class Client:
         await self.link.connected
         self.link.send(h.Challenge(h.VERSION, self._nonce))
         loop = asyncio.get_running_loop()
-        limit = loop.call_later(h.HANDSHAKE_SECONDS, lambda: None if self.id_prefix else self.link.abort())
+        handshakes = self._host.handshakes
+        handshakes.begin(self, self.link.address, self.link.abort)
+        limit = loop.call_later(HANDSHAKE_SECONDS, lambda: None if self.id_prefix else self.link.abort())
         try:
             await self.link.closed
         finally:
             limit.cancel()
+            handshakes.end(self)
             self.link.abort()
             if self.open:
                 self._host.engine.forward(m.Abort(list(self.open)))
@@ -96,6 +100,11 @@ class Client:
             logger.warning("a connection without the secret was closed")
             self.link.abort()
             return
+        if len(host.clients) >= MAX_CLIENTS:
+            logger.error("a front end was refused: %d are connected", len(host.clients))
+            self.link.abort()
+            return
+        host.handshakes.end(self)
         self.id_prefix = message.id_prefix
         host.clients[self.id_prefix] = self
         self.link.trust()
@@ -112,6 +121,7 @@ class EngineHost:
         self.secret = secret
         self.max_open = max_open  # requests of all clients
         self.clients: dict[str, Client] = {}  # prefix of ids -> client
+        self.handshakes = Handshakes()  # connections that are no clients yet
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
         engine.relay = self
@@ -135,12 +145,9 @@ class EngineHost:
 
     def _accept(self) -> Link:
         client = Client(self)
-        if len(self._tasks) >= MAX_CLIENTS:
-            client.link.connected.add_done_callback(lambda _: client.link.abort())
-        else:
-            task = asyncio.get_running_loop().create_task(self._run(client))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        task = asyncio.get_running_loop().create_task(self._run(client))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         return client.link
 
     async def _run(self, client: Client) -> None:

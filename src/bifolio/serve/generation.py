@@ -130,7 +130,7 @@ class Run:
         job, engine = self.job, self.context.engine
         salt = job.tenant.salt + (job.cache_salt or "").encode()
         key = job.tenant.name
-        if not job.tenant.salt:  # without keys, concurrent requests take turns as if each came from another client
+        if not job.tenant.has_key:  # without keys, concurrent requests take turns as if each came from another client
             self._place = self.context.take_place()
             key = f"{key}-{os.getpid():x}-{self._place}"
         starts = []
@@ -145,11 +145,12 @@ class Run:
                     job.params.grammar,
                     job.params.is_beam_search,
                     not (job.stream or self._looks_for_stops),
-                    job.priority,
+                    job.priority if job.tenant.has_key or self.context.allow_priority else 0,
                     salt,
                     job.wants_steps,
                     key,
                     job.tenant.name,
+                    job.tenant.share,
                     job.thinking,
                     job.keeps,
                     job.parent,

@@ -21,7 +21,6 @@ from bifolio.api import messages as m
 from bifolio.errors import ConfigError
 
 VERSION = 1  # of the messages; both ends must have the same
-HANDSHAKE_SECONDS = 5.0  # that a connection gets to prove that it knows the secret
 HANDSHAKE_BYTES = 4096  # of a frame before that
 MIN_SECRET_BYTES = 16
 PREFIX_CHARS = 16  # of the ids of a client

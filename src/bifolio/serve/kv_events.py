@@ -33,6 +33,10 @@ POLL_SECONDS = 0.02  # between two batches
 MAX_KEPT_BATCHES = 10_000  # for replay
 MAX_KEPT_BYTES = 64 << 20
 MAX_UNSENT = 100_000  # batches that a subscriber has not read; further ones are dropped, and it asks for a replay
+MAX_BATCH_BYTES = 16 << 20  # of one batch with several events; larger ones are split
+MAX_READ_BYTES = 1024  # of a frame of a subscription or of a request for a replay, which any client may send
+MAX_READ_WAITING = 64  # requests for a replay of one client that wait
+HANDSHAKE_MILLISECONDS = 5000
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 NO_SALT = root_digest(b"")
 
@@ -120,6 +124,9 @@ class KvEventPublisher:
         self._pub: Any = self._context.socket(zmq.PUB)
         self._pub.set_hwm(MAX_UNSENT)
         self._router: Any = self._context.socket(zmq.ROUTER)
+        self._router.setsockopt(zmq.RCVHWM, MAX_READ_WAITING)
+        for receiver in (self._pub, self._router):
+            limit_reads(receiver, MAX_READ_BYTES)
         try:
             self.endpoint = _bind(self._pub, settings.endpoint)
             self.replay_endpoint = _bind(self._router, settings.replay_endpoint)
@@ -153,6 +160,11 @@ class KvEventPublisher:
 
     def _publish(self, events: list[BlockStored | BlockRemoved | AllBlocksCleared]) -> None:
         body = _encoder.encode(EventBatch(time.time(), events, 0))
+        if len(body) > MAX_BATCH_BYTES and len(events) > 1:
+            middle = len(events) // 2
+            self._publish(events[:middle])
+            self._publish(events[middle:])
+            return
         self._kept.append((self._number, body))
         self._kept_bytes += len(body)
         while len(self._kept) > MAX_KEPT_BATCHES or self._kept_bytes > MAX_KEPT_BYTES:
@@ -173,6 +185,14 @@ class KvEventPublisher:
                 if number >= first:
                     self._router.send_multipart((client, b"", number.to_bytes(8, "big"), body))
             self._router.send_multipart((client, b"", END_OF_REPLAY, b""))
+
+
+def limit_reads(socket: Any, max_bytes: int) -> None:
+    """Close connections to a ZMQ socket that send a longer frame, or take long for their handshake."""
+    import zmq
+
+    socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MILLISECONDS)
 
 
 def _bind(socket: Any, endpoint: str) -> str:

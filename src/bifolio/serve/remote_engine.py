@@ -14,6 +14,7 @@ from typing import Any
 
 from bifolio.api import messages as m
 from bifolio.errors import ConfigError
+from bifolio.handshakes import HANDSHAKE_SECONDS
 from bifolio.serve import handshake as h
 from bifolio.serve.engine_connection import EngineConnection, Link, lost
 
@@ -83,7 +84,7 @@ class RemoteEngine(EngineConnection):
         async with asyncio.timeout(CONNECT_SECONDS):
             await loop.create_connection(lambda: link, self._host, self._port)
         self._last_beat = time.monotonic()
-        limit = loop.call_later(h.HANDSHAKE_SECONDS, lambda: None if self._is_trusted else link.abort())
+        limit = loop.call_later(HANDSHAKE_SECONDS, lambda: None if self._is_trusted else link.abort())
         watch = asyncio.create_task(self._watch(link))
         try:
             await link.closed

@@ -26,7 +26,7 @@ from bifolio.serve.app import make_app
 from bifolio.serve.auth import KeyRing, new_secret
 from bifolio.serve.branch_messages import Serve
 from bifolio.serve.branches import Branches, encode_settings
-from bifolio.serve.connection import Connections, make_protocol
+from bifolio.serve.connection import Connections, allow_files, make_protocol
 from bifolio.serve.context import Limits, ServerContext, public_name
 from bifolio.serve.errors import ApiError
 from bifolio.serve.hosts import is_loopback
@@ -50,14 +50,15 @@ class ServerSettings:
     tls_key: Path | None = None
     limits: Limits = field(default_factory=Limits)
     allowed_hosts: Sequence[str] = ()  # further names that a server without keys on the loopback interface answers to
-    max_connections: int = 1024
-    max_connections_per_address: int = 1024  # fewer where clients come from addresses of their own
+    max_connections: int = 2048
+    max_connections_per_address: int = 1024  # and of one key; the others stay free for other clients
     drain_seconds: float = 30.0  # that requests under way get when the server is told to stop
     step_timeout: float = 300.0  # seconds; a longer step means a hung engine
     heartbeat_timeout: float = 10.0  # seconds without a heartbeat of the engine until `/ready` answers 503
     max_updates_per_second: float | None = None  # events of all streams together, about; None: by the device
     log_prompts: bool = False
     allow_pull: bool = False  # clients may fetch models into the cache
+    allow_priority: bool = False  # priorities of clients without keys count
     worker_command: Sequence[str] | None = None
     front_ends: int = 1  # processes that listen on the port
     engine_address: str | None = None  # HOST:PORT of an engine on another host; None: an engine process of this one
@@ -137,7 +138,7 @@ async def running_context(settings: ServerSettings, engine_options: dict[str, An
         name = public_name(reference, settings.model_name)
         context = ServerContext(
             model, engine, name, settings.limits, log_prompts=settings.log_prompts, reference=str(reference),
-            allow_pull=settings.allow_pull,
+            allow_pull=settings.allow_pull, allow_priority=settings.allow_priority,
         )  # fmt: skip
         if settings.metrics_compat is not None:
             context.metrics.extend = with_vllm_names(name, lambda: engine.hello)
@@ -196,7 +197,8 @@ def make_server(
 ) -> Server:
     """The server of one of `num_front_ends` front ends, which share the limits on connections evenly."""
     hosts = [settings.host, *settings.allowed_hosts] if is_loopback(settings.host) else None
-    app = make_app(context, KeyRing(settings.keys, secret), settings.cors_origins, hosts)
+    keys = KeyRing(settings.keys, secret)
+    app = make_app(context, keys, settings.cors_origins, hosts)
     if (settings.tls_certificate is None) != (settings.tls_key is None):
         raise ConfigError("TLS needs both a certificate and its key")
     config = uvicorn.Config(
@@ -207,7 +209,8 @@ def make_server(
             Connections(
                 -(-settings.max_connections // num_front_ends),
                 -(-settings.max_connections_per_address // num_front_ends),
-            )
+            ),
+            keys,
         ),
         ws="none",
         lifespan="off",
@@ -226,6 +229,7 @@ def make_server(
         config.load()
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(f"the certificate or its key cannot be used: {error}") from error
+    allow_files(settings.max_connections)
     if config.ssl is not None:
         config.ssl.minimum_version = ssl.TLSVersion.TLSv1_2
     return Server(config, context, settings.drain_seconds)

@@ -223,8 +223,7 @@ class EngineService:
         values = dict(message.params) if grammar is None else {**message.params, "grammar": grammar}
         cost = float(values.get("beam_width") or values.get("best_of") or values.get("n") or 1)
         turn = self._turns.next(message.key, cost, message.priority)
-        owner = message.key if message.salt else ""  # without keys, all requests are of one client
-        options: dict[str, Any] = {"turn": turn, "salt": message.salt, "owner": owner}
+        options: dict[str, Any] = {"turn": turn, "salt": message.salt, "owner": message.share}
         prompt = message.prompt_token_ids
         try:
             if message.is_beam_search:

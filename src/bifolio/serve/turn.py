@@ -91,7 +91,7 @@ async def prepare(context: ServerContext, request: ChatRequest, tenant: Tenant, 
     drawn = request.beam_search.width if request.beam_search else request.n
     params = await resolve_strings(context, params)
     if params.grammar is not None:
-        await context.grammars.require(*params.grammar, tenant.name)
+        await context.grammars.require(*params.grammar, tenant.share)
     context.check_scored([prompt], drawn, params)
     job = Job.of(request, tenant, [prompt], params, drawn)
     job.parent = "" if history is None else history.request_id
@@ -173,7 +173,7 @@ async def render(
         request.add_generation_prompt,
         placeholders.protect({name: value for name, value in variables.items() if name.isidentifier()}),
     )
-    outcome = await context.templates.ask(task, tenant.name)
+    outcome = await context.templates.ask(task, tenant.share)
     if isinstance(outcome, Failed):
         slow = outcome.kind == "Killed"
         message = "the chat template takes too much time or memory" if slow else outcome.message

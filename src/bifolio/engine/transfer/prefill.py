@@ -43,6 +43,7 @@ from bifolio.engine.transfer.wire import (
     send_json,
 )
 from bifolio.errors import BifolioError, ConfigError, RequestError, TransferError
+from bifolio.handshakes import HANDSHAKE_SECONDS, Handshakes
 from bifolio.long_rope import rope_of_salt, short_context
 from bifolio.sampling_params import SamplingParams
 from bifolio.sequence import Request
@@ -50,9 +51,10 @@ from bifolio.sequence import Request
 logger = logging.getLogger(__name__)
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 SILENT_SECONDS = 60.0  # without a byte from the other side: the connection is closed
-MAX_CONNECTIONS = 256
+MAX_CONNECTIONS = 256  # transfers at a time, of engines that know the secret
 BLOCKS_AT_ONCE = 64  # copied between two steps
 PAUSE_SECONDS = 0.002  # between two looks at a prompt that has no new block
+ACCEPT_PAUSE_SECONDS = 0.05  # after a connection that could not be accepted
 WAIT_SECONDS = 1.0  # between two signs of life while a block is computed
 
 
@@ -73,6 +75,7 @@ class PrefillServer:
         port: int = 0,
         secret: str = "",
         shared: bool = True,
+        handshakes: Handshakes | None = None,
     ) -> None:
         if host not in LOCAL_HOSTS and not secret:
             raise ConfigError(
@@ -83,8 +86,9 @@ class PrefillServer:
         self._shared = shared
         self._sizes = sizes
         self._numbers = itertools.count()
+        self._handshakes = handshakes or Handshakes()
         self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
-        self._listener = socket.create_server((host, port), backlog=64)
+        self._listener = socket.create_server((host, port), backlog=256)
         self.host, self.port = host, int(self._listener.getsockname()[1])
         threading.Thread(target=self._accept, name="bifolio-blocks", daemon=True).start()
 
@@ -96,16 +100,24 @@ class PrefillServer:
     def _accept(self) -> None:
         while True:
             try:
-                connection, _ = self._listener.accept()
+                connection, peer = self._listener.accept()
             except OSError:
-                return  # closed
-            self._places.acquire()
-            threading.Thread(target=self._serve, args=(connection,), name="bifolio-blocks", daemon=True).start()
+                if self._listener.fileno() < 0:
+                    return  # closed
+                time.sleep(ACCEPT_PAUSE_SECONDS)  # no descriptor is free, or the client has gone
+                continue
+            self._handshakes.begin(connection, str(peer[0]), partial(connection.shutdown, socket.SHUT_RDWR))
+            try:
+                threading.Thread(target=self._serve, args=(connection,), name="bifolio-blocks", daemon=True).start()
+            except RuntimeError:  # the system starts no further thread
+                logger.exception("a connection for blocks was closed")
+                self._handshakes.end(connection)
+                connection.close()
 
     def _serve(self, connection: socket.socket) -> None:
         try:
             with connection:
-                connection.settimeout(SILENT_SECONDS)
+                connection.settimeout(HANDSHAKE_SECONDS)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 self._answer(connection)
         except (OSError, BifolioError) as error:
@@ -113,12 +125,20 @@ class PrefillServer:
         except Exception:
             logger.exception("a transfer of blocks failed")
         finally:
-            self._places.release()
+            self._handshakes.end(connection)
+
+    def _admit(self, connection: socket.socket) -> None:
+        """The other side knows the secret: it is no stranger any more."""
+        if not self._handshakes.end(connection):
+            raise TransferError("too many connections were opened at once: this one was closed")
+        connection.settimeout(SILENT_SECONDS)
 
     def _answer(self, connection: socket.socket) -> None:
         block_bytes = self._sizes.block_bytes
         try:
-            pull = receive_pull(connection, self._secret, self._sizes.max_model_len)
+            pull = receive_pull(
+                connection, self._secret, self._sizes.max_model_len, admit=partial(self._admit, connection)
+            )
             if pull.fingerprint != self._sizes.fingerprint:
                 raise TransferError(
                     "the engines differ in model, kernels, cache type, block size or, without deterministic, "
@@ -127,9 +147,10 @@ class PrefillServer:
         except TransferError as error:
             send_json(connection, {"error": str(error)})
             raise
-        room = Room.open(pull.room, block_bytes) if self._shared and pull.room else None
-        send_json(connection, {"block_bytes": block_bytes, "is_shared": room is not None})
-        self._send_blocks(connection, pull, room)
+        with self._places:
+            room = Room.open(pull.room, block_bytes) if self._shared and pull.room else None
+            send_json(connection, {"block_bytes": block_bytes, "is_shared": room is not None})
+            self._send_blocks(connection, pull, room)
 
     def _send_blocks(self, connection: socket.socket, pull: Pull, room: Room | None) -> None:
         """Send the blocks that are cached; if that is not all, compute the prompt and send the others as they come."""

@@ -22,6 +22,8 @@ import socket
 import stat
 import struct
 import tempfile
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -30,6 +32,7 @@ from typing import Any
 import numpy as np
 
 from bifolio.errors import TransferError
+from bifolio.handshakes import HANDSHAKE_SECONDS
 
 VERSION = 2
 NONCE_BYTES = 16
@@ -61,17 +64,22 @@ def proof_of(secret: str, nonce: bytes) -> str:
     return hmac.new(secret.encode(), nonce, "sha256").hexdigest()
 
 
-def receive_exactly(connection: socket.socket, count: int) -> bytearray:
-    """`count` bytes; TransferError if the connection ends before."""
+def receive_exactly(connection: socket.socket, count: int, deadline: float | None = None) -> bytearray:
+    """`count` bytes; TransferError if the connection ends before, or at the deadline."""
     data = bytearray(count)
-    receive_into(connection, memoryview(data))
+    receive_into(connection, memoryview(data), deadline)
     return data
 
 
-def receive_into(connection: socket.socket, target: memoryview) -> None:
-    """Fill `target`; TransferError if the connection ends before."""
+def receive_into(connection: socket.socket, target: memoryview, deadline: float | None = None) -> None:
+    """Fill `target`; TransferError if the connection ends before, or at the deadline (of the monotonic clock)."""
     done = 0
     while done < len(target):
+        if deadline is not None:
+            left = deadline - time.monotonic()
+            if left <= 0.0:
+                raise TransferError("a connection did not ask for blocks in time: it was closed")
+            connection.settimeout(left)
         count = connection.recv_into(target[done:])
         if not count:
             raise TransferError("the other engine closed the connection in the middle of a transfer")
@@ -83,13 +91,13 @@ def send_json(connection: socket.socket, message: dict[str, Any], rest: bytes = 
     connection.sendall(LENGTH.pack(len(body)) + body + rest)
 
 
-def receive_json(connection: socket.socket) -> dict[str, Any]:
+def receive_json(connection: socket.socket, deadline: float | None = None) -> dict[str, Any]:
     """An object of at most `MAX_JSON` bytes."""
-    (length,) = LENGTH.unpack(receive_exactly(connection, LENGTH.size))
+    (length,) = LENGTH.unpack(receive_exactly(connection, LENGTH.size, deadline))
     if length > MAX_JSON:
         raise TransferError(f"a header of {length} bytes is longer than any real one")
     try:
-        message = json.loads(receive_exactly(connection, length))
+        message = json.loads(receive_exactly(connection, length, deadline))
     except ValueError as error:
         raise TransferError("the other side does not speak this protocol") from error
     if not isinstance(message, dict):
@@ -106,11 +114,20 @@ def send_pull(connection: socket.socket, pull: Pull, secret: str) -> None:
     send_json(connection, header, pull.token_ids.astype("<i4").tobytes())
 
 
-def receive_pull(connection: socket.socket, secret: str, max_tokens: int) -> Pull:
-    """Read and check a request; TransferError if it is malformed, too long, or does not know the secret."""
+def receive_pull(
+    connection: socket.socket,
+    secret: str,
+    max_tokens: int,
+    seconds: float = HANDSHAKE_SECONDS,
+    admit: Callable[[], None] = lambda: None,
+) -> Pull:
+    """Read and check a request; TransferError if it is malformed, too long, or does not know the secret.
+
+    The other side has `seconds` to prove that it knows the secret; then `admit` is called, before the tokens are read.
+    """
     nonce = secrets.token_bytes(NONCE_BYTES)
     connection.sendall(nonce)
-    header = receive_json(connection)
+    header = receive_json(connection, time.monotonic() + seconds)
     try:
         version, count, first = int(header["version"]), int(header["num_tokens"]), int(header["first"])
         proof, room = str(header["proof"]), str(header["room"])
@@ -121,6 +138,7 @@ def receive_pull(connection: socket.socket, secret: str, max_tokens: int) -> Pul
         raise TransferError("the request does not know the secret of this engine: start both with the same one")
     if version != VERSION or not 1 <= count <= max_tokens or not 0 <= first <= count:
         raise TransferError(f"version {version} with {count} tokens from block {first} on cannot be served")
+    admit()
     tokens = np.frombuffer(receive_exactly(connection, 4 * count), "<i4").astype(np.int32)
     return Pull(fingerprint, tokens, salt, first, room)
 

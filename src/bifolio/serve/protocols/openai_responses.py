@@ -25,7 +25,15 @@ from bifolio.serve.generation import Job, Run, Whole
 from bifolio.serve.http import SSE_HEADERS, Framing, decode, read_body, send_json
 from bifolio.serve.protocols.common import RouteRow, given, named_event, parts_of
 from bifolio.serve.protocols.response_shapes import OutputWriter, ended, response_object
-from bifolio.serve.protocols.responses_types import ContentPart, Item, ResponsesRequest, Stored, ToolName
+from bifolio.serve.protocols.responses_types import (
+    IGNORED_OF_ITEMS,
+    IGNORED_OF_PARTS,
+    ContentPart,
+    Item,
+    ResponsesRequest,
+    Stored,
+    ToolName,
+)
 from bifolio.serve.responses import Usage
 from bifolio.serve.running import run_call, tenant_of
 from bifolio.serve.turn import History, Turn, prepare
@@ -203,16 +211,27 @@ class ResponseCall:
             response,
             input_items(self.request),
         )
-        context.engine.remember(self.id, job.tenant.name, job.request_id, msgspec.msgpack.encode(stored))
+        body, tenant = msgspec.msgpack.encode(stored), job.tenant
+        context.engine.remember(self.id, tenant.name, job.request_id, body, tenant.share)
         self.is_stored = True
 
 
 def input_items(request: ResponsesRequest) -> list[dict[str, Any]]:
-    """The input of a request as items."""
+    """The input of a request as items, without the fields that the server ignores."""
     if isinstance(request.input, str):
         part = {"type": "input_text", "text": request.input}
         return [{"type": "message", "id": f"msg_{secrets.token_hex(12)}", "role": "user", "content": [part]}]
-    return [msgspec.to_builtins(item) for item in request.input]
+    return [_without_ignored(msgspec.to_builtins(item)) for item in request.input]
+
+
+def _without_ignored(item: dict[str, Any]) -> dict[str, Any]:
+    kept = {name: value for name, value in item.items() if name not in IGNORED_OF_ITEMS}
+    for name in ("content", "output", "summary"):
+        if isinstance(kept.get(name), list):
+            kept[name] = [
+                {field: value for field, value in part.items() if field not in IGNORED_OF_PARTS} for part in kept[name]
+            ]
+    return kept
 
 
 # -- handlers ---------------------------------------------------------------------------------------------------------

@@ -10,6 +10,8 @@ from msgspec import Meta
 from bifolio.serve.protocol import Count, FreeJson, Message, Name, Probability, Schema, Strict, Text
 
 Ignored = Annotated[list[FreeJson], Meta(max_length=128)]
+IGNORED_OF_PARTS = frozenset({"annotations", "logprobs"})
+IGNORED_OF_ITEMS = frozenset({"encrypted_content", "phase", "caller", "namespace"})
 
 
 class ContentPart(Strict, kw_only=True):
