@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bifolio.text.detokenizer import IncrementalDetokenizer
+from bifolio.text.tokenizer import Tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -56,6 +57,10 @@ def byte_fallback():
     return tokenizer
 
 
+def new_detokenizer(tokenizer, prompt: list[int] | None = None, skip: bool = True) -> IncrementalDetokenizer:
+    return Tokenizer(tokenizer).new_detokenizer(prompt or [], skip)
+
+
 FAMILIES = pytest.mark.parametrize("make", [byte_level, byte_fallback])
 
 
@@ -69,7 +74,7 @@ def push_all(detokenizer: IncrementalDetokenizer, ids: list[int]) -> list[str]:
 def test_pieces_make_the_whole_text(make, text: str) -> None:
     tokenizer = make()
     ids = tokenizer.encode(text).ids
-    pieces = push_all(IncrementalDetokenizer(tokenizer), ids)
+    pieces = push_all(new_detokenizer(tokenizer), ids)
     whole = tokenizer.decode(ids)
     assert "".join(pieces) == whole
     if "\ufffd" not in whole:
@@ -85,7 +90,7 @@ def test_pieces_make_the_whole_text(make, text: str) -> None:
 def test_text_after_a_prompt_keeps_its_first_space(make, prompt: str, text: str) -> None:
     tokenizer = make()
     prompt_ids, ids = tokenizer.encode(prompt).ids, tokenizer.encode(text).ids
-    pieces = push_all(IncrementalDetokenizer(tokenizer, prompt_ids), ids)
+    pieces = push_all(new_detokenizer(tokenizer, prompt_ids), ids)
     assert tokenizer.decode(prompt_ids) + "".join(pieces) == tokenizer.decode(prompt_ids + ids)
 
 
@@ -95,13 +100,13 @@ def test_text_after_a_prompt_keeps_its_first_space(make, prompt: str, text: str)
 def test_any_bytes_give_the_text_of_all_tokens(ids: list[int]) -> None:
     """Random tokens are mostly invalid UTF-8; a byte-level decoder's text must come out all the same."""
     tokenizer = byte_level()
-    assert "".join(push_all(IncrementalDetokenizer(tokenizer), ids)) == tokenizer.decode(ids)
+    assert "".join(push_all(new_detokenizer(tokenizer), ids)) == tokenizer.decode(ids)
 
 
 @given(ids=st.lists(st.integers(0, 360), max_size=120))
 @settings(deadline=None, max_examples=100)
 def test_broken_byte_fallback_never_fails(ids: list[int]) -> None:
-    pieces = push_all(IncrementalDetokenizer(byte_fallback()), ids)
+    pieces = push_all(new_detokenizer(byte_fallback()), ids)
     assert len(pieces) == len(ids) + 1  # one for each token, and what finishing shows
     "".join(pieces).encode()  # text that can be sent: no half of a surrogate pair
 
@@ -109,13 +114,13 @@ def test_broken_byte_fallback_never_fails(ids: list[int]) -> None:
 def test_a_character_in_four_tokens_comes_with_the_last() -> None:
     tokenizer = byte_fallback()
     ids = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in "🙂".encode()]
-    assert push_all(IncrementalDetokenizer(tokenizer), ids) == ["", "", "", "🙂", ""]
+    assert push_all(new_detokenizer(tokenizer), ids) == ["", "", "", "🙂", ""]
 
 
 def test_an_incomplete_end_is_shown_on_finish() -> None:
     tokenizer = byte_level()
     ids = tokenizer.encode("ab𝄞").ids[:-1]
-    pieces = push_all(IncrementalDetokenizer(tokenizer), ids)
+    pieces = push_all(new_detokenizer(tokenizer), ids)
     assert "".join(pieces[:-1]) == "ab"
     assert set(pieces[-1]) == {"\ufffd"}
 
@@ -126,7 +131,7 @@ def test_special_tokens_are_skipped_or_shown(make) -> None:
     end = 0 if make is byte_level else tokenizer.token_to_id("</s>")
     ids = [*tokenizer.encode("the").ids, end, *tokenizer.encode(" and").ids]
     for skip in (True, False):
-        pieces = push_all(IncrementalDetokenizer(tokenizer, skip_special_tokens=skip), ids)
+        pieces = push_all(new_detokenizer(tokenizer, skip=skip), ids)
         assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=skip)
 
 
@@ -198,7 +203,7 @@ def test_tokens_together_give_the_text_of_tokens_one_by_one(make, ids: list[int]
     tokenizer = make()
     prompt = tokenizer.encode("the and").ids
     for tokens in (ids, tokenizer.encode(text).ids):
-        alone, together = IncrementalDetokenizer(tokenizer, prompt), IncrementalDetokenizer(tokenizer, prompt)
+        alone, together = new_detokenizer(tokenizer, prompt), new_detokenizer(tokenizer, prompt)
         start, pieces = 0, []
         for cut in cuts:
             pieces.append(together.push_all(tokens[start : start + cut]))

@@ -24,7 +24,6 @@ from bifolio.model.loaded import TextModel
 from bifolio.sampling.weights import child_seed
 from bifolio.sampling_params import SamplingParams
 from bifolio.sequence import LogprobRecords, Request, Sequence
-from bifolio.text.detokenizer import IncrementalDetokenizer
 from bifolio.text.reader import TextReader
 from bifolio.text.stopping import StopChecker, TokenStops
 
@@ -119,11 +118,11 @@ class RequestFactory:
     def _new_reader(self, request: Request) -> TextReader | None:
         if not request.params.detokenize or self._model.tokenizer is None:
             return None
-        decoder, params, prompt = self._model.tokenizer.decoder, request.params, request.prompt_token_ids
+        tokenizer, params, prompt = self._model.tokenizer, request.params, request.prompt_token_ids
         eos, length = self._model.config.eos_token_ids, len(prompt) + request.max_tokens
 
         def new_checker() -> StopChecker:
-            detokenizer = IncrementalDetokenizer(decoder, prompt, params.skip_special_tokens)
+            detokenizer = tokenizer.new_detokenizer(prompt, params.skip_special_tokens)
             return StopChecker(params, eos, len(prompt), length, detokenizer)
 
         return TextReader(new_checker)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import msgspec
 
 from bifolio.errors import EngineFaultError, FaultKind
+from bifolio.serve.encoding import encode_json
 
 TYPES = {
     400: "invalid_request_error",
@@ -79,12 +80,12 @@ class ApiError(Exception):
         kind = TYPES.get(self.status, "server_error")
         if path.startswith("/v1/messages"):
             kind = ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
-            return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": self.message}})
+            return encode_json({"type": "error", "error": {"type": kind, "message": self.message}})
         if path.startswith("/api/"):
-            return msgspec.json.encode({"error": self.message})
+            return encode_json({"error": self.message})
         if path in LLAMA_CPP_PATHS:
-            return msgspec.json.encode({"error": {"code": self.status, "message": self.message, "type": kind}})
-        return msgspec.json.encode(ErrorResponse(ErrorDetail(self.message, kind, self.param, self.code)))
+            return encode_json({"error": {"code": self.status, "message": self.message, "type": kind}})
+        return encode_json(ErrorResponse(ErrorDetail(self.message, kind, self.param, self.code)))
 
     def headers(self) -> dict[str, str]:
         headers = {"content-type": "application/json"}

@@ -6,16 +6,17 @@ from typing import Any
 
 import msgspec
 
+from bifolio.serve.encoding import encode_json
+
 Event = msgspec.Struct | bytes  # to be encoded, or a complete event
-_encoder = msgspec.json.Encoder()
 
 
 def encode_json_event(payload: dict[str, Any]) -> bytes:
-    return b"data: " + _encoder.encode(payload) + b"\n\n"
+    return b"data: " + encode_json(payload) + b"\n\n"
 
 
 def encode_event(event: Event) -> bytes:
-    return event if isinstance(event, bytes) else b"data: " + _encoder.encode(event) + b"\n\n"
+    return event if isinstance(event, bytes) else b"data: " + encode_json(event) + b"\n\n"
 
 
 class TextEvents:
@@ -31,4 +32,4 @@ class TextEvents:
         self._before, self._after = before + field[:-2], after
 
     def event(self, text: str) -> bytes:
-        return self._before + _encoder.encode(text) + self._after
+        return self._before + encode_json(text) + self._after

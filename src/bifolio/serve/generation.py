@@ -23,7 +23,6 @@ from bifolio.serve.errors import ApiError, api_error
 from bifolio.serve.protocol import Generation, StreamOptions
 from bifolio.serve.responses import PromptTokensDetails, Usage
 from bifolio.serve.sampling import EngineParams
-from bifolio.text.detokenizer import IncrementalDetokenizer, KeepingDecoder
 from bifolio.text.stopping import OutputText, TokenEnd
 
 logger = logging.getLogger(__name__)
@@ -268,10 +267,7 @@ class Run:
             detokenizer = None
             if tokenizer is not None:
                 prompt = job.prompts[choice // job.num_choices]
-                decoder = tokenizer.decoder
-                if job.kept_tokens and params.skip_special_tokens:
-                    decoder = KeepingDecoder(decoder, tokenizer.special_ids - job.kept_tokens)
-                detokenizer = IncrementalDetokenizer(decoder, prompt, params.skip_special_tokens)
+                detokenizer = tokenizer.new_detokenizer(prompt, params.skip_special_tokens, job.kept_tokens)
             found = self._texts[choice] = OutputText(params, detokenizer)
         return found
 

@@ -15,11 +15,11 @@ from bifolio.garbage import no_garbage_collection
 from bifolio.serve.auth import Receive, Scope, Send
 from bifolio.serve.bounds import check_bytes
 from bifolio.serve.context import Limits
+from bifolio.serve.encoding import encode_json
 from bifolio.serve.errors import ApiError, bad_request
 from bifolio.serve.events import Event, encode_event
 
 T = TypeVar("T")
-_encoder = msgspec.json.Encoder()
 _PATH = re.compile(r"`\$([^`]*)`$")
 _UNKNOWN_FIELD = re.compile(r"unknown field `([^`]*)`")
 LARGE_BYTES = 64 << 10  # of a body
@@ -94,7 +94,7 @@ def decode(body: bytes, kind: type[T]) -> T:
 
 
 async def send_json(send: Send, value: Any, status: int = 200, headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:
-    await send_bytes(send, _encoder.encode(value), b"application/json", status, headers)
+    await send_bytes(send, encode_json(value), b"application/json", status, headers)
 
 
 async def send_bytes(

@@ -15,13 +15,13 @@ from collections import Counter
 from typing import Any
 from urllib.parse import parse_qs
 
-import msgspec
 import numpy as np
 
 from bifolio.api.messages import BLOCK_COLOURS, BLOCK_HELD
 from bifolio.errors import EngineFaultError
 from bifolio.serve.auth import Receive, Scope, Send, Tenant
 from bifolio.serve.context import ServerContext
+from bifolio.serve.encoding import encode_json
 from bifolio.serve.errors import ApiError, bad_request
 from bifolio.serve.http import SSE_HEADERS
 
@@ -43,7 +43,7 @@ async def live_events(context: ServerContext, scope: Scope, receive: Receive, se
     try:
         await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
         while not gone.done() and not context.draining:
-            event = b"data: " + msgspec.json.encode(await picture(context, tenant)) + b"\n\n"
+            event = b"data: " + encode_json(await picture(context, tenant)) + b"\n\n"
             async with asyncio.timeout(context.limits.write_timeout):
                 await send({"type": "http.response.body", "body": event, "more_body": True})
             await asyncio.wait([gone], timeout=interval)

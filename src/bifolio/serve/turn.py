@@ -18,6 +18,7 @@ from bifolio.serve.sampling import engine_params, resolve_strings
 from bifolio.serve.tools import ToolPlan, marker_ids, plan_tools
 from bifolio.text.reasoning import PlainReader, ReasoningFormat, ReasoningReader, reasoning_format
 from bifolio.text.roles import Placeholders
+from bifolio.text.strict_json import strict_text
 from bifolio.text.tools.events import AnswerReader
 
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "template", "special_tokens"})
@@ -222,6 +223,6 @@ def as_template_message(message: Message) -> dict[str, Any]:
 
 def _arguments(text: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(strict_text(text))
     except (ValueError, RecursionError):
         return text

@@ -5,7 +5,6 @@ Imports jinja2; `chat_template` imports this module when a template is rendered.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from functools import wraps
@@ -18,6 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 from bifolio.errors import ChatTemplateError
+from bifolio.text.strict_json import write_json
 from bifolio.text.template_limits import MAX_NUMBER, MAX_OUTPUT_CHARS, Limits
 
 FORBIDDEN_METHODS = frozenset(  # of texts, numbers and bytes: they make large values, and no real template calls them
@@ -173,7 +173,7 @@ def _raise_exception(message: str) -> None:
 def _to_json(value: Any, indent: int | None = None, **_: Any) -> str:
     if indent is not None and not (isinstance(indent, int) and 0 <= indent <= MAX_INDENT):
         raise ChatTemplateError(f"the chat template indents JSON by {indent!r}: at most {MAX_INDENT} are allowed")
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+    return write_json(value, indent=indent)
 
 
 def _bounded_range(*bounds: int) -> range:

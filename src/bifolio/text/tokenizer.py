@@ -6,10 +6,11 @@ import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
+from string import ascii_letters
 from typing import Any
 
 from bifolio.errors import ModelFileError, RequestError
-from bifolio.text.detokenizer import Decoder
+from bifolio.text.detokenizer import ByteTokens, Decoder, IncrementalDetokenizer, KeepingDecoder
 from bifolio.text.tokenizer_bounds import check_tokenizer_file
 
 
@@ -30,6 +31,15 @@ class Tokenizer:
         """Decodes one sequence after the other, on the calling thread."""
         decoder: Decoder = self.backend
         return decoder
+
+    def new_detokenizer(
+        self, prompt_token_ids: Sequence[int], skip_special_tokens: bool, kept: frozenset[int] = frozenset()
+    ) -> IncrementalDetokenizer:
+        """A detokenizer of the tokens after a prompt. Special tokens that are `kept` are never skipped."""
+        decoder = self.decoder
+        if kept and skip_special_tokens:
+            decoder = KeepingDecoder(decoder, self.special_ids - kept)
+        return IncrementalDetokenizer(decoder, prompt_token_ids, skip_special_tokens, self.byte_tokens)
 
     @classmethod
     def from_file(cls, path: Path) -> Tokenizer:
@@ -93,6 +103,17 @@ class Tokenizer:
             return False
         state = json.loads(decoder.__getstate__())
         return any(part.get("type") == "ByteLevel" for part in [state, *state.get("decoders", [])])
+
+    @cached_property
+    def byte_tokens(self) -> ByteTokens | None:
+        """The tokens that the decoder turns into single bytes; None if there are none."""
+        names = [(f"<0x{byte:{digits}}>", byte) for digits in ("02x", "02X") for byte in range(256)]
+        found = ((self.token_id(name), byte) for name, byte in names)
+        values = {token_id: byte for token_id, byte in found if token_id is not None}
+        letter = next((token_id for token_id, byte in values.items() if chr(byte) in ascii_letters), None)
+        if letter is None or self.decode([letter]) != chr(values[letter]):
+            return None
+        return ByteTokens(values, letter)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of tokens. Releases the GIL."""

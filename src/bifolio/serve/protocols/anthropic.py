@@ -28,6 +28,7 @@ from bifolio.serve.running import run_call, tenant_of
 from bifolio.serve.tools import plan_tools
 from bifolio.serve.turn import Turn, chat_tokens, prepare
 from bifolio.text.reasoning import reasoning_format
+from bifolio.text.strict_json import write_json
 from bifolio.text.tools import tool_format
 from bifolio.text.tools.events import AnswerReader, Arguments, Call, Content, Part, Reasoning, merged
 
@@ -126,7 +127,7 @@ def _messages(message: AnthropicMessage) -> list[p.Message]:
 def _call(block: Block) -> p.ToolCall:
     if block.id is None or block.name is None:
         raise bad_request("a tool_use block needs an id and a name", "messages")
-    arguments = json.dumps(block.input or {}, ensure_ascii=False)
+    arguments = write_json(block.input or {})
     return p.ToolCall(id=block.id, function=p.FunctionCall(name=block.name, arguments=arguments))
 
 
@@ -224,7 +225,7 @@ def _blocks(parts: Sequence[Part]) -> list[dict[str, Any]]:
         elif isinstance(part, Arguments):
             try:
                 blocks[-1]["input"] = json.loads(part.text)
-            except ValueError:  # a call that was cut by max_tokens
+            except (ValueError, RecursionError):  # a call that was cut by max_tokens
                 blocks[-1]["input"] = {}
         elif isinstance(part, Reasoning):
             blocks.append(_thinking(part.text))

@@ -5,25 +5,23 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-import msgspec
-
 from bifolio.serve.auth import Receive, Scope, Send
 from bifolio.serve.context import ServerContext
+from bifolio.serve.encoding import encode_json
 from bifolio.serve.turn import Turn
 from bifolio.text.tools.events import Part, merged
 
 Handler = Callable[[ServerContext, Scope, Receive, Send], Awaitable[None]]
 RouteRow = tuple[str, str, Handler]  # path, method, handler
-_encoder = msgspec.json.Encoder()
 
 
 def named_event(name: str, payload: Any) -> bytes:
     """A server-sent event with a name."""
-    return b"event: " + name.encode() + b"\ndata: " + _encoder.encode(payload) + b"\n\n"
+    return b"event: " + name.encode() + b"\ndata: " + encode_json(payload) + b"\n\n"
 
 
 def json_line(payload: Any) -> bytes:
-    return _encoder.encode(payload) + b"\n"
+    return encode_json(payload) + b"\n"
 
 
 def parts_of(turn: Turn, text: str) -> Sequence[Part]:

@@ -34,6 +34,7 @@ from bifolio.serve.responses import Usage
 from bifolio.serve.running import run_call, tenant_of, unless_gone
 from bifolio.serve.turn import Turn, prepare
 from bifolio.text.reasoning import PlainReader, reasoning_format
+from bifolio.text.strict_json import write_json
 from bifolio.text.tools import tool_format
 from bifolio.text.tools.events import AnswerReader, Arguments, Call, Content, Part, Reasoning, merged
 
@@ -89,7 +90,7 @@ def _messages(messages: Sequence[OllamaMessage]) -> list[p.Message]:
         calls = []
         for number, call in enumerate(message.tool_calls or []):
             name = call.id or f"call_{place}_{number}"
-            arguments = json.dumps(call.function.arguments, ensure_ascii=False)
+            arguments = write_json(call.function.arguments)
             calls.append(p.ToolCall(id=name, function=p.FunctionCall(name=call.function.name, arguments=arguments)))
             waiting.append(name)
         answered = message.tool_call_id
@@ -183,7 +184,7 @@ def _calls(parts: Sequence[Part]) -> list[dict[str, Any]]:
         elif isinstance(part, Arguments):
             try:
                 calls[-1]["function"]["arguments"] = json.loads(part.text)
-            except ValueError:  # a call that was cut by num_predict
+            except (ValueError, RecursionError):  # a call that was cut by num_predict
                 calls.pop()
     return calls
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from bifolio.text.strict_json import write_json
 from bifolio.text.tools.events import AnswerReader, Tools, ToolSpec
 
 _SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
@@ -52,7 +52,7 @@ class LarkWriter:
         return self.rule(f"rule_{len(self._rules)}", body)
 
     def text(self, text: str) -> str:
-        return json.dumps(text, ensure_ascii=False)
+        return write_json(text)
 
     def marker(self, text: str) -> str:
         """A marker, as one token or spelled out."""
@@ -76,7 +76,7 @@ class LarkWriter:
 
     def json_call(self, tool: ToolSpec, key: str = "arguments") -> str:
         """`{"name": "...", "arguments": {...}}`."""
-        head = f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{key}": '
+        head = f'{{"name": {write_json(tool.name)}, "{key}": '
         return f'{self.text(head)} {self.arguments(tool)} "}}"'
 
     def calls(self, calls: Sequence[str]) -> str:
@@ -86,7 +86,7 @@ class LarkWriter:
     def source(self) -> str:
         """The text of a grammar of the kind `tools`."""
         rules = ["%llguidance {}", *self._rules, r"TEXT: /(.|\n)*/", r"SPACE: /[ \n]{0,4}/"]
-        return json.dumps({"rules": "\n".join(rules), "schemas": self._schemas})
+        return write_json({"rules": "\n".join(rules), "schemas": self._schemas})
 
 
 def without_notes(schema: Any) -> Any:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from bifolio.text.strict_json import write_json
 from bifolio.text.tools.blocks import BlockParser
 from bifolio.text.tools.events import AnswerReader, Tools, ToolSpec, partial_length
 from bifolio.text.tools.format import LarkWriter, ToolFormat, write_blocks
@@ -31,7 +31,7 @@ def gemma_to_json(text: str) -> str | None:
 
 
 def _rewritten(kind: str, piece: str, pieces: list[str]) -> str:
-    return json.dumps(piece, ensure_ascii=False) if kind in ("text", "key") else piece
+    return write_json(piece) if kind in ("text", "key") else piece
 
 
 class GemmaReader(ArgumentReader):

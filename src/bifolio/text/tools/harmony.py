@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from bifolio.text.strict_json import StrictJsonText, strict_text
 from bifolio.text.tools.events import (
     AnswerReader,
     Arguments,
@@ -41,6 +42,7 @@ class HarmonyReader:
         self._kind = ""  # of the body: reasoning, content, call, or unknown for a call of another tool
         self._body: list[str] = []  # of a call that is held back
         self._name = ""
+        self._strict = StrictJsonText()  # the arguments of a call that is sent as it arrives
 
     def push(self, text: str) -> list[Part]:
         self._held += text
@@ -96,6 +98,7 @@ class HarmonyReader:
             self._kind, self._name = "call", recipient[1]
             if self._is_certain:
                 parts.append(Call(self._name))
+                self._strict = StrictJsonText()
         elif channel is not None and " to=" not in self._header:
             self._kind = "reasoning" if channel[1] == "analysis" else "content"
         else:  # a call of a tool that the request does not have
@@ -119,17 +122,20 @@ class HarmonyReader:
     def _take(self, text: str, parts: list[Part]) -> None:
         if not text:
             return
-        if self._kind == "call" and not self._is_certain:
+        if self._kind == "call" and self._is_certain:
+            parts.append(Arguments(self._strict.push(text)))
+        elif self._kind == "call":
             self._body.append(text)
         else:
-            kinds: dict[str, type[Arguments | Reasoning]] = {"call": Arguments, "reasoning": Reasoning}
-            parts.append(kinds[self._kind](text) if self._kind in kinds else Content(text))
+            parts.append(Reasoning(text) if self._kind == "reasoning" else Content(text))
 
     def _end_body(self, parts: list[Part], marker: str) -> None:
-        if self._kind == "call" and not self._is_certain:
+        if self._kind == "call" and self._is_certain:
+            parts.append(Arguments(self._strict.finish()))
+        elif self._kind == "call":
             body = "".join(self._body)
             if read_object(body) is not None:
-                parts += [Call(self._name), Arguments(body.strip())]
+                parts += [Call(self._name), Arguments(strict_text(body.strip()))]
             else:
                 parts.append(Content(self._header + body + marker))
         elif self._kind == "unknown" and marker:

@@ -6,6 +6,8 @@ import json
 import re
 from collections.abc import Callable
 
+from bifolio.text.strict_json import write_json
+
 MAX_DEPTH = 64  # brackets inside each other
 _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 
@@ -31,6 +33,6 @@ def literal_to_json(text: str, piece: re.Pattern[str], rewrite: Callable[[str, s
         elif kind is not None:
             pieces.append(rewrite(kind, found[kind], pieces))
     try:
-        return json.dumps(json.loads("".join(pieces)), ensure_ascii=False)
+        return write_json(json.loads("".join(pieces)))
     except (ValueError, RecursionError):
         return None

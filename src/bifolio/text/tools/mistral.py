@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bifolio.text.tools.blocks import BlockParser
-from bifolio.text.tools.events import AnswerReader, Tools, ToolSpec
+from bifolio.text.tools.events import AnswerReader, Part, Tools, ToolSpec
 from bifolio.text.tools.format import LarkWriter, ToolFormat, write_blocks
 from bifolio.text.tools.granite import write_list
 from bifolio.text.tools.readers import MAX_NAME_CHARS, JsonCallsReader, JsonValueReader, Reader, read_object
@@ -52,6 +52,9 @@ class MistralReader(Reader):
         self.text, self.at = inner.rest if inner.is_over else "", 0
         self.is_broken, self.is_complete, self.is_over = inner.is_broken, inner.is_complete, inner.is_over
         return False
+
+    def close(self) -> list[Part]:
+        return [] if self._inner is None else self._inner.close()
 
 
 class Mistral(ToolFormat):

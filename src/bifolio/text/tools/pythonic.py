@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 
+from bifolio.text.strict_json import write_json
 from bifolio.text.tools.blocks import BlockParser
 from bifolio.text.tools.events import AnswerReader, Tools, ToolSpec
 from bifolio.text.tools.format import LarkWriter, ToolFormat
@@ -30,7 +30,7 @@ def python_to_json(text: str) -> str | None:
 
 def _rewritten(kind: str, piece: str, pieces: list[str]) -> str:
     if kind == "text":
-        return json.dumps(_ESCAPE.sub(_unescaped, piece[1:-1]), ensure_ascii=False)
+        return write_json(_ESCAPE.sub(_unescaped, piece[1:-1]))
     if kind == "mark" and piece in ")]}" and pieces and pieces[-1] == ",":
         pieces.pop()
     return {"(": "[", ")": "]"}.get(piece, piece)

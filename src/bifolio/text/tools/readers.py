@@ -7,6 +7,7 @@ import re
 from abc import ABC, abstractmethod
 from typing import Any
 
+from bifolio.text.strict_json import StrictJsonText, strict_text, write_json
 from bifolio.text.tools.events import Arguments, Call, Part, Tools
 
 _SPACE = re.compile(r"\s*")
@@ -165,7 +166,7 @@ class ArgumentReader(Reader):
             return self._fail()
         lead = ", " if self._keys else "{"
         self._keys.add(key)
-        self.events.append(Arguments(f"{lead}{json.dumps(key, ensure_ascii=False)}: {value}"))
+        self.events.append(Arguments(f"{lead}{write_json(key)}: {value}"))
         return True
 
     def _end_arguments(self) -> None:
@@ -185,24 +186,29 @@ class JsonValueReader(Reader):
         super().__init__(tools)
         self._scanner: ValueScanner | None = None
         self._raw: list[str] = []  # pieces of the value
-        self._num_sent = 0  # of these pieces
+        self._strict: StrictJsonText | None = None  # of a value that is sent as it arrives
 
     def _value(self, sends: bool) -> str | None:
         """Continue a value; its whole text when it has ended. `sends`: its pieces are arguments of the last call."""
         if self._scanner is None:
-            self._scanner, self._raw, self._num_sent = ValueScanner(), [], 0
+            self._scanner, self._raw = ValueScanner(), []
+            self._strict = StrictJsonText() if sends else None
         end = self._scanner.scan(self.text, self.at)
         stop = len(self.text) if end is None else end
         if stop > self.at:
             self._raw.append(self.text[self.at : stop])
             self.at = stop
-        if sends:
-            self.events += [Arguments(piece) for piece in self._raw[self._num_sent :]]
-            self._num_sent = len(self._raw)
+            if self._strict is not None:
+                self.events.append(Arguments(self._strict.push(self._raw[-1])))
         if end is None:
             return None
-        self._scanner = None
+        self._scanner = self._strict = None
         return "".join(self._raw)
+
+    def close(self) -> list[Part]:
+        """The rest of a value that was cut."""
+        strict, self._strict = self._strict, None
+        return [] if strict is None else [Arguments(strict.finish())]
 
 
 class JsonCallsReader(JsonValueReader):
@@ -291,7 +297,7 @@ class JsonCallsReader(JsonValueReader):
             if not self._begin_call(name):
                 return False
             if self._arguments is not None:
-                self.events.append(Arguments(self._arguments))
+                self.events.append(Arguments(strict_text(self._arguments)))
         else:
             sends = self._is_arguments and self._name is not None and self._is_object
             raw = self._value(sends)
@@ -313,7 +319,7 @@ class JsonCallsReader(JsonValueReader):
                 return self._fail()
             text = "{}" if inner is None else str(inner)
             if self._name is not None:
-                self.events.append(Arguments(text))
+                self.events.append(Arguments(strict_text(text)))
         if read_object(text) is None:
             return self._fail()
         self._arguments = text

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from bifolio.text.strict_json import write_json
 from bifolio.text.tools.events import Tools, ToolSpec
 from bifolio.text.tools.format import LarkWriter
 from bifolio.text.tools.readers import ArgumentReader
@@ -38,15 +39,19 @@ def property_of(tool: ToolSpec, key: str) -> Mapping[str, Any]:
 
 
 def typed_value(raw: str, schema: Mapping[str, Any]) -> str:
-    """A value as JSON: text where the schema says so, JSON where it is JSON, and text otherwise."""
+    """A value as JSON: text where the schema says so, JSON where it is JSON, and text otherwise: NaN is text."""
     if schema.get("type") != "string":
         try:
-            return json.dumps(json.loads(raw), ensure_ascii=False)
+            return write_json(json.loads(raw, parse_constant=_refuse))
         except (ValueError, RecursionError):
             pass
         if raw.strip() in ("True", "False", "None"):
             return {"True": "true", "False": "false", "None": "null"}[raw.strip()]
-    return json.dumps(raw, ensure_ascii=False)
+    return write_json(raw)
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
 
 
 def write_value(lark: LarkWriter, schema: Mapping[str, Any], closing: str) -> str:
