@@ -1,12 +1,13 @@
 """Random requests: a strategy for every field of `SamplingParams` and `BeamSearchParams`, in any combination.
 
-Values are chosen so that options meet: few token ids, so that texts repeat and n-grams, penalties and drafts apply; masks
-that leave no token; stops and limits that come early.
+Values are chosen so that options meet: few token ids, so that texts repeat and n-grams, penalties and drafts apply;
+masks that leave no token; stops and limits that come early.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -126,6 +127,11 @@ def missing_strategies() -> set[str]:
     return missing
 
 
+@cache
+def _defaults(kind: type[SamplingParams] | type[BeamSearchParams]) -> SamplingParams | BeamSearchParams:
+    return kind()
+
+
 class Ask(NamedTuple):
     """One request of a life."""
 
@@ -133,6 +139,15 @@ class Ask(NamedTuple):
     params: SamplingParams | BeamSearchParams
     after: int  # steps since the request before it
     aborted_after: int | None  # steps
+
+    def __repr__(self) -> str:
+        changed = [f.name for f in dataclasses.fields(self.params) if f.init]
+        values = {
+            name: getattr(self.params, name)
+            for name in changed
+            if getattr(self.params, name) != getattr(_defaults(type(self.params)), name)
+        }
+        return f"Ask({self.prompt}, {type(self.params).__name__}(**{values}), {self.after}, {self.aborted_after})"
 
 
 prompts = st.tuples(
