@@ -36,7 +36,7 @@ from bifolio.sequence import Request
 from draft_heads import eagle_folder
 from helpers import cpu_kernel_names, make_kernels, tiny_folder, tiny_model, tiny_tokenizer
 
-MAX_LENGTH = 48
+MAX_LENGTH = 36
 NUM_ASKED = 6  # requests of one life
 KINDS = ("dense", "window", "experts", "latent", "hybrid")
 METHODS = ("", "ngram", "draft", "eagle", "mtp")
