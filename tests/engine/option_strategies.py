@@ -15,7 +15,12 @@ from hypothesis import strategies as st
 
 from bifolio import BeamSearchParams, Grammar, SamplingParams, StructuredOutputsParams
 from bifolio.errors import RequestError
+from bifolio.sampling.thinking import AfterThinking
 from bifolio.sampling_params import RequestOutputKind
+from bifolio.text.tools import tool_format
+from bifolio.text.tools.events import ToolSpec
+from bifolio.text.tools.format import LarkWriter
+from helpers import tiny_tokenizer
 
 FEW = range(40, 52)  # token ids of prompts and masks: letters
 ends = (0, 2)  # of the models
@@ -54,7 +59,18 @@ CONSTRAINTS: dict[str, dict[str, Any]] = {
     "object": {"json_object": True},
 }
 outputs = st.sampled_from(sorted(CONSTRAINTS)).map(lambda name: StructuredOutputsParams(**CONSTRAINTS[name]))
-grammars = st.sampled_from([Grammar("regex", "(H|IJ)+K"), Grammar("choice", '["K", "KLM"]')])
+
+
+@cache
+def grammars() -> list[Any]:
+    """Also that of enforced calls of tools, and that of an answer after some tokens of reasoning."""
+    calls, form = LarkWriter({}), tool_format(None)
+    form.write(calls, [ToolSpec("look", {"type": "object"}, True)], must_call=True, many=False)
+    thinking = AfterThinking(tiny_tokenizer().get_vocab_size(), (), (41,), (41, 42), 3)
+    texts = [Grammar("regex", "(H|IJ)+K"), Grammar("choice", '["K", "KLM"]'), Grammar("tools", calls.source())]
+    return [*texts, thinking]
+
+
 processors = st.lists(st.sampled_from([shout, echo, fails_later, excludes_all_later]), max_size=2)
 
 
@@ -79,7 +95,7 @@ SHARED: dict[str, st.SearchStrategy[Any]] = {
     "bad_words_token_ids": st.lists(ids, min_size=1, max_size=3),
     "allowed_token_ids": few_ids,
     "logits_processors": processors,
-    "grammar": grammars,
+    "grammar": st.deferred(lambda: st.sampled_from(grammars())),
     "skip_special_tokens": flag,
 }
 SAMPLING: dict[str, st.SearchStrategy[Any]] = {

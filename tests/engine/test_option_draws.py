@@ -24,7 +24,7 @@ def test_every_field_of_a_request_has_a_strategy() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(24 * 3600 if DRAWS else 300)
+@pytest.mark.timeout(24 * 3600 if DRAWS else 900)
 @pytest.mark.parametrize("on_device", [False, True])
 def test_options_together(on_device: bool) -> None:
     seed = int(os.environ.get("BIFOLIO_OPTION_SEED", "0")) or random.getrandbits(32)
