@@ -1,7 +1,7 @@
 """Lives of an engine whose requests have random options, compared with each request alone on a roomy plain engine.
 
-    PYTHONPATH=src:tests:tests/engine python tests/engine/option_draws.py --draws 20000 --seed 1
-    PYTHONPATH=src:tests:tests/engine python tests/engine/option_draws.py --draws 4000 --on-device
+PYTHONPATH=src:tests:tests/engine python tests/engine/option_draws.py --draws 20000 --seed 1
+PYTHONPATH=src:tests:tests/engine python tests/engine/option_draws.py --draws 4000 --on-device
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from bifolio.sequence import Request
 from draft_heads import eagle_folder
 from helpers import cpu_kernel_names, make_kernels, tiny_folder, tiny_model, tiny_tokenizer
 
-MAX_LENGTH = 48
+MAX_LENGTH = 36
 NUM_ASKED = 6  # requests of one life
 KINDS = ("dense", "window", "experts", "latent", "hybrid")
 METHODS = ("", "ngram", "draft", "eagle", "mtp")
@@ -228,12 +228,12 @@ def life(on_device: bool) -> Callable[[], None]:
     return property_of
 
 
-def run(num_draws: int, seed: int, on_device: bool) -> None:
+def run(num_draws: int, seed: int, on_device: bool, phases: tuple[Phase, ...] = (Phase.generate, Phase.shrink)) -> None:
     """At least this many requests in lives drawn from a seed; raises at the first difference."""
     test = hypothesis.seed(seed)(life(on_device))
     hypothesis.settings(
         max_examples=-(-num_draws // NUM_ASKED), deadline=None, database=None, suppress_health_check=list(HealthCheck),
-        phases=(Phase.generate, Phase.shrink), print_blob=False, report_multiple_bugs=False,
+        phases=phases, print_blob=False, report_multiple_bugs=False,
     )(test)()  # fmt: skip
 
 
@@ -242,17 +242,19 @@ def main() -> int:
     parser.add_argument("--draws", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=random.getrandbits(32))
     parser.add_argument("--on-device", action="store_true")
+    parser.add_argument("--shrink", action="store_true")
     options = parser.parse_args()
+    phases = (Phase.generate, Phase.shrink) if options.shrink else (Phase.generate,)
     num_failed, seed, began = 0, options.seed, time.perf_counter()
     while counts["draws"] < options.draws:
         try:
-            run(60 * NUM_ASKED, seed, options.on_device)
+            run(40 * NUM_ASKED, seed, options.on_device, phases)
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 raise
             num_failed += 1
             print(f"--- seed {seed}", flush=True)
-            traceback.print_exc(limit=-3)
+            traceback.print_exc(limit=-4)
         seed += 1
         print(f"{time.perf_counter() - began:.0f} s, {num_failed} failed: {dict(counts)}", flush=True)
     return num_failed

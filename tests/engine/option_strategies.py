@@ -1,12 +1,13 @@
 """Random requests: a strategy for every field of `SamplingParams` and `BeamSearchParams`, in any combination.
 
-Values are chosen so that options meet: few token ids, so that texts repeat and n-grams, penalties and drafts apply; masks
-that leave no token; stops and limits that come early.
+Values are chosen so that options meet: few token ids, so that texts repeat and n-grams, penalties and drafts apply;
+masks that leave no token; stops and limits that come early.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +15,12 @@ from hypothesis import strategies as st
 
 from bifolio import BeamSearchParams, Grammar, SamplingParams, StructuredOutputsParams
 from bifolio.errors import RequestError
+from bifolio.sampling.thinking import AfterThinking
 from bifolio.sampling_params import RequestOutputKind
+from bifolio.text.tools import tool_format
+from bifolio.text.tools.events import ToolSpec
+from bifolio.text.tools.format import LarkWriter
+from helpers import tiny_tokenizer
 
 FEW = range(40, 52)  # token ids of prompts and masks: letters
 ends = (0, 2)  # of the models
@@ -53,7 +59,18 @@ CONSTRAINTS: dict[str, dict[str, Any]] = {
     "object": {"json_object": True},
 }
 outputs = st.sampled_from(sorted(CONSTRAINTS)).map(lambda name: StructuredOutputsParams(**CONSTRAINTS[name]))
-grammars = st.sampled_from([Grammar("regex", "(H|IJ)+K"), Grammar("choice", '["K", "KLM"]')])
+
+
+@cache
+def grammars() -> list[Any]:
+    """Also that of enforced calls of tools, and that of an answer after some tokens of reasoning."""
+    calls, form = LarkWriter({}), tool_format(None)
+    form.write(calls, [ToolSpec("look", {"type": "object"}, True)], must_call=True, many=False)
+    thinking = AfterThinking(tiny_tokenizer().get_vocab_size(), (), (41,), (41, 42), 3)
+    texts = [Grammar("regex", "(H|IJ)+K"), Grammar("choice", '["K", "KLM"]'), Grammar("tools", calls.source())]
+    return [*texts, thinking]
+
+
 processors = st.lists(st.sampled_from([shout, echo, fails_later, excludes_all_later]), max_size=2)
 
 
@@ -78,7 +95,7 @@ SHARED: dict[str, st.SearchStrategy[Any]] = {
     "bad_words_token_ids": st.lists(ids, min_size=1, max_size=3),
     "allowed_token_ids": few_ids,
     "logits_processors": processors,
-    "grammar": grammars,
+    "grammar": st.deferred(lambda: st.sampled_from(grammars())),
     "skip_special_tokens": flag,
 }
 SAMPLING: dict[str, st.SearchStrategy[Any]] = {
@@ -126,6 +143,11 @@ def missing_strategies() -> set[str]:
     return missing
 
 
+@cache
+def _defaults(kind: type[SamplingParams] | type[BeamSearchParams]) -> SamplingParams | BeamSearchParams:
+    return kind()
+
+
 class Ask(NamedTuple):
     """One request of a life."""
 
@@ -133,6 +155,15 @@ class Ask(NamedTuple):
     params: SamplingParams | BeamSearchParams
     after: int  # steps since the request before it
     aborted_after: int | None  # steps
+
+    def __repr__(self) -> str:
+        changed = [f.name for f in dataclasses.fields(self.params) if f.init]
+        values = {
+            name: getattr(self.params, name)
+            for name in changed
+            if getattr(self.params, name) != getattr(_defaults(type(self.params)), name)
+        }
+        return f"Ask({self.prompt}, {type(self.params).__name__}(**{values}), {self.after}, {self.aborted_after})"
 
 
 prompts = st.tuples(

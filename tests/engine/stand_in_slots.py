@@ -7,7 +7,7 @@ next launch, and a mask serves for one draw.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -61,6 +61,7 @@ class StandInSlots:
         self._masks = np.zeros((sizes.num_slots, -(-sizes.vocab_size // 32)), np.int32)
         self._outputs: list[list[int]] = [[] for _ in range(sizes.num_slots)]
         self._options: list[tuple[SamplingParams, int, bool]] = [(SamplingParams(), 0, False)] * sizes.num_slots
+        self._edits: list[LogitEdits | None] = [None] * sizes.num_slots
         self._sent: tuple[np.ndarray, np.ndarray] | None = None  # slots, rows of masks
         self._logits: np.ndarray | None = None  # of the last launch
         self.calls: Counter[str] = Counter()
@@ -70,7 +71,8 @@ class StandInSlots:
         return (params.logprobs or 0) <= NUM_TOP
 
     def set_params(self, slot: int, params: SamplingParams, seed: int, edits: LogitEdits | None) -> None:
-        self._options[slot] = params, seed, edits is not None and edits.has_mask
+        self._options[slot] = replace(params, min_tokens=0), seed, edits is not None and edits.has_mask
+        self._edits[slot] = edits
         self._set(slot, np.zeros(0, np.int32), [])
 
     def set_history(self, slot: int, prompt: np.ndarray, output: Any) -> None:
@@ -152,13 +154,22 @@ class StandInSlots:
         if self._sent is not None:
             self._masks[self._sent[0]] = self._sent[1]
             self._sent = None
-        tokens = self._sampler.sample(logits, slots, positions).token_ids
+        tokens = self._sampler.sample(self._without_ends(logits, slots, positions), slots, positions).token_ids
         for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True):
             if token != NOTHING:
                 self._outputs[slot].append(token)
         self._tokens[slots], self._lengths[slots] = tokens, positions
         self._masks[slots] = 0  # a mask serves for one draw
         return Drawn(tokens, _scores(logits, tokens))
+
+    def _without_ends(self, logits: np.ndarray, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """The logits without the ends of texts that are too short; the positions of tokens are all it knows."""
+        work = logits.copy()
+        for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
+            edits = self._edits[slot]
+            if edits is not None and position < edits.min_length:
+                work[row, edits.end_ids] = -np.inf
+        return work
 
 
 def _scores(logits: np.ndarray, tokens: np.ndarray) -> TokenScores:

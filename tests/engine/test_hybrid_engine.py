@@ -23,7 +23,16 @@ from bifolio.engine.memory import plan_memory
 from bifolio.engine.state_plan import plan_states, with_states
 from bifolio.errors import ConfigError, RequestError
 from bifolio.sampling_params import SamplingParams
-from helpers import cpu_kernel_names, drain, kernels_of_long_runs, make_engine, output_ids, random_prompt, run_alone
+from helpers import (
+    cpu_kernel_names,
+    drain,
+    kernels_of_long_runs,
+    make_engine,
+    output_ids,
+    random_prompt,
+    run_alone,
+    tiny_loaded,
+)
 from hybrid_models import VOCABULARY, hybrid_config, recurrent_config, tiny_hybrid
 
 KINDS = ("conv", "delta", "mamba", "wide conv")
@@ -225,6 +234,21 @@ def test_verified_drafts_continue_from_their_own_state() -> None:
         sequence = request.sequences[0]
         assert 0 < sequence.num_accepted < sequence.num_drafted, kind  # some are accepted, some rejected
         assert output_ids(request) == output_ids(run_alone(prompt, params, model=tiny_hybrid(kind)))
+
+
+@pytest.mark.parametrize("kernel_name", KERNELS)
+def test_drafts_of_a_plain_model(kernel_name: str) -> None:
+    """The draft model has no recurrent layers, hence no states, although the engine's cache has some."""
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    speculative = SpeculativeConfig("draft", adaptive=False)
+    engine = make_engine(
+        tiny_hybrid("conv"), kernels=kernels_named(kernel_name), speculative=speculative, draft_model=tiny_loaded()
+    )
+    request = engine.add_request("drafts", [5, 6, 7], params)
+    drain(engine)
+    assert request.error is None
+    assert request.sequences[0].num_drafted > 0
+    assert output_ids(request) == output_ids(run_alone([5, 6, 7], params, model=tiny_hybrid("conv")))
 
 
 def drain_request(engine: InferenceEngine, name: str, prompt: list[int]) -> Any:

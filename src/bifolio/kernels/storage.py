@@ -71,7 +71,10 @@ class CacheLayout:
         poison: bool = False,
         num_states: int = 0,
     ) -> CacheLayout:
-        """The cache of a model: keys and values of the layers that compute some, and states of recurrent layers."""
+        """The cache of a model: keys and values of the layers that compute some, and states of recurrent layers.
+
+        `num_states` counts for a model with such layers: the draft model of a hybrid has none.
+        """
         own = config.recurrent
         state = None if own is None else StateLayout(own.width, own.channels, own.heads, own.key_size, own.value_size)
         layers = config.cached_layers
@@ -86,7 +89,7 @@ class CacheLayout:
             poison,
             shared_values=config.mla is not None,
             states=() if own is None or state is None else (state,) * len(own.layers),
-            num_states=num_states,
+            num_states=0 if own is None else num_states,
             heads=tuple((config.kv_heads(layer), config.head_size(layer)) for layer in layers) if differ else (),
         )
 
