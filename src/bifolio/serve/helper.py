@@ -30,6 +30,7 @@ from bifolio.serve.fairness import FairQueue
 
 logger = logging.getLogger(__name__)
 QUICK_SECONDS = 0.25  # of CPU time, of a task in the quick lane
+SHORTER = 0.2  # part of it for tasks of a share that has another one in the slow lane
 CPU_SECONDS = 2.0  # of one task
 WALL_SECONDS = 20.0  # of one task, on a machine that is busy with other things
 CANCEL_SECONDS = 5.0  # in which a cancelled task ends
@@ -130,6 +131,7 @@ class Helper:
         self._queues: tuple[FairQueue[_Job], FairQueue[_Job]] = (FairQueue(), FairQueue())
         self._wakes = (asyncio.Event(), asyncio.Event())
         self._num_open: Counter[str] = Counter()  # tasks of each share
+        self._num_slow: Counter[str] = Counter()  # those of them in the slow lane
         self._lanes: list[asyncio.Task[None]] = []
         self._process: _Process | None = None
         self._starting = asyncio.Lock()
@@ -176,16 +178,29 @@ class Helper:
                 continue
             if job.result.done():
                 continue  # its client has gone
-            result = await self._result(lane, job.task)
+            seconds = self._cpu_seconds[lane]
+            if lane == QUICK and self._num_slow[job.share]:
+                seconds *= SHORTER
+            result = await self._result(lane, job.task, seconds)
             if isinstance(result, h.Failed) and result.kind == h.SLOW:
                 if lane == QUICK:
-                    self._put(SLOW, job)
+                    self._make_slow(job)
                     continue
                 result = h.Failed(h.KILLED)
             if not job.result.done():
                 job.result.set_result(result)
 
-    async def _result(self, lane: int, task: h.Task) -> h.Result:
+    def _make_slow(self, job: _Job) -> None:
+        self._num_slow[job.share] += 1
+        job.result.add_done_callback(lambda _: self._end_slow(job.share))
+        self._put(SLOW, job)
+
+    def _end_slow(self, share: str) -> None:
+        self._num_slow[share] -= 1
+        if not self._num_slow[share]:
+            del self._num_slow[share]
+
+    async def _result(self, lane: int, task: h.Task, seconds: float) -> h.Result:
         """The result of a task, which runs once more if its process was ended from outside."""
         result: h.Result = h.Failed(h.LOST)
         for _ in range(2):
@@ -193,7 +208,7 @@ class Helper:
                 process = await self._ready_process()
                 if isinstance(process, h.Failed):
                     return process
-                result = await self._attempt(process, lane, task)
+                result = await self._attempt(process, lane, task, seconds)
             except (OSError, EOFError):  # also a process that does not start in time
                 result = h.Failed(h.LOST)
             if not (isinstance(result, h.Failed) and result.kind == h.LOST):
@@ -201,9 +216,9 @@ class Helper:
             logger.warning("a helper process was ended and is replaced")
         return result
 
-    async def _attempt(self, process: _Process, lane: int, task: h.Task) -> h.Result:
+    async def _attempt(self, process: _Process, lane: int, task: h.Task, seconds: float) -> h.Result:
         task_id = next(self._ids)
-        running = asyncio.create_task(process.exchange(task_id, h.Run(task_id, lane, self._cpu_seconds[lane], task)))
+        running = asyncio.create_task(process.exchange(task_id, h.Run(task_id, lane, seconds, task)))
         try:
             await asyncio.wait({running}, timeout=WALL_SECONDS)
             if not running.done():
