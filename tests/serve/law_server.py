@@ -1,8 +1,9 @@
-"""A server in a process of its own with three keys, for measuring what one client can do to another."""
+"""A server in a process of its own with three clients, for measuring the effect of one client on another."""
 
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 import os
 import socket
@@ -14,18 +15,25 @@ from pathlib import Path
 from typing import Any
 
 VICTIM, ATTACKER, NEIGHBOUR = "victim-key", "attacker-key", "neighbour-key"
+ADDRESSES = {VICTIM: "127.0.0.1", ATTACKER: "127.0.0.2", NEIGHBOUR: "127.0.0.3"}  # of clients without keys
 SHORT = json.dumps({"prompt": "Once upon", "max_tokens": 4, "temperature": 0}).encode()
 
 
 class LawServer:
-    """`bifolio serve` with its default limits; a neighbour sends requests all the time."""
+    """`bifolio serve` with its default limits; a neighbour sends requests all the time.
 
-    def __init__(self, model: Path | str) -> None:
+    Clients have keys at one address, or addresses of their own without keys.
+    """
+
+    def __init__(self, model: Path | str, has_keys: bool = True) -> None:
+        self._has_keys = has_keys
+        self._numbers = itertools.count()
         with socket.create_server(("127.0.0.1", 0)) as listener:
             self.port = int(listener.getsockname()[1])
-        keys = [part for key in (VICTIM, ATTACKER, NEIGHBOUR) for part in ("--api-key", key)]
+        keys = [part for key in (VICTIM, ATTACKER, NEIGHBOUR) for part in ("--api-key", key)] if has_keys else []
         command = [sys.executable, "-m", "bifolio", "serve", "-m", str(model), "--port", str(self.port), *keys]
-        self._process = subprocess.Popen([*command, "--log-level", "error"], stdin=subprocess.DEVNULL, env=os.environ)
+        command += ["--log-level", "error", "--drain-timeout", "1"]
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=os.environ)
         self._stop = threading.Event()
         self._load = threading.Thread(target=self._neighbour, daemon=True)
         self._wait_ready()
@@ -47,17 +55,54 @@ class LawServer:
 
     def ask(self, path: str, content: bytes | None, key: str, timeout: float = 60.0) -> int:
         """The status of an answer that is read to its end; 0 if it took longer than `timeout` and the client left."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
+        return self._exchange(path, content, key, timeout)[0]
+
+    def address(self, key: str) -> str:
+        """The address that a client connects from."""
+        return "127.0.0.1" if self._has_keys else ADDRESSES[key]
+
+    def authorization(self, key: str) -> str:
+        """The header of a client, with its end of line."""
+        return f"authorization: Bearer {key}\r\n" if self._has_keys else ""
+
+    def _exchange(self, path: str, content: bytes | None, key: str, timeout: float = 60.0) -> tuple[int, bytes]:
+        source = (self.address(key), 0)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout, source_address=source)
         try:
-            headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+            headers = {"content-type": "application/json"}
+            if self._has_keys:
+                headers["authorization"] = f"Bearer {key}"
             connection.request("GET" if content is None else "POST", path, content, headers)
             answer = connection.getresponse()
-            answer.read()
-            return answer.status
+            body = answer.read()
+            return answer.status, body
         except TimeoutError:
-            return 0
+            return 0, b""
         finally:
             connection.close()
+
+    def store(self) -> str:
+        """Store a response of the victim; the path where it is found."""
+        status, body = self._exchange("/v1/responses", b'{"input": "a", "max_output_tokens": 1}', VICTIM)
+        if status != 200:
+            raise AssertionError(f"a response of the victim was answered with {status}")
+        return f"/v1/responses/{json.loads(body)['id']}"
+
+    def times_of_victim(self, stored: str, rounds: int) -> dict[str, float]:
+        """The longest time of each kind of request: short, with a new grammar, of a stored response, `/health`."""
+        longest: dict[str, float] = {}
+        for _ in range(rounds):
+            name = f"p{next(self._numbers)}"
+            schema = {"type": "object", "properties": {name: {"type": "string"}}}
+            grammar = {"prompt": "Once", "max_tokens": 4, "structured_outputs": {"json": schema}}
+            for kind, path, content in (
+                ("short", "/v1/completions", SHORT),
+                ("grammar", "/v1/completions", json.dumps(grammar).encode()),
+                ("stored", stored, None),
+                ("health", "/health", None),
+            ):
+                longest[kind] = max(longest.get(kind, 0.0), self._timed(path, content))
+        return longest
 
     def attack(self, path: str, content: bytes, copies: int, seconds: float) -> tuple[list[float], list[float], Any]:
         """Send a request several times; (times of the victim's requests, times of /health, statuses of the attack)."""

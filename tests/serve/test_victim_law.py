@@ -2,7 +2,8 @@
 
 The cases are every field of every request at its limit (from the schema) and every bomb. The full tier sends some of
 them and requires answers; `pytest -m slow` sends all of them and requires a request for 4 tokens within 2 seconds and
-`/health` within 0.5, beside a neighbour that loads the machine.
+`/health` within 0.5, beside a neighbour that loads the machine. Sieges are attacks of many requests or connections;
+they last while the victim asks, with keys and, from two addresses, without.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from law_server import LawServer
 from limit_cases import ENDPOINTS, Case, bomb_cases, field_cases, values_at_limits
 from msgspec import inspect
 from serving import model_folder
+from sieges import SIEGES
 
 from bifolio.serve.bounds import parts
 
@@ -26,6 +28,13 @@ ALL = [*field_cases(), *bomb_cases()]
 @pytest.fixture(scope="module")
 def law_server() -> Iterator[LawServer]:
     server = LawServer(model_folder())
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def keyless_server() -> Iterator[LawServer]:
+    server = LawServer(model_folder(), has_keys=False)
     yield server
     server.close()
 
@@ -57,6 +66,30 @@ def test_a_field_of_an_unknown_type_is_an_error() -> None:
 
     with pytest.raises(TypeError, match="no rule"):
         list(values_at_limits(inspect.type_info(Odd)))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["law_server", "keyless_server"])
+def test_the_victim_is_answered_during_sieges(kind: str, request: pytest.FixtureRequest) -> None:
+    server: LawServer = request.getfixturevalue(kind)
+    stored = server.store()
+    for siege in SIEGES.values():
+        with siege(server):
+            server.times_of_victim(stored, 1)
+    assert server.is_alive
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SIEGES)
+@pytest.mark.parametrize("kind", ["law_server", "keyless_server"])
+def test_the_victim_law_during_sieges(kind: str, name: str, request: pytest.FixtureRequest) -> None:
+    server: LawServer = request.getfixturevalue(kind)
+    stored = server.store()
+    server.times_of_victim(stored, 1)  # starts the helper process
+    with SIEGES[name](server):
+        times = server.times_of_victim(stored, 8)
+    assert times.pop("health") < 0.5
+    assert max(times.values()) < 2.0, times
 
 
 @pytest.mark.full

@@ -7,6 +7,13 @@ a request by some turns at most, so it overtakes a few requests and never starve
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
 MAX_SHIFT = 16.0  # turns that a priority of -16 or less gains, and 16 or more loses
 MAX_KEYS = 4096  # whose last turn is known
 
@@ -29,3 +36,52 @@ class Turns:
     def started(self, turn: float) -> None:
         """A request with this turn runs."""
         self._now = max(self._now, turn)
+
+
+class FairQueue(Generic[T]):
+    """Waiting items, taken in turn over the shares that they belong to."""
+
+    def __init__(self) -> None:
+        self._waiting: OrderedDict[str, deque[T]] = OrderedDict()  # share -> its items
+
+    def put(self, share: str, item: T) -> None:
+        self._waiting.setdefault(share, deque()).append(item)
+
+    def count(self, share: str) -> int:
+        """Items of a share that wait."""
+        return len(self._waiting.get(share, ()))
+
+    def take(self) -> T | None:
+        """The first item of the share whose turn it is; the share then goes to the end. None: nothing waits."""
+        if not self._waiting:
+            return None
+        share, queue = self._waiting.popitem(last=False)
+        item = queue.popleft()
+        if queue:
+            self._waiting[share] = queue
+        return item
+
+
+class FairThread:
+    """A thread that runs the work of several shares, in turn over them."""
+
+    def __init__(self, name: str) -> None:
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        self._queue: FairQueue[Callable[[], None]] = FairQueue()
+        self._lock = threading.Lock()
+
+    def submit(self, share: str, work: Callable[[], None]) -> None:
+        """Queue work; RuntimeError if the system starts no further thread."""
+        with self._lock:
+            self._executor.submit(self._run_next)
+            self._queue.put(share, work)
+
+    def close(self) -> None:
+        """Drop the work that waits; the running one ends by itself."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def _run_next(self) -> None:
+        with self._lock:
+            work = self._queue.take()
+        if work is not None:
+            work()

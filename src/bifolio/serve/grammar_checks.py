@@ -19,16 +19,16 @@ class GrammarChecks:
         self._helper = helper
         self._known: OrderedDict[bytes, str | None] = OrderedDict()  # digest -> reason of the refusal
 
-    async def require(self, kind: str, text: str, key: str) -> None:
+    async def require(self, kind: str, text: str, share: str) -> None:
         """Refuse a grammar that is wrong, or that takes too much time or memory."""
         digest = hashlib.sha256(f"{kind}\0{text}".encode("utf-8", "surrogatepass")).digest()
         if digest in self._known:
             self._known.move_to_end(digest)
         else:
-            outcome = await self._helper.ask(h.Check(kind, text), key)
+            outcome = await self._helper.ask(h.Check(kind, text), share)
             reason = None
             if isinstance(outcome, h.Failed):
-                slow = outcome.kind == "Killed"
+                slow = outcome.kind == h.KILLED
                 reason = "the grammar takes too much time or memory: make it simpler" if slow else outcome.message
             self._known[digest] = reason
             while len(self._known) > MAX_KNOWN:

@@ -8,11 +8,10 @@ import msgspec
 
 
 class Prepare(msgspec.Struct, tag="prepare"):
-    """First message: the model whose template or tokenizer the tasks need, and the limits of each task."""
+    """First message: the model whose template or tokenizer the tasks need, and the memory of each process."""
 
     model: str
     reads_tokenizer: bool  # grammars are compiled for it; templates do not need it
-    cpu_seconds: int
     memory_bytes: int  # of address space, above that of the idle process
 
 
@@ -32,6 +31,24 @@ class Check(msgspec.Struct, tag="check"):
     text: str
 
 
+Task = Render | Check
+
+
+class Run(msgspec.Struct, tag="run"):
+    """Run a task in the process of a lane, which has no other task."""
+
+    id: int
+    lane: int
+    cpu_seconds: float
+    task: Task
+
+
+class Cancel(msgspec.Struct, tag="cancel"):
+    """End the process of a lane with its task."""
+
+    lane: int
+
+
 class Done(msgspec.Struct, tag="done"):
     """The task has ended; `text` is the rendered conversation."""
 
@@ -39,15 +56,26 @@ class Done(msgspec.Struct, tag="done"):
 
 
 class Failed(msgspec.Struct, tag="failed"):
-    """The task was refused."""
+    """The task was refused, or has ended its process."""
 
-    kind: str  # class name of the error
-    message: str
+    kind: str  # class name of the error, or one of the next three
+    message: str = ""
 
 
-Task = Render | Check
-ToHelper = Prepare | Render | Check
-FromHelper = Done | Failed
+SLOW = "Slow"  # it took all of its CPU seconds
+KILLED = "Killed"  # it breached another limit
+LOST = "Lost"  # its process was ended from outside
+Result = Done | Failed
 
-to_helper_decoder = msgspec.msgpack.Decoder(ToHelper)
-from_helper_decoder = msgspec.msgpack.Decoder(FromHelper)
+
+class Outcome(msgspec.Struct, tag="outcome"):
+    """The result of a task; the id of `Prepare` is 0."""
+
+    id: int
+    result: Result
+
+
+to_helper_decoder = msgspec.msgpack.Decoder(Prepare | Run | Cancel)
+from_helper_decoder = msgspec.msgpack.Decoder(Outcome)
+task_decoder = msgspec.msgpack.Decoder(Run)
+result_decoder = msgspec.msgpack.Decoder(Result)

@@ -13,7 +13,6 @@ import os
 import time
 from array import array
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -34,7 +33,7 @@ from bifolio.sequence import Request, StepResult
 from bifolio.serve.block_transfer import BlockTransfer
 from bifolio.serve.conversations import ConversationStore, add_or_fork
 from bifolio.serve.embedding import EmbeddingQueue
-from bifolio.serve.fairness import Turns
+from bifolio.serve.fairness import FairThread, Turns
 from bifolio.serve.kv_events import KvEventPublisher
 from bifolio.serve.snapshot import blocks_of, slots_of, waiting_of
 from bifolio.serve.steps import add_steps
@@ -72,7 +71,7 @@ class EngineService:
     thread: EngineThread = field(init=False)
     _live: dict[str, _Live] = field(init=False, default_factory=dict)
     _embeddings: EmbeddingQueue = field(init=False)
-    _compiler: ThreadPoolExecutor = field(init=False)
+    _compiler: FairThread = field(init=False)
     _compiling: dict[str, float] = field(init=False, default_factory=dict)  # id of a waiting grammar -> its deadline
     _conversations: ConversationStore = field(init=False, default_factory=ConversationStore)
     _turns: Turns = field(init=False, default_factory=Turns)
@@ -83,12 +82,12 @@ class EngineService:
         self.thread = EngineThread(self.llm.engine, self._after_step)
         self._embeddings = EmbeddingQueue(self.llm.engine)
         self._pace = UpdatePace.of(self.llm.engine.runner.kernels, self.max_updates_per_second)
-        self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bifolio-grammar")
+        self._compiler = FairThread("bifolio-grammar")
 
     def close(self) -> None:
         """End the engine's thread after the running step, and the compiler's."""
         self.thread.stop()
-        self._compiler.shutdown(wait=False, cancel_futures=True)
+        self._compiler.close()
         for part in (self.publisher, self.transfer):
             if part is not None:
                 part.close()
@@ -174,8 +173,8 @@ class EngineService:
     def _compile_first(self, message: m.Start) -> None:
         """Compile on a thread of its own while the steps of other requests go on.
 
-        The front end sends grammars that a helper process has found to be cheap. All wait for one thread; those that
-        wait longer than `COMPILE_SECONDS` are refused by `expire_grammars`.
+        The front end sends grammars that a helper process has found to be cheap. All wait for one thread, which
+        takes them in turn over the shares; `expire_grammars` refuses those that wait longer than `COMPILE_SECONDS`.
         """
         self._compiling[message.id] = time.monotonic() + COMPILE_SECONDS
 
@@ -194,7 +193,7 @@ class EngineService:
                 self._post(message.id, lambda engine: self._start_compiled(engine, message, compiled))
 
         try:
-            self._compiler.submit(compile_it)
+            self._compiler.submit(message.share, compile_it)
         except RuntimeError:  # the system starts no further thread
             failure = GrammarError("no thread is free to compile the grammar: ask again later")
             self.thread.post(lambda engine: self._refuse_compiled(message.id, failure))

@@ -12,7 +12,7 @@ from bifolio.serve.auth import Tenant
 from bifolio.serve.context import ServerContext
 from bifolio.serve.errors import bad_request
 from bifolio.serve.generation import Job
-from bifolio.serve.helper_messages import Failed, Render
+from bifolio.serve.helper_messages import KILLED, Failed, Render
 from bifolio.serve.protocol import ChatRequest, Message
 from bifolio.serve.sampling import engine_params, resolve_strings
 from bifolio.serve.tools import ToolPlan, marker_ids, plan_tools
@@ -176,7 +176,7 @@ async def render(
     )
     outcome = await context.templates.ask(task, tenant.share)
     if isinstance(outcome, Failed):
-        slow = outcome.kind == "Killed"
+        slow = outcome.kind == KILLED
         message = "the chat template takes too much time or memory" if slow else outcome.message
         raise bad_request(message, "messages", "chat_template")
     return placeholders.parts(outcome.text)

@@ -86,7 +86,7 @@ class PrefillServer:
         self._shared = shared
         self._sizes = sizes
         self._numbers = itertools.count()
-        self._handshakes = handshakes or Handshakes()
+        self._handshakes = Handshakes() if handshakes is None else handshakes
         self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
         self._listener = socket.create_server((host, port), backlog=256)
         self.host, self.port = host, int(self._listener.getsockname()[1])
