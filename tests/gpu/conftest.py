@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import pytest
 
-for folder in ("", "engine", "sampling", "model", "api", "kernels", "laws"):
+for folder in ("", "engine", "sampling", "model", "api", "kernels", "laws", "doors"):
     sys.path.insert(0, str(Path(__file__).parent.parent / folder))
 
 

@@ -1,0 +1,293 @@
+"""Doors: the ways in which users open a model, and the checks that every one of them must pass.
+
+A door is (row, kernels, entry, option). The *entry* is `LLM(folder)`, `LLM(file.gguf)` or `bifolio serve` with a
+client; the *option* changes the engine or the request. Engines are never built by hand here: options of `LLM` alone.
+
+    first turn     |<------ prompt ------>|<- 8 tokens ->|
+    second turn    |<------ prompt ------>|<- 8 tokens ->|<- question ->|<- 8 tokens ->|
+                   |<- from the prefix cache ->|
+
+Tokens are those that the oracle scores highest (exact arithmetic), or close to them (rounded arithmetic).
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from door_models import HYBRID, ROW_FAMILIES, DoorModel, door_model, gguf_file, oracle_logits
+
+from bifolio import LLM, BeamSearchParams, SamplingParams, SpeculativeConfig
+from bifolio.errors import EngineDeadError
+from bifolio.sampling.grammar import Grammar
+from helpers import log_softmax, random_prompt, tiny_tokenizer
+
+PROMPT_LENGTH, NUM_NEW, QUESTION_LENGTH = 70, 8, 5  # a prompt fills a block of every device's default size
+LENGTH = 112  # of the longest sequence, where a door limits it
+PATTERN = "[a-f]{5}"
+ENTRIES = ("folder", "gguf", "serve")
+WITHOUT_RANKS = {"gemma3n", "gemma4"}  # tensor parallelism refuses layers that differ
+
+
+# -- answers ---------------------------------------------------------------------------------------------------------
+class Turn(NamedTuple):
+    """An answer to a prompt."""
+
+    prompt: list[int]
+    tokens: list[int]
+    logprobs: list[float]  # of the tokens
+    num_cached: int = 0  # tokens of the prompt
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """The distance of logprobs from the oracle's, in standard deviations of the logits of a position."""
+
+    largest: float = 0.0  # of any token; 0: tokens must be the oracle's, and logprobs equal to 1e-3
+    median: float = 0.0  # of a turn
+
+    @property
+    def is_exact(self) -> bool:
+        return self.largest == 0
+
+
+EXACT = Tolerance()
+
+
+def greedy(num_new: int = NUM_NEW, **options: Any) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=num_new, ignore_eos=True, logprobs=0, **options)
+
+
+def ask(llm: LLM, *prompts: list[int], params: SamplingParams | None = None) -> list[Turn]:
+    outputs = llm.generate(list(prompts), params or greedy())
+    assert all(output.error is None for output in outputs), [output.error for output in outputs]
+    return [
+        Turn(
+            list(prompt), list(output.outputs[0].token_ids),
+            [entry.logprob for entry in output.outputs[0].logprobs or ()], output.num_cached_tokens,
+        )
+        for prompt, output in zip(prompts, outputs, strict=True)
+    ]  # fmt: skip
+
+
+def first_prompt(model: DoorModel) -> list[int]:
+    return random_prompt(PROMPT_LENGTH, seed=len(model.name), vocab_size=tiny_tokenizer().get_vocab_size())
+
+
+def question(model: DoorModel) -> list[int]:
+    return random_prompt(QUESTION_LENGTH, seed=100 + len(model.name), vocab_size=tiny_tokenizer().get_vocab_size())
+
+
+# -- the oracle ------------------------------------------------------------------------------------------------------
+def check_turn(model: DoorModel, turn: Turn, tolerance: Tolerance, later: list[int] | None = None) -> None:
+    """Hold a turn against the oracle; with the tokens of a `later` turn, both are scored in one pass."""
+    tokens = later if later is not None else [*turn.prompt, *turn.tokens]
+    logits = oracle_logits(model, tuple(tokens))
+    start = len(turn.prompt) - 1
+    rows = logits[start : start + len(turn.tokens)]
+    wanted = rows.argmax(axis=1).tolist()
+    places = np.arange(len(turn.tokens))
+    scored = log_softmax(rows)[places, turn.tokens]
+    if tolerance.is_exact:
+        assert turn.tokens == wanted, (model.name, turn.tokens, wanted)
+        np.testing.assert_allclose(turn.logprobs, scored, atol=1e-3)
+        return
+    spread = rows.std(axis=1)
+    errors = np.abs(np.array(turn.logprobs) - scored) / spread
+    lost = (rows.max(axis=1) - rows[places, turn.tokens]) / spread  # by tokens that are not the likeliest
+    assert np.median(errors) < tolerance.median, (model.name, errors.round(3).tolist())
+    assert np.median(lost) < tolerance.median, (model.name, lost.round(3).tolist())
+    assert errors.max() < tolerance.largest, (model.name, errors.round(3).tolist())
+    assert lost.max() < tolerance.largest, (model.name, lost.round(3).tolist())
+
+
+def check_same(turn: Turn, other: Turn, tolerance: Tolerance) -> None:
+    """Two runs of one request: equal to the last bit where the door promises it."""
+    if tolerance.is_exact:
+        assert (turn.tokens, turn.logprobs) == (other.tokens, other.logprobs)
+        return
+    equal = 0
+    while equal < len(turn.tokens) and turn.tokens[equal] == other.tokens[equal]:
+        equal += 1
+    differences = np.abs(np.array(turn.logprobs[:equal]) - np.array(other.logprobs[:equal]))
+    assert differences.size == 0 or differences.max() < tolerance.largest * 4, differences  # in nats
+
+
+# -- checks of an engine ---------------------------------------------------------------------------------------------
+def check_talk(llm: LLM, model: DoorModel, tolerance: Tolerance = EXACT, *, same: Tolerance | None = None) -> None:
+    """Two turns: the oracle's tokens; the second from the prefix cache, as it is without one."""
+    (first,) = ask(llm, first_prompt(model))
+    (second,) = ask(llm, [*first.prompt, *first.tokens, *question(model)])
+    assert first.num_cached == 0
+    assert second.num_cached > 0
+    assert llm.engine.blocks.num_used_blocks == 0
+    llm.engine.blocks.drop_cached()
+    (cold,) = ask(llm, second.prompt)
+    assert cold.num_cached == 0
+    check_same(second, cold, tolerance if same is None else same)
+    whole = [*second.prompt, *second.tokens]
+    check_turn(model, first, tolerance, whole)
+    check_turn(model, second, tolerance, whole)
+
+
+def check_crowd(llm: LLM, model: DoorModel, tolerance: Tolerance = EXACT) -> None:
+    """Four requests on blocks for one or two: a preempted one gives the oracle's tokens."""
+    prompt, params = first_prompt(model), greedy(30)
+    prompts = [prompt[16 * number :][:20] for number in range(4)]
+    outputs = llm.generate([*prompts], params)
+    preempted = [number for number, output in enumerate(outputs) if output.metrics.num_preemptions]
+    assert preempted, "no request was preempted: the cache of this door is too large"
+    output = outputs[preempted[0]].outputs[0]
+    logprobs = [entry.logprob for entry in output.logprobs or ()]
+    check_turn(model, Turn(prompts[preempted[0]], list(output.token_ids), logprobs), tolerance)
+
+
+def check_beams(llm: LLM, model: DoorModel, tolerance: Tolerance = EXACT) -> None:
+    """Two different texts, best first, each with the sum of logprobs that the oracle gives it."""
+    prompt = first_prompt(model)
+    (output,) = llm.beam_search([prompt], BeamSearchParams(2, max_tokens=5, ignore_eos=True, length_penalty=0.0))
+    assert len({tuple(each.token_ids) for each in output.outputs}) == 2
+    scores = [each.score for each in output.outputs]
+    assert scores == sorted(scores, reverse=True)  # type: ignore[type-var]
+    for each in output.outputs:
+        logits = oracle_logits(model, (*prompt, *each.token_ids))[len(prompt) - 1 : -1]
+        wanted = log_softmax(logits)[np.arange(len(each.token_ids)), each.token_ids].sum()
+        allowed = 5e-3 if tolerance.is_exact else tolerance.median * 3 * float(logits.std()) * len(each.token_ids)
+        assert each.score == pytest.approx(wanted, abs=allowed)
+
+
+def check_grammar(llm: LLM, model: DoorModel, tolerance: Tolerance = EXACT) -> None:
+    """Greedy text of a pattern: each token is the likeliest of the oracle's among those that the pattern allows."""
+    pytest.importorskip("llguidance")
+    prompt, tokenizer = first_prompt(model), tiny_tokenizer()
+    (turn,) = ask(llm, prompt, params=greedy(12, grammar=Grammar.regex(PATTERN)))
+    texts = [tokenizer.decode([token]) for token in range(tokenizer.get_vocab_size())]
+    while turn.tokens and not texts[turn.tokens[-1]]:  # the end of the text
+        turn.tokens.pop()
+    assert re.fullmatch(PATTERN, "".join(texts[token] for token in turn.tokens))
+    if not tolerance.is_exact:
+        return
+    logits = oracle_logits(model, (*prompt, *turn.tokens))[len(prompt) - 1 : -1]
+    left = 5
+    for row, token in zip(logits, turn.tokens, strict=True):
+        allowed = [other for other, text in enumerate(texts) if re.fullmatch(f"[a-f]{{1,{left}}}", text)]
+        assert token == max(allowed, key=lambda other: row[other])
+        left -= len(texts[token])
+
+
+# -- options ---------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Option:
+    """Settings of `LLM` and the check of the engine that they give."""
+
+    settings: dict[str, Any]
+    check: Callable[..., None] = check_talk
+    refused: Callable[[str], str | None] = field(default=lambda family: None)  # a pattern of the error, by family
+
+
+def _refuses_ranks(family: str) -> str | None:
+    return "tensor" if family in WITHOUT_RANKS else None
+
+
+SMALL = {"num_blocks": 16, "block_size": 8, "max_model_len": 64}
+OPTIONS = {
+    "defaults": Option({}),
+    "small memory": Option(SMALL, check_crowd),
+    "deterministic": Option({"deterministic": True}),
+    "tensor parallel": Option({"tensor_parallel_size": 2, "threads": 2}, refused=_refuses_ranks),
+    "draft": Option({"speculative": SpeculativeConfig("ngram", ngram_min=1, adaptive=False)}),
+    "beams": Option({}, check_beams),
+    "grammar": Option({}, check_grammar),
+}
+
+
+@dataclass(frozen=True)
+class Door:
+    """One way to open one model."""
+
+    name: str  # row
+    kernels: str  # "native", "reference", "stand-in", "gpu"
+    entry: str  # of ENTRIES
+    option: str  # of OPTIONS
+
+    @property
+    def family(self) -> str:
+        return ROW_FAMILIES[self.name]
+
+    @property
+    def is_hybrid(self) -> bool:
+        return self.family in HYBRID
+
+    @property
+    def model(self) -> DoorModel:
+        return door_model(self.name, use_store=self.kernels == "gpu")
+
+    @property
+    def path(self) -> Path:
+        return gguf_file(self.model) if self.entry == "gguf" else self.model.folder
+
+    def __str__(self) -> str:
+        return f"{self.name}-{self.kernels}-{self.entry}-{self.option}".replace(" ", "_")
+
+
+# -- leaks -----------------------------------------------------------------------------------------------------------
+@contextmanager
+def closed_llm(path: Path, **options: Any) -> Iterator[LLM]:
+    """An LLM that leaves no blocks, states, threads or processes when it is closed, and answers no call then."""
+    threads, children = set(threading.enumerate()), set(child_processes())
+    llm = LLM(path, **options)
+    try:
+        yield llm
+        assert llm.engine.blocks.num_used_blocks == 0
+        assert llm.engine.blocks.state_stats().num_held_states == 0
+        llm.engine.blocks.check_invariants()
+    finally:
+        llm.close()
+    with pytest.raises(EngineDeadError):
+        llm.generate([[5, 6, 7]], greedy(1))
+    del llm
+    gc.collect()
+    assert set(threading.enumerate()) <= threads
+    assert set(child_processes()) <= children
+
+
+def child_processes() -> list[int]:
+    """Ids of the running children of this process."""
+    found: list[int] = []
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            found += map(int, (task / "children").read_text().split())
+        except OSError:  # a thread that has just ended, or a system without such files
+            continue
+    return found
+
+
+# -- results ---------------------------------------------------------------------------------------------------------
+@contextmanager
+def recorded(door: Door) -> Iterator[None]:
+    """Append the outcome to the file that BIFOLIO_DOOR_RESULTS names: one line of JSON for each door."""
+    outcome = "failed"
+    try:
+        yield
+        outcome = "ok"
+    except pytest.skip.Exception:
+        outcome = "skipped"
+        raise
+    finally:
+        target = os.environ.get("BIFOLIO_DOOR_RESULTS")
+        if target and outcome != "skipped":
+            line = {"family": door.family, "row": door.name, "kernels": door.kernels, "entry": door.entry,
+                    "option": door.option, "ok": outcome == "ok", "date": date.today().isoformat()}  # fmt: skip
+            with Path(target).open("a", encoding="utf-8") as file:  # a short line is appended in one write
+                file.write(json.dumps(line) + "\n")
