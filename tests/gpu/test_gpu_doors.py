@@ -28,7 +28,7 @@ from doors import (
     check_crowd,
     check_grammar,
     check_talk,
-    closed_llm,
+    opened_llm,
     recorded,
 )
 
@@ -67,16 +67,16 @@ def settings(device: str, gpu_kernels: Callable[..., Any], request: pytest.Fixtu
 def test_a_folder_with_default_options(name: str, settings: Settings, device: str, release_gpu: None) -> None:
     """A talk, then requests with beams and, where llguidance is installed, a grammar to the same engine."""
     tolerance, door = tolerance_of(name), Door(name, "gpu", "folder", "defaults")
-    with closed_llm(door.path, **settings()) as llm:
-        assert device == "cpu" or llm.plan.step_bytes > 0  # measured
+    with opened_llm(door.path, **settings()) as entry:
+        assert device == "cpu" or entry.llm.plan.step_bytes > 0  # measured
         with recorded(door):
-            check_talk(llm, door.model, tolerance)
+            check_talk(entry, door.model, tolerance)
         with recorded(Door(name, "gpu", "folder", "beams")):
-            check_beams(llm, door.model, tolerance)
+            check_beams(entry, door.model, tolerance)
         if importlib.util.find_spec("llguidance") is None:
             return
         with recorded(Door(name, "gpu", "folder", "grammar")):
-            check_grammar(llm, door.model, tolerance)
+            check_grammar(entry, door.model, tolerance)
 
 
 @pytest.mark.parametrize("name", [name for name in (ROWS if EVERY else FIRST) if has_gguf(name)])
@@ -84,8 +84,8 @@ def test_a_gguf_file(name: str, settings: Settings, release_gpu: None) -> None:
     door = Door(name, "gpu", "gguf", "defaults")
     if not (door.model.gguf is not None and door.model.gguf.exists()):
         pytest.importorskip("gguf", reason="writes GGUF files; or make a store elsewhere")
-    with recorded(door), closed_llm(door.path, **settings(**FEW)) as llm:
-        check_talk(llm, door.model, tolerance_of(name))
+    with recorded(door), opened_llm(door.path, **settings(**FEW)) as entry:
+        check_talk(entry, door.model, tolerance_of(name))
 
 
 @pytest.mark.parametrize("name", ROWS if EVERY else KINDS)
@@ -95,13 +95,13 @@ def test_options(name: str, option: str, settings: Settings, device: str, releas
     chosen: dict[str, Any] = {**FEW, **OPTIONS[option].settings}
     if option == "small memory":  # the smallest block of a GPU's kernels is 16 tokens
         chosen |= {**SMALL, "block_size": 16, "num_blocks": 9}
-    with recorded(door), closed_llm(door.path, **settings(**chosen)) as llm:
+    with recorded(door), opened_llm(door.path, **settings(**chosen)) as entry:
         if option == "small memory":
-            check_crowd(llm, door.model, tolerance)
+            check_crowd(entry, door.model, tolerance)
         else:
             own_kernels = device != "cpu"
             is_exact = option == "deterministic" and own_kernels  # the warm and the cold run are equal bit for bit
-            check_talk(llm, door.model, tolerance, same=Tolerance() if is_exact else None)
+            check_talk(entry, door.model, tolerance, same=Tolerance() if is_exact else None)
 
 
 @pytest.mark.one_process
@@ -114,9 +114,9 @@ def test_the_default_sizes_of_a_long_model(
     shutil.copytree(door.model.folder, folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 32768}))
-    with recorded(door), closed_llm(folder, **settings()) as llm:
+    with recorded(door), opened_llm(folder, **settings()) as entry:
         if device != "cpu":
-            assert llm.engine.config.max_model_len == 8192
-            assert llm.plan.max_cached_tokens >= 8192
-            assert llm.plan.cache_bytes < llm.plan.free_bytes
-        check_talk(llm, door.model, tolerance_of(name))
+            assert entry.llm.engine.config.max_model_len == 8192
+            assert entry.llm.plan.max_cached_tokens >= 8192
+            assert entry.llm.plan.cache_bytes < entry.llm.plan.free_bytes
+        check_talk(entry, door.model, tolerance_of(name))
