@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from doors import EXACT, NUM_NEW, OPTIONS, SMALL, Door, Tolerance, Turn, opened_llm, recorded
+import pytest
+
+from doors import NUM_NEW, OPTIONS, SMALL, Door, Tolerance, Turn, opened_llm, recorded
 
 NAME = "door"  # of the served model
 ARGUMENTS = {  # of `bifolio serve`, as `doors.OPTIONS`
@@ -148,12 +150,16 @@ def _members(session: int) -> list[int]:
     return found
 
 
-def check_served_door(door: Door, tolerance: Tolerance = EXACT, *arguments: str) -> None:
-    """Start a server with a door's option, and check it."""
+def check_served_door(door: Door, tolerance: Tolerance, *arguments: str) -> None:
+    """Start a server with a door's option, and check it, or see that it ends with the reason of a refusal."""
     option = OPTIONS[door.option]
     chosen = [*arguments, *ARGUMENTS.get(door.option, ())]
     if door.option == "small memory":
         chosen += ["--memory", str(_small_bytes(door))]
+    if door.refusal is not None:
+        with pytest.raises(AssertionError, match=door.refusal), served(door.path, *chosen, kernels=door.kernels):
+            pass
+        return
     with recorded(door), served(door.path, *chosen, kernels=door.kernels) as client:
         option.check(client, door.model, tolerance)
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from bifolio.cache.table_states import StatePass
 from bifolio.engine.host_batch import HostBatch, Run
-from bifolio.kernels.interface import Network, SlotSizes, Storage, TokenScores
+from bifolio.kernels.interface import Batch, Network, SlotSizes, Storage, TokenScores
 from bifolio.kernels.logit_edits import LogitEdits
 from bifolio.kernels.reference import ReferenceKernels
 from bifolio.sampling.sampler import NOTHING, Sampler, SamplingTable
@@ -180,6 +180,11 @@ class StandInKernels(ReferenceKernels):
     """The reference kernels, with slots on such a device."""
 
     launches_ahead = True
+
+    def recur(self, x: np.ndarray, recurrence: Any, batch: Batch, storage: Storage | None) -> np.ndarray:
+        """A device finds no state for a pass over a cache that names none."""
+        assert storage is None or batch.states is not None
+        return super().recur(x, recurrence, batch, storage)
 
     def device_slots(self, network: Network, storage: Storage, sizes: SlotSizes) -> StandInSlots:
         return StandInSlots(self, network, storage, sizes)
