@@ -154,13 +154,14 @@ def check_served_door(door: Door, tolerance: Tolerance, *arguments: str) -> None
     """Start a server with a door's option, and check it, or see that it ends with the reason of a refusal."""
     option = OPTIONS[door.option]
     chosen = [*arguments, *ARGUMENTS.get(door.option, ())]
+    kernels = None if door.kernels == "gpu" else door.kernels  # those of the device that an argument names
     if door.option == "small memory":
         chosen += ["--memory", str(_small_bytes(door))]
     if door.refusal is not None:
-        with pytest.raises(AssertionError, match=door.refusal), served(door.path, *chosen, kernels=door.kernels):
+        with pytest.raises(AssertionError, match=door.refusal), served(door.path, *chosen, kernels=kernels):
             pass
         return
-    with recorded(door), served(door.path, *chosen, kernels=door.kernels) as client:
+    with recorded(door), served(door.path, *chosen, kernels=kernels) as client:
         option.check(client, door.model, tolerance)
 
 

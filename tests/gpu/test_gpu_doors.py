@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 from door_models import HYBRID, ROW_FAMILIES, first_rows, has_gguf
+from served import check_served_door, served
 
 from doors import (
     OPTIONS,
@@ -43,6 +44,7 @@ KINDS = ("qwen3next", "qwen35", "bamba", "falcon_h1", "lfm3", "llama", "gemma3n"
 LONG = ("llama", "qwen35", "bamba", "lfm2")
 EVERY = os.environ.get("BIFOLIO_DOOR") == "all"
 FEW = {"max_num_seqs": 8, "token_budget": 256, "warm_up": False}  # sizes of doors that do not take the defaults
+SERVER_MODULES = ("starlette", "uvicorn", "msgspec", "prometheus_client")
 Settings = Callable[..., dict[str, Any]]
 
 
@@ -117,3 +119,17 @@ def test_the_default_sizes_of_a_long_model(
             assert entry.llm.plan.max_cached_tokens >= 8192
             assert entry.llm.plan.cache_bytes < entry.llm.plan.free_bytes
         check_talk(entry, door.model, tolerance_of(name))
+
+
+@pytest.mark.parametrize("name", ROWS if EVERY else ("llama", "qwen35"))
+def test_a_server(name: str, device: str, release_gpu: None) -> None:
+    """`bifolio serve --device cuda` with default sizes, and a client."""
+    missing = [module for module in SERVER_MODULES if importlib.util.find_spec(module) is None]
+    if missing:
+        pytest.skip(f"bifolio serve needs {', '.join(missing)}")
+    door = Door(name, "gpu", "serve", "defaults")
+    if device == "cpu":
+        with served(door.path, kernels="torch") as client:
+            check_talk(client, door.model, tolerance_of(name))
+        return
+    check_served_door(door, tolerance_of(name), "--device", device)
