@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from native_models import random_weights
 
-from bifolio.config import CacheConfig, KVDtype, ModelConfig
-from bifolio.engine.executor import DecodeExecutor, ModelRunner, PrefillExecutor
+from bifolio.api.llm import LLM
+from bifolio.config import KVDtype, ModelConfig
 from bifolio.engine.host_batch import HostBatch, Run
 from bifolio.kernels.interface import AttentionPhase, Batch
 from bifolio.kernels.native import NativeKernels
@@ -76,10 +76,11 @@ class NativeModel:
         self.config = config
         self.block_size = block_size
         self.kernels = NativeKernels(threads)
-        cache = CacheConfig(17 + NUM_SLOTS // block_size, block_size, kv_dtype)
         model = LoadedModel(Path("random"), config, weights=random_weights(config, format))
-        self.runner = ModelRunner.new(model, cache, self.kernels)
-        self.prefill, self.decode = PrefillExecutor(self.runner), DecodeExecutor(self.runner)
+        sizes: Any = {"block_size": block_size, "num_blocks": 17 + NUM_SLOTS // block_size}
+        self.llm = LLM(model, kernels=self.kernels, kv_cache_dtype=kv_dtype, **sizes)
+        self.runner = self.llm.engine.runner
+        self.prefill, self.decode = self.llm.engine.prefill_executor, self.llm.engine.decode_executor
         self.storage = self.runner.storage
         rng = np.random.default_rng(1)
         slots = np.arange(self.storage.num_blocks * block_size, dtype=np.int64)

@@ -64,7 +64,7 @@ def available(engine: str, format: QuantFormat) -> bool:
     return True
 
 
-def make_engine(name: str, config: ModelConfig, format: QuantFormat, path: Path, threads: int) -> Any:
+def make_peer(name: str, config: ModelConfig, format: QuantFormat, path: Path, threads: int) -> Any:
     if name.startswith("llama.cpp"):
         return LlamaCppModel(path, threads, name.endswith("flash"), name.endswith("bf16 keys"))
     if name.startswith("openvino"):
@@ -80,7 +80,7 @@ def work(arguments: argparse.Namespace) -> None:
     """Main function of an engine process: read a workload per input line, print its seconds per output line."""
     config, format = model_config(arguments.models), QuantFormat.parse(arguments.formats)
     path = gguf_path(arguments.folder, arguments.models, format)
-    engine = make_engine(arguments.worker, config, format, path, arguments.threads)
+    engine = make_peer(arguments.worker, config, format, path, arguments.threads)
     workloads = {workload.name: workload for workload in WORKLOADS}
     print(READY, flush=True)
     for line in sys.stdin:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from bifolio.config import CacheConfig, EngineConfig
+from bifolio.api.llm import LLM
 from bifolio.engine.engine import InferenceEngine
 from bifolio.kernels.interface import KernelSet
 from bifolio.sampling_params import SamplingParams
@@ -54,8 +54,8 @@ def new_engine(shape: str, arguments: argparse.Namespace, is_on: bool) -> Infere
 
         model = random_model(shape, "q8_0")
         kernels = NativeKernels(threads=arguments.threads or None)
-        config = EngineConfig(CacheConfig(600, 16, kernels.kv_dtype), 512, 32, token_budget=1024, chunk_size=512)
-        return InferenceEngine(model, config, _without_machinery(kernels, is_on))
+        sizes: Any = {"block_size": 16, "num_blocks": 600, "max_num_seqs": 32, "token_budget": 1024, "chunk_size": 512}
+        return LLM(model, kernels=_without_machinery(kernels, is_on), max_model_len=512, **sizes).engine
     try:
         from bifolio.kernels.triton import TritonKernels
     except ImportError:

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from bifolio.cache.table_states import StatePass
 from bifolio.engine.host_batch import HostBatch, Run
-from bifolio.kernels.interface import Network, SlotSizes, Storage, TokenScores
+from bifolio.kernels.interface import Batch, Network, SlotSizes, Storage, TokenScores
 from bifolio.kernels.logit_edits import LogitEdits
 from bifolio.kernels.reference import ReferenceKernels
 from bifolio.sampling.sampler import NOTHING, Sampler, SamplingTable
@@ -62,6 +63,7 @@ class StandInSlots:
         self._outputs: list[list[int]] = [[] for _ in range(sizes.num_slots)]
         self._options: list[tuple[SamplingParams, int, bool]] = [(SamplingParams(), 0, False)] * sizes.num_slots
         self._edits: list[LogitEdits | None] = [None] * sizes.num_slots
+        self._states: dict[int, StatePass] = {}  # of the next decode step of each slot; empty: no recurrent layers
         self._sent: tuple[np.ndarray, np.ndarray] | None = None  # slots, rows of masks
         self._logits: np.ndarray | None = None  # of the last launch
         self.calls: Counter[str] = Counter()
@@ -103,7 +105,8 @@ class StandInSlots:
         self._tokens[slots] = np.where(tokens < 0, self._tokens[slots], tokens)
 
     def set_states(self, slots: np.ndarray, reads: np.ndarray, writes: np.ndarray) -> None:
-        raise AssertionError("the model has no recurrent layers")
+        for slot, read, write in zip(slots.tolist(), reads.tolist(), writes.tolist(), strict=True):
+            self._states[slot] = StatePass(read, () if write < 0 else ((0, write),))
 
     # -- steps ---------------------------------------------------------------------------------------------------------
     def fill_tokens(self, token_ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
@@ -146,7 +149,8 @@ class StandInSlots:
             self._logits[:] = np.nan
         tokens = np.maximum(self._tokens[slots], 0)
         runs = [Run(int(s), int(self._lengths[s]), (int(t),)) for s, t in zip(slots, tokens, strict=True)]
-        batch = HostBatch.from_runs(runs, [], self._tables, self._storage.block_size)
+        states = [self._states.pop(int(slot)) for slot in slots] if self._states else None
+        batch = HostBatch.from_runs(runs, [], self._tables, self._storage.block_size, states=states)
         self._logits = np.array(self._network.forward(self._kernels, batch.to(self._kernels), self._storage))
         return self._logits
 
@@ -188,5 +192,29 @@ class StandInKernels(ReferenceKernels):
 
     launches_ahead = True
 
+    def recur(self, x: np.ndarray, recurrence: Any, batch: Batch, storage: Storage | None) -> np.ndarray:
+        """A device finds no state for a pass over a cache that names none."""
+        assert storage is None or batch.states is not None
+        return super().recur(x, recurrence, batch, storage)
+
     def device_slots(self, network: Network, storage: Storage, sizes: SlotSizes) -> StandInSlots:
         return StandInSlots(self, network, storage, sizes)
+
+
+class StandInMemory:
+    """Implements `DeviceMemory`: a device of 1 GiB whose steps take 1 MiB."""
+
+    def free_bytes(self) -> int:
+        return 1 << 30
+
+    def start_peak(self) -> None: ...
+
+    def peak_bytes(self) -> int:
+        return 1 << 20
+
+
+class MeasuredStandIn(StandInKernels):
+    """A stand-in with a memory of its own: weights are moved there, and its cache is sized by a measured step."""
+
+    def memory(self) -> StandInMemory:
+        return StandInMemory()

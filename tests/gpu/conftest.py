@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import pytest
 
-for folder in ("", "engine", "sampling", "model", "api", "kernels", "laws"):
+for folder in ("", "engine", "sampling", "model", "api", "kernels", "laws", "doors"):
     sys.path.insert(0, str(Path(__file__).parent.parent / folder))
 
 
@@ -112,13 +112,13 @@ def new_kernels(gpu_kernels: MakeKernels) -> Callable[[], Any]:
 
 @pytest.fixture(scope="session")
 def new_engine(gpu_kernels: MakeKernels) -> Callable[..., Any]:
-    """A small engine whose steps are captured and overlap; options as those of `helpers.make_engine`."""
+    """A small engine whose steps are captured and overlap; options as those of `built_engines.built_engine`."""
 
     def make(dtype: str = "f32", *, deterministic: bool = False, **options: Any) -> Any:
-        from helpers import make_engine
+        from built_engines import built_engine
 
         options.pop("kernels", None)
         kernels = gpu_kernels(dtype, deterministic=deterministic)
-        return make_engine(kernels=kernels, cache_dtype=dtype, **options)  # type: ignore[arg-type]
+        return built_engine(kernels=kernels, cache_dtype=dtype, **options)  # type: ignore[arg-type]
 
     return make

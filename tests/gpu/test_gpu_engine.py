@@ -16,8 +16,9 @@ from bifolio import LLM, BeamSearchParams, SamplingParams, SpeculativeConfig
 from bifolio.api.outputs import request_output
 from bifolio.errors import ConfigError
 from bifolio.sampling.grammar import Grammar
+from built_engines import built_engine
 from draft_heads import eagle_folder
-from helpers import drain, kv_storage, make_engine, output_ids, random_prompt, run_alone, tiny_folder, tiny_loaded
+from helpers import drain, kv_storage, output_ids, random_prompt, run_alone, tiny_folder, tiny_loaded
 
 VOCAB = 61
 EXACT_DTYPE = "bf16"  # of tests to the last bit
@@ -98,7 +99,7 @@ def test_grammars_are_drawn_behind_the_captured_pass(new_engine: NewEngine, monk
         for number in range(6)
     ]
     outcomes = []
-    for make in (make_engine, new_engine):
+    for make in (built_engine, new_engine):
         engine = make(model=model, max_num_seqs=8)
         if make is new_engine:
             monkeypatch.setattr(engine.slots, "_draw_here", None)
@@ -185,7 +186,7 @@ def test_beams_and_samples_under_preemption(new_engine: NewEngine) -> None:
     beams = BeamSearchParams(3, max_tokens=10, ignore_eos=True)
     samples = SamplingParams(temperature=0.9, seed=4, max_tokens=10, ignore_eos=True, n=2)
     outcomes = []
-    for make in (make_engine, new_engine):
+    for make in (built_engine, new_engine):
         engine = make(num_blocks=23, max_model_len=40, max_num_seqs=9, chunk_size=5, token_budget=17)
         searches = [engine.add_beam_search(f"b{i}", p, beams) for i, p in enumerate(prompts)]
         others = [engine.add_request(f"s{i}", p, samples) for i, p in enumerate(prompts)]

@@ -13,7 +13,8 @@ from gemma_rows import GEMMA_ROWS
 from test_family_rows import LENGTH, TOLERANCE, check_greedy_tokens, worst_chunks
 
 from bifolio.model.huggingface.hf_loader import load_folder
-from helpers import make_runner, open_entry, random_prompt, run_chunks, transformers_logits
+from built_engines import built_runner
+from helpers import open_entry, random_prompt, run_chunks, transformers_logits
 
 ROWS = (
     "cohere2", "ernie4_5moe", "gemma2", *GEMMA_ROWS, "glm4", "gptneox", "granite", "hunyuan_dense", "lfm3",
@@ -44,7 +45,7 @@ def test_bf16_logits_are_near_transformers(name: str, gpu_kernels: Callable[...,
     prompt = random_prompt(40)
     theirs = transformers_logits(model, prompt)
     loaded = load_folder(folder)
-    runner, blocks = make_runner(loaded, kernels=gpu_kernels("bf16"), cache_dtype="bf16")
+    runner, blocks = built_runner(loaded, kernels=gpu_kernels("bf16"), cache_dtype="bf16")
     for chunk_size in (40, 7):
         ours = run_chunks(runner, open_entry(runner, blocks), prompt, chunk_size)
         if loaded.config.moe is not None:  # a rounded score may choose another expert for some tokens

@@ -20,7 +20,8 @@ from test_architectures import test_the_same_64_greedy_tokens_as_transformers as
 
 from bifolio import LLM, SamplingParams
 from bifolio.measure.random_models import random_model
-from helpers import make_runner, open_entry, random_prompt, run_chunks, tiny_model, transformers_logits
+from built_engines import built_runner
+from helpers import open_entry, random_prompt, run_chunks, tiny_model, transformers_logits
 
 __all__ = [
     "test_chunks_give_transformers_logits",
@@ -42,7 +43,7 @@ def test_bf16_logits_are_near_transformers(gpu_kernels: Callable[..., Any]) -> N
     model, folder = tiny_model("llama")
     prompt = random_prompt(40)
     theirs = transformers_logits(model, prompt)
-    runner, blocks = make_runner(load_folder(folder), kernels=gpu_kernels("bf16"), cache_dtype="bf16")
+    runner, blocks = built_runner(load_folder(folder), kernels=gpu_kernels("bf16"), cache_dtype="bf16")
     for chunk_size in (40, 7):
         ours = run_chunks(runner, open_entry(runner, blocks), prompt, chunk_size)
         assert np.linalg.norm(ours - theirs) / np.linalg.norm(theirs) < 2e-2
@@ -78,9 +79,9 @@ def test_a_quantised_model_gives_the_logits_of_its_dequantised_weights(gpu_kerne
     from bifolio.kernels.torch_reference import TorchKernels
 
     model, tokens = random_model("tiny", "q8_0"), random_prompt(70, seed=4, vocab_size=500)
-    runner, blocks = make_runner(model, kernels=TorchKernels("cpu"))
+    runner, blocks = built_runner(model, kernels=TorchKernels("cpu"))
     expected = run_chunks(runner, open_entry(runner, blocks), tokens, 70)
-    runner, blocks = make_runner(model, kernels=gpu_kernels("f32"))
+    runner, blocks = built_runner(model, kernels=gpu_kernels("f32"))
     for chunk_size in (69, 23):  # many rows, then one; few rows
         ours = run_chunks(runner, open_entry(runner, blocks), tokens, chunk_size)
         np.testing.assert_allclose(ours, expected, atol=1e-3, rtol=1e-3)

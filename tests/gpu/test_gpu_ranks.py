@@ -14,7 +14,8 @@ import pytest
 from bifolio import SamplingParams
 from bifolio.kernels.interface import Shards
 from bifolio.model.loaded import LoadedModel
-from helpers import drain, make_engine, output_ids, random_prompt, tiny_loaded
+from built_engines import built_engine
+from helpers import drain, output_ids, random_prompt, tiny_loaded
 
 VOCAB = 61
 PARAMS = [
@@ -65,7 +66,7 @@ def test_collectives_inside_captured_steps(gpu_kernels: Any, ranks: Any, exact: 
         if is_parallel:
             kernels.ranks = ranks
             model = with_exchanges(model, exact)
-        engine = make_engine(model, kernels=kernels, num_blocks=128)
+        engine = built_engine(model, kernels=kernels, num_blocks=128)
         prompts = [random_prompt(9 + number, seed=number, vocab_size=VOCAB) for number in range(2)]
         requests = [engine.add_request(str(i), p, o) for i, (p, o) in enumerate(zip(prompts, PARAMS, strict=True))]
         drain(engine)

@@ -13,7 +13,8 @@ from recurrence_cases import new_recurrence, normal, state_batch, state_storage
 
 from bifolio.kernels.reference import ReferenceKernels
 from bifolio.sampling_params import SamplingParams
-from helpers import drain, make_engine, output_ids, random_prompt
+from built_engines import built_engine
+from helpers import drain, output_ids, random_prompt
 from hybrid_models import VOCABULARY, tiny_hybrid
 
 LONG = 64  # tokens of a sequence that is scanned in chunks, at least
@@ -126,7 +127,7 @@ def test_an_engine_with_prompts_in_chunks_gives_the_tokens_of_the_cpu(
     answers = []
     for kernels in (ReferenceKernels(), gpu_kernels("f32")):
         options = {"max_model_len": 400, "token_budget": 128, "chunk_size": 100, "block_size": 16}
-        engine = make_engine(tiny_hybrid(kind), kernels=kernels, checkpoint_tokens=48, **options)
+        engine = built_engine(tiny_hybrid(kind), kernels=kernels, checkpoint_tokens=48, **options)
         requests = [engine.add_request("first", prompt, params), engine.add_request("other", prompt[90:180], params)]
         drain(engine)
         requests.append(engine.add_request("second", [*prompt[:200], 5, 6], params))
@@ -144,7 +145,7 @@ def test_an_engine_of_a_hybrid_gives_the_tokens_of_the_cpu(kind: str, gpu_kernel
     params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
     answers = []
     for kernels in (ReferenceKernels(), gpu_kernels("f32")):
-        engine = make_engine(tiny_hybrid(kind), kernels=kernels, checkpoint_tokens=8)
+        engine = built_engine(tiny_hybrid(kind), kernels=kernels, checkpoint_tokens=8)
         requests = [engine.add_request(str(i), prompt, params) for i, prompt in enumerate(prompts)]
         drain(engine)
         history = [*shared, *output_ids(requests[0])[0], 7]

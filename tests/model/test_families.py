@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -132,15 +134,46 @@ def test_two_families_cannot_claim_one_name(paperclip: None, tmp_path: Path) -> 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
+@pytest.fixture
+def script() -> Any:
+    spec = importlib.util.spec_from_file_location("models_table", DOCS.parent / "scripts" / "models_table.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def test_the_list_of_models_has_one_line_for_each_family_sorted_by_name() -> None:
-    lines = [line.split(" | ") for line in (DOCS / "models.md").read_text("utf-8").splitlines() if "CPU" in line]
-    listed = {cells[0].removeprefix("| "): cells for cells in lines if cells[0].startswith("| ")}
+    part = (DOCS / "models.md").read_text("utf-8").partition("<!-- families")[2].partition("<!-- end of families")[0]
+    rows = [line.split(" | ") for line in part.splitlines() if line.startswith("| ")][1:]
+    listed = {cells[0].removeprefix("| "): cells for cells in rows}
     assert list(listed) == sorted(listed)
     assert listed.keys() == {family.name for family in all_families()}
     for family in all_families():
         assert listed[family.name][2] == ", ".join(f"`{name}`" for name in family.hf_types)
         expected = family.gguf_architectures or (family.written_as,)
         assert [name for name in expected if f"`{name}`" not in listed[family.name][3]] == []
+
+
+def test_the_list_of_models_is_the_one_that_the_script_writes(script: Any) -> None:
+    results, written = (json.loads(path.read_text("utf-8")) for path in (script.RESULTS, script.FAMILIES))
+    assert written.keys() == {family.name for family in all_families()}
+    text = script.PAGE.read_text("utf-8")
+    assert script.page(text, script.table(results, written)) == text, "run python scripts/models_table.py"
+
+
+def test_an_option_is_recorded_when_all_of_its_rows_passed(script: Any) -> None:
+    def line(family: str, ok: bool, day: str) -> dict[str, Any]:
+        return {"family": family, "kernels": "gpu", "entry": "folder", "option": "defaults", "ok": ok, "date": day}
+
+    merged = script.merge({}, [line("lfm2", True, "2026-01-01"), line("lfm2", False, "2026-01-02")])
+    merged = script.merge(merged, [line("glm", True, "2026-01-03")])
+    assert merged["lfm2"]["gpu"]["folder"]["defaults"] == "failed"
+    written = json.loads(script.FAMILIES.read_text("utf-8"))
+    shown = {line.split(" | ")[0]: line.split(" | ")[6] for line in script.table(merged, written).splitlines()[4:]}
+    assert (shown["| lfm2"], shown["| glm"]) == ("not recorded", "folder")
+    assert script.merge(merged, [line("lfm2", True, "2026-01-04")])["lfm2"]["gpu"]["folder"]["defaults"] == "2026-01-04"
 
 
 def test_the_walk_shows_the_code_as_it_is() -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from bifolio.api.llm import LLM
 from bifolio.cache.storage import CacheLayout
-from bifolio.config import CacheConfig, EngineConfig, KVDtype, ModelConfig, MoeConfig, RecurrentConfig, RopeConfig
+from bifolio.config import KVDtype, ModelConfig, MoeConfig, RecurrentConfig, RopeConfig
 from bifolio.engine.engine import InferenceEngine
 from bifolio.kernels.interface import KernelSet
 from bifolio.kernels.torch_dtypes import DTYPES
@@ -22,7 +23,6 @@ from bifolio.quant.formats import QuantFormat
 from bifolio.quant.tensor import QuantizedTensor
 
 LLAMA3_ROPE = {"scaling": "llama3", "factor": 8.0, "original_max_position": 8192}
-CACHE_SHARE = 0.8  # of the memory that is free after loading the weights
 
 
 def _decoder(
@@ -194,20 +194,17 @@ def new_engine(
     num_blocks: int | None = None,
     deterministic: bool = False,
 ) -> InferenceEngine:
-    """An engine whose cache takes most of the free memory."""
-    dtype = kernels.kv_dtype
-    if num_blocks is None:
-        free = torch.cuda.mem_get_info(kernels.device)[0] if kernels.device.startswith("cuda") else 1 << 28
-        per_block = cache_bytes(model.config, dtype) * block_size
-        useful = max_num_seqs * 2112 // block_size + max_model_len // block_size + 2
-        num_blocks = min(int(free * CACHE_SHARE) // per_block, useful)
-    config = EngineConfig(
-        CacheConfig(num_blocks, block_size, dtype),
-        max_model_len,
-        max_num_seqs,
+    """The engine of an `LLM` on these kernels; without `num_blocks`, its cache takes most of the free memory."""
+    llm = LLM(
+        model,
+        kernels=kernels,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
         token_budget=max(token_budget, max_num_seqs),
         chunk_size=token_budget,
-        device=kernels.device,
         deterministic=deterministic,
+        warm_up=False,  # benchmarks compile the kernels that they measure
     )
-    return InferenceEngine(model, config, kernels)
+    return llm.engine

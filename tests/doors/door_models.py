@@ -1,0 +1,157 @@
+"""The small models that the doors open: one or more for each family, with a tokenizer, as a folder and as a GGUF file.
+
+`oracle_logits` scores tokens: by transformers, which made the model, or, for models from a store, by the reference
+kernels, which `test_family_rows.py` compares with transformers.
+
+A store is a folder of models that were written elsewhere, so that a machine needs neither transformers (or an older
+one) nor the gguf package:
+
+    scripts/door-models [FOLDER]      # default: tests/doors/models, which git ignores
+
+The doors of a GPU read it there, or from BIFOLIO_DOOR_MODELS. Its weights are rounded to bf16, so that a GPU rounds
+none of them again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from family_rows import ROWS, row_model, save_row
+from whole_prompt import prompt_logits
+
+from bifolio.model.families import all_families, family_of_hf
+from bifolio.model.gguf.writer import write_gguf
+from bifolio.model.huggingface.hf_loader import load_folder
+from bifolio.quant import QuantFormat
+from helpers import ARCHITECTURES, fresh_folder, tiny_model, tiny_tokenizer, transformers_logits
+
+OTHER_NAMES = {"llama3-rope": "llama", "smollm2": "llama", "deepseek3": "deepseek2"}  # small models of `helpers`
+STORE = Path(os.environ.get("BIFOLIO_DOOR_MODELS") or Path(__file__).with_name("models"))
+
+
+class DoorModel(NamedTuple):
+    """The files of a small model."""
+
+    name: str
+    folder: Path
+    gguf: Path | None  # None: GGUF cannot describe the family
+    is_stored: bool = False
+
+
+def family_of_row(name: str) -> str:
+    """The family of a row, or of a small model of `helpers`."""
+    if name in ROWS:
+        return family_of_hf(ROWS[name].real["model_type"]).name
+    return OTHER_NAMES.get(name, name)
+
+
+ROW_FAMILIES = {name: family_of_row(name) for name in (*ROWS, *ARCHITECTURES)}
+HYBRID = {"bamba", "falcon_h1", "granitehybrid", "lfm2", "lfm2moe", "lfm3", "nemotron_h", "qwen35", "qwen35moe",
+          "qwen3next"}  # fmt: skip  # checked by test_doors.py
+
+
+def first_rows() -> dict[str, str]:
+    """Family -> its first row."""
+    found: dict[str, str] = {}
+    for name, family in ROW_FAMILIES.items():
+        found.setdefault(family, name)
+    return found
+
+
+def has_gguf(name: str) -> bool:
+    """Whether GGUF files describe the family of a row."""
+    (family,) = (family for family in all_families() if family.name == ROW_FAMILIES[name])
+    return family.written_as is not None
+
+
+@cache
+def oracle_model(name: str) -> Any:
+    """The small model in transformers, with the vocabulary of a tokenizer; skips where transformers is too old."""
+    vocab = tiny_tokenizer().get_vocab_size()
+    options = {"vocab_size": vocab, "bos_token_id": 0, "eos_token_id": 0}
+    if "vocab_size_per_layer_input" in (ROWS[name].tiny if name in ROWS else ()):
+        options["vocab_size_per_layer_input"] = vocab
+    return row_model(name, **options) if name in ROWS else tiny_model(name, **options)[0]
+
+
+@cache
+def door_model(name: str, *, use_store: bool = False) -> DoorModel:
+    """The files of a row's model: those of the store, or fresh ones."""
+    stored = STORE / name.replace(" ", "-")
+    if use_store and stored.is_dir():
+        gguf = stored / "model.gguf"
+        return DoorModel(name, stored, gguf if gguf.exists() else None, is_stored=True)
+    return write_model(name, fresh_folder(name.replace(" ", "-")))
+
+
+def write_model(name: str, folder: Path) -> DoorModel:
+    model = oracle_model(name)
+    if name in ROWS:
+        save_row(name, model, folder)
+    else:
+        model.save_pretrained(folder)
+    tiny_tokenizer().save(str(folder / "tokenizer.json"))
+    return DoorModel(name, folder, folder.with_suffix(".gguf") if has_gguf(name) else None)
+
+
+def gguf_file(model: DoorModel, format: QuantFormat = QuantFormat.F32) -> Path:
+    """The model's GGUF file, written once."""
+    assert model.gguf is not None
+    if not model.gguf.exists():
+        write_gguf(model.gguf, load_folder(model.folder), format)
+    return model.gguf
+
+
+@cache
+def oracle_logits(model: DoorModel, token_ids: tuple[int, ...]) -> np.ndarray:
+    """f32[t, vocab]."""
+    if model.is_stored:
+        return prompt_logits(load_folder(model.folder).weights, list(token_ids))
+    return transformers_logits(oracle_model(model.name), token_ids)
+
+
+# -- the store -------------------------------------------------------------------------------------------------------
+def write_store(target: Path) -> None:
+    """Write all models with weights rounded to bf16; the reference kernels give transformers' logits for each."""
+    import torch
+
+    probe = tuple(range(3, 60))
+    shutil.rmtree(target, ignore_errors=True)
+    for name in ROW_FAMILIES:
+        model, folder = oracle_model(name), target / name.replace(" ", "-")
+        with torch.no_grad():
+            for value in model.state_dict().values():  # other buffers, such as frequencies, are not in files
+                if value.is_floating_point():
+                    value.copy_(value.bfloat16().float())
+        folder.mkdir(parents=True)
+        written = write_model(name, folder)
+        loaded = load_folder(folder)
+        difference = np.abs(prompt_logits(loaded.weights, list(probe)) - transformers_logits(model, probe)).max()
+        assert difference < 1e-3, (name, difference)
+        if written.gguf is not None:
+            write_gguf(folder / "model.gguf", loaded, QuantFormat.F16)
+        _store_in_bf16(folder)
+    size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
+    print(f"{len(ROW_FAMILIES)} models, {size / 2**20:.1f} MiB in {target}")
+
+
+def _store_in_bf16(folder: Path) -> None:
+    """The tensors of a folder in half the bytes, without a change of value."""
+    from safetensors.torch import load_file, save_file
+
+    path = folder / "model.safetensors"
+    tensors = {key: value.bfloat16() if value.is_floating_point() else value for key, value in load_file(path).items()}
+    save_file(tensors, path, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+
+
+if __name__ == "__main__":
+    write_store(Path(sys.argv[1]) if len(sys.argv) > 1 else STORE)
