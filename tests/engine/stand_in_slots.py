@@ -72,7 +72,7 @@ class StandInSlots:
     def draws(self, params: SamplingParams, edits: LogitEdits) -> bool:
         return (params.logprobs or 0) <= NUM_TOP
 
-    def set_params(self, slot: int, params: SamplingParams, seed: int, edits: LogitEdits | None) -> None:
+    def set_params(self, slot: int, params: SamplingParams, seed: int, edits: LogitEdits | None, rope: int = 0) -> None:
         self._options[slot] = replace(params, min_tokens=0), seed, edits is not None and edits.has_mask
         self._edits[slot] = edits
         self._set(slot, np.zeros(0, np.int32), [])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -11,15 +14,14 @@ from helpers import make_engine
 from long_rope_requests import REQUESTS, long_rope_model, run_all, scores_of, tokens_of
 
 
+@pytest.mark.usefixtures("own_kernels", "compiled")
 @pytest.mark.parametrize("with_drafts", [False, True])
-def test_each_request_of_a_batch_has_its_own_factors(with_drafts: bool) -> None:
-    from bifolio.kernels.triton import TritonKernels
-
+def test_each_request_of_a_batch_has_its_own_factors(with_drafts: bool, gpu_kernels: Callable[..., Any]) -> None:
     expected = run_all(make_engine(long_rope_model(), kernels=ReferenceKernels()))
     drafts = SpeculativeConfig("ngram", length=2, ngram_min=1, adaptive=False) if with_drafts else None
-    kernels = TritonKernels("cuda", "f32", deterministic=True)
     found = []
     for length in (48, 256):
+        kernels = gpu_kernels("f32", deterministic=True)
         engine = make_engine(long_rope_model(), kernels=kernels, speculative=drafts, max_model_len=length)
         assert engine.slots.device is not None
         found.append(run_all(engine))

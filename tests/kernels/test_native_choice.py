@@ -18,6 +18,15 @@ from bifolio.cli.main import main
 sys.argv = ["bifolio", "generate", "Once", "-n", "6", "-t", "0", "--device", "cpu", "--echo"]
 main()
 """
+SCORES = """
+from bifolio import LLM, SamplingParams
+from bifolio.kernels import native
+print(native.isa())
+params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)
+output = LLM("stories", threads=1).generate(["Once upon a time"], params, use_tqdm=False)[0].outputs[0]
+for token, entry in zip(output.token_ids, output.logprobs):
+    print(token, entry[token].logprob.hex())
+"""
 WITHOUT = """
 import sys
 missing = {}
@@ -31,19 +40,19 @@ sys.meta_path.insert(0, Guard())
 """
 
 
-def run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def run(code: str, *arguments: str, status: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {
         k: v for k, v in os.environ.items() if k not in ("BIFOLIO_ISA", "BIFOLIO_MASK_ISA", "BIFOLIO_KERNELS")
     }
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", code, *arguments],
         capture_output=True,
         text=True,
         timeout=240,
         check=False,
         env=environment | variables,
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == status, done.stderr
     return done
 
 
@@ -68,7 +77,26 @@ def test_a_machine_without_the_best_takes_the_next() -> None:
 
 @pytest.mark.full
 def test_one_can_be_asked_for() -> None:
-    assert chosen(BIFOLIO_ISA="generic")[0] == "generic"
+    """Every table that the CPU allows runs a small model: the same tokens, and with vectors of bytes the same bits."""
+    found = {name: run(SCORES, BIFOLIO_ISA=name).stdout.split() for name in native.available_isas()}
+    assert [isa for isa, *_ in found.values()] == list(found)
+    tokens = {name: scores[::2] for name, (_, *scores) in found.items()}
+    logprobs = {name: [float.fromhex(one) for one in scores[1::2]] for name, (_, *scores) in found.items()}
+    exact = {name: values for name, values in logprobs.items() if name in ("avx2", "avx512", "neon")}
+    assert len(set(map(tuple, tokens.values()))) == 1
+    assert len(set(map(tuple, exact.values()))) <= 1
+    for name, values in logprobs.items():
+        assert len(values) == 12
+        assert values == pytest.approx(logprobs["generic"], abs=0.05 if name == "amx" else 0.01)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["sse9", "neon" if os.uname().machine == "x86_64" else "avx2", "AVX2"])
+def test_an_instruction_set_that_the_machine_lacks_is_refused_by_name(name: str) -> None:
+    done = run("from bifolio.cli.main import main; main()", "generate", "Once", status=2, BIFOLIO_ISA=name)
+    known = ", ".join(native.available_isas())
+    assert f"this machine has no instruction set {name}: choose one of {known}" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.full

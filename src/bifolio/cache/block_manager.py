@@ -268,7 +268,9 @@ class KVCacheBlockManager(BlockQueries):
         """
         with self.lock:
             table = find_table(self._tables, sequence_id)
-            if whole("num_computed", num_computed) > table.num_tokens:
+            if type(num_computed) is not int or num_computed < 0:
+                num_computed = whole("num_computed", num_computed)
+            if num_computed > table.num_tokens:
                 raise CacheError(
                     f"sequence {sequence_id} cannot commit {num_computed} tokens: it holds {table.num_tokens}"
                 )

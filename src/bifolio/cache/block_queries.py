@@ -47,7 +47,9 @@ class BlockQueries:
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
-        return -(-whole("a number of tokens", num_tokens) // self.block_size)
+        if type(num_tokens) is not int or num_tokens < 0:
+            num_tokens = whole("a number of tokens", num_tokens)
+        return -(-num_tokens // self.block_size)
 
     def blocks_needed(self, appends: Iterable[tuple[int, int]]) -> int:
         """The exact number of free blocks these (sequence_id, num_tokens) appends take together, in any order.

@@ -152,7 +152,9 @@ PageTable = BlockTable
 
 def find_table(tables: Mapping[int, BlockTable], sequence_id: int) -> BlockTable:
     """The sequence's table, or `UnknownSequenceError`."""
-    table = tables.get(whole("a sequence id", sequence_id, least=None, error=UnknownSequenceError))
+    if type(sequence_id) is not int:  # else the call would cost as much as the look-up, in every step
+        sequence_id = whole("a sequence id", sequence_id, least=None, error=UnknownSequenceError)
+    table = tables.get(sequence_id)
     if table is None:
         raise UnknownSequenceError(f"sequence {sequence_id} has no block table: open one first")
     return table

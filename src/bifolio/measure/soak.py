@@ -4,8 +4,9 @@
     chaos            hostile requests, clients that read slowly or leave, stops and kills of the engine
     sampler          memory, file descriptors and threads of the server and its processes, once a second
 
-The run fails on a wrong answer, growing memory or descriptors, blocks in use at the end, or a victim that waits too
-long.
+All clients pause for some seconds twice a minute, so that the memory of a process without requests shows. The run fails
+on a wrong answer, a process whose memory grows (`soak_growth`), growing descriptors, blocks in use at the end, or a
+victim that waits too long.
 """
 
 from __future__ import annotations
@@ -30,13 +31,17 @@ import numpy as np
 from bifolio.config import NUMERICS
 from bifolio.errors import ConfigError
 from bifolio.measure.soak_bombs import BOMBS, Bomb
+from bifolio.measure.soak_growth import MIN_QUIET, Growth, growth_of
+from bifolio.measure.soak_processes import command_line, count_of, own_memory, part_of
 
 PROMPTS = ("Once upon a time", "The fox", "One day, a little girl", "Tom and his dog", "In the dark wood", "a")
 TOKENS = (4, 16, 48)
 ORACLE_KEY, CHAOS_KEY = "soak-oracle-key", "soak-chaos-key"
 START_SECONDS = 120.0
-SETTLED_SECONDS = 900.0  # from here on the slope of the memory is judged strictly
-MAX_EARLY_GROWTH = 200.0  # MiB per minute of a shorter run
+SETTLED_SECONDS = 600.0  # a run of this length is judged by `max_growth`, a shorter one less strictly
+LAST_LIFE_SECONDS = 360.0  # of the engine, in runs that long: no kill comes after
+QUIET_EVERY, QUIET_SECONDS = 20.0, 7.0  # of requests, and of a pause; its last two seconds are read
+DRAIN_SECONDS = 20.0  # the longest time until no request is in flight
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +54,7 @@ class SoakPlan:
     chaos_clients: int = 2
     kill_every: float = 45.0  # seconds; 0: the engine is never killed
     max_wait: float = 30.0  # seconds of one answer, restarts of the engine aside
-    max_growth: float = 1.0  # MiB per minute after the first minute, in runs long enough to tell
+    max_growth: float = 0.3  # MiB per minute of any process, in runs of ten minutes or more
     seed: int = 0
     numerics: Mapping[str, Any] = field(default_factory=dict)  # of the server and of the exact answers alike
 
@@ -63,6 +68,8 @@ class Sample:
     descriptors: int  # of the front end
     threads: int
     parts: dict[str, float] = field(default_factory=dict)  # MiB of the front end, the engine and the helpers
+    processes: dict[str, float] = field(default_factory=dict)  # MiB of each process, by part and id
+    is_quiet: bool = False  # no request has been in flight for some seconds
 
 
 @dataclass(slots=True)
@@ -80,22 +87,22 @@ class SoakReport:
     problems: list[str] = field(default_factory=list)
 
     @property
-    def growth(self) -> float:
-        """MiB per minute of all processes: the slope after the first minute, or in the second half of a short run."""
-        return self._slope([sample.memory for sample in self.samples])
-
-    @property
-    def growth_of_parts(self) -> dict[str, float]:
-        """MiB per minute of each kind of process."""
-        names = self.samples[-1].parts if self.samples else {}
-        return {name: self._slope([sample.parts.get(name, 0.0) for sample in self.samples]) for name in names}
-
-    def _slope(self, values: list[float]) -> float:
-        start = min(next((i for i, s in enumerate(self.samples) if s.time >= 60.0), len(values)), len(values) // 2)
-        if len(values) - start < 10:
-            return 0.0
-        times = np.array([sample.time for sample in self.samples[start:]]) / 60
-        return float(np.polyfit(times, np.array(values[start:]), 1)[0])
+    def growth(self) -> dict[str, Growth]:
+        """Of each process that lived for half of the run or longer."""
+        lives: dict[str, list[tuple[float, float, bool]]] = {}
+        for sample in self.samples:
+            for name, memory in sample.processes.items():
+                lives.setdefault(name, []).append((sample.time, memory, sample.is_quiet))
+        found = {}
+        for name, life in lives.items():
+            if 2 * len(life) < len(self.samples):
+                continue
+            quiet = [one for one in life if one[2]]
+            times, memories, _ = np.array(quiet if len(quiet) >= MIN_QUIET else life).T
+            growth = growth_of(times, memories)
+            if growth is not None:
+                found[name] = growth
+        return found
 
     def judge(self, plan: SoakPlan) -> None:
         """Note every limit that was not kept."""
@@ -106,10 +113,14 @@ class SoakReport:
             self.problems.append(f"{len(self.wrong)} wrong answers, the first: {self.wrong[0]}")
         if slowest > plan.max_wait:
             self.problems.append(f"a request waited {slowest:.1f} s")
-        # A new engine grows until its cache has been written once: a short run is a part of that, a long one has many.
-        limit = plan.max_growth if self.seconds >= SETTLED_SECONDS else MAX_EARLY_GROWTH
-        if self.growth > limit:
-            self.problems.append(f"memory grows by {self.growth:.1f} MiB per minute")
+        # A new process grows until its caches are full, which takes a large part of a short run.
+        limit = plan.max_growth * max(1.0, SETTLED_SECONDS / max(self.seconds, 1.0)) ** 2
+        for name, growth in self.growth.items():
+            if growth.least > limit:
+                self.problems.append(
+                    f"the memory of the {name} grows by {growth.slope:.2f} MiB per minute, by {growth.least:.2f} at "
+                    f"least; the limit is {limit:.2f}"
+                )
         if self.used_blocks:
             self.problems.append(f"{self.used_blocks:.1%} of the blocks are in use at the end")
         late = self.samples[len(self.samples) // 2 :]
@@ -126,8 +137,10 @@ class SoakReport:
             "kills": len(self.kills),
             "wait_median": round(waits[len(waits) // 2], 3),
             "wait_longest": round(waits[-1], 3),
-            "memory_growth_mib_per_minute": round(self.growth, 2),
-            "growth_of_parts": {name: round(slope, 2) for name, slope in self.growth_of_parts.items()},
+            "memory_growth_mib_per_minute": {
+                name: {"slope": round(growth.slope, 2), "at_least": round(growth.least, 2)}
+                for name, growth in self.growth.items()
+            },
             "descriptors": [self.samples[0].descriptors, self.samples[-1].descriptors] if self.samples else [],
             "threads": [self.samples[0].threads, self.samples[-1].threads] if self.samples else [],
             "bombs": self.bombs,
@@ -143,6 +156,8 @@ class Soak:
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._down_until = 0.0  # answers may be lost until then
+        self._pausing = self._is_quiet = False
+        self._num_idle = 0  # clients that wait for the end of a pause
         self._began = time.monotonic()
         with socket.create_server(("127.0.0.1", 0)) as listener:
             self._port = int(listener.getsockname()[1])
@@ -156,7 +171,7 @@ class Soak:
             threading.Thread(target=self._oracle, args=(expected, number)) for number in range(plan.oracle_clients)
         ]
         threads += [threading.Thread(target=self._chaos, args=(number,)) for number in range(plan.chaos_clients)]
-        threads += [threading.Thread(target=work) for work in (self._sample, self._kill)]
+        threads += [threading.Thread(target=work) for work in (self._sample, self._kill, self._pause)]
         try:
             self._began = time.monotonic()
             for thread in threads:
@@ -253,7 +268,7 @@ class Soak:
     # -- threads -------------------------------------------------------------------------------------------------------
     def _oracle(self, expected: dict[tuple[str, int], str], number: int) -> None:
         rng = random.Random(f"{self.plan.seed}-oracle-{number}")
-        while not self._stop.is_set():
+        while self._may_ask():
             prompt, count = rng.choice(list(expected))
             began = time.monotonic()
             body = {"prompt": prompt, "max_tokens": count, "temperature": 0, "n": 1}
@@ -277,7 +292,7 @@ class Soak:
 
     def _chaos(self, number: int) -> None:
         rng = random.Random(f"{self.plan.seed}-chaos-{number}")
-        while not self._stop.is_set():
+        while self._may_ask():
             bomb = rng.choice(BOMBS)
             try:
                 status = str(self._throw(bomb))
@@ -300,10 +315,38 @@ class Soak:
             self._stop.wait(bomb.leaves_after)  # nothing is read
         return "left"
 
+    def _may_ask(self) -> bool:
+        """Wait for the end of a pause; whether the run goes on."""
+        if self._pausing:
+            with self._lock:
+                self._num_idle += 1
+            while self._pausing and not self._stop.wait(0.1):
+                pass
+            with self._lock:
+                self._num_idle -= 1
+        return not self._stop.is_set()
+
+    def _pause(self) -> None:
+        """Let all clients pause now and then, until no request is in flight."""
+        clients = self.plan.oracle_clients + self.plan.chaos_clients
+        while self.plan.seconds >= 3 * QUIET_EVERY and not self._stop.wait(QUIET_EVERY):
+            self._pausing, end = True, time.monotonic() + DRAIN_SECONDS
+            while self._num_idle < clients and time.monotonic() < end and not self._stop.wait(0.1):
+                pass
+            is_idle = self._num_idle == clients
+            self._stop.wait(QUIET_SECONDS - 2)
+            self._is_quiet = is_idle
+            self._stop.wait(2)
+            self._is_quiet = self._pausing = False
+
     def _kill(self) -> None:
-        """Kill the engine now and then; before that, stop it for a moment."""
+        """Kill the engine now and then; before that, stop it for a moment. In long runs its last life is a long one."""
+        long_run = self.plan.seconds >= SETTLED_SECONDS
+        end = self.plan.seconds - (LAST_LIFE_SECONDS if long_run else 0.0)
         while self.plan.kill_every and not self._stop.wait(self.plan.kill_every):
-            engines = [pid for pid in self._processes() if b"bifolio.serve.worker" in _command_line(pid)]
+            if time.monotonic() - self._began > end:
+                return
+            engines = [pid for pid in self._processes() if b"bifolio.serve.worker" in command_line(pid)]
             for pid in engines:
                 os.kill(pid, signal.SIGSTOP)
                 self._stop.wait(1.0)
@@ -316,12 +359,15 @@ class Soak:
     def _sample(self) -> None:
         while not self._stop.wait(1.0):
             pids = self._processes()
-            parts = dict.fromkeys(("front end", "engine", "helpers"), 0.0)
+            parts, processes = dict.fromkeys(("front end", "engine", "helpers"), 0.0), {}
             for pid in pids:
-                parts[_part(pid, pids[0])] += _resident(pid) / (1 << 20)
+                part, memory = part_of(pid, pids[0]), own_memory(pid) / (1 << 20)
+                parts[part] += memory
+                processes[f"{part} {pid}"] = memory
             front = pids[0] if pids else 0
-            threads = sum(_count(pid, "task") for pid in pids)
-            sample = Sample(time.monotonic() - self._began, sum(parts.values()), _count(front, "fd"), threads, parts)
+            threads = sum(count_of(pid, "task") for pid in pids)
+            now, total = time.monotonic() - self._began, sum(parts.values())
+            sample = Sample(now, total, count_of(front, "fd"), threads, parts, processes, self._is_quiet)
             with self._lock:
                 self.report.samples.append(sample)
 
@@ -337,31 +383,3 @@ class Soak:
             except OSError:
                 continue
         return found
-
-
-def _part(pid: int, front: int) -> str:
-    """The role of a process of the server."""
-    if pid == front:
-        return "front end"
-    return "engine" if b"bifolio.serve.worker" in _command_line(pid) else "helpers"
-
-
-def _command_line(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
-
-
-def _resident(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGESIZE")
-    except (OSError, IndexError, ValueError):
-        return 0
-
-
-def _count(pid: int, name: str) -> int:
-    try:
-        return len(os.listdir(f"/proc/{pid}/{name}"))
-    except OSError:
-        return 0

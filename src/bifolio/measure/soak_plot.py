@@ -20,7 +20,7 @@ def plot_soak(report: SoakReport, path: Path) -> None:
         axes[1].plot(times, [sample.parts.get(name, 0.0) for sample in report.samples], label=name, linewidth=0.9)
     axes[1].legend(frameon=False, ncols=4, fontsize=8)
     axes[1].set(
-        title=f"resident memory; slope after the first minute {report.growth:+.2f} MiB per minute",
+        title="memory of the processes, mapped files aside",
         ylabel="MiB",
         ylim=(0, None),
     )

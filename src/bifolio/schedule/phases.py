@@ -92,9 +92,9 @@ class PhaseManager:
         step is in flight no sequence can be preempted (`may_preempt=False`): a plan that needs a preemption then leaves
         out the sequences without blocks and sets `StepPlan.is_short`.
         """
-        whole("token_budget", token_budget, error=PhaseError)
-        for count in () if drafts is None else drafts.values():
-            whole("a number of drafts", count, error=PhaseError)
+        for count in (token_budget, *(() if drafts is None else drafts.values())):
+            if type(count) is not int or count < 0:
+                whole("a number of tokens", count, error=PhaseError)
         preempted: list[Sequence] = []
         active, decoding, waiting = _sorted_by_phase(slots)
         running = self._reserve_decodes(active, decoding[:token_budget], preempted, may_preempt)

@@ -17,6 +17,7 @@ from typing import Any
 from bifolio.api import messages as m
 from bifolio.model.loader import open_text_model
 from bifolio.serve import branch_messages as b
+from bifolio.serve.allocator import return_large_blocks
 from bifolio.serve.branches import decode_settings
 from bifolio.serve.context import ServerContext
 from bifolio.serve.engine_connection import EngineConnection, Link, lost
@@ -110,6 +111,7 @@ async def serve(connection: socket.socket) -> None:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the first front end decides
     configure_logging(os.environ.get("BIFOLIO_LOG_LEVEL", "info"), "front")
+    return_large_blocks()
     connection = socket.socket(fileno=int(sys.argv[1]))
     with asyncio.Runner(loop_factory=event_loop()) as runner:
         runner.run(serve(connection))

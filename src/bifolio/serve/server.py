@@ -22,6 +22,7 @@ from bifolio.api.client import EngineClient
 from bifolio.api.messages import KvEventSettings, Launch
 from bifolio.errors import ConfigError
 from bifolio.model.loader import open_text_model
+from bifolio.serve.allocator import return_large_blocks, trim_now_and_then
 from bifolio.serve.app import make_app
 from bifolio.serve.auth import KeyRing, new_secret
 from bifolio.serve.branch_messages import Serve
@@ -88,8 +89,10 @@ class Server(uvicorn.Server):
         self._context = context
         self._drain_seconds = drain_seconds
         self.address: str | None = None  # for the log, once the port is bound
+        self._trimming: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: Any = None) -> None:
+        self._trimming = asyncio.create_task(trim_now_and_then())
         await super().startup(sockets)
         if self.started and self.address is not None:
             logger.info("serving", extra={"address": self.address, "model": self._context.name})
@@ -108,6 +111,8 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: Any = None) -> None:
         logger.info("draining", extra={"open_requests": self._context.engine.num_open})
+        if self._trimming is not None:
+            self._trimming.cancel()
         limit = asyncio.create_task(self._end_drain())
         await super().shutdown(sockets)
         limit.cancel()
@@ -237,6 +242,7 @@ def make_server(
 
 async def serve(settings: ServerSettings, engine_options: dict[str, Any]) -> None:
     """Serve until told to stop."""
+    return_large_blocks()
     async with running_context(settings, engine_options) as context:
         hello = context.engine.hello
         for line in [] if hello is None else hello.plan:
