@@ -63,6 +63,7 @@ class StandInSlots:
         self._outputs: list[list[int]] = [[] for _ in range(sizes.num_slots)]
         self._options: list[tuple[SamplingParams, int, bool]] = [(SamplingParams(), 0, False)] * sizes.num_slots
         self._edits: list[LogitEdits | None] = [None] * sizes.num_slots
+        self._ropes: dict[int, int] = {}  # added to the positions of a slot's tokens
         self._states: dict[int, StatePass] = {}  # of the next decode step of each slot; empty: no recurrent layers
         self._sent: tuple[np.ndarray, np.ndarray] | None = None  # slots, rows of masks
         self._logits: np.ndarray | None = None  # of the last launch
@@ -74,7 +75,7 @@ class StandInSlots:
 
     def set_params(self, slot: int, params: SamplingParams, seed: int, edits: LogitEdits | None, rope: int = 0) -> None:
         self._options[slot] = replace(params, min_tokens=0), seed, edits is not None and edits.has_mask
-        self._edits[slot] = edits
+        self._edits[slot], self._ropes[slot] = edits, rope
         self._set(slot, np.zeros(0, np.int32), [])
 
     def set_history(self, slot: int, prompt: np.ndarray, output: Any) -> None:
@@ -148,7 +149,10 @@ class StandInSlots:
         if self._logits is not None:
             self._logits[:] = np.nan
         tokens = np.maximum(self._tokens[slots], 0)
-        runs = [Run(int(s), int(self._lengths[s]), (int(t),)) for s, t in zip(slots, tokens, strict=True)]
+        runs = [
+            Run(int(s), int(self._lengths[s]), (int(t),), self._ropes.get(int(s), 0))
+            for s, t in zip(slots, tokens, strict=True)
+        ]
         states = [self._states.pop(int(slot)) for slot in slots] if self._states else None
         batch = HostBatch.from_runs(runs, [], self._tables, self._storage.block_size, states=states)
         self._logits = np.array(self._network.forward(self._kernels, batch.to(self._kernels), self._storage))

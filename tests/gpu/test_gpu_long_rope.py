@@ -10,19 +10,19 @@ import pytest
 
 from bifolio.config import SpeculativeConfig
 from bifolio.kernels.reference import ReferenceKernels
-from helpers import make_engine
+from built_engines import built_engine
 from long_rope_requests import REQUESTS, long_rope_model, run_all, scores_of, tokens_of
 
 
 @pytest.mark.usefixtures("own_kernels", "compiled")
 @pytest.mark.parametrize("with_drafts", [False, True])
 def test_each_request_of_a_batch_has_its_own_factors(with_drafts: bool, gpu_kernels: Callable[..., Any]) -> None:
-    expected = run_all(make_engine(long_rope_model(), kernels=ReferenceKernels()))
+    expected = run_all(built_engine(long_rope_model(), kernels=ReferenceKernels()))
     drafts = SpeculativeConfig("ngram", length=2, ngram_min=1, adaptive=False) if with_drafts else None
     found = []
     for length in (48, 256):
         kernels = gpu_kernels("f32", deterministic=True)
-        engine = make_engine(long_rope_model(), kernels=kernels, speculative=drafts, max_model_len=length)
+        engine = built_engine(long_rope_model(), kernels=kernels, speculative=drafts, max_model_len=length)
         assert engine.slots.device is not None
         found.append(run_all(engine))
     for name in REQUESTS:

@@ -143,7 +143,7 @@ def check_padding(subject: Subject) -> None:
     runner, blocks = subject.runner()
     entry = open_entry(runner, blocks)
     run_chunks(runner, entry, PROMPT[:6], 6)
-    batch = append_batch([entry], [PROMPT[6:]], AttentionPhase.PREFILL, VOCAB)
+    batch = append_batch([entry], [PROMPT[6:]], AttentionPhase.PREFILL, runner.weights.config)
     (segment,) = batch.segments
     num_padding = 2
     padded = replace(
