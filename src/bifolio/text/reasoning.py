@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bifolio.text.tools.events import AnswerReader, Content, Part, Reasoning, partial_length
+from bifolio.text.tools.buffer import Buffer, Marks
+from bifolio.text.tools.events import AnswerReader, Content, Part, Reasoning
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,68 +47,61 @@ class ReasoningReader:
     """
 
     def __init__(self, marks: ReasoningFormat, is_open: bool, inner: AnswerReader) -> None:
-        self._marks, self._inner = marks, inner
+        self._opening, self._closing, self._inner = marks.opening, Marks(marks.closing), inner
         self._state = "thinking" if is_open else "start"
-        self._held = ""
+        self._buffer = Buffer()
+        self._space: list[str] = []  # before text that has not come
         self._is_first = True  # no reasoning was returned
 
     def push(self, text: str) -> list[Part]:
         if self._state == "answer":
             return self._inner.push(text)
-        self._held += text
+        self._buffer.append(text)
         if self._state == "start" and not self._read_start():
             return []
-        if self._state == "thinking":
-            return self._read_thinking()
-        if self._state == "gap":
-            return self._read_gap()
-        held, self._held = self._held, ""
-        return self._inner.push(held)
+        if self._state == "answer":
+            return self._inner.push("".join([*self._space, self._buffer.take()]))
+        return self._read_thinking() if self._state == "thinking" else self._read_gap()
 
     def finish(self) -> list[Part]:
-        held, self._held = self._held, ""
+        held = self._buffer.take()
         if self._state == "thinking":
-            return [Reasoning(held)] if held.strip() else []
-        parts = self._inner.push(held) if held and self._state == "start" else []
+            space = [] if self._is_first else self._space
+            return [Reasoning("".join([*space, held]))] if held else []
+        parts = self._inner.push("".join([*self._space, held])) if self._state == "start" else []
         return [*parts, *self._inner.finish()]
 
     def _read_start(self) -> bool:
         """Whether it is known if the answer begins with reasoning."""
-        begun, opening = self._held.lstrip(), self._marks.opening
-        if begun.startswith(opening):
-            self._held, self._state = begun[len(opening) :], "thinking"
-            return True
-        if opening.startswith(begun):
+        self._space.append(self._buffer.take_spaces())
+        is_opened = self._buffer.starts(self._opening)
+        if is_opened is None:
             return False
-        self._state = "answer"
+        self._state = "thinking" if is_opened else "answer"
+        if is_opened:
+            self._buffer.skip(len(self._opening))
+            self._space = []
         return True
 
     def _read_thinking(self) -> list[Part]:
-        if self._is_first:
-            self._held = self._held.lstrip()
-        end = self._held.find(self._marks.closing)
-        body = self._held if end < 0 else self._held[:end]
-        keep = 0
-        if end < 0:
-            certain = body[: len(body) - partial_length(body, (self._marks.closing,))].rstrip()
-            keep = len(body) - len(certain)
-            body = certain
-        else:
-            body = body.rstrip()
-        parts: list[Part] = [Reasoning(body)] if body else []
-        self._is_first = self._is_first and not body
-        if end < 0:
-            self._held = self._held[len(self._held) - keep :] if keep else ""
+        text, closing = self._buffer.take_before(self._closing)
+        body = text.rstrip()
+        parts: list[Part] = []
+        if body:
+            body = body.lstrip() if self._is_first else body
+            parts = [Reasoning("".join([*([] if self._is_first else self._space), body]))]
+            self._is_first, self._space = False, []
+        self._space.append(text[len(text.rstrip()) :])
+        if not closing:
             return parts
-        self._held, self._state = self._held[end + len(self._marks.closing) :], "gap"
+        self._state, self._space = "gap", []
         return [*parts, *self._read_gap()]
 
     def _read_gap(self) -> list[Part]:
-        self._held = self._held.lstrip()
-        if not self._held:
+        if not self._buffer.peek():
             return []
-        held, self._held, self._state = self._held, "", "answer"
-        return self._inner.push(held)
+        self._state = "answer"
+        return self._inner.push(self._buffer.take())
 
 
 class PlainReader:

@@ -13,6 +13,7 @@ import math
 import re
 from typing import Any
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 _SURROGATES = re.compile("[\ud800-\udfff]+")
 _STRING_MARK = re.compile(r'["\\]')
 _WORD = re.compile(r'[^\s,:{}\[\]"]*')  # a number or a constant
@@ -28,10 +29,11 @@ _REPLACED = r"\ufffd"
 
 def write_json(value: Any, *, indent: int | None = None) -> str:
     """A value as strict JSON; characters are not escaped."""
+    encoder = _ENCODER if indent is None else json.JSONEncoder(ensure_ascii=False, allow_nan=False, indent=indent)
     try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent)
+        text = encoder.encode(value)
     except ValueError:
-        text = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, indent=indent)
+        text = encoder.encode(_finite(value))
     return _SURROGATES.sub(_characters, text)
 
 

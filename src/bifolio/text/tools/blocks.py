@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from bifolio.text.tools.events import Content, Part, Tools, partial_length
+from bifolio.text.tools.buffer import Buffer, Marks
+from bifolio.text.tools.events import Content, Part, Tools
 from bifolio.text.tools.readers import Reader
 
-MAX_BROKEN = 64  # blocks that are no calls; further openings are text, which bounds the work of reading again
+# Blocks that are no calls are read again as text. Behind this number of them, or of characters in them that were read
+# twice, openings are text, which bounds the work.
+MAX_BROKEN = 64
+MAX_AGAIN = 1 << 18
+_FIRST_CHARS, _MOST_CHARS = 64, 4096  # of a block that are read at a time: more than a closing marker
 NewReader = Callable[[Tools], Reader]
 
 
@@ -29,112 +34,108 @@ class BlockParser:
         tools: Tools,
         new_reader: NewReader,
         *,
-        openings: tuple[str, ...] = (),
+        openings: tuple[str, ...],
         closing: str | None = None,
         at_start: str = "",
         is_certain: bool = False,
     ) -> None:
         self._tools, self._new_reader = tools, new_reader
-        self._openings, self._closing, self._at_start = openings, closing, at_start
+        self._openings, self._at_start = Marks(*openings), at_start
+        self._closing = None if closing is None else Marks(closing)
         self._is_certain = is_certain
-        self._held = ""  # text outside of blocks that is not certain
-        self._space = ""  # at the end of the text so far
+        self._buffer = Buffer()
+        self._space: list[str] = []  # at the end of the text so far
         self._is_first = True  # nothing but spaces was read
         self._has_calls = False
         self._reader: Reader | None = None  # of the block under way
         self._opening = ""
         self._block: list[str] = []  # its text
+        self._behind: list[str] = []  # the part of its text behind the calls
+        self._chars = _FIRST_CHARS  # of it that are read next
         self._has_sent = False  # parts of it were returned
-        self._num_broken = 0
-        self._tail = ""  # end of the block, not yet read: it may begin the closing marker
-        self._pending: list[Part] = []  # parts of the block, held back
+        self._pending: list[Part] = []  # parts of it, held back
+        self._num_broken, self._num_again = 0, 0
 
     def push(self, text: str) -> list[Part]:
         parts: list[Part] = []
-        left: str | None = text
-        while left is not None:
-            left = self._outside(left, parts) if self._reader is None else self._inside(left, parts)
+        self._buffer.append(text)
+        self._read(parts)
         return parts
 
     def finish(self) -> list[Part]:
         parts: list[Part] = []
+        self._read(parts)
         while self._reader is not None:
-            tail, self._tail = self._tail, ""
-            self._feed(tail, parts)
-            left = self._end_block(parts, "")
-            if left is not None:
-                parts += self.push(left)
-        held, self._held = self._held, ""
-        self._text(held, parts)
+            self._feed(self._buffer.take(), parts)
+            self._end_block(parts, "")
+            self._read(parts)
+        self._text(self._buffer.take(), parts)
         if not self._has_calls and self._space:
-            parts.append(Content(self._space))
-        self._space = ""
+            parts.append(Content("".join(self._space)))
+        self._space = []
         return parts
 
+    def _read(self, parts: list[Part]) -> None:
+        while self._outside(parts) if self._reader is None else self._inside(self._reader, parts):
+            pass
+
     # -- outside of blocks ---------------------------------------------------------------------------------------------
-    def _outside(self, text: str, parts: list[Part]) -> str | None:
-        """Pass text on up to the next block; the text behind its opening."""
-        self._held += text
+    def _outside(self, parts: list[Part]) -> bool:
+        """Pass text on up to the next block; whether there is one."""
         if self._is_first and self._at_start:
-            begun = self._held.lstrip()
-            if not begun:
-                return None
-            if begun[0] in self._at_start:
-                self._begin_block(self._held[: len(self._held) - len(begun)])
-                self._held = ""
-                return begun
-        openings = self._openings if self._num_broken < MAX_BROKEN else ()
-        found = [(at, opening) for opening in openings if (at := self._held.find(opening)) >= 0]
-        if found:
-            at, opening = min(found)
-            before, after = self._held[:at], self._held[at + len(opening) :]
-            self._held = ""
-            self._text(before, parts)
+            self._text(self._buffer.take_spaces(), parts)
+            mark = self._buffer.peek()
+            if mark and mark in self._at_start:
+                self._begin_block("")
+                return True
+        if self._num_broken >= MAX_BROKEN or self._num_again > MAX_AGAIN:
+            self._text(self._buffer.take(), parts)
+            return False
+        text, opening = self._buffer.take_before(self._openings)
+        self._text(text, parts)
+        if opening:
             self._begin_block(opening)
-            return after
-        keep = partial_length(self._held, openings) if openings else 0
-        certain = self._held[: len(self._held) - keep]
-        self._held = self._held[len(certain) :]
-        self._text(certain, parts)
-        return None
+        return bool(opening)
 
     def _text(self, text: str, parts: list[Part]) -> None:
         """Plain text; spaces at its end wait, because a call may follow."""
-        text = self._space + text
         body = text.rstrip()
-        self._space = text[len(body) :]
         if body:
             self._is_first = False
-            parts.append(Content(body))
+            parts.append(Content("".join([*self._space, body])))
+            self._space = []
+        if len(text) > len(body):
+            self._space.append(text[len(body) :])
 
     # -- in a block ----------------------------------------------------------------------------------------------------
     def _begin_block(self, opening: str) -> None:
         self._reader = self._new_reader(self._tools)
-        self._opening, self._block, self._tail = opening, [], ""
+        self._opening, self._block, self._behind, self._chars = opening, [], [], _FIRST_CHARS
         self._pending, self._has_sent, self._is_first = [], False, False
 
-    def _inside(self, text: str, parts: list[Part]) -> str | None:
-        """Read the block on; the text behind it when it has ended, None while it goes on."""
-        closing, text = self._closing, self._tail + text
-        self._tail = ""
-        end = -1 if closing is None else text.find(closing)
-        if closing is not None and end >= 0:
-            self._feed(text[:end], parts)
-            behind = text[end + len(closing) :]
-            return (self._end_block(parts, closing) or "") + behind
-        keep = 0 if closing is None else partial_length(text, (closing,))
-        self._feed(text[: len(text) - keep], parts)
-        self._tail = text[len(text) - keep :]
-        reader = self._reader
-        if reader is not None and (reader.is_broken or (reader.is_over and closing is None)):
-            tail, self._tail = self._tail, ""
-            return (self._end_block(parts, "") or "") + tail
-        return None
+    def _inside(self, reader: Reader, parts: list[Part]) -> bool:
+        """Read the block on; whether more can be read.
+
+        A block of unknown length is read in growing steps, so that little is read in vain when it ends or breaks.
+        """
+        if self._closing is None:
+            text, closing = self._buffer.take(self._chars), ""
+        else:
+            text, closing = self._buffer.take_before(self._closing, self._chars)
+        self._chars = min(2 * self._chars, _MOST_CHARS)
+        self._feed(text, parts)
+        if closing or (reader.is_broken and not self._has_sent) or (reader.is_over and self._closing is None):
+            self._end_block(parts, closing)
+            return True
+        return bool(text) and len(self._buffer) > 0
 
     def _feed(self, text: str, parts: list[Part]) -> None:
         if self._reader is None or not text:
             return
         self._block.append(text)
+        if self._reader.is_over or self._reader.is_broken:
+            self._behind.append(text)
+            return
         events = self._reader.feed(text)
         if self._is_certain:
             self._send(events, parts)
@@ -144,23 +145,26 @@ class BlockParser:
     def _send(self, events: list[Part], parts: list[Part]) -> None:
         if events:
             self._has_calls = self._has_sent = True
-            self._space = ""
+            self._space = []
             parts += events
 
-    def _end_block(self, parts: list[Part], closing: str) -> str | None:
-        """Return the calls of the block, or its opening as text; the result is text to be read as plain text."""
-        reader = self._reader
+    def _end_block(self, parts: list[Part], closing: str) -> None:
+        """Return the calls of the block, or its opening as text; text behind the calls is read on."""
+        reader, self._reader = self._reader, None
         if reader is None:
-            return None
-        self._reader = None
+            return
         self._pending += reader.close()
-        rest = reader.rest
+        rest = "".join([reader.buffer.rest, *self._behind])
         if reader.is_complete and not reader.is_broken and not (closing and rest.strip()):
             self._send(self._pending, parts)
-            return None if closing or not rest else rest
-        if self._has_sent:  # a certain call that was cut: its beginning has been returned
+            if not closing:
+                self._buffer.unread(rest if self._closing is None else rest.lstrip())
+            return
+        if self._has_sent:  # a certain call that was cut or broke: its beginning was returned, the rest is dropped
             self._send(self._pending, parts)
-            return None
+            return
+        block = "".join(self._block)
         self._num_broken += 1
+        self._num_again += len(block) - (len(rest) if reader.is_broken else 0)
         self._text(self._opening, parts)
-        return "".join(self._block) + closing
+        self._buffer.unread(block + closing)

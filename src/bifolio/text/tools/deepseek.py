@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from bifolio.text.tools.blocks import BlockParser
 from bifolio.text.tools.events import AnswerReader, Tools, ToolSpec
 from bifolio.text.tools.format import LarkWriter, ToolFormat, write_blocks
-from bifolio.text.tools.readers import MAX_NAME_CHARS, JsonValueReader, read_object
+from bifolio.text.tools.readers import JsonValueReader, read_object
 
 OPENING, CLOSING = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 BEGIN, SEPARATOR, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
@@ -24,50 +24,46 @@ class DeepSeekReader(JsonValueReader):
 
     def _step(self) -> bool:
         if self._state == "begin":
-            return self._expect(BEGIN, "kind")
+            return self._expect(BEGIN) and self._enter("kind", False)
         if self._state == "kind":
-            kind = self._until(SEPARATOR, MAX_NAME_CHARS)
+            kind = self._until(SEPARATOR)
             if kind is None:
                 return False
             self._state = "name" if kind.strip() == "function" else "value"
             return True if self._state == "name" else self._begin_call(kind.strip())
         if self._state == "name":
-            name = self._until(FENCE, MAX_NAME_CHARS)
+            name = self._until(FENCE)
             if name is None:
                 return False
             self._state = "value"
             return self._begin_call(name.strip())
         if self._state == "value":
             return self._read_value()
-        return self._expect(END, "begin") or self._skip_fence()
+        return self._read_end()
+
+    def _enter(self, state: str, is_complete: bool) -> bool:
+        self._state, self.is_complete = state, is_complete
+        return True
 
     def _read_value(self) -> bool:
-        if self._scanner is None and self._peek() != "{":
-            return self._fail() if self._peek() else False
+        if self._scanner is None and self.buffer.peek() != "{":
+            return self._fail() if self.buffer.peek() else False
         raw = self._value(sends=True)
         if raw is None:
             return False
         self._state = "end"
         return read_object(raw) is not None or self._fail()
 
-    def _expect(self, tag: str, state: str) -> bool:
-        if not self._peek():
+    def _read_end(self) -> bool:
+        """The end of the call, and that of the code block, which may stand before it."""
+        if not self.buffer.peek():
             return False
-        if self.text.startswith(tag, self.at):
-            self.at += len(tag)
-            self._state = state
-            self.is_complete = tag == END
-            return True
-        if tag.startswith(self.rest) or (tag == END and END_FENCE.startswith(self.rest[:3])):
-            return False
-        return self._fail()
-
-    def _skip_fence(self) -> bool:
-        """The end of the code block, which may stand before the end of a call."""
-        if self.is_broken or not self.text.startswith(END_FENCE, self.at):
-            return False
-        self.at += len(END_FENCE)
-        return True
+        fence = self.buffer.starts(END_FENCE)
+        if fence:
+            self.buffer.skip(len(END_FENCE))
+        if fence is not False:
+            return bool(fence)
+        return self._expect(END) and self._enter("begin", True)
 
 
 class DeepSeek(ToolFormat):

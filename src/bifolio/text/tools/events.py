@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, NamedTuple, Protocol
 
 
@@ -63,26 +64,10 @@ class AnswerReader(Protocol):
 def merged(parts: Sequence[Part]) -> list[Part]:
     """Join neighbours of one kind, so that answers that were cut differently compare equal."""
     result: list[Part] = []
-    for part in parts:
-        last = result[-1] if result else None
-        if isinstance(part, Content | Reasoning | Arguments) and not part.text:
-            continue
-        if isinstance(part, Content) and isinstance(last, Content):
-            result[-1] = Content(last.text + part.text)
-        elif isinstance(part, Reasoning) and isinstance(last, Reasoning):
-            result[-1] = Reasoning(last.text + part.text)
-        elif isinstance(part, Arguments) and isinstance(last, Arguments):
-            result[-1] = Arguments(last.text + part.text)
+    texts = [part for part in parts if isinstance(part, Call) or part.text]
+    for kind, group in groupby(texts, type):
+        if kind is Call:
+            result += group
         else:
-            result.append(part)
+            result.append(kind("".join([part[0] for part in group])))
     return result
-
-
-def partial_length(text: str, markers: Sequence[str]) -> int:
-    """Length of the longest end of `text` that begins one of the markers without completing it."""
-    longest = min(len(text), max(map(len, markers), default=1) - 1)
-    for length in range(longest, 0, -1):
-        tail = text[-length:]
-        if any(len(marker) > length and marker.startswith(tail) for marker in markers):
-            return length
-    return 0

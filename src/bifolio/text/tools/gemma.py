@@ -8,20 +8,22 @@ from typing import Any
 
 from bifolio.text.strict_json import write_json
 from bifolio.text.tools.blocks import BlockParser
-from bifolio.text.tools.events import AnswerReader, Tools, ToolSpec, partial_length
+from bifolio.text.tools.buffer import Marks
+from bifolio.text.tools.events import AnswerReader, Tools, ToolSpec
 from bifolio.text.tools.format import LarkWriter, ToolFormat, write_blocks
 from bifolio.text.tools.literals import MAX_DEPTH, literal_to_json
-from bifolio.text.tools.readers import MAX_NAME_CHARS, ArgumentReader
+from bifolio.text.tools.readers import ArgumentReader
 from bifolio.text.tools.tagged import properties_of, required_of, write_value
 
 OPENING, CLOSING, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 HEAD = "call:"
-_KEY = r'[^\s<"{}\[\],:](?:[^<"{}\[\],:]*[^\s<"{}\[\],:])?'
+_BARE = r'[^\s<"{}\[\],:][^<"{}\[\],:]*+'  # spaces at its end included
 _PIECE = re.compile(
-    rf"""<\|"\|>(?P<text>.*?)<\|"\|>|(?P<json>"(?:[^"\\]|\\.)*")|(?P<key>{_KEY})\s*(?=:)|(?P<word>[A-Za-z]+)"""
-    r"""|(?P<number>-?\d[\d.eE+\-]*)|(?P<mark>[\[\]{},:])|\s+""",
+    rf"""<\|"\|>(?P<text>.*?)<\|"\|>|(?P<json>"(?:[^"\\]|\\.)*+")|(?P<key>{_BARE})(?=:)|(?P<word>{_BARE})"""
+    r"""|(?P<mark>[\[\]{},:])|\s++""",
     re.DOTALL,
 )
+_QUOTES = Marks(QUOTE)
 _NOTABLE = re.compile(r'<\|"\|>|[\[\]{},]')
 
 
@@ -31,7 +33,7 @@ def gemma_to_json(text: str) -> str | None:
 
 
 def _rewritten(kind: str, piece: str, pieces: list[str]) -> str:
-    return write_json(piece) if kind in ("text", "key") else piece
+    return write_json(piece.strip() if kind == "key" else piece) if kind in ("text", "key") else piece
 
 
 class GemmaReader(ArgumentReader):
@@ -46,33 +48,29 @@ class GemmaReader(ArgumentReader):
     def _step(self) -> bool:
         if self._state == "value":
             return self._read_value()
-        mark = self._peek()
-        if not mark or self._state == "end":
-            return False
         if self._state == "head":
-            if not self.text.startswith(HEAD, self.at):
-                return False if HEAD.startswith(self.rest) else self._fail()
-            self.at += len(HEAD)
+            if not self._expect(HEAD):
+                return False
             self._state = "name"
-            return True
         if self._state == "name":
-            name = self._until("{", MAX_NAME_CHARS)
+            name = self._until("{")
             if name is None:
                 return False
             self._state = "key"
             return self._begin_call(name.strip())
-        return self._read_key(mark)
+        mark = self.buffer.peek()
+        return self._read_key(mark) if mark else False
 
     def _read_key(self, mark: str) -> bool:
         if mark == "}":
-            self.at += 1
+            self.buffer.skip(1)
             self._end_arguments()
-            self.is_complete, self._state = True, "end"
+            self.is_complete = self.is_over = True
             return False
         if mark == "," and self._keys:
-            self.at += 1
+            self.buffer.skip(1)
             return True
-        key = self._until(":", MAX_NAME_CHARS)
+        key = self._until(":")
         if key is None:
             return False
         key = key.strip().removeprefix(QUOTE).removesuffix(QUOTE)
@@ -83,28 +81,28 @@ class GemmaReader(ArgumentReader):
         return True
 
     def _read_value(self) -> bool:
-        start = at = self.at
-        while True:
-            found = _NOTABLE.search(self.text, at)
-            if found is None:
-                break
+        at = self.buffer.at
+        while (found := self.buffer.search(_NOTABLE, at)) is not None:
             mark, at = found.group(), found.end()
             if mark == QUOTE:
                 self._in_text = not self._in_text
             elif not self._in_text:
                 if self._depth == 0 and mark in ",}":
-                    return self._end_value(start, found.start())
+                    return self._end_value(found.start())
                 self._depth += (mark in "[{") - (mark in "]}")
                 if not 0 <= self._depth <= MAX_DEPTH:
+                    self._take_value(at)
                     return self._fail()
-        stop = len(self.text) - partial_length(self.text[at:], (QUOTE,))  # a part of a mark is read when it is whole
-        self._value.append(self.text[start:stop])
-        self.at = stop
+        length = len(self.buffer.text)
+        self._take_value(
+            length - _QUOTES.begun(self.buffer.text, at, length)
+        )  # a part of a mark is read when it is whole
         return False
 
-    def _end_value(self, start: int, end: int) -> bool:
+    def _end_value(self, end: int) -> bool:
         self._state = "key"
-        return self._argument(self._key, gemma_to_json(self._whole_value(start, end)))
+        self._take_value(end)
+        return self._argument(self._key, gemma_to_json(self._whole_value().strip()))
 
 
 class Gemma(ToolFormat):

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bifolio.text.tools.blocks import BlockParser
+from bifolio.text.tools.buffer import Marks
 from bifolio.text.tools.events import AnswerReader, Part, Tools, ToolSpec
 from bifolio.text.tools.format import LarkWriter, ToolFormat, write_blocks
-from bifolio.text.tools.readers import MAX_NAME_CHARS
 from bifolio.text.tools.tagged import TaggedReader, properties_of, required_of, write_value
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 KEY, END_KEY, VALUE, END_VALUE = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
+END_VALUES = Marks(END_VALUE)
 
 
 class ArgumentsReader(TaggedReader):
@@ -24,41 +25,34 @@ class ArgumentsReader(TaggedReader):
 
     def _step(self) -> bool:
         if self._state == "name":
-            name = self._until(KEY, MAX_NAME_CHARS)
+            name = self._until(KEY)
             if name is None:
                 return False
             self._state = "key"
             return self._begin(name.strip())
         if self._state == "key":
-            key = self._until(END_KEY, MAX_NAME_CHARS)
+            key = self._until(END_KEY)
             if key is None:
                 return False
             self._key, self._state = key.strip(), "value"
             return True
-        if self._state == "value":
-            return self._expect(VALUE, "text")
         if self._state == "text":
-            raw = self._until(END_VALUE)
+            raw = self._text_before(END_VALUES)
             if raw is None:
                 return False
             self._state = "next"
             return self._parameter(self._key, raw)
-        return self._expect(KEY, "key")
-
-    def _expect(self, tag: str, state: str) -> bool:
-        if not self._peek():
+        tag, state = (VALUE, "text") if self._state == "value" else (KEY, "key")
+        if not self._expect(tag):
             return False
-        if self.text.startswith(tag, self.at):
-            self.at += len(tag)
-            self._state = state
-            return True
-        return False if tag.startswith(self.rest) else self._fail()
+        self._state = state
+        return True
 
     def close(self) -> list[Part]:
-        if self._state == "name" and not self.is_broken and self._begin(self.rest.strip()):
-            self.at = len(self.text)
+        if self._state == "name" and not self.is_broken and self._begin(self.buffer.rest.strip()):
+            self.buffer.take()
             self._end()
-        elif self._state == "next" and not self.is_broken and not self.rest:
+        elif self._state == "next" and not self.is_broken and not len(self.buffer):
             self._end()
         events, self.events = self.events, []
         return events

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 from bifolio.text.strict_json import StrictJsonText, strict_text
+from bifolio.text.tools.buffer import Buffer, Marks
 from bifolio.text.tools.events import (
     AnswerReader,
     Arguments,
@@ -15,14 +16,14 @@ from bifolio.text.tools.events import (
     Reasoning,
     Tools,
     ToolSpec,
-    partial_length,
 )
 from bifolio.text.tools.format import LarkWriter, ToolFormat
-from bifolio.text.tools.readers import MAX_NAME_CHARS, read_object
+from bifolio.text.tools.readers import read_object
 
 CHANNEL, MESSAGE, CONSTRAIN = "<|channel|>", "<|message|>", "<|constrain|>"
 START, END, CALL, RETURN = "<|start|>", "<|end|>", "<|call|>", "<|return|>"
-ENDS = (END, CALL, RETURN, START, CHANNEL)
+_ENDS = Marks(END, CALL, RETURN, START, CHANNEL)
+_MAX_HEADER_CHARS = 1024
 _NAME = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=functions\.([\w.\-]+)")
 _HEADER_STARTS = (CHANNEL, START)
@@ -36,8 +37,9 @@ class HarmonyReader:
 
     def __init__(self, tools: Tools, is_certain: bool = False) -> None:
         self._tools, self._is_certain = tools, is_certain
-        self._held = ""
+        self._buffer = Buffer()
         self._state = "between"
+        self._space: list[str] = []  # before a message without a header
         self._header = ""
         self._kind = ""  # of the body: reasoning, content, call, or unknown for a call of another tool
         self._body: list[str] = []  # of a call that is held back
@@ -45,7 +47,7 @@ class HarmonyReader:
         self._strict = StrictJsonText()  # the arguments of a call that is sent as it arrives
 
     def push(self, text: str) -> list[Part]:
-        self._held += text
+        self._buffer.append(text)
         parts: list[Part] = []
         while self._step(parts):
             pass
@@ -53,14 +55,12 @@ class HarmonyReader:
 
     def finish(self) -> list[Part]:
         parts: list[Part] = []
-        held, self._held = self._held, ""
+        held = self._buffer.take()
         if self._state == "body":
             self._take(held, parts)
             self._end_body(parts, "")
-        elif self._state == "header":
-            parts.append(Content(self._header + held))
-        elif held.strip():
-            parts.append(Content(held))
+        elif self._state == "header" or held:
+            parts.append(Content("".join([*self._space, held])))
         return [part for part in parts if not isinstance(part, Content | Reasoning | Arguments) or part.text]
 
     def _step(self, parts: list[Part]) -> bool:
@@ -72,26 +72,29 @@ class HarmonyReader:
 
     def _read_between(self, parts: list[Part]) -> bool:
         """Between messages: a header, or text without one."""
-        begun = self._held.lstrip()
-        if not begun:
+        self._space.append(self._buffer.take_spaces())
+        if not len(self._buffer):
             return False
-        if any(begun.startswith(marker) for marker in _HEADER_STARTS):
-            self._state, self._header = "header", ""
+        starts = [self._buffer.starts(marker) for marker in _HEADER_STARTS]
+        if True in starts:
+            self._state, self._space = "header", []
             return True
-        if any(marker.startswith(begun) for marker in _HEADER_STARTS):
+        if None in starts:
             return False
         self._state, self._kind, self._header = "body", "content", ""
+        space, self._space = "".join(self._space), []
+        self._take(space, parts)
         return True
 
     def _read_header(self, parts: list[Part]) -> bool:
-        end = self._held.find(MESSAGE)
+        end = self._buffer.find(MESSAGE, _MAX_HEADER_CHARS + len(MESSAGE))
         if end < 0:
-            if len(self._held) > 2 * MAX_NAME_CHARS:
-                parts.append(Content(self._held))
-                self._held, self._state = "", "between"
+            if len(self._buffer) >= _MAX_HEADER_CHARS + len(MESSAGE):
+                parts.append(Content(self._buffer.take(_MAX_HEADER_CHARS)))
+                self._state = "between"
+                return True
             return False
-        self._header = self._held[: end + len(MESSAGE)]
-        self._held = self._held[end + len(MESSAGE) :]
+        self._header = self._buffer.take(end + len(MESSAGE))
         channel, recipient = _NAME.search(self._header), _RECIPIENT.search(self._header)
         self._state, self._body = "body", []
         if recipient is not None and recipient[1] in self._tools:
@@ -107,16 +110,14 @@ class HarmonyReader:
         return True
 
     def _read_body(self, parts: list[Part]) -> bool:
-        found = [(at, marker) for marker in ENDS if (at := self._held.find(marker)) >= 0]
-        if not found:
-            keep = partial_length(self._held, ENDS)
-            self._take(self._held[: len(self._held) - keep], parts)
-            self._held = self._held[len(self._held) - keep :]
+        text, marker = self._buffer.take_before(_ENDS)
+        self._take(text, parts)
+        if not marker:
             return False
-        at, marker = min(found)
-        self._take(self._held[:at], parts)
-        self._held = self._held[at if marker in _HEADER_STARTS else at + len(marker) :]
-        self._end_body(parts, "" if marker in _HEADER_STARTS else marker)
+        if marker in _HEADER_STARTS:
+            self._buffer.unread(marker)
+            marker = ""
+        self._end_body(parts, marker)
         return True
 
     def _take(self, text: str, parts: list[Part]) -> None:

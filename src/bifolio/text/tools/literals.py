@@ -10,13 +10,15 @@ from bifolio.text.strict_json import write_json
 
 MAX_DEPTH = 64  # brackets inside each other
 _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
+_NUMBER = re.compile(r"-?\d[\d.eE+\-]*")
 
 
 def literal_to_json(text: str, piece: re.Pattern[str], rewrite: Callable[[str, str, list[str]], str]) -> str | None:
     """A literal as JSON; None if it is none.
 
-    `piece` matches one piece: a group `word` for constants, other groups for pieces that are rewritten, no group
-    for spaces. `rewrite` gets the name of the group, its text and the pieces so far, which it may change.
+    `piece` matches one piece, in time linear in the piece: a group `word` for constants and numbers, other groups for
+    pieces that are rewritten, no group for spaces. `rewrite` gets the name of the group, its text and the pieces so
+    far, which it may change.
     """
     pieces: list[str] = []
     at = 0
@@ -27,9 +29,10 @@ def literal_to_json(text: str, piece: re.Pattern[str], rewrite: Callable[[str, s
         at = found.end()
         kind = found.lastgroup
         if kind == "word":
-            if found["word"] not in _WORDS:
+            word = found["word"].rstrip()
+            if word not in _WORDS and not _NUMBER.fullmatch(word):
                 return None
-            pieces.append(_WORDS[found["word"]])
+            pieces.append(_WORDS.get(word, word))
         elif kind is not None:
             pieces.append(rewrite(kind, found[kind], pieces))
     try:

@@ -8,7 +8,7 @@ from bifolio.text.tools.blocks import BlockParser
 from bifolio.text.tools.events import AnswerReader, Part, Tools, ToolSpec
 from bifolio.text.tools.format import LarkWriter, ToolFormat, write_blocks
 from bifolio.text.tools.granite import write_list
-from bifolio.text.tools.readers import MAX_NAME_CHARS, JsonCallsReader, JsonValueReader, Reader, read_object
+from bifolio.text.tools.readers import JsonCallsReader, JsonValueReader, Reader, read_object
 
 OPENING, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
@@ -20,13 +20,13 @@ class NamedArgumentsReader(JsonValueReader):
 
     def _step(self) -> bool:
         if not self._in_value:
-            head = self._until(ARGS, MAX_NAME_CHARS)
+            head = self._until(ARGS)
             if head is None:
                 return False
             self._in_value = True
             return self._begin_call(head.partition(CALL_ID)[0].strip())
-        if self._scanner is None and self._peek() != "{":
-            return self._fail() if self._peek() else False
+        if self._scanner is None and self.buffer.peek() != "{":
+            return self._fail() if self.buffer.peek() else False
         raw = self._value(sends=True)
         if raw is None:
             return False
@@ -43,13 +43,14 @@ class MistralReader(Reader):
 
     def _step(self) -> bool:
         if self._inner is None:
-            mark = self._peek()
+            mark = self.buffer.peek()
             if not mark:
                 return False
             self._inner = JsonCallsReader(self.tools) if mark in "[{" else NamedArgumentsReader(self.tools)
         inner = self._inner
-        self.events += inner.feed(self.rest)
-        self.text, self.at = inner.rest if inner.is_over else "", 0
+        self.events += inner.feed(self.buffer.take())
+        if inner.is_over or inner.is_broken:
+            self.buffer.unread(inner.buffer.rest)
         self.is_broken, self.is_complete, self.is_over = inner.is_broken, inner.is_complete, inner.is_over
         return False
 

@@ -16,18 +16,19 @@ OPENING, CLOSING, SPELLED = "<|tool_call|>", "<|/tool_call|>", "functools"
 class PhiReader(JsonCallsReader):
     """A list of calls; the closing marker after it belongs to the block."""
 
+    _is_closing = False
+
     def _step(self) -> bool:
-        if self._state != "closing":
+        if not self._is_closing:
             went_on = super()._step()
             if self.is_broken or not self.is_over:
                 return went_on
-            self.is_over, self._state = False, "closing"
-        self._peek()
-        if self.text.startswith(CLOSING, self.at):
-            self.at += len(CLOSING)
-            self.is_over = True
-        else:
-            self.is_over = not CLOSING.startswith(self.rest)
+            self.is_over, self._is_closing = False, True
+        self.buffer.peek()
+        is_closed = self.buffer.starts(CLOSING)
+        if is_closed:
+            self.buffer.skip(len(CLOSING))
+        self.is_over = is_closed is not None
         return False
 
 

@@ -10,10 +10,11 @@ from bifolio.text.tools.blocks import BlockParser
 from bifolio.text.tools.events import AnswerReader, Tools, ToolSpec
 from bifolio.text.tools.format import LarkWriter, ToolFormat
 from bifolio.text.tools.literals import MAX_DEPTH, literal_to_json
-from bifolio.text.tools.readers import MAX_NAME_CHARS, ArgumentReader
+from bifolio.text.tools.readers import ArgumentReader
 from bifolio.text.tools.tagged import properties_of, required_of
 
 _NAME = re.compile(r"[A-Za-z_][\w.\-]*")
+_NO_NAME = re.compile(r"[^\w.\-\s]")
 _PIECE = re.compile(
     r"""(?P<text>"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')|(?P<word>[A-Za-z_]\w*)|(?P<number>-?\d[\d.eE+\-]*)|(?P<mark>[\[\]{}(),:])|\s+""",
     re.DOTALL,
@@ -50,12 +51,13 @@ class PythonicReader(ArgumentReader):
         super().__init__(tools)
         self._state = "start"
         self._key = ""
+        self._num_named = 0  # characters of an incomplete name that were checked
         self._depth, self._quote, self._is_escaped = 0, "", False
 
     def _step(self) -> bool:
         if self._state == "value":
             return self._read_value()
-        mark = self._peek()
+        mark = self.buffer.peek()
         if not mark:
             return False
         if self._state == "start":
@@ -71,20 +73,20 @@ class PythonicReader(ArgumentReader):
     def _mark(self, mark: str, states: dict[str, str]) -> bool:
         if mark not in states:
             return self._fail()
-        self.at += 1
+        self.buffer.skip(1)
         self._state = states[mark]
         return True
 
     def _word(self, end: str) -> str | None:
         """A name with the mark behind it."""
-        word = self._until(end, MAX_NAME_CHARS)
+        word = self._until(end)
         if word is None:
-            rest = self.rest
-            found = _NAME.match(rest)
-            if found is None or rest[found.end() :].strip():
-                self.is_broken = True
+            self.is_broken |= self.buffer.search(_NO_NAME, self.buffer.at + self._num_named) is not None
+            self._num_named = len(self.buffer)
             return None
+        self._num_named = 0
         if not _NAME.fullmatch(word.strip()):
+            self.buffer.unread(word + end)
             self.is_broken = True
             return None
         return word.strip()
@@ -101,7 +103,7 @@ class PythonicReader(ArgumentReader):
             self._end_arguments()
             return self._mark(mark, {")": "after"})
         if mark == "," and self._keys:
-            self.at += 1
+            self.buffer.skip(1)
             return True
         key = self._word("=")
         if key is None:
@@ -113,18 +115,18 @@ class PythonicReader(ArgumentReader):
         return True
 
     def _read_value(self) -> bool:
-        start = at = self.at
-        while at < len(self.text):
+        at, length = self.buffer.at, len(self.buffer.text)
+        while at < length:
             if self._is_escaped:
                 self._is_escaped = False
                 at += 1
                 continue
-            found = _NOTABLE.search(self.text, at)
+            found = self.buffer.search(_NOTABLE, at)
             if found is None:
                 break
             mark = found.group()
             if not self._quote and self._depth == 0 and mark in ",)":
-                return self._end_value(start, found.start())
+                return self._end_value(found.start())
             at = found.end()
             if self._quote:
                 self._is_escaped = mark == "\\"
@@ -134,14 +136,15 @@ class PythonicReader(ArgumentReader):
             else:
                 self._depth += (mark in "[{(") - (mark in "]})")
                 if not 0 <= self._depth <= MAX_DEPTH:
+                    self._take_value(at)
                     return self._fail()
-        self._value.append(self.text[start:])
-        self.at = len(self.text)
+        self._take_value(length)
         return False
 
-    def _end_value(self, start: int, end: int) -> bool:
+    def _end_value(self, end: int) -> bool:
         self._state = "key"
-        return self._argument(self._key, python_to_json(self._whole_value(start, end)))
+        self._take_value(end)
+        return self._argument(self._key, python_to_json(self._whole_value().strip()))
 
 
 class Pythonic(ToolFormat):

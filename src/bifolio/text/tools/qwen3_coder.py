@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bifolio.text.tools.blocks import BlockParser
+from bifolio.text.tools.buffer import Marks
 from bifolio.text.tools.events import AnswerReader, Tools, ToolSpec
 from bifolio.text.tools.format import LarkWriter, ToolFormat, write_blocks
-from bifolio.text.tools.readers import MAX_NAME_CHARS
 from bifolio.text.tools.tagged import TaggedReader, properties_of, required_of, write_value
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 FUNCTION, PARAMETER = "<function=", "<parameter="
 END_FUNCTION, END_PARAMETER = "</function>", "</parameter>"
+END_PARAMETERS = Marks(END_PARAMETER)
 
 
 class FunctionReader(TaggedReader):
@@ -20,41 +21,47 @@ class FunctionReader(TaggedReader):
 
     def __init__(self, tools: Tools) -> None:
         super().__init__(tools)
-        self._key: str | None = None
-        self._in_function = False
+        self._state = "function"
+        self._key = ""
 
     def _step(self) -> bool:
-        if self._key is not None:
-            return self._read_value(self._key)
-        if not self._peek() or self.is_complete:
-            return False
-        expected = (PARAMETER, END_FUNCTION) if self._in_function else (FUNCTION,)
-        tag = next((tag for tag in expected if self.text.startswith(tag, self.at)), None)
-        if tag is None:
-            rest = self.rest
-            return False if any(one.startswith(rest) for one in expected) else self._fail()
-        if tag == END_FUNCTION:
-            self.at += len(tag)
-            self._end()
-            return True
-        start = self.at
-        self.at += len(tag)
-        name = self._until(">", MAX_NAME_CHARS)
-        if name is None:
-            self.at = start
-            return False
-        if tag == PARAMETER:
-            self._key = name.strip()
-            return True
-        self._in_function = True
-        return self._begin(name.strip())
+        if self._state == "function":
+            if not self._expect(FUNCTION):
+                return False
+            self._state = "name"
+        if self._state == "name":
+            name = self._until(">")
+            self._state = "name" if name is None else "tag"
+            return name is not None and self._begin(name.strip())
+        if self._state == "tag":
+            return self._read_tag()
+        if self._state == "key":
+            key = self._until(">")
+            if key is None:
+                return False
+            self._key, self._state = key.strip(), "value"
+        return self._read_value()
 
-    def _read_value(self, key: str) -> bool:
-        raw = self._until(END_PARAMETER)
+    def _read_tag(self) -> bool:
+        if not self.buffer.peek():
+            return False
+        is_end = self.buffer.starts(END_FUNCTION)
+        if is_end:
+            self.buffer.skip(len(END_FUNCTION))
+            self._end()
+        if is_end is not False:
+            return bool(is_end)
+        if not self._expect(PARAMETER):
+            return False
+        self._state = "key"
+        return True
+
+    def _read_value(self) -> bool:
+        raw = self._text_before(END_PARAMETERS)
         if raw is None:
             return False
-        self._key = None
-        return self._parameter(key, raw.removeprefix("\n").removesuffix("\n"))
+        self._state = "tag"
+        return self._parameter(self._key, raw.removeprefix("\n").removesuffix("\n"))
 
 
 class Qwen3Coder(ToolFormat):

@@ -1,20 +1,21 @@
-"""Readers of calls in one block of text: a buffer, the scanner of JSON values, and calls written as JSON objects."""
+"""Readers of calls in one block of text: the scanner of JSON values, and calls written as JSON objects."""
 
 from __future__ import annotations
 
 import json
 import re
 from abc import ABC, abstractmethod
+from enum import Enum, auto
 from typing import Any
 
 from bifolio.text.strict_json import StrictJsonText, strict_text, write_json
+from bifolio.text.tools.buffer import Buffer
 from bifolio.text.tools.events import Arguments, Call, Part, Tools
 
-_SPACE = re.compile(r"\s*")
-_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _NOTABLE = re.compile(r'["\\{}\[\]]')
 _SCALAR_END = re.compile(r"[,;}\])\s]")
-MAX_NAME_CHARS = 512  # of the name of a tool, with all that stands around it
+MAX_NAME_CHARS = 512  # of the name of a tool or an argument, with all that stands around it
+MAX_JSON_DEPTH = 256  # brackets inside each other
 
 
 class ValueScanner:
@@ -26,21 +27,26 @@ class ValueScanner:
         self._depth = 0
         self._in_string = self._is_escaped = self._is_scalar = self._started = False
 
-    def scan(self, text: str, start: int) -> int | None:
-        """The position behind the value, which continues at `start`; None if the text ends before."""
-        at = start
-        if not self._started and at < len(text):
+    @property
+    def is_too_deep(self) -> bool:
+        """Whether the scan ended at a bracket inside of too many others."""
+        return self._depth > MAX_JSON_DEPTH
+
+    def scan(self, buffer: Buffer) -> int | None:
+        """The position behind the value, which continues at the front; None if the text ends before."""
+        at, length = buffer.at, len(buffer.text)
+        if not self._started and at < length:
             self._started = True
-            self._is_scalar = text[at] not in '{["'
+            self._is_scalar = buffer.text[at] not in '{["'
         if self._is_scalar:
-            found = _SCALAR_END.search(text, at)
+            found = buffer.search(_SCALAR_END, at)
             return None if found is None else found.start()
-        while at < len(text):
+        while at < length:
             if self._is_escaped:
                 self._is_escaped = False
                 at += 1
                 continue
-            found = _NOTABLE.search(text, at)
+            found = buffer.search(_NOTABLE, at)
             if found is None:
                 return None
             at = found.end()
@@ -52,7 +58,7 @@ class ValueScanner:
                 self._in_string = True
             else:
                 self._depth += (mark in "{[") - (mark in "}]")
-            if not self._in_string and self._depth <= 0:
+            if not self._in_string and (self._depth <= 0 or self.is_too_deep):
                 return at
         return None
 
@@ -63,28 +69,34 @@ def read_object(text: str) -> dict[str, Any] | None:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return value if isinstance(value, dict) else None
+    return value if isinstance(value, dict) and not _is_too_deep(text) else None
+
+
+def _is_too_deep(text: str) -> bool:
+    if text.count("{") + text.count("[") <= MAX_JSON_DEPTH:
+        return False
+    buffer, scanner = Buffer(), ValueScanner()
+    buffer.append(text)
+    buffer.take_spaces()
+    scanner.scan(buffer)
+    return scanner.is_too_deep
 
 
 class Reader(ABC):
-    """Reads the calls of one block. Subclasses read one element in `_step` and say whether another may follow.
-
-    |<-- read -->|<-- unread: self.text[self.at:] -->|
-    """
+    """Reads the calls of one block. Subclasses read one element in `_step` and say whether another may follow."""
 
     def __init__(self, tools: Tools) -> None:
         self.tools = tools
-        self.text, self.at = "", 0
+        self.buffer = Buffer()
         self.events: list[Part] = []
         self.num_calls = 0
         self.is_broken = False  # the text is no call
         self.is_complete = False  # the text so far is one or more whole calls
-        self.is_over = False  # text from `at` on is no part of the block
+        self.is_over = False  # unread text is no part of the block
 
     def feed(self, text: str) -> list[Part]:
         """Read on; the new parts."""
-        self.text = self.text[self.at :] + text
-        self.at = 0
+        self.buffer.append(text)
         while not self.is_broken and not self.is_over and self._step():
             pass
         events, self.events = self.events, []
@@ -93,11 +105,6 @@ class Reader(ABC):
     def close(self) -> list[Part]:
         """No further text belongs to the block; the last parts."""
         return []
-
-    @property
-    def rest(self) -> str:
-        """Text that was not read."""
-        return self.text[self.at :]
 
     @abstractmethod
     def _step(self) -> bool:
@@ -108,36 +115,38 @@ class Reader(ABC):
         self.is_broken = True
         return False
 
-    def _peek(self) -> str:
-        """The next character that is no space; empty if it has not come."""
-        found = _SPACE.match(self.text, self.at)
-        self.at = self.at if found is None else found.end()
-        return self.text[self.at : self.at + 1]
+    def _expect(self, tag: str) -> bool:
+        """Skip a tag and spaces before it; False if it has not come. Fails if something else comes."""
+        if not self.buffer.peek():
+            return False
+        is_there = self.buffer.starts(tag)
+        if is_there:
+            self.buffer.skip(len(tag))
+        return is_there or (False if is_there is None else self._fail())
 
-    def _until(self, marker: str, most: int | None = None) -> str | None:
-        """The text before a marker, which is skipped; None if it has not come. Fails beyond `most` characters."""
-        end = self.text.find(marker, self.at)
-        if end < 0 or (most is not None and end - self.at > most):
-            if most is not None and len(self.text) - self.at > most + len(marker):
-                self.is_broken = True
+    def _until(self, mark: str) -> str | None:
+        """A name before a mark, which is skipped; None if it has not come. Fails if the name is too long."""
+        most = MAX_NAME_CHARS + len(mark)
+        end = self.buffer.find(mark, most)
+        if end < 0:
+            self.is_broken = len(self.buffer) >= most
             return None
-        found = self.text[self.at : end]
-        self.at = end + len(marker)
-        return found
+        name = self.buffer.take(end)
+        self.buffer.skip(len(mark))
+        return name
 
     def _string(self) -> str | None:
-        """A JSON string; None if it is not complete."""
-        found = _STRING.match(self.text, self.at)
-        if found is None:
-            self.is_broken = len(self.text) - self.at > MAX_NAME_CHARS
+        """A JSON string; None if it is not complete. Fails if it is too long for a name."""
+        most = MAX_NAME_CHARS + 2
+        end = self.buffer.string_end(most)
+        if end < 0:
+            self.is_broken = len(self.buffer) >= most
             return None
-        self.at = found.end()
         try:
-            value = json.loads(found.group())
+            return str(json.loads(self.buffer.take(end)))
         except ValueError:
             self.is_broken = True
             return None
-        return str(value)
 
     def _begin_call(self, name: str) -> bool:
         if name not in self.tools:
@@ -172,11 +181,13 @@ class ArgumentReader(Reader):
     def _end_arguments(self) -> None:
         self.events.append(Arguments("}" if self._keys else "{}"))
 
-    def _whole_value(self, start: int, end: int) -> str:
-        """The pieces of the value, of which the last one lies here; reading continues behind it."""
-        self._value.append(self.text[start:end])
-        self.at = end
-        return "".join(self._value).strip()
+    def _take_value(self, end: int) -> None:
+        """Take a piece of the value, up to this position."""
+        self._value.append(self.buffer.take(end - self.buffer.at))
+
+    def _whole_value(self) -> str:
+        value, self._value = "".join(self._value), []
+        return value
 
 
 class JsonValueReader(Reader):
@@ -193,14 +204,11 @@ class JsonValueReader(Reader):
         if self._scanner is None:
             self._scanner, self._raw = ValueScanner(), []
             self._strict = StrictJsonText() if sends else None
-        end = self._scanner.scan(self.text, self.at)
-        stop = len(self.text) if end is None else end
-        if stop > self.at:
-            self._raw.append(self.text[self.at : stop])
-            self.at = stop
-            if self._strict is not None:
-                self.events.append(Arguments(self._strict.push(self._raw[-1])))
-        if end is None:
+        end = self._scanner.scan(self.buffer)
+        self._raw.append(self.buffer.take(None if end is None else end - self.buffer.at))
+        if self._strict is not None:
+            self.events.append(Arguments(self._strict.push(self._raw[-1])))
+        if end is None or (self._scanner.is_too_deep and not self._fail()):
             return None
         self._scanner = self._strict = None
         return "".join(self._raw)
@@ -211,13 +219,25 @@ class JsonValueReader(Reader):
         return [] if strict is None else [Arguments(strict.finish())]
 
 
+class _Place(Enum):
+    """The element that a reader of JSON calls expects."""
+
+    START = auto()
+    ITEM = auto()
+    KEY = auto()
+    COLON = auto()
+    OPENING = auto()  # of a value
+    VALUE = auto()
+    AFTER = auto()  # an object
+
+
 class JsonCallsReader(JsonValueReader):
     """Reads `{"name": ..., "arguments": {...}}`, one object, objects with separators, or a list of them."""
 
     def __init__(self, tools: Tools, separators: str = ",") -> None:
         super().__init__(tools)
         self._separators = separators  # between objects that are not in a list
-        self._state = "start"
+        self._place = _Place.START
         self._in_list = False
         self._key = ""
         self._name: str | None = None
@@ -225,37 +245,49 @@ class JsonCallsReader(JsonValueReader):
         self._has_value = False
 
     def _step(self) -> bool:
-        if self._state == "value":
+        if self._place is _Place.VALUE:
             return self._read_value()
-        mark = self._peek()
+        mark = self.buffer.peek()
         if not mark:
             return False
-        return bool(getattr(self, f"_read_{self._state}")(mark))
+        match self._place:
+            case _Place.START:
+                return self._read_start(mark)
+            case _Place.ITEM:
+                return self._read_item(mark)
+            case _Place.KEY:
+                return self._read_key(mark)
+            case _Place.COLON:
+                return self._read_colon(mark)
+            case _Place.OPENING:
+                return self._read_opening(mark)
+            case _Place.AFTER:
+                return self._read_after(mark)
 
     def _read_start(self, mark: str) -> bool:
         if mark == "[":
             self._in_list = True
-            self.at += 1
+            self.buffer.skip(1)
         elif mark != "{":
             return self._fail()
-        self._state = "item"
+        self._place = _Place.ITEM
         return True
 
     def _read_item(self, mark: str) -> bool:
         if mark != "{":
             return self._fail()
-        self.at += 1
+        self.buffer.skip(1)
         self._name, self._arguments, self._has_value = None, None, False
         self.is_complete = False
-        self._state = "key"
+        self._place = _Place.KEY
         return True
 
     def _read_key(self, mark: str) -> bool:
         if mark == "}":
-            self.at += 1
+            self.buffer.skip(1)
             return self._end_object()
         if mark == "," and self._has_value:
-            self.at += 1
+            self.buffer.skip(1)
             self._has_value = False
             return True
         if mark != '"' or self._has_value:
@@ -264,14 +296,14 @@ class JsonCallsReader(JsonValueReader):
         if key is None:
             return False
         self._key = key
-        self._state = "colon"
+        self._place = _Place.COLON
         return True
 
     def _read_colon(self, mark: str) -> bool:
         if mark != ":":
             return self._fail()
-        self.at += 1
-        self._state = "opening"
+        self.buffer.skip(1)
+        self._place = _Place.OPENING
         return True
 
     def _read_opening(self, mark: str) -> bool:
@@ -281,7 +313,7 @@ class JsonCallsReader(JsonValueReader):
         if self._is_arguments and (mark not in '{"n' or self._arguments is not None):
             return self._fail()
         self._is_object = mark == "{"
-        self._state = "value"
+        self._place = _Place.VALUE
         return True
 
     @property
@@ -306,7 +338,7 @@ class JsonCallsReader(JsonValueReader):
             if self._is_arguments and not self._end_arguments(raw):
                 return False
         self._has_value = True
-        self._state = "key"
+        self._place = _Place.KEY
         return True
 
     def _end_arguments(self, raw: str) -> bool:
@@ -330,18 +362,18 @@ class JsonCallsReader(JsonValueReader):
             return self._fail()
         if self._arguments is None:
             self.events.append(Arguments("{}"))
-        self._state = "after"
+        self._place = _Place.AFTER
         self.is_complete = not self._in_list
         return True
 
     def _read_after(self, mark: str) -> bool:
         if self._in_list and mark == "]":
-            self.at += 1
+            self.buffer.skip(1)
             self.is_complete = self.is_over = True
             return False
         if mark in ("," if self._in_list else self._separators):
-            self.at += 1
-            self._state = "item"
+            self.buffer.skip(1)
+            self._place = _Place.ITEM
             self.is_complete = False
             return True
         if self._in_list:

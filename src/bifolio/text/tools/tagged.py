@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bifolio.text.strict_json import write_json
+from bifolio.text.tools.buffer import Marks
 from bifolio.text.tools.events import Tools, ToolSpec
 from bifolio.text.tools.format import LarkWriter
 from bifolio.text.tools.readers import ArgumentReader
@@ -26,9 +27,15 @@ class TaggedReader(ArgumentReader):
     def _parameter(self, key: str, raw: str) -> bool:
         return self._argument(key, typed_value(raw, property_of(self.tools[self._name], key)))
 
+    def _text_before(self, closing: Marks) -> str | None:
+        """The value before a tag, which is skipped; None while the tag has not come."""
+        text, found = self.buffer.take_before(closing)
+        self._value.append(text)
+        return self._whole_value() if found else None
+
     def _end(self) -> None:
         self._end_arguments()
-        self.is_complete = True
+        self.is_complete = self.is_over = True
 
 
 def property_of(tool: ToolSpec, key: str) -> Mapping[str, Any]:
