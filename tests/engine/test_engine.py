@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -303,3 +304,17 @@ def test_settings_that_cannot_work_say_which_would() -> None:
     for bad in ({"max_num_seqs": 0}, {"chunk_size": 0}, {"block_size": 0}, {"num_blocks": 1}):
         with pytest.raises(ConfigError):
             make_engine(**bad)
+
+
+@pytest.mark.parametrize("options", [{"dry_multiplier": 1.0}, {"bad_words": ["fox"]}])
+def test_texts_that_stand_for_tokens_are_refused_without_a_tokenizer(options: dict[str, Any]) -> None:
+    engine = make_engine()
+    with pytest.raises(RequestError, match="no tokenizer that turns"):
+        engine.add_request("a", PROMPTS[0], SamplingParams(max_tokens=2, **options))
+
+
+@pytest.mark.parametrize("breakers", [(), (3, 5)])
+def test_repetitions_are_penalised_without_a_tokenizer(breakers: tuple[int, ...]) -> None:
+    dry = {"dry_multiplier": 1.0, "dry_sequence_breakers": breakers}
+    params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, **dry)  # type: ignore[arg-type]
+    assert len(output_ids(run_alone(PROMPTS[2], params))[0]) == 6

@@ -171,8 +171,15 @@ class RequestFactory:
             params = with_grammar(params, self._model)
         tokenizer = self._model.tokenizer
         if tokenizer is None:
-            return params.resolve_strings(lambda text: [])
+            return params.resolve_strings(_no_tokens)
         return params.resolve_strings(lambda text: tokenizer.encode(text, add_special_tokens=False))
+
+
+def _no_tokens(text: str) -> list[int]:
+    raise RequestError(
+        f"the model has no tokenizer that turns {text!r} into tokens: pass bad_words_token_ids in place of bad_words, "
+        "and token ids as dry_sequence_breakers, or () for none"
+    )
 
 
 def as_token_ids(prompt: Sequences[int]) -> list[int]:

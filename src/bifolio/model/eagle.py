@@ -10,7 +10,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -21,6 +20,7 @@ from bifolio.model.draft_head import HeadWeights, LoadedHead, default_taps, roun
 from bifolio.model.file_access import atomic_write
 from bifolio.model.huggingface.config import config_from_hf, config_to_hf
 from bifolio.model.huggingface.hf_loader import folder_tensors, read_json
+from bifolio.model.huggingface.json_object import JsonObject
 from bifolio.model.huggingface.safetensors_file import write_safetensors
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.weights import LayerWeights, attention_shape, inverse_frequencies
@@ -34,7 +34,7 @@ NUM_TAPS = 3
 
 def is_eagle_folder(path: Path) -> bool:
     config = path / "config.json"
-    return config.is_file() and ARCHITECTURE in (read_json(config).get("architectures") or [])
+    return config.is_file() and ARCHITECTURE in JsonObject(read_json(config), config).texts("architectures")
 
 
 def load_eagle(path: str | Path, target: LoadedModel) -> LoadedHead:
@@ -45,23 +45,24 @@ def load_eagle(path: str | Path, target: LoadedModel) -> LoadedHead:
             f"{folder} is not a folder: an EAGLE-3 head is a folder with config.json and *.safetensors"
         )
     raw = read_json(folder / "config.json")
-    if ARCHITECTURE not in (raw.get("architectures") or []):
+    fields = JsonObject(raw, folder / "config.json")
+    if ARCHITECTURE not in fields.texts("architectures"):
         raise UnsupportedModelError(
             f"{folder} is no EAGLE-3 head: the architectures of its config.json must contain {ARCHITECTURE!r}"
         )
-    config = config_from_hf({**raw, "model_type": "llama"})
+    config = config_from_hf({**raw, "model_type": "llama"}, folder / "config.json")
     if config.num_layers != 1:
         raise UnsupportedModelError(f"{folder}: a head of {config.num_layers} layers is not supported; one layer is")
     if not list(folder.glob("*.safetensors")):
         raise ModelFileError(f"{folder} has no *.safetensors file: convert pytorch_model.bin with safetensors first")
     tensors = HeadTensors(folder, folder_tensors(folder, raw))
-    size = int(raw.get("target_hidden_size") or config.hidden_size)
+    size = fields.count("target_hidden_size", config.hidden_size)
     if config.vocab_size != target.config.vocab_size or size != target.config.hidden_size:
         raise ConfigError(
             f"the head in {folder} is for a model with {config.vocab_size} tokens and a width of {size}, and the model "
             f"has {target.config.vocab_size} and {target.config.hidden_size}: use a head trained for this model"
         )
-    return LoadedHead(folder, rounded_like(_weights(raw, config, tensors, target), target.weights))
+    return LoadedHead(folder, rounded_like(_weights(fields, config, tensors, target), target.weights))
 
 
 class HeadTensors:
@@ -96,18 +97,18 @@ class HeadTensors:
         return Norm(self.get(f"{name}.weight", config.hidden_size).dequantize(), None, config.norm_eps)
 
 
-def _weights(raw: Mapping[str, Any], config: ModelConfig, tensors: HeadTensors, target: LoadedModel) -> HeadWeights:
+def _weights(fields: JsonObject, config: ModelConfig, tensors: HeadTensors, target: LoadedModel) -> HeadWeights:
     d, size = config.hidden_size, target.config.hidden_size
     embedding = tensors.find("embed_tokens.weight")
     if embedding is None and d != size:
         raise ModelFileError(f"a head of width {d} for a model of width {size} needs embed_tokens of its own")
-    token_ids, draft_vocab = _token_ids(raw, config, tensors)
+    token_ids, draft_vocab = _token_ids(fields, config, tensors)
     token_part, hidden_part = _split_qkv(config, tensors)
     ropes = [inverse_frequencies(rope, config.max_position) for rope in config.ropes]
     return HeadWeights(
         config=config,
         kind="eagle",
-        taps=_taps(raw, target.config.num_layers),
+        taps=_taps(fields, target.config.num_layers),
         state_size=size,
         state_scale=target.config.residual_scale,
         merge=tensors.linear("fc", d, NUM_TAPS * size),
@@ -123,7 +124,7 @@ def _weights(raw: Mapping[str, Any], config: ModelConfig, tensors: HeadTensors, 
         inverse_frequencies=tuple(frequencies for frequencies, _ in ropes),
         rope_scales=tuple(scale for _, scale in ropes),
         token_ids=token_ids,
-        norms_residual=bool(raw.get("norm_before_residual", False)),
+        norms_residual=fields.flag("norm_before_residual", False),
     )
 
 
@@ -159,22 +160,23 @@ def _layer(config: ModelConfig, tensors: HeadTensors) -> LayerWeights:
     )
 
 
-def _taps(raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+def _taps(fields: JsonObject, num_layers: int) -> tuple[int, ...]:
     """Numbers of layers before each state. Nested ids count layers from 0, those of the top level count states."""
-    nested = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    top = raw.get("eagle_aux_hidden_state_layer_ids")
-    taps: Sequence[int] = [int(i) + 1 for i in nested] if nested else [int(i) for i in top or default_taps(num_layers)]
+    name = "eagle_aux_hidden_state_layer_ids"
+    nested = fields.object("eagle_config").counts(name, least=-1)
+    top = fields.counts(name, least=0)
+    taps = tuple(i + 1 for i in nested) if nested else top or default_taps(num_layers)
     if len(taps) != NUM_TAPS or not all(0 <= tap <= num_layers for tap in taps):
         raise ModelFileError(
             f"an EAGLE-3 head reads {NUM_TAPS} of the model's {num_layers} layers, not {list(taps)}: "
             "use a head that was trained for this model"
         )
-    return tuple(taps)
+    return taps
 
 
-def _token_ids(raw: Mapping[str, Any], config: ModelConfig, tensors: HeadTensors) -> tuple[np.ndarray | None, int]:
+def _token_ids(fields: JsonObject, config: ModelConfig, tensors: HeadTensors) -> tuple[np.ndarray | None, int]:
     """The target's ids of the head's tokens (d2t holds differences), and their number."""
-    count = int(raw.get("draft_vocab_size") or config.vocab_size)
+    count = fields.count("draft_vocab_size", config.vocab_size)
     if tensors.find("d2t") is None:
         if count != config.vocab_size:
             raise ModelFileError(

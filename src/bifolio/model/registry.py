@@ -145,7 +145,7 @@ def header(path: Path) -> tuple[str, int, str]:
         from bifolio.model.huggingface.hf_loader import folder_tensors, read_json
 
         raw = read_json(path / "config.json")
-        config = config_from_hf(raw)
+        config = config_from_hf(raw, path / "config.json")
         sizes = [(tensor.format, tensor.nbytes) for tensor in folder_tensors(path, raw).stored()]
     else:
         from bifolio.model.gguf.loader import config_from_gguf

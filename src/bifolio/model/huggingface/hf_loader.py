@@ -14,6 +14,7 @@ from bifolio.errors import ModelFileError, UnsupportedModelError
 from bifolio.model.families import family_of
 from bifolio.model.huggingface.config import config_from_hf
 from bifolio.model.huggingface.integer_weights import IntegerMap, read_packing
+from bifolio.model.huggingface.json_object import JsonObject
 from bifolio.model.huggingface.safetensors_file import Tensors, open_safetensors
 from bifolio.model.huggingface.scaled_tensors import FolderMap, read_block
 from bifolio.model.huggingface.sentencepiece_file import read_tokenizer
@@ -48,12 +49,12 @@ def load_folder(folder: Path) -> LoadedModel:
 def open_folder(folder: Path) -> ModelFile:
     """Read the JSON files, check the headers of the weights and map them."""
     raw = read_json(folder / "config.json")
-    config = config_from_hf(raw)
+    config = config_from_hf(raw, folder / "config.json")
     tensors = folder_tensors(folder, raw)
     generation = read_json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
     text = TextModel(
         path=folder,
-        config=with_generation_ids(config, generation),
+        config=with_generation_ids(config, generation, folder / "generation_config.json"),
         tokenizer_source=_tokenizer_source(folder),
         generation_config=generation,
         chat_template=_chat_template(folder),
@@ -70,7 +71,7 @@ def folder_tensors(folder: Path, config: Mapping[str, Any] | None = None) -> Fol
 
     `config` is config.json, which describes quantised weights.
     """
-    new_map = _map_of(config or {})
+    new_map = _map_of(JsonObject(config or {}, folder / "config.json"))
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         weight_map = read_json(index).get("weight_map")
@@ -92,20 +93,18 @@ def folder_tensors(folder: Path, config: Mapping[str, Any] | None = None) -> Fol
     return new_map(maps)
 
 
-def _map_of(config: Mapping[str, Any]) -> Callable[[list[Tensors]], FolderMap]:
+def _map_of(config: JsonObject) -> Callable[[list[Tensors]], FolderMap]:
     """The reader of a folder's weights; those that are quantised in an unknown way are refused."""
-    text = config.get("text_config")
-    found = config.get("quantization_config")
-    found = found or (text.get("quantization_config") if isinstance(text, Mapping) else None)
-    if not isinstance(found, Mapping):
+    found = config.object("quantization_config") or config.object("text_config").object("quantization_config")
+    if not found:
         return FolderMap
     if (packing := read_packing(found)) is not None:
         return partial(IntegerMap, packing=packing)
     if (block := read_block(found)) is not None:
         return partial(FolderMap, block=block)
-    method = " ".join(str(found[name]) for name in ("quant_method", "format") if found.get(name)) or "an unknown method"
+    method = " ".join(str(found.get(name)) for name in ("quant_method", "format") if found.get(name))
     raise UnsupportedModelError(
-        f"the weights of this folder are quantised by {method}, which is not supported: "
+        f"the weights of this folder are quantised by {method or 'an unknown method'}, which is not supported: "
         "use the folder of the original model, or a GGUF file"
     )
 
@@ -135,12 +134,14 @@ class FolderTensors:
         return tensor
 
 
-def with_generation_ids(config: ModelConfig, generation: Mapping[str, Any]) -> ModelConfig:
+def with_generation_ids(
+    config: ModelConfig, generation: Mapping[str, Any], path: Path | str = "generation_config.json"
+) -> ModelConfig:
     """Add the end-of-text ids of generation_config.json to those of config.json."""
-    eos = generation.get("eos_token_id")
-    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    merged = tuple(dict.fromkeys([*config.eos_token_ids, *(int(i) for i in ids)]))
-    return replace(config, eos_token_ids=merged)
+    fields, name = JsonObject(generation, path), "eos_token_id"
+    eos = generation.get(name)
+    ids = fields.counts(name, least=-1) if eos is None or isinstance(eos, list) else (fields.count(name, 0, least=-1),)
+    return replace(config, eos_token_ids=tuple(dict.fromkeys([*config.eos_token_ids, *ids])))
 
 
 def _tokenizer_source(folder: Path) -> Callable[[], Tokenizer] | None:

@@ -10,13 +10,14 @@ columns with the same scale: Q4_0 if every zero is 8, otherwise Q4_1, whose mini
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from bifolio.errors import MissingDependencyError, ModelFileError, UnsupportedModelError
 from bifolio.kernels.cpu import pack_codes
+from bifolio.model.huggingface.json_object import JsonObject, shown
 from bifolio.model.huggingface.safetensors_file import Tensors
 from bifolio.model.huggingface.scaled_tensors import FolderMap
 from bifolio.quant.formats import QuantFormat
@@ -46,31 +47,33 @@ class Packing(NamedTuple):
         return ".weight_scale" if self.method == "packed" else ".scales"
 
 
-def read_packing(found: Mapping[str, Any]) -> Packing | None:
+def read_packing(found: JsonObject) -> Packing | None:
     """The layout that `quantization_config` describes; None if it is another one."""
     method = found.get("quant_method")
     if method == "compressed-tensors" and found.get("format") == "pack-quantized":
-        groups = found.get("config_groups")
-        settings = [group.get("weights") or {} for group in groups.values()] if isinstance(groups, Mapping) else []
+        settings = [group.object("weights") for group in found.object("config_groups").objects()]
         if len(settings) != 1:
             raise UnsupportedModelError("compressed-tensors with several kinds of weights are not supported")
         _require("compressed-tensors", settings[0], num_bits=4, symmetric=True)
-        return Packing("packed", int(settings[0].get("group_size") or -1))
+        return Packing("packed", settings[0].count("group_size", -1, least=-1) or -1)
     if method == "awq":
-        _require("AWQ", {"version": "gemm", **found}, bits=4, version="gemm", zero_point=True)
-        return Packing("awq", int(found.get("group_size") or found.get("q_group_size") or 128))
+        _require("AWQ", found, bits=4, version="gemm", zero_point=True)
+        sizes = [found.count(field, 0, least=-1) for field in ("group_size", "q_group_size")]
+        return Packing("awq", sizes[0] or sizes[1] or 128)
     if method == "gptq":
         _require("GPTQ", found, bits=4)
-        return Packing("gptq", int(found.get("group_size") or 128), int(found.get("checkpoint_format") != "gptq_v2"))
+        size = found.count("group_size", 128, least=-1) or 128
+        return Packing("gptq", size, int(found.get("checkpoint_format") != "gptq_v2"))
     return None
 
 
-def _require(name: str, found: Mapping[str, Any], **wanted: Any) -> None:
+def _require(name: str, found: JsonObject, **wanted: Any) -> None:
     for field, value in wanted.items():
-        actual = found.get(field, value)
+        actual = value if found.get(field) is None else found.get(field)
         if (actual.lower() if isinstance(actual, str) else actual) != value:
+            given = actual if isinstance(actual, str) else shown(actual)
             raise UnsupportedModelError(
-                f"{name} weights with {field} = {actual} are not supported, only with {value}: "
+                f"{name} weights with {field} = {given} are not supported, only with {value}: "
                 "use the folder of the original model, or a GGUF file"
             )
 

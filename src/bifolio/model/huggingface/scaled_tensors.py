@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from bifolio.errors import MissingDependencyError, ModelFileError, UnsupportedModelError
 from bifolio.kernels.cpu import decode_fp8
+from bifolio.model.huggingface.json_object import JsonObject
 from bifolio.model.huggingface.safetensors_file import Tensors
 from bifolio.quant.formats import QuantFormat
 from bifolio.quant.late_tensor import LateTensor
@@ -90,7 +91,7 @@ def _scaled(
     rows, columns = shape
     stored = stored.reshape(shape)
     if scales.shape == (-(-rows // block[0]), -(-columns // block[1])):
-        group, width = block
+        group, width = min(block[0], max(rows, 1)), min(block[1], max(columns, 1))
     elif scales.size in (1, rows):
         group, width = -(-rows // scales.size), columns
     else:
@@ -138,17 +139,13 @@ def _unscaled(stored: np.ndarray) -> np.ndarray:
     return halves.view(np.float16).astype(np.float32)
 
 
-def _is_block(block: object) -> bool:
-    return isinstance(block, list | tuple) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
-
-
-def read_block(found: Mapping[str, Any]) -> tuple[int, int] | None:
+def read_block(found: JsonObject) -> tuple[int, int] | None:
     """The blocks of FP8 weights that `quantization_config` describes; None if the weights are of another kind."""
     method = found.get("quant_method")
     is_float = method == "compressed-tensors" and "float" in str(found.get("format"))
     if not is_float and method not in ("fp8", "fbgemm_fp8", "mxfp4"):
         return None
-    block = found.get("weight_block_size") or USUAL_BLOCK
-    if not _is_block(block):
-        raise ModelFileError(f"config.json has weight_block_size = {block}: it must be two positive numbers")
+    block = found.counts("weight_block_size") or USUAL_BLOCK
+    if len(block) != 2:
+        raise found.fail("weight_block_size", "two positive integers")
     return block[0], block[1]
