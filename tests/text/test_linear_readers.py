@@ -27,7 +27,7 @@ GLM = "<tool_call>write<arg_key>text</arg_key><arg_value>"
 CODER = "<tool_call><function=write><parameter=text>"
 NAME = "n" * 500  # almost too long for a name
 
-# Beginnings, and texts that are repeated behind them up to the wanted length.
+# Beginnings, and texts that are repeated after them up to the wanted length.
 HOSTILE: dict[str, list[tuple[str, str]]] = {
     "hermes": [
         (TAG + JSON_CALL, "x"),
@@ -287,7 +287,7 @@ def test_calls_nested_too_deeply_are_text() -> None:
                 assert texts_of(parts)[1] == ("" if is_call else text)
 
 
-def test_text_behind_a_broken_call_that_a_grammar_enforced_does_not_depend_on_pieces() -> None:
+def test_text_after_a_broken_call_that_a_grammar_enforced_does_not_depend_on_pieces() -> None:
     text = '<tool_call>{"name": "now", "arguments": [1]} x</tool_call> y'
     for pieces in ([text], list(text)):
         reader = reader_of("hermes", is_certain=True)()
