@@ -241,11 +241,12 @@ def test_work_of_the_reasoning_reader_is_linear(head: str, repeated: str, work: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_cut", [False, True], ids=["whole", "in single characters"])
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_megabyte(name: str, is_cut: bool, work: Work) -> None:
+def test_a_megabyte(name: str, work: Work) -> None:
+    """Whole, and an eighth of it in single characters, which take a hundred times as long to count."""
     head, repeated = HOSTILE[name][0]
-    check(reader_of(name), hostile(head, repeated, MEGABYTE), is_cut, work)
+    check(reader_of(name), hostile(head, repeated, MEGABYTE), False, work)
+    check(reader_of(name), hostile(head, repeated, MEGABYTE // 8), True, work)
 
 
 @pytest.mark.full
