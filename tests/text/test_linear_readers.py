@@ -27,7 +27,7 @@ GLM = "<tool_call>write<arg_key>text</arg_key><arg_value>"
 CODER = "<tool_call><function=write><parameter=text>"
 NAME = "n" * 500  # almost too long for a name
 
-# Beginnings, and texts that are repeated behind them up to the wanted length.
+# Beginnings, and texts that are repeated after them up to the wanted length.
 HOSTILE: dict[str, list[tuple[str, str]]] = {
     "hermes": [
         (TAG + JSON_CALL, "x"),
@@ -241,11 +241,12 @@ def test_work_of_the_reasoning_reader_is_linear(head: str, repeated: str, work: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_cut", [False, True], ids=["whole", "in single characters"])
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_megabyte(name: str, is_cut: bool, work: Work) -> None:
+def test_a_megabyte(name: str, work: Work) -> None:
+    """Whole, and an eighth of it in single characters, which take a hundred times as long to count."""
     head, repeated = HOSTILE[name][0]
-    check(reader_of(name), hostile(head, repeated, MEGABYTE), is_cut, work)
+    check(reader_of(name), hostile(head, repeated, MEGABYTE), False, work)
+    check(reader_of(name), hostile(head, repeated, MEGABYTE // 8), True, work)
 
 
 @pytest.mark.full
@@ -287,7 +288,7 @@ def test_calls_nested_too_deeply_are_text() -> None:
                 assert texts_of(parts)[1] == ("" if is_call else text)
 
 
-def test_text_behind_a_broken_call_that_a_grammar_enforced_does_not_depend_on_pieces() -> None:
+def test_text_after_a_broken_call_that_a_grammar_enforced_does_not_depend_on_pieces() -> None:
     text = '<tool_call>{"name": "now", "arguments": [1]} x</tool_call> y'
     for pieces in ([text], list(text)):
         reader = reader_of("hermes", is_certain=True)()

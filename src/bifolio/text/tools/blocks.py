@@ -8,7 +8,7 @@ from bifolio.text.tools.buffer import Buffer, Marks
 from bifolio.text.tools.events import Content, Part, Tools
 from bifolio.text.tools.readers import Reader
 
-# Blocks that are no calls are read again as text. Behind this number of them, or of characters in them that were read
+# Blocks that are no calls are read again as text. After this number of them, or of characters in them that were read
 # twice, openings are text, which bounds the work.
 MAX_BROKEN = 64
 MAX_AGAIN = 1 << 18
@@ -50,7 +50,7 @@ class BlockParser:
         self._reader: Reader | None = None  # of the block under way
         self._opening = ""
         self._block: list[str] = []  # its text
-        self._behind: list[str] = []  # the part of its text behind the calls
+        self._after: list[str] = []  # the part of its text after the calls
         self._chars = _FIRST_CHARS  # of it that are read next
         self._has_sent = False  # parts of it were returned
         self._pending: list[Part] = []  # parts of it, held back
@@ -110,7 +110,7 @@ class BlockParser:
     # -- in a block ----------------------------------------------------------------------------------------------------
     def _begin_block(self, opening: str) -> None:
         self._reader = self._new_reader(self._tools)
-        self._opening, self._block, self._behind, self._chars = opening, [], [], _FIRST_CHARS
+        self._opening, self._block, self._after, self._chars = opening, [], [], _FIRST_CHARS
         self._pending, self._has_sent, self._is_first = [], False, False
 
     def _inside(self, reader: Reader, parts: list[Part]) -> bool:
@@ -134,7 +134,7 @@ class BlockParser:
             return
         self._block.append(text)
         if self._reader.is_over or self._reader.is_broken:
-            self._behind.append(text)
+            self._after.append(text)
             return
         events = self._reader.feed(text)
         if self._is_certain:
@@ -149,12 +149,12 @@ class BlockParser:
             parts += events
 
     def _end_block(self, parts: list[Part], closing: str) -> None:
-        """Return the calls of the block, or its opening as text; text behind the calls is read on."""
+        """Return the calls of the block, or its opening as text; text after the calls is read on."""
         reader, self._reader = self._reader, None
         if reader is None:
             return
         self._pending += reader.close()
-        rest = "".join([reader.buffer.rest, *self._behind])
+        rest = "".join([reader.buffer.rest, *self._after])
         if reader.is_complete and not reader.is_broken and not (closing and rest.strip()):
             self._send(self._pending, parts)
             if not closing:

@@ -106,7 +106,7 @@ class Buffer:
         return text[start : found.start()], found.group()
 
     def search(self, pattern: re.Pattern[str], start: int, stop: int | None = None) -> re.Match[str] | None:
-        """The first match between two positions of `text`. The caller reads on behind it, or takes the text."""
+        """The first match between two positions of `text`. The caller reads on after it, or takes the text."""
         return pattern.search(self.text, start, len(self.text) if stop is None else stop)
 
     def find(self, mark: str, most: int) -> int:

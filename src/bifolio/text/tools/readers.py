@@ -33,7 +33,7 @@ class ValueScanner:
         return self._depth > MAX_JSON_DEPTH
 
     def scan(self, buffer: Buffer) -> int | None:
-        """The position behind the value, which continues at the front; None if the text ends before."""
+        """The position after the value, which continues at the front; None if the text ends before."""
         at, length = buffer.at, len(buffer.text)
         if not self._started and at < length:
             self._started = True
