@@ -1,10 +1,21 @@
 #include "blocks.h"
 
+#include <cstring>
+
 namespace bifolio {
 namespace {
 
-std::vector<uint8_t>& grid(FileFormat format) {
-  static std::vector<uint8_t> grids[size_t(FileFormat::Count)];
+struct alignas(64) TableLine {
+  int8_t bytes[64];
+};
+
+struct Grid {
+  std::vector<uint8_t> numbers;
+  std::vector<TableLine> table;  // as kernels read it: see SmallGrid
+};
+
+Grid& grid(FileFormat format) {
+  static Grid grids[size_t(FileFormat::Count)];
   return grids[size_t(format)];
 }
 
@@ -31,8 +42,8 @@ const FileBlock kBlocks[size_t(FileFormat::Count)] = {
     {"Q4_1", 32, 20, Format::Q4_1, nullptr, FileFormat::Q4_1},
     {"Q5_0", 32, 22, Format::Q6_0, nullptr, FileFormat::Q5_0},
     {"Q5_1", 32, 24, Format::Q6_1, nullptr, FileFormat::Q5_1},
-    {"Q2_K", 256, 84, Format::Q4_1_16, nullptr, FileFormat::Q2_K},
-    {"Q3_K", 256, 110, Format::Q4_T_16, kThreeBits, FileFormat::Q3_K},
+    {"Q2_K", 256, 84, Format::Q2_K, nullptr, FileFormat::Q2_K},
+    {"Q3_K", 256, 110, Format::Q3_K, kThreeBits, FileFormat::Q3_K},
     {"Q4_K", 256, 144, kPackedQ4K, nullptr, FileFormat::Q4_K},
     {"Q5_K", 256, 176, Format::Q6_1, nullptr, FileFormat::Q5_K},
     {"Q6_K", 256, 210, Format::Q6_0_16, nullptr, FileFormat::Q6_K},
@@ -42,22 +53,42 @@ const FileBlock kBlocks[size_t(FileFormat::Count)] = {
     {"NVFP4", 64, 36, Format::Q4_T_16, kSmallFloats, FileFormat::NVFP4},
     {"TQ1_0", 256, 54, Format::Q4_0, nullptr, FileFormat::TQ1_0},
     {"TQ2_0", 256, 66, Format::Q4_0, nullptr, FileFormat::TQ2_0},
-    {"IQ2_XXS", 256, 66, Format::Q4_T, kThree, FileFormat::IQ2_XXS},
-    {"IQ2_XS", 256, 74, Format::Q4_T_16, kThree, FileFormat::IQ2_XS},
-    {"IQ2_S", 256, 82, Format::Q4_T_16, kThree, FileFormat::IQ2_S},
-    {"IQ3_XXS", 256, 98, Format::Q4_T, kEight, FileFormat::IQ3_XXS},
-    {"IQ3_S", 256, 110, Format::Q4_T, kOdd, FileFormat::IQ3_S},
-    {"IQ1_S", 256, 50, Format::Q4_T, kThirds, FileFormat::IQ1_S},
-    {"IQ1_M", 256, 56, Format::Q4_T_16, kThirds, FileFormat::IQ1_M},
+    {"IQ2_XXS", 256, 66, Format::IQ2_XXS, kThree, FileFormat::IQ2_XXS},
+    {"IQ2_XS", 256, 74, Format::IQ2_XS, kThree, FileFormat::IQ2_XS},
+    {"IQ2_S", 256, 82, Format::IQ2_S, kThree, FileFormat::IQ2_S},
+    {"IQ3_XXS", 256, 98, Format::IQ3_XXS, kEight, FileFormat::IQ3_XXS},
+    {"IQ3_S", 256, 110, Format::IQ3_S, kOdd, FileFormat::IQ3_S},
+    {"IQ1_S", 256, 50, Format::IQ1_S, kThirds, FileFormat::IQ1_S},
+    {"IQ1_M", 256, 56, Format::IQ1_M, kThirds, FileFormat::IQ1_M},
 };
 
 }  // namespace
 
-const uint8_t* grid_of(FileFormat format) { return grid(format).data(); }
+const uint8_t* grid_of(FileFormat format) { return grid(format).numbers.data(); }
+
+const int8_t* packed_table(FileFormat format) {
+  return grid_rows(format) ? grid(format).table.data()->bytes : file_block(format).table;
+}
 
 const FileBlock& file_block(FileFormat format) { return kBlocks[size_t(format)]; }
 
-void set_grid(FileFormat format, std::vector<uint8_t> numbers) { grid(format) = std::move(numbers); }
+void set_grid(FileFormat format, std::vector<uint8_t> numbers) {
+  if (!needs_grid(format)) return;  // packed matrices point to the table of the first one
+  const bool is_iq1 = format == FileFormat::IQ1_S || format == FileFormat::IQ1_M;
+  const int8_t* table = file_block(format).table;
+  const size_t width = numbers.size() / grid_rows(format), bits = 16 / width;
+  std::vector<int8_t> bytes;
+  for (const uint8_t number : numbers) bytes.push_back(is_iq1 ? int8_t(table[2 * number] + 1) : table[number]);
+  for (size_t row = 0; row < numbers.size(); row += width) {
+    unsigned code = 0;
+    for (size_t e = 0; e < width; ++e) code |= unsigned(numbers[row + e]) << (e % 2 * 8 + e / 2 * bits);
+    bytes.push_back(int8_t(code)), bytes.push_back(int8_t(code >> 8));
+  }
+  for (size_t i = 0; i < 64; ++i) bytes.push_back(table[i % (width == 8 ? 4 : 8)]);
+  std::vector<TableLine> lines((bytes.size() + 63) / 64);
+  std::memcpy(lines.data(), bytes.data(), bytes.size());
+  grid(format) = {std::move(numbers), std::move(lines)};
+}
 
 size_t grid_rows(FileFormat format) {
   switch (format) {
@@ -69,6 +100,6 @@ size_t grid_rows(FileFormat format) {
   }
 }
 
-bool needs_grid(FileFormat format) { return grid_rows(format) > 0 && grid(format).empty(); }
+bool needs_grid(FileFormat format) { return grid_rows(format) > 0 && grid(format).numbers.empty(); }
 
 }  // namespace bifolio

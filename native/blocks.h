@@ -47,7 +47,8 @@ struct Column {
 // The grids of the IQ1, IQ2 and IQ3 formats are data of the gguf package: rows of 4 or 8 numbers of magnitudes. A format that needs
 // one cannot be decoded before it is set.
 const uint8_t* grid_of(FileFormat format);
-void set_grid(FileFormat format, std::vector<uint8_t> numbers);
+const int8_t* packed_table(FileFormat format);  // of a packed matrix: the values of a grid, or of sixteen codes; null: it needs none
+void set_grid(FileFormat format, std::vector<uint8_t> numbers);  // once; later ones change nothing
 size_t grid_rows(FileFormat format);  // that a block can number; 0: the format has no grid
 bool needs_grid(FileFormat format);  // and has none yet
 

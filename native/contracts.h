@@ -28,6 +28,7 @@
 #include <cstdint>
 #include <cstring>
 #include <new>
+#include <type_traits>
 
 namespace bifolio {
 
@@ -36,7 +37,10 @@ namespace bifolio {
 //   Q6_0, Q6_1      six bits, signed; Q6_1 has minima, and its codes are at most 31
 //   ..._16          a scale (and a minimum) for each 16 values instead of 32
 //   Q4_K            like Q4_1; the scales of eight blocks are bytes times one half float, and so are their minima
-enum class Format : int32_t { F32 = 0, F16, BF16, Q8_0, Q4_0, Q4_1, Q4_T, Q4_T_16, Q4_1_16, Q6_0, Q6_1, Q6_0_16, Q4_K };
+//   from Q2_K on    the bits of the file in another order: see kernels/compact.h. A scale is a small whole number (and a half or a quarter)
+//                   times the half float of the file, exact in float32
+enum class Format : int32_t { F32 = 0, F16, BF16, Q8_0, Q4_0, Q4_1, Q4_T, Q4_T_16, Q6_0, Q6_1, Q6_0_16, Q4_K,
+                              Q2_K, Q3_K, IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S, IQ1_S, IQ1_M };
 #if defined(__x86_64__) || defined(_M_X64)
 #define BIFOLIO_PACKS_Q4_K  // elsewhere blocks of Q4_K are packed as Q4_1: unpacking takes longer than reading
 #endif
@@ -62,6 +66,7 @@ constexpr int64_t kRowBlock = 128;  // rows of activations worked on together in
 //                      |scales [2][16] f16|minima [2][16] f16, if any|quants of the first block|quants of the second|
 //               with a scale for each 16 values, there are two rows of scales (and of minima) for a block;
 //               of Q4_K groups of eight blocks: |factor of scales [16] f16|factor of minima [16] f16|scales [8][16]|minima [8][16]|quants|
+//               of the formats from Q2_K on groups of eight blocks too, as kernels/compact.h has them
 //               quants of 8 bits: [8][16][4] int8; of 4 bits: [4][16][4] bytes, low nibble element e, high nibble
 //               element e + 16 of the block; Q4_0 holds q - 8 as a signed nibble; of 6 bits: [2][3][16][4] bytes for
 //               each half of the block, with the elements 0 to 11 in the low six bits, and two bits each of the elements
@@ -74,7 +79,7 @@ struct PackedMatrix {
   const uint8_t* data;   // 64-byte aligned
   int64_t gap_panel = INT64_MAX;  // panels from this one on lie `gap` bytes further on
   size_t gap = 0;
-  const int8_t* table = nullptr;  // the sixteen values of a nibble, 16-byte aligned (Q4_T, Q4_T_16)
+  const int8_t* table = nullptr;  // the sixteen values of a nibble, 16-byte aligned (Q4_T, Q4_T_16), or the rows of a grid (IQ1, IQ2, IQ3)
 
   const uint8_t* panel(int64_t index) const { return data + size_t(index) * panel_bytes + (index >= gap_panel ? gap : 0); }
 
@@ -92,12 +97,16 @@ struct Coding {
   bool table, minima;
   int scales;      // of a block: 1, or 2 where each 16 values have one
   bool raised = false;  // each quant in a byte of its own, where those with a sign are raised to be 0 or more
+  bool compact = false;  // the bits of the file, which become bytes of their own
 
   // Six bits become bytes that are four times too large; the scale corrects it.
   constexpr float unit() const { return bits == 6 && !raised ? 0.25f : 1.0f; }
   // The same with quants that have become bytes.
   constexpr Coding unpacked() const { return {8, true, false, minima, scales}; }
-  constexpr Coding unpacked_raised() const { return bits == 8 || table ? unpacked() : Coding{bits, is_signed, false, minima, scales, true}; }
+  // Two and three bits are raised as four are, by 8.
+  constexpr Coding unpacked_raised() const {
+    return bits == 8 || table ? unpacked() : Coding{bits == 6 ? 6 : 4, is_signed, false, minima, scales, true};
+  }
 };
 
 constexpr Coding coding(Format format) {
@@ -107,18 +116,51 @@ constexpr Coding coding(Format format) {
     case Format::Q4_K: return {4, false, false, true, 1};
     case Format::Q4_T: return {4, false, true, false, 1};
     case Format::Q4_T_16: return {4, false, true, false, 2};
-    case Format::Q4_1_16: return {4, false, false, true, 2};
     case Format::Q6_0: return {6, true, false, false, 1};
     case Format::Q6_1: return {6, true, false, true, 1};
     case Format::Q6_0_16: return {6, true, false, false, 2};
+    case Format::Q2_K: return {2, false, false, true, 2, false, true};
+    case Format::Q3_K: return {3, true, false, false, 2, false, true};
+    case Format::IQ2_XS:
+    case Format::IQ2_S:
+    case Format::IQ1_M: return {8, true, false, false, 2, false, true};
+    case Format::IQ2_XXS:
+    case Format::IQ3_XXS:
+    case Format::IQ3_S:
+    case Format::IQ1_S: return {8, true, false, false, 1, false, true};
     default: return {8, true, false, false, 1};
   }
 }
 
-constexpr int64_t quant_bytes(Format format) { return kQuantBlock * kPanel * coding(format).bits / 8; }  // of a block
-constexpr int64_t group_blocks(Format format) { return format == Format::Q4_K ? 8 : 2; }  // that share a header
-constexpr int64_t header_bytes(Format format) {
-  return format == Format::Q4_K ? 4 * kPanel + 2 * 8 * kPanel : (coding(format).minima ? 128 : 64) * coding(format).scales;
+constexpr int64_t quant_bytes(Format format) {  // of a block
+  switch (format) {
+    case Format::IQ1_S:
+    case Format::IQ1_M: return 64;
+    case Format::Q2_K:
+    case Format::IQ2_XXS:
+    case Format::IQ2_XS:
+    case Format::IQ2_S: return 128;
+    case Format::Q3_K:
+    case Format::IQ3_XXS:
+    case Format::IQ3_S: return 192;
+    default: return kQuantBlock * kPanel * coding(format).bits / 8;
+  }
+}
+constexpr int64_t group_blocks(Format format) { return format >= Format::Q4_K ? 8 : 2; }  // that share a header
+constexpr int64_t header_bytes(Format format) {  // a multiple of 64
+  switch (format) {
+    case Format::Q4_K:
+    case Format::Q2_K:
+    case Format::IQ2_S:
+    case Format::IQ1_S: return 320;
+    case Format::Q3_K:
+    case Format::IQ3_S: return 256;
+    case Format::IQ2_XXS:
+    case Format::IQ3_XXS: return 64;
+    case Format::IQ2_XS: return 192;
+    case Format::IQ1_M: return 384;
+    default: return (coding(format).minima ? 128 : 64) * coding(format).scales;
+  }
 }
 constexpr int64_t group_bytes(Format format) { return header_bytes(format) + group_blocks(format) * quant_bytes(format); }
 // Bytes of so many blocks of a panel from its beginning, or from that of a group, on.

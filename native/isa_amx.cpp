@@ -23,12 +23,14 @@ namespace {
 #define BIFOLIO_FLOAT_ROWS 12
 #define BIFOLIO_INT_ROWS 8
 #define BIFOLIO_OWN_QUANTIZE
+#define BIFOLIO_OWN_EXPAND
 #include "kernels/elementwise.h"
 #include "kernels/packing.h"
 #include "kernels/recurrence.h"
 #include "kernels/avx512_quantize.h"
 #include "kernels/matmul_float.h"
 #include "kernels/vnni.h"
+#include "kernels/avx512_expand.h"
 
 #include "simd/tile_config.h"
 

@@ -11,12 +11,14 @@ namespace {
 
 #define BIFOLIO_FLOAT_ROWS 6
 #define BIFOLIO_FEW_ROWS_BLOCKS 32  // they and sixteen rows fit into 32 KB, the first cache level of most desktops
+#define BIFOLIO_OWN_EXPAND
 #include "kernels/elementwise.h"
 #include "kernels/packing.h"
 #include "kernels/recurrence.h"
 #include "kernels/matmul_float.h"
 
 #include "kernels/avx2_dots.h"
+#include "kernels/avx2_expand.h"
 #include "kernels/matmul_int.h"
 #include "kernels/x86_attention.h"
 

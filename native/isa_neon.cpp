@@ -195,7 +195,7 @@ static inline void add_sums_of_4(const PackedPanel<F>& packed, const UnpackedPan
                                  int64_t blocks, bool unpack, bool first, float* sums, int64_t stride, MemoryPart ahead) {
   static const float zeros[8] = {};
   for (int64_t i = 0; unpack && i < 2 && i < blocks; ++i)
-    unpack_block<coding(F)>(packed.quants(block + i), nullptr, const_cast<uint8_t*>(w.quants(i)));
+    packed.unpack(block + i, const_cast<uint8_t*>(w.quants(i)));
   for (int column = 0; column < kPanel; column += 8) {
     const MemoryPart half = ahead.part(column / 8, 2);
     const IntTile tile{w.first + 4 * column, w.pair - 2 * kQuantBlock * kPanel, w.all_scales + column, x.q, x.stride, x.scale, blocks,
@@ -324,9 +324,21 @@ constexpr bool kHasNibbles<PackedPanel<F>> = coding(F).bits == 4 && !coding(F).t
 
 template <Coding C, int R, class Panel>
 static inline void int_sums(const Panel& w, const IntRows& x, int first_row, int64_t begin, int64_t end, V16 acc[R]) {
-  if constexpr (R == 1 && kHasNibbles<Panel>) return add_one_row(w, x, first_row, begin, end, acc[0]);
   constexpr int G = R <= 2 ? 4 : 2;
-  for (int column = 0; column < kPanel; column += 4 * G) int_columns<C, R, G>(w, x, first_row, begin, end, column, acc);
+  if constexpr (R == 1 && kHasNibbles<Panel>) {
+    add_one_row(w, x, first_row, begin, end, acc[0]);
+  } else if constexpr (C.compact) {  // a block at a time as bytes
+    for (int64_t b = begin; b < end; ++b) {
+      alignas(64) uint8_t bytes[kQuantBlock * kPanel];
+      float scales[C.scales * kPanel];
+      w.unpack(b, bytes);
+      for (int s = 0; s < C.scales; ++s) store(scales + s * kPanel, w.scale(b, s));
+      const UnpackedPanel block{bytes, 0, scales, nullptr, 0};
+      for (int column = 0; column < kPanel; column += 4 * G) int_columns<C.unpacked(), R, G>(block, x.from(b), first_row, 0, 1, column, acc);
+    }
+  } else {
+    for (int column = 0; column < kPanel; column += 4 * G) int_columns<C, R, G>(w, x, first_row, begin, end, column, acc);
+  }
 }
 
 #include "kernels/neon_attention.h"

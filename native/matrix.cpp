@@ -95,7 +95,7 @@ LinearWeights::LinearWeights(const std::vector<SourceRows>& parts, int64_t k, co
     const auto fits_beside = [&](const FileBlock& other) { return other.packed == kind.packed && other.table == kind.table; };
     for (; last < parts.size() && fits_beside(file_block(parts[last].format)); ++last) rows += parts[last].rows;
     PackedMatrix m = layout(kind.packed, rows, k);
-    m.table = kind.table;
+    m.table = packed_table(kind.format);
     auto memory = std::make_unique<HugeBuffer>(m.panel_bytes * size_t(m.num_panels));
     m.data = memory->data();
     pack(parts, first, last, m, memory->data(), pool);

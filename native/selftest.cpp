@@ -43,6 +43,11 @@ std::vector<uint8_t> random_rows(FileFormat format, int64_t rows, int64_t k) {
     if (format == FileFormat::BF16) half(at, uint16_t(0x3d00 + rng() % 0x0200 + (rng() & 1) * 0x8000));
     if (format == FileFormat::MXFP4) bytes[at] = uint8_t(118 + rng() % 4);
     if (format < FileFormat::Q8_0 || format == FileFormat::MXFP4) continue;
+    if (format == FileFormat::IQ1_M) {  // four bits in each of four words
+      const unsigned word = 0x2000 + rng() % 0x400;
+      for (size_t i = 0; i < 4; ++i) bytes[at + 49 + 2 * i] = uint8_t((bytes[at + 49 + 2 * i] & 15) | (word >> (4 * i) & 15) << 4);
+      continue;
+    }
     const size_t place = format == FileFormat::Q6_K ? 208 : format == FileFormat::Q3_K ? 108 : format == FileFormat::Q2_K ? 80 : 0;
     half(at + place, uint16_t(0x2000 + rng() % 0x400));
     const bool minima = coding(file_block(format).packed).minima, positive = format >= FileFormat::Q2_K;
@@ -53,7 +58,19 @@ std::vector<uint8_t> random_rows(FileFormat format, int64_t rows, int64_t k) {
 
 // Every packed format once or more.
 using enum FileFormat;
-const FileFormat kFormats[] = {F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q4_K, Q6_K, Q5_0, Q5_K, Q2_K, Q3_K, IQ4_NL, MXFP4};
+const FileFormat kFormats[] = {F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q4_K, Q6_K, Q5_0, Q5_K, Q2_K, Q3_K, IQ4_NL, MXFP4,
+                               IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S, IQ1_S, IQ1_M};
+
+// Grids of any values: those of the formats are data of a Python package.
+void make_grids() {
+  for (const FileFormat format : kFormats) {
+    const bool is_iq3 = format == IQ3_XXS || format == IQ3_S;
+    std::vector<uint8_t> numbers(grid_rows(format) * (is_iq3 ? 4 : 8));
+    for (uint8_t& number : numbers) number = uint8_t(rng() % (is_iq3 ? 8 : 3));
+    if (!numbers.empty()) set_grid(format, numbers);
+  }
+}
+
 const char* name_of(FileFormat format) { return file_block(format).name; }
 Workspace workspace;
 
@@ -106,7 +123,8 @@ void check_products() {
         check(name, format >= FileFormat::BF16 ? 0.02 : 0, [&] { return product(x, rows, weights); });
         set_isa("tiles");
         const auto found = product(x, rows, weights), exact = exact_product(x, rows, format, bytes, n);
-        report(std::string(name) + " of floats", "tiles", compare(found, exact), 0.006, false);
+        const bool has_few_values = format == FileFormat::IQ1_S || format == FileFormat::IQ1_M;  // whose roundings do not cancel as well
+        report(std::string(name) + " of floats", "tiles", compare(found, exact), has_few_values ? 0.008 : 0.006, false);
         if (rows * n * k > 5000000) check_slope(name, found, exact);
         for (const std::string& isa : available_isas()) {  // every row must be equal to the row alone
           set_isa(isa);
@@ -124,7 +142,7 @@ void check_products() {
 // Parts of several formats in one layer: each must be equal to the part alone.
 void check_mixed_formats() {
   const int64_t n = 40, k = 256;
-  for (const FileFormat first : {FileFormat::F16, FileFormat::BF16, FileFormat::Q4_0, FileFormat::Q6_K})
+  for (const FileFormat first : {FileFormat::F16, FileFormat::BF16, FileFormat::Q4_0, FileFormat::Q6_K, FileFormat::IQ2_XXS})
     for (int64_t rows : {1, 5, 16, 35}) {
       const auto left = random_rows(first, n, k), right = random_rows(FileFormat::Q8_0, n, k);
       const SourceRows parts[] = {{first, left.data(), n, source_row_bytes(first, k)},
@@ -148,8 +166,8 @@ void check_mixed_formats() {
 // Two products with a gate between them, at once and one after the other.
 void check_gated() {
   const int64_t k = 256, width = 512;
-  for (const FileFormat first : {FileFormat::F32, FileFormat::BF16, FileFormat::Q8_0, FileFormat::Q4_0, FileFormat::Q4_K, FileFormat::IQ4_XS})
-    for (const FileFormat last : {FileFormat::F16, FileFormat::BF16, FileFormat::Q8_0, FileFormat::Q4_1, FileFormat::Q6_K, FileFormat::Q5_K})
+  for (const FileFormat first : {FileFormat::F32, FileFormat::BF16, FileFormat::Q8_0, FileFormat::Q4_0, FileFormat::Q4_K, FileFormat::IQ4_XS, FileFormat::IQ2_S})
+    for (const FileFormat last : {FileFormat::F16, FileFormat::BF16, FileFormat::Q8_0, FileFormat::Q4_1, FileFormat::Q6_K, FileFormat::Q5_K, FileFormat::Q2_K})
       for (int64_t rows : {16, 35, 530}) {
         const auto pair_rows = random_rows(first, 2 * width, k), last_rows = random_rows(last, k, width);
         const auto x = normal(size_t(rows * k)), bias = normal(size_t(2 * width));
@@ -219,6 +237,7 @@ int main(int argc, char** argv) {
   for (int i = 1; i < argc; ++i) few |= std::string(argv[i]) == "--few", timed |= std::string(argv[i]) == "--time";
   std::printf("tiles in plain C++\n");
   for (const std::string& isa : available_isas()) std::printf("instruction set %s\n", isa.c_str());
+  make_grids();
   check_rows();
   check_products();
   check_mixed_formats();

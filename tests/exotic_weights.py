@@ -57,8 +57,9 @@ def write_llama(path: Path, tensors: Mapping[str, QuantizedTensor | np.ndarray],
     return path
 
 
-def k_quant_llama(path: Path, *, tied: bool = True) -> Path:
-    """A small random llama whose matrices are Q4_K, Q6_K and Q5_0, as a Q4_K_M file mixes them."""
+def k_quant_llama(path: Path, *, tied: bool = True, few_bits: str | None = None) -> Path:
+    """A small random llama whose matrices are Q4_K, Q6_K and Q5_0, as a Q4_K_M file mixes them; or, in place of Q4_K
+    and Q5_0, of the format called `few_bits`."""
     d, ffn, vocab, layers = 256, 512, 320, 2
     tensors: dict[str, QuantizedTensor | np.ndarray] = {"token_embd.weight": exotic_tensor("Q6_K", vocab, d, 1)}
     if not tied:
@@ -67,7 +68,8 @@ def k_quant_llama(path: Path, *, tied: bool = True) -> Path:
         formats = {"attn_q": ("Q4_K", d, d), "attn_k": ("Q4_K", d // 2, d), "attn_v": ("Q6_K", d // 2, d),
                    "attn_output": ("Q4_K", d, d), "ffn_gate": ("Q4_K", ffn, d), "ffn_up": ("Q4_K", ffn, d),
                    "ffn_down": ("Q5_0", d, ffn)}  # fmt: skip
-        for number, (name, (format, rows, columns)) in enumerate(formats.items()):
+        for number, (name, (usual, rows, columns)) in enumerate(formats.items()):
+            format = few_bits if few_bits and usual != "Q6_K" else usual
             tensors[f"blk.{layer}.{name}.weight"] = exotic_tensor(format, rows, columns, 10 * layer + number)
         for name in ("attn_norm", "ffn_norm"):
             tensors[f"blk.{layer}.{name}.weight"] = np.full(d, 0.02, np.float32)

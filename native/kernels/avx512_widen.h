@@ -24,7 +24,7 @@ __attribute__((always_inline)) static inline void each_weight(const PackedPanel<
   constexpr Coding code = coding(F);
   if constexpr (F != Format::Q4_0 && F != Format::Q4_1 && F != Format::Q4_K) {
     alignas(64) uint8_t bytes[F == Format::Q8_0 ? 1 : kQuantBlock * kPanel];
-    if constexpr (F != Format::Q8_0) unpack_block<code>(quants, panel.table, bytes), quants = bytes;
+    if constexpr (F != Format::Q8_0) panel.unpack(b, bytes), quants = bytes;
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
       const int s = code.scales == 2 ? half : 0;

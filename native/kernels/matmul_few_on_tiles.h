@@ -108,8 +108,10 @@ static void matmul_tiles(const PackedMatrix& m, const Activations& x, const floa
   if (!x.bf16 || m.format < Format::BF16) return matmul(m, x, bias, y, y_stride, begin, end, scratch);
   static constexpr decltype(&matmul_words<Format::BF16>) multiply[] = {
       matmul_words<Format::BF16>, matmul_blocks<Format::Q8_0>, matmul_blocks<Format::Q4_0>, matmul_blocks<Format::Q4_1>,
-      matmul_blocks<Format::Q4_T>, matmul_blocks<Format::Q4_T_16>, matmul_blocks<Format::Q4_1_16>, matmul_blocks<Format::Q6_0>,
-      matmul_blocks<Format::Q6_1>, matmul_blocks<Format::Q6_0_16>, matmul_blocks<Format::Q4_K>};
+      matmul_blocks<Format::Q4_T>, matmul_blocks<Format::Q4_T_16>, matmul_blocks<Format::Q6_0>, matmul_blocks<Format::Q6_1>,
+      matmul_blocks<Format::Q6_0_16>, matmul_blocks<Format::Q4_K>, matmul_blocks<Format::Q2_K>, matmul_blocks<Format::Q3_K>,
+      matmul_blocks<Format::IQ2_XXS>, matmul_blocks<Format::IQ2_XS>, matmul_blocks<Format::IQ2_S>, matmul_blocks<Format::IQ3_XXS>,
+      matmul_blocks<Format::IQ3_S>, matmul_blocks<Format::IQ1_S>, matmul_blocks<Format::IQ1_M>};
   multiply[int(m.format) - int(Format::BF16)](m, x, bias, y, y_stride, begin, end, scratch);
   _tile_release();  // a context switch costs more while a thread holds tiles
 }

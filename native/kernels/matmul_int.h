@@ -1,12 +1,37 @@
 // Products with weights of blocks: exact integer dot products for each scale, scaled and summed in order.
 #pragma once
 
+#ifndef BIFOLIO_OWN_UNPACK
+// The quants of a block to bytes, in the order of Q8_0; six bits are four times too large.
+template <Coding C>
+static inline void unpack_block(const uint8_t* quants, const int8_t* table, uint8_t* out) {
+  static_assert(C.bits == 4 || C.bits == 6);
+  if constexpr (C.bits == 4) {
+    for (int i = 0; i < 256; ++i) {
+      const uint8_t low = quants[i] & 15, high = quants[i] >> 4;
+      out[i] = C.table ? uint8_t(table[low]) : C.is_signed ? uint8_t((low ^ 8) - 8) : low;
+      out[256 + i] = C.table ? uint8_t(table[high]) : C.is_signed ? uint8_t((high ^ 8) - 8) : high;
+    }
+  } else {
+    for (int half = 0; half < 2; ++half, quants += 192, out += 256)
+      for (int i = 0; i < 64; ++i) {
+        for (int line = 0; line < 3; ++line) out[line * 64 + i] = uint8_t(quants[line * 64 + i] << 2);
+        out[192 + i] = uint8_t((quants[128 + i] & 0xc0) | (quants[64 + i] >> 2 & 0x30) | (quants[i] >> 4 & 0x0c));
+      }
+  }
+}
+constexpr float kNibbleUnit = 1.0f;  // the value of a unit of the byte that a signed nibble becomes
+constexpr float kSixBitUnit = 0.25f;  // and six bits
+constexpr Coding unpacked_coding(Coding packed) { return packed.unpacked(); }
+#endif
+
 // The weights of one panel as they are packed.
 template <Format F>
 struct PackedPanel {
   const uint8_t* data;
   const int8_t* table = nullptr;
 
+  static constexpr Format kFormat = F;
   static constexpr int64_t kScaleWords = coding(F).scales * kPanel;  // of a block
   static constexpr int64_t kBlocks = group_blocks(F);
 
@@ -18,11 +43,19 @@ struct PackedPanel {
   // Scale s of block b, and its minimum, of all columns.
   V16 scale(int64_t b, int s) const {
     if constexpr (F == Format::Q4_K) return mul(load_f16(words(b)), load_u8(bytes(b)));
+    else if constexpr (coding(F).compact) return mul(load_f16(words(b)), compact_scale<F>(group(b), b % kBlocks, s));
     else return load_f16(scales(b) + s * kPanel);
   }
   V16 minimum(int64_t b, int s) const {
     if constexpr (F == Format::Q4_K) return mul(load_f16(words(b) + kPanel), load_u8(bytes(b) + kBlocks * kPanel));
+    else if constexpr (coding(F).compact) return mul(load_f16(words(b) + kPanel), compact_minimum<F>(group(b), b % kBlocks, s));
     else return load_f16(minima(b) + s * kPanel);
+  }
+
+  // Block b as bytes, in the order of Q8_0.
+  void unpack(int64_t b, uint8_t* out) const {
+    if constexpr (coding(F).compact) expand_block<F>(group(b), b % kBlocks, table, out);
+    else unpack_block<coding(F)>(quants(b), table, out);
   }
 
  private:
@@ -80,34 +113,16 @@ static inline void add_minima(const Panel& w, const IntRows& x, int first_row, i
     }
 }
 
-#ifndef BIFOLIO_OWN_UNPACK
-// The quants of a block to bytes, in the order of Q8_0; six bits are four times too large.
-template <Coding C>
-static inline void unpack_block(const uint8_t* quants, const int8_t* table, uint8_t* out) {
-  static_assert(C.bits == 4 || C.bits == 6);
-  if constexpr (C.bits == 4) {
-    for (int i = 0; i < 256; ++i) {
-      const uint8_t low = quants[i] & 15, high = quants[i] >> 4;
-      out[i] = C.table ? uint8_t(table[low]) : C.is_signed ? uint8_t((low ^ 8) - 8) : low;
-      out[256 + i] = C.table ? uint8_t(table[high]) : C.is_signed ? uint8_t((high ^ 8) - 8) : high;
-    }
-  } else {
-    for (int half = 0; half < 2; ++half, quants += 192, out += 256)
-      for (int i = 0; i < 64; ++i) {
-        for (int line = 0; line < 3; ++line) out[line * 64 + i] = uint8_t(quants[line * 64 + i] << 2);
-        out[192 + i] = uint8_t((quants[128 + i] & 0xc0) | (quants[64 + i] >> 2 & 0x30) | (quants[i] >> 4 & 0x0c));
-      }
-  }
-}
-constexpr float kNibbleUnit = 1.0f;  // the value of a unit of the byte that a signed nibble becomes
-constexpr float kSixBitUnit = 0.25f;  // and six bits
-constexpr Coding unpacked_coding(Coding packed) { return packed.unpacked(); }
-#endif
-
 #ifdef BIFOLIO_OWN_SIX_BITS
 constexpr bool kSixBitsAsPacked = true;  // `packed_six_bit_dots<Halves, R>`: no block is unpacked for few rows
 #else
 constexpr bool kSixBitsAsPacked = false;
+#endif
+
+#ifdef BIFOLIO_OWN_COMPACT_DOTS
+constexpr bool kCompactAsPacked = true;  // `compact_dots<Format>`, the same of one row for the bits of a file
+#else
+constexpr bool kCompactAsPacked = false;
 #endif
 
 #ifndef BIFOLIO_OWN_INT_TILE
@@ -116,14 +131,15 @@ constexpr bool kSixBitsAsPacked = false;
 template <Coding C, int R, class Panel>
 static inline void int_sums(const Panel& w, const IntRows& x, int first_row, int64_t begin, int64_t end, V16 acc[R]) {
   constexpr bool as_packed = kSixBitsAsPacked && C.bits == 6 && !C.raised;
-  constexpr bool unpacks = !C.raised && !as_packed && (C.bits == 6 || (C.bits == 4 && (C.table || C.scales == 2)));
+  constexpr bool direct = kCompactAsPacked && C.compact && R == 1;
+  constexpr bool unpacks = (C.compact && !direct) || (!C.raised && !as_packed && (C.bits == 6 || (C.bits == 4 && (C.table || C.scales == 2))));
   constexpr Coding code = unpacks ? unpacked_coding(C) : C;
   constexpr float unit = unpacks && C.bits == 6 ? kSixBitUnit : 1.0f;
   for (int64_t b = begin; b < end; ++b) {
     const uint8_t* quants = w.quants(b);
     alignas(64) uint8_t bytes[kQuantBlock * kPanel];
     if constexpr (unpacks) {
-      unpack_block<C>(quants, w.table, bytes);
+      w.unpack(b, bytes);
       quants = bytes;
     }
     for (int s = 0; s < C.scales; ++s) {
@@ -131,7 +147,8 @@ static inline void int_sums(const Panel& w, const IntRows& x, int first_row, int
       int32_t totals[R];
       for (int r = 0; r < R; ++r) totals[r] = C.scales == 2 ? x.half_total(r, b, s) : x.isum[x.at(r, b, first_row)];
       const int8_t* rows = x.q + b * kQuantBlock + s * 16;
-      if constexpr (as_packed) packed_six_bit_dots<2 / C.scales, R>(quants + s * 192, rows, x.stride, totals, sums);
+      if constexpr (direct) sums[0] = compact_dots<Panel::kFormat>(w.group(b), b % Panel::kBlocks, s, w.table, rows, totals[0]);
+      else if constexpr (as_packed) packed_six_bit_dots<2 / C.scales, R>(quants + s * 192, rows, x.stride, totals, sums);
       else if constexpr (code.raised) raised_dots<code, R>(quants + s * 256, rows, x.stride, totals, sums);
       else if constexpr (code.scales == 2) half_dots<R>(quants + s * 256, rows, x.stride, totals, sums);
       else block_dots<code.bits, code.is_signed, R>(quants, rows, x.stride, totals, sums);
@@ -214,7 +231,7 @@ static inline UnpackedPanel unpack_panel(const PackedPanel<F>& w, int64_t begin,
       if constexpr (code.minima) store(minima + b * step + s * kPanel, w.minimum(begin + b, s));
     }
     if constexpr (F != Format::Q8_0)
-      if (quants) unpack_block<code>(w.quants(begin + b), w.table, scratch + b * kQuantBlock * kPanel);
+      if (quants) w.unpack(begin + b, scratch + b * kQuantBlock * kPanel);
   }
   if constexpr (F == Format::Q8_0) return {w.quants(begin), group_bytes(F), scales, minima, step};
   return {scratch, 2 * kQuantBlock * kPanel, scales, minima, step};
@@ -303,7 +320,6 @@ static void matmul(const PackedMatrix& m, const Activations& x, const float* bia
     case Format::Q4_1: return matmul_int<Format::Q4_1>(m, x, bias, y, y_stride, begin, end, scratch);
     case Format::Q4_T: return matmul_int<Format::Q4_T>(m, x, bias, y, y_stride, begin, end, scratch);
     case Format::Q4_T_16: return matmul_int<Format::Q4_T_16>(m, x, bias, y, y_stride, begin, end, scratch);
-    case Format::Q4_1_16: return matmul_int<Format::Q4_1_16>(m, x, bias, y, y_stride, begin, end, scratch);
     case Format::Q6_0: return matmul_int<Format::Q6_0>(m, x, bias, y, y_stride, begin, end, scratch);
     case Format::Q6_1: return matmul_int<Format::Q6_1>(m, x, bias, y, y_stride, begin, end, scratch);
     case Format::Q6_0_16: return matmul_int<Format::Q6_0_16>(m, x, bias, y, y_stride, begin, end, scratch);
@@ -312,5 +328,14 @@ static void matmul(const PackedMatrix& m, const Activations& x, const float* bia
 #else
     case Format::Q4_K: return;  // no matrix is packed so
 #endif
+    case Format::Q2_K: return matmul_int<Format::Q2_K>(m, x, bias, y, y_stride, begin, end, scratch);
+    case Format::Q3_K: return matmul_int<Format::Q3_K>(m, x, bias, y, y_stride, begin, end, scratch);
+    case Format::IQ2_XXS: return matmul_int<Format::IQ2_XXS>(m, x, bias, y, y_stride, begin, end, scratch);
+    case Format::IQ2_XS: return matmul_int<Format::IQ2_XS>(m, x, bias, y, y_stride, begin, end, scratch);
+    case Format::IQ2_S: return matmul_int<Format::IQ2_S>(m, x, bias, y, y_stride, begin, end, scratch);
+    case Format::IQ3_XXS: return matmul_int<Format::IQ3_XXS>(m, x, bias, y, y_stride, begin, end, scratch);
+    case Format::IQ3_S: return matmul_int<Format::IQ3_S>(m, x, bias, y, y_stride, begin, end, scratch);
+    case Format::IQ1_S: return matmul_int<Format::IQ1_S>(m, x, bias, y, y_stride, begin, end, scratch);
+    case Format::IQ1_M: return matmul_int<Format::IQ1_M>(m, x, bias, y, y_stride, begin, end, scratch);
   }
 }

@@ -85,7 +85,7 @@ static inline void each_weight(const PackedPanel<F>& panel, int64_t b, Take take
   constexpr Coding code = coding(F);
   uint8_t bytes[kQuantBlock * kPanel];
   if constexpr (F == Format::Q8_0) std::memcpy(bytes, panel.quants(b), sizeof bytes);
-  else unpack_block<code>(panel.quants(b), panel.table, bytes);
+  else panel.unpack(b, bytes);
   V16 scale = zero(), minimum = zero();
   for (int e = 0; e < kQuantBlock; ++e) {
     if (e % (kQuantBlock / code.scales) == 0) {

@@ -386,6 +386,8 @@ static bool pack_q4_k(const PackedMatrix& m, const Column* columns, int64_t coun
 }
 #endif
 
+#include "compact.h"
+
 static bool pack_blocks(const PackedMatrix& m, const Column* columns, int64_t count, uint8_t* panel) {
   switch (m.format) {
     case Format::Q8_0: return pack_columns<coding(Format::Q8_0)>(m, columns, count, panel);
@@ -393,13 +395,21 @@ static bool pack_blocks(const PackedMatrix& m, const Column* columns, int64_t co
     case Format::Q4_1: return pack_columns<coding(Format::Q4_1)>(m, columns, count, panel);
     case Format::Q4_T: return pack_columns<coding(Format::Q4_T)>(m, columns, count, panel);
     case Format::Q4_T_16: return pack_columns<coding(Format::Q4_T_16)>(m, columns, count, panel);
-    case Format::Q4_1_16: return pack_columns<coding(Format::Q4_1_16)>(m, columns, count, panel);
     case Format::Q6_0: return pack_columns<coding(Format::Q6_0)>(m, columns, count, panel);
     case Format::Q6_1: return pack_columns<coding(Format::Q6_1)>(m, columns, count, panel);
     case Format::Q6_0_16: return pack_columns<coding(Format::Q6_0_16)>(m, columns, count, panel);
 #ifdef BIFOLIO_PACKS_Q4_K
     case Format::Q4_K: return pack_q4_k(m, columns, count, panel);
 #endif
+    case Format::Q2_K: return pack_compact<Format::Q2_K>(m, columns, count, panel);
+    case Format::Q3_K: return pack_compact<Format::Q3_K>(m, columns, count, panel);
+    case Format::IQ2_XXS: return pack_compact<Format::IQ2_XXS>(m, columns, count, panel);
+    case Format::IQ2_XS: return pack_compact<Format::IQ2_XS>(m, columns, count, panel);
+    case Format::IQ2_S: return pack_compact<Format::IQ2_S>(m, columns, count, panel);
+    case Format::IQ3_XXS: return pack_compact<Format::IQ3_XXS>(m, columns, count, panel);
+    case Format::IQ3_S: return pack_compact<Format::IQ3_S>(m, columns, count, panel);
+    case Format::IQ1_S: return pack_compact<Format::IQ1_S>(m, columns, count, panel);
+    case Format::IQ1_M: return pack_compact<Format::IQ1_M>(m, columns, count, panel);
     default: return false;
   }
 }

@@ -9,7 +9,6 @@
 
 constexpr int kQuads = kRegLanes / 4;
 
-static inline __m128i load_bytes(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
 static inline __m256i load_block(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 
 // ---- registers of either width -------------------------------------------------------------------------------------

@@ -49,11 +49,17 @@ static inline Reg copy_sign(Reg magnitude, Reg sign) {
 #include "v16.h"
 
 static inline V16 load_f16(const uint16_t* p) { V16 r; EACH_REG r.v[i] = _mm256_cvtph_ps(load_eight_words(p + 8 * i)); return r; }
-static inline V16 load_u8(const uint8_t* p) {
-  V16 r;
-  EACH_REG r.v[i] = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + 8 * i))));
-  return r;
+using Bytes16 = __m128i;
+static inline Bytes16 load_bytes(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
+static inline Bytes16 bits_of(Bytes16 a, int shift, int mask) { return _mm_and_si128(_mm_srli_epi16(a, shift), _mm_set1_epi8(char(mask))); }
+static inline Bytes16 nibbles_of(uint64_t word) {
+  const __m128i bytes = _mm_cvtsi64_si128(int64_t(word));
+  return _mm_unpacklo_epi8(bits_of(bytes, 0, 15), bits_of(bytes, 4, 15));
 }
+static inline V16 to_floats(Bytes16 a) {
+  return {{_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(a)), _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_unpackhi_epi64(a, a)))}};
+}
+static inline V16 load_u8(const uint8_t* p) { return to_floats(load_bytes(p)); }
 static inline void store_f16(uint16_t* p, V16 a) {
   EACH_REG store_eight_words(p + 8 * i, _mm256_cvtps_ph(a.v[i], _MM_FROUND_TO_NEAREST_INT));
 }

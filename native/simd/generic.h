@@ -104,7 +104,14 @@ static inline Reg copy_sign(Reg magnitude, Reg sign) { EACH magnitude.v[i] = std
 #include "v16.h"
 
 static inline V16 load_f16(const uint16_t* p) { V16 r; EACH r.v[0].v[i] = half_to_float(p[i]); return r; }
-static inline V16 load_u8(const uint8_t* p) { V16 r; EACH r.v[0].v[i] = float(p[i]); return r; }
+struct Bytes16 {
+  uint8_t v[16];
+};
+static inline Bytes16 load_bytes(const uint8_t* p) { Bytes16 r; std::memcpy(r.v, p, 16); return r; }
+static inline Bytes16 bits_of(Bytes16 a, int shift, int mask) { EACH a.v[i] = uint8_t(a.v[i] >> shift & mask); return a; }
+static inline Bytes16 nibbles_of(uint64_t word) { Bytes16 r; EACH r.v[i] = uint8_t(word >> (4 * i) & 15); return r; }
+static inline V16 to_floats(Bytes16 a) { V16 r; EACH r.v[0].v[i] = float(a.v[i]); return r; }
+static inline V16 load_u8(const uint8_t* p) { return to_floats(load_bytes(p)); }
 static inline void store_f16(uint16_t* p, V16 a) { EACH p[i] = float_to_half(a.v[0].v[i]); }
 static inline float reduce_add(V16 a) {
   float* v = a.v[0].v;

@@ -50,8 +50,16 @@ static inline V16 load_f16(const uint16_t* p) {
   }
   return r;
 }
-static inline V16 load_u8(const uint8_t* p) {
-  const uint8x16_t bytes = vld1q_u8(p);
+using Bytes16 = uint8x16_t;
+static inline Bytes16 load_bytes(const uint8_t* p) { return vld1q_u8(p); }
+static inline Bytes16 bits_of(Bytes16 a, int shift, int mask) {
+  return vandq_u8(vshlq_u8(a, vdupq_n_s8(int8_t(-shift))), vdupq_n_u8(uint8_t(mask)));
+}
+static inline Bytes16 nibbles_of(uint64_t word) {
+  const uint8x16_t bytes = vreinterpretq_u8_u64(vdupq_n_u64(word));
+  return vzip1q_u8(vandq_u8(bytes, vdupq_n_u8(15)), vshrq_n_u8(bytes, 4));
+}
+static inline V16 to_floats(Bytes16 bytes) {
   const uint16x8_t words[2] = {vmovl_u8(vget_low_u8(bytes)), vmovl_high_u8(bytes)};
   V16 r;
   for (int i = 0; i < 2; ++i) {
@@ -60,6 +68,7 @@ static inline V16 load_u8(const uint8_t* p) {
   }
   return r;
 }
+static inline V16 load_u8(const uint8_t* p) { return to_floats(load_bytes(p)); }
 static inline void store_f16(uint16_t* p, V16 a) {
   for (int i = 0; i < 2; ++i) {
     const float16x8_t h = vcvt_high_f16_f32(vcvt_f16_f32(a.v[2 * i]), a.v[2 * i + 1]);

@@ -8,7 +8,8 @@
 //   zero_where_below(x, limit, a)   a, but 0 where x < limit
 //
 // and for all sixteen lanes load_f16, load_u8 (bytes as floats), store_f16, reduce_add (a tree: 8+8, 4+4, 2+2, 1+1), reduce_max, and store_i8:
-// the whole numbers n in [-127, 127] of t = n + 1.5 * 2^23 as bytes, returning their sum.
+// the whole numbers n in [-127, 127] of t = n + 1.5 * 2^23 as bytes, returning their sum. Sixteen bytes, one for each lane, are a `Bytes16`:
+// load_bytes, bits_of(a, shift, mask) = a >> shift & mask, nibbles_of(word) (lane i: bits 4 * i on), to_floats.
 #pragma once
 
 struct V16 {

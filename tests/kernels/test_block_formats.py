@@ -25,6 +25,7 @@ pytestmark = pytest.mark.full
 
 KNOWN = gguf.GGMLQuantizationType.__members__  # older versions of the package lack the newest formats
 BLOCKS = sorted((f for f in NATIVE_FORMATS if f.is_quantized and f.name in KNOWN), key=lambda format: format.name)
+COMPACT = ("Q2_K", "Q3_K", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M")  # as in a file
 EVERY = pytest.mark.parametrize("format", BLOCKS, ids=lambda format: format.name)
 
 
@@ -99,9 +100,55 @@ def test_a_row_does_not_depend_on_the_others(format: QuantFormat) -> None:
             set_isa("")
 
 
+@pytest.mark.parametrize("name", COMPACT)
+def test_weights_of_few_bits_are_those_of_the_file(name: str) -> None:
+    """A product with a single number, which bytes hold exactly, is one value of the file, rounded once."""
+    tensor = random_bytes(QuantFormat[name], 60, 512)
+    values = oracle(tensor)
+    columns = np.random.default_rng(3).permutation(512)
+    for isa in available_isas():
+        set_isa(isa)
+        try:
+            kernels = NativeKernels(1, activations="int16")  # not on tiles
+            linear = kernels.prepare_linear(Linear((tensor,), (None,)))
+            for count in (1, 3, 21):
+                chosen = columns[:count]
+                x = np.zeros((count, 512), np.float32)
+                x[np.arange(count), chosen] = 127.0
+                expected = np.float32(127.0) * values[:, chosen].T
+                found = kernels.linear(x, linear)
+                if name == "Q2_K":  # a product with the minimum is added: two roundings
+                    largest = np.abs(expected).max(axis=0)
+                    assert (np.abs(found - expected) <= 1e-6 * largest).all(), isa
+                else:
+                    assert np.array_equal(found, expected), isa
+        finally:
+            set_isa("")
+
+
+@pytest.mark.parametrize("name", COMPACT)
+def test_instruction_sets_agree_bit_for_bit_on_few_bits(name: str) -> None:
+    tensor = exotic_tensor(name, 50, 2304)
+    x = np.random.default_rng(8).standard_normal((21, 2304)).astype(np.float32)
+    found = {}
+    for isa in available_isas():
+        set_isa(isa)
+        try:
+            kernels = NativeKernels(1, activations="int16")
+            found[isa] = kernels.linear(x, kernels.prepare_linear(Linear((tensor,), (None,))))
+        finally:
+            set_isa("")
+    fused = [y for isa, y in found.items() if isa != "generic"]  # plain C++ may lack a fused multiply-add
+    assert all(np.array_equal(y, fused[0]) for y in fused)
+    np.testing.assert_allclose(
+        found["generic"], next(iter(found.values())), rtol=1e-4, atol=1e-4 * np.abs(found["generic"]).max()
+    )
+
+
 def test_parts_of_several_formats_lie_side_by_side() -> None:
     kernels = NativeKernels(1)
-    parts = tuple(exotic_tensor(name, 24, 256) for name in ("Q4_K", "Q4_1", "Q6_K", "IQ4_XS", "MXFP4", "Q5_K"))
+    names = ("Q4_K", "Q4_1", "Q6_K", "IQ4_XS", "MXFP4", "Q5_K", "IQ2_S", "IQ2_XS", "Q2_K", "Q3_K")
+    parts = tuple(exotic_tensor(name, 24, 256) for name in names)
     x = np.random.default_rng(1).standard_normal((2, 256)).astype(np.float32)
     bias = np.arange(24, dtype=np.float32)
     joined = kernels.linear(x, kernels.prepare_linear(Linear(parts, (bias,) * len(parts))))
@@ -111,7 +158,8 @@ def test_parts_of_several_formats_lie_side_by_side() -> None:
 
 def test_packed_weights_take_about_the_size_of_the_file() -> None:
     shape = (1024, 2048)
-    for name, most in {"Q4_K": 1.12, "Q6_K": 1.07, "IQ4_NL": 1.01, "MXFP4": 1.07, "IQ4_XS": 1.06, "Q8_0": 1.0}.items():
+    wide = {"Q4_K": 1.12, "Q6_K": 1.07, "IQ4_NL": 1.01, "MXFP4": 1.07, "IQ4_XS": 1.06, "Q8_0": 1.0}
+    for name, most in (dict.fromkeys(COMPACT, 1.05) | wide).items():
         format = QuantFormat[name]
         assert packed_bytes(library(), format, shape) <= most * format.bytes_for(shape)
         kernels = NativeKernels(1)
@@ -133,7 +181,10 @@ def test_scales_beyond_half_floats_are_multiplied_as_floats() -> None:
     np.testing.assert_allclose(found, x @ oracle(tensor).T, rtol=1e-3)
 
 
-@pytest.mark.parametrize(("format", "place"), [("Q6_K", 208), ("Q4_K", 0), ("Q4_K", 2)])
+@pytest.mark.parametrize(
+    ("format", "place"),
+    [("Q6_K", 208), ("Q4_K", 0), ("Q4_K", 2), ("Q2_K", 80), ("Q2_K", 82), ("Q3_K", 108), ("IQ2_XXS", 0), ("IQ3_S", 0)],
+)
 @pytest.mark.parametrize("value", [np.inf, np.nan])
 def test_damaged_scales_are_refused_by_name(format: str, place: int, value: float) -> None:
     tensor = exotic_tensor(format, 2, 256)
