@@ -73,6 +73,7 @@ const int8_t* packed_table(FileFormat format) {
 const FileBlock& file_block(FileFormat format) { return kBlocks[size_t(format)]; }
 
 void set_grid(FileFormat format, std::vector<uint8_t> numbers) {
+  if (!needs_grid(format)) return;  // packed matrices point to the table of the first one
   const bool is_iq1 = format == FileFormat::IQ1_S || format == FileFormat::IQ1_M;
   const int8_t* table = file_block(format).table;
   const size_t width = numbers.size() / grid_rows(format), bits = 16 / width;

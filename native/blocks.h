@@ -48,7 +48,7 @@ struct Column {
 // one cannot be decoded before it is set.
 const uint8_t* grid_of(FileFormat format);
 const int8_t* packed_table(FileFormat format);  // of a packed matrix: the values of a grid, or of sixteen codes; null: it needs none
-void set_grid(FileFormat format, std::vector<uint8_t> numbers);
+void set_grid(FileFormat format, std::vector<uint8_t> numbers);  // once; later ones change nothing
 size_t grid_rows(FileFormat format);  // that a block can number; 0: the format has no grid
 bool needs_grid(FileFormat format);  // and has none yet
 

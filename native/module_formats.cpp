@@ -49,7 +49,9 @@ void set_grid_rows(int code, const Bytes& rows) {
   require(count > 0, "format is ", file_block(format).name, ", which has no grid");
   require(rows.shape(0) == count && rows.shape(1) == width, "bytes has the shape (", rows.shape(0), ", ", rows.shape(1), ") and must have (",
           count, ", ", width, ")");
-  for (size_t i = 0; i < rows.size(); ++i) require(rows.data()[i] < 8, "bytes holds ", int(rows.data()[i]), " and must hold numbers below 8");
+  const int most = width == 8 ? 4 : 8;  // magnitudes
+  for (size_t i = 0; i < rows.size(); ++i)
+    require(rows.data()[i] < most, "bytes holds ", int(rows.data()[i]), " and must hold numbers below ", most);
   set_grid(format, {rows.data(), rows.data() + rows.size()});
 }
 

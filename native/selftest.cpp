@@ -123,7 +123,8 @@ void check_products() {
         check(name, format >= FileFormat::BF16 ? 0.02 : 0, [&] { return product(x, rows, weights); });
         set_isa("tiles");
         const auto found = product(x, rows, weights), exact = exact_product(x, rows, format, bytes, n);
-        report(std::string(name) + " of floats", "tiles", compare(found, exact), 0.006, false);
+        const bool has_few_values = format == FileFormat::IQ1_S || format == FileFormat::IQ1_M;  // whose roundings do not cancel as well
+        report(std::string(name) + " of floats", "tiles", compare(found, exact), has_few_values ? 0.008 : 0.006, false);
         if (rows * n * k > 5000000) check_slope(name, found, exact);
         for (const std::string& isa : available_isas()) {  // every row must be equal to the row alone
           set_isa(isa);
