@@ -1,8 +1,20 @@
 // Compact formats (compact.h) with 512-bit registers: as bytes for many rows, and multiplied in registers for one.
 //
-// Small grids are looked up as codes of 16 bits in registers. Rows of larger ones are loaded one by one: instructions that gather are
+// Grids of up to 512 rows are looked up as codes of 16 bits in registers. Rows of larger ones are loaded one by one: instructions that gather are
 // slow where a processor is protected against leaks through them.
 #pragma once
+
+// The codes of 256 rows of a grid, by 32 numbers.
+static inline __m512i look_up(const uint8_t* codes, __m512i numbers) {
+  const __mmask32 second = _mm512_test_epi16_mask(numbers, _mm512_set1_epi16(64)), upper = _mm512_test_epi16_mask(numbers, _mm512_set1_epi16(128));
+  const auto quarter = [&](int i) {
+    return _mm512_permutex2var_epi16(_mm512_loadu_si512(codes + 128 * i), numbers, _mm512_loadu_si512(codes + 128 * i + 64));
+  };
+  return _mm512_mask_blend_epi16(upper, _mm512_mask_blend_epi16(second, quarter(0), quarter(1)),
+                                 _mm512_mask_blend_epi16(second, quarter(2), quarter(3)));
+}
+
+static inline __m256i load_32(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
 
 // ---- small grids ---------------------------------------------------------------------------------------------------
 
@@ -30,26 +42,15 @@ struct SmallGridBlock {
     return _mm512_or_si512(seven, _mm512_and_si512(last, odd_words));
   }
 
-  // The codes of 256 rows of the grid from `first` on, by sixteen pairs of numbers.
-  __m512i codes(__m512i numbers, __mmask32 second, __mmask32 upper, int first) const {
-    const auto quarter = [&](int i) {
-      const uint8_t* words = grid.codes() + 2 * first + 128 * i;
-      return _mm512_permutex2var_epi16(_mm512_loadu_si512(words), numbers, _mm512_loadu_si512(words + 64));
-    };
-    return _mm512_mask_blend_epi16(upper, _mm512_mask_blend_epi16(second, quarter(0), quarter(1)),
-                                   _mm512_mask_blend_epi16(second, quarter(2), quarter(3)));
-  }
-
   // Calls take(line, values without their signs) for the lines of a block.
   template <class Take>
   __attribute__((always_inline)) void each_line(Take take) const {
     const __m512i values = _mm512_broadcast_i32x4(load_bytes(grid.values()));
 #pragma GCC unroll 4
     for (int p = 0; p < 8 / kLines; ++p) {
-      const __m512i numbers = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(own + 32 * p)));
-      const __mmask32 second = _mm512_test_epi16_mask(numbers, _mm512_set1_epi16(64)), upper = _mm512_test_epi16_mask(numbers, _mm512_set1_epi16(128));
-      __m512i found = codes(numbers, second, upper, 0);
-      if constexpr (F == Format::IQ3_S) found = _mm512_mask_blend_epi16(number_at<uint32_t>(highs + 4 * p), found, codes(numbers, second, upper, 256));
+      const __m512i numbers = _mm512_cvtepu8_epi16(load_32(own + 32 * p));
+      __m512i found = look_up(grid.codes(), numbers);
+      if constexpr (F == Format::IQ3_S) found = _mm512_mask_blend_epi16(number_at<uint32_t>(highs + 4 * p), found, look_up(grid.codes() + 512, numbers));
       const auto put = [&](int line, __m512i places) { take(line, _mm512_shuffle_epi8(values, places)); };
       if constexpr (has_rows_of_four(F)) {  // the bits above a code of three bits, but for the lowest and the highest, do not matter
         const __m512i words = _mm512_set1_epi32(0xffff);
@@ -94,7 +95,7 @@ template <Format F>
 struct LargeGridBlock {
   const uint8_t *own, *signs, *highs;
   const int8_t* grid;
-  alignas(64) uint16_t numbers[4 * kPanel];
+  alignas(64) uint16_t numbers[4 * kPanel];  // of IQ2_XS the codes of the rows
   alignas(64) uint64_t negative[8];  // of 8 columns each
 
   __attribute__((always_inline)) LargeGridBlock(const uint8_t* group, int64_t b, const int8_t* table, int begin, int end)
@@ -102,31 +103,43 @@ struct LargeGridBlock {
         highs(group + compact(F).highs + b * (is_iq1(F) ? 2 : 1) * kPanel), grid(table) {
 #pragma GCC unroll 4
     for (int j = begin; j < end; ++j) {
-      _mm256_store_si256(reinterpret_cast<__m256i*>(numbers + j * kPanel), _mm256_or_si256(bytes_to_words(own + j * kPanel), upper(j)));
-      if constexpr (F == Format::IQ2_XS)
-        _mm_store_si128(reinterpret_cast<__m128i*>(negative + 2 * j), eight_of(load_bytes(signs + j * kPanel)));
+      if constexpr (F != Format::IQ2_XS) {
+        _mm256_store_si256(reinterpret_cast<__m256i*>(numbers + j * kPanel), _mm256_or_si256(bytes_to_words(own + j * kPanel), upper(j)));
+      } else if (j % 2 == 0) {  // `begin` is even, and so is `end`
+        const __m512i lower = _mm512_cvtepu8_epi16(load_32(own + j * kPanel));
+        const __m256i bytes = load_32(signs + j * kPanel);
+        const SmallGrid<F> codes{table};
+        _mm512_store_si512(numbers + j * kPanel, _mm512_mask_blend_epi16(_mm256_movepi8_mask(bytes), look_up(codes.codes(), lower),
+                                                                         look_up(codes.codes() + 512, lower)));
+        _mm256_store_si256(reinterpret_cast<__m256i*>(negative + 2 * j), eight_of(bytes));
+      }
     }
   }
 
   // The upper bits of numbers.
   __m256i upper(int j) const {
-    if constexpr (F == Format::IQ2_XS) return high_bits(bytes_to_words(signs + j * kPanel), 1, 0x100);
     if constexpr (F == Format::IQ2_S) return high_bits(bytes_to_words(highs), 8 - 2 * j, 0x300);
     return high_bits(bytes_to_words(highs + j / 2 * kPanel), j % 2 ? 4 : 8, 0x700);  // IQ1
   }
 
   // Seven signs in each byte, and the eighth that makes their number even.
-  static __m128i eight_of(__m128i bytes) {
-    const __m128i seven = _mm_and_si128(bytes, _mm_set1_epi8(127)), halves = _mm_xor_si128(seven, _mm_srli_epi64(seven, 4));
-    const __m128i quarters = _mm_xor_si128(halves, _mm_srli_epi64(halves, 2));
-    const __m128i odd = _mm_xor_si128(_mm_slli_epi64(quarters, 7), _mm_slli_epi64(quarters, 6));
-    return _mm_or_si128(seven, _mm_and_si128(odd, _mm_set1_epi8(char(128))));
+  static __m256i eight_of(__m256i bytes) {
+    const __m256i seven = _mm256_and_si256(bytes, _mm256_set1_epi8(127)), halves = _mm256_xor_si256(seven, _mm256_srli_epi64(seven, 4));
+    const __m256i quarters = _mm256_xor_si256(halves, _mm256_srli_epi64(halves, 2));
+    const __m256i odd = _mm256_xor_si256(_mm256_slli_epi64(quarters, 7), _mm256_slli_epi64(quarters, 6));
+    return _mm256_or_si256(seven, _mm256_and_si256(odd, _mm256_set1_epi8(char(128))));
   }
 
   __mmask64 minus(int j, int side) const { return F == Format::IQ2_XS ? negative[2 * j + side] : number_at<uint64_t>(signs + j * kPanel + 8 * side); }
 
   // Eight values of the columns of a side, without their signs.
-  __attribute__((always_inline)) __m512i values(int j, int side) const { return eight_rows(grid, numbers + j * kPanel + 8 * side); }
+  __attribute__((always_inline)) __m512i values(int j, int side) const {
+    if constexpr (F != Format::IQ2_XS) return eight_rows(grid, numbers + j * kPanel + 8 * side);
+    const __m512i codes = _mm512_cvtepu16_epi64(_mm_load_si128(reinterpret_cast<const __m128i*>(numbers + j * kPanel + 8 * side)));
+    const __m512i four = _mm512_shuffle_epi8(codes, _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 0, 1, 0, 1, 0, 1, 8, 9, 8, 9, 8, 9, 8, 9)));
+    const __m512i places = _mm512_and_si512(_mm512_srlv_epi16(four, _mm512_set1_epi64(0x0006000400020000)), _mm512_set1_epi8(3));
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(load_bytes(SmallGrid<F>{grid}.values())), places);
+  }
 
   // IQ1: the difference of values to those of the grid, 1 or -1, and `more`.
   __m512i difference(int j, int side, int more) const {

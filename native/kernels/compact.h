@@ -232,7 +232,7 @@ static bool pack_compact(const PackedMatrix& m, const Column* columns, int64_t c
 // Value e of a row of eight is in two bits of its code, from e % 2 * 8 + e / 2 * 2 on, of a row of four in four, from e % 2 * 8 + e / 2 * 4 on.
 template <Format F>
 struct SmallGrid {
-  static constexpr int64_t kRows = F == Format::IQ3_S ? 512 : 256, kBytes = kRows * (has_rows_of_four(F) ? 4 : 8);
+  static constexpr int64_t kRows = F == Format::IQ3_S || F == Format::IQ2_XS ? 512 : 256, kBytes = kRows * (has_rows_of_four(F) ? 4 : 8);
   const int8_t* table;
 
   const uint8_t* codes() const { return reinterpret_cast<const uint8_t*>(table) + kBytes; }
