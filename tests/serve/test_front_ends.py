@@ -163,3 +163,18 @@ def test_a_front_end_that_dies_is_replaced_and_its_requests_end(served: Served) 
         with served.http() as http:
             assert http.post("/v1/completions", json=SHORT).status_code == 200
     _wait(lambda: served.metrics()["bifolio:num_requests_running"] == 0.0)
+
+
+def test_a_stop_while_further_front_ends_start_ends_all() -> None:
+    """They take seconds to start; the drain reaches those that do not serve yet."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "bifolio.cli.main", "serve", "-m", str(model_folder()), "--port", str(port)]
+    options = ["--front-ends", "2", "--memory", "64MB", "--max-model-len", "512", "--log-level", "warning"]
+    process = subprocess.Popen([*command, *options])
+    try:
+        _wait(lambda: _is_ready(Served(process, f"http://127.0.0.1:{port}")))
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(25) == 0  # less than the time limit of a drain
+    finally:
+        process.kill()

@@ -37,6 +37,7 @@ class BranchEngine(EngineConnection):
         self._link: Link = link
         self.own_metrics: Metrics | None = None
         self.server: Server | None = None
+        self.is_draining = False  # the first front end has said so, perhaps before this one serves
 
     def take(self, message: Any) -> None:
         self._take_common(message)
@@ -45,8 +46,10 @@ class BranchEngine(EngineConnection):
         if isinstance(message, b.Lost):
             self.hello = None
             self._lose_all()
-        elif isinstance(message, b.Drain) and self.server is not None:
-            self.server.begin_drain()
+        elif isinstance(message, b.Drain):
+            self.is_draining = True
+            if self.server is not None:
+                self.server.begin_drain()
         elif isinstance(message, b.Scraped):
             self._answer(message.id, message)
         elif isinstance(message, m.Beat) and self.own_metrics is not None:
@@ -102,7 +105,8 @@ async def serve(connection: socket.socket) -> None:
     server = make_server(settings.server, context, settings.num_front_ends, first.secret)
     engine.server = server
     try:
-        await server.serve(sockets=[listen(settings.server, reuse_port=True)])
+        if not engine.is_draining:
+            await server.serve(sockets=[listen(settings.server, reuse_port=True)])
         link.send(b.Samples(context.metrics.render()))
     finally:
         await context.close()

@@ -75,6 +75,8 @@ class Branch:
         link.send(msgspec.structs.replace(self._owner.serve, id_prefix=self.id_prefix))
         if self._owner.engine.hello is not None:
             link.send(self._owner.engine.hello)
+        if self._owner.is_closing:  # the drain began while the process was started
+            link.send(b.Drain())
         try:
             await link.closed
         finally:
@@ -143,7 +145,7 @@ class Branches:
         self.admit = admit
         self._branches = [Branch(self) for _ in range(count)]
         self._tasks: list[asyncio.Task[None]] = []
-        self._is_closing = False
+        self.is_closing = False
         self._ended: list[bytes] = []  # metrics of front ends that were replaced
 
     def start(self) -> None:
@@ -161,12 +163,12 @@ class Branches:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _keep_alive(self, branch: Branch) -> None:
-        while not self._is_closing:
+        while not self.is_closing:
             try:
                 await branch.run()
             except OSError:
                 logger.exception("a front end could not be started")
-            if self._is_closing:
+            if self.is_closing:
                 return
             logger.error("a front end ended: it is replaced")
             if branch.samples:
@@ -185,7 +187,7 @@ class Branches:
         return [*self._ended, *(branch.samples for branch in self._branches if branch.samples)]
 
     def begin_drain(self) -> None:
-        self._is_closing = True
+        self.is_closing = True
         self._broadcast(b.Drain())
 
     def engine_lost(self) -> None:
