@@ -102,7 +102,7 @@ REFERENCE = TorchKernels("cpu", "f32")
 @pytest.mark.parametrize(
     ("rows", "depth", "extra"),
     [
-        (64, 96, "norm"), (56, 320, "gated"), (40, 2048, "residual"), (13, 136, "norm"),
+        (64, 96, "norm"), (56, 320, "gated"), (40, 2048, "residual"), (13, 136, "norm"), (16, 8, "norm"),
         pytest.param(22, 4104, "residual", marks=pytest.mark.slow),
         pytest.param(12, 2056, "gated", marks=pytest.mark.slow),
         pytest.param(24, 64, "bias", marks=pytest.mark.slow),

@@ -124,7 +124,8 @@ struct Lanes {
 // The part of x of a lane that feeds tensor cores: 8 columns of every chunk of 32 of its warp, twice two fragments. Column 0
 // of the right factor is x rounded to bf16, column 1 the remainder, so that products are those of x in f32.
 struct Fragments {
-    static constexpr int PARTS = (DEPTH / 32 + WARPS - 1) / WARPS;
+    static constexpr int PARTS = (DEPTH + WARPS * 32 - 1) / (WARPS * 32);
+    static_assert(PARTS > 0, "an array has at least one element, also where this struct is not used");
     uint4 x[PARTS];
     Values<8> factors[IS_NORMED ? PARTS : 1];
 
