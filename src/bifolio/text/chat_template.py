@@ -36,6 +36,8 @@ def render_chat(
             f"the chat template has {len(template)} characters, more than the {MAX_TEMPLATE_CHARS} allowed"
         )
     check_messages(messages)
+    if tools:
+        check_takes_tools(template)
     import jinja2
 
     from bifolio.text.template_sandbox import compile_template
@@ -56,6 +58,14 @@ def render_chat(
     except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError,
             MemoryError) as error:  # fmt: skip
         raise ChatTemplateError(f"the chat template refused the messages: {error}") from error
+
+
+def check_takes_tools(template: str | None) -> None:
+    """Refuse tools that the template would drop: the model would answer without having seen them."""
+    if "tools" not in (template or ""):
+        raise ChatTemplateError(
+            "tools: this model's chat template has no place for them: leave tools out, or choose a model that calls tools"
+        )
 
 
 def check_messages(messages: Sequence[Message]) -> None:
