@@ -39,7 +39,7 @@ def test_unreadable_data_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no text files"):
         read_documents([tmp_path])
     (tmp_path / "bad.txt").write_bytes(b"\xff\xfe\xfd")
-    with pytest.raises(ModelFileError, match="UTF-8"):
+    with pytest.raises(ConfigError, match=r"bad\.txt is not UTF-8 \(byte 0\)"):
         read_documents([tmp_path / "bad.txt"])
     whole = lzma.compress(TEXT.encode())
     (tmp_path / "cut.txt.xz").write_bytes(whole[: len(whole) // 2])

@@ -59,6 +59,7 @@ class Parameter:
     variable: str | None = None  # of the environment, read where the option is not given
     positional: bool = False
     advanced: bool = False  # shown by --help-all, not by --help
+    read: Callable[[str], Any] | None = None  # from text to the value, where the type alone does not say it
 
 
 def option(
@@ -68,8 +69,9 @@ def option(
     max: float | None = None,
     variable: str | None = None,
     advanced: bool = False,
+    read: Callable[[str], Any] | None = None,
 ) -> Parameter:
-    return Parameter(names, help, min, max, variable, advanced=advanced)
+    return Parameter(names, help, min, max, variable, advanced=advanced, read=read)
 
 
 def argument(*, help: str = "") -> Parameter:
@@ -302,7 +304,7 @@ def _reader(kind: Callable[[str], Any], written: Parameter) -> Callable[[str], A
     """A function from text to a value; its error names the expected type or range."""
 
     def read(text: str) -> Any:
-        value = kind(text.removeprefix(LITERAL))
+        value = (written.read or kind)(text.removeprefix(LITERAL))
         if written.min is not None and value < written.min:
             raise argparse.ArgumentTypeError(f"{text} is below {written.min:g}")
         if written.max is not None and value > written.max:

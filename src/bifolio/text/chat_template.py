@@ -64,7 +64,8 @@ def check_takes_tools(template: str | None) -> None:
     """Refuse tools that the template would drop: the model would answer without having seen them."""
     if "tools" not in (template or ""):
         raise ChatTemplateError(
-            "tools: this model's chat template has no place for them: leave tools out, or choose a model that calls tools"
+            "tools: this model's chat template has no place for them: leave tools out, or choose a model that calls "
+            "tools"
         )
 
 

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from bifolio.errors import ConfigError
+from bifolio.model.file_access import check_target
 from bifolio.model.loaded import LoadedModel
 from bifolio.model.loader import load_model
 from bifolio.train.draft_chain import DraftChain
@@ -75,6 +76,7 @@ def train_head(
     `check` refuses models that cannot have such a head; `start` makes the run for a model and its text.
     """
     folder = Path(settings.output)
+    check_target(folder / "config.json", overwrite=True)
     if not settings.force and any((folder / name).exists() for name in ("config.json", "model.safetensors")):
         raise ConfigError(
             f"the folder {folder} holds a model already: replace it with --force, or choose another --output"
