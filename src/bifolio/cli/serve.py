@@ -286,12 +286,15 @@ def serve_replicas(server: ServerOptions, engine: options.BatchEngine, model: st
 
     from bifolio.cli.cluster import Replicas, plain_options, ray_module
     from bifolio.errors import ConfigError
+    from bifolio.serve.listening import reserve
 
     settings = server.settings()
     if settings.tls_certificate or settings.kv_events or settings.engine_address or server.role != "both":
         raise ConfigError(
             "--replicas and --prefill-replicas cannot be combined with --tls-cert, --kv-events, --engine or --role"
         )
+    for each in reserve(settings.host, settings.port):  # told before the engines start
+        each.close()
     run = ray_module()
     values = plain_options(engine)
     if values.get("threads") is None:

@@ -20,9 +20,10 @@ from bifolio.serve import branch_messages as b
 from bifolio.serve.branches import decode_settings
 from bifolio.serve.context import ServerContext
 from bifolio.serve.engine_connection import EngineConnection, Link, lost
+from bifolio.serve.listening import bound_sockets
 from bifolio.serve.logs import configure_logging
 from bifolio.serve.metrics import Metrics
-from bifolio.serve.server import BranchSettings, Server, event_loop, listen, make_server
+from bifolio.serve.server import BranchSettings, Server, event_loop, make_server
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +102,7 @@ async def serve(connection: socket.socket) -> None:
     server = make_server(settings.server, context, settings.num_front_ends, first.secret)
     engine.server = server
     try:
-        await server.serve(sockets=[listen(settings.server, reuse_port=True)])
+        await server.serve(sockets=bound_sockets(settings.server.host, settings.server.port, reuse_port=True))
         link.send(b.Samples(context.metrics.render()))
     finally:
         await context.close()
