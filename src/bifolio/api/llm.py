@@ -30,7 +30,7 @@ from bifolio.model.registry import DEFAULT_MODEL
 from bifolio.model.weights import OnLoad
 from bifolio.quant.convert import conversion_notes
 from bifolio.sampling_params import SamplingParams, merge_defaults
-from bifolio.text.chat_template import Message, check_messages, render_chat
+from bifolio.text.chat_template import Message, check_messages, check_takes_tools, render_chat
 from bifolio.text.roles import Placeholders
 
 
@@ -207,6 +207,8 @@ class LLM:
         """Token ids of a conversation; special tokens come from the template alone (`text.roles`)."""
         tokenizer = self.model.require_tokenizer()
         check_messages(messages)
+        if options.get("tools") and self.model.chat_template is not None:
+            check_takes_tools(self.model.chat_template)
         placeholders = Placeholders(tokenizer.special_tokens)
         text = render_chat(
             self.model.chat_template,
