@@ -16,6 +16,7 @@ import pytest
 
 from bifolio.cli.main import build_app
 from bifolio.errors import ConfigError
+from bifolio.serve import listening
 from bifolio.serve.listening import bound_sockets, check_certificate, reserve
 from cli_runner import CliRunner
 from helpers import tiny_folder
@@ -77,6 +78,17 @@ def test_a_reserved_port_refuses_clients_until_it_listens() -> None:
     finally:
         for each in (first, *others):
             each.close()
+
+
+def test_a_name_with_an_address_that_is_not_here_listens_on_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [(int(socket.AF_INET6), ("2001:db8::1", 0, 0, 0)), (int(socket.AF_INET), ("127.0.0.1", 0))]
+    monkeypatch.setattr(listening, "_addresses", lambda host, port: found)
+    (bound,) = bound_sockets("here", 0)
+    with bound:
+        assert bound.getsockname()[0] == "127.0.0.1"
+    found.pop()
+    with pytest.raises(ConfigError, match="--host here is no address of this machine"):
+        bound_sockets("here", 0)
 
 
 @pytest.mark.full

@@ -1,7 +1,7 @@
 """The address and the certificate of a server: checked and reserved before the model is loaded.
 
 The sockets are bound at once and listen when the server is ready: until then the system refuses connections, as it does
-without a server, and no other program can take the port.
+without a server.
 """
 
 from __future__ import annotations
@@ -20,15 +20,19 @@ def bound_sockets(host: str, port: int, *, reuse_port: bool = False) -> list[soc
     if not 0 <= port <= 65535:
         raise ConfigError(f"--port is a number from 0 to 65535, not {port}")
     sockets: list[socket.socket] = []
+    missing: OSError | None = None
     try:
         for family, address in _addresses(host, port):
             try:
                 sockets.append(_bound(family, (*address[:1], port, *address[2:]), reuse_port))
             except OSError as error:
-                if error.errno == errno.EADDRNOTAVAIL and sockets:  # IPv6 without an interface for it
-                    continue
-                raise _refusal(host, port, error) from error
+                if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                    raise _refusal(host, port, error) from error
+                missing = error  # `localhost` has an IPv6 address on machines without IPv6 as well
+                continue
             port = sockets[0].getsockname()[1]  # where the system chose one
+        if missing is not None and not sockets:
+            raise _refusal(host, port, missing) from missing
     except BaseException:
         for each in sockets:
             each.close()
@@ -97,6 +101,6 @@ def _refusal(host: str, port: int, error: OSError) -> ConfigError:
         return ConfigError(f"port {port} is in use: pass --port with another one, or 0 for a free one")
     if error.errno == errno.EACCES:
         return ConfigError(f"port {port} needs a permission of this user: pass --port from 1024 on")
-    if error.errno == errno.EADDRNOTAVAIL:
+    if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
         return ConfigError(f"--host {host} is no address of this machine: pass 127.0.0.1, or 0.0.0.0 for every network")
     return ConfigError(f"{host}:{port} cannot be used (--host, --port): {error.strerror}")
